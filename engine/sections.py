@@ -65,8 +65,8 @@ class ModelSection(Section, frozen=True):
         "empty for the checkpoint's chat template if it knows these roles"
     )] = ""
     numerics: Annotated[Literal["fast", "invariant"], key(
-        "'invariant': a request gets the same tokens and log probabilities, to the bit, whatever else runs; on "
-        "CPUs, checked at start", changed="executors"
+        "'invariant': a request gets the same tokens and log probabilities, to the bit, whatever else runs; "
+        "checked at start; not yet tried on GPUs", changed="executors"
     )] = "fast"
     max_model_len: Annotated[int, key(
         "Longest prompt plus output in tokens; 0 for what the model was trained for", ge=0

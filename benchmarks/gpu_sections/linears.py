@@ -9,7 +9,7 @@ import torch
 from engine.errors import PluginError
 from engine.plugins.declaration import read_declaration
 from engine.plugins.hookspecs import LinearContext
-from engine.plugins.linears import PREFERRED
+from engine.plugins.linears import INVARIANT, PREFERRED
 from engine.plugins.manager import BUILTIN
 from engine.plugins.testing.findings import ConformanceError
 from engine.plugins.testing.linear import check_linear
@@ -40,7 +40,7 @@ def section(
     if device.type != "cuda":
         yield skipped("these kernels are for GPUs")
         return
-    for name in PREFERRED:
+    for name in (*PREFERRED, *INVARIANT):
         declares = read_declaration(BUILTIN[f"linear.{name}"])
         assert declares is not None, name
         if declares.devices and "cuda" not in declares.devices:

@@ -21,10 +21,11 @@ def throughput(
     num_out: int = 64,
     num_pages: int = 0,
     graphs: Mapping[str, int] | None = None,
+    numerics: str = "fast",
 ) -> Iterator[Row]:
     """Random weights: output tokens per second by batch size."""
     sections = {
-        "model": {"load_format": "dummy", "tokenizer": "none"},
+        "model": {"load_format": "dummy", "tokenizer": "none", "numerics": numerics},
         "kv": {"num_pages": num_pages},
         "graphs": graphs or {},
         "scheduler": {"max_running": max(batches), "max_step_tokens": 8192},

@@ -23,6 +23,8 @@ PREFERRED = (
     "torch_fp8_block",
     "torch_int4",
 )
+# Behind these where the context asks for invariant results: what is slower, and has no other use.
+INVARIANT = ("triton",)
 
 
 def linear_context(
@@ -64,7 +66,8 @@ def check_linear_fits(plugins: Plugins, context: LinearContext) -> None:
 
 def fitting_linears(known: Mapping[str, PluginInfo], context: LinearContext) -> list[PluginInfo]:
     """The built-in kernels that 'auto' chooses from, the preferred one first.  It imports no plugin."""
-    infos = [known[f"{LINEAR}.{name}"] for name in PREFERRED]
+    names = (*PREFERRED, *INVARIANT) if context.invariant else PREFERRED
+    infos = [known[f"{LINEAR}.{name}"] for name in names]
     return [info for info in infos if not checked(info, declared(info)).misfits(context)]
 
 

@@ -32,7 +32,7 @@ PREFERRED: Mapping[str, tuple[str, ...]] = {
     "cpu": ("torch",),
 }
 # The same where the context asks for invariant results.
-INVARIANT = ("tiles",)
+INVARIANT = ("tiles", "triton")
 
 
 @dataclass(frozen=True, slots=True)

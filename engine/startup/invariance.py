@@ -4,7 +4,8 @@ Legend: T rows of a step · D model dim · Q query heads · H head size · V voc
 Owns: which parts are tried, with how many rows at a time.  Does not know: kernels, why a part would differ.
 
 Every part is run on random rows, once on all of them together and once on pieces of every size that it meets.  What is
-not exactly equal is named, and the start ends: nothing is served that does not hold.
+not exactly equal is named, and the start ends: nothing is served that does not hold.  A step that was captured repeats
+what is proved here; one that is another program, a call of C, has a proof of its own.
 """
 
 import logging
@@ -27,17 +28,21 @@ from engine.layers.kv_pool import KVPool, Layout
 from engine.layers.part import Norm
 from engine.layers.step import StepTensors
 from engine.models.decoder import Decoder, DecoderLayer
+from engine.params import SamplingParams
 from engine.plugins.support.paging import batch_on, new_pool
 from engine.plugins.testing.invariance import layers_needed, pages_needed, require_same_bits
 from engine.sampling.captured import Variant
-from engine.sampling.draw import draw, padded_scores, uniforms, weights
 from engine.sampling.logprobs import batch_logprobs
+from engine.sampling.sampler import Sampler
+from engine.sampling.state import Newcomer
 
 log = logging.getLogger(__name__)
 
 # From rows first:last to their results, as the part gives them when it gets these alone.
 Rows = Callable[[int, int], Tensor]
 SEED = 5
+# One row after the other asks for the next of these.
+WISHES = (SamplingParams(temperature=0.0), SamplingParams(), SamplingParams(top_k=20, top_p=0.9))
 
 
 @torch.inference_mode()
@@ -45,40 +50,46 @@ def prove_invariance(
     model: Decoder,
     attention: RankAttention,
     comm: Comm,
+    sampler: Sampler,
     *,
+    device: torch.device,
     page_size: int,
     layout: Layout,
+    kv_dtype: str,
     max_tokens: int,
     max_rows: int,
 ) -> None:
     """Raise ConfigError that names the parts that differ.  All ranks together, with the threads that they run with.
 
-    max_tokens: most rows of a step.  max_rows: most that sample in one."""
+    sampler: of max_rows, unused; what they ask for is changed.  max_tokens: most rows of a step."""
     start = time.perf_counter()
     spec = model.attention_spec
     num_pages = max(pages_needed(page_size), -(-max_tokens // page_size))
     few_layers = replace(spec, num_layers=layers_needed(spec))
-    pool = new_pool(few_layers, num_pages, page_size, model.dtype, torch.device("cpu"), layout)
+    pool = new_pool(few_layers, num_pages, page_size, model.dtype, device, layout, kv_dtype)
     backend = attention.build(pool)
     differing = [_attention_difference(backend, spec, pool)]
-    # Log probabilities of prompts have more rows at a time.
-    max_scored = max(max_rows, min(max_tokens, SCORED_ROWS))
-    for name, num_rows, part in _parts(model, backend, pool, max_tokens, max_scored):
+    for name, num_rows, part in _parts(model, backend, pool, sampler, max_tokens, min(max_rows, max_tokens)):
         differing.append(_difference(name, num_rows, part))
     found = [one for one in differing if one]
     # Ranks have other weights and other results; none may start alone.
-    others = comm.all_gather(torch.tensor([len(found)]), 0).tolist()
+    others = comm.all_gather(torch.tensor([len(found)], device=device), 0).tolist()
     if any(others):
         elsewhere = f"on ranks {[rank for rank, count in enumerate(others) if count]}"
-        threads = torch.get_num_threads()
+        threads = torch.get_num_threads() if device.type == "cpu" else 1
         advice = "set model.numerics=fast" if threads == 1 else "set device.threads=1, or model.numerics=fast"
         raise ConfigError(
-            f"model.numerics=invariant does not hold for this model on this machine with device.threads={threads}: "
+            f"model.numerics=invariant does not hold for this model on this machine with {_place(device)}: "
             f"{'; '.join(found) or elsewhere}; {advice}"
         )
-    capability = torch.backends.cpu.get_cpu_capability()
-    what = "numerics: invariant, %d parts proved with up to %d rows on %s, %d threads, in %.1f s"
-    log.info(what, len(differing), max_tokens, capability, torch.get_num_threads(), time.perf_counter() - start)
+    what = "numerics: invariant, %d parts proved with up to %d rows with %s in %.1f s"
+    log.info(what, len(differing), max_tokens, _place(device), time.perf_counter() - start)
+
+
+def _place(device: torch.device) -> str:
+    if device.type != "cpu":
+        return torch.cuda.get_device_name(device)
+    return f"{torch.backends.cpu.get_cpu_capability()}, device.threads={torch.get_num_threads()}"
 
 
 @torch.inference_mode()
@@ -95,9 +106,8 @@ def prove_decodes(
         return
     for layer in range(model.attention_spec.num_layers):
         for slots in (pool.keys(layer), pool.values(layer)):
-            slots[: num_rows * pool.page_stride] = _random(
-                *slots[: num_rows * pool.page_stride].shape, dtype=pool.dtype
-            )
+            some = slots[: num_rows * pool.page_stride]
+            some.copy_(_random(pool, *some.shape, dtype=pool.dtype))
     # A row has room for the token that comes next, and may be shorter than a page.
     positions_N, token_ids_N = row_N * 7 % min(pool.page_size, row_len - 1), row_N * 31 % model.vocab_size
     rows.tokens_RM[row_N, positions_N] = token_ids_N.to(torch.int32)
@@ -142,10 +152,10 @@ def _attention_difference(backend: AttentionBackend, spec: AttentionSpec, pool: 
 
 
 def _parts(
-    model: Decoder, backend: AttentionBackend, pool: KVPool, max_tokens: int, max_scored: int
+    model: Decoder, backend: AttentionBackend, pool: KVPool, sampler: Sampler, max_tokens: int, max_rows: int
 ) -> Iterator[tuple[str, int, Rows]]:
     """(name, most rows, the part) of each kind of layer, and of what is behind the layers."""
-    x_TD = _random(max_tokens, model.shape.hidden_size, dtype=model.dtype)
+    x_TD = _random(pool, max_tokens, model.shape.hidden_size, dtype=model.dtype)
     seen = []
     for index, layer in enumerate(model.layers):
         shape = model.shape.layers[index]
@@ -153,9 +163,19 @@ def _parts(
             seen.append(shape)
             for name, part in _layer_parts(model, layer, backend, pool, x_TD):
                 yield f"layer {index}'s {name}", max_tokens, part
+    # Log probabilities of prompts have more rows at a time than are sampled.
+    max_scored = max(max_rows, min(max_tokens, SCORED_ROWS))
     yield "the LM head", max_scored, lambda first, last: model.logits(x_TD[first:last].clone())
     logits_NV = model.logits(x_TD[:max_scored].clone())
-    yield "the sampler", max_scored, lambda first, last: _sampled(logits_NV[first:last])
+    yield "the log softmax", max_scored, lambda first, last: _logprobs(logits_NV[first:last])
+    row_N, prompt = np.arange(max_rows), np.zeros(1, dtype=np.int32)
+    wishes = [WISHES[row % len(WISHES)].replace(seed=row) for row in range(max_rows)]
+    sampler.admit_all([Newcomer(row, wish, prompt, 1) for row, wish in enumerate(wishes)], ())
+    yield (
+        "the sampler",
+        max_rows,
+        lambda first, last: sampler.sample(logits_NV[first:last], row_N[first:last], row_N[first:last] + 1).token_ids_N,
+    )
 
 
 def _layer_parts(
@@ -166,7 +186,7 @@ def _layer_parts(
     yield "queries, keys and values", _projection(model, layer, backend, pool, x_TD)
     attention = layer.attention
     spec = model.attention_spec
-    attended_TQH = _random(len(x_TD), spec.num_heads, spec.value_size, dtype=model.dtype)
+    attended_TQH = _random(pool, len(x_TD), spec.num_heads, spec.value_size, dtype=model.dtype)
     yield "attention's output", lambda first, last: attention.output(attended_TQH[first:last])
     yield "MLP", lambda first, last: layer.mlp(x_TD[first:last].clone(), model.kernels)
 
@@ -184,7 +204,7 @@ def _norm(norm: Norm, model: Decoder, x_TD: Tensor) -> Rows:
 
 def _projection(model: Decoder, layer: DecoderLayer, backend: AttentionBackend, pool: KVPool, x_TD: Tensor) -> Rows:
     """Queries, and what is in the pool afterwards, side by side."""
-    positions_T = torch.arange(len(x_TD))
+    positions_T = torch.arange(len(x_TD), device=x_TD.device)
     slots_T = positions_T // pool.page_size * pool.page_stride + positions_T % pool.page_size
     rotary, kernels = None if layer.rotary is None else model.rotaries[layer.rotary], model.kernels
 
@@ -193,21 +213,18 @@ def _projection(model: Decoder, layer: DecoderLayer, backend: AttentionBackend, 
         step = StepTensors(at_T, at_T, to_T, at_T, backend, pool)
         angles = () if rotary is None else rotary.angles(at_T, kernels)
         q_TQH = layer.attention.project(0, x_TD[first:last].clone(), rotary, angles, step, kernels)
-        return torch.cat((q_TQH, pool.keys(0)[to_T], pool.values(0)[to_T]), 1)
+        return torch.cat([one.float() for one in (q_TQH, pool.keys(0)[to_T], pool.values(0)[to_T])], 1)
 
     return project
 
 
-def _sampled(logits_NV: Tensor) -> Tensor:
-    """Per row its log probabilities, and the token that one number draws."""
-    num_rows = len(logits_NV)
-    top_N = logits_NV.amax(-1)
-    drawn_N = draw(
-        weights(padded_scores(logits_NV, top_N, torch.ones(num_rows))), uniforms(*torch.ones(2, num_rows).long())
-    )
-    found = batch_logprobs(logits_NV, drawn_N, torch.arange(num_rows).numpy(), torch.ones(num_rows).long().numpy())
-    return torch.cat((found.chosen_L[:, None].double(), found.top_LK.double(), drawn_N[:, None].double()), 1)
+def _logprobs(logits_NV: Tensor) -> Tensor:
+    """Per row those of its first token and of the most likely ones, side by side."""
+    row_N = np.arange(len(logits_NV))
+    found = batch_logprobs(logits_NV, torch.zeros_like(logits_NV[:, 0], dtype=torch.int64), row_N, row_N)
+    return torch.cat((found.chosen_L[:, None], found.top_LK), 1)
 
 
-def _random(*shape: int, dtype: torch.dtype) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(SEED)).to(dtype)
+def _random(pool: KVPool, *shape: int, dtype: torch.dtype) -> Tensor:
+    """Where the pool is."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(SEED)).to(pool.data.device, dtype)

@@ -44,6 +44,7 @@ from engine.params import SamplingParams
 from engine.plugins.hookspecs import CommContext, KVStoreContext
 from engine.plugins.manager import KV_STORE, Plugins
 from engine.plugins.parsers import plugin_codec
+from engine.plugins.selection import NOT_MEASURED
 from engine.plugins.structured import plugin_grammars, plugin_processors
 from engine.plugins.support.paging import new_pool, page_bytes
 from engine.sampling.captured import Variant
@@ -105,22 +106,21 @@ def load_runner(
     dtype = choose_dtype(config.model.dtype, device, spec.dtype)
     invariant = config.model.numerics == "invariant"
     comm = _connect(config, plugins, rank, device, rendezvous)
-    if invariant and comm.size > 1:
-        comm = OrderedComm(comm)
     graphs = RankGraphs(config.graphs, device, comm, build_passes(plugins, device, dtype))
     seed, load_format = config.device.seed, config.model.load_format
     on_cpu = device.type == "cpu"
     place = host_place() if on_cpu else comm.rank
     graphs.device.trim()  # of what a runner before this one has left
     room = fair_share(free_bytes(device), place, comm, device)
-    plan = build_model(spec.shape, comm, torch.device("meta"), dtype)
+    model_comm = OrderedComm(graphs.comm) if invariant and comm.size > 1 else graphs.comm
+    plan = build_model(spec.shape, model_comm, torch.device("meta"), dtype)
     thread_choices: Sequence[int] = set_threads(config.device.threads, device, plan.parameter_bytes)
     if on_cpu:
         thread_choices = common_choices(thread_choices, comm)
     kernels = _cpu_kernels(config, dtype, graphs) if on_cpu else None
     model = load_model(
         spec,
-        graphs.comm,
+        model_comm,
         device,
         dtype,
         load_format=load_format,
@@ -139,25 +139,27 @@ def load_runner(
     page_size, layout = config.kv.page_size, config.kv.layout
     kv_dtype = config.kv.kept_as(str(dtype).removeprefix("torch."))
     place_of_pages = (attention_spec, page_size, device, dtype, layout, kv_dtype)
-    race = Race(plugins, *place_of_pages, limit_s=config.plugins.race_s, graphs=graphs.device)
-    measured = measured_attention(race, comm, device, progress)
+    measured = NOT_MEASURED
+    if not invariant:  # a race may end otherwise at the next start, and another backend has other bits
+        race = Race(plugins, *place_of_pages, limit_s=config.plugins.race_s, graphs=graphs.device)
+        measured = measured_attention(race, comm, device, progress)
     attention = RankAttention(plugins, *place_of_pages, measured, invariant)
     max_rows, max_tokens = config.scheduler.max_running, config.scheduler.max_step_tokens
-    if invariant:
-        if not isinstance(model, Decoder) or model.pooled_head is not None:
-            what = "that generate and are served by a family of callboard's own; set model.numerics=fast"
-            raise ConfigError(f"model.numerics=invariant is for models {what}")
-        model.by_rows()
-        sizes = {"page_size": page_size, "max_tokens": max_tokens, "max_rows": max_rows}
-        prove_invariance(model, attention, comm, layout=layout, **sizes)
-    adapters = rank_adapters(config.lora, model, comm, config.scheduler.max_running)
     page_stride = KVPool.page_stride_of(layout, attention_spec.num_layers, page_size, attention_spec.latent_size)
     kind_of_rows = HostRows if on_cpu and not graphs.device.captures else DeviceRows
     rows = kind_of_rows(max_rows, max_len, page_size, device, page_stride)
     own_kernels = kernels if isinstance(model, Decoder) else None
     sampler = Sampler(max_rows, spec.shape.num_outputs, max_len, device, own_kernels)
+    if invariant:
+        if not isinstance(model, Decoder) or model.pooled_head is not None or attention_spec.latent_size:
+            what = "that generate, keep no latents and are served by a family of callboard's own"
+            raise ConfigError(f"model.numerics=invariant is for models {what}; set model.numerics=fast")
+        model.by_rows()
+        sizes = {"page_size": page_size, "max_tokens": max_tokens, "max_rows": max_rows}
+        prove_invariance(model, attention, comm, sampler, device=device, layout=layout, kv_dtype=kv_dtype, **sizes)
     if plugins.logits_processors:
         sampler.processing = Processing(plugin_processors(plugins, spec.vocab_size), rows.tokens_RM)
+    adapters = rank_adapters(config.lora, model, comm, config.scheduler.max_running)
 
     landings = Landings(copies_on(device))
 
@@ -256,17 +258,11 @@ def _check_device(config: Config, device: torch.device) -> None:
     """Raise ConfigError for settings that this device has no use for.
 
     A thread that waits on a GPU for a rank that is gone cannot be ended, nor can what it holds be freed."""
-    if config.model.numerics == "invariant":
-        if device.type != "cpu":
-            raise ConfigError(
-                f"model.numerics=invariant runs on CPUs only, not on {device.type}: set device.kind=cpu, or "
-                "model.numerics=fast"
-            )
-        if config.graphs.mode == "compiled":
-            raise ConfigError(
-                "model.numerics=invariant with graphs.mode=compiled: compilers order sums as they like; set "
-                "graphs.mode=off, or model.numerics=fast"
-            )
+    if config.model.numerics == "invariant" and config.graphs.mode == "compiled":
+        raise ConfigError(
+            "model.numerics=invariant with graphs.mode=compiled: compilers order sums as they like; set "
+            "graphs.mode=auto, or model.numerics=fast"
+        )
     num_ranks, placement = config.device.tensor_parallel, config.placement.executor
     if device.type == "cuda" and num_ranks > 1 and placement == "inline":
         raise ConfigError(

@@ -34,7 +34,7 @@ from tests.no_gpu import NoGPU, order, resources
 
 @dataclass(frozen=True)
 class Case:
-    """One shape.  every_candidate: all tiles that tuning would try, too."""
+    """One shape.  every_candidate: all tiles that tuning would try, too.  invariant: the same bits in every step."""
 
     num_heads: int = 16
     num_kv_heads: int = 8
@@ -47,12 +47,14 @@ class Case:
     latent_size: int = 0
     kv_dtype: str = ""
     every_candidate: bool = False
+    invariant: bool = False
 
 
 CASES = [
     Case(every_candidate=True),
     Case(dtype="float16", window=1000, soft_cap=50.0, sinks=True, kv_dtype="fp8_e4m3"),
     Case(num_heads=8, num_kv_heads=1, head_size=256, page_size=256, every_candidate=True),
+    Case(invariant=True),
     # The tests compile those above.
     Case(kv_dtype="fp8_e4m3", every_candidate=True),
     Case(num_heads=16, num_kv_heads=1, head_size=576, latent_size=512, every_candidate=True),
@@ -105,7 +107,7 @@ def launch(case: Case, compiler: Compiler, candidates: bool) -> list[dict[str, A
     )
     place = (dtype, torch.device("cpu"), "layer_first", case.kv_dtype, case.latent_size)
     pool = KVPool(1, 8, case.page_size, case.num_kv_heads, case.head_size, *place)
-    attention = TritonAttention(spec, pool, H200)
+    attention = TritonAttention(spec, pool, H200, case.invariant)
     attention._interpreted = False
     batch = AttentionBatch(
         num_decodes=3,

@@ -99,7 +99,7 @@ class FakeFlashAttention:
         assert starts_B1[0] == 0
         assert starts_B1[-1] == len(q_TNH)
         assert len(table_BP) == len(lengths_B) == len(starts_B1) - 1
-        assert call.get("max_seqlen_q", 1) == starts_B1.diff().max()
+        assert call.get("max_seqlen_q", 1) >= starts_B1.diff().max()
         assert lengths_B.max() <= table_BP.shape[1] * page_size
         left, right = call["window_size"]
         assert (left, right) == (-1, -1) or (left >= 0 and right == 0)

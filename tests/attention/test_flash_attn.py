@@ -46,15 +46,15 @@ FA2_MIXED = [(1, 1), (300, 1), (256, 1), (20, 20), (257, 7), (512, 2)]
 class Rig:
     """The backend over one generation's functions."""
 
-    def __init__(self, case: Paged, generation: int = 3, metadata: bool = True) -> None:
+    def __init__(self, case: Paged, generation: int = 3, metadata: bool = True, invariant: bool = False) -> None:
         self.pool = case.pool
         self.fake = FakeFlashAttention()
         if generation == 2:
             kernels: Any = FA2(case.spec, self.fake.fa2_with_kvcache, self.fake.fa2_varlen)
         else:
             schedule = self.fake.scheduler_metadata if metadata else None
-            kernels = FA3(case.spec, case.pool, 8, self.fake.fa3_with_kvcache, schedule)
-        self.backend = FlashAttention(case.spec, case.pool, kernels)
+            kernels = FA3(case.spec, case.pool, 8, self.fake.fa3_with_kvcache, schedule, invariant)
+        self.backend = FlashAttention(case.spec, case.pool, kernels, invariant)
 
     def calls(self, name: str) -> list[dict[str, Any]]:
         return [arguments for called, arguments in self.fake.calls if called == name]
@@ -86,6 +86,21 @@ def test_mixed_ragged_batch_by_fa3(page_size: int, heads: tuple[int, int], metad
     rig = Rig(case, metadata=metadata)
     rig.check(case)
     assert len(rig.calls("metadata")) == 2 * metadata, "once a step for each part, not once a layer"
+
+
+@pytest.mark.parametrize("metadata", [True, False])
+def test_with_invariant_numerics_fa3_divides_no_keys_and_has_one_call_for_all_rows(metadata: bool):
+    case = paged(spec_of(4, 2, 8), MIXED, 16, seed=1)
+    rig = Rig(case, metadata=metadata, invariant=True)
+    rig.check(case)
+    decodes = paged(spec_of(4, 2, 8), [(30, 1), (7, 1)], 16, seed=2)
+    alone = Rig(decodes, metadata=metadata, invariant=True)
+    alone.check(decodes)
+    assert len(rig.calls("fa3")) == len(alone.calls("fa3")) == case.spec.num_layers
+    calls = rig.calls("fa3") + alone.calls("fa3") + rig.calls("metadata") + alone.calls("metadata")
+    assert {one["num_splits"] for one in calls} == {1}
+    # Of one query it might take another kernel, as nothing is hidden from it.
+    assert {one["max_seqlen_q"] for one in alone.calls("fa3") + alone.calls("metadata")} == {2}
 
 
 @pytest.mark.parametrize("metadata", [True, False])
@@ -257,6 +272,8 @@ def test_fa3_is_taken_before_fa2_and_upstreams_before_others(installed: Any):
 def test_page_rules():
     assert not refusal(2, replace(HOPPER, page_size=512))
     assert refusal(2, replace(HOPPER, page_size=128)) == "FA2 needs pages of a multiple of 256 tokens"
+    invariant = replace(HOPPER, page_size=512, invariant=True)
+    assert refusal(2, invariant) == "FA2 divides the keys of a decode row by what else is in a step"
     assert refusal(3, replace(HOPPER, hopper=False)) == "FA3 is for Hopper GPUs"
     float8 = replace(HOPPER, page_size=256, kv_dtype="fp8_e4m3")
     assert refusal(2, float8) == "FA2 reads no fp8_e4m3 pages"

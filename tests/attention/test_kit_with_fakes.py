@@ -72,6 +72,12 @@ def fa3(spec: AttentionSpec, pool: KVPool) -> AttentionBackend:
     return FlashAttention(spec, pool, FA3(spec, pool, NUM_SMS, fake.fa3_with_kvcache, fake.scheduler_metadata))
 
 
+def fa3_invariant(spec: AttentionSpec, pool: KVPool) -> AttentionBackend:
+    fake = FakeFlashAttention()
+    kernels = FA3(spec, pool, NUM_SMS, fake.fa3_with_kvcache, fake.scheduler_metadata, invariant=True)
+    return FlashAttention(spec, pool, kernels, invariant=True)
+
+
 def xqa(spec: AttentionSpec, pool: KVPool) -> AttentionBackend:
     stream = FakeStream()
     return AtOnce(XQAAttention(fake_flashinfer(stream), spec, pool), stream)
@@ -82,6 +88,7 @@ BACKENDS: dict[str, tuple[str, AttentionFactory, tuple[int, ...]]] = {
     "flashinfer by tensor cores": ("attention.flashinfer", partial(flashinfer, True), (1, 16, 64)),
     "xqa": ("attention.xqa", xqa, (16, 64)),
     "flash_attn fa3": ("attention.flash_attn", fa3, (1, 16, 64)),
+    "flash_attn fa3, invariant": ("attention.flash_attn", fa3_invariant, (16,)),
     "flash_attn fa2": ("attention.flash_attn", fa2, (FA2_PAGE,)),
 }
 MAX_QUERIES = 300  # of a case with pages of 256 tokens: the stand-in computes one query at a time

@@ -38,9 +38,11 @@ def spec_of(num_heads: int = 16, num_kv_heads: int = 8, head_size: int = 128, **
     return AttentionSpec(4, num_heads, num_kv_heads, head_size, head_size**-0.5, **window)
 
 
-def backend_of(spec: AttentionSpec, device: torch.device = META, page_size: int = 16) -> TritonAttention:
+def backend_of(
+    spec: AttentionSpec, device: torch.device = META, page_size: int = 16, invariant: bool = False
+) -> TritonAttention:
     pool = KVPool(spec.num_layers, 32, page_size, spec.num_kv_heads, spec.head_size, torch.bfloat16, device)
-    return TritonAttention(spec, pool, H200)
+    return TritonAttention(spec, pool, H200, invariant)
 
 
 def launches(recorder: Recorder, backend: TritonAttention, batch: AttentionBatch, layer: int = 0) -> list[Launch]:
@@ -76,6 +78,16 @@ def test_a_mixed_step_attends_to_rows_and_to_prompts(recorder: Recorder) -> None
     assert prefill.grid == (8, 200 * 2 // 128 + 2)
     assert [tensor.shape for tensor in prefill.tensors[4:]] == [(2, 8), (2,), (3,)]
     assert [one.kernel for one in launches(recorder, backend_of(spec_of()), batch_of(0, 1))] == ["prefill_attention"]
+
+
+def test_with_invariant_numerics_all_rows_are_prompts_in_the_default_tiles(recorder: Recorder) -> None:
+    backend = backend_of(spec_of(), invariant=True)
+    (mixed,) = launches(recorder, backend, batch_of(3, 2, length=100))
+    assert (mixed.kernel, mixed.grid, mixed.numbers[0]) == ("prefill_attention", (8, 203 * 2 // 128 + 5), 5)
+    (decodes,) = launches(recorder, backend, batch_of(48))
+    assert decodes.grid == (8, 48 * 2 // 128 + 48)
+    assert decodes.constants == mixed.constants
+    assert mixed.constants["ONE_LOOP"]
 
 
 @pytest.mark.parametrize("heads", [(8, 8), (32, 8), (40, 8), (8, 1), (64, 1)])

@@ -18,7 +18,8 @@ pytest.importorskip("triton", reason="triton is not published for this system")
 from engine.plugins.attention.triton.tiles import decode_bytes, default_decode, default_prefill, padded
 from tests.attention.recorded_launches import H200, KERNELS
 
-NUM_CASES = 3
+NUM_CASES = 4
+LAUNCHED = [*KERNELS * 3, "prefill_attention"]  # the last case has the same bits in every step
 SPILLED_BYTES = 16  # a register or two more or less, by the compiler's version, is no harm
 REGISTERS = 64 << 10  # of one processor
 
@@ -36,7 +37,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 def test_every_kernel_compiles_and_spills_nothing(compiled: list[dict[str, Any]]) -> None:
-    assert [row["kernel"] for row in compiled] == [*KERNELS] * NUM_CASES
+    assert [row["kernel"] for row in compiled] == LAUNCHED
     assert max(row["spilled"] for row in compiled) <= SPILLED_BYTES
 
 

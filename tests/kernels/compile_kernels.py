@@ -21,6 +21,7 @@ from engine.kernels import dependent_launch
 from engine.kernels.activation import KINDS, gated
 from engine.kernels.embedding import embed_shard
 from engine.kernels.experts import mix_experts
+from engine.kernels.fixed_products import fixed_product
 from engine.kernels.heads import rotate_and_store
 from engine.kernels.inputs import fill_inputs, write_tokens
 from engine.kernels.norm import add_norm
@@ -76,6 +77,15 @@ def experts(dtype: torch.dtype) -> None:
             mix_experts(x_TD, weights_TK, chosen_TK, gate_up, down, *(biases if biased else (None, None)), kind)
 
 
+def products(dtype: torch.dtype) -> None:
+    """One shape, with every number of rows, that is one variant; and one without a bias that fills no tile."""
+    for outputs, inputs, biased in ((3072, 1024, True), (37, 80, False)):
+        weight_OI = torch.empty((outputs, inputs), dtype=dtype, device="meta")
+        for num_rows in (1, 8, 16, 100, 4096):
+            x_TI = torch.empty((num_rows, inputs), dtype=dtype, device="meta")
+            fixed_product(x_TI, weight_OI, weight_OI[:, 0].contiguous() if biased else None)
+
+
 def inputs(dtype: torch.dtype) -> None:
     """What a decode step is prepared with."""
     rows_B = torch.zeros(2, dtype=torch.int64)
@@ -128,7 +138,7 @@ if __name__ == "__main__":
     triton.runtime.driver.set_active(NoGPU())
     dependent_launch.has_dependent_launch = lambda device: True
     for dtype_name in sys.argv[1:] or ["bfloat16", "float32"]:
-        for group in (layers, experts, inputs, sampling):
+        for group in (layers, experts, products, inputs, sampling):
             one_dtype = getattr(torch, dtype_name)
             for kernel, seconds in compile_launches(lambda group=group, dtype=one_dtype: group(dtype)):
                 about = {"kernel": kernel.metadata.name, "dtype": dtype_name, "s": round(seconds, 2)}

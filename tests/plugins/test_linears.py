@@ -26,7 +26,7 @@ from engine.plugins.declaration import Declaration, read_declaration
 from engine.plugins.families import read_model
 from engine.plugins.hookspecs import LinearContext
 from engine.plugins.linear import fbgemm_fp16, fbgemm_int8, onednn, panels, torch_fp8, torch_int4, torch_int8
-from engine.plugins.linears import PREFERRED, check_linear_fits, linear_context
+from engine.plugins.linears import INVARIANT, PREFERRED, check_linear_fits, linear_context
 from engine.plugins.manager import BUILTIN, Plugins
 from engine.plugins.testing.findings import ConformanceError
 from engine.plugins.testing.linear import check_linear
@@ -57,6 +57,8 @@ def test_a_built_in_is_right(name: str, device: str) -> None:
         pytest.skip("for CPUs")
     if device == "cpu" and name == "linear.torch_fp8_block":
         pytest.skip("torch has its product on Hopper alone; tests/plugins/test_torch_fp8_block.py has a stand-in")
+    if device == "cpu" and name == "linear.triton":
+        pytest.skip("tests/kernels/interpreted takes it through the kit in Triton's interpreter")
     if declares.instruction_sets and not set(declares.instruction_sets) & set(instruction_sets()):
         pytest.skip(f"needs {declares.instruction_sets}")
     if name == "linear.panels" and products() is None:
@@ -65,7 +67,7 @@ def test_a_built_in_is_right(name: str, device: str) -> None:
 
 
 def test_every_built_in_has_its_place_in_the_order() -> None:
-    assert {f"linear.{name}" for name in PREFERRED} == set(KERNELS)
+    assert {f"linear.{name}" for name in (*PREFERRED, *INVARIANT)} == set(KERNELS)
 
 
 class Flawed:

@@ -35,8 +35,12 @@ from engine.plugins.attention.torch import TorchAttention
 from engine.plugins.comm.local import LocalComm
 from engine.plugins.families import read_model
 from engine.plugins.linear.onednn import OneDNN
+from engine.plugins.linears import check_linear_fits, fitting_linears, linear_context
 from engine.plugins.manager import Plugins
+from engine.plugins.selection import expected_context, first_fit
+from engine.sampling import sampler
 from engine.sampling.captured import Variant
+from engine.sampling.sampler import Sampler
 from engine.sections import PluginsSection
 from engine.startup import invariance
 from engine.startup.invariance import pieces, prove_decodes, prove_invariance
@@ -88,7 +92,9 @@ class Attention(RankAttention):
 def prove(decoder: Decoder, factory: Factory = TiledAttention, comm: Comm | None = None) -> None:
     attention = Attention(factory, decoder.attention_spec)
     sizes = {"page_size": 16, "max_tokens": 200, "max_rows": 16}
-    prove_invariance(decoder, attention, comm or LocalComm(), layout="layer_first", **sizes)
+    place = {"device": CPU, "layout": "layer_first", "kv_dtype": ""}
+    sampling = Sampler(16, decoder.vocab_size, 64, CPU, decoder.kernels)
+    prove_invariance(decoder, attention, comm or LocalComm(), sampling, **place, **sizes)
 
 
 def test_what_auto_takes_holds(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,14 +139,25 @@ def test_a_product_that_depends_on_the_batch_is_named(kernel: LinearKernel, part
         prove(model(kernel))
 
 
-def test_a_sampler_that_depends_on_the_batch_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_log_probabilities_that_depend_on_the_batch_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     exact = invariance.batch_logprobs
 
     def rounded_by_batch(logits_NV: torch.Tensor, *others: torch.Tensor) -> object:
         return exact(logits_NV - logits_NV.mean(), *others)  # type: ignore[arg-type]
 
     monkeypatch.setattr(invariance, "batch_logprobs", rounded_by_batch)
-    with pytest.raises(ConfigError, match=r"the sampler gives a row other bits among [12] than among 128"):
+    with pytest.raises(ConfigError, match=r"the log softmax gives a row other bits among [12] than among 128"):
+        prove(model())
+
+
+def test_a_sampler_that_depends_on_the_batch_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    exact = sampler.uniforms
+
+    def shared(starts_N: torch.Tensor, positions_N: torch.Tensor) -> torch.Tensor:
+        return exact(starts_N[:1].expand_as(starts_N), positions_N)
+
+    monkeypatch.setattr(sampler, "uniforms", shared)
+    with pytest.raises(ConfigError, match=r"the sampler gives a row other bits among [1-5] than among 16"):
         prove(model())
 
 
@@ -214,14 +231,28 @@ def test_sums_of_ranks_are_in_the_order_of_ranks() -> None:
     assert OrderedComm(Gathered()).all_reduce(torch.ones(1)).item() == 1.0  # 1 + 1e8 loses the one
 
 
-@pytest.mark.parametrize(
-    ("device", "graphs", "said"),
-    [("cuda", "off", "runs on CPUs only, not on cuda"), ("cpu", "compiled", "graphs")],
-)
-def test_where_nothing_is_proved_it_is_refused(device: str, graphs: str, said: str) -> None:
-    config = build_config(Config(), {"model": {"numerics": "invariant"}, "graphs": {"mode": graphs}})
-    with pytest.raises(ConfigError, match=f"model.numerics=invariant .*{said}"):
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_what_a_compiler_makes_is_refused(device: str) -> None:
+    config = build_config(Config(), {"model": {"numerics": "invariant"}, "graphs": {"mode": "compiled"}})
+    with pytest.raises(ConfigError, match=r"model\.numerics=invariant with graphs\.mode=compiled"):
         _check_device(config, torch.device(device))
+
+
+def test_on_a_gpu_auto_takes_kernels_of_one_size_of_tiles() -> None:
+    pytest.importorskip("triton", reason="triton is not published for this system")
+    config = build_config(Config(), {"model": {"numerics": "invariant", "dtype": "bfloat16"}})
+    plugins = Plugins({})
+    chosen, passed_over = first_fit(plugins.known, expected_context(config, None, device="cuda"), {})
+    assert chosen is not None
+    assert chosen.short == "triton"
+    assert any(one.startswith("tiles: device cuda") for one in passed_over)
+    linears = fitting_linears(plugins.known, linear_context(config, "bfloat16", device="cuda"))
+    assert [one.short for one in linears] == ["triton"]
+    fast = fitting_linears(plugins.known, linear_context(Config(), "bfloat16", device="cuda", dtype="bfloat16"))
+    assert "triton" not in [one.short for one in fast]
+    rounded = build_config(config, {"model": {"quantization": "int8"}})
+    with pytest.raises(PluginError, match=r"no built-in kernel on cuda for bfloat16 with model\.numerics=invariant"):
+        check_linear_fits(plugins, linear_context(rounded, "bfloat16", device="cuda"))
 
 
 def test_a_backend_that_declares_nothing_is_refused_before_anything_is_loaded() -> None:

@@ -34,23 +34,25 @@ from engine.plugins.hookspecs import AttentionContext
 from engine.plugins.support.paging import batch_on, new_pool
 from engine.plugins.testing.attention_cases import AttentionCase, Sequence, attention_cases
 from engine.plugins.testing.findings import Findings
-from engine.plugins.testing.invariance import layers_needed, pages_needed, require_same_bits
+from engine.plugins.testing.invariance import NAN_BYTE, layers_needed, pages_needed, require_same_bits
 from engine.plugins.testing.reference import attend
 
 NUM_LAYERS = 2
 CASE_TIMEOUT_S = 300.0  # kernels that are compiled at their first call take minutes
 # A result may be off by the first plus the second times its size: a few roundings of the type.
 TOLERANCES = {"float32": (1e-5, 1e-5), "float16": (1.5e-3, 2e-3), "bfloat16": (1e-2, 1.6e-2)}
-NAN_BYTE = 0xFF  # a number of nothing else is NaN in every type, and so is a scale
 # A score of 150 has an absolute rounding error that is as much larger than one of 5.
 LOUD, LOUD_TOLERANCE = 40.0, 20.0
 UNUSUAL_SCALE = 0.9  # so that 1 / sqrt(H) is wrong, which a backend may assume without reading the spec
 
 
-def check_attention_backend(factory: AttentionFactory, declares: Declaration, device: str = "cpu") -> None:
+def check_attention_backend(
+    factory: AttentionFactory, declares: Declaration, device: str = "cpu", invariant: AttentionFactory | None = None
+) -> None:
     """Take a backend through everything it declares.  Raises ConformanceError with every case that fails.
 
     factory: what the plugin's hook returns, or ``through_hook`` of the hook, so that it is tried as well.
+    invariant: the same where its context asks for invariant results, if it gives others without.
     A case that has not ended after CASE_TIMEOUT_S has failed, and is the last one.
     """
     findings = Findings(f"attention backend on {device}")
@@ -64,7 +66,7 @@ def check_attention_backend(factory: AttentionFactory, declares: Declaration, de
     if declares.invariant and has_ended:
         for dtype in declares.dtypes or tuple(TOLERANCES):
             with findings.case(f"{dtype}: the same bits in every step"):
-                require_invariance(factory, declares, dtype, device)
+                require_invariance(invariant or factory, declares, dtype, device)
     findings.conclude()
 
 
@@ -90,9 +92,13 @@ def require_invariance(factory: AttentionFactory, declares: Declaration, dtype: 
 
 
 def through_hook(
-    hook: Callable[[AttentionContext], AttentionFactory | None], options: Mapping[str, Any] | None = None
+    hook: Callable[[AttentionContext], AttentionFactory | None],
+    options: Mapping[str, Any] | None = None,
+    invariant: bool = False,
 ) -> AttentionFactory:
-    """A factory that asks a plugin's hook, with the context that the case calls for, as an engine's start does."""
+    """A factory that asks a plugin's hook, with the context that the case calls for, as an engine's start does.
+
+    invariant: whether results must be the same in every step."""
 
     def factory(spec: AttentionSpec, pool: KVPool) -> AttentionBackend:
         built = hook(
@@ -107,6 +113,7 @@ def through_hook(
                 kv_layout=pool.layout,
                 kv_dtype=pool.format.kv_dtype,
                 needs=spec.needs,
+                invariant=invariant,
                 options=dict(options or {}),
             )
         )

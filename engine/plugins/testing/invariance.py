@@ -17,6 +17,7 @@ from engine.plugins.support.paging import batch_on, windows_of
 # Per sequence how many tokens each step has: long chunks, single tokens, and chunks that begin anywhere.
 CUTS = ((37, 128, 1, 1, 1, 3, 100, 29), (150, *[1] * 12), (1, 1, 127, 2, 1), (4, 8, 1, 16, 11), (200, 1, 60, 1, 5))
 LENGTHS = tuple(map(sum, CUTS))
+NAN_BYTE = 0xFF  # a number of nothing else is NaN in every type, and so is a scale
 
 
 def pages_needed(page_size: int) -> int:
@@ -37,7 +38,7 @@ def require_same_bits(backend: AttentionBackend, spec: AttentionSpec, pool: KVPo
     generator = torch.Generator().manual_seed(2)
     width = spec.num_heads + 2 * spec.num_kv_heads
     sequences = [torch.randn((length, width, spec.head_size), generator=generator) for length in LENGTHS]
-    sequences = [one.to(pool.data.device, pool.data.dtype) for one in sequences]
+    sequences = [one.to(pool.data.device, pool.dtype) for one in sequences]
     pages = torch.randperm(pages_needed(pool.page_size), generator=generator).tolist()
     for layer in _layers(spec):
         alone = [_results(backend, spec, pool, layer, [one], [(len(one),)], sorted(pages))[0] for one in sequences]
@@ -66,7 +67,7 @@ def _results(
     pages: list[int],
 ) -> list[Tensor]:
     """Per sequence out_LNH.  sequences: queries, keys and values of each position."""
-    pool.data.fill_(torch.nan)
+    pool.data.view(torch.uint8).fill_(NAN_BYTE)
     page_size, queries = pool.page_size, spec.num_heads
     counts = [-(-len(one) // page_size) for one in sequences]
     table_BP = np.zeros((len(sequences), max(counts)), dtype=np.int32)

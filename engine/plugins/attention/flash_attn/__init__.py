@@ -37,6 +37,7 @@ CALLBOARD_PLUGIN = {
     "kv_dtypes": ["fp8_e4m3"],
     "rounded_queries": ["fp8_e4m3"],
     "padding": True,
+    "invariant": True,
 }
 PLUGIN = "attention.flash_attn"
 GENERATIONS = {"auto": (3, 2), "fa3": (3,), "fa2": (2,)}
@@ -57,7 +58,12 @@ def callboard_attention_backend(context: AttentionContext) -> AttentionFactory:
     capability = torch.cuda.get_device_capability()
     require_capability(PLUGIN, capability)
     situation = Situation(
-        capability[0] == HOPPER, context.page_size, context.head_size, options.whole_pages, context.kv_dtype
+        capability[0] == HOPPER,
+        context.page_size,
+        context.head_size,
+        options.whole_pages,
+        context.kv_dtype,
+        context.invariant,
     )
     library, reasons = find(GENERATIONS[options.implementation], situation)
     if library is None:
@@ -67,17 +73,19 @@ def callboard_attention_backend(context: AttentionContext) -> AttentionFactory:
             "pip install --no-build-isolation 'callboard[flash-attn]'; set kv.page_size to "
             f"16, 32 or 64 for FA3, or to {FA2_PAGE} for FA2; or set plugins.attention=flashinfer, {ANYTHING_ELSE}"
         )
-    return partial(_build, library, context.phases)
+    return partial(_build, library, context.phases, context.invariant)
 
 
-def _build(library: Library, phases: tuple[str, ...], spec: AttentionSpec, pool: KVPool) -> FlashAttention:
+def _build(
+    library: Library, phases: tuple[str, ...], invariant: bool, spec: AttentionSpec, pool: KVPool
+) -> FlashAttention:
     num_sms = torch.cuda.get_device_properties(pool.data.device).multi_processor_count
     kernels: Kernels
     if library.varlen is not None:
         kernels = FA2(spec, library.with_kvcache, library.varlen)
     else:
-        kernels = FA3(spec, pool, num_sms, library.with_kvcache, library.scheduler_metadata)
-    attention = FlashAttention(spec, pool, kernels)
+        kernels = FA3(spec, pool, num_sms, library.with_kvcache, library.scheduler_metadata, invariant)
+    attention = FlashAttention(spec, pool, kernels, invariant)
     log.info("FlashAttention %d: %s %s", library.generation, library.module, library.version)
     # Few queries, whose keys are divided, and as many as it takes to fill the GPU, whose are not.
     many = QUERY_TILE * -(-num_sms // spec.num_heads)

@@ -15,18 +15,22 @@ from engine.layers.kv_pool import KVPool
 from engine.plugins.attention.flash_attn.kernels import QUERY_TILE, Kernels, Part, Prepared
 from engine.plugins.support.paging import padding_on_dump_page, pages_of, positive_lengths, variant_of, windows_of
 
+MASKED_QUERIES = 2
+
 
 class FlashAttention:
     """See ``AttentionBackend``.  Plans nothing on the host and never waits for the device.
 
     Decode rows and prompts are never one call: a kernel for long queries wastes 127 of 128 rows of a tile on a decode
-    row, and what divides the keys of one in many would do so to all tokens of a prompt.
+    row, and what divides the keys of one in many would do so to all tokens of a prompt.  invariant: they are, as
+    prompts, so that a token's result is the same in every step.
     """
 
     capturable = True
 
-    def __init__(self, spec: AttentionSpec, pool: KVPool, kernels: Kernels) -> None:
+    def __init__(self, spec: AttentionSpec, pool: KVPool, kernels: Kernels, invariant: bool = False) -> None:
         self._spec = spec
+        self._invariant = invariant
         self._pool = pool
         self._kernels = kernels
         self._windows = windows_of(spec)
@@ -37,7 +41,7 @@ class FlashAttention:
 
     def plan_step(self, batch: AttentionBatch) -> None:
         """See ``AttentionBackend.plan_step``."""
-        self._parts = cut(batch, self._spec, self._pool)
+        self._parts = cut(batch, self._spec, self._pool, self._invariant)
         self._prepared = {}
 
     def attend(self, layer: int, q_TNH: Tensor) -> Tensor:
@@ -63,9 +67,9 @@ class FlashAttention:
             first = last
 
 
-def cut(batch: AttentionBatch, spec: AttentionSpec, pool: KVPool) -> list[Part]:
-    """The decode rows and the prompts of a step; at least one part."""
-    count, parts = batch.num_decodes, []
+def cut(batch: AttentionBatch, spec: AttentionSpec, pool: KVPool, invariant: bool = False) -> list[Part]:
+    """The decode rows and the prompts of a step; at least one part.  invariant: all in one, as prompts."""
+    count, parts = 0 if invariant else batch.num_decodes, []
     table_BP, lengths_B = padding_on_dump_page(batch, pool), positive_lengths(batch)
     if count:
         parts.append(
@@ -89,7 +93,8 @@ def cut(batch: AttentionBatch, spec: AttentionSpec, pool: KVPool) -> list[Part]:
                 lengths_B=lengths_B[count:],
                 # Every decode row has one query, so the host knows where the prompts begin.
                 query_starts_B1=batch.query_starts_B1[count:] - count,
-                max_queries=int(query_lengths.max()),
+                # FA3 may take another kernel, without a mask, where no sequence has more than one.
+                max_queries=max(int(query_lengths.max()), MASKED_QUERIES if invariant else 1),
                 max_length=int(batch.host_lengths[count:].max()),
                 num_tiles=int(num_tiles.sum()) * spec.num_kv_heads,
             )

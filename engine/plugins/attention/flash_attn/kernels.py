@@ -109,6 +109,7 @@ class FA2:
 class FA3:
     """Pages of any size.  Decides on the GPU which block does what: once a step if ``scheduler_metadata`` is there.
 
+    invariant: no keys are divided, whatever that costs a decode row whose context is long.
     Of pages in float8 it computes in float8: queries are rounded as keys and values are, without a scale; the kernel
     rounds weights, and gives bfloat16."""
 
@@ -117,10 +118,12 @@ class FA3:
     num_sms: int
     with_kvcache: Callable[..., Any]
     scheduler_metadata: Callable[..., Tensor] | None
+    invariant: bool = False
 
     def prepare(self, part: Part, window: int) -> Prepared:
         # Divided keys leave partial results of (pieces x heads x queries) in float32: for a long prompt, gigabytes.
-        num_splits = 1 if not part.decode and part.num_tiles >= self.num_sms else 0
+        fills = not part.decode and part.num_tiles >= self.num_sms
+        num_splits = 1 if fills or self.invariant else 0
         if self.scheduler_metadata is None:
             return Prepared(window_size(window), num_splits)
         spec, page_size = self.spec, self.pool.page_size

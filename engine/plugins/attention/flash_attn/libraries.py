@@ -35,13 +35,14 @@ class Library:
 @dataclass(frozen=True, slots=True)
 class Situation:
     """What the rules are about.  whole_pages: FA3 may read slots that were never written, see ``refusal``.
-    kv_dtype: of pages, '' for the queries' own."""
+    kv_dtype: of pages, '' for the queries' own.  invariant: see ``AttentionContext``."""
 
     hopper: bool
     page_size: int
     head_size: int
     whole_pages: bool
     kv_dtype: str = ""
+    invariant: bool = False
 
 
 def find(generations: Sequence[int], situation: Situation) -> tuple[Library | None, list[str]]:
@@ -81,6 +82,8 @@ def refusal(generation: int, situation: Situation) -> str:
     size = situation.page_size
     if generation == 2 and situation.kv_dtype:
         return f"FA2 reads no {situation.kv_dtype} pages"
+    if generation == 2 and situation.invariant:
+        return "FA2 divides the keys of a decode row by what else is in a step"
     if generation == 2:
         return "" if size % FA2_PAGE == 0 else f"FA2 needs pages of a multiple of {FA2_PAGE} tokens"
     if not situation.hopper:

@@ -26,6 +26,7 @@ CALLBOARD_PLUGIN = {
     "kv_dtypes": ["fp8_e4m3"],
     "supports": ["soft_cap", "sinks", "layer_windows", "latents"],
     "padding": True,
+    "invariant": True,
 }
 
 FLOAT8_CAPABILITY = (8, 9)  # Ada: the first with instructions that turn e4m3 into other types
@@ -43,6 +44,11 @@ class TritonOptions(Options, frozen=True):
 def callboard_attention_backend(context: AttentionContext) -> AttentionFactory:
     """Any page size and window; on NVIDIA GPUs, and for tests of the kernels on the CPU."""
     options = decode_options(PLUGIN, context.options, TritonOptions)
+    if context.invariant and options.tune:
+        raise PluginError(
+            f"{PLUGIN}: tiles that were measured may be others at the next start, with other bits; set its option "
+            "tune=false, or model.numerics=fast"
+        )
     if context.device == "cuda":
         capability = torch.cuda.get_device_capability()
         require_capability(PLUGIN, capability)
@@ -62,12 +68,12 @@ def callboard_attention_backend(context: AttentionContext) -> AttentionFactory:
             raise PluginError(
                 f"{PLUGIN}: latents of {spec.latent_size} numbers, it takes multiples of 8 up to {MAX_LATENT}"
             )
-        attention = TritonAttention(spec, pool)
+        attention = TritonAttention(spec, pool, invariant=context.invariant)
         if context.device == "cuda":
             try_out(PLUGIN, attention, spec, pool, num_queries=16)  # compiles the kernels
         if options.tune:
             tune(attention)
-        else:
+        elif not context.invariant:
             use_known(attention)
         return attention
 

@@ -7,6 +7,10 @@ Owns: launches and what they need of memory, the choice of tiles.  Does not know
 There is no plan: kernels read lengths and page tables on the device, and the host chooses launches by shapes alone.
 So a captured step may be replayed with other lengths and tables in the same tensors, without another ``plan_step``.
 Decode rows of length 0 read nothing, and their output is 0.
+
+Where results are to be the same in every step, decode rows are prompts of one query: a query meets tiles of keys of one
+size, in the order of positions, and the keys are not divided.  Tiles are the default ones, as measured ones may be
+others at the next start.  A long context then costs a lone decode row more, as one program per KV head reads it.
 """
 
 import math
@@ -42,16 +46,21 @@ FUSION = True
 
 
 class TritonAttention:
-    """See ``AttentionBackend``.  tuned: tiles by size, see ``trials.py``; where it has none, a default serves."""
+    """See ``AttentionBackend``.  tuned: tiles by size, see ``trials.py``; where it has none, a default serves.
+
+    invariant: see ``AttentionContext``."""
 
     capturable = True
 
-    def __init__(self, spec: AttentionSpec, pool: KVPool, processors: Processors | None = None) -> None:
+    def __init__(
+        self, spec: AttentionSpec, pool: KVPool, processors: Processors | None = None, invariant: bool = False
+    ) -> None:
         slots_SGH = pool.keys(0)
         assert slots_SGH.shape[1:] == (spec.num_kv_heads, spec.head_size), f"pool {slots_SGH.shape} is not for {spec}"
         assert spec.scale > 0, f"scale {spec.scale}: the highest score must have the highest weight"
         self.spec = spec
         self.pool = pool
+        self._invariant = invariant
         self.processors = processors or processors_of(slots_SGH.device)
         self._interpreted = slots_SGH.device.type == "cpu"
         self._launch = launch_options(slots_SGH.device)
@@ -78,6 +87,7 @@ class TritonAttention:
         )
         self._part_weight = torch.empty((max_shares, 2, spec.num_heads), dtype=torch.float32, device=slots_SGH.device)
         self._batch: AttentionBatch | None = None
+        self._num_decodes = 0  # of the batch, that decode kernels take
         self._decode: DecodeTiles = self._default_decode
         self._prefill: PrefillTiles = self._default_prefill
 
@@ -88,14 +98,15 @@ class TritonAttention:
         table_BP = batch.page_table_BP
         assert table_BP.stride(1) == 1, "a sequence's pages must stand side by side"
         context = table_BP.shape[1] * self.pool.page_size
+        self._num_decodes = 0 if self._invariant else batch.num_decodes
         if isinstance(tiles, DecodeTiles):
             self._decode = tiles
-        elif batch.num_decodes:
-            found = nearest(self.tuned.decode, self.shape, batch.num_decodes, context)
+        elif self._num_decodes:
+            found = nearest(self.tuned.decode, self.shape, self._num_decodes, context)
             self._decode = found or self._default_decode
         if isinstance(tiles, PrefillTiles):
             self._prefill = tiles
-        elif len(table_BP) > batch.num_decodes:
+        elif len(table_BP) > self._num_decodes:
             self._prefill = nearest(self.tuned.prefill, self.shape, 1, context) or self._default_prefill
         self._batch = batch
 
@@ -112,13 +123,13 @@ class TritonAttention:
         window = spec.window_of(layer)
         if q_TNH.stride()[1:] != (spec.head_size, 1):
             q_TNH = q_TNH.contiguous()
-        if batch.num_decodes:
+        if self._num_decodes:
             self._attend_decodes(batch, layer, q_TNH, out_TNH, window)
-        if len(batch.lengths_B) > batch.num_decodes:
+        if len(batch.lengths_B) > self._num_decodes:
             self._attend_prompts(batch, layer, q_TNH, out_TNH, window)
 
     def _attend_decodes(self, batch: AttentionBatch, layer: int, q_TNH: Tensor, out_TNH: Tensor, window: int) -> None:
-        spec, tiles, num_rows = self.spec, self._decode, batch.num_decodes
+        spec, tiles, num_rows = self.spec, self._decode, self._num_decodes
         num_shares = self._num_shares(tiles.programs)
         decode_attention[(self._num_groups, num_shares)](
             q_TNH, out_TNH, self.pool.keys(layer), self.pool.values(layer), batch.page_table_BP, batch.lengths_B,
@@ -137,7 +148,7 @@ class TritonAttention:
         )  # fmt: skip
 
     def _attend_prompts(self, batch: AttentionBatch, layer: int, q_TNH: Tensor, out_TNH: Tensor, window: int) -> None:
-        tiles, first = self._prefill, batch.num_decodes
+        tiles, first = self._prefill, self._num_decodes
         num_rows = len(batch.lengths_B) - first
         block_rows = max(tiles.block_rows, padded(self._group))
         # What is free of the last tile of each sequence makes room for this bound: no length is looked at.
@@ -147,7 +158,7 @@ class TritonAttention:
             batch.lengths_B[first:], batch.query_starts_B1[first:],
             num_rows, self._scale_log2, q_TNH.stride(0), batch.page_table_BP.stride(0), self._squash,
             self._sinks(layer),
-            BLOCK_M=block_rows, **self._constants(tiles, window),
+            BLOCK_M=block_rows, ONE_LOOP=self._invariant, **self._constants(tiles, window),
         )  # fmt: skip
 
     def _sinks(self, layer: int) -> Tensor | None:

@@ -79,14 +79,15 @@ def prefill_attention(
     NUM_GROUPS: tl.constexpr, GROUP: tl.constexpr, HEAD_SIZE: tl.constexpr, TAIL: tl.constexpr, SLOT: tl.constexpr,
     PAGE_SIZE: tl.constexpr, PAGE_STRIDE: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr,
     SINKS: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_H: tl.constexpr,
-    BLOCK_R: tl.constexpr, INTERPRETED: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_R: tl.constexpr, INTERPRETED: tl.constexpr, PDL: tl.constexpr, ONE_LOOP: tl.constexpr,
 ):  # fmt: skip
     """Program (head, i): a tile of queries of one sequence, over the keys that any of them sees.
 
     q, out: query t at t * q_stride and t * heads * HEAD_SIZE. SLOT, TAIL, CAPPED, SINKS, keys, values: as of decode.
     query_starts: where in them each sequence's queries are. Sequence b's tiles begin at number (its first query) //
     QUERIES + b, which leaves room for the part-filled last tile of every sequence before it; so T // QUERIES +
-    num_rows programs suffice, whatever the lengths.
+    num_rows programs suffice, whatever the lengths. ONE_LOOP: all tiles of keys go through the same instructions: two
+    loops may be compiled to other ones, and where the first ends depends on where in its tile a query stands.
     """
     QUERIES: tl.constexpr = BLOCK_M // GROUP
     head = tl.program_id(0)
@@ -130,11 +131,11 @@ def prefill_attention(
     first_position = length - num_queries + first_query
     num_keys = tl.minimum(length, first_position + QUERIES)
     last_index = tl.cdiv(tl.maximum(num_keys, 0), BLOCK_N)
+    index = first_position * 0
     if WINDOW > 0:
         index = tl.maximum(first_position - WINDOW + 1, 0) // BLOCK_N
-        masked_index = index
-    else:
-        index = first_position * 0
+    masked_index = index
+    if WINDOW == 0 and not ONE_LOOP:
         masked_index = tl.maximum(first_position + 1, 0) // BLOCK_N  # the tiles before it end where the first query is
     out_MH = tl.zeros([BLOCK_M, BLOCK_H], tl.float32)
     highest_M = tl.full([BLOCK_M], -float("inf"), tl.float32)
@@ -142,7 +143,7 @@ def prefill_attention(
     key_N = index * BLOCK_N + tl.arange(0, BLOCK_N)
     page_N = tl.load(pages + key_N // PAGE_SIZE, mask=key_N < num_keys, other=0)
     # Both count from 0, for the reason that ``decode.py`` gives.
-    if WINDOW == 0:
+    if WINDOW == 0 and not ONE_LOOP:
         for step in range(0, masked_index):
             out_MH, highest_M, weight_M, page_N = _attend_tile(
                 out_MH, highest_M, weight_M, page_N, q_MH, q_MR, position_M, keys, values, pages, step, num_keys,

@@ -1,0 +1,71 @@
+"""Invariant numerics on the device: attention cut in other steps, the demo model in many ways, and what it costs."""
+
+from collections.abc import Iterator, Sequence
+from types import ModuleType
+
+import torch
+
+from engine.config import Config, build_config
+from engine.errors import CallboardError
+from engine.plugins.attention import flash_attn, triton
+from engine.plugins.declaration import convert_declaration
+from engine.plugins.testing.attention import require_invariance, through_hook
+from gpu_sections import attention_libraries, attention_triton
+from gpu_sections.greedy import DEMO
+from gpu_sections.needs import installed
+from gpu_sections.rows import Row
+from gpu_sections.throughput import throughput
+from server.operators.verify import WAYS, Way, digest, mixed_requests, run
+
+# Of a CPU's ways those that a GPU has as well; and one that only a GPU has.
+NAMES = ("alone", "together", "together, prompts cached", "in chunks of 32", "retracted for want of pages")
+WITHOUT_GRAPHS = Way("without graphs", {"graphs": {"mode": "off"}})
+
+
+def section(device: torch.device, dtypes: Sequence[str] = ("float32", "bfloat16"), number: int = 60) -> Iterator[Row]:
+    """dtypes: of the demo model.  number: of requests."""
+    yield from _kit(triton, device, attention_triton.cannot_run(device))
+    yield from _kit(flash_attn, device, attention_libraries.cannot_run(flash_attn, device))
+    for dtype in dtypes:
+        yield from _ways(device, dtype, number)
+    if device.type == "cuda":
+        yield from _costs(device)
+
+
+def _kit(plugin: ModuleType, device: torch.device, cannot: list[Row]) -> Iterator[Row]:
+    """A row per dtype: sequences in other steps."""
+    name = plugin.PLUGIN.partition(".")[2]
+    if cannot:
+        yield from ({**row, "case": f"{name}: kit"} for row in cannot)
+        return
+    declares = convert_declaration(plugin.__name__, plugin.CALLBOARD_PLUGIN)
+    factory = through_hook(plugin.callboard_attention_backend, invariant=True)
+    for dtype in declares.dtypes:
+        row: Row = {"case": f"{name}: kit in {dtype}", "ok": True}
+        try:
+            require_invariance(factory, declares, dtype, device.type)
+        except CallboardError as error:
+            row["problem"] = f"skipped: {error}"
+        except AssertionError as error:
+            row |= {"ok": False, "problem": str(error)[:300]}
+        yield row
+
+
+def _ways(device: torch.device, dtype: str, number: int) -> Iterator[Row]:
+    """A row per way of running the same requests: whether it gives what the first one did."""
+    tables = {"model": {"path": str(DEMO), "numerics": "invariant", "dtype": dtype}, "device": {"kind": device.type}}
+    config = build_config(Config(), tables)
+    requests = [one for one in mixed_requests(number) if one[1].grammar is None or installed("llguidance")]
+    expected = ""
+    for way in (*(one for one in WAYS if one.name in NAMES), WITHOUT_GRAPHS):
+        found = digest(run(config, way, requests))
+        expected = expected or found
+        same = "" if found == expected else f"other bits than {NAMES[0]}"
+        yield {"case": f"demo model, {dtype}, {way.name}", "ok": not same, "problem": same or found[:16]}
+
+
+def _costs(device: torch.device) -> Iterator[Row]:
+    """Qwen3-0.6B's shape in both numerics.  of_plain: of the speed of fast ones."""
+    fast, invariant = (list(throughput(device, numerics=one)) for one in ("fast", "invariant"))
+    for plain, row in zip(fast, invariant, strict=True):
+        yield {**row, "case": f"invariant, {row['case']}", "of_plain": row["tokens_per_s"] / plain["tokens_per_s"]}

@@ -1,0 +1,52 @@
+"""Products with tiles of one size, through the kit for linear kernels, with fewer rows than a GPU is taken through."""
+
+import pytest
+import torch
+
+from engine.kernels import fixed_products
+from engine.kernels.fixed_products import fixed_product
+from engine.plugins.declaration import read_declaration
+from engine.plugins.linear.triton import callboard_linear
+from engine.plugins.testing import linear as kit
+from engine.plugins.testing.findings import ConformanceError
+
+
+@pytest.fixture
+def declares(monkeypatch):
+    monkeypatch.setattr(kit, "SHAPES", ((64, 64), (37, 80)))
+    monkeypatch.setattr(kit, "ROWS", (1, 2, 7, 16, 17, 40))
+    monkeypatch.setattr(kit, "MOST_ROWS", 40)
+    monkeypatch.setattr(kit, "INVARIANT_SHAPES", ((33, 300),))  # the last tile of inputs has a part of a tile
+    monkeypatch.setattr(kit, "LARGE", (64, 64))
+    found = read_declaration("engine.plugins.linear.triton")
+    assert found is not None
+    assert found.invariant
+    return replace_dtypes(found, "float32", "bfloat16")
+
+
+def replace_dtypes(declares, *dtypes):
+    return type(declares)(
+        api=1, packages=declares.packages, devices=declares.devices, dtypes=dtypes, invariant=declares.invariant
+    )
+
+
+def test_the_kit_finds_nothing(declares):
+    kit.check_linear(callboard_linear, declares)
+
+
+def test_the_kit_finds_tiles_that_are_chosen_by_the_number_of_rows(declares, monkeypatch):
+    def by_rows(x_TI, weight_OI, bias_O):
+        monkeypatch.setattr(fixed_products, "INPUT_BYTES", 256 if len(x_TI) < 17 else 64)
+        return fixed_product(x_TI, weight_OI, bias_O)
+
+    monkeypatch.setattr("engine.kernels.fixed_products.fixed_product", by_rows)
+    with pytest.raises(ConformanceError, match="rows 0 to 1 alone differ from those of 40"):
+        kit.check_linear(callboard_linear, replace_dtypes(declares, "float32"))
+
+
+def test_rows_with_gaps_and_a_cut_weight():
+    wide = torch.randn(5, 96, generator=torch.Generator().manual_seed(1))
+    weight = torch.randn(8, 64, generator=torch.Generator().manual_seed(2))
+    found = fixed_product(wide[:, :64], weight[2:6], None)
+    assert torch.equal(found, fixed_product(wide[:, :64].clone(), weight[2:6].clone(), None))
+    assert (found - wide[:, :64] @ weight[2:6].T).abs().max() < 1e-5

@@ -1,0 +1,73 @@
+"""The proof at start with what a GPU has: Triton's attention, products, norms, rotation, activations and sampling."""
+
+import pytest
+import torch
+
+from engine import own_kernels
+from engine.errors import ConfigError
+from engine.execution.attention import RankAttention
+from engine.kernels.fixed_products import fixed_product
+from engine.kernels.fused import FusedKernels
+from engine.layers.packing import Linears
+from engine.models.loader import load_model
+from engine.plugins.attention.triton.backend import TritonAttention
+from engine.plugins.comm.local import LocalComm
+from engine.plugins.families import read_model
+from engine.plugins.linear.triton import Fixed
+from engine.plugins.testing import invariance as kit
+from engine.sampling.sampler import Sampler
+from engine.startup.invariance import prove_invariance
+from tests.models.checkpoints import build, save
+
+CPU = torch.device("cpu")
+CUTS = ((9, 1, 1, 8), (3, 1, 1), (1, 12, 1))
+
+
+class Attention(RankAttention):
+    def __init__(self, spec, invariant):
+        self._built = lambda pool: TritonAttention(spec, pool, invariant=invariant)
+
+    def build(self, pool):
+        return self._built(pool)
+
+
+@pytest.fixture
+def model(tmp_path, monkeypatch):
+    monkeypatch.setenv(own_kernels.VARIABLE, "triton")
+    monkeypatch.setattr(kit, "CUTS", CUTS)
+    monkeypatch.setattr(kit, "LENGTHS", tuple(map(sum, CUTS)))
+    products = Linears(Fixed(4, fixed_product), Fixed(4, fixed_product))
+    spec = read_model(save(build("qwen3-tied"), tmp_path))
+    decoder = load_model(spec, LocalComm(), CPU, torch.float32, "safetensors", 1, False, products)
+    decoder.by_rows()
+    assert isinstance(decoder.kernels, FusedKernels)
+    return decoder
+
+
+def prove(model, invariant):
+    sampler = Sampler(9, model.vocab_size, 32, CPU)
+    assert sampler.kernels is not None, "the sampler's kernels are to be proved, too"
+    prove_invariance(
+        model,
+        Attention(model.attention_spec, invariant),
+        LocalComm(),
+        sampler,
+        device=CPU,
+        page_size=4,
+        layout="layer_first",
+        kv_dtype="",
+        max_tokens=20,
+        max_rows=9,
+    )
+
+
+def test_every_part_holds(model):
+    prove(model, invariant=True)
+
+
+def test_attention_by_decode_kernels_is_named(model, monkeypatch):
+    monkeypatch.setattr("engine.startup.invariance._parts", lambda *_: [])
+    monkeypatch.setattr(kit, "CUTS", CUTS := ((40, *[1] * 3),))  # of several tiles, of several shares
+    monkeypatch.setattr(kit, "LENGTHS", tuple(map(sum, CUTS)))
+    with pytest.raises(ConfigError, match=r"invariant does not hold .*: attention: layer 0"):
+        prove(model, invariant=False)
