@@ -110,6 +110,7 @@ class Decoder:
         self.attention_spec = attention_spec_of(shape, [layer.attention for layer in self.layers])
         self.parameter_bytes = self.weight_bytes = sum(one.target.nbytes for one in self.slices())
         self.kernels: LayerKernels | None = None
+        self._rowwise = False
         self.tap: StateTap | None = None
         scale = shape.embedding_scale
         self.embedding_scale = torch.tensor(scale, dtype=dtype).item() if shape.rounded_scale else scale
@@ -161,11 +162,11 @@ class Decoder:
         return x_TD if update_TD is None else x_TD.add_(update_TD)
 
     def logits(self, x_ND: Tensor) -> Tensor:
-        """logits_NV of rows that ``hidden`` has returned; float32, but where kernels sample: they read any dtype."""
+        """logits_NV of rows that ``hidden`` has returned; float32, but where kernels sample, which read any dtype."""
         normed_ND = self.normed(x_ND)
         if self.shape.logit_scale != 1.0:
             normed_ND = normed_ND * self.shape.logit_scale
-        logits_NV = self.head.logits(normed_ND, as_float32=self.kernels is None)
+        logits_NV = self.head.logits(normed_ND, as_float32=self.kernels is None or self._rowwise)
         if cap := self.shape.logit_cap:
             logits_NV = logits_NV.div_(cap).tanh_().mul_(cap)
         return logits_NV
@@ -186,10 +187,10 @@ class Decoder:
 
     def by_rows(self) -> None:
         """Let every part that can give a token the same bits whatever else is in a step; see ``model.numerics``."""
-        for layer in self.layers:
-            for part in layer.parts:
-                if isinstance(part, RowwisePart):
-                    part.by_rows()
+        self._rowwise = True  # float32 logits for whoever samples: sums of another type have another order
+        on_cpu = self.embedding.weight.device.type == "cpu"  # only there a thread takes a piece of an activation
+        for part in (one for layer in self.layers for one in layer.parts if on_cpu and isinstance(one, RowwisePart)):
+            part.by_rows()
 
     def linear_shapes(self) -> tuple[list[tuple[int, int]], tuple[int, int]]:
         """(outputs, inputs) of all weights of the layers in their order, and of the LM head; before they are packed."""

@@ -11,10 +11,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from engine.messages import Logprobs
 from engine.params import MAX_LOGPROBS
+
+ALIGNED = 8  # of 16-bit logits 16 bytes, which a GPU loads at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,10 +102,14 @@ def batch_logprobs(
 ) -> BatchLogprobs:
     """A row that failed (token -1) gets numbers without meaning."""
     at_L = torch.from_numpy(at).to(logits_NV.device, non_blocking=True)
-    logprobs_LV = torch.log_softmax(logits_NV.index_select(0, at_L), dim=-1, dtype=torch.float32)
+    asked_LV, vocab_size = logits_NV.index_select(0, at_L), logits_NV.shape[1]
+    if odd := -vocab_size % ALIGNED:
+        # A GPU adds up a row in an order that begins where its memory does, so that its place would count.
+        asked_LV = F.pad(asked_LV, (0, odd), value=-torch.inf)
+    logprobs_LV = torch.log_softmax(asked_LV, dim=-1, dtype=torch.float32)[:, :vocab_size]
     chosen_L1 = logprobs_LV.gather(1, token_ids_N.index_select(0, at_L).clamp(min=0)[:, None])
     # Always the same number, so that which of several equal tokens are listed does not depend on other rows.
-    top_LK, top_ids_LK = logprobs_LV.topk(min(MAX_LOGPROBS, logprobs_LV.shape[1]), dim=-1)
+    top_LK, top_ids_LK = logprobs_LV.topk(min(MAX_LOGPROBS, vocab_size), dim=-1)
     if named is not None:
         named = replace(named, values_LW=logprobs_LV.gather(1, named.ids_LW))
     return BatchLogprobs(at, num_top, chosen_L1.squeeze(1), top_ids_LK.to(torch.int32), top_LK, named)

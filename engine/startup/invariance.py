@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engine.checkpoints.shape import ExpertsShape
 from engine.errors import ConfigError
 from engine.execution.attention import RankAttention
 from engine.execution.captured_steps import CapturedDecodes
@@ -28,6 +29,7 @@ from engine.layers.kv_pool import KVPool, Layout
 from engine.layers.part import Norm
 from engine.layers.step import StepTensors
 from engine.models.decoder import Decoder, DecoderLayer
+from engine.models.model import Model
 from engine.params import SamplingParams
 from engine.plugins.support.paging import batch_on, new_pool
 from engine.plugins.testing.invariance import layers_needed, pages_needed, require_same_bits
@@ -41,8 +43,22 @@ log = logging.getLogger(__name__)
 # From rows first:last to their results, as the part gives them when it gets these alone.
 Rows = Callable[[int, int], Tensor]
 SEED = 5
-# One row after the other asks for the next of these.
+# One row after the other asks for the next of these; one row, for which lines of counts are kept, for the last.
 WISHES = (SamplingParams(temperature=0.0), SamplingParams(), SamplingParams(top_k=20, top_p=0.9))
+PENALISED_ROW, PENALISED = 3, SamplingParams(repetition_penalty=1.1)
+
+
+def require_provable(plan: Model) -> None:
+    """Raise ConfigError for a model of which a part is known not to hold, or not to be tried.  plan: its shapes."""
+    if not isinstance(plan, Decoder) or plan.pooled_head is not None:
+        fault = "only families of callboard's own that generate have it"
+    elif plan.attention_spec.latent_size:
+        fault = "this model's pages keep latents, which are not tried"
+    elif any(isinstance(layer.mlp, ExpertsShape) for layer in plan.shape.layers):
+        fault = "this model has experts, which are chosen by torch's product"
+    else:
+        return
+    raise ConfigError(f"model.numerics=invariant: {fault}; set model.numerics=fast")
 
 
 @torch.inference_mode()
@@ -136,11 +152,11 @@ def pieces(num_rows: int) -> list[tuple[int, int]]:
 
 def _difference(name: str, num_rows: int, part: Rows) -> str:
     """'' if every piece gives what all rows give together."""
-    together = part(0, num_rows)
-    for first, last in pieces(num_rows):
-        if not torch.equal(part(first, last), together[first:last]):
-            return f"{name} gives a row other bits among {last - first} than among {num_rows}"
-    return ""
+    together, found = part(0, num_rows), ""
+    for first, last in pieces(num_rows):  # all of them: other ranks wait for this one's part of a sum
+        if not torch.equal(part(first, last), together[first:last]) and not found:
+            found = f"{name} gives a row other bits among {last - first} than among {num_rows}"
+    return found
 
 
 def _attention_difference(backend: AttentionBackend, spec: AttentionSpec, pool: KVPool) -> str:
@@ -168,14 +184,8 @@ def _parts(
     yield "the LM head", max_scored, lambda first, last: model.logits(x_TD[first:last].clone())
     logits_NV = model.logits(x_TD[:max_scored].clone())
     yield "the log softmax", max_scored, lambda first, last: _logprobs(logits_NV[first:last])
-    row_N, prompt = np.arange(max_rows), np.zeros(1, dtype=np.int32)
-    wishes = [WISHES[row % len(WISHES)].replace(seed=row) for row in range(max_rows)]
-    sampler.admit_all([Newcomer(row, wish, prompt, 1) for row, wish in enumerate(wishes)], ())
-    yield (
-        "the sampler",
-        max_rows,
-        lambda first, last: sampler.sample(logits_NV[first:last], row_N[first:last], row_N[first:last] + 1).token_ids_N,
-    )
+    yield "the sampler", max_rows, _sampled(sampler, logits_NV)
+    sampler.admit_all([_newcomer(row, WISHES[0]) for row in range(max_rows)], ())
 
 
 def _layer_parts(
@@ -213,16 +223,33 @@ def _projection(model: Decoder, layer: DecoderLayer, backend: AttentionBackend, 
         step = StepTensors(at_T, at_T, to_T, at_T, backend, pool)
         angles = () if rotary is None else rotary.angles(at_T, kernels)
         q_TQH = layer.attention.project(0, x_TD[first:last].clone(), rotary, angles, step, kernels)
-        return torch.cat([one.float() for one in (q_TQH, pool.keys(0)[to_T], pool.values(0)[to_T])], 1)
+        return torch.cat((q_TQH, *pool.read(0, to_T)), 1)
 
     return project
 
 
+def _sampled(sampler: Sampler, logits_NV: Tensor) -> Rows:
+    """Each row's token, the first that it samples."""
+
+    def sample(first: int, last: int) -> Tensor:
+        rows = range(first, last)
+        wishes = [PENALISED if row == PENALISED_ROW else WISHES[row % len(WISHES)] for row in rows]
+        sampler.admit_all([_newcomer(*one) for one in zip(rows, wishes, strict=True)], ())
+        row_N = np.array(rows)
+        return sampler.sample(logits_NV[first:last], row_N, row_N + 1).token_ids_N
+
+    return sample
+
+
+def _newcomer(row: int, wishes: SamplingParams) -> Newcomer:
+    return Newcomer(row, wishes.replace(seed=row), np.zeros(1, dtype=np.int32), 1)
+
+
 def _logprobs(logits_NV: Tensor) -> Tensor:
-    """Per row those of its first token and of the most likely ones, side by side."""
+    """Per row those of its first token and of the most likely ones, and which these are, side by side."""
     row_N = np.arange(len(logits_NV))
     found = batch_logprobs(logits_NV, torch.zeros_like(logits_NV[:, 0], dtype=torch.int64), row_N, row_N)
-    return torch.cat((found.chosen_L[:, None], found.top_LK), 1)
+    return torch.cat((found.chosen_L[:, None], found.top_LK, found.top_ids_LK.float()), 1)
 
 
 def _random(pool: KVPool, *shape: int, dtype: torch.dtype) -> Tensor:

@@ -40,6 +40,7 @@ from engine.layers.ordered_comm import OrderedComm
 from engine.models.decoder import Decoder
 from engine.models.loader import load_model
 from engine.models.model import build_model
+from engine.own_kernels import kernels_here
 from engine.params import SamplingParams
 from engine.plugins.hookspecs import CommContext, KVStoreContext
 from engine.plugins.manager import KV_STORE, Plugins
@@ -54,7 +55,7 @@ from engine.sampling.sampler import Sampler
 from engine.scheduling.proposer import DraftModel
 from engine.startup.draft_model import RankDraft
 from engine.startup.eagle_head import RankHead
-from engine.startup.invariance import prove_decodes, prove_invariance
+from engine.startup.invariance import prove_decodes, prove_invariance, require_provable
 from engine.startup.linears import choose_linears
 from engine.startup.memory import (
     MAX_CPU_POOL_BYTES,
@@ -114,6 +115,10 @@ def load_runner(
     room = fair_share(free_bytes(device), place, comm, device)
     model_comm = OrderedComm(graphs.comm) if invariant and comm.size > 1 else graphs.comm
     plan = build_model(spec.shape, model_comm, torch.device("meta"), dtype)
+    if invariant:
+        require_provable(plan)
+    # A tied table: on a GPU, too, kernels of invariant products have a copy.
+    copied = plan.doubled_bytes if invariant and not on_cpu else 0
     thread_choices: Sequence[int] = set_threads(config.device.threads, device, plan.parameter_bytes)
     if on_cpu:
         thread_choices = common_choices(thread_choices, comm)
@@ -127,7 +132,7 @@ def load_runner(
         seed=seed,
         progress=progress,
         linears=choose_linears(config, spec, plugins, plan, device),
-        check_room=lambda needed: check_weights(spec, needed, dtype, room, comm.size),
+        check_room=lambda needed: check_weights(spec, needed + copied, dtype, room, comm.size),
         kernels=kernels,
     )
     drafting = None
@@ -150,10 +155,7 @@ def load_runner(
     rows = kind_of_rows(max_rows, max_len, page_size, device, page_stride)
     own_kernels = kernels if isinstance(model, Decoder) else None
     sampler = Sampler(max_rows, spec.shape.num_outputs, max_len, device, own_kernels)
-    if invariant:
-        if not isinstance(model, Decoder) or model.pooled_head is not None or attention_spec.latent_size:
-            what = "that generate, keep no latents and are served by a family of callboard's own"
-            raise ConfigError(f"model.numerics=invariant is for models {what}; set model.numerics=fast")
+    if invariant and isinstance(model, Decoder):
         model.by_rows()
         sizes = {"page_size": page_size, "max_tokens": max_tokens, "max_rows": max_rows}
         prove_invariance(model, attention, comm, sampler, device=device, layout=layout, kv_dtype=kv_dtype, **sizes)
@@ -349,7 +351,10 @@ def _stored_pages(config: Config, spec: ModelSpec, plugins: Plugins, pool: KVPoo
     load_format = config.model.load_format
     seed = config.device.seed if load_format == "dummy" else None
     shape = (str(pool.dtype), pool.format.kv_dtype, tuple(page.shape))
-    arithmetic = (config.model.quantization, config.model.numerics)
+    arithmetic: tuple[object, ...] = (config.model.quantization, config.model.numerics)
+    if config.model.numerics == "invariant":
+        place = (pool.data.device.type, kernels_here(), torch.__version__)
+        arithmetic += (*place, config.plugins.attention, config.plugins.linear)
     what = (2, fingerprint(spec, load_format), seed, *arithmetic, *shape, comm.rank, comm.size)
     namespace = hashlib.sha256(repr(what).encode()).digest()
     context = KVStoreContext(

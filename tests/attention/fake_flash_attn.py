@@ -20,9 +20,12 @@ def offered(generation: int, function: str) -> list[Name]:
 
 
 class FakeFlashAttention:
-    """Both generations.  calls: (function, its arguments by name).  made: what of them binding depends on."""
+    """Both generations.  calls: (function, its arguments by name).  made: what of them binding depends on.
 
-    def __init__(self) -> None:
+    fewest_queries: which the longest sequence of a call is said to have."""
+
+    def __init__(self, fewest_queries: int = 1) -> None:
+        self.fewest_queries = fewest_queries
         self.calls: list[tuple[str, dict[str, Any]]] = []
         self.made: set[Call] = set()
         self.scheduled_dtypes: set[torch.dtype] = set()
@@ -99,7 +102,7 @@ class FakeFlashAttention:
         assert starts_B1[0] == 0
         assert starts_B1[-1] == len(q_TNH)
         assert len(table_BP) == len(lengths_B) == len(starts_B1) - 1
-        assert call.get("max_seqlen_q", 1) >= starts_B1.diff().max()
+        assert call.get("max_seqlen_q", 1) == max(starts_B1.diff().max(), self.fewest_queries)
         assert lengths_B.max() <= table_BP.shape[1] * page_size
         left, right = call["window_size"]
         assert (left, right) == (-1, -1) or (left >= 0 and right == 0)

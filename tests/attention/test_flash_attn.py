@@ -48,7 +48,7 @@ class Rig:
 
     def __init__(self, case: Paged, generation: int = 3, metadata: bool = True, invariant: bool = False) -> None:
         self.pool = case.pool
-        self.fake = FakeFlashAttention()
+        self.fake = FakeFlashAttention(fewest_queries=2 if invariant else 1)
         if generation == 2:
             kernels: Any = FA2(case.spec, self.fake.fa2_with_kvcache, self.fake.fa2_varlen)
         else:
@@ -273,6 +273,9 @@ def test_page_rules():
     assert not refusal(2, replace(HOPPER, page_size=512))
     assert refusal(2, replace(HOPPER, page_size=128)) == "FA2 needs pages of a multiple of 256 tokens"
     invariant = replace(HOPPER, page_size=512, invariant=True)
+    assert "heads above 192" in refusal(3, replace(invariant, page_size=16, head_size=256, window=True))
+    assert not refusal(3, replace(invariant, page_size=16, head_size=256))
+    assert not refusal(3, replace(invariant, page_size=16, head_size=192, window=True))
     assert refusal(2, invariant) == "FA2 divides the keys of a decode row by what else is in a step"
     assert refusal(3, replace(HOPPER, hopper=False)) == "FA3 is for Hopper GPUs"
     float8 = replace(HOPPER, page_size=256, kv_dtype="fp8_e4m3")

@@ -73,7 +73,7 @@ def fa3(spec: AttentionSpec, pool: KVPool) -> AttentionBackend:
 
 
 def fa3_invariant(spec: AttentionSpec, pool: KVPool) -> AttentionBackend:
-    fake = FakeFlashAttention()
+    fake = FakeFlashAttention(fewest_queries=2)
     kernels = FA3(spec, pool, NUM_SMS, fake.fa3_with_kvcache, fake.scheduler_metadata, invariant=True)
     return FlashAttention(spec, pool, kernels, invariant=True)
 

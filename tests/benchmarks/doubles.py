@@ -104,7 +104,7 @@ def _install_libraries(patch: pytest.MonkeyPatch) -> None:
         return partial(_flashinfer, library, context.options.get("tensor_cores") == "always")
 
     def flash_attn_hook(context: AttentionContext) -> AttentionFactory:
-        return fa3 if context.options["implementation"] == "fa3" else fa2
+        return fa3 if context.options.get("implementation", "fa3") == "fa3" else fa2
 
     def xqa_hook(context: AttentionContext) -> AttentionFactory:
         return partial(XQAAttention, library)

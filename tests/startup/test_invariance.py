@@ -28,7 +28,7 @@ from engine.layers.ordered_comm import OrderedComm
 from engine.layers.packing import LinearKernel, Linears
 from engine.messages import Step
 from engine.models.decoder import Decoder
-from engine.models.loader import load_model
+from engine.models.loader import build_model, load_model
 from engine.plugins.attention import tiles
 from engine.plugins.attention.tiles import TiledAttention
 from engine.plugins.attention.torch import TorchAttention
@@ -43,8 +43,9 @@ from engine.sampling.captured import Variant
 from engine.sampling.sampler import Sampler
 from engine.sections import PluginsSection
 from engine.startup import invariance
-from engine.startup.invariance import pieces, prove_decodes, prove_invariance
+from engine.startup.invariance import pieces, prove_decodes, prove_invariance, require_provable
 from engine.startup.loading import _check_device
+from tests.models.checkpoints import build, save
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo_model"
 CPU = torch.device("cpu")
@@ -229,6 +230,19 @@ def test_sums_of_ranks_are_in_the_order_of_ranks() -> None:
             return parts
 
     assert OrderedComm(Gathered()).all_reduce(torch.ones(1)).item() == 1.0  # 1 + 1e8 loses the one
+
+
+@pytest.mark.parametrize(
+    ("variant", "said"), [("mixtral", "has experts"), ("deepseek-v2", "keep latents"), ("qwen3", "")]
+)
+def test_parts_that_are_known_not_to_hold_are_refused_by_shapes_alone(variant: str, said: str, tmp_path: Path) -> None:
+    spec = read_model(save(build(variant), tmp_path), PluginsSection())
+    plan = build_model(spec.shape, LocalComm(), torch.device("meta"), torch.float32)
+    if not said:
+        require_provable(plan)
+        return
+    with pytest.raises(ConfigError, match=rf"invariant: this model.* {said}.*; set model\.numerics=fast"):
+        require_provable(plan)
 
 
 @pytest.mark.parametrize("device", ["cuda", "cpu"])

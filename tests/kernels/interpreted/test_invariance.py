@@ -44,7 +44,7 @@ def model(tmp_path, monkeypatch):
     return decoder
 
 
-def prove(model, invariant):
+def prove(model, invariant, kv_dtype=""):
     sampler = Sampler(9, model.vocab_size, 32, CPU)
     assert sampler.kernels is not None, "the sampler's kernels are to be proved, too"
     prove_invariance(
@@ -55,14 +55,26 @@ def prove(model, invariant):
         device=CPU,
         page_size=4,
         layout="layer_first",
-        kv_dtype="",
+        kv_dtype=kv_dtype,
         max_tokens=20,
         max_rows=9,
     )
 
 
-def test_every_part_holds(model):
-    prove(model, invariant=True)
+@pytest.mark.parametrize("kv_dtype", ["", "fp8_e4m3"])
+def test_every_part_holds(model, kv_dtype):
+    prove(model, invariant=True, kv_dtype=kv_dtype)
+
+
+def test_whoever_samples_reads_float32(tmp_path, monkeypatch):
+    monkeypatch.setenv(own_kernels.VARIABLE, "triton")
+    spec = read_model(save(build("qwen3-tied"), tmp_path))
+    products = Linears(Fixed(2, fixed_product), Fixed(2, fixed_product))
+    decoder = load_model(spec, LocalComm(), CPU, torch.bfloat16, "safetensors", 1, False, products)
+    x_ND = torch.randn(2, spec.shape.hidden_size, dtype=torch.bfloat16)
+    assert decoder.logits(x_ND).dtype == torch.bfloat16
+    decoder.by_rows()
+    assert decoder.logits(x_ND).dtype == torch.float32
 
 
 def test_attention_by_decode_kernels_is_named(model, monkeypatch):

@@ -64,14 +64,16 @@ def callboard_attention_backend(context: AttentionContext) -> AttentionFactory:
         options.whole_pages,
         context.kv_dtype,
         context.invariant,
+        bool(context.window),
     )
     library, reasons = find(GENERATIONS[options.implementation], situation)
     if library is None:
+        instead = "triton" if context.invariant else f"flashinfer, {ANYTHING_ELSE}"
         raise PluginError(
             f"{PLUGIN} finds no FlashAttention for kv.page_size={context.page_size}: {'; '.join(reasons)}. "
             "FA3 comes with sgl-kernel or flash-attn-3, FA2 with "
             "pip install --no-build-isolation 'callboard[flash-attn]'; set kv.page_size to "
-            f"16, 32 or 64 for FA3, or to {FA2_PAGE} for FA2; or set plugins.attention=flashinfer, {ANYTHING_ELSE}"
+            f"16, 32 or 64 for FA3, or to {FA2_PAGE} for FA2; or set plugins.attention={instead}"
         )
     return partial(_build, library, context.phases, context.invariant)
 

@@ -18,6 +18,8 @@ FA2_PAGE = 256
 FA3_KEY_TILES = {64: (128,), 96: (128, 144), 128: (128,), 192: (96, 112, 128), 256: (64, 80)}
 FA3_KEY_TILES_FP8 = {64: (160,), 96: (128,), 128: (160, 192, 224), 192: (128, 160), 256: (64, 128)}
 FP8_ALIGNMENT = 16
+# Up to this head size it takes the same tiles of keys whether or not a window hides any key of a step.
+WINDOW_ALIKE = 192
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +37,8 @@ class Library:
 @dataclass(frozen=True, slots=True)
 class Situation:
     """What the rules are about.  whole_pages: FA3 may read slots that were never written, see ``refusal``.
-    kv_dtype: of pages, '' for the queries' own.  invariant: see ``AttentionContext``."""
+    kv_dtype: of pages, '' for the queries' own.  invariant: see ``AttentionContext``.
+    window: whether layers have one."""
 
     hopper: bool
     page_size: int
@@ -43,6 +46,7 @@ class Situation:
     whole_pages: bool
     kv_dtype: str = ""
     invariant: bool = False
+    window: bool = False
 
 
 def find(generations: Sequence[int], situation: Situation) -> tuple[Library | None, list[str]]:
@@ -88,6 +92,8 @@ def refusal(generation: int, situation: Situation) -> str:
         return "" if size % FA2_PAGE == 0 else f"FA2 needs pages of a multiple of {FA2_PAGE} tokens"
     if not situation.hopper:
         return "FA3 is for Hopper GPUs"
+    if situation.invariant and situation.window and situation.head_size > WINDOW_ALIKE:
+        return f"FA3 takes other tiles for windows of heads above {WINDOW_ALIKE} once a step has a longer context"
     if situation.kv_dtype and situation.head_size % FP8_ALIGNMENT:
         return f"FA3 reads {situation.kv_dtype} pages of heads of a multiple of {FP8_ALIGNMENT}"
     by_head_size = FA3_KEY_TILES_FP8 if situation.kv_dtype else FA3_KEY_TILES

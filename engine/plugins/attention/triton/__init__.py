@@ -35,7 +35,7 @@ MAX_LATENT = 512  # of which a tile, and a program's results, still fit
 
 class TritonOptions(Options, frozen=True):
     """tune: measure at start which tiles are fastest for this model here, once; the file with the result is read by
-    every later start, with the option or without."""
+    every later start, with the option or without, but for invariant numerics."""
 
     tune: bool = False
 
