@@ -1,6 +1,6 @@
 """Invariant numerics on the device: attention cut in other steps, the demo model in many ways, and what it costs."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import ModuleType
 
 import torch
@@ -26,13 +26,16 @@ def section(
     device: torch.device,
     dtypes: Sequence[str] = ("float32", "bfloat16"),
     number: int = 60,
-    ways: Sequence[Way] = GPU_WAYS,
+    names: Sequence[str] = (),
+    graphs: Mapping[str, str] | None = None,
 ) -> Iterator[Row]:
-    """dtypes: of the demo model.  number: of requests."""
+    """dtypes: of the demo model.  number: of requests.  names: of ways; all that a GPU has if there are none."""
     yield from _kit(triton, device, attention_triton.cannot_run(device))
     yield from _kit(flash_attn, device, attention_libraries.cannot_run(flash_attn, device))
     for dtype in dtypes:
-        yield from _ways(device, dtype, number, ways)
+        tables = {"numerics": "invariant", "dtype": dtype, "path": str(DEMO)}
+        base = {"model": tables, "device": {"kind": device.type}, "graphs": graphs or {}}
+        yield from _ways(build_config(Config(), base), number, names)
     if device.type == "cuda":
         yield from _costs(device)
 
@@ -56,14 +59,12 @@ def _kit(plugin: ModuleType, device: torch.device, cannot: list[Row]) -> Iterato
         yield row
 
 
-def _ways(device: torch.device, dtype: str, number: int, ways: Sequence[Way]) -> Iterator[Row]:
+def _ways(config: Config, number: int, names: Sequence[str]) -> Iterator[Row]:
     """A row per way of running the same requests: whether it gives what the first one did."""
-    tables = {"model": {"path": str(DEMO), "numerics": "invariant", "dtype": dtype}, "device": {"kind": device.type}}
-    config = build_config(Config(), tables)
     requests = [one for one in mixed_requests(number) if one[1].grammar is None or installed("llguidance")]
     expected = ""
-    for way in ways:
-        case = f"demo model, {dtype}, {way.name}"
+    for way in (one for one in GPU_WAYS if not names or one.name in names):
+        case = f"demo model, {config.model.dtype}, {way.name}"
         try:
             found = digest(run(config, way, requests))
         except CallboardError as error:

@@ -78,7 +78,11 @@ SECTIONS: Mapping[str, Section] = {
         {**MODEL, "num_prompts": 2, "prompt_len": 12, "num_pages": 16, "graphs": {"max_tokens": 4}},
     ),
     # The demo model is loaded eighteen times, and its kernels are compiled for sizes of their own.
-    "invariance": Section("gpu_sections.invariance:section", {"dtypes": ("float32",), "number": 4}, limit_s=900.0),
+    "invariance": Section(
+        "gpu_sections.invariance:section",
+        {"dtypes": ("float32",), "number": 4, "names": ("alone", "together"), "graphs": {"mode": "off"}},
+        limit_s=900.0,
+    ),
     "graph_tokens": Section("gpu_sections.graphs:tokens", {"max_tokens": 4, "num_prompts": 2, "num_out": 8}),
     # Two sizes, as each is compiled by itself, and longer, as the compiler is Inductor.
     "graph_tokens_compiled": Section(
