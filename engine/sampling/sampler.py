@@ -65,7 +65,7 @@ class Sampler:
     """Samples for the rows of one rank; equal calls on every rank give equal tokens.
 
     kernels: what does the work where they are chosen, also inside of a captured step; None where torch does it.
-    on_cpu: what does some of it in torch's place where one CPU thread runs the model; logits are float32 then.
+    on_cpu: what does some of it in torch's place where a CPU runs a model in float32; logits are float32 then.
     """
 
     def __init__(

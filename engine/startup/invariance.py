@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 # From rows first:last to their results, as the part gives them when it gets these alone.
 Rows = Callable[[int, int], Tensor]
 SEED = 5
-# One row after the other asks for the next of these; one row, for which lines of counts are kept, for the last.
+# Rows ask for these in turn.  One row has a penalty beside them; only one, because counts of tokens take memory.
 WISHES = (SamplingParams(temperature=0.0), SamplingParams(), SamplingParams(top_k=20, top_p=0.9))
 PENALISED_ROW, PENALISED = 3, SamplingParams(repetition_penalty=1.1)
 

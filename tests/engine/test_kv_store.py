@@ -65,6 +65,15 @@ def test_pages_of_other_weights_or_numerics_are_not_taken(checkpoint: Path, tmp_
         assert serve(checkpoint, tmp_path, model=model)[1] == [0] * 6 + [64] * 6, other
 
 
+def test_invariant_pages_of_another_kernel_are_not_taken(checkpoint: Path, tmp_path: Path) -> None:
+    """They may differ in a bit, and a prompt that was cached must have those of one that was not."""
+    model = {"dtype": "float32", "tokenizer": "none", "numerics": "invariant"}
+    plugins = {"kv_store": "files", "options": {"kv_store.files": {"path": str(tmp_path)}}, "linear": "onednn"}
+    serve(checkpoint, tmp_path, model=model)
+    assert serve(checkpoint, tmp_path, model=model)[1] == [64] * 12
+    assert serve(checkpoint, tmp_path, model=model, plugins=plugins)[1] == [0] * 6 + [64] * 6
+
+
 def test_damaged_files_change_no_token(checkpoint: Path, tmp_path: Path) -> None:
     expected, _ = serve(checkpoint, tmp_path)
     for number, path in enumerate(sorted(tmp_path.glob("??/*"))):

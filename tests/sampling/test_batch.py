@@ -9,6 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import engine.sampling.state as state_module
 from engine.params import SamplingParams
+from engine.sampling.logprobs import batch_logprobs
 from engine.sampling.state import SamplingState
 from tests.sampling.rows import CPU, EOS, MAX_LEN, admit, new_sampler, sample_alone
 
@@ -243,3 +244,22 @@ def test_a_steady_batch_is_built_once(monkeypatch):
     for position in range(1, 10):
         sampler.sample(some_logits(4, 50, position), np.arange(4), np.full(4, position))
     assert len(built) == 2  # once with EOS held off, once without
+
+
+def test_log_probabilities_of_an_odd_vocabulary_are_summed_over_aligned_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU begins a row's sum where its memory does, so a row that begins elsewhere would have bits of its place."""
+    widths = []
+    softmax = torch.log_softmax
+
+    def watched(logits: torch.Tensor, **options: object) -> torch.Tensor:
+        widths.append(logits.shape[1])
+        return softmax(logits, **options)
+
+    monkeypatch.setattr(torch, "log_softmax", watched)
+    for vocab_size in (48, 53):
+        logits_NV = torch.randn((3, vocab_size), generator=torch.Generator().manual_seed(1))
+        found = batch_logprobs(logits_NV, torch.tensor([0, 5, vocab_size - 1]), np.array([0, 2]), np.array([2, 2]))
+        expected_LV = softmax(logits_NV[[0, 2]], dim=-1)
+        assert torch.allclose(found.chosen_L, expected_LV[[0, 1], [0, vocab_size - 1]])
+        assert torch.equal(found.top_ids_LK.long(), expected_LV.topk(20).indices)
+    assert widths == [48, 56]
