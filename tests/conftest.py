@@ -6,7 +6,7 @@ import os
 import pytest
 from hypothesis import HealthCheck, settings
 
-pytest_plugins = ["tests.figures", "tests.network"]
+pytest_plugins = ["tests.costs", "tests.figures", "tests.network"]
 
 # Before transformers is imported anywhere: a test must not wait for a hub.
 os.environ["HF_HUB_OFFLINE"] = "1"
