@@ -10,8 +10,9 @@ for training.  Rendering is not bounded in time, so it belongs into a worker thr
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
+from itertools import takewhile
 from typing import Any, Final, NoReturn
 
 import jinja2
@@ -29,6 +30,7 @@ from engine.text.tool_format import explains_tools, explanation
 
 _MAX_REASON_CHARS: Final = 500
 _END: Final = "\ue000end\ue000"  # of a private plane of Unicode: no template writes it
+_SYSTEM: Final = frozenset({"system", "developer"})
 _ROLES: Final = re.compile(r"""\brole['"\]]*\s*(?:==|!=|in)\s*[\[(]?((?:\s*,?\s*['"]\w+['"])+)""")
 PLAIN: Final = ChatOptions()
 
@@ -66,17 +68,37 @@ class ChatTemplate:
         return tuple(dict.fromkeys(named))
 
     def render(self, turns: Sequence[ChatTurn], options: ChatOptions = PLAIN) -> str:
-        """The text up to where the assistant's answer begins or goes on.  Raises RequestError if the template fails."""
+        """The text up to where the assistant's answer begins or goes on.  Raises RequestError if the template fails.
+
+        A template may refuse system messages behind the first, or all of them, or leave them out in silence; then it
+        gets them as ``_arrangements`` has them."""
         if options.continue_final:
             turns = [*turns[:-1], _marked(turns[-1])]
-        messages = [_message(turn) for turn in turns]
         tools = msgspec.json.decode(options.tools) if options.tools else None
         if tools and not self._explains_tools:
-            messages = _with_system_text(messages, explanation(tools))
+            turns = _with_system_text(turns, explanation(tools))
         variables = msgspec.json.decode(options.variables, type=dict[str, Any]) if options.variables else {}
-        given = {"tools": tools, "messages": messages, "add_generation_prompt": options.add_generation_prompt}
-        text = self._rendered({**self._variables, **variables, **given})
+        given = {"tools": tools, "add_generation_prompt": options.add_generation_prompt}
+        text = self._arranged(turns, {**self._variables, **variables, **given})
         return _up_to_mark(text) if options.continue_final else text
+
+    def _arranged(self, turns: Sequence[ChatTurn], variables: Mapping[str, Any]) -> str:
+        """The text of the first arrangement that the template takes as a whole.
+
+        Where it takes none, it is what the template makes of the turns as they are."""
+        outcome: str | RequestError | None = None
+        for arranged in _arrangements(turns):
+            try:
+                text = self._rendered({**variables, "messages": [_message(turn) for turn in arranged]})
+            except RequestError as error:
+                outcome = outcome or error
+                continue
+            if all(turn.content.strip() in text for turn in arranged[1:] if turn.role in _SYSTEM):
+                return text
+            outcome = outcome or text
+        if isinstance(outcome, RequestError):
+            raise outcome
+        return outcome or ""
 
     def _rendered(self, variables: Mapping[str, Any]) -> str:
         try:
@@ -111,11 +133,39 @@ def _message(turn: ChatTurn) -> dict[str, Any]:
     return message
 
 
-def _with_system_text(messages: list[dict[str, Any]], text: str) -> list[dict[str, Any]]:
-    if messages and messages[0]["role"] == "system":
-        first, *others = messages
-        return [{**first, "content": f"{first['content']}\n\n{text}"}, *others]
-    return [{"role": "system", "content": text}, *messages]
+def _with_system_text(turns: Sequence[ChatTurn], text: str) -> Sequence[ChatTurn]:
+    if turns and turns[0].role == "system":
+        first, *others = turns
+        return [msgspec.structs.replace(first, content=f"{first.content}\n\n{text}"), *others]
+    return [ChatTurn("system", text), *turns]
+
+
+def _arrangements(turns: Sequence[ChatTurn]) -> Iterator[Sequence[ChatTurn]]:
+    """The turns as they are; with a single system message, at the start; and with none.
+
+    A system message that has no place as one is text of the user where it stands: so the prompts of a conversation
+    that grows go on beginning alike, and what is cached of them counts."""
+    yield turns
+    if any(turn.role in _SYSTEM for turn in turns):
+        leading = list(takewhile(lambda turn: turn.role in _SYSTEM, turns))
+        if leading:
+            text = "\n\n".join(turn.content for turn in leading)
+            first = msgspec.structs.replace(leading[0], content=text)
+            yield [first, *_without_system(turns[len(leading) :])]
+        yield _without_system(turns)
+
+
+def _without_system(turns: Sequence[ChatTurn]) -> list[ChatTurn]:
+    """The turns with system messages as text of the user, which is joined: templates may want turns to alternate."""
+    others: list[ChatTurn] = []
+    for turn in turns:
+        if turn.role in _SYSTEM:
+            turn = ChatTurn("user", turn.content)
+        if others and others[-1].role == turn.role == "user":
+            others[-1] = msgspec.structs.replace(others[-1], content=f"{others[-1].content}\n\n{turn.content}")
+        else:
+            others.append(turn)
+    return others
 
 
 def _marked(turn: ChatTurn) -> ChatTurn:

@@ -6,7 +6,7 @@ import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from engine.errors import RequestError, WeightsError
-from engine.prompt import ChatTurn
+from engine.prompt import ChatOptions, ChatTurn
 from engine.text.chat import ChatTemplate
 from engine.text.codec import TextCodec
 from tests.text.specimens import byte_level, codec, gemma, save
@@ -108,6 +108,72 @@ def test_however_a_template_fails_it_is_a_short_400(source):
         template(source).render(turns([("user", "hello")]))
     assert refusal.value.status == 400
     assert len(refusal.value.message) < 600
+
+
+AT_THE_START = (
+    "{% for message in messages %}{% if message.role == 'system' and not loop.first %}"
+    "{{ raise_exception('System message must be at the beginning.') }}{% endif %}"
+    "{{ message.role[0] }}:{{ message.content }};{% endfor %}"
+)
+FIRST_ONLY = (
+    "{% if messages[0].role == 'system' %}s:{{ messages[0].content }};{% endif %}"
+    "{% for message in messages if message.role != 'system' %}{{ message.role[0] }}:{{ message.content }};{% endfor %}"
+)
+ANYWHERE = "{% for message in messages %}{{ message.role[0] }}:{{ message.content }};{% endfor %}"
+NOWHERE = (
+    "{% for message in messages %}{% if message.role == 'system' %}{{ raise_exception('System role not supported') }}"
+    "{% elif (message.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('roles must alternate') }}"
+    "{% endif %}{{ message.role[0] }}:{{ message.content }};{% endfor %}"
+)
+AGENTS_TURNS = {
+    "two at the start": [("system", "a"), ("system", "b"), ("user", "c")],
+    "one behind the user": [("system", "a"), ("user", "b"), ("system", "c")],
+    "none at the start": [("user", "b"), ("system", "c"), ("assistant", "d"), ("system", "e")],
+}
+KEPT = {
+    "two at the start": "s:a;s:b;u:c;",
+    "one behind the user": "s:a;u:b;s:c;",
+    "none at the start": "u:b;s:c;a:d;s:e;",
+}
+ONE_AT_THE_START = {
+    "two at the start": "s:a\n\nb;u:c;",
+    "one behind the user": "s:a;u:b\n\nc;",
+    "none at the start": "u:b\n\nc;a:d;u:e;",
+}
+ALL_THE_USERS = {
+    "two at the start": "u:a\n\nb\n\nc;",
+    "one behind the user": "u:a\n\nb\n\nc;",
+    "none at the start": "u:b\n\nc;a:d;u:e;",
+}
+
+
+@pytest.mark.parametrize("conversation", AGENTS_TURNS)
+@pytest.mark.parametrize(
+    "source, expected",
+    [(ANYWHERE, KEPT), (AT_THE_START, ONE_AT_THE_START), (FIRST_ONLY, ONE_AT_THE_START), (NOWHERE, ALL_THE_USERS)],
+    ids=["anywhere", "at the start", "the first, others left out", "nowhere"],
+)
+def test_system_messages_stand_where_the_template_takes_them(source, expected, conversation):
+    assert template(source).render(turns(AGENTS_TURNS[conversation])) == expected[conversation]
+
+
+def test_a_conversation_that_grows_by_system_messages_begins_as_before():
+    grown = [("system", "a"), ("user", "b"), ("system", "c"), ("assistant", "d"), ("user", "e"), ("system", "f")]
+    for source in (AT_THE_START, FIRST_ONLY, NOWHERE):
+        ours = template(source)
+        assert ours.render(turns(grown)).startswith(ours.render(turns(grown[:3])))
+
+
+def test_what_a_template_takes_in_no_arrangement_is_refused_for_its_first_reason():
+    with pytest.raises(RequestError, match="must be at the beginning"):
+        template(AT_THE_START + "{{ 1 / 0 }}").render(turns([("user", "a"), ("system", "b")]))
+    assert template("x").render(turns([("user", "a"), ("system", "b")])) == "x"
+
+
+def test_tools_are_explained_to_a_model_whose_template_has_no_system_message():
+    text = template(NOWHERE).render(turns([("user", "a")]), ChatOptions(tools='[{"name":"f"}]'))
+    assert text.startswith("u:You may call")
+    assert text.endswith("\n\na;")
 
 
 def test_a_namespace_takes_any_public_name():
