@@ -34,6 +34,7 @@ from engine.workers.cluster.environment import Cluster, check_cluster, read_clus
 from server.arguments import count, natural, real
 from server.backend import Backend
 from server.bench.command import add_bench
+from server.foreign_flags import answers
 from server.http.listener import bind, url_of
 from server.keys import read_keys
 from server.model_card import ModelCard
@@ -68,7 +69,7 @@ Exit codes: 0 done, 1 engine failed, 2 configuration, 3 checkpoint, 4 graphs, 98
 def main(arguments: Sequence[str] | None = None) -> None:
     """Entry point of the console script; exits with the code that the error carries."""
     _fill_standard_streams()
-    parsed = _parser().parse_args(arguments)
+    parsed = _parsed(sys.argv[1:] if arguments is None else arguments)
     LogSettings(logging.getLevelNamesMapping()[parsed.log_level.upper()], parsed.log_format).apply()
     try:
         parsed.run(parsed, _configuration(parsed))
@@ -81,6 +82,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
         # The reader of our output left (``callboard config | head``): there is nothing to report.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
+
+
+def _parsed(arguments: Sequence[str]) -> argparse.Namespace:
+    """What the arguments say; exits for those that are none of the command's, with what stands in their place here."""
+    parser = _parser()
+    parsed, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        known = answers(arguments)
+        typed = [one.partition("=")[0] for one in unknown]
+        for flag in (flag for flag in known if flag in typed):
+            print(f"callboard: {flag}: {known[flag]}", file=sys.stderr)
+        # An argument that begins with no dash may be the value of a flag.
+        odd = [flag for flag in typed if flag.startswith("-") and flag not in known]
+        if odd or not known:
+            parser.error(f"unrecognized arguments: {' '.join(odd or unknown)}")
+        sys.exit(ConfigError.exit_code)
+    return parsed
 
 
 def _fill_standard_streams() -> None:
