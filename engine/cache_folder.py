@@ -18,13 +18,16 @@ def cache_folder(name: str) -> Path | None:
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """Write a file, so that a reader sees the old content or the new one.  Raises OSError.
+    """Write a file, so that a reader sees the old content or the new one, after a loss of power too.  Raises OSError.
 
     Threads, and processes that share the folder and not their numbers, may write it at the same time."""
     partial = path.with_name(f"{path.name}.{uuid4().hex}")
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
-        partial.write_bytes(content)
+        with partial.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
         os.replace(partial, path)
     except OSError:
         partial.unlink(missing_ok=True)

@@ -70,6 +70,8 @@ class Changeover:
             road: Road = self._road(new) if by_executors else "live" if found else "none"
             if dry_run or not found:
                 return Outcome(changes=found, road=road, applied=False)
+            # On a thread, since it may read all weights; and first, lest the new model answers by the old one's name.
+            about = await asyncio.to_thread(self._describe, new)
             if not by_executors:
                 system.become(new)
                 system.scheduler.overlap_depth = new.config.scheduler.overlap_depth
@@ -77,7 +79,7 @@ class Changeover:
                     planner.retune(system.planner_limits(planner.requests.limits.num_pages), system.policy)
             else:
                 await self._replace(new, beside=road == "beside")
-            system.entrance.inbox.put(SettingsChanged(system.config.limits, self._describe(system)))
+            system.entrance.inbox.put(SettingsChanged(system.config.limits, about))
             log.info("applied: %s", ", ".join(f"{one.key}={one.after}" for one in found))
             return Outcome(changes=found, road=road, applied=True, took_s=time.monotonic() - began)
 

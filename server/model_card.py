@@ -94,7 +94,7 @@ def about(num_parameters: int) -> str:
 
 
 def _fingerprint(system: "System") -> str:
-    """Of samples of the weights, the kernels by the names that are configured, whether a compiler makes callboard's own
+    """Of the weights, the kernels by the names that are configured, whether a compiler makes callboard's own
     here, torch's version and the numerics.
 
     What pages keep is part of those: rounded keys and values give other logits."""

@@ -22,6 +22,24 @@ def test_two_threads_that_write_one_file_leave_a_whole_one(tmp_path: Path, monke
     assert os.listdir(path.parent) == ["file"]
 
 
+def test_a_file_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a loss of power may leave the name of a file that is cut short."""
+    path, order, sync, replace = tmp_path / "file", [], os.fsync, os.replace
+
+    def synced(file: int) -> None:
+        order.append((os.fstat(file).st_size, path.exists()))
+        sync(file)
+
+    def named(*files: Path | str) -> None:
+        order.append("named")
+        replace(*files)
+
+    monkeypatch.setattr("os.fsync", synced)
+    monkeypatch.setattr("os.replace", named)
+    replace_file(path, b"content")
+    assert order == [(7, False), "named"]
+
+
 def test_what_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
     (tmp_path / "file").mkdir()
     with pytest.raises(OSError, match="file"):

@@ -1,22 +1,19 @@
-"""What tells one checkpoint from another without reading all of it: for machines that must have the same.
+"""What tells one checkpoint from another, byte for byte: for stored pages, journaled streams, answers and ranks.
 
-Owns: which bytes count.  Does not know: torch, what compares.
-The weights' files count with their names, sizes, headers, and samples of their data: another model of the same shape is
-noticed, and tens of gigabytes are not read for it.  The directory's name and files of other kinds do not count.
+Owns: which files and facts count.  Does not know: torch, what compares.
+All bytes of the weights count: fine-tunes of one base may differ in a few matrices alone.  The directory's name and
+files of other kinds do not count.
 """
 
 import hashlib
-import os
 from pathlib import Path
 
 import msgspec
 
 from engine.checkpoints.checkpoint import ModelSpec
+from engine.checkpoints.file_digest import file_digests
 from engine.checkpoints.gguf import stored_tensors
-from engine.errors import ConfigError
-
-SAMPLE_BYTES = 1 << 14
-NUM_SAMPLES = 8  # of each file, evenly spread, the first with the header's beginning and the last with the file's end
+from engine.errors import ConfigError, WeightsError
 
 
 def fingerprint(spec: ModelSpec, load_format: str) -> str:
@@ -36,12 +33,13 @@ def check_fingerprint(expected: str, spec: ModelSpec, load_format: str, rank: in
 
 
 def _weights(directory: Path) -> str:
-    digest = hashlib.blake2b(digest_size=16)
-    for path in sorted({tensor.file for tensor in stored_tensors(directory).values()}):
-        size = path.stat().st_size
-        digest.update(f"{path.name} {size}\n".encode())
-        with path.open("rb", buffering=0) as file:
-            for number in range(NUM_SAMPLES):
-                file.seek(max(0, size - SAMPLE_BYTES) * number // (NUM_SAMPLES - 1), os.SEEK_SET)
-                digest.update(file.read(SAMPLE_BYTES))
-    return digest.hexdigest()
+    tensors = stored_tensors(directory)
+    files = sorted({tensor.file for tensor in tensors.values()})
+    try:
+        digests = file_digests(files)
+    except OSError as error:
+        raise WeightsError(f"{error.filename}: {error.strerror or error}") from None
+    contents = [(path.name, digest) for path, digest in zip(files, digests, strict=True)]
+    # Two files may hold a tensor of one name; the index says which of them counts.
+    places = sorted((name, tensor.file.name) for name, tensor in tensors.items())
+    return hashlib.blake2b(msgspec.msgpack.encode((contents, places)), digest_size=16).hexdigest()

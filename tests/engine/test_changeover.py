@@ -14,7 +14,7 @@ from benchmarks.null_engine import NullSystem
 from engine.actors.stream import Stream
 from engine.changeover import Changeover
 from engine.config import Config, build_config
-from engine.errors import CallboardError, RequestError
+from engine.errors import CallboardError, RequestError, WeightsError
 from engine.messages import Finish
 from engine.params import SamplingParams
 from engine.sections import LimitsSection
@@ -171,6 +171,27 @@ def test_a_change_that_fails_costs_nothing(config: Config, tmp_path: Path, go: t
         go.set()
         assert len(await read(streams)) == NUM_STREAMS
         assert system.executors.num_restarts == 0
+
+    play(config, scenario)
+
+
+def test_the_new_model_is_described_before_it_answers_and_beside_the_event_loop(config: Config) -> None:
+    """To describe it may take as long as reading its weights."""
+    described: list[tuple[int, int, int, bool]] = []
+
+    async def scenario(system: System, _: Changeover) -> None:
+        def describe(new: System) -> bytes:
+            beside = threading.current_thread() is not threading.main_thread()
+            described.append((new.config.kv.num_pages, system.config.kv.num_pages, new.num_parameters, beside))
+            if new.config.kv.num_pages == 98:
+                raise WeightsError("a shard cannot be read")
+            return b"about"
+
+        changeover = Changeover(system, describe)
+        with pytest.raises(WeightsError, match="a shard cannot be read"):
+            await changeover.apply(build_config(config, {"kv": {"num_pages": 98}}))
+        await changeover.apply(build_config(config, {"kv": {"num_pages": 99}}))
+        assert described == [(98, 512, 0, True), (99, 512, 0, True)]
 
     play(config, scenario)
 

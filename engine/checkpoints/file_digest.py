@@ -1,0 +1,63 @@
+"""The SHA-256 of files of weights: it takes as long as reading them, so it is kept for later starts.
+
+Owns: what tells that a file is still the one that was read, and where its digest is kept.
+Does not know: what is in the files.
+"""
+
+import functools
+import hashlib
+import logging
+import os
+import re
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from engine.cache_folder import cache_folder, replace_file
+
+log = logging.getLogger(__name__)
+
+MOST_THREADS = 8  # together faster than a disk; hashlib releases the interpreter's lock
+KEPT_BYTES = 1 << 28  # the digest of a smaller file is computed within half a second, and not kept
+SHA256 = re.compile(r"[0-9a-f]{64}")
+
+
+def file_digests(paths: Sequence[Path]) -> list[str]:
+    """The SHA-256 of each file in hexadecimal digits.  Raises OSError."""
+    with ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1)) as threads:
+        return list(threads.map(_file_digest, paths))
+
+
+def _file_digest(path: Path) -> str:
+    path = path.resolve()
+    if path.parent.name == "blobs" and SHA256.fullmatch(path.name):
+        return path.name  # the hub's cache names what it downloads so
+    facts = path.stat()
+    # The time of the last change of the inode as well: images and archives may give all their files one mtime_ns.
+    return _digest_of(path, (facts.st_size, facts.st_mtime_ns, facts.st_ctime_ns, facts.st_ino))
+
+
+@functools.cache
+def _digest_of(path: Path, facts: tuple[int, ...]) -> str:
+    """The digest of a file with these facts: kept by this process, or by one before it, or computed."""
+    folder = cache_folder("weights") if facts[0] >= KEPT_BYTES else None
+    if folder is None:
+        return _computed(path)
+    kept = folder / hashlib.sha256(repr((str(path), *facts)).encode()).hexdigest()
+    try:
+        if SHA256.fullmatch(known := kept.read_text(errors="replace")):
+            return known
+    except OSError:
+        pass  # nothing is kept yet
+    log.info("%s: %.1f GB are read for their SHA-256, once", path, facts[0] / 1e9)
+    digest = _computed(path)
+    try:
+        replace_file(kept, digest.encode())
+    except OSError as error:
+        log.info("%s: its SHA-256 is computed at each start: %s", path, error)
+    return digest
+
+
+def _computed(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
