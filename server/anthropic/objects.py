@@ -3,12 +3,14 @@
 Owns: field names and which are always there.  Does not know: where the values come from.
 """
 
+from functools import partial
 from typing import Any, Literal
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from engine.errors import RequestError
-from server.http.replies import MAX_MESSAGE_CHARS
+from server.http.replies import MAX_MESSAGE_CHARS, ErrorFormat
 
 StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use", "pause_turn"]
 ERROR_TYPES = {
@@ -90,15 +92,22 @@ class MessageErrorDetail(msgspec.Struct, frozen=True):
 
 
 class MessageError(Event, frozen=True, kw_only=True, tag_field="type", tag="error"):
-    """The whole body of an error response, and an event."""
+    """The whole body of an error response, and an event, which names no request."""
 
     error: MessageErrorDetail
+    request_id: str | UnsetType = UNSET
 
 
-def message_error(error: RequestError) -> MessageError:
+def message_error(error: RequestError, request_id: str | UnsetType = UNSET) -> MessageError:
     """Returns an error as this API has it."""
     kind = ERROR_TYPES.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
-    return MessageError(error=MessageErrorDetail(kind, error.message[:MAX_MESSAGE_CHARS]))
+    detail = MessageErrorDetail(kind, error.message[:MAX_MESSAGE_CHARS])
+    return MessageError(error=detail, request_id=request_id)
+
+
+def message_errors(request_id: str) -> ErrorFormat:
+    """Returns the format of a request's errors."""
+    return partial(message_error, request_id=request_id)
 
 
 # ---- events ---------------------------------------------------------------------------------
@@ -170,4 +179,5 @@ MessageEvent = MessageStart | BlockStart | BlockDelta | BlockStop | MessageDelta
 
 
 COUNT = "/v1/messages/count_tokens"
-ERROR_FORMATS = dict.fromkeys(("/v1/messages", COUNT), message_error)
+# Beginnings of paths that clients of this API know; to the last of them they report events, which nothing here reads.
+ERROR_FORMATS = dict.fromkeys(("/v1/messages", "/api/event_logging"), message_errors)

@@ -35,6 +35,7 @@ from server.keys import Key
 log = logging.getLogger(__name__)
 
 REQUEST_ID_HEADER = "X-Request-Id"
+ANTHROPICS_ID_HEADER = "request-id"  # what its clients call the same
 MAX_REQUEST_ID_CHARS = 128
 PRINTABLE = frozenset(string.ascii_letters + string.digits + string.punctuation + " ")
 # Asked every second: no news while all is well.
@@ -101,7 +102,7 @@ class Exchange:
     @property
     def headers(self) -> dict[str, str]:
         """What every response carries.  The server is named without versions, which only help an attacker."""
-        return {REQUEST_ID_HEADER: self.id, "Server": "callboard", **self.cors}
+        return {REQUEST_ID_HEADER: self.id, ANTHROPICS_ID_HEADER: self.id, "Server": "callboard", **self.cors}
 
     @property
     def client(self) -> str:
@@ -136,8 +137,10 @@ class Exchange:
 EXCHANGE: web.RequestKey[Exchange] = web.RequestKey("exchange", Exchange)
 
 
-def note_route(error_formats: Mapping[str, ErrorFormat] = MappingProxyType({})) -> Middleware:
-    """Returns a middleware that notes the route.  error_formats: of routes with errors of their own."""
+def note_route(error_formats: Mapping[str, Callable[[str], ErrorFormat]] = MappingProxyType({})) -> Middleware:
+    """Returns a middleware that notes the route.
+
+    error_formats: beginning of paths with errors of their own -> returns their format for a request's id."""
 
     @web.middleware
     async def note(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -145,7 +148,9 @@ def note_route(error_formats: Mapping[str, ErrorFormat] = MappingProxyType({})) 
         resource = request.match_info.route.resource
         if resource is not None:
             request[EXCHANGE].route = resource.canonical
-            request[EXCHANGE].error_format = error_formats.get(resource.canonical, error_body)
+        for beginning, form in error_formats.items():
+            if request.path.startswith(beginning):
+                request[EXCHANGE].error_format = form(request[EXCHANGE].id)
         return await handler(request)
 
     return note

@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from datetime import UTC, datetime
 
 import msgspec
 from aiohttp import web
@@ -24,7 +25,7 @@ from server.http.exchange import EXCHANGE, refuse_foreign_page
 from server.http.replies import json_reply
 from server.models.model import Model
 from server.models.models import Models
-from server.openai.answers import ModelBody, ModelList
+from server.openai.answers import ModelBody, model_list
 from server.replicas.proxy import MOST_LOSSES, Proxy
 from server.replicas.replica import unavailable
 
@@ -137,7 +138,7 @@ class ModelsRoutes:
 
     async def list(self, request: web.Request) -> web.Response:
         """GET /v1/models."""
-        return json_reply(ModelList(data=[self._body(one) for one in self._models.all]))
+        return json_reply(model_list([self._body(one) for one in self._models.all]))
 
     async def one(self, request: web.Request) -> web.Response:
         """GET /v1/models/{id}.  Raises RequestError (404)."""
@@ -161,7 +162,9 @@ class ModelsRoutes:
         card = model.card
         return ModelBody(
             id=model.name,
+            display_name=model.name,
             created=self._created,
+            created_at=datetime.fromtimestamp(self._created, UTC),
             max_model_len=UNSET if card is None else card.max_model_len,
             kind=UNSET if card is None else card.pooling.kind,
             root=model.name,

@@ -4,6 +4,7 @@ Owns: field names and which are left out, null or always there.  Does not know: 
 ``UNSET`` fields are left out of the JSON.
 """
 
+from datetime import datetime
 from typing import Literal
 
 import msgspec
@@ -195,11 +196,14 @@ class ModelBody(msgspec.Struct, frozen=True, kw_only=True):
     """A model that can be asked for.  kind: what it is for.  root: the model whose weights these are.
 
     parent: the model that this is an adapter of; null for the model.  loaded: of one of several models; that and its
-    length are not known before it was loaded."""
+    length are not known before it was loaded.  type, display_name, created_at: as Anthropic's clients read it."""
 
     id: str
     object: Literal["model"] = "model"
+    type: Literal["model"] = "model"
+    display_name: str
     created: int
+    created_at: datetime
     owned_by: Literal["callboard"] = "callboard"
     max_model_len: int | UnsetType = UNSET
     kind: Kind | UnsetType = "generate"
@@ -209,7 +213,15 @@ class ModelBody(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ModelList(msgspec.Struct, frozen=True, kw_only=True):
-    """All of them."""
+    """All of them.  has_more, first_id, last_id: as Anthropic's clients read it."""
 
     object: Literal["list"] = "list"
     data: list[ModelBody]
+    has_more: Literal[False] = False
+    first_id: str
+    last_id: str
+
+
+def model_list(models: list[ModelBody]) -> ModelList:
+    """Returns the answer of GET /v1/models."""
+    return ModelList(data=models, first_id=models[0].id, last_id=models[-1].id)

@@ -3,10 +3,12 @@
 Owns: what is said about the served model and its adapters.  Does not know: how they are served.
 """
 
+from datetime import UTC, datetime
+
 from aiohttp import web
 
 from server.http.replies import json_reply
-from server.openai.answers import ModelBody, ModelList
+from server.openai.answers import ModelBody, model_list
 from server.openai.translator import Translator
 
 
@@ -18,7 +20,7 @@ class ModelRoutes:
 
     async def all(self, request: web.Request) -> web.Response:
         names = (self._translator.card.name, *self._translator.adapters)
-        return json_reply(ModelList(data=[self._body(name) for name in names]))
+        return json_reply(model_list([self._body(name) for name in names]))
 
     async def one(self, request: web.Request) -> web.Response:
         name = request.match_info["id"]
@@ -27,9 +29,12 @@ class ModelRoutes:
 
     def _body(self, name: str) -> ModelBody:
         card, adapter = self._translator.card, self._translator.adapters.get(name)
+        created = card.created if adapter is None else adapter.created
         return ModelBody(
             id=name,
-            created=card.created if adapter is None else adapter.created,
+            display_name=name,
+            created=created,
+            created_at=datetime.fromtimestamp(created, UTC),
             max_model_len=card.max_model_len,
             kind=card.pooling.kind,
             root=card.name,

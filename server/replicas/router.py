@@ -15,7 +15,7 @@ from aiohttp import web
 
 from engine.config import Config
 from engine.errors import RequestError
-from server.anthropic.objects import COUNT, ERROR_FORMATS
+from server.anthropic.objects import ERROR_FORMATS
 from server.clients import Rates, require_key
 from server.http.connection import HttpRunner
 from server.http.exchange import Traffic, note_route, refuse_foreign_page
@@ -203,7 +203,6 @@ async def routing(config: Config, fleet: Fleet, listener: socket.socket) -> Asyn
                 *(web.post(path, refuse_adapters) for path in (LOAD, UNLOAD)),
                 *(web.post(path, refuse_settings) for path in PATHS),
                 *(web.post(path, proxy.generate) for path in GENERATING),
-                web.post(COUNT, proxy.handle),  # its errors are in a form of its own
                 web.route("*", "/{path:.*}", proxy.handle),
             ]
         )

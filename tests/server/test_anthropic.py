@@ -185,6 +185,14 @@ def test_errors_have_the_shape_that_its_clients_read(live: LiveServer, fields: d
     reply = ask(live.port, "POST", PATH, body(**fields))
     assert (reply.status, reply.json["type"], reply.error["type"]) == (400, "error", "invalid_request_error")
     assert named in reply.error["message"]
+    assert reply.json["request_id"] == reply.headers["request-id"] == reply.headers["x-request-id"]
+
+
+@pytest.mark.parametrize("path", ["/v1/messages/batches", "/v1/messages/count_tokens/x", "/api/event_logging/batch"])
+def test_paths_that_its_clients_know_have_its_errors(live: LiveServer, path: str) -> None:
+    reply = ask(live.port, "POST", path, {})
+    assert (reply.status, reply.json["type"], reply.error["type"]) == (404, "error", "not_found_error")
+    assert ask(live.port, "POST", "/v1/chat/nowhere", {}).error["code"] == "unknown_route"
 
 
 @pytest.mark.parametrize("status, kind", [(500, "api_error"), (503, "overloaded_error"), (429, "rate_limit_error")])

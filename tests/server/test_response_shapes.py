@@ -198,7 +198,9 @@ def test_models_have_their_context_length(live: LiveServer) -> None:
     assert body["object"] == "list"
     model = {"id": MODEL, "object": "model", "created": 1_700_000_000, "owned_by": "callboard", "max_model_len": 1024}
     model |= {"root": MODEL, "parent": None, "kind": "generate"}
+    model |= {"type": "model", "display_name": MODEL, "created_at": "2023-11-14T22:13:20Z"}  # as Anthropic has it
     assert body["data"] == [model]
+    assert (body["has_more"], body["first_id"], body["last_id"]) == (False, MODEL, MODEL)
     assert ask(live.port, "GET", f"/v1/models/{MODEL}").json == model
 
 
@@ -212,3 +214,4 @@ def test_request_ids_are_the_clients_own_or_made_up(live: LiveServer) -> None:
         assert echoed(unusable).startswith("req-")
     for reply in (complete(live), complete(live, stream=True), complete(live, n=0), ask(live.port, "GET", "/nowhere")):
         assert reply.headers["x-request-id"].startswith("req-")
+        assert reply.headers["request-id"] == reply.headers["x-request-id"]
