@@ -305,6 +305,10 @@ class ServerSection(Section, frozen=True):
         "How long a client may take to send headers, to send a body (and a second more for each 64 KiB), or read "
         "nothing of an answer", gt=0
     )] = 15.0
+    ping_after_s: Annotated[float, key(
+        "A stream that has sent nothing for so long sends a ping, and with the first one its status 200; 0 for never",
+        ge=0,
+    )] = 15.0
     drain_timeout_s: Annotated[float, key("After SIGTERM, how long running requests may go on", ge=0)] = 30.0
     shared_cache: Annotated[bool, key(
         "Whether clients with different keys share cached prefixes; timing then tells of others' prompts"
@@ -316,9 +320,6 @@ class ServerSection(Section, frozen=True):
         "Public names by which clients without a key may call the server, e.g. ['llm.example.org'] behind a "
         "proxy; '*' for any"
     )] = []
-    vllm_metric_names: Annotated[bool, key(
-        "/metrics also gives what dashboards and autoscalers made for vLLM look for, as 'vllm:...'"
-    )] = False
     profile_folder: Annotated[str, key(
         "Where /start_profile has executors write traces of their steps; empty: there are no profiles"
     )] = ""

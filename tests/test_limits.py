@@ -16,6 +16,7 @@ from engine.params import SamplingParams
 from engine.sections import LimitsSection, PlacementSection, ServerSection
 from engine.system import RESTART_WINDOW_S, System
 from engine.workers.messages import WorkerAlive
+from server.http.sse import PING_COMMENT
 from tests.actors.test_ingress import Sent, with_ingress
 from tests.pace import far
 from tests.server.http_client import RawClient, ask, http_bytes
@@ -93,6 +94,12 @@ def client_timeout() -> None:
                 assert client.read_reply().error["code"] == f"{part}_timeout"
 
 
+def ping_after() -> None:
+    with LiveServer(server=ServerSection(ping_after_s=0.02)) as live, RawClient(live.port) as client:
+        client.send(http_bytes("POST", "/v1/completions", HANG))
+        client.read_until(PING_COMMENT)
+
+
 def drain_timeout() -> None:
     with process(delay_s=0.2, server={"drain_timeout_s": 0.1}) as server, start_stream(server.port) as client:
         server.signal(signal.SIGTERM)
@@ -158,6 +165,7 @@ REACH: dict[str, Callable[[], None]] = {
     "server.max_connections": max_connections,
     "server.max_body_bytes": max_body_bytes,
     "server.client_timeout_s": client_timeout,
+    "server.ping_after_s": ping_after,
     "server.drain_timeout_s": drain_timeout,
     "placement.join_timeout_s": join_timeout,
     "placement.step_timeout_s": step_timeout,

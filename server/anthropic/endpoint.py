@@ -21,6 +21,7 @@ from server.generate.generation import Generation
 from server.generate.output import UsageCounter
 from server.http.body import BodyReader
 from server.http.replies import json_reply
+from server.http.sse import PING_EVENT
 from server.model_card import ModelCard
 from server.openai.conversation import ToolRequest, read_variables
 from server.openai.requests import GenerationBody, JsonSchemaFormat, ResponseFormat
@@ -41,6 +42,7 @@ class Messages(Endpoint[MessagesBody]):
 
     body_type = MessagesBody
     names_events = True
+    ping = PING_EVENT
 
     def __init__(self, translator: Translator) -> None:
         self._translator = translator

@@ -16,6 +16,7 @@ from engine.messages import Delta
 from server.generate.generation import Generation
 from server.generate.output import Output, PlainText, UsageCounter
 from server.http.replies import error_body
+from server.http.sse import PING_COMMENT
 
 B = TypeVar("B", bound=msgspec.Struct)
 
@@ -60,12 +61,13 @@ class Endpoint(Protocol[B]):
 
     task: what it asks of a model.  elsewhere: fields that belong into another one, see ``BodyReader``.
     repeats_logprobs: events of its streams tell those of tokens that came before.
-    names_events: see ``EventStream``."""
+    names_events, ping: see ``EventStream``."""
 
     body_type: type[B]
     task: ClassVar[Task] = "generate"
     elsewhere: ClassVar[Mapping[str, str]] = MappingProxyType({})
     names_events: ClassVar[bool] = False
+    ping: ClassVar[bytes] = PING_COMMENT
     repeats_logprobs: ClassVar[bool] = False
 
     def translate(self, body: B) -> Generation:

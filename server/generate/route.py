@@ -26,7 +26,7 @@ from server.generate.generation import MAX_CHOICES, Generation, Origin, choice_s
 from server.generate.output import TOKEN_ID_BYTES, Output, PlainText, UsageCounter, by_id, is_plain
 from server.http.body import ORIGIN, BodyReader
 from server.http.replies import json_reply
-from server.http.sse import EventStream
+from server.http.sse import EventStream, Ping
 
 Item = tuple[int, Delta]
 B = TypeVar("B", bound=msgspec.Struct)
@@ -164,10 +164,12 @@ class GenerateTask(NamedTuple, Generic[B]):
 
 
 class GenerateRoute(Generic[B]):
-    """Handles the requests of one endpoint.  keeper: of its streams; None where they end with their connection."""
+    """Handles the requests of one endpoint.  keeper: of its streams; None where they end with their connection.
+    ping: of its streams."""
 
     def __init__(self, endpoint: Endpoint[B], server: ServerSection, keeper: Keeper | None = None) -> None:
         self.endpoint = endpoint
+        self.ping = Ping(endpoint.ping, server.ping_after_s)
         self._keeper = keeper
         self._reader = BodyReader(endpoint.body_type, self._understand, server, elsewhere=endpoint.elsewhere)
 
@@ -239,7 +241,7 @@ class GenerateRoute(Generic[B]):
                 reply.headers[USAGE_HEADER] = f"{counts.prompt_tokens} {counts.completion_tokens}"
             return reply
         async with self._opened(client, task) as choices:
-            events = EventStream(request, named=self.endpoint.names_events)
+            events = EventStream(request, named=self.endpoint.names_events, ping=self.ping)
 
             def last_word(error: RequestError) -> msgspec.Struct:
                 if generation.origin.seed is not None and error.code in ENDS_HERE_ONLY:

@@ -1,11 +1,14 @@
 """A response as server-sent events.
 
-Owns: framing, headers, not running ahead of a client that reads slowly.  Does not know: what the events say.
+Owns: framing, headers, pings, not running ahead of a client that reads slowly.  Does not know: what the events say.
 Events are JSON without line breaks (JSON escapes them), so no text can end an event early.
 """
 
+import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterable
+from contextlib import suppress
+from typing import NamedTuple
 
 import msgspec
 from aiohttp import HttpVersion11, web
@@ -17,15 +20,27 @@ from server.http.replies import as_request_error
 log = logging.getLogger(__name__)
 
 DONE = b"data: [DONE]\n\n"
+PING_COMMENT = b": ping\n\n"
+PING_EVENT = b'event: ping\ndata: {"type":"ping"}\n\n'
+
+
+class Ping(NamedTuple):
+    """What a stream sends when it has sent nothing for ``after_s`` seconds, 0 for never."""
+
+    data: bytes
+    after_s: float
 
 
 class EventStream:
-    """Sends events.  Nothing goes out before the first one, so that an error until then has a status of its own."""
+    """Sends events.  Until the first one, or the first ping, nothing goes out, and an error has its own status."""
 
-    def __init__(self, request: web.Request, *, named: bool = False) -> None:
+    def __init__(self, request: web.Request, *, named: bool, ping: Ping) -> None:
         """named: every event is announced by its ``type``, and the last one needs no "[DONE]"."""
         self._request = request
         self._named = named
+        self._ping = ping
+        self._clock = asyncio.get_running_loop().time
+        self._wrote_at = self._clock()
         self._encoder = msgspec.json.Encoder()
         self.response = web.StreamResponse(
             headers={
@@ -69,6 +84,7 @@ class EventStream:
         transport = self._protocol.transport
         if transport is None or transport.is_closing():
             raise ConnectionResetError("the client has left")
+        self._wrote_at = self._clock()
         transport.write(b"%x\r\n%b\r\n" % (len(data), data) if self._is_chunked else data)
         return not self._protocol.writing_paused
 
@@ -99,6 +115,7 @@ class EventStream:
 
         Its error becomes the last event, since the status can no longer be changed; it is raised if nothing was sent.
         A client that has left is no error."""
+        pinging = asyncio.create_task(self._keep_alive(), name="pings") if self._ping.after_s else None
         try:
             try:
                 await sending
@@ -110,10 +127,21 @@ class EventStream:
                 if not isinstance(error, CallboardError):
                     log.exception("request=%s failed in its stream", self._request[EXCHANGE].id)
                 await self.send([last_word(as_request_error(error))])
+            finally:
+                if pinging is not None:
+                    pinging.cancel()
             await self._end()
         except ConnectionError:
             pass
         return self.response
+
+    async def _keep_alive(self) -> None:
+        """Send a ping whenever nothing was sent for so long, so that nothing between here and the client gives up."""
+        with suppress(ConnectionError):  # which whoever sends the events meets as well
+            while True:
+                await asyncio.sleep(self._wrote_at + self._ping.after_s - self._clock())
+                if self._clock() - self._wrote_at >= self._ping.after_s:
+                    await self._write(self._ping.data)
 
     async def _end(self) -> None:
         if not self._named:
@@ -125,6 +153,7 @@ class EventStream:
     async def _write(self, data: bytes) -> None:
         if not self.started:
             await self.response.prepare(self._request)
+        self._wrote_at = self._clock()
         await self.response.write(data)
         await self.drained()  # aiohttp looks at the transport's buffer only once in 64 KiB
 
@@ -134,8 +163,8 @@ class NumberedEvents(EventStream):
 
     num_known: how many it has, which are left out.  num_events: how many there were, with those."""
 
-    def __init__(self, request: web.Request, *, named: bool, stream_id: str, num_known: int) -> None:
-        super().__init__(request, named=named)
+    def __init__(self, request: web.Request, *, named: bool, ping: Ping, stream_id: str, num_known: int) -> None:
+        super().__init__(request, named=named, ping=ping)
         self.num_events = 0
         self._prefix = b"id: %b:" % stream_id.encode()
         self._num_known = num_known

@@ -21,6 +21,7 @@ from server.generate.generation import Generation, Origin, Told
 from server.generate.output import UsageCounter
 from server.generate.route import ENDS_HERE_ONLY, Choices, Item
 from server.http.replies import as_request_error
+from server.http.sse import Ping
 from server.journal.journal import Entry, Journal
 from server.journal.records import Accepted, Delivered, Ended, Failure, decode
 
@@ -35,6 +36,7 @@ class Route(Protocol):
     """How requests of a path are understood and answered."""
 
     endpoint: Endpoint[Any]
+    ping: Ping
 
     async def understand(self, body: bytes) -> tuple[Any, Generation]:
         """Returns the body as its type, and what it asks for.  Raises RequestError."""

@@ -179,7 +179,11 @@ class Streams:
         usage = UsageCounter(generation)
         writer = route.endpoint.writer(body, generation, usage)
         events = NumberedEvents(
-            request, named=route.endpoint.names_events, stream_id=run.accepted.stream_id, num_known=num_events
+            request,
+            named=route.endpoint.names_events,
+            ping=route.ping,
+            stream_id=run.accepted.stream_id,
+            num_known=num_events,
         )
         reader = run.read()
 

@@ -1,7 +1,7 @@
 """GET /metrics: everything that is counted, for Prometheus.
 
-Owns: names, labels and help texts; under ``callboard_`` always, and on request those that dashboards and autoscalers
-made for vLLM look for.  Does not know: how anything is counted.
+Owns: names, labels and help texts; under ``callboard_``, and once more those that dashboards, autoscalers and endpoint
+pickers made for vLLM look for.  Does not know: how anything is counted.
 Nothing is kept here: each scrape looks at the engine's counters once and turns them into samples.
 """
 
@@ -193,16 +193,13 @@ class OwnCollector(EngineCollector):
 
 
 class MetricsRoute:
-    """Handles GET /metrics.  aliases: whether vLLM's names are given as well.  more: see ``OwnCollector``."""
+    """Handles GET /metrics.  more: see ``OwnCollector``."""
 
-    def __init__(
-        self, backend: Backend, traffic: Traffic, *, version: str, aliases: bool, more: Sequence[More] = ()
-    ) -> None:
+    def __init__(self, backend: Backend, traffic: Traffic, *, version: str, more: Sequence[More] = ()) -> None:
         self._more = more
         self._ingress, self._monitor = backend.ingress, backend.monitor
         self._traffic = traffic
         self._about = {"version": version, "model_name": backend.card.name}
-        self._aliases = aliases
         self._process = ProcessCollector(registry=None)
 
     async def get(self, request: web.Request) -> web.Response:
@@ -213,8 +210,7 @@ class MetricsRoute:
         if seen.gauges.process not in (0, os.getpid()):
             ProcessCollector(f"{OWN}engine", pid=lambda: str(seen.gauges.process), registry=registry)
         registry.register(OwnCollector(seen, self._ingress, self._traffic, self._about, self._more))
-        if self._aliases:
-            registry.register(EngineCollector(seen, VLLM, {"model_name": self._about["model_name"], "engine": "0"}))
+        registry.register(EngineCollector(seen, VLLM, {"model_name": self._about["model_name"], "engine": "0"}))
         encode, content_type = choose_encoder(request.headers.get("Accept", ""))
         return web.Response(body=encode(registry), headers={"Content-Type": content_type})
 

@@ -61,6 +61,7 @@ export async function* stream(path, body, signal) {
     const events = (rest + value).split("\n\n");
     rest = events.pop();
     for (const event of events) {
+      if (!event.startsWith("data: ")) continue;  // a ping
       const data = event.slice("data: ".length);
       if (data === "[DONE]") return;
       const chunk = JSON.parse(data);

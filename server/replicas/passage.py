@@ -12,10 +12,12 @@ import msgspec
 
 from engine.messages import Finish
 from server.generate.generation import Origin, Told, new_seed
+from server.http.sse import PING_COMMENT, PING_EVENT
 
 # A mark is a comment, see ``_mark`` in server/generate/route.py.  JSON has no line breaks, so no event has one within.
 COMMENT = b": "
 END = b"\n\n"
+PINGS = frozenset({PING_COMMENT, PING_EVENT})  # only where nothing is held back, since events come with their mark
 
 
 class Passage:
@@ -64,7 +66,10 @@ class Passage:
         parts, passed, at = [], 0, 0
         for block in held.split(END)[:-1]:
             end = at + len(block) + len(END)
-            if block.startswith(COMMENT):
+            if block + END in PINGS:
+                parts.append(held[passed:end])
+                passed = end
+            elif block.startswith(COMMENT):
                 parts.append(held[passed:at])
                 self._note(*block.removeprefix(COMMENT).split(b" "))
                 passed = end

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from server.http.body import ROUTED_TYPE
+from server.http.sse import PING_COMMENT, PING_EVENT
 from server.replicas.passage import Passage
 from tests.server.live_server import MODEL, LiveServer
 
@@ -28,6 +29,15 @@ def test_events_and_what_they_tell_go_together(size: int) -> None:
     assert told == b"data: a\n\nevent: x\ndata: b\n\ndata: c\n\n"
     assert (passage.num_prompt_tokens, passage.num_tokens, passage.has_begun) == (5, 3, True)
     assert passage.rest() == b"data: [DONE]\n\n"
+
+
+@pytest.mark.parametrize("ping", [PING_COMMENT, PING_EVENT])
+def test_a_ping_goes_further_at_once_and_says_nothing_of_tokens(ping: bytes) -> None:
+    passage = Passage(b"{}")
+    assert passage.take(ping) == ping
+    assert not passage.has_begun
+    assert passage.take(b"data: a\n\n: 0 01000000 0 5 1\n\n" + ping) == b"data: a\n\n" + ping
+    assert (passage.num_tokens, passage.rest()) == (1, b"")
 
 
 def test_what_was_held_back_comes_again_from_the_next_replica() -> None:

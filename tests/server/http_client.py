@@ -65,6 +65,10 @@ class RawClient:
         data, self._buffer = self._buffer[:num_bytes], self._buffer[num_bytes:]
         return data
 
+    def unread(self, data: bytes) -> None:
+        """Put what was read back, in front of what was not."""
+        self._buffer = data + self._buffer
+
     def read_reply(self) -> Reply:
         head = self.read_until(b"\r\n\r\n").decode("latin-1")
         status_line, *lines = head.rstrip().split("\r\n")

@@ -54,7 +54,7 @@ def one(samples: Samples, name: str, **labels: str) -> float:
 @pytest.fixture
 def busy() -> Iterator[LiveServer]:
     """After two steps and a request."""
-    with LiveServer(server=ServerSection(vllm_metric_names=True)) as live:
+    with LiveServer() as live:
 
         def run() -> None:
             live.monitor.run(seconds=0.04, decodes=3, prefill_tokens=100)
@@ -109,7 +109,7 @@ def test_histograms_cumulate_and_a_step_counts_once_for_each_of_its_tokens(busy:
         assert [value for _, value in sorted(counts)] == sorted(value for _, value in counts), histogram
 
 
-def test_vllms_names_are_there_when_asked_for_with_its_labels(busy: LiveServer) -> None:
+def test_vllms_names_are_there_with_its_labels(busy: LiveServer) -> None:
     samples = scrape(busy)
     labels = {"model_name": MODEL, "engine": "0"}
     found = {name for name, _ in samples}
@@ -117,10 +117,6 @@ def test_vllms_names_are_there_when_asked_for_with_its_labels(busy: LiveServer) 
     for name in COUNTERS:
         assert one(samples, f"vllm:{name}_total", **labels) == one(samples, f"callboard_{name}_total")
     assert one(samples, "vllm:num_requests_running", **labels) == 3
-
-
-def test_without_being_asked_there_is_only_our_own(live: LiveServer) -> None:
-    assert not [name for name, _ in scrape(live) if not name.startswith(("callboard_", "process_"))]
 
 
 def test_a_server_whose_model_loads_can_be_scraped() -> None:
