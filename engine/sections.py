@@ -234,7 +234,8 @@ class PluginsSection(Section, frozen=True):
     )] = "auto"
     race_s: Annotated[float, key(
         "How long 'auto' may measure attention backends at the first start with a model's heads, where more than "
-        "one can run; 0 for never: the first of a fixed order then", ge=0, changed="executors"
+        "one can run; compilers have eight minutes before that; 0 for never: the first of a fixed order then",
+        ge=0, changed="executors"
     )] = 60.0
     eviction: Annotated[str, key(
         "What leaves the prefix cache first: lru, lfu, fifo, slru, s3fifo, priority; 'auto' is lru", changed="executors"

@@ -13,14 +13,16 @@ HEAD_SIZE, PAGE_SIZE = 128, 16
 
 
 def section(
-    device: torch.device, models: Sequence[tuple[int, int, int]] = ((16, 8, 28), (40, 8, 40)), limit_s: float = 240.0
+    device: torch.device, models: Sequence[tuple[int, int, int]] = ((16, 8, 28), (40, 8, 40)), limit_s: float = 120.0
 ) -> Iterator[Row]:
-    """A row per contender and step.  models: query heads, KV heads, layers.  One that is out is no failure."""
+    """A row per contender and step.  models: query heads, KV heads, layers.  One that is out is no failure.
+    limit_s: of measuring, and again of compiling before that."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     for heads, kv_heads, layers in models:
         spec = AttentionSpec(layers, heads, kv_heads, HEAD_SIZE, HEAD_SIZE**-0.5)
         plugins = Plugins({ATTENTION: "auto"})
-        report = Race(plugins, spec, PAGE_SIZE, device, dtype, limit_s=limit_s / len(models)).run()
+        share_s = limit_s / len(models)
+        report = Race(plugins, spec, PAGE_SIZE, device, dtype, limit_s=share_s, compile_s=share_s).run()
         fastest = report.fastest()
         for phase, results in report.results.items():
             for one in results:

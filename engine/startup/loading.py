@@ -146,7 +146,8 @@ def load_runner(
     place_of_pages = (attention_spec, page_size, device, dtype, layout, kv_dtype)
     measured = NOT_MEASURED
     if not invariant:  # a race may end otherwise at the next start, and another backend has other bits
-        race = Race(plugins, *place_of_pages, limit_s=config.plugins.race_s, graphs=graphs.device)
+        graphs.device.trim()  # contenders run in processes of their own
+        race = Race(plugins, *place_of_pages, limit_s=config.plugins.race_s)
         measured = measured_attention(race, comm, device, progress)
     attention = RankAttention(plugins, *place_of_pages, measured, invariant)
     max_rows, max_tokens = config.scheduler.max_running, config.scheduler.max_step_tokens

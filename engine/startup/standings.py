@@ -20,13 +20,14 @@ AS_FAST = 1.03  # within this of the fastest the order of preference decides: so
 
 class Result(msgspec.Struct, frozen=True):
     """One contender in one phase.  us: load -> microseconds of all layers.  problem: why it is out, or ''.
-    late: whether only time was lacking."""
+    late: whether only time was lacking, so that the next start tries again.  tries: starts that have."""
 
     name: str
     options: dict[str, Any]
     us: dict[str, float]
     problem: str = ""
     late: bool = False
+    tries: int = 1
 
     @property
     def contender(self) -> Contender:
@@ -40,10 +41,9 @@ class Report(msgspec.Struct, frozen=True):
     about: str
     results: dict[str, list[Result]]
 
-    @property
-    def complete(self) -> bool:
-        """Whether everybody was done in time."""
-        return not any(one.late for results in self.results.values() for one in results)
+    def by_contender(self) -> dict[tuple[str, str], Result]:
+        """The results by phase and contender, as its text."""
+        return {(phase, str(one.contender)): one for phase, results in self.results.items() for one in results}
 
     def fastest(self) -> dict[str, Contender]:
         """Phase -> the one with the least geometric mean of times; a preferred one that is as fast comes first."""

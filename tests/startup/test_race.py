@@ -1,6 +1,12 @@
 """Attention measured by a clock that the backends themselves move: who is taken, who is out and why, what is kept."""
 
+import signal
+import threading
+import time
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,11 +20,14 @@ from engine.layers.attention import AttentionSpec
 from engine.layers.kv_pool import KVPool
 from engine.plugins import manager, selection
 from engine.plugins.comm.local import LocalComm
+from engine.plugins.comm.torch import TorchCommOptions
 from engine.plugins.manager import Plugins
 from engine.plugins.selection import Contender
 from engine.plugins.testing.threads import on_ranks
-from engine.sections import AttentionNames
-from engine.startup.race import Race, measured_attention
+from engine.sections import AttentionNames, PluginsSection
+from engine.startup.measurement import Entry, Measurement
+from engine.startup.race import COMPILE_S, Race, measured_attention
+from engine.startup.race_process import Answer, RaceProcess, decode, encode
 from engine.startup.trial_steps import Load
 from server.cli import main
 from tests.graphs.engines import EngineDevice
@@ -83,16 +92,40 @@ def enter(install: Install, monkeypatch: pytest.MonkeyPatch) -> Enter:
     return enter
 
 
+class InThisProcess:
+    """What a process does for an entry, here, so that the backends move this process's clock."""
+
+    def __init__(self, entry: Entry, **doubles: Any) -> None:
+        self._entry, self._doubles = entry, doubles
+        self._problem = ""
+
+    def is_compiled(self, timeout_s: float) -> bool:
+        try:
+            self._measurement = Measurement(self._entry, **self._doubles)
+            self._measurement.compile()
+        except Exception as error:
+            self._problem = str(error)
+        return True
+
+    def measured(self, timeout_s: float) -> Answer:
+        return Answer({}, self._problem) if self._problem else Answer(self._measurement.run())
+
+    def end(self) -> None:
+        pass
+
+
+def start_here(entry: Entry, **doubles: Any) -> InThisProcess:
+    import acme_clock
+
+    return InThisProcess(entry, clock=lambda: acme_clock.now, **doubles)
+
+
 def race(
     attention: str | AttentionNames = "auto", limit_s: float = 60.0, loads: tuple[Load, ...] = LOADS, **options: Any
 ) -> Race:
-    import acme_clock
-
     plugins = Plugins({"attention": attention}, options=options.pop("tables", None))
-    clock = lambda: acme_clock.now  # noqa: E731
-    return Race(
-        plugins, options.pop("spec", SPEC), 16, CPU, torch.float32, limit_s=limit_s, loads=loads, clock=clock, **options
-    )
+    options.setdefault("start", start_here)
+    return Race(plugins, options.pop("spec", SPEC), 16, CPU, torch.float32, limit_s=limit_s, loads=loads, **options)
 
 
 def problems(one: Race) -> dict[str, dict[str, str]]:
@@ -151,15 +184,151 @@ def test_what_raises_is_wrong_or_cannot_run_is_shown_with_its_reason_and_never_t
     assert one.decide(progress=False) == {"prefill": Contender("right"), "decode": Contender("right")}
 
 
-def test_who_is_not_done_in_time_is_out_and_nothing_is_kept(enter: Enter) -> None:
-    enter("hangs", 1e-6, 1e-6, change="__import__('threading').Event().wait(2)")
+class Scripted:
+    """A contender that is slow where the script says so.  events: what it was asked to do."""
+
+    def __init__(self, entry: Entry, slow: str, events: list[str]) -> None:
+        self._name, self._slow, self._events = f"{entry.contender} {entry.phase}", slow, events
+
+    def is_compiled(self, timeout_s: float) -> bool:
+        self._events.append(f"{self._name} compiles")
+        return self._slow != "compiles"
+
+    def measured(self, timeout_s: float) -> Answer | None:
+        self._events.append(f"{self._name} is measured")
+        return None if self._slow == "runs" else Answer({"1 x 70": 5.0})
+
+    def end(self) -> None:
+        if self._events[-1] != f"{self._name} ends":
+            self._events.append(f"{self._name} ends")
+
+
+@pytest.mark.parametrize("slow", ["compiles", "runs"])
+def test_what_is_known_of_others_is_kept_when_one_is_late_which_has_one_more_start(enter: Enter, slow: str) -> None:
+    enter("slow", 1, 1)
     enter("right", 1, 1)
-    one = race(limit_s=0.5)
-    report = one.run()
-    assert {r.late for r in report.results["prefill"]} == {True}
+    events: list[str] = []
+
+    def start(entry: Entry) -> Scripted:
+        return Scripted(entry, slow if entry.contender.name == "slow" else "", events)
+
+    for tries in (1, 2):
+        events.clear()
+        one = race(start=start)
+        assert one.decide(progress=False) == {"prefill": Contender("right"), "decode": Contender("right")}
+        asked = {event.split()[0] for event in events}
+        assert asked == ({"slow", "right"} if tries == 1 else {"slow"}), "what is known is not measured again"
+        (late, right) = one.known().results["decode"]
+        assert (late.problem.startswith("not "), late.late, late.tries) == (True, tries == 1, tries)
+        assert right.us == {"1 x 70": 5.0}
+    events.clear()
+    assert race(start=start).decide(progress=False)["decode"] == Contender("right")
+    assert not events, "it was late twice, so it is out"
+
+
+def test_all_of_a_group_compile_before_the_first_is_measured(enter: Enter) -> None:
+    enter("a", 1, 1)
+    enter("b", 1, 1)
+    events: list[str] = []
+    race(start=lambda entry: Scripted(entry, "", events)).run()
+    entries = ["a prefill", "b prefill", "a decode", "b decode"]
+    measured = [event for one in entries for event in (f"{one} is measured", f"{one} ends")]
+    assert [one for one in events if "compiles" in one] == [f"{one} compiles" for one in entries]
+    assert events[len(entries) : len(entries) + len(measured)] == measured
+
+
+@pytest.mark.parametrize("limits", [{"limit_s": 0.0}, {"compile_s": 0.0}])
+def test_a_contender_that_no_time_was_left_for_has_not_been_tried(enter: Enter, limits: dict[str, float]) -> None:
+    enter("a", 1, 1)
+    enter("b", 1, 1)
+    report = race(**limits).run()
+    assert {(one.problem, one.tries) for one in report.results["decode"]} == {("no time was left for it", 0)}
     assert report.fastest() == {}
-    assert one.known() is None
     assert RankAttention(Plugins({"attention": "auto"}), SPEC, 16, CPU, torch.float32, measured=report.fastest())
+
+
+def test_other_ranks_do_not_give_up_before_a_race_is_over() -> None:
+    assert COMPILE_S + PluginsSection().race_s < TorchCommOptions().timeout_s
+
+
+SLEEPER = """
+import os, time
+from engine.plugins.attention.torch import TorchAttention
+from engine.plugins.hookspecs import hookimpl
+
+CALLBOARD_PLUGIN = {"api": 1}
+
+@hookimpl
+def callboard_attention_backend(context):
+    path = os.path.join(os.path.dirname(__file__), "beats")
+    if os.fork() == 0:
+        while True:  # what a compiler is: a process of the contender's
+            with open(path, "a") as beats:
+                beats.write(".")
+            time.sleep(0.01)
+    time.sleep(600)
+    return TorchAttention
+"""
+
+
+def test_a_contender_that_sleeps_past_the_limit_is_killed_with_all_that_it_has_started(
+    install: Install, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(selection, "PREFERRED", {"cpu": ()})
+    install("acme-sleeper", {"attention.sleeper": "acme_sleeper"}, {"acme_sleeper.py": SLEEPER})
+    beats = tmp_path / "beats"
+
+    def start(entry: Entry) -> RaceProcess:
+        process = RaceProcess(entry)
+        while not beats.exists():
+            assert process._process.poll() is None
+            time.sleep(0.05)
+        return process
+
+    plugins = Plugins({"attention": "sleeper"})
+    before = set(threading.enumerate())
+    report = Race(plugins, SPEC, 16, CPU, torch.float32, limit_s=60, compile_s=0.5, start=start).run()
+    assert set(threading.enumerate()) <= before, "nothing of a contender is in the engine's process"
+    written = beats.stat().st_size
+    time.sleep(0.1)
+    assert beats.stat().st_size == written, "nothing of it goes on"
+    for phase in ("prefill", "decode"):
+        (late,) = report.results[phase]
+        assert (late.problem, late.late) == ("not compiled within the 0.5 s for all", True)
+
+
+def test_contenders_in_processes_of_their_own_are_measured_and_one_that_dies_is_out(install: Install) -> None:
+    source = SLEEPER.replace("time.sleep(600)", "os._exit(3)").replace("os.fork()", "1")
+    install("acme-sleeper", {"attention.sleeper": "acme_sleeper"}, {"acme_sleeper.py": source})
+    plugins = Plugins({"attention": "sleeper"})
+    report = Race(plugins, SPEC, 16, CPU, torch.float32, limit_s=60, loads=LOADS[1:3]).run()
+    for phase in ("prefill", "decode"):
+        right, out = report.results[phase]
+        assert (right.problem, len(right.us)) == ("", 1)
+        assert out.problem == "its process ended with exit code 3 and no result"
+
+
+def test_sinks_types_and_devices_reach_the_process() -> None:
+    spec = replace(SPEC, sinks=(torch.tensor([0.5, 1.5]), torch.tensor([2.0, 3.0])))
+    entry = Entry(
+        Contender("a", {"x": 1}), "decode", {"attention.a": {"y": 2}}, spec, 16, CPU, torch.bfloat16, "layer_first", "",
+        LOADS,
+    )  # fmt: skip
+    arrived = decode(encode(entry))
+    assert arrived == entry
+    assert [one.tolist() for one in arrived.spec.sinks] == [[0.5, 1.5], [2.0, 3.0]]
+
+
+def test_a_process_ends_when_the_one_that_started_it_is_gone(install: Install, tmp_path: Path) -> None:
+    install("acme-sleeper", {"attention.sleeper": "acme_sleeper"}, {"acme_sleeper.py": SLEEPER})
+    entry = Entry(Contender("sleeper"), "decode", {}, SPEC, 16, CPU, torch.float32, "layer_first", "", LOADS[1:2])
+    process = RaceProcess(entry)
+    while not (tmp_path / "beats").exists():
+        assert process._process.poll() is None
+        time.sleep(0.05)
+    process._to.close()
+    assert process._process.wait(30) == -signal.SIGKILL
+    process.end()
 
 
 def test_a_result_is_kept_for_the_same_heads_options_and_contenders(enter: Enter, tmp_path: Any) -> None:
@@ -172,10 +341,10 @@ def test_a_result_is_kept_for_the_same_heads_options_and_contenders(enter: Enter
     before = acme_clock.now
     assert race().decide(progress=False)["decode"] == Contender("b")
     assert acme_clock.now == before  # nothing ran
-    assert race(tables={"attention.a": {"slower": 2}}).known() is None
+    assert race(tables={"attention.a": {"slower": 2}}).known().results == {"prefill": [], "decode": []}
     (kept,) = (tmp_path / "cache" / "callboard" / "attention.race").iterdir()
     kept.write_text("{torn")
-    assert race().known() is None
+    assert race().known().results["decode"] == []
     enter("c", 0.5, 0.5)
     assert race().decide(progress=False)["decode"] == Contender("c")
 
@@ -193,7 +362,7 @@ def test_decode_is_measured_as_a_graph_has_it(enter: Enter) -> None:
     enter("planned", 1, 1)
     enter("resident", 4, 4, base="ResidentTorchAttention")
     device = EngineDevice(descending=False)
-    report = race(graphs=device, loads=LOADS[1:2]).run()
+    report = race(start=partial(start_here, graphs=device), loads=LOADS[1:2]).run()
     assert [one.problem for one in report.results["decode"]] == ["", ""]
     timed = {one.name: one.us["1 x 70"] for one in report.results["decode"]}
     # Replays run torch's operations and not the backend's Python, which is what moves this clock.
@@ -227,9 +396,7 @@ def test_an_engine_is_built_with_what_was_measured_and_says_so(
     caplog.set_level("INFO")
     enter("a", 2, 2)
     enter("b", 1, 1)
-    import acme_clock
-
-    clocked = {**Race.__init__.__kwdefaults__, "clock": lambda: acme_clock.now}
+    clocked = {**Race.__init__.__kwdefaults__, "start": start_here}
     monkeypatch.setattr(Race.__init__, "__kwdefaults__", clocked)
     config = build_config(Config(), {"model": {"path": "demo"}, "kv": {"num_pages": 64}})
     with LLM(config=config, progress=False) as llm:
@@ -248,7 +415,10 @@ def test_results_over_latents_are_compared_too(enter: Enter, kv_dtype: str) -> N
     assert all("is off by" in names["wrong"] for names in found.values())
 
 
-def test_the_command_prints_the_table(enter: Enter, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_prints_the_table(
+    enter: Enter, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Race.__init__, "__kwdefaults__", {**Race.__init__.__kwdefaults__, "start": start_here})
     enter("raises", 1e-6, 1e-6, change="raise RuntimeError('no kernel image')")
     enter("right", 1, 1)
     main(["tune"])
