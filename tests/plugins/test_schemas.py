@@ -78,6 +78,55 @@ def test_names_of_properties_keep_to_their_schema(
     assert not accepts(engine, grammar(schema), json.dumps({good: "x"}))
 
 
+ID_OR_NAME = {
+    "type": "object",
+    "properties": {"id": {"type": "integer"}, "name": {"type": "string"}},
+    "additionalProperties": False,
+    "oneOf": [{"required": ["id"]}, {"required": ["name"]}],
+}
+
+
+@pytest.mark.parametrize(
+    "schema, good, bad",
+    [
+        (ID_OR_NAME, '{"name": "x"}', "{}"),
+        ({"oneOf": [{"type": "number"}, {"type": "integer"}]}, "1.5", '"x"'),
+        ({"type": "string", "oneOf": [{"format": "email"}, {"format": "uri"}]}, '"a@b.org"', '"!"'),
+        (
+            {
+                "oneOf": [
+                    {"type": "object", "properties": {"a": {"type": "null"}}, "required": ["a"]},
+                    {"type": "array"},
+                ]
+            },
+            '{"a": null}',
+            '{"a": 1}',
+        ),
+    ],
+    ids=["required", "numbers", "formats", "open objects"],
+)
+def test_one_of_several_that_overlap_is_any_of_them(
+    engine: LLGuidance, schema: dict[str, Any], good: str, bad: str
+) -> None:
+    assert accepts(engine, grammar(schema), good)
+    assert not accepts(engine, grammar(schema), bad)
+
+
+def test_one_of_several_that_overlap_may_be_refused() -> None:
+    strict = LLGuidance(GrammarContext(VOCAB, PIECES, SPECIAL, [EOS], options={"coerce_one_of": False}))
+    with pytest.raises(RequestError, match="coerce_one_of"):
+        strict.compile(grammar(ID_OR_NAME))
+    apart = {"oneOf": [{"type": "string"}, {"type": "integer"}]}
+    assert accepts(strict, grammar(apart), "1")
+
+
+def test_a_count_may_be_written_as_a_decimal(engine: LLGuidance) -> None:
+    schema = grammar({"type": "array", "items": {"type": "string", "maxLength": 1.0}, "maxItems": 2.0})
+    assert accepts(engine, schema, '["a", "b"]')
+    assert not accepts(engine, schema, '["a", "b", "c"]')
+    assert not accepts(engine, schema, '["ab"]')
+
+
 @pytest.mark.parametrize(
     "schema, place",
     [
@@ -105,6 +154,8 @@ def test_a_refusal_says_where(engine: LLGuidance, schema: dict[str, Any], place:
         {"propertyNames": {"pattern": ["a"]}},
         {"propertyNames": {"pattern": 5}},
         {"propertyNames": {"minLength": "1"}},
+        {"type": "string", "maxLength": 2.5},
+        {"type": "string", "maxLength": 1e300},
     ],
     ids=json.dumps,
 )

@@ -3,8 +3,9 @@
 Owns: how a grammar of ours is written in llguidance's Lark, and the limits that bound its time and memory.
 Does not know: requests, devices.
 
-What constrains and is not understood is refused, never left out, with the path to where it stands.  No ``$ref`` is
-fetched.  White space between the tokens of JSON is bounded, so that no model can write it for ever.
+What constrains and is not understood is refused, never left out, with the path to where it stands; but ``oneOf`` may
+be followed as ``anyOf``.  No ``$ref`` is fetched.  White space between the tokens of JSON is bounded, so that no model
+can write it for ever.
 """
 
 import re
@@ -45,10 +46,12 @@ _BYTES_PER_CHARACTER: Final = 64
 
 
 class LLGuidanceOptions(Options, frozen=True):
-    """max_lexer_states: of one grammar, about 2 kB each; beyond it a request fails.  max_grammar_size: symbols."""
+    """max_lexer_states: of one grammar, about 2 kB each; beyond it a request fails.  max_grammar_size: symbols.
+    coerce_one_of: a oneOf whose branches may overlap is an anyOf; if not, it is refused."""
 
     max_lexer_states: int = 20_000
     max_grammar_size: int = 100_000
+    coerce_one_of: bool = True
 
 
 Branches = list[list[LLMatcher]]
@@ -135,7 +138,7 @@ class LLGuidance:
     def _reason(self, schema: Any) -> str:
         """Why a schema is refused; empty if it is not."""
         try:
-            self._matcher(self._behind_thoughts(f"start: {_json_rule(_schema(schema))}", "none"))
+            self._matcher(self._behind_thoughts(f"start: {self._json_rule(_schema(schema))}", "none"))
         except RequestError as error:
             return error.message
         return ""
@@ -208,9 +211,9 @@ class LLGuidance:
     def _lark(self, grammar: Grammar) -> str:
         match grammar.kind:
             case "json_object":
-                return f"start: {_json_rule({'type': 'object'})}"
+                return f"start: {self._json_rule({'type': 'object'})}"
             case "json_schema":
-                return f"start: {_json_rule(_schema(msgspec.json.decode(grammar.source)))}"
+                return f"start: {self._json_rule(_schema(msgspec.json.decode(grammar.source)))}"
             case "regex":
                 return f"start: /{llguidance.regex_to_lark(grammar.source)}/"
             case "choice":
@@ -282,8 +285,12 @@ class LLGuidance:
         for name, call in zip(names, calls, strict=True):
             begin = self._literal(call.begin.removeprefix(opening))
             lines.append(f"{name}: {begin} {name}_arguments {self._literal(call.end)}")
-            lines.append(f"{name}_arguments: {_json_rule((read or _object_schema)(call.schema))}")
+            lines.append(f"{name}_arguments: {self._json_rule((read or _object_schema)(call.schema))}")
         return lines
+
+    def _json_rule(self, schema: dict[str, Any]) -> str:
+        guidance = {"whitespace_pattern": _WHITE_SPACE, "coerce_one_of": self._options.coerce_one_of}
+        return f"%json {msgspec.json.encode({**schemas.simplified(schema), 'x-guidance': guidance}).decode()}"
 
     def _literal(self, text: str) -> str:
         """The rule of a text that may name special tokens, which only they themselves can spell."""
@@ -364,11 +371,6 @@ def _object_schema(schema: dict[str, Any]) -> dict[str, Any]:
     if "object" not in (types if isinstance(types, list) else [types]):
         raise _refused("the arguments of a function are an object, and the type in its parameters is another one")
     return {**schema, "type": "object"}
-
-
-def _json_rule(schema: dict[str, Any]) -> str:
-    guidance = {"whitespace_pattern": _WHITE_SPACE}
-    return f"%json {msgspec.json.encode({**schemas.simplified(schema), 'x-guidance': guidance}).decode()}"
 
 
 def _quoted(text: str) -> str:

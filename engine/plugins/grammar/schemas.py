@@ -1,6 +1,6 @@
 """JSON Schemas as llguidance takes them: without words that ask for nothing, and which part of one is refused.
 
-Owns: which words those are, where a schema has schemas in it.  Does not know: grammars, requests.
+Owns: which words those are, counts as integers, where a schema has schemas in it.  Does not know: grammars, requests.
 
 A word that JSON Schema does not define is an annotation, and so is a format that llguidance has no expression for, as
 the specification has it by default.  What constrains and cannot be followed is left in, so that it is refused.
@@ -19,16 +19,21 @@ _SCHEMAS: Final = (
 _LISTS: Final = ("anyOf", "oneOf", "allOf", "prefixItems", "items")
 _MAPS: Final = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 _DEFINITIONS: Final = ("$defs", "definitions")
+_COUNTS: Final = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
+_MOST_COUNT: Final = 1 << 53  # larger ones are no integers of JSON
 _EMPTY: Final = ("dependencies", "dependentRequired", "dependentSchemas")
 _ANNOTATIONS: Final = frozenset({"type", "title", "description", "$comment", "format", "examples", "default"})
 _MAX_TRIALS: Final = 64
 
 
 def simplified(schema: Any) -> Any:
-    """The schema without what asks for nothing, and with property names as patterns."""
+    """The schema without what asks for nothing, with 2.0 as the integer that it is and property names as patterns."""
     if not isinstance(schema, dict):
         return schema
     plain = {key: value for key, value in schema.items() if not _asks_nothing(key, value, schema)}
+    for key in _COUNTS:
+        if isinstance(count := plain.get(key), float) and count.is_integer() and count < _MOST_COUNT:
+            plain[key] = int(count)
     for key in _SCHEMAS:
         if isinstance(plain.get(key), dict):
             plain[key] = simplified(plain[key])
