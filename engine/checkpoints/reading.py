@@ -115,11 +115,15 @@ def pre_norm(fields: Fields, attention: AttentionShape | LatentAttentionShape, m
 
 
 def decoder(fields: Fields, sizes: Sizes, layers: Sequence[LayerShape], *, tied: bool = False) -> DecoderShape:
-    """The decoder around the layers, as most families have it.  tied: where config.json does not say."""
+    """The decoder around the layers, as most families have it.  tied: where config.json does not say.
+
+    With longrope a sequence ends at the original length: a longer one would need other keys from its first token on."""
+    rotaries = [layer.attention.rotary for layer in layers]
+    ends = [one.original_max_len for one in rotaries if one is not None and one.kind == "longrope"]
     return DecoderShape(
         vocab_size=sizes.vocab_size,
         hidden_size=sizes.hidden_size,
-        max_len=sizes.max_len,
+        max_len=min([sizes.max_len, *ends]),
         layers=tuple(layers),
         norm=read_norm(fields, "model.norm"),
         tied=fields.flag("tie_word_embeddings", tied),
@@ -148,11 +152,15 @@ def windowed_layers(
 
 def upper_window(fields: Fields, sizes: Sizes, attention: AttentionShape) -> list[AttentionShape]:
     """The attention of each layer of a Qwen: the layers from max_window_layers on have the window, if it is used."""
-    window = first = 0
-    if fields.flag("use_sliding_window", False) and fields.has("sliding_window"):
-        window = fields.integer("sliding_window", minimum=MIN_WINDOW)
-        first = fields.integer("max_window_layers", 28, minimum=0)
+    window, first = used_window(fields), fields.integer("max_window_layers", 28, minimum=0)
     return windowed_layers(fields, sizes, attention, window, [layer >= first for layer in range(sizes.num_layers)])
+
+
+def used_window(fields: Fields) -> int:
+    """The window of a Qwen, 0 if it is not used; a null is none, a missing one is the families' default of 4096."""
+    if not fields.flag("use_sliding_window", False) or fields.is_null("sliding_window"):
+        return 0
+    return fields.integer("sliding_window", 4096, minimum=MIN_WINDOW)
 
 
 def read_layer_types(fields: Fields, sizes: Sizes, default: Sequence[bool]) -> list[bool]:
@@ -269,9 +277,9 @@ def _read_yarn(scaling: Fields, theta: float, original: int, max_len: int) -> Ro
 
 
 def _read_longrope(scaling: Fields, theta: float, original: int, max_len: int, pairs: int) -> RotaryShape:
-    """The factors of sequences up to the original length, Ding et al. 2024; ``DecoderShape.max_len`` ends there.
+    """The factors of sequences up to the original length, Ding et al. 2024; ``decoder`` ends them there.
 
-    A longer sequence needs the long factors from its first token on, for which all its keys would be computed anew.
+    Where the factors of longer ones are the same, as a GGUF file has them, sequences are as long as the context.
     """
     tables = {}
     for name in ("short_factor", "long_factor"):
@@ -283,7 +291,7 @@ def _read_longrope(scaling: Fields, theta: float, original: int, max_len: int, p
     return RotaryShape(
         kind="longrope",
         theta=theta,
-        original_max_len=original,
+        original_max_len=max_len if tables["long_factor"] == tables["short_factor"] else original,
         factors=tables["short_factor"],
         attention_factor=scaling.number(
             "attention_factor", math.sqrt(1 + math.log(stretch) / math.log(original)) if stretch > 1 else 1.0

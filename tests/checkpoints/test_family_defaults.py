@@ -2,17 +2,86 @@
 
 import math
 import re
+from typing import Any
 
 import pytest
-from transformers import PretrainedConfig
+from transformers import GptOssConfig, Phi3Config, PretrainedConfig
 
 from engine.checkpoints.fields import Fields
+from engine.checkpoints.shape import DecoderShape
 from engine.errors import WeightsError
 from engine.plugins.hookspecs import ModelContext
 from tests.models.checkpoints import NOT_PLAIN, PLAIN, configuration
 from tests.models.test_families import hook_of
 
 VARIANTS = {family: variant for variant, (family, _) in {**PLAIN, **NOT_PLAIN}.items() if family != "GPT2"}
+WITH_WINDOWS = ("Qwen2", "Qwen3", "Qwen3Moe")
+
+
+def shape_of(family: str, without: tuple[str, ...] = (), **changes: Any) -> DecoderShape:
+    """Of a config.json as transformers writes it, changed."""
+    table = {**configuration(VARIANTS[family]).to_dict(), **changes}
+    table = {name: value for name, value in table.items() if name not in without}
+    architecture = f"{family}ForCausalLM"
+    shape: DecoderShape = hook_of(architecture)(context=ModelContext(architecture, Fields(table, "config.json"), {}))
+    return shape
+
+
+@pytest.mark.parametrize("family", sorted(VARIANTS))
+def test_with_longrope_a_sequence_ends_where_other_factors_begin(family: str) -> None:
+    """Longer ones would need other keys from their first token on."""
+    layers = shape_of(family).layers[::-1]
+    attention = next(layer.attention for layer in layers if layer.attention.rotary is not None)
+    turned = attention.rotary.size or attention.head_size
+    short, long, length = [1.5] * (turned // 2), [3.0] * (turned // 2), {"original_max_position_embeddings": 64}
+    scaling: dict[str, Any] = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": short, **length}
+    if turned != attention.head_size and not family.startswith("Deepseek"):  # whose rotated part has its own size
+        scaling["partial_rotary_factor"] = turned / attention.head_size
+    for factors, most in ((long, 64), (short, 512)):
+        whole = {**scaling, "long_factor": factors}
+        sets = {"full_attention": whole, "sliding_attention": {"rope_theta": 1e4}} if family == "Gemma3" else whole
+        assert shape_of(family, rope_parameters=sets, **length).max_len == most
+
+
+@pytest.mark.parametrize("family", WITH_WINDOWS)
+def test_a_window_that_is_used_and_not_said_is_the_familys_own(family: str) -> None:
+    used = {"use_sliding_window": True, "max_window_layers": 1, "max_position_embeddings": 9999}
+    default = type(configuration(VARIANTS[family]))(use_sliding_window=True).sliding_window
+    rest = ("sliding_window", "layer_types")
+    assert shape_of(family, rest, **used).layers[-1].attention.window == default == 4096
+    assert shape_of(family, rest[1:], **used, sliding_window=None).layers[-1].attention.window == 0
+    assert shape_of(family, rest, **{**used, "use_sliding_window": False}).layers[-1].attention.window == 0
+
+
+@pytest.mark.parametrize("changes", [{}, {"rope_parameters": None}, {"rope_parameters": None, "rope_scaling": {}}])
+def test_a_gpt_oss_that_says_nothing_of_rotation_has_its_class_default(changes: dict[str, Any]) -> None:
+    table = configuration(VARIANTS["GptOss"]).to_dict()
+    without = () if changes else ("rope_parameters",)
+    expected = shape_of("GptOss", rope_parameters=GptOssConfig(max_position_embeddings=512).rope_parameters)
+    assert shape_of("GptOss", without, **changes) == expected
+    assert (expected.layers[0].attention.rotary.kind, table["max_position_embeddings"]) == ("yarn", 512)
+
+
+def test_a_phi_3_has_its_class_length_or_says_its_own_beside_the_rotary_settings() -> None:
+    """transformers takes the class's for one that is inside of them alone."""
+    name, default = "original_max_position_embeddings", Phi3Config().original_max_position_embeddings
+    scaling = {**configuration(VARIANTS["Phi3"]).to_dict()["rope_parameters"]}
+    assert scaling.pop(name) == 256
+    long = {"max_position_embeddings": 4 * default}
+    expected = shape_of("Phi3", **long, rope_parameters=scaling, **{name: default})
+    assert expected.max_len == default
+    for inner in ({}, {name: default}):
+        assert shape_of("Phi3", (name,), **long, rope_parameters={**scaling, **inner}) == expected
+    for place in ("rope_parameters", "rope_scaling"):
+        with pytest.raises(WeightsError, match=rf"{place}: {name} is 256, expected it beside them too"):
+            shape_of("Phi3", (name,), **{place: {**scaling, name: 256}})
+
+
+def test_a_gemma_3_that_caps_scores_is_refused() -> None:
+    """transformers reads the setting and caps nothing."""
+    with pytest.raises(WeightsError, match=r"attn_logit_softcapping is 50.0, expected null"):
+        shape_of("Gemma3", attn_logit_softcapping=50.0)
+    assert shape_of("Gemma3", attn_logit_softcapping=None).layers[0].attention.soft_cap == 0
 
 
 @pytest.mark.parametrize("family", sorted(VARIANTS))

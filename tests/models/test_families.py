@@ -51,9 +51,12 @@ written by `python -m tests.models.test_families`.
   `model.quantization` rounds the layers of every family at load, but not the routers of experts.
 - Soft-capped scores (Gemma 2), attention sinks (gpt-oss) and latents (DeepSeek) need `attention.triton` or
   `attention.torch`, which `auto` then takes; the other backends are refused by name.
-- Phi-3 and Phi-4 with longrope serve sequences up to the original length, where transformers uses the short
-  factors: a longer one would need other keys from its first token on. Dynamic scaling changes nothing within the
-  length that a model was trained for.
+- With longrope (Phi-3, Phi-4) sequences end at the original length, up to which transformers uses the short factors: a
+  longer one would need other keys from its first token on. Where the long factors are the same, they do not end there.
+  Dynamic scaling changes nothing within the length that a model was trained for.
+- Two settings of Gemma 3 differ from transformers. One with `attn_logit_softcapping`, which transformers reads and
+  ignores, is refused. `truncate` of YaRN counts in each of the two sets of rotary settings; transformers looks for it
+  beside them, so it takes true.
 - Whatever no family knows is computed by its class in transformers, if that is installed (`pip install
   'callboard[transformers]'`): see below.
 

@@ -30,13 +30,15 @@ def callboard_model(context: ModelContext) -> DecoderShape:
     """Every sixth layer is full, where layer_types or sliding_window_pattern do not say otherwise."""
     fields = context.fields
     sizes = read_sizes(fields, head_size=256, num_kv_heads=4)
+    if fields.has("attn_logit_softcapping"):
+        cap = fields.number("attn_logit_softcapping")
+        raise fields.error("attn_logit_softcapping", cap, "null: transformers caps no scores of a Gemma 3")
     bias = fields.flag("attention_bias", False)
     local, whole = _rotaries(fields, sizes)
     attention = AttentionShape(
         **sizes.heads,
         rotary=whole,
         scale=fields.number("query_pre_attn_scalar", 256.0) ** -0.5,
-        soft_cap=fields.nullable("attn_logit_softcapping", 0.0),
         head_norm=HeadNormShape(eps=read_norm(fields, "").eps, offset=1.0),
         qkv_bias=bias,
         output_bias=bias,

@@ -15,11 +15,13 @@ from engine.plugins.hookspecs import ModelContext, hookimpl
 
 CALLBOARD_PLUGIN = {"api": 1, "architectures": {"GptOssForCausalLM": "gpt_oss"}}
 
+YARN = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096}
+
 
 @hookimpl
 def callboard_model(context: ModelContext) -> DecoderShape:
     """Even layers have the window, where layer_types does not say otherwise."""
-    fields = context.fields.with_defaults(rms_norm_eps=1e-5)
+    fields = context.fields.with_defaults(rms_norm_eps=1e-5, rope_parameters=YARN)
     sizes = read_sizes(fields, head_size=64, num_kv_heads=8)
     bias = fields.flag("attention_bias", True)
     attention = AttentionShape(

@@ -1,7 +1,5 @@
 """Phi-3, Phi-3.5, Phi-4 (Abdin et al. 2024): Llama with merged projections; maybe only a part of each head turns."""
 
-import msgspec
-
 from engine.checkpoints.reading import (
     MIN_WINDOW,
     decoder,
@@ -16,16 +14,19 @@ from engine.plugins.hookspecs import ModelContext, hookimpl
 
 CALLBOARD_PLUGIN = {"api": 1, "architectures": {"Phi3ForCausalLM": "phi3"}}
 
+ORIGINAL, ORIGINAL_LEN = "original_max_position_embeddings", 4096
+
 
 @hookimpl
 def callboard_model(context: ModelContext) -> DecoderShape:
-    """With longrope a sequence ends at the original length: a longer one would need other keys from its start."""
-    fields = context.fields.with_defaults(rms_norm_eps=1e-5)
+    """Where the original length is not beside the rotary settings, transformers takes its own for what they say."""
+    fields = context.fields
+    inner = fields.section("rope_scaling" if fields.table.get("rope_scaling") else "rope_parameters")
+    if not fields.has(ORIGINAL) and (length := inner.integer(ORIGINAL, ORIGINAL_LEN)) != ORIGINAL_LEN:
+        raise inner.error(ORIGINAL, length, f"it beside them too, where a missing one means {ORIGINAL_LEN}")
+    fields = fields.with_defaults(rms_norm_eps=1e-5, original_max_position_embeddings=ORIGINAL_LEN)
     sizes = read_sizes(fields)
-    rotary = read_rotary(fields, sizes, partial=1.0)
-    if rotary.kind == "longrope":
-        sizes = msgspec.structs.replace(sizes, max_len=min(sizes.max_len, rotary.original_max_len))
-    attention = AttentionShape(**sizes.heads, rotary=rotary, merged="qkv_proj")
+    attention = AttentionShape(**sizes.heads, rotary=read_rotary(fields, sizes, partial=1.0), merged="qkv_proj")
     window = fields.integer("sliding_window", minimum=MIN_WINDOW) if fields.has("sliding_window") else 0
     mlp = read_gated(fields, sizes, merged="gate_up_proj")
     attentions = windowed_layers(fields, sizes, attention, window, [True] * sizes.num_layers)

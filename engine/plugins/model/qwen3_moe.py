@@ -3,7 +3,6 @@
 from engine.checkpoints.reading import (
     MAX_EXPERTS,
     MAX_WIDTH,
-    MIN_WINDOW,
     decoder,
     pre_norm,
     read_activation,
@@ -11,6 +10,7 @@ from engine.checkpoints.reading import (
     read_norm,
     read_rotary,
     read_sizes,
+    used_window,
     windowed_layers,
 )
 from engine.checkpoints.shape import AttentionShape, DecoderShape, ExpertsShape, HeadNormShape, RouterShape
@@ -44,7 +44,5 @@ def callboard_model(context: ModelContext) -> DecoderShape:
     dense = read_gated(fields, sizes)
     step, without = fields.integer("decoder_sparse_step", 1), fields.integers("mlp_only_layers")
     mlps = [experts if layer not in without and (layer + 1) % step == 0 else dense for layer in range(sizes.num_layers)]
-    is_used = fields.flag("use_sliding_window", False) and fields.has("sliding_window")
-    window = fields.integer("sliding_window", minimum=MIN_WINDOW) if is_used else 0
-    attentions = windowed_layers(fields, sizes, attention, window, [True] * sizes.num_layers)
+    attentions = windowed_layers(fields, sizes, attention, used_window(fields), [True] * sizes.num_layers)
     return decoder(fields, sizes, [pre_norm(fields, one, mlp) for one, mlp in zip(attentions, mlps, strict=True)])
