@@ -1,20 +1,24 @@
-"""Messages made of blocks as turns of a conversation, and tools as a chat template is told of them.
+"""Messages made of blocks as turns of a conversation.
 
-Owns: which blocks belong to one turn, what is refused.  Does not know: chat templates, answers.
+Owns: which blocks belong to one turn, what is left out, what is refused.  Does not know: chat templates, answers.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 
 from engine.errors import FieldError
 from engine.prompt import ChatTurn, ToolCall
-from engine.text.tool_calls import ToolFormat
-from server.anthropic.requests import BlockBody, CountBody, MessageBody, MessageTool, MessageToolChoice
-from server.openai.conversation import Choice, ToolRequest, needed, read_tools
-from server.openai.requests import FunctionBody, FunctionChoice, ToolBody, ToolChoice
+from server.anthropic.requests import BlockBody, BlockSource, CountBody, MessageBody
+from server.openai.conversation import needed, num_answered, told_left_out
 
-CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+# A line about the client's version and the session, which Claude Code puts in front of its system prompt: in the prompt
+# it would keep sessions from sharing what is cached.
+BILLING = "x-anthropic-billing-header:"
+# Calls that Anthropic ran, and thoughts that it alone can read; results of the former end in RESULT.
+LEFT_OUT = frozenset({"redacted_thinking", "server_tool_use", "mcp_tool_use"})
+RESULT = "_tool_result"
 
 
 def read_conversation(body: CountBody) -> tuple[ChatTurn, ...]:
@@ -22,19 +26,20 @@ def read_conversation(body: CountBody) -> tuple[ChatTurn, ...]:
     if not body.messages:
         raise FieldError("messages", "an empty list; expected at least one message")
     turns: list[ChatTurn] = []
-    if body.system:
-        turns.append(ChatTurn("system", read_text(body.system, "system")))
+    if body.system and (system := _system_text(body.system, "system")):
+        turns.append(ChatTurn("system", system))
+    answered = num_answered([message.role for message in body.messages])
     for index, message in enumerate(body.messages):
-        for turn in _turns(message, f"messages[{index}].content"):
+        for turn in _turns(message, f"messages[{index}].content", past=index < answered):
             _add(turns, turn)
     return tuple(turns)
 
 
-def read_text(content: str | Sequence[BlockBody], path: str) -> str:
-    """Returns the text of blocks, a line each.  Raises RequestError for any other block."""
+def _system_text(content: str | Sequence[BlockBody], path: str) -> str:
     if isinstance(content, str):
         return content
-    return "\n".join(_block_text(block, f"{path}[{index}]") for index, block in enumerate(content))
+    texts = [_block_text(block, f"{path}[{index}]") for index, block in enumerate(content)]
+    return "\n".join(text for text in texts if not text.startswith(BILLING))
 
 
 def continues(body: CountBody) -> bool:
@@ -42,37 +47,19 @@ def continues(body: CountBody) -> bool:
     return bool(body.messages) and body.messages[-1].role == "assistant"
 
 
-def read_message_tools(
-    tools: Sequence[MessageTool] | None, choice: MessageToolChoice | None, form: ToolFormat
-) -> ToolRequest:
-    """Returns the functions that may be called.  Raises RequestError."""
-    functions = [_function(tool, f"tools[{index}]") for index, tool in enumerate(tools or ())]
-    wanted: Choice = None
-    if choice is not None and choice.type == "tool":
-        wanted = ToolChoice("function", FunctionChoice(needed(choice.name, "tool_choice.name")))
-    elif choice is not None:
-        wanted = CHOICES[choice.type]
-    parallel = not (choice is not None and choice.disable_parallel_tool_use)
-    return read_tools(functions, wanted, parallel=parallel, form=form)
-
-
-def _function(tool: MessageTool, path: str) -> ToolBody:
-    if tool.type not in (None, "custom"):
-        raise FieldError(
-            f"{path}.type",
-            f"'{tool.type[:40]}' is not supported: this server runs no tools itself; give an input_schema instead",
-            code="unsupported_parameter",
-        )
-    if tool.input_schema is None:
-        raise FieldError(f"{path}.input_schema", "required, but not given")
-    return ToolBody("function", FunctionBody(tool.name, tool.description, tool.input_schema, tool.strict))
-
-
-def _turns(message: MessageBody, path: str) -> list[ChatTurn]:
+def _turns(message: MessageBody, path: str, *, past: bool) -> list[ChatTurn]:
+    """past: the assistant has answered it."""
     if isinstance(message.content, str):
         return [ChatTurn(message.role, message.content)]
-    blocks = [(block, f"{path}[{index}]") for index, block in enumerate(message.content)]
-    return [_assistant(blocks)] if message.role == "assistant" else _others(message.role, blocks)
+    if message.role == "system":
+        text = _system_text(message.content, path)
+        return [ChatTurn("system", text)] if text else []
+    blocks = [
+        (block, f"{path}[{index}]")
+        for index, block in enumerate(message.content)
+        if block.type not in LEFT_OUT and (block.type == "tool_result" or not block.type.endswith(RESULT))
+    ]
+    return [_assistant(blocks)] if message.role == "assistant" else _users(blocks, past=past)
 
 
 def _assistant(blocks: Sequence[tuple[BlockBody, str]]) -> ChatTurn:
@@ -83,26 +70,24 @@ def _assistant(blocks: Sequence[tuple[BlockBody, str]]) -> ChatTurn:
         match block.type:
             case "thinking":
                 thoughts.append(needed(block.thinking, f"{path}.thinking"))
-            case "redacted_thinking":
-                pass  # only Anthropic can read it
             case "tool_use":
                 arguments = msgspec.json.encode(block.input or {}).decode()
                 name = needed(block.name, f"{path}.name")
                 calls.append(ToolCall(needed(block.id, f"{path}.id"), name, arguments))
             case _:
-                text.append(_block_text(block, path))
+                text.append(_block_text(block, path, past=True))
     return ChatTurn("assistant", "".join(text), reasoning="".join(thoughts), tool_calls=tuple(calls))
 
 
-def _others(role: str, blocks: Sequence[tuple[BlockBody, str]]) -> list[ChatTurn]:
+def _users(blocks: Sequence[tuple[BlockBody, str]], *, past: bool) -> list[ChatTurn]:
     """What a user sends may be text, results of calls, or both: a result is a turn of its own."""
     turns: list[ChatTurn] = []
     for block, path in blocks:
         if block.type == "tool_result":
-            text = read_text(block.content or "", f"{path}.content")
+            text = _nested_text(block.content, f"{path}.content", past=True)
             turns.append(ChatTurn("tool", text, tool_call_id=needed(block.tool_use_id, f"{path}.tool_use_id")))
         else:
-            _add(turns, ChatTurn(role, _block_text(block, path)))
+            _add(turns, ChatTurn("user", _block_text(block, path, past=past)))
     return turns
 
 
@@ -114,11 +99,41 @@ def _add(turns: list[ChatTurn], turn: ChatTurn) -> None:
         turns.append(turn)
 
 
-def _block_text(block: BlockBody, path: str) -> str:
-    if block.type != "text":
-        raise FieldError(
-            f"{path}.type",
-            f"'{block.type[:40]}' is not served here: models read and write text alone, no images or documents",
-            code="unsupported_content",
-        )
-    return needed(block.text, f"{path}.text")
+def _nested_text(content: str | Sequence[BlockBody] | dict[str, Any] | None, path: str, *, past: bool) -> str:
+    """Returns the text of blocks within a block, a line each.  Raises RequestError for an object."""
+    if isinstance(content, dict):
+        raise FieldError(path, "must be text or a list of blocks")
+    if isinstance(content, str) or content is None:
+        return content or ""
+    return "\n".join(_block_text(block, f"{path}[{index}]", past=past) for index, block in enumerate(content))
+
+
+def _block_text(block: BlockBody, path: str, *, past: bool = False) -> str:
+    """Returns the text of a block.  Raises RequestError for one that has none, but for images and such in the past."""
+    source = block.source if isinstance(block.source, BlockSource) else None
+    match block.type:
+        case "text":
+            return needed(block.text, f"{path}.text")
+        case "tool_reference":
+            return needed(block.tool_name, f"{path}.tool_name")
+        case "compaction":
+            return _nested_text(block.content, f"{path}.content", past=past)
+        case "search_result":
+            text = _nested_text(block.content, f"{path}.content", past=past)
+            return _titled(text, block.title, block.source if isinstance(block.source, str) else None)
+        case "document" if source is not None and source.type == "text":
+            return _titled(needed(source.data, f"{path}.source.data"), block.title, block.context)
+        case "document" if source is not None and source.type == "content":
+            text = _nested_text(source.content, f"{path}.source.content", past=past)
+            return _titled(text, block.title, block.context)
+    if past and (told := told_left_out(block.type)):
+        return told
+    raise FieldError(
+        f"{path}.type",
+        f"'{block.type[:40]}' is not served here: models read and write text alone, no images, and documents as text",
+        code="unsupported_content",
+    )
+
+
+def _titled(text: str, *above: str | None) -> str:
+    return "\n".join([*filter(None, above), text])

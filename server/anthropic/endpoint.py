@@ -12,9 +12,10 @@ from engine.errors import FieldError, RequestError
 from engine.prompt import ChatOptions
 from engine.sections import ServerSection
 from engine.text.codec import TextCodec
-from server.anthropic.conversation import continues, read_conversation, read_message_tools
+from server.anthropic.conversation import continues, read_conversation
 from server.anthropic.objects import TokenCountAnswer
 from server.anthropic.requests import CountBody, MessagesBody
+from server.anthropic.tools import read_message_tools
 from server.anthropic.writer import MessagesWriter
 from server.generate.endpoint import Endpoint
 from server.generate.generation import Generation

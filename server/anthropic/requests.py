@@ -8,11 +8,21 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from server.openai.requests import FunctionName, Int, Priority, Salt, Scalar, Short, TokenCount, not_given
+from server.openai.requests import MAX_TOOLS, FunctionName, Int, Priority, Salt, Scalar, Short, TokenCount, not_given
+
+
+class BlockSource(msgspec.Struct, frozen=True):
+    """What a document or an image is made of.  data: text, or base64 of what nothing here reads."""
+
+    type: Short
+    data: str | None = None
+    content: "str | list[BlockBody] | None" = None
 
 
 class BlockBody(msgspec.Struct, frozen=True):
-    """A part of a message, by ``type``: text, thinking, tool_use or tool_result."""
+    """A part of a message, by ``type``: text, thinking, tool_use, tool_result, or what becomes text.
+
+    content: an object only in results of tools that ran elsewhere.  source: of a search result, where it was found."""
 
     type: Short
     text: str | None = None
@@ -21,8 +31,12 @@ class BlockBody(msgspec.Struct, frozen=True):
     name: Short | None = None
     input: dict[str, Any] | None = None
     tool_use_id: Short | None = None
-    content: "str | list[BlockBody] | None" = None
+    content: "str | list[BlockBody] | dict[str, Any] | None" = None
     is_error: bool | None = None
+    source: BlockSource | str | None = None
+    title: str | None = None
+    context: str | None = None
+    tool_name: Short | None = None
 
 
 class MessageBody(msgspec.Struct, frozen=True):
@@ -33,9 +47,9 @@ class MessageBody(msgspec.Struct, frozen=True):
 
 
 class MessageTool(msgspec.Struct, frozen=True):
-    """A function that the model may call.  type: any other than 'custom' would be run by Anthropic."""
+    """A tool.  type: None and 'custom' are a function with an ``input_schema``; others are known by their type."""
 
-    name: FunctionName
+    name: FunctionName | None = None
     description: str | None = None
     input_schema: dict[str, Any] | None = None
     type: Short | None = None
@@ -77,7 +91,7 @@ class CountBody(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     messages: list[MessageBody]
     system: str | list[BlockBody] | None = None
-    tools: Annotated[list[MessageTool], Meta(max_length=128)] | None = None
+    tools: Annotated[list[MessageTool], Meta(max_length=MAX_TOOLS)] | None = None
     tool_choice: MessageToolChoice | None = None
     thinking: ThinkingOptions | None = None
     output_config: OutputConfig | None = None

@@ -5,8 +5,10 @@ Does not know: templates, answers, how calls are written or parsed.
 """
 
 import json
+import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Final
 
 import msgspec
@@ -20,10 +22,19 @@ from engine.text.tool_format import Tool
 from server.http.body import is_given
 from server.openai.requests import CallBody, ChatMessage, ContentPart, ToolBody, ToolChoice
 
+log = logging.getLogger(__name__)
+
 # The API renamed "system" to "developer"; templates of open models know only the old name.
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 VARIABLES = "chat_template_kwargs"
 TEXT_TYPES = frozenset({"text", "input_text", "output_text"})
+# Types of parts, in all APIs, that other models could read -> what they are.
+UNREADABLE = {
+    **dict.fromkeys(("image", "image_url", "input_image", "computer_screenshot"), "image"),
+    **dict.fromkeys(("audio_url", "input_audio"), "sound"),
+    **dict.fromkeys(("video_url", "input_video"), "video"),
+    **dict.fromkeys(("document", "file", "input_file", "container_upload"), "file"),
+}
 Choice = str | ToolChoice | None
 HERMES: Final = HermesFormat()
 
@@ -36,7 +47,17 @@ def read_turns(messages: Sequence[ChatMessage], template_roles: Collection[str] 
         raise FieldError("messages", "an empty list; expected at least one message")
     # What the API calls "developer" is the system to templates of open models, but for those that have the word.
     roles = {**ROLES, **{role: role for role in template_roles}}
-    return tuple(_turn(message, f"messages[{index}]", roles) for index, message in enumerate(messages))
+    answered = num_answered([message.role for message in messages])
+    return tuple(
+        _turn(message, f"messages[{index}]", roles, past=index < answered) for index, message in enumerate(messages)
+    )
+
+
+def num_answered(roles: Sequence[str | None]) -> int:
+    """How many messages there are up to the assistant's last one.
+
+    The very last message does not count as one: the answer may go on there."""
+    return next((index for index in range(len(roles) - 2, 0, -1) if roles[index] == "assistant"), 0)
 
 
 def read_end(add_generation_prompt: bool | None, continue_final_message: bool | None) -> tuple[bool, bool]:
@@ -65,7 +86,7 @@ def read_variables(given: Mapping[str, object] | None, reasoning_effort: str | N
     return msgspec.json.encode(variables).decode() if variables else ""
 
 
-def _turn(message: ChatMessage, path: str, roles: Mapping[str, str]) -> ChatTurn:
+def _turn(message: ChatMessage, path: str, roles: Mapping[str, str], *, past: bool) -> ChatTurn:
     role = roles.get(message.role)
     if role is None:
         raise FieldError(f"{path}.role", f"must be one of {', '.join(roles)}")
@@ -82,7 +103,7 @@ def _turn(message: ChatMessage, path: str, roles: Mapping[str, str]) -> ChatTurn
     reasoning = message.reasoning_content or message.reasoning or ""
     return ChatTurn(
         role,
-        _content(message, path, required=role != "assistant"),
+        _content(message, path, required=role != "assistant", past=past or role == "tool"),
         reasoning=reasoning,
         tool_calls=tuple(
             read_call(call, f"{path}.tool_calls[{index}].function.arguments") for index, call in enumerate(calls)
@@ -92,20 +113,24 @@ def _turn(message: ChatMessage, path: str, roles: Mapping[str, str]) -> ChatTurn
     )
 
 
-def _content(message: ChatMessage, path: str, *, required: bool) -> str:
+def _content(message: ChatMessage, path: str, *, required: bool, past: bool) -> str:
     if isinstance(message.content, str):
         return message.content
     if not message.content:
         if required:
             raise FieldError(f"{path}.content", "required, but not given")
         return ""
-    return "".join(part_text(part, f"{path}.content[{index}]") for index, part in enumerate(message.content))
+    return "".join(part_text(part, f"{path}.content[{index}]", past=past) for index, part in enumerate(message.content))
 
 
-def part_text(part: ContentPart, path: str) -> str:
-    """The text of a part.  Raises RequestError for images and the like."""
+def part_text(part: ContentPart, path: str, *, past: bool) -> str:
+    """The text of a part.  past: it is a tool's, or was answered before: an image there must not end a conversation.
+
+    Raises RequestError for images and the like elsewhere."""
     if part.type == "refusal":
         return needed(part.refusal, f"{path}.refusal")
+    if past and (told := told_left_out(part.type)):
+        return told
     if part.type not in TEXT_TYPES:
         raise FieldError(
             f"{path}.type",
@@ -114,6 +139,12 @@ def part_text(part: ContentPart, path: str) -> str:
             code="unsupported_content",
         )
     return needed(part.text, f"{path}.text")
+
+
+def told_left_out(kind: str) -> str:
+    """What stands in the place of a part that the model cannot read; empty for a type that is not known."""
+    noun = UNREADABLE.get(kind)
+    return f"[{noun} left out: this model reads text]" if noun else ""
 
 
 def needed(value: str | None, path: str) -> str:
@@ -199,6 +230,12 @@ class ToolRequest:
 
 
 NO_TOOLS: Final = ToolRequest()
+
+
+@cache
+def warn_left_out(kind: str) -> None:
+    """Log, once for each kind of tool, that a request's tools of it are left out.  kind: of those that are known."""
+    log.warning("tools of type %s cannot be run here: they are left out, and the model is not told of them", kind)
 
 
 def read_tools(

@@ -189,7 +189,8 @@ class ToolBody(msgspec.Struct, frozen=True):
     function: FunctionBody
 
 
-Tools = Annotated[list[ToolBody], Meta(max_length=128)]
+MAX_TOOLS = 1024  # agents with several MCP servers have hundreds
+Tools = Annotated[list[ToolBody], Meta(max_length=MAX_TOOLS)]
 
 
 class FunctionChoice(msgspec.Struct, frozen=True):

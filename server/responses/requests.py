@@ -10,6 +10,7 @@ import msgspec
 from msgspec import Meta
 
 from server.openai.requests import (
+    MAX_TOOLS,
     ContentPart,
     FunctionBody,
     FunctionChoice,
@@ -79,7 +80,7 @@ class ResponsesBody(GenerationBody, frozen=True, kw_only=True):
     max_output_tokens: TokenCount | None = None
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
-    tools: Annotated[list[FlatTool], Meta(max_length=128)] | None = None
+    tools: Annotated[list[FlatTool], Meta(max_length=MAX_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | FlatToolChoice | None = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[Short, Scalar] | None = None

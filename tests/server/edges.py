@@ -188,7 +188,7 @@ class Dice:
                     "function": {"name": self.one(("f", "", "a b")), "parameters": self.one(SCHEMAS)},
                 }
                 body |= {
-                    "tools": [tool] * self.one((0, 1, 128, 129)),
+                    "tools": [tool] * self.one((0, 1, 1024, 1025)),
                     "tool_choice": self.one(("auto", "required", "none")),
                 }
             return path, {"model": MODEL, **body}

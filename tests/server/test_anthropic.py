@@ -11,6 +11,7 @@ from engine.prompt import ChatTurn, ToolCall
 from engine.sections import ServerSection
 from server.anthropic.objects import message_error
 from server.model_card import ModelCard
+from server.openai.conversation import warn_left_out
 from tests.server.http_client import Reply, ask
 from tests.server.live_server import MODEL, LiveServer
 
@@ -161,6 +162,76 @@ def test_what_else_is_asked_reaches_the_engine() -> None:
             assert (asked(live)[1].grammar is not None) == forced
 
 
+BILLING = {"type": "text", "text": "x-anthropic-billing-header: cc_version=2.1.197.1c0; cc_entrypoint=sdk-cli;"}
+
+
+def test_claude_codes_line_about_its_session_is_not_in_the_prompt(live: LiveServer) -> None:
+    said = {"type": "text", "text": "Be brief."}
+    inline = {"role": "system", "content": [BILLING]}
+    message(live, messages=[{"role": "user", "content": "a"}, inline], system=[BILLING, said])
+    assert asked(live)[0] == (ChatTurn("system", "Be brief."), ChatTurn("user", "a"))
+    message(live, system=[BILLING])
+    assert asked(live)[0] == (ChatTurn("user", "hi"),)
+    message(live, [BILLING])
+    assert asked(live)[0] == (ChatTurn("user", BILLING["text"]),), "a user's text stays"
+
+
+def test_blocks_that_have_text_are_text_and_what_ran_elsewhere_is_left_out(live: LiveServer) -> None:
+    text = {"type": "text", "text": "z"}
+    lines = {"type": "content", "content": [text, {"type": "text", "text": "two"}]}
+    found = {"type": "search_result", "source": "http://x", "title": "Found", "content": [text]}
+    named = [{"type": "tool_reference", "tool_name": "look"}]
+    reference = {"type": "tool_result", "tool_use_id": "t1", "content": named}
+    failed = {"type": "web_search_tool_result_error", "error_code": "unavailable"}
+    searched = {"type": "web_search_tool_result", "tool_use_id": "s1", "content": failed}
+    messages = [
+        {"role": "user", "content": [
+            {"type": "document", "title": "Notes", "context": "of May", "source": {"type": "text", "data": "said"}},
+            {"type": "document", "source": lines}, found,
+        ]},
+        {"role": "assistant", "content": [
+            {"type": "compaction", "content": "So far."}, {"type": "server_tool_use", "id": "s1", "name": "web_search"},
+            searched, {"type": "text", "text": "Yes."}, {"type": "tool_use", "id": "t1", "name": "find"},
+        ]},
+        {"role": "user", "content": [reference]},
+    ]  # fmt: skip
+    message(live, messages=messages)
+    assert asked(live)[0] == (
+        ChatTurn("user", "Notes\nof May\nsaid\nz\ntwo\nFound\nhttp://x\nz"),
+        ChatTurn("assistant", "So far.Yes.", tool_calls=(ToolCall("t1", "find", "{}"),)),
+        ChatTurn("tool", "look", tool_call_id="t1"),
+    )
+
+
+WEB_SEARCH = {"type": "web_search_20250305", "name": "web_search", "max_uses": 8}
+NO_RESULT = {"type": "tool_result", "tool_use_id": "t1", "content": {"type": "text"}}
+PDF = {"type": "base64", "media_type": "application/pdf", "data": "JVBERg=="}
+
+
+def test_tools_known_by_their_type_are_functions_unless_they_run_elsewhere(
+    live: LiveServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    warn_left_out.cache_clear()
+    typed = [
+        {"type": "bash_20250124", "name": "bash"},
+        {"type": "text_editor_20250728", "name": "str_replace_based_edit_tool", "max_characters": 9},
+        {"type": "memory_20250818", "name": "memory"},
+    ]
+    toolset = {"type": "mcp_toolset", "mcp_server_name": "x"}
+    for _ in range(2):
+        message(live, tools=[WEB_SEARCH, toolset, *typed, {**TOOL, "type": "custom"}])
+    told = [tool["function"] for tool in json.loads(asked(live)[2].chat.tools)]
+    assert [function["name"] for function in told] == ["bash", "str_replace_based_edit_tool", "memory", "look"]
+    assert "restart" in told[0]["parameters"]["properties"]
+    assert "rename" in told[2]["parameters"]["properties"]["command"]["enum"]
+    warned = [record.getMessage() for record in caplog.records if "cannot be run here" in record.getMessage()]
+    assert [word for line in warned for word in line.split() if "_" in word] == ["web_search", "mcp_toolset"]
+    message(live, tools=[WEB_SEARCH])
+    assert asked(live)[2].chat.tools == ""
+    message(live, tools=typed, tool_choice={"type": "tool", "name": "bash"})
+    assert asked(live)[1].grammar is not None
+
+
 IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": ""}}
 
 
@@ -171,7 +242,12 @@ IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png"
         ({"max_tokens": 0}, "max_tokens"),
         ({"messages": [{"role": "user", "content": [IMAGE]}]}, "messages[0].content[0].type"),
         ({"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role"),
-        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type"),
+        ({"tools": [{"type": "robot_20250305", "name": "robot"}]}, "tools[0].type"),
+        ({"tools": [{"type": "bash_20250124"}]}, "tools[0].name"),
+        ({"tools": [WEB_SEARCH], "tool_choice": {"type": "any"}}, "tool_choice"),
+        ({"messages": [{"role": "user", "content": [{"type": "document", "source": PDF}]}]}, "content[0].type"),
+        ({"messages": [{"role": "user", "content": [NO_RESULT]}]}, "content[0].content"),
+        ({"messages": [{"role": "assistant", "content": [{"type": "robot"}]}]}, "content[0].type"),
         ({"tools": [{"name": "f"}]}, "tools[0].input_schema"),
         ({"tool_choice": {"type": "any"}}, "tool_choice"),
         ({"tool_choice": {"type": "tool"}, "tools": [TOOL]}, "tool_choice.name"),

@@ -108,7 +108,7 @@ CHAT_FIELDS: dict[str, list[str]] = {
               '[{"type": "function", "function": {"name": "f", "parameters": []}}]',
               '[{"type": "function", "function": {"name": "f", "parameters": "{}"}}]',
               json.dumps([{"type": "function", "function": {"name": "f"}}] * 2),
-              json.dumps([{"type": "function", "function": {"name": f"f{index}"}} for index in range(129)])],
+              json.dumps([{"type": "function", "function": {"name": f"f{index}"}} for index in range(1025)])],
     "tool_choice": ['"required"', '"any"', "1", "[]", "{}", '{"type": "function"}',
                     '{"type": "x", "function": {"name": "f"}}',
                     '{"type": "function", "function": {"name": 1}}', '{"type": "function", "function": {"name": "f"}}'],
