@@ -38,7 +38,7 @@ REQUEST_ID_HEADER = "X-Request-Id"
 ANTHROPICS_ID_HEADER = "request-id"  # what its clients call the same
 MAX_REQUEST_ID_CHARS = 128
 PRINTABLE = frozenset(string.ascii_letters + string.digits + string.punctuation + " ")
-# Asked every second: no news while all is well.
+# Asked every second: no news while all is well, nor that the server is still not ready.
 WATCHED = frozenset({"/health", "/ready", "/ping", "/metrics", "/stats", "/load"})
 CLIENT_LEFT = 499  # what nginx logs for a client that left before the response
 COUNTED_METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
@@ -109,7 +109,7 @@ class Exchange:
         """The name of its key, or else its address."""
         return self._address if self.key is None else self.key.name
 
-    def log(self, request: web.BaseRequest, status: int, duration_s: float) -> None:
+    def log(self, request: web.BaseRequest, status: int, duration_s: float, *, is_news: bool) -> None:
         """One line per request.  The route is logged, not the path, which is the client's to choose."""
         told: dict[str, object] = {}
         if self.usage is not None:
@@ -126,7 +126,7 @@ class Exchange:
             **told,
         }
         log.log(
-            logging.DEBUG if self.route in WATCHED and status < HTTPStatus.BAD_REQUEST else logging.INFO,
+            logging.INFO if is_news else logging.DEBUG,
             "request=%(request)s client=%(client)s %(method)s %(route)s status=%(status)d "
             "duration_ms=%(duration_ms).1f" + "".join(f" {name}=%({name})s" for name in told),
             fields,
@@ -277,6 +277,7 @@ class OutermostHandler:
         self._cors = Cors(server.cors_origins)
         self._hosts = Hosts(server)
         self._traffic = traffic
+        self._watched: dict[str, int] = {}  # route -> the status it was last answered with
 
     async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
         """Answer a request; raises only what ends the connection."""
@@ -295,7 +296,14 @@ class OutermostHandler:
             duration_s = clock() - started
             self._traffic.num_in_flight -= 1
             self._traffic.ended(request.method, exchange.route, status, duration_s)
-            exchange.log(request, status, duration_s)
+            exchange.log(request, status, duration_s, is_news=self._is_news(exchange.route, status))
+
+    def _is_news(self, route: str, status: int) -> bool:
+        if route not in WATCHED:
+            return True
+        unready = HTTPStatus.SERVICE_UNAVAILABLE  # as it is before it is ready
+        before, self._watched[route] = self._watched.get(route, unready), status
+        return status >= HTTPStatus.BAD_REQUEST and not status == before == unready
 
     async def _respond(self, request: web.BaseRequest, exchange: Exchange) -> web.StreamResponse:
         try:

@@ -54,3 +54,25 @@ def test_a_traceback_and_odd_characters_stay_on_their_line(live: LiveServer, lin
     assert first["level"] == "error"
     assert "RuntimeError: open failed" in first["traceback"]
     assert last["message"] == "a\nb\u2028c δ"
+
+
+def test_a_script_that_waits_for_readiness_leaves_a_line_only_when_it_is_lost(
+    live: LiveServer, lines: io.StringIO
+) -> None:
+    def statuses() -> list[int]:
+        return [json.loads(line)["status"] for line in lines.getvalue().splitlines()]
+
+    def become(*, ready: bool) -> None:
+        live.call(lambda: setattr(live.ingress, "ready", ready))
+
+    become(ready=False)
+    assert [ask(live.port, "GET", "/ready").status for _ in range(3)] == [503] * 3
+    assert statuses() == []
+    become(ready=True)
+    assert ask(live.port, "GET", "/ready").status == 200
+    become(ready=False)
+    assert [ask(live.port, "GET", "/ready").status for _ in range(3)] == [503] * 3
+    assert statuses() == [503]
+    become(ready=True)
+    assert ask(live.port, "POST", "/ready").status == 405
+    assert statuses() == [503, 405]
