@@ -252,7 +252,10 @@ def _parse(origin: str, text: str) -> dict[str, Any]:
     try:
         return tomllib.loads(text)
     except (tomllib.TOMLDecodeError, RecursionError) as error:
-        raise ConfigError(f"{origin}: not valid TOML: {error}") from None
+        what = f"{origin}: not valid TOML: {error}"
+        if Path(origin).suffix not in ("", ".toml"):
+            what += "; a configuration is a .toml file, a model a directory, a .gguf file or org/name"
+        raise ConfigError(what) from None
 
 
 def _decode(table: dict[str, Any], kind: type[S], origin: str, text: str = "", under: tuple[str, ...] = ()) -> S:
@@ -270,6 +273,7 @@ def _decode(table: dict[str, Any], kind: type[S], origin: str, text: str = "", u
             reason, hint = "not of its form" if reason.startswith(PATTERN) else reason, _allowed_values(key, kind)
         if unknown := UNKNOWN_FIELD.search(reason):
             hint = _instead(f"{key}.{unknown[1]}") or _allowed_keys(key, kind)
+            hint += _instead_of_section(unknown[1]) if not key else ""
             wrong.append(unknown[1])
         if line := line_of(text, (*under, *wrong)):
             origin = f"{origin}:{line}"
@@ -281,6 +285,15 @@ def _instead(key: str) -> str:
     if key not in OLD_KEYS:
         return ""
     return f"; it is {OLD_KEYS[key]} now" if OLD_KEYS[key] else "; it is no setting any more"
+
+
+def _instead_of_section(name: str) -> str:
+    """What may have been meant by a name that no section has: a key of one, or what one is for."""
+    sections = {one: type(getattr(Config(), one)) for one in Config.__struct_fields__}
+    if keys := [f"{one}.{name}" for one, kind in sections.items() if name in kind.__struct_fields__]:
+        return f"; it is {' or '.join(keys)}"
+    word = re.compile(rf"\b{re.escape(name)}\b")
+    return "".join(f"; {kind.__doc__}" for kind in sections.values() if word.search(kind.__doc__ or ""))
 
 
 def _allowed_keys(section: str, kind: type[Section]) -> str:
@@ -307,9 +320,8 @@ def _lay_over(table: dict[str, Any], key: str, text: str, origin: str) -> None:
     """Set one dotted key.  The value is read as TOML; what is not TOML is a plain string."""
     section, dot, name = key.partition(".")
     if not dot or section not in Config.__struct_fields__:
-        raise ConfigError(
-            f"{origin}: unknown section; expected section.key with a section of: {', '.join(Config.__struct_fields__)}"
-        )
+        expected = f"expected section.key with a section of: {', '.join(Config.__struct_fields__)}"
+        raise ConfigError(f"{origin}: unknown section; {expected}{_instead_of_section(section)}")
     try:
         value = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:

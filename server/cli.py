@@ -23,6 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 from engine import __version__
+from engine.checkpoints.shards import PICKLED
 from engine.config import Config, ConfigSource, SeveralModels, json_schema, load_config, load_served, render_toml
 from engine.errors import CallboardError, ConfigError, PluginError, RequestError
 from engine.logs import LogSettings
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
     from engine.workers.cluster.head import Head
 
 Run = Callable[[argparse.Namespace, Config], None]
+OF_CHECKPOINTS = (".safetensors", ".json", *PICKLED)  # ends of files that are no configuration, and no model alone
 FRONT_MODULE = "server.run.frontend_process"  # the engine starts it, and knows it by name alone
 EPILOG = """\
 examples:
@@ -199,6 +201,8 @@ def _source(parsed: argparse.Namespace, *overrides: str) -> ConfigSource:
     models: list[str] = []
     for given in (parsed.target, parsed.model):
         if given is not None:
+            if Path(given).suffix in OF_CHECKPOINTS and Path(given).is_file():
+                raise ConfigError(f"{given}: is one file of a checkpoint; name its directory: {Path(given).parent}")
             (files if _is_configuration(given) else models).append(given)
     for what, found in (("configurations", files), ("models", models)):
         if len(found) > 1:

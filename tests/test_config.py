@@ -44,6 +44,8 @@ def test_a_model_beside_the_file_is_found_from_anywhere(tmp_path: Path) -> None:
     [
         ("[kv]\npage_sise = 16\n", ["kv", "page_sise", "known keys: page_size"]),
         ("[kw]\n", ["kw", "known keys: model, device"]),
+        ("path = 'x'\n", ["unknown field `path`", "; it is model.path"]),
+        ("[adapters]\n", ["unknown field `adapters`", "; [lora]: adapters beside the model"]),
         ('[kv]\npage_size = "16"\n', ["kv.page_size", "str"]),
         ("[kv]\npage_size = 17\n", ["kv.page_size", "17", "allowed: 1, 4, 8, 16"]),
         ("[kv]\nmemory_fraction = 2.0\n", ["kv.memory_fraction", "0.98"]),
@@ -72,12 +74,21 @@ def test_a_mistake_in_the_file_is_named(tmp_path: Path, text: str | bytes, said:
     assert refused.value.exit_code == 2
 
 
+def test_a_file_that_is_no_configuration_is_named_beside_what_could_be(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("Once upon a time")
+    with pytest.raises(ConfigError, match=r"text\.txt: not valid TOML: .*; a configuration is a \.toml file, a model"):
+        load_config(tmp_path / "text.txt", environment={})
+
+
 @pytest.mark.parametrize(
     ("override", "said"),
     [
         ("kv.page_size", "expected section.key=value"),
         ("page_size=16", "unknown section"),
         ("kw.page_size=16", "unknown section"),
+        ("page_size=16", "; it is kv.page_size"),
+        ("folder=x", "; it is lora.folder or storage.folder"),
+        ("adapters.x=1", r"; \[lora]: adapters beside the model"),
         ("kv.page_sise=16", "unknown field `page_sise`; known keys: page_size"),
         ("kv.page_size=x", "--set kv.page_size=x"),
         ("kv.page_size=", "--set kv.page_size="),

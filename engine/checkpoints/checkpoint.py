@@ -25,6 +25,7 @@ DEMO = "demo"
 DEMO_NAME = "callboard-demo"
 """Under which name the demo model is served."""
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+HUB_ADDRESS = re.compile(r"https?://[^/]+/([\w.-]+/[\w.-]+)")
 HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "*.model", "merges.txt", "vocab.txt"]
 # Second copies of the weights in other layouts, which some repositories carry along.  A folder with a number is one of
 # sentence-transformers' modules.
@@ -86,12 +87,20 @@ def resolve_checkpoint(path: str, revision: str) -> Path:
         if directory.suffix == SUFFIX:
             return unfold(directory)
         raise WeightsError(f"{path}: is a file, expected a checkpoint directory or a {SUFFIX} file")
-    if HUB_ID.fullmatch(path) and ".." not in path:
+    if is_hub_id(path):
         return _download(path, revision)
+    if address := HUB_ADDRESS.match(path):
+        raise WeightsError(f"{path}: is the address of a page; name a model of the hub as {address[1]!r}")
     raise WeightsError(
         f"{path!r}: no such directory or file; expected a checkpoint directory, a {SUFFIX} file, a hub id 'org/name', "
         "or 'demo'"
     )
+
+
+def is_hub_id(path: str) -> bool:
+    """Whether ``resolve_checkpoint`` looks for it on the hub: it is 'org/name', and nothing here has that name."""
+    named = HUB_ID.fullmatch(path) is not None and ".." not in path and not path.endswith(SUFFIX)
+    return named and not Path(path).exists()
 
 
 def read_spec(

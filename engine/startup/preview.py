@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from engine.checkpoints.checkpoint import DEMO, ModelSpec, resolve_checkpoint
+from engine.checkpoints.checkpoint import ModelSpec, is_hub_id, resolve_checkpoint
 from engine.config import Config
 from engine.errors import PluginError, WeightsError
 from engine.execution.device import choose_device, choose_dtype, free_bytes
@@ -93,9 +93,7 @@ def _spec_at_hand(config: Config) -> ModelSpec | None:
 
 def _directory_at_hand(config: Config) -> Path | None:
     path = config.model.path
-    if path != DEMO and not Path(path).expanduser().exists():
-        return None
     try:
-        return resolve_checkpoint(path, "")
+        return None if is_hub_id(path) else resolve_checkpoint(path, "")
     except WeightsError:
         return None

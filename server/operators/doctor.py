@@ -1,7 +1,8 @@
 """What ``callboard doctor`` looks at: everything that has to be there before a model is served.
 
 Owns: the checks, what to do about each that fails, what a person sees of it.  Does not know: arguments, exit codes.
-Nothing is changed and no model is loaded; torch is imported only here, when asked.
+No model is loaded, and nothing is written but the folder that a start makes of a GGUF file; torch is imported only
+here, when asked.
 """
 
 import os
@@ -18,11 +19,13 @@ from typing import Literal
 from rich.console import Console
 
 from engine.checkpoints.adapter import adapter_rules
-from engine.checkpoints.checkpoint import DEMO, ModelSpec, resolve_checkpoint
+from engine.checkpoints.checkpoint import ModelSpec, is_hub_id, resolve_checkpoint
+from engine.checkpoints.gguf import stored_tensors
 from engine.config import Config
 from engine.errors import CallboardError, ConfigError
 from engine.host_memory import available_bytes
 from engine.plugins.families import read_model
+from engine.text.codec import Formats, load_codec
 from server.http.connection import require_c_parser
 from server.http.listener import bind
 
@@ -222,10 +225,9 @@ def _storage(config: Config) -> Iterator[Finding]:
 
 def _model(config: Config) -> Iterator[Finding]:
     path = config.model.path
-    if path != DEMO and not Path(path).expanduser().is_dir():
-        yield Finding(
-            "model", "note", f"{path} is no directory here", "it will be looked for on the hub and downloaded"
-        )
+    if is_hub_id(path):
+        found, advice = f"{path} is no directory here", "it will be looked for on the hub and downloaded"
+        yield Finding("model", "note", found, advice)
         return
     try:
         directory = resolve_checkpoint(path, config.model.revision)
@@ -233,21 +235,36 @@ def _model(config: Config) -> Iterator[Finding]:
     except CallboardError as error:
         yield Finding("model", "bad", path, str(error))
         return
-    weights = list(directory.glob("*.safetensors"))
     yield Finding("model", "good", f"{directory}: {spec.architecture}, up to {spec.max_len} tokens")
     if config.lora.folder:
         yield _adapters(spec, config)
-    if config.model.load_format == "safetensors" and not weights:
-        yield Finding(
-            "weights", "bad", f"no .safetensors in {directory}", "download or convert them; no other format is read"
-        )
-    else:
-        yield _room_for(spec, config)
-    if not (directory / "tokenizer.json").exists() and not config.model.tokenizer:
-        yield Finding(
-            "tokenizer", "bad", f"no tokenizer.json in {directory}", "set model.tokenizer, or 'none' for ids only"
-        )
-    elif not _has_template(directory):
+    yield _weights(spec, config)
+    yield from _tokenizer(spec, config)
+
+
+def _weights(spec: ModelSpec, config: Config) -> Finding:
+    if config.model.load_format == "safetensors":
+        try:
+            stored_tensors(spec.directory)
+        except CallboardError as error:
+            return Finding("weights", "bad", "they cannot be read", str(error))
+    return _room_for(spec, config)
+
+
+def _tokenizer(spec: ModelSpec, config: Config) -> Iterator[Finding]:
+    templates: list[str] = []
+
+    def note(template: str) -> Formats:
+        templates.append(template)
+        return Formats()
+
+    try:
+        load_codec(config.model, spec.directory, note, spec.pooling)
+    except CallboardError as error:
+        advice = f"{error}; set model.tokenizer, or 'none' for ids only"
+        yield Finding("tokenizer", "bad", "it cannot be read", advice)
+        return
+    if not any(templates) and spec.pooling.kind == "generate":
         yield Finding("chat template", "note", "none", "/v1/chat/completions will refuse; completions work")
 
 
@@ -275,12 +292,6 @@ def _room_for(spec: ModelSpec, config: Config) -> Finding:
             "weights", "note", f"{found}, drawn at random", "for benchmarks only: model.load_format = 'dummy'"
         )
     return Finding("weights", "good", found)
-
-
-def _has_template(directory: Path) -> bool:
-    beside = (directory / "chat_template.jinja").exists()
-    settings = directory / "tokenizer_config.json"
-    return beside or (settings.exists() and '"chat_template"' in settings.read_text(errors="replace"))
 
 
 def _options(config: Config) -> Iterator[Finding]:

@@ -10,12 +10,15 @@ from typing import Any
 
 import pytest
 
+from engine.checkpoints.checkpoint import resolve_checkpoint
 from engine.config import Config, build_config
+from engine.errors import WeightsError
 from engine.startup import inventory, preview
 from engine.startup.inventory import GPU, Inventory
 from server.cli import main
 from server.operators import doctor
 from server.operators.doctor import Finding, examine
+from tests.models.checkpoints import build
 
 ROOT = Path(__file__).parents[2]
 DEMO = ROOT / "examples" / "demo_model"
@@ -60,6 +63,31 @@ def test_what_a_checkpoint_lacks_is_named(tmp_path: Path) -> None:
 def test_a_model_that_would_be_downloaded_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "resolve_checkpoint", lambda *_: pytest.fail("looked on the hub"))
     assert findings(model={"path": "some/model"})["model"].verdict == "note"
+
+
+@pytest.mark.parametrize("path", ["nope", "./some/model", "some/model.gguf", "a/b/c", ""])
+def test_a_path_that_leads_nowhere_is_refused_with_the_words_of_a_start(path: str) -> None:
+    one = findings(model={"path": path})["model"]
+    with pytest.raises(WeightsError) as refused:
+        resolve_checkpoint(path, "")
+    assert (one.verdict, one.advice) == ("bad", str(refused.value))
+
+
+def test_a_gguf_file_is_looked_at_as_a_start_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("gguf", reason="pip install 'callboard[gguf]'")
+    from tests.formats.test_gguf import write
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    path = tmp_path / "tiny.gguf"
+    write(path, build("llama"), tokenizer=True)
+    found = findings(model={"path": str(path)}, device={"kind": "cpu"})
+    assert [found[what].verdict for what in ("model", "weights")] == ["good", "good"]
+    assert "to load" in found["weights"].found
+    assert "tokenizer" not in found
+    monkeypatch.setattr(preview, "free_bytes", lambda device: 1)
+    assert findings(model={"path": str(path)}, device={"kind": "cpu"})["weights"].verdict == "bad"
+    path.write_bytes(path.read_bytes()[:64])
+    assert findings(model={"path": str(path)})["model"].verdict == "bad"
 
 
 @pytest.mark.parametrize("load_format", ["safetensors", "dummy"])

@@ -146,7 +146,8 @@ def _make_config(architecture: str, table: dict[str, Any]) -> Any:
     if not known or not hasattr(transformers, architecture):
         raise WeightsError(
             f"{architecture} (model_type {kind!r}) is no causal language model of transformers "
-            f"{transformers.__version__}; code that a repository brings along is not run"
+            f"{transformers.__version__}, nor a family's; `callboard models` lists what is served. "
+            "Code that a repository brings along is not run"
         )
     if architecture not in _classes(str(kind)):
         expected = " or ".join(_classes(str(kind)))
