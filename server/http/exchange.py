@@ -109,7 +109,7 @@ class Exchange:
         """The name of its key, or else its address."""
         return self._address if self.key is None else self.key.name
 
-    def log(self, request: web.BaseRequest, status: int, duration_s: float, *, is_news: bool) -> None:
+    def log(self, request: web.BaseRequest, status: int, duration_s: float, *, is_news: bool = True) -> None:
         """One line per request.  The route is logged, not the path, which is the client's to choose."""
         told: dict[str, object] = {}
         if self.usage is not None:
