@@ -9,7 +9,7 @@ from tests.sim.recovery import World, draw, explain, play, shrink_plan
 from tests.sim.recovery_mutants import MUTANTS, a_lost_fronts_requests_go_on
 from tests.sim.traffic import KINDS
 
-NUM_SEEDS = 300
+NUM_SEEDS = 200
 MUTANT_SEEDS = 200
 MARKS = (
     "deaf",

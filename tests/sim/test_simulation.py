@@ -5,7 +5,7 @@ import pytest
 from tests.sim.run import MARKS, Sweep, explain, sweep
 from tests.sim.world import Outcome
 
-NUM_SEEDS = 400  # planted bugs, see ``test_mutants.py``, are found within 200
+NUM_SEEDS = 200  # planted bugs, see ``test_mutants.py``, are found within as many
 SHRINK_S = 20.0
 
 
