@@ -289,8 +289,8 @@ def _s(seconds: float) -> str:
 
 
 def _named(others: tuple[tuple[int, float], ...], names: Mapping[int, str]) -> str:
-    known = [names[who] for who, _ in others if who in names]
-    hidden = len(others) - len(known)
+    known = list(dict.fromkeys(names[who] for who, _ in others if who in names))  # a call may have several choices
+    hidden = sum(who not in names for who, _ in others)
     if hidden:
         known.append("another client's" if hidden == 1 else f"{hidden} of other clients")
     return ", ".join(known)

@@ -154,6 +154,20 @@ def test_who_may_ask_and_whose_names_are_told(tmp_path: Path) -> None:
         assert b"of-alice" not in asked("b", "of-bob").body
 
 
+def test_a_call_of_several_choices_is_named_once() -> None:
+    with LiveServer() as live:
+        for name in ("several", "one", "mine"):
+            with RawClient(live.port) as client:
+                client.send(post(name, n=3 if name == "several" else 1))
+                assert client.read_reply().status == 200
+        *others, mine = (stream.request_id for stream in live.ingress.opened)
+        shares = tuple((number, 1e-5) for number in others)
+        tell(live, engine_saw(mine, time.monotonic(), Part("queue", 1e-5, {"running": 4.0}, shares)))
+        queue = parts_of(explained(live.port, "mine"))["queue"]
+        assert queue["text"].endswith("4 others had rows meanwhile, longest several, one.")
+        assert [other["number"] for other in queue["others"]] == others
+
+
 @at_some_pace
 def test_a_reader_that_is_slow_at_the_end_is_a_part(pace: float) -> None:
     with LiveServer() as live, RawClient(live.port, receive_buffer=4096) as client:
