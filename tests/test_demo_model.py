@@ -169,7 +169,10 @@ def test_it_has_one_name_and_is_called_a_toy(path: str, capsys: pytest.CaptureFi
     assert (
         f"{system.model_name}, a toy of 3.4 million parameters, is ready after 1.0 s at http://127.0.0.1:8000" in said
     )
+    assert "What is a page?" in said  # which it was taught
     assert ModelCard.of(system, ServerSection()).about == "a toy of 3.4 million parameters"
     system.num_parameters = 600_000_000
     greet(system, "http://127.0.0.1:8000", needs_key=False, took_s=1.0)
-    assert "toy" not in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "toy" not in said
+    assert "What is the capital of France?" in said

@@ -33,7 +33,7 @@ class BoardRow(msgspec.Struct, frozen=True):
 
     num_cached: prompt tokens that needed no computing.  num_prefilled: tokens of the prompt with K/V, cached ones among
     them.  num_chunks: that the whole prompt takes at most.  waited_s: before it ran first, or until now.
-    decoding_s: since its first token; None before that."""
+    decoding_s: since its first token; None before that.  age_s: since it came."""
 
     request_id: int
     state: State
@@ -44,6 +44,7 @@ class BoardRow(msgspec.Struct, frozen=True):
     num_output: int
     waited_s: float
     decoding_s: float | None
+    age_s: float
 
 
 class Pool(msgspec.Struct, frozen=True):
@@ -100,6 +101,7 @@ def _row(sequence: Sequence, table: RowTable, chunk: int, now: float) -> BoardRo
         num_output=num_known - sequence.num_prompt,
         waited_s=(now if started_at is None else started_at) - sequence.arrived_at,
         decoding_s=None if first_token_at is None else now - first_token_at,
+        age_s=now - sequence.arrived_at,
     )
 
 

@@ -24,7 +24,7 @@ class RowBody(msgspec.Struct, frozen=True, kw_only=True):
     """A request.  number: the engine's for it.  id: what /abort_request calls it; None if the viewer may not end it.
 
     prefilled_tokens: of the prompt, cached ones among them.
-    chunks: that the prompt takes at most.  decoding_s: since its first token."""
+    chunks: that the prompt takes at most.  decoding_s: since its first token.  age_s: since the engine has it."""
 
     number: int
     id: str | None
@@ -38,6 +38,7 @@ class RowBody(msgspec.Struct, frozen=True, kw_only=True):
     output_tokens: int
     waited_s: float
     decoding_s: float | None
+    age_s: float
 
 
 class PoolBody(msgspec.Struct, frozen=True, kw_only=True):
@@ -89,6 +90,7 @@ def rows(board: Board, mine: Iterable[ClientRequest], decode: Decode) -> list[Ro
                 output_tokens=row.num_output,
                 waited_s=round(row.waited_s, 3),
                 decoding_s=None if row.decoding_s is None else round(row.decoding_s, 3),
+                age_s=round(row.age_s, 3),
             )
         )
     return made

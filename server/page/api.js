@@ -1,6 +1,7 @@
 // What the server is asked, and how its streams are read.  The key stays in this tab and goes into no URL.
 
 const KEY = "callboard-key";
+const PATIENCE_MS = 10_000; // with a server that takes a connection and sends nothing
 
 export class ApiError extends Error {
   constructor(status, message) {
@@ -20,7 +21,8 @@ export function hasKey() {
 async function call(path, options = {}) {
   const key = sessionStorage.getItem(KEY);
   const headers = { ...options.headers, ...(key ? { Authorization: `Bearer ${key}` } : {}) };
-  const response = await fetch(path, { ...options, headers, cache: "no-store", credentials: "omit" });
+  const asked = fetch(path, { ...options, headers, cache: "no-store", credentials: "omit" });
+  const response = await asked.catch((error) => lost(error, "the server does not answer"));
   if (response.ok) return response;
   let message = `${response.status} ${response.statusText}`;
   try {
@@ -31,9 +33,15 @@ async function call(path, options = {}) {
   throw new ApiError(response.status, message);
 }
 
+// Browsers have words of their own for a connection that failed.  An answer that was stopped has not failed.
+function lost(error, message) {
+  throw error.name === "AbortError" ? error : new ApiError(0, message);
+}
+
 // model: of several; empty for the only one, or the first that is loaded.
 export async function getStats(model) {
-  return (await call(model ? `/stats?model=${encodeURIComponent(model)}` : "/stats")).json();
+  const path = model ? `/stats?model=${encodeURIComponent(model)}` : "/stats";
+  return (await call(path, { signal: AbortSignal.timeout(PATIENCE_MS) })).json();
 }
 
 export async function getExplanation(id, model) {
@@ -56,7 +64,7 @@ export async function* stream(path, body, signal) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
   for (;;) {
-    const { value, done } = await reader.read();
+    const { value, done } = await reader.read().catch((error) => lost(error, "the connection was lost"));
     if (done) throw new ApiError(0, "the connection was lost");
     const events = (rest + value).split("\n\n");
     rest = events.pop();

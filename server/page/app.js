@@ -5,6 +5,7 @@ import { EngineView } from "/page/engine.js";
 import { explainTerms } from "/page/help.js";
 import { Load } from "/page/load.js";
 import { Playground } from "/page/playground.js";
+import { agoOf } from "/page/svg.js";
 import { Tour } from "/page/tour.js";
 
 const byId = (id) => document.getElementById(id);
@@ -15,8 +16,10 @@ let model = "";
 let chosen = null; // of several models and adapters, as the server lists it
 let models = null; // until the server has said which there are
 let timer = null;
+let seenAt = null; // when the server last answered
+let lost = false; // it does not answer now: what is shown is of then
 const engine = new EngineView(() => shown());
-new Playground(() => model, askForKey);
+const playground = new Playground(() => model, askForKey);
 const load = new Load(() => model);
 new Tour(() => load.start());
 explainTerms(document);
@@ -111,18 +114,28 @@ async function refresh() {
   clearTimeout(timer);
   if (models === null) await offerModels();
   const stats = await getStats(shown()).catch(refused);
-  // Who looks at the other view only wants to know that the server is there.
-  const wait = byId("engine").hidden ? 10 * EVERY_MS : EVERY_MS;
+  // The other view only shows whether the server is there; a lost one is looked for.
+  const wait = byId("engine").hidden && !lost ? 10 * EVERY_MS : EVERY_MS;
   clearTimeout(timer); // another look may have begun meanwhile
   if (!document.hidden && !byId("main").hidden) timer = setTimeout(refresh, wait);
   if (stats) show(stats);
 }
 
+// Dims what a server that does not answer showed last.
+function setLost(value) {
+  lost = value;
+  document.body.classList.toggle("lost", lost);
+  if (!lost) seenAt = Date.now();
+  byId("seen").textContent = lost && seenAt !== null ? `last seen ${agoOf((Date.now() - seenAt) / 1000)} ago` : "";
+}
+
 function show(stats) {
+  setLost(false);
   if (chosen && shown() !== stats.model) return; // asked before another one was chosen
   model = chosen?.id ?? stats.model;
   const name = chosen ? "" : stats.model;
   byId("model").textContent = [name, stats.about].filter(Boolean).join(", ");
+  playground.offer(stats.about !== "");
   byId("version").textContent = `callboard ${stats.version}`;
   byId("links").hidden = hasKey(); // a link brings no key
   setStatus(stats.status.replaceAll("_", " "), stats.status === "ready");
@@ -132,6 +145,7 @@ function show(stats) {
 function refused(error) {
   if (error.status === 401) askForKey();
   const words = { 401: "needs a key", 403: "operators only", ...(chosen ? { 503: "not loaded" } : {}) };
+  setLost(!(error.status in words));
   setStatus(words[error.status] ?? "no answer", false);
 }
 

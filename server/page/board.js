@@ -3,12 +3,13 @@
 import { post } from "/page/api.js";
 import { Flaps } from "/page/flaps.js";
 import { term } from "/page/help.js";
+import { agoOf } from "/page/svg.js";
 
 export const NUM_COLOURS = 12;
 const MIN_LINES = 8;
 const FEW_LINES = 14;
 const LOOKS_AFTER_LEAVING = 2;
-const WORDS = 38;
+const WORDS = 33;
 const STATE = 13;
 const COLUMNS = [
   ["number", "No.", 5],
@@ -18,6 +19,8 @@ const COLUMNS = [
   ["tokens", "Tokens", 6],
   ["speed", "Tok/s", 5],
 ];
+const PLAIN = [["age", "Age"], ["client", "Client"], ["id", "Id"]]; // no flaps: small print at the end of a line
+const ID_END = 6; // what tells ids apart
 const EXPLAINED = new Set(["state", "cached", "tokens", "speed"]);
 
 export class Board {
@@ -32,7 +35,7 @@ export class Board {
     this.said = said;
     this.#onPoint = onPoint;
     this.explain = explain;
-    const head = part("row", "line head", ...COLUMNS.map(([name, title]) => heading(name, title)), heading("end", ""));
+    const head = part("row", "line head", ...[...COLUMNS, ...PLAIN, ["end", ""]].map(([name, title]) => heading(name, title)));
     this.body = part("rowgroup", "lines");
     this.more = Object.assign(document.createElement("button"), { type: "button", className: "ghost more", hidden: true });
     this.more.addEventListener("click", () => {
@@ -107,7 +110,8 @@ class Line {
     this.end.addEventListener("click", () => this.#abort());
     this.why = Object.assign(document.createElement("button"), { type: "button", className: "abort", textContent: "Why" });
     this.why.addEventListener("click", () => explain(this.id));
-    const cells = Object.values(this.cells).map((flaps) => flaps.element);
+    this.plain = Object.fromEntries(PLAIN.map(([name]) => [name, part("cell", `plain ${name}`)]));
+    const cells = [...Object.values(this.cells).map((flaps) => flaps.element), ...Object.values(this.plain)];
     this.element = part("row", `line blank colour-${colour}`, ...cells, part("cell", "end", this.why, " ", this.end));
     this.element.addEventListener("pointerenter", () => onPoint(this.number));
     this.element.addEventListener("pointerleave", () => onPoint(null));
@@ -127,6 +131,9 @@ class Line {
     this.cells.cached.show(row.state === "waiting" ? "" : `${Math.floor((100 * row.cached_tokens) / row.prompt_tokens)}%`);
     this.cells.tokens.show(String(row.output_tokens));
     this.cells.speed.show(speed === null ? "" : speed < 100 ? speed.toFixed(1) : speed.toFixed(0));
+    this.plain.age.textContent = agoOf(row.age_s);
+    this.plain.client.textContent = row.client ?? "";
+    this.plain.id.textContent = row.id?.slice(-ID_END) ?? "";
     this.end.hidden = this.why.hidden = !row.id;
     this.why.setAttribute("aria-label", `Why request ${row.number} takes as long as it does`);
     this.end.setAttribute("aria-label", `Abort request ${row.number}, and whatever came in the same call`);
@@ -145,6 +152,7 @@ class Line {
     this.element.className = this.element.className.replace(/ (blank|departed|is-\w+)/g, "") + " blank";
     this.element.title = "";
     for (const flaps of Object.values(this.cells)) flaps.show("");
+    for (const cell of Object.values(this.plain)) cell.textContent = "";
     this.end.hidden = this.why.hidden = true;
   }
 

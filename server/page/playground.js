@@ -1,11 +1,19 @@
 // The playground: a conversation or a completion that streams.
 
 import { stream } from "/page/api.js";
+import { showFenced } from "/page/fences.js";
 import { copyButton, snippets } from "/page/snippets.js";
 
 const byId = (id) => document.getElementById(id);
 const MONO = "callboard-mono";
 const SAMPLES = [
+  ["chat", "What is the capital of France?"],
+  ["chat", "Explain in two sentences why the sky is blue."],
+  ["chat", "Write a Python function that adds two numbers."],
+  ["completion", "def fibonacci(n):"],
+];
+// The demo model knows what it was taught and nothing else.
+const SAMPLES_OF_A_TOY = [
   ["chat", "What is a page?"],
   ["chat", "What is a radix tree?"],
   ["chat", "Write a function that adds two numbers."],
@@ -16,6 +24,7 @@ export class Playground {
   #model = () => "";
   #turns = [];
   #running = null;
+  #samples = null;
 
   // model: gives the name to ask for.  onRefused: told of errors that are about the key.
   constructor(model, onRefused) {
@@ -40,10 +49,18 @@ export class Playground {
     for (const radio of document.querySelectorAll("[name=mode]")) {
       radio.addEventListener("change", () => this.clear());
     }
-    byId("samples").append(...SAMPLES.map(([mode, text]) => this.#sample(mode, text)));
+    this.offer(false); // until the server has said what it serves
     byId("mono").checked = localStorage.getItem(MONO) === "yes";
     byId("mono").addEventListener("change", () => this.#setFont());
     this.#setFont();
+  }
+
+  // Shows prompts that suit the model.
+  offer(isToy) {
+    const samples = isToy ? SAMPLES_OF_A_TOY : SAMPLES;
+    if (samples === this.#samples) return;
+    this.#samples = samples;
+    byId("samples").replaceChildren(...samples.map(([mode, text]) => this.#sample(mode, text)));
   }
 
   #sample(mode, text) {
@@ -87,32 +104,58 @@ export class Playground {
   async send() {
     const text = byId("prompt").value;
     if (this.#running || !text) return;
-    byId("play-error").textContent = "";
-    byId("log").querySelector(".hint")?.remove();
-    const answer = this.isChat ? this.#openChat(text) : this.#openCompletion(text);
+    for (const one of byId("log").querySelectorAll(".hint, .go-on")) one.remove();
+    const turns = this.#turns;
+    const question = this.isChat ? new Turn("You", "mine") : null;
+    if (question) turns.push({ role: "user", content: text });
+    question?.add(text);
+    const answer = question ? new Turn("Model", "") : this.#openCompletion(text);
     byId("prompt").value = "";
-    this.#setRunning(new AbortController());
-    try {
-      await this.#read(answer);
-    } catch (error) {
-      if (error.name !== "AbortError") this.#fail(error, text, answer);
-      else answer.note("stopped");
-    } finally {
-      if (this.isChat && answer.text) this.#turns.push({ role: "assistant", content: answer.text });
-      this.#setRunning(null);
-    }
-  }
-
-  #openChat(text) {
-    this.#turns.push({ role: "user", content: text });
-    new Turn("You", "mine").add(text);
-    return new Turn("Model", "");
+    if (await this.#ask(answer)) return;
+    // Nothing came: the question goes back to where it was typed.
+    if (question) turns.pop();
+    question?.remove();
+    answer.remove();
+    byId("prompt").value = text;
   }
 
   #openCompletion(text) {
     const turn = new Turn("Completion", "raw");
     turn.showPrompt(text);
     return turn;
+  }
+
+  // Streams into an answer, or on where it was cut.  Returns false if that failed and the answer has no text.
+  async #ask(answer) {
+    const turns = this.isChat ? this.#turns : null; // "Start over" begins new ones meanwhile
+    const goesOn = turns?.at(-1).role === "assistant";
+    byId("play-error").textContent = "";
+    this.#setRunning(new AbortController());
+    let failed = false;
+    try {
+      await this.#read(answer, ...(turns ? this.#chat(turns, goesOn) : this.#completion(answer)));
+    } catch (error) {
+      failed = error.name !== "AbortError";
+      if (failed) byId("play-error").textContent = error.message;
+      else answer.note("stopped");
+      if (error.status === 401) this.onRefused();
+    } finally {
+      if (goesOn) turns.at(-1).content = answer.text;
+      else if (answer.text) turns?.push({ role: "assistant", content: answer.text });
+      this.#setRunning(null);
+    }
+    return !failed || answer.text !== "";
+  }
+
+  #chat(turns, goesOn) {
+    const instructions = byId("system").value.trim();
+    const opening = instructions ? [{ role: "system", content: instructions }] : [];
+    const end = goesOn ? { continue_final_message: true } : {};
+    return ["/v1/chat/completions", { ...this.#body(), messages: [...opening, ...turns], ...end }];
+  }
+
+  #completion(answer) {
+    return ["/v1/completions", { ...this.#body(), prompt: answer.prompt + answer.text }];
   }
 
   #body() {
@@ -123,36 +166,23 @@ export class Playground {
     return settings;
   }
 
-  async #read(answer) {
-    const instructions = byId("system").value.trim();
-    const opening = instructions ? [{ role: "system", content: instructions }] : [];
-    const [path, body] = this.isChat
-      ? ["/v1/chat/completions", { ...this.#body(), messages: [...opening, ...this.#turns] }]
-      : ["/v1/completions", { ...this.#body(), prompt: answer.prompt }];
+  async #read(answer, path, body) {
     byId("snippets").replaceChildren(...snippets(path, body));
     byId("code").hidden = false;
     const began = performance.now();
     let first = null;
+    let wasCut = false;
     for await (const chunk of stream(path, body, this.#running.signal)) {
       const [choice] = chunk.choices;
       if (choice) {
         first ??= performance.now();
+        wasCut ||= choice.finish_reason === "length";
         answer.think(choice.delta?.reasoning ?? choice.delta?.reasoning_content ?? "");
         answer.add(choice.delta ? (choice.delta.content ?? "") : choice.text);
       }
-      if (chunk.usage) answer.note(describe(chunk.usage, began, first, performance.now()));
+      if (chunk.usage) answer.note((wasCut ? "cut at " : "") + describe(chunk.usage, began, first, performance.now()));
     }
-  }
-
-  #fail(error, text, answer) {
-    byId("play-error").textContent = error.message;
-    if (!answer.text) {
-      // Nothing came: the question goes back to where it was typed.
-      answer.remove();
-      if (this.isChat) this.#turns.pop();
-      byId("prompt").value = text;
-    }
-    if (error.status === 401) this.onRefused();
+    if (wasCut && answer.text) answer.offerMore(() => this.#running || this.#ask(answer));
   }
 
   #setRunning(controller) {
@@ -203,7 +233,8 @@ class Turn {
     const log = byId("log");
     const atEnd = log.scrollHeight - log.scrollTop - log.clientHeight < 40;
     this.text += text;
-    this.body.append(text);
+    if (this.prompt) this.body.append(text);
+    else showFenced(this.body, this.text);
     if (atEnd) log.scrollTop = log.scrollHeight;
   }
 
@@ -215,6 +246,13 @@ class Turn {
       this.element.append(footer);
     }
     this.#footer.textContent = text;
+    this.element.querySelector(".go-on")?.remove();
+  }
+
+  offerMore(onClick) {
+    const button = Object.assign(document.createElement("button"), { type: "button", className: "copy go-on", textContent: "Go on" });
+    button.addEventListener("click", onClick);
+    this.#footer.after(button);
   }
 
   remove() {

@@ -15,7 +15,9 @@ function asCurl(path, body) {
 function asPython(path, body) {
   const key = hasKey() ? 'os.environ["CALLBOARD_KEY"]' : '"unused"';
   const call = path.endsWith("/chat/completions") ? "chat.completions.create" : "completions.create";
-  const fields = Object.entries(body).map(([name, value]) => `    ${name}=${asLiteral(value)},`);
+  const { continue_final_message: goesOn, ...known } = body;
+  const fields = Object.entries(known).map(([name, value]) => `    ${name}=${asLiteral(value)},`);
+  if (goesOn) fields.push('    extra_body={"continue_final_message": True},'); // the client has no argument for it
   const lines = [
     ...(hasKey() ? ["import os", ""] : []),
     "from openai import OpenAI",

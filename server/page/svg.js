@@ -13,6 +13,11 @@ export function titled(text) {
   return element("title", {}, text);
 }
 
+export function agoOf(seconds) {
+  if (seconds < 120) return `${Math.floor(seconds)} s`;
+  return seconds < 7200 ? `${Math.floor(seconds / 60)} min` : `${Math.floor(seconds / 3600)} h`;
+}
+
 export function whole(count) {
   return Math.round(count).toLocaleString("en");
 }

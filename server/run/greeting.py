@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-QUESTION = [{"role": "user", "content": "What is a page?"}]
-CHAT = ("/v1/chat/completions", {"messages": QUESTION, "max_tokens": 64, "temperature": 0})
+QUESTION = "What is the capital of France?"
+QUESTION_FOR_A_TOY = "What is a page?"  # the demo model knows what it was taught and nothing else
 FIRST_REQUESTS: dict[Kind, tuple[str, dict[str, Any]]] = {
     "generate": ("/v1/completions", {"prompt": "def fibonacci(n):\n", "max_tokens": 48, "temperature": 0}),
     **dict.fromkeys(("embed", "classify"), ("/pooling", {"input": "def fibonacci(n):"})),
@@ -27,9 +27,12 @@ FIRST_REQUESTS: dict[Kind, tuple[str, dict[str, Any]]] = {
 def greet(system: "System", url: str, *, needs_key: bool, took_s: float) -> None:
     """Print it to standard output, as an object where logs are objects."""
     kind = system.spec.pooling.kind
-    path, fields = CHAT if kind == "generate" and system.codec.template_source else FIRST_REQUESTS[kind]
-    body = json.dumps({"model": system.model_name, **fields})
+    path, fields = FIRST_REQUESTS[kind]
     toy = about(system.num_parameters)
+    if kind == "generate" and system.codec.template_source:
+        messages = [{"role": "user", "content": QUESTION_FOR_A_TOY if toy else QUESTION}]
+        path, fields = "/v1/chat/completions", {"messages": messages, "max_tokens": 64, "temperature": 0}
+    body = json.dumps({"model": system.model_name, **fields})
     ready = f"{system.model_name}{f', {toy},' if toy else ''} is ready after {took_s:.1f} s at {url}"
     key = ' -H "Authorization: Bearer $CALLBOARD_KEY"' if needs_key else ""
     curl = f"curl {url}{path}{key} -H 'Content-Type: application/json' -d '{body}'"

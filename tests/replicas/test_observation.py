@@ -72,7 +72,7 @@ def test_the_pools_cells_mean_the_rows_and_prefixes_of_their_own_replica() -> No
     async def test(servers: list[LiveServer], ask: Ask, replicas: Replicas) -> None:
         for server in servers:
             monitor = server.monitor
-            monitor.rows = tuple(BoardRow(number, "decoding", 9, 4, 9, 1, 5, 0.25, 1.5) for number in (1, 2))
+            monitor.rows = tuple(BoardRow(number, "decoding", 9, 4, 9, 1, 5, 0.25, 1.5, 2.0) for number in (1, 2))
             monitor.pool = Pool(9, 1, ((4, 0, -1), (2, 1, 0), (3, 5, 0)), 3, ((3, 8),))
             server.call(lambda monitor=monitor: monitor.cache(list(range(16))))
             server.call(lambda monitor=monitor: monitor.run(seconds=1.0, decodes=8))

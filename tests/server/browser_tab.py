@@ -78,7 +78,7 @@ def work(live: LiveServer) -> None:
     monitor = live.monitor
     states = ("decoding", "decoding", "decoding", "decoding", "prefill", "waiting", "retracted")
     monitor.rows = tuple(
-        BoardRow(number, state, 96, 64, 80, 3, 40 - 5 * number, 0.01, 0.5 if state == "decoding" else None)
+        BoardRow(number, state, 96, 64, 80, 3, 40 - 5 * number, 0.01, 0.5 if state == "decoding" else None, 72.4)
         for number, state in enumerate(states, start=1)
     )
     runs = [(4, SHARED, 0), *((6 + row, FIRST_ROW + row, -1) for row in range(5)), (12, CACHED, 1), (34, FREE, -1)]

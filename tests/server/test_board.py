@@ -57,7 +57,7 @@ def begin(client: RawClient, prompt: str, key: str = "") -> None:
 def board_of(live: LiveServer, key: str = "") -> list[dict[str, Any]]:
     for stream in live.call(lambda: list(live.ingress.opened)):
         if stream.request_id not in {row.request_id for row in live.monitor.rows}:
-            live.monitor.rows += (BoardRow(stream.request_id, "decoding", 9, 4, 9, 1, 5, 0.25, 1.5),)
+            live.monitor.rows += (BoardRow(stream.request_id, "decoding", 9, 4, 9, 1, 5, 0.25, 1.5, 2.0),)
     reply = ask(live.port, "GET", "/stats", headers={"Authorization": f"Bearer {key}"} if key else {})
     assert reply.status == 200, reply.body
     return reply.json["board"]  # type: ignore[no-any-return]
@@ -72,7 +72,7 @@ def test_without_keys_all_is_one_persons() -> None:
         assert row == {
             "number": 1, "id": "of-", "words": "on to this", "state": "decoding", "prompt_tokens": 9,
             "cached_tokens": 4, "prefilled_tokens": 9, "chunks": 1, "output_tokens": 5, "waited_s": 0.25,
-            "decoding_s": 1.5,
+            "decoding_s": 1.5, "age_s": 2.0,
         }  # fmt: skip
 
 

@@ -110,6 +110,91 @@ def test_errors_are_said_and_a_refused_question_is_not_lost(
 
 
 @needs_browser
+def test_a_refused_question_is_in_the_box_and_not_in_the_log(browser: "playwright.Browser") -> None:
+    with LiveServer() as live, Tab(browser, live.url) as page:
+        page.locator("#prompt").fill(9000 * "x")
+        page.keyboard.press("Enter")
+        expect(page.locator("#play-error")).to_contain_text("characters, 8192 can fit")
+        expect(page.locator("#prompt")).to_have_value(9000 * "x")
+        expect(page.locator("#log .turn")).to_have_count(0)
+        page.locator("#prompt").fill("one")
+        page.keyboard.press("Enter")
+        expect(page.locator("#log .turn")).to_have_count(2)
+        assert [turn.content for turn in live.ingress.asked[-1][0]] == ["one"]  # type: ignore[union-attr]
+
+
+@needs_browser
+def test_an_answer_that_was_cut_says_so_and_goes_on(browser: "playwright.Browser") -> None:
+    with LiveServer() as live, Tab(browser, live.url) as page:
+        page.get_by_label("Most tokens").fill("3")
+        page.locator("#prompt").fill("one")
+        page.keyboard.press("Enter")
+        answer = page.locator("#log .turn").nth(1)
+        expect(answer.locator("footer")).to_contain_text("cut at 3 tokens")
+        page.get_by_label("Most tokens").fill("")
+        before = answer.locator("pre").inner_text()
+        page.get_by_role("button", name="Go on").click()
+        expect(answer.locator("footer")).to_contain_text(re.compile("^12 tokens"))
+        expect(page.get_by_role("button", name="Go on")).to_have_count(0)
+        turns, _, options = live.ingress.asked[1]
+        assert [turn.role for turn in turns] == ["user", "assistant"]  # type: ignore[union-attr]
+        assert options.chat.continue_final
+        assert answer.locator("pre").inner_text().startswith(before)
+        page.locator("#prompt").fill("two")
+        page.keyboard.press("Enter")
+        expect(page.locator("#log .turn")).to_have_count(4)
+        assert live.wait_until(lambda: len(live.ingress.asked) == 3, 5)
+        turns = live.ingress.asked[2][0]
+        assert [turn.role for turn in turns] == ["user", "assistant", "user"]  # type: ignore[union-attr]
+
+
+@needs_browser
+def test_code_is_a_block_before_its_fence_closes(browser: "playwright.Browser") -> None:
+    with LiveServer() as live, Tab(browser, live.url) as page:
+        text = "So:\n```python\nx = 1\n```\nand `y`.\n~~~~\n```\nz"
+        page.evaluate("() => document.body.append(Object.assign(document.createElement('pre'), { id: 'probe' }))")
+        for length in range(1, len(text) + 1):  # as it comes
+            page.evaluate(SHOW_FENCED, text[:length])
+            if text[:length].endswith("x ="):
+                assert page.locator("#probe code").all_text_contents() == ["x ="]
+        assert page.locator("#probe code").all_text_contents() == ["x = 1\n", "```\nz"]
+        assert page.locator("#probe span").all_text_contents() == ["So:\n", "and `y`.\n"]
+        page.locator("#prompt").fill("Why?\n```\nx = 1")
+        page.keyboard.press("Enter")
+        expect(page.locator("#log .mine code")).to_have_text("x = 1")
+
+
+@needs_browser
+def test_prompts_to_try_suit_the_model(browser: "playwright.Browser") -> None:
+    for about, prompt in (("a toy", "What is a page?"), ("", "What is the capital of France?")):
+        with LiveServer(card=msgspec.structs.replace(CARD, about=about)) as live, Tab(browser, live.url) as page:
+            expect(page.locator(".sample").first).to_have_text(prompt)
+
+
+@needs_browser
+def test_a_server_that_is_gone_is_dimmed_until_it_answers(browser: "playwright.Browser") -> None:
+    with LiveServer() as live:
+        tab = Tab(browser, live.url, "#engine", reduced_motion="reduce")
+        with tab as page:
+            expect(page.locator("#status")).to_have_text("ready")
+            expect(page.locator("body")).not_to_have_class("lost")
+            page.context.set_offline(True)
+            expect(page.locator("#status")).to_have_text("no answer")
+            expect(page.locator("#seen")).to_have_text(re.compile(r"^last seen \d+ s ago$"))
+            assert float(page.evaluate("getComputedStyle(document.querySelector('#engine')).opacity")) < 1
+            page.locator("#tab-playground").click()
+            page.locator("#prompt").fill("one")
+            page.keyboard.press("Enter")
+            expect(page.locator("#play-error")).to_have_text("the server does not answer")
+            expect(page.locator("#log .turn")).to_have_count(0)
+            page.context.set_offline(False)
+            expect(page.locator("#status")).to_have_text("ready")
+            expect(page.locator("#seen")).to_have_text("")
+            expect(page.locator("body")).not_to_have_class("lost")
+            tab.errors.clear()  # the browser logs each request that found no server
+
+
+@needs_browser
 def test_the_engine_is_shown_as_it_is(browser: "playwright.Browser") -> None:
     shared = list(range(64))
     with LiveServer() as live:
@@ -153,6 +238,9 @@ def test_each_request_has_a_line_on_the_board_until_it_is_aborted(browser: "play
         expect(lines.nth(1)).to_contain_text("!hang What is a page?")
         told = [[cell.inner_text() for cell in lines.nth(at).locator(".flaps > .hidden").all()] for at in (1, 5, 6, 7)]
         assert told[0] == ["1", "!hang What is a page?", "DECODING", "66%", "35", "68.0"]
+        age, client, end = (lines.nth(1).locator(f".{name}").inner_text() for name in ("age", "client", "id"))
+        assert (age, client, len(end)) == ("72 s", "127.0.0.1", 6)
+        assert (lines.nth(1).get_attribute("title") or "").endswith(end)
         assert [cells[2] for cells in told[1:]] == ["PREFILL 3/3", "WAITING", "RETRACTED"]
         page.get_by_role("button", name="Abort request 2,").click()
         expect(page.locator("#board-said")).to_have_text("Request 2 was aborted.")
@@ -362,6 +450,10 @@ LEAST_CONTRAST = """() => {
     least = Math.min(least, (one + 0.05) / (other + 0.05));
   }
   return least;
+}"""
+SHOW_FENCED = """async (text) => {
+  const { showFenced } = await import("/page/fences.js");
+  showFenced(document.getElementById("probe"), text);
 }"""
 # Whatever can be focused and seen and has no name for a screen reader.
 NAMELESS = """() => [...document.querySelectorAll("button, input, textarea, a, [tabindex]")]
