@@ -9,6 +9,7 @@ import hashlib
 import logging
 import os
 import platform
+import shlex
 import subprocess
 import tempfile
 from collections.abc import Sequence
@@ -48,37 +49,37 @@ def compiled() -> ctypes.CDLL | None:
 
     None as well where the environment variable CALLBOARD_KERNELS is torch or triton."""
     compiler = c_compiler()
-    if compiler is None:
-        if not os.environ.get(VARIABLE):
+    if not compiler:
+        if os.environ.get(VARIABLE):
+            return None
+        if given := os.environ.get("CC"):
+            log.warning("kernels: torch (CC=%r names no program that is here; correct it, or unset it for cc)", given)
+        else:
             log.info("kernels: torch (there is no C compiler; with one a small model's steps are shorter)")
         return None
     try:
         library = _library(compiler)
     except (OSError, subprocess.SubprocessError) as error:
-        log.warning("kernels: torch (%s cannot compile %s: %s)", compiler, ", ".join(SOURCES), error)
+        log.warning("kernels: torch (%s cannot compile %s: %s)", shlex.join(compiler), ", ".join(SOURCES), error)
         return None
-    log.info("kernels: %s, compiled by %s", ", ".join(SOURCES), compiler)
+    log.info("kernels: %s, compiled by %s", ", ".join(SOURCES), shlex.join(compiler))
     return library
 
 
-def _library(compiler: str) -> ctypes.CDLL:
+def _library(compiler: list[str]) -> ctypes.CDLL:
     """The compiled sources, from the user's cache if they are there.  Raises OSError, SubprocessError."""
     level = LEVELS.get(torch.backends.cpu.get_cpu_capability(), ())
     if level == LEVELS["AVX512"] and torch.cpu._is_vnni_supported():
         level = (*level, "-mavx512vnni")
     texts = [(FOLDER / name).read_bytes() for name in (*SOURCES, HEADER)]
     what = (texts, compiler, FLAGS, THREADS, *SOURCES.values(), level, platform.machine(), platform.system())
-    folder = cache_folder("kernels")
-    kept = None if folder is None else folder / f"{hashlib.sha256(repr(what).encode()).hexdigest()[:32]}.so"
-    if kept is not None and kept.exists():
-        try:
-            return ctypes.CDLL(str(kept))
-        except OSError as error:  # of a machine with other libraries that shares the folder
-            log.info("%s are compiled again: %s", ", ".join(SOURCES), error)
+    folder, kind = cache_folder("kernels"), _digest(repr(what).encode())
+    if folder is not None and (library := _kept(folder, kind)) is not None:
+        return library
     log.info("kernels: compiling %s, once on this machine", ", ".join(SOURCES))
     for threads in THREADS:
         try:
-            return _made((compiler, *FLAGS, *level, *threads), kept)
+            return _loaded(_made(compiler, (*FLAGS, *level, *threads)), folder, kind)
         except (OSError, subprocess.CalledProcessError) as error:
             if not threads:
                 raise
@@ -86,26 +87,53 @@ def _library(compiler: str) -> ctypes.CDLL:
     raise AssertionError("the last way returns or raises")
 
 
-def _made(command: Sequence[str], kept: Path | None) -> ctypes.CDLL:
-    """Compile, keep and load the sources.  Raises OSError, SubprocessError."""
+def _kept(folder: Path, kind: str) -> ctypes.CDLL | None:
+    """The library of this kind that an earlier start kept.  A file's name has its digest, since code that is damaged
+    may end the process when it is loaded, or in any request."""
+    for path in sorted(folder.glob(f"{kind}-*.so")):
+        try:
+            if path.name == f"{kind}-{_digest(path.read_bytes())}.so":
+                return ctypes.CDLL(str(path))
+            log.warning("kernels: %s is damaged; it is removed, and compiled again", path)
+            path.unlink(missing_ok=True)
+        except OSError as error:  # of a machine with other libraries that shares the folder
+            log.info("kernels: %s cannot be loaded here: %s", path, error)
+    return None
+
+
+def _loaded(made: bytes, folder: Path | None, kind: str) -> ctypes.CDLL:
+    """A library that was just compiled, kept if it can be.  Raises OSError."""
+    if folder is not None:
+        kept = folder / f"{kind}-{_digest(made)}.so"
+        try:
+            replace_file(kept, made)
+            return ctypes.CDLL(str(kept))  # code may run there and not among temporary files
+        except OSError as error:
+            log.info("%s are compiled at each start: %s", ", ".join(SOURCES), error)
+    with tempfile.NamedTemporaryFile(suffix=".so") as file:
+        file.write(made)
+        file.flush()
+        return ctypes.CDLL(file.name)  # stays when the file is gone
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:32]
+
+
+def _made(compiler: Sequence[str], flags: Sequence[str]) -> bytes:
+    """The library of the sources, compiled.  Raises OSError, SubprocessError."""
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as made_in:
         made = Path(made_in) / "kernels.so"
         objects = [f"{made_in}/{name}.o" for name in SOURCES]
         with ThreadPoolExecutor() as compilers:
             running = [
-                compilers.submit(_run, *command, *flags, "-c", str(FOLDER / name), "-o", made_of)
-                for (name, flags), made_of in zip(SOURCES.items(), objects, strict=True)
+                compilers.submit(_run, *compiler, *flags, *own, "-c", str(FOLDER / name), "-o", made_of)
+                for (name, own), made_of in zip(SOURCES.items(), objects, strict=True)
             ]
             for one in running:
                 one.result()
-        _run(command[0], "-shared", *objects, "-o", str(made), "-lm")
-        if kept is not None:
-            try:
-                replace_file(kept, made.read_bytes())
-                return ctypes.CDLL(str(kept))  # code may run there and not among temporary files
-            except OSError as error:
-                log.info("%s are compiled at each start: %s", ", ".join(SOURCES), error)
-        return ctypes.CDLL(str(made))  # stays when the file is gone
+        _run(*compiler, "-shared", *objects, "-o", str(made), "-lm")
+        return made.read_bytes()
 
 
 def _run(*command: str) -> None:

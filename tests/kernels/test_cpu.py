@@ -1,8 +1,10 @@
 """The kernels of a small model on a CPU, next to what they replace."""
 
+import hashlib
 import logging
 import shutil
 import subprocess
+import sys
 
 import pytest
 import torch
@@ -16,7 +18,7 @@ from engine.kernels.panels import products
 from engine.layers.mlp import gated
 from engine.layers.norm import HeadNorm, RMSNorm
 from engine.layers.rotary import Rotary
-from engine.own_kernels import VARIABLE
+from engine.own_kernels import VARIABLE, kernels_here
 
 CPU = torch.device("cpu")
 EPS = 1e-6
@@ -184,16 +186,50 @@ def test_where_nothing_can_be_kept_it_is_compiled_at_each_start(monkeypatch, ane
     assert found.add_norm(torch.ones(1, 4), torch.ones(1, 4), torch.ones(4), 0.0).tolist() == [[1.0] * 4]
 
 
-def test_a_kept_file_that_cannot_be_loaded_is_made_again(monkeypatch, anew, tmp_path):
+@pytest.fixture
+def kept(anew, tmp_path):
+    """The file that a first start has left."""
     assert cpu_kernels() is not None
-    (own,) = (tmp_path / "callboard" / "kernels").iterdir()
-    kept = tmp_path / "shared" / own.relative_to(tmp_path)
-    kept.parent.mkdir(parents=True)
-    kept.write_bytes(b"of another machine")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "shared"))
     compiled.cache_clear()
+    (path,) = (tmp_path / "callboard" / "kernels").iterdir()
+    return path
+
+
+def test_a_kept_file_that_cannot_be_loaded_is_made_again(kept):
+    kind, _, _ = kept.name.partition("-")
+    foreign = b"of another machine"
+    kept.unlink()
+    other = kept.with_name(f"{kind}-{hashlib.sha256(foreign).hexdigest()[:32]}.so")
+    other.write_bytes(foreign)
     assert cpu_kernels() is not None
-    assert kept.read_bytes()[1:4] == b"ELF"
+    (own,) = set(kept.parent.iterdir()) - {other}
+    assert own.read_bytes()[1:4] == b"ELF"
+
+
+@pytest.mark.parametrize("damage", ["cut short", "zeros in the middle"])
+def test_a_damaged_kept_file_is_made_again(kept, damage):
+    """Code that is loaded and is not what was compiled ends the process, so this runs in another one."""
+    content = bytearray(kept.read_bytes())
+    third = len(content) // 3
+    kept.write_bytes(content[:5000] if damage == "cut short" else content[:third] + bytes(third) + content[2 * third :])
+    start = "from engine.kernels.cpu import cpu_kernels; from torch import ones; found = cpu_kernels()"
+    use = "print(found.add_norm(ones(1, 4), ones(1, 4), ones(4), 0.0).tolist())"
+    done = subprocess.run([sys.executable, "-c", f"{start}; {use}"], check=False, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "[[1.0, 1.0, 1.0, 1.0]]\n"), done.stderr
+    assert f"{kept} is damaged" in done.stderr
+    (made,) = kept.parent.iterdir()
+    assert hashlib.sha256(made.read_bytes()).hexdigest()[:32] in made.name
+
+
+def test_the_compiler_may_have_arguments_and_a_command_before_it(monkeypatch, anew, tmp_path):
+    called = tmp_path / "called"
+    before = tmp_path / "before"
+    before.write_text(f'#!/bin/sh\necho "$1 $2" >> {called}\nexec "$@"\n')
+    before.chmod(0o755)
+    monkeypatch.setenv("CC", f"'{before}' cc -DOWN=1")
+    assert cpu_kernels() is not None
+    assert kernels_here() == "own"
+    assert set(called.read_text().splitlines()) == {"cc -DOWN=1"}
 
 
 def test_a_compiler_without_openmp_makes_functions_of_one_thread(monkeypatch, anew, tmp_path):
@@ -219,7 +255,18 @@ def test_torch_does_the_work_where_there_is_no_compiler_and_where_it_fails(monke
     caplog.set_level(logging.INFO)
     monkeypatch.setenv("CC", "no-such-compiler")
     assert cpu_kernels() is None
+    assert "CC='no-such-compiler' names no program that is here" in caplog.text
+    monkeypatch.setenv("CC", "'no end")
+    compiled.cache_clear()
+    assert cpu_kernels() is None
+    assert 'CC="\'no end" names no program' in caplog.text
+    compiled.cache_clear()
+    with monkeypatch.context() as empty:
+        empty.delenv("CC")
+        empty.setenv("PATH", "/nowhere")
+        assert cpu_kernels() is None
     assert "there is no C compiler" in caplog.text
+    compiled.cache_clear()
     monkeypatch.setenv("CC", "false")
     compiled.cache_clear()
     assert cpu_kernels() is None
