@@ -14,7 +14,7 @@ TORCH_INDEX ?= $(if $(filter Linux,$(shell uname -s)),$(if $(shell command -v nv
 PIP := $(BIN)/pip --disable-pip-version-check
 PIP_INSTALL := $(PIP) install --constraint constraints.txt
 
-.PHONY: serve test check reliability signatures newest conformance simulate snippets docs format demo-model clean
+.PHONY: serve test check reliability sanitize signatures newest conformance simulate snippets docs format demo-model clean
 
 serve: $(SERVES)  ## install what serving needs, then serve the demo model on 127.0.0.1:8000; CONFIG=FILE.toml ARGS="--port 8001"
 	$(BIN)/callboard serve $(CONFIG) $(ARGS)
@@ -33,6 +33,9 @@ check: $(STAMP)  ## lint, types, import contracts
 RELIABILITY := benchmarks/results/reliability_2core_cpu.json
 reliability: $(STAMP)  ## the tests of docs/reliability.md alone, one by one, with what each of them measured
 	$(BIN)/python -m pytest -m reliability --reliability=$(RELIABILITY)
+
+sanitize: $(STAMP)  ## random calls of the kernels in C under ASan and UBSan, for two minutes; ARGS="--seconds 3600 --seed 7"
+	$(BIN)/python -m tests.sanitized $(ARGS)
 
 signatures: $(STAMP)  ## every call into FlashInfer against its own Python code, 62 MB, which needs no GPU to be imported
 	@if $(BIN)/pip install --quiet --disable-pip-version-check --upgrade --no-compile --target $(VENV)/signatures --no-deps \

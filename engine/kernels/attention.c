@@ -36,7 +36,7 @@
 
 typedef float V __attribute__((vector_size(4 * W)));
 typedef float Loose __attribute__((vector_size(4 * W), aligned(4), may_alias));
-typedef int32_t Bits __attribute__((vector_size(4 * W)));
+typedef uint32_t Bits __attribute__((vector_size(4 * W))); /* unsigned, so that sums may wrap */
 typedef float Four __attribute__((vector_size(16), aligned(4), may_alias));
 #define INLINE static inline __attribute__((always_inline))
 
@@ -76,7 +76,7 @@ INLINE void pack(const float *keys, const int64_t *at, V *out) {
 #else
 INLINE V four_times(const float *x) { return load(x); }
 INLINE V higher(V x, V than) {
-    Bits is = x > than;
+    Bits is = (Bits)(x > than);
     return (V)(((Bits)x & is) | ((Bits)than & ~is));
 }
 INLINE V sums_of_fours(const V *x) {
@@ -91,7 +91,7 @@ INLINE void pack(const float *keys, const int64_t *at, V *out) { out[0] = load(k
 INLINE V exponential(V x) {
     const V round = all(12582912.0f); /* behind whose units there are no bits */
     V whole = x * 1.44269504f + round;
-    Bits power = ((Bits)whole << 23) + (127 << 23), small = x < -86.0f;
+    Bits power = ((Bits)whole << 23) + (127 << 23), small = (Bits)(x < -86.0f);
     whole -= round;
     V rest = x - whole * 0.693145752f - whole * 1.42860677e-6f, sum = all(1 / 5040.0f);
     sum = sum * rest + 1 / 720.0f;

@@ -87,7 +87,7 @@ static inline float exp_below_one(float x) {
     sum = sum * rest + 0.5f;
     sum = sum * rest + 1;
     sum = sum * rest + 1;
-    int32_t bits = ((int32_t)whole + 127) << 23;
+    int32_t bits = (int32_t)(whole > -127 ? whole + 127 : 0) << 23; /* of NaN there is no integer */
     float power;
     memcpy(&power, &bits, sizeof power);
     return sum * power;

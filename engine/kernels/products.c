@@ -6,6 +6,7 @@
    Legend: T rows, I inputs, O outputs, V numbers of a vector, P outputs of a panel, G inputs that share a scale,
    M rows and N panels of a tile. */
 
+#include <float.h>
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
@@ -159,11 +160,11 @@ OF_VECTORS static void pack_bytes(const float *w_OI, char *panel, int64_t first,
             bits = (bits + 0xffff) & 0xffff0000; /* up, so that the largest still fits */
             memcpy(&scale, &bits, sizeof scale);
             scales[o] = bits >> 16;
-            float inverse = scale > 0 ? 1 / scale : 0;
+            float inverse = scale >= FLT_MIN ? 1 / scale : 0; /* of less it would be infinite, and NaN has no bytes */
             int8_t whole[G];
             int32_t sum = 0;
             for (int i = 0; i < G; i++) {
-                int32_t byte = (int32_t)rintf(numbers[i] * inverse);
+                int32_t byte = inverse ? (int32_t)rintf(numbers[i] * inverse) : 0;
                 whole[i] = byte;
                 sum += byte;
             }

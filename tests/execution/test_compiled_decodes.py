@@ -4,9 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from engine.execution.batch import Int32, Int64
-from engine.execution.compiled_decodes import CompiledDecodes, compiled_decodes
-from engine.execution.host_rows import HostRows
+from engine.execution.compiled_decodes import compiled_decodes
 from engine.kernels import attention
 from engine.kernels.attention import compiled_attention
 from engine.kernels.cpu import cpu_kernels
@@ -20,43 +18,16 @@ from engine.plugins.families import read_model
 from engine.plugins.linear.panels import Panels
 from engine.plugins.testing.steps import Driver
 from engine.sampling.captured import Variant
-from engine.sampling.sampler import Sampler
+from tests.execution.compiled_rows import MAX_LEN, MAX_ROWS, Rows
 from tests.models.checkpoints import VOCAB, build, random_tokens, save
 
 pytestmark = pytest.mark.skipif(products() is None, reason="there is no C compiler, or no AVX2")
 PROMPTS = {"a": 3, "b": 40, "c": 17}
-MAX_ROWS, MAX_LEN = 6, 80
 TAKEN = (
     *("llama", "llama-tied", "llama-biases", "llama-multi-head", "llama-head-dim", "llama3-rope", "mistral-window"),
     *("qwen2", "qwen2-tied-upper-window", "qwen3-tied", "qwen3-yarn-bias"),
 )
 LEFT = ("llama-gelu", "phi4-longrope", "gemma2", "gemma3", "olmo2", "cohere", "granite")
-
-
-class Rows:
-    """What an engine keeps of a driver's sequences, each in a row of its own, and steps of them in one call of C."""
-
-    def __init__(self, driver: Driver) -> None:
-        self.driver = driver
-        self.rows = HostRows(MAX_ROWS, MAX_LEN, driver.pool.page_size, torch.device("cpu"), driver.pool.page_stride)
-        self.sampler = Sampler(MAX_ROWS, VOCAB, MAX_LEN, torch.device("cpu"), cpu_kernels())
-        given = (driver.model, driver.pool, driver.attention, self.rows, self.sampler, LocalComm())
-        self.decodes = compiled_decodes(*given)
-        for row in range(MAX_ROWS):
-            self.sampler.admit(row, SamplingParams(temperature=0.0), np.arange(3, dtype=np.int32), 3, ())
-
-    @property
-    def whole(self) -> CompiledDecodes:
-        assert self.decodes is not None
-        return self.decodes
-
-    def told(self) -> tuple[Int64, Int32]:
-        """Copy the sequences' tokens and pages into rows that are not in their order; the rows, and their lengths."""
-        rows_N = np.array([4, 0, 3])
-        for row, one in zip(rows_N, self.driver.sequences.values(), strict=True):
-            self.rows.tokens_RM[row, : len(one.tokens)] = torch.tensor(one.tokens)
-            self.rows.pages_RP[row, : len(one.pages)] = torch.tensor(one.pages)
-        return rows_N, np.array([len(one.tokens) for one in self.driver.sequences.values()], dtype=np.int32)
 
 
 def driven(variant: str, folder, kind: Kind | None = None) -> Rows:

@@ -1,0 +1,46 @@
+"""What an engine keeps of a driver's sequences, each in a row of its own, and steps of them in one call of C.
+
+Owns: which rows sequences have.  Does not know: the model, what a step must give.
+"""
+
+import numpy as np
+import torch
+
+from engine.execution.batch import Int32, Int64
+from engine.execution.compiled_decodes import CompiledDecodes, compiled_decodes
+from engine.execution.host_rows import HostRows
+from engine.kernels.cpu import cpu_kernels
+from engine.params import SamplingParams
+from engine.plugins.comm.local import LocalComm
+from engine.plugins.testing.steps import Driver
+from engine.sampling.sampler import Sampler
+
+MAX_ROWS, MAX_LEN = 6, 80
+
+
+class Rows:
+    """Rows in another order than that of the sequences, of which there are as many as ``order`` names."""
+
+    def __init__(self, driver: Driver, order: tuple[int, ...] = (4, 0, 3)) -> None:
+        self.driver = driver
+        self.order = order
+        vocab_size = driver.model.shape.vocab_size
+        self.rows = HostRows(MAX_ROWS, MAX_LEN, driver.pool.page_size, torch.device("cpu"), driver.pool.page_stride)
+        self.sampler = Sampler(MAX_ROWS, vocab_size, MAX_LEN, torch.device("cpu"), cpu_kernels())
+        given = (driver.model, driver.pool, driver.attention, self.rows, self.sampler, LocalComm())
+        self.decodes = compiled_decodes(*given)
+        for row in range(MAX_ROWS):
+            self.sampler.admit(row, SamplingParams(temperature=0.0), np.arange(3, dtype=np.int32), 3, ())
+
+    @property
+    def whole(self) -> CompiledDecodes:
+        assert self.decodes is not None
+        return self.decodes
+
+    def told(self) -> tuple[Int64, Int32]:
+        """Copy the sequences' tokens and pages into their rows; the rows, and their lengths."""
+        rows_N = np.array(self.order)
+        for row, one in zip(rows_N, self.driver.sequences.values(), strict=True):
+            self.rows.tokens_RM[row, : len(one.tokens)] = torch.tensor(one.tokens)
+            self.rows.pages_RP[row, : len(one.pages)] = torch.tensor(one.pages)
+        return rows_N, np.array([len(one.tokens) for one in self.driver.sequences.values()], dtype=np.int32)

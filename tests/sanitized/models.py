@@ -1,0 +1,127 @@
+"""Random tiny models, each of which decodes in one call of C what its Python decodes layer by layer.
+
+Owns: the models, what is compared.  Does not know: how the kernels were compiled.
+"""
+
+import json
+from pathlib import Path
+from random import Random
+from tempfile import TemporaryDirectory
+
+import numpy as np
+import torch
+
+from engine.kernels.attention import compiled_attention
+from engine.kernels.cpu import cpu_kernels
+from engine.kernels.panels import Kind, products
+from engine.layers.packing import LinearKernel, Linears
+from engine.models.loader import load_model
+from engine.plugins.comm.local import LocalComm
+from engine.plugins.families import read_model
+from engine.plugins.linear.panels import Panels
+from engine.plugins.linear.torch import Plain
+from engine.plugins.testing.steps import Driver
+from engine.sampling.captured import Variant
+from tests.execution.compiled_rows import MAX_LEN, MAX_ROWS, Rows
+from tests.sanitized.sanitizers import mallocs
+
+STEPS = 4
+
+
+def configuration(dice: Random) -> dict[str, object]:
+    """Of a family that C decodes, with sizes by chance."""
+    family = dice.choice(("llama", "qwen2", "qwen3", "mistral"))
+    num_kv, num_layers = dice.randint(1, 3), dice.randint(1, 3)
+    num_heads, head_size = num_kv * dice.randint(1, 4), 2 * dice.choice((1, 4, 5, 8, 12, 16, 32))
+    config = {
+        "model_type": family,
+        "architectures": [{"llama": "Llama", "mistral": "Mistral"}.get(family, family.title()) + "ForCausalLM"],
+        "vocab_size": dice.choice((2, 17, 64, 259, 1000)),
+        "hidden_size": num_heads * head_size if family == "qwen2" else dice.choice((1, 8, 24, 64, 65, 96)),
+        "intermediate_size": dice.choice((1, 16, 33, 96, 130)),
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": num_kv,
+        "head_dim": head_size,
+        "hidden_act": "silu",
+        "max_position_embeddings": 512,
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": dice.random() < 0.3,
+        "attention_bias": dice.random() < 0.5,
+        "mlp_bias": dice.random() < 0.5,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+    }
+    if family == "mistral":
+        config["sliding_window"] = dice.choice((None, 2, 13, 40))
+    if family in ("qwen2", "qwen3") and dice.random() < 0.5:
+        config |= {"use_sliding_window": True, "sliding_window": dice.randint(2, 50), "max_window_layers": 1}
+    return config
+
+
+def _model(folder: Path, seed: int, linear: LinearKernel, in_c: bool) -> Driver:
+    given = (read_model(folder), LocalComm(), torch.device("cpu"), torch.float32, "dummy", seed)
+    kernels = cpu_kernels() if in_c else None
+    return Driver(load_model(*given, progress=False, linears=Linears(linear, linear), kernels=kernels))
+
+
+def decode(dice: Random) -> None:
+    """Steps of a model in one call of C each, with the bits of layer by layer; near torch where little is rounded."""
+    functions = products()
+    if functions is None:
+        return
+    config, seed, kind = configuration(dice), dice.randrange(1 << 30), dice.choice((None, None, *Kind))
+    order = tuple(dice.sample(range(MAX_ROWS), dice.randint(1, MAX_ROWS)))
+    vocab = int(config["vocab_size"])
+    prompts = {str(n): dice.choices(range(vocab), k=dice.randint(1, MAX_LEN - STEPS - 1)) for n in range(len(order))}
+    with TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(config))
+        driver = _model(Path(folder), seed, Panels(functions, kind, 4.0), in_c=True)
+        plain = _model(Path(folder), seed, Plain(4), in_c=False)
+    driver.attention = compiled_attention(driver.model.attention_spec, driver.pool) or driver.attention
+    for one in (driver, plain):
+        one.step(prompts, rows="none")
+    rows = Rows(driver, order)
+    for _ in range(STEPS):
+        new = {name: [dice.randrange(vocab)] for name in driver.sequences}
+        expected_BV, torch_BV = (torch.cat([*one.step(new).values()]) for one in (driver, plain))
+        _check_step(dice, rows, expected_BV)
+        if kind in (None, Kind.FLOATS):
+            torch.testing.assert_close(expected_BV, torch_BV, rtol=1e-3, atol=1e-3)
+
+
+def _check_step(dice: Random, rows: Rows, expected_BV: torch.Tensor) -> None:
+    rows_N, lengths_N = rows.told()
+    rows.rows.tokens_RM[rows_N, lengths_N] = 0
+    if dice.random() < 0.3:
+        _check_refusals(dice, rows, rows_N, lengths_N)
+    with torch.inference_mode():
+        logits_BV = rows.whole.launch(rows_N, lengths_N, Variant.LOGITS).logits_NV.clone()
+        assert torch.equal(logits_BV, expected_BV)
+        token_ids_N = rows.whole.launch(rows_N, lengths_N, Variant.GREEDY).token_ids_N
+    assert torch.equal(token_ids_N, expected_BV.argmax(-1))
+    assert torch.equal(rows.rows.tokens_RM[rows_N, lengths_N].long(), token_ids_N)
+
+
+def _check_refusals(dice: Random, rows: Rows, rows_N: np.ndarray, lengths_N: np.ndarray) -> None:
+    """A call of malloc that fails, or a row that cannot be: an error, and nothing is written of the next token."""
+    before = rows.rows.tokens_RM.clone()
+    wrong_N, at = lengths_N.copy(), dice.randrange(len(lengths_N))
+    wrong_N[at] = dice.choice((-(1 << 31), -1, 0, MAX_LEN + 1, (1 << 31) - 1))
+    wrong_rows_N = rows_N.copy()
+    wrong_rows_N[at] = dice.choice((-(1 << 63), -1, MAX_ROWS, (1 << 63) - 1))
+    with torch.inference_mode():
+        for given in ((rows_N, wrong_N), (wrong_rows_N, lengths_N)):
+            try:
+                rows.whole.launch(*given, Variant.GREEDY)
+            except IndexError:
+                continue
+            raise AssertionError(f"rows {given[0]} with lengths {given[1]} were decoded")
+        for count in range(2 + 4 * len(rows.driver.model.layers)):  # a block, each product, the head
+            try:
+                with mallocs(count):
+                    rows.whole.launch(rows_N, lengths_N, Variant.GREEDY)
+            except MemoryError:
+                continue
+            raise AssertionError(f"{count} calls of malloc were enough")
+    assert torch.equal(rows.rows.tokens_RM, before)

@@ -1,0 +1,54 @@
+"""A process that calls the kernels under the sanitizers of their compiler, which it must start with.
+
+Owns: the process, seeds, what is said of a finding.  Does not know: what is called.
+"""
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from random import Random
+
+import torch
+
+from engine.kernels import attention, compiled
+from engine.models import loader
+from tests.sanitized.calls import CALLS
+from tests.sanitized.models import decode
+from tests.sanitized.sanitizers import compile_for, environment
+
+GRACE_S = 300.0  # to import, compile and end
+
+
+def run(level: str, seconds: float, first: int) -> None:
+    """In a process that has the sanitizers.  Each case follows from its seed, which is printed before it runs."""
+    compile_for(level)
+    loader.DUMMY_SCALE = 0.3  # so that an error is seen in the logits
+    assert compiled.compiled() is not None, "the kernels were not compiled"
+    end, seed, cases = time.monotonic() + seconds, first, (*CALLS, decode)
+    while time.monotonic() < end or seed < first + len(cases):
+        dice, case = Random(seed), cases[seed % len(cases)]
+        torch.manual_seed(seed)
+        torch.set_num_threads(dice.choice((1, 1, 2, 4)))
+        attention.WORTH_THREADS = dice.choice((0, 1 << 20))
+        print(f"{level} seed {seed}: {case.__name__}", flush=True)
+        case(dice)
+        seed += 1
+    print(f"{level}: {seed - first} cases from seed {first} on, nothing found", flush=True)
+
+
+def check(level: str, seconds: float, first: int) -> str:
+    """What a process of its own said last.  Raises AssertionError with what it found."""
+    command = [sys.executable, "-m", "tests.sanitized", "--level", level, f"--seconds={seconds}", f"--seed={first}"]
+    with tempfile.TemporaryFile("w+") as said:
+        given = {**os.environ, **environment()}
+        done = subprocess.run(
+            command, env=given, stdout=said, stderr=subprocess.PIPE, text=True, timeout=seconds + GRACE_S,
+            cwd=Path(__file__).parents[2],
+        )  # fmt: skip
+        said.seek(0)
+        last = (said.read().splitlines() or ["nothing ran"])[-1]
+    assert not done.returncode, f"{last}\n{done.stderr}"
+    return last

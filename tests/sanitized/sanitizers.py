@@ -1,0 +1,91 @@
+"""The sanitizers of the C compiler: their libraries, their flags, and the kernels compiled with both.
+
+Owns: what a process needs before it starts, and what the compiler is told.  Does not know: which calls are made.
+"""
+
+import ctypes
+import os
+import subprocess
+import sys
+import tempfile
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from engine.kernels import compiled, panels
+from engine.own_kernels import c_compiler
+
+HEADER = Path(__file__).parent / "memory.h"
+# -O1 compiles in seconds, and stays behind what a source says of itself.
+FLAGS = (
+    *("-g", "-fno-omit-frame-pointer", "-fsanitize=address,undefined,float-cast-overflow"),
+    *("-fno-sanitize-recover=all", "-include", str(HEADER), "-O1"),
+)
+LIBRARIES = ("libasan.so", "libubsan.so")
+# Memory that C takes and does not write is NaN.  Python frees little before it ends, which is no leak of ours.
+OPTIONS = {
+    "ASAN_OPTIONS": "detect_leaks=0:max_malloc_fill_size=1073741824:malloc_fill_byte=255:handle_segv=0",
+    "UBSAN_OPTIONS": "print_stacktrace=1",
+}
+LEVELS = ("DEFAULT", *compiled.LEVELS)
+
+
+@cache
+def missing() -> str:
+    """What this machine lacks; empty where kernels can be compiled with sanitizers and called."""
+    compiler = c_compiler()
+    if compiler is None:
+        return "there is no C compiler"
+    if not all(Path(one).is_file() for one in _libraries(compiler)):
+        return f"{compiler} has no libraries of its sanitizers"
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder) / "empty.c"
+        source.write_text("int nothing;")
+        done = subprocess.run([compiler, *FLAGS, "-c", str(source), "-o", f"{folder}/empty.o"], capture_output=True)
+        if done.returncode:
+            return f"{compiler} has no sanitizers: {done.stderr.decode(errors='replace').strip()[:200]}"
+        done = subprocess.run([sys.executable, "-c", ""], capture_output=True, env={**os.environ, **environment()})
+    return f"Python does not run with them: {done.stderr.decode(errors='replace')[-200:]}" if done.returncode else ""
+
+
+def environment() -> dict[str, str]:
+    """What a process must start with, so that the kernels find their sanitizers."""
+    compiler = c_compiler()
+    assert compiler is not None
+    return {"LD_PRELOAD": " ".join(_libraries(compiler)), **OPTIONS}
+
+
+def _libraries(compiler: str) -> list[str]:
+    asked = ([compiler, f"-print-file-name={name}"] for name in LIBRARIES)
+    return [subprocess.run(one, capture_output=True, text=True, check=True).stdout.strip() for one in asked]
+
+
+def levels() -> tuple[str, ...]:
+    """Kinds of vectors that this CPU has, from none to the widest."""
+    widest = torch.backends.cpu.get_cpu_capability()
+    return LEVELS[: LEVELS.index(widest) + 1] if widest in LEVELS else LEVELS[:1]
+
+
+def compile_for(level: str) -> None:
+    """All kernels that this process calls are from now on of this level, and sanitized."""
+    torch.backends.cpu.get_cpu_capability = lambda: level
+    compiled.SOURCES = {name: (*flags, *FLAGS) for name, flags in compiled.SOURCES.items()}
+    # A panel that ends with its memory: a read behind it is seen.
+    panels.ALIGNMENT = 1
+    # What torch makes and nobody writes is NaN.
+    torch.use_deterministic_algorithms(True)
+
+
+@contextmanager
+def mallocs(count: int):
+    """So many calls of malloc succeed, and none after them.  Calls the result: how many there were."""
+    library = compiled.compiled()
+    assert library is not None
+    left = ctypes.c_int64.in_dll(library, "mallocs_left")
+    before, left.value = left.value, count
+    try:
+        yield lambda: count - left.value
+    finally:
+        left.value = before

@@ -1,0 +1,35 @@
+"""The kernels in C under the sanitizers of their compiler, for a few calls; ``make sanitize`` makes more."""
+
+import shutil
+import subprocess
+
+import pytest
+
+from tests.sanitized import sanitizers
+from tests.sanitized.process import check
+from tests.sanitized.sanitizers import levels, missing
+
+
+@pytest.mark.slow
+def test_calls_by_chance_touch_no_foreign_memory_and_compute_what_float64_does() -> None:
+    if missing():
+        pytest.skip(missing())
+    assert "nothing found" in check(levels()[-1], 1.0, 0)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "int main(void) { int x[4] = {0}; volatile int at = 4; return x[at]; }",
+        "int main(void) { volatile int x = 0x7fffffff; return x + 1; }",
+        "int main(void) { volatile float x = 1e30f; return (int)x; }",
+        "int main(void) { return malloc(4) != NULL && (mallocs_left = 0, malloc(4)) == NULL ? 3 : 0; }",
+    ],
+)
+def test_the_flags_find_what_they_are_for(source, tmp_path) -> None:
+    if missing():
+        pytest.skip(missing())
+    (tmp_path / "wrong.c").write_text(source)
+    command = [shutil.which("cc"), *sanitizers.FLAGS, "wrong.c", "-o", "wrong"]
+    subprocess.run(command, cwd=tmp_path, check=True)
+    assert subprocess.run([tmp_path / "wrong"], capture_output=True).returncode
