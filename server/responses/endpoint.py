@@ -5,6 +5,7 @@ Owns: what may be asked, and what is said of the answer.  Does not know: the ord
 
 import json
 from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
 
 import msgspec
 from aiohttp import web
@@ -17,8 +18,8 @@ from server.generate.endpoint import Endpoint, Writer
 from server.generate.generation import Generation
 from server.generate.output import Output, UsageBody, UsageCounter
 from server.http.body import is_given
-from server.openai.conversation import read_tools, read_variables
-from server.openai.requests import JsonSchemaFormat, ResponseFormat, ToolBody, ToolChoice
+from server.openai.conversation import read_variables
+from server.openai.requests import JsonSchemaFormat, ResponseFormat
 from server.openai.translator import Translator
 from server.responses.item_writer import ItemWriter
 from server.responses.items import read_input
@@ -31,7 +32,8 @@ from server.responses.objects import (
     ResponseUsage,
     Status,
 )
-from server.responses.requests import FlatToolChoice, ResponsesBody, TextFormat
+from server.responses.requests import ResponsesBody, TextFormat
+from server.responses.tools import KINDS, callees, read_response_tools
 
 LOGPROBS = "message.output_text.logprobs"
 UNDER_WAY: tuple[Status | None, ...] = ("queued", "in_progress")
@@ -50,13 +52,7 @@ class Responses(Endpoint[ResponsesBody]):
     def translate(self, body: ResponsesBody) -> Generation:
         _refuse_what_needs_a_store(body)
         self._translator.check_model(body.model)
-        choice = body.tool_choice
-        tools = read_tools(
-            [ToolBody(tool.type, tool) for tool in body.tools or ()],
-            ToolChoice(choice.type, choice) if isinstance(choice, FlatToolChoice) else choice,
-            parallel=body.parallel_tool_calls,
-            form=self._translator.tool_format,
-        )
+        tools = read_response_tools(body, self._translator.tool_format)
         if body.text is not None and body.text.format is not None:
             if body.response_format is not None:
                 raise FieldError("response_format", "this endpoint calls it text.format")
@@ -103,7 +99,7 @@ class ResponsesWriter(Writer):
     def __init__(self, body: ResponsesBody, generation: Generation, usage: UsageCounter, model: str) -> None:
         self.id = f"resp_{generation.origin.key.hex}"
         self._usage = usage
-        self._items = ItemWriter(generation.origin, generation.new_parser and generation.new_parser())
+        self._items = ItemWriter(generation.origin, generation.new_parser and generation.new_parser(), callees(body))
         self._body = body
         self._params = generation.params
         self._model = model
@@ -176,12 +172,26 @@ class ResponsesWriter(Writer):
             reasoning={"effort": None if body.reasoning is None else body.reasoning.effort, "summary": None},
             temperature=params.temperature,
             text=given["text"] or {"format": {"type": "text"}},
-            tool_choice=given["tool_choice"] or "auto",
-            tools=given["tools"] or [],
+            tool_choice=_without_nulls(given["tool_choice"]) or "auto",
+            tools=[_told_tool(tool) for tool in given["tools"] or () if tool["type"] in (*KINDS, "namespace")],
             top_p=params.top_p,
             usage=None if status in UNDER_WAY else _usage(self._usage.total()),
             metadata=body.metadata or {},
         )
+
+
+def _told_tool(tool: dict[str, Any]) -> dict[str, Any]:
+    """Returns a tool as it was given; a function has each of its fields, as clients' types demand."""
+    told = _without_nulls(tool)
+    nulls = ("description", "parameters", "strict") if tool["type"] == "function" else ()
+    return {**dict.fromkeys(nulls), **told}
+
+
+def _without_nulls(given: Any) -> Any:
+    """Returns JSON without fields that are null."""
+    if isinstance(given, dict):
+        return {name: _without_nulls(value) for name, value in given.items() if value is not None}
+    return [_without_nulls(one) for one in given] if isinstance(given, list) else given
 
 
 def _max_tokens(body: ResponsesBody) -> int | None:

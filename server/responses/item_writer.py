@@ -4,7 +4,7 @@ Owns: the order of items and events.  Does not know: sockets, JSON, the engine.
 The answer in one piece is what the events add up to: both are made here.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from engine.messages import Delta, Finish
@@ -13,6 +13,7 @@ from server.generate.generation import Origin
 from server.openai.answers import TokenLogprob, token_logprob
 from server.responses.objects import (
     CallItem,
+    CustomCallItem,
     Event,
     Item,
     MessageItem,
@@ -21,25 +22,29 @@ from server.responses.objects import (
     ReasoningText,
     Status,
 )
+from server.responses.tools import Callee, call_item, function_named
 
 
 class ItemWriter:
     """Makes the items of one response.
 
     output: the items so far, of which the last one may still grow.  parser: finds calls, if they are looked for.
+    known: what can be called, by the names that the model has for it.
     num_events: of the stream so far; names are made by ``origin``."""
 
-    def __init__(self, origin: Origin, parser: ToolCallParser | None) -> None:
+    def __init__(self, origin: Origin, parser: ToolCallParser | None, known: Mapping[str, Callee]) -> None:
         self.output: list[Item] = []
         self._origin = origin
         self._parser = parser
+        self._known = known
         self._events: list[Event] = []
         self.num_events = 0
         self._kind = ""  # of the open item
         self._text: list[str] = []
         self._logprobs: list[TokenLogprob] = []
         self._waiting_logprobs: list[TokenLogprob] = []
-        self._call: CallItem | None = None
+        self._callee: Callee | None = None
+        self._identity = ""  # of the open item
 
     def event(self, kind: str, **fields: Any) -> Event:
         """Returns the next event of the stream."""
@@ -92,15 +97,13 @@ class ItemWriter:
     def _write_call(self, piece: CallPiece) -> None:
         if piece.name is not None:
             self._close("completed")
-            self._kind = "call"
-            identity = self._origin.name(len(self.output))
-            call_id = f"call_{identity[:24]}"
-            call = CallItem(id=f"fc_{identity}", call_id=call_id, name=piece.name, arguments="", status="in_progress")
-            self._begin(call)
-            self._call = call
+            self._kind, self._callee = "call", self._known.get(piece.name) or function_named(piece.name)
+            self._identity = self._origin.name(len(self.output))
+            self._begin(call_item(self._callee, self._identity, "", "in_progress"))
         if piece.arguments:
             self._text.append(piece.arguments)
-            self._emit("function_call_arguments.delta", delta=piece.arguments)
+            if self._callee is not None and self._callee.kind == "function":
+                self._emit("function_call_arguments.delta", delta=piece.arguments)
 
     def _open(self, kind: str) -> None:
         self._kind = kind
@@ -131,13 +134,17 @@ class ItemWriter:
             item = ReasoningItem(id=identity, content=[ReasoningText(text=text)], status=status)
             self._emit("reasoning_text.done", content_index=0, text=text)
         else:
-            assert self._call is not None, "a call is open"
-            call = self._call
-            item = CallItem(id=call.id, call_id=call.call_id, name=call.name, arguments=text, status=status)
-            self._emit("function_call_arguments.done", name=call.name, arguments=text)
+            assert self._callee is not None, "a call is open"
+            item = call_item(self._callee, self._identity, text, status)
+            if isinstance(item, CallItem):
+                self._emit("function_call_arguments.done", name=item.name, arguments=text)
+            elif isinstance(item, CustomCallItem):
+                # Only a whole call has its input as text: within arguments it is written as JSON.
+                self._emit("custom_tool_call_input.delta", delta=item.input)
+                self._emit("custom_tool_call_input.done", input=item.input)
         self.output[-1] = item
         self._events.append(self.event("output_item.done", output_index=len(self.output) - 1, item=item))
-        self._kind, self._text, self._logprobs, self._call = "", [], [], None
+        self._kind, self._text, self._logprobs, self._callee = "", [], [], None
 
     def _emit(self, kind: str, **fields: Any) -> None:
         index = len(self.output) - 1

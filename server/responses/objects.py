@@ -42,7 +42,69 @@ class CallItem(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag=
     id: str
     call_id: str
     name: str
+    namespace: str | UnsetType = UNSET
     arguments: str
+    status: Status
+
+
+class CustomCallItem(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="custom_tool_call"):
+    """A call of a custom tool."""
+
+    id: str
+    call_id: str
+    name: str
+    namespace: str | UnsetType = UNSET
+    input: str
+    status: Status
+
+
+class ExecAction(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="exec"):
+    """What a client's shell runs: words."""
+
+    command: list[str]
+    env: dict[str, str] = {}
+
+
+class LocalShellCallItem(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="local_shell_call"):
+    """A call of the client's shell."""
+
+    id: str
+    call_id: str
+    action: ExecAction
+    status: Status
+
+
+class ShellAction(msgspec.Struct, frozen=True, kw_only=True):
+    """What a client's shell runs: lines, without limits that the model had asked for."""
+
+    commands: list[str]
+    timeout_ms: None = None
+    max_output_length: None = None
+
+
+class ShellCallItem(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="shell_call"):
+    """A call of the newer shell of a client."""
+
+    id: str
+    call_id: str
+    action: ShellAction
+    status: Status
+
+
+class PatchOperation(msgspec.Struct, frozen=True, kw_only=True):
+    """What becomes of a file."""
+
+    type: str
+    path: str
+    diff: str
+
+
+class PatchCallItem(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="apply_patch_call"):
+    """A change of a file."""
+
+    id: str
+    call_id: str
+    operation: PatchOperation
     status: Status
 
 
@@ -55,7 +117,8 @@ class ReasoningItem(msgspec.Struct, frozen=True, kw_only=True, tag_field="type",
     status: Status
 
 
-Item = MessageItem | CallItem | ReasoningItem
+AnyCallItem = CallItem | CustomCallItem | LocalShellCallItem | ShellCallItem | PatchCallItem
+Item = MessageItem | ReasoningItem | AnyCallItem
 
 
 class InputTokensDetails(msgspec.Struct, frozen=True):
@@ -139,5 +202,6 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=False):
     delta: str | UnsetType = UNSET
     text: str | UnsetType = UNSET
     arguments: str | UnsetType = UNSET
+    input: str | UnsetType = UNSET
     name: str | UnsetType = UNSET
     logprobs: list[TokenLogprob] | UnsetType = UNSET

@@ -4,7 +4,7 @@ Owns: field names and JSON types.  Does not know: what the items mean.
 Where responses are stored a conversation goes on from one of them; elsewhere it is sent as a whole each time.
 """
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
@@ -12,8 +12,7 @@ from msgspec import Meta
 from server.openai.requests import (
     MAX_TOOLS,
     ContentPart,
-    FunctionBody,
-    FunctionChoice,
+    FunctionName,
     GenerationBody,
     Scalar,
     Short,
@@ -23,16 +22,38 @@ from server.openai.requests import (
 )
 
 
-class FlatTool(FunctionBody, frozen=True, kw_only=True):
-    """A function that the model may call."""
+class CustomFormat(msgspec.Struct, frozen=True):
+    """What a custom tool takes: text, or text of a grammar, of which the model is told."""
 
-    type: Literal["function"]
+    type: Short
+    syntax: Short | None = None
+    definition: str | None = None
 
 
-class FlatToolChoice(FunctionChoice, frozen=True, kw_only=True):
-    """The function that must be called."""
+class MemberTool(msgspec.Struct, frozen=True):
+    """A function that the model may call, or a custom tool, which takes one text.  parameters: as ``FunctionBody``."""
 
-    type: Literal["function"]
+    type: Short
+    name: FunctionName | None = None
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+    format: CustomFormat | None = None
+
+
+class FlatTool(MemberTool, frozen=True):
+    """A tool, by ``type``: of those, or one that its type says all of.  tools: of a namespace."""
+
+    tools: Annotated[list[MemberTool], Meta(max_length=MAX_TOOLS)] | None = None
+
+
+class FlatToolChoice(msgspec.Struct, frozen=True):
+    """The tool that must be called; of type 'allowed_tools' the only ones that may be, or must if ``mode`` says so."""
+
+    type: Short
+    name: Short | None = None
+    mode: Literal["auto", "required"] | None = None
+    tools: Annotated[list[MemberTool], Meta(max_length=MAX_TOOLS)] | None = None
 
 
 class TextFormat(msgspec.Struct, frozen=True):
@@ -60,7 +81,9 @@ class ReasoningOptions(msgspec.Struct, frozen=True):
 
 
 class InputItem(msgspec.Struct, frozen=True):
-    """A part of the conversation: a message, a call, what a call gave, or thoughts, by ``type``."""
+    """A part of the conversation: a message, a call, what a call gave, or thoughts, by ``type``.
+
+    input, action, operation: of calls of tools that are no functions.  namespace: of the tool that was called."""
 
     type: Short | None = None
     role: str | None = None
@@ -68,8 +91,13 @@ class InputItem(msgspec.Struct, frozen=True):
     id: Short | None = None
     call_id: Short | None = None
     name: Short | None = None
-    arguments: str | None = None
-    output: str | list[ContentPart] | None = None
+    namespace: Short | None = None
+    arguments: str | dict[str, Any] | None = None
+    input: str | None = None
+    action: dict[str, Any] | None = None
+    operation: dict[str, Any] | None = None
+    output: str | list[dict[str, Any]] | dict[str, Any] | None = None
+    status: Short | None = None
 
 
 class ResponsesBody(GenerationBody, frozen=True, kw_only=True):
