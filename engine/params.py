@@ -22,6 +22,7 @@ MAX_LOGPROB_TOKEN_IDS = 128
 MAX_TOKEN_COUNT = 1 << 30
 MAX_GRAMMAR_CHARS = 1 << 16
 MAX_SEED = (1 << 63) - 1
+GREEDY_TEMPERATURE = 1e-5  # below it the likeliest token is always taken
 MIN_REPETITION_PENALTY = 0.01  # logits are divided by it, and must stay finite in float16 as well
 
 GrammarKind = Literal["json_object", "json_schema", "regex", "choice", "ebnf", "tool_calls", "structural_tag"]
@@ -47,7 +48,7 @@ class Grammar(msgspec.Struct, frozen=True):
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How to pick tokens and when to stop.  Defaults are the OpenAI API's.
 
-    temperature: 0 is greedy.  top_k: 0 or -1 is off.  top_p, min_p: 1 and 0 are off.
+    temperature: 0 is greedy.  top_k: 0 or -1 is off.  top_p, min_p: 1 and 0 are off; top_p 0 is greedy too.
     repetition_penalty: > 1 discourages tokens seen in prompt or output (Keskar et al. 2019).
     presence_penalty, frequency_penalty: subtracted once / per occurrence in the output (OpenAI).
     logit_bias: token id -> value added to its logit, -100..100.
@@ -119,7 +120,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     def check(self, vocab_size: int) -> None:
         """Raise RequestError for the first value out of range; names the field, what was seen and what is allowed."""
         _within("temperature", self.temperature, 0.0, 100.0)
-        _within("top_p", self.top_p, 0.0, 1.0, low_open=True)
+        _within("top_p", self.top_p, 0.0, 1.0)
         _within("min_p", self.min_p, 0.0, 1.0)
         _within("repetition_penalty", self.repetition_penalty, MIN_REPETITION_PENALTY, 10.0)
         _within("presence_penalty", self.presence_penalty, -2.0, 2.0)
@@ -191,7 +192,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     @property
     def greedy(self) -> bool:
         """Whether the most likely token is always taken."""
-        return self.temperature == 0.0
+        return self.temperature < GREEDY_TEMPERATURE or self.top_p == 0.0
 
 
 def _integer(field: str, value: Any) -> int:
@@ -312,11 +313,11 @@ _FIELDS: tuple[tuple[str, tuple[type, ...], Callable[[str, Any], Any]], ...] = (
 )
 
 
-def _within(field: str, value: float, low: float, high: float, *, low_open: bool = False) -> None:
+def _within(field: str, value: float, low: float, high: float) -> None:
     # NaN fails every comparison, so the test is written as "inside", never as "outside".
-    inside = low <= value <= high and not (low_open and value == low)
+    inside = low <= value <= high
     if not inside:
-        raise _refused(field, _brief(value), f"{'above' if low_open else 'from'} {low} to {high}")
+        raise _refused(field, _brief(value), f"from {low} to {high}")
 
 
 def _check_unicode(field: str, text: str) -> None:

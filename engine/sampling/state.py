@@ -28,7 +28,6 @@ from engine.sampling.penalties import NO_PENALTIES, Penalties, TokenCounts
 
 # Below this the most likely token is taken: 1 / temperature would push every other weight to 0 in float32 or
 # overflow, so the two cannot be told apart.
-GREEDY_TEMPERATURE: Final = 1e-5
 NO_LOGPROBS: Final = -1
 _NO_CUTS: Final = (0, 1.0, np.inf)
 _NO_PENALTIES: Final = tuple(NO_PENALTIES.values())
@@ -108,7 +107,7 @@ class SamplingState:
             self.counts.hold(counted)
 
     def _admit_draw(self, row: int, params: SamplingParams) -> None:
-        self.greedy[row] = greedy = params.temperature < GREEDY_TEMPERATURE
+        self.greedy[row] = greedy = params.greedy
         self.inverse_temperature[row] = 0.0 if greedy else np.float32(1.0) / np.float32(params.temperature)
         top_k = params.top_k if 0 < params.top_k < self.vocab_size else 0
         floor = abs(np.log(params.min_p)) if params.min_p > 0.0 else np.inf

@@ -28,8 +28,8 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys((
         "allowed_token_ids", "audio", "audio_data", "bad_words", "chat_template", "container",
         "custom_logit_processor", "documents", "echo", "extra_key", "functions", "grammar", "image_data",
-        "input_embeds", "logits_processors", "logprob_token_ids", "lora_path", "max_new_tokens", "mcp_servers",
-        "min_new_tokens", "no_stop_trim", "prompt_embeds", "prompt_logprobs", "return_hidden_states",
+        "input_embeds", "label_token_ids", "logits_processors", "logprob_token_ids", "lora_path", "max_new_tokens",
+        "mcp_servers", "min_new_tokens", "no_stop_trim", "prompt_embeds", "prompt_logprobs", "return_hidden_states",
         "session_params", "stop_regex", "structural_tag", "suffix", "thinking_token_budget", "token_ids_logprob",
         "tools", "truncate_prompt_tokens", "use_beam_search", "video_data", "web_search_options",
     ), ()),

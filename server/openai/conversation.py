@@ -242,7 +242,7 @@ def read_tools(
     tools: Sequence[ToolBody] | None, choice: Choice, *, parallel: bool | None, form: ToolFormat
 ) -> ToolRequest:
     """Returns what ``tools`` and ``tool_choice`` say together.  Raises RequestError."""
-    forced = choice == "required" or isinstance(choice, ToolChoice)
+    forced = choice in ("required", "any") or isinstance(choice, ToolChoice)
     if not tools:
         if forced:
             raise FieldError("tool_choice", "there are no tools to choose from")

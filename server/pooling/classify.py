@@ -14,9 +14,7 @@ from server.pooling.requests import InputFields, PooledEndpoint, PooledUsage, nu
 
 
 class ClassifyBody(InputFields, frozen=True, kw_only=True):
-    """use_activation: false for logits in the probabilities' place."""
-
-    use_activation: bool | None = None
+    """Texts, or a conversation."""
 
 
 class Classification(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,7 +51,7 @@ class Classify(PooledEndpoint[ClassifyBody]):
         requests = self.translator.requests
         data = []
         for index, one in enumerate(outputs):
-            likely = requests.result(one, activated=body.use_activation is not False)
+            likely = requests.result(one, activated=body.activated)
             label = requests.label(likely)
             data.append(Classification(index=index, label=label, probs=numbers(likely), num_classes=len(likely)))
         model = self.translator.card.name

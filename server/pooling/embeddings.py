@@ -17,13 +17,12 @@ from server.pooling.requests import Dimensions, InputFields, PooledEndpoint, Poo
 
 class EmbeddingBody(InputFields, frozen=True, kw_only=True):
     """dimensions: only the first ones.  pooling: another way than the model's own.
-    prompt_name: which of the checkpoint's prompts goes before each text.  use_activation: false for raw states."""
+    prompt_name: which of the checkpoint's prompts goes before each text."""
 
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Dimensions | None = None
     pooling: Literal["last", "mean"] | None = None
     prompt_name: Short | None = None
-    use_activation: bool | None = None
 
 
 class EmbeddingEntry(msgspec.Struct, frozen=True, kw_only=True):
@@ -61,8 +60,7 @@ class Embeddings(PooledEndpoint[EmbeddingBody]):
 
 def encoded(requests: PooledRequests, body: EmbeddingBody, outputs: list[bytes]) -> list[list[float] | str]:
     """What was asked of each output, as JSON has it."""
-    activated = body.use_activation is not False
-    vectors = (requests.result(one, dimensions=body.dimensions, activated=activated) for one in outputs)
+    vectors = (requests.result(one, dimensions=body.dimensions, activated=body.activated) for one in outputs)
     if body.encoding_format == "base64":
         return [base64.b64encode(vector.astype("<f4").tobytes()).decode() for vector in vectors]
     return [numbers(vector) for vector in vectors]

@@ -10,7 +10,7 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from engine.checkpoints.pooling import Task
-from engine.errors import FieldError, RequestError
+from engine.errors import FieldError
 from engine.pooling import PooledRequests
 from server.generate.generation import Generation
 from server.pooling.requests import PooledEndpoint, PooledFields, PooledUsage
@@ -22,8 +22,7 @@ Count = Annotated[int, Meta(ge=0, le=1 << 31)]
 
 
 class ScoreBody(PooledFields, frozen=True, kw_only=True):
-    """One text or as many as there are to compare; the pairs of names mean the same.
-    use_activation: false for a reranker's logits."""
+    """One text or as many as there are to compare; the pairs of names mean the same."""
 
     text_1: Texts | None = None
     text_2: Texts | None = None
@@ -32,7 +31,6 @@ class ScoreBody(PooledFields, frozen=True, kw_only=True):
     items: Texts | None = None
     data_1: Texts | None = None
     data_2: Texts | None = None
-    use_activation: bool | None = None
 
 
 class Document(msgspec.Struct, frozen=True):
@@ -42,13 +40,13 @@ class Document(msgspec.Struct, frozen=True):
 
 
 class RerankBody(PooledFields, frozen=True, kw_only=True):
-    """top_n: how many of the best are answered; all if it is left out or 0."""
+    """top_n, or Voyage's name top_k: how many of the best are answered; all if it is left out or 0."""
 
     query: str
     documents: list[str | Document]
     top_n: Count | None = None
+    top_k: Count | None = None
     return_documents: bool | None = None
-    use_activation: bool | None = None
 
 
 class Score(msgspec.Struct, frozen=True, kw_only=True):
@@ -128,8 +126,8 @@ class Rerank(PooledEndpoint[RerankBody]):
 
     def answer(self, name: str, body: RerankBody, outputs: list[bytes], usage: PooledUsage) -> Ranking:
         scores = _scores(self.translator.requests, body, outputs, 1)
-        results = []
-        for index in sorted(range(len(scores)), key=lambda index: -scores[index])[: body.top_n or None]:
+        results, most = [], body.top_k if body.top_n is None else body.top_n
+        for index in sorted(range(len(scores)), key=lambda index: -scores[index])[: most or None]:
             document = Document(_text(body.documents[index])) if body.return_documents is not False else UNSET
             results.append(Ranked(index=index, document=document, relevance_score=scores[index]))
         return Ranking(id=name, model=self.translator.card.name, usage=usage, results=results)
@@ -139,15 +137,19 @@ def _scores(
     requests: PooledRequests, body: ScoreBody | RerankBody, outputs: list[bytes], num_queries: int
 ) -> list[float]:
     raw = [requests.result(one, activated=False) for one in outputs]
-    return requests.scores(raw, num_queries, activated=body.use_activation is not False)
+    return requests.scores(raw, num_queries, activated=body.activated)
 
 
 def _names(body: ScoreBody) -> tuple[str, str]:
     """The two fields that the body has."""
     given = [pair for pair in NAMES if all(getattr(body, name) is not None for name in pair)]
-    if not given:
-        raise RequestError("text_1: required together with text_2, but not given", param="text_1")
-    return given[0]
+    if given:
+        return given[0]
+    found = [pair for pair in NAMES if any(getattr(body, name) is not None for name in pair)]
+    if not found:
+        raise FieldError(NAMES[0][0], f"required together with {NAMES[0][1]}, but not given")
+    name, other = sorted(found[0], key=lambda name: getattr(body, name) is None)
+    raise FieldError(name, f"{other} is needed beside it, but not given")
 
 
 def _sides(body: ScoreBody) -> tuple[list[str], list[str]]:

@@ -30,7 +30,10 @@ Dimensions = Annotated[int, Meta(ge=1, le=1 << 20)]
 
 
 class PooledFields(msgspec.Struct, frozen=True, kw_only=True):
-    """What all of them take.  truncate_prompt_tokens: a longer prompt loses its end; -1 for what fits."""
+    """What all of them take.  truncate_prompt_tokens: a longer prompt loses its end; -1 for what fits.
+
+    use_activation: false for what the model gives before the last function (of length 1, softmax, sigmoid).
+    normalize, softmax, activation: what vLLM called it for one kind of model each."""
 
     model: str | None = None
     truncate_prompt_tokens: Int | None = None
@@ -38,6 +41,15 @@ class PooledFields(msgspec.Struct, frozen=True, kw_only=True):
     cache_salt: Salt | None = None
     user: str | None = None
     request_id: Short | None = None
+    use_activation: bool | None = None
+    normalize: bool | None = None
+    softmax: bool | None = None
+    activation: bool | None = None
+
+    @property
+    def activated(self) -> bool:
+        """Whether the last function is wanted."""
+        return False not in (self.use_activation, self.normalize, self.softmax, self.activation)
 
 
 class InputFields(PooledFields, frozen=True, kw_only=True):
@@ -74,15 +86,15 @@ class PooledTranslator:
     def inputs(self, body: InputFields, *, method: str | None = None, prompt_name: str | None = None) -> Generation:
         """What a body asks with an input or with messages.  Raises RequestError."""
         chat = ChatOptions()
-        if (body.input is None) == (body.messages is None):
-            raise FieldError("input", "exactly one of input and messages is needed")
-        if body.messages is not None:
+        if body.input is None and body.messages is not None:
             begins, continues = read_end(bool(body.add_generation_prompt), body.continue_final_message)
             variables = read_variables(body.chat_template_kwargs, None, self.card.template_variables)
             chat = ChatOptions(variables=variables, add_generation_prompt=begins, continue_final=continues)
             prompts: tuple[Prompt, ...] = (read_turns(body.messages),)
+        elif body.input is None or body.messages is not None:
+            raise FieldError("input", "exactly one of input and messages is needed")
         else:
-            prompts = read_prompts(body.input or [], "input")
+            prompts = read_prompts(body.input, "input")
         named = self.requests.prompts(prompts, prompt_name)
         return self.generation(body, named, self.requests.params(method), "input", chat)
 

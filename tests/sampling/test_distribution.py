@@ -109,6 +109,12 @@ def test_bfloat16_logits_are_drawn_as_their_float32_values():
     assert torch.equal(probabilities(params, logits_V[None]), probabilities(params, logits_V[None].float()))
 
 
+def test_top_p_zero_takes_the_most_likely_token_at_any_temperature():
+    params, logits_V = SamplingParams(top_p=0, temperature=2.0, seed=1), normal_logits(300, seed=8)[0]
+    params.check(300)
+    assert {sample_alone(params, logits_V, position) for position in range(20)} == {int(logits_V.argmax())}
+
+
 def test_temperature_zero_takes_the_first_of_the_most_likely_tokens():
     assert sample_alone(SamplingParams(temperature=0.0), torch.tensor([1.0, 3.0, 2.0, 3.0])) == 1
     assert sample_alone(SamplingParams(temperature=1e-9), torch.tensor([1.0, 3.0, 2.0, 3.0])) == 1

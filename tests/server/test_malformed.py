@@ -26,7 +26,7 @@ STRINGS = ["1", "[]", "{}", '"\\ud800"', "NaN"]
 ANY_FIELDS: dict[str, list[str]] = {
     "model": [*STRINGS, "null", '""', '"../../etc/passwd"', '"fake/model-1 "'],
     "temperature": [*NUMBERS, "-0.1", "100.1"],
-    "top_p": [*NUMBERS, "0", "1.01", "-1"],
+    "top_p": [*NUMBERS, "1.01", "-1"],
     "min_p": [*NUMBERS, "-0.01", "1.01"],
     "repetition_penalty": [*NUMBERS, "0", "-1", "11"],
     "presence_penalty": [*NUMBERS, "2.1", "-2.1"],

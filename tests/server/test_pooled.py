@@ -90,6 +90,8 @@ def test_inputs_of_every_kind_are_embedded(embedder: EngineServer) -> None:
     assert post(embedder, "/pooling", input="Query: " + QUERY, task="embed")["data"][0]["data"] == pytest.approx(plain)
     raw = post(embedder, "/pooling", input="Query: " + QUERY, use_activation=False)["data"][0]["data"]
     assert np.array(raw) / np.linalg.norm(raw) == pytest.approx(plain, abs=1e-5)
+    assert vector(input="Query: " + QUERY, normalize=False) == pytest.approx(raw, abs=1e-5)
+    assert vector(input="") == vector(input=[""])
     error = refused(embedder, "/v1/embeddings", messages=CONVERSATION)
     assert error["code"] == "no_chat_template"
 
@@ -114,6 +116,7 @@ def test_a_reranker_scores_and_ranks(reranker: EngineServer) -> None:
     for path in ("/rerank", "/v1/rerank", "/v2/rerank"):
         documents = [DOCUMENTS[0], {"text": DOCUMENTS[1]}, DOCUMENTS[2]]
         ranking = post(reranker, path, query=QUERY, documents=documents, top_n=2)
+        assert post(reranker, path, query=QUERY, documents=documents, top_k=2)["results"] == ranking["results"]
         assert [one["index"] for one in ranking["results"]] == ranks[:2]
         assert [one["document"]["text"] for one in ranking["results"]] == [DOCUMENTS[index] for index in ranks[:2]]
         best = [scores[index] for index in ranks[:2]]
@@ -130,6 +133,9 @@ def test_a_classifier_names_its_labels(classifier: EngineServer) -> None:
         assert (one["index"], one["num_classes"], sum(one["probs"])) == (index, 2, pytest.approx(1.0, abs=1e-6))
         assert one["label"] == ("bad", "good")[int(np.argmax(one["probs"]))]
     raw = post(classifier, "/v1/classify", input=DOCUMENTS, use_activation=False)["data"]
+    for older in ("softmax", "activation"):
+        again = post(classifier, "/v1/classify", input=DOCUMENTS, **{older: False})["data"]
+        assert [one["probs"] for one in again] == [pytest.approx(one["probs"], abs=1e-5) for one in raw]
     powers = np.exp([one["probs"] for one in raw])
     likely = [one["probs"] for one in answer["data"]]
     assert powers / powers.sum(axis=1, keepdims=True) == pytest.approx(np.array(likely), abs=1e-5)
@@ -166,6 +172,8 @@ def test_models_say_what_they_are_for(embedder: EngineServer, classifier: Engine
         ("/v1/embeddings", {"input": [4000]}, "input"),
         ("/pooling", {"input": "x", "task": "token_embed"}, "task"),
         ("/score", {"text_1": "x"}, "text_1"),
+        ("/score", {"query": "x", "items": ["y"]}, "items"),
+        ("/score", {"query": "x", "items": ["y"], "label_token_ids": [1, 2]}, "label_token_ids"),
         ("/score", {"text_1": ["x", "y"], "text_2": ["x"] * 3}, "text_2"),
         ("/score", {"queries": ["x", "y"], "items": []}, "items"),
         ("/rerank", {"query": "x", "documents": []}, "documents"),

@@ -63,6 +63,7 @@ def test_an_answer_may_have_a_format_and_tools_beside_it(live: LiveServer) -> No
     assert json.loads(asked["otherwise"]["source"]) == SCHEMA
     assert shape(live, tools=[tool()], guided_regex="[ab]")["otherwise"]["source"] == "[ab]"
     forced = shape(live, tools=[tool()], response_format=FORMAT, tool_choice="required")
+    assert shape(live, tools=[tool()], response_format=FORMAT, tool_choice="any") == forced
     assert "otherwise" not in forced, "there is no answer that could have a format"
     plain = grammar(live, tools=[tool()], response_format=FORMAT, tool_choice="none")
     assert plain is not None
