@@ -1,16 +1,14 @@
 """GGUF files: one file with weights, the model's shape and its tokenizer, as llama.cpp reads it.
 
 Owns: what of a file is read and by which names; a directory for it in Hugging Face format, in the user's cache, whose
-``model.gguf`` leads to the file.  Does not know: torch, how blocks of numbers are stored (the gguf package does).
+``model.gguf`` leads to the file.  Does not know: torch, how blocks of numbers are stored (the gguf package does), the
+tokenizer, which is written there when it is first read.
 """
 
 import hashlib
 import json
-import logging
 import re
 import shutil
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,12 +20,9 @@ from engine.errors import WeightsError
 if TYPE_CHECKING:
     from gguf import GGUFReader
 
-log = logging.getLogger(__name__)
-
 LINK = "model.gguf"
 SUFFIX = ".gguf"
 UNFOLDING = 2  # part of the directory's name: raise it when what is written there changes
-TOKENIZER_TIMEOUT_S = 300.0  # transformers is imported for it
 # general.architecture -> what Hugging Face calls it.  A Mistral is a Llama to llama.cpp.
 ARCHITECTURES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
 # Key below the architecture's name -> field of config.json.
@@ -96,7 +91,6 @@ def unfold(path: Path) -> Path:
         partial = Path(tempfile.mkdtemp(dir=base))
         (partial / "config.json").write_text(json.dumps(config, indent=1))
         (partial / LINK).symlink_to(path)
-        _write_tokenizer(path, partial)
         try:
             partial.rename(directory)
         except OSError:  # another process was faster
@@ -206,16 +200,3 @@ def _rotary(path: Path, family: str, value: Any, divisors: list[float] | None) -
     if (original := value(f"{family}.rope.scaling.original_context_length")) is not None:
         parameters["original_max_position_embeddings"] = original
     return parameters
-
-
-def _write_tokenizer(path: Path, directory: Path) -> None:
-    """By transformers, in a process of its own: importing it imports torch.  Without one there are still token ids."""
-    command = [sys.executable, "-m", "engine.formats.tokenizer_json", str(path), str(directory)]
-    try:
-        done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=TOKENIZER_TIMEOUT_S)
-    except subprocess.TimeoutExpired:
-        log.warning("%s: its tokenizer was not read within %g s", path, TOKENIZER_TIMEOUT_S)
-        return
-    if done.returncode:
-        reason = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
-        log.warning("%s: its tokenizer cannot be read: %s", path, reason)

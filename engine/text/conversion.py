@@ -1,7 +1,7 @@
 """A checkpoint without tokenizer.json: transformers writes one from the files that it has instead.
 
 transformers imports torch, so it runs in a process of its own, once: what it writes is kept in the user's cache, by the
-content of the files that it was made of.
+content of the files that it was made of; that of a GGUF file in the directory that stands for the file.
 
 Owns: which files those are, and asking.  Does not know: what is in them.
 """
@@ -16,6 +16,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from engine.cache_folder import cache_folder
+from engine.checkpoints.gguf import LINK
 from engine.errors import WeightsError
 
 log = logging.getLogger(__name__)
@@ -35,23 +36,29 @@ TIMEOUT_S = 300.0
 def convert_tokenizer(directory: Path) -> Path | None:
     """A tokenizer.json for a checkpoint that has none; None if it has nothing to make one of.
 
-    Raises WeightsError naming the file and the reason if it cannot be made."""
-    source = next((directory / name for name in SOURCES if (directory / name).is_file()), None)
+    Raises WeightsError naming the file and the reason if it cannot be made; the next call tries again."""
+    source = next((directory / name for name in (LINK, *SOURCES) if (directory / name).is_file()), None)
     if source is None:
         return None
+    if is_gguf := source.name == LINK:
+        source = source.resolve()
     if find_spec("transformers") is None:
         raise WeightsError(f"{source}: without a {WRITTEN} beside it it is converted by transformers: {ADVICE}")
     try:
         folder = cache_folder("tokenizers")
         if folder is None:
             raise WeightsError(f"{source}: no home directory to keep its conversion in; set XDG_CACHE_HOME")
-        kept = folder / _digest(directory) / WRITTEN
+        kept = (directory if is_gguf else folder / _digest(directory)) / WRITTEN
         if not kept.is_file():
             log.info("%s: converted to %s by transformers; this is done once", source, WRITTEN)
             folder.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(dir=folder) as partial:
-                _convert(source, Path(partial))
+                _convert(source, source if is_gguf else directory, Path(partial))
                 kept.parent.mkdir(exist_ok=True)
+                # The checkpoint has the other files itself, unless it is one file.
+                for path in Path(partial).iterdir() if is_gguf else ():
+                    if path.name != WRITTEN:
+                        shutil.move(path, directory / path.name)
                 shutil.move(Path(partial) / WRITTEN, kept)
         return kept
     except OSError as error:
@@ -67,8 +74,8 @@ def _digest(directory: Path) -> str:
     return digest.hexdigest()[:32]
 
 
-def _convert(source: Path, target: Path) -> None:
-    command = [sys.executable, "-m", CONVERTER, str(source.parent), str(target)]
+def _convert(source: Path, read: Path, target: Path) -> None:
+    command = [sys.executable, "-m", CONVERTER, str(read), str(target)]
     try:
         done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=TIMEOUT_S)
     except subprocess.TimeoutExpired:

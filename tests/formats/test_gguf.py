@@ -1,6 +1,7 @@
 """A GGUF file computes, and encodes, what the checkpoint that it was made from does."""
 
 import json
+import os
 import shutil
 import struct
 from pathlib import Path
@@ -17,6 +18,7 @@ from engine.config import load_config
 from engine.errors import WeightsError
 from engine.formats.opening import open_reader
 from engine.plugins.families import read_model
+from engine.text.files import TokenizerFiles
 from tests.formats.test_quantized import PROMPT, assert_equal, logits_of
 from tests.models.checkpoints import LLAMA3, SIZES, build
 from tests.text.specimens import byte_level, codec
@@ -131,20 +133,12 @@ def _add_tokenizer(writer: "gguf.GGUFWriter") -> None:
     writer.add_chat_template("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}")
 
 
-@pytest.fixture
-def _no_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reading one takes seconds, and most tests need none."""
-    monkeypatch.setattr("engine.checkpoints.gguf._write_tokenizer", lambda path, directory: None)
-
-
-@pytest.mark.usefixtures("_no_tokenizer")
 @pytest.mark.parametrize("kind", ["F32", "F16", "BF16", "Q8_0", "Q4_0", "Q5_1"])
 def test_logits_are_those_of_the_numbers_in_the_file(kind: str, tmp_path: Path) -> None:
     reference = write(tmp_path / "tiny.gguf", build("llama"), kind)
     assert_equal(resolve_checkpoint(str(tmp_path / "tiny.gguf"), ""), reference)
 
 
-@pytest.mark.usefixtures("_no_tokenizer")
 @pytest.mark.parametrize("kind", BLOCKS)
 def test_blocks_with_scales_of_scales_are_read_whole_and_in_parts(kind: str, tmp_path: Path) -> None:
     sizes = SIZES | {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 1}
@@ -162,14 +156,12 @@ def test_blocks_with_scales_of_scales_are_read_whole_and_in_parts(kind: str, tmp
     reader.close()
 
 
-@pytest.mark.usefixtures("_no_tokenizer")
 @pytest.mark.parametrize("variant", ["llama-tied", "llama-head-dim", "qwen2", "qwen3", "mistral-no-window"])
 def test_every_family_is_read(variant: str, tmp_path: Path) -> None:
     reference = write(tmp_path / "tiny.gguf", build(variant))
     assert_equal(resolve_checkpoint(str(tmp_path / "tiny.gguf"), ""), reference)
 
 
-@pytest.mark.usefixtures("_no_tokenizer")
 def test_stretched_frequencies_are_read(tmp_path: Path) -> None:
     reference = build("llama-linear-rope")
     scaling = {"rope.scaling.type": "linear", "rope.scaling.factor": 4.0}
@@ -186,14 +178,12 @@ def llama3_divisors() -> np.ndarray:
     return (1 / (kept + (1 - kept) / LLAMA3["factor"])).astype(np.float32)
 
 
-@pytest.mark.usefixtures("_no_tokenizer")
 def test_frequencies_of_llama_3_are_those_of_their_tensor(tmp_path: Path) -> None:
     reference = build("llama3-rope")
     write(tmp_path / "tiny.gguf", reference, **{"rope_freqs.weight": llama3_divisors()})
     assert_equal(resolve_checkpoint(str(tmp_path / "tiny.gguf"), ""), reference)
 
 
-@pytest.mark.usefixtures("_no_tokenizer")
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
@@ -229,7 +219,32 @@ def test_a_file_serves_with_its_own_tokenizer_and_template(tmp_path: Path, cache
     assert directory.stat().st_mtime_ns == before
 
 
-@pytest.mark.usefixtures("_no_tokenizer")
+def test_a_tokenizer_that_could_not_be_read_is_written_at_the_next_start(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "tiny.gguf"
+    write(path, build("qwen2"), tokenizer=True)
+    broken = tmp_path / "broken"
+    (broken / "transformers").mkdir(parents=True)
+    (broken / "transformers" / "__init__.py").write_text("raise ImportError('it is half installed')")
+    with monkeypatch.context() as before:
+        before.setenv("PYTHONPATH", str(broken), prepend=os.pathsep)
+        with pytest.raises(WeightsError, match=r"tiny\.gguf: transformers cannot convert it: .*it is half installed"):
+            TokenizerFiles(resolve_checkpoint(str(path), ""))
+    (directory,) = cache.iterdir()
+    assert sorted(one.name for one in directory.iterdir()) == ["config.json", "model.gguf"]
+    files = TokenizerFiles(resolve_checkpoint(str(path), ""))
+    assert files.template is not None
+    ids = codec(byte_level(), tmp_path / "original").encode(TEXTS[0]).tolist()
+    assert files.tokenizer.encode(TEXTS[0]).ids == ids
+
+    def again(*arguments: object, **options: object) -> None:
+        raise AssertionError("written again")
+
+    monkeypatch.setattr("subprocess.run", again)
+    assert TokenizerFiles(resolve_checkpoint(str(path), "")).template is not None
+
+
 def test_a_file_beside_the_configuration_is_found_and_a_changed_one_read_again(tmp_path: Path) -> None:
     write(tmp_path / "tiny.gguf", build("llama"))
     (tmp_path / "callboard.toml").write_text('[model]\npath = "tiny.gguf"\n')
@@ -241,7 +256,6 @@ def test_a_file_beside_the_configuration_is_found_and_a_changed_one_read_again(t
     assert read_model(resolve_checkpoint(found, "")).architecture == "Qwen3ForCausalLM"
 
 
-@pytest.mark.usefixtures("_no_tokenizer")
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
@@ -274,7 +288,6 @@ def test_truncated_and_foreign_files_are_refused_in_one_line(tmp_path: Path, cac
     assert not cache.exists() or not list(cache.iterdir())
 
 
-@pytest.mark.usefixtures("_no_tokenizer")
 def test_blocks_whose_scale_is_no_number_are_damaged_and_nothing_is_printed(tmp_path: Path) -> None:
     write(tmp_path / "tiny.gguf", build("llama"), "Q8_0")
     stored = gguf.GGUFReader(tmp_path / "tiny.gguf", "r+")
@@ -307,7 +320,6 @@ def entry(name: bytes, *sizes: int) -> bytes:
     return text(name) + struct.pack(f"<I{len(sizes)}QIQ", len(sizes), *sizes, 0, 0)
 
 
-@pytest.mark.usefixtures("_no_tokenizer")
 @pytest.mark.parametrize(
     ("file", "said"),
     [
@@ -338,7 +350,6 @@ def test_what_llama_cpp_reads_and_we_do_not_is_refused(tmp_path: Path) -> None:
         resolve_checkpoint(str(path), "")
 
 
-@pytest.mark.usefixtures("_no_tokenizer")
 def test_without_the_package_the_error_says_how_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path / "tiny.gguf", build("llama"))
     monkeypatch.setitem(__import__("sys").modules, "gguf", None)
@@ -346,7 +357,6 @@ def test_without_the_package_the_error_says_how_to_get_it(tmp_path: Path, monkey
         resolve_checkpoint(str(tmp_path / "tiny.gguf"), "")
 
 
-@pytest.mark.usefixtures("_no_tokenizer")
 def test_a_file_that_is_gone_is_named(tmp_path: Path) -> None:
     write(tmp_path / "tiny.gguf", build("llama"))
     directory = resolve_checkpoint(str(tmp_path / "tiny.gguf"), "")
