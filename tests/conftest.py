@@ -1,9 +1,12 @@
-"""What every test relies on: repeatable hypothesis runs that do not time themselves, and no network."""
+"""What every test relies on: repeatable hypothesis runs that do not time themselves, uvloop, and no network."""
 
 import gc
 import os
+from asyncio import AbstractEventLoop
+from collections.abc import Callable
 
 import pytest
+import uvloop
 from hypothesis import HealthCheck, settings
 
 pytest_plugins = ["tests.costs", "tests.figures", "tests.network"]
@@ -21,6 +24,11 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 settings.load_profile("tests")
+
+
+def pytest_asyncio_loop_factories() -> dict[str, Callable[[], AbstractEventLoop]]:
+    """The loop of every ``async def`` test and fixture: the one that engines and servers run on."""
+    return {"uvloop": uvloop.new_event_loop}
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -37,7 +37,8 @@ def interpret(folder: Path, report: Path) -> Interpreted:
     """Run the folder's tests in the interpreter.  report: where to write what each test gave."""
     # Small tensors: a second thread only costs.  So does what other packages add to pytest, two seconds each time.
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-    options = ["-p", "no:cacheprovider", "-p", "tests.interpreter", f"--junit-xml={report}"]
+    plugins = ["no:cacheprovider", "pytest_asyncio.plugin", "tests.interpreter"]
+    options = [*(f"-p{plugin}" for plugin in plugins), f"--junit-xml={report}"]
     command = [sys.executable, "-m", "pytest", *options, str(folder.relative_to(ROOT))]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S)
     passed: dict[str, int] = {}

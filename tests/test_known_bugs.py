@@ -6,7 +6,8 @@ number of ranks in ``tests/models/test_tensor_parallel.py``.
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import msgspec
@@ -115,20 +116,21 @@ def test_one_sequence_that_grows_to_the_size_of_the_pool_ends_there() -> None:
     assert bench.streams[1] == bench.expected[1][: 8 * 4 + 1 - 5], "the last token needs no slot"
 
 
-def with_tokenizer(root: Path, scenario: Callable[[Tokenizer, Sent], Awaitable[None]]) -> str:
-    """Run a scenario with a tokenizer actor; returns all text that it has sent."""
+@asynccontextmanager
+async def with_tokenizer(root: Path) -> AsyncIterator[tuple[Tokenizer, Sent, Sent]]:
+    """A tokenizer that runs, what it sends to ingress and what it sends to the scheduler."""
     ingress, scheduler = Sent(), Sent()
+    text_codec = codec(byte_level(), root)
+    tokenizer = Tokenizer(capacity=100, codec=text_codec, vocab_size=text_codec.vocab_size)
+    tokenizer.connect(scheduler=scheduler, ingress=ingress)
+    running = asyncio.create_task(tokenizer.run())
+    yield tokenizer, ingress, scheduler
+    tokenizer.inbox.put(Stop())
+    await running
 
-    async def run() -> None:
-        text_codec = codec(byte_level(), root)
-        tokenizer = Tokenizer(capacity=100, codec=text_codec, vocab_size=text_codec.vocab_size)
-        tokenizer.connect(scheduler=scheduler, ingress=ingress)
-        running = asyncio.create_task(tokenizer.run())
-        await scenario(tokenizer, scheduler)
-        tokenizer.inbox.put(Stop())
-        await running
 
-    asyncio.run(run())
+def said(ingress: Sent) -> str:
+    """All text that came."""
     return "".join(delta.text for deltas in ingress.messages for delta in deltas.deltas)
 
 
@@ -143,33 +145,31 @@ def token(request_id: int, token_id: int, finish: Finish = Finish.RUNNING) -> To
     return Tokens(ids, np.array([token_id], np.int32).tobytes(), bytes([finish]))
 
 
-def test_half_a_character_of_an_aborted_request_does_not_reach_another(tmp_path: Path) -> None:
+async def test_half_a_character_of_an_aborted_request_does_not_reach_another(tmp_path: Path) -> None:
     first_byte, letter = byte_level().token_to_id("\u00e4"), byte_level().token_to_id("x")  # 0xE4 begins three bytes
 
-    async def scenario(tokenizer: Tokenizer, scheduler: Sent) -> None:
+    async with with_tokenizer(tmp_path) as (tokenizer, ingress, scheduler):
         await opened(tokenizer, scheduler, 1)
         tokenizer.inbox.put(token(1, first_byte))
         tokenizer.inbox.put(Abort(1))
         await opened(tokenizer, scheduler, 2)
         tokenizer.inbox.put(token(2, letter, Finish.LENGTH))
         tokenizer.inbox.put(token(1, letter))  # late
+    assert said(ingress) == "x"
 
-    assert with_tokenizer(tmp_path, scenario) == "x"
 
-
-def test_an_incomplete_character_at_the_end_is_not_dropped(tmp_path: Path) -> None:
+async def test_an_incomplete_character_at_the_end_is_not_dropped(tmp_path: Path) -> None:
     first_byte, letter = byte_level().token_to_id("\u00e4"), byte_level().token_to_id("x")
 
-    async def scenario(tokenizer: Tokenizer, scheduler: Sent) -> None:
+    async with with_tokenizer(tmp_path) as (tokenizer, ingress, scheduler):
         await opened(tokenizer, scheduler, 1)
         tokenizer.inbox.put(token(1, letter))
         tokenizer.inbox.put(token(1, first_byte, Finish.LENGTH))
-
-    assert with_tokenizer(tmp_path, scenario) == "x\N{REPLACEMENT CHARACTER}"
+    assert said(ingress) == "x\N{REPLACEMENT CHARACTER}"
 
 
 @pytest.mark.parametrize("text", ["a\nb", "a\n\nb", "\r\n\r\n", "data: [DONE]\n\n", "a\u2028b\u0085c"])
-def test_line_breaks_in_a_text_do_not_break_the_event_stream(text: str) -> None:
+async def test_line_breaks_in_a_text_do_not_break_the_event_stream(text: str) -> None:
     sent: list[bytes] = []
 
     class Kept(EventStream):
@@ -180,7 +180,7 @@ def test_line_breaks_in_a_text_do_not_break_the_event_stream(text: str) -> None:
         async def _write(self, data: bytes) -> None:
             sent.append(data)
 
-    asyncio.run(Kept().send([CompletionChoice(0, text, None, None)]))
+    await Kept().send([CompletionChoice(0, text, None, None)])
     ((event, rest),) = [one.split(b"\n\n", 1) for one in sent]
     assert rest == b""
     assert not set(event) & set(b"\r\n")

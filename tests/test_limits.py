@@ -3,11 +3,10 @@
 import asyncio
 import json
 import signal
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 import pytest
 
-from engine.actors.ingress import Ingress
 from engine.config import Config, build_config
 from engine.errors import EngineDied, RequestError
 from engine.messages import Step
@@ -17,44 +16,38 @@ from engine.sections import LimitsSection, PlacementSection, ServerSection
 from engine.system import RESTART_WINDOW_S, System
 from engine.workers.messages import WorkerAlive
 from server.http.sse import PING_COMMENT
-from tests.actors.test_ingress import Sent, with_ingress
+from tests.actors.test_ingress import with_ingress
 from tests.pace import far
 from tests.server.http_client import RawClient, ask, http_bytes
 from tests.server.live_server import MODEL, LiveServer
 from tests.server.test_serve import process, start_stream
 from tests.workers.machines import configured
-from tests.workers.test_cluster import Scene
-from tests.workers.test_cluster import play as play_cluster
-from tests.workers.test_executors import Bench, FakePlacement
-from tests.workers.test_executors import play as play_group
+from tests.workers.test_cluster import on_two_machines
+from tests.workers.test_executors import Bench, FakePlacement, leaving_nothing
 
 BODY = json.dumps({"model": MODEL, "prompt": "p"}).encode()
 HANG = json.dumps({"model": MODEL, "prompt": "!hang", "stream": True}).encode()
 SECTIONS = {"limits": LimitsSection, "server": ServerSection, "placement": PlacementSection}
 
 
-def refused(second: list[int], **limits: int) -> None:
+async def refused(second: list[int], **limits: int) -> None:
     """One request is open, and the next is refused."""
 
-    async def scenario(ingress: Ingress, _: Sent) -> None:
+    async with with_ingress(**limits) as (ingress, _):
         ingress.open([1] * 8, SamplingParams())
         with pytest.raises(RequestError) as found:
             ingress.open(second, SamplingParams())
         assert found.value.status == 429
 
-    with_ingress(scenario, **limits)
 
-
-def expires(code: str, **limits: float) -> None:
+async def expires(code: str, **limits: float) -> None:
     """A request that gets nothing ends."""
 
-    async def scenario(ingress: Ingress, _: Sent) -> None:
+    async with with_ingress(**limits) as (ingress, _):
         with pytest.raises(RequestError) as found:
             async with asyncio.timeout(far(5)):
                 await ingress.open("hello", SamplingParams()).collect()
         assert found.value.code == code
-
-    with_ingress(scenario, **limits)
 
 
 def max_requests_per_client() -> None:
@@ -107,20 +100,18 @@ def drain_timeout() -> None:
         server.exit()
 
 
-def join_timeout() -> None:
-    async def scenario(scene: Scene) -> None:
+async def join_timeout() -> None:
+    async with on_two_machines(configured(join_timeout_s=0.2)) as scene:
         with pytest.raises(EngineDied, match=r"nobody listens at .* since 0\.2 s"):
             await scene.join()
-
-    play_cluster(scenario, configured(join_timeout_s=0.2))
 
 
 def system(**placement: float) -> System:
     return System(build_config(Config(), {"placement": placement}))
 
 
-def step_timeout() -> None:
-    async def scenario() -> None:
+async def step_timeout() -> None:
+    async with leaving_nothing():
         bench = Bench(step_s=system(step_timeout_s=0.05).executors._group._patience.step_s)
         (await bench.generation(1)).ready()
         await asyncio.sleep(0)
@@ -129,11 +120,9 @@ def step_timeout() -> None:
         assert bench.heard[-1] == ExecutorsLost("executor0 does not finish its step")
         await bench.stop()
 
-    play_group(scenario)
 
-
-def silence_timeout() -> None:
-    async def scenario() -> None:
+async def silence_timeout() -> None:
+    async with leaving_nothing():
         patience = system(executor="process", silence_timeout_s=0.05).executors._group._patience
         bench = Bench(FakePlacement(silence_timeout_s=patience.silence_s))
         ranks = await bench.generation(1)
@@ -142,8 +131,6 @@ def silence_timeout() -> None:
         await bench.generation(2)
         assert bench.heard[-1] == ExecutorsLost("executor0 has stopped answering")
         await bench.stop()
-
-    play_group(scenario)
 
 
 def max_restarts() -> None:
@@ -154,7 +141,7 @@ def max_restarts() -> None:
         intensity.spend("lost", RESTART_WINDOW_S)
 
 
-REACH: dict[str, Callable[[], None]] = {
+REACH: dict[str, Callable[[], Awaitable[None] | None]] = {
     "limits.max_requests": lambda: refused([1], max_requests=1),
     "limits.max_queued_tokens": lambda: refused([1] * 3, max_queued_tokens=10),
     "limits.max_requests_per_client": max_requests_per_client,
@@ -186,9 +173,11 @@ def limits() -> list[str]:
 
 @pytest.mark.reliability("G3", "every limit of the configuration looked up among the tests")  # as measured last
 @pytest.mark.parametrize("setting", limits())
-def test_it_is_reached(setting: str) -> None:
+async def test_it_is_reached(setting: str) -> None:
     assert setting in REACH, f"{setting} bounds something, and nothing here runs into it"
-    REACH[setting]()
+    running = REACH[setting]()
+    if running is not None:
+        await running
 
 
 def test_nothing_is_reached_that_is_no_limit() -> None:

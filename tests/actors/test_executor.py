@@ -3,7 +3,8 @@
 import asyncio
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -68,21 +69,19 @@ class Collected:
         return self.messages
 
 
-def with_executor(
-    load: Callable[[], Any],
-    scenario: Callable[[Executor, Collected, asyncio.Task[None]], Any],
-    scheduler: "TwoInFlight | None" = None,
-) -> None:
-    async def run() -> None:
-        executor, collected = Executor(rank=0, capacity=100, load=load), scheduler or Collected()
-        if scheduler is not None:
-            scheduler.executor = executor
-        executor.connect(ready=lambda num_pages: collected.put(WorkerReady(num_pages)), done=collected.put)
-        task = asyncio.create_task(executor.run())
-        await scenario(executor, collected, task)
-
+@asynccontextmanager
+async def with_executor(
+    load: Callable[[], Any], scheduler: "TwoInFlight | None" = None
+) -> AsyncIterator[tuple[Executor, Collected, asyncio.Task[None]]]:
+    """An executor that runs, what it sends, and its task, which the test ends."""
     before = set(threading.enumerate())  # an engine of another test may have left one that hangs on purpose
-    asyncio.run(run())
+    executor, collected = Executor(rank=0, capacity=100, load=load), scheduler or Collected()
+    if scheduler is not None:
+        scheduler.executor = executor
+    executor.connect(ready=lambda num_pages: collected.put(WorkerReady(num_pages)), done=collected.put)
+    task = asyncio.create_task(executor.run())
+    yield executor, collected, task
+    assert task.done(), "the test did not end its executor"
     for thread in threading.enumerate():
         if thread.name.startswith("executor0") and thread not in before:
             thread.join(far(2))  # a thread that has reported its failure is on its way out
@@ -90,10 +89,10 @@ def with_executor(
 
 
 @pytest.mark.parametrize("slow", [False, True])
-def test_steps_run_in_order_on_one_thread_and_every_result_comes_back(slow: bool) -> None:
+async def test_steps_run_in_order_on_one_thread_and_every_result_comes_back(slow: bool) -> None:
     runner = FakeRunner(slow=slow)
 
-    async def scenario(executor: Executor, collected: Collected, task: asyncio.Task[None]) -> None:
+    async with with_executor(lambda: runner) as (executor, collected, task):
         assert await collected.wait_for(1) == [WorkerReady(num_pages=7)]
         for step_id in range(20):
             executor.inbox.put(Step(step_id))
@@ -104,8 +103,6 @@ def test_steps_run_in_order_on_one_thread_and_every_result_comes_back(slow: bool
         assert runner.threads == {"executor0"}
         executor.inbox.put(Stop())
         await task
-
-    with_executor(lambda: runner, scenario)
 
 
 class HangingStore:
@@ -121,8 +118,8 @@ class HangingStore:
         pass
 
 
-def test_a_fetch_is_given_up_in_time_and_steps_go_on_meanwhile() -> None:
-    async def scenario(executor: Executor, collected: Collected, task: asyncio.Task[None]) -> None:
+async def test_a_fetch_is_given_up_in_time_and_steps_go_on_meanwhile() -> None:
+    async with with_executor(lambda: FakeRunner(stored=HangingStore())) as (executor, collected, task):
         await collected.wait_for(1)
         executor.inbox.put(FetchPages(5, b"", b"", timeout_s=0.05))
         executor.inbox.put(Step(0))
@@ -130,8 +127,6 @@ def test_a_fetch_is_given_up_in_time_and_steps_go_on_meanwhile() -> None:
         assert (done.step_id, fetched) == (0, PagesFetched(0, 5, 0))
         executor.inbox.put(Stop())
         await task
-
-    with_executor(lambda: FakeRunner(stored=HangingStore()), scenario)
 
 
 class Timeline:
@@ -209,78 +204,66 @@ class TwoInFlight(Collected):
                 self.executor.inbox.put(Step(self._left.pop()))
 
 
-def test_a_step_is_launched_while_the_one_before_it_runs() -> None:
+async def test_a_step_is_launched_while_the_one_before_it_runs() -> None:
     device, scheduler = Timeline(200), TwoInFlight(200)
 
-    async def scenario(executor: Executor, collected: Collected, task: asyncio.Task[None]) -> None:
+    async with with_executor(lambda: device, scheduler) as (executor, collected, task):
         results = (await collected.wait_for(201))[1:]
         assert [result.step_id for result in results] == list(range(200))
         executor.inbox.put(Stop())
         await task
-
-    with_executor(lambda: device, scenario, scheduler)
     assert device.num_overlapped == 199
 
 
-def test_a_step_that_fails_on_the_device_comes_after_the_results_before_it() -> None:
+async def test_a_step_that_fails_on_the_device_comes_after_the_results_before_it() -> None:
     device, scheduler = Timeline(9), TwoInFlight(9)
     device.raises_at = 5
 
-    async def scenario(_: Executor, collected: Collected, task: asyncio.Task[None]) -> None:
+    async with with_executor(lambda: device, scheduler) as (_, collected, task):
         with pytest.raises(RuntimeError, match="an illegal memory access"):
             await asyncio.wait_for(task, far(20))
         assert [result.step_id for result in collected.messages[1:]] == list(range(5))
-
-    with_executor(lambda: device, scenario, scheduler)
     assert device.has_left
 
 
-def test_steps_that_were_launched_are_collected_before_the_end() -> None:
+async def test_steps_that_were_launched_are_collected_before_the_end() -> None:
     device = Timeline(2)
 
-    async def scenario(executor: Executor, collected: Collected, task: asyncio.Task[None]) -> None:
+    async with with_executor(lambda: device) as (executor, collected, task):
         await collected.wait_for(1)
         for message in (Step(0), Step(1), Stop()):
             executor.inbox.put(message)
         await task
         assert [result.step_id for result in (await collected.wait_for(3))[1:]] == [0, 1]
-
-    with_executor(lambda: device, scenario)
     assert not device.has_left
 
 
-def test_an_exit_on_the_thread_is_a_failure_like_any_other() -> None:
+async def test_an_exit_on_the_thread_is_a_failure_like_any_other() -> None:
     """Raised by a task it would end the event loop, and with it the server, without a word."""
 
-    async def scenario(_: Executor, collected: Collected, task: asyncio.Task[None]) -> None:
+    async with with_executor(lambda: sys.exit(9)) as (_, _, task):
         with pytest.raises(RuntimeError, match=r"SystemExit\(9\) on the device thread"):
             await asyncio.wait_for(task, 20)
 
-    with_executor(lambda: sys.exit(9), scenario)
-
 
 @pytest.mark.parametrize("when", ["loading", "running"])
-def test_a_failure_on_the_thread_is_the_actors_failure(when: str) -> None:
+async def test_a_failure_on_the_thread_is_the_actors_failure(when: str) -> None:
     def load() -> FakeRunner:
         if when == "loading":
             raise WeightsError("model.safetensors: cut short")
         return FakeRunner()
 
-    async def scenario(executor: Executor, collected: Collected, task: asyncio.Task[None]) -> None:
+    async with with_executor(load) as (executor, collected, task):
         if when == "running":
             await collected.wait_for(1)
             executor.inbox.put(Step(99))
         with pytest.raises(WeightsError if when == "loading" else MemoryError):
             await asyncio.wait_for(task, far(5))
 
-    with_executor(load, scenario)
 
-
-def test_an_actor_that_is_cancelled_ends_its_thread() -> None:
-    async def scenario(_: Executor, collected: Collected, task: asyncio.Task[None]) -> None:
+async def test_an_actor_that_is_cancelled_ends_its_thread() -> None:
+    async with with_executor(FakeRunner) as (_, collected, task):
         await collected.wait_for(1)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-
-    with_executor(FakeRunner, scenario)

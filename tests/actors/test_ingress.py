@@ -2,7 +2,8 @@
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import numpy as np
@@ -30,22 +31,21 @@ class Sent:
         self.messages.append(message)
 
 
-def with_ingress(scenario: Callable[[Ingress, Sent], Awaitable[None]], **limits: Any) -> None:
-    async def run() -> None:
-        sent = Sent()
-        ingress = Ingress(
-            capacity=100,
-            limits=LimitsSection(**{"max_requests": 4, **limits}),
-            max_model_len=32,
-            vocab_size=100,
-            rng=random.Random(0),
-            tokenizer=sent,
-        )
-        ingress.handle(EngineReady())
-        await scenario(ingress, sent)
-        assert len(asyncio.all_tasks()) == 1, "a task was left behind"
-
-    asyncio.run(run())
+@asynccontextmanager
+async def with_ingress(**limits: Any) -> AsyncIterator[tuple[Ingress, Sent]]:
+    """An ingress that is ready, and what it sends."""
+    sent = Sent()
+    ingress = Ingress(
+        capacity=100,
+        limits=LimitsSection(**{"max_requests": 4, **limits}),
+        max_model_len=32,
+        vocab_size=100,
+        rng=random.Random(0),
+        tokenizer=sent,
+    )
+    ingress.handle(EngineReady())
+    yield ingress, sent
+    assert len(asyncio.all_tasks()) == 1, "a task was left behind"
 
 
 def text(request_id: int, text: str, finish: Finish = Finish.RUNNING) -> Deltas:
@@ -57,8 +57,8 @@ async def read(stream: Stream) -> list[str]:
     return [delta.text async for delta in stream]
 
 
-def test_a_stream_yields_what_comes_and_ends_with_the_finish() -> None:
-    async def scenario(ingress: Ingress, sent: Sent) -> None:
+async def test_a_stream_yields_what_comes_and_ends_with_the_finish() -> None:
+    async with with_ingress() as (ingress, sent):
         stream = ingress.open("hello", SamplingParams())
         assert isinstance(sent.messages[0], Tokenize)
         assert sent.messages[0].text == "hello"
@@ -73,11 +73,9 @@ def test_a_stream_yields_what_comes_and_ends_with_the_finish() -> None:
         stream.close()
         assert len(sent.messages) == 1, "closing a stream that has ended cancels nothing"
 
-    with_ingress(scenario)
 
-
-def test_what_a_slow_client_has_not_read_is_one_delta() -> None:
-    async def scenario(ingress: Ingress, _: Sent) -> None:
+async def test_what_a_slow_client_has_not_read_is_one_delta() -> None:
+    async with with_ingress() as (ingress, _):
         stream = ingress.open("hello", SamplingParams())
         for piece in "abc":
             ingress.handle(text(1, piece))
@@ -86,11 +84,9 @@ def test_what_a_slow_client_has_not_read_is_one_delta() -> None:
         assert (delta.text, delta.finish, delta.usage) == ("abcd", Finish.LENGTH, USAGE)
         assert np.frombuffer(delta.token_ids, np.int32).tolist() == [7, 7, 7, 7]
 
-    with_ingress(scenario)
 
-
-def test_collect_wakes_once_and_returns_everything() -> None:
-    async def scenario(ingress: Ingress, _: Sent) -> None:
+async def test_collect_wakes_once_and_returns_everything() -> None:
+    async with with_ingress() as (ingress, _):
         stream = ingress.open("hello", SamplingParams())
         collecting = asyncio.create_task(stream.collect())
         ingress.handle(text(1, "a"))
@@ -99,11 +95,9 @@ def test_collect_wakes_once_and_returns_everything() -> None:
         ingress.handle(text(1, "b", Finish.STOP))
         assert (await collecting).text == "ab"
 
-    with_ingress(scenario)
 
-
-def test_closing_early_cancels_once_and_late_output_is_dropped() -> None:
-    async def scenario(ingress: Ingress, sent: Sent) -> None:
+async def test_closing_early_cancels_once_and_late_output_is_dropped() -> None:
+    async with with_ingress() as (ingress, sent):
         stream = ingress.open("hello", SamplingParams())
         stream.close()
         stream.close()
@@ -116,11 +110,9 @@ def test_closing_early_cancels_once_and_late_output_is_dropped() -> None:
         ingress.handle(Failed(1, "late"))
         assert ingress.num_late_events == 2
 
-    with_ingress(scenario)
 
-
-def test_a_failure_reaches_the_stream_after_what_came_before() -> None:
-    async def scenario(ingress: Ingress, _: Sent) -> None:
+async def test_a_failure_reaches_the_stream_after_what_came_before() -> None:
+    async with with_ingress() as (ingress, _):
         stream = ingress.open("hello", SamplingParams())
         ingress.handle(text(1, "a"))
         ingress.handle(Failed(1, "too long", status=400, code="context_length_exceeded", param="prompt"))
@@ -130,11 +122,9 @@ def test_a_failure_reaches_the_stream_after_what_came_before() -> None:
         assert (failed.value.status, failed.value.code) == (400, "context_length_exceeded")
         assert ingress.num_open == 0
 
-    with_ingress(scenario)
 
-
-def test_the_engines_death_ends_every_stream_and_refuses_new_requests() -> None:
-    async def scenario(ingress: Ingress, _: Sent) -> None:
+async def test_the_engines_death_ends_every_stream_and_refuses_new_requests() -> None:
+    async with with_ingress() as (ingress, _):
         streams = [ingress.open("hello", SamplingParams()) for _ in range(3)]
         collecting = [asyncio.create_task(stream.collect()) for stream in streams]
         await asyncio.sleep(0)
@@ -145,11 +135,9 @@ def test_the_engines_death_ends_every_stream_and_refuses_new_requests() -> None:
             ingress.open("hello", SamplingParams())
         assert refused.value.status == 503
 
-    with_ingress(scenario)
 
-
-def test_requests_past_the_limit_get_429_and_a_place_comes_free() -> None:
-    async def scenario(ingress: Ingress, _: Sent) -> None:
+async def test_requests_past_the_limit_get_429_and_a_place_comes_free() -> None:
+    async with with_ingress() as (ingress, _):
         streams = [ingress.open("hello", SamplingParams()) for _ in range(4)]
         with pytest.raises(RequestError) as refused:
             ingress.open("hello", SamplingParams())
@@ -160,12 +148,10 @@ def test_requests_past_the_limit_get_429_and_a_place_comes_free() -> None:
             ingress.open("hello", SamplingParams())
         assert streams[0].ended
 
-    with_ingress(scenario)
-
 
 @pytest.mark.parametrize("answer", [text(1, "", Finish.ABORT), text(1, "a", Finish.STOP), Failed(1, "refused")])
-def test_a_cancelled_request_takes_its_place_until_the_engine_has_let_go_of_it(answer: Deltas | Failed) -> None:
-    async def scenario(ingress: Ingress, sent: Sent) -> None:
+async def test_a_cancelled_request_takes_its_place_until_the_engine_has_let_go_of_it(answer: Deltas | Failed) -> None:
+    async with with_ingress(max_queued_tokens=32) as (ingress, sent):
         for stream in [ingress.open([1] * 8, SamplingParams()) for _ in range(4)]:
             stream.close()
         assert ingress.num_open == 0
@@ -177,21 +163,17 @@ def test_a_cancelled_request_takes_its_place_until_the_engine_has_let_go_of_it(a
             ingress.open([1] * 16, SamplingParams())
         ingress.open([1] * 8, SamplingParams())
 
-    with_ingress(scenario, max_queued_tokens=32)
 
-
-def test_queued_prompt_tokens_are_limited_but_one_request_always_gets_in() -> None:
-    async def scenario(ingress: Ingress, _: Sent) -> None:
+async def test_queued_prompt_tokens_are_limited_but_one_request_always_gets_in() -> None:
+    async with with_ingress(max_queued_tokens=10) as (ingress, _):
         ingress.open([1] * 20, SamplingParams())
         with pytest.raises(RequestError) as refused:
             ingress.open([1], SamplingParams())
         assert refused.value.status == 429
 
-    with_ingress(scenario, max_queued_tokens=10)
 
-
-def test_a_request_past_its_deadline_is_cancelled_and_says_so() -> None:
-    async def scenario(ingress: Ingress, sent: Sent) -> None:
+async def test_a_request_past_its_deadline_is_cancelled_and_says_so() -> None:
+    async with with_ingress(request_timeout_s=0.02) as (ingress, sent):
         stream = ingress.open("hello", SamplingParams())
         with pytest.raises(RequestError, match=r"longer than 0\.02 s") as expired:
             await stream.collect()
@@ -200,11 +182,9 @@ def test_a_request_past_its_deadline_is_cancelled_and_says_so() -> None:
         stream.close()
         assert len(sent.messages) == 2
 
-    with_ingress(scenario, request_timeout_s=0.02)
 
-
-def test_a_request_without_a_token_is_told_to_come_back_and_one_with_some_may_go_on() -> None:
-    async def scenario(ingress: Ingress, sent: Sent) -> None:
+async def test_a_request_without_a_token_is_told_to_come_back_and_one_with_some_may_go_on() -> None:
+    async with with_ingress(first_token_timeout_s=0.02, request_timeout_s=0.05) as (ingress, sent):
         waiting, running = (ingress.open("hello", SamplingParams()) for _ in range(2))
         ingress.handle(Deltas((Delta(2, "a", b"\1\0\0\0"),)))
         with pytest.raises(RequestError, match=r"no token for 0\.02 s") as late:
@@ -215,8 +195,6 @@ def test_a_request_without_a_token_is_told_to_come_back_and_one_with_some_may_go
         with pytest.raises(RequestError, match=r"longer than 0\.05 s"):
             await running.collect()
         assert ingress.num_open == 0
-
-    with_ingress(scenario, first_token_timeout_s=0.02, request_timeout_s=0.05)
 
 
 @pytest.mark.parametrize(
@@ -231,41 +209,35 @@ def test_a_request_without_a_token_is_told_to_come_back_and_one_with_some_may_go
         ((ChatTurn("user", "x" * 257),), "context_length_exceeded", "257 characters"),
     ],
 )
-def test_a_bad_prompt_is_refused_before_any_work(prompt: Any, code: str, said: str) -> None:
-    async def scenario(ingress: Ingress, sent: Sent) -> None:
+async def test_a_bad_prompt_is_refused_before_any_work(prompt: Any, code: str, said: str) -> None:
+    async with with_ingress() as (ingress, sent):
         with pytest.raises(RequestError, match=said) as refused:
             ingress.open(prompt, SamplingParams())
         assert (refused.value.status, refused.value.code) == (400, code)
         assert not sent.messages
         assert ingress.num_open == 0
 
-    with_ingress(scenario)
 
-
-def test_output_to_go_on_from_that_no_request_can_have_is_refused_before_any_work() -> None:
-    async def scenario(ingress: Ingress, sent: Sent) -> None:
+async def test_output_to_go_on_from_that_no_request_can_have_is_refused_before_any_work() -> None:
+    async with with_ingress() as (ingress, sent):
         with pytest.raises(RequestError, match="has 32 tokens, the context is 32") as refused:
             ingress.open("hello", SamplingParams(), RequestOptions(resumed=bytes(4 * 32)))
         assert (refused.value.status, refused.value.code) == (400, "not_resumable")
         assert not sent.messages
         ingress.open("hello", SamplingParams(), RequestOptions(resumed=bytes(4 * 31)))
 
-    with_ingress(scenario)
 
-
-def test_bad_sampling_parameters_are_refused_by_name() -> None:
-    async def scenario(ingress: Ingress, sent: Sent) -> None:
+async def test_bad_sampling_parameters_are_refused_by_name() -> None:
+    async with with_ingress() as (ingress, sent):
         for name, value in [("temperature", float("nan")), ("top_p", 0.0), ("min_tokens", -1), ("seed", 2**64)]:
             with pytest.raises(RequestError) as refused:
                 ingress.open("hello", SamplingParams(**{name: value}))
             assert (refused.value.status, refused.value.param) == (400, name)
         assert not sent.messages
 
-    with_ingress(scenario)
 
-
-def test_requests_without_a_seed_get_different_ones() -> None:
-    async def scenario(ingress: Ingress, sent: Sent) -> None:
+async def test_requests_without_a_seed_get_different_ones() -> None:
+    async with with_ingress() as (ingress, sent):
         ingress.open("hello", SamplingParams())
         ingress.open("hello", SamplingParams())
         ingress.open("hello", SamplingParams(seed=5))
@@ -274,11 +246,9 @@ def test_requests_without_a_seed_get_different_ones() -> None:
         assert seeds[0] != seeds[1]
         assert seeds[2] == 5
 
-    with_ingress(scenario)
 
-
-def test_not_ready_and_draining_are_503_with_retry_after() -> None:
-    async def scenario(ingress: Ingress, _: Sent) -> None:
+async def test_not_ready_and_draining_are_503_with_retry_after() -> None:
+    async with with_ingress() as (ingress, _):
         ingress.ready = False
         with pytest.raises(RequestError) as loading:
             ingress.open("hello", SamplingParams())
@@ -288,24 +258,18 @@ def test_not_ready_and_draining_are_503_with_retry_after() -> None:
         for refused in (loading, draining):
             assert (refused.value.status, refused.value.retry_after_s) == (503, 5)
 
-    with_ingress(scenario)
 
-
-def test_waiting_for_idle_ends_when_the_last_request_does_or_time_is_up() -> None:
-    async def scenario(ingress: Ingress, _: Sent) -> None:
+async def test_waiting_for_idle_ends_when_the_last_request_does_or_time_is_up() -> None:
+    async with with_ingress() as (ingress, _):
         assert await ingress.wait_idle(0.01)
         ingress.open("hello", SamplingParams())
         assert not await ingress.wait_idle(0.01)
         ingress.handle(text(1, "", Finish.STOP))
         assert await ingress.wait_idle(0.01)
 
-    with_ingress(scenario)
 
-
-def test_stats_are_kept_for_whoever_asks() -> None:
-    async def scenario(ingress: Ingress, _: Sent) -> None:
+async def test_stats_are_kept_for_whoever_asks() -> None:
+    async with with_ingress() as (ingress, _):
         stats = Stats(step_id=3, running=1, waiting=0, pages_free=7, pages_cached=0, pages_used=1)
         ingress.handle(stats)
         assert ingress.stats == stats
-
-    with_ingress(scenario)

@@ -50,62 +50,56 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.005)
 
 
-def test_gauges_meter_and_outline_are_those_of_the_engine() -> None:
-    async def scenario() -> None:
-        system = NullSystem(configured())
-        monitor = system.monitor
-        assert (monitor.meter, monitor.gauges().num_open, monitor.board().outline.nodes) == (None, 0, ())
-        await system.start()
-        streams = [system.ingress.open(list(range(10, 60)), GREEDY) for _ in range(3)]
-        await streams[0].next()
-        busy = monitor.gauges()
-        assert (busy.num_open, busy.num_running + busy.num_waiting) == (3, 3)
-        assert busy.pages_used > 0
-        assert busy.num_in_flight > 0
-        await asyncio.gather(*(stream.collect() for stream in streams))
-        await until(lambda: monitor.gauges().pages_used == monitor.gauges().num_in_flight == 0)
-        idle = monitor.gauges()
-        assert (idle.num_open, idle.num_running, idle.pages_used, idle.stalled_s) == (0, 0, 0, 0.0)
-        assert idle.pages_free + idle.pages_cached == 64
-        meter = monitor.meter
-        assert meter is not None
-        assert (meter.num_output_tokens, meter.num_prompt_tokens) == (3 * 40, 3 * 50)
-        assert sum(node.num_pages for node in monitor.board().outline.nodes) == idle.pages_cached
-        assert [box.name for box in idle.mailboxes] == ["ingress", "tokenizer", "scheduler", "executors"]
-        assert all(box.peak >= 1 for box in idle.mailboxes[:3])
-        assert monitor.decode([10, 11]) == system.codec.decode([10, 11])
-        await system.stop()
-
-    asyncio.run(scenario())
+async def test_gauges_meter_and_outline_are_those_of_the_engine() -> None:
+    system = NullSystem(configured())
+    monitor = system.monitor
+    assert (monitor.meter, monitor.gauges().num_open, monitor.board().outline.nodes) == (None, 0, ())
+    await system.start()
+    streams = [system.ingress.open(list(range(10, 60)), GREEDY) for _ in range(3)]
+    await streams[0].next()
+    busy = monitor.gauges()
+    assert (busy.num_open, busy.num_running + busy.num_waiting) == (3, 3)
+    assert busy.pages_used > 0
+    assert busy.num_in_flight > 0
+    await asyncio.gather(*(stream.collect() for stream in streams))
+    await until(lambda: monitor.gauges().pages_used == monitor.gauges().num_in_flight == 0)
+    idle = monitor.gauges()
+    assert (idle.num_open, idle.num_running, idle.pages_used, idle.stalled_s) == (0, 0, 0, 0.0)
+    assert idle.pages_free + idle.pages_cached == 64
+    meter = monitor.meter
+    assert meter is not None
+    assert (meter.num_output_tokens, meter.num_prompt_tokens) == (3 * 40, 3 * 50)
+    assert sum(node.num_pages for node in monitor.board().outline.nodes) == idle.pages_cached
+    assert [box.name for box in idle.mailboxes] == ["ingress", "tokenizer", "scheduler", "executors"]
+    assert all(box.peak >= 1 for box in idle.mailboxes[:3])
+    assert monitor.decode([10, 11]) == system.codec.decode([10, 11])
+    await system.stop()
 
 
-def test_a_device_that_hangs_shows_and_one_that_only_waits_for_work_does_not() -> None:
-    async def scenario() -> None:
-        system = HangingSystem(configured())
-        await system.start()
-        monitor = system.monitor
-        await system.ingress.open([1, 2, 3], GREEDY).collect()
-        await until(lambda: monitor.gauges().num_in_flight == 0)
-        await asyncio.sleep(0.1)
-        assert monitor.gauges().stalled_s == 0.0
-        system.go_on.clear()
-        opened_at = time.monotonic()
-        stream = system.ingress.open([1, 2, 3], GREEDY)
-        await until(lambda: monitor.gauges().stalled_s > 0.05)
-        # Since the request came, not since the step before it.
-        assert monitor.gauges().stalled_s <= time.monotonic() - opened_at
-        before = monitor.gauges().stalled_s
-        await until(lambda: monitor.gauges().stalled_s > before)
-        system.go_on.set()
-        await stream.collect()
-        await until(lambda: monitor.gauges().num_in_flight == 0)
-        assert monitor.gauges().stalled_s == 0.0
-        await system.stop()
-
-    asyncio.run(scenario())
+async def test_a_device_that_hangs_shows_and_one_that_only_waits_for_work_does_not() -> None:
+    system = HangingSystem(configured())
+    await system.start()
+    monitor = system.monitor
+    await system.ingress.open([1, 2, 3], GREEDY).collect()
+    await until(lambda: monitor.gauges().num_in_flight == 0)
+    await asyncio.sleep(0.1)
+    assert monitor.gauges().stalled_s == 0.0
+    system.go_on.clear()
+    opened_at = time.monotonic()
+    stream = system.ingress.open([1, 2, 3], GREEDY)
+    await until(lambda: monitor.gauges().stalled_s > 0.05)
+    # Since the request came, not since the step before it.
+    assert monitor.gauges().stalled_s <= time.monotonic() - opened_at
+    before = monitor.gauges().stalled_s
+    await until(lambda: monitor.gauges().stalled_s > before)
+    system.go_on.set()
+    await stream.collect()
+    await until(lambda: monitor.gauges().num_in_flight == 0)
+    assert monitor.gauges().stalled_s == 0.0
+    await system.stop()
 
 
-def test_who_watches_is_told_of_ended_requests() -> None:
+async def test_who_watches_is_told_of_ended_requests() -> None:
     seen: list[int] = []
 
     class Watcher:
@@ -113,15 +107,12 @@ def test_who_watches_is_told_of_ended_requests() -> None:
         def callboard_request_finished(self, requests: Sequence[RequestMetrics]) -> None:
             seen.extend(one.num_output_tokens for one in requests)
 
-    async def scenario() -> None:
-        system: System = NullSystem(configured())
-        system.monitor.watch(Watcher(), "tests.watcher")
-        await system.start()
-        await system.ingress.open([1, 2, 3], GREEDY).collect()
-        await until(lambda: bool(seen))
-        await system.stop()
-
-    asyncio.run(scenario())
+    system: System = NullSystem(configured())
+    system.monitor.watch(Watcher(), "tests.watcher")
+    await system.start()
+    await system.ingress.open([1, 2, 3], GREEDY).collect()
+    await until(lambda: bool(seen))
+    await system.stop()
     assert seen == [40]
 
 

@@ -48,103 +48,92 @@ def configured(request: pytest.FixtureRequest) -> Configured:
     return configured
 
 
-def test_a_request_runs_and_leaves_nothing_behind(configured: Configured, checkpoint: Path) -> None:
-    async def scenario() -> None:
-        system = System(configured(checkpoint))
-        await system.start()
-        delta = await system.ingress.open(random_tokens(20, 0), GREEDY).collect()
-        assert (delta.finish, len(delta.token_ids)) == (Finish.LENGTH, 8 * 4)
-        await system.stop(drain_timeout_s=1)
-        assert system.ingress.stats is not None
-        assert system.ingress.stats.pages_used == 0
-        assert system.died is None
-        assert len(asyncio.all_tasks()) == 1
-
-    asyncio.run(scenario())
+async def test_a_request_runs_and_leaves_nothing_behind(configured: Configured, checkpoint: Path) -> None:
+    system = System(configured(checkpoint))
+    await system.start()
+    delta = await system.ingress.open(random_tokens(20, 0), GREEDY).collect()
+    assert (delta.finish, len(delta.token_ids)) == (Finish.LENGTH, 8 * 4)
+    await system.stop(drain_timeout_s=1)
+    assert system.ingress.stats is not None
+    assert system.ingress.stats.pages_used == 0
+    assert system.died is None
+    assert len(asyncio.all_tasks()) == 1
 
 
-def test_a_cancelled_request_gives_its_pages_back_within_a_second(configured: Configured, checkpoint: Path) -> None:
-    async def scenario() -> None:
-        system = System(configured(checkpoint))
-        await system.start()
-        stream = system.ingress.open(random_tokens(20, 0), GREEDY.replace(max_tokens=400))
-        await stream.next()
-        assert system.ingress.stats is not None
-        assert system.ingress.stats.pages_used > 0
-        stream.close()
-        async with asyncio.timeout(far(1)):
-            while system.ingress.stats.pages_used:
-                await asyncio.sleep(0.005)
-        await system.stop()
-
-    asyncio.run(scenario())
-
-
-def test_draining_lets_open_requests_finish_and_refuses_new_ones(configured: Configured, checkpoint: Path) -> None:
-    async def scenario() -> None:
-        system = System(configured(checkpoint))
-        await system.start()
-        stream = system.ingress.open(random_tokens(20, 0), GREEDY)
-        stopping = asyncio.create_task(system.stop(drain_timeout_s=10))
-        await asyncio.sleep(0)
-        with pytest.raises(RequestError) as refused:
-            system.ingress.open([1], GREEDY)
-        assert refused.value.status == 503
-        assert (await stream.collect()).finish == Finish.LENGTH
-        await stopping
-
-    asyncio.run(scenario())
+async def test_a_cancelled_request_gives_its_pages_back_within_a_second(
+    configured: Configured, checkpoint: Path
+) -> None:
+    system = System(configured(checkpoint))
+    await system.start()
+    stream = system.ingress.open(random_tokens(20, 0), GREEDY.replace(max_tokens=400))
+    await stream.next()
+    assert system.ingress.stats is not None
+    assert system.ingress.stats.pages_used > 0
+    stream.close()
+    async with asyncio.timeout(far(1)):
+        while system.ingress.stats.pages_used:
+            await asyncio.sleep(0.005)
+    await system.stop()
 
 
-def test_what_is_still_open_when_the_drain_ends_gets_an_error(configured: Configured, checkpoint: Path) -> None:
-    async def scenario() -> None:
-        system = System(configured(checkpoint))
-        await system.start()
-        stream = system.ingress.open(random_tokens(20, 0), GREEDY.replace(max_tokens=400))
-        await system.stop(drain_timeout_s=0)
-        with pytest.raises(RequestError, match="shutting down"):
-            await stream.collect()
-        assert system.ingress.stats is not None
-        assert system.ingress.stats.pages_used == 0
+async def test_draining_lets_open_requests_finish_and_refuses_new_ones(
+    configured: Configured, checkpoint: Path
+) -> None:
+    system = System(configured(checkpoint))
+    await system.start()
+    stream = system.ingress.open(random_tokens(20, 0), GREEDY)
+    stopping = asyncio.create_task(system.stop(drain_timeout_s=10))
+    await asyncio.sleep(0)
+    with pytest.raises(RequestError) as refused:
+        system.ingress.open([1], GREEDY)
+    assert refused.value.status == 503
+    assert (await stream.collect()).finish == Finish.LENGTH
+    await stopping
 
-    asyncio.run(scenario())
+
+async def test_what_is_still_open_when_the_drain_ends_gets_an_error(configured: Configured, checkpoint: Path) -> None:
+    system = System(configured(checkpoint))
+    await system.start()
+    stream = system.ingress.open(random_tokens(20, 0), GREEDY.replace(max_tokens=400))
+    await system.stop(drain_timeout_s=0)
+    with pytest.raises(RequestError, match="shutting down"):
+        await stream.collect()
+    assert system.ingress.stats is not None
+    assert system.ingress.stats.pages_used == 0
 
 
 @pytest.mark.parametrize("actor", ["tokenizer", "scheduler", "executor0", "ingress"])
-def test_a_crash_of_any_actor_ends_every_request_and_names_it(
+async def test_a_crash_of_any_actor_ends_every_request_and_names_it(
     configured: Configured, checkpoint: Path, actor: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def scenario() -> None:
-        system = System(configured(checkpoint, placement={"max_restarts": 0}))
-        await system.start()
-        streams = [system.ingress.open(random_tokens(20, seed), GREEDY.replace(max_tokens=400)) for seed in range(3)]
-        await streams[0].next()
-        if actor == "executor0":
-            system.executors.links[0].put(Step(step_id=7, decode_rows=b"abc"))  # three bytes are no int32 column
-        else:
-            (victim,) = [one for one in system.actors if one.name in (actor, f"{actor}s")]
+    system = System(configured(checkpoint, placement={"max_restarts": 0}))
+    await system.start()
+    streams = [system.ingress.open(random_tokens(20, seed), GREEDY.replace(max_tokens=400)) for seed in range(3)]
+    await streams[0].next()
+    if actor == "executor0":
+        system.executors.links[0].put(Step(step_id=7, decode_rows=b"abc"))  # three bytes are no int32 column
+    else:
+        (victim,) = [one for one in system.actors if one.name in (actor, f"{actor}s")]
 
-            def broken(_: object) -> None:
-                raise ZeroDivisionError("planted")
+        def broken(_: object) -> None:
+            raise ZeroDivisionError("planted")
 
-            monkeypatch.setattr(victim, "handle", broken)
-        async with asyncio.timeout(far(10)):
-            for stream in streams:
-                with pytest.raises(EngineDied, match=f"{actor}s? crashed"):
-                    while True:
-                        await stream.next()
+        monkeypatch.setattr(victim, "handle", broken)
+    async with asyncio.timeout(far(10)):
+        for stream in streams:
             with pytest.raises(EngineDied, match=f"{actor}s? crashed"):
-                await system.wait()
-            with pytest.raises(RequestError) as refused:
-                system.ingress.open([1], GREEDY)
-        assert (refused.value.status, refused.value.code) == (503, "engine_died")
-        await system.stop()
-        assert len(asyncio.all_tasks()) == 1
+                while True:
+                    await stream.next()
+        with pytest.raises(EngineDied, match=f"{actor}s? crashed"):
+            await system.wait()
+        with pytest.raises(RequestError) as refused:
+            system.ingress.open([1], GREEDY)
+    assert (refused.value.status, refused.value.code) == (503, "engine_died")
+    await system.stop()
+    assert len(asyncio.all_tasks()) == 1
 
-    asyncio.run(scenario())
 
-
-def test_weights_that_cannot_be_loaded_are_the_starts_own_error(
+async def test_weights_that_cannot_be_loaded_are_the_starts_own_error(
     configured: Configured, checkpoint: Path, tmp_path: Path
 ) -> None:
     for name in ("config.json", "generation_config.json"):
@@ -152,15 +141,11 @@ def test_weights_that_cannot_be_loaded_are_the_starts_own_error(
     tensors = load_file(checkpoint / "model.safetensors")
     tensors["model.norm.weight"].fill_(torch.nan)
     save_file(tensors, tmp_path / "model.safetensors")
-
-    async def scenario() -> None:
-        system = System(configured(tmp_path))
-        with pytest.raises(WeightsError, match=r"model\.safetensors.*contains NaN"):
-            await system.start()
-        await system.stop()
-        assert len(asyncio.all_tasks()) == 1
-
-    asyncio.run(scenario())
+    system = System(configured(tmp_path))
+    with pytest.raises(WeightsError, match=r"model\.safetensors.*contains NaN"):
+        await system.start()
+    await system.stop()
+    assert len(asyncio.all_tasks()) == 1
 
 
 @pytest.mark.parametrize(

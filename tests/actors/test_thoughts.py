@@ -58,36 +58,32 @@ def codec(tmp_path_factory: pytest.TempPathFactory) -> TextCodec:
     return TextCodec.load(directory, lambda _: Formats(reasoning_parser="think", reasoning=THINK))
 
 
-def converse(
+async def converse(
     codec: TextCodec, output: str, options: ChatOptions, **params: Any
 ) -> tuple[Any, list[Any], list[Any], Refusing]:
     """(the request as the scheduler got it, deltas, failures, the engine) of one conversation."""
     engine = Refusing()
-
-    async def scenario() -> tuple[Any, list[Any], list[Any]]:
-        grammars = Grammars(lambda: engine)
-        tokenizer = Tokenizer(capacity=10_000, codec=codec, vocab_size=codec.vocab_size, grammars=grammars)
-        scheduler, ingress = Sent(), Sent()
-        tokenizer.connect(scheduler=scheduler, ingress=ingress)
-        running = asyncio.create_task(tokenizer.run())
-        request = SamplingParams(max_tokens=100, **params)
-        tokenizer.inbox.put(Tokenize(1, request, turns=(ChatTurn("user", "hi"),), options=RequestOptions(chat=options)))
-        while not scheduler.messages and not ingress.messages:
-            await asyncio.sleep(0)
-        admitted = scheduler.messages[0] if scheduler.messages else None
-        if admitted is not None:
-            ids = [*codec.encode(output).tolist(), EOS]
-            for index, token in enumerate(ids):
-                finish = Finish.STOP if index == len(ids) - 1 else Finish.RUNNING
-                packed = np.array([1], np.int64).tobytes(), np.array([token], np.int32).tobytes()
-                tokenizer.inbox.put(Tokens(*packed, bytes([finish])))
-        tokenizer.inbox.put(Stop())
-        await running
-        assert all(isinstance(message, Admit | Abort) for message in scheduler.messages)
-        deltas = [delta for message in ingress.messages if isinstance(message, Deltas) for delta in message.deltas]
-        return admitted, deltas, [message for message in ingress.messages if isinstance(message, Failed)]
-
-    return *asyncio.run(scenario()), engine
+    grammars = Grammars(lambda: engine)
+    tokenizer = Tokenizer(capacity=10_000, codec=codec, vocab_size=codec.vocab_size, grammars=grammars)
+    scheduler, ingress = Sent(), Sent()
+    tokenizer.connect(scheduler=scheduler, ingress=ingress)
+    running = asyncio.create_task(tokenizer.run())
+    request = SamplingParams(max_tokens=100, **params)
+    tokenizer.inbox.put(Tokenize(1, request, turns=(ChatTurn("user", "hi"),), options=RequestOptions(chat=options)))
+    while not scheduler.messages and not ingress.messages:
+        await asyncio.sleep(0)
+    admitted = scheduler.messages[0] if scheduler.messages else None
+    if admitted is not None:
+        ids = [*codec.encode(output).tolist(), EOS]
+        for index, token in enumerate(ids):
+            finish = Finish.STOP if index == len(ids) - 1 else Finish.RUNNING
+            packed = np.array([1], np.int64).tobytes(), np.array([token], np.int32).tobytes()
+            tokenizer.inbox.put(Tokens(*packed, bytes([finish])))
+    tokenizer.inbox.put(Stop())
+    await running
+    assert all(isinstance(message, Admit | Abort) for message in scheduler.messages)
+    deltas = [delta for message in ingress.messages if isinstance(message, Deltas) for delta in message.deltas]
+    return admitted, deltas, [message for message in ingress.messages if isinstance(message, Failed)], engine
 
 
 def told(deltas: list[Any]) -> tuple[str, str]:
@@ -108,10 +104,10 @@ def options(thinking: str, split: bool = True) -> ChatOptions:
         ("open", "without end", "without end", ""),
     ],
 )
-def test_what_the_prompt_leaves_open_decides(
+async def test_what_the_prompt_leaves_open_decides(
     codec: TextCodec, thinking: str, output: str, reasoning: str, text: str
 ) -> None:
-    _, deltas, _, _ = converse(codec, output, options(thinking))
+    _, deltas, _, _ = await converse(codec, output, options(thinking))
     assert told(deltas) == (reasoning, text)
     assert (deltas[-1].usage.reasoning_tokens > 0) == bool(reasoning)
     assert deltas[-1].usage.reasoning_tokens <= deltas[-1].usage.completion_tokens
@@ -124,26 +120,28 @@ def test_a_message_may_go_on_in_the_middle_of_a_thought(codec: TextCodec, conten
     assert chat.thinking == expected
 
 
-def test_thoughts_stay_in_the_text_if_that_is_wanted(codec: TextCodec) -> None:
-    _, deltas, _, _ = converse(codec, "a</think>b", options("open", split=False))
+async def test_thoughts_stay_in_the_text_if_that_is_wanted(codec: TextCodec) -> None:
+    _, deltas, _, _ = await converse(codec, "a</think>b", options("open", split=False))
     assert told(deltas) == ("", "a</think>b")
 
 
-def test_a_stop_string_is_looked_for_in_the_answer_alone(codec: TextCodec) -> None:
-    _, deltas, _, _ = converse(codec, "stop here</think>go on and stop here", options("open"), stop=("stop",))
+async def test_a_stop_string_is_looked_for_in_the_answer_alone(codec: TextCodec) -> None:
+    _, deltas, _, _ = await converse(codec, "stop here</think>go on and stop here", options("open"), stop=("stop",))
     assert told(deltas) == ("stop here", "go on and ")
     assert deltas[-1].stop_reason == "stop"
 
 
 @pytest.mark.parametrize("thinking, expected", [("open", "open"), ("none", "optional"), ("over", "none")])
-def test_a_grammar_knows_where_the_prompt_leaves_the_model(codec: TextCodec, thinking: str, expected: str) -> None:
+async def test_a_grammar_knows_where_the_prompt_leaves_the_model(
+    codec: TextCodec, thinking: str, expected: str
+) -> None:
     grammar = Grammar("regex", "a")
-    admitted, _, _, engine = converse(codec, "a", options(thinking), grammar=grammar)
+    admitted, _, _, engine = await converse(codec, "a", options(thinking), grammar=grammar)
     assert admitted.params.grammar == Grammar("regex", "a", expected)
     assert engine.asked == [admitted.params.grammar], "what was checked is what will be followed"
 
 
-def test_a_wrong_grammar_never_reaches_the_scheduler(codec: TextCodec) -> None:
-    admitted, deltas, failures, _ = converse(codec, "a", options("none"), grammar=Grammar("regex", "wrong"))
+async def test_a_wrong_grammar_never_reaches_the_scheduler(codec: TextCodec) -> None:
+    admitted, deltas, failures, _ = await converse(codec, "a", options("none"), grammar=Grammar("regex", "wrong"))
     assert (admitted, deltas) == (None, [])
     assert [(failure.status, failure.code) for failure in failures] == [(400, "invalid_grammar")]

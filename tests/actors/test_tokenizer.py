@@ -3,7 +3,8 @@
 import asyncio
 import os
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,20 +23,17 @@ from tests.text.specimens import byte_level, codec
 PARAMS = SamplingParams()
 
 
-def with_tokenizer(
-    text_codec: TextCodec, vocab_size: int, scenario: Callable[[Tokenizer, Sent, Sent], Awaitable[None]]
-) -> None:
-    async def run() -> None:
-        ingress, scheduler = Sent(), Sent()
-        tokenizer = Tokenizer(capacity=1000, codec=text_codec, vocab_size=vocab_size)
-        tokenizer.connect(scheduler=scheduler, ingress=ingress)
-        running = asyncio.create_task(tokenizer.run())
-        async with asyncio.timeout(far(60)):
-            await scenario(tokenizer, ingress, scheduler)
-            tokenizer.inbox.put(Stop())
-            await running
-
-    asyncio.run(run())
+@asynccontextmanager
+async def with_tokenizer(text_codec: TextCodec, vocab_size: int) -> AsyncIterator[tuple[Tokenizer, Sent, Sent]]:
+    """A tokenizer that runs, what it sends to ingress and what it sends to the scheduler."""
+    ingress, scheduler = Sent(), Sent()
+    tokenizer = Tokenizer(capacity=1000, codec=text_codec, vocab_size=vocab_size)
+    tokenizer.connect(scheduler=scheduler, ingress=ingress)
+    running = asyncio.create_task(tokenizer.run())
+    async with asyncio.timeout(far(60)):
+        yield tokenizer, ingress, scheduler
+        tokenizer.inbox.put(Stop())
+        await running
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -43,7 +41,9 @@ async def until(condition: Callable[[], bool]) -> None:
         await asyncio.sleep(0.001)
 
 
-def test_prompts_that_are_cancelled_are_not_encoded_any_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_prompts_that_are_cancelled_are_not_encoded_any_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     text_codec = codec(byte_level(), tmp_path)
     encode, go_on, encoded = text_codec.encode, threading.Event(), list[str]()
 
@@ -55,7 +55,7 @@ def test_prompts_that_are_cancelled_are_not_encoded_any_more(tmp_path: Path, mon
     monkeypatch.setattr(text_codec, "encode", slow)
     num_threads = min(32, (os.cpu_count() or 1) + 4)  # of asyncio's own pool
 
-    async def scenario(tokenizer: Tokenizer, ingress: Sent, scheduler: Sent) -> None:
+    async with with_tokenizer(text_codec, text_codec.vocab_size) as (tokenizer, ingress, scheduler):
         numbers = range(1, 4 * num_threads)
         for number in numbers:
             tokenizer.inbox.put(Tokenize(number, PARAMS, text="long"))
@@ -71,11 +71,9 @@ def test_prompts_that_are_cancelled_are_not_encoded_any_more(tmp_path: Path, mon
         assert [message.request_id for message in scheduler.messages] == [1000]
         assert encoded == ["long"] * num_threads + ["short"]
 
-    with_tokenizer(text_codec, text_codec.vocab_size, scenario)
-
 
 @pytest.mark.parametrize("kind", ["text", "turns"])
-def test_a_token_that_the_model_does_not_have_is_its_requests_error(
+async def test_a_token_that_the_model_does_not_have_is_its_requests_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     text_codec = codec(byte_level(), tmp_path)
@@ -89,7 +87,7 @@ def test_a_token_that_the_model_does_not_have_is_its_requests_error(
         text_codec, "encode_chat", lambda turns, *options: EncodedChat(prompts[turns[0].content], "none")
     )
 
-    async def scenario(tokenizer: Tokenizer, ingress: Sent, scheduler: Sent) -> None:
+    async with with_tokenizer(text_codec, vocab_size) as (tokenizer, ingress, scheduler):
         for number, text in enumerate(prompts):
             turns = (ChatTurn("user", text),) if kind == "turns" else None
             tokenizer.inbox.put(Tokenize(number, PARAMS, text=text if turns is None else None, turns=turns))
@@ -103,14 +101,12 @@ def test_a_token_that_the_model_does_not_have_is_its_requests_error(
         assert f"(id {vocab_size})" in failed.message
         assert f"its token ids end at {vocab_size - 1}" in failed.message
 
-    with_tokenizer(text_codec, vocab_size, scenario)
 
-
-def test_output_of_another_engine_is_told_first_and_goes_behind_the_prompt(tmp_path: Path) -> None:
+async def test_output_of_another_engine_is_told_first_and_goes_behind_the_prompt(tmp_path: Path) -> None:
     text_codec = codec(byte_level(), tmp_path)
     old = np.asarray(text_codec.encode("def"), dtype=np.int32)
 
-    async def scenario(tokenizer: Tokenizer, ingress: Sent, scheduler: Sent) -> None:
+    async with with_tokenizer(text_codec, text_codec.vocab_size) as (tokenizer, ingress, scheduler):
         options = RequestOptions(resumed=old.tobytes())
         tokenizer.inbox.put(Tokenize(1, PARAMS, text="abc", options=options))
         await until(lambda: bool(scheduler.messages and ingress.messages))
@@ -121,19 +117,17 @@ def test_output_of_another_engine_is_told_first_and_goes_behind_the_prompt(tmp_p
         assert delta.usage is not None
         assert delta.usage.completion_tokens == len(old)
 
-    with_tokenizer(text_codec, text_codec.vocab_size, scenario)
-
 
 @pytest.mark.parametrize("stop, token", [(("e",), 0), ((), 1 << 20), ((), -1)])
-def test_what_cannot_be_output_to_go_on_from_is_refused(tmp_path: Path, stop: tuple[str, ...], token: int) -> None:
+async def test_what_cannot_be_output_to_go_on_from_is_refused(
+    tmp_path: Path, stop: tuple[str, ...], token: int
+) -> None:
     text_codec = codec(byte_level(), tmp_path)
     old = np.asarray(text_codec.encode("def"), dtype=np.int32) if stop else np.array([token], dtype=np.int32)
 
-    async def scenario(tokenizer: Tokenizer, ingress: Sent, scheduler: Sent) -> None:
+    async with with_tokenizer(text_codec, text_codec.vocab_size) as (tokenizer, ingress, scheduler):
         params = SamplingParams(stop=stop)
         tokenizer.inbox.put(Tokenize(1, params, text="abc", options=RequestOptions(resumed=old.tobytes())))
         await until(lambda: bool(ingress.messages))
         assert [message.code for message in ingress.messages] == ["not_resumable"]
         assert not scheduler.messages
-
-    with_tokenizer(text_codec, text_codec.vocab_size, scenario)

@@ -73,7 +73,7 @@ def token(request_id: int, finish: Finish = Finish.RUNNING) -> Tokens:
 
 @pytest.mark.parametrize("place", ["encode", *GRAMMAR_ENGINES, "open_stream", "push", "finish", "take_thoughts"])
 @pytest.mark.parametrize("kind", FAULTS)
-def test_it_ends_its_own_request_and_no_other(
+async def test_it_ends_its_own_request_and_no_other(
     tmp_path: Path, place: str, kind: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fault(*_: object, **__: object) -> Any:
@@ -100,7 +100,7 @@ def test_it_ends_its_own_request_and_no_other(
             while not condition():
                 await asyncio.sleep(0.001)
 
-    async def run() -> None:
+    with caplog.at_level(logging.ERROR):
         tokenizer = Tokenizer(
             capacity=100,
             codec=text_codec,
@@ -117,9 +117,6 @@ def test_it_ends_its_own_request_and_no_other(
             tokenizer.inbox.put(token(request_id, Finish.LENGTH))
         tokenizer.inbox.put(Stop())
         await running
-
-    with caplog.at_level(logging.ERROR):
-        asyncio.run(run())
     (failed,) = [message for message in ingress.messages if isinstance(message, Failed)]
     assert (failed.request_id, failed.status, failed.code) == (BAD, 500, "internal_error")
     assert "planted" not in failed.message

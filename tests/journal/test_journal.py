@@ -2,8 +2,7 @@
 
 import asyncio
 import uuid
-from collections.abc import Callable, Coroutine
-from functools import partial, wraps
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -58,15 +57,6 @@ def known(folder: Path) -> dict[int, list[Any]]:
     return found
 
 
-def in_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
-    @wraps(test)
-    def run(**given: Any) -> None:
-        asyncio.run(test(**given))
-
-    return run
-
-
-@in_loop
 async def test_a_turn_of_the_loop_is_one_write_that_comes_before_anybody_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -85,7 +75,6 @@ async def test_a_turn_of_the_loop_is_one_write_that_comes_before_anybody_is_told
     assert known(tmp_path) == {entry.number: [accepted(entry), delivered(entry, 1)] for entry in entries}
 
 
-@in_loop
 async def test_with_fsync_always_nobody_is_told_before_the_disk_has_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -103,7 +92,6 @@ async def test_with_fsync_always_nobody_is_told_before_the_disk_has_it(
     journal.close()
 
 
-@in_loop
 async def test_files_rotate_and_running_requests_move_on(tmp_path: Path) -> None:
     journal = journal_of(tmp_path)
     forgotten: list[int] = []
@@ -128,7 +116,6 @@ async def test_files_rotate_and_running_requests_move_on(tmp_path: Path) -> None
     assert set(found) <= set(range(2, 402)) - set(forgotten)
 
 
-@in_loop
 async def test_what_is_forgotten_does_not_lie_about(tmp_path: Path) -> None:
     journal = journal_of(tmp_path)
     one, other = journal.begin(), journal.begin()
@@ -143,7 +130,6 @@ async def test_what_is_forgotten_does_not_lie_about(tmp_path: Path) -> None:
     journal.close()
 
 
-@in_loop
 async def test_streams_that_grow_beyond_all_bounds_give_way(tmp_path: Path) -> None:
     journal = journal_of(tmp_path)
     small, large = journal.begin(), journal.begin()
@@ -164,7 +150,6 @@ async def test_streams_that_grow_beyond_all_bounds_give_way(tmp_path: Path) -> N
     assert known(tmp_path)[small.number] == [accepted(small)]
 
 
-@in_loop
 async def test_what_is_in_memory_is_held_to_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(journal_module, "ENTRY_BYTES", MOST_BYTES // 8)
     journal = journal_of(tmp_path)
@@ -198,7 +183,6 @@ async def test_what_is_in_memory_is_held_to_the_same_bytes(tmp_path: Path, monke
     again.close()
 
 
-@in_loop
 async def test_a_full_disk_holds_nobody_up_and_is_made_good(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -90,21 +90,18 @@ def test_a_step_or_a_request_that_waits_too_long_leaves_a_file(tmp_path: Path) -
     assert whys(late) == ["waited"]
 
 
-def test_a_crash_is_the_last_turn_of_the_last_file(tmp_path: Path) -> None:
+async def test_a_crash_is_the_last_turn_of_the_last_file(tmp_path: Path) -> None:
     driver = Driver(tmp_path)
     driver.run(1)
     driver.tell(driver.request())
 
-    async def crash() -> None:
-        scheduler = driver.scheduler
-        running = asyncio.ensure_future(scheduler.run())
-        await asyncio.sleep(0)
-        inbox: Mailbox[Any] = scheduler.inbox
-        inbox.put(StepDone(0, 10**6, b""))
-        await running
-
+    scheduler = driver.scheduler
+    running = asyncio.ensure_future(scheduler.run())
+    await asyncio.sleep(0)
+    inbox: Mailbox[Any] = scheduler.inbox
+    inbox.put(StepDone(0, 10**6, b""))
     with pytest.raises(ExceptionGroup):
-        asyncio.run(crash())
+        await running
     assert whys(driver) == ["died"]
     recording = read_recording(driver.written()[0])
     assert recording.turns[-1].failure.startswith("AssertionError: step 1000000 completed")

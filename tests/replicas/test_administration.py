@@ -1,8 +1,8 @@
 """Aborting and resetting through a router: every replica is asked, and their answers become one."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
-from contextlib import ExitStack
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import ExitStack, asynccontextmanager
 from typing import Any
 
 import aiohttp
@@ -42,31 +42,30 @@ class LiveFleet:
         """They stop with the test."""
 
 
-def run(test: Callable[[list[LiveServer], Ask, Replicas], Awaitable[None]], key: str = "") -> None:
-    async def main(servers: list[LiveServer]) -> None:
-        with bind("127.0.0.1", 0) as listener:
-            url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-            config = build_config(Config(), {"server": {"api_key": key}})
-            async with routing(config, LiveFleet(servers), listener) as replicas, aiohttp.ClientSession(url) as client:
-                async with asyncio.timeout(far(20)):
-                    while not all(one.state is State.READY for one in replicas.all):
-                        await asyncio.sleep(0.005)
-
-                async def ask(
-                    path: str, body: dict[str, Any] | None = None, method: str = "POST", **headers: str
-                ) -> tuple[int, Any]:
-                    if key:
-                        headers.setdefault("Authorization", f"Bearer {key}")
-                    proxy = url if path.startswith("http") else None  # which is sent the whole of an address
-                    async with client.request(method, path, json=body, headers=headers, proxy=proxy) as response:
-                        is_json = response.content_type == "application/json"
-                        return response.status, await (response.json() if is_json else response.text())
-
-                await test(servers, ask, replicas)
-
+@asynccontextmanager
+async def routed_servers(key: str = "") -> AsyncIterator[tuple[list[LiveServer], Ask, Replicas]]:
+    """Servers, what asks their router, and the router's replicas."""
     with ExitStack() as stack:
-        section = ServerSection(api_key=key)
-        asyncio.run(main([stack.enter_context(LiveServer(server=section)) for _ in range(NUM_REPLICAS)]))
+        servers = [stack.enter_context(LiveServer(server=ServerSection(api_key=key))) for _ in range(NUM_REPLICAS)]
+        listener = stack.enter_context(bind("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        config = build_config(Config(), {"server": {"api_key": key}})
+        async with routing(config, LiveFleet(servers), listener) as replicas, aiohttp.ClientSession(url) as client:
+            async with asyncio.timeout(far(20)):
+                while not all(one.state is State.READY for one in replicas.all):
+                    await asyncio.sleep(0.005)
+
+            async def ask(
+                path: str, body: dict[str, Any] | None = None, method: str = "POST", **headers: str
+            ) -> tuple[int, Any]:
+                if key:
+                    headers.setdefault("Authorization", f"Bearer {key}")
+                proxy = url if path.startswith("http") else None  # which is sent the whole of an address
+                async with client.request(method, path, json=body, headers=headers, proxy=proxy) as response:
+                    is_json = response.content_type == "application/json"
+                    return response.status, await (response.json() if is_json else response.text())
+
+            yield servers, ask, replicas
 
 
 async def open_everywhere(servers: list[LiveServer], ask: Ask) -> list["asyncio.Task[tuple[int, Any]]"]:
@@ -84,8 +83,8 @@ async def open_everywhere(servers: list[LiveServer], ask: Ask) -> list["asyncio.
 
 
 @pytest.mark.parametrize("key", ["", "k"])
-def test_a_request_is_found_wherever_it_is(key: str) -> None:
-    async def test(servers: list[LiveServer], ask: Ask, replicas: Replicas) -> None:
+async def test_a_request_is_found_wherever_it_is(key: str) -> None:
+    async with routed_servers(key) as (servers, ask, _):
         tasks = await open_everywhere(servers, ask)
         assert await ask("/abort_request", {"rid": ["r1", "nobody"]}) == (
             200,
@@ -100,11 +99,9 @@ def test_a_request_is_found_wherever_it_is(key: str) -> None:
         status, body = await ask("/abort_request", {})
         assert (status, body["error"]["param"]) == (400, "rid")
 
-    run(test, key)
 
-
-def test_all_of_them_forget() -> None:
-    async def test(servers: list[LiveServer], ask: Ask, replicas: Replicas) -> None:
+async def test_all_of_them_forget() -> None:
+    async with routed_servers() as (servers, ask, _):
         assert await ask("/reset_prefix_cache", {}) == (200, {"success": True})
         tasks = await open_everywhere(servers, ask)
         salts = {server.ingress.asked[-1][2].cache_salt for server in servers}
@@ -113,12 +110,10 @@ def test_all_of_them_forget() -> None:
         await ask("/abort_request", {"abort_all": True})
         await asyncio.gather(*tasks)
 
-    run(test)
-
 
 @pytest.mark.parametrize("method", ["GET", "POST"])
-def test_all_of_them_forget_without_a_body(method: str) -> None:
-    async def test(servers: list[LiveServer], ask: Ask, replicas: Replicas) -> None:
+async def test_all_of_them_forget_without_a_body(method: str) -> None:
+    async with routed_servers() as (servers, ask, _):
         page = {"Sec-Fetch-Site": "cross-site"}
         assert (await ask("/flush_cache", method=method, **page))[0] == 403
         assert await ask("/flush_cache?timeout=0", method=method) == (200, {"success": True})
@@ -128,19 +123,15 @@ def test_all_of_them_forget_without_a_body(method: str) -> None:
         await ask("/abort_request", {"abort_all": True})
         await asyncio.gather(*tasks)
 
-    run(test)
 
-
-def test_a_wrong_key_reaches_none() -> None:
-    async def test(servers: list[LiveServer], ask: Ask, replicas: Replicas) -> None:
+async def test_a_wrong_key_reaches_none() -> None:
+    async with routed_servers("k") as (_, ask, _):
         for path in ("/abort_request", "/reset_prefix_cache"):
             assert (await ask(path, {}, Authorization="Bearer x"))[0] == 401
 
-    run(test, "k")
 
-
-def test_a_replica_that_is_not_ready_now_is_asked_as_well() -> None:
-    async def test(servers: list[LiveServer], ask: Ask, replicas: Replicas) -> None:
+async def test_a_replica_that_is_not_ready_now_is_asked_as_well() -> None:
+    async with routed_servers() as (servers, ask, replicas):
         tasks = await open_everywhere(servers, ask)
         for server, replica in zip(servers, replicas.all, strict=True):
             server.ingress.ready = False
@@ -148,14 +139,14 @@ def test_a_replica_that_is_not_ready_now_is_asked_as_well() -> None:
         assert await ask("/abort_request", {"rid": ["r0", "r1"]}) == (200, {"num_aborted": 2, "unknown": []})
         assert [status for status, _ in await asyncio.gather(*tasks)] == [200, 200]
 
-    run(test)
 
-
-def test_one_that_does_not_answer_may_not_have_forgotten_and_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_one_that_does_not_answer_may_not_have_forgotten_and_holds_nobody_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(administration, "CHECK_TIMEOUT_S", 0.3)
     accepted = []
 
-    async def test(servers: list[LiveServer], ask: Ask, replicas: Replicas) -> None:
+    async with routed_servers() as (_, ask, replicas):
         silent = await asyncio.start_server(lambda *streams: accepted.append(streams), "127.0.0.1", 0)
         async with silent, asyncio.timeout(far(10)):
             replicas.all[0].url = f"http://127.0.0.1:{silent.sockets[0].getsockname()[1]}"
@@ -165,15 +156,11 @@ def test_one_that_does_not_answer_may_not_have_forgotten_and_holds_nobody_up(mon
         assert (status, answer["error"]["code"]) == (503, "replica_lost")
         assert accepted
 
-    run(test)
 
-
-def test_a_request_is_explained_by_the_replica_that_had_it() -> None:
-    async def test(servers: list[LiveServer], ask: Ask, replicas: Replicas) -> None:
+async def test_a_request_is_explained_by_the_replica_that_had_it() -> None:
+    async with routed_servers(key="s3cret") as (_, ask, _):
         assert (await ask("/v1/completions", {"model": MODEL, "prompt": "p"}, **{"X-Request-Id": "a b"}))[0] == 200
         status, told = await ask("/explain/a%20b", method="GET")
         assert (status, told["id"], told["ended"]) == (200, "a b", True)
         status, told = await ask("/explain/nobody", method="GET")
         assert (status, told["error"]["code"]) == (404, "request_not_found")
-
-    run(test, key="s3cret")

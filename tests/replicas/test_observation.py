@@ -7,15 +7,13 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from engine.scheduling.board import BoardRow, Pool
 from server.replicas.observation import added_up, labelled
-from server.replicas.replica import Replicas
-from tests.replicas.test_administration import NUM_REPLICAS, Ask, run
-from tests.server.live_server import LiveServer
+from tests.replicas.test_administration import NUM_REPLICAS, routed_servers
 
 NAMES = {f"replica{number}" for number in range(NUM_REPLICAS)}
 
 
-def test_every_sample_says_which_replica_it_is_of() -> None:
-    async def test(servers: list[LiveServer], ask: Ask, replicas: Replicas) -> None:
+async def test_every_sample_says_which_replica_it_is_of() -> None:
+    async with routed_servers() as (_, ask, _):
         status, text = await ask("/metrics", method="GET")
         families = {family.name: family for family in text_string_to_metric_families(text)}
         running = families["callboard_num_requests_running"]
@@ -28,22 +26,18 @@ def test_every_sample_says_which_replica_it_is_of() -> None:
         assert [sample.value for sample in families["callboard_router_replica_ready"].samples] == [1.0] * NUM_REPLICAS
         assert status == 200
 
-    run(test)
 
-
-def test_one_that_does_not_answer_is_left_out_and_said_to_be_lost() -> None:
-    async def test(servers: list[LiveServer], ask: Ask, replicas: Replicas) -> None:
+async def test_one_that_does_not_answer_is_left_out_and_said_to_be_lost() -> None:
+    async with routed_servers() as (_, ask, replicas):
         replicas.all[0].url = "http://127.0.0.1:1"
         replicas.lose(replicas.all[0], "it is gone")
         _, text = await ask("/metrics", method="GET")
         families = {family.name: family for family in text_string_to_metric_families(text)}
         assert [sample.value for sample in families["callboard_router_replica_losses"].samples] == [1.0, 0.0]
 
-    run(test)
 
-
-def test_the_page_sees_the_sum_and_each_one() -> None:
-    async def test(servers: list[LiveServer], ask: Ask, replicas: Replicas) -> None:
+async def test_the_page_sees_the_sum_and_each_one() -> None:
+    async with routed_servers() as (_, ask, _):
         status, body = await ask("/stats", method="GET")
         assert (status, set(body["replicas"])) == (200, NAMES)
         each = list(body["replicas"].values())
@@ -53,23 +47,19 @@ def test_the_page_sees_the_sum_and_each_one() -> None:
         assert {row["replica"] for row in body["mailboxes"]} == NAMES
         assert (await ask("/load", method="GET"))[0] == 200
 
-    run(test)
-
 
 @pytest.mark.parametrize("path", ["/stats", "/load", "/metrics", "/explain/a%2Fb?x=%2F"])
-def test_who_asks_for_headers_only_or_names_the_host_is_answered_as_others_are(path: str) -> None:
-    async def test(servers: list[LiveServer], ask: Ask, replicas: Replicas) -> None:
+async def test_who_asks_for_headers_only_or_names_the_host_is_answered_as_others_are(path: str) -> None:
+    async with routed_servers() as (_, ask, _):
         expected = 404 if "explain" in path else 200
         for method, target in (("GET", path), ("HEAD", path), ("GET", "http://x" + path)):
             assert (method, target, (await ask(target, method=method))[0]) == (method, target, expected)
 
-    run(test)
 
-
-def test_the_pools_cells_mean_the_rows_and_prefixes_of_their_own_replica() -> None:
+async def test_the_pools_cells_mean_the_rows_and_prefixes_of_their_own_replica() -> None:
     """Runs are lists and no rows, and their numbers are places in other lists."""
 
-    async def test(servers: list[LiveServer], ask: Ask, replicas: Replicas) -> None:
+    async with routed_servers() as (servers, ask, _):
         for server in servers:
             monitor = server.monitor
             monitor.rows = tuple(BoardRow(number, "decoding", 9, 4, 9, 1, 5, 0.25, 1.5, 2.0) for number in (1, 2))
@@ -89,8 +79,6 @@ def test_the_pools_cells_mean_the_rows_and_prefixes_of_their_own_replica() -> No
         assert (second["number"], second["replica"]) == (2, "replica1")
         assert [span["output_tokens"] for span in body["history"]] == [16]
         assert [step["replica"] for step in body["steps"]] == ["replica0", "replica1"]
-
-    run(test)
 
 
 def test_spans_of_one_time_are_one() -> None:

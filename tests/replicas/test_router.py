@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
 
@@ -65,21 +65,13 @@ async def routed(size: int = 2, config: Config | None = None) -> AsyncIterator[R
     await asyncio.sleep(0.05)  # what the router asked of a replica that was just ending is closed by now
 
 
-def run(test: Callable[[Routed], Awaitable[None]], size: int = 2, config: Config | None = None) -> None:
-    async def within() -> None:
-        async with routed(size, config) as one:
-            await test(one)
-
-    asyncio.run(within())
-
-
 @pytest.fixture(autouse=True)
 def _check_often(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replica_module, "CHECK_EVERY_S", 0.01)
 
 
-def test_a_request_arrives_whole_and_so_does_its_response() -> None:
-    async def test(one: Routed) -> None:
+async def test_a_request_arrives_whole_and_so_does_its_response() -> None:
+    async with routed() as one:
         body = {"prompt": "hello", "n": 2}
         async with one.client.post(
             "/v1/completions?a=b", json=body, headers={"X-Request-Id": "mine", "Authorization": "Bearer k"}
@@ -94,11 +86,9 @@ def test_a_request_arrives_whole_and_so_does_its_response() -> None:
         assert fake.headers[0]["X-Request-Id"] == "mine"
         assert fake.headers[0]["Authorization"] == "Bearer k"
 
-    run(test)
 
-
-def test_equal_beginnings_go_to_one_replica_and_others_spread() -> None:
-    async def test(one: Routed) -> None:
+async def test_equal_beginnings_go_to_one_replica_and_others_spread() -> None:
+    async with routed() as one:
         names = {(await one.complete(LONG + str(number)))[1]["from"] for number in range(10)}
         assert len(names) == 1
         names = {(await one.complete(f"{number} {LONG}"))[1]["from"] for number in range(14)}
@@ -109,11 +99,9 @@ def test_equal_beginnings_go_to_one_replica_and_others_spread() -> None:
         assert (listed["requests"], listed["requests_with_prefix"]) == (24, 9)
         assert [replica["state"] for replica in listed["replicas"]] == ["ready", "ready"]
 
-    run(test)
 
-
-def test_one_that_is_far_busier_loses_its_prefix() -> None:
-    async def test(one: Routed) -> None:
+async def test_one_that_is_far_busier_loses_its_prefix() -> None:
+    async with routed() as one:
         for fake in one.fleet.replicas:
             fake.hold.clear()
         asking = [asyncio.create_task(one.complete(LONG)) for _ in range(SLACK_REQUESTS + 6)]
@@ -126,12 +114,10 @@ def test_one_that_is_far_busier_loses_its_prefix() -> None:
         assert all(status == 200 for status, _ in await asyncio.gather(*asking))
         assert all(replica.num_open == 0 for replica in one.replicas.all)
 
-    run(test)
-
 
 @pytest.mark.parametrize("behaviour", ["die", "full"])
-def test_what_one_cannot_take_another_one_does(behaviour: str) -> None:
-    async def test(one: Routed) -> None:
+async def test_what_one_cannot_take_another_one_does(behaviour: str) -> None:
+    async with routed() as one:
         (_, first), other = await one.complete(LONG), 0
         owner = next(fake for fake in one.fleet.replicas if fake.name == first["from"])
         owner.behaviour = behaviour
@@ -141,22 +127,18 @@ def test_what_one_cannot_take_another_one_does(behaviour: str) -> None:
             assert status == 200
         assert other >= 1
 
-    run(test)
 
-
-def test_if_all_are_full_the_client_hears_it_from_one() -> None:
-    async def test(one: Routed) -> None:
+async def test_if_all_are_full_the_client_hears_it_from_one() -> None:
+    async with routed() as one:
         for fake in one.fleet.replicas:
             fake.behaviour = "full"
         async with one.client.post("/v1/completions", json={"prompt": "x"}) as response:
             assert (response.status, response.headers["Retry-After"]) == (429, "7")
         assert sum(len(fake.bodies) for fake in one.fleet.replicas) == 2
 
-    run(test)
 
-
-def test_killing_a_replica_loses_no_request_that_was_accepted() -> None:
-    async def test(one: Routed) -> None:
+async def test_killing_a_replica_loses_no_request_that_was_accepted() -> None:
+    async with routed() as one:
         for fake in one.fleet.replicas:
             fake.hold.clear()
         asking = [asyncio.create_task(one.complete(f"{number} {LONG}")) for number in range(12)]
@@ -168,11 +150,9 @@ def test_killing_a_replica_loses_no_request_that_was_accepted() -> None:
         await one.until(lambda: one.replicas.all[0].state is State.READY)
         assert one.replicas.all[0].num_lost == 1
 
-    run(test)
 
-
-def test_a_stream_goes_on_at_the_next_replica_and_not_for_ever() -> None:
-    async def test(one: Routed) -> None:
+async def test_a_stream_goes_on_at_the_next_replica_and_not_for_ever() -> None:
+    async with routed() as one:
         for fake in one.fleet.replicas:
             fake.behaviour = "die late"
         for path, name, end in (("/v1/completions", "", "data: [DONE]\n\n"), ("/v1/messages", "event: error\n", "")):
@@ -189,22 +169,18 @@ def test_a_stream_goes_on_at_the_next_replica_and_not_for_ever() -> None:
         assert told == ["", "", "AQAAAA==", "AQAAAA==", "AQAAAAEAAAA=", "AQAAAAEAAAA="]
         assert len({body["origin"]["seed"] for body in bodies}) == 2
 
-    run(test)
 
-
-def test_a_stream_that_had_not_begun_begins_elsewhere() -> None:
-    async def test(one: Routed) -> None:
+async def test_a_stream_that_had_not_begun_begins_elsewhere() -> None:
+    async with routed() as one:
         one.fleet.replicas[0].behaviour, one.fleet.replicas[1].behaviour = "die", "stream"
         for number in range(4):
             body = {"prompt": f"{number} {LONG}", "stream": True}
             async with one.client.post("/v1/completions", json=body) as response:
                 assert await response.text() == "data: 1\n\ndata: [DONE]\n\n"
 
-    run(test)
 
-
-def test_a_client_that_leaves_ends_its_request_at_the_replica() -> None:
-    async def test(one: Routed) -> None:
+async def test_a_client_that_leaves_ends_its_request_at_the_replica() -> None:
+    async with routed() as one:
         for fake in one.fleet.replicas:
             fake.hold.clear()
         asking = asyncio.create_task(one.complete())
@@ -213,15 +189,15 @@ def test_a_client_that_leaves_ends_its_request_at_the_replica() -> None:
         await one.until(lambda: sum(fake.num_left for fake in one.fleet.replicas) == 1)
         await one.until(lambda: all(replica.num_open == 0 for replica in one.replicas.all))
 
-    run(test)
 
-
-def test_a_client_that_is_gone_when_its_stream_is_written_costs_no_replica(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_client_that_is_gone_when_its_stream_is_written_costs_no_replica(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     class ToNobody(web.StreamResponse):
         async def write(self, data: object) -> None:
             raise aiohttp.ClientConnectionResetError("Cannot write to closing transport")
 
-    async def test(one: Routed) -> None:
+    async with routed() as one:
         for fake in one.fleet.replicas:
             fake.behaviour = "stream"
         monkeypatch.setattr(proxy, "web", SimpleNamespace(Response=web.Response, StreamResponse=ToNobody))
@@ -234,11 +210,9 @@ def test_a_client_that_is_gone_when_its_stream_is_written_costs_no_replica(monke
         assert [replica.num_lost for replica in one.replicas.all] == [0, 0]
         assert all(replica.num_open == 0 for replica in one.replicas.all)
 
-    run(test)
 
-
-def test_a_drained_replica_finishes_what_it_has_and_gets_nothing_more() -> None:
-    async def test(one: Routed) -> None:
+async def test_a_drained_replica_finishes_what_it_has_and_gets_nothing_more() -> None:
+    async with routed() as one:
         one.fleet.replicas[0].hold.clear()
         one.fleet.replicas[1].hold.clear()
         asking = [asyncio.create_task(one.complete(f"{number} {LONG}")) for number in range(4)]
@@ -258,11 +232,9 @@ def test_a_drained_replica_finishes_what_it_has_and_gets_nothing_more() -> None:
             assert response.status == 404
             assert "replica0, replica1" in (await response.json())["error"]["message"]
 
-    run(test)
 
-
-def test_without_a_replica_it_is_a_503_that_may_be_tried_again() -> None:
-    async def test(one: Routed) -> None:
+async def test_without_a_replica_it_is_a_503_that_may_be_tried_again() -> None:
+    async with routed(size=1) as one:
         one.fleet.replicas[0].ready = False
         await one.until(lambda: one.replicas.all[0].state is State.STARTING)
         async with one.client.post("/v1/completions", json={"prompt": "x"}) as response:
@@ -276,13 +248,11 @@ def test_without_a_replica_it_is_a_503_that_may_be_tried_again() -> None:
         await one.until(lambda: one.replicas.all[0].state is State.READY)
         assert (await one.complete())[0] == 200
 
-    run(test, size=1)
 
-
-def test_keys_and_limits_hold_at_the_router_too() -> None:
+async def test_keys_and_limits_hold_at_the_router_too() -> None:
     config = build_config(Config(), {"server": {"api_key": "k" * 24, "max_body_bytes": 2048}})
 
-    async def test(one: Routed) -> None:
+    async with routed(config=config) as one:
         assert (await one.complete())[0] == 401
         key = {"Authorization": f"Bearer {'k' * 24}"}
         assert (await one.complete(**key))[0] == 200
@@ -290,13 +260,11 @@ def test_keys_and_limits_hold_at_the_router_too() -> None:
         async with one.client.post("/replicas/replica0/drain") as response:
             assert response.status == 401
 
-    run(test, config=config)
 
-
-def test_what_a_client_may_use_in_a_minute_holds_over_all_replicas() -> None:
+async def test_what_a_client_may_use_in_a_minute_holds_over_all_replicas() -> None:
     config = build_config(Config(), {"limits": {"requests_per_minute": 3}})
 
-    async def test(one: Routed) -> None:
+    async with routed(config=config) as one:
         assert [(await one.complete(f"{number} {LONG}"))[0] for number in range(4)] == [200, 200, 200, 429]
         assert {len(fake.bodies) for fake in one.fleet.replicas} == {1, 2}
         async with one.client.get("/health_generate") as response:
@@ -306,14 +274,12 @@ def test_what_a_client_may_use_in_a_minute_holds_over_all_replicas() -> None:
             assert (response.status, answer["type"]) == (429, "error")
             assert answer["error"]["type"] == "rate_limit_error"
 
-    run(test, config=config)
-
 
 @pytest.mark.parametrize("is_stream", [False, True])
-def test_tokens_are_counted_as_replicas_tell_them(is_stream: bool) -> None:
+async def test_tokens_are_counted_as_replicas_tell_them(is_stream: bool) -> None:
     config = build_config(Config(), {"limits": {"tokens_per_minute": 4 if is_stream else 12}})
 
-    async def test(one: Routed) -> None:
+    async with routed(config=config) as one:
         for fake in one.fleet.replicas:
             fake.behaviour = "stream" if is_stream else "answer"
         body = {"prompt": "x", "stream": is_stream}
@@ -324,8 +290,6 @@ def test_tokens_are_counted_as_replicas_tell_them(is_stream: bool) -> None:
         async with one.client.post("/v1/completions", json=body) as response:
             assert response.status == 429
             assert "tokens per minute" in (await response.json())["error"]["message"]
-
-    run(test, config=config)
 
 
 def test_the_router_counts_what_the_application_generates_and_replicas_count_nothing() -> None:
@@ -340,28 +304,24 @@ def test_the_router_counts_what_the_application_generates_and_replicas_count_not
     assert generating == set(GENERATING)
 
 
-def test_what_is_nested_too_deep_is_the_replicas_to_refuse() -> None:
-    async def test(one: Routed) -> None:
+async def test_what_is_nested_too_deep_is_the_replicas_to_refuse() -> None:
+    async with routed() as one:
         body = b'{"prompt": %b}' % (b"[" * 100_000 + b"]" * 100_000)
         headers = {"Content-Type": "application/json"}
         async with one.client.post("/v1/completions", data=body, headers=headers) as response:
             assert response.status == 200  # this replica answers everything
         assert sum(fake.bodies == [body] for fake in one.fleet.replicas) == 1
 
-    run(test)
 
-
-def test_clients_do_not_speak_as_routers_do() -> None:
+async def test_clients_do_not_speak_as_routers_do() -> None:
     """A replica would go on from output that a client names, and no token of the stream would be counted."""
 
-    async def test(one: Routed) -> None:
+    async with routed() as one:
         headers = {"Content-Type": f"{ROUTED_TYPE.upper()}; charset=utf-8"}
         for path in ("/v1/completions", "/tokenize"):
             async with one.client.post(path, data=Passage(b'{"stream": true}').body(), headers=headers) as response:
                 assert response.status == 415
         assert not any(fake.bodies for fake in one.fleet.replicas)
-
-    run(test)
 
 
 async def ask(one: Routed, path: str, status: int = 202, **headers: str) -> dict:
@@ -370,8 +330,8 @@ async def ask(one: Routed, path: str, status: int = 202, **headers: str) -> dict
         return await response.json()
 
 
-def test_a_replica_that_drains_or_has_stopped_comes_back() -> None:
-    async def test(one: Routed) -> None:
+async def test_a_replica_that_drains_or_has_stopped_comes_back() -> None:
+    async with routed() as one:
         first = one.replicas.all[0]
         one.fleet.replicas[0].hold.clear()
         asking = [asyncio.create_task(one.complete(f"{number} {LONG}")) for number in range(2)]
@@ -389,13 +349,12 @@ def test_a_replica_that_drains_or_has_stopped_comes_back() -> None:
         await one.until(lambda: first.state is State.READY)
         assert (one.fleet.stopped, one.fleet.started) == ([0], [0])
 
-    run(test)
 
-
-def test_a_restart_that_fails_is_logged_and_one_of_a_router_that_ends_starts_nothing(
+async def test_a_restart_that_fails_is_logged_and_one_of_a_router_that_ends_starts_nothing(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def test(one: Routed) -> None:
+    async with routed() as one:
+
         async def refuse(number: int) -> None:
             raise OSError("no room")
 
@@ -408,23 +367,20 @@ def test_a_restart_that_fails_is_logged_and_one_of_a_router_that_ends_starts_not
         await ask(one, "/replicas/replica0/undrain")
         assert one.fleet.started == []
 
-    run(test)
 
-
-def test_pages_of_other_sites_restart_nothing() -> None:
-    async def test(one: Routed) -> None:
+async def test_pages_of_other_sites_restart_nothing() -> None:
+    async with routed() as one:
         for path in ("/replicas/restart", *(f"/replicas/replica0/{what}" for what in ("drain", "undrain", "restart"))):
             error = (await ask(one, path, 403, **{"Sec-Fetch-Site": "cross-site"}))["error"]
             assert error["code"] == "foreign_page"
         assert one.fleet.stopped == []
 
-    run(test)
 
-
-def test_a_rolling_restart_ends_at_a_replica_that_cannot_be_started(
+async def test_a_rolling_restart_ends_at_a_replica_that_cannot_be_started(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def test(one: Routed) -> None:
+    async with routed() as one:
+
         async def gone(number: int) -> str:
             raise OSError("no room")
 
@@ -437,11 +393,9 @@ def test_a_rolling_restart_ends_at_a_replica_that_cannot_be_started(
         await ask(one, "/replicas/replica0/undrain")
         await one.until(lambda: one.replicas.all[0].state is State.READY)
 
-    run(test)
 
-
-def test_a_rolling_restart_leaves_one_ready_at_any_time() -> None:
-    async def test(one: Routed) -> None:
+async def test_a_rolling_restart_leaves_one_ready_at_any_time() -> None:
+    async with routed() as one:
         num_ready = []
         one.fleet.replicas[1].ready = False
         await one.until(lambda: one.replicas.all[1].state is State.STARTING)
@@ -458,17 +412,13 @@ def test_a_rolling_restart_leaves_one_ready_at_any_time() -> None:
         assert min(num_ready) == 1
         assert (await one.complete())[0] == 200
 
-    run(test)
 
-
-def test_what_a_drained_replica_does_not_finish_in_time_is_finished_by_another_one() -> None:
+async def test_what_a_drained_replica_does_not_finish_in_time_is_finished_by_another_one() -> None:
     config = build_config(Config(), {"server": {"drain_timeout_s": 0.05}})
 
-    async def test(one: Routed) -> None:
+    async with routed(config=config) as one:
         one.fleet.replicas[0].hold.clear()
         asking = [asyncio.create_task(one.complete(f"{number} {LONG}")) for number in range(2)]
         await one.until(lambda: one.replicas.all[0].num_open == 1)
         await ask(one, "/replicas/replica0/drain")
         assert [(status, answer["from"]) for status, answer in await asyncio.gather(*asking)] == [(200, "fake1")] * 2
-
-    run(test, config=config)

@@ -58,7 +58,7 @@ def test_every_choice_counts_and_a_request_that_is_refused_leaves_none_open() ->
         assert complete(live, n=3).status == 200
 
 
-def answered(clients: Clients, prompt: str, count: int) -> int:
+async def answered(clients: Clients, prompt: str, count: int) -> int:
     """How many choices of a request with so many prompts have ended whole."""
 
     async def handler(request: web.Request) -> web.Response:
@@ -69,28 +69,25 @@ def answered(clients: Clients, prompt: str, count: int) -> int:
                 ended += item[1].finish != Finish.RUNNING
         return web.Response(status=ended)
 
-    async def scenario() -> int:
-        request = make_mocked_request("POST", "/v1/embeddings")
-        request[EXCHANGE] = Exchange.of(request)
-        if prompt == "!hang":
-            asyncio.get_running_loop().call_later(0.01, clients.abort, None)
-        try:
-            return (await clients.middleware(request, handler)).status
-        finally:
-            assert not clients.num_open
-
-    return asyncio.run(scenario())
+    request = make_mocked_request("POST", "/v1/embeddings")
+    request[EXCHANGE] = Exchange.of(request)
+    if prompt == "!hang":
+        asyncio.get_running_loop().call_later(0.01, clients.abort, None)
+    try:
+        return (await clients.middleware(request, handler)).status
+    finally:
+        assert not clients.num_open
 
 
-def test_choices_that_follow_take_the_places_of_those_that_have_ended() -> None:
+async def test_choices_that_follow_take_the_places_of_those_that_have_ended() -> None:
     limits = LimitsSection(max_requests_per_client=MAX_CHOICES)
-    assert answered(Clients(FakeIngress(), ServerSection(), limits), "p", 3 * MAX_CHOICES) == 3 * MAX_CHOICES
+    assert await answered(Clients(FakeIngress(), ServerSection(), limits), "p", 3 * MAX_CHOICES) == 3 * MAX_CHOICES
 
 
-def test_none_follows_those_that_were_aborted() -> None:
+async def test_none_follows_those_that_were_aborted() -> None:
     ingress = FakeIngress()
     with pytest.raises(RequestError) as ended:
-        answered(Clients(ingress, ServerSection(), LimitsSection()), "!hang", 2 * MAX_CHOICES)
+        await answered(Clients(ingress, ServerSection(), LimitsSection()), "!hang", 2 * MAX_CHOICES)
     assert (ended.value.status, ended.value.code) == (409, "aborted")
     assert len(ingress.asked) == MAX_CHOICES
 

@@ -3,7 +3,8 @@
 import asyncio
 import gc
 import socket
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -73,26 +74,23 @@ class Stage:
             return response.status, await response.json()
 
 
-def on_stage(scenario: Callable[[Stage], Awaitable[None]], handover: Handover = HANDOVER) -> None:
-    """Plays a scenario and ends the frontend as its engine would."""
-
-    async def main() -> None:
-        stage = Stage()
-        await stage.begin(handover)
-        assert stage.sent.messages == [WorkerReady()]
-        await scenario(stage)
-        await stage.session.close()
-        stage.tell(Stop())
-        await asyncio.wait_for(stage.running, far(5))
-        address = stage.url.removeprefix("http://").split(":")
-        with socket.socket() as late:
-            assert late.connect_ex((address[0], int(address[1]))) != 0, "nobody listens any more"
-
-    asyncio.run(main())
+@asynccontextmanager
+async def on_stage(handover: Handover = HANDOVER) -> AsyncIterator[Stage]:
+    """A stage with a frontend that ends as its engine would end it."""
+    stage = Stage()
+    await stage.begin(handover)
+    assert stage.sent.messages == [WorkerReady()]
+    yield stage
+    await stage.session.close()
+    stage.tell(Stop())
+    await asyncio.wait_for(stage.running, far(5))
+    address = stage.url.removeprefix("http://").split(":")
+    with socket.socket() as late:
+        assert late.connect_ex((address[0], int(address[1]))) != 0, "nobody listens any more"
 
 
-def test_ids_go_on_where_another_fronts_ended_and_clients_who_waited_are_served() -> None:
-    async def scenario(stage: Stage) -> None:
+async def test_ids_go_on_where_another_fronts_ended_and_clients_who_waited_are_served() -> None:
+    async with on_stage() as stage:
         asking = asyncio.ensure_future(stage.ask("POST", "/v1/completions", COMPLETION))
         request = await stage.said(Tokenize)
         assert (request.request_id, request.text) == (9, "p")
@@ -102,25 +100,19 @@ def test_ids_go_on_where_another_fronts_ended_and_clients_who_waited_are_served(
         assert (status, answer["choices"][0]["text"]) == (200, "answer")
         assert stage.ingress.num_late_events == 1
 
-    on_stage(scenario)
 
-
-def test_a_front_that_comes_while_the_engine_recovers_or_loads_says_so() -> None:
-    async def recovering(stage: Stage) -> None:
+async def test_a_front_that_comes_while_the_engine_recovers_or_loads_says_so() -> None:
+    async with on_stage(Handover(1, (EngineReady(), EngineRecovering("why")), msgspec.msgpack.encode(CARD))) as stage:
         answering = asyncio.ensure_future(stage.ask("GET", "/ready"))
         ask = await stage.said(GetSnapshot)
         stage.tell(Snapshot(ask.number, 1.0, Gauges()))
         assert (await answering)[1]["error"]["code"] == "recovering"
-
-    async def loading(stage: Stage) -> None:
+    async with on_stage(Handover(1, (), msgspec.msgpack.encode(CARD))) as stage:
         assert (await stage.ask("GET", "/ready"))[1]["error"]["code"] == "not_ready"
 
-    on_stage(recovering, Handover(1, (EngineReady(), EngineRecovering("why")), msgspec.msgpack.encode(CARD)))
-    on_stage(loading, Handover(1, (), msgspec.msgpack.encode(CARD)))
 
-
-def test_it_drains_when_it_is_told_to_and_says_so() -> None:
-    async def scenario(stage: Stage) -> None:
+async def test_it_drains_when_it_is_told_to_and_says_so() -> None:
+    async with on_stage() as stage:
         asking = asyncio.ensure_future(stage.ask("POST", "/v1/completions", COMPLETION))
         await stage.said(Tokenize)
         stage.tell(Drain())
@@ -130,15 +122,11 @@ def test_it_drains_when_it_is_told_to_and_says_so() -> None:
         stage.tell(Deltas((Delta(9, "answer", finish=Finish.STOP, usage=Usage(1, 1, 0)),)))
         assert (await asking)[0] == 200
 
-    on_stage(scenario)
 
-
-def test_a_dead_engine_ends_what_is_open() -> None:
-    async def scenario(stage: Stage) -> None:
+async def test_a_dead_engine_ends_what_is_open() -> None:
+    async with on_stage() as stage:
         asking = asyncio.ensure_future(stage.ask("POST", "/v1/completions", COMPLETION))
         await stage.said(Tokenize)
         stage.tell(EngineFailed("scheduler crashed in /secret/path.py"))
         status, answer = await asking
         assert (status, answer["error"]["code"], "secret" in str(answer)) == (500, "engine_died", False)
-
-    on_stage(scenario)

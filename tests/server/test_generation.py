@@ -1,8 +1,5 @@
 """From request fields to sampling parameters, without a server."""
 
-import asyncio
-from typing import Any
-
 import msgspec
 import pytest
 from hypothesis import given
@@ -26,10 +23,6 @@ def completion(chat_defaults: dict[str, float | int] | None = None, **fields: ob
     card = ModelCard(name="m", max_model_len=100, vocab_size=50, created=0, chat_defaults=chat_defaults or {})
     body = msgspec.convert({"model": "m", "prompt": "p", **fields}, CompletionBody)
     return Completions(Translator(card)).translate(body)
-
-
-def understood(reader: BodyReader[Any, Any], body: bytes) -> Any:
-    return asyncio.run(reader.understand(body))
 
 
 def chat(**fields: object) -> Generation:
@@ -136,23 +129,23 @@ def test_a_seed_beyond_64_bits_is_left_to_be_refused() -> None:
 
 @pytest.mark.reliability("U3", "any bytes as a request's body")
 @given(st.binary(max_size=200))
-def test_any_bytes_are_understood_or_refused(body: bytes) -> None:
+async def test_any_bytes_are_understood_or_refused(body: bytes) -> None:
     reader = BodyReader(CompletionBody, lambda body: body, ServerSection())
     with pytest.raises(RequestError) as caught:
-        understood(reader, body)
+        await reader.understand(body)
     assert caught.value.status == 400
 
 
 @pytest.mark.parametrize("name", sorted(set(UNSUPPORTED) - set(GenerationBody.__struct_fields__)))
-def test_neutral_values_of_unsupported_fields_pass(name: str) -> None:
+async def test_neutral_values_of_unsupported_fields_pass(name: str) -> None:
     reader = BodyReader(GenerationBody, lambda body: body, ServerSection())
     for value in (None, False, "", [], {}, *UNSUPPORTED[name]):
-        understood(reader, msgspec.json.encode({"model": "m", name: value}))
+        await reader.understand(msgspec.json.encode({"model": "m", name: value}))
     for value in (0, True, 1.5, "x", [0], {"type": "json_object"}):
         if value in UNSUPPORTED[name]:
             continue
         with pytest.raises(RequestError) as caught:
-            understood(reader, msgspec.json.encode({"model": "m", name: value}))
+            await reader.understand(msgspec.json.encode({"model": "m", name: value}))
         assert caught.value.param == name
 
 

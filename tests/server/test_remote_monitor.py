@@ -1,7 +1,6 @@
 """A monitor whose engine is elsewhere: answers that come, that come late, that do not come."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,57 +17,56 @@ from tests.actors.test_ingress import Sent
 INGRESS: Any = SimpleNamespace(num_open=5, num_late_events=2, recovering=True)
 
 
-def with_monitor(scenario: Callable[[RemoteMonitor, Sent], Awaitable[None]]) -> None:
-    async def main() -> None:
-        sent = Sent()
-        await scenario(RemoteMonitor(sent, INGRESS, str), sent)
-
-    asyncio.run(main())
+@pytest.fixture
+def sent() -> Sent:
+    return Sent()
 
 
-def test_an_answer_reaches_who_has_asked_and_ingress_speaks_for_itself() -> None:
-    async def scenario(monitor: RemoteMonitor, sent: Sent) -> None:
-        looking = [asyncio.ensure_future(monitor.look()), asyncio.ensure_future(monitor.look(meter=True, board=True))]
-        await asyncio.sleep(0)
-        assert sent.messages == [GetSnapshot(1), GetSnapshot(2, True, True)]
-        for number in (2, 1):
-            monitor.take(Snapshot(number, float(number), Gauges(num_open=9, num_running=3)))
-        first, second = await asyncio.gather(*looking)
-        assert (first.now, second.now) == (1.0, 2.0)
-        assert first.gauges == Gauges(num_open=5, num_running=3, num_late_events=2, recovering=True)
-
-    with_monitor(scenario)
+@pytest.fixture
+async def monitor(sent: Sent) -> RemoteMonitor:
+    return RemoteMonitor(sent, INGRESS, str)
 
 
-def test_who_has_waited_long_enough_is_told_so_and_a_late_answer_hurts_nobody() -> None:
-    async def scenario(monitor: RemoteMonitor, sent: Sent) -> None:
-        with pytest.raises(RequestError, match="does not answer") as silent:
-            await monitor.look(patience_s=0.01)
-        assert (silent.value.status, silent.value.code) == (503, "engine_silent")
-        monitor.take(Snapshot(1, 1.0, Gauges()))
-        monitor.take(Snapshot(99, 1.0, Gauges()))
-
-    with_monitor(scenario)
-
-
-def test_an_engine_that_answers_nobody_is_not_asked_again_and_again() -> None:
-    async def scenario(monitor: RemoteMonitor, sent: Sent) -> None:
-        looking = [asyncio.ensure_future(monitor.look(patience_s=60)) for _ in range(MAX_ASKED)]
-        await asyncio.sleep(0)
-        with pytest.raises(RequestError, match="does not answer"):
-            await monitor.look(patience_s=60)
-        assert len(sent.messages) == MAX_ASKED
-        for one in looking:
-            one.cancel()
-        await asyncio.wait(looking)
-        with pytest.raises(RequestError, match="does not answer"):
-            await monitor.look(patience_s=0.01)
-        assert len(sent.messages) == MAX_ASKED + 1, "who left is not counted any more"
-
-    with_monitor(scenario)
+async def test_an_answer_reaches_who_has_asked_and_ingress_speaks_for_itself(
+    monitor: RemoteMonitor, sent: Sent
+) -> None:
+    looking = [asyncio.ensure_future(monitor.look()), asyncio.ensure_future(monitor.look(meter=True, board=True))]
+    await asyncio.sleep(0)
+    assert sent.messages == [GetSnapshot(1), GetSnapshot(2, True, True)]
+    for number in (2, 1):
+        monitor.take(Snapshot(number, float(number), Gauges(num_open=9, num_running=3)))
+    first, second = await asyncio.gather(*looking)
+    assert (first.now, second.now) == (1.0, 2.0)
+    assert first.gauges == Gauges(num_open=5, num_running=3, num_late_events=2, recovering=True)
 
 
-def test_observers_are_told_and_one_that_raises_is_told_nothing_any_more() -> None:
+async def test_who_has_waited_long_enough_is_told_so_and_a_late_answer_hurts_nobody(
+    monitor: RemoteMonitor, sent: Sent
+) -> None:
+    with pytest.raises(RequestError, match="does not answer") as silent:
+        await monitor.look(patience_s=0.01)
+    assert (silent.value.status, silent.value.code) == (503, "engine_silent")
+    monitor.take(Snapshot(1, 1.0, Gauges()))
+    monitor.take(Snapshot(99, 1.0, Gauges()))
+
+
+async def test_an_engine_that_answers_nobody_is_not_asked_again_and_again(monitor: RemoteMonitor, sent: Sent) -> None:
+    looking = [asyncio.ensure_future(monitor.look(patience_s=60)) for _ in range(MAX_ASKED)]
+    await asyncio.sleep(0)
+    with pytest.raises(RequestError, match="does not answer"):
+        await monitor.look(patience_s=60)
+    assert len(sent.messages) == MAX_ASKED
+    for one in looking:
+        one.cancel()
+    await asyncio.wait(looking)
+    with pytest.raises(RequestError, match="does not answer"):
+        await monitor.look(patience_s=0.01)
+    assert len(sent.messages) == MAX_ASKED + 1, "who left is not counted any more"
+
+
+async def test_observers_are_told_and_one_that_raises_is_told_nothing_any_more(
+    monitor: RemoteMonitor, sent: Sent
+) -> None:
     class Noting:
         def __init__(self, error: Exception | None = None) -> None:
             self.told: list[Any] = []
@@ -80,15 +78,12 @@ def test_observers_are_told_and_one_that_raises_is_told_nothing_any_more() -> No
             if self._error is not None:
                 raise self._error
 
-    async def scenario(monitor: RemoteMonitor, sent: Sent) -> None:
-        good, bad = Noting(), Noting(ValueError())
-        monitor.take(RequestsFinished(()))  # to the frontend before this one
-        monitor.watch(good, "tests.good")
-        monitor.watch(bad, "tests.bad")
-        assert sent.messages == [Subscribe()]
-        one = RequestMetrics(1, Finish.STOP, 2, 3, 0, 0, 1.0, 0.1, 0.2, 0.1, 1.0, model="m", ended_at_unix_s=5.0)
-        for _ in range(2):
-            monitor.take(RequestsFinished((one,)))
-        assert (good.told, bad.told) == ([one, one], [one])
-
-    with_monitor(scenario)
+    good, bad = Noting(), Noting(ValueError())
+    monitor.take(RequestsFinished(()))  # to the frontend before this one
+    monitor.watch(good, "tests.good")
+    monitor.watch(bad, "tests.bad")
+    assert sent.messages == [Subscribe()]
+    one = RequestMetrics(1, Finish.STOP, 2, 3, 0, 0, 1.0, 0.1, 0.2, 0.1, 1.0, model="m", ended_at_unix_s=5.0)
+    for _ in range(2):
+        monitor.take(RequestsFinished((one,)))
+    assert (good.told, bad.told) == ([one, one], [one])

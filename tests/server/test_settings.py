@@ -165,7 +165,7 @@ def test_a_hangup_reads_the_file_again(live: LiveSystem, file: Path) -> None:
     file.write_text(BASE)
 
 
-def test_a_frontend_in_another_process_asks_the_engine() -> None:
+async def test_a_frontend_in_another_process_asks_the_engine() -> None:
     class Engine:
         def __init__(self) -> None:
             self.asked: list[Operate] = []
@@ -173,24 +173,21 @@ def test_a_frontend_in_another_process_asks_the_engine() -> None:
         def put(self, message: Operate) -> None:
             self.asked.append(message)
 
-    async def scenario() -> None:
-        engine = Engine()
-        operations = RemoteOperations(engine)
-        first = asyncio.create_task(operations.operate(Operate("apply", text="")))
-        others = [asyncio.create_task(operations.operate(Operate("wake_up"))) for _ in range(MAX_ASKED - 1)]
-        await asyncio.sleep(0)
-        with pytest.raises(RequestError) as refused:
-            await operations.operate(Operate("sleep"))
-        assert refused.value.status == 429
-        operations.take(Operated(engine.asked[0].number, b"done"))
-        operations.take(Operated(99, b"nobody asked"))
-        for one in engine.asked[1:]:
-            operations.take(Operated(one.number, error="kv.num_pages=3: too few", status=400))
-        async with asyncio.timeout(far(5)):
-            assert await first == b"done"
-            for task in others:
-                with pytest.raises(RequestError) as refused:
-                    await task
-                assert (refused.value.status, refused.value.param) == (400, "kv.num_pages")
-
-    asyncio.run(scenario())
+    engine = Engine()
+    operations = RemoteOperations(engine)
+    first = asyncio.create_task(operations.operate(Operate("apply", text="")))
+    others = [asyncio.create_task(operations.operate(Operate("wake_up"))) for _ in range(MAX_ASKED - 1)]
+    await asyncio.sleep(0)
+    with pytest.raises(RequestError) as refused:
+        await operations.operate(Operate("sleep"))
+    assert refused.value.status == 429
+    operations.take(Operated(engine.asked[0].number, b"done"))
+    operations.take(Operated(99, b"nobody asked"))
+    for one in engine.asked[1:]:
+        operations.take(Operated(one.number, error="kv.num_pages=3: too few", status=400))
+    async with asyncio.timeout(far(5)):
+        assert await first == b"done"
+        for task in others:
+            with pytest.raises(RequestError) as refused:
+                await task
+            assert (refused.value.status, refused.value.param) == (400, "kv.num_pages")

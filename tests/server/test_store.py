@@ -7,7 +7,7 @@ import sqlite3
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,6 @@ from server.storage.files import FileObject, Files
 from server.storage.pages import Asked
 from server.storage.store import PART, Store, check_storage
 from tests.pace import far
-from tests.server.live_server import run_async
 
 HOUR_S = 3600
 
@@ -96,49 +95,42 @@ def test_a_store_of_another_version_or_kind_is_refused(tmp_path: Path) -> None:
         Store(section(tmp_path))
 
 
-def test_contents_that_no_row_names_go_at_the_start(tmp_path: Path) -> None:
-    async def first() -> None:
-        store = Store(section(tmp_path))
-        await add(store, Files(store), "", file_of("file-a"))
-        store.content("file-b").write_text("of an upload whose row a crash has taken")
-        store.content("file-c.part").write_text("half")
-        store.close()
-
-    run_async(first)
+async def test_contents_that_no_row_names_go_at_the_start(tmp_path: Path) -> None:
+    store = Store(section(tmp_path))
+    await add(store, Files(store), "", file_of("file-a"))
+    store.content("file-b").write_text("of an upload whose row a crash has taken")
+    store.content("file-c.part").write_text("half")
+    store.close()
     store = Store(section(tmp_path))
     assert names(store) == {"file-a"}
     store.close()
 
 
-def test_a_full_database_is_507_and_what_insists_goes_on_when_there_is_room(
+async def test_a_full_database_is_507_and_what_insists_goes_on_when_there_is_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(store_module, "TRY_AGAIN_S", 0.01)
-
-    async def main() -> None:
-        store = Store(section(tmp_path))
-        files = Files(store)
-        await store.run(lambda connection: connection.execute("PRAGMA max_page_count = 20"))
-        stored = 0
-        with pytest.raises(RequestError) as caught:
-            for stored in range(1000):
-                file = FileObject(id=f"f{stored}", bytes=0, created_at=1, filename="x" * 2000, purpose="batch")
-                await add(store, files, "", file)
-        assert (caught.value.status, caught.value.code) == (507, "storage_full")
-        listed = await files.listed("", Asked(1000, "", descending=False), None)
-        assert len(listed.data) == stored
-        assert names(store) == {f"f{number}" for number in range(stored)}
-        big = ("batch", 1, "a", 0, 1, None, b"x" * 100_000)
-        insert = "INSERT INTO lines VALUES (?, ?, ?, ?, ?, ?, ?)"
-        waiting = asyncio.create_task(store.insist(lambda connection: connection.execute(insert, big)))
-        await asyncio.sleep(0.1)
-        assert not waiting.done()
-        await store.run(lambda connection: connection.execute("PRAGMA max_page_count = 10000"))
-        await asyncio.wait_for(waiting, far(5))
-        assert len([one for one in caplog.records if "tried again" in one.message]) == 1
-        store.close()
-
-    run_async(main)
+    store = Store(section(tmp_path))
+    files = Files(store)
+    await store.run(lambda connection: connection.execute("PRAGMA max_page_count = 20"))
+    stored = 0
+    with pytest.raises(RequestError) as caught:
+        for stored in range(1000):
+            file = FileObject(id=f"f{stored}", bytes=0, created_at=1, filename="x" * 2000, purpose="batch")
+            await add(store, files, "", file)
+    assert (caught.value.status, caught.value.code) == (507, "storage_full")
+    listed = await files.listed("", Asked(1000, "", descending=False), None)
+    assert len(listed.data) == stored
+    assert names(store) == {f"f{number}" for number in range(stored)}
+    big = ("batch", 1, "a", 0, 1, None, b"x" * 100_000)
+    insert = "INSERT INTO lines VALUES (?, ?, ?, ?, ?, ?, ?)"
+    waiting = asyncio.create_task(store.insist(lambda connection: connection.execute(insert, big)))
+    await asyncio.sleep(0.1)
+    assert not waiting.done()
+    await store.run(lambda connection: connection.execute("PRAGMA max_page_count = 10000"))
+    await asyncio.wait_for(waiting, far(5))
+    assert len([one for one in caplog.records if "tried again" in one.message]) == 1
+    store.close()
 
 
 @pytest.mark.parametrize(
@@ -149,98 +141,83 @@ def test_a_full_database_is_507_and_what_insists_goes_on_when_there_is_room(
         (FileNotFoundError(errno.ENOENT, "No such file", "/secret"), 404, "content_lost"),
     ],
 )
-def test_a_failing_disk_is_named_without_its_paths(tmp_path: Path, error: OSError, status: int, code: str) -> None:
-    async def main() -> None:
-        store = Store(section(tmp_path))
+async def test_a_failing_disk_is_named_without_its_paths(
+    tmp_path: Path, error: OSError, status: int, code: str
+) -> None:
+    store = Store(section(tmp_path))
 
-        def fail(connection: sqlite3.Connection) -> None:
-            connection.execute("INSERT INTO lines VALUES ('b', 1, 'a', 0, 1, NULL, NULL)")
-            raise error
+    def fail(connection: sqlite3.Connection) -> None:
+        connection.execute("INSERT INTO lines VALUES ('b', 1, 'a', 0, 1, NULL, NULL)")
+        raise error
 
-        with pytest.raises(RequestError) as caught:
-            await store.run(fail)
-        assert (caught.value.status, caught.value.code) == (status, code)
-        assert "secret" not in caught.value.message
-        assert await store.run(lambda connection: connection.execute("SELECT * FROM lines").fetchall()) == []
-        store.close()
-
-    run_async(main)
-
-
-def test_an_owner_has_its_quota_and_others_have_theirs(tmp_path: Path) -> None:
-    async def main() -> None:
-        store = Store(section(tmp_path, quota_mb=1))
-        files = Files(store)
-        await add(store, files, "a", file_of("f1", 600_000))
-        with pytest.raises(RequestError, match=r"storage\.quota_mb") as caught:
-            await add(store, files, "a", file_of("f2", 600_000))
-        assert (caught.value.status, caught.value.code) == (400, "storage_quota_exceeded")
-        assert "f2" not in names(store)
-        await add(store, files, "b", file_of("f3", 600_000))
-        await files.delete("a", "f1")
-        await add(store, files, "a", file_of("f4", 600_000))
-        store.close()
-
-    run_async(main)
+    with pytest.raises(RequestError) as caught:
+        await store.run(fail)
+    assert (caught.value.status, caught.value.code) == (status, code)
+    assert "secret" not in caught.value.message
+    assert await store.run(lambda connection: connection.execute("SELECT * FROM lines").fetchall()) == []
+    store.close()
 
 
-def test_what_has_expired_goes_and_what_a_batch_reads_stays(tmp_path: Path) -> None:
+async def test_an_owner_has_its_quota_and_others_have_theirs(tmp_path: Path) -> None:
+    store = Store(section(tmp_path, quota_mb=1))
+    files = Files(store)
+    await add(store, files, "a", file_of("f1", 600_000))
+    with pytest.raises(RequestError, match=r"storage\.quota_mb") as caught:
+        await add(store, files, "a", file_of("f2", 600_000))
+    assert (caught.value.status, caught.value.code) == (400, "storage_quota_exceeded")
+    assert "f2" not in names(store)
+    await add(store, files, "b", file_of("f3", 600_000))
+    await files.delete("a", "f1")
+    await add(store, files, "a", file_of("f4", 600_000))
+    store.close()
+
+
+async def test_what_has_expired_goes_and_what_a_batch_reads_stays(tmp_path: Path) -> None:
     now = time.time()
-
-    async def main() -> None:
-        store = Store(section(tmp_path, retention_hours=1), clock=lambda: now + 2 * HOUR_S)
-        files = Files(store)
-        assert files.expiry(10) == 10 + HOUR_S
-        assert files.expiry(10, 60) == 70
-        for name in ("f1", "f2", "f3"):
-            await add(store, files, "", file_of(name, expires_at=int(now) + (HOUR_S if name != "f3" else 3 * HOUR_S)))
-        batch = "INSERT INTO batches VALUES (?, '', ?, ?, 'f2', 0, 0, 0, '{}')"
-        await store.run(lambda connection: connection.execute(batch, ("b1", "in_progress", int(now))))
-        await store.run(lambda connection: connection.execute(batch, ("b2", "completed", int(now))))
-        await files.sweep()
-        left: Callable[[str], Any] = lambda table: store.run(  # noqa: E731
-            lambda connection: [row[0] for row in connection.execute(f"SELECT id FROM {table} ORDER BY id")]
-        )
-        assert await left("files") == ["f2", "f3"]
-        assert await left("batches") == ["b1"]
-        assert names(store) == {"f2", "f3"}
-        store.close()
-
-    run_async(main)
+    store = Store(section(tmp_path, retention_hours=1), clock=lambda: now + 2 * HOUR_S)
+    files = Files(store)
+    assert files.expiry(10) == 10 + HOUR_S
+    assert files.expiry(10, 60) == 70
+    for name in ("f1", "f2", "f3"):
+        await add(store, files, "", file_of(name, expires_at=int(now) + (HOUR_S if name != "f3" else 3 * HOUR_S)))
+    batch = "INSERT INTO batches VALUES (?, '', ?, ?, 'f2', 0, 0, 0, '{}')"
+    await store.run(lambda connection: connection.execute(batch, ("b1", "in_progress", int(now))))
+    await store.run(lambda connection: connection.execute(batch, ("b2", "completed", int(now))))
+    await files.sweep()
+    left: Callable[[str], Any] = lambda table: store.run(  # noqa: E731
+        lambda connection: [row[0] for row in connection.execute(f"SELECT id FROM {table} ORDER BY id")]
+    )
+    assert await left("files") == ["f2", "f3"]
+    assert await left("batches") == ["b1"]
+    assert names(store) == {"f2", "f3"}
+    store.close()
 
 
-def test_what_expires_at_once_goes_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_expires_at_once_goes_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(files_module, "SWEPT_AT_ONCE", 2)
-
-    async def main() -> None:
-        store = Store(section(tmp_path, retention_hours=1))
-        files = Files(store)
-        for number in range(5):
-            await add(store, files, "", file_of(f"f{number}", expires_at=1))
-            row = (f"r{number}", 1, 1)
-            await store.run(lambda connection, row=row: connection.execute(INSERT, row))  # type: ignore[misc]
-        await files.sweep()
-        assert names(store) == set()
-        for table in ("files", "responses"):
-            query = f"SELECT count(*) FROM {table}"
-            assert await store.run(lambda connection, query=query: connection.execute(query).fetchone()) == (0,)  # type: ignore[misc]
-        store.close()
-
-    run_async(main)
+    store = Store(section(tmp_path, retention_hours=1))
+    files = Files(store)
+    for number in range(5):
+        await add(store, files, "", file_of(f"f{number}", expires_at=1))
+        row = (f"r{number}", 1, 1)
+        await store.run(lambda connection, row=row: connection.execute(INSERT, row))  # type: ignore[misc]
+    await files.sweep()
+    assert names(store) == set()
+    for table in ("files", "responses"):
+        query = f"SELECT count(*) FROM {table}"
+        assert await store.run(lambda connection, query=query: connection.execute(query).fetchone()) == (0,)  # type: ignore[misc]
+    store.close()
 
 
-def test_text_that_is_none_is_refused(tmp_path: Path) -> None:
-    async def main() -> None:
-        store = Store(section(tmp_path))
-        with pytest.raises(RequestError) as caught:
-            await Files(store).get("", "\ud800")
-        assert caught.value.status == 400
-        store.close()
-
-    run_async(main)
+async def test_text_that_is_none_is_refused(tmp_path: Path) -> None:
+    store = Store(section(tmp_path))
+    with pytest.raises(RequestError) as caught:
+        await Files(store).get("", "\ud800")
+    assert caught.value.status == 400
+    store.close()
 
 
-def test_a_full_disk_lets_files_go_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_full_disk_lets_files_go_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spare, transact = tmp_path / "store" / "spare", Store._transact
 
     def full_but_for_the_spare(store: Store, work: Callable[[sqlite3.Connection], Any]) -> Any:
@@ -248,19 +225,16 @@ def test_a_full_disk_lets_files_go_all_the_same(tmp_path: Path, monkeypatch: pyt
             raise RequestError("full", status=507, code="storage_full")
         return transact(store, work)
 
-    async def main() -> None:
-        store = Store(section(tmp_path))
-        files = Files(store)
-        await add(store, files, "", file_of("f1"))
-        monkeypatch.setattr(Store, "_transact", full_but_for_the_spare)
-        with pytest.raises(RequestError):
-            await files.get("", "f1")
-        await files.delete("", "f1")
-        assert names(store) == set()
-        assert spare.exists()
-        store.close()
-
-    run_async(main)
+    store = Store(section(tmp_path))
+    files = Files(store)
+    await add(store, files, "", file_of("f1"))
+    monkeypatch.setattr(Store, "_transact", full_but_for_the_spare)
+    with pytest.raises(RequestError):
+        await files.get("", "f1")
+    await files.delete("", "f1")
+    assert names(store) == set()
+    assert spare.exists()
+    store.close()
 
 
 INSERT = "INSERT INTO responses VALUES (?, '', 'completed', 0, 1, NULL, NULL, '', zeroblob(?), '{}', ?)"
@@ -279,7 +253,9 @@ async def fill(store: Store, num_bytes: int, prefix: str = "r") -> int:
     raise AssertionError("the disk was never full")
 
 
-def test_what_sqlites_log_holds_has_its_room_in_the_database(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_sqlites_log_holds_has_its_room_in_the_database(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     database, wal = (tmp_path / "store" / f"index.sqlite3{suffix}" for suffix in ("", "-wal"))
     allocate = os.posix_fallocate
 
@@ -288,51 +264,50 @@ def test_what_sqlites_log_holds_has_its_room_in_the_database(tmp_path: Path, mon
         if offset + num_bytes > 1 << 20:
             raise OSError(errno.ENOSPC, "No space left on device")
 
-    async def main() -> None:
-        store = Store(section(tmp_path))
-        monkeypatch.setattr(os, "posix_fallocate", small_disk)
-        await store.run(lambda connection: connection.execute("PRAGMA wal_autocheckpoint = 0"))
-        await store.run(lambda connection: connection.execute(INSERT, ("first", 400_000, 1)))
-        assert database.stat().st_size > 400_000
-        assert wal.stat().st_size > 400_000
-        await fill(store, 400_000)
-        await fill(store, 900_000, "s")
-        assert database.stat().st_size < 1 << 20
-        assert wal.stat().st_size == 0
-        store.close()
-
-    run_async(main)
+    store = Store(section(tmp_path))
+    monkeypatch.setattr(os, "posix_fallocate", small_disk)
+    await store.run(lambda connection: connection.execute("PRAGMA wal_autocheckpoint = 0"))
+    await store.run(lambda connection: connection.execute(INSERT, ("first", 400_000, 1)))
+    assert database.stat().st_size > 400_000
+    assert wal.stat().st_size > 400_000
+    await fill(store, 400_000)
+    await fill(store, 900_000, "s")
+    assert database.stat().st_size < 1 << 20
+    assert wal.stat().st_size == 0
+    store.close()
 
 
-def test_a_disk_that_is_full_takes_deletes_and_new_responses_have_their_room(tmp_path: Path) -> None:
-    disk, filler = tmp_path / "disk", tmp_path / "disk" / "filler"
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A disk of 8 MB."""
+    disk = tmp_path / "disk"
     disk.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(disk)]
     if subprocess.run(mount, capture_output=True, check=False).returncode:
         pytest.skip("only root may make a disk that is soon full")
+    yield disk
+    subprocess.run(["umount", "--lazy", str(disk)], check=True)
+
+
+async def test_a_disk_that_is_full_takes_deletes_and_new_responses_have_their_room(small_disk: Path) -> None:
+    filler = small_disk / "filler"
 
     def take_the_rest() -> None:
         with filler.open("ab", buffering=0) as file, suppress(OSError):
             while True:
                 file.write(bytes(4096))
 
-    async def main() -> None:
-        store = Store(section(disk))
-        files, responses = Files(store), ResponseTable(store)
-        await add(store, files, "", file_of("f", 100_000))
-        num_stored = await fill(store, 50_000)
-        take_the_rest()
-        for number in range(num_stored):
-            await responses.delete("", f"r{number}")
-        await files.delete("", "f")
-        store.close()
-        take_the_rest()
-        store = Store(section(disk))  # to start takes room as well
-        filler.unlink()
-        assert await fill(store, 50_000, "s") >= num_stored // 2
-        store.close()
-
-    try:
-        run_async(main)
-    finally:
-        subprocess.run(["umount", "--lazy", str(disk)], check=True)
+    store = Store(section(small_disk))
+    files, responses = Files(store), ResponseTable(store)
+    await add(store, files, "", file_of("f", 100_000))
+    num_stored = await fill(store, 50_000)
+    take_the_rest()
+    for number in range(num_stored):
+        await responses.delete("", f"r{number}")
+    await files.delete("", "f")
+    store.close()
+    take_the_rest()
+    store = Store(section(small_disk))  # to start takes room as well
+    filler.unlink()
+    assert await fill(store, 50_000, "s") >= num_stored // 2
+    store.close()

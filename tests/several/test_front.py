@@ -1,7 +1,7 @@
 """The server of several models over engines that are fakes of this process: which model gets what, and what is said."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import aiohttp
@@ -73,34 +73,25 @@ class Front:
 
 @asynccontextmanager
 async def fronted(monkeypatch: pytest.MonkeyPatch, **sections: dict) -> AsyncIterator[Front]:
+    """sections: configuration tables."""
     monkeypatch.setattr(front, "Model", ServedFake)
     base = build_config(Config(), sections)
     tables = (ModelTable(name="a"), ModelTable(name="b", load="demand"))
     config = SeveralModels(**msgspec.structs.asdict(base), models=tuple(ServedModel(one, base) for one in tables))
     with bind("127.0.0.1", 0) as listener:
         url = url_of(listener)
-        async with front.fronting(config, listener) as (routes, models), aiohttp.ClientSession(url) as client:
+        async with (
+            asyncio.timeout(far(20)),
+            front.fronting(config, listener) as (routes, models),
+            aiohttp.ClientSession(url) as client,
+        ):
             await front.start(routes, models)
             yield Front(routes, models, client)
             assert models.num_open == 0
 
 
-@pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Runs a test with a front.  sections: configuration tables."""
-
-    def with_front(test: Callable[[Front], Awaitable[None]], **sections: dict) -> None:
-        async def within() -> None:
-            async with asyncio.timeout(far(20)), fronted(monkeypatch, **sections) as one:
-                await test(one)
-
-        asyncio.run(within())
-
-    return with_front
-
-
-def test_a_request_goes_to_the_model_it_names_or_to_the_first(run: Callable[..., None]) -> None:
-    async def test(one: Front) -> None:
+async def test_a_request_goes_to_the_model_it_names_or_to_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with fronted(monkeypatch) as one:
         for name in ("b", "a"):
             status, answer = await one.post({"model": name, "prompt": "p"})
             assert (status, answer["model"]) == (200, name)
@@ -111,15 +102,15 @@ def test_a_request_goes_to_the_model_it_names_or_to_the_first(run: Callable[...,
         status, answer = await one.post({"model": "b", "messages": [{"role": "user", "content": "p"}]}, "/v1/messages")
         assert (status, answer["type"]) == (400, "error")  # no max_tokens, told in the form of that route
 
-    run(test)
-
 
 @pytest.mark.parametrize(
     "body, code",
     [({"model": "x", "prompt": "p"}, "model_not_found"), ({"model": 3}, "invalid_value"), ([1], "invalid_value")],
 )
-def test_what_names_no_model_is_refused_and_loads_none(run: Callable[..., None], body: object, code: str) -> None:
-    async def test(one: Front) -> None:
+async def test_what_names_no_model_is_refused_and_loads_none(
+    monkeypatch: pytest.MonkeyPatch, body: object, code: str
+) -> None:
+    async with fronted(monkeypatch) as one:
         status, answer = await one.post(body)
         assert (status, answer["error"]["code"]) == (404 if code == "model_not_found" else 400, code)
         json_type = {"Content-Type": "application/json"}
@@ -127,11 +118,9 @@ def test_what_names_no_model_is_refused_and_loads_none(run: Callable[..., None],
             assert (response.status, (await response.json())["error"]["code"]) == (400, "malformed_json")
         assert one.model("b").began == []
 
-    run(test)
 
-
-def test_what_a_page_of_another_site_can_send_unasked_loads_none(run: Callable[..., None]) -> None:
-    async def test(one: Front) -> None:
+async def test_what_a_page_of_another_site_can_send_unasked_loads_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with fronted(monkeypatch) as one:
         for headers, body, status in (
             ({"Content-Type": "text/plain"}, b'{"model": "b"}', 415),
             ({"Content-Encoding": "gzip", "Content-Type": "application/json"}, b"", 403),
@@ -142,11 +131,9 @@ def test_what_a_page_of_another_site_can_send_unasked_loads_none(run: Callable[.
                 assert response.status == status
         assert one.model("b").began == []
 
-    run(test)
 
-
-def test_all_models_are_listed_with_whether_they_are_loaded(run: Callable[..., None]) -> None:
-    async def test(one: Front) -> None:
+async def test_all_models_are_listed_with_whether_they_are_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with fronted(monkeypatch) as one:
         _, answer = await one.get("/v1/models")
         assert [(model["id"], model["loaded"]) for model in answer["data"]] == [("a", True), ("b", False)]
         assert answer["data"][0]["max_model_len"] == CARD.max_model_len
@@ -156,22 +143,18 @@ def test_all_models_are_listed_with_whether_they_are_loaded(run: Callable[..., N
         assert (await one.get("/health"))[1] == {"status": "ok", "models": {"a": "ready", "b": "stopped"}}
         assert (await one.get("/ready"))[0] == 200
 
-    run(test)
 
-
-def test_settings_stay_as_they_are(run: Callable[..., None]) -> None:
-    async def test(one: Front) -> None:
+async def test_settings_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with fronted(monkeypatch) as one:
         for path in ("/apply", "/sleep", "/wake_up"):
             status, answer = await one.post({}, path)
             assert (status, answer["error"]["code"]) == (404, "operations_off")
         assert (await one.get("/is_sleeping"))[1]["error"]["code"] == "operations_off"
         assert (await one.get("/v1/streams/x"))[1]["error"]["code"] == "stream_not_found"
 
-    run(test)
 
-
-def test_who_looks_loads_nothing_and_sees_one_model(run: Callable[..., None]) -> None:
-    async def test(one: Front) -> None:
+async def test_who_looks_loads_nothing_and_sees_one_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with fronted(monkeypatch) as one:
         for path in ("/stats", "/server_info", "/health_generate"):
             status, answer = await one.get(f"{path}?model=b")
             assert (status, answer["error"]["code"]) == (503, "model_not_loaded")
@@ -185,14 +168,14 @@ def test_who_looks_loads_nothing_and_sees_one_model(run: Callable[..., None]) ->
         assert any('model="b"' in line and not line.startswith("callboard_models_") for line in lines)
         assert (await one.get("/load"))[0] == 200
 
-    run(test)
-
 
 @pytest.mark.parametrize(
     "limit, code", [("max_requests", "queue_full"), ("max_requests_per_client", "client_queue_full")]
 )
-def test_requests_are_counted_over_all_models_together(run: Callable[..., None], limit: str, code: str) -> None:
-    async def test(one: Front) -> None:
+async def test_requests_are_counted_over_all_models_together(
+    monkeypatch: pytest.MonkeyPatch, limit: str, code: str
+) -> None:
+    async with fronted(monkeypatch, limits={limit: 1}) as one:
         one.model("b").gate.clear()
         waiting = asyncio.create_task(one.post({"model": "b", "prompt": "p"}))
         while not one.models.num_open:
@@ -203,19 +186,15 @@ def test_requests_are_counted_over_all_models_together(run: Callable[..., None],
         assert (await waiting)[0] == 200
         assert (await one.post({"model": "a", "prompt": "p"}))[0] == 200
 
-    run(test, limits={limit: 1})
 
-
-def test_a_minute_is_counted_over_all_models_together(run: Callable[..., None]) -> None:
-    async def test(one: Front) -> None:
+async def test_a_minute_is_counted_over_all_models_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with fronted(monkeypatch, limits={"requests_per_minute": 1}) as one:
         assert (await one.post({"model": "a", "prompt": "p"}))[0] == 200
         assert (await one.post({"model": "b", "prompt": "p"}))[1]["error"]["code"] == "rate_limit_exceeded"
 
-    run(test, limits={"requests_per_minute": 1})
 
-
-def test_a_client_that_leaves_while_its_model_is_loaded_leaves_nothing(run: Callable[..., None]) -> None:
-    async def test(one: Front) -> None:
+async def test_a_client_that_leaves_while_its_model_is_loaded_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with fronted(monkeypatch) as one:
         one.model("b").gate.clear()
         waiting = asyncio.create_task(one.post({"model": "b", "prompt": "p"}))
         while not one.model("b").num_wanted:
@@ -228,21 +207,17 @@ def test_a_client_that_leaves_while_its_model_is_loaded_leaves_nothing(run: Call
             await asyncio.sleep(0.005)
         assert one.model("b").ingress.asked == []
 
-    run(test)
 
-
-def test_a_load_that_lasts_longer_than_a_first_token_may_is_a_503(run: Callable[..., None]) -> None:
-    async def test(one: Front) -> None:
+async def test_a_load_that_lasts_longer_than_a_first_token_may_is_a_503(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with fronted(monkeypatch, limits={"first_token_timeout_s": 0.02}) as one:
         one.model("b").gate.clear()
         async with one.client.post("/v1/completions", json={"model": "b", "prompt": "p"}) as response:
             assert (response.status, response.headers["Retry-After"]) == (503, "5")
             assert (await response.json())["error"]["code"] == "model_not_loaded"
 
-    run(test, limits={"first_token_timeout_s": 0.02})
 
-
-def test_keys_hold_for_the_front_and_for_every_model(run: Callable[..., None]) -> None:
-    async def test(one: Front) -> None:
+async def test_keys_hold_for_the_front_and_for_every_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with fronted(monkeypatch, server=msgspec.to_builtins(ServerSection(api_key="k"))) as one:
         assert (await one.get("/health"))[0] == 200
         for path in ("/v1/models", "/stats", "/metrics"):
             assert (await one.get(path))[0] == 401
@@ -252,34 +227,26 @@ def test_keys_hold_for_the_front_and_for_every_model(run: Callable[..., None]) -
         async with one.client.post(one.model("b").url + "/v1/completions", json={"prompt": "p"}) as response:
             assert response.status == 401
 
-    run(test, server=msgspec.to_builtins(ServerSection(api_key="k")))
 
-
-def test_adapters_are_refused_at_start(run: Callable[..., None]) -> None:
-    async def test(one: Front) -> None:
-        raise AssertionError("it started")
-
+async def test_adapters_are_refused_at_start(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=r"lora\.folder=there: adapters are of one model"):
-        run(test, lora={"folder": "there"})
+        async with fronted(monkeypatch, lora={"folder": "there"}):
+            raise AssertionError("it started")
 
 
-def test_a_draining_front_takes_no_more(run: Callable[..., None]) -> None:
-    async def test(one: Front) -> None:
+async def test_a_draining_front_takes_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with fronted(monkeypatch) as one:
         one.routes.is_leaving = True
         status, answer = await one.post({"model": "a", "prompt": "p"})
         assert (status, answer["error"]["code"]) == (503, "draining")
         assert (await one.get("/ready"))[0] == 503
 
-    run(test)
 
-
-def test_aborts_reach_every_model_that_is_loaded(run: Callable[..., None]) -> None:
-    async def test(one: Front) -> None:
+async def test_aborts_reach_every_model_that_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with fronted(monkeypatch) as one:
         hanging = asyncio.create_task(one.post({"model": "b", "prompt": "!hang"}, **{"X-Request-Id": "mine"}))
         while not one.model("b").ingress.num_open:
             await asyncio.sleep(0.005)
         status, answer = await one.post({"rid": "mine"}, "/abort_request")
         assert (status, answer["num_aborted"]) == (200, 1)
         await hanging
-
-    run(test)

@@ -4,7 +4,8 @@ import asyncio
 import errno
 import os
 import signal
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import pytest
 
@@ -18,19 +19,17 @@ from server.replicas.replica import State
 from tests.pace import far
 
 
-def run(test: Callable[[Model], Awaitable[None]], path: str = "serve", **table: int) -> None:
-    async def within() -> None:
-        config = build_config(Config(), {"model": {"path": path, "name": "m"}})
-        model = Model(ServedModel(ModelTable(name="m", **table), config))
-        try:
-            async with asyncio.timeout(far(20)):
-                await test(model)
-        finally:
-            if model._child is not None:
-                model._child.kill()
-            await model.unloaded()
-
-    asyncio.run(within())
+@asynccontextmanager
+async def a_model(path: str = "serve") -> AsyncIterator[Model]:
+    config = build_config(Config(), {"model": {"path": path, "name": "m"}})
+    model = Model(ServedModel(ModelTable(name="m"), config))
+    try:
+        async with asyncio.timeout(far(20)):
+            yield model
+    finally:
+        if model._child is not None:
+            model._child.kill()
+        await model.unloaded()
 
 
 @pytest.fixture(autouse=True)
@@ -43,8 +42,8 @@ def process_of(model: Model) -> int:
     return model._child.pid
 
 
-def test_it_is_loaded_killed_loaded_again_and_unloaded() -> None:
-    async def test(model: Model) -> None:
+async def test_it_is_loaded_killed_loaded_again_and_unloaded() -> None:
+    async with a_model() as model:
         for num_losses in range(2):
             await model.load()
             assert (model.state, model.num_lost) == (State.READY, num_losses)
@@ -64,24 +63,20 @@ def test_it_is_loaded_killed_loaded_again_and_unloaded() -> None:
         assert (model.state, model.url, model.loaded_bytes) == (State.STOPPED, "", 0)
         assert resident_bytes(process_of(model)) == 0
 
-    run(test)
-
 
 @pytest.mark.parametrize("path, reason", [("die", "its process ended with code 3"), ("fail", "m: no weights")])
-def test_a_load_that_fails_says_why_and_tells_no_path(path: str, reason: str) -> None:
-    async def test(model: Model) -> None:
+async def test_a_load_that_fails_says_why_and_tells_no_path(path: str, reason: str) -> None:
+    async with a_model(path) as model:
         with pytest.raises(CallboardError, match=f"^{reason}$"):
             await model.load()
         assert model.state is State.STOPPED
 
-    run(test, path)
 
-
-def test_a_process_that_cannot_be_started_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_process_that_cannot_be_started_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise OSError(errno.EAGAIN, "no more processes")
 
-    async def test(model: Model) -> None:
+    async with a_model() as model:
         monkeypatch.setattr(model_module, "Child", refuse)
         before = os.listdir("/proc/self/fd")
         with pytest.raises(OSError, match="no more processes"):
@@ -89,22 +84,18 @@ def test_a_process_that_cannot_be_started_leaves_nothing(monkeypatch: pytest.Mon
         assert os.listdir("/proc/self/fd") == before
         assert (model.state, model.loaded_bytes) == (State.STOPPED, 0)
 
-    run(test)
 
-
-def test_a_process_that_does_not_leave_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def test(model: Model) -> None:
+async def test_a_process_that_does_not_leave_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with a_model("stay") as model:
         await model.load()
         monkeypatch.setattr(model_module, "END_TIMEOUT_S", 0.05)
         model.unload()
         while model.state is not State.STOPPED:
             await model.unloaded()
 
-    run(test, "stay")
 
-
-def test_a_broken_connection_is_no_death(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def test(model: Model) -> None:
+async def test_a_broken_connection_is_no_death(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with a_model() as model:
         await model.load()
         asked: list[str] = []
         model.bring = lambda: asked.append("bring")
@@ -121,5 +112,3 @@ def test_a_broken_connection_is_no_death(monkeypatch: pytest.MonkeyPatch) -> Non
         model.lose(model, "reset by peer", model.url)
         await model.settle()
         assert (model.state, model.num_lost) == (State.STOPPED, 2)
-
-    run(test)

@@ -1,7 +1,7 @@
-"""Two ends of a link, and a loop to run them on."""
+"""Two ends of a link, and the loops to run them on."""
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -63,23 +63,16 @@ class Pair:
         self.context.destroy(linger=0)
 
 
-Scenario = Callable[[Pair], Coroutine[Any, Any, None]]
+def pytest_asyncio_loop_factories(item: pytest.Item) -> dict[str, Callable[[], asyncio.AbstractEventLoop]] | None:
+    """A test with a pair runs on either kind of loop."""
+    if "pair" not in item.fixturenames:  # type: ignore[attr-defined]
+        return None
+    return {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}
 
 
-@pytest.fixture(params=[asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
-def run(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[..., None]:
-    """Runs a scenario with a pair, on either kind of loop."""
+@pytest.fixture
+async def pair(tmp_path: Path) -> AsyncIterator[Pair]:
     tmp_path.chmod(0o700)
-
-    def play(scenario: Scenario, **options: int) -> None:
-        async def main() -> None:
-            pair = Pair(tmp_path, **options)
-            try:
-                await scenario(pair)
-            finally:
-                pair.close()
-
-        with asyncio.Runner(loop_factory=request.param) as runner:
-            runner.run(main())
-
-    return play
+    pair = Pair(tmp_path)
+    yield pair
+    pair.close()

@@ -6,10 +6,10 @@ import logging
 import os
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
-import uvloop
 
 from engine.config import Config, build_config
 from engine.errors import ConfigError, EngineDied, WeightsError
@@ -82,43 +82,35 @@ class Scene:
         await asyncio.gather(*self.nodes, return_exceptions=True)
 
 
-def play(scenario: Callable[[Scene], Awaitable[None]], config: Config | None = None) -> None:
-    """Run it, and see that nothing is left."""
-
-    async def main() -> None:
-        scene = Scene(free_port(), config or configured())
-        async with asyncio.timeout(far(30)):
-            try:
-                await scenario(scene)
-            finally:
-                await scene.close()
-
-    uvloop.run(main())
+@asynccontextmanager
+async def on_two_machines(config: Config | None = None) -> AsyncIterator[Scene]:
+    """A scene of which nothing is left at its end."""
+    scene = Scene(free_port(), config or configured())
+    async with asyncio.timeout(far(30)):
+        try:
+            yield scene
+        finally:
+            await scene.close()
     assert not children()
 
 
-def test_a_node_ends_well_with_its_head() -> None:
-    async def scenario(scene: Scene) -> None:
+async def test_a_node_ends_well_with_its_head() -> None:
+    async with on_two_machines() as scene:
         node = scene.join()
         async with scene.running():
             await scene.ready()
         await node
 
-    play(scenario)
 
-
-def test_a_node_that_is_told_to_end_alone_does_and_the_next_one_takes_its_place() -> None:
-    async def scenario(scene: Scene) -> None:
-        async with scene.running():
-            node = scene.join()
-            await scene.ready()
-            os.kill(os.getpid(), signal.SIGTERM)
-            await node
-            assert await scene.lost() == "executor1 has left: its node was told to end"
-            scene.join()
-            await scene.ready()
-
-    play(scenario)
+async def test_a_node_that_is_told_to_end_alone_does_and_the_next_one_takes_its_place() -> None:
+    async with on_two_machines() as scene, scene.running():
+        node = scene.join()
+        await scene.ready()
+        os.kill(os.getpid(), signal.SIGTERM)
+        await node
+        assert await scene.lost() == "executor1 has left: its node was told to end"
+        scene.join()
+        await scene.ready()
 
 
 @pytest.fixture
@@ -140,46 +132,44 @@ async def until(condition: Callable[[], bool]) -> None:
         await asyncio.sleep(0.01)
 
 
-def test_a_node_that_is_told_to_end_with_its_head_waits_for_it(
+async def test_a_node_that_is_told_to_end_with_its_head_waits_for_it(
     looks: list[Notice | None], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(node_module, "LEAVE_GRACE_S", 0.1)
 
-    async def scenario(scene: Scene) -> None:
-        node = scene.join()
-        async with Head(cluster(0, scene.port), scene.config) as head:
-            head.follow(lambda: True)
-            await until(lambda: any("rank 1 has found rank 0" in one for one in caplog.messages))
-            await until(lambda: looks[-1] is not None and looks[-1].state == "leaving")
-            so_far = len(looks)
-            await until(lambda: len(looks) > so_far + 1)
-            os.kill(os.getpid(), signal.SIGTERM)
-            await until(lambda: len(looks) > so_far + 5)  # a quarter of a second each: more than its patience
-            assert not node.done()
-        await node
-
     with caplog.at_level(logging.INFO):
-        play(scenario)
+        async with on_two_machines() as scene:
+            node = scene.join()
+            async with Head(cluster(0, scene.port), scene.config) as head:
+                head.follow(lambda: True)
+                await until(lambda: any("rank 1 has found rank 0" in one for one in caplog.messages))
+                await until(lambda: looks[-1] is not None and looks[-1].state == "leaving")
+                so_far = len(looks)
+                await until(lambda: len(looks) > so_far + 1)
+                os.kill(os.getpid(), signal.SIGTERM)
+                await until(lambda: len(looks) > so_far + 5)  # a quarter of a second each: more than its patience
+                assert not node.done()
+            await node
 
 
-def test_without_the_key_nobody_joins_and_both_sides_say_so(caplog: pytest.LogCaptureFixture) -> None:
-    async def scenario(scene: Scene) -> None:
-        with pytest.raises(EngineDied, match=r"^executor1 did not join within 2 s$"):
-            async with scene.running():
-                with pytest.raises(ConfigError, match=r"^rank 1: placement.cluster_key is not rank 0's, or a stranger"):
-                    await scene.join(configured(key="another-key-of-32-characters-or-more"))
-                assert scene.engine is not None
-                await scene.engine
-
+async def test_without_the_key_nobody_joins_and_both_sides_say_so(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
-        play(scenario, configured(join_timeout_s=2))
+        async with on_two_machines(configured(join_timeout_s=2)) as scene:
+            with pytest.raises(EngineDied, match=r"^executor1 did not join within 2 s$"):
+                async with scene.running():
+                    with pytest.raises(
+                        ConfigError, match=r"^rank 1: placement.cluster_key is not rank 0's, or a stranger"
+                    ):
+                        await scene.join(configured(key="another-key-of-32-characters-or-more"))
+                    assert scene.engine is not None
+                    await scene.engine
     refused = [one.getMessage() for one in caplog.records if "refused" in one.getMessage()]
     assert refused == ["rank 1 was refused: it has not our placement.cluster_key, or a stranger writes to the store"]
     assert KEY not in caplog.text
 
 
-def test_a_node_that_does_not_fit_fails_the_start_with_its_reason() -> None:
-    async def scenario(scene: Scene) -> None:
+async def test_a_node_that_does_not_fit_fails_the_start_with_its_reason() -> None:
+    async with on_two_machines() as scene:
         reason = "rank 1: WORLD_SIZE=3, but rank 0 has WORLD_SIZE=2"
         with pytest.raises(ConfigError, match=reason):
             async with scene.running():
@@ -188,11 +178,10 @@ def test_a_node_that_does_not_fit_fails_the_start_with_its_reason() -> None:
                 assert scene.engine is not None
                 await scene.engine
 
-    play(scenario)
 
+async def test_so_it_does_if_it_has_come_and_gone_before_the_head_was_looking() -> None:
+    async with on_two_machines() as scene:
 
-def test_so_it_does_if_it_has_come_and_gone_before_the_head_was_looking() -> None:
-    async def scenario(scene: Scene) -> None:
         async def come_and_go() -> None:
             with pytest.raises(ConfigError, match="WORLD_SIZE=3"):
                 await scene.join(size=3)
@@ -203,11 +192,9 @@ def test_so_it_does_if_it_has_come_and_gone_before_the_head_was_looking() -> Non
                 assert scene.engine is not None
                 await scene.engine
 
-    play(scenario)
 
-
-def test_a_checkpoint_that_is_missing_there_fails_the_start_as_well() -> None:
-    async def scenario(scene: Scene) -> None:
+async def test_a_checkpoint_that_is_missing_there_fails_the_start_as_well() -> None:
+    async with on_two_machines() as scene:
         elsewhere = build_config(scene.config, {"model": {"path": "/no/such/model"}})
         with pytest.raises(ConfigError, match=r"rank 1: '/no/such/model': no such directory"):
             async with scene.running():
@@ -216,48 +203,41 @@ def test_a_checkpoint_that_is_missing_there_fails_the_start_as_well() -> None:
                 assert scene.engine is not None
                 await scene.engine
 
-    play(scenario)
+
+async def test_a_place_that_is_taken_twice_ends_the_generation_and_says_why() -> None:
+    async with on_two_machines() as scene, scene.running():
+        first = scene.join()
+        await scene.ready()
+        scene.join()
+        assert "executor1 joins a second time: was its node started again, or is RANK=1" in await scene.lost()
+        assert not first.done()
 
 
-def test_a_place_that_is_taken_twice_ends_the_generation_and_says_why() -> None:
-    async def scenario(scene: Scene) -> None:
-        async with scene.running():
-            first = scene.join()
-            await scene.ready()
-            scene.join()
-            assert "executor1 joins a second time: was its node started again, or is RANK=1" in await scene.lost()
-            assert not first.done()
-
-    play(scenario)
-
-
-def test_a_head_that_fails_tells_its_nodes_why(caplog: pytest.LogCaptureFixture) -> None:
-    async def scenario(scene: Scene) -> None:
-        node = scene.join()
-        with pytest.raises(EngineDied, match="executor0 crashed"):
-            async with Head(cluster(0, scene.port), scene.config):
-                await until(lambda: any("rank 1 has found rank 0" in one for one in caplog.messages))
-                raise EngineDied("executor0 crashed: KeyError: 'embed_tokens'")
-        with pytest.raises(EngineDied, match=r"^rank 1: rank 0 has failed: executor0 crashed: KeyError: 'embed_tok"):
-            await node
-
+async def test_a_head_that_fails_tells_its_nodes_why(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
-        play(scenario)
+        async with on_two_machines() as scene:
+            node = scene.join()
+            with pytest.raises(EngineDied, match="executor0 crashed"):
+                async with Head(cluster(0, scene.port), scene.config):
+                    await until(lambda: any("rank 1 has found rank 0" in one for one in caplog.messages))
+                    raise EngineDied("executor0 crashed: KeyError: 'embed_tokens'")
+            with pytest.raises(
+                EngineDied, match=r"^rank 1: rank 0 has failed: executor0 crashed: KeyError: 'embed_tok"
+            ):
+                await node
 
 
-def test_a_head_whose_first_load_fails_ends_with_its_reason() -> None:
-    async def scenario(scene: Scene) -> None:
+async def test_a_head_whose_first_load_fails_ends_with_its_reason() -> None:
+    async with on_two_machines(configured(name="no such thing")) as scene:
         scene.join()
         with pytest.raises(EngineDied, match=r"^executor[01] crashed: KeyError: 'embed_tokens'"):
             async with scene.running():
                 assert scene.engine is not None
                 await scene.engine
 
-    play(scenario, configured(name="no such thing"))
 
-
-def test_what_an_earlier_head_has_left_in_a_launchers_store_misleads_nobody(looks: list[Notice | None]) -> None:
-    async def scenario(scene: Scene) -> None:
+async def test_what_an_earlier_head_has_left_in_a_launchers_store_misleads_nobody(looks: list[Notice | None]) -> None:
+    async with on_two_machines() as scene:
         store = serve_store("127.0.0.1", scene.port, 5)
         board = ClusterStore(store, KEY)
         board.post(
@@ -270,11 +250,9 @@ def test_what_an_earlier_head_has_left_in_a_launchers_store_misleads_nobody(look
             await scene.ready()
         await node
 
-    play(scenario)
 
-
-def test_a_head_that_is_silent_is_gone() -> None:
-    async def scenario(scene: Scene) -> None:
+async def test_a_head_that_is_silent_is_gone() -> None:
+    async with on_two_machines(configured(silence_timeout_s=0.5)) as scene:
         board = ClusterStore(serve_store("127.0.0.1", scene.port, 5), KEY)
         board.clear([1])
         board.post(Notice(our_release(), 2))
@@ -285,33 +263,22 @@ def test_a_head_that_is_silent_is_gone() -> None:
         with pytest.raises(EngineDied, match=r"^rank 1: rank 0 is gone: no word of it for 0\.5 s$"):
             await node
 
-    play(scenario, configured(silence_timeout_s=0.5))
 
-
-def test_a_store_that_nobody_serves_is_waited_for_so_long() -> None:
-    async def scenario(scene: Scene) -> None:
+async def test_a_store_that_nobody_serves_is_waited_for_so_long() -> None:
+    async with on_two_machines(configured(join_timeout_s=0.3)) as scene:
         with pytest.raises(EngineDied, match=r"nobody listens at 127\.0\.0\.1:\d+ since 0\.3 s"):
             await scene.join()
 
-    play(scenario, configured(join_timeout_s=0.3))
 
-
-def test_a_store_without_a_head_is_waited_at_so_long() -> None:
-    async def scenario(scene: Scene) -> None:
+async def test_a_store_without_a_head_is_waited_at_so_long() -> None:
+    async with on_two_machines(configured(join_timeout_s=0.3)) as scene:
         store = serve_store("127.0.0.1", scene.port, 5)
         with pytest.raises(EngineDied, match=r"rank 0 has not shown itself at 127\.0\.0\.1:\d+ in 0\.3 s"):
             await scene.join()
         assert store is not None
 
-    play(scenario, configured(join_timeout_s=0.3))
 
-
-def test_a_port_that_is_taken_is_named() -> None:
-    async def scenario(scene: Scene) -> None:
-        async with Head(cluster(0, scene.port), scene.config):
-            with pytest.raises(
-                ConfigError, match=r"MASTER_PORT=127.0.0.1:\d+: no rendezvous store: Address already in"
-            ):
-                await Head(cluster(0, scene.port), scene.config).__aenter__()
-
-    play(scenario)
+async def test_a_port_that_is_taken_is_named() -> None:
+    async with on_two_machines() as scene, Head(cluster(0, scene.port), scene.config):
+        with pytest.raises(ConfigError, match=r"MASTER_PORT=127.0.0.1:\d+: no rendezvous store: Address already in"):
+            await Head(cluster(0, scene.port), scene.config).__aenter__()

@@ -1,6 +1,5 @@
 """What a process learns of its cluster: from the environment, the settings that go with it, and its assignment."""
 
-import asyncio
 import logging
 
 import pytest
@@ -85,11 +84,8 @@ def test_settings_that_do_not_go_with_several_machines_are_named(placement: dict
         check_cluster(here, configured(**placement))
 
 
-def test_links_are_reached_at_rank_0s_address_when_they_listen_everywhere() -> None:
-    async def main() -> None:
-        head = Head(cluster(0, 29500), configured(link="tcp://0.0.0.0:5600"))
-        assert (head.listening_place(1), head.reached_by) == ("tcp://0.0.0.0:5601", "127.0.0.1")
-        with pytest.raises(CallboardError, match=r"^placement.link: a\.\.b: "):
-            Head(cluster(0, 29500), configured(link="tcp://a..b:0")).listening_place(1)
-
-    asyncio.run(main())
+async def test_links_are_reached_at_rank_0s_address_when_they_listen_everywhere() -> None:
+    head = Head(cluster(0, 29500), configured(link="tcp://0.0.0.0:5600"))
+    assert (head.listening_place(1), head.reached_by) == ("tcp://0.0.0.0:5601", "127.0.0.1")
+    with pytest.raises(CallboardError, match=r"^placement.link: a\.\.b: "):
+        Head(cluster(0, 29500), configured(link="tcp://a..b:0")).listening_place(1)

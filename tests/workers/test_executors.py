@@ -1,8 +1,8 @@
 """The executors of an engine: they start, are watched, and are replaced all at once; what no longer helps is said."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
 import pytest
@@ -122,16 +122,15 @@ class Bench:
         await asyncio.wait_for(self.task, far(5))
 
 
-def play(scenario: Callable[[], Awaitable[None]]) -> None:
-    async def main() -> None:
-        await scenario()
-        assert len(asyncio.all_tasks()) == 1, "the group left a task behind"
+@asynccontextmanager
+async def leaving_nothing() -> AsyncIterator[None]:
+    """No task is left at its end."""
+    yield
+    assert len(asyncio.all_tasks()) == 1, "the group left a task behind"
 
-    asyncio.run(main())
 
-
-def test_steps_and_results_pass_and_the_end_is_orderly() -> None:
-    async def scenario() -> None:
+async def test_steps_and_results_pass_and_the_end_is_orderly() -> None:
+    async with leaving_nothing():
         bench = Bench(num_ranks=2)
         ranks = await bench.generation(1)
         bench.group.links[0].put(Step(0))
@@ -146,11 +145,9 @@ def test_steps_and_results_pass_and_the_end_is_orderly() -> None:
         assert (ranks.ended, ranks.killed) == ([True, True], [[False], [False]])
         assert ranks.is_over
 
-    play(scenario)
 
-
-def test_one_lost_rank_replaces_all_of_them_and_the_scheduler_hears_of_it_once() -> None:
-    async def scenario() -> None:
+async def test_one_lost_rank_replaces_all_of_them_and_the_scheduler_hears_of_it_once() -> None:
+    async with leaving_nothing():
         bench = Bench(num_ranks=2)
         first = await bench.generation(1)
         first.ready(7)
@@ -171,11 +168,9 @@ def test_one_lost_rank_replaces_all_of_them_and_the_scheduler_hears_of_it_once()
         assert bench.group.num_restarts == 1
         await bench.stop()
 
-    play(scenario)
 
-
-def test_a_link_that_takes_nothing_is_a_lost_rank() -> None:
-    async def scenario() -> None:
+async def test_a_link_that_takes_nothing_is_a_lost_rank() -> None:
+    async with leaving_nothing():
         bench = Bench()
         ranks = await bench.generation(1)
         ranks.ready()
@@ -187,12 +182,10 @@ def test_a_link_that_takes_nothing_is_a_lost_rank() -> None:
         assert "Step cannot be sent" in bench.heard[-1].reason
         await bench.stop()
 
-    play(scenario)
-
 
 @pytest.mark.parametrize("max_restarts", [0, 2])
-def test_restarts_are_bounded_and_the_last_word_says_how_many_there_were(max_restarts: int) -> None:
-    async def scenario() -> None:
+async def test_restarts_are_bounded_and_the_last_word_says_how_many_there_were(max_restarts: int) -> None:
+    async with leaving_nothing():
         bench = Bench(max_restarts=max_restarts)
         for number in range(1, max_restarts + 2):
             ranks = await bench.generation(number)
@@ -204,14 +197,12 @@ def test_restarts_are_bounded_and_the_last_word_says_how_many_there_were(max_res
             await bench.task
         assert len(bench.placement.started) == max_restarts + 1
 
-    play(scenario)
-
 
 @pytest.mark.parametrize(("executors_work", "num_losses"), [(True, 12), (False, 7)])
-def test_losses_that_are_explained_count_as_none_or_as_one_if_executors_may_be_the_cause(
+async def test_losses_that_are_explained_count_as_none_or_as_one_if_executors_may_be_the_cause(
     executors_work: bool, num_losses: int
 ) -> None:
-    async def scenario() -> None:
+    async with leaving_nothing():
         bench = Bench(max_restarts=3)
         for number in range(1, 13):
             ranks = await bench.generation(number)
@@ -229,11 +220,9 @@ def test_losses_that_are_explained_count_as_none_or_as_one_if_executors_may_be_t
         assert bench.group.num_restarts == 12
         await bench.stop()
 
-    play(scenario)
 
-
-def test_what_explains_one_loss_explains_no_other() -> None:
-    async def scenario() -> None:
+async def test_what_explains_one_loss_explains_no_other() -> None:
+    async with leaving_nothing():
         bench = Bench(max_restarts=1)
         for number, error in enumerate((StepTooLarge("no room", 9), None, None), start=1):
             ranks = await bench.generation(number)
@@ -245,11 +234,9 @@ def test_what_explains_one_loss_explains_no_other() -> None:
         with pytest.raises(EngineDied, match="1 restarts in 100 s did not help"):
             await bench.task
 
-    play(scenario)
 
-
-def test_a_step_that_was_too_large_is_no_fault_and_the_next_generation_cuts_steps() -> None:
-    async def scenario() -> None:
+async def test_a_step_that_was_too_large_is_no_fault_and_the_next_generation_cuts_steps() -> None:
+    async with leaving_nothing():
         bench = Bench(num_ranks=2, max_restarts=0)
         for number, num_tokens in enumerate((48, 24, 3), start=1):
             ranks = await bench.generation(number)
@@ -267,32 +254,26 @@ def test_a_step_that_was_too_large_is_no_fault_and_the_next_generation_cuts_step
         last.ready(7)
         await bench.stop()
 
-    play(scenario)
 
-
-def test_what_the_first_load_raises_is_the_starts_own_error() -> None:
-    async def scenario() -> None:
+async def test_what_the_first_load_raises_is_the_starts_own_error() -> None:
+    async with leaving_nothing():
         bench = Bench()
         ranks = await bench.generation(1)
         ranks.lose(error=WeightsError("model.safetensors: cut short"))
         with pytest.raises(WeightsError, match="cut short"):
             await bench.task
 
-    play(scenario)
 
-
-def test_a_first_load_that_ends_without_a_word_is_not_tried_again() -> None:
-    async def scenario() -> None:
+async def test_a_first_load_that_ends_without_a_word_is_not_tried_again() -> None:
+    async with leaving_nothing():
         bench = Bench()
         (await bench.generation(1)).lose()
         with pytest.raises(EngineDied, match="killed by SIGKILL while it started"):
             await bench.task
 
-    play(scenario)
 
-
-def test_a_reload_that_fails_counts_as_a_restart_like_any_other() -> None:
-    async def scenario() -> None:
+async def test_a_reload_that_fails_counts_as_a_restart_like_any_other() -> None:
+    async with leaving_nothing():
         bench = Bench(max_restarts=2)
         (await bench.generation(1)).ready()
         await asyncio.sleep(0)
@@ -305,11 +286,9 @@ def test_a_reload_that_fails_counts_as_a_restart_like_any_other() -> None:
         with pytest.raises(EngineDied):
             await bench.task
 
-    play(scenario)
 
-
-def test_what_cannot_be_cured_here_is_not_tried() -> None:
-    async def scenario() -> None:
+async def test_what_cannot_be_cured_here_is_not_tried() -> None:
+    async with leaving_nothing():
         bench = Bench()
         (await bench.generation(1)).ready()
         await asyncio.sleep(0)
@@ -318,12 +297,10 @@ def test_what_cannot_be_cured_here_is_not_tried() -> None:
             await bench.task
         assert len(bench.placement.started) == 1
 
-    play(scenario)
-
 
 @pytest.mark.parametrize("can_kill", [True, False])
-def test_a_step_that_takes_too_long_is_a_hang(can_kill: bool) -> None:
-    async def scenario() -> None:
+async def test_a_step_that_takes_too_long_is_a_hang(can_kill: bool) -> None:
+    async with leaving_nothing():
         bench = Bench(FakePlacement(can_kill=can_kill), step_s=0.08)
         ranks = await bench.generation(1)
         ranks.ready()
@@ -338,11 +315,9 @@ def test_a_step_that_takes_too_long_is_a_hang(can_kill: bool) -> None:
                 await bench.task
         assert ranks.killed == [[True]]
 
-    play(scenario)
 
-
-def test_a_rank_that_says_nothing_for_too_long_is_gone_and_one_that_does_is_not() -> None:
-    async def scenario() -> None:
+async def test_a_rank_that_says_nothing_for_too_long_is_gone_and_one_that_does_is_not() -> None:
+    async with leaving_nothing():
         bench = Bench(FakePlacement(silence_timeout_s=0.16), num_ranks=2)
         ranks = await bench.generation(1)
         ranks.ready()
@@ -359,11 +334,9 @@ def test_a_rank_that_says_nothing_for_too_long_is_gone_and_one_that_does_is_not(
         await asyncio.sleep(0)
         await bench.stop()
 
-    play(scenario)
 
-
-def test_a_rank_that_falls_silent_while_it_loads_is_gone_and_one_that_has_not_come_is_waited_for() -> None:
-    async def scenario() -> None:
+async def test_a_rank_that_falls_silent_while_it_loads_is_gone_and_one_that_has_not_come_is_waited_for() -> None:
+    async with leaving_nothing():
         bench = Bench(FakePlacement(silence_timeout_s=0.016), num_ranks=3)
         ranks = await bench.generation(1)
         ranks.hear(0, WorkerAlive())
@@ -372,11 +345,9 @@ def test_a_rank_that_falls_silent_while_it_loads_is_gone_and_one_that_has_not_co
         with pytest.raises(EngineDied, match="executor1 has stopped answering while it started"):
             await asyncio.wait_for(bench.task, far(5))
 
-    play(scenario)
 
-
-def test_ranks_that_do_not_come_again_are_the_end_however_many_restarts_are_left() -> None:
-    async def scenario() -> None:
+async def test_ranks_that_do_not_come_again_are_the_end_however_many_restarts_are_left() -> None:
+    async with leaving_nothing():
         placement = FakePlacement()
         placement.join_s = 0.05
         bench = Bench(placement, num_ranks=2, step_s=0.08, max_restarts=9)
@@ -388,19 +359,15 @@ def test_ranks_that_do_not_come_again_are_the_end_however_many_restarts_are_left
             await asyncio.wait_for(bench.task, far(5))
         assert len(placement.started) == 2
 
-    play(scenario)
 
-
-def test_cancelling_the_group_ends_its_ranks() -> None:
-    async def scenario() -> None:
+async def test_cancelling_the_group_ends_its_ranks() -> None:
+    async with leaving_nothing():
         bench = Bench()
         ranks = await bench.generation(1)
         bench.task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await bench.task
         assert ranks.killed == [[False]]
-
-    play(scenario)
 
 
 def test_a_watch_counts_ticks_since_the_oldest_step_began() -> None:

@@ -1,7 +1,8 @@
 """Ingress for a frontend elsewhere, with doubles of its processes: who is told what, and what a lost one leaves."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
@@ -132,36 +133,32 @@ def deltas(*request_ids: int, finish: Finish = Finish.RUNNING) -> Deltas:
     return Deltas(tuple(Delta(one, "x", finish=finish) for one in request_ids))
 
 
-def on_stage(
-    scenario: Callable[[Stage], Awaitable[None]],
+@asynccontextmanager
+async def on_stage(
     *,
     max_restarts: int = 2,
     silence_timeout_s: float = 1000.0,
     has_tokenizers: bool = False,
     ready: bool = True,
-) -> None:
-    """Plays a scenario; the ingress must end with it, and its frontend with the ingress."""
-
-    async def main() -> None:
-        stage = Stage(max_restarts, silence_timeout_s, has_tokenizers)
-        await stage.turn()
-        if ready:
-            stage.frontend.says(WorkerReady())
-            await stage.put(READY)
-            stage.frontend.got.clear()
-        await scenario(stage)
-        if not stage.running.done():
-            stage.ingress.inbox.put(Stop())
-            await asyncio.wait_for(stage.running, far(5))
-        assert all(one.killed for one in stage.started)
-        assert len(asyncio.all_tasks()) == 1
-
-    asyncio.run(main())
+) -> AsyncIterator[Stage]:
+    """A stage; the ingress must end with it, and its frontend with the ingress."""
+    stage = Stage(max_restarts, silence_timeout_s, has_tokenizers)
+    await stage.turn()
+    if ready:
+        stage.frontend.says(WorkerReady())
+        await stage.put(READY)
+        stage.frontend.got.clear()
+    yield stage
+    if not stage.running.done():
+        stage.ingress.inbox.put(Stop())
+        await asyncio.wait_for(stage.running, far(5))
+    assert all(one.killed for one in stage.started)
+    assert len(asyncio.all_tasks()) == 1
 
 
 @pytest.mark.parametrize("last", ["frontend", "executors", "tokenizers"])
-def test_it_is_ready_once_the_front_and_every_part_are(last: str) -> None:
-    async def scenario(stage: Stage) -> None:
+async def test_it_is_ready_once_the_front_and_every_part_are(last: str) -> None:
+    async with on_stage(has_tokenizers=True, ready=False) as stage:
         comes = {
             "frontend": lambda: stage.frontend.says(WorkerReady()),
             "executors": lambda: stage.ingress.inbox.put(READY),
@@ -176,11 +173,9 @@ def test_it_is_ready_once_the_front_and_every_part_are(last: str) -> None:
         assert stage.ingress.became_ready.is_set()
         assert {READY, TokenizersReady()} <= set(stage.frontend.got), "whenever it came, it was told"
 
-    on_stage(scenario, has_tokenizers=True, ready=False)
 
-
-def test_requests_go_one_way_and_what_comes_of_them_the_other() -> None:
-    async def scenario(stage: Stage) -> None:
+async def test_requests_go_one_way_and_what_comes_of_them_the_other() -> None:
+    async with on_stage() as stage:
         stage.frontend.says(tokenize(1), tokenize(2), tokenize(3), tokenize(4))
         assert (stage.tokenizer.messages, stage.ingress.num_open) == ([tokenize(one) for one in (1, 2, 3, 4)], 4)
         said = (deltas(1, 2), deltas(1, finish=Finish.STOP), Failed(2, "why"), STATS)
@@ -189,11 +184,9 @@ def test_requests_go_one_way_and_what_comes_of_them_the_other() -> None:
         stage.frontend.says(Abort(1), Abort(3))  # the first one has crossed its request's end
         assert (stage.tokenizer.messages[4:], stage.ingress.num_open) == ([Abort(3)], 1)
 
-    on_stage(scenario)
 
-
-def test_the_next_front_knows_what_the_lost_one_knew_and_nobody_owns_its_requests() -> None:
-    async def scenario(stage: Stage) -> None:
+async def test_the_next_front_knows_what_the_lost_one_knew_and_nobody_owns_its_requests() -> None:
+    async with on_stage() as stage:
         stage.frontend.says(tokenize(1), tokenize(7), tokenize(3), FrontendState(b"kept"))
         await stage.put(STATS, deltas(3, finish=Finish.STOP), EngineRecovering("why"))
         stage.frontend.dies()
@@ -210,11 +203,9 @@ def test_the_next_front_knows_what_the_lost_one_knew_and_nobody_owns_its_request
         assert stage.frontend.got == [READY, STATS]
         assert not stage.ingress.recovering
 
-    on_stage(scenario)
 
-
-def test_a_front_that_takes_nothing_is_lost() -> None:
-    async def scenario(stage: Stage) -> None:
+async def test_a_front_that_takes_nothing_is_lost() -> None:
+    async with on_stage() as stage:
         stage.frontend.says(tokenize(1))
         stage.frontend.refuses = LinkError("full")
         await stage.put(deltas(1), deltas(1))
@@ -223,11 +214,9 @@ def test_a_front_that_takes_nothing_is_lost() -> None:
                 await asyncio.sleep(0.01)
         assert stage.tokenizer.messages[1:] == [Abort(1)]
 
-    on_stage(scenario)
 
-
-def test_a_front_that_says_nothing_hangs() -> None:
-    async def scenario(stage: Stage) -> None:
+async def test_a_front_that_says_nothing_hangs() -> None:
+    async with on_stage(silence_timeout_s=0.1) as stage:
         stage.frontend.says(tokenize(1))
         async with asyncio.timeout(far(5)):
             while len(stage.started) < 2:
@@ -235,11 +224,9 @@ def test_a_front_that_says_nothing_hangs() -> None:
         assert stage.started[0].killed
         assert stage.tokenizer.messages[1:] == [Abort(1)]
 
-    on_stage(scenario, silence_timeout_s=0.1)
 
-
-def test_output_that_is_too_large_is_cut_and_what_cannot_be_is_one_requests_end() -> None:
-    async def scenario(stage: Stage) -> None:
+async def test_output_that_is_too_large_is_cut_and_what_cannot_be_is_one_requests_end() -> None:
+    async with on_stage() as stage:
         stage.frontend.says(*map(tokenize, range(1, 6)))
         stage.frontend.most_deltas = 2
         await stage.put(deltas(1, 2, 3, 4, 5))
@@ -251,11 +238,9 @@ def test_output_that_is_too_large_is_cut_and_what_cannot_be_is_one_requests_end(
         assert (failed.request_id, failed.status, failed.code) == (2, 413, "output_too_large")
         assert (stage.tokenizer.messages[5:], stage.ingress.num_open) == ([Abort(2)], 4)
 
-    on_stage(scenario)
 
-
-def test_draining_waits_for_the_word_that_no_more_comes_and_for_what_is_open() -> None:
-    async def scenario(stage: Stage) -> None:
+async def test_draining_waits_for_the_word_that_no_more_comes_and_for_what_is_open() -> None:
+    async with on_stage() as stage:
         stage.ingress.draining = True
         assert stage.frontend.got == [Drain()]
         waiting = asyncio.ensure_future(stage.ingress.wait_idle(5))
@@ -270,11 +255,9 @@ def test_draining_waits_for_the_word_that_no_more_comes_and_for_what_is_open() -
         assert await waiting
         assert await stage.ingress.wait_idle(0)
 
-    on_stage(scenario)
 
-
-def test_what_is_open_when_time_is_up_is_aborted_on_both_sides() -> None:
-    async def scenario(stage: Stage) -> None:
+async def test_what_is_open_when_time_is_up_is_aborted_on_both_sides() -> None:
+    async with on_stage() as stage:
         stage.frontend.says(tokenize(1))
         stage.ingress.draining = True
         stage.frontend.says(FrontendDrained())
@@ -285,11 +268,9 @@ def test_what_is_open_when_time_is_up_is_aborted_on_both_sides() -> None:
         stage.frontend.says(Abort(1))  # its own, of the same request
         assert (stage.tokenizer.messages[1:], await stage.ingress.wait_idle(0)) == ([Abort(1)], True)
 
-    on_stage(scenario)
 
-
-def test_a_front_that_is_lost_while_it_drains_is_not_missed() -> None:
-    async def scenario(stage: Stage) -> None:
+async def test_a_front_that_is_lost_while_it_drains_is_not_missed() -> None:
+    async with on_stage() as stage:
         stage.frontend.says(tokenize(1))
         stage.ingress.draining = True
         stage.frontend.dies()
@@ -298,11 +279,9 @@ def test_a_front_that_is_lost_while_it_drains_is_not_missed() -> None:
         assert len(stage.started) == 1
         assert stage.tokenizer.messages[1:] == [Abort(1)]
 
-    on_stage(scenario)
 
-
-def test_one_that_came_while_the_engine_drains_is_told_so() -> None:
-    async def scenario(stage: Stage) -> None:
+async def test_one_that_came_while_the_engine_drains_is_told_so() -> None:
+    async with on_stage() as stage:
         stage.frontend.dies()
         await stage.turn()
         stage.ingress.draining = True
@@ -310,11 +289,9 @@ def test_one_that_came_while_the_engine_drains_is_told_so() -> None:
         stage.frontend.says(WorkerReady())
         assert stage.frontend.got == [READY, Drain()]
 
-    on_stage(scenario)
 
-
-def test_a_crashed_engine_is_told_to_clients_although_its_actors_have_ended() -> None:
-    async def scenario(stage: Stage) -> None:
+async def test_a_crashed_engine_is_told_to_clients_although_its_actors_have_ended() -> None:
+    async with on_stage() as stage:
         stage.frontend.says(tokenize(1))
         stage.running.cancel()
         await asyncio.wait((stage.running,))
@@ -325,24 +302,20 @@ def test_a_crashed_engine_is_told_to_clients_although_its_actors_have_ended() ->
         assert (stage.frontend.got, stage.frontend.ended) == ([EngineFailed("scheduler crashed")], True)
         assert stage.ingress.num_open == 0
 
-    on_stage(scenario)
 
-
-def test_a_first_front_that_fails_says_why_and_is_not_tried_again() -> None:
-    async def scenario(stage: Stage) -> None:
+async def test_a_first_front_that_fails_says_why_and_is_not_tried_again() -> None:
+    async with on_stage(ready=False) as stage:
         stage.frontend.dies(ConfigError("server.traces needs OpenTelemetry"))
         with pytest.raises(ConfigError, match="OpenTelemetry"):
             await stage.end()
         assert len(stage.started) == 1
 
-    on_stage(scenario, ready=False)
-
 
 @pytest.mark.parametrize(
     ("max_restarts", "said"), [(2, "2 restarts in 1000 s did not help"), (0, "placement.max_restarts is 0")]
 )
-def test_restarts_end_somewhere(max_restarts: int, said: str) -> None:
-    async def scenario(stage: Stage) -> None:
+async def test_restarts_end_somewhere(max_restarts: int, said: str) -> None:
+    async with on_stage(max_restarts=max_restarts) as stage:
         for _ in range(max_restarts + 1):
             stage.frontend.dies()
             await stage.turn()
@@ -350,11 +323,9 @@ def test_restarts_end_somewhere(max_restarts: int, said: str) -> None:
             await stage.end()
         assert stage.ingress.num_restarts == max_restarts
 
-    on_stage(scenario, max_restarts=max_restarts)
 
-
-def test_who_asks_is_answered_and_who_follows_is_told_once_for_all_fronts() -> None:
-    async def scenario(stage: Stage) -> None:
+async def test_who_asks_is_answered_and_who_follows_is_told_once_for_all_fronts() -> None:
+    async with on_stage() as stage:
         stage.frontend.says(tokenize(1), GetSnapshot(5), Subscribe(), Profile(3, "here"), Record("now"))
         assert stage.profiles == [Profile(3, "here")]
         assert stage.records == [Record("now")]
@@ -366,11 +337,10 @@ def test_who_asks_is_answered_and_who_follows_is_told_once_for_all_fronts() -> N
         follower.callboard_request_finished([FINISHED])
         assert stage.frontend.got[-1] == RequestsFinished((FINISHED,))
 
-    on_stage(scenario)
 
+async def test_a_bug_in_handling_what_the_front_says_ends_the_actor() -> None:
+    async with on_stage() as stage:
 
-def test_a_bug_in_handling_what_the_front_says_ends_the_actor() -> None:
-    async def scenario(stage: Stage) -> None:
         def broken(message: Any) -> None:
             raise RuntimeError("no room")
 
@@ -379,5 +349,3 @@ def test_a_bug_in_handling_what_the_front_says_ends_the_actor() -> None:
         with pytest.raises(RuntimeError, match="no room"):
             await stage.end()
         await stage.ingress.leave()
-
-    on_stage(scenario)

@@ -46,26 +46,22 @@ async def wait_for(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.001)
 
 
-def refused(tmp_path: Path, good: bytes, frame: bytes, accepts: Any) -> list[Any]:
+async def refused(tmp_path: Path, good: bytes, frame: bytes, accepts: Any) -> list[Any]:
     """What arrives on a link that accepts so much, of a frame between two good ones."""
     tmp_path.chmod(0o700)
     arrived: list[Any] = []
-
-    async def main() -> None:
-        server: LinkServer[Any] = LinkServer("frontend", f"unix:{tmp_path}", accepts, arrived.append, capacity=8)
-        keys = server.client
-        context = zmq.Context()
-        bare = context.socket(zmq.PAIR)
-        bare.curve_publickey, bare.curve_secretkey, bare.curve_serverkey = keys.own.public, keys.own.secret, keys.server
-        bare.connect(server.endpoint)
-        for sent in (good, frame, good):
-            bare.send(sent)
-        await wait_for(lambda: len(arrived) == 2)
-        assert server.link.num_refused == 1
-        context.destroy(linger=0)
-        server.close()
-
-    asyncio.run(main())
+    server: LinkServer[Any] = LinkServer("frontend", f"unix:{tmp_path}", accepts, arrived.append, capacity=8)
+    keys = server.client
+    context = zmq.Context()
+    bare = context.socket(zmq.PAIR)
+    bare.curve_publickey, bare.curve_secretkey, bare.curve_serverkey = keys.own.public, keys.own.secret, keys.server
+    bare.connect(server.endpoint)
+    for sent in (good, frame, good):
+        bare.send(sent)
+    await wait_for(lambda: len(arrived) == 2)
+    assert server.link.num_refused == 1
+    context.destroy(linger=0)
+    server.close()
     return arrived
 
 
@@ -84,18 +80,22 @@ def refused(tmp_path: Path, good: bytes, frame: bytes, accepts: Any) -> list[Any
     ],
     ids=["empty", "cut short", "too long by one", "tag", "type", "field", "executor's", "engine's", "stop"],
 )
-def test_what_no_front_says_is_refused_by_name(tmp_path: Path, frame: bytes, caplog: pytest.LogCaptureFixture) -> None:
+async def test_what_no_front_says_is_refused_by_name(
+    tmp_path: Path, frame: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level(logging.WARNING):
-        assert refused(tmp_path, ALIVE, frame, FromFrontend | FromWorker) == [WorkerAlive(1, 2)] * 2
+        assert await refused(tmp_path, ALIVE, frame, FromFrontend | FromWorker) == [WorkerAlive(1, 2)] * 2
     assert caplog.messages[0].startswith("link frontend: refused: ")
 
 
 @pytest.mark.parametrize(
     "frame", [DRAIN + b"\0", ALIVE, msgspec.msgpack.encode(["Snapshot", 1, 1.0, {"num_open": -1.5}])]
 )
-def test_what_no_engine_says_is_refused_by_name(tmp_path: Path, frame: bytes, caplog: pytest.LogCaptureFixture) -> None:
+async def test_what_no_engine_says_is_refused_by_name(
+    tmp_path: Path, frame: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level(logging.WARNING):
-        assert refused(tmp_path, DRAIN, frame, FrontendProcessInbox) == [Drain()] * 2
+        assert await refused(tmp_path, DRAIN, frame, FrontendProcessInbox) == [Drain()] * 2
     assert caplog.messages[0].startswith("link frontend: refused: ")
 
 
@@ -120,29 +120,25 @@ def test_all_that_the_engine_shows_survives_the_wire() -> None:
         assert wire.decode(wire.encode(message)) == message
 
 
-def test_a_request_that_is_too_large_for_a_frame_ends_alone() -> None:
-    async def main() -> tuple[list[Any], list[Any]]:
-        sent, said = Sent(), Sent()
-        wire = Wire("frontend", 200)
+async def test_a_request_that_is_too_large_for_a_frame_ends_alone() -> None:
+    sent, said = Sent(), Sent()
+    wire = Wire("frontend", 200)
 
-        def put(message: Any) -> None:
-            wire.encode(message)
-            Sent.put(sent, message)
+    def put(message: Any) -> None:
+        wire.encode(message)
+        Sent.put(sent, message)
 
-        sent.put = put  # type: ignore[method-assign]
-        outgoing = Outgoing(sent)  # type: ignore[arg-type]
-        outgoing.link = sent  # type: ignore[assignment]
-        link = EngineLink(outgoing)
-        ingress = type("Ingress", (), {"inbox": said})()
-        link.connect(ingress)
-        link.put(Tokenize(1, SamplingParams(), text="x" * 300))
-        link.put(Abort(2))
-        assert not outgoing.failed.done(), "the process goes on"
-        return sent.messages, said.messages
-
-    sent, said = asyncio.run(main())
-    assert sent == [Abort(2)]
-    assert [(one.request_id, one.status, one.code) for one in said if isinstance(one, Failed)] == [
+    sent.put = put  # type: ignore[method-assign]
+    outgoing = Outgoing(sent)  # type: ignore[arg-type]
+    outgoing.link = sent  # type: ignore[assignment]
+    link = EngineLink(outgoing)
+    ingress = type("Ingress", (), {"inbox": said})()
+    link.connect(ingress)
+    link.put(Tokenize(1, SamplingParams(), text="x" * 300))
+    link.put(Abort(2))
+    assert not outgoing.failed.done(), "the process goes on"
+    assert sent.messages == [Abort(2)]
+    assert [(one.request_id, one.status, one.code) for one in said.messages if isinstance(one, Failed)] == [
         (1, 413, "request_too_large")
     ]
 

@@ -68,19 +68,16 @@ def cached_tokens(server: Server, prompt: str = PROMPT) -> int:
     return found
 
 
-def strike(server: Server, number: signal.Signals) -> tuple[Client, list[BaseException | None]]:
+async def strike(server: Server, number: signal.Signals) -> tuple[Client, list[BaseException | None]]:
     """A signal to the frontend under 16 streams; returns these, and how their connections broke."""
     client = Client(server.url, 16, 1000)
 
-    async def main() -> list[BaseException | None]:
-        running = asyncio.ensure_future(client.run(may_break=True))
-        async with asyncio.timeout(far(30)):
-            while not client.begun:
-                await asyncio.sleep(0.002)
-        os.kill(front_of(server), number)
-        return await asyncio.wait_for(running, far(30))
-
-    return client, asyncio.run(main())
+    running = asyncio.ensure_future(client.run(may_break=True))
+    async with asyncio.timeout(far(30)):
+        while not client.begun:
+            await asyncio.sleep(0.002)
+    os.kill(front_of(server), number)
+    return client, await asyncio.wait_for(running, far(30))
 
 
 @pytest.fixture(scope="module")
@@ -169,12 +166,12 @@ def test_operators_cannot_either(server: Server, inline: Server) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_lost_front_ends_its_connections_and_another_one_serves_on_the_same_port(
+async def test_a_lost_front_ends_its_connections_and_another_one_serves_on_the_same_port(
     server: Server, expected: list[str], number: signal.Signals
 ) -> None:
     before = ask(server, "/stats")["front_restarts"]
     victim = front_of(server)
-    client, broken = strike(server, number)
+    client, broken = await strike(server, number)
     assert not client.done
     assert all(isinstance(one, Exception) for one in broken), "every connection has ended"
     within(10, lambda: fetch(server, "/ready")[0] == 200)  # who connects meanwhile waits for the next frontend
@@ -184,7 +181,7 @@ def test_a_lost_front_ends_its_connections_and_another_one_serves_on_the_same_po
     assert (stats["requests"]["open"], stats["pages"]["used"]) == (0, 0)
     assert stats["pages"]["free"] + stats["pages"]["cached"] == 1024
     assert (stats["front_restarts"], stats["ended"]["abort"] >= 16) == (before + 1, True)
-    again = stream_all(server, 16, max_tokens=TOKENS)
+    again = await asyncio.to_thread(stream_all, server, 16, max_tokens=TOKENS)
     assert (again.texts, again.errors) == (expected, [None] * 16)
 
 
@@ -215,19 +212,16 @@ def test_a_cache_that_was_reset_stays_so_when_the_front_is_lost(server: Server) 
     assert cached_tokens(server) == 0
 
 
-def test_requests_are_aborted_by_name(server: Server) -> None:
-    async def main() -> None:
-        client = Client(server.url, 4, 1000)
-        running = asyncio.ensure_future(client.run())
-        async with asyncio.timeout(far(30)):
-            while not client.begun:
-                await asyncio.sleep(0.002)
-        ended = await asyncio.to_thread(ask, server, "/abort_request", {"abort_all": True})
-        assert ended["num_aborted"] == 4
-        await asyncio.wait_for(running, far(10))
-        assert client.reasons == ["abort"] * 4
-
-    asyncio.run(main())
+async def test_requests_are_aborted_by_name(server: Server) -> None:
+    client = Client(server.url, 4, 1000)
+    running = asyncio.ensure_future(client.run())
+    async with asyncio.timeout(far(30)):
+        while not client.begun:
+            await asyncio.sleep(0.002)
+    ended = await asyncio.to_thread(ask, server, "/abort_request", {"abort_all": True})
+    assert ended["num_aborted"] == 4
+    await asyncio.wait_for(running, far(10))
+    assert client.reasons == ["abort"] * 4
     within(5, lambda: ask(server, "/stats")["pages"]["used"] == 0)
 
 

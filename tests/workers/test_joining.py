@@ -32,21 +32,17 @@ def expected() -> list[str]:
         return [done.text for done in llm.generate([one["prompt"] for one in requests], params)]
 
 
-def stream(server: Server, during: Callable[[], None] | None = None) -> list[str]:
+async def stream(server: Server, during: Callable[[], None] | None = None) -> list[str]:
     """The texts of all streams; ``during`` is called on a thread once all have begun."""
     client = Client(server.url, STREAMS, TOKENS)
-
-    async def main() -> None:
-        running = asyncio.ensure_future(client.run())
-        if during is not None:
-            async with asyncio.timeout(far(RELOAD_S)):
-                while not client.begun:
-                    assert not any(client.errors), client.errors
-                    await asyncio.sleep(0.002)
-            await asyncio.to_thread(during)
-        await asyncio.wait_for(running, far(RELOAD_S))
-
-    asyncio.run(main())
+    running = asyncio.ensure_future(client.run())
+    if during is not None:
+        async with asyncio.timeout(far(RELOAD_S)):
+            while not client.begun:
+                assert not any(client.errors), client.errors
+                await asyncio.sleep(0.002)
+        await asyncio.to_thread(during)
+    await asyncio.wait_for(running, far(RELOAD_S))
     assert client.errors == [None] * STREAMS
     return client.texts
 
@@ -77,8 +73,8 @@ def machines() -> Iterator[Machines]:
             both.node.__exit__()
 
 
-def test_two_machines_say_what_one_rank_says(machines: Machines, expected: list[str]) -> None:
-    assert stream(machines.head) == expected
+async def test_two_machines_say_what_one_rank_says(machines: Machines, expected: list[str]) -> None:
+    assert await stream(machines.head) == expected
     assert len(children(machines.head.process.pid)) == len(children(machines.node.process.pid)) == 1
     assert "joins generation 1 at tcp://127.0.0.1:" in machines.node.logged()
     for process in (machines.head.process, machines.node.process):
@@ -86,18 +82,18 @@ def test_two_machines_say_what_one_rank_says(machines: Machines, expected: list[
         assert KEY.encode() not in Path(f"/proc/{executor}/environ").read_bytes(), "an executor has no use for it"
 
 
-def test_a_remote_executor_that_is_killed_costs_nothing_but_time(machines: Machines, expected: list[str]) -> None:
+async def test_a_remote_executor_that_is_killed_costs_nothing_but_time(machines: Machines, expected: list[str]) -> None:
 
     def kill() -> None:
         send(signal.SIGKILL, machines.node.process.pid)
         within(10, lambda: not machines.head.ready())
 
-    assert stream(machines.head, kill) == expected
+    assert await stream(machines.head, kill) == expected
     assert machines.head.get("/health")[1]["status"] == "ok"
     assert "joins generation 2" in machines.node.logged()
 
 
-def test_a_node_that_is_killed_takes_its_executor_along_and_another_takes_its_place(
+async def test_a_node_that_is_killed_takes_its_executor_along_and_another_takes_its_place(
     machines: Machines, expected: list[str]
 ) -> None:
 
@@ -108,7 +104,7 @@ def test_a_node_that_is_killed_takes_its_executor_along_and_another_takes_its_pl
         within(10, lambda: not machines.head.ready())
         machines.replace_node()
 
-    assert stream(machines.head, kill) == expected
+    assert await stream(machines.head, kill) == expected
 
 
 def test_a_killed_head_leaves_nothing_on_any_machine(machines: Machines) -> None:
@@ -126,7 +122,7 @@ def test_a_killed_head_leaves_nothing_on_any_machine(machines: Machines) -> None
     assert KEY not in logged + machines.head.logged()
 
 
-def test_under_torchrun_on_two_nodes_they_drain_and_end_together(expected: list[str]) -> None:
+async def test_under_torchrun_on_two_nodes_they_drain_and_end_together(expected: list[str]) -> None:
     port = free_port()
     agents = []
     for node in range(2):
@@ -141,7 +137,7 @@ def test_under_torchrun_on_two_nodes_they_drain_and_end_together(expected: list[
             for agent in agents:
                 agent.process.send_signal(signal.SIGTERM)
 
-        assert stream(head, terminate) == expected
+        assert await stream(head, terminate) == expected
         for agent in agents:
             agent.process.wait(far(20))
         assert "a launcher's, at 127.0.0.1" in head.logged()

@@ -2,7 +2,8 @@
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
@@ -49,20 +50,18 @@ class Host:
         self.context.destroy(linger=0)
 
 
-def play(scenario: Callable[[Host, zmq.Context], Any]) -> None:
-    async def main() -> None:
-        host, elsewhere = Host(), zmq.Context()
-        try:
-            await scenario(host, elsewhere)
-        finally:
-            elsewhere.destroy(linger=0)
-            host.close()
-
-    asyncio.run(main())
+@asynccontextmanager
+async def host_and_elsewhere() -> AsyncIterator[tuple[Host, zmq.Context]]:
+    host, elsewhere = Host(), zmq.Context()
+    try:
+        yield host, elsewhere
+    finally:
+        elsewhere.destroy(linger=0)
+        host.close()
 
 
-def test_a_known_key_gets_in() -> None:
-    async def scenario(host: Host, elsewhere: zmq.Context) -> None:
+async def test_a_known_key_gets_in() -> None:
+    async with host_and_elsewhere() as (host, elsewhere):
         link, arrived = host.knock(ClientKeys(host.client, host.server.public), elsewhere)
         await host.wait_for(lambda: bool(host.messages))
         host.link.put(Step(3))
@@ -70,10 +69,8 @@ def test_a_known_key_gets_in() -> None:
         link.close()
         assert host.doorman.num_refused == 0
 
-    play(scenario)
 
-
-def test_keys_are_derived_alike_by_all_who_share_the_secret_and_by_nobody_else() -> None:
+async def test_keys_are_derived_alike_by_all_who_share_the_secret_and_by_nobody_else() -> None:
     """And a client whose server key is another secret's does not even get to say who it is."""
     own = KeyPair.derive("the secret", "link 1")
     assert own == KeyPair.derive("the secret", "link 1")
@@ -81,7 +78,7 @@ def test_keys_are_derived_alike_by_all_who_share_the_secret_and_by_nobody_else()
     assert len({own.public, own.secret, *(one.public for one in others), *(one.secret for one in others)}) == 6
     assert zmq.curve_public(own.secret) == own.public
 
-    async def scenario(host: Host, elsewhere: zmq.Context) -> None:
+    async with host_and_elsewhere() as (host, elsewhere):
         stranger, arrived = host.knock(ClientKeys(host.client, own.public), elsewhere)
         failed = host.link._socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL)
         await host.wait_for(lambda: bool(failed.poll(0)))
@@ -93,28 +90,24 @@ def test_keys_are_derived_alike_by_all_who_share_the_secret_and_by_nobody_else()
         assert (host.messages, arrived) == ([WorkerAlive(0)], [])
         link.close()
 
-    play(scenario)
-
 
 @pytest.mark.reliability("P14", "no key, an unknown key, the key of another server")
-def test_an_unknown_key_is_refused_and_the_known_one_still_gets_in(caplog: pytest.LogCaptureFixture) -> None:
-    async def scenario(host: Host, elsewhere: zmq.Context) -> None:
-        stranger, _ = host.knock(ClientKeys(KeyPair.draw(), host.server.public), elsewhere)
-        await host.wait_for(lambda: host.doorman.num_refused > 0)
-        assert not host.messages
-        link, _ = host.knock(ClientKeys(host.client, host.server.public), elsewhere)
-        await host.wait_for(lambda: bool(host.messages))
-        stranger.close(), link.close()
-
+async def test_an_unknown_key_is_refused_and_the_known_one_still_gets_in(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
-        play(scenario)
+        async with host_and_elsewhere() as (host, elsewhere):
+            stranger, _ = host.knock(ClientKeys(KeyPair.draw(), host.server.public), elsewhere)
+            await host.wait_for(lambda: host.doorman.num_refused > 0)
+            assert not host.messages
+            link, _ = host.knock(ClientKeys(host.client, host.server.public), elsewhere)
+            await host.wait_for(lambda: bool(host.messages))
+            stranger.close(), link.close()
     assert any(record.getMessage().startswith("link executor0: a client without") for record in caplog.records)
 
 
 @pytest.mark.reliability("P14", "no key, an unknown key, the key of another server")
 @pytest.mark.parametrize("how", ["no keys at all", "another server's key"])
-def test_who_cannot_shake_hands_never_reaches_the_link(how: str) -> None:
-    async def scenario(host: Host, elsewhere: zmq.Context) -> None:
+async def test_who_cannot_shake_hands_never_reaches_the_link(how: str) -> None:
+    async with host_and_elsewhere() as (host, elsewhere):
         bare = elsewhere.socket(zmq.PAIR)
         bare.linger = 0
         if how == "another server's key":
@@ -128,5 +121,3 @@ def test_who_cannot_shake_hands_never_reaches_the_link(how: str) -> None:
         bare.disable_monitor()
         events.close(), bare.close()
         assert not host.messages
-
-    play(scenario)

@@ -6,12 +6,10 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 import pytest
-import uvloop
 import zmq
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -22,27 +20,23 @@ from engine.workers.messages import WorkerAlive, WorkerReady
 from engine.workers.wire import Wire, WireError
 from tests.workers.conftest import Pair
 
-Run = Callable[..., None]
 GOOD = Wire("test").encode(WorkerAlive(0))
 
 
-def test_messages_pass_in_order_both_ways(run: Run) -> None:
-    async def scenario(pair: Pair) -> None:
-        other, arrived = pair.connect()
-        other.put(WorkerReady(7))
-        await pair.wait_for(lambda: len(pair.messages) == 1)
-        for step_id in range(200):
-            pair.link.put(Step(step_id, decode_rows=bytes(4 * step_id)))
-            other.put(StepDone(0, step_id, bytes(step_id)))
-            if step_id % 4 == 0:
-                await pair.wait_for(lambda: len(arrived) == step_id + 1 == len(pair.messages) - 1)  # noqa: B023
-        await pair.wait_for(lambda: len(arrived) == 200 == len(pair.messages) - 1)
-        assert [step.step_id for step in arrived] == list(range(200))
-        assert [done.step_id for done in pair.messages[1:]] == list(range(200))
-        assert arrived[9] == Step(9, decode_rows=bytes(36))
-        other.close()
-
-    run(scenario)
+async def test_messages_pass_in_order_both_ways(pair: Pair) -> None:
+    other, arrived = pair.connect()
+    other.put(WorkerReady(7))
+    await pair.wait_for(lambda: len(pair.messages) == 1)
+    for step_id in range(200):
+        pair.link.put(Step(step_id, decode_rows=bytes(4 * step_id)))
+        other.put(StepDone(0, step_id, bytes(step_id)))
+        if step_id % 4 == 0:
+            await pair.wait_for(lambda: len(arrived) == step_id + 1 == len(pair.messages) - 1)  # noqa: B023
+    await pair.wait_for(lambda: len(arrived) == 200 == len(pair.messages) - 1)
+    assert [step.step_id for step in arrived] == list(range(200))
+    assert [done.step_id for done in pair.messages[1:]] == list(range(200))
+    assert arrived[9] == Step(9, decode_rows=bytes(36))
+    other.close()
 
 
 @pytest.mark.reliability("P14", "frames cut short, mistyped, of an unknown tag, nested, over the limit")
@@ -63,125 +57,101 @@ def test_messages_pass_in_order_both_ways(run: Run) -> None:
     ],
     ids=["empty", "one byte", "cut short", "too long by one", "tag", "type", "map", "step", "stop", "nesting", "size"],
 )
-def test_what_is_no_message_of_the_link_is_refused_by_name(
-    run: Run, frame: bytes, caplog: pytest.LogCaptureFixture
+async def test_what_is_no_message_of_the_link_is_refused_by_name(
+    pair: Pair, frame: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def scenario(pair: Pair) -> None:
+    with caplog.at_level(logging.WARNING):
         pair.bare.connect(pair.endpoint)
         for sent in (GOOD, frame, GOOD):
             pair.bare.send(sent)
         await pair.wait_for(lambda: len(pair.messages) == 2)
         assert pair.link.num_refused == 1
-
-    with caplog.at_level(logging.WARNING):
-        run(scenario)
     (record,) = [one for one in caplog.records if one.name == "engine.workers.link"]
     assert record.getMessage().startswith("link executor0: refused: ")
 
 
 @pytest.mark.reliability("P14", "frames cut short, mistyped, of an unknown tag, nested, over the limit")
-def test_a_message_in_several_frames_is_refused(run: Run) -> None:
-    async def scenario(pair: Pair) -> None:
-        pair.bare.connect(pair.endpoint)
-        pair.bare.send_multipart([GOOD, GOOD, GOOD])
-        pair.bare.send(GOOD)
-        await pair.wait_for(lambda: bool(pair.messages))
-        assert (len(pair.messages), pair.link.num_refused) == (1, 1)
-
-    run(scenario)
+async def test_a_message_in_several_frames_is_refused(pair: Pair) -> None:
+    pair.bare.connect(pair.endpoint)
+    pair.bare.send_multipart([GOOD, GOOD, GOOD])
+    pair.bare.send(GOOD)
+    await pair.wait_for(lambda: bool(pair.messages))
+    assert (len(pair.messages), pair.link.num_refused) == (1, 1)
 
 
 @pytest.mark.reliability("P14", "a frame far over the limit")
-def test_a_frame_far_over_the_limit_costs_its_sender_the_connection_and_nobody_the_memory(run: Run) -> None:
-    async def scenario(pair: Pair) -> None:
-        pair.bare.connect(pair.endpoint)
-        pair.bare.send(GOOD)
-        await pair.wait_for(lambda: len(pair.messages) == 1)
-        events = pair.bare.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-        pair.bare.send(bytes(1 << 20))
-        await pair.wait_for(lambda: bool(events.poll(0)))
-        pair.bare.disable_monitor()
-        events.close()
-        assert (len(pair.messages), pair.link.num_refused) == (1, 0)
-
-    run(scenario)
+async def test_a_frame_far_over_the_limit_costs_its_sender_the_connection_and_nobody_the_memory(pair: Pair) -> None:
+    pair.bare.connect(pair.endpoint)
+    pair.bare.send(GOOD)
+    await pair.wait_for(lambda: len(pair.messages) == 1)
+    events = pair.bare.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+    pair.bare.send(bytes(1 << 20))
+    await pair.wait_for(lambda: bool(events.poll(0)))
+    pair.bare.disable_monitor()
+    events.close()
+    assert (len(pair.messages), pair.link.num_refused) == (1, 0)
 
 
 @pytest.mark.reliability("P14", "bytes that are no ZeroMQ, half greetings, lengths of 2**32")
-def test_bytes_that_are_no_zeromq_do_not_disturb_the_one_who_speaks_it(run: Run) -> None:
-    async def scenario(pair: Pair) -> None:
-        path = pair.endpoint.removeprefix("ipc://")
-        signature, huge = b"\xff" + bytes(8) + b"\x7f", (2**32 - 1).to_bytes(8, "big")
-        greetings = [signature + b"\x03" + bytes(21), b"GET / HTTP/1.1\r\n\r\n", b"\xff" + huge + b"\x7f", b"\xff", b""]
-        vandals = []
-        for greeting in greetings:
-            vandal = socket.socket(socket.AF_UNIX)
-            vandal.connect(path)
-            vandal.sendall(greeting)
-            vandals.append(vandal)
-        other, arrived = pair.connect()
-        other.put(WorkerAlive(0))
-        await pair.wait_for(lambda: len(pair.messages) == 1)
-        pair.link.put(Step(1))
-        await pair.wait_for(lambda: len(arrived) == 1)
-        for vandal in vandals:
-            vandal.close()
-        other.close()
-
-    run(scenario)
+async def test_bytes_that_are_no_zeromq_do_not_disturb_the_one_who_speaks_it(pair: Pair) -> None:
+    path = pair.endpoint.removeprefix("ipc://")
+    signature, huge = b"\xff" + bytes(8) + b"\x7f", (2**32 - 1).to_bytes(8, "big")
+    greetings = [signature + b"\x03" + bytes(21), b"GET / HTTP/1.1\r\n\r\n", b"\xff" + huge + b"\x7f", b"\xff", b""]
+    vandals = []
+    for greeting in greetings:
+        vandal = socket.socket(socket.AF_UNIX)
+        vandal.connect(path)
+        vandal.sendall(greeting)
+        vandals.append(vandal)
+    other, arrived = pair.connect()
+    other.put(WorkerAlive(0))
+    await pair.wait_for(lambda: len(pair.messages) == 1)
+    pair.link.put(Step(1))
+    await pair.wait_for(lambda: len(arrived) == 1)
+    for vandal in vandals:
+        vandal.close()
+    other.close()
 
 
-def test_a_second_peer_is_not_listened_to(run: Run) -> None:
-    async def scenario(pair: Pair) -> None:
-        other, arrived = pair.connect()
-        other.put(WorkerAlive(0))
-        await pair.wait_for(lambda: len(pair.messages) == 1)
-        pair.bare.connect(pair.endpoint)
-        pair.bare.send(Wire("test").encode(WorkerReady(1)))
-        other.put(WorkerAlive(1))
-        await pair.wait_for(lambda: len(pair.messages) == 2)
-        pair.link.put(Step(1))
-        await pair.wait_for(lambda: len(arrived) == 1)
-        assert pair.messages == [WorkerAlive(0), WorkerAlive(1)]
-        other.close()
-
-    run(scenario)
+async def test_a_second_peer_is_not_listened_to(pair: Pair) -> None:
+    other, arrived = pair.connect()
+    other.put(WorkerAlive(0))
+    await pair.wait_for(lambda: len(pair.messages) == 1)
+    pair.bare.connect(pair.endpoint)
+    pair.bare.send(Wire("test").encode(WorkerReady(1)))
+    other.put(WorkerAlive(1))
+    await pair.wait_for(lambda: len(pair.messages) == 2)
+    pair.link.put(Step(1))
+    await pair.wait_for(lambda: len(arrived) == 1)
+    assert pair.messages == [WorkerAlive(0), WorkerAlive(1)]
+    other.close()
 
 
-def test_a_peer_that_reads_nothing_is_an_error_and_not_a_growing_heap(run: Run) -> None:
-    async def scenario(pair: Pair) -> None:
-        pair.bare.rcvhwm = 1
-        pair.bare.connect(pair.endpoint)
-        pair.bare.send(GOOD)
-        await pair.wait_for(lambda: bool(pair.messages))
-        with pytest.raises(LinkError, match="link executor0: Step cannot be sent"):
-            for step_id in range(100_000):
-                pair.link.put(Step(step_id, decode_rows=bytes(40_000)))
-
-    run(scenario)
+async def test_a_peer_that_reads_nothing_is_an_error_and_not_a_growing_heap(pair: Pair) -> None:
+    pair.bare.rcvhwm = 1
+    pair.bare.connect(pair.endpoint)
+    pair.bare.send(GOOD)
+    await pair.wait_for(lambda: bool(pair.messages))
+    with pytest.raises(LinkError, match="link executor0: Step cannot be sent"):
+        for step_id in range(100_000):
+            pair.link.put(Step(step_id, decode_rows=bytes(40_000)))
 
 
-def test_nobody_at_the_other_end_is_an_error(run: Run) -> None:
-    async def scenario(pair: Pair) -> None:
-        with pytest.raises(LinkError, match="executor0"):
-            pair.link.put(Step(0))
-        with pytest.raises(WireError, match="Step of"):
-            pair.link.put(Step(0, decode_rows=bytes(1 << 17)))
-
-    run(scenario)
+async def test_nobody_at_the_other_end_is_an_error(pair: Pair) -> None:
+    with pytest.raises(LinkError, match="executor0"):
+        pair.link.put(Step(0))
+    with pytest.raises(WireError, match="Step of"):
+        pair.link.put(Step(0, decode_rows=bytes(1 << 17)))
 
 
-def test_refusals_are_logged_only_so_often_and_counted_on(run: Run, caplog: pytest.LogCaptureFixture) -> None:
-    async def scenario(pair: Pair) -> None:
+async def test_refusals_are_logged_only_so_often_and_counted_on(pair: Pair, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
         pair.bare.connect(pair.endpoint)
         pair.bare.sndhwm = 0
         for _ in range(100):
             pair.bare.send(b"\xffrefuse me\n")
             await asyncio.sleep(0)
         await pair.wait_for(lambda: pair.link.num_refused == 100)
-
-    with caplog.at_level(logging.WARNING):
-        run(scenario)
     assert len([one for one in caplog.records if one.name == "engine.workers.link"]) == MAX_LOGGED_REFUSALS
     assert all("\n" not in record.getMessage() for record in caplog.records)
 
@@ -208,64 +178,58 @@ FRAMES = st.one_of(
 @pytest.mark.reliability("P14", "random frames")
 @settings(max_examples=60, deadline=None)
 @given(batches=st.lists(st.lists(FRAMES, max_size=6), max_size=4))
-def test_whatever_is_sent_the_next_message_arrives(tmp_path_factory: pytest.TempPathFactory, batches: list) -> None:
+async def test_whatever_is_sent_the_next_message_arrives(
+    tmp_path_factory: pytest.TempPathFactory, batches: list
+) -> None:
     base = tmp_path_factory.mktemp("sockets")
     base.chmod(0o700)
 
-    async def main() -> None:
-        pair = Pair(base, capacity=100)
-        try:
-            pair.bare.connect(pair.endpoint)
-            sent = 0
-            for number, batch in enumerate(batches):
-                for frame in batch:
-                    pair.bare.send(frame)
-                pair.bare.send(Wire("t").encode(StepDone(0, 1_000_000 + number, b"")))
-                sent += len(batch) + 1
-                await pair.wait_for(lambda: len(pair.messages) + pair.link.num_refused == sent)  # noqa: B023
-                assert pair.messages[-1] == StepDone(0, 1_000_000 + number, b"")
-        finally:
-            pair.close()
-
     logging.disable(logging.WARNING)
+    pair = Pair(base, capacity=100)
     try:
-        uvloop.run(main())
+        pair.bare.connect(pair.endpoint)
+        sent = 0
+        for number, batch in enumerate(batches):
+            for frame in batch:
+                pair.bare.send(frame)
+            pair.bare.send(Wire("t").encode(StepDone(0, 1_000_000 + number, b"")))
+            sent += len(batch) + 1
+            await pair.wait_for(lambda: len(pair.messages) + pair.link.num_refused == sent)  # noqa: B023
+            assert pair.messages[-1] == StepDone(0, 1_000_000 + number, b"")
     finally:
+        pair.close()
         logging.disable(logging.NOTSET)
 
 
 @pytest.mark.reliability("P14", "another user's process")
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
-def test_another_users_process_is_refused_by_the_kernels_word(run: Run, tmp_path: Path) -> None:
-    async def scenario(pair: Pair) -> None:
-        path = Path(pair.endpoint.removeprefix("ipc://"))
-        assert path.stat().st_mode & 0o777 == 0o600  # noqa: ASYNC240
-        # As if every permission on the way had been lost.
-        opened = [tmp_path, pair.directory.path, path]
-        above = tmp_path
-        while (above := above.parent).stat().st_mode & 0o005 == 0:
-            opened.append(above)
-        modes = {one: one.stat().st_mode for one in opened}
-        try:
-            for one in opened:
-                one.chmod(0o777)
-            code = (
-                "import os, sys, zmq; os.setuid(65534); context = zmq.Context(); link = context.socket(zmq.PAIR);"
-                "own, secret, server, link_to = sys.argv[1:];"
-                "link.curve_publickey, link.curve_secretkey, link.curve_serverkey = own.encode(), secret.encode(),"
-                "server.encode();"
-                "events = link.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED);"
-                "link.connect(link_to); print(events.poll(3000) and events.recv_multipart()[0].hex());"
-                "context.destroy(linger=0)"
-            )
-            keys = pair.keys
-            arguments = [sys.executable, "-c", code, keys.own.public, keys.own.secret, keys.server, pair.endpoint]
-            ended = await asyncio.to_thread(subprocess.run, arguments, capture_output=True, text=True)
-        finally:
-            for one, mode in modes.items():
-                one.chmod(mode)
-        disconnected = int(zmq.EVENT_DISCONNECTED).to_bytes(2, "little").hex()
-        assert ended.stdout.startswith(disconnected), (ended.stdout, ended.stderr)
-        assert not pair.messages
-
-    run(scenario)
+async def test_another_users_process_is_refused_by_the_kernels_word(pair: Pair, tmp_path: Path) -> None:
+    path = Path(pair.endpoint.removeprefix("ipc://"))
+    assert path.stat().st_mode & 0o777 == 0o600
+    # As if every permission on the way had been lost.
+    opened = [tmp_path, pair.directory.path, path]
+    above = tmp_path
+    while (above := above.parent).stat().st_mode & 0o005 == 0:
+        opened.append(above)
+    modes = {one: one.stat().st_mode for one in opened}
+    try:
+        for one in opened:
+            one.chmod(0o777)
+        code = (
+            "import os, sys, zmq; os.setuid(65534); context = zmq.Context(); link = context.socket(zmq.PAIR);"
+            "own, secret, server, link_to = sys.argv[1:];"
+            "link.curve_publickey, link.curve_secretkey, link.curve_serverkey = own.encode(), secret.encode(),"
+            "server.encode();"
+            "events = link.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED);"
+            "link.connect(link_to); print(events.poll(3000) and events.recv_multipart()[0].hex());"
+            "context.destroy(linger=0)"
+        )
+        keys = pair.keys
+        arguments = [sys.executable, "-c", code, keys.own.public, keys.own.secret, keys.server, pair.endpoint]
+        ended = await asyncio.to_thread(subprocess.run, arguments, capture_output=True, text=True)
+    finally:
+        for one, mode in modes.items():
+            one.chmod(mode)
+    disconnected = int(zmq.EVENT_DISCONNECTED).to_bytes(2, "little").hex()
+    assert ended.stdout.startswith(disconnected), (ended.stdout, ended.stderr)
+    assert not pair.messages

@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import uvloop
 
 from engine.config import Config, build_config
 from engine.errors import EngineDied
@@ -62,83 +61,69 @@ def start(name: str = "", max_restarts: int = 5, num_ranks: int = 1) -> tuple[Ex
     return group, heard, asyncio.ensure_future(group.run())
 
 
-def test_every_way_to_fail_is_named_and_the_next_process_serves() -> None:
+async def test_every_way_to_fail_is_named_and_the_next_process_serves() -> None:
     said = {
         OVERSIZED: "link executor0: StepDone of .* exceeds",
         EXITS: r"^executor0 ended with code 7$",
         RAISES: "the weights have changed under us",
     }
-
-    async def main() -> None:
-        group, heard, running = start()
-        for step_id, reason in said.items():
-            assert await heard.next(ExecutorsReady) == ExecutorsReady(5)
-            group.links[0].put(Step(step_id))
-            with pytest.raises(AssertionError, match=reason):
-                raise AssertionError((await heard.next(ExecutorsLost)).reason)
-        await heard.next(ExecutorsReady)
-        group.links[0].put(Step(FINE))
-        assert (await heard.next(StepDone)).step_id == FINE
-        group.inbox.put(Stop())
-        await asyncio.wait_for(running, far(10))
-        assert group.num_restarts == len(said)
-
-    uvloop.run(main())
+    group, heard, running = start()
+    for step_id, reason in said.items():
+        assert await heard.next(ExecutorsReady) == ExecutorsReady(5)
+        group.links[0].put(Step(step_id))
+        with pytest.raises(AssertionError, match=reason):
+            raise AssertionError((await heard.next(ExecutorsLost)).reason)
+    await heard.next(ExecutorsReady)
+    group.links[0].put(Step(FINE))
+    assert (await heard.next(StepDone)).step_id == FINE
+    group.inbox.put(Stop())
+    await asyncio.wait_for(running, far(10))
+    assert group.num_restarts == len(said)
     assert not children()
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_where_ranks_meet_there_is_a_place_for_as_long_as_they_are_a_group(
+async def test_where_ranks_meet_there_is_a_place_for_as_long_as_they_are_a_group(
     num_ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-
-    async def main() -> None:
-        group, heard, running = start(num_ranks=num_ranks)
-        places = []
-        for _ in range(2):
-            await heard.next(ExecutorsReady)
-            places.append(os.listdir(tmp_path))
-            assert len(places[-1]) == (num_ranks > 1), "of one rank nothing is left, of several where they meet"
-            for link in group.links:
-                link.put(Step(RAISES))
-            await heard.next(ExecutorsLost)
-        assert num_ranks == 1 or places[0] != places[1]
-        group.inbox.put(Stop())
-        await asyncio.wait_for(running, far(10))
-
-    uvloop.run(main())
+    group, heard, running = start(num_ranks=num_ranks)
+    places = []
+    for _ in range(2):
+        await heard.next(ExecutorsReady)
+        places.append(os.listdir(tmp_path))
+        assert len(places[-1]) == (num_ranks > 1), "of one rank nothing is left, of several where they meet"
+        for link in group.links:
+            link.put(Step(RAISES))
+        await heard.next(ExecutorsLost)
+    assert num_ranks == 1 or places[0] != places[1]
+    group.inbox.put(Stop())
+    await asyncio.wait_for(running, far(10))
     assert os.listdir(tmp_path) == []
     assert not children()
 
 
-def test_a_step_that_two_ranks_have_no_room_for_is_cut_in_the_next_generations_and_is_no_fault() -> None:
-    async def main() -> None:
-        group, heard, running = start(max_restarts=0, num_ranks=2)
-        large = Step(LARGE, decode_rows=np.arange(12, dtype=np.int32).tobytes())
-        for _ in range(2):  # a limit of 6, which is too much still, and of 3
-            await heard.next(ExecutorsReady)
-            for link in group.links:
-                link.put(large)
-            assert "no room for a step of" in (await heard.next(ExecutorsLost)).reason
+async def test_a_step_that_two_ranks_have_no_room_for_is_cut_in_the_next_generations_and_is_no_fault() -> None:
+    group, heard, running = start(max_restarts=0, num_ranks=2)
+    large = Step(LARGE, decode_rows=np.arange(12, dtype=np.int32).tobytes())
+    for _ in range(2):  # a limit of 6, which is too much still, and of 3
         await heard.next(ExecutorsReady)
         for link in group.links:
             link.put(large)
-        answers = [await heard.next(StepDone) for _ in group.links]
-        assert sorted(one.rank for one in answers) == [0, 1]
-        group.inbox.put(Stop())
-        await asyncio.wait_for(running, far(10))
-        assert group.num_restarts == 2
-
-    uvloop.run(main())
+        assert "no room for a step of" in (await heard.next(ExecutorsLost)).reason
+    await heard.next(ExecutorsReady)
+    for link in group.links:
+        link.put(large)
+    answers = [await heard.next(StepDone) for _ in group.links]
+    assert sorted(one.rank for one in answers) == [0, 1]
+    group.inbox.put(Stop())
+    await asyncio.wait_for(running, far(10))
+    assert group.num_restarts == 2
     assert not children()
 
 
-def test_a_first_load_that_fails_is_told_with_its_kind() -> None:
-    async def main() -> None:
-        _, _, running = start(name="no such thing")
-        with pytest.raises(EngineDied, match="executor0 crashed: KeyError: 'embed_tokens'"):
-            await asyncio.wait_for(running, far(20))
-
-    uvloop.run(main())
+async def test_a_first_load_that_fails_is_told_with_its_kind() -> None:
+    _, _, running = start(name="no such thing")
+    with pytest.raises(EngineDied, match="executor0 crashed: KeyError: 'embed_tokens'"):
+        await asyncio.wait_for(running, far(20))
     assert not children()

@@ -1,7 +1,8 @@
 """The tokenizer pool between a scheduler and an ingress that only listen, over processes that do as they are told."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import numpy as np
@@ -96,48 +97,39 @@ def tokenize(request_id: int) -> Tokenize:
     return Tokenize(request_id, PARAMS, text=f"text {request_id}")
 
 
-def on_stage(
-    scenario: Callable[[Stage], Awaitable[None]],
+@asynccontextmanager
+async def on_stage(
     num_processes: int = 2,
     max_restarts: int = 2,
     silence_timeout_s: float = 1000.0,
     ready: bool = True,
-) -> Stage:
-    """Plays a scenario; the pool must end with it, and its processes with the pool."""
-    stages = []
-
-    async def main() -> None:
-        stage = Stage(num_processes, max_restarts, silence_timeout_s)
-        stages.append(stage)
-        await stage.turn()
-        if ready:
-            for one in list(stage.started):
-                one.says(WorkerReady())
-            assert stage.ingress.messages == [TokenizersReady()]
-            stage.ingress.messages.clear()
-        await scenario(stage)
-        if not stage.running.done():
-            stage.pool.inbox.put(Stop())
-            await asyncio.wait_for(stage.running, far(5))
-        assert all(one.killed for one in stage.started)
-        assert len(asyncio.all_tasks()) == 1
-
-    asyncio.run(main())
-    return stages[0]
+) -> AsyncIterator[Stage]:
+    """A stage; the pool must end with it, and its processes with the pool."""
+    stage = Stage(num_processes, max_restarts, silence_timeout_s)
+    await stage.turn()
+    if ready:
+        for one in list(stage.started):
+            one.says(WorkerReady())
+        assert stage.ingress.messages == [TokenizersReady()]
+        stage.ingress.messages.clear()
+    yield stage
+    if not stage.running.done():
+        stage.pool.inbox.put(Stop())
+        await asyncio.wait_for(stage.running, far(5))
+    assert all(one.killed for one in stage.started)
+    assert len(asyncio.all_tasks()) == 1
 
 
-def test_requests_are_taken_once_every_process_has_loaded() -> None:
-    async def scenario(stage: Stage) -> None:
+async def test_requests_are_taken_once_every_process_has_loaded() -> None:
+    async with on_stage(ready=False) as stage:
         stage.started[1].says(WorkerAlive(), WorkerReady())
         assert stage.ingress.messages == []
         stage.started[0].says(WorkerReady())
         assert stage.ingress.messages == [TokenizersReady()]
 
-    on_stage(scenario, ready=False)
 
-
-def test_a_request_and_all_that_belongs_to_it_go_to_one_process_in_order() -> None:
-    async def scenario(stage: Stage) -> None:
+async def test_a_request_and_all_that_belongs_to_it_go_to_one_process_in_order() -> None:
+    async with on_stage() as stage:
         even, odd = stage.started
         await stage.open(2, 3, 4)
         assert [type(one) for one in stage.scheduler.messages] == [Admit] * 3
@@ -149,11 +141,9 @@ def test_a_request_and_all_that_belongs_to_it_go_to_one_process_in_order() -> No
         odd.says(Deltas((Delta(3, "a"),)), Failed(3, "why"))
         assert stage.ingress.messages == [Deltas((Delta(3, "a"),)), Failed(3, "why")]
 
-    on_stage(scenario)
 
-
-def test_what_is_cancelled_is_the_schedulers_to_know_at_once_and_the_process_cannot_bring_it_back() -> None:
-    async def scenario(stage: Stage) -> None:
+async def test_what_is_cancelled_is_the_schedulers_to_know_at_once_and_the_process_cannot_bring_it_back() -> None:
+    async with on_stage() as stage:
         await stage.open(2)
         await stage.open(4, admitted=False)
         stage.scheduler.messages.clear()
@@ -168,11 +158,9 @@ def test_what_is_cancelled_is_the_schedulers_to_know_at_once_and_the_process_can
         stage.started[0].dies()
         assert stage.ingress.messages == [ends]
 
-    on_stage(scenario)
 
-
-def test_what_is_cancelled_when_its_process_is_lost_has_left() -> None:
-    async def scenario(stage: Stage) -> None:
+async def test_what_is_cancelled_when_its_process_is_lost_has_left() -> None:
+    async with on_stage() as stage:
         await stage.open(2)
         await stage.open(4, admitted=False)
         stage.ingress.messages.clear()
@@ -181,11 +169,9 @@ def test_what_is_cancelled_when_its_process_is_lost_has_left() -> None:
         ends = [Deltas((Delta(request_id, "", finish=Finish.ABORT),)) for request_id in (2, 4)]
         assert stage.ingress.messages == ends
 
-    on_stage(scenario)
 
-
-def test_a_stop_string_ends_a_request_in_its_process_and_a_later_loss_is_none_of_its_business() -> None:
-    async def scenario(stage: Stage) -> None:
+async def test_a_stop_string_ends_a_request_in_its_process_and_a_later_loss_is_none_of_its_business() -> None:
+    async with on_stage() as stage:
         await stage.open(2, 4)
         stage.scheduler.messages.clear()
         stage.started[0].says(Abort(2, Finish.STOP), Deltas((Delta(2, "", finish=Finish.STOP), Delta(4, "x"))))
@@ -194,11 +180,9 @@ def test_a_stop_string_ends_a_request_in_its_process_and_a_later_loss_is_none_of
         stage.started[0].dies()
         assert [one.request_id for one in stage.ingress.messages] == [4]
 
-    on_stage(scenario)
 
-
-def test_a_lost_process_fails_its_requests_and_no_others() -> None:
-    async def scenario(stage: Stage) -> None:
+async def test_a_lost_process_fails_its_requests_and_no_others() -> None:
+    async with on_stage() as stage:
         lost, other = stage.started
         await stage.open(2, 3, 4)
         stage.scheduler.messages.clear()
@@ -228,11 +212,9 @@ def test_a_lost_process_fails_its_requests_and_no_others() -> None:
         other.says(Deltas((Delta(6, "", finish=Finish.STOP),)))
         assert TokenizersReady() not in stage.ingress.messages, "it was never without any"
 
-    on_stage(scenario)
 
-
-def test_what_was_still_being_encoded_is_encoded_elsewhere_but_only_once() -> None:
-    async def scenario(stage: Stage) -> None:
+async def test_what_was_still_being_encoded_is_encoded_elsewhere_but_only_once() -> None:
+    async with on_stage() as stage:
         first, second = stage.started
         await stage.open(2, admitted=False)
         first.dies()
@@ -241,11 +223,9 @@ def test_what_was_still_being_encoded_is_encoded_elsewhere_but_only_once() -> No
         assert next(one for one in stage.ingress.messages if isinstance(one, Failed)).code == "tokenizer_lost"
         assert stage.scheduler.messages == []
 
-    on_stage(scenario)
 
-
-def test_without_any_process_requests_wait_and_ingress_is_told() -> None:
-    async def scenario(stage: Stage) -> None:
+async def test_without_any_process_requests_wait_and_ingress_is_told() -> None:
+    async with on_stage(num_processes=1) as stage:
         (lost,) = stage.started
         await stage.open(2, admitted=False)
         lost.dies("was killed by SIGKILL")
@@ -259,11 +239,9 @@ def test_without_any_process_requests_wait_and_ingress_is_told() -> None:
         assert stage.ingress.messages[1:] == [has_left, TokenizersReady()], "no process has ever had it"
         assert again.got == [tokenize(2), tokenize(5)]
 
-    on_stage(scenario, num_processes=1)
 
-
-def test_a_process_that_takes_nothing_is_lost() -> None:
-    async def scenario(stage: Stage) -> None:
+async def test_a_process_that_takes_nothing_is_lost() -> None:
+    async with on_stage() as stage:
         await stage.open(2)
         stage.started[0].refuses = CallboardError("link tokenizer0: Tokens cannot be sent")
         await stage.put(Tokens(np.array([2], dtype=np.int64).tobytes(), bytes(4), bytes(1)))
@@ -273,11 +251,9 @@ def test_a_process_that_takes_nothing_is_lost() -> None:
                 await asyncio.sleep(0.01)
         assert stage.scheduler.messages[-1] == Abort(2)
 
-    on_stage(scenario)
 
-
-def test_a_request_that_fits_no_message_is_refused_alone() -> None:
-    async def scenario(stage: Stage) -> None:
+async def test_a_request_that_fits_no_message_is_refused_alone() -> None:
+    async with on_stage() as stage:
         stage.started[0].refuses = WireError("link tokenizer0: Tokenize of 70000000 bytes exceeds 67108864")
         await stage.put(tokenize(2))
         (failed,) = stage.ingress.messages
@@ -285,11 +261,9 @@ def test_a_request_that_fits_no_message_is_refused_alone() -> None:
         assert "exceeds" in failed.message
         assert stage.pool.num_restarts == 0
 
-    on_stage(scenario)
 
-
-def test_a_process_that_falls_silent_is_lost_and_one_that_beats_is_not() -> None:
-    async def scenario(stage: Stage) -> None:
+async def test_a_process_that_falls_silent_is_lost_and_one_that_beats_is_not() -> None:
+    async with on_stage(silence_timeout_s=0.2) as stage:
         silent, beating = stage.started
         async with asyncio.timeout(far(5)):
             while len(stage.started) == 2:
@@ -298,11 +272,9 @@ def test_a_process_that_falls_silent_is_lost_and_one_that_beats_is_not() -> None
         assert (silent.killed, beating.killed) == (True, False)
         assert [(slot.waiting, slot.peak) for slot in stage.pool.slots] == [(0, 0), (3, 9)]
 
-    on_stage(scenario, silence_timeout_s=0.2)
 
-
-def test_restarts_that_do_not_help_end_the_pool_with_the_reason() -> None:
-    async def scenario(stage: Stage) -> None:
+async def test_restarts_that_do_not_help_end_the_pool_with_the_reason() -> None:
+    async with on_stage() as stage:
         for _ in range(3):
             stage.started[-1].dies("ended with code 1")
             await stage.turn()
@@ -312,12 +284,10 @@ def test_restarts_that_do_not_help_end_the_pool_with_the_reason() -> None:
         assert isinstance(error, EngineDied)
         assert str(error) == "tokenizer1 ended with code 1; 2 restarts in 100 s did not help"
 
-    on_stage(scenario)
-
 
 @pytest.mark.parametrize("error", [WeightsError("tokenizer.json: no such file"), None])
-def test_a_first_load_that_fails_is_the_starts_own_error(error: WeightsError | None) -> None:
-    async def scenario(stage: Stage) -> None:
+async def test_a_first_load_that_fails_is_the_starts_own_error(error: WeightsError | None) -> None:
+    async with on_stage(ready=False) as stage:
         stage.started[1].dies("ended with code 1", error)
         await stage.turn()
         with pytest.raises(ExceptionGroup) as died:
@@ -326,11 +296,10 @@ def test_a_first_load_that_fails_is_the_starts_own_error(error: WeightsError | N
         assert raised is error or str(raised) == "tokenizer1 ended with code 1 while it started"
         assert len(stage.started) == 2
 
-    on_stage(scenario, ready=False)
 
+async def test_what_goes_wrong_with_a_processs_word_ends_the_pool() -> None:
+    async with on_stage() as stage:
 
-def test_what_goes_wrong_with_a_processs_word_ends_the_pool() -> None:
-    async def scenario(stage: Stage) -> None:
         def broken(_: object) -> None:
             raise ZeroDivisionError("planted")
 
@@ -340,13 +309,9 @@ def test_what_goes_wrong_with_a_processs_word_ends_the_pool() -> None:
             await stage.running
         assert "planted" in repr(died.value)
 
-    on_stage(scenario)
 
-
-def test_a_stop_lets_processes_finish_and_hears_their_last_words() -> None:
-    async def scenario(stage: Stage) -> None:
+async def test_a_stop_lets_processes_finish_and_hears_their_last_words() -> None:
+    async with on_stage() as stage:
         await stage.open(2)
-
-    stage = on_stage(scenario)
     assert all(one.ended for one in stage.started)
     assert stage.ingress.messages == [Deltas((Delta(99, "last words"),))] * 2

@@ -6,7 +6,8 @@ import os
 import random
 import signal
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -94,20 +95,17 @@ def quick_ones(checkpoint: Path) -> list[tuple[bytes, Finish]]:
     return alone(QuickSystem(configured(checkpoint, "inline")))
 
 
-def play(config: Config, scenario: Callable[[System], Coroutine[Any, Any, None]], kind: type[System] = System) -> None:
-    """Run a scenario on a system, and check that nothing is left of either."""
-
-    async def main() -> None:
-        system = kind(config)
-        await system.start()
-        try:
-            async with asyncio.timeout(far(60)):
-                await scenario(system)
-        finally:
-            await system.stop()
-        assert len(asyncio.all_tasks()) == 1
-
-    asyncio.run(main())
+@asynccontextmanager
+async def running(config: Config, kind: type[System] = System) -> AsyncIterator[System]:
+    """A system, of which nothing is left at its end."""
+    system = kind(config)
+    await system.start()
+    try:
+        async with asyncio.timeout(far(60)):
+            yield system
+    finally:
+        await system.stop()
+    assert len(asyncio.all_tasks()) == 1
     assert not children()
 
 
@@ -117,12 +115,12 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "hung"])
-def test_thirty_two_streams_outlive_their_executor(
+async def test_thirty_two_streams_outlive_their_executor(
     checkpoint: Path, undisturbed: list[tuple[bytes, Finish]], number: signal.Signals
 ) -> None:
     rng = random.Random(7)
 
-    async def scenario(system: System) -> None:
+    async with running(configured(checkpoint, silence_timeout_s=1.0)) as system:
         for _ in range(2):
             streams = open_all(system)
             first = await streams[0].next()
@@ -141,26 +139,23 @@ def test_thirty_two_streams_outlive_their_executor(
         assert system.ingress.stats is not None
         await until(lambda: system.ingress.stats.pages_used == 0)  # type: ignore[union-attr]
 
-    play(configured(checkpoint, silence_timeout_s=1.0), scenario)
-
 
 @pytest.mark.parametrize(
-    ("executor", "num_times", "kind", "expected"),
-    [("inline", 2, System, "undisturbed"), ("process", 1, QuickSystem, "quick_ones")],
+    ("executor", "num_times", "kind"),
+    [("inline", 2, System), ("process", 1, QuickSystem)],
     ids=["inline-2", "process-1"],
 )
-def test_a_request_that_ends_every_executor_ends_alone(
+async def test_a_request_that_ends_every_executor_ends_alone(
     checkpoint: Path,
-    request: pytest.FixtureRequest,
+    undisturbed: list[tuple[bytes, Finish]],
+    quick_ones: list[tuple[bytes, Finish]],
     executor: str,
     num_times: int,
     kind: type[System],
-    expected: str,
 ) -> None:
     """Twice: more losses than there may be restarts."""
-    whole = request.getfixturevalue(expected)
-
-    async def scenario(system: System) -> None:
+    whole = undisturbed if kind is System else quick_ones
+    async with running(configured(checkpoint, executor, max_restarts=3), kind) as system:
         # What is let in here is refused everywhere else: a token that the model does not have.
         system.ingress._vocab_size = poison = 1 << 20
         for _ in range(num_times):
@@ -174,13 +169,11 @@ def test_a_request_that_ends_every_executor_ends_alone(
         assert system.executors.num_restarts == 3 * num_times
         assert system.died is None
 
-    play(configured(checkpoint, executor, max_restarts=3), scenario, kind)
 
-
-def test_two_kills_in_a_row_one_while_the_new_one_loads(
+async def test_two_kills_in_a_row_one_while_the_new_one_loads(
     checkpoint: Path, quick_ones: list[tuple[bytes, Finish]]
 ) -> None:
-    async def scenario(system: System) -> None:
+    async with running(configured(checkpoint), QuickSystem) as system:
         streams = open_all(system)
         await streams[-1]._arrived.wait()
         before = send(signal.SIGKILL)
@@ -189,11 +182,9 @@ def test_two_kills_in_a_row_one_while_the_new_one_loads(
         assert outputs(await read_all(streams)) == quick_ones
         assert system.executors.num_restarts == 2
 
-    play(configured(checkpoint), scenario, QuickSystem)
 
-
-def test_requests_may_be_cancelled_while_executors_come_back(checkpoint: Path) -> None:
-    async def scenario(system: System) -> None:
+async def test_requests_may_be_cancelled_while_executors_come_back(checkpoint: Path) -> None:
+    async with running(configured(checkpoint), QuickSystem) as system:
         streams = open_all(system)
         await streams[0].next()
         send(signal.SIGKILL)
@@ -204,11 +195,9 @@ def test_requests_may_be_cancelled_while_executors_come_back(checkpoint: Path) -
         assert last.finish == Finish.LENGTH
         assert system.ingress.num_open == 0
 
-    play(configured(checkpoint), scenario, QuickSystem)
 
-
-def test_stopping_while_executors_come_back_ends_what_is_open(checkpoint: Path) -> None:
-    async def scenario(system: System) -> None:
+async def test_stopping_while_executors_come_back_ends_what_is_open(checkpoint: Path) -> None:
+    async with running(configured(checkpoint), QuickSystem) as system:
         streams = open_all(system)
         await streams[0].next()
         send(signal.SIGKILL)
@@ -218,13 +207,11 @@ def test_stopping_while_executors_come_back_ends_what_is_open(checkpoint: Path) 
             with pytest.raises(RequestError, match="shutting down"):
                 await stream.collect()
 
-    play(configured(checkpoint), scenario, QuickSystem)
 
-
-def test_draining_waits_for_the_executors_to_come_back(
+async def test_draining_waits_for_the_executors_to_come_back(
     checkpoint: Path, quick_ones: list[tuple[bytes, Finish]]
 ) -> None:
-    async def scenario(system: System) -> None:
+    async with running(configured(checkpoint), QuickSystem) as system:
         streams = open_all(system)
         await asyncio.sleep(0.05)
         send(signal.SIGKILL)
@@ -232,11 +219,9 @@ def test_draining_waits_for_the_executors_to_come_back(
         assert outputs(await read_all(streams)) == quick_ones
         await stopping
 
-    play(configured(checkpoint), scenario, QuickSystem)
 
-
-def test_what_kills_every_executor_ends_the_engine_with_one_clear_reason(checkpoint: Path) -> None:
-    async def scenario(system: System) -> None:
+async def test_what_kills_every_executor_ends_the_engine_with_one_clear_reason(checkpoint: Path) -> None:
+    async with running(configured(checkpoint, max_restarts=1), QuickSystem) as system:
         streams = [
             system.ingress.open(random_tokens(9, index), PARAMS[0].replace(max_tokens=400)) for index in range(4)
         ]
@@ -256,24 +241,20 @@ def test_what_kills_every_executor_ends_the_engine_with_one_clear_reason(checkpo
             await system.wait()
         await killing
 
-    play(configured(checkpoint, max_restarts=1), scenario, QuickSystem)
 
-
-def test_an_executor_that_raises_is_restarted_and_its_words_are_logged(
+async def test_an_executor_that_raises_is_restarted_and_its_words_are_logged(
     checkpoint: Path, undisturbed: list[tuple[bytes, Finish]], caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def scenario(system: System) -> None:
-        streams = open_all(system)
-        await streams[0]._arrived.wait()
-        system.executors.links[0].put(Step(10**6, decode_rows=b"abc"))  # three bytes are no int32 column
-        assert outputs(await read_all(streams)) == undisturbed
-
     with caplog.at_level(logging.WARNING):
-        play(configured(checkpoint), scenario)
+        async with running(configured(checkpoint)) as system:
+            streams = open_all(system)
+            await streams[0]._arrived.wait()
+            system.executors.links[0].put(Step(10**6, decode_rows=b"abc"))  # three bytes are no int32 column
+            assert outputs(await read_all(streams)) == undisturbed
     assert "executor0 crashed: ValueError: buffer size must be a multiple of element size" in caplog.text
 
 
-def test_a_fault_in_this_process_is_cured_in_place(
+async def test_a_fault_in_this_process_is_cured_in_place(
     checkpoint: Path, undisturbed: list[tuple[bytes, Finish]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     num_steps = 0
@@ -288,32 +269,28 @@ def test_a_fault_in_this_process_is_cured_in_place(
 
         return computed
 
-    async def scenario(system: System) -> None:
+    monkeypatch.setattr(Decoder, "logits", faulty(Decoder.logits))
+    monkeypatch.setattr(CompiledDecodes, "launch", faulty(CompiledDecodes.launch))  # decode steps of small models
+    async with running(configured(checkpoint, "inline")) as system:
         assert outputs(await read_all(open_all(system))) == undisturbed
         assert system.executors.num_restarts == 3
 
-    monkeypatch.setattr(Decoder, "logits", faulty(Decoder.logits))
-    monkeypatch.setattr(CompiledDecodes, "launch", faulty(CompiledDecodes.launch))  # decode steps of small models
-    play(configured(checkpoint, "inline"), scenario)
 
-
-def test_a_hang_in_this_process_is_a_clear_failure(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_hang_in_this_process_is_a_clear_failure(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     let_go = threading.Event()
 
     def stuck(self: Decoder, step: Any) -> torch.Tensor:
         let_go.wait(far(30))
         raise RuntimeError("let go")
 
-    async def scenario(system: System) -> None:
-        stream = system.ingress.open(random_tokens(9, 0), PARAMS[0])
-        with pytest.raises(
-            EngineDied, match="executor0 does not finish its step; that cannot be cured in this process"
-        ):
-            await stream.collect()
-
     monkeypatch.setattr(Decoder, "forward", stuck)
     try:
-        play(configured(checkpoint, "inline", step_timeout_s=0.5), scenario)
+        async with running(configured(checkpoint, "inline", step_timeout_s=0.5)) as system:
+            stream = system.ingress.open(random_tokens(9, 0), PARAMS[0])
+            with pytest.raises(
+                EngineDied, match="executor0 does not finish its step; that cannot be cured in this process"
+            ):
+                await stream.collect()
     finally:
         let_go.set()
         for thread in threading.enumerate():
@@ -321,23 +298,19 @@ def test_a_hang_in_this_process_is_a_clear_failure(checkpoint: Path, monkeypatch
                 thread.join(far(5))
 
 
-def test_tcp_links_recover_as_unix_ones_do(checkpoint: Path, quick_ones: list[tuple[bytes, Finish]]) -> None:
-    async def scenario(system: System) -> None:
+async def test_tcp_links_recover_as_unix_ones_do(checkpoint: Path, quick_ones: list[tuple[bytes, Finish]]) -> None:
+    async with running(configured(checkpoint, link="tcp://127.0.0.1:0"), QuickSystem) as system:
         streams = open_all(system)
         await streams[0]._arrived.wait()
         send(signal.SIGKILL)
         assert outputs(await read_all(streams)) == quick_ones
 
-    play(configured(checkpoint, link="tcp://127.0.0.1:0"), scenario, QuickSystem)
 
-
-def test_sockets_are_gone_as_soon_as_they_are_connected(checkpoint: Path, tmp_path: Path) -> None:
+async def test_sockets_are_gone_as_soon_as_they_are_connected(checkpoint: Path, tmp_path: Path) -> None:
     tmp_path.chmod(0o700)
 
-    async def scenario(system: System) -> None:
+    async with running(configured(checkpoint, link=f"unix:{tmp_path}"), QuickSystem) as system:
         assert os.listdir(tmp_path) == []
         send(signal.SIGKILL)
         await until(lambda: system.executors.last_recovery_s > 0)
         assert os.listdir(tmp_path) == []
-
-    play(configured(checkpoint, link=f"unix:{tmp_path}"), scenario, QuickSystem)

@@ -133,7 +133,7 @@ def test_a_second_sigint_ends_everything_at_once(when: str, figure: Figure) -> N
 
 @pytest.mark.reliability("P5", "SIGKILL of the server, serving and loading")
 @pytest.mark.parametrize("when", ["serving", "loading"])
-def test_nothing_survives_a_killed_server(when: str, figure: Figure) -> None:
+async def test_nothing_survives_a_killed_server(when: str, figure: Figure) -> None:
     """No process of its group, no socket, no shared memory."""
     with Server(wait=False) as server:
         within(20, lambda: bool(children(server.process.pid)))
@@ -142,17 +142,13 @@ def test_nothing_survives_a_killed_server(when: str, figure: Figure) -> None:
         if when == "serving":
             server.url = server._read_url()
             client = Client(server.url, 4, 1500)
-
-            async def vanish() -> None:
-                running = asyncio.ensure_future(client.run())
-                while not client.begun:
-                    await asyncio.sleep(0.002)
-                mapped.update(shared_memory(server.group()))
-                server.process.kill()
-                await asyncio.wait((running,))
-                running.exception()
-
-            asyncio.run(vanish())
+            running = asyncio.ensure_future(client.run())
+            while not client.begun:
+                await asyncio.sleep(0.002)
+            mapped.update(shared_memory(server.group()))
+            server.process.kill()
+            await asyncio.wait((running,))
+            running.exception()
         else:
             within(20, lambda: not os.listdir(server.sockets))  # connected: it is loading now
             server.process.kill()

@@ -46,13 +46,12 @@ async def wait_for(condition: Callable[[], bool]) -> None:
     ],
     ids=["empty", "cut short", "too long by one", "tag", "type", "field", "executor's", "request", "stop"],
 )
-def test_what_no_tokenizer_says_is_refused_by_name(
+async def test_what_no_tokenizer_says_is_refused_by_name(
     tmp_path: Path, frame: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
     tmp_path.chmod(0o700)
     arrived: list[Any] = []
-
-    async def main() -> None:
+    with caplog.at_level(logging.WARNING):
         server = LinkServer("tokenizer0", f"unix:{tmp_path}", FromTokenizer | FromWorker, arrived.append, capacity=8)
         keys = server.client
         context = zmq.Context()
@@ -65,19 +64,15 @@ def test_what_no_tokenizer_says_is_refused_by_name(
         assert server.link.num_refused == 1
         context.destroy(linger=0)
         server.close()
-
-    with caplog.at_level(logging.WARNING):
-        asyncio.run(main())
     assert arrived == [WorkerAlive(1, 2)] * 2
     assert caplog.messages[0].startswith("link tokenizer0: refused: ")
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_stranger_gets_no_tokenizers_place(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_stranger_gets_no_tokenizers_place(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     tmp_path.chmod(0o700)
     arrived: list[Any] = []
-
-    async def main() -> None:
+    with caplog.at_level(logging.WARNING):
         server = LinkServer("tokenizer0", f"unix:{tmp_path}", FromTokenizer | FromWorker, arrived.append, capacity=8)
         keys = server.client
         context = zmq.Context()
@@ -89,9 +84,6 @@ def test_a_stranger_gets_no_tokenizers_place(tmp_path: Path, caplog: pytest.LogC
         await wait_for(lambda: bool(caplog.messages))
         context.destroy(linger=0)
         server.close()
-
-    with caplog.at_level(logging.WARNING):
-        asyncio.run(main())
     assert caplog.messages[0] == "link tokenizer0: a client without a known key was refused"
     assert arrived == []
 
@@ -127,19 +119,15 @@ class Small:
         self.sent.append(message)
 
 
-def test_what_is_too_large_is_cut_and_what_cannot_be_is_one_requests_end() -> None:
-    async def main() -> list[Any]:
-        small = Small()
-        outgoing = Outgoing(small)  # type: ignore[arg-type]
-        link = TextLink(outgoing)
-        link.put(Deltas(tuple(Delta(one, "x" * (300 if one == 2 else 50)) for one in range(1, 6))))
-        link.put(Admit(7, bytes(400), SamplingParams()))
-        assert not outgoing.failed.done(), "the process goes on"
-        return small.sent
-
-    sent = asyncio.run(main())
-    whole = [delta.request_id for message in sent if isinstance(message, Deltas) for delta in message.deltas]
+async def test_what_is_too_large_is_cut_and_what_cannot_be_is_one_requests_end() -> None:
+    small = Small()
+    outgoing = Outgoing(small)  # type: ignore[arg-type]
+    link = TextLink(outgoing)
+    link.put(Deltas(tuple(Delta(one, "x" * (300 if one == 2 else 50)) for one in range(1, 6))))
+    link.put(Admit(7, bytes(400), SamplingParams()))
+    assert not outgoing.failed.done(), "the process goes on"
+    whole = [delta.request_id for message in small.sent if isinstance(message, Deltas) for delta in message.deltas]
     assert whole == [1, 3, 4, 5]
-    assert Abort(2) in sent
-    failures = {one.request_id: (one.status, one.code) for one in sent if isinstance(one, Failed)}
+    assert Abort(2) in small.sent
+    failures = {one.request_id: (one.status, one.code) for one in small.sent if isinstance(one, Failed)}
     assert failures == {2: (413, "output_too_large"), 7: (413, "request_too_large")}

@@ -21,26 +21,22 @@ def tokenizers(server: Server) -> list[int]:
     return children(server.process.pid, "tokenizer")
 
 
-def stream_all(server: Server, count: int) -> Client:
+async def stream_all(server: Server, count: int) -> Client:
     """Run streams to their end."""
     client = Client(server.url, count, TOKENS)
-    play(client)
+    await play(client)
     return client
 
 
-def play(client: Client, during: Callable[[], None] | None = None) -> None:
+async def play(client: Client, during: Callable[[], None] | None = None) -> None:
     """Run streams to their end; ``during`` is called on a thread once all of them have begun."""
-
-    async def main() -> None:
-        running = asyncio.ensure_future(client.run())
-        if during is not None:
-            async with asyncio.timeout(far(30)):
-                while not client.begun:
-                    await asyncio.sleep(0.002)
-            await asyncio.to_thread(during)
-        await asyncio.wait_for(running, far(60))
-
-    asyncio.run(main())
+    running = asyncio.ensure_future(client.run())
+    if during is not None:
+        async with asyncio.timeout(far(30)):
+            while not client.begun:
+                await asyncio.sleep(0.002)
+        await asyncio.to_thread(during)
+    await asyncio.wait_for(running, far(60))
 
 
 def was_seen_recovering(server: Server, victim: int) -> bool:
@@ -55,7 +51,7 @@ def was_seen_recovering(server: Server, victim: int) -> bool:
 
 @pytest.mark.reliability("P2", "SIGKILL of a tokenizer under 32 streams, of one and of two tokenizers")
 @pytest.mark.parametrize("count", [1, 2])
-def test_a_killed_tokenizer_ends_its_streams_with_an_error_and_the_server_is_soon_ready_again(
+async def test_a_killed_tokenizer_ends_its_streams_with_an_error_and_the_server_is_soon_ready_again(
     count: int, figure: Figure
 ) -> None:
     with Server(
@@ -65,7 +61,7 @@ def test_a_killed_tokenizer_ends_its_streams_with_an_error_and_the_server_is_soo
         "placement.max_restarts=9",
         launcher=QUICK,
     ) as server:
-        expected = stream_all(server, 32).texts
+        expected = (await stream_all(server, 32)).texts
         struck: list[float] = []
         took = []
         client = Client(server.url, 32, TOKENS)
@@ -84,7 +80,7 @@ def test_a_killed_tokenizer_ends_its_streams_with_an_error_and_the_server_is_soo
             within(30, server.ready)
             took.append(time.monotonic() - struck[-1])
 
-        play(client, kill)
+        await play(client, kill)
         lost = [index for index, error in enumerate(client.errors) if error is not None]
         assert 1 <= len(lost) <= 32 // count, "only its own, and those of them that still ran"
         for index in lost:
@@ -99,7 +95,7 @@ def test_a_killed_tokenizer_ends_its_streams_with_an_error_and_the_server_is_soo
         stats = server.get("/stats")[1]
         assert stats["tokenizer_restarts"] == len(struck)
         assert [box["name"] for box in stats["mailboxes"]][-count:] == [f"tokenizer{one}" for one in range(count)]
-        again = stream_all(server, 32)
+        again = await stream_all(server, 32)
         assert (again.texts, again.errors) == (expected, [None] * 32)
         assert server.get("/health")[1]["pages"]["used"] == 0
         code, logged = server.end(signal.SIGTERM)
@@ -126,7 +122,7 @@ def test_a_tokenizer_that_cannot_live_ends_the_server_with_one_line() -> None:
 
 
 @pytest.mark.parametrize("ingress", ["inline", "process"])
-def test_sigterm_lets_streams_end_with_executors_and_tokenizers_in_processes(ingress: str) -> None:
+async def test_sigterm_lets_streams_end_with_executors_and_tokenizers_in_processes(ingress: str) -> None:
     with Server("placement.tokenizers=2", f"placement.ingress={ingress}", launcher=QUICK) as server:
 
         def terminate() -> None:
@@ -135,7 +131,7 @@ def test_sigterm_lets_streams_end_with_executors_and_tokenizers_in_processes(ing
                 within(5, lambda: server.get("/ready")[0] == 503)
 
         client = Client(server.url, 20, TOKENS)
-        play(client, terminate)
+        await play(client, terminate)
         assert (client.done, set(client.reasons)) == (20, {"length"})
         code, logged = server.end()
         assert (code, "Traceback" in logged) == (0, False), logged

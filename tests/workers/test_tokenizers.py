@@ -5,7 +5,8 @@ import json
 import logging
 import os
 import signal
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -73,20 +74,17 @@ def configured(executor: str = "inline", **placement: Any) -> Config:
     return build_config(Config(), {"kv": {"num_pages": 1024}, "placement": {"executor": executor, **placement}})
 
 
-def play(config: Config, scenario: Callable[[System], Coroutine[Any, Any, None]], kind: type[System] = System) -> None:
-    """Run a scenario on a system, and check that nothing is left of either."""
-
-    async def main() -> None:
-        system = kind(config)
-        await system.start()
-        try:
-            async with asyncio.timeout(far(60)):
-                await scenario(system)
-        finally:
-            await system.stop()
-        assert len(asyncio.all_tasks()) == 1
-
-    asyncio.run(main())
+@asynccontextmanager
+async def running(config: Config, kind: type[System] = System) -> AsyncIterator[System]:
+    """A system, of which nothing is left at its end."""
+    system = kind(config)
+    await system.start()
+    try:
+        async with asyncio.timeout(far(60)):
+            yield system
+    finally:
+        await system.stop()
+    assert len(asyncio.all_tasks()) == 1
     assert not children(role="tokenizer")
     assert not children()
 
@@ -129,15 +127,12 @@ def plain(deltas: dict[str, Delta]) -> dict[str, Delta]:
 
 
 @pytest.mark.parametrize(("executor", "tokenizers"), [("inline", 1), ("inline", 3), ("process", 2)])
-def test_a_pool_says_what_a_tokenizer_in_this_process_says(executor: str, tokenizers: int) -> None:
+async def test_a_pool_says_what_a_tokenizer_in_this_process_says(executor: str, tokenizers: int) -> None:
     heard: list[Any] = []
-
-    async def scenario(system: System) -> None:
-        heard.append((plain(await answers(system)), await refusals(system)))
-        await nothing_used(system)
-
-    play(configured(), scenario)
-    play(configured(executor, tokenizers=tokenizers), scenario)
+    for config in (configured(), configured(executor, tokenizers=tokenizers)):
+        async with running(config) as system:
+            heard.append((plain(await answers(system)), await refusals(system)))
+            await nothing_used(system)
     (expected, refused), (got, refused_too) = heard
     assert got == expected
     assert refused_too == refused
@@ -148,28 +143,24 @@ def test_a_pool_says_what_a_tokenizer_in_this_process_says(executor: str, tokeni
 
 
 @pytest.mark.parametrize("link", ["unix", "tcp://127.0.0.1:0"], ids=["unix", "tcp"])
-def test_a_stream_comes_in_pieces_that_make_up_the_whole(link: str) -> None:
-    async def scenario(system: System) -> None:
+async def test_a_stream_comes_in_pieces_that_make_up_the_whole(link: str) -> None:
+    async with running(configured(tokenizers=2, link=link)) as system:
         prompt, params, _ = CASES["multi-byte tokens"]
         pieces = [delta.text async for delta in system.ingress.open(prompt, params)]
         whole = await system.ingress.open(prompt, params).collect()
         assert "".join(pieces) == whole.text
         assert len(pieces) > 10
 
-    play(configured(tokenizers=2, link=link), scenario)
-
 
 @pytest.mark.parametrize(
     ("prompt", "params"), [("\ud83d", GREEDY), ("x", GREEDY.replace(stop=("\ud83d",)))], ids=["prompt", "stop"]
 )
-def test_half_a_character_is_refused_and_the_engine_goes_on(prompt: str, params: SamplingParams) -> None:
-    async def scenario(system: System) -> None:
+async def test_half_a_character_is_refused_and_the_engine_goes_on(prompt: str, params: SamplingParams) -> None:
+    async with running(configured(tokenizers=1)) as system:
         with pytest.raises(RequestError, match="Unicode") as refused:
             await system.ingress.open(prompt, params).collect()
         assert refused.value.status == 400
         assert (await system.ingress.open("x", GREEDY).collect()).finish
-
-    play(configured(tokenizers=1), scenario)
 
 
 PROMPTS = [f"def function_{index}(value):\n    " for index in range(32)]
@@ -195,8 +186,10 @@ def texts(ends: list[Any]) -> list[str | None]:
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "hung"])
 @pytest.mark.parametrize("tokenizers", [1, 2])
-def test_a_lost_process_costs_its_own_streams_an_error_and_comes_back(number: signal.Signals, tokenizers: int) -> None:
-    async def scenario(system: System) -> None:
+async def test_a_lost_process_costs_its_own_streams_an_error_and_comes_back(
+    number: signal.Signals, tokenizers: int
+) -> None:
+    async with running(configured(tokenizers=tokenizers, silence_timeout_s=1.0, max_restarts=5), QuickSystem) as system:
         pool, ingress = pool_of(system), system.ingress
         expected = texts(await run_all(system))
         assert None not in expected
@@ -222,11 +215,9 @@ def test_a_lost_process_costs_its_own_streams_an_error_and_comes_back(number: si
         assert texts(await run_all(system)) == expected
         await nothing_used(system)
 
-    play(configured(tokenizers=tokenizers, silence_timeout_s=1.0, max_restarts=5), scenario, QuickSystem)
 
-
-def test_what_kills_every_tokenizer_ends_the_engine_with_one_clear_reason() -> None:
-    async def scenario(system: System) -> None:
+async def test_what_kills_every_tokenizer_ends_the_engine_with_one_clear_reason() -> None:
+    async with running(configured(tokenizers=1, max_restarts=1)) as system:
         pool = pool_of(system)
         streams = [system.ingress.open(prompt, LONG.replace(max_tokens=1000)) for prompt in PROMPTS[:4]]
         for _ in range(2):
@@ -240,11 +231,9 @@ def test_what_kills_every_tokenizer_ends_the_engine_with_one_clear_reason() -> N
             with pytest.raises((RequestError, EngineDied)):
                 await stream.collect()
 
-    play(configured(tokenizers=1, max_restarts=1), scenario)
 
-
-def test_stopping_while_a_tokenizer_comes_back_ends_what_is_open() -> None:
-    async def scenario(system: System) -> None:
+async def test_stopping_while_a_tokenizer_comes_back_ends_what_is_open() -> None:
+    async with running(configured(tokenizers=1)) as system:
         pool = pool_of(system)
         os.kill(children(role="tokenizer")[0], signal.SIGKILL)
         await until(lambda: pool.num_ready == 0)
@@ -253,38 +242,30 @@ def test_stopping_while_a_tokenizer_comes_back_ends_what_is_open() -> None:
         with pytest.raises(RequestError, match="shutting down"):
             await waiting.collect()
 
-    play(configured(tokenizers=1), scenario)
 
-
-def test_draining_lets_streams_finish() -> None:
-    async def scenario(system: System) -> None:
+async def test_draining_lets_streams_finish() -> None:
+    async with running(configured(tokenizers=2)) as system:
         streams = [system.ingress.open(prompt, LONG) for prompt in PROMPTS]
         stopping = asyncio.ensure_future(system.stop(drain_timeout_s=30))
         for stream in streams:
             assert (await stream.collect()).finish == Finish.LENGTH
         await stopping
 
-    play(configured(tokenizers=2), scenario)
 
-
-def test_a_tokenizer_that_cannot_be_read_is_the_starts_own_error(tmp_path: Path) -> None:
+async def test_a_tokenizer_that_cannot_be_read_is_the_starts_own_error(tmp_path: Path) -> None:
     """Of the process: here it could still be read."""
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (tmp_path / name).write_bytes((DEMO / name).read_bytes())
     config = build_config(configured(tokenizers=1), {"model": {"tokenizer": str(tmp_path)}})
-
-    async def main() -> None:
-        system = System(config)
-        (tmp_path / "tokenizer.json").write_text("{")
-        with pytest.raises(WeightsError, match=r"tokenizer\.json"):
-            await system.start()
-        await system.stop()
-
-    asyncio.run(main())
+    system = System(config)
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(WeightsError, match=r"tokenizer\.json"):
+        await system.start()
+    await system.stop()
     assert not children(role="tokenizer")
 
 
-def test_processes_log_as_the_engine_does(capfd: pytest.CaptureFixture[str]) -> None:
+async def test_processes_log_as_the_engine_does(capfd: pytest.CaptureFixture[str]) -> None:
     """In JSON, with the process's name."""
     handler = logging.StreamHandler()
     handler.setFormatter(JSONFormatter())
@@ -292,12 +273,9 @@ def test_processes_log_as_the_engine_does(capfd: pytest.CaptureFixture[str]) -> 
     level = root.level
     root.addHandler(handler)
     root.setLevel(logging.INFO)
-
-    async def scenario(system: System) -> None:
-        await system.ingress.open("x", GREEDY).collect()
-
     try:
-        play(configured("process", tokenizers=1), scenario)
+        async with running(configured("process", tokenizers=1)) as system:
+            await system.ingress.open("x", GREEDY).collect()
     finally:
         root.removeHandler(handler)
         root.setLevel(level)
