@@ -85,28 +85,24 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Made:
     return Made(tmp_path_factory.mktemp("llama"), "llama-biases")
 
 
-def run(
+async def run(
     made: Made, config: Config, rounds: Sequence[Sequence[Asked]], params: SamplingParams = GREEDY
 ) -> list[list[Said]]:
     """Each round's requests at once: tokens, log probabilities of prompt and output, and cached tokens."""
+    system = System(config)
+    await system.start()
+    try:
+        adapters = made.adapters(system)
 
-    async def play() -> list[list[Said]]:
-        system = System(config)
-        await system.start()
-        try:
-            adapters = made.adapters(system)
+        async def one(prompt: list[int], name: str) -> Said:
+            delta = await system.ingress.open(prompt, params, RequestOptions(adapter=adapters[name])).collect()
+            scores = [entry.sampled.logprob for entry in (*delta.prompt_logprobs[1:], *delta.logprobs)]
+            assert delta.usage is not None
+            return np.frombuffer(delta.token_ids, np.int32).tolist(), scores, delta.usage.cached_tokens
 
-            async def one(prompt: list[int], name: str) -> Said:
-                delta = await system.ingress.open(prompt, params, RequestOptions(adapter=adapters[name])).collect()
-                scores = [entry.sampled.logprob for entry in (*delta.prompt_logprobs[1:], *delta.logprobs)]
-                assert delta.usage is not None
-                return np.frombuffer(delta.token_ids, np.int32).tolist(), scores, delta.usage.cached_tokens
-
-            return [await asyncio.gather(*(one(*asked) for asked in asked_at_once)) for asked_at_once in rounds]
-        finally:
-            await system.stop()
-
-    return asyncio.run(play())
+        return [await asyncio.gather(*(one(*asked) for asked in asked_at_once)) for asked_at_once in rounds]
+    finally:
+        await system.stop()
 
 
 def check(made: Made, asked: Asked, said: Said) -> None:
@@ -122,7 +118,7 @@ def check(made: Made, asked: Asked, said: Said) -> None:
 
 @pytest.mark.skipif(products() is None, reason="there is no C compiler, or no AVX2")
 @pytest.mark.parametrize(("name", "least"), [("", NUM_NEW - 1), ("plain", 0)])
-def test_decode_steps_without_an_adapter_are_one_call_of_c(
+async def test_decode_steps_without_an_adapter_are_one_call_of_c(
     llama: Made, name: str, least: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     launch, ran = CompiledDecodes.launch, []
@@ -133,16 +129,16 @@ def test_decode_steps_without_an_adapter_are_one_call_of_c(
 
     monkeypatch.setattr(CompiledDecodes, "launch", noted)
     asked = [(prompt, name) for prompt in PROMPTS[:2]]
-    (found,) = run(llama, llama.config(), [asked])
+    (found,) = await run(llama, llama.config(), [asked])
     for one, said in zip(asked, found, strict=True):
         check(llama, one, said)
     assert len(ran) >= least
     assert bool(ran) == (name == "")
 
 
-def test_five_models_in_one_batch_are_each_the_merged_one(llama: Made) -> None:
+async def test_five_models_in_one_batch_are_each_the_merged_one(llama: Made) -> None:
     asked = [(prompt, name) for prompt in PROMPTS[:3] for name in llama.references]
-    together, *alone = run(llama, llama.config(), [asked, *([one] for one in asked[:5])])
+    together, *alone = await run(llama, llama.config(), [asked, *([one] for one in asked[:5])])
     for one, said in zip(asked, together, strict=True):
         check(llama, one, said)
     for said, (again,) in zip(together, alone, strict=False):
@@ -159,14 +155,14 @@ SETTINGS: dict[str, dict[str, dict[str, object]]] = {
 
 
 @pytest.mark.parametrize("tables", SETTINGS.values(), ids=SETTINGS)
-def test_they_are_so_wherever_they_run(llama: Made, tables: dict[str, dict[str, object]]) -> None:
+async def test_they_are_so_wherever_they_run(llama: Made, tables: dict[str, dict[str, object]]) -> None:
     asked = [*zip(PROMPTS, NAMES, strict=True)]
-    (together,) = run(llama, llama.config(**tables), [asked])
+    (together,) = await run(llama, llama.config(**tables), [asked])
     for one, said in zip(asked, together, strict=True):
         check(llama, one, said)
 
 
-def test_they_are_so_where_tokens_are_proposed(llama: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_they_are_so_where_tokens_are_proposed(llama: Made, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the model without any; with retractions, both tiers and two ranks."""
     monkeypatch.setattr(Payoff, "counts", Everything.counts)
     monkeypatch.setattr(Payoff, "knows", Everything.knows)
@@ -188,26 +184,26 @@ def test_they_are_so_where_tokens_are_proposed(llama: Made, monkeypatch: pytest.
         "device": {"tensor_parallel": 2},
     }
     asked = [*zip(PROMPTS, NAMES, strict=True)]
-    (together,) = run(llama, llama.config(**tables), [asked])
+    (together,) = await run(llama, llama.config(**tables), [asked])
     for one, said in zip(asked, together, strict=True):
         check(llama, one, said)
     assert max(most) > 2
 
 
 @pytest.mark.parametrize("variant", ["qwen3-yarn-bias", "gemma2", "cohere", "olmo2"])
-def test_they_are_so_in_other_families(variant: str, tmp_path: Path) -> None:
+async def test_they_are_so_in_other_families(variant: str, tmp_path: Path) -> None:
     made = Made(tmp_path, variant)
     asked = [*zip(PROMPTS, NAMES, strict=True)]
-    (together,) = run(made, made.config(), [asked])
+    (together,) = await run(made, made.config(), [asked])
     for one, said in zip(asked, together, strict=True):
         check(made, one, said)
 
 
-def test_the_same_prompt_under_two_adapters_and_none_shares_no_page(llama: Made) -> None:
+async def test_the_same_prompt_under_two_adapters_and_none_shares_no_page(llama: Made) -> None:
     prompt = PROMPTS[1]
     params = GREEDY.replace(prompt_logprobs=None)
     names = ["plain", "few", "", "plain", "few", ""]
-    rounds = run(llama, llama.config(), [[(prompt, name)] for name in names], params)
+    rounds = await run(llama, llama.config(), [[(prompt, name)] for name in names], params)
     cached = [said[2] for (said,) in rounds]
     assert cached[:3] == [0, 0, 0]
     assert min(cached[3:]) >= 36
@@ -215,10 +211,10 @@ def test_the_same_prompt_under_two_adapters_and_none_shares_no_page(llama: Made)
         assert said[0] == greedy(llama.references[name], prompt, NUM_NEW), name
 
 
-def test_rounded_weights_get_the_same_adapters(llama: Made) -> None:
+async def test_rounded_weights_get_the_same_adapters(llama: Made) -> None:
     """Of the weights themselves, rounding changes little here; a lost adapter changes everything."""
     asked = [*zip(PROMPTS, NAMES, strict=True)]
-    (together,) = run(llama, llama.config(model={"quantization": "float16"}), [asked])
+    (together,) = await run(llama, llama.config(model={"quantization": "float16"}), [asked])
     for (prompt, name), said in zip(asked, together, strict=True):
         whole = torch.tensor([prompt + said[0]])
         with torch.inference_mode():
@@ -227,55 +223,48 @@ def test_rounded_weights_get_the_same_adapters(llama: Made) -> None:
         assert np.abs(np.array(said[1]) - expected.numpy()).max() < 0.1, name
 
 
-def test_they_outlive_the_executor_that_held_them(llama: Made) -> None:
+async def test_they_outlive_the_executor_that_held_them(llama: Made) -> None:
     """Its process is killed in the middle of the streams; another one reads the adapters anew."""
     params = SamplingParams(temperature=0.0, max_tokens=90, ignore_eos=True)
-
-    async def play() -> list[list[int]]:
-        system = System(llama.config(placement={"executor": "process"}, kv={"num_pages": 512}))
-        await system.start()
-        try:
-            adapters = llama.adapters(system)
-            streams = [
-                system.ingress.open(prompt, params, RequestOptions(adapter=adapters[name]))
-                for prompt, name in zip(PROMPTS[:3], NAMES[:3], strict=True)
-            ]
-            first = [await stream.next() for stream in streams]
-            send(signal.SIGKILL)
-            rest = await asyncio.gather(*(stream.collect() for stream in streams))
-            assert system.executors.num_restarts == 1
-            whole = [one.token_ids + other.token_ids for one, other in zip(first, rest, strict=True)]
-            return [np.frombuffer(ids, np.int32).tolist() for ids in whole]
-        finally:
-            await system.stop()
-
-    for prompt, name, said in zip(PROMPTS[:3], NAMES[:3], asyncio.run(play()), strict=True):
+    system = System(llama.config(placement={"executor": "process"}, kv={"num_pages": 512}))
+    await system.start()
+    try:
+        adapters = llama.adapters(system)
+        streams = [
+            system.ingress.open(prompt, params, RequestOptions(adapter=adapters[name]))
+            for prompt, name in zip(PROMPTS[:3], NAMES[:3], strict=True)
+        ]
+        first = [await stream.next() for stream in streams]
+        send(signal.SIGKILL)
+        rest = await asyncio.gather(*(stream.collect() for stream in streams))
+        assert system.executors.num_restarts == 1
+        whole = [one.token_ids + other.token_ids for one, other in zip(first, rest, strict=True)]
+        texts = [np.frombuffer(ids, np.int32).tolist() for ids in whole]
+    finally:
+        await system.stop()
+    for prompt, name, said in zip(PROMPTS[:3], NAMES[:3], texts, strict=True):
         assert said == greedy(llama.references[name], prompt, 90), name
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_an_adapter_that_is_gone_ends_its_request_alone(llama: Made, num_ranks: int) -> None:
+async def test_an_adapter_that_is_gone_ends_its_request_alone(llama: Made, num_ranks: int) -> None:
     """In the middle of a prompt: none of it is shared, and the ranks go on together."""
-
-    async def play() -> None:
-        system = System(llama.config(device={"tensor_parallel": num_ranks}))
-        await system.start()
-        try:
-            params = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
-            gone = Adapter("0" * 64, str(llama.folder / "nowhere"))
-            stays = system.ingress.open(PROMPTS[2], params, RequestOptions(adapter=llama.adapters(system)["few"]))
-            for _ in range(2):
-                lost = system.ingress.open(PROMPTS[1], params, RequestOptions(adapter=gone))
-                with pytest.raises(RequestError, match="can no longer be read") as found:
-                    await lost.collect()
-                assert (found.value.status, found.value.code) == (500, "adapter_lost")
-            said = np.frombuffer((await stays.collect()).token_ids, np.int32).tolist()
-            assert said == greedy(llama.references["few"], PROMPTS[2], 30)
-            assert system.executors.num_restarts == 0
-            planner = system.monitor._scheduler.planner
-            assert planner is not None
-            assert Namespace(adapter=gone.digest) not in planner._page_manager._tree._roots
-        finally:
-            await system.stop()
-
-    asyncio.run(play())
+    system = System(llama.config(device={"tensor_parallel": num_ranks}))
+    await system.start()
+    try:
+        params = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
+        gone = Adapter("0" * 64, str(llama.folder / "nowhere"))
+        stays = system.ingress.open(PROMPTS[2], params, RequestOptions(adapter=llama.adapters(system)["few"]))
+        for _ in range(2):
+            lost = system.ingress.open(PROMPTS[1], params, RequestOptions(adapter=gone))
+            with pytest.raises(RequestError, match="can no longer be read") as found:
+                await lost.collect()
+            assert (found.value.status, found.value.code) == (500, "adapter_lost")
+        said = np.frombuffer((await stays.collect()).token_ids, np.int32).tolist()
+        assert said == greedy(llama.references["few"], PROMPTS[2], 30)
+        assert system.executors.num_restarts == 0
+        planner = system.monitor._scheduler.planner
+        assert planner is not None
+        assert Namespace(adapter=gone.digest) not in planner._page_manager._tree._roots
+    finally:
+        await system.stop()

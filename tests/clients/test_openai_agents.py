@@ -1,6 +1,5 @@
 """OpenAI's agents library: its loop of calls and results, over chat and over responses.  ``make conformance``."""
 
-import asyncio
 from typing import Any, Literal
 
 import pytest
@@ -30,20 +29,15 @@ class Trip(BaseModel):
     city: Literal["Paris", "Oslo"]
 
 
-def test_an_agent_answers(model: Any) -> None:
+async def test_an_agent_answers(model: Any) -> None:
     agent = agents.Agent(
         name="demo", instructions="Be brief.", model=model, output_type=Trip, model_settings=settings()
     )
-
-    async def both() -> tuple[Trip, Trip]:
-        result = await agents.Runner.run(agent, "A trip, please.")
-        streamed = agents.Runner.run_streamed(agent, "A trip, please.")
-        async for _ in streamed.stream_events():
-            pass
-        return result.final_output, streamed.final_output
-
-    whole, streamed = asyncio.run(both())
-    assert whole == streamed
+    result = await agents.Runner.run(agent, "A trip, please.")
+    streamed = agents.Runner.run_streamed(agent, "A trip, please.")
+    async for _ in streamed.stream_events():
+        pass
+    assert result.final_output == streamed.final_output
 
 
 def test_an_agent_calls_a_function(model: Any) -> None:

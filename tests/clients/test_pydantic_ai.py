@@ -1,6 +1,5 @@
 """Pydantic AI: agents whose answers are objects.  ``make conformance`` installs it."""
 
-import asyncio
 from typing import Any, Literal
 
 import pytest
@@ -25,16 +24,11 @@ def model(request: pytest.FixtureRequest, url: str) -> Any:
     return request.param("demo", provider=OpenAIProvider(base_url=url, api_key="none"))
 
 
-def test_text_whole_and_streamed(model: Any) -> None:
+async def test_text_whole_and_streamed(model: Any) -> None:
     agent = pydantic_ai.Agent(model, model_settings=SETTINGS)
-
-    async def both() -> tuple[str, str]:
-        whole = await agent.run("Write a function.")
-        async with agent.run_stream("Write a function.") as stream:
-            return whole.output, await stream.get_output()
-
-    whole, streamed = asyncio.run(both())
-    assert whole == streamed != ""
+    whole = await agent.run("Write a function.")
+    async with agent.run_stream("Write a function.") as stream:
+        assert whole.output == await stream.get_output() != ""
 
 
 @pytest.mark.parametrize("kind", ["ToolOutput", "NativeOutput"])

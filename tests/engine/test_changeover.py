@@ -3,7 +3,8 @@
 import asyncio
 import json
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -64,19 +65,17 @@ def go(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     return hold_steps(monkeypatch)
 
 
-def play(config: Config, scenario: Callable[[System, Changeover], Awaitable[None]]) -> None:
-    async def main() -> None:
-        system = System(config)
-        await system.start()
-        try:
-            async with asyncio.timeout(far(20)):
-                await scenario(system, Changeover(system))
-        finally:
-            await system.stop()
-        assert system.died is None
-        assert len(asyncio.all_tasks()) == 1
-
-    asyncio.run(main())
+@asynccontextmanager
+async def running(config: Config) -> AsyncIterator[tuple[System, Changeover]]:
+    system = System(config)
+    await system.start()
+    try:
+        async with asyncio.timeout(far(20)):
+            yield system, Changeover(system)
+    finally:
+        await system.stop()
+    assert system.died is None
+    assert len(asyncio.all_tasks()) == 1
 
 
 def open_streams(system: System) -> list[Stream]:
@@ -109,11 +108,11 @@ CHANGES: list[Tables] = [
 ]
 
 
-def test_no_token_is_lost_or_repeated_over_six_changes(config: Config, go: threading.Event) -> None:
-    async def undisturbed(system: System, _: Changeover) -> None:
+async def test_no_token_is_lost_or_repeated_over_six_changes(config: Config, go: threading.Event) -> None:
+    expected: list[list[int]] = []
+    async with running(config) as (system, _):
         expected.extend(await read(open_streams(system)))
-
-    async def disturbed(system: System, changeover: Changeover) -> None:
+    async with running(config) as (system, changeover):
         streams, wanted = open_streams(system), config
         for tables in CHANGES:
             await some_steps(system)
@@ -135,10 +134,6 @@ def test_no_token_is_lost_or_repeated_over_six_changes(config: Config, go: threa
             planner.requests.limits.max_running,
         ) == (32, 256, 32)
 
-    expected: list[list[int]] = []
-    play(config, undisturbed)
-    play(config, disturbed)
-
 
 REFUSED: list[tuple[Tables, str]] = [
     ({"model": {"path": "broken"}}, "broken/model.safetensors"),
@@ -151,13 +146,13 @@ REFUSED: list[tuple[Tables, str]] = [
 ]
 
 
-def test_a_change_that_fails_costs_nothing(config: Config, tmp_path: Path, go: threading.Event) -> None:
+async def test_a_change_that_fails_costs_nothing(config: Config, tmp_path: Path, go: threading.Event) -> None:
     broken = tmp_path / "broken"
     broken.mkdir()
     (broken / "config.json").write_text(json.dumps(MODEL))
     (broken / "model.safetensors").write_bytes(b"no weights")
 
-    async def scenario(system: System, changeover: Changeover) -> None:
+    async with running(config) as (system, changeover):
         streams = open_streams(system)
         await some_steps(system, 1)
         go.clear()
@@ -172,14 +167,13 @@ def test_a_change_that_fails_costs_nothing(config: Config, tmp_path: Path, go: t
         assert len(await read(streams)) == NUM_STREAMS
         assert system.executors.num_restarts == 0
 
-    play(config, scenario)
 
-
-def test_the_new_model_is_described_before_it_answers_and_beside_the_event_loop(config: Config) -> None:
+async def test_the_new_model_is_described_before_it_answers_and_beside_the_event_loop(config: Config) -> None:
     """To describe it may take as long as reading its weights."""
     described: list[tuple[int, int, int, bool]] = []
 
-    async def scenario(system: System, _: Changeover) -> None:
+    async with running(config) as (system, _):
+
         def describe(new: System) -> bytes:
             beside = threading.current_thread() is not threading.main_thread()
             described.append((new.config.kv.num_pages, system.config.kv.num_pages, new.num_parameters, beside))
@@ -193,11 +187,9 @@ def test_the_new_model_is_described_before_it_answers_and_beside_the_event_loop(
         await changeover.apply(build_config(config, {"kv": {"num_pages": 99}}))
         assert described == [(98, 512, 0, True), (99, 512, 0, True)]
 
-    play(config, scenario)
 
-
-def test_what_would_change_is_told_and_not_done(config: Config) -> None:
-    async def scenario(system: System, changeover: Changeover) -> None:
+async def test_what_would_change_is_told_and_not_done(config: Config) -> None:
+    async with running(config) as (system, changeover):
         wanted = build_config(config, {"kv": {"num_pages": 99}, "limits": {"max_requests": 9}})
         outcome = await changeover.apply(wanted, dry_run=True)
         assert [(one.key, one.after, one.changed) for one in outcome.changes] == [
@@ -208,10 +200,8 @@ def test_what_would_change_is_told_and_not_done(config: Config) -> None:
         assert system.config.kv.num_pages == 512
         assert (await changeover.apply(config)).road == "none"
 
-    play(config, scenario)
 
-
-def test_live_settings_take_effect_at_once(config: Config) -> None:
+async def test_live_settings_take_effect_at_once(config: Config) -> None:
     tables: Tables = {
         "limits": {
             "max_requests": 9,
@@ -226,7 +216,7 @@ def test_live_settings_take_effect_at_once(config: Config) -> None:
         "plugins": {"policy": "lpm"},
     }
 
-    async def scenario(system: System, changeover: Changeover) -> None:
+    async with running(config) as (system, changeover):
         heard: list[LimitsSection] = []
         system.ingress.settings_watchers.append(lambda changed: heard.append(changed.limits))
         slot = system.executors.links[0].slot
@@ -251,15 +241,20 @@ def test_live_settings_take_effect_at_once(config: Config) -> None:
         await asyncio.gather(*(stream.collect() for stream in streams))
         assert system.executors.links[0].slot is slot, "by the same executors"
 
-    play(config, scenario)
 
-
-def test_where_both_do_not_fit_streams_wait_for_the_new_executors(
+async def test_where_both_do_not_fit_streams_wait_for_the_new_executors(
     config: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("engine.changeover.available_bytes", lambda: 0)
 
-    async def scenario(system: System, changeover: Changeover) -> None:
+    system_with_weights = System.__init__
+
+    def init(self: System, *args: Any, **kwargs: Any) -> None:
+        system_with_weights(self, *args, **kwargs)
+        self.num_parameters = 1  # dummy weights are not counted
+
+    monkeypatch.setattr(System, "__init__", init)
+    async with running(config) as (system, changeover):
         streams = open_streams(system)
         await some_steps(system, 1)
         with pytest.raises(CallboardError, match=r"kv\.num_pages=3"):
@@ -271,22 +266,13 @@ def test_where_both_do_not_fit_streams_wait_for_the_new_executors(
         assert outcome.road == "after"
         assert len(await read(streams)) == NUM_STREAMS
 
-    system_with_weights = System.__init__
-
-    def init(self: System, *args: Any, **kwargs: Any) -> None:
-        system_with_weights(self, *args, **kwargs)
-        self.num_parameters = 1  # dummy weights are not counted
-
-    monkeypatch.setattr(System, "__init__", init)
-    play(config, scenario)
-
 
 @pytest.mark.parametrize("level", [1, 2])
-def test_who_runs_waits_while_the_engine_sleeps_and_goes_on(config: Config, level: Literal[1, 2]) -> None:
-    async def undisturbed(system: System, _: Changeover) -> None:
+async def test_who_runs_waits_while_the_engine_sleeps_and_goes_on(config: Config, level: Literal[1, 2]) -> None:
+    expected: list[list[int]] = []
+    async with running(config) as (system, _):
         expected.extend(await read(open_streams(system)))
-
-    async def scenario(system: System, changeover: Changeover) -> None:
+    async with running(config) as (system, changeover):
         streams = open_streams(system)
         for _ in range(2):
             await some_steps(system, 1)
@@ -310,33 +296,23 @@ def test_who_runs_waits_while_the_engine_sleeps_and_goes_on(config: Config, leve
         assert await read(streams) == expected
         assert len((await system.ingress.open([1], GREEDY).collect()).token_ids) == 4 * MOST
 
-    expected: list[list[int]] = []
-    play(config, undisturbed)
-    play(config, scenario)
 
-
-def test_a_sleeping_engine_stops(config: Config) -> None:
-    async def scenario(system: System, changeover: Changeover) -> None:
+async def test_a_sleeping_engine_stops(config: Config) -> None:
+    async with running(config) as (_, changeover):
         await changeover.sleep(2)
 
-    play(config, scenario)
 
-
-def test_an_engine_on_a_device_of_its_own_stays_there() -> None:
+async def test_an_engine_on_a_device_of_its_own_stays_there() -> None:
     """Its class says what its executors run on, and those of the next configuration run on that too."""
     demo = {"model": {"path": str(DEMO)}, "kv": {"num_pages": 64}, "device": {"kind": "cpu", "threads": 1}}
-
-    async def main() -> None:
-        system = NullSystem(build_config(Config(), demo))
-        await system.start()
-        try:
-            async with asyncio.timeout(far(30)):
-                before = await read([system.ingress.open([1, 2, 3], GREEDY)])
-                outcome = await Changeover(system).apply(build_config(system.config, {"kv": {"num_pages": 96}}))
-                assert outcome.applied
-                assert outcome.road != "live"
-                assert await read([system.ingress.open([1, 2, 3], GREEDY)]) == before == [[before[0][0]] * MOST]
-        finally:
-            await system.stop()
-
-    asyncio.run(main())
+    system = NullSystem(build_config(Config(), demo))
+    await system.start()
+    try:
+        async with asyncio.timeout(far(30)):
+            before = await read([system.ingress.open([1, 2, 3], GREEDY)])
+            outcome = await Changeover(system).apply(build_config(system.config, {"kv": {"num_pages": 96}}))
+            assert outcome.applied
+            assert outcome.road != "live"
+            assert await read([system.ingress.open([1, 2, 3], GREEDY)]) == before == [[before[0][0]] * MOST]
+    finally:
+        await system.stop()

@@ -2,7 +2,8 @@
 
 import asyncio
 import threading
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,6 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=MOST, ignore_eos=True)
 PROMPTS = [random_tokens(length, seed) for seed, length in enumerate((3, 20, 11, 16, 9, 23))]
 TIE = 1e-3  # of logits: either token is right
 NGRAM = {"proposer": "ngram"}
-Scenario = Callable[[System, Changeover], Awaitable[None]]
 
 
 class Models:
@@ -95,18 +95,16 @@ def proposes(monkeypatch: pytest.MonkeyPatch, models: Models) -> None:
     monkeypatch.setattr(Payoff, "counts", Everything.counts)
 
 
-def play(config: Config, scenario: Scenario) -> None:
-    async def main() -> None:
-        system = System(config)
-        await system.start()
-        try:
-            async with asyncio.timeout(far(60)):
-                await scenario(system, Changeover(system))
-        finally:
-            await system.stop()
-        assert system.died is None
-
-    asyncio.run(main())
+@asynccontextmanager
+async def running(config: Config) -> AsyncIterator[tuple[System, Changeover]]:
+    system = System(config)
+    await system.start()
+    try:
+        async with asyncio.timeout(far(60)):
+            yield system, Changeover(system)
+    finally:
+        await system.stop()
+    assert system.died is None
 
 
 def num_proposed_of(system: System) -> int:
@@ -132,7 +130,7 @@ async def rest(streams: list[Stream], before: list[list[int]]) -> list[list[int]
 
 @pytest.mark.usefixtures("proposes")
 @pytest.mark.parametrize(("name", "adapted"), [("other", True), ("other", False), ("wider", False)])
-def test_another_model_says_the_rest_of_every_stream(
+async def test_another_model_says_the_rest_of_every_stream(
     models: Models, go: threading.Event, name: str, adapted: bool
 ) -> None:
     """With speculation, and half of the streams through an adapter where the new model takes it."""
@@ -140,7 +138,7 @@ def test_another_model_says_the_rest_of_every_stream(
     if adapted:
         tables["lora"] = {"folder": str(models.adapters), "max_adapters": 2, "max_rank": 4}
 
-    async def scenario(system: System, changeover: Changeover) -> None:
+    async with running(models.config("first", **tables)) as (system, changeover):
         rules = system.adapter_rules
         adapter = read_adapter(models.adapter, rules) if rules is not None else None
         uses = [adapter is not None and number % 2 == 0 for number in range(len(PROMPTS))]
@@ -170,13 +168,11 @@ def test_another_model_says_the_rest_of_every_stream(
         first = await system.ingress.open(PROMPTS[0], GREEDY).collect()
         assert all(models.right(name, PROMPTS[0], tokens_of(first.token_ids), adapted=False)), "what is new is its own"
 
-    play(models.config("first", **tables), scenario)
 
-
-def test_a_model_that_adapters_do_not_fit_is_refused_and_costs_nothing(models: Models) -> None:
+async def test_a_model_that_adapters_do_not_fit_is_refused_and_costs_nothing(models: Models) -> None:
     tables = {"lora": {"folder": str(models.adapters), "max_adapters": 2, "max_rank": 4}}
 
-    async def scenario(system: System, changeover: Changeover) -> None:
+    async with running(models.config("first", **tables)) as (system, changeover):
         streams = [system.ingress.open(prompt, GREEDY) for prompt in PROMPTS]
         began, slot = await all_decode(system, streams), system.executors.links[0].slot
         with pytest.raises(ConfigError, match=r"model\.path=.*other shapes than those that adapters are served for"):
@@ -185,12 +181,10 @@ def test_a_model_that_adapters_do_not_fit_is_refused_and_costs_nothing(models: M
         for prompt, tokens in zip(PROMPTS, await rest(streams, began), strict=True):
             assert all(models.right("first", prompt, tokens, adapted=False))
 
-    play(models.config("first", **tables), scenario)
-
 
 @pytest.mark.usefixtures("proposes")
-def test_speculation_begins_and_ends_under_streams(models: Models, go: threading.Event) -> None:
-    async def scenario(system: System, changeover: Changeover) -> None:
+async def test_speculation_begins_and_ends_under_streams(models: Models, go: threading.Event) -> None:
+    async with running(models.config("first")) as (system, changeover):
         streams = [system.ingress.open(prompt, GREEDY) for prompt in PROMPTS]
         began = await all_decode(system, streams)
         assert num_proposed_of(system) == 0
@@ -208,11 +202,9 @@ def test_speculation_begins_and_ends_under_streams(models: Models, go: threading
             assert all(models.right("first", prompt, tokens, adapted=False))
         assert num_proposed_of(system) == num_proposed > 0, "somebody still speculates"
 
-    play(models.config("first"), scenario)
-
 
 @pytest.mark.parametrize("road", ["beside", "after"])
-def test_executors_in_processes_of_their_own_are_replaced_and_sleep(
+async def test_executors_in_processes_of_their_own_are_replaced_and_sleep(
     models: Models, road: Road, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if road == "after":
@@ -221,7 +213,7 @@ def test_executors_in_processes_of_their_own_are_replaced_and_sleep(
     # Their steps cannot be slowed down from here: the streams are as long as that other executors load meanwhile.
     endless = SamplingParams(temperature=0.0, max_tokens=480, ignore_eos=True)
 
-    async def scenario(system: System, changeover: Changeover) -> None:
+    async with running(models.config("first", **places)) as (system, changeover):
         done = asyncio.Event()
         found: list[tuple[list[int], list[int]]] = []
 
@@ -247,5 +239,3 @@ def test_executors_in_processes_of_their_own_are_replaced_and_sleep(
         planner.check()
         assert (planner.requests.limits.page_size, planner.requests.limits.num_pages) == (32, 200)
         assert system.executors.num_restarts == 0
-
-    play(models.config("first", **places), scenario)

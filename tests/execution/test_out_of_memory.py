@@ -1,6 +1,5 @@
 """The runner and a device that has no room: what it says, and that the step can be launched again in parts."""
 
-import asyncio
 import threading
 from pathlib import Path
 from typing import Any
@@ -39,7 +38,7 @@ PARAMS = [
 ]
 
 
-def answers(checkpoint: Path, overlap: int, num_ranks: int = 1) -> list:
+async def answers(checkpoint: Path, overlap: int, num_ranks: int = 1) -> list:
     sections = {
         "model": {"path": str(checkpoint), "tokenizer": "none"},
         "device": {"tensor_parallel": num_ranks, "threads": 1},
@@ -47,29 +46,23 @@ def answers(checkpoint: Path, overlap: int, num_ranks: int = 1) -> list:
         "scheduler": {"overlap_depth": overlap},
         "placement": {"max_restarts": 0},
     }
-
-    async def scenario() -> list:
-        system = System(build_config(Config(), sections))
-        await system.start()
-        streams = [
-            system.ingress.open(random_tokens(15 + 9 * index, index), params) for index, params in enumerate(PARAMS)
-        ]
-        try:
-            return [(delta.token_ids, delta.logprobs) for delta in [await stream.collect() for stream in streams]]
-        finally:
-            await system.stop()
-
-    return asyncio.run(scenario())
+    system = System(build_config(Config(), sections))
+    await system.start()
+    streams = [system.ingress.open(random_tokens(15 + 9 * index, index), params) for index, params in enumerate(PARAMS)]
+    try:
+        return [(delta.token_ids, delta.logprobs) for delta in [await stream.collect() for stream in streams]]
+    finally:
+        await system.stop()
 
 
 @pytest.mark.reliability("P11", "no room on the device, from some step on, in prefills, in decodes, down to one token")
 @pytest.mark.parametrize("overlap", [1, 2])
 @pytest.mark.parametrize("most", [50, 7, 1])
-def test_tokens_and_log_probabilities_are_those_of_a_device_with_room(
+async def test_tokens_and_log_probabilities_are_those_of_a_device_with_room(
     checkpoint: Path, most: int, overlap: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with clear_of_borders():
-        expected = answers(checkpoint, overlap)
+        expected = await answers(checkpoint, overlap)
     forward = Decoder.forward
     num_failed = 0
 
@@ -82,7 +75,7 @@ def test_tokens_and_log_probabilities_are_those_of_a_device_with_room(
         return forward(self, step)
 
     monkeypatch.setattr(Decoder, "forward", tight)
-    got = answers(checkpoint, overlap)
+    got = await answers(checkpoint, overlap)
     assert 0 < num_failed < 8
     assert [tokens for tokens, _ in got] == [tokens for tokens, _ in expected]
     for (_, logprobs), (_, want) in zip(got, expected, strict=True):
@@ -93,11 +86,11 @@ def test_tokens_and_log_probabilities_are_those_of_a_device_with_room(
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError, MemoryError])
-def test_decode_steps_that_have_no_room_are_launched_again_from_where_they_began(
+async def test_decode_steps_that_have_no_room_are_launched_again_from_where_they_began(
     checkpoint: Path, error: type[Exception], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with clear_of_borders():
-        expected = answers(checkpoint, 2)
+        expected = await answers(checkpoint, 2)
     run, run_whole, failed = DeviceRows.inputs, CompiledDecodes.launch, []
 
     def fail(num_rows: int) -> None:
@@ -116,7 +109,7 @@ def test_decode_steps_that_have_no_room_are_launched_again_from_where_they_began
 
     monkeypatch.setattr(HostRows, "inputs", full)
     monkeypatch.setattr(CompiledDecodes, "launch", full_whole)
-    got = answers(checkpoint, 2)
+    got = await answers(checkpoint, 2)
     assert failed
     assert [tokens for tokens, _ in got] == [tokens for tokens, _ in expected]
 
@@ -149,10 +142,10 @@ def test_what_follows_the_count_of_tokens_and_what_follows_a_failure_take_no_mem
     assert lengths_R.tolist() == rows.computed.tolist() == [0, 1, 2, 3]
 
 
-def test_two_ranks_of_which_one_has_no_room_start_again_and_cut_alike(
+async def test_two_ranks_of_which_one_has_no_room_start_again_and_cut_alike(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expected = answers(checkpoint, 2, num_ranks=2)
+    expected = await answers(checkpoint, 2, num_ranks=2)
     forward = Decoder.forward
     failed = []
 
@@ -164,16 +157,18 @@ def test_two_ranks_of_which_one_has_no_room_start_again_and_cut_alike(
         return forward(self, step)
 
     monkeypatch.setattr(Decoder, "forward", tight)
-    got = answers(checkpoint, 2, num_ranks=2)
+    got = await answers(checkpoint, 2, num_ranks=2)
     assert 1 <= len(failed) <= 4, "a limit that has been learnt is kept"
     assert [tokens for tokens, _ in got] == [tokens for tokens, _ in expected]
 
 
 @pytest.mark.reliability("P11", "no room for a single token, alone")
-def test_no_room_for_a_single_token_is_a_fault_that_says_so(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_no_room_for_a_single_token_is_a_fault_that_says_so(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(self: Decoder, step: object) -> torch.Tensor:
         raise torch.OutOfMemoryError("planted")
 
     monkeypatch.setattr(Decoder, "forward", full)
     with pytest.raises(EngineDied, match="executor0 crashed: MemoryError: planted"):
-        answers(checkpoint, 2)
+        await answers(checkpoint, 2)

@@ -1,6 +1,5 @@
 """Plugins that raise, sleep or answer nonsense, in every hook: they are named, and nobody else notices."""
 
-import asyncio
 import logging
 import re
 import time
@@ -110,26 +109,22 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save(build("qwen3-tied"), tmp_path_factory.mktemp("checkpoint"))
 
 
-def play(
+async def play(
     checkpoint: Path, scenario: Callable[[System], Coroutine[Any, Any, None]], model: dict[str, str], **plugins: object
 ) -> None:
     """A scenario on an engine with some plugins."""
-
-    async def main() -> None:
-        tables = {
-            "model": {"path": str(checkpoint), "tokenizer": "none", **model},
-            "kv": {"num_pages": 16, "page_size": 16},
-            "plugins": plugins,
-        }
-        system = System(build_config(Config(), tables))
-        try:
-            await system.start()
-            await scenario(system)
-            assert system.died is None
-        finally:
-            await system.stop(drain_timeout_s=1)
-
-    asyncio.run(main())
+    tables = {
+        "model": {"path": str(checkpoint), "tokenizer": "none", **model},
+        "kv": {"num_pages": 16, "page_size": 16},
+        "plugins": plugins,
+    }
+    system = System(build_config(Config(), tables))
+    try:
+        await system.start()
+        await scenario(system)
+        assert system.died is None
+    finally:
+        await system.stop(drain_timeout_s=1)
 
 
 async def serves(system: System) -> None:
@@ -146,36 +141,36 @@ def chosen(kind: str) -> dict[str, object]:
 @pytest.mark.reliability("P13", "a plugin raises, or builds the wrong thing, in each constructor hook")
 @pytest.mark.parametrize("body", ["raise ValueError('planted')", "return 42"], ids=["raises", "the wrong type"])
 @pytest.mark.parametrize("kind", [kind for kind in HOOKS if kind != "grammar"])
-def test_what_cannot_be_built_is_an_error_of_the_start_that_names_the_plugin(
+async def test_what_cannot_be_built_is_an_error_of_the_start_that_names_the_plugin(
     checkpoint: Path, install: Install, kind: str, body: str
 ) -> None:
     source = f"{HEAD}@hookimpl\ndef {HOOKS[kind]}(context):\n    {body}\n"
     install("acme", {f"{kind}.odd": "odd"}, {"odd.py": source})
     with pytest.raises(PluginError, match=rf"{kind}\.odd.*(planted|42|observes nothing)") as refused:
-        play(checkpoint, serves, {}, **chosen(kind))
+        await play(checkpoint, serves, {}, **chosen(kind))
     assert refused.value.exit_code == 2
     assert "\n" not in str(refused.value)
 
 
 @pytest.mark.parametrize("num_tokens", ["'four'", "0", "65", "True"])
-def test_a_proposer_that_wants_no_number_of_tokens_is_refused_at_the_start(
+async def test_a_proposer_that_wants_no_number_of_tokens_is_refused_at_the_start(
     checkpoint: Path, install: Install, num_tokens: str
 ) -> None:
     body = f"class Odd:\n    num_tokens = {num_tokens}\n\n    def open(self):\n        return self\n\n"
     source = f"{HEAD}{body}@hookimpl\ndef callboard_proposer(context):\n    return Odd()\n"
     install("acme", {"proposer.odd": "odd"}, {"odd.py": source})
     with pytest.raises(PluginError, match=r"proposer\.odd: num_tokens is .* from 1 to 64"):
-        play(checkpoint, serves, {}, proposer="odd")
+        await play(checkpoint, serves, {}, proposer="odd")
 
 
 @pytest.mark.reliability("P13", "a strategy or policy raises, or ranks by nonsense, in the middle")
 @pytest.mark.parametrize("body", ["raise ValueError('planted')", "return 'abc'", "return (1, 2)", "return (1.5,)"])
 @pytest.mark.parametrize("kind", ["eviction", "policy"])
-def test_what_can_no_longer_rank_is_named_and_everybody_is_served(
+async def test_what_can_no_longer_rank_is_named_and_everybody_is_served(
     checkpoint: Path, install: Install, kind: str, body: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     install("acme", {f"{kind}.odd": "odd"}, {"odd.py": HEAD + RANKED.format(hook=HOOKS[kind], body=body)})
-    play(checkpoint, serves, {}, **chosen(kind))
+    await play(checkpoint, serves, {}, **chosen(kind))
     (record,) = [record for record in caplog.records if record.levelno >= logging.ERROR]
     assert record.getMessage().startswith(f"plugin {kind}.odd failed to rank")
 
@@ -197,12 +192,12 @@ def callboard_scheduling_policy(context): return Odd()
 @pytest.mark.parametrize(
     "broken", [{"turn": "raise ValueError"}, {"turn": "return 'x'"}, {"returned": "1 / 0"}, {"served": "1 / 0"}]
 )
-def test_who_can_no_longer_share_turns_is_named_and_everybody_is_served(
+async def test_who_can_no_longer_share_turns_is_named_and_everybody_is_served(
     checkpoint: Path, install: Install, broken: dict[str, str], caplog: pytest.LogCaptureFixture
 ) -> None:
     bodies = {"turn": "return 0", "returned": "pass", "served": "pass"} | broken
     install("acme", {"policy.odd": "odd"}, {"odd.py": HEAD + SHARED.format(**bodies)})
-    play(checkpoint, serves, {}, policy="odd")
+    await play(checkpoint, serves, {}, policy="odd")
     (record,) = [record for record in caplog.records if record.levelno >= logging.ERROR]
     assert record.getMessage().startswith("plugin policy.odd failed to share turns")
 
@@ -210,7 +205,7 @@ def test_who_can_no_longer_share_turns_is_named_and_everybody_is_served(
 @pytest.mark.reliability("P13", "a grammar plugin raises, or returns the wrong type, at each of its calls")
 @pytest.mark.parametrize("place", ["build", "compile", "matcher", "consume", "fill"])
 @pytest.mark.parametrize("body", ["raise ValueError('planted')", "return 42"], ids=["raises", "the wrong type"])
-def test_a_grammar_that_breaks_ends_its_own_request(
+async def test_a_grammar_that_breaks_ends_its_own_request(
     checkpoint: Path, install: Install, place: str, body: str, caplog: pytest.LogCaptureFixture, figure: Figure
 ) -> None:
     if body == "return 42" and place in ("consume", "fill"):
@@ -232,23 +227,23 @@ def test_a_grammar_that_breaks_ends_its_own_request(
         assert system.executors.num_restarts == 0
 
     demo = str(ROOT / "examples" / "demo_model")
-    play(checkpoint, scenario, {"path": demo, "tokenizer": ""}, **chosen("grammar"))
+    await play(checkpoint, scenario, {"path": demo, "tokenizer": ""}, **chosen("grammar"))
     assert "grammar.odd" in caplog.text
 
 
 @pytest.mark.reliability("P13", "an observer raises, or returns something, in each of its hooks")
 @pytest.mark.parametrize("body", ["raise ValueError('planted')", "return 42"], ids=["raises", "returns something"])
-def test_an_observer_that_breaks_is_named_and_requests_end_as_ever(
+async def test_an_observer_that_breaks_is_named_and_requests_end_as_ever(
     checkpoint: Path, install: Install, body: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     install("acme", {"observer.odd": "odd"}, {"odd.py": HEAD + OBSERVER.format(body=body)})
-    play(checkpoint, serves, {}, **chosen("observer"))
+    await play(checkpoint, serves, {}, **chosen("observer"))
     named = [record for record in caplog.records if record.getMessage().startswith("plugin observer.odd raised in")]
     assert len(named) == (2 if "raise" in body else 0)  # once while requests run, once more at the end
 
 
 @pytest.mark.reliability("P13", "an attention backend raises in a step")
-def test_a_backend_that_raises_in_a_step_costs_a_restart_and_is_named(
+async def test_a_backend_that_raises_in_a_step_costs_a_restart_and_is_named(
     checkpoint: Path, install: Install, caplog: pytest.LogCaptureFixture
 ) -> None:
     install("acme", {"attention.odd": "odd"}, {"odd.py": HEAD + ATTENTION})
@@ -258,13 +253,13 @@ def test_a_backend_that_raises_in_a_step_costs_a_restart_and_is_named(
         assert (await stream.collect()).finish == Finish.LENGTH
         assert system.executors.num_restarts == 3  # each time it got 30 steps further
 
-    play(checkpoint, scenario, {}, **chosen("attention"))
+    await play(checkpoint, scenario, {}, **chosen("attention"))
     assert caplog.text.count("executor0 crashed: PluginError: plugin attention.odd (acme 1.0) raised in plan_step") == 3
 
 
 @pytest.mark.reliability("P13", "an observer or policy sleeps for 5 s on the engine's loop")
 @pytest.mark.parametrize("kind", ["observer", "policy"])
-def test_one_that_sleeps_is_named_and_nothing_is_lost(
+async def test_one_that_sleeps_is_named_and_nothing_is_lost(
     checkpoint: Path, install: Install, kind: str, caplog: pytest.LogCaptureFixture, figure: Figure
 ) -> None:
     source = RANKED.format(hook=HOOKS["policy"], body="time.sleep(5) if Odd.calls == 3 else None")
@@ -274,7 +269,7 @@ def test_one_that_sleeps_is_named_and_nothing_is_lost(
         )
     install("acme", {f"{kind}.odd": "odd"}, {"odd.py": HEAD + source})
     began = time.monotonic()
-    play(checkpoint, serves, {}, **chosen(kind))
+    await play(checkpoint, serves, {}, **chosen(kind))
     figure("all requests served", time.monotonic() - began, "s", at_most=15, patience=3)
     named = re.search(rf"plugin {kind}\.odd took ([0-9.]+)", caplog.text)
     assert named is not None

@@ -190,17 +190,13 @@ async def routed(engine: EngineServer) -> AsyncIterator[Routed]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_stream_that_is_cut_says_what_an_undisturbed_one_says(kind: str, engine: EngineServer) -> None:
+async def test_a_stream_that_is_cut_says_what_an_undisturbed_one_says(kind: str, engine: EngineServer) -> None:
     path, body = KINDS[kind]
-
-    async def test() -> None:
-        async with routed(engine) as router:
-            whole = await router.stream(path, body)
-            for after in sorted({1, len(whole) // 2, len(whole) * 3 // 4} - {0}):
-                events = await router.cut_stream(path, body, after)
-                assert said(path, events) == said(path, whole), f"cut after {after} of {len(whole)} events"
-
-    asyncio.run(test())
+    async with routed(engine) as router:
+        whole = await router.stream(path, body)
+        for after in sorted({1, len(whole) // 2, len(whole) * 3 // 4} - {0}):
+            events = await router.cut_stream(path, body, after)
+            assert said(path, events) == said(path, whole), f"cut after {after} of {len(whole)} events"
 
 
 def said(path: str, events: list[dict[str, Any]]) -> Any:
@@ -249,28 +245,21 @@ def _add(whole: dict[str, Any], part: dict[str, Any]) -> None:
             whole[key] = value
 
 
-def test_logprobs_that_are_told_again_at_the_end_are_lost_with_their_replica(engine: EngineServer) -> None:
+async def test_logprobs_that_are_told_again_at_the_end_are_lost_with_their_replica(engine: EngineServer) -> None:
     body = {**KINDS["responses"][1], "include": ["message.output_text.logprobs"]}
-
-    async def test() -> None:
-        async with routed(engine) as router:
-            events = await router.cut_stream("/v1/responses", body, 8)
-            assert events[-1]["error"]["code"] == "replica_lost"
-
-    asyncio.run(test())
+    async with routed(engine) as router:
+        events = await router.cut_stream("/v1/responses", body, 8)
+        assert events[-1]["error"]["code"] == "replica_lost"
 
 
-def test_streams_move_when_their_replica_shuts_down_before_they_end(engine: EngineServer) -> None:
-    async def test() -> None:
-        async with routed(engine) as router:
-            path, body = COMPLETIONS, {"prompt": PROMPT, "max_tokens": 60, "ignore_eos": True, "temperature": 0}
-            whole = await router.stream(path, body)
-            before = router.scissors.num_events
-            asked = [asyncio.create_task(router.stream(path, body)) for _ in range(4)]
-            async with asyncio.timeout(far(20)):
-                while router.scissors.num_events < before + 8:
-                    await asyncio.sleep(0.002)
-            engine.call(engine.system.ingress.abort_all)
-            assert all(said(path, events) == said(path, whole) for events in await asyncio.gather(*asked))
-
-    asyncio.run(test())
+async def test_streams_move_when_their_replica_shuts_down_before_they_end(engine: EngineServer) -> None:
+    async with routed(engine) as router:
+        path, body = COMPLETIONS, {"prompt": PROMPT, "max_tokens": 60, "ignore_eos": True, "temperature": 0}
+        whole = await router.stream(path, body)
+        before = router.scissors.num_events
+        asked = [asyncio.create_task(router.stream(path, body)) for _ in range(4)]
+        async with asyncio.timeout(far(20)):
+            while router.scissors.num_events < before + 8:
+                await asyncio.sleep(0.002)
+        engine.call(engine.system.ingress.abort_all)
+        assert all(said(path, events) == said(path, whole) for events in await asyncio.gather(*asked))

@@ -2,7 +2,7 @@
 
 import asyncio
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import openai
@@ -99,11 +99,6 @@ class LiveServer:
         await self._stopping.wait()
         self.ingress.abort_all()
         await self.runner.cleanup()
-
-
-def run_async(main: Callable[[], Coroutine[Any, Any, T]]) -> T:
-    """Run a coroutine function in a fresh loop."""
-    return asyncio.run(main())
 
 
 def connect(live: LiveServer, key: str = "none", retries: int = 0) -> openai.OpenAI:

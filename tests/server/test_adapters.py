@@ -1,6 +1,5 @@
 """Adapters over HTTP: asked for as models, loaded and unloaded while requests run, by operators alone."""
 
-import asyncio
 import json
 import os
 import shutil
@@ -27,7 +26,7 @@ from tests.server.http_client import Reply, ask
 from tests.server.live_server import CARD, LiveServer
 from tests.server.live_system import MODEL, LiveSystem
 from tests.server.test_administration import bearer
-from tests.server.test_frontend_process import Stage, on_stage
+from tests.server.test_frontend_process import on_stage
 
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 PROMPT = random_tokens(40, 5)
@@ -185,19 +184,15 @@ def test_an_adapter_that_is_unloaded_meanwhile_is_never_the_model() -> None:
         translator.adapter_of("a")
 
 
-def test_a_thousand_loads_and_unloads_leave_nothing(scene: Scene) -> None:
+async def test_a_thousand_loads_and_unloads_leave_nothing(scene: Scene) -> None:
     rules = scene.live.system.adapter_rules
     assert rules is not None
     planner = scene.live.system.monitor._scheduler.planner
     assert planner is not None
     registry = Adapters(rules, {}, MODEL)
-
-    async def thousand() -> None:
-        for number in range(1000):
-            await registry.load(f"a{number}", "good", in_place=False)
-            registry.unload(f"a{number}")
-
-    asyncio.run(thousand())
+    for number in range(1000):
+        await registry.load(f"a{number}", "good", in_place=False)
+        registry.unload(f"a{number}")
     assert not registry.served
     config = json.loads((scene.good / "adapter_config.json").read_text())
     for number in range(20):  # other content each time, through two slots
@@ -231,20 +226,16 @@ def test_names_have_a_limit(scene: Scene) -> None:
     full._check_name("7", in_place=True)
 
 
-def test_the_next_frontend_knows_what_was_loaded_in_this_one(scene: Scene) -> None:
+async def test_the_next_frontend_knows_what_was_loaded_in_this_one(scene: Scene) -> None:
     rules = scene.live.system.adapter_rules
     card = msgspec.structs.replace(CARD, adapter_rules=rules)
     about = msgspec.msgpack.encode(card)
     states: list[bytes] = []
 
-    async def load(stage: Stage) -> None:
+    async with on_stage(Handover(9, (EngineReady(),), about)) as stage:
         status, _ = await stage.ask("POST", LOAD, {"lora_name": "kept", "lora_path": "good"})
         assert status == 200
         states.append((await stage.said(FrontendState)).state)
-
-    async def look(stage: Stage) -> None:
+    async with on_stage(Handover(9, (EngineReady(),), about, states[0])) as stage:
         _, models = await stage.ask("GET", "/v1/models")
         assert [one["id"] for one in models["data"]] == [card.name, "kept"]
-
-    on_stage(load, Handover(9, (EngineReady(),), about))
-    on_stage(look, Handover(9, (EngineReady(),), about, states[0]))

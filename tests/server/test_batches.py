@@ -24,7 +24,7 @@ from server.batches import table as table_module
 from server.batches.pace import Pace
 from tests.pace import far
 from tests.server.fake_ingress import FakeIngress
-from tests.server.live_server import MODEL, LiveServer, connect, run_async
+from tests.server.live_server import MODEL, LiveServer, connect
 
 ENDED = ("completed", "failed", "cancelled", "expired")
 COMPLETIONS = "/v1/completions"
@@ -414,59 +414,50 @@ async def stay(rows: Rows, least: int, most: int) -> None:
     assert least <= len(rows.lines) <= most
 
 
-def test_lines_leave_rows_free_and_step_back_for_live_requests() -> None:
-    async def main() -> None:
-        rows, done = Rows(), asyncio.Event()
-        pace = rows.pace()
-        attempts: list[int] = []
+async def test_lines_leave_rows_free_and_step_back_for_live_requests() -> None:
+    rows, done = Rows(), asyncio.Event()
+    pace = rows.pace()
+    attempts: list[int] = []
 
-        async def attempt(number: int) -> int:
-            attempts.append(number)
-            await done.wait()
-            return number
+    async def attempt(number: int) -> int:
+        attempts.append(number)
+        await done.wait()
+        return number
 
-        work = [asyncio.create_task(pace.run(rows.client, lambda _, n=n: attempt(n))) for n in range(20)]  # type: ignore[misc]
-        await stay(rows, 6, 6)  # a quarter of the rows stays free
-        rows.live = 2
-        await stay(rows, 6, 6)
-        rows.live = 5
-        await stay(rows, 3, 3)  # as many have stepped back as live requests need rows
-        assert attempts == list(range(6))
-        rows.live = 9
-        await stay(rows, 0, 0)
-        rows.live = 0
-        done.set()
-        assert sorted(await asyncio.gather(*work)) == list(range(20))
-        assert attempts.count(0) == 2
-
-    run_async(main)
+    work = [asyncio.create_task(pace.run(rows.client, lambda _, n=n: attempt(n))) for n in range(20)]  # type: ignore[misc]
+    await stay(rows, 6, 6)  # a quarter of the rows stays free
+    rows.live = 2
+    await stay(rows, 6, 6)
+    rows.live = 5
+    await stay(rows, 3, 3)  # as many have stepped back as live requests need rows
+    assert attempts == list(range(6))
+    rows.live = 9
+    await stay(rows, 0, 0)
+    rows.live = 0
+    done.set()
+    assert sorted(await asyncio.gather(*work)) == list(range(20))
+    assert attempts.count(0) == 2
 
 
-def test_a_line_steps_back_where_live_requests_wait_for_pages() -> None:
-    async def main() -> None:
-        rows, done = Rows(), asyncio.Event()
-        pace = rows.pace()
-        work = [asyncio.create_task(pace.run(rows.client, lambda _: done.wait())) for _ in range(4)]
-        await stay(rows, 4, 4)
-        rows.live, rows.stats = 1, Stats(1, running=4, waiting=1, pages_free=0, pages_cached=0, pages_used=9)
-        await stay(rows, 0, 3)
-        rows.live = 0
-        done.set()
-        await asyncio.gather(*work)
-
-    run_async(main)
+async def test_a_line_steps_back_where_live_requests_wait_for_pages() -> None:
+    rows, done = Rows(), asyncio.Event()
+    pace = rows.pace()
+    work = [asyncio.create_task(pace.run(rows.client, lambda _: done.wait())) for _ in range(4)]
+    await stay(rows, 4, 4)
+    rows.live, rows.stats = 1, Stats(1, running=4, waiting=1, pages_free=0, pages_cached=0, pages_used=9)
+    await stay(rows, 0, 3)
+    rows.live = 0
+    done.set()
+    await asyncio.gather(*work)
 
 
-def test_a_limit_of_requests_is_not_used_up_by_lines() -> None:
-    async def main() -> None:
-        rows, done = Rows(), asyncio.Event()
-        pace = rows.pace(max_requests=4)
-        work = [asyncio.create_task(pace.run(rows.client, lambda _: done.wait())) for _ in range(4)]
-        await stay(rows, 2, 2)
-        done.set()
-        await asyncio.gather(*work)
-
-    run_async(main)
+async def test_a_limit_of_requests_is_not_used_up_by_lines() -> None:
+    rows, done = Rows(), asyncio.Event()
+    pace = rows.pace(max_requests=4)
+    work = [asyncio.create_task(pace.run(rows.client, lambda _: done.wait())) for _ in range(4)]
+    await stay(rows, 2, 2)
+    done.set()
+    await asyncio.gather(*work)
 
 
 def test_a_batch_does_not_use_its_clients_own_limits(storage: StorageSection) -> None:

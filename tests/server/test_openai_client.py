@@ -9,7 +9,7 @@ import pytest
 
 from engine.sections import LimitsSection, ServerSection
 from tests.server.fake_ingress import FakeIngress, as_text
-from tests.server.live_server import CARD, MODEL, LiveServer, connect, run_async
+from tests.server.live_server import CARD, MODEL, LiveServer, connect
 
 pytestmark = pytest.mark.reliability("H5", "the official client: answers, streams, refusals, failures, retries")
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "hello"}]
@@ -119,30 +119,27 @@ def test_content_parts_are_joined(client: openai.OpenAI) -> None:
     assert text("hello") == text([{"type": "text", "text": "hel"}, {"type": "text", "text": "lo"}])
 
 
-def test_sixteen_streams_at_once() -> None:
-    async def main() -> None:
-        with LiveServer(FakeIngress(delay_s=0.005)) as live:
-            async with openai.AsyncOpenAI(base_url=f"{live.url}/v1", api_key="none", max_retries=0) as client:
+async def test_sixteen_streams_at_once() -> None:
+    with LiveServer(FakeIngress(delay_s=0.005)) as live:
+        async with openai.AsyncOpenAI(base_url=f"{live.url}/v1", api_key="none", max_retries=0) as client:
 
-                async def stream(number: int) -> str:
-                    text = ""
-                    async for chunk in await client.completions.create(
-                        model=MODEL, prompt=f"number {number}", max_tokens=10, stream=True
-                    ):
-                        text += chunk.choices[0].text
-                    return text
+            async def stream(number: int) -> str:
+                text = ""
+                async for chunk in await client.completions.create(
+                    model=MODEL, prompt=f"number {number}", max_tokens=10, stream=True
+                ):
+                    text += chunk.choices[0].text
+                return text
 
-                async def whole(number: int) -> str:
-                    answer = await client.completions.create(model=MODEL, prompt=f"number {number}", max_tokens=10)
-                    return answer.choices[0].text
+            async def whole(number: int) -> str:
+                answer = await client.completions.create(model=MODEL, prompt=f"number {number}", max_tokens=10)
+                return answer.choices[0].text
 
-                streamed = await asyncio.gather(*map(stream, range(16)))
-                answered = await asyncio.gather(*map(whole, range(16)))
-                assert streamed == answered
-                assert len(set(streamed)) == 16
-            assert live.wait_until(lambda: live.ingress.num_open == 0, 1)
-
-    run_async(main)
+            streamed = await asyncio.gather(*map(stream, range(16)))
+            answered = await asyncio.gather(*map(whole, range(16)))
+            assert streamed == answered
+            assert len(set(streamed)) == 16
+        assert live.wait_until(lambda: live.ingress.num_open == 0, 1)
 
 
 def test_models(client: openai.OpenAI) -> None:
