@@ -86,6 +86,17 @@ def torch_may_use_gpus() -> bool:
         return True  # built from source: it will say itself
 
 
+def driver_cuda() -> str:
+    """The version of CUDA that the driver is made for, as '12.8'; '' without a driver."""
+    found = ctypes.c_int()
+    try:
+        if ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(found)):
+            return ""
+    except (OSError, AttributeError):
+        return ""
+    return f"{found.value // 1000}.{found.value % 1000 // 10}"
+
+
 def gpu_bytes() -> int:
     """Memory of the first GPU that this process may see, by the driver's own library; 0 if there is none."""
     try:

@@ -1,11 +1,14 @@
 """Whose kernels compute here, as far as that is known before torch is there: callboard's own, or torch's.
 
-Owns: the environment variable that decides, where the C compiler is.  Does not know: kernels, devices.
+Owns: the environment variable that decides, where compilers are, what kernels lack.  Does not know: kernels, devices.
 """
 
 import os
 import shlex
 import shutil
+import sysconfig
+from importlib.util import find_spec
+from pathlib import Path
 
 VARIABLE = "CALLBOARD_KERNELS"
 
@@ -27,3 +30,23 @@ def c_compiler() -> list[str]:
 def kernels_here() -> str:
     """'torch' or 'triton' where the environment says so; else 'own', or 'torch' without a compiler."""
     return os.environ.get(VARIABLE) or ("own" if c_compiler() else "torch")
+
+
+def missing_for_triton() -> str:
+    """What to install, and why, where triton cannot compile its kernels' launchers; '' where nothing is known to be
+    missing."""
+    if not find_spec("triton"):
+        return "Run pip install 'callboard[cuda]', as triton is missing"
+    if not any(shutil.which(name) for name in (os.environ.get("CC") or "cc", "gcc", "clang")):
+        return "Run apt-get install gcc python3-dev, as triton compiles its kernels' launchers and finds no C compiler"
+    header = Path(sysconfig.get_path("include"), "Python.h")
+    if not header.exists():
+        return f"Run apt-get install python3-dev, as triton compiles its kernels' launchers and {header} is missing"
+    return ""
+
+
+def missing_for_flashinfer() -> str:
+    """The same for FlashInfer, where that is installed."""
+    if not find_spec("flashinfer") or find_spec("flashinfer_jit_cache") or shutil.which("nvcc"):
+        return ""
+    return "Install flashinfer-jit-cache (https://flashinfer.ai/whl), as there is no nvcc that could build its kernels"

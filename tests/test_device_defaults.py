@@ -6,10 +6,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from engine import device_defaults
 from engine.config import Config, build_config
-from engine.device_defaults import GIB, gpu_bytes, with_device_defaults
+from engine.device_defaults import GIB, driver_cuda, gpu_bytes, with_device_defaults
+from engine.errors import ConfigError
+from engine.execution.device import choose_device
+from engine.sections import DeviceSection
 
 
 def settings(config: Config) -> tuple[int, int, int, float, str]:
@@ -86,6 +90,8 @@ class Driver:
         def call(*arguments: Any) -> int:
             if name == "cuDeviceTotalMem_v2":
                 arguments[0]._obj.value = 80 * GIB
+            if name == "cuDriverGetVersion":
+                arguments[0]._obj.value = 12080
             return 100 if name == self._fails else 0
 
         return call
@@ -104,3 +110,23 @@ def test_the_driver_says_how_much_memory_there_is(monkeypatch: pytest.MonkeyPatc
     ):
         monkeypatch.setattr(ctypes, "CDLL", library)
         assert gpu_bytes() == expected
+
+
+@pytest.mark.parametrize("kind", ["auto", "cuda"])
+def test_a_driver_that_is_older_than_torch_is_an_error_and_no_cpu(monkeypatch: pytest.MonkeyPatch, kind: Any) -> None:
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: Driver())
+    with pytest.raises(ConfigError, match=r"made for CUDA 13\.0, .*made for CUDA 12\.8; .*kind=cpu"):
+        choose_device(DeviceSection(kind=kind), 0)
+    assert choose_device(DeviceSection(kind="cpu"), 0).type == "cpu"
+
+
+def test_a_driver_without_a_gpu_or_a_torch_for_cpus_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: Driver())
+    assert choose_device(DeviceSection(), 0).type == "cpu"
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: Driver("cuInit"))
+    assert choose_device(DeviceSection(), 0).type == "cpu"
+    assert driver_cuda() == "12.8"
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: SimpleNamespace())
+    assert driver_cuda() == ""

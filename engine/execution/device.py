@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from engine.device_defaults import driver_cuda, gpu_bytes
 from engine.errors import ConfigError
 from engine.host_memory import available_bytes
 from engine.layers.comm import Comm
@@ -24,13 +25,20 @@ TINY_MODEL_BYTES = 4 << 20  # with less than this one thread is best anywhere
 
 
 def choose_device(section: DeviceSection, rank: int) -> torch.device:
-    """The torch device of a rank.  Raises ConfigError if there is no GPU to take."""
-    kind = section.kind
+    """The torch device of a rank.  Raises ConfigError if there is no GPU to take, or one that torch cannot use."""
+    kind, present = section.kind, torch.cuda.is_available()
+    if kind != "cpu" and not present and torch.version.cuda and gpu_bytes():
+        driver = f"CUDA {driver_cuda()}"
+        raise ConfigError(
+            f"device.kind={kind}: torch {torch.__version__}, made for CUDA {torch.version.cuda}, cannot use the GPU "
+            f"that is here, whose driver is made for {driver}; renew the driver, install a torch for {driver} "
+            "(https://pytorch.org), or set device.kind=cpu"
+        )
     if kind == "auto":
-        kind = "cuda" if torch.cuda.is_available() else "cpu"
-        log.info("device: %s (%s)", kind, "a GPU is present" if kind == "cuda" else "no GPU is present")
+        kind = "cuda" if present else "cpu"
+        log.info("device: %s (%s)", kind, "a GPU is present" if present else "no GPU is present")
     if kind == "cuda":
-        if not torch.cuda.is_available():
+        if not present:
             raise ConfigError("device.kind=cuda: torch sees no GPU here; install torch for CUDA or use device.kind=cpu")
         device = torch.device("cuda", rank)
         torch.cuda.set_device(device)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from engine.errors import ConfigError
-from engine.own_kernels import VARIABLE
+from engine.own_kernels import VARIABLE, missing_for_triton
 
 if TYPE_CHECKING:
     from engine.kernels.fused import FusedKernels
@@ -54,5 +54,11 @@ def _choose(device_type: str, wanted: str) -> "FusedKernels | None":
             return kernels
     if wanted:
         raise ConfigError(f"{VARIABLE}=triton: kernels cannot run on {device_type!r} here ({problem})")
-    log.warning("kernels: torch, which is slower on a GPU (triton cannot be used: %s)", problem)
+    log.error(
+        "kernels: torch, with which this GPU is 10 to 30 times slower and no decode step is recorded whole: %s. %s, "
+        "and start again; %s=torch accepts that",
+        problem,
+        missing_for_triton() or "Free the GPU's memory, or name a folder that can be written in TRITON_CACHE_DIR",
+        VARIABLE,
+    )
     return None

@@ -48,7 +48,7 @@ class Race:
             str(self._dtype),
             torch.get_num_threads(),
             str(torch.__version__),
-            _processor(),
+            _processor(self._device),
         )
         key = hashlib.sha256(msgspec.json.encode(what)).hexdigest()[:16]
         known = _load(self._path)
@@ -104,8 +104,10 @@ class _Plain:
         return torch.nn.functional.linear(x_TI, self._weight_OI, bias_O)
 
 
-def _processor() -> str:
-    """The CPU's name, and what torch's kernels use of it."""
+def _processor(device: torch.device) -> str:
+    """The name of the GPU, or of the CPU with what torch's kernels use of it."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

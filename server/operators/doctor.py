@@ -24,6 +24,7 @@ from engine.checkpoints.gguf import stored_tensors
 from engine.config import Config
 from engine.errors import CallboardError, ConfigError
 from engine.host_memory import available_bytes
+from engine.own_kernels import missing_for_flashinfer, missing_for_triton
 from engine.plugins.families import read_model
 from engine.text.codec import Formats, load_codec
 from server.http.connection import require_c_parser
@@ -128,6 +129,11 @@ def _torch(config: Config) -> Iterator[Finding]:
         advice = "another process holds most of its memory: nvidia-smi names it" if short else ""
         found = f"{gpu.name}, compute {gpu.capability}, {memory}"
         yield Finding(f"GPU {number}", "note" if short else "good", found, advice)
+    if inventory.gpus and (advice := missing_for_triton()):
+        found = "Triton cannot compile: without its kernels this GPU is 10 to 30 times slower"
+        yield Finding("kernels", "note", found, advice)
+    if inventory.gpus and (advice := missing_for_flashinfer()):
+        yield Finding("kernels", "note", "FlashInfer cannot run; slower attention serves", advice)
     if not inventory.gpus and config.device.kind != "cpu":
         yield _no_gpu(config, inventory.cuda)
 

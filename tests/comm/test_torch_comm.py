@@ -3,6 +3,7 @@
 import socket
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -34,6 +35,27 @@ def new_url(tmp_path: Path) -> Callable[[], str]:
 
 def test_the_whole_contract(new_url: Callable[[], str]) -> None:
     check_comm(lambda size: group(new_url(), size), sizes=(1, 2, 4))
+
+
+def test_collectives_ask_for_the_current_stream(new_url: Callable[[], str], monkeypatch: pytest.MonkeyPatch) -> None:
+    (comm,) = group(new_url(), 1)
+    asked: list[bool] = []
+
+    class Nccl:
+        """NCCL's group: what is not asynchronous is queued on the current stream, and nothing is left to wait for."""
+
+        def allreduce(self, tensors: list[torch.Tensor], options: Any) -> None:
+            asked.append(options.asyncOp)
+            tensors[0] += 1
+
+        def _allgather_base(self, gathered: torch.Tensor, tensor: torch.Tensor, options: Any) -> None:
+            asked.append(options.asyncOp)
+            gathered.copy_(tensor)
+
+    monkeypatch.setattr(comm, "_group", Nccl())
+    assert comm.all_reduce(torch.zeros(2)).tolist() == [1, 1]
+    assert comm.all_gather(torch.zeros(2)).tolist() == [0, 0]
+    assert asked == [False, False]
 
 
 def test_ranks_meet_at_a_port_as_well() -> None:

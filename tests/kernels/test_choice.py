@@ -66,8 +66,9 @@ def test_a_gpu_uses_kernels_if_one_runs_and_says_so_once(monkeypatch, caplog):
 def test_a_gpu_without_working_kernels_uses_torch_and_says_why(broken, caplog):
     assert choose_kernels(CUDA) is None
     (record,) = caplog.records
-    assert record.levelno == logging.WARNING
+    assert record.levelno == logging.ERROR
     assert "RuntimeError: no kernel image is available for execution on the device" in record.message
+    assert "10 to 30 times slower" in record.message
 
 
 @needs_triton

@@ -353,6 +353,17 @@ def test_kernels_are_measured_once_and_only_for_models_worth_it(tmp_path: Path) 
     assert {kernel.num_packed for kernel in kernels.values()} == {4}
 
 
+def test_what_one_kind_of_gpu_is_best_at_is_not_taken_for_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    race = Race(torch.device("cuda"), torch.bfloat16, tmp_path / "linear.json")
+    took = {"H100": {"a": 1.0}, "L40S": {"b": 2.0}}
+    for name in ("H100", "L40S"):
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: name)
+        monkeypatch.setattr(race, "_measure", lambda kernels, shapes, name=name: took[name])
+        assert race.seconds({"a": Counted()}, [(4096, 1024)]) == took[name]
+
+
 def test_each_layer_is_laid_out_before_the_next_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     kernel, seen = Counted(), []
     monkeypatch.setattr(loader, "release_freed", lambda: seen.append(kernel.num_packed))

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from engine.checkpoints.checkpoint import resolve_checkpoint
+from engine import own_kernels
 from engine.config import Config, build_config
 from engine.errors import WeightsError
 from engine.startup import inventory, preview
@@ -139,6 +140,17 @@ def test_a_gpu_that_somebody_else_fills_is_noted(monkeypatch: pytest.MonkeyPatch
     found = findings()
     assert (found["GPU 0"].verdict, found["GPU 1"].verdict) == ("good", "note")
     assert "nvidia-smi" in found["GPU 1"].advice
+
+
+def test_a_gpu_without_what_its_kernels_need_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus = (GPU("H100", "9.0", 79 << 30, 80 << 30),)
+    monkeypatch.setattr(inventory, "take_inventory", lambda: Inventory("2.0", "13.0", 2, gpus))
+    monkeypatch.setattr(own_kernels.sysconfig, "get_path", lambda name: "/no/headers")
+    monkeypatch.setattr(own_kernels, "find_spec", lambda name: name == "triton")
+    monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
+    found = findings()["kernels"]
+    assert (found.verdict, "10 to 30 times slower" in found.found) == ("note", True)
+    assert "apt-get install python3-dev" in found.advice
 
 
 def test_too_few_files_for_the_connections_are_noted() -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import AllgatherOptions, AllreduceOptions
 
 from engine.errors import PluginError
 from engine.plugins.hookspecs import CommContext, hookimpl
@@ -64,12 +65,16 @@ class TorchComm:
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         summed = tensor.contiguous()
-        self._open_group().allreduce([summed]).wait()
+        options = AllreduceOptions()
+        options.asyncOp = False
+        _wait(self._open_group().allreduce([summed], options))
         return tensor if summed is tensor else tensor.copy_(summed)
 
     def all_gather(self, tensor: Tensor, dim: int = -1) -> Tensor:
         gathered = tensor.new_empty((self.size, *tensor.shape))
-        self._open_group()._allgather_base(gathered.flatten(0, 1), tensor.contiguous()).wait()
+        options = AllgatherOptions()
+        options.asyncOp = False
+        _wait(self._open_group()._allgather_base(gathered.flatten(0, 1), tensor.contiguous(), options))
         return join_parts(gathered, dim)
 
     def close(self) -> None:
@@ -81,6 +86,12 @@ class TorchComm:
         if self._group is None:
             raise RuntimeError(f"{NAME}: rank {self.rank} has left its group")
         return self._group
+
+
+def _wait(work: dist.Work | None) -> None:
+    """NCCL has queued on the current stream what is not asynchronous, and leaves nothing to wait for; Gloo does."""
+    if work is not None:
+        work.wait()
 
 
 def join_parts(gathered: Tensor, dim: int) -> Tensor:
