@@ -38,7 +38,6 @@ TORCH: dict[str, list[str] | str | None] = {
     "torch.ops.aten._convert_weight_to_int4pack_for_cpu": "(Tensor self, int innerKTiles)",
     "torch.ops.aten._weight_int4pack_mm": "(Tensor self, Tensor mat2, int qGroupSize, Tensor qScaleAndZeros)",
     "torch.ops.aten._weight_int4pack_mm_for_cpu": "(Tensor self, Tensor mat2, int qGroupSize, Tensor qScaleAndZeros)",
-    "torch.ops.aten._weight_int8pack_mm": "(Tensor self, Tensor mat2, Tensor scales)",
     "torch.distributed._symmetric_memory._SymmetricMemory": None,
     "torch.ops.mkldnn._is_mkldnn_bf16_supported": "()",
     "torch.ops.mkldnn._is_mkldnn_fp16_supported": "()",

@@ -2,7 +2,8 @@
 
 Legend: T rows of the input · I input features · O output features · M rows of a tile · N outputs of a tile
         C inputs of a tile
-Owns: one size of tiles for every number of rows.  Does not know: layers, who asks for it.
+Owns: one size of tiles for every number of rows; weights are of x's type, or int8 with a scale per output.
+Does not know: layers, who asks for it.
 
 Libraries choose another kernel for a few rows than for many, or divide a sum among processors, so that a row's results
 depend on the rows beside it.  Here each result is added up by one program, over tiles of inputs of one size in their
@@ -26,13 +27,15 @@ ALIGNMENT: Final = 16  # bytes, that a load takes at once
 INTERPRETED_ROWS: Final = 16  # the interpreter has no instructions that would want more
 
 
-def fixed_product(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
+def fixed_product(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, scales_O: Tensor | None = None) -> Tensor:
     """x W^T + bias, [T, O] in x's dtype, of which weight and bias are as well; summed in float32, rounded once.
 
-    x may have gaps between its rows, and no rows; the weight is contiguous."""
+    x may have gaps between its rows, and no rows; the weight is contiguous.
+    scales_O: of a weight of int8, whose rows they multiply; in x's dtype."""
     (num_rows, inputs), outputs = x_TI.shape, len(weight_OI)
     assert weight_OI.is_contiguous(), "rows of a weight must stand side by side"
-    assert x_TI.dtype == weight_OI.dtype, f"{x_TI.dtype} is multiplied by {weight_OI.dtype}"
+    expected = x_TI.dtype if scales_O is None else torch.int8
+    assert weight_OI.dtype == expected, f"{x_TI.dtype} is multiplied by {weight_OI.dtype}"
     y_TO = torch.empty((num_rows, outputs), dtype=x_TI.dtype, device=x_TI.device)
     if not num_rows:
         return y_TO
@@ -42,20 +45,20 @@ def fixed_product(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Ten
     interpreted = x_TI.device.type == "cpu"
     rows = INTERPRETED_ROWS if interpreted else ROWS
     multiply_tiles[(triton.cdiv(num_rows, rows), triton.cdiv(outputs, OUTPUTS))](
-        x_TI, weight_OI, bias_O, y_TO, num_rows,
-        INPUTS=inputs, WIDTH=outputs, BIASED=bias_O is not None, BLOCK_M=rows, BLOCK_N=OUTPUTS,
-        BLOCK_C=INPUT_BYTES // x_TI.element_size(), INTERPRETED=interpreted,
+        x_TI, weight_OI, bias_O, scales_O, y_TO, num_rows,
+        INPUTS=inputs, WIDTH=outputs, BIASED=bias_O is not None, SCALED=scales_O is not None,
+        BLOCK_M=rows, BLOCK_N=OUTPUTS, BLOCK_C=INPUT_BYTES // x_TI.element_size(), INTERPRETED=interpreted,
         num_warps=4, num_stages=3, enable_fp_fusion=True,
     )  # fmt: skip
     return y_TO
 
 
 # Nothing about the rows may make another variant, which might have other bits.
-@triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["bias"])
+@triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["bias", "scales"])
 def multiply_tiles(
-    x, weight, bias, out, num_rows,
-    INPUTS: tl.constexpr, WIDTH: tl.constexpr, BIASED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_C: tl.constexpr, INTERPRETED: tl.constexpr,
+    x, weight, bias, scales, out, num_rows,
+    INPUTS: tl.constexpr, WIDTH: tl.constexpr, BIASED: tl.constexpr, SCALED: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """Program (i, j): the j-th tile of outputs of the i-th tile of rows; neighbours read the same tile of weights."""
     t_M = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -67,8 +70,12 @@ def multiply_tiles(
         i_C = first + tl.arange(0, BLOCK_C)
         live_1C = (i_C < INPUTS)[None, :]
         x_MC = tl.load(x + row_M1 + i_C[None, :], mask=live_M1 & live_1C, other=0.0)
-        weight_NC = tl.load(weight + row_N1 + i_C[None, :], mask=live_N1 & live_1C, other=0.0)
+        weight_NC = tl.load(weight + row_N1 + i_C[None, :], mask=live_N1 & live_1C, other=0)
+        if SCALED:  # by way of float32: the interpreter takes an integer's bits for those of a bfloat16
+            weight_NC = weight_NC.to(tl.float32).to(x.dtype.element_ty)
         sum_MN = multiply(x_MC, tl.trans(weight_NC), sum_MN, INTERPRETED)
+    if SCALED:
+        sum_MN *= tl.load(scales + o_N, mask=o_N < WIDTH, other=0.0).to(tl.float32)[None, :]
     if BIASED:
         sum_MN += tl.load(bias + o_N, mask=o_N < WIDTH, other=0.0).to(tl.float32)[None, :]
     at_MN = out + t_M.to(tl.int64)[:, None] * WIDTH + o_N[None, :]

@@ -18,7 +18,7 @@ PREFERRED = (
     "fbgemm_fp16",
     "fbgemm_int8",
     "torch",
-    "torch_int8",
+    "triton_int8",
     "torch_fp8",
     "torch_fp8_block",
     "torch_int4",

@@ -48,7 +48,7 @@ BUILTIN: Mapping[str, str] = {
         "eviction": "fifo lfu lru priority s3fifo slru",
         "grammar": "llguidance",
         "kv_store": "files",
-        "linear": "fbgemm_fp16 fbgemm_int8 onednn panels torch torch_fp8 torch_fp8_block torch_int4 torch_int8 triton",
+        "linear": "fbgemm_fp16 fbgemm_int8 onednn panels torch torch_fp8 torch_fp8_block torch_int4 triton triton_int8",
         "logits_processor": "no_repeat_ngram",
         "model": "cohere deepseek_v2 deepseek_v3 gemma2 gemma3 glm4 gpt2 gpt_oss granite llama mistral mixtral olmo2 "
         "phi3 qwen2 qwen3 qwen3_moe seed_oss smollm3 transformers",

@@ -78,12 +78,14 @@ def experts(dtype: torch.dtype) -> None:
 
 
 def products(dtype: torch.dtype) -> None:
-    """One shape, with every number of rows, that is one variant; and one without a bias that fills no tile."""
+    """One shape, with every number of rows, that is one variant, and another of int8; and one that fills no tile."""
     for outputs, inputs, biased in ((3072, 1024, True), (37, 80, False)):
         weight_OI = torch.empty((outputs, inputs), dtype=dtype, device="meta")
         for num_rows in (1, 8, 16, 100, 4096):
             x_TI = torch.empty((num_rows, inputs), dtype=dtype, device="meta")
             fixed_product(x_TI, weight_OI, weight_OI[:, 0].contiguous() if biased else None)
+            if biased and dtype == torch.bfloat16:
+                fixed_product(x_TI, weight_OI.to(torch.int8), None, weight_OI[:, 0].contiguous())
 
 
 def inputs(dtype: torch.dtype) -> None:

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -25,7 +26,7 @@ from engine.plugins.comm.local import LocalComm
 from engine.plugins.declaration import Declaration, read_declaration
 from engine.plugins.families import read_model
 from engine.plugins.hookspecs import LinearContext
-from engine.plugins.linear import fbgemm_fp16, fbgemm_int8, onednn, panels, torch_fp8, torch_int4, torch_int8
+from engine.plugins.linear import fbgemm_fp16, fbgemm_int8, onednn, panels, torch_fp8, torch_int4, triton_int8
 from engine.plugins.linears import INVARIANT, PREFERRED, check_linear_fits, linear_context
 from engine.plugins.manager import BUILTIN, Plugins
 from engine.plugins.testing.findings import ConformanceError
@@ -57,7 +58,7 @@ def test_a_built_in_is_right(name: str, device: str) -> None:
         pytest.skip("for CPUs")
     if device == "cpu" and name == "linear.torch_fp8_block":
         pytest.skip("torch has its product on Hopper alone; tests/plugins/test_torch_fp8_block.py has a stand-in")
-    if device == "cpu" and name == "linear.triton":
+    if device == "cpu" and name in ("linear.triton", "linear.triton_int8"):
         pytest.skip("tests/kernels/interpreted takes it through the kit in Triton's interpreter")
     if declares.instruction_sets and not set(declares.instruction_sets) & set(instruction_sets()):
         pytest.skip(f"needs {declares.instruction_sets}")
@@ -215,10 +216,17 @@ def test_the_scales_of_int8_are_those_of_its_rows() -> None:
     assert error.max() < 0.6 / 127
 
 
-@pytest.mark.parametrize("module", [torch_int8, torch_fp8])
+@pytest.mark.parametrize("module", [triton_int8, torch_fp8])
 def test_kernels_for_gpus_keep_a_byte_per_element(module) -> None:
     packed = module.callboard_linear(replace(CPU, device="cuda", dtype="bfloat16")).pack(torch.ones(64, 32).bfloat16())
     assert packed.nbytes < 64 * 32 + 64 * 4 + 1
+
+
+def test_no_kernel_for_gpus_multiplies_by_int8_as_torch_does_without_tensor_cores() -> None:
+    for name, module in BUILTIN.items():
+        declares = read_declaration(module) if name.startswith("linear.") else None
+        if declares is not None and (not declares.devices or "cuda" in declares.devices):
+            assert "ops.aten._weight_int8pack_mm" not in Path(find_spec(module).origin).read_text(), name
 
 
 def test_float8_leaves_odd_sizes_to_torch() -> None:

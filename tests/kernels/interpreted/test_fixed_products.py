@@ -6,6 +6,7 @@ import torch
 from engine.kernels import fixed_products
 from engine.kernels.fixed_products import fixed_product
 from engine.plugins.declaration import read_declaration
+from engine.plugins.linear import triton_int8
 from engine.plugins.linear.triton import callboard_linear
 from engine.plugins.testing import linear as kit
 from engine.plugins.testing.findings import ConformanceError
@@ -50,3 +51,19 @@ def test_rows_with_gaps_and_a_cut_weight():
     found = fixed_product(wide[:, :64], weight[2:6], None)
     assert torch.equal(found, fixed_product(wide[:, :64].clone(), weight[2:6].clone(), None))
     assert (found - wide[:, :64] @ weight[2:6].T).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("few", [0, 16, 64])
+def test_int8_weights_pass_the_kit_by_our_tiles_and_widened(declares, monkeypatch, few):
+    monkeypatch.setattr(triton_int8, "FEW_ROWS", few)
+    found = read_declaration("engine.plugins.linear.triton_int8")
+    assert found is not None
+    kit.check_linear(triton_int8.callboard_linear, found)
+
+
+def test_int8_products_are_those_of_their_integers_and_scales():
+    integers = torch.arange(-40, 40, dtype=torch.int8).reshape(8, 10)
+    scales = torch.logspace(-3, 3, 8).bfloat16()
+    found = fixed_product(torch.eye(10).bfloat16(), integers, None, scales)
+    expected = (integers.float() * scales.float()[:, None]).T
+    assert torch.allclose(found.float(), expected, rtol=2**-7, atol=0)  # one rounding, which the interpreter cuts off
