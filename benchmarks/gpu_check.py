@@ -5,8 +5,9 @@
 
 Each section is a function of gpu_sections/ and runs in a process of its own, bounded in time.  One that fails, hangs or
 leaves the GPU in an unusable state is a row that says so, the rows it had by then are kept, and the others still run.
-The first one, warm_up, has an hour: compilers fill their caches there.  To spare that, carry ~/.triton, FlashInfer's
-prebuilt modules and ~/.cache/callboard from a machine of the same kind.
+--piece 1, 2, ... runs so many of them as end within ten minutes, for machines that take no longer commands.
+The first one, warm_up, is for compilers, which fill their caches there; what they lack then sections compile.
+To spare that, carry ~/.triton, FlashInfer's prebuilt modules and ~/.cache/callboard from a machine of the same kind.
 
 On a CPU every section runs in a small size, and says what it had to skip.  Beside torch it takes what needs.py lists;
 what of it is missing is said before anything runs, together with how to carry it to a machine without a network.
@@ -23,7 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gpu_sections.needs import complaint, remark
-from gpu_sections.table import SECTIONS
+from gpu_sections.table import SECTIONS, pieces
 
 if TYPE_CHECKING:
     import torch
@@ -97,6 +98,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"], help="cpu tries the script itself")
     parser.add_argument("--sections", nargs="+", choices=list(SECTIONS), help="default: all")
+    parser.add_argument("--piece", type=int, help="only this share of the sections, counted from 1")
     parser.add_argument(
         "--timeout", type=float, help="seconds that one section may take (default: its own, mostly 120)"
     )
@@ -113,6 +115,11 @@ def main() -> None:
     if device.type == "cuda" and not torch.cuda.is_available():
         parser.exit(2, "gpu_check: torch sees no GPU; --device cpu tries the script without one\n")
     names = arguments.sections or list(SECTIONS)
+    if arguments.piece is not None:
+        shares = pieces(names)
+        if not 1 <= arguments.piece <= len(shares):
+            parser.exit(2, f"gpu_check: --piece {arguments.piece}: there are 1 to {len(shares)}\n")
+        names = shares[arguments.piece - 1]
     if arguments.rows_file:
         run_section(names[0], device, arguments.rows_file)
         return

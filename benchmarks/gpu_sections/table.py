@@ -3,7 +3,7 @@
 Owns: the table, how a section is called.  Imports none of them, nor torch.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     import torch
 
 LIMIT_S = 120.0
+PIECE_S = 600.0  # of a command on a machine that is lent
+STARTS_S = 10.0  # of a section's process, and of writing what it has found
+LONGEST_S = PIECE_S - 2 * STARTS_S
 
 
 @dataclass(frozen=True)
@@ -36,8 +39,8 @@ MODEL = {"config": SMALL_QWEN3}
 DECODES = {**MODEL, "batches": (1, 2), "context": 40, "num_steps": 4}
 LIBRARY = {"rows": 3, "context": 40, "kit": 1}
 SECTIONS: Mapping[str, Section] = {
-    # An hour: it is there for compilers that find nothing of theirs on disk, and the others need not wait for them.
-    "warm_up": Section("gpu_sections.warm_up:warm_up", {"names": ("sampler",)}, limit_s=3600.0),
+    # For compilers that find nothing of theirs on disk, so that the others need not wait for them.
+    "warm_up": Section("gpu_sections.warm_up:warm_up", {"names": ("sampler",)}, limit_s=LONGEST_S),
     "attention_torch": Section("gpu_sections.attention_torch:attention"),
     "attention_triton": Section(
         "gpu_sections.attention_triton:section", {"kit": ("one row", "padded decode"), "replays": ((3, 40),)}
@@ -49,7 +52,7 @@ SECTIONS: Mapping[str, Section] = {
     ),
     "flashinfer": Section("gpu_sections.attention_libraries:flashinfer", LIBRARY),
     # Its kernels for these pages are compiled at their first use.
-    "flashinfer_fp8": Section("gpu_sections.attention_libraries:flashinfer_fp8", LIBRARY, limit_s=900.0),
+    "flashinfer_fp8": Section("gpu_sections.attention_libraries:flashinfer_fp8", LIBRARY, limit_s=LONGEST_S),
     "xqa": Section("gpu_sections.attention_libraries:xqa", LIBRARY),
     "flash_attn": Section("gpu_sections.attention_libraries:flash_attn", LIBRARY),
     "attention_race": Section("gpu_sections.race:section", {"models": ((2, 1, 1),)}, limit_s=300.0),
@@ -81,7 +84,7 @@ SECTIONS: Mapping[str, Section] = {
     "invariance": Section(
         "gpu_sections.invariance:section",
         {"dtypes": ("float32",), "number": 4, "names": ("alone", "together"), "graphs": {"mode": "off"}},
-        limit_s=900.0,
+        limit_s=LONGEST_S,
     ),
     "graph_tokens": Section("gpu_sections.graphs:tokens", {"max_tokens": 4, "num_prompts": 2, "num_out": 8}),
     # Two sizes, as each is compiled by itself, and longer, as the compiler is Inductor.
@@ -105,3 +108,17 @@ SECTIONS: Mapping[str, Section] = {
         {**MODEL, "batches": (1, 2), "prompt_len": 12, "num_out": 4, "num_pages": 16, "graphs": {"max_tokens": 4}},
     ),
 }
+
+
+def pieces(names: Sequence[str]) -> list[list[str]]:
+    """The sections in their order, in as few commands as their limits let fit into PIECE_S each."""
+    found: list[list[str]] = []
+    left_s = 0.0
+    for name in names:
+        needed_s = SECTIONS[name].limit_s + STARTS_S
+        if needed_s > left_s or not found:
+            found.append([])
+            left_s = PIECE_S - STARTS_S
+        found[-1].append(name)
+        left_s -= needed_s
+    return found

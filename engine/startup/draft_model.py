@@ -16,6 +16,7 @@ from engine.execution.attention import RankAttention
 from engine.execution.device import fair_share, free_bytes
 from engine.execution.drafting import Drafter
 from engine.execution.rows import DeviceRows
+from engine.layers.attention import AttentionBackend
 from engine.layers.comm import Comm
 from engine.layers.kv_pool import KVPool
 from engine.models.loader import load_model
@@ -86,6 +87,10 @@ class RankDraft:
             activation_bytes=max(model.activation_bytes, own.activation_bytes),
             product_bytes=model.product_bytes + own.product_bytes,
         )
+
+    def attention(self, num_pages: int) -> AttentionBackend:
+        """Its attention over a pool of so many pages."""
+        return self._attention.build(self._pool(num_pages))
 
     def tap(self, model: Model, num_pages: int) -> None:
         """Before each pool that the model gets: have it keep what drafting reads of it, which is nothing."""

@@ -36,6 +36,13 @@ def choose_linears(config: Config, spec: ModelSpec, plugins: Plugins, plan: Mode
     context = rank_context(config, spec, device, plan.dtype)
     if spec.quantization is not None:
         log.info("weights: %s", told(spec.quantization, context.quantization))
+        if widens(spec.quantization, context):
+            log.warning(
+                "weights: %s is widened to %s, which takes twice the memory and up to twice the time of a decode step; "
+                "model.quantization=fp8 keeps it on GPUs from compute capability 8.9 on",
+                spec.quantization,
+                context.dtype,
+            )
     race = Race(device, plan.dtype)
     layers, head = plan.linear_shapes()
     if context.quantization == "none":
@@ -56,6 +63,11 @@ def told(stored: Quantization, wanted: str) -> str:
     if wanted == "none":
         return f"{floats}; model.quantization keeps them small"
     return f"{floats} and rounded to {wanted}"
+
+
+def widens(stored: Quantization, context: LinearContext) -> bool:
+    """Whether a GPU multiplies by floats that are larger than those of the file, and need not."""
+    return context.device == "cuda" and stored.kind == "float" and context.quantization == "none"
 
 
 def rank_context(config: Config, spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> LinearContext:

@@ -5,7 +5,7 @@ Owns: how one rank is put together, and the sizes that follow from its memory.  
 
 import hashlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -34,6 +34,7 @@ from engine.graphs.rank import RankGraphs, StepParts
 from engine.host_memory import available_bytes
 from engine.kernels.cpu import CPUKernels, cpu_kernels
 from engine.kv.store import DIGEST_BYTES, KVStore, PageRecords
+from engine.layers.attention import AttentionBackend
 from engine.layers.comm import Comm
 from engine.layers.kv_pool import KVPool
 from engine.layers.ordered_comm import OrderedComm
@@ -183,7 +184,8 @@ def load_runner(
     if on_cpu and adapters is not None:
         needs = replace(needs, adapter_bytes=adapters.nbytes)
     if not num_pages and graphs.device.captures:
-        needs = _measure(config, max_len, graphs, parts_with(1), num_proposed)
+        built = lambda: (parts_with(1), drafting and drafting.attention(1))  # noqa: E731
+        needs = _measure(config, max_len, graphs, built, num_proposed)
     graphs.device.trim()
     bytes_of_page = page_bytes(attention_spec, page_size, dtype, kv_dtype)
     if drafting is not None:
@@ -303,8 +305,21 @@ def _smallest(number: int, comm: Comm, device: torch.device) -> int:
     return int(comm.all_gather(torch.tensor([number], device=device), 0).min())
 
 
-def _measure(config: Config, max_len: int, graphs: RankGraphs, parts: StepParts, num_proposed: int) -> Needs:
-    """parts: with a pool that is thrown away.  Raises ConfigError if there is no room for the largest step itself."""
+def _measure(
+    config: Config,
+    max_len: int,
+    graphs: RankGraphs,
+    build: Callable[[], tuple[StepParts, AttentionBackend | None]],
+    num_proposed: int,
+) -> Needs:
+    """build: parts with a pool that is thrown away, and a draft model's attention.
+
+    Raises ConfigError if there is no room for the largest step itself."""
+    free = graphs.device.memory().free_bytes
+    parts, of_draft = build()
+    graphs.device.trim()
+    attention_bytes = max(0, free - graphs.device.memory().free_bytes)
+    del of_draft
     scheduler = config.scheduler
     try:
         activation_bytes = graphs.device.peak(lambda: run_largest_step(config, max_len, _steps_of(parts), num_proposed))
@@ -314,7 +329,7 @@ def _measure(config: Config, max_len: int, graphs: RankGraphs, parts: StepParts,
             f"the weights ({error}); lower it, or scheduler.max_running"
         ) from None
     graphs.device.trim()
-    return Needs(activation_bytes, graphs.measure(parts, scheduler))
+    return Needs(activation_bytes, graphs.measure(parts, scheduler), attention_bytes=attention_bytes)
 
 
 def _measured_threads(

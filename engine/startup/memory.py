@@ -47,19 +47,21 @@ class Needs:
 
     activation_bytes: of the largest step.  graph_bytes: of all graphs.
     product_bytes: of the products that oneDNN compiles.  process_bytes: of what else runs in the same memory.
-    adapter_bytes: of slots for adapters, which take it as they are filled."""
+    adapter_bytes: of slots for adapters, which take it as they are filled.
+    attention_bytes: of what attention backends keep, a draft model's included."""
 
     activation_bytes: int = 0
     graph_bytes: int = 0
     product_bytes: int = 0
     process_bytes: int = 0
     adapter_bytes: int = 0
+    attention_bytes: int = 0
 
     @property
     def total(self) -> int:
         """All of them."""
         mine = self.activation_bytes + self.graph_bytes + self.product_bytes
-        return mine + self.process_bytes + self.adapter_bytes
+        return mine + self.process_bytes + self.adapter_bytes + self.attention_bytes
 
     def __str__(self) -> str:
         parts = {
@@ -68,6 +70,7 @@ class Needs:
             "compiled products": self.product_bytes,
             "processes": self.process_bytes,
             "adapters": self.adapter_bytes,
+            "attention": self.attention_bytes,
         }
         return ", ".join(f"{_gigabytes(num_bytes)} for {what}" for what, num_bytes in parts.items() if num_bytes)
 

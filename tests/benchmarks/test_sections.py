@@ -16,7 +16,7 @@ import torch
 from gpu_sections import graphs
 from gpu_sections.shapes import SMALL_QWEN3
 from gpu_sections.stepping import Stepping, checkpoint, load, pages_each
-from gpu_sections.table import SECTIONS
+from gpu_sections.table import PIECE_S, SECTIONS, STARTS_S, pieces
 from gpu_sections.trace import Span, idle_gap_s, num_copies_in, traced
 
 from engine.execution.runner import ModelRunner
@@ -45,6 +45,13 @@ def bounded() -> Iterator[None]:
     yield
     signal.alarm(0)
     signal.signal(signal.SIGALRM, before)
+
+
+def test_the_limits_of_each_piece_add_up_to_less_than_a_command_may_take() -> None:
+    shares = pieces(list(SECTIONS))
+    assert [name for share in shares for name in share] == list(SECTIONS)
+    for share in shares:
+        assert sum(SECTIONS[name].limit_s + STARTS_S for name in share) + STARTS_S <= PIECE_S == 600
 
 
 @pytest.fixture

@@ -33,7 +33,7 @@ from engine.plugins.testing.findings import ConformanceError
 from engine.plugins.testing.linear import check_linear
 from engine.plugins.testing.steps import Driver
 from engine.startup.linear_race import Race
-from engine.startup.linears import choose_linear, told
+from engine.startup.linears import choose_linear, told, widens
 from tests.models.checkpoints import build, reference_logits, save
 
 CPU = LinearContext("cpu", "float32", checkpoint_dtype="float32", instruction_sets=("avx2",))
@@ -290,6 +290,16 @@ def test_how_a_rounded_checkpoint_is_multiplied_by_is_said(block: tuple[int, int
     said = f"stored as fp8 (float8) with {scales}, read as the floats that they stand for"
     assert told(stored, "none") == f"{said}; model.quantization keeps them small"
     assert told(stored, "fp8") == f"{said} and rounded to fp8"
+
+
+def test_a_float8_checkpoint_that_a_gpu_widens_is_named() -> None:
+    gpu = replace(CPU, device="cuda", dtype="bfloat16")
+    small = Quantization(method="fp8", kind="float", bits=8, block=(128, 128))
+    integers = Quantization(method="awq", kind="int", bits=4, block=(1, 128))
+    assert widens(small, gpu)
+    assert not widens(small, replace(gpu, quantization="fp8"))
+    assert not widens(small, CPU)
+    assert not widens(integers, gpu), "no kernel keeps them"
 
 
 @needs_panels

@@ -4,6 +4,7 @@ import json
 import logging
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 
 import msgspec
@@ -14,6 +15,7 @@ from callboard import LLM
 from engine.config import Config, build_config
 from engine.device_defaults import with_device_defaults
 from engine.errors import ConfigError, GraphError
+from engine.execution.attention import RankAttention
 from engine.graphs.capturing import Capturing
 from engine.graphs.decode import DecodeGraphs
 from engine.graphs.device import DeviceMemory
@@ -158,6 +160,27 @@ def test_an_engine_measures_before_it_allocates_and_says_so(checkpoint, monkeypa
     (device,) = devices
     assert [bool(graphs) for graphs in device.dropped] == [True]
     assert device.trims
+
+
+def test_what_attention_keeps_is_no_memory_for_pages(checkpoint, monkeypatch):
+    install(monkeypatch)
+    taken, seen = [0], []
+    build = RankAttention.build
+
+    def with_a_workspace(self, pool):
+        backend = build(self, pool)
+        taken[0] += 128 << 20
+        weakref.finalize(backend, lambda: taken.__setitem__(0, taken[0] - (128 << 20)))
+        return backend
+
+    monkeypatch.setattr(RankAttention, "build", with_a_workspace)
+    monkeypatch.setattr(RecordingDevice, "memory", lambda self: DeviceMemory(10 * GB - taken[0], 0))
+    monkeypatch.setattr("engine.startup.loading.free_bytes", lambda device: 10 * GB)
+    monkeypatch.setattr(
+        "engine.startup.loading.pool_pages", lambda *args: (seen.append(args[-1]), pool_pages(*args))[1]
+    )
+    load(checkpoint, "breakable", max_running=2, num_pages=0)
+    assert seen[0].attention_bytes == 128 << 20
 
 
 class StepSplitter(RecordingDevice):
