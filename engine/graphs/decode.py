@@ -29,7 +29,7 @@ from engine.graphs.decode_attention import DecodeAttention
 from engine.graphs.device import GraphDevice
 from engine.graphs.inputs import choose_inputs
 from engine.graphs.pinned_ring import PinnedReceiver, PinnedRing
-from engine.layers.attention import AttentionBackend
+from engine.layers.attention import AttentionBackend, BeginningAttention
 from engine.layers.kv_pool import KVPool
 from engine.layers.step import DecodeInputs, StepTensors
 from engine.messages import Step
@@ -236,6 +236,8 @@ class DecodeGraphs:
             inputs,
             self._pool.page_stride,
         )
+        if isinstance(attention, BeginningAttention):
+            attention.begin_step()
         step = StepTensors(
             token_ids_T=inputs.token_ids_B,
             positions_T=inputs.positions_B,

@@ -147,6 +147,18 @@ class GraphAttentionBuilder(Protocol):
         ...
 
 
+@runtime_checkable
+class BeginningAttention(Protocol):
+    """What a graph's backend has beside, if it makes something of the step's tables on the device for all layers."""
+
+    def begin_step(self) -> None:
+        """Called in the graph once tables and lengths are written, in front of the model's first kernel.
+
+        So other kernels lie between what it makes and the first that reads it: one that begins before the kernel in
+        front of it has ended may see what the kernels before that one have written, and not what that one writes."""
+        ...
+
+
 def writer_of(backend: AttentionBackend) -> Callable[[int, Tensor, Tensor], None]:
     """``attend_into`` of a backend, or for one that has none a copy of what it returns."""
     if isinstance(backend, WritingAttention):

@@ -9,7 +9,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.layers.attention import AttentionBackend, AttentionBatch, GraphAttentionBuilder, is_capturable
+from engine.layers.attention import (
+    AttentionBackend,
+    AttentionBatch,
+    BeginningAttention,
+    GraphAttentionBuilder,
+    is_capturable,
+)
 from engine.layers.kv_pool import KVPool
 
 
@@ -47,4 +53,6 @@ class GraphRows:
 
     def attend(self, layer: int, q_TNH: Tensor) -> Tensor:
         """See ``AttentionBackend.attend``."""
+        if not layer and isinstance(self.backend, BeginningAttention):
+            self.backend.begin_step()
         return self.backend.attend(layer, q_TNH)

@@ -283,6 +283,24 @@ def test_what_a_graph_was_not_captured_for_is_refused():
         rig.graph(2, 4).backend.plan_step(rows.batch)
 
 
+def test_a_graph_makes_its_lists_once_a_step_and_before_the_first_layer_where_it_is_told_so(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    case = paged(spec_of(4, 2, 8), [(9, 1), (5, 1)], 4, seed=31)
+    rig = Rig(case)
+    graph = rig.graph(2, 4)
+    made: list[str] = []
+    monkeypatch.setattr(graph.backend._device_lists, "fill", lambda *tables: made.append("lists"))
+    graph.plan_step(case.batch)
+    rig.stream.run()
+    q_TNH = case.q_TNH
+    for layer in range(case.spec.num_layers):
+        graph.attend(layer, q_TNH)
+    assert made == ["lists"]
+    graph.backend.attend(0, q_TNH)  # as in a trial, which has no step around it
+    assert made == ["lists"] * 2
+
+
 def test_prompts_go_to_fa3_if_they_fill_the_gpu_and_else_to_fa2():
     for queries, backend in ((2, "fa2"), (128, "fa2"), (129, "fa3"), (300, "fa3")):
         case = paged(spec_of(4, 2, 4), [(queries, queries)], 64, seed=11)

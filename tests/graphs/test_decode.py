@@ -13,6 +13,7 @@ from engine.graphs.decode import DecodeGraphs
 from engine.graphs.device import HostDevice
 from engine.layers.kv_pool import KVPool
 from engine.layers.step import DecodeInputs
+from engine.models.decoder import Decoder
 from engine.plugins.comm.local import LocalComm
 from engine.plugins.logits_processor.no_repeat_ngram import NoRepeatNgram
 from engine.plugins.testing.threads import on_ranks
@@ -301,6 +302,27 @@ def test_attention_with_a_plan_is_planned_before_each_replay(checkpoint, monkeyp
     graphs = steps.runner.parts.attention.graphs
     assert graphs[3].begun[-3:] == [[6, 7, 8], [7, 8, 9], [9, 10, 11]]
     assert graphs[2].begun[-1] == [10, 9]
+
+
+def test_lists_of_pages_are_made_in_front_of_the_embedding_and_never_beside_attention(checkpoint, monkeypatch):
+    from engine.execution.attention import RankAttention
+
+    launched = []
+
+    def traced(name, work):
+        return lambda *args, **kwargs: (launched.append(name), work(*args, **kwargs))[1]
+
+    ops = torch_inputs.InputOps(traced("fill", torch_inputs.fill_inputs), torch_inputs.write_tokens)
+    monkeypatch.setattr("engine.graphs.decode.choose_inputs", lambda device: ops)
+    monkeypatch.setattr(Decoder, "_embed", traced("embed", Decoder._embed))
+    monkeypatch.setattr(PlannedGraph, "begin_step", lambda self: launched.append("lists"), raising=False)
+    monkeypatch.setattr(PlannedGraph, "attend", traced("attend", PlannedGraph.attend))
+    install(monkeypatch)
+    monkeypatch.setattr(RankAttention, "build", lambda self, pool: Planned(self._spec, pool))
+    load(checkpoint, "decode", max_rows=1)
+    steps = " ".join(launched).split("fill")[1:]
+    assert steps
+    assert {one.split()[0:3] == ["lists", "embed", "attend"] for one in steps} == {True}
 
 
 def test_attention_that_cannot_be_captured_leaves_decode_steps_to_the_pieces(checkpoint, monkeypatch):

@@ -98,6 +98,7 @@ class GraphAttention(FlashInferAttention):
         self._graph_rows = [GraphRows(setup, window, self._device_lists) for window in windows_of(setup.spec)]
         self._decode = [*self._graph_rows]
         self._planned: Int32 | None = None
+        self._begun = False
 
     def plan_step(self, batch: AttentionBatch) -> None:
         """See ``GraphAttentionBuilder``."""
@@ -118,8 +119,15 @@ class GraphAttention(FlashInferAttention):
             host.staging.sent()
         self._planned = counts
 
+    def begin_step(self) -> None:
+        """See ``BeginningAttention``: FlashInfer's kernels read the lists before they wait for what is in front of
+        them."""
+        self._device_lists.fill(self._batch.page_table_BP, self._batch.lengths_B)
+        self._begun = True
+
     def attend_into(self, layer: int, q_TNH: Tensor, out_TNH: Tensor) -> None:
-        """See ``WritingAttention``.  The lists are made with the first layer, also at a replay."""
-        if layer == 0:
-            self._device_lists.fill(self._batch.page_table_BP, self._batch.lengths_B)
+        """See ``WritingAttention``.  Where ``begin_step`` was not called, in a trial, the first layer does it."""
+        if layer == 0 and not self._begun:
+            self.begin_step()
+        self._begun = False
         super().attend_into(layer, q_TNH, out_TNH)
