@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from engine.checkpoints.checkpoint import resolve_checkpoint
 from engine import own_kernels
+from engine.checkpoints.checkpoint import resolve_checkpoint
 from engine.config import Config, build_config
 from engine.errors import WeightsError
 from engine.startup import inventory, preview
