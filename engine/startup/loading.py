@@ -184,7 +184,7 @@ def load_runner(
     if on_cpu and adapters is not None:
         needs = replace(needs, adapter_bytes=adapters.nbytes)
     if not num_pages and graphs.device.captures:
-        built = lambda: (parts_with(1), drafting and drafting.attention(1))  # noqa: E731
+        built = lambda: (parts_with(1), None if drafting is None else drafting.attention(1))  # noqa: E731
         needs = _measure(config, max_len, graphs, built, num_proposed)
     graphs.device.trim()
     bytes_of_page = page_bytes(attention_spec, page_size, dtype, kv_dtype)
