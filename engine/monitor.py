@@ -94,6 +94,7 @@ class Monitor:
         if planner is None:
             return outside
         stats = planner.stats()
+        adapted = [(one.adapter.digest, one.row >= 0) for one in planner.requests.open.values() if one.adapter]
         return msgspec.structs.replace(
             outside,
             num_running=stats.running,
@@ -103,6 +104,9 @@ class Monitor:
             pages_used=stats.pages_used,
             host_pages_used=planner.num_host_pages_used,
             num_in_flight=planner.num_in_flight,
+            num_adapter_slots=limits.num_slots,
+            running_adapters=frozenset(digest for digest, is_running in adapted if is_running),
+            waiting_adapters=frozenset(digest for digest, is_running in adapted if not is_running),
             stalled_s=max(0.0, self._clock() - planner.due_since) if planner.num_open else 0.0,
         )
 

@@ -27,7 +27,8 @@ class Gauges(msgspec.Struct, frozen=True):
 
     num_in_flight: steps planned and not yet completed.  stalled_s: how long steps have been due and none completed, 0
     where nothing runs.  num_late_events: output for clients that had left.  num_tokenizers: that take requests now.
-    process: the engine's.
+    process: the engine's.  num_adapter_slots: adapters that executors hold at once; running_adapters, waiting_adapters:
+    the digests of those that requests in and out of the batch want.
     """
 
     num_open: int = 0
@@ -48,6 +49,9 @@ class Gauges(msgspec.Struct, frozen=True):
     num_late_events: int = 0
     recovering: bool = False
     process: int = 0
+    num_adapter_slots: int = 0
+    running_adapters: frozenset[str] = frozenset()
+    waiting_adapters: frozenset[str] = frozenset()
     mailboxes: tuple[MailboxGauges, ...] = ()
 
 

@@ -127,6 +127,9 @@ class Meter(msgspec.Struct):
     itl_s: Distribution = _over(SHORT_S)
     tpot_s: Distribution = _over(SHORT_S)
     e2e_s: Distribution = _over(LONG_S)
+    prefill_s: Distribution = _over(LONG_S)
+    decode_s: Distribution = _over(LONG_S)
+    inference_s: Distribution = _over(LONG_S)
     step_s: Distribution = _over(SHORT_S)
     prompt_tokens: Distribution = _over(TOKENS)
     output_tokens: Distribution = _over(TOKENS)
@@ -187,3 +190,8 @@ class Meter(msgspec.Struct):
         self.output_tokens.note(request.num_output_tokens)
         if request.tpot_s is not None:
             self.tpot_s.note(request.tpot_s)
+        if request.queue_s is not None:
+            self.inference_s.note(request.e2e_s - request.queue_s)
+        if request.queue_s is not None and request.ttft_s is not None:
+            self.prefill_s.note(request.ttft_s - request.queue_s)
+            self.decode_s.note(request.e2e_s - request.ttft_s)

@@ -7,7 +7,8 @@ Nothing is kept here: each scrape looks at the engine's counters once and turns 
 
 import asyncio
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from aiohttp import web
 from prometheus_client import CollectorRegistry, ProcessCollector
@@ -19,6 +20,7 @@ from engine.actors.admission import unavailable
 from engine.actors.snapshot import Gauges, Snapshot
 from engine.messages import Finish
 from engine.scheduling.meter import Distribution, Meter
+from server.adapters import ServedAdapter
 from server.backend import Backend, Ingress
 from server.http.exchange import Traffic
 
@@ -52,6 +54,15 @@ HISTOGRAMS: dict[str, tuple[str, Callable[[Meter], Distribution]]] = {
     ),
     "e2e_request_latency_seconds": ("From a request's arrival at the scheduler to its end.", lambda meter: meter.e2e_s),
     "request_queue_time_seconds": ("Until the first step that computed some of it.", lambda meter: meter.queue_s),
+    "request_prefill_time_seconds": (
+        "From the first step that computed some of it to the first token.",
+        lambda meter: meter.prefill_s,
+    ),
+    "request_decode_time_seconds": ("From a request's first token to its end.", lambda meter: meter.decode_s),
+    "request_inference_time_seconds": (
+        "From the first step that computed some of it to a request's end.",
+        lambda meter: meter.inference_s,
+    ),
     "request_prompt_tokens": ("Length of prompts.", lambda meter: meter.prompt_tokens),
     "request_generation_tokens": ("Length of outputs.", lambda meter: meter.output_tokens),
     "iteration_tokens_total": ("Tokens computed in a step.", lambda meter: meter.step_tokens),
@@ -104,6 +115,39 @@ class EngineCollector(Collector):
     def _histogram(self, name: str, help_text: str, distribution: Distribution) -> Metric:
         family = HistogramMetricFamily(self._prefix + name, help_text, labels=self._names)
         family.add_metric(self._values, buckets(distribution), distribution.total)
+        return family
+
+
+class VllmCollector(EngineCollector):
+    """The common samples under vLLM's names, and two that the Gateway API's endpoint picker asks of model servers.
+
+    served: the adapters, by their names."""
+
+    def __init__(self, seen: Snapshot, model: str, served: Mapping[str, ServedAdapter]) -> None:
+        super().__init__(seen, VLLM, {"model_name": model, "engine": "0"})
+        self._served = served
+
+    def collect(self) -> Iterator[Metric]:
+        yield from super().collect()
+        gauges = self._seen.gauges
+        num_pages = gauges.pages_free + gauges.pages_cached + gauges.pages_used
+        pool = {"block_size": str(gauges.page_size), "num_gpu_blocks": str(num_pages)}
+        yield self._info("cache_config_info", "The KV pool: tokens per page, and pages.", pool, 1)
+        if gauges.num_adapter_slots:
+            adapters = {
+                "max_lora": str(gauges.num_adapter_slots),
+                "running_lora_adapters": self._named(gauges.running_adapters),
+                "waiting_lora_adapters": self._named(gauges.waiting_adapters),
+            }
+            help_text = "Adapters of requests in and out of the batch; the value is the Unix time."
+            yield self._info("lora_requests_info", help_text, adapters, time.time())
+
+    def _named(self, digests: frozenset[str]) -> str:
+        return ",".join(sorted(name for name, one in self._served.items() if one.adapter.digest in digests))
+
+    def _info(self, name: str, help_text: str, labels: dict[str, str], value: float) -> Metric:
+        family = GaugeMetricFamily(VLLM + name, help_text, labels=[*self._names, *labels])
+        family.add_metric([*self._values, *labels.values()], value)
         return family
 
 
@@ -193,9 +237,18 @@ class OwnCollector(EngineCollector):
 
 
 class MetricsRoute:
-    """Handles GET /metrics.  more: see ``OwnCollector``."""
+    """Handles GET /metrics.  adapters: see ``VllmCollector``.  more: see ``OwnCollector``."""
 
-    def __init__(self, backend: Backend, traffic: Traffic, *, version: str, more: Sequence[More] = ()) -> None:
+    def __init__(
+        self,
+        backend: Backend,
+        traffic: Traffic,
+        *,
+        version: str,
+        adapters: Mapping[str, ServedAdapter],
+        more: Sequence[More] = (),
+    ) -> None:
+        self._adapters = adapters
         self._more = more
         self._ingress, self._monitor = backend.ingress, backend.monitor
         self._traffic = traffic
@@ -210,7 +263,7 @@ class MetricsRoute:
         if seen.gauges.process not in (0, os.getpid()):
             ProcessCollector(f"{OWN}engine", pid=lambda: str(seen.gauges.process), registry=registry)
         registry.register(OwnCollector(seen, self._ingress, self._traffic, self._about, self._more))
-        registry.register(EngineCollector(seen, VLLM, {"model_name": self._about["model_name"], "engine": "0"}))
+        registry.register(VllmCollector(seen, self._about["model_name"], self._adapters))
         encode, content_type = choose_encoder(request.headers.get("Accept", ""))
         return web.Response(body=encode(registry), headers={"Content-Type": content_type})
 

@@ -28,6 +28,11 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 API_ROUTES = ("/v1/", "/generate")  # probes and scrapes are not worth a span
+# What the semantic conventions call the work of a route; of the others it is "chat".
+OPERATIONS = {
+    **dict.fromkeys(("/v1/completions", "/generate"), "text_completion"),
+    "/v1/embeddings": "embeddings",
+}
 MAX_OPEN = 65536  # requests that may not have told their end; some never will, refused by the tokenizer
 NS = 1_000_000_000
 SEND_TIMEOUT_S = 2  # also what a collector that does not answer may cost at shutdown
@@ -78,7 +83,12 @@ class Traces:
             attributes={
                 "http.request.method": request.method,
                 "http.route": exchange.route,
+                "url.path": request.path,
+                "url.scheme": request.scheme,
+                "gen_ai.operation.name": OPERATIONS.get(exchange.route, "chat"),
+                "gen_ai.provider.name": "callboard",
                 "gen_ai.request.model": self._model,
+                "gen_ai.response.model": self._model,
                 "callboard.request_id": exchange.id,
             },
             record_exception=False,  # its text may hold parts of the request
@@ -88,7 +98,10 @@ class Traces:
             try:
                 response = await handler(request)
             except Exception as error:
-                span.set_attribute("http.response.status_code", getattr(error, "status", 500))
+                status = getattr(error, "status", 500)
+                span.set_attributes(
+                    {"http.response.status_code": status, "error.type": getattr(error, "code", str(status))}
+                )
                 raise
             finally:
                 if exchange.usage is not None:

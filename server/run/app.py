@@ -122,7 +122,7 @@ def create_runner(
     app.add_routes(web.post(path, route.post) for path, route in served.items() if path not in stored)
     app.add_routes(_api_routes(server, translator, backend.codec))
     more = () if streams is None else (streams.gauges,)
-    metrics = MetricsRoute(backend, traffic, version=version, more=more)
+    metrics = MetricsRoute(backend, traffic, version=version, adapters=adapters.served, more=more)
     app.router.add_get("/metrics", metrics.get)
     app.add_routes(_operators_routes(server, backend, clients, version))
     loading = AdapterRoutes(adapters, server)

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+import msgspec
 import numpy as np
 
 from engine.actors.snapshot import Gauges, MailboxGauges, Record, Snapshot
@@ -31,6 +32,7 @@ class FakeMonitor:
         self.rows: tuple[BoardRow, ...] = ()
         self.pool = Pool()
         self.explained: tuple[Explained, ...] = ()
+        self.changed: dict[str, object] = {}  # of the gauges
         self._num_pages = 0
         self._ingress = ingress
 
@@ -43,6 +45,9 @@ class FakeMonitor:
         return Snapshot(0, self.now, self._gauges(), meter_shown, board_shown, explained)
 
     def _gauges(self) -> Gauges:
+        return msgspec.structs.replace(self._usual_gauges(), **self.changed)
+
+    def _usual_gauges(self) -> Gauges:
         return Gauges(
             num_open=self._ingress.num_open,
             num_running=3,

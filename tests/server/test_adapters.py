@@ -22,7 +22,7 @@ from server.adapters import MAX_NAMES, Adapters, ServedAdapter
 from server.openai.translator import Translator
 from tests.adapters.made import greedy, make_adapter, merged
 from tests.models.checkpoints import build, random_tokens, save
-from tests.server.http_client import Reply, ask
+from tests.server.http_client import RawClient, Reply, ask, http_bytes
 from tests.server.live_server import CARD, LiveServer
 from tests.server.live_system import MODEL, LiveSystem
 from tests.server.test_administration import bearer
@@ -87,6 +87,15 @@ def test_an_adapter_is_a_model_with_a_parent(scene: Scene) -> None:
     assert scene.says("good")[0] == scene.expected(scene.good)
     reply = ask(scene.live.port, "POST", "/v1/completions", {"model": "best", "prompt": PROMPT})
     assert (reply.status, reply.error["code"]) == (404, "model_not_found")
+
+
+def test_the_metrics_name_the_adapters_of_what_runs(scene: Scene) -> None:
+    body = {"model": "good", "prompt": PROMPT, "ignore_eos": True, "max_tokens": 200}
+    with RawClient(scene.live.port) as client:
+        client.send(http_bytes("POST", "/v1/completions", json.dumps(body).encode()))
+        # The gauges have digests; which name is whose is the server's to know.
+        assert scene.live.wait_until(lambda gauges: bool(gauges.running_adapters), 10)
+    assert b'max_lora="2"' in ask(scene.live.port, "GET", "/metrics").body
 
 
 def test_other_content_under_one_name_finds_no_page_of_the_first(scene: Scene) -> None:

@@ -61,6 +61,11 @@ def test_a_request_is_a_span_in_the_callers_trace(
     assert span.attributes["callboard.request_id"] == "mine"
     assert span.attributes["gen_ai.usage.output_tokens"] == 3
     assert span.attributes["http.response.status_code"] == 200
+    named = ("operation.name", "provider.name", "request.model", "response.model")
+    found = [span.attributes[f"gen_ai.{name}"] for name in named]
+    assert found == ["text_completion", "callboard", MODEL, MODEL]
+    assert (span.attributes["url.path"], span.attributes["url.scheme"]) == ("/v1/completions", "http")
+    assert "error.type" not in span.attributes
     assert "secret" not in span.to_json()
 
 
@@ -71,6 +76,7 @@ def test_refused_requests_are_spans_and_probes_are_not(traced: LiveServer, expor
     assert list(spans(exporter)) == ["POST /v1/completions"]
     (span,) = spans(exporter).values()
     assert (span.attributes or {})["http.response.status_code"] == 400
+    assert (span.attributes or {})["error.type"] == "invalid_value"
 
 
 def test_the_engines_phases_lie_below_the_request_one_after_another(
