@@ -5,6 +5,7 @@ Owns: what may be asked, and what is said of the answer.  Does not know: the ord
 
 import json
 from collections.abc import Awaitable, Callable, Sequence
+from http import HTTPStatus
 from typing import Any
 
 import msgspec
@@ -107,7 +108,9 @@ class ResponsesWriter(Writer):
         self._finish = Finish.RUNNING
         self._started = False
         self._keeping: Awaitable[None] | None = None
+        self._whole: ResponseObject | None = None
         self.keep: Callable[[ResponseObject], Awaitable[None]] | None = None  # set where the answer is stored
+        self.unstored: RequestError | None = None  # why it is not, though it was to be
 
     def whole(self, outputs: Sequence[Output]) -> ResponseObject:
         (output,) = outputs
@@ -136,15 +139,22 @@ class ResponsesWriter(Writer):
         return self._items.event("failed", response=self._object("failed", error))
 
     async def kept(self) -> None:
-        if self._keeping is not None:
+        """An answer that was not asked to be stored is told without that, where the disk is full or fails."""
+        if self._keeping is None or self._whole is None:
+            return
+        try:
             await self._keeping
+        except RequestError as error:
+            if self._body.store or error.status < HTTPStatus.INTERNAL_SERVER_ERROR:
+                raise
+            self.unstored, self._whole.store = error, False
 
     def queued(self) -> ResponseObject:
         """Returns the response as it is before its work begins."""
         return self._object("queued")
 
     def _ended(self) -> ResponseObject:
-        whole = self._object()
+        whole = self._whole = self._object()
         if self.keep is not None:
             self._keeping = self.keep(whole)
         return whole

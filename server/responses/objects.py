@@ -157,8 +157,8 @@ class ResponseError(msgspec.Struct, frozen=True):
     message: str
 
 
-class ResponseObject(msgspec.Struct, frozen=True, kw_only=True):
-    """The answer, and what was asked of it."""
+class ResponseObject(msgspec.Struct, kw_only=True):
+    """The answer, and what was asked of it.  store: may turn false when the answer is there, and cannot be stored."""
 
     id: str
     object: Literal["response"] = "response"

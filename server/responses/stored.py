@@ -22,7 +22,7 @@ from server.generate.generation import Generation, Origin
 from server.generate.route import GenerateRoute, GenerateTask
 from server.generate.unattended import until_taken
 from server.http.body import BodyReader
-from server.http.exchange import Exchange, refuse_foreign_page
+from server.http.exchange import EXCHANGE, Exchange, refuse_foreign_page
 from server.http.replies import as_request_error, json_reply
 from server.keys import Keys
 from server.responses.endpoint import ResponsesWriter
@@ -38,6 +38,7 @@ RESPONSES = "/v1/responses"
 PREFIX = "resp_"
 MOST_AT_ONCE = 64  # that are made in the background
 LISTED, MAX_LISTED = 20, 100
+NOT_STORED = '199 callboard "the response is not stored: the disk is full or fails"'
 
 
 class StoredResponses:
@@ -107,7 +108,12 @@ class StoredResponses:
         items = input_items(_items(body), task.generation.origin.key.hex)
         if not body.background:
             writer.keep = partial(self._table.add, owner, items=items)
-            return await self._route.reply(request, task)
+            answer = await self._route.reply(request, task)
+            if writer.unstored is not None:
+                log.warning("request=%s: its response is not stored: %s", request[EXCHANGE].id, writer.unstored)
+                if not answer.prepared:  # the headers of a stream are out
+                    answer.headers["Warning"] = NOT_STORED
+            return answer
         writer.keep = self._table.finish
         response = writer.queued()
         await self._table.add(owner, response, items, data, secrets.randbelow(MAX_SEED + 1))

@@ -216,17 +216,28 @@ def test_a_place_in_a_list_of_keys_is_nobodys_name(storage: StorageSection) -> N
         connect(server, "two").responses.retrieve(made.id)
 
 
-def test_a_full_disk_is_said_and_store_false_goes_on(client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_with_a_full_disk_answers_come_unstored_unless_they_were_asked_to_be_stored(
+    client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def full(*_: object, **__: object) -> None:
         raise RequestError("the server's disk is full; nothing was stored", status=507, code="storage_full")
 
     monkeypatch.setattr(ResponseTable, "add", full)
-    with pytest.raises(openai.InternalServerError) as caught:
-        ask_for(client)
-    assert caught.value.code == "storage_full"
+    told = client.responses.with_raw_response.create(model=MODEL, input="hello")
+    assert "not stored" in told.headers["Warning"]
+    made = told.parse()
+    assert (made.status, made.store, bool(made.output_text)) == ("completed", False, True)
+    with pytest.raises(openai.NotFoundError):
+        client.responses.retrieve(made.id)
     last = list(ask_for(client, stream=True))[-1]
-    assert (last.type, last.response.error.code) == ("response.failed", "storage_full")
+    assert (last.type, last.response.store) == ("response.completed", False)
     assert ask_for(client, store=False).status == "completed"
+    for asked in ({"store": True}, {"background": True}):
+        with pytest.raises(openai.InternalServerError) as caught:
+            ask_for(client, **asked)
+        assert caught.value.code == "storage_full"
+    last = list(ask_for(client, stream=True, store=True))[-1]
+    assert (last.type, last.response.error.code) == ("response.failed", "storage_full")
 
 
 def test_a_quota_is_said_before_anything_is_made(storage: StorageSection) -> None:
