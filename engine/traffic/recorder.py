@@ -14,8 +14,9 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from io import FileIO
 from pathlib import Path
-from typing import Any, BinaryIO, Generic, Literal, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 import msgspec
 import numpy as np
@@ -50,6 +51,7 @@ M = TypeVar("M")
 MIB = 1 << 20
 EVERY_S = 0.5
 MOST_WAITING = 1 << 17  # messages; a disk that is so far behind ends the recording
+TRY_AGAIN_S = 5.0  # after a disk has refused something
 FILES = 4  # parts of the bound; the oldest is deleted for the next
 RELEVANT = ("policy", "eviction", "proposer", "kv_store")  # plugins that decide in the scheduler
 encode = msgspec.json.Encoder().encode
@@ -246,16 +248,20 @@ def relevant_settings(config: Config) -> dict[str, dict[str, Any]]:
 
 
 class _Files:
-    """One file after another; together they take no more than ``most_bytes``, a batch aside."""
+    """One file after another; together they take no more than ``most_bytes``, a batch aside.
+
+    What a disk that is full or fails does not take is lost; another file begins once it takes something again."""
 
     def __init__(self, folder: Path, model: str, most_bytes: int) -> None:
         self._folder = folder
         self._stem = re.sub(r"[^\w.-]", "_", model)
         self._most_bytes = most_bytes
         self._number = 0
-        self._file: BinaryIO | None = None
+        self._file: FileIO | None = None
         self._head: TraceHead | None = None
-        self._num_lines = 0
+        self._lines: list[bytes] = []  # that the file does not have yet
+        self._num_lines = self._num_bytes = 0  # that it has
+        self._failed_at: float | None = None
         self.path = folder
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -266,30 +272,61 @@ class _Files:
 
     def start(self, head: TraceHead) -> None:
         """A file after the present one, which is no trace if it has nothing but a head."""
+        self.end_of_batch()
+        self._leave()
+        self._head = head
+
+    def write(self, line: Line) -> None:
+        """Have it in the next batch."""
+        self._lines.append(encode(line) + b"\n")
+
+    def end_of_batch(self) -> None:
+        """A reader of the file finds whole lines; a file that is full is followed by another."""
+        lines, self._lines = self._lines, []
+        if self._failed_at is not None and time.monotonic() < self._failed_at + TRY_AGAIN_S:
+            return
+        try:
+            if self._file is None and self._head is not None:
+                self._open(self._head)
+            self._append(lines)
+            if self._num_bytes > self._most_bytes // FILES and self._head is not None:
+                self._open(self._head)
+            self._remove_oldest()
+        except OSError as error:
+            if self._failed_at is None:
+                log.error("traffic is not recorded: %s; it is tried again every %g s", error, TRY_AGAIN_S)
+            self._failed_at = time.monotonic()
+            self._leave()
+        else:
+            self._failed_at = None
+
+    def _open(self, head: TraceHead) -> None:
         self.close()
-        if self._num_lines == 1:
-            self.path.unlink(missing_ok=True)
-        self._head, self._num_lines = head, 0
+        self._num_lines = self._num_bytes = 0
         self._number += 1
         when = time.strftime("%Y%m%dT%H%M%S", time.gmtime())
         self.path = self._folder / f"{self._stem}-{when}-{os.getpid()}-{self._number}.jsonl"
         # Clients' names are in it.
-        self._file = os.fdopen(os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb")
-        self.write(head)
+        self._file = FileIO(os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb")
+        self._append([encode(head) + b"\n"])
         log.info("traffic is recorded in %s", self.path)
 
-    def write(self, line: Line) -> None:
-        assert self._file is not None, "the file is closed"
-        self._file.write(encode(line) + b"\n")
-        self._num_lines += 1
+    def _append(self, lines: list[bytes]) -> None:
+        """Write all of them.  Raises OSError; then the file has none."""
+        if self._file is None:
+            return
+        rest = b"".join(lines)
+        num_bytes = len(rest)
+        try:
+            while rest:
+                rest = rest[self._file.write(rest) :]
+        except OSError:
+            self._file.truncate(self._num_bytes)
+            raise
+        self._num_lines += len(lines)
+        self._num_bytes += num_bytes
 
-    def end_of_batch(self) -> None:
-        """Whoever reads finds whole lines; a file that is full is followed by another."""
-        assert self._file is not None, "the file is closed"
-        assert self._head is not None, "the file has no head"
-        self._file.flush()
-        if self._file.tell() > self._most_bytes // FILES:
-            self.start(self._head)
+    def _remove_oldest(self) -> None:
         found = [(one.stat(), one) for one in self._folder.glob(f"{self._stem}-*.jsonl")]
         total = sum(stat.st_size for stat, _ in found)
         for stat, one in sorted(found, key=lambda pair: pair[0].st_mtime):
@@ -297,6 +334,11 @@ class _Files:
                 break
             one.unlink(missing_ok=True)
             total -= stat.st_size
+
+    def _leave(self) -> None:
+        if self._file is not None and self._num_lines <= 1:
+            self.path.unlink(missing_ok=True)
+        self.close()
 
     def close(self) -> None:
         if self._file is not None:

@@ -4,8 +4,9 @@ import asyncio
 import base64
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -207,17 +208,71 @@ def test_no_more_disk_is_taken_than_was_said_and_the_newest_stays(
     assert other.exists(), "of another model"
 
 
-def test_a_disk_that_takes_nothing_ends_the_recording_alone(
+class Disk(FileIO):
+    """A file on a disk with so much room.  It takes what fits of a write, as disks do."""
+
+    room = 1 << 20
+
+    def write(self, data: bytes) -> int:  # type: ignore[override]
+        if not Disk.room:
+            raise OSError(28, "No space left on device")
+        taken = super().write(data[: Disk.room])
+        Disk.room -= taken
+        return taken
+
+
+@pytest.mark.parametrize("room", [0, 3, 700], ids=lambda room: f"{room} bytes left")
+def test_a_full_disk_loses_what_it_does_not_take_and_a_trace_begins_when_there_is_room(
+    recorder: TraceRecorder, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, room: int
+) -> None:
+    for name, value in {"EVERY_S": 0.01, "TRY_AGAIN_S": 0.05, "FileIO": Disk}.items():
+        monkeypatch.setattr(f"engine.traffic.recorder.{name}", value)
+    sink = Sink()
+    link = recorder.tap(sink)
+    asked = 0
+
+    def until(holds: Callable[[], bool]) -> None:
+        nonlocal asked
+        deadline = time.monotonic() + far(10)
+        while not holds():
+            assert time.monotonic() < deadline
+            asked += 1
+            link.put(admit(asked))
+            recorder.callboard_request_finished((metrics(asked),))
+            time.sleep(0.01)
+
+    def files() -> list[Path]:
+        return sorted((recorder.path.parent).glob("*.jsonl"))
+
+    recorder.begin(LIMITS, Config())
+    until(lambda: recorder._files._num_lines > 2)
+    monkeypatch.setattr(Disk, "room", room)
+    until(lambda: "not recorded: [Errno 28] No space left on device" in caplog.text)
+    failed_at = asked
+    until(lambda: asked > failed_at + 20)
+    assert caplog.text.count("not recorded") == 1
+    (before,) = files()
+    monkeypatch.setattr(Disk, "room", 1 << 20)
+    until(lambda: recorder.path != before and recorder._files._num_lines > 2)
+    recorder.close()
+    assert len(sink.got) == asked
+    assert files() == [before, recorder.path]
+    for path in files():
+        assert [one["line"] for one in lines(path)][:2] == ["head", "request"]
+        assert path.read_bytes().endswith(b"\n"), "whole lines alone"
+
+
+def test_what_cannot_be_recorded_ends_the_recording_alone(
     recorder: TraceRecorder, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     recorder.begin(LIMITS, Config())
     sink = Sink()
     link = recorder.tap(sink)
 
-    def full(*_: object) -> None:
-        raise OSError(28, "No space left on device")
+    def broken(*_: object) -> None:
+        raise ValueError("no such line")
 
-    monkeypatch.setattr(recorder._files, "write", full)
+    monkeypatch.setattr(recorder._files, "write", broken)
     link.put(admit(1))
     recorder.callboard_request_finished((metrics(1),))
     deadline = time.monotonic() + far(10)
@@ -226,8 +281,8 @@ def test_a_disk_that_takes_nothing_ends_the_recording_alone(
         time.sleep(0.01)
     link.put(admit(2))
     assert len(sink.got) == 2
-    assert not recorder._notes, "nothing is kept that nobody writes"
-    assert "No space left" in caplog.text
+    assert not recorder._notes, "nothing is kept that is never written"
+    assert "no such line" in caplog.text
 
 
 def test_a_folder_that_cannot_be_made_is_said_before_anything_is_loaded(tmp_path: Path) -> None:
