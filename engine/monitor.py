@@ -12,11 +12,10 @@ import msgspec
 
 from engine.actors.ingress import Ingress
 from engine.actors.scheduler import Scheduler
-from engine.actors.snapshot import Gauges, GetSnapshot, MailboxGauges, Record, Snapshot
+from engine.actors.snapshot import Gauges, GetSnapshot, MailboxGauges, Snapshot
 from engine.actors.tokenizer import Tokenizer
 from engine.messages import Profile
 from engine.plugins.observers import Observers
-from engine.recording.recorder import Recorder
 from engine.scheduling.board import Board
 from engine.scheduling.explanation import explain
 from engine.scheduling.meter import Meter
@@ -40,7 +39,6 @@ class Monitor:
         limits: PlannerLimits,
         decode: Callable[[Sequence[int]], str],
         clock: Callable[[], float],
-        recorder: Recorder | None = None,
     ) -> None:
         self._ingress = ingress
         self._tokenizer = tokenizer
@@ -50,7 +48,6 @@ class Monitor:
         self._limits = limits  # until there is a planner, which has its own
         self.decode = decode
         self._clock = clock
-        self._recorder = recorder
 
     @property
     def now(self) -> float:
@@ -127,11 +124,6 @@ class Monitor:
     def profile(self, ask: Profile) -> None:
         """Have the executors record steps, or stop it."""
         self._executors.profile(ask)
-
-    def record(self, ask: Record) -> None:
-        """Have the flight recorder write a file, if there is one."""
-        if self._recorder is not None:
-            self._recorder.write("asked", ask.name)
 
     def watch(self, observer: object, name: str) -> None:
         """Add an observer: an object with observer hooks, called from now on."""

@@ -202,13 +202,10 @@ class System:
             limits=self.planner_limits(0),
             decode=self.codec.decode,
             clock=time.monotonic,
-            recorder=self.recorder,
         )
         if isinstance(self.entrance, RemoteIngress):
             monitor = self.monitor
-            self.entrance.connect(
-                look=monitor.snapshot, watch=monitor.watch, profile=monitor.profile, record=monitor.record
-            )
+            self.entrance.connect(look=monitor.snapshot, watch=monitor.watch, profile=monitor.profile)
 
     def _tapped(self, link: Link[M]) -> Link[M]:
         """A link of the scheduler, which a recorder listens to if there is one."""

@@ -10,7 +10,7 @@ from typing import Protocol
 
 from engine.actors.admission import Admitting
 from engine.actors.operations import Operate, SettingsChanged
-from engine.actors.snapshot import Record, Snapshot
+from engine.actors.snapshot import Snapshot
 from engine.actors.supervisor import Entrance
 from engine.messages import DEFAULT_OPTIONS, Delta, Profile, RequestOptions, Stats
 from engine.params import SamplingParams
@@ -73,9 +73,6 @@ class Monitor(Protocol):
 
     def profile(self, ask: Profile) -> None:
         """Have the executors record steps, or stop it; no answer comes."""
-
-    def record(self, ask: Record) -> None:
-        """Have the engine's flight recorder write a file; no answer comes."""
 
     def watch(self, observer: object, name: str) -> None:
         """Call the observer hooks of an object from now on."""

@@ -17,12 +17,14 @@ class SettingsChanged(Message, frozen=True):
 
 
 class Operate(Message, frozen=True):
-    """Change the settings, sleep, or wake up.  The answer, an ``Operated``, has the same number.
+    """Change the settings, sleep, wake up, or write what the scheduler was told lately to a file.
 
-    text: TOML with the settings; None for the file that the server was started with.  dry_run: only say what would
-    change.  level: of sleep, see ``Changeover.sleep``."""
+    The answer, an ``Operated``, has the same number.
 
-    what: Literal["apply", "sleep", "wake_up"]
+    text: TOML with the settings, None for the file that the server was started with; the name of the file of a
+    recording.  dry_run: only say what would change.  level: of sleep, see ``Changeover.sleep``."""
+
+    what: Literal["apply", "sleep", "wake_up", "record"]
     number: int = 0
     text: str | None = None
     dry_run: bool = False

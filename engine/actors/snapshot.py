@@ -67,12 +67,6 @@ class GetSnapshot(Message, frozen=True):
     explain: tuple[int, ...] = ()
 
 
-class Record(Message, frozen=True):
-    """Write what the scheduler was told lately to a file.  name: of the file, in the folder of recordings."""
-
-    name: str
-
-
 class Subscribe(Message, frozen=True):
     """Send ``RequestsFinished`` for every request that ends from now on."""
 

@@ -83,7 +83,15 @@ class Recording:
 def write_recording(path: Path, header: Header, state: Iterable[Any], turns: Iterable[bytes]) -> None:
     """Write a file, which has its name when it is whole.  turns: each encoded.  Raises OSError, StateError."""
     unfinished = path.with_name(f"{path.name}.part")
-    with unfinished.open("wb") as file:
+    try:
+        _write_whole(unfinished, header, state, turns)
+        unfinished.rename(path)
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+def _write_whole(path: Path, header: Header, state: Iterable[Any], turns: Iterable[bytes]) -> None:
+    with path.open("wb") as file:
         file.write(NAME + b"%d\n" % FORMAT)
         _write(file, HEADER, msgspec.msgpack.encode(header))
         entries: list[Any] = []
@@ -100,7 +108,6 @@ def write_recording(path: Path, header: Header, state: Iterable[Any], turns: Ite
             # An array of encoded turns, put together without decoding them.
             _write(file, TURNS, b"\xdd" + len(part).to_bytes(4, "big") + b"".join(part))
         _write(file, END, msgspec.msgpack.encode(End(num_turns)))
-    unfinished.rename(path)
 
 
 def _parts(turns: Iterable[bytes]) -> Iterator[list[bytes]]:

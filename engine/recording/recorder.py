@@ -14,6 +14,7 @@ import time
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -191,26 +192,36 @@ class Recorder:
     def _is_writing(self) -> bool:
         return self._writing is not None and self._writing.is_alive()
 
-    def write(self, why: str, name: str = "") -> None:
-        """Write what is in the ring now to a file, in a thread.  name: of the file.  They are written one by one."""
-        name = Path(name).name or file_name(why)
-        if self._is_off:
-            log.error("nothing is recorded any more, so %s is not written; the log says above why", name)
-            return
+    def write(self, why: str, name: str = "") -> "Future[str]":
+        """Write what is in the ring now to a file, in a thread.  name: of the file.  They are written one by one.
+
+        Returns why it was not written, '' if it was, when that is known."""
+        name, done = Path(name).name or file_name(why), Future[str]()
         before = self._writing if self._is_writing else None
         self._num_waiting = 0 if before is None else self._num_waiting + 1
+        refusal = "nothing is recorded any more; the log has the reason" if self._is_off else ""
         if self._num_waiting > MOST_WAITING:
-            log.error("%d recordings wait to be written, so %s is not", MOST_WAITING, name)
-            return
-        arguments = (before, why, name, list(self._ring))
+            refusal = f"{MOST_WAITING} others wait to be written"
+        if refusal:
+            log.error("recording %s is not written: %s", name, refusal)
+            done.set_result(refusal)
+            return done
+        arguments = (before, why, name, list(self._ring), done)
         self._writing = threading.Thread(target=self._write_after, args=arguments, name="recording")
         self._writing.start()
+        return done
 
-    def _write_after(self, before: threading.Thread | None, why: str, name: str, ring: list[bytes]) -> None:
+    def _write_after(
+        self, before: threading.Thread | None, why: str, name: str, ring: list[bytes], done: "Future[str]"
+    ) -> None:
         """While this thread is there nothing is dropped from the ring, so its state stays where it is."""
         if before is not None:
             before.join()
-        self._write(why, name, ring, PAUSE_S)
+        try:
+            done.set_result(self._write(why, name, ring, PAUSE_S))
+        except Exception:
+            done.set_result("it failed; the log has the reason")
+            raise
 
     def write_at_last(self, why: str) -> None:
         """The same, and wait for it: nothing comes any more."""
@@ -226,8 +237,8 @@ class Recorder:
             self._last_alert_at = now
             self.write(why)
 
-    def _write(self, why: str, name: str, ring: list[bytes], pause_s: float) -> None:
-        """pause_s: how long others get between two parts of the work."""
+    def _write(self, why: str, name: str, ring: list[bytes], pause_s: float) -> str:
+        """Returns as ``write`` does.  pause_s: how long others get between two parts of the work."""
         header = Header(
             version=__version__,
             code=planning_code(),
@@ -248,8 +259,9 @@ class Recorder:
             write_recording(self.folder / name, header, state, turns)
         except (OSError, CallboardError) as error:
             log.error("recording %s was not written: %s", self.folder / name, error)
-        else:
-            log.warning("recording written (%s): callboard replay %s", why, self.folder / name)
+            return (error.strerror or "the folder cannot be written to") if isinstance(error, OSError) else str(error)
+        log.warning("recording written (%s): callboard replay %s", why, self.folder / name)
+        return ""
 
 
 def _with_pauses(items: Iterable[T], pause_s: float) -> Iterator[T]:

@@ -20,7 +20,7 @@ import msgspec
 from engine.actors.actor import Actor, Link
 from engine.actors.ingress import Part
 from engine.actors.operations import Operate, Operated, SettingsChanged
-from engine.actors.snapshot import GetSnapshot, Record, RequestsFinished, Snapshot, Subscribe
+from engine.actors.snapshot import GetSnapshot, RequestsFinished, Snapshot, Subscribe
 from engine.errors import EngineDied
 from engine.messages import Abort, Deltas, Failed, Finish, IngressInbox, Profile, Stats, Tokenize
 from engine.notices import EngineReady, EngineRecovering, TokenizersLost, TokenizersReady
@@ -118,13 +118,11 @@ class RemoteIngress(Actor[IngressInbox | SettingsChanged], Owner[FromFrontend, T
         look: Callable[[GetSnapshot], Snapshot],
         watch: Callable[[object, str], None],
         profile: Callable[[Profile], None],
-        record: Callable[[Record], None],
     ) -> None:
         """What the frontend is answered from: a monitor, which needs this actor to be there first."""
         self._look = look
         self._watch = watch
         self._profile = profile
-        self._record = record
 
     # ---- as ingress: for the supervisor and the server --------------------------------------
 
@@ -245,8 +243,6 @@ class RemoteIngress(Actor[IngressInbox | SettingsChanged], Owner[FromFrontend, T
                     self._watch(_Subscription(self._tell), "the frontend")
             case Profile():
                 self._profile(message)
-            case Record():
-                self._record(message)
             case Operate():
                 self.operate(message, self._tell)
             case FrontendDrained():

@@ -7,7 +7,7 @@ frontend's process and its engine tell each other.  Does not know: who sends the
 import msgspec
 
 from engine.actors.operations import Operate, Operated, SettingsChanged
-from engine.actors.snapshot import GetSnapshot, Record, RequestsFinished, Snapshot, Subscribe
+from engine.actors.snapshot import GetSnapshot, RequestsFinished, Snapshot, Subscribe
 from engine.config import Config
 from engine.errors import CallboardError, ConfigError, EngineDied, GraphError, PluginError, StepTooLarge, WeightsError
 from engine.logs import LogSettings
@@ -179,7 +179,7 @@ class EngineFailed(Message, frozen=True):
 FromWorker = WorkerReady | WorkerAlive | WorkerFailed
 # What each kind of worker says besides, and what it is told.
 FromTokenizer = Admit | Abort | Deltas | Failed
-FromFrontend = Tokenize | Abort | GetSnapshot | Subscribe | Profile | Record | Operate | FrontendDrained | FrontendState
+FromFrontend = Tokenize | Abort | GetSnapshot | Subscribe | Profile | Operate | FrontendDrained | FrontendState
 ToFrontend = IngressInbox | SettingsChanged | Drain | AbortAll | EngineFailed | Snapshot | RequestsFinished | Operated
 ExecutorProcessInbox = ExecutorAssignment | ExecutorInbox | Stop
 TokenizerProcessInbox = TokenizerAssignment | TokenizerInbox | Stop

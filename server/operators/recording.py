@@ -1,6 +1,6 @@
 """POST /debug/recording: what the scheduler was told in the last minutes, as a file for ``callboard replay``.
 
-Owns: what may be asked.  Does not know: what is recorded, when the file is there.
+Owns: what may be asked.  Does not know: what is recorded, how a file is written.
 The file goes where the configuration says, under a name that nobody chooses.  A body is not read.
 """
 
@@ -9,10 +9,10 @@ from pathlib import Path
 import msgspec
 from aiohttp import web
 
-from engine.actors.snapshot import Record
+from engine.actors.operations import Operate
 from engine.errors import RequestError
 from engine.recording.file import file_name
-from server.backend import Monitor
+from server.backend import Operations
 from server.http.exchange import refuse_foreign_page
 from server.http.replies import json_reply
 
@@ -20,7 +20,7 @@ PATH = "/debug/recording"
 
 
 class RecordingAnswer(msgspec.Struct, frozen=True):
-    """Where the file is in a moment."""
+    """Where the file is."""
 
     file: str
 
@@ -28,16 +28,16 @@ class RecordingAnswer(msgspec.Struct, frozen=True):
 class RecordingRoute:
     """folder: of recordings; '' if nothing is recorded."""
 
-    def __init__(self, monitor: Monitor, folder: str) -> None:
-        self._monitor = monitor
+    def __init__(self, operations: Operations | None, folder: str) -> None:
+        self._operations = operations
         self._folder = folder
 
     async def post(self, request: web.Request) -> web.Response:
-        """Have the engine write a file.  Raises RequestError: 403, 404."""
+        """Have the engine write a file, and answer when it is there.  Raises RequestError: 403, 404, 429, 507."""
         refuse_foreign_page(request)
-        if not self._folder:
+        if not self._folder or self._operations is None:
             reason = "nothing is recorded here; an operator can set storage.folder, and storage.recording_mb above 0"
             raise RequestError(reason, status=404, code="recording_off")
         name = file_name("asked")
-        self._monitor.record(Record(name))
+        await self._operations.operate(Operate("record", text=name))
         return json_reply(RecordingAnswer(str(Path(self._folder, name))))

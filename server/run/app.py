@@ -188,7 +188,7 @@ def _operators_routes(server: ServerSection, backend: Backend, clients: Clients,
         *SettingsRoutes(backend, server).routes(),
         web.post("/start_profile", profiling.start),
         web.post("/stop_profile", profiling.stop),
-        web.post(RECORDING, RecordingRoute(backend.monitor, backend.card.recordings).post),
+        web.post(RECORDING, RecordingRoute(backend.operations, backend.card.recordings).post),
         web.get("/openapi.json", openapi_handler(version)),
     ]
 

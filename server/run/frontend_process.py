@@ -21,7 +21,7 @@ from engine.actors.actor import Actor, Link
 from engine.actors.admission import RETRY_LATER_S
 from engine.actors.ingress import Ingress
 from engine.actors.operations import Operated
-from engine.actors.snapshot import GetSnapshot, Record, RequestsFinished, Snapshot, Subscribe
+from engine.actors.snapshot import GetSnapshot, RequestsFinished, Snapshot, Subscribe
 from engine.errors import CallboardError, EngineDied, RequestError
 from engine.messages import Abort, Failed, Profile, Stop, Tokenize
 from engine.plugins.manager import Plugins
@@ -63,7 +63,7 @@ class RemoteMonitor:
 
     def __init__(
         self,
-        engine: Link[GetSnapshot | Subscribe | Profile | Record],
+        engine: Link[GetSnapshot | Subscribe | Profile],
         ingress: Ingress,
         decode: Callable[[Sequence[int]], str],
     ) -> None:
@@ -109,10 +109,6 @@ class RemoteMonitor:
 
     def profile(self, ask: Profile) -> None:
         """Have the engine's executors record steps, or stop it."""
-        self._engine.put(ask)
-
-    def record(self, ask: Record) -> None:
-        """Have the engine's flight recorder write a file."""
         self._engine.put(ask)
 
     def take(self, message: Snapshot | RequestsFinished) -> None:

@@ -9,6 +9,7 @@ import itertools
 import logging
 import re
 from collections.abc import Callable
+from http import HTTPStatus
 
 import msgspec
 
@@ -23,6 +24,7 @@ from server.model_card import ModelCard
 log = logging.getLogger(__name__)
 
 MAX_ASKED = 8  # without an answer: they are done one after the other
+CODES = {400: "invalid_settings", 507: "recording_failed"}
 SETTING = re.compile(rf"\b(?:{'|'.join(Config.__struct_fields__)})\.\w+")
 
 
@@ -32,6 +34,7 @@ class LocalOperations:
     def __init__(self, system: System, source: ConfigSource, card: ModelCard) -> None:
         self._changeover = Changeover(system, lambda system: msgspec.msgpack.encode(card.after_changes(system)))
         self._source = source
+        self._recorder = system.recorder
         self._answering: set[asyncio.Task[None]] = set()
 
     async def operate(self, ask: Operate) -> bytes:
@@ -44,6 +47,9 @@ class LocalOperations:
                     await self._changeover.sleep(ask.level)
                 case "wake_up":
                     await self._changeover.wake()
+                case "record" if self._recorder is not None:
+                    if reason := await asyncio.wrap_future(self._recorder.write("asked", ask.text or "")):
+                        raise _refusal(f"the recording is not written: {reason}", HTTPStatus.INSUFFICIENT_STORAGE)
         except CallboardError as error:
             raise _as_request_error(error) from error
         return b""
@@ -109,5 +115,5 @@ def _as_request_error(error: CallboardError) -> RequestError:
 
 def _refusal(reason: str, status: int) -> RequestError:
     named = SETTING.search(reason)
-    code = "invalid_settings" if status == 400 else "engine_failed"
+    code = CODES.get(status, "engine_failed")
     return RequestError(reason, status=status, code=code, param=named[0] if named else None)

@@ -131,6 +131,23 @@ def test_a_folder_that_cannot_be_written_costs_a_line_in_the_log(
     assert "was not written" in caplog.text
 
 
+def test_a_disk_without_room_for_a_whole_file_keeps_none_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    driver = Driver(tmp_path)
+    driver.run(1)
+    monkeypatch.setattr("engine.recording.file._parts", full)
+    assert driver.recorder.write("asked").result() == "No space left on device"
+    assert not list(driver.recorder.folder.iterdir())
+    assert "was not written" in caplog.text
+    monkeypatch.undo()
+    assert driver.recorder.write("asked").result() == ""
+    assert len(driver.written()) == 1
+
+
 def test_a_plugin_that_cannot_be_followed_turns_the_recorder_off_and_nothing_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 
-from engine.actors.snapshot import Gauges, MailboxGauges, Record, Snapshot
+from engine.actors.snapshot import Gauges, MailboxGauges, Snapshot
 from engine.kv.node import Namespace
 from engine.kv.radix import RadixTree
 from engine.messages import Finish, Profile
@@ -28,7 +28,6 @@ class FakeMonitor:
         self.tree = RadixTree(PAGE, LeastRecentlyUsed())
         self.observers: list[object] = []
         self.profiles: list[Profile] = []
-        self.records: list[Record] = []
         self.rows: tuple[BoardRow, ...] = ()
         self.pool = Pool()
         self.explained: tuple[Explained, ...] = ()
@@ -70,9 +69,6 @@ class FakeMonitor:
 
     def profile(self, ask: Profile) -> None:
         self.profiles.append(ask)
-
-    def record(self, ask: Record) -> None:
-        self.records.append(ask)
 
     def cache(self, tokens: list[int], salt: str = "") -> None:
         """As if a request had computed them."""

@@ -35,12 +35,21 @@ def test_what_was_served_replays_from_the_file_that_the_answer_names(
         assert answer.status == 200
         path = Path(answer.json["file"])
         assert path.parent == tmp_path / "recordings"
-        assert live.wait_until(lambda _: path.exists(), 20)
+        assert path.exists()
     replay = Replay(read_recording(path))
     list(replay)
     assert replay.num_plans >= 18
     assert not replay.fault
     assert replay.digest == replay.recorded_digest
+
+
+def test_a_file_that_cannot_be_written_is_no_answer(checkpoint: Path, tmp_path: Path) -> None:
+    (tmp_path / "recordings").write_text("in the way")
+    with LiveSystem(settings(checkpoint, storage={"folder": str(tmp_path)})) as live:
+        live.complete([1, 2, 3], max_tokens=6)
+        answer = ask(live.port, "POST", "/debug/recording", {})
+    assert (answer.status, answer.json["error"]["code"]) == (507, "recording_failed")
+    assert answer.json["error"]["message"] == "the recording is not written: File exists"
 
 
 def test_without_a_folder_there_is_none_and_it_says_so(checkpoint: Path) -> None:

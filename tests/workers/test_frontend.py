@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from engine.actors.snapshot import Gauges, GetSnapshot, Record, RequestsFinished, Snapshot, Subscribe
+from engine.actors.snapshot import Gauges, GetSnapshot, RequestsFinished, Snapshot, Subscribe
 from engine.errors import CallboardError, ConfigError, EngineDied
 from engine.messages import Abort, Delta, Deltas, Failed, Finish, Profile, Stats, Stop, Tokenize
 from engine.notices import EngineReady, EngineRecovering, TokenizersReady
@@ -85,12 +85,10 @@ class Stage:
         )
         self.ingress.about = b"about"
         self.profiles: list[Profile] = []
-        self.records: list[Record] = []
         self.ingress.connect(
             look=self._look,
             watch=lambda observer, name: self.watching.append(observer),
             profile=self.profiles.append,
-            record=self.records.append,
         )
         self.running = asyncio.ensure_future(self.ingress.run())
 
@@ -326,9 +324,8 @@ async def test_restarts_end_somewhere(max_restarts: int, said: str) -> None:
 
 async def test_who_asks_is_answered_and_who_follows_is_told_once_for_all_fronts() -> None:
     async with on_stage() as stage:
-        stage.frontend.says(tokenize(1), GetSnapshot(5), Subscribe(), Profile(3, "here"), Record("now"))
+        stage.frontend.says(tokenize(1), GetSnapshot(5), Subscribe(), Profile(3, "here"))
         assert stage.profiles == [Profile(3, "here")]
-        assert stage.records == [Record("now")]
         assert stage.frontend.got == [Snapshot(5, 1.0, Gauges(num_open=1))]
         stage.frontend.dies()
         await stage.turn()
