@@ -41,6 +41,22 @@ BOUNDED = {
     "engine/workers/cluster/node.py: self._words": "what one generation of a rank has to say: here, met, lost",
 }
 
+LOOP_MAKERS = {"run", "Runner", "new_event_loop"}
+# Files of tests that make an event loop themselves -> which one.
+OWN_LOOPS = {
+    "tests/server/edges.py": "a program's",
+    "tests/server/engine_server.py": "a server's, on a thread",
+    "tests/server/live_server.py": "a server's, on a thread",
+    "tests/server/live_system.py": "a server's, on a thread",
+    "tests/server/serve_fake.py": "a server's, in a process",
+    "tests/sim/recovery.py": "virtual time",
+    "tests/sim/test_loop.py": "virtual time",
+    "tests/sim/world.py": "virtual time",
+    "tests/workers/server.py": "the streams of a client, for threads and fixtures of modules",
+    "tests/workers/test_pool_faults.py": "virtual time",
+    "tests/workers/test_recovery.py": "an engine's that fixtures of a module compare with",
+}
+
 
 def dotted(node: ast.AST) -> str:
     """``a.b.c`` of an attribute or a name; what is computed is a question mark."""
@@ -202,6 +218,22 @@ def test_no_file_does_it(gate: Gate) -> None:
         found += [f"{name}:{getattr(node, 'lineno', 0)}" for node in nodes(path.read_text()) if gate(node)]
     assert {kept_as(one) for one in found} == (set(BOUNDED) if gate is queues_without_limit else set()), found
     assert num_files > 20
+
+
+def makes_a_loop(node: ast.AST) -> bool:
+    module, _, name = called(node).rpartition(".")
+    if isinstance(node, ast.ImportFrom) and node.module in ("asyncio", "uvloop"):
+        return any(alias.name in LOOP_MAKERS for alias in node.names)
+    return name == "run_until_complete" or (module in ("asyncio", "uvloop") and name in LOOP_MAKERS)
+
+
+def test_coroutines_of_tests_run_on_the_loop_of_pytest_asyncio() -> None:
+    for specimen in ("asyncio.run(f())", "uvloop.run(f())", "loop.run_until_complete(f())", "from asyncio import run"):
+        assert any(map(makes_a_loop, nodes(specimen))), f"the gate lets {specimen!r} through"
+    for specimen in ("subprocess.run(x)", "asyncio.run_coroutine_threadsafe(f(), loop)", "import asyncio"):
+        assert not any(map(makes_a_loop, nodes(specimen))), f"the gate refuses {specimen!r}"
+    files = {path.relative_to(ROOT).as_posix(): path.read_text() for path in (ROOT / "tests").rglob("*.py")}
+    assert {name for name, source in files.items() if any(map(makes_a_loop, nodes(source)))} == set(OWN_LOOPS)
 
 
 @pytest.mark.reliability("G4", "exceptions that hold paths, code and traces, told to a client")
