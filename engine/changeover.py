@@ -18,7 +18,7 @@ from engine.changes import Change, changes, refuse_fixed, refuse_more_requests, 
 from engine.config import Config
 from engine.device_defaults import gpu_bytes, torch_may_use_gpus
 from engine.errors import ConfigError
-from engine.host_memory import available_bytes
+from engine.host_memory import available_bytes, release_freed
 from engine.plugins.manager import KV_STORE
 
 if TYPE_CHECKING:
@@ -121,6 +121,8 @@ class Changeover:
             keep = level == 1 and not _is_on_gpu(config) and KV_STORE not in config.chosen_plugins()
             log.info("the engine goes to sleep, and keeps %s", "its executors" if keep else "no executor")
             await self._system.executors.release("the engine sleeps", is_sleep=True, keep=keep)
+            if not keep:
+                await asyncio.to_thread(release_freed)
 
     async def wake(self) -> None:
         """Let executors work again, and requests go on.  Raises what loading them raised; it sleeps on then."""

@@ -78,6 +78,11 @@ def _choose(kind: str) -> tuple[DeviceDefaults, str]:
     return LARGE_GPU if num_bytes >= LARGE_GPU_BYTES else GPU, reason
 
 
+def runs_on_cpu(kind: str) -> bool:
+    """Whether a model will, as far as that is known before torch is there.  kind: device.kind."""
+    return _choose(kind)[0] is CPU
+
+
 def torch_may_use_gpus() -> bool:
     """Whether torch is not known to be built for CPUs alone."""
     try:

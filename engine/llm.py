@@ -39,6 +39,7 @@ Prompts = str | Sequence[int] | Sequence[str | Sequence[int]]
 Conversations = Sequence[Message] | Sequence[Sequence[Message]]
 Params = SamplingParams | Sequence[SamplingParams]
 
+BAR_AFTER_S = 0.3
 STREAM_POLL_S = 0.5  # how often a blocked caller looks up, so that Ctrl-C gets through
 
 
@@ -233,8 +234,7 @@ class LLM:
     ) -> list[Pooled]:
         requests = self._requests
         params, options = [requests.params()] * len(prompts), requests.options(truncate)
-        show = self._progress if progress is None else progress
-        with tqdm(total=len(prompts), desc="pooling", unit="prompt", disable=not show) as bar:
+        with self._bar(len(prompts), "pooling", progress) as bar:
             deltas = self._await(self._complete_all(prompts, params, bar, options))
         outputs = []
         for prompt, delta in zip(prompts, deltas, strict=True):
@@ -251,10 +251,14 @@ class LLM:
                 raise RequestError(f"params: must be SamplingParams, one or one per prompt, not {one!r:.100}")
         if len(every) != len(prompts):
             raise RequestError(f"{len(prompts)} prompts but {len(every)} sampling parameters; give one, or one each")
-        show = self._progress if progress is None else progress
-        with tqdm(total=len(prompts), desc="generating", unit="prompt", disable=not show) as bar:
+        with self._bar(len(prompts), "generating", progress) as bar:
             deltas = self._await(self._complete_all(prompts, every, bar))
         return [_completion(prompt, delta) for prompt, delta in zip(prompts, deltas, strict=True)]
+
+    def _bar(self, num_prompts: int, what: str, progress: bool | None) -> "tqdm[Any]":
+        """A bar for several prompts that are not refused at once; on a terminal alone, unless ``progress`` asks."""
+        wanted = None if progress is None and self._progress else not progress
+        return tqdm(total=num_prompts, desc=what, unit="prompt", disable=num_prompts < 2 or wanted, delay=BAR_AFTER_S)
 
     async def _complete_all(
         self,

@@ -27,7 +27,7 @@ from engine.checkpoints.adapter import AdapterRules, adapter_rules
 from engine.checkpoints.checkpoint import DEMO, DEMO_NAME, ModelSpec, resolve_checkpoint
 from engine.checkpoints.gguf import stored_tensors
 from engine.config import Config, build_config, without_cluster_key
-from engine.device_defaults import with_device_defaults
+from engine.device_defaults import runs_on_cpu, with_device_defaults
 from engine.errors import ConfigError, EngineDied
 from engine.monitor import Monitor
 from engine.plugins.deciders import plugin_drafts, plugin_policy, plugin_proposer, plugin_strategy, policy_choice
@@ -114,7 +114,8 @@ class System:
             config.chosen_plugins(), chosen.observers, chosen.options, chosen.graph_passes, chosen.logits_processors
         )
         check_named(self._plugins, expected_context(config, self.spec.shape))
-        check_linear_fits(self._plugins, linear_context(config, self.spec.dtype))
+        device = "cpu" if runs_on_cpu(config.device.kind) else ""
+        check_linear_fits(self._plugins, linear_context(config, self.spec.dtype, device=device))
         if self._plugins.absent:
             log.warning("requests with a grammar are refused: %s", self._plugins.absent)
         choice = policy_choice(self._plugins, config)
@@ -424,4 +425,14 @@ def _max_len(config: Config, spec: ModelSpec) -> int:
             f"model.max_model_len={config.model.max_model_len}: the model was trained for {spec.max_len} tokens; "
             "lower it or use 0"
         )
-    return config.model.max_model_len or spec.max_len
+    max_len, kv = config.model.max_model_len or spec.max_len, config.kv
+    if 0 < kv.num_pages * kv.page_size < max_len:
+        log.warning(
+            "kv.num_pages=%d: the pool holds %d tokens, and a longer request is refused, though the model takes %d; "
+            "raise it to %d, or lower model.max_model_len",
+            kv.num_pages,
+            kv.num_pages * kv.page_size,
+            max_len,
+            -(-max_len // kv.page_size),
+        )
+    return max_len

@@ -6,6 +6,7 @@ torch is imported only by the commands that run a model, and by the one that say
 
 import argparse
 import asyncio
+import errno
 import gc
 import json
 import logging
@@ -15,7 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import msgspec
 import uvloop
@@ -75,6 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     LogSettings(logging.getLevelNamesMapping()[parsed.log_level.upper()], parsed.log_format).apply()
     try:
         parsed.run(parsed, _configuration(parsed))
+        sys.stdout.flush()
     except CallboardError as error:
         print(f"callboard: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
@@ -82,8 +84,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(130)
     except BrokenPipeError:
         # The reader of our output left (``callboard config | head``): there is nothing to report.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(1)
+        _drop_output()
+    except OSError as error:
+        if error.errno != errno.ENOSPC or error.filename is not None:
+            raise
+        print("callboard: standard output: no space is left for it", file=sys.stderr)
+        _drop_output()
+
+
+def _drop_output() -> NoReturn:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    sys.exit(1)
 
 
 def _parsed(arguments: Sequence[str]) -> argparse.Namespace:
@@ -129,8 +140,9 @@ def _parser() -> argparse.ArgumentParser:
     command = add("serve", _serve, "serve a model over HTTP", _target(), _shared("info"))
     command.add_argument("--host", help="address to listen on (server.host)")
     command.add_argument("--port", type=natural, help="port to listen on (server.port); 0 takes any free one")
-    command.add_argument("--replicas", type=count, metavar="N", help="serve N engines behind one router; needs --on")
-    command.add_argument("--on", choices=["ray"], help="what runs the replicas: Ray, on all machines of its cluster")
+    command.add_argument("--replicas", type=count, metavar="N", help="serve N engines behind one router")
+    on = "what runs the replicas: Ray, on all machines of its cluster (default: ray)"
+    command.add_argument("--on", choices=["ray"], help=on)
     apply = "change the settings of a server that runs, under its streams; those that can be changed"
     add_arguments(add("apply", _apply, apply, _logs("warning")))
     command = add("generate", _generate, "complete a prompt and print the text", _shared("warning"), _sampling())
@@ -256,8 +268,8 @@ def _serve(parsed: argparse.Namespace, config: Config) -> None:
 def _serve_replicas(parsed: argparse.Namespace, config: Config) -> None:
     from server.replicas.ray_fleet import serve_on_ray
 
-    if parsed.on is None or (parsed.replicas or 0) < 1:
-        raise ConfigError("--replicas N needs an N of at least 1 and --on ray")
+    if parsed.replicas is None:
+        raise ConfigError(f"--on {parsed.on} runs replicas; --replicas N says how many")
     _check_one_server(config, "replicas")
     serve_on_ray(config, parsed.replicas)
 

@@ -166,7 +166,8 @@ class Capturing:
 
     def _bar(self, what: str, sizes: Sequence[int], progress: bool) -> Iterator[int]:
         """The sizes, with those that are left and the memory on a progress bar."""
-        with tqdm(sizes, desc=what, unit="size", disable=not progress) as bar:
+        off = None if progress else True  # None: where there is no terminal
+        with tqdm(sizes, desc=what, unit="size", disable=off) as bar:
             for size in bar:
                 memory = self._device.memory()
                 bar.set_postfix_str(

@@ -8,6 +8,7 @@ import hashlib
 import logging
 import math
 import re
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Literal
@@ -37,6 +38,7 @@ log = logging.getLogger(__name__)
 HARMLESS = re.compile(r".*\.(rotary_emb\.(inv_freq|cos_cached|sin_cached)|attn\.(bias|masked_bias))")
 DUMMY_SCALE = 0.02
 COMPARED_ROWS = 4096
+SAY_EVERY_S = 5.0
 
 
 def load_model(
@@ -85,9 +87,10 @@ def load_model(
             if reader is None:
                 model.load(lambda slices: _draw(slices, seed), kernels, linears)
             else:
-                filling = Filling(list(model.slices()), reader, copies_to(device), progress)
+                filling = Filling(list(model.slices()), reader, copies_to(device), progress, comm.rank)
                 opened.callback(filling.close)
                 model.load(filling.fill, kernels, linears)
+                filling.say()
     release_freed()
     return model
 
@@ -164,16 +167,20 @@ def _has_own_head(shape: DecoderShape, reader: WeightReader, dtype: torch.dtype)
 
 
 class Filling:
-    """Fills slices from a reader, a few at a time, with a progress bar."""
+    """Fills slices from a reader, a few at a time, with a progress bar and lines in the log."""
 
     def __init__(
-        self, slices: Sequence[WeightSlice], reader: WeightReader, copies: WeightCopies, progress: bool
+        self, slices: Sequence[WeightSlice], reader: WeightReader, copies: WeightCopies, progress: bool, rank: int
     ) -> None:
-        """slices: all that will be read, for the progress bar."""
+        """slices: all that will be read.  rank: what the log calls it."""
         self._reader = reader
         self._copies = copies
-        total = sum(self._num_bytes(one) for one in slices)
-        self._bar = tqdm(total=total, desc="loading weights", unit="B", unit_scale=True, disable=not progress)
+        self._rank = rank
+        self._num_read, self._total = 0, sum(self._num_bytes(one) for one in slices)
+        self._began_at = time.monotonic()
+        off = None if progress else True  # None: where there is no terminal
+        self._bar = tqdm(total=self._total, desc="loading weights", unit="B", unit_scale=True, disable=off)
+        self.say()
 
     def fill(self, slices: Iterable[WeightSlice]) -> None:
         """Read each slice into its target.  Raises WeightsError naming file and tensor."""
@@ -184,14 +191,32 @@ class Filling:
             part = self._reader.part(one.source, one.dim, one.start, one.length, one.member)
             self._copies.copy(one.target.narrow(one.dim, 0, one.length), part, one.source)
             _pad(one)
-            self._bar.update(self._num_bytes(one))
+            self._note(self._num_bytes(one))
         if (name := self._copies.damaged()) is not None:
             path = self._reader.tensors[name].file
             raise WeightsError(f"{path}: tensor {name!r} contains NaN or infinity; the file is damaged")
 
+    def say(self) -> None:
+        """Log how far it is."""
+        self._said_at = time.monotonic()
+        took_s = self._said_at - self._began_at
+        log.info(
+            "rank %d: %.1f of %.1f MB of weights after %.1f s",
+            self._rank,
+            self._num_read / 1e6,
+            self._total / 1e6,
+            took_s,
+        )
+
     def close(self) -> None:
         """Close the bar."""
         self._bar.close()
+
+    def _note(self, num_bytes: int) -> None:
+        self._num_read += num_bytes
+        self._bar.update(num_bytes)
+        if time.monotonic() - self._said_at >= SAY_EVERY_S:
+            self.say()
 
     def _num_bytes(self, one: WeightSlice) -> int:
         num_bytes = self._reader.tensors[one.source].num_bytes // max(1, one.num_members)

@@ -92,7 +92,7 @@ class Client:
             async with self._session.get(url) as response:
                 body = await response.read()
                 if response.status != 200:
-                    raise ConfigError(f"{url} answers {response.status}: {_reason(body)}; is --api-key right?")
+                    raise ConfigError(f"{url} answers {response.status}: {_reason(body)}; is --key right?")
                 return str(msgspec.json.decode(body)["data"][0]["id"])
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise ConfigError(f"no server at {self.target.base_url}: {_named(error)}") from None

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 EPILOG = """\
 examples:
   callboard bench serve --rate 4 --requests 200 --prompt 512 --output 128 --slo ttft=0.5,tpot=0.05
-  callboard bench serve --base-url http://other:8000 --concurrency 32 --turns 4 --prefix 1000
+  callboard bench serve --url http://other:8000 --concurrency 32 --turns 4 --prefix 1000
   callboard bench serve --trace monday.jsonl --save monday.json --plot monday.png
   callboard bench offline path/to/checkpoint --sequences 64 --longest 512
   callboard bench compare before.json after.json
@@ -61,9 +61,12 @@ def add_bench(commands: "argparse._SubParsersAction[ArgumentParser]", *parents: 
 
 def _add_serve(parser: ArgumentParser) -> None:
     server = parser.add_argument_group("the server")
-    server.add_argument("--base-url", default="http://127.0.0.1:8000", help="default: %(default)s")
+    server.add_argument(
+        "--url", "--base-url", dest="base_url", default="http://127.0.0.1:8000", help="default: %(default)s"
+    )
     server.add_argument("--model", dest="served", default="", help="default: the first one that the server lists")
-    server.add_argument("--api-key", default=os.environ.get("OPENAI_API_KEY", ""), help="default: OPENAI_API_KEY")
+    key = os.environ.get("OPENAI_API_KEY", "")
+    server.add_argument("--key", "--api-key", dest="api_key", default=key, help="default: OPENAI_API_KEY")
     server.add_argument("--endpoint", choices=["chat", "completions"], default="chat", help="default: chat")
     server.add_argument("--field", action="append", default=[], metavar="NAME=JSON", help="what each body says besides")
     server.add_argument("--timeout", type=positive, default=600.0, metavar="S", help="of a request (default: 600)")

@@ -49,6 +49,7 @@ class Segments:
     def __init__(self, folder: Path) -> None:
         """Take the folder, making it if it is not there.  Raises ConfigError if that cannot be."""
         self.sizes: dict[int, int] = {}
+        self._foreign: list[int] = []  # files by numbers that something else has written
         self._folder = folder
         self._file = -1
         self._lock = -1
@@ -88,6 +89,8 @@ class Segments:
             raise ConfigError(f"storage.folder: {path}: {error.strerror}") from None
         if content[: len(MAGIC)] != MAGIC[: len(content)]:
             log.warning("journal: %s is no file of this journal; it is left as it is", path)
+            del self.sizes[number]
+            self._foreign.append(number)
             return
         offset = len(MAGIC)
         while offset < len(content):
@@ -109,7 +112,7 @@ class Segments:
 
     def begin(self) -> None:
         """Write to a new file from now on.  Raises OSError, and then goes on with the old one."""
-        number = max(self.sizes, default=0) + 1
+        number = max([*self.sizes, *self._foreign], default=0) + 1
         old, path = self._file, self._path(number)
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o600)
         self.sizes[number] = 0

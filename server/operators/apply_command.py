@@ -6,6 +6,7 @@ Owns: the command's own arguments, the request, what a person reads.  Does not k
 import argparse
 import asyncio
 import json
+import os
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any
@@ -62,6 +63,9 @@ def apply(file: str, config: Config, *, url: str | None, key: str | None, dry_ru
     ask = {"toml": Path(file).read_text(), "dry_run": dry_run}
     try:
         outcome = asyncio.run(_ask(f"{base.rstrip('/')}/apply", ask, key))
+    except aiohttp.ClientConnectorError as error:
+        reason = error.strerror if isinstance(error, aiohttp.ClientConnectorDNSError) else os.strerror(error.errno or 0)
+        raise CallboardError(f"{base}: no server answers there ({reason}); --url says where the server is") from None
     except (aiohttp.ClientError, TimeoutError, ValueError) as error:
         raise CallboardError(f"{base}: {error or 'no answer'}; --url says where the server is") from None
     _show(outcome)

@@ -174,3 +174,29 @@ def test_mistakes_are_found_before_anything_is_loaded(
         sections = {"model": {"path": str(checkpoint), "tokenizer": "none", "max_model_len": sections["model_len"]}}
     with pytest.raises(error, match=said):
         System(configured(checkpoint, **sections))
+
+
+def test_a_pool_below_the_longest_request_is_a_warning_with_the_number_that_is_not(
+    checkpoint: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def system(**kv: int) -> System:
+        model = {"path": str(checkpoint), "tokenizer": "none"}
+        return System(build_config(Config(), {"model": model, "kv": kv}))
+
+    longest = system().max_len
+    assert longest % 16 == 0
+    enough = longest // 16
+    system(num_pages=enough)
+    assert "kv.num_pages" not in caplog.text
+    system(num_pages=2)
+    assert "kv.num_pages=2: the pool holds 32 tokens" in caplog.text
+    assert f"raise it to {enough}," in caplog.text
+
+
+def test_an_unknown_quantization_is_answered_with_those_that_this_machine_has(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engine.device_defaults.torch_may_use_gpus", lambda: False)
+    model = {"path": str(checkpoint), "tokenizer": "none", "quantization": "q4"}
+    with pytest.raises(PluginError, match="these do here: 'float16', 'int8', 'none', or"):
+        System(build_config(Config(), {"model": model}))

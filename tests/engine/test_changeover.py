@@ -268,8 +268,12 @@ async def test_where_both_do_not_fit_streams_wait_for_the_new_executors(
 
 
 @pytest.mark.parametrize("level", [1, 2])
-async def test_who_runs_waits_while_the_engine_sleeps_and_goes_on(config: Config, level: Literal[1, 2]) -> None:
+async def test_who_runs_waits_while_the_engine_sleeps_and_goes_on(
+    config: Config, level: Literal[1, 2], monkeypatch: pytest.MonkeyPatch
+) -> None:
     expected: list[list[int]] = []
+    freed: list[int] = []
+    monkeypatch.setattr("engine.changeover.release_freed", lambda: freed.append(level))
     async with running(config) as (system, _):
         expected.extend(await read(open_streams(system)))
     async with running(config) as (system, changeover):
@@ -293,6 +297,7 @@ async def test_who_runs_waits_while_the_engine_sleeps_and_goes_on(config: Config
             await changeover.wake()
             await changeover.wake()
             assert not changeover.is_asleep
+        assert freed == [2, 2] * (level == 2), "what the C library keeps of the weights goes back to the system"
         assert await read(streams) == expected
         assert len((await system.ingress.open([1], GREEDY).collect()).token_ids) == 4 * MOST
 

@@ -168,3 +168,28 @@ def test_a_script_that_forgets_to_close_still_ends() -> None:
     code = "from callboard import LLM; llm = LLM(progress=False); print(len(llm.generate('a')[0].token_ids) > 0)"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=far(60), check=False)
     assert (result.returncode, result.stdout.strip()) == (0, "True"), result.stderr
+
+
+def test_bars_are_for_terminals_and_for_several_prompts(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engine.llm.BAR_AFTER_S", 0.0)
+    with LLM(config={"kv": {"num_pages": 256}}) as llm:
+        llm.generate(["a", "b"], GREEDY)
+        assert capfd.readouterr().err == "", "a file or a pipe"
+        llm.generate(["a", "b"], GREEDY, progress=True)
+        assert "generating" in capfd.readouterr().err
+        llm.generate("a", GREEDY, progress=True)
+        llm.generate([], GREEDY, progress=True)
+        assert capfd.readouterr().err == ""
+
+
+def test_loading_says_how_far_it_is(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.models.loader.SAY_EVERY_S", 0.0)
+    with caplog.at_level("INFO", "engine.models.loader"), LLM(progress=False, config={"kv": {"num_pages": 256}}):
+        pass
+    read = [float(one.getMessage().split()[2]) for one in caplog.records if "MB of weights" in one.getMessage()]
+    assert read == sorted(read)
+    assert read[0] == 0
+    assert len(read) > 10
+    assert f"{read[-1]} of {read[-1]} MB" in caplog.text

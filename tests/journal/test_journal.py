@@ -231,3 +231,11 @@ def test_a_copy_that_was_carried_counts_once(tmp_path: Path) -> None:
         files.write([journal_module.encode(record) for record in records])
         files.close()
     assert known(tmp_path) == {3: records}
+
+
+def test_a_file_that_another_version_wrote_stays_for_that_version(tmp_path: Path) -> None:
+    (tmp_path / "00000002.log").write_bytes(b"CBJRNL9\nrecords")
+    for _ in range(2):
+        journal_of(tmp_path).close()
+        assert (tmp_path / "00000002.log").read_bytes() == b"CBJRNL9\nrecords"
+        assert len(list(tmp_path.glob("*.log"))) == 2

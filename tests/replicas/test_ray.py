@@ -29,11 +29,11 @@ SHARED = "def quick_sort(values):\n    if len(values) < 2:\n        return value
 
 
 class Router:
-    """``callboard serve --replicas 2 --on ray`` as a process."""
+    """``callboard serve --replicas 2`` as a process."""
 
     def __init__(self) -> None:
         command = [sys.executable, "-m", "server.cli", "serve", str(DEMO), "--port", "0", "--replicas", "2"]
-        command += ["--on", "ray", "--set", "kv.num_pages=512"]
+        command += ["--set", "kv.num_pages=512"]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         assert self.process.stdout is not None
         self.said: list[str] = []

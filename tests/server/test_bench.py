@@ -70,7 +70,7 @@ def test_a_trace_begins_with_its_first_line_and_is_sent_in_order(tmp_path: Path)
 def bench(live: LiveServer, tmp_path: Path, *arguments: str) -> dict[str, Any]:
     """The result of a run."""
     save = tmp_path / "result.json"
-    main(["bench", "serve", "--base-url", live.url, "--save", str(save), *arguments])
+    main(["bench", "serve", "--url", live.url, "--save", str(save), *arguments])
     result: dict[str, Any] = json.loads(save.read_bytes())
     return result
 
@@ -172,9 +172,9 @@ def test_a_key_is_sent_and_a_wrong_one_is_said(tmp_path: Path, capsys: pytest.Ca
     with LiveServer(server=ServerSection(api_key=["right"])) as live:
         assert bench(live, tmp_path, "--requests", "1", "--api-key", "right")["figures"]["failed"] == 0
         with pytest.raises(SystemExit) as ended:
-            bench(live, tmp_path, "--requests", "1", "--api-key", "wrong")
+            bench(live, tmp_path, "--requests", "1", "--key", "wrong")
     assert ended.value.code == 2
-    assert "401: invalid_api_key; is --api-key right?" in capsys.readouterr().err
+    assert "401: invalid_api_key; is --key right?" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

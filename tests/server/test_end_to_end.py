@@ -250,6 +250,7 @@ def run_cli(*arguments: str) -> subprocess.CompletedProcess[str]:
         (["serve", "--port", "0", "--set", "plugins.attention=nonsense"], 2, "named 'nonsense'; available: "),
         (["serve", "--port", "0", "--set", "kv.num_pages=1", "--set", "device.kind=cuda"], 2, "device.kind=cuda"),
         (["serve", "--host", "0.0.0.0"], 2, "server.api_key"),
+        (["serve", "--on", "ray"], 2, "--on ray runs replicas; --replicas N says how many"),
     ],
 )
 def test_a_mistake_at_start_is_one_line_and_an_exit_code(
@@ -287,6 +288,14 @@ def test_chat_keeps_a_history_that_reset_empties() -> None:
     assert answers[0] == answers[2], "after /reset the same question has the same history"
     assert "empty again" in answers[1]
     assert "known commands" in answers[4]
+
+
+def test_output_that_has_no_room_is_one_line() -> None:
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-m", "server.cli", "config"]
+        result = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=far(60), check=False)
+    assert result.returncode == 1
+    assert result.stderr == "callboard: standard output: no space is left for it\n"
 
 
 @pytest.mark.parametrize("command", ["config", "plugins"])
