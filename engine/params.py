@@ -52,7 +52,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     repetition_penalty: > 1 discourages tokens seen in prompt or output (Keskar et al. 2019).
     presence_penalty, frequency_penalty: subtracted once / per occurrence in the output (OpenAI).
     logit_bias: token id -> value added to its logit, -100..100.
-    seed: the same seed and prompt give the same tokens whatever else is in the batch.
+    seed: the same seed and prompt give the same tokens whatever else is in the batch; with an adapter, unless a draw
+    falls between two tokens to the last bits.
     logprobs: None is off, n returns the sampled token's log probability and the n most likely.
     logprob_token_ids: tokens whose log probabilities are returned where else those of the most likely are.
     max_tokens: None means up to the end of the context.  min_tokens: no stop before that many.
