@@ -14,7 +14,7 @@ pytest_plugins = ["tests.costs", "tests.figures", "tests.network"]
 # Before transformers is imported anywhere: a test must not wait for a hub.
 os.environ["HF_HUB_OFFLINE"] = "1"
 # Before torch is: on tiny models a second thread only waits for the first, for whole time slices on a busy machine.
-os.environ["OMP_NUM_THREADS"] = "1"
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 settings.register_profile(
     "tests",

@@ -1,0 +1,93 @@
+"""The whole suite as other machines would run it: another processor, no compiler, no home.
+
+    python -m tests.machines                      every row, one after the other
+    python -m tests.machines haswell aten-avx2    these rows
+    python -m tests.machines haswell+no-compiler  both at once
+
+A row sets variables that the libraries below read: which of its kernels OpenBLAS, torch and oneDNN choose, how many
+threads torch has, whether there is a C compiler, whether the home folder can be written.  A processor without AVX-512
+cannot run the rows for it; they are left out there.
+
+Owns: the rows, the table, the file of ``--output``.  Does not know: what is tested.
+"""
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from server.bench.machine import describe_machine
+
+ROOT = Path(__file__).parents[1]
+AVX512 = ("skylakex", "aten-avx512", "onednn-avx512")
+ROWS: dict[str, dict[str, str]] = {
+    "as it is": {},
+    "haswell": {"OPENBLAS_CORETYPE": "Haswell"},
+    "zen": {"OPENBLAS_CORETYPE": "Zen"},
+    "skylakex": {"OPENBLAS_CORETYPE": "SkylakeX"},
+    "aten-default": {"ATEN_CPU_CAPABILITY": "default"},
+    "aten-avx2": {"ATEN_CPU_CAPABILITY": "avx2"},
+    "aten-avx512": {"ATEN_CPU_CAPABILITY": "avx512"},
+    "onednn-avx2": {"ONEDNN_MAX_CPU_ISA": "AVX2"},
+    "onednn-avx512": {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE"},
+    "onednn-all": {"ONEDNN_MAX_CPU_ISA": "ALL"},
+    "two-threads": {"OMP_NUM_THREADS": "2"},
+    "no-compiler": {"CC": "no-compiler-here"},
+    "no-home": {"HOME": "/dev/null/home", "XDG_CACHE_HOME": "/dev/null/home/cache"},
+}
+
+
+def has_avx512() -> bool:
+    """Whether this processor runs AVX-512's instructions."""
+    cpu = Path("/proc/cpuinfo")
+    return cpu.exists() and "avx512f" in cpu.read_text()
+
+
+def run(row: str, options: list[str]) -> dict[str, object]:
+    """The suite's counts in a row of the table; "+" joins rows."""
+    variables = {name: value for part in row.split("+") for name, value in ROWS[part].items()}
+    with tempfile.TemporaryFile("w+") as output:
+        command = [sys.executable, "-m", "pytest", *options]
+        subprocess.run(command, cwd=ROOT, env={**os.environ, **variables}, stdout=output, stderr=subprocess.STDOUT)
+        output.seek(0)
+        text = output.read()
+    counts = {
+        word: int(number) for number, word in re.findall(r"(\d+) (passed|failed|skipped|errors?)\b", text[-2000:])
+    }
+    failed = re.findall(r"^(?:FAILED|ERROR) (\S+)", text, re.MULTILINE)
+    return {"row": row, "variables": variables, **counts, "which": failed} | (
+        {} if counts else {"output": text[-2000:]}
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("rows", nargs="*", metavar="ROW", help=f"one of {', '.join(ROWS)}, or several joined by +")
+    parser.add_argument("--options", default="-n 2 --dist worksteal", help="what pytest is called with")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="also write the table there, as JSON")
+    chosen = parser.parse_args()
+    table = Table("row", "passed", "failed", "skipped", "which failed")
+    results = []
+    for row in chosen.rows or ROWS:
+        if not has_avx512() and any(part in AVX512 for part in row.split("+")):
+            results.append({"row": row, "left out": "this processor has no AVX-512"})
+            table.add_row(row, "", "", "", str(results[-1]["left out"]))
+            continue
+        results.append(result := run(row, chosen.options.split()))
+        counts = (str(result.get(word, 0)) for word in ("passed", "failed", "skipped"))
+        table.add_row(row, *counts, "\n".join(result["which"]) or str(result.get("output", "")))  # type: ignore[arg-type]
+        if chosen.output:
+            chosen.output.write_text(json.dumps({"machine": describe_machine(), "rows": results}, indent=1) + "\n")
+    Console(width=160).print(table)
+    sys.exit(any(result.get("failed") or result.get("output") for result in results))
+
+
+if __name__ == "__main__":
+    main()
