@@ -33,6 +33,7 @@ from engine.layers.linear import ColumnLinear, Linear, QKVLinear, RowLinear
 from engine.layers.lora import AdaptedRows, AdaptedWeight
 from engine.layers.packing import PackedWeight
 from engine.layers.step import StepTensors
+from engine.layers.upload import upload
 from engine.messages import Step, StepDone, StepExtras
 from engine.models.decoder import Decoder
 from engine.models.model import Model
@@ -139,7 +140,7 @@ class RankAdapters:
         assert slots_T is not None, "a step without adapters is told of them"
         used = slots_T[slots_T > 0]
         first, end = int(used.min()) - 1, int(used.max())
-        on_device_T = torch.from_numpy(slots_T - 1).to(self._device)
+        (on_device_T,) = upload((slots_T - 1,), self._device)
         self._rows.set(on_device_T, first, end, self._dtype)
         self._last_rows.set(on_device_T if wanted_N is None else on_device_T[wanted_N], first, end, self._dtype)
 

@@ -30,11 +30,13 @@ from engine.plugins.attention.xqa import XQAAttention
 from engine.plugins.hookspecs import AttentionContext
 from engine.plugins.manager import BUILTIN
 from engine.plugins.support.paging import windows_of
+from engine.startup.race import Race
 from tests.attention.fake_device import FakeStream
 from tests.attention.fake_flashinfer import fake_flashinfer
 from tests.attention.test_kit_with_fakes import NUM_SMS, fa2, fa3
 from tests.benchmarks.planned_attention import PlannedTorchAttention
 from tests.graphs.engines import EngineDevice, install
+from tests.startup.in_this_process import InThisProcess
 
 
 class AtOnce(FakeStream):
@@ -50,6 +52,8 @@ def install_doubles(patch: pytest.MonkeyPatch) -> list[EngineDevice]:
     patch.setitem(BUILTIN, "attention.triton", "tests.benchmarks.resident_attention")
     patch.setitem(BUILTIN, "attention.flashinfer", "tests.benchmarks.planned_attention")
     patch.setitem(selection.PREFERRED, "cpu", ("triton",))
+    # Other processes would not see what is put in place here.
+    patch.setattr(Race.__init__, "__kwdefaults__", {**Race.__init__.__kwdefaults__, "start": InThisProcess})
     patch.setattr(compiled, "CompiledModel", partial(_by_no_compiler, compiled.CompiledModel))
     _check_pages(patch)
     _install_libraries(patch)

@@ -3,10 +3,12 @@
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from engine.execution.adapters import AdaptedDecodes, AdaptedModel
+from engine.execution.adapters import AdaptedDecodes, AdaptedModel, RankAdapters
 from engine.layers.lora import AdaptedRows, AdaptedWeight
 
 
@@ -96,3 +98,29 @@ def test_every_row_gets_its_own_adapter_and_no_other(dtype: torch.dtype) -> None
     rows.clear()
     assert torch.equal(weight(x, None), plain)
     assert weight.nbytes == 7 + weight.slot_bytes > 7
+
+
+class Copies(TorchDispatchMode):
+    """Notes of each copy to another device whether the host waits for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waits: list[bool] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.ops.aten._to_copy.default and kwargs.get("device", args[0].device) != args[0].device:
+            self.waits.append(not kwargs.get("non_blocking", False))
+        return func(*args, **kwargs)
+
+
+def test_a_step_with_adapters_waits_for_no_copy() -> None:
+    adapters: Any = RankAdapters.__new__(RankAdapters)
+    adapters._device, adapters._dtype = torch.device("meta"), torch.bfloat16
+    adapters._rows, adapters._last_rows = AdaptedRows(), AdaptedRows()
+    adapters._slots_T = np.array([0, 2, 2, 3])
+    with Copies() as copies:
+        adapters.begin(torch.zeros(2, dtype=torch.int64, device="meta"))
+    assert copies.waits == [False]
+    assert adapters._rows.reads_TS1.shape == (4, 2, 1)
+    assert adapters._last_rows.reads_TS1.shape == (2, 2, 1)

@@ -25,13 +25,14 @@ from engine.plugins.manager import Plugins
 from engine.plugins.selection import Contender
 from engine.plugins.testing.threads import on_ranks
 from engine.sections import AttentionNames, PluginsSection
-from engine.startup.measurement import Entry, Measurement
+from engine.startup.measurement import Entry
 from engine.startup.race import COMPILE_S, Race, measured_attention
 from engine.startup.race_process import Answer, RaceProcess, decode, encode
 from engine.startup.trial_steps import Load
 from server.cli import main
 from tests.graphs.engines import EngineDevice
 from tests.plugins.conftest import Install, install
+from tests.startup.in_this_process import InThisProcess
 
 CPU = torch.device("cpu")
 SPEC = AttentionSpec(num_layers=3, num_heads=4, num_kv_heads=2, head_size=16, scale=0.25)
@@ -90,28 +91,6 @@ def enter(install: Install, monkeypatch: pytest.MonkeyPatch) -> Enter:
         monkeypatch.setattr(selection, "PREFERRED", {"cpu": (*selection.PREFERRED["cpu"], name)})
 
     return enter
-
-
-class InThisProcess:
-    """What a process does for an entry, here, so that the backends move this process's clock."""
-
-    def __init__(self, entry: Entry, **doubles: Any) -> None:
-        self._entry, self._doubles = entry, doubles
-        self._problem = ""
-
-    def is_compiled(self, timeout_s: float) -> bool:
-        try:
-            self._measurement = Measurement(self._entry, **self._doubles)
-            self._measurement.compile()
-        except Exception as error:
-            self._problem = str(error)
-        return True
-
-    def measured(self, timeout_s: float) -> Answer:
-        return Answer({}, self._problem) if self._problem else Answer(self._measurement.run())
-
-    def end(self) -> None:
-        pass
 
 
 def start_here(entry: Entry, **doubles: Any) -> InThisProcess:
@@ -306,6 +285,12 @@ def test_contenders_in_processes_of_their_own_are_measured_and_one_that_dies_is_
         right, out = report.results[phase]
         assert (right.problem, len(right.us)) == ("", 1)
         assert out.problem == "its process ended with exit code 3 and no result"
+
+
+def test_a_model_of_one_layer_is_measured_in_one(enter: Enter) -> None:
+    enter("a", 1, 1, change="assert layer == 0, 'there is one layer'")
+    found = problems(race(spec=replace(SPEC, num_layers=1)))
+    assert found == {"prefill": {"a": ""}, "decode": {"a": ""}}
 
 
 def test_sinks_types_and_devices_reach_the_process() -> None:

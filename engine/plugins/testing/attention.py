@@ -148,9 +148,9 @@ def _sinks(case: AttentionCase, device: torch.device) -> tuple[Tensor, ...]:
 
 
 def check_steps(case: AttentionCase, factory: AttentionFactory, spec: AttentionSpec, device: torch.device) -> None:
-    """Take a backend through one case with a given spec; only two of its layers are used."""
+    """Take a backend through one case with a given spec; at most two of its layers are used."""
     sizes = [sum(-(-length // case.page_size) for length, _ in (*rows, *segments)) for rows, segments in case.steps]
-    few_layers, dtype = replace(spec, num_layers=NUM_LAYERS), getattr(torch, case.dtype)
+    few_layers, dtype = replace(spec, num_layers=min(NUM_LAYERS, spec.num_layers)), getattr(torch, case.dtype)
     pool = new_pool(few_layers, max(sizes) + 3, case.page_size, dtype, device, case.layout, case.kv_dtype)
     backend = factory(spec, pool)
     for method in ("plan_step", "attend"):
@@ -206,7 +206,7 @@ class _Step:
             position_L = torch.arange(length)
             slots.append(pages[position_L // page_size] * pool.page_stride + position_L % page_size)
         all_slots = torch.cat(slots).to(device)
-        for layer in range(NUM_LAYERS):
+        for layer in range(min(NUM_LAYERS, spec.num_layers)):
             for records in (pool.keys(layer),) if spec.latent_size else (pool.keys(layer), pool.values(layer)):
                 drawn = _normal((len(all_slots), spec.num_kv_heads, spec.head_size), pool, generator)
                 records.view(pool.format.memory)[all_slots] = pool.format.encode(drawn)
@@ -234,7 +234,7 @@ def _check_step(backend: AttentionBackend, step: _Step, spec: AttentionSpec, poo
     }
     before = {name: tensor.clone() for name, tensor in inputs.items()}
     backend.plan_step(batch)
-    for layer in range(NUM_LAYERS):
+    for layer in range(min(NUM_LAYERS, spec.num_layers)):
         out_TNH = backend.attend(layer, q_TNH)
         assert isinstance(out_TNH, Tensor), f"attend returned {type(out_TNH).__name__}, not a tensor"
         seen = (tuple(out_TNH.shape), out_TNH.dtype, out_TNH.device.type)
@@ -273,7 +273,7 @@ def _check_captured(
     static.page_table_BP[:num_rows] = torch.where(real_B[:, None], step.batch.page_table_BP, pool.dump_page)
     static.lengths_B.copy_(torch.from_numpy(lengths))
     try:
-        for layer in range(NUM_LAYERS):
+        for layer in range(min(NUM_LAYERS, spec.num_layers)):
             _compare(backend.attend(layer, q_TNH)[:num_rows], step, spec, pool, layer, case)
     except AssertionError as error:
         raise AssertionError(f"as a graph calls it: {error}") from error
