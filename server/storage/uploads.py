@@ -48,7 +48,8 @@ async def received(request: web.Request, part_path: Path, server: ServerSection,
     most: bytes that the file may have.  Raises RequestError: 400, 408, 413, 415, or 507 for a full disk."""
     try:
         try:
-            with await asyncio.to_thread(part_path.open, "xb") as target:
+            # Opened at once: a wait for it could be cancelled, after which a thread would make the file all the same.
+            with part_path.open("xb") as target:
                 upload = await _read(request, target, server, most)
                 await asyncio.to_thread(Store.sync, target)
         except OSError as error:

@@ -1,15 +1,21 @@
 """/v1/files, with the official client and with bodies that no client sends."""
 
+import asyncio
 import errno
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
 import openai
 import pytest
+from aiohttp.base_protocol import BaseProtocol
+from aiohttp.streams import StreamReader
+from aiohttp.test_utils import make_mocked_request
 
 from engine.sections import ServerSection, StorageSection
 from server.storage.store import Store
+from server.storage.uploads import received
 from tests.server.http_client import RawClient, Reply, ask
 from tests.server.live_server import LiveServer, connect
 
@@ -182,6 +188,39 @@ def test_a_client_that_leaves_leaves_nothing(server: LiveServer, tmp_path: Path)
         )
         assert server.wait_until(lambda: contents(tmp_path) != [], 5)
     assert server.wait_until(lambda: contents(tmp_path) == [], 5)
+
+
+async def test_a_client_that_leaves_while_the_file_is_opened_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    began = asyncio.Event()
+
+    class Silent(StreamReader):
+        async def readline(self, *, max_line_length: int | None = None) -> bytes:
+            began.set()
+            return await asyncio.Future()
+
+    def slow(path: Path, mode: str, opened: Callable[..., IO[bytes]] = Path.open) -> IO[bytes]:
+        began.set()
+        time.sleep(0.05)
+        return opened(path, mode)
+
+    monkeypatch.setattr(Path, "open", slow)
+    body = Silent(BaseProtocol(asyncio.get_running_loop()), 1 << 16, loop=asyncio.get_running_loop())
+    kind = {"Content-Type": f"multipart/form-data; boundary={MARK}"}
+    request = make_mocked_request("POST", "/v1/files", headers=kind, payload=body)
+
+    async def upload() -> None:
+        async with received(request, tmp_path / "content.part", ServerSection(), 100):
+            pass
+
+    task = asyncio.create_task(upload())
+    await began.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await asyncio.get_running_loop().shutdown_default_executor()  # what threads began is done
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_disk_that_is_full_is_507_and_nothing_stays(
