@@ -52,6 +52,7 @@ OLD_KEYS = {
     "server.body_timeout_s": "server.client_timeout_s",
     "server.write_timeout_s": "server.client_timeout_s",
     "server.keepalive_timeout_s": "",
+    "server.vllm_metric_names": "",
     "limits.max_choices": "",
 }
 # A bare or quoted key, or several with dots between them.

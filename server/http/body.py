@@ -286,6 +286,7 @@ def name_field(complaint: str) -> tuple[str, str | None]:
     missing = reason.partition("missing required field `")[2].rstrip("`")
     if missing:
         path = f"{path}.{missing}" if path else missing
-        return f"{path}: required, but not given", path
+        names = "; GET /v1/models lists what this server has" if path == "model" else ""
+        return f"{path}: required, but not given{names}", path
     reason = reason.replace("`", "")
     return (f"{path}: {reason}" if path else f"the body: {reason}"), path or None

@@ -153,7 +153,10 @@ async def test_neutral_values_of_unsupported_fields_pass(name: str) -> None:
     "complaint, named",
     [
         ("Expected `int | null`, got `str` - at `$.n`", ("n: Expected int | null, got str", "n")),
-        ("Object missing required field `model`", ("model: required, but not given", "model")),
+        (
+            "Object missing required field `model`",
+            ("model: required, but not given; GET /v1/models lists what this server has", "model"),
+        ),
         (
             "Object missing required field `role` - at `$.messages[3]`",
             ("messages[3].role: required, but not given", "messages[3].role"),
