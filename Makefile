@@ -14,15 +14,24 @@ TORCH_INDEX ?= $(if $(filter Linux,$(shell uname -s)),$(if $(shell command -v nv
 PIP := $(BIN)/pip --disable-pip-version-check
 PIP_INSTALL := $(PIP) install --constraint constraints.txt
 
-.PHONY: serve test check reliability sanitize signatures newest conformance simulate snippets docs format demo-model clean
+.PHONY: serve test slow machines check reliability sanitize signatures newest conformance simulate snippets docs format demo-model clean
 
 serve: $(SERVES)  ## install what serving needs, then serve the demo model on 127.0.0.1:8000; CONFIG=FILE.toml ARGS="--port 8001"
 	$(BIN)/callboard serve $(CONFIG) $(ARGS)
 
-test: $(STAMP)  ## install, then check the code and run every test
+# Three workers for two cores: one of them mostly waits.  Hundreds of processes import the same modules, and pytest rewrites
+# each test's: compiled once, whatever a container sets.
+PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --durations=30
+
+test: $(STAMP)  ## install, then check the code and run every test but the slow ones
 	$(MAKE) check
-	@# Hundreds of processes import the same modules, and pytest rewrites each test's: compiled once, whatever a container sets.
-	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=30
+	$(PYTEST) -m "not slow"
+
+slow: $(STAMP)  ## the tests that start, kill, build or compile the most; CI runs them too
+	$(PYTEST) -m slow
+
+machines: $(STAMP)  ## every test as other machines would run it: other kernels of BLAS and torch, no compiler, no home; ROWS="haswell no-home"
+	$(BIN)/python -m tests.machines $(ROWS)
 
 check: $(STAMP)  ## lint, types, import contracts
 	$(BIN)/ruff check .

@@ -18,6 +18,8 @@ pytest.importorskip("triton", reason="triton is not published for this system")
 from engine.plugins.attention.triton.tiles import decode_bytes, default_decode, default_prefill, padded
 from tests.attention.recorded_launches import H200, KERNELS
 
+pytestmark = pytest.mark.slow
+
 NUM_CASES = 4
 LAUNCHED = [*KERNELS * 3, "prefill_attention"]  # the last case has the same bits in every step
 SPILLED_BYTES = 16  # a register or two more or less, by the compiler's version, is no harm

@@ -9,10 +9,11 @@ import pytest
 
 from tests.pace import far
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.slow
 def test_explanations_add_up_to_what_clients_measure(tmp_path: Path) -> None:
     told = tmp_path / "told.json"
     command = [sys.executable, str(ROOT / "benchmarks/bench_explain.py"), "--requests", "27", "--pages", "96"]

@@ -7,6 +7,7 @@ from contextlib import redirect_stdout
 from typing import Any
 
 import bench_graphs
+import pytest
 import torch
 from gpu_sections.captures import WAYS
 from gpu_sections.shapes import SMALL_QWEN3
@@ -15,6 +16,8 @@ from engine.graphs import rank
 from engine.graphs.capturing import Capturing
 from tests.benchmarks.doubles import install_doubles
 from tests.graphs.engines import EngineDevice
+
+pytestmark = pytest.mark.slow
 
 
 def begin_in_any_order(device: EngineDevice, pool: object, size: int) -> None:

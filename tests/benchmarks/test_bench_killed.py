@@ -3,6 +3,8 @@
 import bench_killed
 import pytest
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("options", [(), bench_killed.PROCESSES], ids=["one process", "four processes"])
 async def test_after_a_kill_every_stream_goes_on_and_nothing_is_told_twice(options: tuple[str, ...]) -> None:

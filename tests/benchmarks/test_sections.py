@@ -22,6 +22,8 @@ from gpu_sections.trace import Span, idle_gap_s, num_copies_in, traced
 from engine.execution.runner import ModelRunner
 from tests.benchmarks.doubles import install_doubles
 
+pytestmark = pytest.mark.slow
+
 Row = dict[str, Any]
 RowsOf = Callable[[str], list[Row]]
 CPU = torch.device("cpu")

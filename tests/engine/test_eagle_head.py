@@ -178,6 +178,7 @@ def test_other_settings_of_a_head(
         guesses.clear()
 
 
+@pytest.mark.slow
 def test_a_head_that_has_learnt_the_model_is_right(
     model: transformers.PreTrainedModel, directory: Path, head: Path, plain: tuple[Said, Said], tmp_path: Path,
     guesses: list[Guess],

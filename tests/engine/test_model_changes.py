@@ -203,6 +203,7 @@ async def test_speculation_begins_and_ends_under_streams(models: Models, go: thr
         assert num_proposed_of(system) == num_proposed > 0, "somebody still speculates"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("road", ["beside", "after"])
 async def test_executors_in_processes_of_their_own_are_replaced_and_sleep(
     models: Models, road: Road, monkeypatch: pytest.MonkeyPatch

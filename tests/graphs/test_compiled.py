@@ -28,6 +28,8 @@ from tests.graphs.driver import SIZES, PiecewiseDriver
 from tests.models.checkpoints import random_tokens
 from tests.models.conftest import Cases
 
+pytestmark = pytest.mark.slow
+
 
 @torch.library.custom_op("callboard_test::halves", mutates_args=())
 def halves(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -263,7 +265,6 @@ def residual_by_kernel(piece):
         piece.graph.erase_node(node)
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # what a compiler says of itself
 def test_inductor_pieces_give_the_eager_logits(cases: Cases, monkeypatch, tmp_path):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))

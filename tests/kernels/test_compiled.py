@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 KERNELS = {
     "add_norm_round_row", "add_norm_rows", "adjust_tokens", "down_pairs", "draw_candidate", "fill_row", "gate_columns",
     "gate_pairs", "gather_candidates", "gather_rows", "list_row", "measure_some_blocks", "multiply_tiles", "pick_row",

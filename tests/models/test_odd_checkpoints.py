@@ -24,6 +24,8 @@ from engine.plugins.testing.threads import ThreadComm, on_ranks
 from tests.models.checkpoints import LINEAR, LLAMA3, SIZES, VOCAB, YARN, build, random_tokens, save
 from tests.models.conftest import Cases, load
 
+pytestmark = pytest.mark.slow
+
 PROMPT = random_tokens(40, 5)
 OUTPUT_LEN = 24
 FAMILIES = {"llama": "llama", "mistral": "mistral-no-window", "qwen2": "qwen2", "qwen3": "qwen3"}

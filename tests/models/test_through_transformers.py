@@ -21,6 +21,8 @@ from engine.sections import PluginsSection
 from tests.models.checkpoints import build, random_tokens, save
 from tests.models.through_transformers import build_kind, has_experts, num_ranks
 
+pytestmark = pytest.mark.slow
+
 # Windows and a scale of logits; values narrower than keys, experts and a group of them; positions in a table, no plan.
 FEW = ["cohere2", "youtu", "opt"]
 THROUGH = PluginsSection(models=["transformers"])

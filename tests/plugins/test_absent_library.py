@@ -23,6 +23,8 @@ from tests.server.engine_server import EngineServer
 from tests.server.http_client import ask
 from tests.workers.server import MODEL, ROOT, Server
 
+pytestmark = pytest.mark.slow
+
 MESSAGES = [{"role": "user", "content": "x"}]
 TOOL = {"type": "function", "function": {"name": "f"}}
 SAID = r"needs llguidance, which is not installed; install it.*\(pip install llguidance, or name another in plugins"

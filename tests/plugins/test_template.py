@@ -18,6 +18,8 @@ from transformers import ArceeConfig, ArceeForCausalLM
 
 from tests.pace import far
 
+pytestmark = pytest.mark.slow
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 TEMPLATE = EXAMPLES / "plugin_template"
 FAMILY = EXAMPLES / "model_template"
@@ -59,7 +61,6 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return python
 
 
-@pytest.mark.slow
 def test_it_is_installed_tested_listed_and_served_through(environment: Path, tmp_path: Path) -> None:
     shutil.copytree(TEMPLATE / "tests", tmp_path / "tests")
     assert "9 passed" in run(environment, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests", cwd=tmp_path)
@@ -85,7 +86,6 @@ HEADS: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2, "bo
 PROMPT = list(range(5, 25))
 
 
-@pytest.mark.slow
 def test_a_family_from_a_wheel_passes_the_kit_and_answers_over_http(environment: Path, tmp_path: Path) -> None:
     shutil.copytree(FAMILY / "tests", tmp_path / "tests")
     assert "3 passed" in run(environment, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests", cwd=tmp_path)

@@ -24,6 +24,8 @@ from tests.sim.mutants import (
     an_unlock_is_missed,
 )
 
+pytestmark = pytest.mark.slow
+
 MANY = 50
 BUGS = {
     a_page_is_freed_twice: (PageManager, "release"),

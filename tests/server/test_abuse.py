@@ -30,6 +30,8 @@ from tests.pace import far
 from tests.server.http_client import RawClient, http_bytes
 from tests.server.live_system import MODEL, LiveSystem
 
+pytestmark = pytest.mark.slow
+
 DEMO = Path(__file__).parents[2] / "examples" / "demo_model"
 NUM_IDLE = 2000
 FILES_FOR_IDLE = 2 * NUM_IDLE + 500  # both ends are here

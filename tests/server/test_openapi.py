@@ -52,7 +52,7 @@ def test_requests_made_from_it_are_answered_as_it_says(
     operation = SCHEMA[path]["POST"]
 
     @settings(
-        max_examples=150 if at_full_size else 25,
+        max_examples=150 if at_full_size else 10,
         deadline=None,
         derandomize=True,
         database=None,

@@ -6,6 +6,8 @@ from tests.figures import Figure
 from tests.server.misuse import KINDS
 from tests.server.soak import MOST_GROWTH, run
 
+pytestmark = pytest.mark.slow
+
 MINUTES = 5  # a night's run is `python -m tests.server.soak --minutes 30`
 ROUND_S = 6.0
 

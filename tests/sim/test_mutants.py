@@ -8,6 +8,8 @@ from tests.sim.mutants import MUTANTS, Mutant, planted
 from tests.sim.run import play_seed
 from tests.sim.world import Outcome
 
+pytestmark = pytest.mark.slow
+
 NUM_SEEDS = 200
 # Tried first: quick ones, and some in which executors break or stored pages are damaged, which few others do.
 TELLING = (70, 4, 49, 47, 42)

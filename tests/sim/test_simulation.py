@@ -1,7 +1,5 @@
 """Hundreds of runs in which scarce things happen, and nothing goes wrong; ``make simulate`` makes many more."""
 
-import pytest
-
 from tests.sim.run import MARKS, Sweep, explain, sweep
 from tests.sim.world import Outcome
 
@@ -13,7 +11,6 @@ def outcome_of(seed: int, marks: dict[str, int], failure: tuple[str, str] | None
     return Outcome(seed=seed, digest=0, virtual_s=2.0, num_steps=10, num_requests=4, marks=marks, failure=failure)
 
 
-@pytest.mark.slow
 def test_hundreds_of_seeds_pass_and_everything_happens_in_them() -> None:
     result = sweep(NUM_SEEDS, jobs=2)
     assert not result.failures, explain(result.failures, SHRINK_S)

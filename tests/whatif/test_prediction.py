@@ -16,6 +16,8 @@ from server.whatif.figures import doubts, predicted, recorded
 from server.whatif.replay import Replay, Replayed, stand_ins
 from tests.traffic.recorded import NUM_PAGES, record, requests
 
+pytestmark = pytest.mark.slow
+
 WITHIN = 0.02
 FIGURES = ("ttft_p50_ms", "ttft_p99_ms", "tpot_p50_ms", "tpot_p99_ms", "e2e_p99_ms", "hit_rate", "output_tokens_per_s")
 MADE = requests(250, 90.0)

@@ -22,6 +22,8 @@ from tests.pace import far
 from tests.workers.executors import alive, children, within
 from tests.workers.server import MODEL, QUICK, Client, Server, stream_all
 
+pytestmark = pytest.mark.slow
+
 INLINE = ("placement.executor=inline", "kv.num_pages=1024")
 FRONT = (*INLINE, "placement.ingress=process")
 TOKENS = 120

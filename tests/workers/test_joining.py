@@ -15,6 +15,8 @@ from tests.workers.executors import alive, children, send, within
 from tests.workers.machines import KEY, RANKS, environment, free_port, machine
 from tests.workers.server import DEMO, Client, Server, request, run_cli
 
+pytestmark = pytest.mark.slow
+
 TOKENS = 100
 STREAMS = 4
 # Of a whole group of ranks, beside other tests.

@@ -28,6 +28,8 @@ from tests.sampling.borders import clear_of_borders
 from tests.workers.executors import alive, children, send
 from tests.workers.quick_server import QuickSystem
 
+pytestmark = pytest.mark.slow
+
 NUM_STREAMS = 32
 PARAMS = [
     SamplingParams(temperature=0.0, max_tokens=120, ignore_eos=True),

@@ -19,6 +19,8 @@ from tests.server.http_client import RawClient, http_bytes
 from tests.server.live_system import MODEL, LiveSystem
 from tests.workers.executors import children, send, within
 
+pytestmark = pytest.mark.slow
+
 DEMO = Path(__file__).parents[2] / "examples" / "demo_model"
 NUM_CLIENTS = 16
 REQUESTS_EACH = 3

@@ -17,6 +17,8 @@ from tests.pace import far
 from tests.workers.executors import send, within
 from tests.workers.server import QUICK, Server, stream_all
 
+pytestmark = pytest.mark.slow
+
 WATCHED_S = 1.0
 
 

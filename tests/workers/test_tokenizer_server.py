@@ -13,6 +13,8 @@ from tests.pace import far
 from tests.workers.executors import alive, children, held, within
 from tests.workers.server import QUICK, Client, Server
 
+pytestmark = pytest.mark.slow
+
 TOKENS = 250
 LOST = "tokenizer_lost"
 
