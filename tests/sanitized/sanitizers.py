@@ -5,6 +5,7 @@ Owns: what a process needs before it starts, and what the compiler is told.  Doe
 
 import ctypes
 import os
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -36,16 +37,16 @@ LEVELS = ("DEFAULT", *compiled.LEVELS)
 def missing() -> str:
     """What this machine lacks; empty where kernels can be compiled with sanitizers and called."""
     compiler = c_compiler()
-    if compiler is None:
+    if not compiler:
         return "there is no C compiler"
     if not all(Path(one).is_file() for one in _libraries(compiler)):
-        return f"{compiler} has no libraries of its sanitizers"
+        return f"{shlex.join(compiler)} has no libraries of its sanitizers"
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "empty.c"
         source.write_text("int nothing;")
-        done = subprocess.run([compiler, *FLAGS, "-c", str(source), "-o", f"{folder}/empty.o"], capture_output=True)
+        done = subprocess.run([*compiler, *FLAGS, "-c", str(source), "-o", f"{folder}/empty.o"], capture_output=True)
         if done.returncode:
-            return f"{compiler} has no sanitizers: {done.stderr.decode(errors='replace').strip()[:200]}"
+            return f"{shlex.join(compiler)} has no sanitizers: {done.stderr.decode(errors='replace').strip()[:200]}"
         done = subprocess.run([sys.executable, "-c", ""], capture_output=True, env={**os.environ, **environment()})
     return f"Python does not run with them: {done.stderr.decode(errors='replace')[-200:]}" if done.returncode else ""
 
@@ -53,12 +54,12 @@ def missing() -> str:
 def environment() -> dict[str, str]:
     """What a process must start with, so that the kernels find their sanitizers."""
     compiler = c_compiler()
-    assert compiler is not None
+    assert compiler, "there is no C compiler"
     return {"LD_PRELOAD": " ".join(_libraries(compiler)), **OPTIONS}
 
 
-def _libraries(compiler: str) -> list[str]:
-    asked = ([compiler, f"-print-file-name={name}"] for name in LIBRARIES)
+def _libraries(compiler: list[str]) -> list[str]:
+    asked = ([*compiler, f"-print-file-name={name}"] for name in LIBRARIES)
     return [subprocess.run(one, capture_output=True, text=True, check=True).stdout.strip() for one in asked]
 
 

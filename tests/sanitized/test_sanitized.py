@@ -1,10 +1,10 @@
 """The kernels in C under the sanitizers of their compiler, for a few calls; ``make sanitize`` makes more."""
 
-import shutil
 import subprocess
 
 import pytest
 
+from engine.own_kernels import c_compiler
 from tests.sanitized import sanitizers
 from tests.sanitized.process import check
 from tests.sanitized.sanitizers import levels, missing
@@ -30,6 +30,6 @@ def test_the_flags_find_what_they_are_for(source, tmp_path) -> None:
     if missing():
         pytest.skip(missing())
     (tmp_path / "wrong.c").write_text(source)
-    command = [shutil.which("cc"), *sanitizers.FLAGS, "wrong.c", "-o", "wrong"]
+    command = [*c_compiler(), *sanitizers.FLAGS, "wrong.c", "-o", "wrong"]
     subprocess.run(command, cwd=tmp_path, check=True)
     assert subprocess.run([tmp_path / "wrong"], capture_output=True).returncode
