@@ -9,12 +9,13 @@ STAMP := $(VENV)/.installed
 comma := ,
 CONFIG ?= examples/demo.toml
 SEEDS ?= 20000
+SECONDS ?= 600
 # The CPU build of torch is a tenth of the CUDA build that Linux gets by default.
 TORCH_INDEX ?= $(if $(filter Linux,$(shell uname -s)),$(if $(shell command -v nvidia-smi),,https://download.pytorch.org/whl/cpu))
 PIP := $(BIN)/pip --disable-pip-version-check
 PIP_INSTALL := $(PIP) install --constraint constraints.txt
 
-.PHONY: serve test slow machines check reliability sanitize signatures newest conformance simulate snippets docs format demo-model clean
+.PHONY: serve test slow machines check reliability sanitize fuzz signatures newest conformance simulate snippets docs format demo-model clean
 
 serve: $(SERVES)  ## install what serving needs, then serve the demo model on 127.0.0.1:8000; CONFIG=FILE.toml ARGS="--port 8001"
 	$(BIN)/callboard serve $(CONFIG) $(ARGS)
@@ -45,6 +46,9 @@ reliability: $(STAMP)  ## the tests of docs/reliability.md alone, one by one, wi
 
 sanitize: $(STAMP)  ## random calls of the kernels in C under ASan and UBSan, for two minutes; ARGS="--seconds 3600 --seed 7"
 	$(BIN)/python -m tests.sanitized $(ARGS)
+
+fuzz: $(STAMP)  ## foreign bytes that are made to reach new code, against all that reads them; SECONDS=600 ARGS="--only uploads"
+	$(BIN)/python -m tests.fuzz --seconds $(SECONDS) --folder $(VENV)/fuzz $(ARGS)
 
 signatures: $(STAMP)  ## every call into FlashInfer against its own Python code, 62 MB, which needs no GPU to be imported
 	@if $(BIN)/pip install --quiet --disable-pip-version-check --upgrade --no-compile --target $(VENV)/signatures --no-deps \

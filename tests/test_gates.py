@@ -44,6 +44,7 @@ BOUNDED = {
 LOOP_MAKERS = {"run", "Runner", "new_event_loop"}
 # Files of tests that make an event loop themselves -> which one.
 OWN_LOOPS = {
+    "tests/fuzz/uploads.py": "a reader's, which a fuzzer calls",
     "tests/server/edges.py": "a program's",
     "tests/server/engine_server.py": "a server's, on a thread",
     "tests/server/live_server.py": "a server's, on a thread",

@@ -23,6 +23,9 @@ INDEX_FILE = "model.safetensors.index.json"
 PICKLED = (".bin", ".pt", ".pth", ".ckpt")
 # What the reference implementation allows; 100 MB of JSON describe about a million tensors.
 MAX_HEADER_BYTES = 100_000_000
+# Of a tensor: what torch allows.
+MAX_DIMENSIONS = 64
+MAX_DIMENSION = (1 << 63) - 1
 DTYPE_BYTES = {
     "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1,
     "I16": 2, "U16": 2, "F16": 2, "BF16": 2,
@@ -98,7 +101,7 @@ def _read_entry(path: Path, name: str, entry: Any) -> tuple[StoredTensor, int]:
     if not isinstance(dtype, str) or dtype not in DTYPE_BYTES:
         raise WeightsError(f"{where}: dtype {dtype!r}, expected one of {', '.join(sorted(DTYPE_BYTES))}")
     if not _are_sizes(shape):
-        raise WeightsError(f"{where}: shape {shape!r}, expected a list of sizes")
+        raise WeightsError(f"{where}: shape {shape!r}, expected a list of {MAX_DIMENSIONS} sizes at most")
     if not _are_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
         raise WeightsError(f"{where}: data_offsets {offsets!r}, expected [begin, end]")
     num_bytes = math.prod(shape) * DTYPE_BYTES[dtype]
@@ -156,7 +159,11 @@ def _read_sharded(directory: Path) -> dict[str, StoredTensor]:
 
 
 def _are_sizes(value: object) -> TypeGuard[list[int]]:
-    return isinstance(value, list) and all(type(one) is int and one >= 0 for one in value)
+    return (
+        isinstance(value, list)
+        and len(value) <= MAX_DIMENSIONS
+        and all(type(one) is int and 0 <= one <= MAX_DIMENSION for one in value)
+    )
 
 
 def _refuse_duplicates(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:

@@ -168,13 +168,14 @@ class _Frames:
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
+        self._size = os.fstat(file.fileno()).st_size
         self.torn = ""
 
     def __iter__(self) -> Iterator[tuple[bytes, bytes]]:
         while head := self._file.read(HEAD.size):
             at = self._file.tell() - len(head)
             length, crc, kind = HEAD.unpack(head) if len(head) == HEAD.size else (0, -1, b"")
-            packed = self._file.read(length)
+            packed = self._file.read(min(length, self._size - at))  # not what the head of a damaged frame asks for
             if len(packed) < length or zlib.crc32(packed) != crc:
                 self.torn = f"the frame at byte {at} is cut or damaged"
                 return
@@ -193,5 +194,5 @@ class _Frames:
 def _decoded(path: Path, plain: bytes, kind: type[T]) -> T:
     try:
         return msgspec.msgpack.decode(plain, type=kind)
-    except (msgspec.DecodeError, RecursionError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise RecordingError(f"{path}: {error}; take the version of callboard that wrote it") from None

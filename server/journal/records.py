@@ -80,4 +80,7 @@ encode = _ENCODER.encode
 
 def decode(record: bytes) -> Record:
     """Returns a record.  Raises msgspec.MsgspecError for what is none."""
-    return _DECODER.decode(record)
+    try:
+        return _DECODER.decode(record)
+    except (UnicodeDecodeError, RecursionError) as error:
+        raise msgspec.DecodeError(str(error)) from None

@@ -194,5 +194,5 @@ class Segments:
 def _read_payload(payload: bytes) -> list[bytes] | None:
     try:
         return [bytes(record) for record in _PAYLOAD.decode(payload)]
-    except msgspec.MsgspecError:
+    except (msgspec.MsgspecError, RecursionError):
         return None

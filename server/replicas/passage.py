@@ -8,8 +8,11 @@ together, so what the client has and what is known of it are the same at any mom
 alone, so a replica that is given the tokens goes on as the first one would have.
 """
 
+import re
+
 import msgspec
 
+from engine.errors import CallboardError
 from engine.messages import Finish
 from server.generate.generation import Origin, Told, new_seed
 from server.http.sse import PING_COMMENT, PING_EVENT
@@ -17,7 +20,12 @@ from server.http.sse import PING_COMMENT, PING_EVENT
 # A mark is a comment, see ``_mark`` in server/generate/route.py.  JSON has no line breaks, so no event has one within.
 COMMENT = b": "
 END = b"\n\n"
+MARK = re.compile(rb": (\d{1,9}) ((?:[0-9a-f]{8})*) (\d{1,9}) (\d{1,9}) (\d{1,9})")
 PINGS = frozenset({PING_COMMENT, PING_EVENT})  # only where nothing is held back, since events come with their mark
+
+
+class WrongMark(CallboardError):
+    """A replica has sent a mark that no replica of this version makes."""
 
 
 class Passage:
@@ -61,7 +69,9 @@ class Passage:
         return msgspec.json.encode({"request": self._body, "origin": origin})
 
     def take(self, chunk: bytes) -> bytes:
-        """Take what a replica has sent; returns what is for the client now."""
+        """Take what a replica has sent; returns what is for the client now.
+
+        Raises WrongMark once everything before it is with the client."""
         held = self._held + chunk
         parts, passed, at = [], 0, 0
         for block in held.split(END)[:-1]:
@@ -70,8 +80,12 @@ class Passage:
                 parts.append(held[passed:end])
                 passed = end
             elif block.startswith(COMMENT):
+                if (mark := MARK.fullmatch(block)) is None:
+                    if passed:
+                        break
+                    raise WrongMark(f"{block[:80]!r} is no mark of choice, tokens, finish, prompt and events")
                 parts.append(held[passed:at])
-                self._note(*block.removeprefix(COMMENT).split(b" "))
+                self._note(*mark.groups())
                 passed = end
             at = end
         self._held = held[passed:]
@@ -85,7 +99,8 @@ class Passage:
         choice.num_prompt_tokens = int(num_prompt) or choice.num_prompt_tokens
 
     def rest(self) -> bytes:
-        """What follows the last mark, once the replica has ended its stream."""
+        """What follows the last mark, once the replica has ended its stream.  Raises WrongMark."""
+        self.take(b"")
         held, self._held = self._held, b""
         return held
 

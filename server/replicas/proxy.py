@@ -27,7 +27,7 @@ from server.http.exchange import EXCHANGE, REQUEST_ID_HEADER
 from server.http.replies import error_body
 from server.http.sse import DONE
 from server.replicas.affinity import PrefixAffinity
-from server.replicas.passage import Passage
+from server.replicas.passage import Passage, WrongMark
 from server.replicas.replica import Choice, Replica, unavailable
 
 log = logging.getLogger(__name__)
@@ -238,12 +238,16 @@ class _Delivery:
         """Pass a stream on, from its first chunk."""
         passage = self._passage
         while chunk:
-            if told := chunk if passage is None else passage.take(chunk):
+            with _asking(url):
+                told = chunk if passage is None else passage.take(chunk)
+            if told:
                 await stream.write(told)
             with _asking(url):
                 chunk = await content.readany()
         if passage is not None:
-            await stream.write(passage.rest())
+            with _asking(url):
+                told = passage.rest()
+            await stream.write(told)
         await stream.write_eof()
 
 
@@ -259,7 +263,7 @@ class _ReplicaLost(Exception):
 def _asking(url: str) -> Iterator[None]:
     try:
         yield
-    except (aiohttp.ClientError, TimeoutError) as error:
+    except (aiohttp.ClientError, TimeoutError, WrongMark) as error:
         raise _ReplicaLost(error, url) from error
 
 

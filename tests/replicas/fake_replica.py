@@ -10,7 +10,8 @@ from server.generate.route import USAGE_HEADER
 
 
 class FakeReplica:
-    """behaviour: 'answer', 'stream', 'full' (429), 'die' (cut the connection), 'die late' (after a first event)."""
+    """behaviour: 'answer', 'stream', 'full' (429), 'die' (cut the connection), 'die late' (after a first event),
+    'lie late' (then with a mark that says nothing)."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -67,6 +68,8 @@ class FakeReplica:
             await asyncio.sleep(0.05)
             request.transport.abort()
             return response
+        if self.behaviour == "lie late":
+            await response.write(b"data: 2\n\n: 0 01\n\n")
         await response.write(b"data: [DONE]\n\n")
         await response.write_eof()
         return response

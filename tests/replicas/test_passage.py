@@ -9,7 +9,7 @@ import pytest
 
 from server.http.body import ROUTED_TYPE
 from server.http.sse import PING_COMMENT, PING_EVENT
-from server.replicas.passage import Passage
+from server.replicas.passage import Passage, WrongMark
 from tests.server.live_server import MODEL, LiveServer
 
 STREAM = (
@@ -46,6 +46,22 @@ def test_what_was_held_back_comes_again_from_the_next_replica() -> None:
     passage.body()
     assert passage.take(b"data: b\n\n: 0 02000000 0 0 1\n\n") == b"data: b\n\n"
     assert passage.num_tokens == 2
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [b"", b"0 01", b"x 01000000 0 0 1", b"0 010000 0 0 1", b"0 \xff 0 0 1", b"0 01000000 0 0 1 1", b"0  -1 0 1"],
+)
+def test_a_mark_that_no_replica_makes_is_refused_once_what_comes_before_is_told(wrong: bytes) -> None:
+    for ends in (True, False):
+        passage = Passage(b"{}")
+        told = passage.take(b"data: a\n\n: 0 01000000 0 5 1\n\ndata: b\n\n: " + wrong + b"\n\n")
+        assert (told, passage.num_tokens) == (b"data: a\n\n", 1)
+        with pytest.raises(WrongMark, match="is no mark"):
+            passage.rest() if ends else passage.take(b"data: c\n\n")
+        assert passage.num_tokens == 1
+        passage.body()
+        assert passage.take(b"data: b\n\n: 0 02000000 0 0 1\n\n") == b"data: b\n\n"
 
 
 def test_what_was_aborted_does_not_go_on() -> None:

@@ -151,11 +151,13 @@ async def test_killing_a_replica_loses_no_request_that_was_accepted() -> None:
         assert one.replicas.all[0].num_lost == 1
 
 
-async def test_a_stream_goes_on_at_the_next_replica_and_not_for_ever() -> None:
+@pytest.mark.parametrize("behaviour", ["die late", "lie late"])
+async def test_a_stream_goes_on_at_the_next_replica_and_not_for_ever(behaviour: str) -> None:
     async with routed() as one:
         for fake in one.fleet.replicas:
-            fake.behaviour = "die late"
+            fake.behaviour = behaviour
         for path, name, end in (("/v1/completions", "", "data: [DONE]\n\n"), ("/v1/messages", "event: error\n", "")):
+            await one.until(lambda: all(replica.state is State.READY for replica in one.replicas.all))
             async with one.client.post(path, json={"prompt": "x", "stream": True}) as response:
                 assert response.status == 200
                 text = await response.text()
