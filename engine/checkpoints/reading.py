@@ -180,8 +180,15 @@ def read_layer_types(fields: Fields, sizes: Sizes, default: Sequence[bool]) -> l
 def _check_layer_types(fields: Fields, windowed: Sequence[bool]) -> None:
     """Refuse a list of the layers' kinds, as transformers 5 writes it, that contradicts the window."""
     kinds = fields.table.get("layer_types")
-    if kinds is not None and kinds != [SLIDING if one else FULL for one in windowed]:
-        raise fields.error("layer_types", kinds, "the layers that the sliding window settings give")
+    expected = [SLIDING if one else FULL for one in windowed]
+    if kinds is None or kinds == expected:
+        return
+    words = f"a list of {len(expected)} kinds"
+    if isinstance(kinds, list) and len(kinds) == len(expected):
+        index = next(index for index, kind in enumerate(expected) if kinds[index] != kind)
+        words = f"{expected[index]} as kind {index}"
+    advice = "leave layer_types out, or make it agree with them"
+    raise fields.error("layer_types", kinds, f"{words}, as the settings of the window give; {advice}")
 
 
 def read_rotary(fields: Fields, sizes: Sizes, *, theta: float = 10000.0, partial: float | None = None) -> RotaryShape:

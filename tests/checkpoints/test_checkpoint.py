@@ -189,7 +189,8 @@ BROKEN_CONFIGS: list[tuple[dict[str, Any], str]] = [
     ({"rope_scaling": "linear"}, 'rope_scaling is "linear", expected an object'),
     ({"rope_parameters": {"full_attention": {"rope_theta": 1}}}, "expected one set of rotary settings"),
     ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
-    ({"layer_types": ["full_attention", "sliding_attention", "full_attention"]}, "layer_types is"),
+    ({"layer_types": ["full_attention", "sliding_attention", "full_attention"]}, "expected full_attention as kind 1"),
+    ({"layer_types": ["full_attention"]}, "expected a list of 3 kinds, as the settings of the window give; leave"),
     ({"quantization_config": {"quant_method": "exl2"}}, "expected one of awq, compressed-tensors, fp8, gptq"),
 ]
 
