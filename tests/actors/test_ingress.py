@@ -229,7 +229,7 @@ async def test_output_to_go_on_from_that_no_request_can_have_is_refused_before_a
 
 async def test_bad_sampling_parameters_are_refused_by_name() -> None:
     async with with_ingress() as (ingress, sent):
-        for name, value in [("temperature", float("nan")), ("top_p", 0.0), ("min_tokens", -1), ("seed", 2**64)]:
+        for name, value in [("temperature", float("nan")), ("top_p", 1.5), ("min_tokens", -1), ("seed", 2**64)]:
             with pytest.raises(RequestError) as refused:
                 ingress.open("hello", SamplingParams(**{name: value}))
             assert (refused.value.status, refused.value.param) == (400, name)

@@ -5,6 +5,7 @@ captured; its split trace, run directly.
 """
 
 import gc
+import sys
 from dataclasses import replace
 
 import pytest
@@ -218,7 +219,8 @@ def test_captures_complete_what_is_missing(cases: Cases):
     assert [graph.size for graph in device.graphs[::parts]] == [16, 12, 12, 8, 4]
 
 
-def test_the_progress_bar_tells_sizes_and_memory(cases: Cases, capsys):
+def test_the_progress_bar_tells_sizes_and_memory(cases: Cases, capsys, monkeypatch):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     PiecewiseDriver(cases["qwen3-tied"].model).piecewise.capture(progress=True)
     shown = capsys.readouterr().err
     assert "capturing steps with prefill: 100%" in shown

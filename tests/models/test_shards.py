@@ -3,6 +3,7 @@
 import json
 import shutil
 import struct
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -187,7 +188,10 @@ def test_truncated_shard_of_many(tmp_path: Path):
         load(read_model(directory))
 
 
-def test_progress_goes_to_stderr_in_bytes(copied: Path, capsys: pytest.CaptureFixture[str]):
+def test_progress_goes_to_stderr_in_bytes(
+    copied: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     from engine.models.loader import load_model
     from engine.plugins.comm.local import LocalComm
 

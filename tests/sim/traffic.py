@@ -263,7 +263,6 @@ class FrontendTraffic(Traffic):
             look=lambda ask: Snapshot(ask.number, 0.0, Gauges()),
             watch=lambda observer, name: None,
             profile=lambda ask: None,
-            record=lambda ask: None,
         )
         ingress.inbox.put(EngineReady())
         self._next_id = 0
