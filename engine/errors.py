@@ -17,6 +17,7 @@ CallboardError
 ├── StateError              a scheduler's state has no form in a recording
 ├── GrammarFailure          a grammar cannot go on; its request ends
 ├── WorkerLost              a worker has died or hangs; it is started anew
+├── WrongMark               a replica marks its stream's progress wrongly; another one goes on with the stream
 ├── LinkError, WireError    a socket between processes cannot be used, or brings what is no message
 └── NcclError               NCCL has failed; the rank is lost
 

@@ -72,6 +72,7 @@ def test_every_family_says_what_the_reference_says(checkpoint: Checkpoint, famil
         assert generated(llm, GREEDY) == expected, "again, with prefixes from the cache"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "num_ranks"), list(zip(FAMILIES, (2, 4, 2, 4), strict=True)))
 def test_and_in_processes_of_their_own(checkpoint: Checkpoint, family: str, num_ranks: int) -> None:
     directory, expected = checkpoint(family)

@@ -18,6 +18,8 @@ from tests.recording.driver import SECRET, Driver
 from tests.recording.runs import recorded_run, strange_plugins
 from tests.sim.dice import draw
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 SEEDS = (1, 5, 7, 8, 9)
 HAPPENED = {

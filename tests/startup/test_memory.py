@@ -36,6 +36,8 @@ from tests.graphs.recording import RecordingDevice
 from tests.graphs.runners import Steps, load, tokens
 from tests.models.checkpoints import build, save
 
+pytestmark = pytest.mark.slow
+
 GB = 1_000_000_000
 DEMO = Path(__file__).parents[2] / "examples" / "demo_model"
 

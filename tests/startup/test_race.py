@@ -34,6 +34,8 @@ from tests.graphs.engines import EngineDevice
 from tests.plugins.conftest import Install, install
 from tests.startup.in_this_process import InThisProcess
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 SPEC = AttentionSpec(num_layers=3, num_heads=4, num_kv_heads=2, head_size=16, scale=0.25)
 LOADS = (Load("decode", 2, 40, 1), Load("decode", 1, 70, 1), Load("prefill", 1, 33, 33), Load("prefill", 2, 40, 7))

@@ -17,6 +17,8 @@ from tests.models.checkpoints import build, save
 from tests.workers.forge import Ended, Forge
 from tests.workers.server import run_cli
 
+pytestmark = pytest.mark.slow
+
 NORM, QUERY = "model.norm.weight", "model.layers.1.self_attn.q_proj.weight"
 
 

@@ -27,6 +27,8 @@ from tests.pace import far
 from tests.workers.executors import alive, children
 from tests.workers.quick_server import QuickSystem
 
+pytestmark = pytest.mark.slow
+
 DEMO = Path(__file__).parents[2] / "examples" / "demo_model"
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24)
 PARTS = set(TextCodec.load(DEMO).encode("é你🙂").tolist())  # their bytes make characters, and halves of some
