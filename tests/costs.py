@@ -96,18 +96,18 @@ class Costs:
                 "run_s": round(time.monotonic() - self._began, 1),
                 "processor_s": round(sum(cost[1] for cost in self._files.values()), 1),
                 **counts,
-                "files": rows(self._files),
-                "tests": [row for row in rows(self._tests) if row["clock_s"] >= 1],
+                "files": rows(self._files, least_s=1.0),
+                "tests": rows(self._tests, least_s=10.0),
             },
         )
         table = Table("file", "clock, s", "processor, s", "waiting, s", title=str(self._path))
-        for row in rows(self._files)[:SLOWEST]:
+        for row in rows(self._files, least_s=0.0)[:SLOWEST]:
             figures = (row["clock_s"], row["processor_s"], row["clock_s"] - row["processor_s"])  # type: ignore[operator]
             table.add_row(str(row["name"]), *(f"{figure:.1f}" for figure in figures))
         Console(width=120).print(table)
 
 
-def rows(costs: dict[str, list[float]]) -> list[dict[str, object]]:
-    """Names with both times, the longest first."""
-    lines = sorted(costs.items(), key=lambda entry: -entry[1][0])
-    return [{"name": name, "clock_s": round(clock, 2), "processor_s": round(busy, 2)} for name, (clock, busy) in lines]
+def rows(costs: dict[str, list[float]], least_s: float) -> list[dict[str, object]]:
+    """Names with both times, the longest first, without those that take less by the clock."""
+    lines = sorted(((name, *cost) for name, cost in costs.items() if cost[0] >= least_s), key=lambda line: -line[1])
+    return [{"name": name, "clock_s": round(clock, 2), "processor_s": round(busy, 2)} for name, clock, busy in lines]
