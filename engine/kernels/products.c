@@ -344,8 +344,8 @@ int64_t product(const Weight *weight, const float *x_TI, int64_t x_step, const f
     char *rounded = 0;
     float *scales = 0;
     if (bytes) {
-        rounded = malloc(T * (padded + groups(I) * sizeof(float)));
-        if (!rounded && T) return -1;
+        rounded = malloc(T * (padded + groups(I) * sizeof(float)) + 1);
+        if (!rounded) return -1;
         scales = (float *)(rounded + T * padded);
     }
     /* Rows in tiles of one size or one less, for which as many panels are taken at once; tiles in blocks that stay in a
