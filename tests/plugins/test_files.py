@@ -4,6 +4,7 @@ import errno
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 
 from engine.config import Config, build_config
-from engine.errors import PluginError
+from engine.errors import ConfigError, PluginError
 from engine.kv.store import DIGEST_BYTES, PageRecords
 from engine.plugins.hookspecs import KVStoreContext
 from engine.plugins.kv_store.files import FileStore, callboard_kv_store
@@ -129,7 +130,7 @@ def test_those_used_longest_ago_go_when_it_is_full(tmp_path: Path) -> None:
 
 def test_what_other_processes_write_counts_and_what_dead_ones_began_is_removed(tmp_path: Path) -> None:
     first, second = (records(tmp_path, max_bytes=40 * RECORD_BYTES) for _ in range(2))
-    begun = tmp_path / "incoming" / "machine-1-2-3"
+    begun = tmp_path / "incoming" / f"{'ab' * 32}.{'0' * 32}"
     begun.write_bytes(b"half")
     os.utime(begun, (0, 0))
     for number in range(200):
@@ -140,6 +141,7 @@ def test_what_other_processes_write_counts_and_what_dead_ones_began_is_removed(t
 
 WRITER = """
 import sys
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from tests.plugins.test_files import records, save
 pages = records(Path(sys.argv[1]), max_bytes=150_000)
@@ -169,6 +171,59 @@ def test_a_folder_that_cannot_be_is_refused(tmp_path: Path) -> None:
     context = KVStoreContext(record_bytes=1, namespace="", options={"path": str(tmp_path / "file" / "below")})
     with pytest.raises(PluginError, match=r"kv_store\.files: path='.*below' cannot be used: .*; name another folder"):
         callboard_kv_store(context)
+
+
+FOREIGN = (".ssh/id_ed25519", "docs/thesis.txt", "ab/notes.txt", f"ab/{'cd' * 32}", "incoming/a.bin")
+
+
+def foreign_tree(path: Path, names: Iterable[str] = FOREIGN) -> Callable[[], bool]:
+    """Make files that are none of a store's; returns what says whether all are as they were."""
+    for name in names:
+        (path / name).parent.mkdir(parents=True, exist_ok=True)
+        (path / name).write_text(name)
+        os.utime(path / name, (0, 0))
+    return lambda: all((path / name).read_text() == name for name in names)
+
+
+@pytest.mark.parametrize("names", [FOREIGN, *((name,) for name in FOREIGN), ("sweep.lock", *FOREIGN)])
+def test_a_folder_with_files_of_others_is_refused_and_nothing_in_it_goes(tmp_path: Path, names: tuple[str]) -> None:
+    is_whole = foreign_tree(tmp_path, names)
+    with pytest.raises(ConfigError, match=r"kv_store\.files: path='.*' has .*, which no such store wrote"):
+        FileStore(tmp_path, 1)
+    assert is_whole()
+    assert {str(one.relative_to(tmp_path)) for one in tmp_path.rglob("*") if one.is_file()} == set(names)
+
+
+def test_files_of_others_in_a_store_are_not_counted_and_outlive_it(tmp_path: Path) -> None:
+    pages = records(tmp_path, max_bytes=3 * RECORD_BYTES)
+    is_whole = foreign_tree(tmp_path)
+    elsewhere = tmp_path.with_name("elsewhere")
+    others = foreign_tree(elsewhere, ["12/" + "12" * 32])
+    (tmp_path / "12").symlink_to(elsewhere / "12")
+    (tmp_path / "34").mkdir()
+    (tmp_path / "34" / ("34" * 32)).symlink_to(elsewhere / "12" / ("12" * 32))
+    for number in range(20):
+        save(pages, number)
+    pages.store.close()
+    FileStore(tmp_path, 1)
+    assert is_whole()
+    assert others()
+    assert len(files(tmp_path)) == 2 + 2, "two foreign ones below ab, two links; every record has gone"
+
+
+def test_a_folder_of_an_earlier_version_is_adopted(tmp_path: Path) -> None:
+    save(records(tmp_path), 1)
+    (tmp_path / "incoming" / "machine-77-140003182123456-3").write_bytes(b"half")
+    (tmp_path / "callboard-kv-store").unlink()
+    assert load(records(tmp_path), 1) == page(1)
+    assert (tmp_path / "callboard-kv-store").exists()
+
+
+def test_a_folder_of_other_records_by_their_digests_is_none_of_an_earlier_version(tmp_path: Path) -> None:
+    is_whole = foreign_tree(tmp_path, [f"{name[:2]}/{name}" for name in ("ab" * 32, "cd" * 32)])
+    with pytest.raises(ConfigError, match="has ab, which no such store wrote"):
+        FileStore(tmp_path, 1)
+    assert is_whole()
 
 
 def test_there_is_no_store_unless_it_is_named() -> None:
