@@ -14,7 +14,15 @@ from typing import TYPE_CHECKING, Literal
 import msgspec
 
 from engine.actors.operations import SettingsChanged
-from engine.changes import Change, changes, refuse_fixed, refuse_more_requests, refuse_other_adapters, refuse_other_text
+from engine.changes import (
+    Change,
+    changes,
+    refuse_fixed,
+    refuse_more_requests,
+    refuse_other_adapters,
+    refuse_other_text,
+    refuse_places,
+)
 from engine.config import Config
 from engine.device_defaults import gpu_bytes, torch_may_use_gpus
 from engine.errors import ConfigError
@@ -55,10 +63,14 @@ class Changeover:
         self._most_requests = system.config.limits.max_requests
         self._lock = asyncio.Lock()
 
-    async def apply(self, config: Config, *, dry_run: bool = False) -> Outcome:
-        """Go over to a configuration.  Raises CallboardError, and then everything is as it was."""
+    async def apply(self, config: Config, *, dry_run: bool = False, is_sent: bool = False) -> Outcome:
+        """Go over to a configuration.  Raises CallboardError, and then everything is as it was.
+
+        is_sent: it came with a request, which may name no place: none is looked at then."""
         async with self._lock:
             system, began = self._system, time.monotonic()
+            if is_sent:
+                refuse_places(system.config, config)
             new = await asyncio.to_thread(system.with_config, config)
             found = changes(system.config, new.config)
             refuse_fixed(found)

@@ -31,9 +31,18 @@ class Change(msgspec.Struct, frozen=True):
 
 def changed(section: type[Section], key: str) -> Changed:
     """How a setting changes while the server runs."""
+    found: Changed = _extra(section, key).get("changed", section.changed)
+    return found
+
+
+def is_place(section: type[Section], key: str) -> bool:
+    """Whether a setting names a place, so that only the file on the server's own disk may change it."""
+    return bool(_extra(section, key).get("is_place"))
+
+
+def _extra(section: type[Section], key: str) -> dict[str, Any]:
     fields = {field.name: field for field in msgspec.inspect.type_info(section).fields}  # type: ignore[attr-defined]
-    extra: dict[str, Changed] = getattr(fields[key].type, "extra", None) or {}
-    return extra.get("changed", section.changed)
+    return getattr(fields[key].type, "extra", None) or {}
 
 
 def changes(old: Config, new: Config) -> tuple[Change, ...]:
@@ -70,6 +79,23 @@ def refuse_fixed(found: tuple[Change, ...]) -> None:
     if fixed:
         seen = ", ".join(f"{one.key} ({_shown(one.before)}, not {_shown(one.after)})" for one in fixed)
         raise ConfigError(f"{seen}: stays as it is while the server runs; take it back, or restart the server with it")
+
+
+def refuse_places(old: Config, new: Config) -> None:
+    """Raise ConfigError if settings change that no request may change, and name all of those, without their values.
+
+    An option of a plugin may be a path, so all of them are such settings."""
+    named = []
+    for one in changes(old, new):
+        section, _, name = one.key.partition(".")
+        if is_place(type(getattr(old, section)), name.partition(".")[0]):
+            named.append(one.key)
+    if named:
+        raise ConfigError(
+            f"{', '.join(named)}: a request does not change where the server reads and writes, nor options of plugins; "
+            "leave it as the server has it, or change the file that the server was started with and have it read by "
+            "SIGHUP or `callboard apply` without a file"
+        )
 
 
 def refuse_more_requests(most: int, new: Config) -> None:

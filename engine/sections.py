@@ -14,9 +14,12 @@ Changed = Literal["live", "executors", "fixed"]
 """How a setting changes while the server runs: at once; by executors that take the old ones' place; not at all."""
 
 
-def key(description: str, *, changed: Changed | None = None, **bounds: Any) -> Meta:
-    """A setting.  changed: how it changes, where its section does not say it.  bounds: of its value, see ``Meta``."""
-    return Meta(description=description, extra=None if changed is None else {"changed": changed}, **bounds)
+def key(description: str, *, changed: Changed | None = None, is_place: bool = False, **bounds: Any) -> Meta:
+    """A setting.  changed: how it changes, where its section does not say it.  bounds: of its value, see ``Meta``.
+
+    is_place: it names a place on the disk or the network, and only the file on the server's own disk may change it."""
+    extra = {**({} if changed is None else {"changed": changed}), "is_place": is_place}
+    return Meta(description=description, extra=extra, **bounds)
 
 
 # fmt: off
@@ -31,16 +34,17 @@ class ModelSection(Section, frozen=True):
 
     path: Annotated[str, key(
         "Directory of a Hugging Face checkpoint or a GGUF file (relative to this file), a hub id, or 'demo'",
-        changed="executors"
+        changed="executors", is_place=True
     )] = "demo"
     revision: Annotated[str, key(
-        "Hub revision: branch, tag or commit; empty for the default branch", changed="executors"
+        "Hub revision: branch, tag or commit; empty for the default branch", changed="executors", is_place=True
     )] = ""
     name: Annotated[str, key(
         "Model name in the API; empty for the last part of the path, callboard-demo for 'demo'"
     )] = ""
     tokenizer: Annotated[str, key(
-        "Directory of the tokenizer; empty for the checkpoint's own, 'none' to take and give token ids only"
+        "Directory of the tokenizer; empty for the checkpoint's own, 'none' to take and give token ids only",
+        is_place=True
     )] = ""
     load_format: Annotated[Literal["safetensors", "dummy"], key(
         "'dummy' draws seeded random weights from config.json alone", changed="executors"
@@ -62,7 +66,7 @@ class ModelSection(Section, frozen=True):
     )] = ()
     score_template: Annotated[str, key(
         "File of a Jinja template that makes a prompt of a message with role query and one with role document; "
-        "empty for the checkpoint's chat template if it knows these roles"
+        "empty for the checkpoint's chat template if it knows these roles", is_place=True
     )] = ""
     numerics: Annotated[Literal["fast", "invariant"], key(
         "'invariant': a request gets the same tokens and log probabilities, to the bit, whatever else runs; "
@@ -78,7 +82,7 @@ class LoraSection(Section, frozen=True):
 
     folder: Annotated[str, key(
         "Adapters as PEFT saves them lie below: at start each of its folders is served by its name, others can be "
-        "loaded from there; empty for none"
+        "loaded from there; empty for none", is_place=True
     )] = ""
     max_adapters: Annotated[int, key(
         "Most adapters that requests run with at once; others wait", ge=1, le=256, changed="executors"
@@ -176,7 +180,7 @@ class PlacementSection(Section, frozen=True):
     )] = "inline"
     link: Annotated[str, key(
         "How processes are reached: 'unix', 'unix:DIRECTORY' for sockets below it, or 'tcp://HOST:PORT' (port 0: "
-        "any), encrypted and authenticated", pattern=r"^(unix|unix:.+|tcp://[^/]+:[0-9]+)$"
+        "any), encrypted and authenticated", is_place=True, pattern=r"^(unix|unix:.+|tcp://[^/]+:[0-9]+)$"
     )] = "unix"
     cluster_key: Annotated[str, key(
         "Secret of at least 32 characters that ranks on other machines prove to have; best set as "
@@ -275,7 +279,7 @@ class PluginsSection(Section, frozen=True):
         "Model families that are asked before the built-in ones; 'transformers' reads all decoders", changed="executors"
     )] = []
     options: Annotated[dict[str, dict[str, Any]], key(
-        "Option table per plugin, e.g. [plugins.options.'attention.torch']", changed="executors"
+        "Option table per plugin, e.g. [plugins.options.'attention.torch']", changed="executors", is_place=True
     )] = {}
 
     def by_kind(self) -> dict[str, str | AttentionNames]:
@@ -298,7 +302,8 @@ class ServerSection(Section, frozen=True):
         "Bearer token that clients must send, or a list of them; empty for none"
     )] = ""
     key_file: Annotated[str, key(
-        "TOML file of more keys, [clients] and [operators] with lines of name = 'key', read again when it changes"
+        "TOML file of more keys, [clients] and [operators] with lines of name = 'key', read again when it changes",
+        is_place=True
     )] = ""
     max_connections: Annotated[int, key("Most open connections", ge=1)] = 2048
     max_body_bytes: Annotated[int, key("Largest request body", ge=1024)] = 4 << 20
@@ -322,10 +327,11 @@ class ServerSection(Section, frozen=True):
         "proxy; '*' for any"
     )] = []
     profile_folder: Annotated[str, key(
-        "Where /start_profile has executors write traces of their steps; empty: there are no profiles"
+        "Where /start_profile has executors write traces of their steps; empty: there are no profiles",
+        is_place=True
     )] = ""
     traces: Annotated[str, key(
-        "Where OpenTelemetry spans go, e.g. 'http://127.0.0.1:4318/v1/traces'; empty for none"
+        "Where OpenTelemetry spans go, e.g. 'http://127.0.0.1:4318/v1/traces'; empty for none", is_place=True
     )] = ""
 
     models_memory_mb: Annotated[int, key(
@@ -367,7 +373,8 @@ class StorageSection(Section, frozen=True):
     """[storage]: what the server writes to disk of its clients' requests; nothing, unless a folder is named."""
 
     folder: Annotated[str, key(
-        "Where files, batches, stored responses, the journal and recordings lie; empty: nothing is written"
+        "Where files, batches, stored responses, the journal and recordings lie; empty: nothing is written",
+        is_place=True
     )] = ""
     quota_mb: Annotated[int, key(
         "Most that the files and responses of one API key may take; beyond it it gets 400", ge=1

@@ -1,12 +1,12 @@
 """What differs between two configurations, and that every setting says what it takes to change it."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import msgspec
 import pytest
 
-from engine.changes import changed, changes, refuse_fixed, refuse_more_requests
+from engine.changes import changed, changes, is_place, refuse_fixed, refuse_more_requests, refuse_places
 from engine.config import Config, ConfigSource, build_config
 from engine.errors import ConfigError
 from engine.sections import Changed
@@ -54,6 +54,34 @@ def test_all_that_is_fixed_is_refused_at_once() -> None:
     found = changes(Config(), build_config(Config(), {"server": {"port": 5}, "model": {"name": "x"}}))
     with pytest.raises(ConfigError, match=r'model\.name \("", not "x"\), server\.port \(8000, not 5\): stays'):
         refuse_fixed(found)
+
+
+def test_a_setting_of_free_text_that_is_not_fixed_is_a_name_of_a_plugin_or_a_place() -> None:
+    hints = {name: get_type_hints(section) for name, section in SECTIONS.items()}
+    free = {f"{name}.{key}" for name, key in SETTINGS if hints[name][key] in (str, dict[str, dict[str, Any]])}
+    named = {f"plugins.{kind}" for kind in SECTIONS["plugins"].__struct_fields__} | {"model.quantization"}
+    places = {f"{name}.{key}" for name, key in SETTINGS if is_place(SECTIONS[name], key)}
+    can_change = {f"{name}.{key}" for name, key in SETTINGS if changed(SECTIONS[name], key) != "fixed"}
+    assert free & can_change <= named | places
+    assert places & can_change == {"model.path", "model.revision", "plugins.options"}
+
+
+@pytest.mark.parametrize(
+    ("tables", "named"),
+    [
+        ({"model": {"path": "/etc"}}, "model.path"),
+        ({"model": {"revision": "main", "dtype": "float32"}}, "model.revision"),
+        ({"storage": {"folder": "/etc"}, "server": {"key_file": "/etc/keys"}}, "server.key_file, storage.folder"),
+        ({"plugins": {"options": {"kv_store.files": {"path": "/etc"}}}}, "plugins.options.'kv_store.files'"),
+        ({"plugins": {"options": {"policy.lpm": {"a": 1}}}}, "plugins.options.'policy.lpm'"),
+    ],
+)
+def test_a_request_changes_no_place_and_learns_of_none(tables: Tables, named: str) -> None:
+    with pytest.raises(ConfigError, match="a request does not change where the server reads and writes") as refused:
+        refuse_places(Config(), build_config(Config(), tables))
+    assert str(refused.value).startswith(f"{named}: ")
+    assert "/etc" not in str(refused.value)
+    refuse_places(Config(), build_config(Config(), {"kv": {"num_pages": 5}, "plugins": {"kv_store": "files"}}))
 
 
 def test_requests_have_the_room_that_was_made_for_them() -> None:

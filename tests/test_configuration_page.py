@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from engine.changes import changed
+from engine.changes import changed, is_place
 from engine.config import Config, json_schema
 from engine.sections import ModelTable
 
@@ -30,7 +30,8 @@ $ CALLBOARD_SERVER__API_KEY=secret callboard serve my.toml --host 0.0.0.0
 
 A server that runs takes most changes under its streams: `callboard apply my.toml`, or a SIGHUP, which reads its file
 again. The column *changes* says how: *live* at once, *executors* by new executors to which the streams move, *fixed*
-not at all; [operations.md](operations.md#settings-that-change) says more.
+not at all; *by the file* is what no request changes, but the server's own file;
+[operations.md](operations.md#settings-that-change) says more.
 
 [several_models.md](several_models.md) says more about `[[models]]`, [scheduling.md](scheduling.md) about `scheduler`
 and `kv`, [plugins.md](plugins.md) about `plugins`. These tables are made from `engine/sections.py` by
@@ -46,10 +47,16 @@ def rows(section: type[msgspec.Struct]) -> list[str]:
     """A Markdown row for each key of a section."""
     properties = json_schema()["$defs"][section.__name__]["properties"]
     return [
-        f"| `{key}` | {' | '.join((values(about), default(about.get('default', '')), changed(section, key)))} | "
+        f"| `{key}` | {' | '.join((values(about), default(about.get('default', '')), changes(section, key)))} | "
         f"{about['description']} |"
         for key, about in properties.items()
     ]
+
+
+def changes(section: type[msgspec.Struct], key: str) -> str:
+    """How a key changes while the server runs."""
+    how = changed(section, key)
+    return f"{how}, by the file" if how != "fixed" and is_place(section, key) else how
 
 
 def values(about: dict[str, Any]) -> str:

@@ -22,12 +22,15 @@ from engine.errors import CallboardError, ConfigError
 
 DESCRIPTION = """\
 Gives a server that runs another configuration, under its streams.  The file is a whole configuration: what it leaves
-out goes back to its default.  Settings of the server's own command line and environment stay above it.
+out goes back to its default.  Settings of the server's own command line and environment stay above it.  What names a
+place (model.path, folders, options of plugins) changes by the file that the server was started with alone: without
+FILE.toml, the server reads that one again.
 """
 EPILOG = """\
 examples:
   callboard apply new.toml --dry-run
   callboard apply new.toml --url http://other:8000 --key sk-...
+  callboard apply --url http://other:8000
 
 `callboard config FILE.toml` prints a whole configuration; docs/operations.md says what can change, and how.
 Exit codes: 0 done, 1 no answer, or the server failed, 2 refused.
@@ -45,22 +48,24 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     """What this command takes."""
     command.description, command.epilog = DESCRIPTION, EPILOG
     command.formatter_class = argparse.RawDescriptionHelpFormatter
-    command.add_argument("target", metavar="FILE.toml", help="the settings that are to be")
+    command.add_argument("target", nargs="?", metavar="FILE.toml", help="the settings that are to be")
     command.add_argument("--dry-run", action="store_true", help="only say what would change")
     command.add_argument("--url", help="the server's address (default: server.host and server.port of the file)")
     command.add_argument("--key", help="API key of an operator (default: server.api_key)")
 
 
-def apply(file: str, config: Config, *, url: str | None, key: str | None, dry_run: bool) -> None:
-    """Ask the server.  config: what ``file`` comes to here.  Raises ConfigError for settings that it refuses."""
-    if Path(file).suffix != ".toml":
+def apply(file: str | None, config: Config, *, url: str | None, key: str | None, dry_run: bool) -> None:
+    """Ask the server.  file: None for the server's own.  config: what it comes to here.
+
+    Raises ConfigError for settings that the server refuses."""
+    if file is not None and Path(file).suffix != ".toml":
         raise ConfigError("callboard apply needs a .toml file, with all settings that are to be")
     host = f"[{config.server.host}]" if ":" in config.server.host else config.server.host
     base = url or f"{host}:{config.server.port}"
     base = base if "://" in base else f"http://{base}"
     given = config.server.api_key
     key = key or (given if isinstance(given, str) else next(iter(given), ""))
-    ask = {"toml": Path(file).read_text(), "dry_run": dry_run}
+    ask = {"dry_run": dry_run} if file is None else {"toml": Path(file).read_text(), "dry_run": dry_run}
     try:
         outcome = asyncio.run(_ask(f"{base.rstrip('/')}/apply", ask, key))
     except aiohttp.ClientConnectorError as error:

@@ -42,7 +42,9 @@ class LocalOperations:
             match ask.what:
                 case "apply":
                     config = await asyncio.to_thread(self._source.load, ask.text)
-                    return msgspec.json.encode(await self._changeover.apply(config, dry_run=ask.dry_run))
+                    is_sent = ask.text is not None
+                    outcome = await self._changeover.apply(config, dry_run=ask.dry_run, is_sent=is_sent)
+                    return msgspec.json.encode(outcome)
                 case "sleep":
                     await self._changeover.sleep(ask.level)
                 case "wake_up":

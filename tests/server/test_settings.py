@@ -82,7 +82,8 @@ def test_settings_change_and_answers_say_so(live: LiveSystem) -> None:
         ("[server]\nport = 9\n" + BASE, "server.port"),
         ("[server\n", None),
         (BASE.replace('attention = "torch"', 'attention = "nowhere"'), None),
-        ('[model]\npath = "/nowhere"\n', None),
+        (BASE.replace("[device]", 'path = "/nowhere"\n[device]'), "model.path"),
+        (BASE + "[plugins.options.'kv_store.files']\npath = \"/nowhere\"\n", "plugins.options"),
     ],
 )
 def test_what_cannot_be_is_a_400_that_names_it_and_changes_nothing(
@@ -96,6 +97,27 @@ def test_what_cannot_be_is_a_400_that_names_it_and_changes_nothing(
     assert "nothing has changed" in reply.json["error"]["message"]
     assert live.system.config is before
     assert live.complete([1], max_tokens=1).status == 200
+
+
+def test_a_request_deletes_no_files_by_the_options_of_a_store(live: LiveSystem, tmp_path: Path) -> None:
+    secret = tmp_path / ".ssh" / "id_ed25519"
+    secret.parent.mkdir()
+    secret.write_text("secret")
+    store = f"[plugins.options.'kv_store.files']\npath = '{tmp_path}'\nmax_gb = 1e-9\n"
+    reply = apply(live, BASE.replace("[kv]", f"kv_store = 'files'\n{store}[kv]"))
+    assert reply.status == 400, reply.body
+    assert "change the file that the server was started with" in reply.json["error"]["message"]
+    assert str(tmp_path) not in reply.json["error"]["message"]
+    assert secret.read_text() == "secret"
+
+
+def test_a_place_changes_by_the_file_of_the_server(live: LiveSystem, file: Path, tmp_path: Path) -> None:
+    options = f"[plugins.options.'kv_store.files']\npath = '{tmp_path / 'store'}'\n"
+    file.write_text(BASE.replace("[kv]", f"kv_store = 'files'\n{options}[kv]"))
+    main(["apply", "--url", f"http://127.0.0.1:{live.port}"])
+    assert (tmp_path / "store" / "callboard-kv-store").exists()
+    file.write_text(BASE)
+    assert apply(live, None).json["applied"]
 
 
 def test_a_field_that_apply_does_not_have_is_named_and_nothing_changes(live: LiveSystem) -> None:
