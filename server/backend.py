@@ -20,9 +20,10 @@ from server.model_card import ModelCard
 
 
 class Stream(Protocol):
-    """The output of one choice.  request_id: the engine's own number for it."""
+    """The output of one choice.  request_id: the engine's own number for it.  estimated_tokens: of its prompt."""
 
     request_id: int
+    estimated_tokens: int
 
     async def next(self) -> Delta:
         """Returns all output since the last call; the last has a finish and the usage.

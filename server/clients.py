@@ -10,7 +10,7 @@ import math
 import secrets
 import time
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 from aiohttp import web
@@ -40,6 +40,7 @@ OPERATORS_ROUTES = frozenset(
 )  # fmt: skip
 MAX_IDLE_ALLOWANCES = 4096
 MOST_ENDED = 4096  # requests that are remembered after their end, 2 KB each
+LEAST_OUTPUT = 256  # tokens that a choice is expected to give, unless it may give fewer
 MOST_CHOICES = 32  # of them, the first and the last ones
 
 
@@ -119,6 +120,20 @@ class Allowance:
         return max(math.ceil((wanted - self.left) * 60.0 / self._per_minute), 1)
 
 
+class Charge:
+    """The tokens that a client pays for one request: an estimate at first, in the end what the request has used."""
+
+    def __init__(self, rates: "Rates", client: str) -> None:
+        self.num_paid = 0
+        self._rates = rates
+        self._client = client
+
+    def pay(self, num_tokens: int) -> None:
+        """Have the client pay so many in all, whatever it has paid for the request so far."""
+        self._rates.spend(self._client, num_tokens - self.num_paid)
+        self.num_paid = num_tokens
+
+
 class Rates:
     """Requests and tokens per minute of each client; 0 for no limit.  clock: seconds that only grow."""
 
@@ -134,22 +149,25 @@ class Rates:
         return len(self._allowances)
 
     def check(self, client: str) -> None:
-        """Count a request.  Raises RequestError (429) if the client has used up its requests or tokens."""
-        found = [(what, self._of(client, what)) for what, limit in self._limits.items() if limit]
-        for what, allowance in found:
-            if allowance.left < 1.0:
-                limit = self._limits[what]
+        """Raise RequestError (429) if the client has used up its requests or tokens."""
+        for what, limit in self._limits.items():
+            if limit and (allowance := self._of(client, what)).left < 1.0:
                 raise RequestError(
                     f"you have used your {limit} {what} per minute (limits.{what}_per_minute)",
                     status=429,
                     code="rate_limit_exceeded",
                     retry_after_s=allowance.wait_s(1.0),
                 )
+
+    def admit(self, client: str) -> Charge:
+        """Count a request.  Returns what takes its tokens.  Raises RequestError (429) as ``check`` does."""
+        self.check(client)
         if self._limits["requests"]:
             self._of(client, "requests").left -= 1.0
+        return Charge(self, client)
 
     def spend(self, client: str, num_tokens: int) -> None:
-        """Count a request's tokens, when it has ended: they may be more than were left, and are then waited for."""
+        """Take tokens, or give them back: those that are more than were left are waited for."""
         if self._limits["tokens"]:
             self._of(client, "tokens").left -= num_tokens
 
@@ -184,6 +202,9 @@ class ClientRequest:
         self.num_open = 0
         self._clients = clients
         self._client = client
+        self._charge: Charge | None = None
+        self._estimates: list[int] = []  # tokens of each prompt
+        self._num_used = 0
         self._salt = salt
         self._origin = Origin(exchange.client, exchange.id)
 
@@ -198,7 +219,7 @@ class ClientRequest:
 
         Raises RequestError, also a 429 if the client has its share."""
         if counted and not self.streams:
-            self._clients.rates.check(self._client)
+            self._charge = self._clients.rates.admit(self._client)
         self._clients.check_share(self._client)
         # Both have a fixed place, so that no client's own salt can make it another's.
         salt = f"{self._salt}:{options.cache_salt}" if self._salt else options.cache_salt
@@ -209,6 +230,7 @@ class ClientRequest:
         opened_at = time.monotonic()
         stream = self._clients.ingress.open(prompt, params, options)
         self._note_choice(stream.request_id, opened_at)
+        self._take(stream.estimated_tokens, prompt, params)
         self._clients.num_open[self._client] += 1
         self.num_open += 1
         self.streams.append(stream)
@@ -216,6 +238,24 @@ class ClientRequest:
         if self.opened is not None:
             self.opened(stream)
         return stream
+
+    def _take(self, num_prompt: int, prompt: Prompt, params: SamplingParams) -> None:
+        """Have the client pay for a choice before it runs: its prompt unless another choice has it, and some output."""
+        if self._charge is None:
+            return
+        num_tokens = LEAST_OUTPUT if params.max_tokens is None else min(params.max_tokens, LEAST_OUTPUT)
+        if not self.prompts or self.prompts[-1] is not prompt:
+            self._estimates.append(num_prompt)
+            num_tokens += num_prompt
+        self._charge.pay(self._charge.num_paid + num_tokens)
+
+    def used(self, prompts: Sequence[int | None], num_output: int) -> None:
+        """Note what it has used.  prompts: tokens of each, None for one of which the engine has not told them.
+
+        A prompt that was taken is paid for also if its client has left before that."""
+        self.exchange.usage = sum(filter(None, prompts)), num_output
+        paid = zip(self._estimates, prompts, strict=False)  # those behind were not opened
+        self._num_used = num_output + sum(estimate if told is None else told for estimate, told in paid)
 
     def _note_choice(self, number: int, opened_at: float) -> None:
         if len(self.choices) == MOST_CHOICES:
@@ -236,8 +276,8 @@ class ClientRequest:
         num_open[self._client] -= self.num_open
         if not num_open[self._client]:
             del num_open[self._client]
-        if self.streams:  # what another one has opened is spent by that one
-            self._clients.rates.spend(self._client, sum(self.exchange.usage or ()))
+        if self._charge is not None:
+            self._charge.pay(self._num_used)
         # What is remembered of it is small.
         self.streams.clear()
         self.prompts.clear()

@@ -122,7 +122,7 @@ class Ingress(Actor[IngressInbox | SettingsChanged]):
             params = params.replace(seed=self._rng.randint(0, MAX_SEED))
         request_id = next(self._ids)
         self._tokenizer.put(Tokenize(request_id, params, text=text, token_ids=token_ids, turns=turns, options=options))
-        stream = Stream(request_id, self._cancel)
+        stream = Stream(request_id, self._cancel, estimated)
         self._open[request_id] = _Open(stream, estimated, self._first_timer(request_id))
         self._queued_tokens += estimated
         self._idle.clear()

@@ -37,10 +37,13 @@ def _joined(default: Any, values: tuple[Any, ...]) -> Any:
 
 
 class Stream:
-    """Async iterator of deltas; ends after the one that carries a finish, or with a CallboardError."""
+    """Async iterator of deltas; ends after the one that carries a finish, or with a CallboardError.
 
-    def __init__(self, request_id: int, cancel: Callable[[int], None]) -> None:
+    estimated_tokens: of its prompt."""
+
+    def __init__(self, request_id: int, cancel: Callable[[int], None], estimated_tokens: int = 1) -> None:
         self.request_id = request_id
+        self.estimated_tokens = estimated_tokens
         self._cancel = cancel
         self._pending: list[Delta] = []
         self._error: CallboardError | None = None

@@ -139,12 +139,13 @@ class UsageCounter:
 
     A prompt counts once however many choices it has, and so do its cached tokens: they are those of its first
     choice, since the others find in the cache what the first one put there.
+    prompt_tokens: of each prompt, None until the engine has told them.
     """
 
     def __init__(self, generation: Generation) -> None:
         num_prompts = len(generation.prompts)
         self._num_choices = generation.num_choices
-        self._prompt_tokens: list[int | None] = [None] * num_prompts
+        self.prompt_tokens: list[int | None] = [None] * num_prompts
         self._cached_tokens = [0] * num_prompts
         self._details = [NO_DETAILS] * (num_prompts * generation.num_choices)
         self._completion_tokens = [0] * (num_prompts * generation.num_choices)
@@ -155,7 +156,7 @@ class UsageCounter:
         if delta.usage is None:
             return
         prompt, k = divmod(index, self._num_choices)
-        self._prompt_tokens[prompt] = delta.usage.prompt_tokens
+        self.prompt_tokens[prompt] = delta.usage.prompt_tokens
         if k == 0:
             self._cached_tokens[prompt] = delta.usage.cached_tokens
         # What was aborted has no last word from the engine, only what was counted on the way.
@@ -169,7 +170,7 @@ class UsageCounter:
     def of_choice(self, index: int) -> UsageBody | None:
         """The counts of one choice so far; None until the engine has told the length of its prompt."""
         prompt = index // self._num_choices
-        num_prompt_tokens = self._prompt_tokens[prompt]
+        num_prompt_tokens = self.prompt_tokens[prompt]
         if num_prompt_tokens is None:
             return None
         return _usage(
@@ -179,7 +180,7 @@ class UsageCounter:
     def total(self) -> UsageBody:
         """The counts of the whole request."""
         return _usage(
-            sum(count or 0 for count in self._prompt_tokens),
+            sum(count or 0 for count in self.prompt_tokens),
             sum(self._completion_tokens),
             sum(self._cached_tokens),
             sum(self._details, NO_DETAILS),

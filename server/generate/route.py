@@ -31,7 +31,6 @@ from server.http.sse import EventStream, Ping
 Item = tuple[int, Delta]
 B = TypeVar("B", bound=msgspec.Struct)
 QUEUE_FULL = 429
-USAGE_HEADER = "X-Callboard-Usage"  # prompt and completion tokens, for a router
 ENDS_HERE_ONLY = frozenset({"engine_died", "shutting_down"})  # a router lets another replica go on
 
 
@@ -194,6 +193,7 @@ class GenerateRoute(Generic[B]):
         body, generation = await self._reader.understand(raw)
         if ORIGIN in request:
             generation = self._with_origin(generation, request[ORIGIN])
+            request[CLIENT].exchange.tells_usage = True
         elif (kept := await self.kept(request, raw, (body, generation))) is not None:
             return kept
         del raw  # a stream may take long
@@ -235,11 +235,7 @@ class GenerateRoute(Generic[B]):
         body, generation, usage, writer = task
         client = request[CLIENT]
         if not generation.stream:
-            reply = json_reply(await self.whole(client, task))
-            if generation.origin.seed is not None:
-                counts = usage.total()
-                reply.headers[USAGE_HEADER] = f"{counts.prompt_tokens} {counts.completion_tokens}"
-            return reply
+            return json_reply(await self.whole(client, task))
         async with self._opened(client, task) as choices:
             events = EventStream(request, named=self.endpoint.names_events, ping=self.ping)
 
@@ -258,12 +254,12 @@ class GenerateRoute(Generic[B]):
         exchange.parts = writer.parts
         try:
             async with Choices(client, generation) as choices:
-                yield choices
+                try:
+                    yield choices
+                finally:
+                    client.used(usage.prompt_tokens, usage.total().completion_tokens)
         except RequestError as error:
             raise self.renamed(error, body, generation) from None
-        finally:
-            counts = usage.total()
-            exchange.usage = counts.prompt_tokens, counts.completion_tokens
 
     def _with_origin(self, generation: Generation, raw: msgspec.Raw) -> Generation:
         """Returns the generation as the router wants it.  Raises RequestError: 400, or 409 if it cannot go on here."""

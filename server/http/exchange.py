@@ -36,6 +36,7 @@ log = logging.getLogger(__name__)
 
 REQUEST_ID_HEADER = "X-Request-Id"
 ANTHROPICS_ID_HEADER = "request-id"  # what its clients call the same
+USAGE_HEADER = "X-Callboard-Usage"  # prompt and completion tokens, for a router
 MAX_REQUEST_ID_CHARS = 128
 PRINTABLE = frozenset(string.ascii_letters + string.digits + string.punctuation + " ")
 # Asked every second: no news while all is well, nor that the server is still not ready.
@@ -59,7 +60,8 @@ class Exchange:
 
     id: the client's own if it sent a usable one.  route: the path's pattern, once one was matched.
     names: what else the client may call it by.  parts: names of some of its choices -> which they are.
-    usage: prompt and completion tokens.  Handlers that generate set these three.  replica: which one has answered.
+    usage: prompt and completion tokens.  Handlers that generate set these three.  tells_usage: a router wants to know.
+    replica: which one has answered.
     key: which of the API keys it brought, where there are any.  cors: what a browser must be told.
     error_format: what errors look like to the route's clients.
     arrived_at, received_at, ended_at: when its first bytes were there, its headers were read, and the last byte of the
@@ -72,6 +74,7 @@ class Exchange:
         self.id = name
         self.route = "-"
         self.usage: tuple[int, int] | None = None
+        self.tells_usage = False
         self.replica = ""
         self.names: set[str] = set()
         self.parts: Mapping[str, range] = {}
@@ -102,7 +105,10 @@ class Exchange:
     @property
     def headers(self) -> dict[str, str]:
         """What every response carries.  The server is named without versions, which only help an attacker."""
-        return {REQUEST_ID_HEADER: self.id, ANTHROPICS_ID_HEADER: self.id, "Server": "callboard", **self.cors}
+        told = {REQUEST_ID_HEADER: self.id, ANTHROPICS_ID_HEADER: self.id, "Server": "callboard", **self.cors}
+        if self.tells_usage and self.usage is not None:
+            told[USAGE_HEADER] = f"{self.usage[0]} {self.usage[1]}"
+        return told
 
     @property
     def client(self) -> str:

@@ -124,8 +124,6 @@ class Run:
             log.exception("request=%s failed", self.accepted.stream_id)
             failure = Failure.of(as_request_error(error))
         finally:
-            counts = self._usage.total()
-            self._client.exchange.usage = counts.prompt_tokens, counts.completion_tokens
             self._client.close()
         if failure is not None and failure.code in ENDS_HERE_ONLY:
             self.is_left = True
@@ -141,7 +139,10 @@ class Run:
             if not self._num_records:
                 self._num_records = 1
                 self._journal.append(self.entry, self.accepted, _nothing)
-            await choices.relay(self._take, _no_wait)
+            try:
+                await choices.relay(self._take, _no_wait)
+            finally:
+                self._client.used(self._usage.prompt_tokens, self._usage.total().completion_tokens)
 
     async def _open(self) -> Choices:
         """Returns the choices, in the engine.  Raises RequestError; what an earlier server took waits for its turn."""

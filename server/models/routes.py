@@ -19,7 +19,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from engine.actors.admission import RETRY_LATER_S, queue_full
 from engine.errors import RequestError
 from engine.sections import LimitsSection, ServerSection
-from server.clients import Rates, check_share
+from server.clients import Charge, Rates, check_share
 from server.http.body import check_headers, collect, name_field
 from server.http.exchange import EXCHANGE, refuse_foreign_page
 from server.http.replies import json_reply
@@ -106,10 +106,14 @@ class ModelsRoutes:
             model = self._models.find(_model_of(body) or request.query.get("model"))
             proxy = self._proxies[model.name]
             with self._models.wanted(model):
+                charge: Charge | None = None
                 for _ in range(MOST_LOSSES):
                     await self._models.loaded(model, self._patience_s)
                     try:
-                        return await (proxy.send_counted if counted else proxy.send_on)(request, body)
+                        if not counted:
+                            return await proxy.send_on(request, body)
+                        charge = charge or self._rates.admit(request[EXCHANGE].client)
+                        return await proxy.send_counted(request, body, charge)
                     except RequestError as error:
                         if error.code != LOST:
                             raise

@@ -54,6 +54,11 @@ class Passage:
         return bool(self._choices)
 
     @property
+    def has_ended(self) -> bool:
+        """Whether the client has every choice that it has anything of to its end."""
+        return self.has_begun and all(one.finish != Finish.RUNNING for one in self._choices.values())
+
+    @property
     def was_aborted(self) -> bool:
         """Whether somebody has ended a choice, which would not end elsewhere."""
         return any(one.finish == Finish.ABORT for one in self._choices.values())

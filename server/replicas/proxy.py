@@ -12,18 +12,21 @@ import asyncio
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from http import HTTPStatus
+from urllib.parse import unquote
 
 import aiohttp
 import msgspec
 from aiohttp import web
 from multidict import CIMultiDict, CIMultiDictProxy
+from yarl import URL
 
+from engine.actors.admission import CHARS_PER_TOKEN
 from engine.errors import RequestError
 from engine.sections import ServerSection
-from server.clients import Rates
-from server.generate.route import USAGE_HEADER
+from server.clients import LEAST_OUTPUT, Charge, Rates
 from server.http.body import JSON_TYPE, ROUTED_TYPE, collect, is_object, media_type
-from server.http.exchange import EXCHANGE, REQUEST_ID_HEADER
+from server.http.exchange import CLIENT_LEFT, EXCHANGE, REQUEST_ID_HEADER, USAGE_HEADER
 from server.http.replies import error_body
 from server.http.sse import DONE
 from server.replicas.affinity import PrefixAffinity
@@ -40,6 +43,7 @@ NOT_SENT_ON = frozenset(
     }
 )  # fmt: skip
 TRY_ELSEWHERE = frozenset({429, 503})  # this one is full or leaving; another one may not be
+REFUSED = frozenset({*range(400, CLIENT_LEFT), 503})  # before anything was done for a prompt, unless there is a usage
 EVENT_STREAM = "text/event-stream"
 MOST_LOSSES = 3  # of replicas, in one stream: it may be what ends them
 GO_ON_WITHIN_S = 30.0
@@ -80,24 +84,40 @@ class Proxy:
         """Send on what costs tokens: they are counted, and a stream outlives its replica.
 
         Raises RequestError if no replica can answer, and for a client that has used up what it has in a minute."""
-        self._rates.check(request[EXCHANGE].client)
-        return await self.send_counted(request, await collect(request, self._server))
+        client = request[EXCHANGE].client
+        self._rates.check(client)
+        body = await collect(request, self._server)
+        return await self.send_counted(request, body, self._rates.admit(client))
 
-    async def send_counted(self, request: web.Request, body: bytes) -> web.StreamResponse:
-        """Do so for a body that has been read, of a client that was let in."""
-        exchange = request[EXCHANGE]
+    async def send_counted(self, request: web.Request, body: bytes, charge: Charge) -> web.StreamResponse:
+        """Do so for a body that has been read.  charge: its client pays the prompt at least, if a replica takes it.
+
+        Only a replica counts a prompt, so until it has told the tokens they are estimated from the body."""
+        exchange, status = request[EXCHANGE], CLIENT_LEFT
         passage = Passage(body) if media_type(request) == JSON_TYPE and is_object(body) else None
+        estimated = len(body) // CHARS_PER_TOKEN + 1
+        charge.pay(estimated + LEAST_OUTPUT)
         try:
-            return await self.send_on(request, body, passage)
+            response = await self.send_on(request, body, passage)
+            status = response.status
+            return response
+        except RequestError as error:
+            status = error.status
+            raise
         finally:
             if passage is not None and passage.has_begun:
                 exchange.usage = passage.num_prompt_tokens, passage.num_tokens
-            self._rates.spend(exchange.client, sum(exchange.usage or ()))
+            is_told = status == HTTPStatus.OK and (passage is None or not passage.has_begun or passage.has_ended)
+            if exchange.usage is None:
+                charge.pay(0 if status in REFUSED else estimated)
+            else:
+                charge.pay(max(sum(exchange.usage), 0 if is_told else estimated))
 
     async def send_on(self, request: web.Request, body: bytes, passage: Passage | None = None) -> web.StreamResponse:
         """Send a request on.  passage: of what may be cut and go on elsewhere.
 
         Raises RequestError if no replica can answer."""
+        _check_path(request)
         if media_type(request) == ROUTED_TYPE:
             # A replica would take it for the router's own, and what its stream costs would not be counted here.
             raise RequestError(
@@ -228,7 +248,7 @@ class _Delivery:
         with _asking(url):
             return await self._session.request(
                 self._request.method,
-                url + str(self._request.rel_url),
+                URL(url + self._request.rel_url.raw_path_qs, encoded=True),  # as it came, and as it was matched
                 headers=headers,
                 data=body or None,
                 allow_redirects=False,
@@ -265,6 +285,13 @@ def _asking(url: str) -> Iterator[None]:
         yield
     except (aiohttp.ClientError, TimeoutError, WrongMark) as error:
         raise _ReplicaLost(error, url) from error
+
+
+def _check_path(request: web.Request) -> None:
+    """Raise RequestError (400) for a path that another server could read as another one: this one has matched it."""
+    if not {".", ".."}.isdisjoint(unquote(request.rel_url.raw_path).split("/")):
+        reason = "the path has a segment '.' or '..'; ask for the path that it leads to"
+        raise RequestError(reason, code="malformed_path")
 
 
 def _sent_on(headers: CIMultiDictProxy[str]) -> CIMultiDict[str]:

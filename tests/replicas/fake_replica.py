@@ -6,7 +6,7 @@ from collections import Counter
 from aiohttp import web
 from multidict import CIMultiDictProxy
 
-from server.generate.route import USAGE_HEADER
+from server.http.exchange import USAGE_HEADER
 
 
 class FakeReplica:

@@ -2,18 +2,21 @@
 
 import asyncio
 import json
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from types import SimpleNamespace
 
 import aiohttp
 import pytest
 from aiohttp import web
+from yarl import URL
 
 from engine.config import Config, build_config
 from engine.sections import LimitsSection, ServerSection
-from server.generate.route import USAGE_HEADER, GenerateRoute
+from server.generate.route import GenerateRoute
 from server.http.body import ROUTED_TYPE
+from server.http.exchange import USAGE_HEADER
 from server.http.listener import bind
 from server.replicas import proxy
 from server.replicas import replica as replica_module
@@ -292,6 +295,53 @@ async def test_tokens_are_counted_as_replicas_tell_them(is_stream: bool) -> None
         async with one.client.post("/v1/completions", json=body) as response:
             assert response.status == 429
             assert "tokens per minute" in (await response.json())["error"]["message"]
+
+
+async def test_tokens_are_taken_when_a_request_is_sent_on_and_who_leaves_pays_the_prompt() -> None:
+    config = build_config(Config(), {"limits": {"tokens_per_minute": 400}})
+
+    async with routed(config=config) as one:
+        for fake in one.fleet.replicas:
+            fake.hold.clear()
+        asking = asyncio.create_task(one.complete(LONG))  # about 450 tokens
+        await one.until(lambda: any(fake.bodies for fake in one.fleet.replicas))
+        async with asyncio.timeout(far(10)):
+            assert (await one.complete())[0] == 429
+        asking.cancel()
+        await one.until(lambda: sum(fake.num_left for fake in one.fleet.replicas) == 1)
+        assert (await one.complete())[0] == 429
+
+
+async def test_what_every_replica_refuses_costs_no_tokens() -> None:
+    config = build_config(Config(), {"limits": {"tokens_per_minute": 400}})
+
+    async with routed(config=config) as one:
+        for fake in one.fleet.replicas:
+            fake.behaviour = "full"
+        assert "error" in (await one.complete(LONG))[1]
+        for fake in one.fleet.replicas:
+            fake.behaviour = "answer"
+        assert (await one.complete())[0] == 200
+
+
+@pytest.mark.parametrize(
+    "path", ["/x/../v1/completions", "/./v1/completions", "/v1/%2e/completions", "http://h/v1/..%2Fv1/completions"]
+)
+async def test_a_path_that_a_replica_would_read_otherwise_is_refused(path: str) -> None:
+    async with routed() as one:
+        reader, writer = await asyncio.open_connection(one.client._base_url.host, one.client._base_url.port)
+        with closing(writer):
+            writer.write(f"POST {path} HTTP/1.1\r\nHost: h\r\nContent-Length: 0\r\n\r\n".encode())
+            assert b" 400 " in await reader.readline()
+        assert not any(fake.seen for fake in one.fleet.replicas)
+
+
+async def test_a_path_reaches_a_replica_as_it_came() -> None:
+    async with routed() as one:
+        path = "/v1/models/a%2Fb%20c//d?x=%2F&y"
+        async with one.client.get(URL(str(one.client._base_url) + path, encoded=True)) as response:
+            assert response.status == 200
+        assert sum((fake.seen for fake in one.fleet.replicas), Counter()) == {path: 1}
 
 
 def test_the_router_counts_what_the_application_generates_and_replicas_count_nothing() -> None:

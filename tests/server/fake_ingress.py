@@ -82,7 +82,7 @@ class FakeIngress:
         if not isinstance(prompt, str | tuple) and (not prompt or max(prompt) >= self._vocab_size):
             raise RequestError("prompt: token id out of range", param="prompt")
         request_id = next(self._ids)
-        stream = Stream(request_id, self._cancel)
+        stream = Stream(request_id, self._cancel, len(text) // 4 + 1)
         self.opened.append(stream)
         self.asked.append((prompt, params, options))
         task = asyncio.get_running_loop().create_task(self._produce(stream, text, params, options))

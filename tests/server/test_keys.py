@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from engine.errors import ConfigError, RequestError
-from engine.sections import LimitsSection, ServerSection
+from engine.sections import LimitsSection, ServerSection, StorageSection
 from server.clients import Rates
 from server.keys import LOOK_EVERY_S, Keys, read_keys
 from tests.server.http_client import RawClient, Reply, ask, http_bytes
@@ -144,33 +144,33 @@ def test_an_operator_may_end_anybodys_request_and_a_client_only_its_own(tmp_path
 def test_requests_of_a_minute_come_back_one_by_one() -> None:
     clock = Clock()
     rates = Rates(LimitsSection(requests_per_minute=2), clock)
-    rates.check("alice")
-    rates.check("alice")
+    rates.admit("alice")
+    rates.admit("alice")
     with pytest.raises(RequestError, match="2 requests per minute") as refused:
-        rates.check("alice")
+        rates.admit("alice")
     assert (refused.value.status, refused.value.retry_after_s) == (429, 30)
-    rates.check("bob")
+    rates.admit("bob")
     clock.now += 30
-    rates.check("alice")
+    rates.admit("alice")
     with pytest.raises(RequestError):
-        rates.check("alice")
+        rates.admit("alice")
     clock.now += 600
-    rates.check("alice")
-    rates.check("alice")
+    rates.admit("alice")
+    rates.admit("alice")
     with pytest.raises(RequestError):
-        rates.check("alice")
+        rates.admit("alice")
 
 
 def test_tokens_that_were_too_many_are_waited_for() -> None:
     clock = Clock()
     rates = Rates(LimitsSection(tokens_per_minute=60), clock)
-    rates.check("alice")
+    rates.admit("alice")
     rates.spend("alice", 90)
     with pytest.raises(RequestError, match="60 tokens per minute") as refused:
-        rates.check("alice")
+        rates.admit("alice")
     assert refused.value.retry_after_s == 31
     clock.now += 31
-    rates.check("alice")
+    rates.admit("alice")
 
 
 def test_clients_that_are_idle_cost_no_memory() -> None:
@@ -178,7 +178,7 @@ def test_clients_that_are_idle_cost_no_memory() -> None:
     rates = Rates(LimitsSection(requests_per_minute=60), clock)
     for number in range(20_000):
         clock.now += 0.1
-        rates.check(f"address {number}")
+        rates.admit(f"address {number}")
     assert rates.num_remembered < 5_000
 
 
@@ -188,3 +188,34 @@ def test_over_http_tokens_are_counted_when_a_request_ends() -> None:
         refused = complete(live, max_tokens=1)
         assert (refused.status, refused.error["code"]) == (429, "rate_limit_exceeded")
         assert int(refused.headers["retry-after"]) >= 1
+
+
+HANG = "!hang" + "x" * 1600  # about 400 tokens
+
+
+def test_tokens_are_taken_when_a_request_begins_so_that_many_at_once_cannot_overdraw() -> None:
+    with LiveServer(limits=LimitsSection(tokens_per_minute=300)) as live, RawClient(live.port) as client:
+        body = json.dumps({"model": MODEL, "prompt": HANG, "stream": True}).encode()
+        client.send(http_bytes("POST", "/v1/completions", body))
+        assert live.wait_until(lambda: live.ingress.num_open == 1, 5)
+        assert complete(live).error["code"] == "rate_limit_exceeded"
+
+
+@pytest.mark.parametrize("journal_streams", [False, True])
+def test_a_client_that_leaves_before_the_first_token_pays_its_prompt(tmp_path: Path, journal_streams: bool) -> None:
+    storage = StorageSection(folder=str(tmp_path), journal_streams=journal_streams)
+    with LiveServer(limits=LimitsSection(tokens_per_minute=300), storage=storage) as live:
+        with RawClient(live.port) as client:
+            body = json.dumps({"model": MODEL, "prompt": HANG, "stream": not journal_streams}).encode()
+            client.send(http_bytes("POST", "/v1/completions", body))
+            assert live.wait_until(lambda: live.ingress.num_open == 1, 5)
+        assert live.wait_until(lambda: live.ingress.num_open == 0, 5)
+        assert complete(live).error["code"] == "rate_limit_exceeded"
+
+
+def test_a_request_that_is_refused_pays_nothing_and_one_that_ends_pays_what_it_has_used() -> None:
+    with LiveServer(limits=LimitsSection(tokens_per_minute=300, max_requests_per_client=3)) as live:
+        assert complete(live, prompt="x" * 9000).status == 400
+        assert complete(live, prompt="x" * 1600, n=4).status == 429
+        assert [complete(live, prompt="x" * 800, max_tokens=250).status for _ in range(5)] == [200] * 5
+        assert complete(live).status == 200
