@@ -6,6 +6,7 @@ was cut is read up to its last whole frame; nothing in a file is run.
 """
 
 import os
+import re
 import struct
 import time
 import zlib
@@ -23,6 +24,7 @@ from engine.recording.turns import Turn
 FORMAT = 1
 NAME = b"callboard recording "
 SUFFIX = ".cbr"
+NAMED = re.compile(rf"[0-9]{{8}}T[0-9]{{9}}-([a-z-]+)-[0-9]+{re.escape(SUFFIX)}")  # by ``file_name``; the group: why
 HEAD = struct.Struct("<IIc")
 HEADER, STATE, TURNS, END = b"H", b"S", b"T", b"E"
 FRAME_ENTRIES = 512  # of the state; turns are cut by size

@@ -30,7 +30,7 @@ from engine.messages import ExecutorInbox, FetchPages, SchedulerInbox, Step, Ste
 from engine.notices import ExecutorsLost
 from engine.plugins.manager import Plugins
 from engine.recording.blueprint import Blueprint, planning_code
-from engine.recording.file import SUFFIX, Header, file_name, write_recording
+from engine.recording.file import NAMED, Header, file_name, write_recording
 from engine.recording.privacy import Privacy
 from engine.recording.replayed import ReplayedScheduler
 from engine.recording.state import state_entries
@@ -43,7 +43,7 @@ TURN_BYTES = 80  # what the ring takes for a turn beside its bytes
 CATCH_UP_S = 0.001  # after so long no further turn is played in this one, unless the ring is at twice its size
 STALLED_S = 30.0  # as the alert CallboardStalled has it
 BETWEEN_FILES_S = 60.0  # of those that nobody asked for
-MOST_FILES = 16  # of those, in the folder; the oldest go
+MOST_FILES = 16  # of those, in the folder, and as many of others; the oldest go
 AT_ONCE = 64  # entries of the state, or turns, that are written before others get their turn
 PAUSE_S = 0.0002
 MOST_WAITING = 4  # files
@@ -254,8 +254,7 @@ class Recorder:
         turns = _with_pauses(ring, pause_s)
         try:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            if why in ALERTS:
-                _make_room(self.folder)
+            _make_room(self.folder, is_asked=why not in ALERTS)
             write_recording(self.folder / name, header, state, turns)
         except (OSError, CallboardError) as error:
             log.error("recording %s was not written: %s", self.folder / name, error)
@@ -272,10 +271,11 @@ def _with_pauses(items: Iterable[T], pause_s: float) -> Iterator[T]:
         yield item
 
 
-def _make_room(folder: Path) -> None:
-    """For another file that nobody asked for."""
-    names = (path for path in folder.glob(f"*{SUFFIX}") if any(f"-{why}-" in path.name for why in ALERTS))
-    for path in sorted(names)[: -MOST_FILES + 1 or None]:
+def _make_room(folder: Path, *, is_asked: bool) -> None:
+    """For another file that somebody asked for, or nobody."""
+    named = ((NAMED.fullmatch(path.name), path) for path in folder.iterdir())
+    found = sorted(path for match, path in named if match is not None and (match[1] not in ALERTS) == is_asked)
+    for path in found[: -MOST_FILES + 1 or None]:
         path.unlink(missing_ok=True)
 
 

@@ -53,6 +53,7 @@ EVERY_S = 0.5
 MOST_WAITING = 1 << 17  # messages; a disk that is so far behind ends the recording
 TRY_AGAIN_S = 5.0  # after a disk has refused something
 FILES = 4  # parts of the bound; the oldest is deleted for the next
+NAMED = r"-[0-9]{8}T[0-9]{6}-[0-9]+-[0-9]+\.jsonl"  # behind the model's name: when, process, number
 RELEVANT = ("policy", "eviction", "proposer", "kv_store")  # plugins that decide in the scheduler
 encode = msgspec.json.Encoder().encode
 
@@ -255,6 +256,7 @@ class _Files:
     def __init__(self, folder: Path, model: str, most_bytes: int) -> None:
         self._folder = folder
         self._stem = re.sub(r"[^\w.-]", "_", model)
+        self._named = re.compile(re.escape(self._stem) + NAMED)
         self._most_bytes = most_bytes
         self._number = 0
         self._file: FileIO | None = None
@@ -327,7 +329,7 @@ class _Files:
         self._num_bytes += num_bytes
 
     def _remove_oldest(self) -> None:
-        found = [(one.stat(), one) for one in self._folder.glob(f"{self._stem}-*.jsonl")]
+        found = [(one.stat(), one) for one in self._folder.iterdir() if self._named.fullmatch(one.name)]
         total = sum(stat.st_size for stat, _ in found)
         for stat, one in sorted(found, key=lambda pair: pair[0].st_mtime):
             if total <= self._most_bytes or one == self.path:

@@ -10,16 +10,18 @@ holds; the next engine sweeps it.
 
 import fcntl
 import os
-import shutil
+import re
 import stat
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from engine.errors import ConfigError
 
 PREFIX = "callboard-"
 LOCK = "lock"
+OWN = re.compile(r"lock|ranks|.+\.sock")  # all that is ever made in one
 LONGEST_PATH = 107  # bytes that fit a unix socket's address
 YOUNG_S = 60.0  # nobody may have locked it yet
 
@@ -52,7 +54,7 @@ class SocketDirectory:
     def remove(self) -> None:
         """Nothing of it is left; again: no effect."""
         if self._lock >= 0:
-            shutil.rmtree(self.path, ignore_errors=True)
+            _remove(self.path)
             os.close(self._lock)
             self._lock = -1
 
@@ -116,6 +118,16 @@ def _sweep(parent: Path) -> None:
         except OSError:
             continue  # its engine lives
         else:
-            shutil.rmtree(path, ignore_errors=True)
+            with suppress(OSError):
+                if all(map(OWN.fullmatch, os.listdir(path))):
+                    _remove(path)
         finally:
             os.close(lock)
+
+
+def _remove(path: Path) -> None:
+    """Remove a directory, unless it has anything that is none of its own."""
+    with suppress(OSError):
+        for name in filter(OWN.fullmatch, os.listdir(path)):
+            (path / name).unlink()
+        path.rmdir()

@@ -10,6 +10,7 @@ records.  One write makes one frame, so the records of a frame are there togethe
 import fcntl
 import logging
 import os
+import re
 import struct
 import time
 import zlib
@@ -27,7 +28,9 @@ HEADER = struct.Struct("<II")
 ARRAY = struct.Struct(">BI")  # msgpack's array with a count of 32 bits
 ARRAY_MARK = 0xDD
 SUFFIX = ".log"
+NUMBER = re.compile("[0-9]+")
 LOCK = "lock"
+LOCKED = re.compile(rb"[0-9]*\n?")  # what a lock says
 # A process that was killed lets go of the lock a moment after it is seen to be gone.
 LOCK_WITHIN_S = 2.0
 LOOK_EVERY_S = 0.05
@@ -57,7 +60,8 @@ class Segments:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
             self._take_lock()
-            numbers = sorted(int(path.stem) for path in folder.glob(f"*{SUFFIX}") if path.stem.isdecimal())
+            named = [path for path in folder.glob(f"*{SUFFIX}") if NUMBER.fullmatch(path.stem)]
+            numbers = sorted(number for path in named if self._path(number := int(path.stem)) == path)
             self.sizes = {number: self._path(number).stat().st_size for number in numbers}
         except OSError as error:
             self.close()
@@ -187,6 +191,8 @@ class Segments:
                     f"storage.folder: {self._folder} is in use by another server (process {holder or '?'}); "
                     "give each a folder of its own"
                 ) from None
+        if not LOCKED.fullmatch(os.pread(self._lock, 32, 0)):
+            raise ConfigError(f"storage.folder: {self._folder / LOCK} is no lock of a journal; name another folder")
         os.ftruncate(self._lock, 0)
         os.pwrite(self._lock, b"%d\n" % os.getpid(), 0)
 

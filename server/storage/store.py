@@ -14,6 +14,7 @@ import errno
 import fcntl
 import logging
 import os
+import re
 import sqlite3
 import time
 from collections.abc import Callable
@@ -61,6 +62,7 @@ TRY_AGAIN_S = 2.0
 SPARE_BYTES = 1 << 20
 DATABASE: Final = "index.sqlite3"
 PART: Final = ".part"  # a content that is being written
+CONTENT: Final = re.compile(rf"file-([a-z]+-)?[0-9a-f]{{32}}({re.escape(PART)})?")
 
 
 class Store:
@@ -85,6 +87,7 @@ class Store:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 self._database = self._hold(held, DATABASE)
+                self._check_spare()
                 self._spare.unlink(missing_ok=True)  # to open a database takes room as well
                 self._connection = self._open()
                 held.callback(self._connection.close)
@@ -155,6 +158,12 @@ class Store:
             self._spare.write_bytes(bytes(SPARE_BYTES))
         except OSError:
             self._spare.unlink(missing_ok=True)
+
+    def _check_spare(self) -> None:
+        """Raises ConfigError for a file that no store keeps room by."""
+        with suppress(FileNotFoundError):
+            if self._spare.stat().st_size > SPARE_BYTES or any(self._spare.read_bytes()):
+                raise ConfigError(f"{self._said}: {self._spare} is no file of a store; name another folder")
 
     def _make_room(self, work: Callable[[Connection], T]) -> T:
         try:
@@ -234,7 +243,7 @@ class Store:
     def _sweep_contents(self) -> None:
         known = {file_id for (file_id,) in self._connection.execute("SELECT id FROM files")}
         for path in (self._folder / "contents").iterdir():
-            if path.name not in known:
+            if path.name not in known and CONTENT.fullmatch(path.name):
                 path.unlink()
 
 

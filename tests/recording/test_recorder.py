@@ -56,6 +56,21 @@ def test_lost_executors_leave_a_file_and_not_one_for_each_of_many(
     assert driver.written()[0] == oldest
 
 
+def test_those_that_are_asked_for_are_bounded_and_push_out_no_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "MOST_FILES", 3)
+    driver = Driver(tmp_path)
+    driver.run(1, losses=1)
+    alerts = driver.written()
+    for number in range(8):
+        name = f"20260101T00000000{number}-asked-1.cbr"
+        assert driver.recorder.write("asked", name).result(60) == ""
+    asked = [path for path in driver.written() if path not in alerts]
+    assert [path.name[:18] for path in asked] == [f"20260101T00000000{number}" for number in (5, 6, 7)]
+    assert set(alerts) < set(driver.written())
+
+
 def test_a_loss_that_is_no_fault_leaves_none(tmp_path: Path) -> None:
     driver = Driver(tmp_path)
     driver.tell(ExecutorsLost("too large a step", is_fault=False))

@@ -98,8 +98,8 @@ def test_a_store_of_another_version_or_kind_is_refused(tmp_path: Path) -> None:
 async def test_contents_that_no_row_names_go_at_the_start(tmp_path: Path) -> None:
     store = Store(section(tmp_path))
     await add(store, Files(store), "", file_of("file-a"))
-    store.content("file-b").write_text("of an upload whose row a crash has taken")
-    store.content("file-c.part").write_text("half")
+    store.content("file-" + "b" * 32).write_text("of an upload whose row a crash has taken")
+    store.content(f"file-output-{'c' * 32}.part").write_text("half")
     store.close()
     store = Store(section(tmp_path))
     assert names(store) == {"file-a"}
