@@ -85,6 +85,8 @@ class Config(Section, frozen=True):
         chosen = self.plugins.by_kind()
         if chosen["comm"] == "auto" and self.device.tensor_parallel > 1:
             chosen["comm"] = "torch"  # the default is for one rank
+        if chosen["policy"] == "auto" and self.server.needs_key:
+            chosen["policy"] = "fair"  # a client's priority is for its own requests, and a file may get another key
         return chosen
 
 

@@ -245,7 +245,8 @@ class PluginsSection(Section, frozen=True):
         "What leaves the prefix cache first: lru, lfu, fifo, slru, s3fifo, priority; 'auto' is lru", changed="executors"
     )] = "auto"
     policy: Annotated[str, key(
-        "Who of those that wait runs first: priority, fcfs, lpm, fair; 'auto' is priority", changed="live"
+        "Who of those that wait runs first: priority, fcfs, lpm, fair; 'auto' is fair where clients have keys, else "
+        "priority", changed="live"
     )] = "auto"
     grammar: Annotated[str, key("What makes output follow a schema or grammar; 'auto' is llguidance")] = "auto"
     linear: Annotated[str, key(

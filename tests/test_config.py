@@ -182,3 +182,10 @@ def test_any_value_anywhere_is_taken_or_refused_by_name(key: str, value: object)
     else:
         return
     assert section in refusal
+
+
+def test_clients_with_keys_share_the_engine_fairly_unless_a_policy_is_named() -> None:
+    keyed = {"server": {"key_file": "keys.toml"}}
+    assert Config().chosen_plugins()["policy"] == "auto"
+    assert build_config(Config(), keyed).chosen_plugins()["policy"] == "fair"
+    assert build_config(Config(), {**keyed, "plugins": {"policy": "priority"}}).chosen_plugins()["policy"] == "priority"

@@ -25,7 +25,7 @@ from engine.scheduling.completions import Completions, InFlight
 from engine.scheduling.decodes import Decodes
 from engine.scheduling.fetches import Fetches
 from engine.scheduling.pages import Appends, PageManager
-from engine.scheduling.policy import SchedulingPolicy
+from engine.scheduling.policy import SchedulingPolicy, TenantPolicy
 from engine.scheduling.prefills import Prefills, Segments
 from engine.scheduling.queue import Quarantine, waiting_queue
 from engine.scheduling.requests import OutputForecast, Requests
@@ -195,7 +195,9 @@ class Planner:
         running = [sequence for row in stays if (sequence := table.sequences[row]) is not None]
         if len(running) < 2:
             return False
-        self._retract(max(running, key=lambda sequence: (sequence.priority, sequence.arrival)))
+        # With tenants, no request is kept because it names itself urgent: that orders those of its tenant alone.
+        least = 0 if isinstance(self._policy, TenantPolicy) else -(1 << 31)
+        self._retract(max(running, key=lambda one: (max(one.priority, least), one.arrival)))
         self._forecast.note_retraction()
         return True
 

@@ -241,7 +241,8 @@ def _whole(params: SamplingParams) -> Literal["", "prompt_logprobs", "pooling"]:
 
 def relevant_settings(config: Config) -> dict[str, dict[str, Any]]:
     """What a prediction depends on and may be asked to change, with nothing secret in it."""
-    kinds = {kind: getattr(config.plugins, kind) for kind in RELEVANT}
+    chosen = config.chosen_plugins()
+    kinds = {kind: chosen.get(kind, "none") for kind in RELEVANT}
     names = [f"{kind}.{name}" for kind, name in kinds.items()]
     options = {name: table for name, table in config.plugins.options.items() if name in names}
     sections = {name: msgspec.to_builtins(getattr(config, name)) for name in ("kv", "scheduler", "limits")}

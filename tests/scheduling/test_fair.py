@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from engine.params import SamplingParams
 from engine.plugins.policy.fair import MOST_IDLE, FairOptions, FairShare
+from engine.plugins.policy.priority import MostUrgentFirst
 from engine.prompt import Origin
 from engine.scheduling.queue import TenantQueue
 from engine.scheduling.rows import RowTable, Sequence
@@ -165,3 +166,17 @@ def test_turns_that_rise_whenever_somebody_looks_keep_nobody_waiting() -> None:
     for arrival, tenant in enumerate("aabb"):
         rows.queue.push(sequence(arrival, tenant))
     assert sorted(rows.start().request_id for _ in range(4)) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("policy", [share(), MostUrgentFirst()])
+def test_no_tenant_keeps_its_rows_by_naming_them_urgent(policy: FairShare | MostUrgentFirst) -> None:
+    bench = Bench(policy=policy, depth=2, num_pages=12, page_size=4, max_len=48)
+    bench.expect_short_outputs()
+    for request_id, tenant in ((0, "calm"), (1, "pushing"), (2, "pushing")):
+        priority = 0 if tenant == "calm" else -(1 << 31)
+        prompt = prompt_of(6, seed=request_id)
+        bench.submit(request_id, prompt, max_tokens=30, ignore_eos=True, tenant=tenant, priority=priority)
+    bench.finish()
+    assert bench.planner.meter.num_retractions > 0, "nothing scarce happened"
+    assert (bench.started.count(0) == 1) == isinstance(policy, FairShare), "the oldest one keeps its row"
+    assert bench.streams == bench.expected
