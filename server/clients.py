@@ -39,7 +39,7 @@ OPERATORS_ROUTES = frozenset(
     }
 )  # fmt: skip
 MAX_IDLE_ALLOWANCES = 4096
-MOST_ENDED = 4096  # requests that are remembered after their end, 2 KB each
+MOST_ENDED = 4096  # requests of all clients that are remembered after their end, 2 KB each
 LEAST_OUTPUT = 256  # tokens that a choice is expected to give, unless it may give fewer
 MOST_CHOICES = 32  # of them, the first and the last ones
 
@@ -212,6 +212,10 @@ class ClientRequest:
         """Raise RequestError rather than read a body that would be refused anyway."""
         check_admission(self._clients.ingress, self._clients.limits.max_requests)
 
+    def admit(self) -> None:
+        """Count a request whose work has limits of its own.  Raises RequestError (429) for a client over its rates."""
+        self._clients.rates.admit(self._client)
+
     def open(
         self, prompt: Prompt, params: SamplingParams, options: RequestOptions = DEFAULT_OPTIONS, *, counted: bool = True
     ) -> Stream:
@@ -312,7 +316,8 @@ class Clients:
         self.num_open: Counter[str] = Counter()
         self._salts = salts or CacheSalts(server)
         self._requests: dict[ClientRequest, None] = {}
-        self._ended: deque[ClientRequest] = deque(maxlen=MOST_ENDED)
+        self._ended: dict[str, deque[ClientRequest]] = {}
+        self._num_ended = 0
         self.limit(limits)
 
     def limit(self, limits: LimitsSection) -> None:
@@ -338,8 +343,17 @@ class Clients:
     def closed(self, one: ClientRequest) -> None:
         """A request is open no longer."""
         del self._requests[one]
-        if one.choices:
-            self._ended.append(one)
+        if not one.choices:
+            return
+        mine = self._ended.setdefault(one.exchange.client, deque())
+        mine.append(one)
+        self._num_ended += 1
+        if self._num_ended > MOST_ENDED:  # a client that has more than its share makes room by itself
+            most = mine if len(mine) > MOST_ENDED // len(self._ended) else max(self._ended.values(), key=len)
+            gone = most.popleft()
+            self._num_ended -= 1
+            if not most:
+                del self._ended[gone.exchange.client]
 
     def abort(self, key: Key | None, name: str | None = None) -> int:
         """End the open requests with this key, or all for an operator's; returns how many.
@@ -353,7 +367,8 @@ class Clients:
 
     def known_to(self, key: Key | None) -> list[ClientRequest]:
         """Those, behind the last that have ended, each in the order of time."""
-        return [one for one in (*self._ended, *self._requests) if self._may_see(key, one)]
+        ended = [one for mine in self._ended.values() for one in mine if self._may_see(key, one)]
+        return [*sorted(ended, key=lambda one: one.exchange.received_at), *self.of(key)]
 
     def _may_see(self, key: Key | None, one: ClientRequest) -> bool:
         return one.exchange.key == key or (key is not None and key.is_operator)

@@ -13,6 +13,7 @@ from engine.sections import ServerSection
 from server.batches.objects import BatchBody, BatchObject
 from server.batches.runner import BatchRunner
 from server.batches.table import BatchTable
+from server.clients import CLIENT
 from server.http.body import BodyReader
 from server.http.exchange import refuse_foreign_page
 from server.http.replies import json_reply
@@ -47,6 +48,7 @@ class BatchRoutes:
 
     async def create(self, request: web.Request) -> web.Response:
         """Begin a batch.  Raises RequestError: 400, 404, 429 or 507."""
+        request[CLIENT].admit()
         body = await self._reader.read(request)
         now = self._table.now()
         batch = BatchObject(

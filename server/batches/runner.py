@@ -14,20 +14,18 @@ from functools import partial
 from typing import Any
 
 import msgspec
-from msgspec import structs
 
 from engine.errors import CallboardError, RequestError
-from engine.messages import RequestOptions
 from engine.params import MAX_SEED
 from engine.sections import ServerSection
 from server.batches.lines import FoundLine
 from server.batches.objects import BatchObject, InputLine, LineResponse, OutputLine, Status
-from server.batches.pace import Pace
 from server.batches.table import OK, BatchTable
 from server.clients import ClientRequest, Clients
-from server.generate.generation import Generation, Origin
+from server.generate.generation import Origin
+from server.generate.pace import Pace
 from server.generate.route import GenerateRoute
-from server.generate.unattended import until_taken
+from server.generate.unattended import ACCOUNT, unhurried, until_taken
 from server.http.exchange import Exchange
 from server.http.replies import as_request_error, error_body
 from server.keys import KeyRevoked, Keys
@@ -35,8 +33,6 @@ from server.storage.store import TRY_AGAIN_S
 
 log = logging.getLogger(__name__)
 
-LAST_PRIORITY = (1 << 31) - 1
-ACCOUNT = "{client} (batch)"  # whose limits lines have: not those of their client's live requests
 LINES_AHEAD = 512  # of a batch that wait for room
 
 
@@ -172,7 +168,9 @@ class BatchRunner:
             exchange.key = self._keys.of_owner(owner, "batch")  # of now: a line may have waited long for its turn
             return self._clients.request(exchange, ACCOUNT.format(client=exchange.client))
 
-        return await self._pace.run(new_client, lambda client: route.answer(client, body, partial(_amended, origin)))
+        return await self._pace.run(
+            owner, new_client, lambda client: route.answer(client, body, partial(unhurried, origin))
+        )
 
 
 def _origin(batch: BatchObject, number: int) -> Origin:
@@ -184,15 +182,3 @@ def _origin(batch: BatchObject, number: int) -> Origin:
 
 def _line_name(origin: Origin) -> str:
     return f"batch_req_{origin.key.hex}"
-
-
-def _amended(origin: Origin, generation: Generation) -> Generation:
-    def last(options: RequestOptions) -> RequestOptions:
-        return structs.replace(options, priority=LAST_PRIORITY)
-
-    return structs.replace(
-        generation,
-        origin=origin,
-        options=last(generation.options),
-        of_prompts=tuple((params, last(options)) for params, options in generation.of_prompts),
-    )

@@ -12,13 +12,13 @@ from msgspec import structs
 from engine.errors import RequestError
 from server.batches.lines import FoundLine, LineReader
 from server.batches.objects import BatchObject, LineError, LineErrors, LineFailure, OutputLine, RequestCounts, Status
+from server.generate.unattended import check_active
 from server.storage.files import FileObject, Files, find_file, insert_file
 from server.storage.pages import Asked, ListPage
 from server.storage.store import PART, Connection, Store
 
 COLUMNS = "id, owner, status, total, completed, failed, body"
 ACTIVE: tuple[Status, ...] = ("validating", "in_progress", "finalizing", "cancelling")
-MOST_ACTIVE = 100
 LINES_AT_ONCE = 1000  # of a transaction, so that others come between
 OK = 200
 NOT_RUN = {
@@ -61,9 +61,7 @@ class BatchTable:
             (num_active,) = connection.execute(
                 f"SELECT count(*) FROM batches WHERE owner = ? AND status IN ({marks})", (owner, *ACTIVE)
             ).fetchone()
-            if num_active >= MOST_ACTIVE:
-                reason = f"{num_active} of your batches have not ended, at most {MOST_ACTIVE} are taken"
-                raise RequestError(reason, status=429, code="too_many_batches", retry_after_s=60)
+            check_active("batches", num_active)
             connection.execute(
                 "INSERT INTO batches (id, owner, status, created_at, input_file_id, body) VALUES (?, ?, ?, ?, ?, ?)",
                 (batch.id, owner, batch.status, batch.created_at, batch.input_file_id, msgspec.json.encode(batch)),

@@ -109,8 +109,8 @@ class ExplainRoute:
         one = next((one for one in reversed(mine) if one.choices and one.is_called(name)), None)
         if one is None:
             raise RequestError(
-                f"no request of yours is known by this id; of those that have ended the last {MOST_ENDED} are kept, "
-                "until the server starts again. An id is a request's X-Request-Id or that of its answer",
+                f"no request of yours is known by this id; of those that have ended the last are kept, {MOST_ENDED} of "
+                "all clients, until the server starts again. An id is a request's X-Request-Id or that of its answer",
                 status=404,
                 code="request_not_found",
                 param="id",

@@ -17,10 +17,11 @@ from msgspec import structs
 from engine.errors import CallboardError, FieldError
 from engine.params import MAX_SEED
 from engine.sections import ServerSection
-from server.clients import CLIENT, Clients
+from server.clients import CLIENT, ClientRequest, Clients
 from server.generate.generation import Generation, Origin
+from server.generate.pace import Pace
 from server.generate.route import GenerateRoute, GenerateTask
-from server.generate.unattended import until_taken
+from server.generate.unattended import ACCOUNT, unhurried, until_taken
 from server.http.body import BodyReader
 from server.http.exchange import EXCHANGE, Exchange, refuse_foreign_page
 from server.http.replies import as_request_error, json_reply
@@ -36,7 +37,6 @@ log = logging.getLogger(__name__)
 
 RESPONSES = "/v1/responses"
 PREFIX = "resp_"
-MOST_AT_ONCE = 64  # that are made in the background
 LISTED, MAX_LISTED = 20, 100
 NOT_STORED = '199 callboard "the response is not stored: the disk is full or fails"'
 
@@ -51,6 +51,7 @@ class StoredResponses:
         clients: Clients,
         keys: Keys,
         server: ServerSection,
+        pace: Pace,
     ) -> None:
         self._table = table
         self._route = route
@@ -58,7 +59,7 @@ class StoredResponses:
         self._keys = keys
         self._reader = BodyReader(ResponsesBody, lambda body: body, server)
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._room = asyncio.Semaphore(MOST_AT_ONCE)
+        self._pace = pace
 
     @property
     def routes(self) -> list[web.RouteDef]:
@@ -74,8 +75,8 @@ class StoredResponses:
 
     async def start(self) -> None:
         """Go on with what an earlier process has left."""
-        for response_id in await self._table.unfinished():
-            self._begin(response_id)
+        for response_id, owner in await self._table.unfinished():
+            self._begin(response_id, owner)
 
     async def stop(self) -> None:
         """Leave everything as it is stored."""
@@ -97,6 +98,8 @@ class StoredResponses:
         if body.background and body.store is False:
             raise FieldError("store", "must be true with background, or nobody could ask for the response")
         owner = owner_of(request)
+        if body.background:
+            request[CLIENT].admit()
         task = await self._task(owner, body, Origin())
         if body.store is False:
             # A stream that is kept is understood again from its body alone, which a conversation is not.
@@ -117,7 +120,7 @@ class StoredResponses:
         writer.keep = self._table.finish
         response = writer.queued()
         await self._table.add(owner, response, items, data, secrets.randbelow(MAX_SEED + 1))
-        self._begin(response.id)
+        self._begin(response.id, owner)
         return json_reply(response)
 
     async def get(self, request: web.Request) -> web.Response:
@@ -165,41 +168,39 @@ class StoredResponses:
         generation: Generation = await asyncio.to_thread(self._route.translate, asked)
         return self._route.task(body, structs.replace(generation, origin=origin))
 
-    def _begin(self, response_id: str) -> None:
-        task = self._tasks[response_id] = asyncio.create_task(self._make(response_id), name=response_id)
+    def _begin(self, response_id: str, owner: str) -> None:
+        task = self._tasks[response_id] = asyncio.create_task(self._make(response_id, owner), name=response_id)
         task.add_done_callback(lambda _: self._tasks.pop(response_id))
 
     def _end(self, response_id: str) -> None:
         if (task := self._tasks.get(response_id)) is not None:
             task.cancel()
 
-    async def _make(self, response_id: str) -> None:
+    async def _make(self, response_id: str, owner: str) -> None:
         """Make a response and store it, whatever becomes of it."""
-        async with self._room:
-            work = await self._table.begin(response_id)
-            if work is None:
-                return
-            key_hex = response_id.removeprefix(PREFIX)
-            origin = Origin(key=uuid.UUID(hex=key_hex), created=work.created_at, seed=work.seed)
-            exchange = Exchange(name=f"req-{key_hex}", address="background")
-            try:
-                body = await self._reader.understand(work.request)
-                await until_taken(partial(self._attempt, exchange, work.owner, body, origin))
-            except Exception as error:
-                if not isinstance(error, CallboardError):
-                    log.exception("request=%s failed", exchange.id)
-                await self._table.fail(response_id, as_request_error(error))
-
-    async def _attempt(self, exchange: Exchange, owner: str, body: ResponsesBody, origin: Origin) -> None:
-        exchange.key = self._keys.of_owner(owner, "response")
-        client = self._clients.request(exchange)
+        exchange = Exchange(name=f"req-{response_id.removeprefix(PREFIX)}", address="background")
         try:
-            client.check_admission()
-            task = await self._task(owner, body, origin)
-            _writer(task).keep = self._table.finish
-            await self._route.whole(client, task)
-        finally:
-            client.close()
+            await until_taken(partial(self._attempt, exchange, owner, response_id))
+        except Exception as error:
+            if not isinstance(error, CallboardError):
+                log.exception("request=%s failed", exchange.id)
+            await self._table.fail(response_id, as_request_error(error))
+
+    async def _attempt(self, exchange: Exchange, owner: str, response_id: str) -> None:
+        def new_client() -> ClientRequest:
+            exchange.key = self._keys.of_owner(owner, "response")  # of now: a response may have waited for its turn
+            return self._clients.request(exchange, ACCOUNT.format(client=exchange.client))
+
+        await self._pace.run(owner, new_client, partial(self._work, owner, response_id))
+
+    async def _work(self, owner: str, response_id: str, client: ClientRequest) -> None:
+        client.check_admission()
+        if (work := await self._table.begin(response_id)) is None:
+            return
+        origin = Origin(uuid.UUID(hex=response_id.removeprefix(PREFIX)), work.created_at, work.seed)
+        task = await self._task(owner, await self._reader.understand(work.request), origin)
+        _writer(task).keep = self._table.finish
+        await self._route.whole(client, task._replace(generation=unhurried(origin, task.generation)))
 
 
 def _writer(task: GenerateTask[ResponsesBody]) -> ResponsesWriter:

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from engine.errors import RequestError
+from server.generate.unattended import check_active
 from server.responses.objects import ResponseObject
 from server.responses.requests import InputItem
 from server.storage.store import Connection, Store, check_quota
@@ -37,7 +38,6 @@ class Turn(msgspec.Struct, frozen=True):
 class Background(msgspec.Struct, frozen=True):
     """A response to be made.  request: its body, as it came."""
 
-    owner: str
     request: bytes
     created_at: int
     seed: int
@@ -58,7 +58,7 @@ class ResponseTable:
     ) -> None:
         """Store a response.  items: its own input.  request, seed: of one that is to be made in the background.
 
-        Raises RequestError: 507."""
+        Raises RequestError: 429 for too many of the background, 507."""
         given, body = msgspec.json.encode(items), msgspec.json.encode(response)
         row = (
             response.id,
@@ -73,8 +73,15 @@ class ResponseTable:
             body,
             len(request) + len(given) + len(body),
         )
-        marks = ", ".join("?" * len(row))
-        await self._store.run(lambda connection: connection.execute(f"INSERT INTO responses VALUES ({marks})", row))
+
+        def work(connection: Connection) -> None:
+            if request:
+                query = f"SELECT count(*) FROM responses WHERE owner = ? AND {UNDER_WAY}"
+                check_active("responses", connection.execute(query, (owner,)).fetchone()[0])
+            marks = ", ".join("?" * len(row))
+            connection.execute(f"INSERT INTO responses VALUES ({marks})", row)
+
+        await self._store.run(work)
 
     async def get(self, owner: str, response_id: str) -> msgspec.Raw:
         """The object of a response.  Raises RequestError (404)."""
@@ -136,10 +143,10 @@ class ResponseTable:
 
     # ---- in the background ------------------------------------------------------------------
 
-    async def unfinished(self) -> list[str]:
-        """The ids of those that are to be made, the oldest first."""
-        query = f"SELECT id FROM responses WHERE {UNDER_WAY} ORDER BY created_at, rowid"
-        return await self._store.insist(lambda connection: [one for (one,) in connection.execute(query)])
+    async def unfinished(self) -> list[tuple[str, str]]:
+        """(id, owner) of those that are to be made, the oldest first."""
+        query = f"SELECT id, owner FROM responses WHERE {UNDER_WAY} ORDER BY created_at, rowid"
+        return await self._store.insist(lambda connection: connection.execute(query).fetchall())
 
     async def begin(self, response_id: str) -> Background | None:
         """Note that a response is being made; None if it is not to be made any more."""
@@ -147,7 +154,7 @@ class ResponseTable:
         def work(connection: Connection) -> Background | None:
             if _change(connection, response_id, status="in_progress") is None:
                 return None
-            query = "SELECT owner, request, created_at, seed FROM responses WHERE id = ?"
+            query = "SELECT request, created_at, seed FROM responses WHERE id = ?"
             return Background(*connection.execute(query, (response_id,)).fetchone())
 
         return await self._store.insist(work)

@@ -13,11 +13,11 @@ from aiohttp import web
 from engine.errors import RequestError
 from engine.sections import ServerSection
 from server.backend import Backend
-from server.batches.pace import Pace
 from server.batches.routes import BatchRoutes
 from server.batches.runner import BatchRunner
 from server.batches.table import BatchTable
 from server.clients import Clients
+from server.generate.pace import Pace
 from server.generate.route import GenerateRoute
 from server.keys import Keys
 from server.responses.stored import RESPONSES, StoredResponses
@@ -48,11 +48,12 @@ def add_storage(
     files = Files(store)
     table = BatchTable(store, files)
     routes = {path: route for path, route in served.items() if path in IN_BATCHES}
-    runner = BatchRunner(table, routes, clients, keys, server, Pace(backend, clients))
+    pace = Pace(backend, clients)
+    runner = BatchRunner(table, routes, clients, keys, server, pace)
     app.add_routes([*FileRoutes(store, server).routes, *BatchRoutes(table, runner, routes, server).routes])
     responses = None
     if RESPONSES in served:
-        responses = StoredResponses(ResponseTable(store), served[RESPONSES], clients, keys, server)
+        responses = StoredResponses(ResponseTable(store), served[RESPONSES], clients, keys, server, pace)
         app.add_routes(responses.routes)
 
     async def sweep() -> None:

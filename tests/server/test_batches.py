@@ -19,9 +19,9 @@ from engine.sections import LimitsSection, ServerSection, StorageSection
 from server.backend import Backend
 from server.batches import lines as lines_module
 from server.batches import routes as routes_module
-from server.batches import runner as runner_module
 from server.batches import table as table_module
-from server.batches.pace import Pace
+from server.generate import unattended
+from server.generate.pace import Pace
 from tests.pace import far
 from tests.server.fake_ingress import FakeIngress
 from tests.server.live_server import MODEL, LiveServer, connect
@@ -357,7 +357,7 @@ def test_a_disk_that_is_full_holds_a_batch_up_and_loses_nothing(
 
 
 def test_an_owner_has_only_so_many_at_once(client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(table_module, "MOST_ACTIVE", 2)
+    monkeypatch.setattr(unattended, "MOST_ACTIVE", 2)
     for _ in range(2):
         begin(client, line("a", prompt="!hang"))
     with pytest.raises(openai.RateLimitError, match="at most 2"):
@@ -424,7 +424,7 @@ async def test_lines_leave_rows_free_and_step_back_for_live_requests() -> None:
         await done.wait()
         return number
 
-    work = [asyncio.create_task(pace.run(rows.client, lambda _, n=n: attempt(n))) for n in range(20)]  # type: ignore[misc]
+    work = [asyncio.create_task(pace.run("", rows.client, lambda _, n=n: attempt(n))) for n in range(20)]  # type: ignore[misc]
     await stay(rows, 6, 6)  # a quarter of the rows stays free
     rows.live = 2
     await stay(rows, 6, 6)
@@ -442,7 +442,7 @@ async def test_lines_leave_rows_free_and_step_back_for_live_requests() -> None:
 async def test_a_line_steps_back_where_live_requests_wait_for_pages() -> None:
     rows, done = Rows(), asyncio.Event()
     pace = rows.pace()
-    work = [asyncio.create_task(pace.run(rows.client, lambda _: done.wait())) for _ in range(4)]
+    work = [asyncio.create_task(pace.run("", rows.client, lambda _: done.wait())) for _ in range(4)]
     await stay(rows, 4, 4)
     rows.live, rows.stats = 1, Stats(1, running=4, waiting=1, pages_free=0, pages_cached=0, pages_used=9)
     await stay(rows, 0, 3)
@@ -454,7 +454,7 @@ async def test_a_line_steps_back_where_live_requests_wait_for_pages() -> None:
 async def test_a_limit_of_requests_is_not_used_up_by_lines() -> None:
     rows, done = Rows(), asyncio.Event()
     pace = rows.pace(max_requests=4)
-    work = [asyncio.create_task(pace.run(rows.client, lambda _: done.wait())) for _ in range(4)]
+    work = [asyncio.create_task(pace.run("", rows.client, lambda _: done.wait())) for _ in range(4)]
     await stay(rows, 2, 2)
     done.set()
     await asyncio.gather(*work)
@@ -468,4 +468,4 @@ def test_a_batch_does_not_use_its_clients_own_limits(storage: StorageSection) ->
         client.completions.create(model=MODEL, prompt="x", max_tokens=2)
         client.batches.cancel(batch.id)
         wait(client, batch)
-    assert runner_module.ACCOUNT.format(client="x") != "x"
+    assert unattended.ACCOUNT.format(client="x") != "x"

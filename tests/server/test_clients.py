@@ -12,7 +12,7 @@ from engine.errors import RequestError
 from engine.messages import Finish
 from engine.params import SamplingParams
 from engine.sections import LimitsSection, ServerSection
-from server.clients import CLIENT, Clients
+from server.clients import CLIENT, MOST_ENDED, Clients
 from server.generate.generation import MAX_CHOICES, Generation
 from server.generate.route import Choices
 from server.http.exchange import EXCHANGE, Exchange
@@ -147,3 +147,22 @@ def test_the_user_of_a_request_without_text_is_its_tenant() -> None:
 def test_a_tenant_is_a_key_or_else_a_user_or_else_an_address() -> None:
     assert tenants() == ["127.0.0.1", "ann"]
     assert len(set(tenants(api_key=["one", "two"]))) == 1, "who has a key is nobody else by saying so"
+
+
+def test_a_busy_client_pushes_only_its_own_requests_out_of_those_that_are_explained() -> None:
+    clients = Clients(FakeIngress(), ServerSection(), LimitsSection())
+
+    def end(name: str, address: str) -> None:
+        one = clients.request(Exchange(name, address))
+        one.choices.append((1, 0.0))
+        one.close()
+
+    end("first", "bob")
+    for number in range(MOST_ENDED + 100):
+        end(str(number), "alice")
+    for number in range(40):
+        end(f"more {number}", f"address {number}")
+    known = [one.exchange.id for one in clients.known_to(None)]
+    assert len(known) == MOST_ENDED
+    assert known[0] == "first"
+    assert known[-41:] == [str(MOST_ENDED + 99), *(f"more {number}" for number in range(40))]

@@ -8,6 +8,7 @@ import pytest
 
 from engine.errors import RequestError
 from engine.sections import LimitsSection, ServerSection, StorageSection
+from server.generate import unattended
 from server.responses.table import ResponseTable
 from tests.pace import far
 from tests.server.fake_ingress import FakeIngress, as_text
@@ -269,3 +270,54 @@ def test_without_a_folder_store_is_taken_and_nothing_is_stored(live: LiveServer)
             with pytest.raises(openai.BadRequestError, match=r"storage\.folder"):
                 ask_for(client, **fields)
     assert ask(live.port, "POST", "/v1/responses", {"model": MODEL, "input": "x", "store": 3}).status == 400
+
+
+def test_background_responses_are_counted_and_only_so_many_wait(
+    storage: StorageSection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(unattended, "MOST_ACTIVE", 2)
+    server, limits = ServerSection(api_key=["one", "two"]), LimitsSection(requests_per_minute=4)
+    with (
+        LiveServer(FakeIngress(delay_s=30.0), server=server, limits=limits, storage=storage) as live,
+        connect(live, "one") as client,
+        connect(live, "two") as other,
+    ):
+        for code in ("", "", "too_many_responses", "too_many_responses", "rate_limit_exceeded"):
+            if not code:
+                ask_for(client, background=True)
+                continue
+            with pytest.raises(openai.RateLimitError) as caught:
+                ask_for(client, background=True)
+            assert caught.value.code == code
+            assert int(caught.value.response.headers["retry-after"]) >= 1
+        queued = ask_for(other, background=True)
+        other.responses.cancel(queued.id)
+        ask_for(other, background=True)
+
+
+@pytest.mark.parametrize("restarts", [False, True])
+def test_background_responses_come_after_live_requests_and_by_turns_of_their_owners(
+    storage: StorageSection, restarts: bool
+) -> None:
+    server, slow = ServerSection(api_key=["one", "two"]), FakeIngress(delay_s=30.0)
+    with LiveServer(slow, server=server, storage=storage) as live, connect(live, "one") as client:
+        for number in range(70):
+            ask_for(client, f"one {number}", background=True)
+        with connect(live, "two") as other:
+            queued = ask_for(other, "two", background=True)
+            assert live.wait_until(lambda: live.ingress.num_open == 48, 5)
+            if not restarts:
+                live.ingress.delay_s = 0.0
+                live.call(lambda: [live.ingress.abort(stream.request_id) for stream in live.ingress.opened])
+                wait(other, queued)
+                check_turns(live.ingress)
+    if restarts:
+        with LiveServer(server=server, storage=storage) as live, connect(live, "two") as other:
+            wait(other, queued)
+            check_turns(live.ingress)
+
+
+def check_turns(ingress: FakeIngress) -> None:
+    said = [as_text(prompt) for prompt, _, _ in ingress.asked]
+    assert said.index("user: two") < 60, "another owner's are not all before it"
+    assert {options.priority for _, _, options in ingress.asked} == {unattended.LAST_PRIORITY}
