@@ -378,7 +378,7 @@ class StorageSection(Section, frozen=True):
         is_place=True
     )] = ""
     quota_mb: Annotated[int, key(
-        "Most that the files and responses of one API key may take; beyond it it gets 400", ge=1
+        "Most that what one API key has stored may take, files, responses and batches; beyond it it gets 400", ge=1
     )] = 1024
     max_file_mb: Annotated[int, key("Largest file that a client may upload", ge=1)] = 200
     retention_hours: Annotated[int, key(

@@ -59,6 +59,7 @@ class BatchRunner:
 
     async def start(self) -> None:
         """Go on with what an earlier process has left."""
+        await self._table.forget_lines()  # of batches that have ended
         for batch_id in await self._table.active():
             self.begin(batch_id)
 
@@ -89,7 +90,7 @@ class BatchRunner:
         batch = entry.batch
         while batch.status == "validating":
             try:
-                batch = await self._table.validate(batch, self._server.max_body_bytes)
+                batch = await self._table.validate(entry.owner, batch, self._server.max_body_bytes)
             except RequestError as error:
                 log.error("%s cannot be read: %s", batch_id, error)
                 if error.status < 500:
@@ -140,6 +141,8 @@ class BatchRunner:
         except* KeyRevoked:
             revoked = "the API key that the batch belongs to is no longer valid"
             await self._table.blame(batch.id, RequestError(revoked, code="key_revoked"))
+        except* RequestError as failed:  # an answer could not be stored
+            await self._table.blame(batch.id, as_request_error(failed.exceptions[0]))
 
     async def _line(self, owner: str, batch: BatchObject, line: FoundLine) -> None:
         origin = _origin(batch, line.number)
@@ -159,7 +162,7 @@ class BatchRunner:
             status, body = refusal.status, msgspec.json.encode(error_body(refusal))
         response = LineResponse(status, exchange.id, msgspec.Raw(body))
         output = OutputLine(id=_line_name(origin), custom_id=line.custom_id, response=response)
-        await self._table.answered(batch.id, line.number, status, msgspec.json.encode(output))
+        await self._table.answered(owner, batch.id, line.number, status, msgspec.json.encode(output))
 
     async def _attempt(self, exchange: Exchange, owner: str, endpoint: str, body: bytes, origin: Origin) -> object:
         route = self._routes[endpoint]

@@ -3,8 +3,12 @@
 Owns: how a batch and its lines change, each change whole or not at all.  Does not know: HTTP, the engine.
 """
 
+import asyncio
+import itertools
+import logging
 from collections.abc import Callable, Sequence
-from typing import BinaryIO
+from functools import partial
+from pathlib import Path
 
 import msgspec
 from msgspec import structs
@@ -13,14 +17,19 @@ from engine.errors import RequestError
 from server.batches.lines import FoundLine, LineReader
 from server.batches.objects import BatchObject, LineError, LineErrors, LineFailure, OutputLine, RequestCounts, Status
 from server.generate.unattended import check_active
+from server.storage import store
 from server.storage.files import FileObject, Files, find_file, insert_file
 from server.storage.pages import Asked, ListPage
-from server.storage.store import PART, Connection, Store
+from server.storage.store import PART, Connection, Store, check_quota, disk_error
+
+log = logging.getLogger(__name__)
 
 COLUMNS = "id, owner, status, total, completed, failed, body"
 ACTIVE: tuple[Status, ...] = ("validating", "in_progress", "finalizing", "cancelling")
 LINES_AT_ONCE = 1000  # of a transaction, so that others come between
+SHARE_BYTES = 1 << 20
 OK = 200
+WHICH = {"output": f"status = {OK}", "error": f"status IS NOT {OK}"}  # lines of each file
 NOT_RUN = {
     "expired": ("batch_expired", "the line was not run within the batch's completion window"),
     "cancelled": ("batch_cancelled", "the batch was cancelled before the line had run"),
@@ -49,7 +58,7 @@ class BatchTable:
     # ---- what clients ask -------------------------------------------------------------------
 
     async def add(self, owner: str, batch: BatchObject) -> None:
-        """Raises RequestError: 400 for a file that is no input, 404 for none, 429 for too many batches."""
+        """Raises RequestError: 400 for a file that is no input and beyond the quota, 404 for none, 429 for too many."""
 
         def work(connection: Connection) -> None:
             if find_file(connection, owner, batch.input_file_id).purpose != "batch":
@@ -66,6 +75,7 @@ class BatchTable:
                 "INSERT INTO batches (id, owner, status, created_at, input_file_id, body) VALUES (?, ?, ?, ?, ?, ?)",
                 (batch.id, owner, batch.status, batch.created_at, batch.input_file_id, msgspec.json.encode(batch)),
             )
+            check_quota(connection, self._store.section, owner)
 
         await self._store.run(work)
 
@@ -131,18 +141,18 @@ class BatchTable:
             batch = structs.replace(_find(connection, batch_id).batch, errors=errors)
             connection.execute("UPDATE batches SET body = ? WHERE id = ?", (msgspec.json.encode(batch), batch_id))
 
-        await self._store.insist(work)
+        await self._store.insist(work, frees=True)
 
-    async def validate(self, batch: BatchObject, max_body_bytes: int) -> BatchObject:
-        """Read the input and note its lines; returns the batch, in progress or failed, or cancelled meanwhile."""
+    async def validate(self, owner: str, batch: BatchObject, max_body_bytes: int) -> BatchObject:
+        """Read the input and note its lines; returns the batch, in progress or failed, or cancelled meanwhile.
+
+        Raises RequestError: 400 beyond the owner's quota, 503 and 507 for a disk that fails or is full."""
         path = self._store.content(batch.input_file_id)
         reader = LineReader(path, batch.endpoint, max_body_bytes)
 
-        def begin(connection: Connection) -> None:
-            connection.execute("DELETE FROM lines WHERE batch = ?", (batch.id,))
-
         def read(connection: Connection) -> None:
             _insert(connection, batch.id, reader, reader.read(LINES_AT_ONCE))
+            check_quota(connection, self._store.section, owner)
 
         def end(connection: Connection) -> BatchObject:
             now = _find(connection, batch.id).batch
@@ -151,17 +161,37 @@ class BatchTable:
             if not reader.num_lines and not reader.errors:
                 reader.wrong("empty_file", "the file has no lines", None)
             if reader.errors:
-                begin(connection)
                 now = structs.replace(now, errors=LineErrors(reader.errors))
-                return _change(connection, now, "failed", self.now())
+                failed = _change(connection, now, "failed", self.now())
+                try:
+                    check_quota(connection, self._store.section, owner)
+                except RequestError:  # the first of them says what is wrong
+                    now = structs.replace(now, errors=LineErrors(reader.errors[:1]))
+                    failed = _change(connection, now, "failed", self.now())
+                return failed
             connection.execute("UPDATE batches SET total = ? WHERE id = ?", (reader.num_lines, batch.id))
             return _change(connection, now, "in_progress", self.now())
 
-        await self._store.insist(begin)
+        await self.forget_lines(batch.id)
         while not reader.at_end:
             # Not tried again: the reader has moved on.  A disk that fails here makes the whole of it begin anew.
             await self._store.run(read)
-        return await self._store.insist(end)
+        batch = await self._store.insist(end)
+        if batch.status == "failed":
+            await self.forget_lines(batch.id)
+        return batch
+
+    async def forget_lines(self, batch_id: str | None = None) -> None:
+        """Let go of a batch's lines, or of those of all that have ended, share by share."""
+        ended = f"batch NOT IN (SELECT id FROM batches WHERE status IN ({', '.join('?' * len(ACTIVE))}))"
+        which, given = (ended, [*ACTIVE]) if batch_id is None else ("batch = ?", [batch_id])
+        query = f"DELETE FROM lines WHERE rowid IN (SELECT rowid FROM lines WHERE {which} LIMIT {LINES_AT_ONCE})"
+
+        def work(connection: Connection) -> int:
+            return connection.execute(query, given).rowcount
+
+        while await self._store.insist(work, frees=True) == LINES_AT_ONCE:
+            pass
 
     async def pending(self, batch_id: str, after: int, count: int) -> list[FoundLine]:
         """The next lines behind number ``after`` that have no answer."""
@@ -183,8 +213,10 @@ class BatchTable:
 
         return await self._store.insist(work)
 
-    async def answered(self, batch_id: str, number: int, status: int, answer: bytes) -> None:
-        """Store the answer to a line, unless it has one."""
+    async def answered(self, owner: str, batch_id: str, number: int, status: int, answer: bytes) -> None:
+        """Store the answer to a line, unless it has one.
+
+        Raises RequestError: 400 beyond the owner's quota, 503 and 507 for a disk that stays so."""
 
         def work(connection: Connection) -> None:
             changed = connection.execute(
@@ -193,80 +225,90 @@ class BatchTable:
             ).rowcount
             column = "completed" if status == OK else "failed"
             connection.execute(f"UPDATE batches SET {column} = {column} + ? WHERE id = ?", (changed, batch_id))
+            check_quota(connection, self._store.section, owner)
 
-        await self._store.insist(work)
+        await self._store.insist(work, gives_up=True)
 
     async def end(self, batch_id: str, ending: Status, name_line: Callable[[int], str]) -> None:
-        """Write a batch's files and give it its last status.  name_line: the id of an output line by its number."""
+        """Write a batch's files and give it its last status.  name_line: the id of an output line by its number.
+
+        Where the disk stays full, the batch has failed, and has no files."""
         owner, batch = structs.astuple(await self.entry(batch_id))
-        await self._store.insist(lambda connection: self._end(connection, owner, batch, ending, name_line))
+        for number in itertools.count(1):
+            try:
+                await self._end(owner, batch, ending, name_line)
+                break
+            except (OSError, RequestError) as error:
+                refusal = error if isinstance(error, RequestError) else disk_error(error)
+                if number >= store.MOST_TRIES:
+                    await self.blame(batch_id, refusal)
+                    await self._store.insist(partial(self._fail, batch_id=batch_id), frees=True)
+                    break
+                log.error("%s cannot be written: %s; it is tried again", batch_id, refusal)
+            await asyncio.sleep(store.TRY_AGAIN_S)
+        # What they took counts twice until they are gone, so no check of a quota is above: it has room for either.
+        await self.forget_lines(batch_id)
 
-    def _end(
-        self, connection: Connection, owner: str, batch: BatchObject, ending: Status, name_line: Callable[[int], str]
-    ) -> None:
+    def _fail(self, connection: Connection, *, batch_id: str) -> None:
+        _change(connection, _find(connection, batch_id).batch, "failed", self.now())
+
+    async def _end(self, owner: str, batch: BatchObject, ending: Status, name_line: Callable[[int], str]) -> None:
         now = self.now()
-        code, message = NOT_RUN.get(ending, NOT_RUN["failed"])
-        not_run = LineFailure(code, message)
+        not_run = LineFailure(*NOT_RUN.get(ending, NOT_RUN["failed"]))
 
-        def lines(condition: str) -> "Sequence[bytes] | map[bytes]":
-            rows = connection.execute(
-                f"SELECT number, custom_id, answer FROM lines WHERE batch = ? AND {condition} ORDER BY number",
-                (batch.id,),
-            )
-            return map(rendered, rows)
+        def rendered(number: int, custom_id: str, answer: bytes | None) -> bytes:
+            return answer or msgspec.json.encode(OutputLine(id=name_line(number), custom_id=custom_id, error=not_run))
 
-        def rendered(row: tuple[int, str, bytes | None]) -> bytes:
-            number, custom_id, answer = row
-            if answer is not None:
-                return answer
-            return msgspec.json.encode(OutputLine(id=name_line(number), custom_id=custom_id, error=not_run))
+        # Always the same names, so that an attempt that a crash has ended is written over.
+        names = {kind: f"file-{kind}-{batch.id.removeprefix('batch_')}" for kind in WHICH}
+        parts = {kind: self._store.content(name + PART) for kind, name in names.items()}
 
-        output = self._write(connection, owner, batch, "output", lines(f"status = {OK}"), now)
-        errors = self._write(connection, owner, batch, "error", lines(f"status IS NOT {OK}"), now)
-        connection.execute("DELETE FROM lines WHERE batch = ?", (batch.id,))
-        batch = structs.replace(batch, output_file_id=output, error_file_id=errors)
-        _change(connection, batch, ending, now)
-
-    def _write(
-        self,
-        connection: Connection,
-        owner: str,
-        batch: BatchObject,
-        kind: str,
-        lines: "Sequence[bytes] | map[bytes]",
-        now: int,
-    ) -> str | None:
-        """Write a file of lines; returns its id, or None if there are none."""
-        # Always the same name, so that an attempt that a crash has ended is written over.
-        file_id = f"file-{kind}-{batch.id.removeprefix('batch_')}"
-        part = self._store.content(file_id + PART)
-        try:
-            with part.open("wb") as file:
-                num_bytes = _write_lines(file, lines)
-                if num_bytes:
-                    self._store.sync(file)
-            if not num_bytes:
-                return None
-            insert_file(
-                connection,
-                owner,
-                FileObject(
-                    id=file_id,
+        def finish(connection: Connection) -> None:
+            written = {kind: num_bytes for kind, num_bytes in sizes.items() if num_bytes}
+            for kind, num_bytes in written.items():
+                file = FileObject(
+                    id=names[kind],
                     bytes=num_bytes,
                     created_at=now,
                     expires_at=self._files.expiry(now),
                     filename=f"{batch.id}_{kind}.jsonl",
                     purpose="batch_output",
-                ),
-            )
-            self._store.place(part, file_id)
-            return file_id
+                )
+                insert_file(connection, owner, file)
+                self._store.place(parts[kind], names[kind])
+            output, errors = (names[kind] if kind in written else None for kind in WHICH)
+            _change(connection, structs.replace(batch, output_file_id=output, error_file_id=errors), ending, now)
+
+        try:
+            sizes = {kind: await self._write(batch.id, kind, part, rendered) for kind, part in parts.items()}
+            await self._store.run(finish)
         finally:
-            part.unlink(missing_ok=True)
+            for part in parts.values():
+                part.unlink(missing_ok=True)
 
+    async def _write(self, batch_id: str, kind: str, part: Path, rendered: Callable[..., bytes]) -> int:
+        """Write a file of lines, share by share; returns its bytes.  Raises RequestError, OSError."""
+        query = (
+            f"SELECT number, custom_id, answer FROM lines WHERE batch = ? AND number > ? AND {WHICH[kind]}"
+            f" ORDER BY number LIMIT {LINES_AT_ONCE}"
+        )
+        after, num_bytes, at_end = 0, 0, False
 
-def _write_lines(file: BinaryIO, lines: "Sequence[bytes] | map[bytes]") -> int:
-    return sum(file.write(line + b"\n") for line in lines)
+        def share(connection: Connection) -> None:
+            nonlocal after, num_bytes, at_end
+            most = num_bytes + SHARE_BYTES
+            for row in connection.execute(query, (batch_id, after)):
+                num_bytes += file.write(rendered(*row) + b"\n")
+                after = row[0]
+                if num_bytes >= most:
+                    return
+            at_end = connection.execute(query, (batch_id, after)).fetchone() is None
+
+        with part.open("wb") as file:
+            while not at_end:
+                await self._store.run(share)
+            await asyncio.to_thread(self._store.sync, file)
+        return num_bytes
 
 
 def _insert(connection: Connection, batch_id: str, reader: LineReader, lines: Sequence[FoundLine]) -> None:

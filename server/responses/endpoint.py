@@ -35,6 +35,7 @@ from server.responses.objects import (
 )
 from server.responses.requests import ResponsesBody, TextFormat
 from server.responses.tools import KINDS, callees, read_response_tools
+from server.storage.store import QUOTA_EXCEEDED
 
 LOGPROBS = "message.output_text.logprobs"
 UNDER_WAY: tuple[Status | None, ...] = ("queued", "in_progress")
@@ -139,13 +140,14 @@ class ResponsesWriter(Writer):
         return self._items.event("failed", response=self._object("failed", error))
 
     async def kept(self) -> None:
-        """An answer that was not asked to be stored is told without that, where the disk is full or fails."""
+        """An answer that was not asked to be stored is told without that, where there is no room, or the disk fails."""
         if self._keeping is None or self._whole is None:
             return
         try:
             await self._keeping
         except RequestError as error:
-            if self._body.store or error.status < HTTPStatus.INTERNAL_SERVER_ERROR:
+            is_for_room = error.status >= HTTPStatus.INTERNAL_SERVER_ERROR or error.code == QUOTA_EXCEEDED
+            if self._body.store or self._body.background or not is_for_room:
                 raise
             self.unstored, self._whole.store = error, False
 

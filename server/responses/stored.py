@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 RESPONSES = "/v1/responses"
 PREFIX = "resp_"
 LISTED, MAX_LISTED = 20, 100
-NOT_STORED = '199 callboard "the response is not stored: the disk is full or fails"'
+NOT_STORED = '199 callboard "the response is not stored: the disk or your part of it is full, or the disk fails"'
 
 
 class StoredResponses:

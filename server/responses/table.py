@@ -58,7 +58,7 @@ class ResponseTable:
     ) -> None:
         """Store a response.  items: its own input.  request, seed: of one that is to be made in the background.
 
-        Raises RequestError: 429 for too many of the background, 507."""
+        Raises RequestError: 400 beyond the owner's quota, 429 for too many of the background, 507."""
         given, body = msgspec.json.encode(items), msgspec.json.encode(response)
         row = (
             response.id,
@@ -80,6 +80,7 @@ class ResponseTable:
                 check_active("responses", connection.execute(query, (owner,)).fetchone()[0])
             marks = ", ".join("?" * len(row))
             connection.execute(f"INSERT INTO responses VALUES ({marks})", row)
+            check_quota(connection, self._store.section, owner)
 
         await self._store.run(work)
 
@@ -160,20 +161,27 @@ class ResponseTable:
         return await self._store.insist(work)
 
     async def finish(self, response: ResponseObject) -> None:
-        """Store what became of a response, unless something else has become of it."""
+        """Store what became of a response, unless something else has become of it.
+
+        Raises RequestError: 400 beyond the owner's quota, 507 for a disk that stays full."""
         body = msgspec.json.encode(response)
-        await self._store.insist(
-            lambda connection: connection.execute(
+
+        def work(connection: Connection) -> None:
+            found = connection.execute(
                 f"UPDATE responses SET status = ?, object = ?, request = NULL, bytes = length(input) + ?"
-                f" WHERE id = ? AND {UNDER_WAY}",
+                f" WHERE id = ? AND {UNDER_WAY} RETURNING owner",
                 (response.status, body, len(body), response.id),
-            )
-        )
+            ).fetchall()
+            for (owner,) in found:
+                check_quota(connection, self._store.section, owner)
+
+        await self._store.insist(work, gives_up=True)
 
     async def fail(self, response_id: str, error: RequestError) -> None:
         """Do so for one that cannot be made."""
         told = {"code": error.code, "message": error.message}
-        await self._store.insist(lambda connection: _change(connection, response_id, status="failed", error=told))
+        fields = {"status": "failed", "error": told}
+        await self._store.insist(lambda connection: _change(connection, response_id, **fields), frees=True)
 
 
 def input_items(given: Sequence[InputItem], name: str) -> list[dict[str, Any]]:
@@ -217,6 +225,8 @@ def _change(connection: Connection, response_id: str, **fields: Any) -> bytes | 
         return None
     body = msgspec.json.encode({**msgspec.json.decode(row[0]), **fields})
     connection.execute(
-        "UPDATE responses SET status = ?, object = ? WHERE id = ?", (fields["status"], body, response_id)
+        "UPDATE responses SET status = ?, object = ?, bytes = length(coalesce(request, '')) + length(input) + ?"
+        " WHERE id = ?",
+        (fields["status"], body, len(body), response_id),
     )
     return body

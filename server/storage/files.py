@@ -58,8 +58,8 @@ class Files:
         """Take a content that was written to ``part``.  Raises RequestError: 400, 507."""
 
         def work(connection: Connection) -> None:
-            check_quota(connection, self._store.section, owner, file.bytes)
             insert_file(connection, owner, file)
+            check_quota(connection, self._store.section, owner)
             self._store.place(part, file.id)
 
         try:

@@ -12,6 +12,7 @@ before the transaction is over: the log can always be emptied, and a full disk l
 import asyncio
 import errno
 import fcntl
+import itertools
 import logging
 import os
 import re
@@ -31,7 +32,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 Connection = sqlite3.Connection
 
-VERSION: Final = 1  # of the tables
+VERSION: Final = 2  # of the tables
 SCHEMA: Final = """
 CREATE TABLE files (
     id TEXT PRIMARY KEY, owner TEXT NOT NULL, purpose TEXT NOT NULL, filename TEXT NOT NULL, bytes INTEGER NOT NULL,
@@ -57,8 +58,41 @@ CREATE TABLE responses (
 CREATE INDEX responses_of_owner ON responses (owner, bytes);
 CREATE INDEX responses_by_status ON responses (status);
 """
+# What a row counts in its owner's sum of bytes: at least what it takes of the disk besides its content.  Lines of a
+# batch take room for a line of its output that says that they were not run.
+SIZES: Final = {
+    "files": ("{row}.owner", "max({row}.bytes, 512)"),
+    "batches": ("{row}.owner", "length({row}.body) + 512"),
+    "lines": (
+        "(SELECT owner FROM batches WHERE id = {row}.batch)",
+        "2 * length(CAST({row}.custom_id AS BLOB)) + coalesce(length({row}.answer), 0) + 512",
+    ),
+    "responses": ("{row}.owner", "{row}.bytes + 512"),
+}
+SUMS: Final = "CREATE TABLE owners (owner TEXT PRIMARY KEY, bytes INTEGER NOT NULL) WITHOUT ROWID;" + "".join(
+    f"""
+CREATE TRIGGER {table}_added AFTER INSERT ON {table} BEGIN
+    INSERT OR IGNORE INTO owners VALUES ({owner.format(row="NEW")}, 0);
+    UPDATE owners SET bytes = bytes + {size.format(row="NEW")} WHERE owner = {owner.format(row="NEW")};
+END;
+CREATE TRIGGER {table}_changed AFTER UPDATE ON {table} WHEN {size.format(row="NEW")} != {size.format(row="OLD")} BEGIN
+    UPDATE owners SET bytes = bytes + {size.format(row="NEW")} - ({size.format(row="OLD")})
+    WHERE owner = {owner.format(row="NEW")};
+END;
+CREATE TRIGGER {table}_gone AFTER DELETE ON {table} BEGIN
+    UPDATE owners SET bytes = bytes - ({size.format(row="OLD")}) WHERE owner = {owner.format(row="OLD")};
+END;
+"""
+    for table, (owner, size) in SIZES.items()
+)
+STORED: Final = " UNION ALL ".join(
+    f"SELECT {owner.format(row=table)} AS owner, {size.format(row=table)} AS bytes FROM {table}"
+    for table, (owner, size) in SIZES.items()
+)
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 TRY_AGAIN_S = 2.0
+MOST_TRIES = 300  # of what can fail in the end
+QUOTA_EXCEEDED: Final = "storage_quota_exceeded"
 SPARE_BYTES = 1 << 20
 DATABASE: Final = "index.sqlite3"
 PART: Final = ".part"  # a content that is being written
@@ -133,13 +167,13 @@ class Store:
         transact = self._make_room if frees else self._transact
         return await asyncio.get_running_loop().run_in_executor(self._thread, transact, work)
 
-    async def insist(self, work: Callable[[Connection], T]) -> T:
-        """Do as ``run`` does, again and again for as long as the disk is full or fails."""
-        while True:
+    async def insist(self, work: Callable[[Connection], T], *, frees: bool = False, gives_up: bool = False) -> T:
+        """Do as ``run`` does, again and again for as long as the disk is full or fails; gives_up: for ten minutes."""
+        for number in itertools.count(1):
             try:
-                result = await self.run(work)
+                result = await self.run(work, frees=frees)
             except RequestError as error:
-                if error.status < 500:
+                if error.status < 500 or (gives_up and number >= MOST_TRIES):
                     raise
                 # Once: many may wait at the same time, and the log may lie on the same disk.
                 if not self._is_failing:
@@ -149,6 +183,7 @@ class Store:
                 self._is_failing = False
                 return result
             await asyncio.sleep(TRY_AGAIN_S)
+        raise AssertionError("counting has no end")
 
     def reserve(self) -> None:
         """Keep a little of the disk back: to delete something takes room as well.  To be called within ``run``."""
@@ -232,7 +267,10 @@ class Store:
             connection.execute("PRAGMA synchronous = FULL")  # what was acknowledged outlives a power cut
             (version,) = connection.execute("PRAGMA user_version").fetchone()
             if not version:
-                connection.executescript(f"BEGIN; {SCHEMA} PRAGMA user_version = {VERSION}; COMMIT;")
+                connection.executescript(f"BEGIN; {SCHEMA} {SUMS} PRAGMA user_version = {VERSION}; COMMIT;")
+            elif version == 1:  # which had no sums
+                fill = f"INSERT INTO owners SELECT owner, sum(bytes) FROM ({STORED}) GROUP BY owner;"
+                connection.executescript(f"BEGIN; {SUMS} {fill} PRAGMA user_version = {VERSION}; COMMIT;")
             elif version != VERSION:
                 raise ConfigError(f"{self._said}: its store is of version {version}, this server writes {VERSION}")
         except BaseException:
@@ -266,15 +304,15 @@ def disk_error(error: Exception) -> RequestError:
     return RequestError(reason, status=503, code="storage_failed")
 
 
-def check_quota(connection: Connection, section: StorageSection, owner: str, more_bytes: int) -> None:
-    """Raise RequestError (400) if an owner would have more stored than it may."""
-    used = sum(
-        connection.execute(f"SELECT coalesce(sum(bytes), 0) FROM {table} WHERE owner = ?", (owner,)).fetchone()[0]
-        for table in ("files", "responses")
-    )
-    if used + more_bytes > section.quota_mb << 20:
+def check_quota(connection: Connection, section: StorageSection, owner: str, more_bytes: int = 0) -> None:
+    """Raise RequestError (400) if an owner has more stored than it may, with what the transaction has written so far.
+
+    more_bytes: that it wants to store besides."""
+    row = connection.execute("SELECT bytes FROM owners WHERE owner = ?", (owner,)).fetchone()
+    needed = (row[0] if row else 0) + more_bytes
+    if needed > section.quota_mb << 20:
         raise RequestError(
-            f"you have {used} bytes stored and may have {section.quota_mb << 20} (storage.quota_mb), this needs "
-            f"{more_bytes} more; delete files or responses",
-            code="storage_quota_exceeded",
+            f"with this you would have {needed} bytes stored and may have {section.quota_mb << 20} (storage.quota_mb); "
+            "delete files or responses",
+            code=QUOTA_EXCEEDED,
         )

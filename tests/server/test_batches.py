@@ -1,27 +1,21 @@
 """/v1/batches with the official client: what is checked, what becomes of lines, and what a batch does not disturb."""
 
-import asyncio
 import json
 import sqlite3
 import time
-from collections.abc import Mapping
 from contextlib import closing
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import openai
 import pytest
 
-from engine.actors.snapshot import Gauges, Snapshot
-from engine.messages import Stats
 from engine.sections import LimitsSection, ServerSection, StorageSection
-from server.backend import Backend
 from server.batches import lines as lines_module
 from server.batches import routes as routes_module
 from server.batches import table as table_module
 from server.generate import unattended
-from server.generate.pace import Pace
+from server.storage import store as store_module
 from tests.pace import far
 from tests.server.fake_ingress import FakeIngress
 from tests.server.live_server import MODEL, LiveServer, connect
@@ -336,8 +330,6 @@ def test_a_bug_over_one_line_is_that_lines_alone(client: openai.OpenAI) -> None:
 def test_a_disk_that_is_full_holds_a_batch_up_and_loses_nothing(
     client: openai.OpenAI, server: LiveServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from server.storage import store as store_module
-
     monkeypatch.setattr(store_module, "TRY_AGAIN_S", 0.05)
     failing, original = [True], table_module.BatchTable._write
 
@@ -364,102 +356,6 @@ def test_an_owner_has_only_so_many_at_once(client: openai.OpenAI, monkeypatch: p
         begin(client, line("a"))
 
 
-# ---- beside live requests --------------------------------------------------------------------
-
-
-class Rows:
-    """An engine of 8 rows, as far as ``Pace`` looks at it."""
-
-    def __init__(self) -> None:
-        self.ready = True
-        self.live = 0
-        self.lines: set[LineClient] = set()
-        self.stats: Stats | None = None
-
-    @property
-    def num_open(self) -> int:
-        return self.live + sum(one.num_open for one in self.lines)
-
-    async def look(self, **_: object) -> Snapshot:
-        return Snapshot(0, 0.0, Gauges(max_running=8))
-
-    def pace(self, **limits: int) -> Pace:
-        parts: Mapping[str, Any] = {"ingress": self, "monitor": self, "card": None}
-        clients: Any = SimpleNamespace(limits=LimitsSection(**limits))
-        return Pace(Backend(**parts), clients)
-
-    def client(self) -> Any:
-        return LineClient(self)
-
-
-class LineClient:
-    """A client with one choice open, from its making to its close."""
-
-    num_open = 1
-
-    def __init__(self, rows: Rows) -> None:
-        self._rows = rows
-        rows.lines.add(self)
-
-    def close(self) -> None:
-        self._rows.lines.discard(self)
-
-
-async def stay(rows: Rows, least: int, most: int) -> None:
-    """So many lines run soon, and no others after that."""
-    async with asyncio.timeout(far(5)):
-        while not least <= len(rows.lines) <= most:
-            await asyncio.sleep(0.005)
-    await asyncio.sleep(0.2)
-    assert least <= len(rows.lines) <= most
-
-
-async def test_lines_leave_rows_free_and_step_back_for_live_requests() -> None:
-    rows, done = Rows(), asyncio.Event()
-    pace = rows.pace()
-    attempts: list[int] = []
-
-    async def attempt(number: int) -> int:
-        attempts.append(number)
-        await done.wait()
-        return number
-
-    work = [asyncio.create_task(pace.run("", rows.client, lambda _, n=n: attempt(n))) for n in range(20)]  # type: ignore[misc]
-    await stay(rows, 6, 6)  # a quarter of the rows stays free
-    rows.live = 2
-    await stay(rows, 6, 6)
-    rows.live = 5
-    await stay(rows, 3, 3)  # as many have stepped back as live requests need rows
-    assert attempts == list(range(6))
-    rows.live = 9
-    await stay(rows, 0, 0)
-    rows.live = 0
-    done.set()
-    assert sorted(await asyncio.gather(*work)) == list(range(20))
-    assert attempts.count(0) == 2
-
-
-async def test_a_line_steps_back_where_live_requests_wait_for_pages() -> None:
-    rows, done = Rows(), asyncio.Event()
-    pace = rows.pace()
-    work = [asyncio.create_task(pace.run("", rows.client, lambda _: done.wait())) for _ in range(4)]
-    await stay(rows, 4, 4)
-    rows.live, rows.stats = 1, Stats(1, running=4, waiting=1, pages_free=0, pages_cached=0, pages_used=9)
-    await stay(rows, 0, 3)
-    rows.live = 0
-    done.set()
-    await asyncio.gather(*work)
-
-
-async def test_a_limit_of_requests_is_not_used_up_by_lines() -> None:
-    rows, done = Rows(), asyncio.Event()
-    pace = rows.pace(max_requests=4)
-    work = [asyncio.create_task(pace.run("", rows.client, lambda _: done.wait())) for _ in range(4)]
-    await stay(rows, 2, 2)
-    done.set()
-    await asyncio.gather(*work)
-
-
 def test_a_batch_does_not_use_its_clients_own_limits(storage: StorageSection) -> None:
     limits = LimitsSection(max_requests_per_client=1, requests_per_minute=3)
     with LiveServer(limits=limits, storage=storage) as server, connect(server) as client:
@@ -469,3 +365,65 @@ def test_a_batch_does_not_use_its_clients_own_limits(storage: StorageSection) ->
         client.batches.cancel(batch.id)
         wait(client, batch)
     assert unattended.ACCOUNT.format(client="x") != "x"
+
+
+# ---- the disk --------------------------------------------------------------------------------
+
+
+def small(storage: StorageSection) -> LiveServer:
+    return LiveServer(storage=StorageSection(folder=storage.folder, quota_mb=1))
+
+
+def test_a_batch_whose_answers_are_beyond_the_quota_fails_and_says_so(storage: StorageSection) -> None:
+    with small(storage) as server, connect(server) as client:
+        answers = [line(f"l{number}", n=64, max_tokens=8, logprobs=5) for number in range(20)]
+        done = wait(client, begin(client, *answers))
+        assert (done.status, done.errors.data[0].code) == ("failed", "storage_quota_exceeded")
+        assert 0 < done.request_counts.completed < 20
+        assert len(read(client, done.output_file_id)) == done.request_counts.completed
+        assert {row["error"]["code"] for row in read(client, done.error_file_id).values()} == {"batch_failed"}
+        folder = Path(storage.folder) / "store" / "contents"
+        assert sum(path.stat().st_size for path in folder.iterdir()) <= 1 << 20
+
+
+def test_batches_that_fail_at_once_fill_the_quota_and_no_more(storage: StorageSection) -> None:
+    with small(storage) as server, connect(server) as client:
+        metadata = {f"k{number}": "v" * 512 for number in range(16)}
+        wrong = [line("c" * 500 + str(number), url="/" + "u" * 300) for number in range(100)]
+        content = b"\n".join(json.dumps(one).encode() for one in wrong)
+        file = client.files.create(file=content, purpose="batch")
+        with pytest.raises(openai.BadRequestError, match=r"storage\.quota_mb"):
+            for _ in range(500):
+                made = client.batches.create(
+                    input_file_id=file.id, endpoint=COMPLETIONS, completion_window="24h", metadata=metadata
+                )
+                wait(client, made)
+
+
+def test_a_disk_that_stays_full_ends_a_batch_that_says_so(
+    client: openai.OpenAI, server: LiveServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def write(*_: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(store_module, "TRY_AGAIN_S", 0.01)
+    monkeypatch.setattr(store_module, "MOST_TRIES", 3)
+    monkeypatch.setattr(table_module.BatchTable, "_write", write)
+    done = wait(client, begin(client, line("a"), line("b")))
+    assert (done.status, done.errors.data[0].code) == ("failed", "storage_full")
+    assert (done.output_file_id, done.error_file_id) == (None, None)
+
+
+def test_others_come_between_while_a_batch_ends(client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch) -> None:
+    num_shares, original = [0], table_module.Store.run
+
+    async def run(self: Any, work: Any, **more: Any) -> Any:
+        num_shares[0] += work.__name__ == "share"
+        return await original(self, work, **more)
+
+    monkeypatch.setattr(table_module.Store, "run", run)
+    monkeypatch.setattr(table_module, "LINES_AT_ONCE", 7)
+    done = wait(client, begin(client, *(line(f"l{number}") for number in range(50))))
+    assert done.request_counts.completed == 50
+    assert list(read(client, done.output_file_id)) == [f"l{number}" for number in range(50)]
+    assert num_shares[0] > 50 // 7

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -310,4 +310,64 @@ async def test_a_disk_that_is_full_takes_deletes_and_new_responses_have_their_ro
     store = Store(section(small_disk))  # to start takes room as well
     filler.unlink()
     assert await fill(store, 50_000, "s") >= num_stored // 2
+    store.close()
+
+
+# ---- what an owner has stored ----------------------------------------------------------------
+
+
+def sums(connection: sqlite3.Connection) -> dict[str, int]:
+    return {owner: num_bytes for owner, num_bytes in connection.execute("SELECT * FROM owners") if num_bytes}
+
+
+def counted(connection: sqlite3.Connection) -> dict[str, int]:
+    """What the sums must be, from the rows."""
+    query = f"SELECT owner, sum(bytes) FROM ({store_module.STORED}) GROUP BY owner"
+    return dict(connection.execute(query).fetchall())
+
+
+ROWS = (
+    "INSERT INTO files VALUES ('f1', 'a', 'batch', 'x', 4000, 1, NULL), ('f2', 'b', 'batch', 'x', 1, 1, NULL)",
+    "INSERT INTO batches VALUES ('b1', 'a', 'in_progress', 1, 'f1', 2, 1, 0, x'7b7d'), "
+    "('b2', 'b', 'failed', 1, 'f2', 0, 0, 0, x'7b7d')",
+    "INSERT INTO lines VALUES ('b1', 1, '\u00e9', 0, 9, 200, x'7b7d7b7d'), ('b1', 2, 'y', 9, 9, NULL, NULL)",
+    "INSERT INTO responses VALUES ('r1', 'a', 'completed', 0, 1, NULL, NULL, NULL, x'5b5d', x'7b7d', 4)",
+)
+
+
+def test_a_store_of_the_version_before_opens_with_the_right_sums(tmp_path: Path) -> None:
+    folder = tmp_path / "store"
+    folder.mkdir()
+    with closing(sqlite3.connect(folder / "index.sqlite3")) as connection:
+        connection.executescript(f"{store_module.SCHEMA} PRAGMA user_version = 1;")
+        for rows in ROWS:
+            connection.execute(rows)
+        connection.commit()
+    (folder / "contents").mkdir()
+    for name in ("f1", "f2"):
+        (folder / "contents" / name).write_bytes(b"x")
+    for _ in range(2):
+        store = Store(section(tmp_path))
+        assert sums(store._connection) == counted(store._connection)
+        assert sums(store._connection) == {"a": 4000 + 514 + (4 + 4 + 512) + (2 + 512) + 516, "b": 512 + 514}
+        store.close()
+
+
+async def test_sums_follow_every_change(tmp_path: Path) -> None:
+    store = Store(section(tmp_path))
+    changes = (
+        *ROWS,
+        "INSERT OR IGNORE INTO lines VALUES ('b1', 2, 'z', 9, 9, NULL, NULL), ('b1', 3, 'z', 9, 9, NULL, NULL)",
+        "UPDATE lines SET status = 200, answer = x'00112233' WHERE number = 2",
+        "UPDATE batches SET body = x'7b2020207d'",
+        "UPDATE responses SET bytes = 1000",
+        "DELETE FROM lines WHERE number < 3",
+        "DELETE FROM files WHERE id = 'f1'",
+    )
+    for change in changes:
+        await store.run(lambda connection, change=change: connection.execute(change))  # type: ignore[misc]
+        assert sums(store._connection) == counted(store._connection), change
+    for table in ("lines", "files", "batches", "responses"):
+        await store.run(lambda connection, table=table: connection.execute(f"DELETE FROM {table}"))  # type: ignore[misc]
+    assert sums(store._connection) == {}
     store.close()

@@ -321,3 +321,16 @@ def check_turns(ingress: FakeIngress) -> None:
     said = [as_text(prompt) for prompt, _, _ in ingress.asked]
     assert said.index("user: two") < 60, "another owner's are not all before it"
     assert {options.priority for _, _, options in ingress.asked} == {unattended.LAST_PRIORITY}
+
+
+def test_an_answer_that_is_beyond_the_quota_is_told_or_has_failed(storage: StorageSection) -> None:
+    small = StorageSection(folder=storage.folder, quota_mb=1)
+    long: Any = {"max_output_tokens": 2000, "extra_body": {"ignore_eos": True}}
+    with LiveServer(storage=small) as server, connect(server) as client:
+        client.files.create(file=b"x" * ((1 << 20) - 5000), purpose="batch")
+        made = ask_for(client, **long)
+        assert (made.status, made.store, len(made.output_text) > 5000) == ("incomplete", False, True)
+        done = wait(client, ask_for(client, background=True, **long))
+        assert (done.status, done.error.code) == ("failed", "storage_quota_exceeded")
+        with pytest.raises(openai.BadRequestError, match=r"storage\.quota_mb"):
+            ask_for(client, store=True, **long)
