@@ -8,12 +8,16 @@ each record is called after it.  What was written outlasts the process, however 
 of power may take.  The records of every request that can be asked for are in memory as well, so nothing is read while
 requests are served, and whatever is lost on disk can be written again.  So what requests take is counted as memory,
 which is more than what they take on disk; neither is more than ``most_bytes``.
+
+Whatever waits for the disk, or is long, is done by threads: syncing, and writing entries once more into a file of their
+own.  That file lies in front of the one that is written to meanwhile, so it says what was before; what it stands for is
+removed when it is synced.
 """
 
 import asyncio
 import logging
-import os
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Literal
 
@@ -29,6 +33,7 @@ Fsync = Literal["always", "interval", "never"]
 FSYNC_EVERY_S = 1.0
 MEND_EVERY_S = 5.0
 NUM_SEGMENTS = 8  # files that share what the journal may take
+ROOM = 3  # of these: what is written to, by up to one more than its size, and a copy of another one
 # What a request takes of memory, measured: objects around it, its body in each of its forms, and each record's object.
 ENTRY_BYTES = 8 << 10
 NUM_BODIES = 4
@@ -81,14 +86,19 @@ class Journal:
         self._last_number = 0
         self._waiting: list[tuple[Entry, bytes, Callable[[], object]]] = []
         self._is_due = False
-        self._syncing: asyncio.Task[None] | None = None  # that records wait for
-        self._sync_task: asyncio.Task[None] | None = None  # that nobody waits for
+        self._is_closed = False
+        self._is_writable = True  # also while what was not is written once more, and the journal still fails
+        self._threads = ThreadPoolExecutor(2, "journal")
+        self._syncing: asyncio.Task[None] | None = None
+        self._moving: asyncio.Task[None] | None = None
+        self._moving_bytes = 0
         self._timer: asyncio.TimerHandle | None = None
         self._homes: dict[int, dict[int, Entry]] = {}
         self._segments = Segments(folder)
         try:
             self._recover()
             self._segments.begin()
+            self._sync_now()
             self._remove_unneeded()
         except OSError as error:
             self._segments.close()
@@ -119,9 +129,7 @@ class Journal:
     def append(self, entry: Entry, record: Record, then: Callable[[], object]) -> None:
         """Write a record with all others of this turn of the event loop, and call ``then``."""
         self._waiting.append((entry, encode(record), then))
-        if not self._is_due:
-            self._is_due = True
-            asyncio.get_running_loop().call_soon(self._commit)
+        self._commit_soon()
 
     def end(self, entry: Entry, record: Ended, then: Callable[[], object]) -> None:
         """Write an entry's last record; the entry is kept until ``forget``."""
@@ -136,37 +144,49 @@ class Journal:
         self._drop(entry)
         try:
             if not self.entries and not self.is_failing:
-                self._segments.begin()  # what clients have said does not lie about
+                self._segments.begin(is_needed=False)  # what clients have said does not lie about
             self._remove_unneeded()
         except OSError as error:
             self._fail(error)
 
     def close(self) -> None:
         """Write what waits, and let go of the folder."""
-        self._is_due = True  # whatever comes now is dropped
+        self._is_closed = self._is_due = True  # whatever comes now is dropped
         waiting, self._waiting = self._waiting, []
         self._write(waiting)
         if self._timer is not None:
             self._timer.cancel()
-        if self._fsync != "never" and not self.is_failing:
-            self._segments.sync()
+        self._threads.shutdown()
+        if self._is_writable:
+            self._sync_now()
         self._segments.close()
 
     # ---- writing ----------------------------------------------------------------------------
 
     def _commit(self) -> None:
-        self._is_due = False
-        if self._syncing is not None:
+        self._is_due = self._is_closed
+        is_held = self._moving is not None and not self._fits(self._moving_bytes + self._segment_bytes)
+        if self._is_closed or is_held or (self._fsync == "always" and self._syncing is not None):
             return  # goes on when that is done
-        waiting, self._waiting = self._waiting, []
+        num_bytes = count = 0
+        while count < len(self._waiting) and num_bytes < self._segment_bytes:
+            num_bytes += len(self._waiting[count][1])
+            count += 1
+        waiting, self._waiting = self._waiting[:count], self._waiting[count:]
         self._write(waiting)
-        if self._fsync == "always" and not self.is_failing:
-            self._syncing = asyncio.create_task(self._sync_and_tell(waiting), name="journal-fsync")
+        if self._fsync == "always" and self._is_writable:
+            self._syncing = asyncio.create_task(self._sync(waiting), name="journal-fsync")
             return
         if self._fsync == "interval" and self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(FSYNC_EVERY_S, self._sync_later)
         for _, _, then in waiting:
             then()
+        self._commit_soon()
+
+    def _commit_soon(self) -> None:
+        if self._waiting and not self._is_due:
+            self._is_due = True
+            asyncio.get_running_loop().call_soon(self._commit)
 
     def _write(self, waiting: list[tuple[Entry, bytes, Callable[[], object]]]) -> None:
         written: list[bytes] = []
@@ -178,10 +198,11 @@ class Journal:
                 self._kept_bytes += entry.num_bytes - before
                 self._open_bytes += 0 if entry.ended else entry.num_bytes - before
         self._hold_to_memory()
-        if self.is_failing or not written:
+        if not self._is_writable or not written:
             return
         try:
-            if self._segments.sizes[self._segments.current] >= self._segment_bytes:
+            is_full = self._segments.sizes[self._segments.current] >= self._segment_bytes
+            if is_full and self._moving is None and not self._is_closed:
                 self._rotate()
             self._segments.write(written)
         except OSError as error:
@@ -192,24 +213,26 @@ class Journal:
             if not entry.home and entry.is_kept:
                 self._settle(entry, current)
 
-    async def _sync_and_tell(self, told: list[tuple[Entry, bytes, Callable[[], object]]]) -> None:
-        await self._sync()
-        self._syncing = None
-        for _, _, then in told:
-            then()
-        if self._waiting:
-            self._commit()
+    def _sync_now(self) -> None:
+        if self._fsync != "never":
+            self._segments.unsynced()()
 
     def _sync_later(self) -> None:
         self._timer = None
-        if not self.is_failing:
-            self._sync_task = asyncio.create_task(self._sync(), name="journal-fsync")
+        if self._syncing is not None:
+            self._timer = asyncio.get_running_loop().call_later(FSYNC_EVERY_S, self._sync_later)
+        elif self._is_writable:
+            self._syncing = asyncio.create_task(self._sync([]), name="journal-fsync")
 
-    async def _sync(self) -> None:
+    async def _sync(self, told: list[tuple[Entry, bytes, Callable[[], object]]]) -> None:
         try:
-            await asyncio.to_thread(_sync_and_close, self._segments.duplicate())
+            await asyncio.get_running_loop().run_in_executor(self._threads, self._segments.unsynced())
         except OSError as error:
             self._fail(error)
+        self._syncing = None
+        for _, _, then in told:
+            then()
+        self._commit_soon()
 
     def _fail(self, error: OSError) -> None:
         if not self.is_failing:
@@ -218,41 +241,87 @@ class Journal:
                 error.strerror,
             )
         self.is_failing = True
+        self._is_writable = False
         if self._timer is not None:
             self._timer.cancel()
-        self._timer = asyncio.get_running_loop().call_later(MEND_EVERY_S, self._mend)
+        if not self._is_closed:
+            self._timer = asyncio.get_running_loop().call_later(MEND_EVERY_S, self._mend)
 
     def _mend(self) -> None:
         """Write everything that is known into a new file: what was lost meanwhile is known as well."""
         self._timer = None
+        if self._moving is not None:
+            self._timer = asyncio.get_running_loop().call_later(MEND_EVERY_S, self._mend)
+            return
         try:
-            self._segments.begin()
-            self._carry(self.entries.values())
+            self._move(self.entries.values())
         except OSError as error:
             self._fail(error)
             return
-        self.is_failing = False
-        self._remove_unneeded()
-        log.warning("journal: it can be written again")
+        self._is_writable = True
 
     # ---- room -------------------------------------------------------------------------------
 
     def _rotate(self) -> None:
-        """Begin a new file, and make room for it.  Raises OSError."""
-        if self._fsync != "never":
-            self._segments.sync()
-        self._segments.begin()
+        """Begin a new file, and make room for it and another one.  Raises OSError."""
         self._remove_unneeded()
-        while self.num_bytes + self._segment_bytes > self._most_bytes and len(self._segments.sizes) > 1:
-            oldest = min(self._segments.sizes)
-            here = list(self._homes.get(oldest, {}).values())
-            for entry in here:
-                if entry.ended:
-                    self._forget_for_others(entry)
-            self._carry(entry for entry in here if not entry.ended)
-            if self._fsync != "never":
-                self._segments.sync()
-            self._remove_unneeded()
+        if self._has_room:
+            self._segments.begin()
+        else:
+            self._vacate_oldest()
+
+    @property
+    def _has_room(self) -> bool:
+        """Whether a file and a copy of another one fit."""
+        return self._fits(ROOM * self._segment_bytes) or len(self._segments.sizes) == 1
+
+    def _fits(self, num_bytes: int) -> bool:
+        return self.num_bytes + num_bytes <= self._most_bytes
+
+    def _vacate_oldest(self) -> None:
+        """Forget what has ended there, and move what runs.  Raises OSError."""
+        here = list(self._homes.get(min(self._segments.sizes), {}).values())
+        for entry in here:
+            if entry.ended:
+                self._forget_for_others(entry)
+        self._move(entry for entry in here if not entry.ended)
+
+    def _move(self, entries: Iterable[Entry]) -> None:
+        """Begin a new file, and write entries as a whole into one in front of it.  Raises OSError."""
+        number = self._segments.reserve()
+        self._segments.begin()
+        copies = [(entry, tuple(entry.records)) for entry in entries if entry.records]
+        self._moving_bytes = sum(entry.num_bytes for entry, _ in copies)
+        self._moving = asyncio.create_task(self._moved(number, copies), name="journal-move")
+
+    async def _moved(self, number: int, copies: list[tuple[Entry, tuple[bytes, ...]]]) -> None:
+        def copy() -> int:
+            records = (records for _, records in copies)
+            return self._segments.copy(number, records, is_synced=self._fsync != "never")
+
+        is_mending = self.is_failing
+        try:
+            size = await asyncio.get_running_loop().run_in_executor(self._threads, copy) if copies else 0
+            self._moving = None
+            self._has_moved(number, size, [entry for entry, _ in copies if entry.is_kept])
+            if is_mending and self._is_writable:
+                self.is_failing = False
+                log.warning("journal: it can be written again")
+            if not self.is_failing and not self._is_closed and not self._has_room:
+                self._vacate_oldest()
+        except OSError as error:
+            self._moving = None
+            self._fail(error)
+        self._commit_soon()
+
+    def _has_moved(self, number: int, size: int, entries: Iterable[Entry]) -> None:
+        if self._is_closed:
+            return
+        if size:
+            self._segments.sizes[number] = size
+        for entry in entries:
+            self._settle(entry, number)
+        self._remove_unneeded()
 
     def _hold_to_memory(self) -> None:
         """Forget what has ended, the first first, and what runs, the longest first, beyond what all may take."""
@@ -269,13 +338,6 @@ class Journal:
     def _forget_for_others(self, entry: Entry) -> None:
         self._drop(entry)
         self.forgotten(entry)
-
-    def _carry(self, entries: Iterable[Entry]) -> None:
-        """Write entries as a whole to the current file.  Raises OSError."""
-        for entry in list(entries):
-            if entry.records:
-                self._segments.write(entry.records)
-                self._settle(entry, self._segments.current)
 
     def _settle(self, entry: Entry, number: int) -> None:
         if entry.home in self._homes:
@@ -336,10 +398,3 @@ class Journal:
             self._ended[known.number] = known
             if record.is_forgotten:
                 self._drop(known)
-
-
-def _sync_and_close(file: int) -> None:
-    try:
-        os.fsync(file)
-    finally:
-        os.close(file)

@@ -1,7 +1,7 @@
 """Records on disk: numbered files that are only ever appended to, in a folder that one process has.
 
 Owns: how records lie in a file, their checksums, what is left of a file after a crash, the lock of the folder.
-Does not know: what records say, when a file is not needed any more.
+Does not know: what records say, when a file is not needed any more, which thread it is on.
 
 A file is ``MAGIC`` and frames; a frame is the length and the CRC-32 of its payload, and the payload: a msgpack array of
 records.  One write makes one frame, so the records of a frame are there together or not at all.
@@ -14,11 +14,13 @@ import re
 import struct
 import time
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import msgspec
 
+from engine.disk import make_folder, sync_folder
 from engine.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -52,17 +54,20 @@ class Segments:
     def __init__(self, folder: Path) -> None:
         """Take the folder, making it if it is not there.  Raises ConfigError if that cannot be."""
         self.sizes: dict[int, int] = {}
-        self._foreign: list[int] = []  # files by numbers that something else has written
+        self._last = 0  # number that a file has or may get
         self._folder = folder
         self._file = -1
+        self._left: list[int] = []  # descriptors of files that were written to and may not be synced
+        self._is_new = False  # a file's name may not be synced
         self._lock = -1
         try:
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            make_folder(folder)
             self._lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
             self._take_lock()
             named = [path for path in folder.glob(f"*{SUFFIX}") if NUMBER.fullmatch(path.stem)]
             numbers = sorted(number for path in named if self._path(number := int(path.stem)) == path)
             self.sizes = {number: self._path(number).stat().st_size for number in numbers}
+            self._last = max(numbers, default=0)
         except OSError as error:
             self.close()
             raise ConfigError(
@@ -94,7 +99,6 @@ class Segments:
         if content[: len(MAGIC)] != MAGIC[: len(content)]:
             log.warning("journal: %s is no file of this journal; it is left as it is", path)
             del self.sizes[number]
-            self._foreign.append(number)
             return
         offset = len(MAGIC)
         while offset < len(content):
@@ -114,9 +118,16 @@ class Segments:
             yield records
             offset = end + length
 
-    def begin(self) -> None:
-        """Write to a new file from now on.  Raises OSError, and then goes on with the old one."""
-        number = max([*self.sizes, *self._foreign], default=0) + 1
+    def reserve(self) -> int:
+        """Returns the number of a file that ``copy`` makes, which lies in front of all that are begun from now on."""
+        self._last += 1
+        return self._last
+
+    def begin(self, *, is_needed: bool = True) -> None:
+        """Write to a new file from now on.  is_needed: what the old one has is.
+
+        Raises OSError, and then goes on with the old one."""
+        number = self.reserve()
         old, path = self._file, self._path(number)
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o600)
         self.sizes[number] = 0
@@ -128,8 +139,32 @@ class Segments:
             del self.sizes[number]
             path.unlink()
             raise
+        self._is_new = True
         if old >= 0:
-            os.close(old)
+            self._left.append(old)
+        if not is_needed:
+            self._close_left()
+
+    def copy(self, number: int, entries: Iterable[Sequence[bytes]], *, is_synced: bool) -> int:
+        """Write a file of a number that was reserved, a frame for each entry; returns its bytes.  For a thread.
+
+        is_synced: it outlasts a loss of power then.  Raises OSError, and then there is no such file."""
+        path, size = self._path(number), 0
+        try:
+            file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            try:
+                for data in (MAGIC, *map(frame, entries)):
+                    size += _write_all(file, data)
+                if is_synced:
+                    os.fsync(file)
+            finally:
+                os.close(file)
+            if is_synced:
+                sync_folder(self._folder)
+        except OSError:
+            path.unlink(missing_ok=True)
+            raise
+        return size
 
     def write(self, records: Sequence[bytes]) -> None:
         """Append a frame.  Raises OSError, and then nothing of it is there."""
@@ -137,27 +172,21 @@ class Segments:
 
     def _append(self, data: bytes) -> None:
         number = self.current
-        size, written = self.sizes[number], 0
+        size = self.sizes[number]
         try:
-            while written < len(data):
-                written += os.write(self._file, data[written:])
+            _write_all(self._file, data)
         except OSError:
             os.ftruncate(self._file, size)
             raise
         self.sizes[number] = size + len(data)
 
-    def duplicate(self) -> int:
-        """Returns another descriptor of the file that is written to, for a thread to sync and close."""
-        return os.dup(self._file)
+    def unsynced(self) -> Callable[[], None]:
+        """Returns what a thread has to call, once, so that all that was written and begun outlasts a loss of power.
 
-    def sync(self) -> None:
-        """Wait until all that was written, and the file's name, outlasts a loss of power.  Raises OSError."""
-        os.fsync(self._file)
-        folder = os.open(self._folder, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+        It waits, and raises OSError."""
+        files, self._left = [*self._left, os.dup(self._file)], []
+        folder, self._is_new = self._folder if self._is_new else None, False
+        return partial(_sync, files, folder)
 
     def remove(self, number: int) -> None:
         """Take a file away that is not written to."""
@@ -171,6 +200,11 @@ class Segments:
             if file >= 0:
                 os.close(file)
         self._file = self._lock = -1
+        self._close_left()
+
+    def _close_left(self) -> None:
+        while self._left:
+            os.close(self._left.pop())
 
     def _path(self, number: int) -> Path:
         return self._folder / f"{number:08d}{SUFFIX}"
@@ -202,3 +236,22 @@ def _read_payload(payload: bytes) -> list[bytes] | None:
         return [bytes(record) for record in _PAYLOAD.decode(payload)]
     except (msgspec.MsgspecError, RecursionError):
         return None
+
+
+def _write_all(file: int, data: bytes) -> int:
+    written = 0
+    while written < len(data):
+        written += os.write(file, data[written:])
+    return written
+
+
+def _sync(files: Sequence[int], folder: Path | None) -> None:
+    """Sync files, close them, and sync the folder that has new ones."""
+    try:
+        for file in files:
+            os.fsync(file)
+        if folder is not None:
+            sync_folder(folder)
+    finally:
+        for file in files:
+            os.close(file)

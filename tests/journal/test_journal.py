@@ -1,6 +1,8 @@
 """The journal: one write for each turn of the loop, files that come and go, a disk that is full."""
 
 import asyncio
+import os
+import threading
 import uuid
 from functools import partial
 from pathlib import Path
@@ -80,8 +82,8 @@ async def test_with_fsync_always_nobody_is_told_before_the_disk_has_it(
 ) -> None:
     journal = journal_of(tmp_path, fsync="always")
     events: list[str] = []
-    real = journal_module.os.fsync
-    monkeypatch.setattr(journal_module.os, "fsync", lambda file: (events.append("sync"), real(file))[1])
+    real = segments.os.fsync
+    monkeypatch.setattr(segments.os, "fsync", lambda file: (events.append("sync"), real(file))[1])
     entry = journal.begin()
     journal.append(entry, accepted(entry), partial(events.append, "first"))
     await turn()
@@ -107,6 +109,11 @@ async def test_files_rotate_and_running_requests_move_on(tmp_path: Path) -> None
         journal.end(brief, Ended(brief.number, 1, 1.0), nothing)
         await turn(1)
         assert journal.num_bytes <= MOST_BYTES
+    written = asyncio.Event()
+    journal.append(old, delivered(old, 400), written.set)
+    expected.append(delivered(old, 400))
+    await written.wait()  # what waited for a file to be copied too
+    assert journal.num_bytes <= MOST_BYTES
     assert forgotten == sorted(forgotten)
     assert len(forgotten) > 200
     assert len(files_of(tmp_path)) <= journal_module.NUM_SEGMENTS + 1
@@ -114,6 +121,52 @@ async def test_files_rotate_and_running_requests_move_on(tmp_path: Path) -> None
     found = known(tmp_path)
     assert found.pop(old.number) == expected
     assert set(found) <= set(range(2, 402)) - set(forgotten)
+
+
+@pytest.mark.parametrize("fsync", ["always", "interval"])
+async def test_the_event_loop_neither_syncs_nor_writes_again_and_removes_what_is_synced_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fsync: str
+) -> None:
+    monkeypatch.setattr(journal_module, "MEND_EVERY_S", 0.01)
+    journal = journal_of(tmp_path, fsync=fsync)
+    here, threads, synced = threading.get_ident(), set(), set()
+    fsync_of, copy, unlink = os.fsync, segments.Segments.copy, Path.unlink
+    removed_before_sync: list[str] = []
+
+    def noted_fsync(file: int) -> None:
+        threads.add(threading.get_ident())
+        synced.add(Path(f"/proc/self/fd/{file}").readlink().name)
+        fsync_of(file)
+
+    def noted_copy(self: segments.Segments, number: int, *given: Any, **more: Any) -> int:
+        threads.add(threading.get_ident())
+        return copy(self, number, *given, **more)
+
+    def noted_unlink(self: Path, **given: Any) -> None:
+        if tmp_path.name not in synced:
+            removed_before_sync.append(self.name)
+        unlink(self, **given)
+
+    monkeypatch.setattr(os, "fsync", noted_fsync)
+    monkeypatch.setattr(segments.Segments, "copy", noted_copy)
+    monkeypatch.setattr(Path, "unlink", noted_unlink)
+    running = journal.begin()
+    for at in range(200):
+        told = asyncio.Event()
+        journal.append(running, delivered(running, at, "x" * 300) if at else accepted(running), told.set)
+        brief = journal.begin()
+        journal.append(brief, accepted(brief, b"x" * 500), nothing)
+        journal.end(brief, Ended(brief.number, 1, 1.0), told.set)
+        await told.wait()
+    synced.clear()
+    journal._fail(OSError(5, "Input/output error"))
+    while journal.is_failing:
+        await asyncio.sleep(0.001)
+    assert threads
+    assert here not in threads
+    assert not removed_before_sync
+    monkeypatch.undo()
+    journal.close()
 
 
 async def test_what_is_forgotten_does_not_lie_about(tmp_path: Path) -> None:
