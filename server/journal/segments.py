@@ -32,7 +32,7 @@ ARRAY_MARK = 0xDD
 SUFFIX = ".log"
 NUMBER = re.compile("[0-9]+")
 LOCK = "lock"
-LOCKED = re.compile(rb"[0-9]*\n?")  # what a lock says
+LOCKED = re.compile(rb"[0-9]*\n?\0*")  # what a lock says; zeros are what a loss of power leaves
 # A process that was killed lets go of the lock a moment after it is seen to be gone.
 LOCK_WITHIN_S = 2.0
 LOOK_EVERY_S = 0.05

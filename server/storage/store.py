@@ -24,6 +24,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import IO, Final, TypeVar
 
+from engine.disk import make_folder
 from engine.errors import ConfigError, RequestError
 from engine.sections import StorageSection
 
@@ -113,8 +114,8 @@ class Store:
         self._said = f"storage.folder={section.folder}"
         with ExitStack() as held:
             try:
-                self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-                (self._folder / "contents").mkdir(exist_ok=True)
+                make_folder(self._folder)
+                make_folder(self._folder / "contents")
                 lock = self._hold(held, "lock")
             except OSError as error:
                 raise ConfigError(f"{self._said}: cannot be written to: {error.strerror}") from None
