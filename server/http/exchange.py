@@ -181,7 +181,7 @@ class Cors:
         # Keys travel in a header and never in a cookie, so no page can use a visitor's.
         return {
             hdrs.ACCESS_CONTROL_ALLOW_ORIGIN: origin,
-            hdrs.ACCESS_CONTROL_EXPOSE_HEADERS: "X-Request-Id, Retry-After",
+            hdrs.ACCESS_CONTROL_EXPOSE_HEADERS: "X-Request-Id, request-id, Retry-After, Warning",
             hdrs.VARY: hdrs.ORIGIN,
         }
 

@@ -68,6 +68,8 @@ def apply(file: str | None, config: Config, *, url: str | None, key: str | None,
     ask = {"dry_run": dry_run} if file is None else {"toml": Path(file).read_text(), "dry_run": dry_run}
     try:
         outcome = asyncio.run(_ask(f"{base.rstrip('/')}/apply", ask, key))
+    except aiohttp.ClientSSLError as error:
+        raise CallboardError(f"{base}: TLS failed: {error}") from None
     except aiohttp.ClientConnectorError as error:
         reason = error.strerror if isinstance(error, aiohttp.ClientConnectorDNSError) else os.strerror(error.errno or 0)
         raise CallboardError(f"{base}: no server answers there ({reason}); --url says where the server is") from None

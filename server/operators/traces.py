@@ -31,6 +31,7 @@ API_ROUTES = ("/v1/", "/generate")  # probes and scrapes are not worth a span
 # What the semantic conventions call the work of a route; of the others it is "chat".
 OPERATIONS = {
     **dict.fromkeys(("/v1/completions", "/generate"), "text_completion"),
+    **dict.fromkeys(("/v1/chat/completions", "/v1/responses", "/v1/messages"), "chat"),
     "/v1/embeddings": "embeddings",
 }
 MAX_OPEN = 65536  # requests that may not have told their end; some never will, refused by the tokenizer
@@ -85,11 +86,8 @@ class Traces:
                 "http.route": exchange.route,
                 "url.path": request.path,
                 "url.scheme": request.scheme,
-                "gen_ai.operation.name": OPERATIONS.get(exchange.route, "chat"),
-                "gen_ai.provider.name": "callboard",
-                "gen_ai.request.model": self._model,
-                "gen_ai.response.model": self._model,
                 "callboard.request_id": exchange.id,
+                **self._of_model(exchange.route),
             },
             record_exception=False,  # its text may hold parts of the request
         ) as span:
@@ -109,6 +107,17 @@ class Traces:
                         span.set_attribute(f"gen_ai.usage.{kind}_tokens", count)
             span.set_attribute("http.response.status_code", response.status)
             return response
+
+    def _of_model(self, route: str) -> dict[str, str]:
+        """Returns what a span says of the model; nothing for a route that generates nothing."""
+        if route not in OPERATIONS:
+            return {}
+        return {
+            "gen_ai.operation.name": OPERATIONS[route],
+            "gen_ai.provider.name": "callboard",
+            "gen_ai.request.model": self._model,
+            "gen_ai.response.model": self._model,
+        }
 
     def _note(self, context: Any, stream: Stream) -> None:
         """Remember the span of a request that the engine will speak of by its own number."""

@@ -69,8 +69,9 @@ export async function* stream(path, body, signal) {
     const events = (rest + value).split("\n\n");
     rest = events.pop();
     for (const event of events) {
-      if (!event.startsWith("data: ")) continue;  // a ping
-      const data = event.slice("data: ".length);
+      const line = event.split("\n").find((one) => one.startsWith("data: "));  // an id may be before it
+      if (!line) continue;  // a ping
+      const data = line.slice("data: ".length);
       if (data === "[DONE]") return;
       const chunk = JSON.parse(data);
       if (chunk.error) throw new ApiError(0, chunk.error.message);

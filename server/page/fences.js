@@ -9,6 +9,7 @@ export function showFenced(element, text) {
   for (const [index, part] of parts.entries()) {
     const shown = element.children[index] ?? element.appendChild(index % 2 ? block() : document.createElement("span"));
     const before = shown.textContent;
+    if (part === before) continue;
     if (part.startsWith(before)) shown.append(part.slice(before.length));
     else shown.textContent = part;
   }

@@ -200,9 +200,13 @@ def _told_tool(tool: dict[str, Any]) -> dict[str, Any]:
 
 
 def _without_nulls(given: Any) -> Any:
-    """Returns JSON without fields that are null."""
+    """Returns JSON without fields that are null; in the schema of a tool's parameters null is a value."""
     if isinstance(given, dict):
-        return {name: _without_nulls(value) for name, value in given.items() if value is not None}
+        return {
+            name: value if name == "parameters" else _without_nulls(value)
+            for name, value in given.items()
+            if value is not None
+        }
     return [_without_nulls(one) for one in given] if isinstance(given, list) else given
 
 

@@ -50,7 +50,9 @@ class LocalOperations:
                 case "wake_up":
                     await self._changeover.wake()
                 case "record" if self._recorder is not None:
-                    if reason := await asyncio.wrap_future(self._recorder.write("asked", ask.text or "")):
+                    # A client that leaves cancels this task, and not what the recorder's thread ends.
+                    written = asyncio.wrap_future(self._recorder.write("asked", ask.text or ""))
+                    if reason := await asyncio.shield(written):
                         raise _refusal(f"the recording is not written: {reason}", HTTPStatus.INSUFFICIENT_STORAGE)
         except CallboardError as error:
             raise _as_request_error(error) from error

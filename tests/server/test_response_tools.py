@@ -11,6 +11,7 @@ from openai.types.responses import Response
 from engine.prompt import ChatTurn, ToolCall
 from engine.sections import StorageSection
 from server.openai.conversation import warn_left_out
+from server.responses.endpoint import _told_tool
 from tests.server import fake_ingress
 from tests.server.http_client import ask
 from tests.server.live_server import MODEL, LiveServer
@@ -194,3 +195,9 @@ def test_a_conversation_with_custom_calls_goes_on_from_where_it_is_stored(
         ask_for(live, tools=[PATCH], input=[output], previous_response_id=first["id"])
         assert [turn.role for turn in asked(live)[0]] == ["user", "assistant", "tool"]
         assert asked(live)[0][1].tool_calls[0].name == "patch"
+
+
+def test_a_schema_is_told_as_it_was_given() -> None:
+    schema = {"properties": {"a": {"type": ["string", "null"], "default": None}}}
+    told = _told_tool({"type": "function", "name": "f", "description": None, "parameters": schema})
+    assert told == {"type": "function", "name": "f", "description": None, "parameters": schema, "strict": None}

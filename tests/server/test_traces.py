@@ -69,6 +69,11 @@ def test_a_request_is_a_span_in_the_callers_trace(
     assert "secret" not in span.to_json()
 
 
+def test_what_generates_nothing_is_no_chat(traced: LiveServer, exporter: InMemorySpanExporter) -> None:
+    assert ask(traced.port, "GET", "/v1/models").status == 200
+    assert "gen_ai.operation.name" not in (spans(exporter)["GET /v1/models"].attributes or {})
+
+
 def test_refused_requests_are_spans_and_probes_are_not(traced: LiveServer, exporter: InMemorySpanExporter) -> None:
     for path in ("/health", "/ready", "/metrics"):
         ask(traced.port, "GET", path)
