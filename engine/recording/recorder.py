@@ -272,7 +272,7 @@ def _with_pauses(items: Iterable[T], pause_s: float) -> Iterator[T]:
 
 
 def _make_room(folder: Path, *, is_asked: bool) -> None:
-    """For another file that somebody asked for, or nobody."""
+    """Remove the oldest files, so that another one has room.  is_asked: of those that an operator asked for."""
     named = ((NAMED.fullmatch(path.name), path) for path in folder.iterdir())
     found = sorted(path for match, path in named if match is not None and (match[1] not in ALERTS) == is_asked)
     for path in found[: -MOST_FILES + 1 or None]:

@@ -140,7 +140,7 @@ class ResponsesWriter(Writer):
         return self._items.event("failed", response=self._object("failed", error))
 
     async def kept(self) -> None:
-        """An answer that was not asked to be stored is told without that, where there is no room, or the disk fails."""
+        """Wait until the answer is stored.  One that is stored by default alone is sent also if that fails."""
         if self._keeping is None or self._whole is None:
             return
         try:

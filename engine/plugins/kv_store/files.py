@@ -1,8 +1,8 @@
 """Keeps KV pages as files, one a page, for every process that names the same folder, and for those that come later.
 
 The folder is one that a store has made, and marked.  What else lies in it is no record by its name: it is not counted,
-and never removed.  A file is written under a name of its own, and renamed when it is whole: nobody ever reads half of
-one.  What a crash of the machine leaves damaged is found by its digest and forgotten.  A file's modification time is
+and never removed.  A file is written under a name of its own, and renamed when it is whole: half of one is never
+read.  What a crash of the machine leaves damaged is found by its digest and forgotten.  A file's modification time is
 that of its last use; when all files together are too large, those used longest ago go, in one sweep at a time over all
 processes.
 """
