@@ -5,7 +5,7 @@ A call of an earlier turn becomes what the model has written, whoever had made i
 """
 
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Final, NamedTuple
 
 import msgspec
@@ -156,28 +156,34 @@ def _chosen(known: Mapping[str, Callee], choice: MemberTool | FlatToolChoice) ->
 
 
 def call_item(callee: Callee, identity: str, arguments: str, status: Status) -> AnyCallItem:
-    """Returns a call as the clients of its tool read it.  arguments: as the model has written them so far."""
+    """Returns a call as the clients of its tool read it.  arguments: as the model has written them so far.
+
+    A whole call in which no command or change of a file can be found is incomplete."""
     call_id = f"call_{identity[:24]}"
     namespace = callee.namespace or UNSET
+    given = {} if callee.kind == "function" else _decoded(arguments)
     match callee.kind:
         case "custom":
-            text = _argument(arguments, "input")
+            text = given.get("input", _only(given))
+            if not isinstance(text, str):
+                text = arguments if status == "completed" else ""
             return CustomCallItem(
                 id=f"ctc_{identity}", call_id=call_id, name=callee.name, namespace=namespace, input=text, status=status
             )
         case "local_shell":
-            action = ExecAction(command=[*SHELL, _argument(arguments, "command")])
+            lines = _lines(given)
+            action = ExecAction(command=[*SHELL, "\n".join(lines)])
+            status = _checked(status, is_whole=any(lines))
             return LocalShellCallItem(id=f"lsh_{identity}", call_id=call_id, action=action, status=status)
         case "shell":
-            commands = ShellAction(commands=[_argument(arguments, "command")])
-            return ShellCallItem(id=f"sh_{identity}", call_id=call_id, action=commands, status=status)
-        case "apply_patch":
-            kind = _argument(arguments, "type")
-            operation = PatchOperation(
-                type=kind if kind in PATCHES else "update_file",
-                path=_argument(arguments, "path"),
-                diff=_argument(arguments, "diff"),
+            lines = _lines(given)
+            status = _checked(status, is_whole=any(lines))
+            return ShellCallItem(
+                id=f"sh_{identity}", call_id=call_id, action=ShellAction(commands=lines or [""]), status=status
             )
+        case "apply_patch":
+            operation, is_whole = _operation(given)
+            status = _checked(status, is_whole=is_whole)
             return PatchCallItem(id=f"apc_{identity}", call_id=call_id, operation=operation, status=status)
     return CallItem(
         id=f"fc_{identity}",
@@ -189,13 +195,43 @@ def call_item(callee: Callee, identity: str, arguments: str, status: Status) -> 
     )
 
 
-def _argument(arguments: str, name: str) -> str:
-    """Returns a string among a call's arguments; empty of a call that was cut off, or that the model wrote wrong."""
+def _checked(status: Status, *, is_whole: bool) -> Status:
+    return status if is_whole or status != "completed" else "incomplete"
+
+
+def _decoded(arguments: str) -> dict[str, Any]:
+    """Returns a call's arguments by name; none of a call that was cut off, or whose arguments have no names."""
     try:
-        value = msgspec.json.decode(arguments, type=dict[str, Any]).get(name)
+        return msgspec.json.decode(arguments, type=dict[str, Any])
     except (msgspec.MsgspecError, RecursionError):
-        return ""
-    return value if isinstance(value, str) else ""
+        return {}
+
+
+def _only(given: Mapping[str, Any]) -> Any:
+    """Returns the value of an only argument, which models call by many names."""
+    return next(iter(given.values())) if len(given) == 1 else None
+
+
+def _lines(given: Mapping[str, Any]) -> list[str]:
+    """Returns the command lines among a call's arguments: one as text or as its words, or several."""
+    words = _texts(given.get("command"))
+    if words:
+        is_shell = len(words) == 3 and words[1] in ("-c", "-lc")
+        return [words[2] if is_shell else shlex.join(words)]
+    line = given.get("command") or given.get("commands") or _only(given)
+    return [line] if isinstance(line, str) else _texts(given.get("commands"))
+
+
+def _operation(given: Mapping[str, Any]) -> tuple[PatchOperation, bool]:
+    """Returns what becomes of a file, as far as it can be read, and whether it can be done."""
+    named = given.get("operation")
+    fields = named if isinstance(named, dict) else given
+    kind, path, diff = fields.get("type"), fields.get("path"), fields.get("diff")
+    text = diff if isinstance(diff, str) else "\n".join(_texts(diff))
+    is_whole = kind in PATCHES and isinstance(path, str) and path != "" and bool(text or kind != "update_file")
+    return PatchOperation(
+        type=kind if kind in PATCHES else "update_file", path=path if isinstance(path, str) else "", diff=text
+    ), is_whole
 
 
 def earlier_call(item: InputItem, path: str) -> tuple[str, str | dict[str, Any] | None]:
@@ -206,14 +242,14 @@ def earlier_call(item: InputItem, path: str) -> tuple[str, str | dict[str, Any] 
                 "input": needed(item.input, f"{path}.input")
             }
         case "local_shell_call" | "shell_call":
-            action = item.action or {}
-            words = _texts(action.get("command"))
-            line = words[-1] if words[:-1] and words[1:2] in (["-c"], ["-lc"]) else shlex.join(words)
-            return item.type.removesuffix("_call"), {"command": line or "\n".join(_texts(action.get("commands")))}
+            return item.type.removesuffix("_call"), {"command": "\n".join(_lines(item.action or {}))}
         case "apply_patch_call":
             return "apply_patch", item.operation or {}
     return flat_name(item.namespace, needed(item.name, f"{path}.name")), item.arguments
 
 
-def _texts(given: object) -> Sequence[str]:
-    return [one for one in given if isinstance(one, str)] if isinstance(given, list) else ()
+def _texts(given: object) -> list[str]:
+    """Returns a list's members as text; nothing of what is no list of texts and numbers."""
+    if isinstance(given, list) and all(isinstance(one, str | int | float) for one in given):
+        return [str(one) for one in given]
+    return []

@@ -4,6 +4,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+import msgspec
 import openai
 import pytest
 from openai.types.responses import Response
@@ -12,6 +13,8 @@ from engine.prompt import ChatTurn, ToolCall
 from engine.sections import StorageSection
 from server.openai.conversation import warn_left_out
 from server.responses.endpoint import _told_tool
+from server.responses.requests import InputItem
+from server.responses.tools import RUN_BY_CLIENT, Callee, call_item, earlier_call
 from tests.server import fake_ingress
 from tests.server.http_client import ask
 from tests.server.live_server import MODEL, LiveServer
@@ -201,3 +204,76 @@ def test_a_schema_is_told_as_it_was_given() -> None:
     schema = {"properties": {"a": {"type": ["string", "null"], "default": None}}}
     told = _told_tool({"type": "function", "name": "f", "description": None, "parameters": schema})
     assert told == {"type": "function", "name": "f", "description": None, "parameters": schema, "strict": None}
+
+
+def called(kind: str, arguments: str) -> dict[str, Any]:
+    """A whole call of a tool as its clients get it."""
+    callee = Callee(kind, kind, None, RUN_BY_CLIENT.get(kind, RUN_BY_CLIENT["shell"]))
+    item: dict[str, Any] = json.loads(msgspec.json.encode(call_item(callee, "0" * 32, arguments, "completed")))
+    return item
+
+
+@pytest.mark.parametrize(
+    "arguments, lines",
+    [
+        ('{"command": ["bash", "-lc", "ls | wc"]}', ["ls | wc"]),
+        ('{"command": ["git", "log", "a b"]}', ["git log 'a b'"]),
+        ('{"command": ["bash", "-c", "echo $0", "x"]}', ["bash -c 'echo $0' x"]),
+        ('{"command": ["sleep", 5]}', ["sleep 5"]),
+        ('{"commands": ["ls", "pwd"]}', ["ls", "pwd"]),
+        ('{"commands": "ls"}', ["ls"]),
+        ('{"cmd": "ls"}', ["ls"]),
+    ],
+)
+def test_a_shells_call_of_another_shape_keeps_its_command(arguments: str, lines: list[str]) -> None:
+    local, newer = called("local_shell", arguments), called("shell", arguments)
+    assert (local["action"]["command"], local["status"]) == (["bash", "-lc", "\n".join(lines)], "completed")
+    assert (newer["action"]["commands"], newer["status"]) == (lines, "completed")
+    for item in (local, newer):
+        _, command = earlier_call(msgspec.convert(item, InputItem), "input[0]")
+        assert command == {"command": "\n".join(lines)}
+
+
+@pytest.mark.parametrize(
+    "arguments, text",
+    [
+        ('{"patch": "*** δ"}', "*** δ"),
+        ('{"input": {"a": 1}}', '{"input": {"a": 1}}'),
+        ('{"a": "x", "b": "y"}', '{"a": "x", "b": "y"}'),
+        ("*** Begin", "*** Begin"),
+    ],
+)
+def test_a_custom_tools_call_of_another_shape_keeps_its_text(arguments: str, text: str) -> None:
+    item = called("custom", arguments)
+    assert (item["input"], item["status"]) == (text, "completed")
+
+
+@pytest.mark.parametrize(
+    "arguments, operation",
+    [
+        ({"operation": OPERATION}, OPERATION),
+        ({**OPERATION, "diff": ["+x", "+y"]}, {**OPERATION, "diff": "+x\n+y"}),
+        ({"type": "delete_file", "path": "a.py"}, {"type": "delete_file", "path": "a.py", "diff": ""}),
+    ],
+)
+def test_a_change_of_a_file_of_another_shape_is_the_same_change(
+    arguments: dict[str, Any], operation: dict[str, Any]
+) -> None:
+    item = called("apply_patch", json.dumps(arguments))
+    assert (item["operation"], item["status"]) == (operation, "completed")
+
+
+@pytest.mark.parametrize(
+    "kind, arguments",
+    [
+        ("local_shell", '{"command": [["ls"]], "timeout": 1}'),
+        ("local_shell", '{"command": ""}'),
+        ("shell", "ls -l"),
+        ("shell", '{"command": [], "workdir": "/"}'),
+        ("apply_patch", '{"patch": "*** Begin Patch"}'),
+        ("apply_patch", '{"path": "a.py", "diff": "+x"}'),
+        ("apply_patch", '{"type": "update_file", "path": "a.py"}'),
+    ],
+)
+def test_a_call_without_anything_to_run_is_incomplete(kind: str, arguments: str) -> None:
+    assert called(kind, arguments)["status"] == "incomplete"
