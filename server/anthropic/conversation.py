@@ -29,10 +29,21 @@ def read_conversation(body: CountBody) -> tuple[ChatTurn, ...]:
     if body.system and (system := _system_text(body.system, "system")):
         turns.append(ChatTurn("system", system))
     answered = num_answered([message.role for message in body.messages])
+    is_empty = True
     for index, message in enumerate(body.messages):
         for turn in _turns(message, f"messages[{index}].content", past=index < answered):
             _add(turns, turn)
+            is_empty = is_empty and turn == ChatTurn("assistant", "")
+    if is_empty:
+        raise _nothing_to_read(body.messages)
     return tuple(turns)
+
+
+def _nothing_to_read(messages: Sequence[MessageBody]) -> FieldError:
+    blocks = [block for message in messages if not isinstance(message.content, str) for block in message.content]
+    kinds = ", ".join(sorted({block.type[:40] for block in blocks})[:8])
+    held = f"only {kinds}" if kinds else "no blocks"
+    return FieldError("messages", f"they hold no text, thoughts, calls or results ({held}); send a block of text")
 
 
 def _system_text(content: str | Sequence[BlockBody], path: str) -> str:

@@ -289,3 +289,25 @@ def test_the_key_may_come_in_a_header_of_its_own() -> None:
             ask(live.port, "POST", PATH, body(model="other"), {"X-Api-Key": "s3cret"}).error["type"]
             == "not_found_error"
         )
+
+
+@pytest.mark.parametrize(
+    "role, content, observed",
+    [
+        ("user", [], "no blocks"),
+        ("assistant", [], "no blocks"),
+        ("user", [{"type": "redacted_thinking", "data": "x"}], "only redacted_thinking"),
+        ("assistant", [{"type": "server_tool_use", "id": "a", "name": "x", "input": {}}], "only server_tool_use"),
+    ],
+)
+@pytest.mark.parametrize("fields", [{}, {"system": "s"}])
+def test_a_conversation_of_only_what_is_left_out_is_refused_by_name(
+    live: LiveServer, role: str, content: Any, observed: str, fields: dict[str, Any]
+) -> None:
+    asked = {**body(**fields), "messages": [{"role": role, "content": content}]}
+    for path in (PATH, f"{PATH}/count_tokens"):
+        reply = ask(live.port, "POST", path, asked)
+        assert reply.status == 400
+        told = reply.json["error"]["message"]
+        assert told.startswith("messages: they hold no text")
+        assert observed in told
