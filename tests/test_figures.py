@@ -32,6 +32,7 @@ def test_of_no_interest():
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("processes", "crowding", "bound", "skip", "looks", "code", "verdicts"),
     [

@@ -61,6 +61,7 @@ def imported() -> set[str]:
     return found - sys.stdlib_module_names - {"callboard", "engine", "server"}
 
 
+@pytest.mark.slow
 def test_what_is_installed_to_serve_is_what_is_imported() -> None:
     distributions = packages_distributions()
     providers = {
@@ -101,6 +102,7 @@ def closure() -> set[str]:
     return found
 
 
+@pytest.mark.slow
 def test_nothing_else_is_needed_to_serve() -> None:
     installed = closure()
     absent = {

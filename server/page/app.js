@@ -19,7 +19,7 @@ let timer = null;
 let seenAt = null; // when the server last answered
 let lost = false; // it does not answer now: what is shown is of then
 const engine = new EngineView(() => shown());
-const playground = new Playground(() => model, askForKey);
+const playground = new Playground(() => model, refresh, askForKey);
 const load = new Load(() => model);
 new Tour(() => load.start());
 explainTerms(document);

@@ -26,9 +26,11 @@ export class Playground {
   #running = null;
   #samples = null;
 
-  // model: gives the name to ask for.  onRefused: told of errors that are about the key.
-  constructor(model, onRefused) {
+  // model: returns the name to ask for.  onUnnamed: called and awaited while there is none, as right after the page has
+  // opened.  onRefused: called at errors that are about the key.
+  constructor(model, onUnnamed, onRefused) {
     this.#model = model;
+    this.onUnnamed = onUnnamed;
     this.onRefused = onRefused;
     byId("ask").addEventListener("submit", (event) => {
       event.preventDefault();
@@ -133,6 +135,7 @@ export class Playground {
     this.#setRunning(new AbortController());
     let failed = false;
     try {
+      if (!this.#model()) await this.onUnnamed();
       await this.#read(answer, ...(turns ? this.#chat(turns, goesOn) : this.#completion(answer)));
     } catch (error) {
       failed = error.name !== "AbortError";

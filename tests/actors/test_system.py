@@ -36,7 +36,7 @@ PLACEMENTS = {
 }
 
 
-@pytest.fixture(params=PLACEMENTS)
+@pytest.fixture(params=["inline", pytest.param("process", marks=pytest.mark.slow), "pool"])
 def configured(request: pytest.FixtureRequest) -> Configured:
     """The same tests for all placements."""
 

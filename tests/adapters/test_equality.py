@@ -154,6 +154,7 @@ SETTINGS: dict[str, dict[str, dict[str, object]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tables", SETTINGS.values(), ids=SETTINGS)
 async def test_they_are_so_wherever_they_run(llama: Made, tables: dict[str, dict[str, object]]) -> None:
     asked = [*zip(PROMPTS, NAMES, strict=True)]
@@ -223,6 +224,7 @@ async def test_rounded_weights_get_the_same_adapters(llama: Made) -> None:
         assert np.abs(np.array(said[1]) - expected.numpy()).max() < 0.1, name
 
 
+@pytest.mark.slow
 async def test_they_outlive_the_executor_that_held_them(llama: Made) -> None:
     """Its process is killed in the middle of the streams; another one reads the adapters anew."""
     params = SamplingParams(temperature=0.0, max_tokens=90, ignore_eos=True)

@@ -17,6 +17,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Interpreted:
     return interpret(FOLDER, tmp_path_factory.mktemp("interpreted") / "report.xml")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("module", MODULES)
 def test_in_the_interpreter(ran: Interpreted, module: str) -> None:
     ran.check(module)

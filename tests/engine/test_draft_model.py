@@ -88,6 +88,7 @@ def test_tokens_are_those_without(
         assert rejected > 4 * accepted
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("always")
 def test_a_model_that_drafts_for_itself_is_always_right_over_retractions_ranks_and_both_tiers(
     directory: Path, plain: tuple[Said, Said]

@@ -94,9 +94,13 @@ def plain(directory: Path) -> tuple[Said, Said]:
 
 @pytest.mark.parametrize(
     ("page_size", "num_tokens", "chunk", "batch", "layout"),
-    [(16, 8, 512, 12, "layer_first"), (1, 3, 16, 4, "page_first"), (16, 1, 16, 12, "page_first"),
-     (4, 4, 512, 1, "layer_first")],
-)  # fmt: skip
+    [
+        (1, 3, 16, 4, "page_first"),
+        (4, 4, 512, 1, "layer_first"),
+        pytest.param(16, 8, 512, 12, "layer_first", marks=pytest.mark.slow),
+        pytest.param(16, 1, 16, 12, "page_first", marks=pytest.mark.slow),
+    ],
+)
 def test_tokens_are_those_without_and_guesses_those_of_the_definition(
     model: transformers.PreTrainedModel, directory: Path, head: Path, plain: tuple[Said, Said], guesses: list[Guess],
     page_size: int, num_tokens: int, chunk: int, batch: int, layout: str,
@@ -121,6 +125,7 @@ def test_pages_are_shared_where_the_token_behind_them_is_the_same(
     assert [one.usage.cached_tokens for one in found] == [0, 16, 16, 16, 32]
 
 
+@pytest.mark.slow
 def test_guesses_are_those_of_the_definition_over_retractions_and_both_tiers(
     model: transformers.PreTrainedModel, directory: Path, head: Path, plain: tuple[Said, Said], guesses: list[Guess]
 ) -> None:
@@ -133,6 +138,7 @@ def test_guesses_are_those_of_the_definition_over_retractions_and_both_tiers(
     as_defined(guesses, ReferenceHead(model, head))
 
 
+@pytest.mark.slow
 def test_two_ranks_guess_the_same(
     model: transformers.PreTrainedModel, directory: Path, head: Path, plain: tuple[Said, Said], guesses: list[Guess]
 ) -> None:
@@ -142,6 +148,7 @@ def test_two_ranks_guess_the_same(
     as_defined(guesses, ReferenceHead(model, head))
 
 
+@pytest.mark.slow
 def test_executors_that_crash_come_back_with_their_head(
     model: transformers.PreTrainedModel, directory: Path, head: Path, plain: tuple[Said, Said], guesses: list[Guess],
     monkeypatch: pytest.MonkeyPatch,
@@ -161,6 +168,7 @@ def test_executors_that_crash_come_back_with_their_head(
     as_defined(guesses, ReferenceHead(model, head))
 
 
+@pytest.mark.slow
 def test_other_settings_of_a_head(
     model: transformers.PreTrainedModel, directory: Path, tmp_path: Path, guesses: list[Guess]
 ) -> None:

@@ -32,17 +32,20 @@ def test_the_same_bits_alone_in_chunks_cached_retracted_and_restored() -> None:
     verify_numerics(BASE, [BY_NAME[name] for name in names], number=10)
 
 
+@pytest.mark.slow
 def test_the_same_bits_from_a_process_that_was_killed() -> None:
     killed = replace(BY_NAME["in a process, killed and recomputed"], kills=1)
     verify_numerics(BASE, [BY_NAME["together"], killed], number=3)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(products() is None, reason="there is no C compiler, or no AVX2, for weights in int8")
 def test_the_same_bits_in_int8() -> None:
     rounded = build_config(BASE, {"model": {"quantization": "int8"}})
     verify_numerics(rounded, [BY_NAME["together"], BY_NAME["in chunks of 32"], BY_NAME["over 2 ranks"]], number=4)
 
 
+@pytest.mark.slow
 def test_the_same_bits_over_any_number_of_ranks() -> None:
     verify_numerics(BASE, [BY_NAME[name] for name in ("together", "over 2 ranks", "over 4 ranks")], number=6)
 

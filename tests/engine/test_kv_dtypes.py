@@ -26,6 +26,7 @@ def outputs(checkpoint: Path, **config: dict[str, object]) -> list[list[int]]:
         return [one.token_ids for prompt in PROMPTS * 2 for one in llm.generate([prompt], GREEDY)]
 
 
+@pytest.mark.slow
 def test_int8_pages_come_back_from_the_host_split_over_ranks_and_in_chunks(checkpoint: Path) -> None:
     """Twelve pages are too few for all prompts: they go to the host and come back."""
     expected = outputs(checkpoint, kv={"dtype": "int8"})

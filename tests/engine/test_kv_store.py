@@ -48,6 +48,7 @@ def test_what_was_computed_is_found_again_after_a_restart_too(checkpoint: Path, 
     assert from_the_start == [64] * 12
 
 
+@pytest.mark.slow
 def test_two_ranks_find_their_own_halves(checkpoint: Path, tmp_path: Path) -> None:
     expected, _ = serve(checkpoint, tmp_path / "alone")
     two = {"device": {"tensor_parallel": 2, "kind": "cpu"}}

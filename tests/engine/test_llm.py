@@ -164,6 +164,7 @@ def test_dummy_weights_need_only_a_config(tmp_path_factory: pytest.TempPathFacto
     assert tokens(1) != tokens(2)
 
 
+@pytest.mark.slow
 def test_a_script_that_forgets_to_close_still_ends() -> None:
     code = "from callboard import LLM; llm = LLM(progress=False); print(len(llm.generate('a')[0].token_ids) > 0)"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=far(60), check=False)

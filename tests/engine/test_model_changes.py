@@ -128,6 +128,7 @@ async def rest(streams: list[Stream], before: list[list[int]]) -> list[list[int]
     return [[*tokens, *tokens_of(delta.token_ids)] for tokens, delta in zip(before, deltas, strict=True)]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("proposes")
 @pytest.mark.parametrize(("name", "adapted"), [("other", True), ("other", False), ("wider", False)])
 async def test_another_model_says_the_rest_of_every_stream(
@@ -182,6 +183,7 @@ async def test_a_model_that_adapters_do_not_fit_is_refused_and_costs_nothing(mod
             assert all(models.right("first", prompt, tokens, adapted=False))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("proposes")
 async def test_speculation_begins_and_ends_under_streams(models: Models, go: threading.Event) -> None:
     async with running(models.config("first")) as (system, changeover):

@@ -153,6 +153,7 @@ def test_prompts_and_outputs_share_steps(llm: LLM) -> None:
         assert np.frombuffer(one.pooled, np.float32) == pytest.approx(np.frombuffer(other.pooled, np.float32), abs=1e-4)
 
 
+@pytest.mark.slow
 def test_executors_in_processes_of_their_own_tell_the_same(llm: LLM) -> None:
     with LLM(progress=False, config={"placement": {"executor": "process"}}) as other:
         for pooling in ("last", "mean"):

@@ -98,6 +98,7 @@ def test_tokens_are_those_without(
     assert usage.accepted_tokens == 0 or kind != "wrong"
 
 
+@pytest.mark.slow
 def test_tokens_are_those_without_over_retractions_and_two_ranks(
     directory: Path, plain: tuple[Said, Said], liar: Liar
 ) -> None:

@@ -129,6 +129,7 @@ def test_a_grammar_that_gives_out_ends_its_request_alone() -> None:
         assert llm.generate(["x"], params(Grammar("choice", '["yes"]'), 1))[0].text == "yes"
 
 
+@pytest.mark.slow
 def test_executors_in_processes_of_their_own_follow_grammars_too(alone: list[str]) -> None:
     with LLM(progress=False, config={"placement": {"executor": "process"}}) as llm:
         assert [output.text for output in llm.generate(PROMPTS[:4], mixed()[:4])] == alone[:4]

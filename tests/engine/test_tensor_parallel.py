@@ -83,6 +83,7 @@ def test_and_in_processes_of_their_own(checkpoint: Checkpoint, family: str, num_
         assert sampled == generated(llm, SAMPLED)
 
 
+@pytest.mark.slow
 def test_experts_divided_among_processes(checkpoint: Checkpoint) -> None:
     directory, expected = checkpoint("qwen3-moe")
     with engine(directory, 2, "process", experts="divided") as llm:

@@ -219,6 +219,7 @@ def test_a_file_serves_with_its_own_tokenizer_and_template(tmp_path: Path, cache
     assert directory.stat().st_mtime_ns == before
 
 
+@pytest.mark.slow
 def test_a_tokenizer_that_could_not_be_read_is_written_at_the_next_start(
     tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

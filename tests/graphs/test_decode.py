@@ -403,6 +403,7 @@ def rank_runner(model, comm, device=None, recorder=None):
     )
 
 
+@pytest.mark.slow
 def test_ranks_sample_the_same_tokens_together(cases):
     """Their collectives cannot be captured, so they break the graphs; padding does not travel."""
     case = cases["qwen3-yarn-bias"]

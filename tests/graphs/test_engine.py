@@ -118,6 +118,7 @@ def engines(checkpoint, engine_room):
             yield captured, plain, devices[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("asked", ASKED)
 def test_tokens_are_those_of_an_engine_without_graphs(engines, asked):
     captured, plain, device = engines

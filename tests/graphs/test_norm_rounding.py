@@ -128,6 +128,7 @@ def test_what_is_no_such_run_is_left_alone(function: Piece) -> None:
     compare(function, piece)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # what a compiler says of itself
 def test_the_compiler_lets_it_write_the_residual_stream_itself(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
@@ -148,6 +149,7 @@ def test_the_compiler_lets_it_write_the_residual_stream_itself(monkeypatch: pyte
     assert torch.equal(given[0], x + update)
 
 
+@pytest.mark.slow
 def test_a_model_in_float8_is_traced_and_keeps_its_numbers(tmp_path: Path) -> None:
     spec = read_model(save(build("qwen3-tied"), tmp_path))
     linears = Linears(Float8(), Plain(2))

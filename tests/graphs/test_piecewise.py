@@ -43,7 +43,7 @@ def made():
     return {}
 
 
-@pytest.fixture(params=CUTS)
+@pytest.fixture(params=["captured", "compiled and captured", pytest.param("compiled", marks=pytest.mark.slow)])
 def drivers(request, cases: Cases, made):
     """Gives (captured driver, plain driver) of a variant, cut in one of the ways; other tests' sequences are there."""
 
@@ -297,6 +297,7 @@ def test_after_a_failed_capture_everything_works(cases: Cases, monkeypatch, wher
         both(drivers, {f"s{count}": random_tokens(count, count)})
 
 
+@pytest.mark.slow
 def test_garbage_is_frozen_while_graphs_are_captured(cases: Cases, monkeypatch):
     gc.unfreeze()
     seen = []
@@ -317,6 +318,7 @@ def test_garbage_is_frozen_while_graphs_are_captured(cases: Cases, monkeypatch):
 
 
 # One collective for the embedding and two for each layer; with sums in one order each layer gathers four times.
+@pytest.mark.slow
 @pytest.mark.parametrize(("compiler", "ordered", "breaks"), [(None, False, 7), ("eager", False, 7), (None, True, 13)])
 def test_ranks_break_at_collectives_that_cannot_be_captured(cases: Cases, compiler, ordered, breaks):
     case = cases["qwen3-yarn-bias"]
@@ -354,6 +356,7 @@ class Twin:
         pass
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compiler", [None, "eager"])
 def test_collectives_that_can_be_captured_are(cases: Cases, compiler):
     device = RecordingDevice()

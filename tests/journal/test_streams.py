@@ -152,6 +152,7 @@ def test_a_stream_goes_on_behind_any_event(live: LiveServer, kind: str) -> None:
     assert live.call(lambda: len(live.ingress.opened)) == 1, "nothing was computed twice"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", STREAMS)
 def test_a_stream_goes_on_after_a_crash_at_any_record(tmp_path: Path, kind: str) -> None:
     path, body = STREAMS[kind]

@@ -178,6 +178,7 @@ def test_the_second_start_compiles_nothing(monkeypatch, anew, kernels):
     assert cpu_kernels() is not None
 
 
+@pytest.mark.slow
 def test_where_nothing_can_be_kept_it_is_compiled_at_each_start(monkeypatch, anew, tmp_path):
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
@@ -195,6 +196,7 @@ def kept(anew, tmp_path):
     return path
 
 
+@pytest.mark.slow
 def test_a_kept_file_that_cannot_be_loaded_is_made_again(kept):
     kind, _, _ = kept.name.partition("-")
     foreign = b"of another machine"
@@ -206,6 +208,7 @@ def test_a_kept_file_that_cannot_be_loaded_is_made_again(kept):
     assert own.read_bytes()[1:4] == b"ELF"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", ["cut short", "zeros in the middle"])
 def test_a_damaged_kept_file_is_made_again(kept, damage):
     """Code that is loaded and is not what was compiled ends the process, so this runs in another one."""
@@ -221,6 +224,7 @@ def test_a_damaged_kept_file_is_made_again(kept, damage):
     assert hashlib.sha256(made.read_bytes()).hexdigest()[:32] in made.name
 
 
+@pytest.mark.slow
 def test_the_compiler_may_have_arguments_and_a_command_before_it(monkeypatch, anew, tmp_path):
     called = tmp_path / "called"
     before = tmp_path / "before"
@@ -232,6 +236,7 @@ def test_the_compiler_may_have_arguments_and_a_command_before_it(monkeypatch, an
     assert set(called.read_text().splitlines()) == {"cc -DOWN=1"}
 
 
+@pytest.mark.slow
 def test_a_compiler_without_openmp_makes_functions_of_one_thread(monkeypatch, anew, tmp_path):
     compiler = tmp_path / "plain-cc"
     compiler.write_text('#!/bin/sh\ncase " $* " in *" -fopenmp "*) exit 1;; esac\nexec cc "$@"\n')
@@ -242,6 +247,7 @@ def test_a_compiler_without_openmp_makes_functions_of_one_thread(monkeypatch, an
     assert found.add_norm(torch.ones(1, 4), torch.ones(1, 4), torch.ones(4), 0.0).tolist() == [[1.0] * 4]
 
 
+@pytest.mark.slow
 def test_a_cpu_without_vectors_for_products_has_all_else(monkeypatch, anew):
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "DEFAULT")
     assert products() is None

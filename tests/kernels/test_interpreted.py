@@ -16,6 +16,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Interpreted:
     return interpret(FOLDER, tmp_path_factory.mktemp("interpreted") / "report.xml")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 @pytest.mark.parametrize("module", MODULES)
 def test_in_the_interpreter(ran: Interpreted, module: str) -> None:

@@ -130,6 +130,7 @@ def render(passed: list[str], through: list[str]) -> str:
     return "\n".join([INTRODUCTION, *rows, THROUGH, *others, ""])
 
 
+@pytest.mark.slow
 def test_the_page_has_what_passed():
     assert PAGE.read_text() == render(CHECKED, KINDS), "run python -m tests.models.test_families"
 

@@ -80,6 +80,7 @@ def test_its_settings_are_settings(acme: Path, table: dict[str, object]) -> None
     assert set(section.options) <= {*plugins.names.values(), *plugins.observers}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("test", re.findall(r"^def (test_\w+)", FILES["test_acme.py"], re.MULTILINE))
 def test_its_tests_pass(acme: Path, test: str) -> None:
     getattr(importlib.import_module("test_acme"), test)()

@@ -152,6 +152,7 @@ except ConformanceError as error:
 """
 
 
+@pytest.mark.slow
 @needs_avx2
 def test_inputs_of_eight_bits_overflow_where_there_is_only_avx2() -> None:
     # A newer CPU has instructions whose sums do not, which FBGEMM chooses for the whole life of a process.

@@ -104,6 +104,7 @@ def test_a_model_that_would_have_to_be_downloaded_is_left_out(capsys: pytest.Cap
     assert "a model that is not on this machine" in " ".join(capsys.readouterr().out.split())
 
 
+@pytest.mark.slow
 def test_listing_imports_no_backend() -> None:
     code = (
         "import sys; from server.cli import main; main(['plugins', '--set', 'device.kind=cpu']); "

@@ -6,6 +6,7 @@ Needs a Chromium on this machine; Playwright from PyPI drives it.
 import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from typing import TypeVar
 
 import numpy as np
 import pytest
@@ -16,8 +17,16 @@ from tests.server.live_server import MODEL, LiveServer
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 BROWSERS = ("chromium", "google-chrome", "chromium-browser", "google-chrome-stable")
+T = TypeVar("T")
 EXECUTABLE = next(filter(None, map(shutil.which, BROWSERS)), None)
-needs_browser = pytest.mark.skipif(EXECUTABLE is None, reason=f"none of {', '.join(BROWSERS)} is on the PATH")
+missing = pytest.mark.skipif(EXECUTABLE is None, reason=f"none of {', '.join(BROWSERS)} is on the PATH")
+
+
+def needs_browser(test: T) -> T:
+    """Marks a test that looks at the page in a browser: slow, and skipped where there is none."""
+    return pytest.mark.slow(missing(test))
+
+
 TOLD = b'{"model": "%s", "prompt": "!hang %s", "ignore_eos": true}'
 WORDS = (
     b"What is a page?", b"def fibonacci(n):", b"When does the night train leave?", b"class Platform:",

@@ -193,6 +193,7 @@ def test_an_adapter_that_is_unloaded_meanwhile_is_never_the_model() -> None:
         translator.adapter_of("a")
 
 
+@pytest.mark.slow
 async def test_a_thousand_loads_and_unloads_leave_nothing(scene: Scene) -> None:
     rules = scene.live.system.adapter_rules
     assert rules is not None

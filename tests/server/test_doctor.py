@@ -74,6 +74,7 @@ def test_a_path_that_leads_nowhere_is_refused_with_the_words_of_a_start(path: st
     assert (one.verdict, one.advice) == ("bad", str(refused.value))
 
 
+@pytest.mark.slow
 def test_a_gguf_file_is_looked_at_as_a_start_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("gguf", reason="pip install 'callboard[gguf]'")
     from tests.formats.test_gguf import write

@@ -8,6 +8,7 @@ NUM_REQUESTS = 120
 SEED = 1  # another one than the long form begins with
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize("way", WAYS)
 def test_whatever_is_asked_is_answered_and_a_stream_beside_it_never_changes(way: str, placement: str) -> None:

@@ -207,6 +207,7 @@ def test_a_full_queue_is_a_429_with_retry_after() -> None:
         assert small.stop()[0] == 0
 
 
+@pytest.mark.slow
 def test_sigterm_lets_a_running_stream_finish(server: Server) -> None:
     stopping = Server()
     with openai.OpenAI(base_url=f"{stopping.url}/v1", api_key="none", max_retries=0) as client:
@@ -272,6 +273,7 @@ def test_a_port_in_use_is_found_before_the_model_is_loaded(server: Server) -> No
     assert "rank 0 ready" not in result.stderr
 
 
+@pytest.mark.slow
 def test_generate_prints_the_prompt_and_its_completion() -> None:
     result = run_cli("generate", "def add(a, b):\n", "--max-tokens", "16", "--temperature", "0")
     assert result.returncode == 0, result.stderr
@@ -279,6 +281,7 @@ def test_generate_prints_the_prompt_and_its_completion() -> None:
     assert len(result.stdout) > len("def add(a, b):\n") + 10
 
 
+@pytest.mark.slow
 def test_chat_keeps_a_history_that_reset_empties() -> None:
     command = [sys.executable, "-m", "server.cli", "chat", "--max-tokens", "8", "--temperature", "0"]
     dialogue = "hello\n/reset\nhello\nhello\n/nonsense\n/quit\n"

@@ -82,6 +82,7 @@ def answers(live: LiveSystem, num_requests: int, concurrency: int) -> Answers:
     return Answers(texts, num_cached)
 
 
+@pytest.mark.slow
 @pytest.mark.reliability("H6", "200 requests in 14 ways: alone or 8 or 64 at once, cached or not, in chunks or not")
 def test_company_order_chunks_and_cache_change_nothing(figure: Figure, at_full_size: bool) -> None:
     num_requests, engines = (200, ENGINES) if at_full_size else (60, FEW)

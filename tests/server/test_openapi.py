@@ -43,6 +43,7 @@ def test_every_route_that_takes_a_body_is_in_it(live: LiveServer) -> None:
     assert set(BODIES) | {"/v1/tokenize", "/v1/detokenize"} <= routed
 
 
+@pytest.mark.slow
 @pytest.mark.reliability("H4", "150 requests of each route and kind, made from the OpenAPI document by schemathesis")
 @pytest.mark.parametrize("mode", [GenerationMode.POSITIVE, GenerationMode.NEGATIVE])
 @pytest.mark.parametrize("path", BODIES)

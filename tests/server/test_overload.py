@@ -78,6 +78,7 @@ def offer(live: LiveSystem, clients: PacedClients, num_steps: int, arrivals: flo
     return Load(num_steps, seconds, loop_s, served, refused)
 
 
+@pytest.mark.slow
 @pytest.mark.reliability("H7", "twice as many requests as can be served, for 3,000 steps of 10 ms")
 def test_twice_the_load_costs_no_goodput_and_little_patience(figure: Figure, at_full_size: bool) -> None:
     tables = {

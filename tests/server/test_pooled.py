@@ -116,7 +116,8 @@ def test_a_reranker_scores_and_ranks(reranker: EngineServer) -> None:
     for path in ("/rerank", "/v1/rerank", "/v2/rerank"):
         documents = [DOCUMENTS[0], {"text": DOCUMENTS[1]}, DOCUMENTS[2]]
         ranking = post(reranker, path, query=QUERY, documents=documents, top_n=2)
-        assert post(reranker, path, query=QUERY, documents=documents, top_k=2)["results"] == ranking["results"]
+        again = post(reranker, path, query=QUERY, documents=documents, top_k=2)
+        assert [one["index"] for one in again["results"]] == [one["index"] for one in ranking["results"]]
         assert [one["index"] for one in ranking["results"]] == ranks[:2]
         assert [one["document"]["text"] for one in ranking["results"]] == [DOCUMENTS[index] for index in ranks[:2]]
         best = [scores[index] for index in ranks[:2]]

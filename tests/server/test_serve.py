@@ -84,6 +84,7 @@ def test_a_signal_ends_an_idle_server_at_once(number: signal.Signals) -> None:
         assert server.exit(2) == (0, "")
 
 
+@pytest.mark.slow
 @at_some_pace
 def test_draining_refuses_new_requests_and_finishes_open_ones(pace: float) -> None:
     with process(delay_s=0.2 * pace) as server, start_stream(server.port) as client:
@@ -98,6 +99,7 @@ def test_draining_refuses_new_requests_and_finishes_open_ones(pace: float) -> No
         assert server.exit() == (0, "")
 
 
+@pytest.mark.slow
 def test_what_is_open_when_draining_ends_is_told_so() -> None:
     with process(delay_s=0.2, server={"drain_timeout_s": 0.3}) as server, start_stream(server.port) as client:
         server.signal(signal.SIGTERM)
@@ -106,6 +108,7 @@ def test_what_is_open_when_draining_ends_is_told_so() -> None:
         assert server.exit() == (0, "draining: 1 requests end unfinished\n")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", [signal.SIGTERM, signal.SIGINT])
 def test_a_second_signal_exits_at_once(first: signal.Signals) -> None:
     with process(delay_s=1.0) as server, start_stream(server.port):
@@ -115,6 +118,7 @@ def test_a_second_signal_exits_at_once(first: signal.Signals) -> None:
         assert server.exit(1) == (130, "")
 
 
+@pytest.mark.slow
 def test_a_second_sigterm_says_nothing_new() -> None:
     with process(delay_s=0.2) as server, start_stream(server.port) as client:
         for _ in range(3):
@@ -124,6 +128,7 @@ def test_a_second_sigterm_says_nothing_new() -> None:
         assert server.exit() == (0, "")
 
 
+@pytest.mark.slow
 def test_a_signal_while_the_model_loads() -> None:
     with process(ready=False) as server:
         assert ask(server.port, "GET", "/health").json["status"] == "loading"
@@ -131,6 +136,7 @@ def test_a_signal_while_the_model_loads() -> None:
         assert server.exit(2) == (0, "")
 
 
+@pytest.mark.slow
 @at_some_pace
 def test_the_end_of_the_engine_ends_the_server_after_clients_were_told(pace: float) -> None:
     with process(delay_s=0.2 * pace, die_after_s=0.8 * pace) as server, start_stream(server.port) as client:

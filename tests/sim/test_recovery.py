@@ -28,6 +28,7 @@ MARKS = (
 )
 
 
+@pytest.mark.slow
 def test_whatever_befalls_workers_all_comes_to_rest_or_is_given_up_in_time() -> None:
     marks: Counter[str] = Counter()
     kinds: Counter[str] = Counter()

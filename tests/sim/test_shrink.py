@@ -1,5 +1,7 @@
 """Few operations are left of a failing run, and it still fails the same way."""
 
+import pytest
+
 from engine.recording.shrink import shrink
 from tests.sim.dice import draw
 from tests.sim.mutants import a_page_leaks_when_a_row_is_released, an_unlock_is_missed, planted
@@ -28,6 +30,7 @@ def test_time_that_is_up_leaves_what_was_found() -> None:
     assert shrink(OPS, [0], lambda ops, order: True, limit_s=0.0) == (OPS, 0)
 
 
+@pytest.mark.slow
 def test_a_failing_seed_becomes_a_few_operations_that_fail_the_same_way() -> None:
     with planted(an_unlock_is_missed):
         whole, _ = play_seed(0)

@@ -1,8 +1,11 @@
 """Hundreds of runs in which scarce things happen, and nothing goes wrong; ``make simulate`` makes many more."""
 
+import pytest
+
 from tests.sim.run import MARKS, Sweep, explain, sweep
 from tests.sim.world import Outcome
 
+NUM_QUICK_SEEDS = 30
 NUM_SEEDS = 200  # planted bugs, see ``test_mutants.py``, are found within as many
 SHRINK_S = 20.0
 
@@ -11,6 +14,13 @@ def outcome_of(seed: int, marks: dict[str, int], failure: tuple[str, str] | None
     return Outcome(seed=seed, digest=0, virtual_s=2.0, num_steps=10, num_requests=4, marks=marks, failure=failure)
 
 
+def test_tens_of_seeds_pass() -> None:
+    result = sweep(NUM_QUICK_SEEDS, jobs=1)
+    assert not result.failures, explain(result.failures, SHRINK_S)
+    assert result.num_counted == NUM_QUICK_SEEDS
+
+
+@pytest.mark.slow
 def test_hundreds_of_seeds_pass_and_everything_happens_in_them() -> None:
     result = sweep(NUM_SEEDS, jobs=2)
     assert not result.failures, explain(result.failures, SHRINK_S)

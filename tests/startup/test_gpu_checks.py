@@ -52,6 +52,7 @@ def test_graphs_are_replayed_on_other_numbers(monkeypatch: pytest.MonkeyPatch) -
             check_graphs(CPU)
 
 
+@pytest.mark.slow
 def test_all_ranks_of_a_machine_add_and_gather(capfd: pytest.CaptureFixture[str]) -> None:
     main("collectives", "cpu")
     assert (

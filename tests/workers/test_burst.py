@@ -60,6 +60,7 @@ def wait_for_room(server: Server) -> None:
             time.sleep(0.05)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_a_burst_of_bodies_with_many_requests_is_answered_and_leaves_nothing(placement: str) -> None:
     with Server(*PLACEMENTS[placement], launcher=QUICK) as server:

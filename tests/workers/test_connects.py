@@ -16,6 +16,7 @@ from tests.workers.server import Server, stream_all
 SOURCE = Path(__file__).with_name("watch_connects.c")
 
 
+@pytest.mark.slow
 @pytest.mark.reliability("P15", "every connect() of the server and its executor watched, in the C library")
 @pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
 @pytest.mark.parametrize("link", ["unix", "tcp://127.0.0.1:0"], ids=["unix", "tcp"])

@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from callboard import LLM, SamplingParams
 from tests.workers.executors import children
 from tests.workers.server import ROOT
@@ -13,6 +15,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=24)
 PROMPTS = ["def add(a, b):", "import "]
 
 
+@pytest.mark.slow
 def test_it_gives_what_it_gives_in_one_process_and_leaves_none_behind() -> None:
     answers = []
     for executor in ("inline", "process"):
@@ -23,6 +26,7 @@ def test_it_gives_what_it_gives_in_one_process_and_leaves_none_behind() -> None:
     assert not children()
 
 
+@pytest.mark.slow
 def test_a_script_that_does_not_close_it_ends_all_the_same(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(

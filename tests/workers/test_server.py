@@ -36,6 +36,7 @@ def expected(server: Server) -> list[str]:
     return client.texts
 
 
+@pytest.mark.slow
 @pytest.mark.reliability("P1", "SIGKILL of the executor under 32 streams")
 def test_a_killed_executor_costs_thirty_two_streams_nothing_but_time(
     server: Server, expected: list[str], figure: Figure
@@ -76,6 +77,7 @@ def test_a_hung_executor_shows_and_is_replaced(server: Server, expected: list[st
     assert not alive(victims[0])
 
 
+@pytest.mark.slow
 @pytest.mark.reliability("P6", "SIGTERM under 50 streams")
 @pytest.mark.parametrize("ingress", INGRESS)
 def test_sigterm_under_fifty_streams_lets_them_end_and_takes_no_more(figure: Figure, ingress: str) -> None:
@@ -131,6 +133,7 @@ def test_a_second_sigint_ends_everything_at_once(when: str, figure: Figure) -> N
         within(2, lambda: not server.group())
 
 
+@pytest.mark.slow
 @pytest.mark.reliability("P5", "SIGKILL of the server, serving and loading")
 @pytest.mark.parametrize("when", ["serving", "loading"])
 async def test_nothing_survives_a_killed_server(when: str, figure: Figure) -> None:
@@ -162,6 +165,7 @@ async def test_nothing_survives_a_killed_server(when: str, figure: Figure) -> No
             again.bind(("127.0.0.1", int(server.url.rpartition(":")[2])))
 
 
+@pytest.mark.slow
 @pytest.mark.reliability("P4", "the executor killed every 2 s, two restarts allowed")
 def test_an_executor_that_cannot_live_ends_the_server_with_one_line(figure: Figure) -> None:
     with Server("placement.max_restarts=2", launcher=QUICK) as server:
