@@ -42,6 +42,8 @@ def test_a_page_that_was_named_may_ask_stream_and_read_errors() -> None:
             reply = ask(live.port, "POST", "/v1/completions", body, headers)
             assert (reply.status, reply.headers["access-control-allow-origin"]) == (status, PAGE)
             assert reply.headers["vary"] == "Origin"
+            exposed = reply.headers["access-control-expose-headers"].lower().split(", ")
+            assert {"x-request-id", "request-id", "retry-after", "warning"} <= set(exposed)
         unauthorised = ask(live.port, "POST", "/v1/completions", COMPLETION, {"Origin": PAGE})
         assert (unauthorised.status, allowed(unauthorised)) == (401, True)
         assert "access-control-allow-credentials" not in unauthorised.headers

@@ -1,15 +1,22 @@
 """POST /debug/recording: a file for ``callboard replay``, where there is a folder for it, and for operators alone."""
 
+import asyncio
+from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
-from engine.config import Config, build_config
+from engine.actors.operations import Operate
+from engine.config import Config, ConfigSource, build_config
 from engine.recording.file import read_recording
 from engine.recording.replay import Replay
+from engine.system import System
+from server.run.operations import LocalOperations
 from tests.models.checkpoints import build, save
 from tests.server.http_client import ask
+from tests.server.live_server import CARD
 from tests.server.live_system import MODEL, LiveSystem
 
 
@@ -50,6 +57,20 @@ def test_a_file_that_cannot_be_written_is_no_answer(checkpoint: Path, tmp_path: 
         answer = ask(live.port, "POST", "/debug/recording", {})
     assert (answer.status, answer.json["error"]["code"]) == (507, "recording_failed")
     assert answer.json["error"]["message"] == "the recording is not written: File exists"
+
+
+async def test_a_client_that_leaves_cancels_no_recording() -> None:
+    written = Future[str]()
+    recorder = SimpleNamespace(write=lambda why, name: written)
+    system = cast("System", SimpleNamespace(config=Config(), recorder=recorder))
+    operations = LocalOperations(system, cast("ConfigSource", None), CARD)
+    asked = asyncio.create_task(operations.operate(Operate("record", text="a")))
+    await asyncio.sleep(0)
+    asked.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asked
+    assert not written.cancelled()
+    written.set_result("")  # as the recorder's thread does
 
 
 def test_without_a_folder_there_is_none_and_it_says_so(checkpoint: Path) -> None:

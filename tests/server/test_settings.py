@@ -177,6 +177,14 @@ def test_the_command_shows_what_changes(live: LiveSystem, tmp_path: Path, capsys
     assert "unrecognized arguments: --set" in capsys.readouterr().err
 
 
+def test_the_command_says_that_tls_failed(capsys: pytest.CaptureFixture[str]) -> None:
+    with LiveServer() as live, pytest.raises(SystemExit):
+        main(["apply", "--url", f"https://127.0.0.1:{live.port}"])
+    said = capsys.readouterr().err
+    assert said.startswith(f"callboard: https://127.0.0.1:{live.port}: TLS failed: ")
+    assert "--url says" not in said
+
+
 def test_a_hangup_reads_the_file_again(live: LiveSystem, file: Path) -> None:
     file.write_text(BASE + "[limits]\nmax_requests = 66\n")
     live.call(live.operations.reload)
