@@ -28,7 +28,7 @@ test: $(STAMP)  ## install, then check the code and run every test but the slow 
 	$(MAKE) check
 	$(PYTEST) -m "not slow"
 
-slow: $(STAMP)  ## the tests that start, kill, build or compile the most; CI runs them too
+slow: $(STAMP)  ## the tests that start processes or a browser, kill, build or compile; CI runs them too
 	$(PYTEST) -m slow
 
 machines: $(STAMP)  ## every test as other machines would run it: other kernels of BLAS and torch, no compiler, no home; ROWS="haswell no-home"

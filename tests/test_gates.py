@@ -209,6 +209,7 @@ def found() -> dict[Gate, list[str]]:
     refused: dict[Gate, list[str]] = {gate: [] for gate in SPECIMENS}
     paths = sorted(path for tree in TREES for path in (ROOT / tree).rglob("*.py"))
     assert len(paths) > 400
+    assert sum(str(path.relative_to(ROOT)).startswith(REPLAYED) for path in paths) > 20
     for path in paths:
         name = str(path.relative_to(ROOT))
         gates = [gate for gate in SPECIMENS if gate is not asks_the_world or name.startswith(REPLAYED)]

@@ -45,6 +45,14 @@ def python(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProc
     return subprocess.run([sys.executable, *arguments], cwd=cwd, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("module", TORCH_FREE)
+def test_importing_it_first_does_not_import_torch(module: str) -> None:
+    code = f"import sys, {module}; sys.exit('torch was imported' if 'torch' in sys.modules else 0)"
+    result = python("-c", code)
+    assert result.returncode == 0, result.stderr
+
+
 def test_importing_them_does_not_import_torch() -> None:
     code = (
         "import importlib, sys\n"

@@ -19,8 +19,8 @@ let timer = null;
 let seenAt = null; // when the server last answered
 let lost = false; // it does not answer now: what is shown is of then
 const engine = new EngineView(() => shown());
-const playground = new Playground(() => model, refresh, askForKey);
-const load = new Load(() => model);
+const playground = new Playground(named, askForKey);
+const load = new Load(named);
 new Tour(() => load.start());
 explainTerms(document);
 
@@ -109,6 +109,12 @@ async function offerModels() {
 }
 
 // ---- news ----
+
+// The name to ask for; where the server has not said it yet, it is asked first.
+async function named() {
+  if (!model) await refresh();
+  return model;
+}
 
 async function refresh() {
   clearTimeout(timer);

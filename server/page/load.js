@@ -25,7 +25,7 @@ const ENDINGS = [
 export class Load {
   #stopping = null;
 
-  // model: gives the name to ask for.
+  // model: resolves to the name to ask for.
   constructor(model) {
     this.model = model;
     byId("load").addEventListener("click", () => (this.#stopping ? this.#stopping.abort() : this.start()));
@@ -56,7 +56,7 @@ export class Load {
   async #ask(number, signal) {
     const places = Array.from({ length: PROMPTS_EACH }, (_, index) => number * PROMPTS_EACH + index);
     const prompt = places.map((place) => BEGINNINGS[place % BEGINNINGS.length] + ENDINGS[(place * 7) % ENDINGS.length]);
-    const body = { model: this.model(), prompt, max_tokens: 96 + 48 * (number % 4), temperature: 0.8, seed: number, ignore_eos: true };
+    const body = { model: await this.model(), prompt, max_tokens: 96 + 48 * (number % 4), temperature: 0.8, seed: number, ignore_eos: true };
     await (await post("/v1/completions", body, signal)).text();
   }
 }

@@ -21,16 +21,14 @@ const SAMPLES_OF_A_TOY = [
 ];
 
 export class Playground {
-  #model = () => "";
+  #model = async () => "";
   #turns = [];
   #running = null;
   #samples = null;
 
-  // model: returns the name to ask for.  onUnnamed: called and awaited while there is none, as right after the page has
-  // opened.  onRefused: called at errors that are about the key.
-  constructor(model, onUnnamed, onRefused) {
+  // model: resolves to the name to ask for.  onRefused: called at errors that are about the key.
+  constructor(model, onRefused) {
     this.#model = model;
-    this.onUnnamed = onUnnamed;
     this.onRefused = onRefused;
     byId("ask").addEventListener("submit", (event) => {
       event.preventDefault();
@@ -135,8 +133,8 @@ export class Playground {
     this.#setRunning(new AbortController());
     let failed = false;
     try {
-      if (!this.#model()) await this.onUnnamed();
-      await this.#read(answer, ...(turns ? this.#chat(turns, goesOn) : this.#completion(answer)));
+      const model = await this.#model();
+      await this.#read(answer, ...(turns ? this.#chat(model, turns, goesOn) : this.#completion(model, answer)));
     } catch (error) {
       failed = error.name !== "AbortError";
       if (failed) byId("play-error").textContent = error.message;
@@ -150,19 +148,19 @@ export class Playground {
     return !failed || answer.text !== "";
   }
 
-  #chat(turns, goesOn) {
+  #chat(model, turns, goesOn) {
     const instructions = byId("system").value.trim();
     const opening = instructions ? [{ role: "system", content: instructions }] : [];
     const end = goesOn ? { continue_final_message: true } : {};
-    return ["/v1/chat/completions", { ...this.#body(), messages: [...opening, ...turns], ...end }];
+    return ["/v1/chat/completions", { ...this.#body(model), messages: [...opening, ...turns], ...end }];
   }
 
-  #completion(answer) {
-    return ["/v1/completions", { ...this.#body(), prompt: answer.prompt + answer.text }];
+  #completion(model, answer) {
+    return ["/v1/completions", { ...this.#body(model), prompt: answer.prompt + answer.text }];
   }
 
-  #body() {
-    const settings = { model: this.#model() };
+  #body(model) {
+    const settings = { model };
     for (const id of ["temperature", "top_p", "max_tokens", "seed"]) {
       if (byId(id).value !== "" && byId(id).checkValidity()) settings[id] = Number(byId(id).value);
     }

@@ -36,7 +36,7 @@ PLACEMENTS = {
 }
 
 
-@pytest.fixture(params=["inline", pytest.param("process", marks=pytest.mark.slow), "pool"])
+@pytest.fixture(params=[pytest.param(name, marks=[pytest.mark.slow] * (name == "process")) for name in PLACEMENTS])
 def configured(request: pytest.FixtureRequest) -> Configured:
     """The same tests for all placements."""
 

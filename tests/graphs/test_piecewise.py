@@ -43,7 +43,7 @@ def made():
     return {}
 
 
-@pytest.fixture(params=["captured", "compiled and captured", pytest.param("compiled", marks=pytest.mark.slow)])
+@pytest.fixture(params=[pytest.param(name, marks=[pytest.mark.slow] * (name == "compiled")) for name in CUTS])
 def drivers(request, cases: Cases, made):
     """Gives (captured driver, plain driver) of a variant, cut in one of the ways; other tests' sequences are there."""
 

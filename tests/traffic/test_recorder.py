@@ -276,7 +276,7 @@ def test_what_cannot_be_recorded_ends_the_recording_alone(
     link.put(admit(1))
     recorder.callboard_request_finished((metrics(1),))
     deadline = time.monotonic() + far(10)
-    while not (recorder._ending.is_set() and "no such line" in caplog.text):  # its thread says so after it has ended
+    while not (recorder._ending.is_set() and "no such line" in caplog.text):  # logged after it is set
         assert time.monotonic() < deadline
         time.sleep(0.01)
     link.put(admit(2))
