@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 
 from engine.actors.stream import Stream
-from engine.changeover import Changeover
 from engine.config import Config, build_config
+from engine.control.changeover import Changeover
+from engine.control.system import System
 from engine.messages import Delta, Finish
-from engine.params import SamplingParams
-from engine.system import System
+from engine.types.params import SamplingParams
 
 NUM_STREAMS = 64
 ON_THE_WAY_S = 0.02  # until the last tokens of the old executors have been read

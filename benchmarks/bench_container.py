@@ -26,7 +26,7 @@ from machine import keep, new_parser
 
 from callboard import LLM, SamplingParams
 from engine.execution import device
-from engine.host_memory import VERSIONS, available_bytes, own_groups
+from engine.host.memory import VERSIONS, available_bytes, own_groups
 from engine.startup import loading
 
 

@@ -26,8 +26,8 @@ from tqdm import tqdm
 
 from callboard import SamplingParams
 from engine.config import Config, load_config
+from engine.control.system import System
 from engine.messages import Finish
-from engine.system import System
 
 OVERCOMMIT = 4  # working set over pool
 

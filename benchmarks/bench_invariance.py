@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from engine.llm import LLM
-from engine.params import SamplingParams
+from engine.types.params import SamplingParams
 
 
 def seconds(llm: LLM, batch: int, num_prompt: int, num_new: int, dice: random.Random) -> float:

@@ -29,11 +29,11 @@ from safetensors.torch import save_file
 
 from engine.checkpoints.adapter import AdapterRules, adaptable_modules, read_adapter, tensor_name
 from engine.config import Config, build_config
+from engine.control.system import System
 from engine.messages import Admission, Step
-from engine.params import SamplingParams
-from engine.prompt import Adapter
 from engine.startup.loading import load_runner
-from engine.system import System
+from engine.types.params import SamplingParams
+from engine.types.prompt import Adapter
 
 NUM_ADAPTERS = 4
 PROMPT = 32

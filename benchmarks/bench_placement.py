@@ -25,10 +25,10 @@ from rich.console import Console
 from rich.table import Table
 
 from engine.config import Config, build_config
+from engine.control.system import System
 from engine.messages import Finish, Step, StepDone, Stop
-from engine.notices import ExecutorsLost, ExecutorsReady
-from engine.params import SamplingParams
-from engine.system import System
+from engine.types.notices import ExecutorsLost, ExecutorsReady
+from engine.types.params import SamplingParams
 from engine.workers.executors import ExecutorPlacement, Executors
 from engine.workers.inline import InlineExecutors
 from engine.workers.limits import RestartIntensity

@@ -25,8 +25,8 @@ from rich.table import Table
 
 from engine.config import Config, build_config
 from engine.llm import LLM
-from engine.params import SamplingParams
 from engine.recording.recorder import Recorder
+from engine.types.params import SamplingParams
 
 FULL_BYTES = 200_000  # so small a ring is full at once
 

@@ -26,9 +26,9 @@ from tqdm import tqdm
 
 from engine.actors.stream import Stream
 from engine.config import Config, build_config
+from engine.control.system import System
 from engine.messages import Finish
-from engine.params import SamplingParams
-from engine.system import System
+from engine.types.params import SamplingParams
 
 NUM_STREAMS = 32
 SILENCE_S = 2.0  # after which a hung executor is given up

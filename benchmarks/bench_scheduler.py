@@ -34,13 +34,13 @@ from simulation import DEPTH, PAGE_SIZE, Request, Simulation, new_planner, num_s
 from engine.actors.scheduler import Scheduler
 from engine.kv.events import KVEvent
 from engine.messages import Admit, Failed, Step, StepDone, Stop, Tokens
-from engine.notices import ExecutorsReady
-from engine.params import SamplingParams
 from engine.plugins.manager import Plugins
 from engine.plugins.observers import Observers
 from engine.scheduling.planner import Planner
 from engine.scheduling.prefills import WORTH_WAITING_TOKENS
 from engine.scheduling.requests import OutputForecast
+from engine.types.notices import ExecutorsReady
+from engine.types.params import SamplingParams
 from engine.workers.wire import Wire
 
 Row = dict[str, Any]

@@ -33,6 +33,7 @@ from rich.table import Table
 from torch import Tensor
 
 from engine.config import Config, build_config
+from engine.control.system import System
 from engine.execution.attention import RankAttention
 from engine.execution.runner import ModelRunner
 from engine.graphs import rank
@@ -40,14 +41,13 @@ from engine.graphs.device import HostDevice
 from engine.layers.attention import AttentionBackend, AttentionBatch, AttentionSpec
 from engine.layers.kv_pool import KVPool
 from engine.messages import Admission, Step
-from engine.params import SamplingParams
 from engine.plugins.attention.flashinfer.arguments import PlannedKernel
 from engine.plugins.attention.flashinfer.backend import BUFFERS, FlashInferAttention
 from engine.plugins.attention.flashinfer.kernels import PLAN_BYTES, Setup
 from engine.plugins.attention.flashinfer.staging import StagingRing
 from engine.plugins.support.paging import batch_on
 from engine.startup.loading import load_runner
-from engine.system import System
+from engine.types.params import SamplingParams
 
 CPU = torch.device("cpu")
 PAGE_SIZE = 16

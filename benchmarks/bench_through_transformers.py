@@ -28,7 +28,7 @@ from engine.plugins.comm.local import LocalComm
 from engine.plugins.families import read_model
 from engine.plugins.manager import Plugins
 from engine.plugins.testing.steps import Driver
-from engine.sections import PluginsSection
+from engine.settings.sections import PluginsSection
 from engine.startup.linears import choose_linears
 
 VOCAB = 8192

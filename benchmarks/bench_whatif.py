@@ -103,16 +103,16 @@ class PacedStep:
 
 def serve_paced(arguments: list[str]) -> None:
     """``callboard serve`` on such a device."""
-    import engine.system
+    import engine.control.system
     from server.cli import main
 
-    class PacedSystem(engine.system.System):
+    class PacedSystem(engine.control.system.System):
         def _load_runner(self, rank: int, settings: Any, rendezvous: str = "") -> Any:
             config: Config = self.config
             token = int(self.codec.encode(" return")[-1])
             return PacedRunner(config.kv.num_pages, config.scheduler.max_running, token)
 
-    engine.system.System = PacedSystem  # type: ignore[misc]
+    engine.control.system.System = PacedSystem  # type: ignore[misc]
     main(["serve", *arguments])
 
 

@@ -17,8 +17,8 @@ import numpy as np
 from engine.actors.actor import Actor, Link
 from engine.actors.executor import Runner
 from engine.config import Config
+from engine.control.system import System
 from engine.messages import Deltas, Logprobs, Step, StepDone, StepExtras
-from engine.system import System
 from engine.workers.executors import GenerationSettings
 from engine.workers.frontend import FrontendCommand
 from engine.workers.tokenizers import TokenizerPool

@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 
 from engine.messages import Admit, Step, StepDone, Tokens
-from engine.params import SamplingParams
 from engine.plugins.hookspecs import EvictionContext, PolicyContext
 from engine.plugins.manager import Plugins
-from engine.prompt import Origin
 from engine.scheduling.planner import Planner
 from engine.scheduling.rows import PlannerLimits
+from engine.types.params import SamplingParams
+from engine.types.prompt import Origin
 
 EOS, TOKEN = 2, 7
 PAGE_SIZE = 16

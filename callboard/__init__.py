@@ -11,7 +11,7 @@ from callboard.shadows import refuse_shadows
 refuse_shadows()
 
 from engine import __version__  # noqa: E402
-from engine.errors import (  # noqa: E402
+from engine.types.errors import (  # noqa: E402
     CallboardError,
     ConfigError,
     EngineDied,
@@ -20,7 +20,7 @@ from engine.errors import (  # noqa: E402
     RequestError,
     WeightsError,
 )
-from engine.params import Grammar, SamplingParams  # noqa: E402
+from engine.types.params import Grammar, SamplingParams  # noqa: E402
 
 if TYPE_CHECKING:
     from engine.llm import LLM, Completion, Pooled

@@ -15,8 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
-from engine.errors import ConfigError
-from engine.sections import (
+from engine.settings.sections import (
     AttentionNames,
     DeviceSection,
     GraphsSection,
@@ -32,6 +31,7 @@ from engine.sections import (
     ServerSection,
     StorageSection,
 )
+from engine.types.errors import ConfigError
 
 ENVIRONMENT_PREFIX = "CALLBOARD_"
 MAX_FILE_BYTES = 1 << 20

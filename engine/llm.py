@@ -25,13 +25,13 @@ from tqdm import tqdm
 
 from engine.actors.stream import Stream
 from engine.config import Config, build_config
-from engine.errors import RequestError
+from engine.control.system import System
 from engine.messages import DEFAULT_OPTIONS, Delta, Finish, RequestOptions, TokenLogprobs, Usage
-from engine.params import SamplingParams
 from engine.pooling import Float32, PooledRequests, check_task
-from engine.prompt import Prompt
-from engine.system import System
 from engine.text.turns import read_turn
+from engine.types.errors import RequestError
+from engine.types.params import SamplingParams
+from engine.types.prompt import Prompt
 
 T = TypeVar("T")
 Message = Mapping[str, Any]

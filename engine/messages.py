@@ -3,8 +3,8 @@
     ingress ─Tokenize→ tokenizer ─Admit→ scheduler ─Step→ executors
     ingress ←─Deltas── tokenizer ←Tokens─ scheduler ←StepDone─ executors
 
-What the engine's parts say of themselves is in ``engine/notices.py``; what worker processes and their engine say to
-each other besides is in ``engine/workers/messages.py``.
+Messages about the engine's own state are in ``engine/types/notices.py``; those between worker processes and their
+engine are in ``engine/workers/messages.py``.
 Messages are immutable plain data.  Integer columns travel as packed little-endian bytes
 (int32 unless said otherwise), so a message costs per step and not per token.
 ``engine/workers/wire.py`` encodes them with msgpack; nothing is ever pickled.
@@ -15,7 +15,7 @@ from typing import Final
 
 from msgspec import field
 
-from engine.notices import (
+from engine.types.notices import (
     EngineReady,
     EngineRecovering,
     ExecutorsLost,
@@ -24,8 +24,8 @@ from engine.notices import (
     TokenizersLost,
     TokenizersReady,
 )
-from engine.params import SamplingParams
-from engine.prompt import NOBODY, Adapter, ChatOptions, ChatTurn, Origin
+from engine.types.params import SamplingParams
+from engine.types.prompt import NOBODY, Adapter, ChatOptions, ChatTurn, Origin
 
 
 class Finish(IntEnum):

@@ -10,11 +10,11 @@ import numpy as np
 import numpy.typing as npt
 
 from engine.checkpoints.pooling import Pooling, Task
-from engine.errors import FieldError, RequestError
 from engine.messages import RequestOptions
-from engine.params import SamplingParams
-from engine.prompt import Prompt
 from engine.text.pairs import pair
+from engine.types.errors import FieldError, RequestError
+from engine.types.params import SamplingParams
+from engine.types.prompt import Prompt
 
 Float32 = npt.NDArray[np.float32]
 PLAIN = SamplingParams(max_tokens=1, temperature=0.0)

@@ -14,8 +14,8 @@ from pathlib import Path
 import msgspec
 
 from engine.checkpoints.adapter import CONFIG, AdapterRules, read_adapter
-from engine.errors import FieldError, RequestError, WeightsError
-from engine.prompt import Adapter
+from engine.types.errors import FieldError, RequestError, WeightsError
+from engine.types.prompt import Adapter
 
 log = logging.getLogger(__name__)
 

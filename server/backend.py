@@ -13,9 +13,9 @@ from engine.actors.operations import Operate, SettingsChanged
 from engine.actors.snapshot import Snapshot
 from engine.actors.supervisor import Entrance
 from engine.messages import DEFAULT_OPTIONS, Delta, Profile, RequestOptions, Stats
-from engine.params import SamplingParams
-from engine.prompt import Prompt
 from engine.text.codec import TextCodec
+from engine.types.params import SamplingParams
+from engine.types.prompt import Prompt
 from server.model_card import ModelCard
 
 

@@ -26,12 +26,12 @@ from rich.table import Table
 from engine import __version__
 from engine.checkpoints.shards import PICKLED
 from engine.config import Config, ConfigSource, SeveralModels, json_schema, load_config, load_served, render_toml
-from engine.errors import CallboardError, ConfigError, PluginError, RequestError
-from engine.logs import LogSettings
-from engine.params import SamplingParams
+from engine.host.logs import LogSettings
 from engine.plugins.families import THROUGH, list_families
 from engine.plugins.hookspecs import API_VERSION
 from engine.plugins.listing import list_plugins
+from engine.types.errors import CallboardError, ConfigError, PluginError, RequestError
+from engine.types.params import SamplingParams
 from engine.workers.cluster.environment import Cluster, check_cluster, read_cluster
 from server.arguments import count, natural, real
 from server.backend import Backend
@@ -48,8 +48,8 @@ from server.storage.store import check_storage
 from server.whatif.command import add_whatif
 
 if TYPE_CHECKING:
+    from engine.control.system import System
     from engine.llm import LLM
-    from engine.system import System
     from engine.workers.cluster.head import Head
 
 Run = Callable[[argparse.Namespace, Config], None]
@@ -295,7 +295,7 @@ async def _serve_as_head(cluster: Cluster, config: Config, source: ConfigSource)
 
 
 async def _serve_until_stopped(config: Config, source: ConfigSource, head: "Head | None" = None) -> None:
-    from engine.system import System
+    from engine.control.system import System
     from engine.workers.frontend import FrontendCommand, RemoteIngress
     from server.run.operations import LocalOperations
 

@@ -17,11 +17,11 @@ from aiohttp import web
 from aiohttp.typedefs import Middleware
 
 from engine.actors.admission import RETRY_AFTER_S, check_admission
-from engine.errors import RequestError
 from engine.messages import DEFAULT_OPTIONS, RequestOptions
-from engine.params import SamplingParams
-from engine.prompt import Origin, Prompt
-from engine.sections import LimitsSection, ServerSection
+from engine.settings.sections import LimitsSection, ServerSection
+from engine.types.errors import RequestError
+from engine.types.params import SamplingParams
+from engine.types.prompt import Origin, Prompt
 from server.backend import Ingress, Stream
 from server.http.exchange import EXCHANGE, Exchange, Handler
 from server.keys import Key, Keys

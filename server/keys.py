@@ -17,8 +17,8 @@ from pathlib import Path
 
 import msgspec
 
-from engine.errors import ConfigError, RequestError
-from engine.sections import ServerSection
+from engine.settings.sections import ServerSection
+from engine.types.errors import ConfigError, RequestError
 
 log = logging.getLogger(__name__)
 

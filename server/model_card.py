@@ -13,12 +13,12 @@ import msgspec
 from engine.checkpoints.adapter import AdapterRules
 from engine.checkpoints.fingerprint import fingerprint
 from engine.checkpoints.pooling import GENERATING, Pooling
-from engine.own_kernels import kernels_here
-from engine.sections import ServerSection
+from engine.settings.own_kernels import kernels_here
+from engine.settings.sections import ServerSection
 from server.adapters import ServedAdapter, adapters_below
 
 if TYPE_CHECKING:
-    from engine.system import System
+    from engine.control.system import System
 
 
 TOY_PARAMETERS: Final = 50_000_000

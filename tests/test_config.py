@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.config import OLD_KEYS, Config, build_config, json_schema, load_config, render_toml
-from engine.errors import ConfigError
-from engine.sections import AttentionNames
+from engine.settings.sections import AttentionNames
+from engine.types.errors import ConfigError
 
 SECTIONS = Config.__struct_fields__
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from engine.config import SeveralModels, json_schema, load_config, load_served
-from engine.errors import ConfigError
+from engine.types.errors import ConfigError
 
 FILE = """\
 [kv]

@@ -7,9 +7,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from engine.changes import changed, is_place
 from engine.config import Config, json_schema
-from engine.sections import ModelTable
+from engine.control.changes import changed, is_place
+from engine.settings.sections import ModelTable
 
 DOCS = Path(__file__).parents[1] / "docs"
 PAGE = DOCS / "configuration.md"
@@ -34,7 +34,7 @@ not at all; *by the file* is what no request changes, but the server's own file;
 [operations.md](operations.md#settings-that-change) says more.
 
 [several_models.md](several_models.md) says more about `[[models]]`, [scheduling.md](scheduling.md) about `scheduler`
-and `kv`, [plugins.md](plugins.md) about `plugins`. These tables are made from `engine/sections.py` by
+and `kv`, [plugins.md](plugins.md) about `plugins`. These tables are made from `engine/settings/sections.py` by
 `python -m tests.test_configuration_page`.
 """
 

@@ -14,8 +14,8 @@ import pytest
 
 from callboard import LLM, SamplingParams
 from engine.config import Config, build_config, load_config
-from engine.sections import ServerSection
-from engine.system import System
+from engine.control.system import System
+from engine.settings.sections import ServerSection
 from engine.text.chat import ChatTemplate
 from server.cli import _parser
 from server.model_card import ModelCard

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from engine.cache_folder import replace_file
+from engine.host.cache_folder import replace_file
 from engine.kernels import compiled
 from engine.plugins.kv_store import files
 from engine.recording import recorder
 from engine.scheduling.rows import PlannerLimits
-from engine.sections import StorageSection
+from engine.settings.sections import StorageSection
 from engine.traffic import recorder as traffic
 from engine.traffic.trace import TraceHead
 from engine.workers import socket_directory

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 from aiohttp import web
 
-from engine.errors import EngineDied, PluginError, WeightsError
+from engine.types.errors import EngineDied, PluginError, WeightsError
 from server.http.replies import as_request_error, error_response
 
 ROOT = Path(__file__).parents[1]

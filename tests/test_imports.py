@@ -17,7 +17,7 @@ TORCH_FREE = [
     "callboard.plugins.testing",
     "engine.config",
     "engine.messages",
-    "engine.system",
+    "engine.control.system",
     "engine.scheduling.planner",
     "engine.kv.pages",
     "engine.checkpoints.checkpoint",

@@ -16,9 +16,9 @@ import pytest
 
 from engine.actors.stream import merged
 from engine.actors.tokenizer import Tokenizer
-from engine.errors import RequestError
 from engine.messages import Abort, Admit, Delta, Finish, Stop, Tokenize, Tokens
-from engine.params import SamplingParams
+from engine.types.errors import RequestError
+from engine.types.params import SamplingParams
 from server.http.sse import EventStream
 from server.openai.answers import CompletionChoice
 from tests.actors.test_ingress import Sent

@@ -8,12 +8,12 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from engine.config import Config, build_config
-from engine.errors import EngineDied, RequestError
+from engine.control.system import RESTART_WINDOW_S, System
 from engine.messages import Step
-from engine.notices import ExecutorsLost
-from engine.params import SamplingParams
-from engine.sections import LimitsSection, PlacementSection, ServerSection
-from engine.system import RESTART_WINDOW_S, System
+from engine.settings.sections import LimitsSection, PlacementSection, ServerSection
+from engine.types.errors import EngineDied, RequestError
+from engine.types.notices import ExecutorsLost
+from engine.types.params import SamplingParams
 from engine.workers.messages import WorkerAlive
 from server.http.sse import PING_COMMENT
 from tests.actors.test_ingress import with_ingress

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from engine import disk
-from engine.cache_folder import replace_file
+from engine.host import disk
+from engine.host.cache_folder import replace_file
 from engine.kernels import compiled
 from engine.plugins.kv_store import files
-from engine.sections import StorageSection
+from engine.settings.sections import StorageSection
 from server.journal import journal as journal_module
 from server.journal import segments
 from server.storage import store

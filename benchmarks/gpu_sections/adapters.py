@@ -13,9 +13,9 @@ from safetensors.torch import save_file
 
 from engine.checkpoints.adapter import AdapterRules, adaptable_modules, read_adapter, tensor_name
 from engine.config import Config, build_config
+from engine.control.system import System
 from engine.messages import RequestOptions
-from engine.params import SamplingParams
-from engine.system import System
+from engine.types.params import SamplingParams
 from gpu_sections.rows import Row
 
 RANK = 8

@@ -11,7 +11,6 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from engine.errors import PluginError
 from engine.layers.attention import AttentionBatch, AttentionSpec
 from engine.layers.kv_pool import KVPool
 from engine.plugins.attention.triton import callboard_attention_backend
@@ -19,6 +18,7 @@ from engine.plugins.declaration import read_declaration
 from engine.plugins.testing.attention import check_case, through_hook
 from engine.plugins.testing.attention_cases import attention_cases
 from engine.plugins.testing.reference import attend
+from engine.types.errors import PluginError
 from gpu_sections.rows import Row, captured, skipped
 
 SECONDS = 90.0  # for the kit: every case compiles kernels of its own

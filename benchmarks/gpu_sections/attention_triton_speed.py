@@ -16,12 +16,12 @@ import torch
 import torch.nn.functional as F
 from device_rates import copied_bytes_per_s
 
-from engine.errors import PluginError
 from engine.layers.attention import AttentionBackend, AttentionBatch, AttentionSpec
 from engine.layers.kv_pool import KVPool
 from engine.plugins.declaration import convert_declaration
 from engine.plugins.hookspecs import AttentionContext
 from engine.plugins.testing.attention import through_hook
+from engine.types.errors import PluginError
 from gpu_sections.attention_triton import cannot_run
 from gpu_sections.rows import CALLS, UNCACHED_BYTES, Row, device_seconds, skipped
 

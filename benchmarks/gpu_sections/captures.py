@@ -6,11 +6,11 @@ from typing import Any
 import torch
 
 from engine.config import Config, build_config
+from engine.control.system import System
 from engine.graphs import rank
 from engine.graphs.capturing import Capturing
 from engine.graphs.piecewise import PREFILL
 from engine.startup import loading
-from engine.system import System
 from gpu_sections.rows import Row, skipped
 from gpu_sections.stepping import captures
 

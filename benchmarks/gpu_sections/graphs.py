@@ -10,9 +10,9 @@ import torch
 from device_rates import copied_bytes_per_s
 
 from callboard import LLM, SamplingParams
-from engine.errors import PluginError
 from engine.execution.runner import LaunchedStep, ModelRunner
 from engine.layers.attention import is_capturable
+from engine.types.errors import PluginError
 from gpu_sections.rows import Row, seconds_of, skipped
 from gpu_sections.shapes import QWEN3_06B, QWEN3_14B
 from gpu_sections.stepping import Stepping, captures, checkpoint, load, pages_each, prefill

@@ -6,10 +6,10 @@ from types import ModuleType
 import torch
 
 from engine.config import Config, build_config
-from engine.errors import CallboardError
 from engine.plugins.attention import flash_attn, triton
 from engine.plugins.declaration import convert_declaration
 from engine.plugins.testing.attention import require_invariance, through_hook
+from engine.types.errors import CallboardError
 from gpu_sections import attention_libraries, attention_triton
 from gpu_sections.greedy import DEMO
 from gpu_sections.needs import installed

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from engine.kernels.choice import choose_kernels
-from engine.own_kernels import VARIABLE
-from engine.params import SamplingParams
 from engine.sampling.captured import array_columns, columns_bytes, tensor_columns
 from engine.sampling.sampler import Sampler
+from engine.settings.own_kernels import VARIABLE
+from engine.types.params import SamplingParams
 from gpu_sections.kernels import no_kernels
 from gpu_sections.rows import Row, device_seconds, seconds_of
 

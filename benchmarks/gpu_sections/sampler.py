@@ -3,8 +3,8 @@
 import numpy as np
 import torch
 
-from engine.params import SamplingParams
 from engine.sampling.sampler import Sampler
+from engine.types.params import SamplingParams
 from gpu_sections.rows import Row, seconds_of
 
 

@@ -14,12 +14,12 @@ import numpy as np
 import torch
 
 from engine.config import Config, build_config
+from engine.control.system import System
 from engine.execution.runner import LaunchedStep, ModelRunner
 from engine.graphs import rank
 from engine.messages import Admission, Step
-from engine.params import SamplingParams
 from engine.startup.loading import load_runner
-from engine.system import System
+from engine.types.params import SamplingParams
 
 PAGE_SIZE = 16
 

@@ -44,13 +44,11 @@ from engine.checkpoints.shape import (
     Unchanged,
     WideHeadNormShape,
 )
-from engine.errors import PluginError, RequestError, WeightsError
 from engine.kv.events import KVEvent, Tier
 from engine.kv.eviction import Candidate, EvictionListener, EvictionStrategy, SortKey
 from engine.kv.node import Namespace, namespace_seed
 from engine.kv.store import KVStore
 from engine.messages import Finish
-from engine.params import Grammar
 from engine.plugins.hookspecs import (
     API_VERSION,
     AttentionContext,
@@ -79,6 +77,8 @@ from engine.text.processors import LogitsProcessor, LogitsRows
 from engine.text.reasoning import MarkedReasoning, ReasoningFormat, ReasoningParser, Thinking
 from engine.text.tool_calls import CallPiece, OutputPart, ToolFormat, ToolParser
 from engine.text.tool_format import CallShape, Tool, marked_calls
+from engine.types.errors import PluginError, RequestError, WeightsError
+from engine.types.params import Grammar
 
 if TYPE_CHECKING:
     from engine.graphs.passes import GraphPass

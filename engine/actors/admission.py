@@ -12,11 +12,11 @@ import msgspec
 import numpy as np
 
 from engine.checkpoints.pooling import Pooling
-from engine.errors import FieldError, RequestError
 from engine.messages import RequestOptions
-from engine.params import SamplingParams
 from engine.pooling import pooled_params
-from engine.prompt import ChatTurn, Prompt
+from engine.types.errors import FieldError, RequestError
+from engine.types.params import SamplingParams
+from engine.types.prompt import ChatTurn, Prompt
 
 RETRY_AFTER_S = 1  # a queue place can free up with the next step
 RETRY_LATER_S = 5  # a model loads, or another server takes over

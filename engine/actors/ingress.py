@@ -18,7 +18,6 @@ from engine.actors.admission import RETRY_AFTER_S, check_admission, prompt_cost,
 from engine.actors.operations import SettingsChanged
 from engine.actors.stream import Stream
 from engine.checkpoints.pooling import GENERATING, Pooling
-from engine.errors import EngineDied, RequestError
 from engine.messages import (
     DEFAULT_OPTIONS,
     Abort,
@@ -31,10 +30,11 @@ from engine.messages import (
     Stats,
     Tokenize,
 )
-from engine.notices import EngineReady, EngineRecovering, TokenizersLost, TokenizersReady
-from engine.params import MAX_SEED, SamplingParams
-from engine.prompt import Prompt
-from engine.sections import LimitsSection
+from engine.settings.sections import LimitsSection
+from engine.types.errors import EngineDied, RequestError
+from engine.types.notices import EngineReady, EngineRecovering, TokenizersLost, TokenizersReady
+from engine.types.params import MAX_SEED, SamplingParams
+from engine.types.prompt import Prompt
 
 log = logging.getLogger(__name__)
 

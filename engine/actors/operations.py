@@ -5,8 +5,8 @@ Owns: the shape of them.  Does not know: what is done about them, HTTP.
 
 from typing import Literal
 
-from engine.notices import Message
-from engine.sections import LimitsSection
+from engine.settings.sections import LimitsSection
+from engine.types.notices import Message
 
 
 class SettingsChanged(Message, frozen=True):

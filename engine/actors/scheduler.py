@@ -15,11 +15,11 @@ from typing import assert_never
 import msgspec
 
 from engine.actors.actor import Actor, Link
-from engine.errors import RequestError
 from engine.messages import Abort, Admit, ExecutorInbox, Failed, PagesFetched, SchedulerInbox, Stats, StepDone, Tokens
-from engine.notices import EngineReady, EngineRecovering, ExecutorsLost, ExecutorsReady, LossExplained
 from engine.plugins.observers import Observers
 from engine.scheduling.planner import Planner
+from engine.types.errors import RequestError
+from engine.types.notices import EngineReady, EngineRecovering, ExecutorsLost, ExecutorsReady, LossExplained
 
 
 class Scheduler(Actor[SchedulerInbox]):

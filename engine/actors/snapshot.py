@@ -5,10 +5,10 @@ Owns: the shape of them.  Does not know: where the numbers come from, who looks.
 
 import msgspec
 
-from engine.notices import Message
 from engine.scheduling.board import Board
 from engine.scheduling.explanation import Explained
 from engine.scheduling.meter import Meter, RequestMetrics
+from engine.types.notices import Message
 
 
 class MailboxGauges(msgspec.Struct, frozen=True):

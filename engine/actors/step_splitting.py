@@ -14,8 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from engine.actors.executor import PendingStep, Runner
-from engine.errors import StepTooLarge
 from engine.messages import Profile, PromptLogprobs, Step, StepDone, StepExtras
+from engine.types.errors import StepTooLarge
 
 log = logging.getLogger(__name__)
 

@@ -14,8 +14,8 @@ from typing import Any
 
 import msgspec
 
-from engine.errors import CallboardError
 from engine.messages import Delta, Finish
+from engine.types.errors import CallboardError
 
 
 def merged(deltas: Sequence[Delta]) -> Delta:

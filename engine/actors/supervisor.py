@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from engine.actors.actor import Actor, Deliveries
-from engine.errors import CallboardError, EngineDied
 from engine.messages import Stop
+from engine.types.errors import CallboardError, EngineDied
 
 log = logging.getLogger(__name__)
 

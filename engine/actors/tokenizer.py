@@ -16,7 +16,6 @@ import numpy.typing as npt
 
 from engine.actors.actor import Actor, Link
 from engine.actors.stream import merged
-from engine.errors import RequestError
 from engine.messages import (
     Abort,
     Admit,
@@ -32,13 +31,14 @@ from engine.messages import (
     Tokens,
     Usage,
 )
-from engine.params import SamplingParams
 from engine.text.codec import TextCodec, TextStream
 from engine.text.grammar import Grammars
 from engine.text.logprobs import PromptLogprobTexts, logprob_texts
 from engine.text.processors import Processors
 from engine.text.reasoning import Thinking
 from engine.text.resumed import resumed_delta
+from engine.types.errors import RequestError
+from engine.types.params import SamplingParams
 
 log = logging.getLogger(__name__)
 

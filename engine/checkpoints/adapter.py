@@ -16,8 +16,8 @@ import msgspec
 from engine.checkpoints.fields import LARGEST, Fields, read_fields
 from engine.checkpoints.shape import AttentionShape, DecoderShape, GatedShape, LayerShape, MLPShape
 from engine.checkpoints.shards import StoredTensor, read_header
-from engine.errors import ConfigError, WeightsError
-from engine.prompt import Adapter
+from engine.types.errors import ConfigError, WeightsError
+from engine.types.prompt import Adapter
 
 CONFIG = "adapter_config.json"
 TENSORS = "adapter_model.safetensors"

@@ -17,7 +17,7 @@ from engine.checkpoints.gguf import SUFFIX, unfold
 from engine.checkpoints.pooling import GENERATING, REWARD, Pooling, read_pooling
 from engine.checkpoints.quantization import Quantization, read_quantization
 from engine.checkpoints.shape import ClassifierShape, DecoderShape, NoHeadShape, PartShape, RewardShape, TokenScoreShape
-from engine.errors import WeightsError
+from engine.types.errors import WeightsError
 
 log = logging.getLogger(__name__)
 

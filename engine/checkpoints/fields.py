@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from engine.errors import WeightsError
+from engine.types.errors import WeightsError
 
 MAX_JSON_BYTES = 16 << 20
 LARGEST_INTEGER = 1 << 31

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from engine.cache_folder import cache_folder, replace_file
+from engine.host.cache_folder import cache_folder, replace_file
 
 log = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ import msgspec
 from engine.checkpoints.checkpoint import ModelSpec
 from engine.checkpoints.file_digest import file_digests
 from engine.checkpoints.gguf import stored_tensors
-from engine.errors import ConfigError, WeightsError
+from engine.types.errors import ConfigError, WeightsError
 
 
 def fingerprint(spec: ModelSpec, load_format: str) -> str:

@@ -13,9 +13,9 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engine.cache_folder import cache_folder
 from engine.checkpoints.shards import StoredTensor, read_shards
-from engine.errors import WeightsError
+from engine.host.cache_folder import cache_folder
+from engine.types.errors import WeightsError
 
 if TYPE_CHECKING:
     from gguf import GGUFReader

@@ -11,7 +11,7 @@ from typing import Any, Final, Literal
 import msgspec
 
 from engine.checkpoints.fields import Fields, read_fields
-from engine.errors import WeightsError
+from engine.types.errors import WeightsError
 
 Kind = Literal["generate", "embed", "classify"]
 Task = Literal["generate", "embed", "classify", "score", "pool"]

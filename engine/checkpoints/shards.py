@@ -16,7 +16,7 @@ from typing import Any, TypeGuard
 import msgspec
 
 from engine.checkpoints.fields import read_fields
-from engine.errors import WeightsError
+from engine.types.errors import WeightsError
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"

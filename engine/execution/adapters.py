@@ -24,7 +24,6 @@ from torch import Tensor
 
 from engine.checkpoints.adapter import Product, digest_of, layer_products, module_scale, read_files, tensor_name
 from engine.checkpoints.fields import Fields
-from engine.errors import ConfigError, WeightsError
 from engine.execution.captured_steps import CapturedDecodes, CapturedModel
 from engine.execution.runner import LaunchedStep, ModelRunner
 from engine.execution.step_threads import WatchedRunner
@@ -37,8 +36,9 @@ from engine.layers.upload import upload
 from engine.messages import Step, StepDone, StepExtras
 from engine.models.decoder import Decoder
 from engine.models.model import Model
-from engine.prompt import Adapter
-from engine.sections import LoraSection
+from engine.settings.sections import LoraSection
+from engine.types.errors import ConfigError, WeightsError
+from engine.types.prompt import Adapter
 
 log = logging.getLogger(__name__)
 

@@ -8,15 +8,15 @@ from functools import partial
 
 import torch
 
-from engine.errors import PluginError
 from engine.execution.split_attention import SplitAttention
 from engine.execution.third_party import build_foreign, try_foreign
+from engine.host.timeouts import named_while_slow
 from engine.layers.attention import AttentionBackend, AttentionSpec
 from engine.layers.kv_pool import KVPool, Layout
-from engine.patience import named_while_slow
 from engine.plugins.hookspecs import AttentionContext
 from engine.plugins.manager import Plugins
 from engine.plugins.selection import NOT_MEASURED, Measured, choose_attention
+from engine.types.errors import PluginError
 
 
 def context_of(

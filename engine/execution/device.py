@@ -11,11 +11,11 @@ from pathlib import Path
 
 import torch
 
-from engine.device_defaults import driver_cuda, gpu_bytes
-from engine.errors import ConfigError
-from engine.host_memory import available_bytes
+from engine.host.device_defaults import driver_cuda, gpu_bytes
+from engine.host.memory import available_bytes
 from engine.layers.comm import Comm
-from engine.sections import DeviceSection
+from engine.settings.sections import DeviceSection
+from engine.types.errors import ConfigError
 
 log = logging.getLogger(__name__)
 

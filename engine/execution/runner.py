@@ -20,13 +20,13 @@ from engine.execution.profiles import Profiles
 from engine.execution.prompts import PromptOutputs, PromptResults, Prompts
 from engine.execution.rows import DeviceRows
 from engine.execution.stored_pages import StoredPages
+from engine.host.timeouts import returns_within
 from engine.layers.attention import AttentionBackend
 from engine.layers.comm import Comm
 from engine.layers.kv_pool import KVPool
 from engine.layers.step import StepTensors
 from engine.messages import Admission, Step, StepDone, StepExtras
 from engine.models.model import Model
-from engine.patience import returns_within
 from engine.sampling.captured import Variant
 from engine.sampling.constraints import Constraints
 from engine.sampling.sampler import SampledTokens, Sampler

@@ -13,7 +13,7 @@ import time
 import torch
 from torch import Tensor
 
-from engine.errors import PluginError
+from engine.host.timeouts import named_while_slow, returns_within
 from engine.layers.attention import (
     AttentionBackend,
     AttentionBatch,
@@ -22,11 +22,11 @@ from engine.layers.attention import (
     is_capturable,
 )
 from engine.layers.kv_pool import KVPool, Layout
-from engine.patience import named_while_slow, returns_within
 from engine.plugins.selection import AttentionChoice
 from engine.plugins.testing.attention import NUM_LAYERS, check_steps
 from engine.plugins.testing.attention_cases import trial_cases
 from engine.plugins.testing.findings import ConformanceError, Findings
+from engine.types.errors import PluginError
 
 log = logging.getLogger(__name__)
 

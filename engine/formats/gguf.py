@@ -13,7 +13,7 @@ from torch import Tensor
 from engine.checkpoints.checkpoint import ModelSpec
 from engine.checkpoints.gguf import LINK, open_gguf, read_tensors
 from engine.checkpoints.shards import StoredTensor
-from engine.errors import WeightsError
+from engine.types.errors import WeightsError
 
 # Of these families llama.cpp's converter moves the rows of queries and keys, so that pairs that rotate lie together.
 PAIRED = ("LlamaForCausalLM", "MistralForCausalLM")

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from engine.checkpoints.quantization import Quantization
 from engine.checkpoints.shards import StoredTensor
-from engine.errors import WeightsError
 from engine.formats import integers
 from engine.formats.reader import SafetensorsReader
+from engine.types.errors import WeightsError
 
 # What belongs to rounded inputs and to a rounded KV cache: here neither is rounded.
 UNUSED = ("input_scale", "input_zero_point", "activation_scale", "output_scale", "k_scale", "v_scale", "weight_shape")

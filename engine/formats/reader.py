@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from engine.checkpoints.shards import StoredTensor
-from engine.errors import WeightsError
+from engine.types.errors import WeightsError
 
 # Every float that a weight may be stored in; those of 8 bits without a scale beside them are numbers like others.
 LOADABLE = ("F64", "F32", "BF16", "F16", "F8_E4M3", "F8_E5M2")

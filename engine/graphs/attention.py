@@ -13,10 +13,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from engine.errors import GraphError
 from engine.graphs.breakable import SegmentRecorder
 from engine.graphs.device import GraphDevice
 from engine.layers.attention import AttentionBackend, AttentionBatch, AttentionSpec, writer_of
+from engine.types.errors import GraphError
 
 ATTENTION = "attention"  # the kind of break
 

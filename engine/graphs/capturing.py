@@ -14,9 +14,9 @@ from contextlib import contextmanager
 import torch
 from tqdm import tqdm
 
-from engine.errors import GraphError
 from engine.graphs.device import GraphDevice
 from engine.layers.comm import Comm
+from engine.types.errors import GraphError
 
 log = logging.getLogger(__name__)
 

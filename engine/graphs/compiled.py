@@ -30,18 +30,18 @@ from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 from torch.fx import GraphModule
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
-from engine.cache_folder import cache_folder
-from engine.errors import GraphError
 from engine.graphs.attention import BreakingAttention
 from engine.graphs.breakable import SegmentRecorder
 from engine.graphs.comm import BreakingComm
 from engine.graphs.norm_rounding import round_behind_norms
 from engine.graphs.passes import GraphPass, PassManager, hide_packed_products
 from engine.graphs.splitting import ALL_REDUCE, ATTEND, MarkedAttention, Part, fingerprint, split
+from engine.host.cache_folder import cache_folder
 from engine.layers.comm import Comm
 from engine.layers.kv_pool import KVPool
 from engine.layers.step import StepTensors
 from engine.models.model import Model
+from engine.types.errors import GraphError
 
 log = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from engine.execution.captured_steps import Event
-from engine.host_memory import available_bytes
+from engine.host.memory import available_bytes
 
 Pool = Any  # an opaque handle: memory that graphs take their tensors from, and may share
 

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from engine.errors import GraphError
 from engine.plugins.hookspecs import GraphPassContext
 from engine.plugins.linear.onednn import fewest_rows, padded_product
 from engine.plugins.manager import Plugins
+from engine.types.errors import GraphError
 
 log = logging.getLogger(__name__)
 

@@ -16,7 +16,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.errors import GraphError
 from engine.graphs.attention import ATTENTION, BreakingAttention
 from engine.graphs.breakable import Recording, SegmentRecorder
 from engine.graphs.capturing import Capturing, frozen_garbage, round_up
@@ -25,6 +24,7 @@ from engine.layers.attention import AttentionBatch
 from engine.layers.kv_pool import KVPool
 from engine.layers.step import StepTensors
 from engine.models.model import Model
+from engine.types.errors import GraphError
 
 PREFILL = "steps with prefill"
 FEWEST_DIRECT = 2  # a compiled trace takes a single token for a constant

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.errors import ConfigError, GraphError
 from engine.execution.rows import DeviceRows
 from engine.graphs.attention import BreakingAttention
 from engine.graphs.breakable import SegmentRecorder
@@ -28,7 +27,8 @@ from engine.layers.kv_pool import KVPool
 from engine.layers.step import StepTensors
 from engine.models.model import Model
 from engine.sampling.sampler import Sampler
-from engine.sections import GraphsSection, SchedulerSection
+from engine.settings.sections import GraphsSection, SchedulerSection
+from engine.types.errors import ConfigError, GraphError
 
 log = logging.getLogger(__name__)
 

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from engine.errors import ConfigError
-from engine.own_kernels import VARIABLE, missing_for_triton
+from engine.settings.own_kernels import VARIABLE, missing_for_triton
+from engine.types.errors import ConfigError
 
 if TYPE_CHECKING:
     from engine.kernels.fused import FusedKernels

@@ -18,8 +18,8 @@ from pathlib import Path
 
 import torch
 
-from engine.cache_folder import cache_folder, replace_file
-from engine.own_kernels import VARIABLE, c_compiler
+from engine.host.cache_folder import cache_folder, replace_file
+from engine.settings.own_kernels import VARIABLE, c_compiler
 
 log = logging.getLogger(__name__)
 

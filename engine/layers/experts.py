@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 from engine.checkpoints.shape import ExpertsShape
-from engine.errors import ConfigError
 from engine.layers.comm import Comm, Unconnected
 from engine.layers.kernels import DeviceKernels, LayerKernels
 from engine.layers.linear import ColumnLinear, Linear, RowLinear
 from engine.layers.mlp import clamped_swish, gated
 from engine.layers.router import Router
 from engine.layers.weights import WeightSlice, joined, not_here, parameter, transposed
+from engine.types.errors import ConfigError
 
 
 class PartialLinear(RowLinear):

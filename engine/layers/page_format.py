@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from engine.errors import ConfigError
+from engine.types.errors import ConfigError
 
 STORED = {
     "float32": torch.float32,

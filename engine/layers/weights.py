@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from engine.errors import ConfigError
+from engine.types.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)

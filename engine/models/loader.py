@@ -20,10 +20,9 @@ from tqdm import tqdm
 from engine.checkpoints.checkpoint import ModelSpec
 from engine.checkpoints.shape import DecoderShape, TokenScoreShape
 from engine.checkpoints.shards import StoredTensor
-from engine.errors import WeightsError
 from engine.formats.opening import open_reader
 from engine.formats.reader import LOADABLE, WeightReader
-from engine.host_memory import release_freed
+from engine.host.memory import release_freed
 from engine.kernels.choice import choose_kernels
 from engine.layers.comm import Comm
 from engine.layers.kernels import LayerKernels
@@ -31,6 +30,7 @@ from engine.layers.packing import Linears
 from engine.layers.weights import WeightSlice
 from engine.models.model import Model, build_model
 from engine.models.weight_copies import WeightCopies, copies_to
+from engine.types.errors import WeightsError
 
 log = logging.getLogger(__name__)
 

@@ -7,7 +7,6 @@ from functools import partial
 
 from engine.checkpoints.checkpoint import ModelSpec
 from engine.config import Config
-from engine.errors import PluginError
 from engine.kv.eviction import EvictionStrategy
 from engine.plugins.guards import GuardedStrategy, guarded
 from engine.plugins.hookspecs import EvictionContext, PolicyContext, ProposerContext
@@ -16,6 +15,7 @@ from engine.scheduling.planner import NewDrafts
 from engine.scheduling.policy import SchedulingPolicy
 from engine.scheduling.proposer import DraftModel, Proposer
 from engine.text.vocabulary import Vocabulary
+from engine.types.errors import PluginError
 
 MOST_PROPOSED = 64  # for a row at a time; no text is guessed further
 

@@ -19,8 +19,8 @@ from typing import Any, Literal
 
 import msgspec
 
-from engine.errors import PluginError
 from engine.plugins.hookspecs import API_VERSION, OLDEST_API_VERSION, AttentionContext, LinearContext
+from engine.types.errors import PluginError
 
 CONSTANT = "CALLBOARD_PLUGIN"
 # CPython 3.11 counts the depth of a tree once for all threads, and ranks that are threads load at the same time.

@@ -12,11 +12,11 @@ from engine.checkpoints.checkpoint import ModelSpec, resolve_checkpoint
 from engine.checkpoints.eagle_head import EagleHeadShape, read_eagle_head
 from engine.checkpoints.shape import DecoderShape
 from engine.config import Config
-from engine.errors import PluginError
 from engine.plugins.families import read_model
 from engine.scheduling.proposer import DraftModel
 from engine.text.files import TokenizerFiles
 from engine.text.vocabulary import Vocabulary
+from engine.types.errors import PluginError
 
 log = logging.getLogger(__name__)
 

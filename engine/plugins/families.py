@@ -14,12 +14,12 @@ from engine.checkpoints.checkpoint import ModelSpec, read_spec
 from engine.checkpoints.fields import Fields
 from engine.checkpoints.pooling import causal_names
 from engine.checkpoints.shape import DecoderShape, ExpertsShape
-from engine.errors import ConfigError, PluginError
 from engine.plugins.declaration import Declaration
 from engine.plugins.hookspecs import ModelContext
 from engine.plugins.manager import MODEL, PluginInfo, Plugins, checked, declared
-from engine.sections import ModelSection, PluginsSection
+from engine.settings.sections import ModelSection, PluginsSection
 from engine.text.files import token_id
+from engine.types.errors import ConfigError, PluginError
 
 HOOK = "callboard_model"
 THROUGH = "model.transformers"  # declares no architecture: it reads what no other family does

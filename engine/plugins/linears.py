@@ -7,9 +7,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from engine.config import Config
-from engine.errors import PluginError
 from engine.plugins.hookspecs import LinearContext
 from engine.plugins.manager import LINEAR, PluginInfo, Plugins, checked, declared
+from engine.types.errors import PluginError
 
 # The first that fits serves, unless another one is measured to be clearly faster.
 PREFERRED = (

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from engine.config import Config
-from engine.errors import PluginError
 from engine.plugins.declaration import Declaration
 from engine.plugins.hookspecs import AttentionContext, LinearContext
 from engine.plugins.linears import fitting_linears, linear_context
@@ -28,7 +27,8 @@ from engine.plugins.manager import (
 )
 from engine.plugins.parsers import REASONING_PARSER, TOOL_PARSER, wanted_parsers
 from engine.plugins.selection import BOTH, first_fit
-from engine.sections import AttentionNames
+from engine.settings.sections import AttentionNames
+from engine.types.errors import PluginError
 
 
 @dataclass(frozen=True, slots=True)

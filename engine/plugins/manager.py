@@ -18,12 +18,12 @@ from typing import Any, TypeVar
 import pluggy
 
 from engine import __version__
-from engine.device_defaults import gpu_bytes
-from engine.errors import CallboardError, PluginError
-from engine.patience import named_while_slow
+from engine.host.device_defaults import gpu_bytes
+from engine.host.timeouts import named_while_slow
 from engine.plugins import hookspecs
 from engine.plugins.declaration import CONSTANT, Declaration, check_api, convert_declaration, read_declaration
-from engine.sections import AttentionNames
+from engine.settings.sections import AttentionNames
+from engine.types.errors import CallboardError, PluginError
 
 log = logging.getLogger(__name__)
 

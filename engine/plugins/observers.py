@@ -12,11 +12,11 @@ from typing import Any
 
 from pluggy import HookImpl
 
-from engine.errors import CallboardError, PluginError
 from engine.kv.events import KVEvent
 from engine.plugins.hookspecs import ObserverContext
 from engine.plugins.manager import Plugins
 from engine.scheduling.meter import RequestMetrics
+from engine.types.errors import CallboardError, PluginError
 
 log = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from engine.errors import PluginError
+from engine.types.errors import PluginError
 
 T = TypeVar("T", bound="Options")
 

@@ -12,7 +12,7 @@ from engine.checkpoints.pooling import GENERATING, Pooling
 from engine.config import Config
 from engine.plugins.hookspecs import ParserContext
 from engine.plugins.manager import Plugins
-from engine.sections import PluginsSection
+from engine.settings.sections import PluginsSection
 from engine.text.codec import Formats, TextCodec, load_codec
 from engine.text.reasoning import ReasoningFormat
 from engine.text.tool_calls import ToolFormat

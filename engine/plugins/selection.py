@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 from engine.checkpoints.shape import DecoderShape
 from engine.config import Config
-from engine.errors import PluginError
-from engine.patience import named_while_slow
+from engine.host.timeouts import named_while_slow
 from engine.plugins.declaration import Declaration, Phase
 from engine.plugins.hookspecs import AttentionContext
 from engine.plugins.manager import ATTENTION, PluginInfo, Plugins, checked, declared
+from engine.types.errors import PluginError
 
 if TYPE_CHECKING:
     from engine.layers.attention import AttentionFactory

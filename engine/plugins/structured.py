@@ -7,12 +7,12 @@ since its tables for a large vocabulary take a second and tens of megabytes that
 from collections.abc import Callable
 from typing import Any
 
-from engine.errors import RequestError
 from engine.plugins.hookspecs import GrammarContext, LogitsProcessorContext
 from engine.plugins.manager import Plugins
 from engine.text.codec import TextCodec
 from engine.text.grammar import GrammarEngine, Grammars
 from engine.text.processors import LogitsProcessor, Processors
+from engine.types.errors import RequestError
 
 
 def plugin_grammars(

@@ -17,9 +17,9 @@ from typing import Any, BinaryIO, TypeVar
 
 import msgspec
 
-from engine.errors import CallboardError
 from engine.recording.blueprint import Blueprint
 from engine.recording.turns import Turn
+from engine.types.errors import CallboardError
 
 FORMAT = 1
 NAME = b"callboard recording "

@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 
 from engine.messages import Admit, SchedulerInbox, StepDone, StepExtras
-from engine.params import SamplingParams
+from engine.types.params import SamplingParams
 
 NO_TOKENS = (-2, -1)  # ``RULED_OUT`` and "none", which stay
 

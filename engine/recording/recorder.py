@@ -25,9 +25,7 @@ import numpy as np
 from engine import __version__
 from engine.actors.actor import Link
 from engine.actors.scheduler import Scheduler
-from engine.errors import CallboardError
 from engine.messages import ExecutorInbox, FetchPages, SchedulerInbox, Step, StepDone
-from engine.notices import ExecutorsLost
 from engine.plugins.manager import Plugins
 from engine.recording.blueprint import Blueprint, planning_code
 from engine.recording.file import NAMED, Header, file_name, write_recording
@@ -36,6 +34,8 @@ from engine.recording.replayed import ReplayedScheduler
 from engine.recording.state import state_entries
 from engine.recording.turns import Turn, failure_of, plan_digest
 from engine.scheduling.planner import Planner
+from engine.types.errors import CallboardError
+from engine.types.notices import ExecutorsLost
 
 log = logging.getLogger(__name__)
 

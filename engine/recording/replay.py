@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from engine.errors import CallboardError
 from engine.messages import FetchPages, Step
 from engine.plugins.manager import Plugins
 from engine.recording.file import Recording, RecordingError
@@ -18,6 +17,7 @@ from engine.recording.reasons import Reasons
 from engine.recording.replayed import ReplayedScheduler
 from engine.recording.state import state_of
 from engine.recording.turns import PLAN_BYTES, Turn, failure_of
+from engine.types.errors import CallboardError
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,6 @@ import msgspec
 import numpy as np
 
 from engine.messages import Admit, FetchPages, PagesFetched, SchedulerInbox, Step, StepDone, StepExtras
-from engine.notices import ExecutorsLost, ExecutorsReady
 from engine.plugins.manager import Plugins
 from engine.recording.blueprint import Blueprint
 from engine.recording.file import Recording
@@ -28,6 +27,7 @@ from engine.recording.replay import new_scheduler, play
 from engine.recording.replayed import ReplayedScheduler
 from engine.recording.shrink import shrink
 from engine.recording.turns import Turn
+from engine.types.notices import ExecutorsLost, ExecutorsReady
 
 Place = tuple[int, int]  # a request, and a position in its sequence
 

@@ -18,14 +18,14 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from engine.errors import CallboardError
+from engine.types.errors import CallboardError
 
 PLAIN = (type(None), bool, int, float, str, bytes)
 DICTS: dict[str, type[dict[Any, Any]]] = {"dict": dict, "counter": Counter, "ordered": OrderedDict}
 NUMBERS = "biuf"  # kinds of arrays
 # What rings and records of a planner are made of, beside the modules of its plugins.
-MODULES = ("engine.scheduling", "engine.kv", "engine.recording", "engine.messages", "engine.notices", "engine.params",
-           "engine.prompt", "engine.plugins.guards", "engine.actors.scheduler")  # fmt: skip
+MODULES = ("engine.scheduling", "engine.kv", "engine.recording", "engine.messages", "engine.types",
+           "engine.plugins.guards", "engine.actors.scheduler")  # fmt: skip
 # What is kept for those who ask and decides nothing: a recording has it empty.
 ASKED = {"engine.scheduling.timelines:Timelines": ("ended",), "engine.scheduling.timelines:Evictions": ("_evictors",)}
 ASKED_KINDS = ("engine.scheduling.timelines:StepLog",)

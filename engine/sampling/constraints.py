@@ -18,10 +18,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from engine.errors import RequestError
-from engine.params import SamplingParams
 from engine.text.grammar import GrammarFailure, Grammars, Matcher
 from engine.text.token_limits import TokenLimits
+from engine.types.errors import RequestError
+from engine.types.params import SamplingParams
 
 log = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.messages import Logprobs
-from engine.params import MAX_LOGPROBS
+from engine.types.params import MAX_LOGPROBS
 
 ALIGNED = 8  # of 16-bit logits 16 bytes, which a GPU loads at once
 

@@ -32,13 +32,13 @@ from torch import Tensor
 
 from engine.kernels.choice import choose_kernels
 from engine.messages import RULED_OUT
-from engine.params import SamplingParams
 from engine.sampling.captured import CapturedSampler, Columns
 from engine.sampling.constraints import Masks
 from engine.sampling.cuts import lowest_kept
 from engine.sampling.draw import block_sums, draw, padded_scores, uniforms, weights
 from engine.sampling.logprobs import BatchLogprobs, batch_logprobs, pinned_copy
 from engine.sampling.state import Adjustments, Draws, Newcomer, Part, SampleBatch, SamplingState, build_batch
+from engine.types.params import SamplingParams
 
 if TYPE_CHECKING:
     from engine.kernels.cpu import CPUKernels

@@ -20,11 +20,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from engine.params import SamplingParams
 from engine.sampling.cuts import Cuts, TopK, TopP
 from engine.sampling.draw import stream_starts
 from engine.sampling.logprobs import Named, named_tokens
 from engine.sampling.penalties import NO_PENALTIES, Penalties, TokenCounts
+from engine.types.params import SamplingParams
 
 # Below this the most likely token is taken: 1 / temperature would push every other weight to 0 in float32 or
 # overflow, so the two cannot be told apart.

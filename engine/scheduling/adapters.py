@@ -8,7 +8,7 @@ that no row reads.  Slots are numbered from 1.
 
 from dataclasses import dataclass, field
 
-from engine.prompt import Adapter
+from engine.types.prompt import Adapter
 
 
 @dataclass(slots=True)

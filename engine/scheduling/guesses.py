@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from engine.params import SamplingParams
 from engine.scheduling.payoff import Chance, HitRate
 from engine.scheduling.proposer import Proposer, ProposerSession
 from engine.scheduling.rows import RowTable
+from engine.types.params import SamplingParams
 
 log = logging.getLogger(__name__)
 

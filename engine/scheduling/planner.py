@@ -19,7 +19,6 @@ import numpy as np
 from engine.kv.events import KVEvent
 from engine.kv.eviction import EvictionStrategy
 from engine.messages import Admit, FetchPages, Finish, PagesFetched, Stats, Step, StepDone
-from engine.notices import LossExplained
 from engine.scheduling.board import Board, draw_board
 from engine.scheduling.completions import Completions, InFlight
 from engine.scheduling.decodes import Decodes
@@ -30,6 +29,7 @@ from engine.scheduling.prefills import Prefills, Segments
 from engine.scheduling.queue import Quarantine, waiting_queue
 from engine.scheduling.requests import OutputForecast, Requests
 from engine.scheduling.rows import PlannerLimits, Rows, RowTable, Sequence
+from engine.types.notices import LossExplained
 
 if TYPE_CHECKING:
     from engine.scheduling.drafts import Drafts

@@ -13,11 +13,11 @@ from collections.abc import Callable, Iterable
 import numpy as np
 import numpy.typing as npt
 
-from engine.errors import RequestError
 from engine.messages import Admit, Failed, Finish, Tokens
 from engine.scheduling.meter import Meter, RequestMetrics
 from engine.scheduling.queue import Quarantine
 from engine.scheduling.rows import PlannerLimits, Sequence
+from engine.types.errors import RequestError
 
 Ints = npt.NDArray[np.int32]
 Floats = npt.NDArray[np.float64]

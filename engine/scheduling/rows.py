@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from engine.errors import RequestError
 from engine.kv.pages import Pages
-from engine.params import SamplingParams
-from engine.prompt import NOBODY, Adapter, Origin
 from engine.scheduling.adapters import AdapterSlots
+from engine.types.errors import RequestError
+from engine.types.params import SamplingParams
+from engine.types.prompt import NOBODY, Adapter, Origin
 
 if TYPE_CHECKING:
     from engine.scheduling.timelines import Mark

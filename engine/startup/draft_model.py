@@ -11,7 +11,6 @@ from msgspec import structs
 
 from engine.checkpoints.checkpoint import ModelSpec
 from engine.config import Config
-from engine.errors import ConfigError
 from engine.execution.attention import RankAttention
 from engine.execution.device import fair_share, free_bytes
 from engine.execution.drafting import Drafter
@@ -27,6 +26,7 @@ from engine.plugins.support.paging import new_pool, page_bytes
 from engine.scheduling.proposer import DraftModel
 from engine.startup.linears import choose_linears
 from engine.startup.memory import Needs, check_weights, host_needs
+from engine.types.errors import ConfigError
 
 
 class RankDraft:

@@ -14,7 +14,6 @@ from engine.checkpoints.checkpoint import ModelSpec
 from engine.checkpoints.eagle_head import TO_MODEL, EagleHeadShape, read_eagle_head
 from engine.checkpoints.shards import read_shards
 from engine.config import Config
-from engine.errors import WeightsError
 from engine.execution.copy_stream import copies_on
 from engine.execution.head_drafting import HeadDrafter, KeptStates
 from engine.execution.host_pool import HostPool
@@ -27,6 +26,7 @@ from engine.models.eagle_head import EagleHead
 from engine.models.model import Model
 from engine.scheduling.proposer import DraftModel
 from engine.startup.draft_model import RankDraft
+from engine.types.errors import WeightsError
 
 
 class RankHead(RankDraft):

@@ -19,7 +19,6 @@ from dataclasses import dataclass
 import msgspec
 import torch
 
-from engine.errors import PluginError
 from engine.graphs.device import device_for_graphs
 from engine.kernels.choice import choose_kernels
 from engine.layers.attention import AttentionSpec
@@ -29,6 +28,7 @@ from engine.plugins.hookspecs import CommContext
 from engine.plugins.manager import ATTENTION, Plugins
 from engine.plugins.testing.comm import check_rank
 from engine.startup.race import Race
+from engine.types.errors import PluginError
 
 LIMIT_S = 120.0  # for all checks
 COMPILE_S, RACE_S = 60.0, 30.0  # of attention

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from engine.checkpoints.shape import ExpertsShape
-from engine.errors import ConfigError
 from engine.execution.attention import RankAttention
 from engine.execution.captured_steps import CapturedDecodes
 from engine.execution.prompts import SCORED_ROWS
@@ -30,13 +29,14 @@ from engine.layers.part import Norm
 from engine.layers.step import StepTensors
 from engine.models.decoder import Decoder, DecoderLayer
 from engine.models.model import Model
-from engine.params import SamplingParams
 from engine.plugins.support.paging import batch_on, new_pool
 from engine.plugins.testing.invariance import layers_needed, pages_needed, require_same_bits
 from engine.sampling.captured import Variant
 from engine.sampling.logprobs import batch_logprobs
 from engine.sampling.sampler import Sampler
 from engine.sampling.state import Newcomer
+from engine.types.errors import ConfigError
+from engine.types.params import SamplingParams
 
 log = logging.getLogger(__name__)
 

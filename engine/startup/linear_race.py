@@ -14,7 +14,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from engine.cache_folder import cache_folder, replace_file
+from engine.host.cache_folder import cache_folder, replace_file
 from engine.layers.packing import LinearKernel
 
 log = logging.getLogger(__name__)

@@ -12,7 +12,6 @@ import torch
 from engine.checkpoints.checkpoint import ModelSpec
 from engine.checkpoints.quantization import Quantization
 from engine.config import Config
-from engine.errors import PluginError
 from engine.execution.device import instruction_sets
 from engine.layers.packing import HeadKernel, LinearKernel, Linears
 from engine.models.model import Model
@@ -20,6 +19,7 @@ from engine.plugins.hookspecs import LinearContext
 from engine.plugins.linears import check_linear_fits, fitting_linears, keeping, linear_context, linear_refusal
 from engine.plugins.manager import LINEAR, PluginInfo, Plugins
 from engine.startup.linear_race import Race
+from engine.types.errors import PluginError
 
 log = logging.getLogger(__name__)
 

@@ -14,7 +14,6 @@ import torch
 from engine.checkpoints.checkpoint import ModelSpec, resolve_checkpoint
 from engine.checkpoints.fingerprint import fingerprint
 from engine.config import Config
-from engine.errors import ConfigError
 from engine.execution.adapters import AdaptedRunner, rank_adapters
 from engine.execution.attention import RankAttention
 from engine.execution.captured_steps import CapturedDecodes
@@ -31,7 +30,7 @@ from engine.execution.step_threads import StepThreads, WatchedRunner
 from engine.execution.stored_pages import StoredPages
 from engine.graphs.passes import build_passes
 from engine.graphs.rank import RankGraphs, StepParts
-from engine.host_memory import available_bytes
+from engine.host.memory import available_bytes
 from engine.kernels.cpu import CPUKernels, cpu_kernels
 from engine.kv.store import DIGEST_BYTES, KVStore, PageRecords
 from engine.layers.attention import AttentionBackend
@@ -41,8 +40,6 @@ from engine.layers.ordered_comm import OrderedComm
 from engine.models.decoder import Decoder
 from engine.models.loader import load_model
 from engine.models.model import build_model
-from engine.own_kernels import kernels_here
-from engine.params import SamplingParams
 from engine.plugins.hookspecs import CommContext, KVStoreContext
 from engine.plugins.manager import KV_STORE, Plugins
 from engine.plugins.parsers import plugin_codec
@@ -54,6 +51,7 @@ from engine.sampling.constraints import Constraints
 from engine.sampling.processing import Processing
 from engine.sampling.sampler import Sampler
 from engine.scheduling.proposer import DraftModel
+from engine.settings.own_kernels import kernels_here
 from engine.startup.draft_model import RankDraft
 from engine.startup.eagle_head import RankHead
 from engine.startup.invariance import prove_decodes, prove_invariance, require_provable
@@ -74,6 +72,8 @@ from engine.startup.race import Race, measured_attention
 from engine.startup.thread_race import ThreadRace, common_choices
 from engine.text.codec import TextCodec
 from engine.text.grammar import Grammars
+from engine.types.errors import ConfigError
+from engine.types.params import SamplingParams
 
 log = logging.getLogger(__name__)
 

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.errors import PluginError
 from engine.execution.attention import context_of
 from engine.graphs.device import GraphDevice, device_for_graphs
 from engine.layers.attention import (
@@ -32,6 +31,7 @@ from engine.plugins.selection import Contender, ask
 from engine.plugins.testing.attention import NUM_LAYERS, check_steps
 from engine.plugins.testing.attention_cases import trial_cases
 from engine.startup.trial_steps import Load, TrialSteps
+from engine.types.errors import PluginError
 
 MOST_LAYERS = 16  # one after the other, so that keys come from memory and not from a cache, as in a step
 WARM_UPS, REPEATS, MEASURED_S = 2, 3, 0.02

@@ -13,15 +13,15 @@ import torch
 from engine.checkpoints.checkpoint import ModelSpec
 from engine.checkpoints.shape import DecoderShape
 from engine.config import Config
-from engine.errors import ConfigError
 from engine.execution.prompts import SCORED_ROWS
 from engine.kernels.attention import attends_in_c
 from engine.layers.kv_pool import KVPool
 from engine.models.model import Model
-from engine.params import SamplingParams
 from engine.plugins.linear.onednn import COMPILED_BYTES, num_padded_sizes
 from engine.sampling.state import PART_SCORES_CPU
 from engine.startup.model_steps import ModelSteps
+from engine.types.errors import ConfigError
+from engine.types.params import SamplingParams
 
 log = logging.getLogger(__name__)
 

@@ -12,8 +12,8 @@ from engine.layers.attention import AttentionBackend, AttentionBatch
 from engine.layers.kv_pool import KVPool
 from engine.layers.step import StepTensors
 from engine.models.model import Model
-from engine.params import SamplingParams
 from engine.sampling.sampler import Sampler
+from engine.types.params import SamplingParams
 
 Int32 = npt.NDArray[np.int32]
 

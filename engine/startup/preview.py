@@ -9,7 +9,6 @@ import torch
 
 from engine.checkpoints.checkpoint import ModelSpec, is_hub_id, resolve_checkpoint
 from engine.config import Config
-from engine.errors import PluginError, WeightsError
 from engine.execution.device import choose_device, choose_dtype, free_bytes
 from engine.layers.attention import AttentionSpec
 from engine.layers.comm import Unconnected
@@ -22,6 +21,7 @@ from engine.plugins.selection import expected_context
 from engine.startup.linears import choose_linear, rank_context
 from engine.startup.memory import check_weights
 from engine.text.codec import Formats, load_codec
+from engine.types.errors import PluginError, WeightsError
 
 
 def preview_context(config: Config) -> AttentionContext:

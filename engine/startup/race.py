@@ -22,13 +22,13 @@ import msgspec
 import torch
 from rich.console import Console
 
-from engine.cache_folder import cache_folder, replace_file
 from engine.config import Config
 from engine.execution.attention import context_of
+from engine.host.cache_folder import cache_folder, replace_file
+from engine.host.timeouts import named_while_slow
 from engine.layers.attention import AttentionSpec
 from engine.layers.comm import Comm
 from engine.layers.kv_pool import Layout
-from engine.patience import named_while_slow
 from engine.plugins.declaration import Phase
 from engine.plugins.manager import ATTENTION, Plugins
 from engine.plugins.selection import BOTH, NOT_MEASURED, Contender, Measured, contenders

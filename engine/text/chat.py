@@ -24,9 +24,9 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
-from engine.errors import RequestError, WeightsError
-from engine.prompt import ChatOptions, ChatTurn
 from engine.text.tool_format import explains_tools, explanation
+from engine.types.errors import RequestError, WeightsError
+from engine.types.prompt import ChatOptions, ChatTurn
 
 _MAX_REASON_CHARS: Final = 500
 _END: Final = "\ue000end\ue000"  # of a private plane of Unicode: no template writes it

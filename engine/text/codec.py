@@ -24,11 +24,8 @@ import numpy as np
 import numpy.typing as npt
 
 from engine.checkpoints.pooling import GENERATING, Pooling
-from engine.errors import RequestError
 from engine.messages import TokenText
-from engine.params import SamplingParams
-from engine.prompt import ChatOptions, ChatTurn
-from engine.sections import ModelSection
+from engine.settings.sections import ModelSection
 from engine.text.chat import PLAIN
 from engine.text.files import TokenizerFiles, read_template
 from engine.text.pairs import ROLES, Pairs, cut_text, knows_pairs
@@ -36,6 +33,9 @@ from engine.text.reasoning import ReasoningFormat, ReasoningParser, Thinking
 from engine.text.stops import StopMatcher
 from engine.text.tool_calls import ToolFormat
 from engine.text.vocabulary import Vocabulary
+from engine.types.errors import RequestError
+from engine.types.params import SamplingParams
+from engine.types.prompt import ChatOptions, ChatTurn
 
 _LONGEST_CHARACTER_BYTES = 4
 

@@ -15,9 +15,9 @@ import tempfile
 from importlib.util import find_spec
 from pathlib import Path
 
-from engine.cache_folder import cache_folder
 from engine.checkpoints.gguf import LINK
-from engine.errors import WeightsError
+from engine.host.cache_folder import cache_folder
+from engine.types.errors import WeightsError
 
 log = logging.getLogger(__name__)
 

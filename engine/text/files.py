@@ -13,9 +13,9 @@ from typing import Any, Final, TypeVar
 import msgspec
 from tokenizers import AddedToken, Tokenizer
 
-from engine.errors import WeightsError
 from engine.text.chat import ChatTemplate
 from engine.text.conversion import convert_tokenizer
+from engine.types.errors import WeightsError
 
 _MAX_FILE_BYTES: Final = 256 << 20
 

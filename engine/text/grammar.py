@@ -14,8 +14,8 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
-from engine.errors import CallboardError, RequestError
-from engine.params import Grammar
+from engine.types.errors import CallboardError, RequestError
+from engine.types.params import Grammar
 
 log = logging.getLogger(__name__)
 

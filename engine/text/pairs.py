@@ -11,9 +11,9 @@ import numpy as np
 import numpy.typing as npt
 from tokenizers import Encoding, Tokenizer
 
-from engine.errors import RequestError
-from engine.prompt import ChatTurn
 from engine.text.chat import ChatTemplate
+from engine.types.errors import RequestError
+from engine.types.prompt import ChatTurn
 
 QUERY: Final = "query"
 DOCUMENT: Final = "document"

@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from engine.errors import RequestError
+from engine.types.errors import RequestError
 
 if TYPE_CHECKING:
     from torch import Tensor

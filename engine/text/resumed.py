@@ -5,10 +5,10 @@ Owns: what can be such output.  Does not know: actors, how the other engine was 
 
 import numpy as np
 
-from engine.errors import RequestError
 from engine.messages import Delta, Logprobs, Tokenize, Usage
 from engine.text.codec import TextCodec, TextStream
 from engine.text.logprobs import logprob_texts
+from engine.types.errors import RequestError
 
 
 def resumed_delta(request: Tokenize, codec: TextCodec, vocab_size: int, stream: TextStream, usage: Usage) -> Delta:

@@ -8,8 +8,8 @@ from collections import deque
 
 import numpy as np
 
-from engine.params import SamplingParams
 from engine.text.grammar import GrammarFailure, Mask, Matcher
+from engine.types.params import SamplingParams
 
 _WORD_BITS = 32
 

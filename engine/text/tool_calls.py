@@ -8,8 +8,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
-from engine.params import Grammar
 from engine.text.tool_format import Tool
+from engine.types.params import Grammar
 
 
 @dataclass(frozen=True, slots=True)

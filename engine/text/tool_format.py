@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import msgspec
 
-from engine.params import Grammar
+from engine.types.params import Grammar
 
 SPACE: Final = r"[\s\x1c-\x1f]*"  # an expression for what ``str.lstrip`` takes away
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import msgspec
 
-from engine.errors import RequestError
-from engine.prompt import ChatTurn, ToolCall
+from engine.types.errors import RequestError
+from engine.types.prompt import ChatTurn, ToolCall
 
 
 class _Function(msgspec.Struct):

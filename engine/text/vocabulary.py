@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from tokenizers import Tokenizer
 
-from engine.errors import WeightsError
+from engine.types.errors import WeightsError
 
 _UNREADABLE: Final = "\uffff"
 _ALL_SPACES: Final = 1 << 30

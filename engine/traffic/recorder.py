@@ -24,14 +24,11 @@ import numpy as np
 from engine import __version__
 from engine.actors.actor import Link
 from engine.config import Config
-from engine.errors import ConfigError
 from engine.messages import Admit, Failed, Step, StepDone, Tokens
-from engine.notices import ExecutorsLost
-from engine.params import SamplingParams
 from engine.plugins.hookspecs import hookimpl
 from engine.scheduling.meter import RequestMetrics
 from engine.scheduling.rows import PlannerLimits
-from engine.sections import StorageSection
+from engine.settings.sections import StorageSection
 from engine.traffic.sizes import StepSize, StepSizes
 from engine.traffic.trace import (
     FORMAT,
@@ -44,6 +41,9 @@ from engine.traffic.trace import (
     chained,
     finish_name,
 )
+from engine.types.errors import ConfigError
+from engine.types.notices import ExecutorsLost
+from engine.types.params import SamplingParams
 
 log = logging.getLogger(__name__)
 

@@ -15,10 +15,10 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from engine.errors import ConfigError
 from engine.messages import Finish
 from engine.scheduling.rows import PlannerLimits
 from engine.traffic.sizes import StepSize
+from engine.types.errors import ConfigError
 
 FORMAT = 1
 LARGEST_BLOCK = 16  # tokens; pages of a multiple of this many can be asked about

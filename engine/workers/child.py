@@ -25,7 +25,7 @@ import msgspec
 import uvloop
 
 from engine.config import ENVIRONMENT_PREFIX
-from engine.patience import is_set_within
+from engine.host.timeouts import is_set_within
 from engine.workers.keys import ClientKeys
 from engine.workers.messages import Place
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Generic, Protocol
 
-from engine.errors import CallboardError, EngineDied
+from engine.types.errors import CallboardError, EngineDied
 from engine.workers.limits import Patience, RestartIntensity
 from engine.workers.messages import WorkerAlive, WorkerReady
 from engine.workers.wire import WireError

@@ -6,7 +6,7 @@ Owns: those numbers, and when restarts were.  Does not know: clocks, workers, wh
 from collections import deque
 from dataclasses import dataclass
 
-from engine.errors import EngineDied
+from engine.types.errors import EngineDied
 
 
 @dataclass(frozen=True, slots=True)

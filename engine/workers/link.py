@@ -16,8 +16,8 @@ from typing import Any, Generic, TypeVar
 
 import zmq
 
-from engine.errors import CallboardError
-from engine.notices import Message
+from engine.types.errors import CallboardError
+from engine.types.notices import Message
 from engine.workers.keys import ClientKeys, Doorman, KeyPair
 from engine.workers.socket_directory import SocketDirectory, base_of
 from engine.workers.wire import MAX_FRAME_BYTES, Wire, WireError

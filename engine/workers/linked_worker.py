@@ -9,9 +9,9 @@ import logging
 from collections.abc import Callable
 from typing import Any, Generic, Protocol
 
-from engine.errors import CallboardError
 from engine.messages import Stop
-from engine.notices import Message
+from engine.types.errors import CallboardError
+from engine.types.notices import Message
 from engine.workers.group import LAST_WORDS_S
 from engine.workers.keys import ClientKeys
 from engine.workers.link import LinkError, LinkServer

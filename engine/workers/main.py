@@ -13,9 +13,9 @@ from typing import Any, Generic, TypeVar
 import zmq
 
 from engine.actors.actor import Actor
-from engine.errors import CallboardError
 from engine.messages import Stop
-from engine.notices import Message
+from engine.types.errors import CallboardError
+from engine.types.notices import Message
 from engine.workers.child import Ticket
 from engine.workers.link import LinkError, SocketLink
 from engine.workers.messages import Assignment, WorkerAlive, WorkerFailed

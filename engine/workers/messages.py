@@ -9,8 +9,7 @@ import msgspec
 from engine.actors.operations import Operate, Operated, SettingsChanged
 from engine.actors.snapshot import GetSnapshot, RequestsFinished, Snapshot, Subscribe
 from engine.config import Config
-from engine.errors import CallboardError, ConfigError, EngineDied, GraphError, PluginError, StepTooLarge, WeightsError
-from engine.logs import LogSettings
+from engine.host.logs import LogSettings
 from engine.messages import (
     Abort,
     Admit,
@@ -24,8 +23,17 @@ from engine.messages import (
     Tokenize,
     TokenizerInbox,
 )
-from engine.notices import Message
 from engine.scheduling.proposer import DraftModel
+from engine.types.errors import (
+    CallboardError,
+    ConfigError,
+    EngineDied,
+    GraphError,
+    PluginError,
+    StepTooLarge,
+    WeightsError,
+)
+from engine.types.notices import Message
 
 # Errors that mean the same on both sides of a process boundary; any other is told as text.
 TOLD_AS_THEMSELVES = {error.__name__: error for error in (ConfigError, WeightsError, PluginError, GraphError)}

@@ -16,12 +16,12 @@ from msgspec import structs
 from engine.checkpoints.checkpoint import resolve_checkpoint
 from engine.checkpoints.fingerprint import fingerprint
 from engine.config import Config, without_cluster_key
-from engine.errors import ConfigError
-from engine.logs import LogSettings
+from engine.host.logs import LogSettings
 from engine.messages import ExecutorInbox, FromExecutor, TokenizerInbox
-from engine.notices import Message
 from engine.plugins.families import read_model
 from engine.scheduling.proposer import DraftModel
+from engine.types.errors import ConfigError
+from engine.types.notices import Message
 from engine.workers.child import Child, Ticket
 from engine.workers.cluster.head import Head
 from engine.workers.executors import GenerationSettings

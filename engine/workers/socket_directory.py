@@ -17,7 +17,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from engine.errors import ConfigError
+from engine.types.errors import ConfigError
 
 PREFIX = "callboard-"
 LOCK = "lock"

@@ -10,7 +10,6 @@ from pathlib import Path
 from engine.actors.tokenizer import Tokenizer
 from engine.checkpoints.checkpoint import ModelSpec
 from engine.config import Config
-from engine.errors import CallboardError
 from engine.messages import Abort, Admit, Deltas, Failed
 from engine.plugins.families import read_model
 from engine.plugins.manager import Plugins
@@ -19,6 +18,7 @@ from engine.plugins.structured import plugin_grammars, plugin_processors
 from engine.text.codec import TextCodec
 from engine.text.grammar import Grammars
 from engine.text.processors import Processors
+from engine.types.errors import CallboardError
 from engine.workers.child import Ticket, enter
 from engine.workers.main import Outgoing, WorkerProcess
 from engine.workers.messages import TokenizerAssignment, TokenizerProcessInbox, WorkerReady

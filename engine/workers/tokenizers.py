@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 from engine.actors.actor import Actor, Link
 from engine.messages import Abort, Admit, Delta, Deltas, Failed, Finish, Tokenize, TokenizerInbox, Tokens
-from engine.notices import TokenizersLost, TokenizersReady
+from engine.types.notices import TokenizersLost, TokenizersReady
 from engine.workers.group import Owner, Start, WorkerGroup, WorkerSlot, one_for_one
 from engine.workers.limits import Patience, RestartIntensity
 from engine.workers.messages import FromTokenizer, WorkerReady

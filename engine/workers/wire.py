@@ -4,9 +4,9 @@ from typing import Any
 
 import msgspec
 
-from engine.errors import CallboardError
 from engine.messages import Abort, Deltas, Failed
-from engine.notices import Message
+from engine.types.errors import CallboardError
+from engine.types.notices import Message
 from engine.workers.messages import AnyMessage
 
 MAX_FRAME_BYTES = 64 << 20

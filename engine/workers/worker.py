@@ -5,8 +5,8 @@ Owns: what can be asked of one and what it reports.  Does not know: how it is st
 
 from typing import Protocol, TypeVar
 
-from engine.errors import CallboardError
-from engine.notices import Message
+from engine.types.errors import CallboardError
+from engine.types.notices import Message
 from engine.workers.messages import WorkerAlive, WorkerReady
 
 Said = TypeVar("Said", bound=Message)  # what a worker says, but for how it is

@@ -8,8 +8,8 @@ from typing import Any
 
 import msgspec
 
-from engine.errors import FieldError
-from engine.prompt import ChatTurn, ToolCall
+from engine.types.errors import FieldError
+from engine.types.prompt import ChatTurn, ToolCall
 from server.anthropic.requests import BlockBody, BlockSource, CountBody, MessageBody
 from server.openai.conversation import needed, num_answered, told_left_out
 

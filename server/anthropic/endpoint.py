@@ -8,10 +8,10 @@ import asyncio
 from aiohttp import web
 
 from engine.actors.admission import check_chars, num_chars
-from engine.errors import FieldError, RequestError
-from engine.prompt import ChatOptions
-from engine.sections import ServerSection
+from engine.settings.sections import ServerSection
 from engine.text.codec import TextCodec
+from engine.types.errors import FieldError, RequestError
+from engine.types.prompt import ChatOptions
 from server.anthropic.conversation import continues, read_conversation
 from server.anthropic.objects import TokenCountAnswer
 from server.anthropic.requests import CountBody, MessagesBody

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from engine.errors import RequestError
+from engine.types.errors import RequestError
 from server.http.replies import MAX_MESSAGE_CHARS, ErrorFormat
 
 StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use", "pause_turn"]

@@ -7,8 +7,8 @@ Does not know: how calls are written, chat templates.
 from collections.abc import Sequence
 from typing import Any, Final
 
-from engine.errors import FieldError
 from engine.text.tool_calls import ToolFormat
+from engine.types.errors import FieldError
 from server.anthropic.requests import MessageTool, MessageToolChoice
 from server.openai.conversation import Choice, ToolRequest, needed, read_tools, warn_left_out
 from server.openai.requests import FunctionBody, FunctionChoice, ToolBody, ToolChoice

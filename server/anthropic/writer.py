@@ -8,9 +8,9 @@ from collections.abc import Sequence
 
 import msgspec
 
-from engine.errors import RequestError
 from engine.messages import Delta, Finish
 from engine.text.tool_calls import CallPiece, OutputPart
+from engine.types.errors import RequestError
 from server.anthropic.objects import (
     Block,
     BlockDelta,

@@ -8,8 +8,8 @@ from collections.abc import Collection
 
 from aiohttp import web
 
-from engine.errors import FieldError
-from engine.sections import ServerSection
+from engine.settings.sections import ServerSection
+from engine.types.errors import FieldError
 from server.batches.objects import BatchBody, BatchObject
 from server.batches.runner import BatchRunner
 from server.batches.table import BatchTable

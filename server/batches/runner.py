@@ -15,9 +15,9 @@ from typing import Any
 
 import msgspec
 
-from engine.errors import CallboardError, RequestError
-from engine.params import MAX_SEED
-from engine.sections import ServerSection
+from engine.settings.sections import ServerSection
+from engine.types.errors import CallboardError, RequestError
+from engine.types.params import MAX_SEED
 from server.batches.lines import FoundLine
 from server.batches.objects import BatchObject, InputLine, LineResponse, OutputLine, Status
 from server.batches.table import OK, BatchTable

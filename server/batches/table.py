@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 from msgspec import structs
 
-from engine.errors import RequestError
+from engine.types.errors import RequestError
 from server.batches.lines import FoundLine, LineReader
 from server.batches.objects import BatchObject, LineError, LineErrors, LineFailure, OutputLine, RequestCounts, Status
 from server.generate.unattended import check_active

@@ -13,7 +13,7 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from engine.errors import ConfigError
+from engine.types.errors import ConfigError
 from server.bench.loads import Turn
 
 MAX_ERROR_BYTES = 1 << 16

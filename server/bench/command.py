@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from engine.config import Config
-from engine.errors import CallboardError, ConfigError
+from engine.types.errors import CallboardError, ConfigError
 from server.arguments import count, natural, picture, positive, share
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
-from engine.errors import ConfigError
+from engine.types.errors import ConfigError
 
 TEXT = (
     "the of and to in is was he for it with as his on be at by had not are but from or have an they which one you were "

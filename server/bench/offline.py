@@ -10,7 +10,7 @@ from random import Random
 from typing import Any
 
 from engine.config import Config
-from engine.params import SamplingParams
+from engine.types.params import SamplingParams
 
 SEED, LARGEST_ID = 0, 10_000
 

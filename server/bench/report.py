@@ -13,7 +13,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from engine.errors import ConfigError
+from engine.types.errors import ConfigError
 from server.bench.client import Record
 
 Figures = dict[str, float]

@@ -11,8 +11,8 @@ from typing import ClassVar, Protocol, TypeVar
 import msgspec
 
 from engine.checkpoints.pooling import Task
-from engine.errors import RequestError
 from engine.messages import Delta
+from engine.types.errors import RequestError
 from server.generate.generation import Generation
 from server.generate.output import Output, PlainText, UsageCounter
 from server.http.replies import error_body

@@ -16,9 +16,9 @@ import msgspec
 from msgspec import Meta
 
 from engine.messages import DEFAULT_OPTIONS, RequestOptions
-from engine.params import MAX_SEED, SamplingParams
-from engine.prompt import Prompt
 from engine.text.tool_calls import ToolCallParser
+from engine.types.params import MAX_SEED, SamplingParams
+from engine.types.prompt import Prompt
 
 MAX_CHOICES = 128  # in one request
 

@@ -15,10 +15,10 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 import msgspec
 from aiohttp import web
 
-from engine.errors import FieldError, RequestError
 from engine.messages import Delta, Finish, RequestOptions
-from engine.params import SamplingParams
-from engine.sections import ServerSection
+from engine.settings.sections import ServerSection
+from engine.types.errors import FieldError, RequestError
+from engine.types.params import SamplingParams
 from server.backend import Stream
 from server.clients import CLIENT, ClientRequest
 from server.generate.endpoint import Endpoint, Writer

@@ -11,8 +11,8 @@ from typing import TypeVar
 from msgspec import structs
 
 from engine.actors.admission import RETRY_AFTER_S
-from engine.errors import EngineDied, RequestError
 from engine.messages import RequestOptions
+from engine.types.errors import EngineDied, RequestError
 from server.generate.generation import Generation, Origin
 
 T = TypeVar("T")

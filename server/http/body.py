@@ -16,8 +16,8 @@ from typing import Any, Generic, TypeVar
 import msgspec
 from aiohttp import web
 
-from engine.errors import FieldError, RequestError
-from engine.sections import ServerSection
+from engine.settings.sections import ServerSection
+from engine.types.errors import FieldError, RequestError
 
 B = TypeVar("B", bound=msgspec.Struct)
 T = TypeVar("T")

@@ -23,8 +23,8 @@ from aiohttp.http_exceptions import LineTooLong
 from aiohttp.streams import EMPTY_PAYLOAD, StreamReader
 from aiohttp.web_protocol import RequestHandler
 
-from engine.errors import ConfigError, RequestError
-from engine.sections import ServerSection
+from engine.settings.sections import ServerSection
+from engine.types.errors import ConfigError, RequestError
 from server.http.exchange import EXCHANGE, Exchange, OutermostHandler, Traffic
 from server.http.listener import BACKLOG
 from server.http.replies import error_response, raw_response

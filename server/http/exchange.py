@@ -25,10 +25,10 @@ from typing import Literal
 from aiohttp import hdrs, web
 from aiohttp.typedefs import Middleware
 
-from engine.errors import CallboardError, RequestError
-from engine.logs import FIELDS
+from engine.host.logs import FIELDS
 from engine.scheduling.meter import LONG_S, Distribution
-from engine.sections import ServerSection
+from engine.settings.sections import ServerSection
+from engine.types.errors import CallboardError, RequestError
 from server.http.replies import ErrorFormat, as_request_error, error_body, error_response
 from server.keys import Key
 

@@ -7,7 +7,7 @@ import errno
 import os
 import socket
 
-from engine.errors import ConfigError
+from engine.types.errors import ConfigError
 
 BACKLOG = 1024  # clients that connect while the event loop is busy
 SEND_BUFFER_BYTES = 64 << 10  # per connection; the kernel would let it grow to megabytes before a slow reader shows

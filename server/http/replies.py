@@ -10,7 +10,7 @@ from http import HTTPStatus
 import msgspec
 from aiohttp import web
 
-from engine.errors import EngineDied, RequestError
+from engine.types.errors import EngineDied, RequestError
 
 MAX_MESSAGE_CHARS = 400
 TYPES = {

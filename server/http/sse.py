@@ -13,7 +13,7 @@ from typing import NamedTuple
 import msgspec
 from aiohttp import HttpVersion11, web
 
-from engine.errors import CallboardError, RequestError
+from engine.types.errors import CallboardError, RequestError
 from server.http.exchange import EXCHANGE
 from server.http.replies import as_request_error
 

@@ -23,7 +23,7 @@ from typing import Literal
 
 import msgspec
 
-from engine.errors import ConfigError
+from engine.types.errors import ConfigError
 from server.journal.records import Accepted, Ended, Record, decode, encode
 from server.journal.segments import Segments
 

@@ -9,8 +9,8 @@ import uuid
 
 import msgspec
 
-from engine.errors import RequestError
 from engine.messages import Delta
+from engine.types.errors import RequestError
 
 
 class Accepted(msgspec.Struct, frozen=True, array_like=True, tag=0):

@@ -13,8 +13,8 @@ from typing import Any, Protocol
 
 import msgspec
 
-from engine.errors import CallboardError, RequestError
 from engine.messages import Delta, Finish
+from engine.types.errors import CallboardError, RequestError
 from server.clients import ClientRequest
 from server.generate.endpoint import Endpoint
 from server.generate.generation import Generation, Origin, Told

@@ -20,8 +20,8 @@ from pathlib import Path
 
 import msgspec
 
-from engine.disk import make_folder, sync_folder
-from engine.errors import ConfigError
+from engine.host.disk import make_folder, sync_folder
+from engine.types.errors import ConfigError
 
 log = logging.getLogger(__name__)
 

@@ -19,8 +19,8 @@ from typing import Any
 from aiohttp import web
 
 from engine.actors.admission import unavailable
-from engine.errors import ConfigError, RequestError
-from engine.sections import StorageSection
+from engine.settings.sections import StorageSection
+from engine.types.errors import ConfigError, RequestError
 from server.backend import Stream
 from server.clients import CLIENT, Clients
 from server.generate.generation import Generation, new_seed

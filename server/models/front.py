@@ -15,8 +15,8 @@ import uvloop
 from aiohttp import web
 
 from engine.config import SeveralModels
-from engine.errors import ConfigError
-from engine.sections import ServerSection
+from engine.settings.sections import ServerSection
+from engine.types.errors import ConfigError
 from server.anthropic.objects import COUNT, ERROR_FORMATS
 from server.clients import OPEN_ROUTES, Rates, require_key
 from server.http.connection import HttpRunner

@@ -14,9 +14,9 @@ from pathlib import Path
 import msgspec
 
 from engine.config import Config, ServedModel
-from engine.errors import CallboardError, RequestError
-from engine.host_memory import resident_bytes
-from engine.logs import LogSettings
+from engine.host.logs import LogSettings
+from engine.host.memory import resident_bytes
+from engine.types.errors import CallboardError, RequestError
 from engine.workers.child import Child
 from server.http.listener import bind, url_of
 from server.model_card import ModelCard

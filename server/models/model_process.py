@@ -17,9 +17,9 @@ import msgspec
 import uvloop
 
 from engine.config import Config, build_config
-from engine.errors import CallboardError
-from engine.logs import LogSettings
-from engine.system import System
+from engine.control.system import System
+from engine.host.logs import LogSettings
+from engine.types.errors import CallboardError
 from engine.workers.child import begin, die_with, end, wait_for_end
 from server.backend import Backend
 from server.model_card import ModelCard

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
 from engine.actors.admission import RETRY_LATER_S
-from engine.errors import CallboardError, RequestError
-from engine.patience import is_set_within
+from engine.host.timeouts import is_set_within
+from engine.types.errors import CallboardError, RequestError
 from server.models.model import Model
 from server.replicas.replica import Replica, State
 

@@ -17,8 +17,8 @@ from msgspec import UNSET
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from engine.actors.admission import RETRY_LATER_S, queue_full
-from engine.errors import RequestError
-from engine.sections import LimitsSection, ServerSection
+from engine.settings.sections import LimitsSection, ServerSection
+from engine.types.errors import RequestError
 from server.clients import Charge, Rates, check_share
 from server.http.body import check_headers, collect, name_field
 from server.http.exchange import EXCHANGE, refuse_foreign_page

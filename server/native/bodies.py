@@ -10,7 +10,7 @@ from typing import Annotated, ClassVar
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-from engine.params import MAX_TOKEN_COUNT
+from engine.types.params import MAX_TOKEN_COUNT
 from server.generate.output import FinishReason
 from server.openai.requests import Int, Priority, Salt, SamplingFields, Short, TokenId, TopLogprobs
 

@@ -10,9 +10,9 @@ from typing import Any, ClassVar
 import msgspec
 from msgspec import UNSET
 
-from engine.errors import FieldError
 from engine.messages import Delta, TokenLogprobs, TokenText
-from engine.prompt import Prompt
+from engine.types.errors import FieldError
+from engine.types.prompt import Prompt
 from server.generate.endpoint import Endpoint, Writer
 from server.generate.generation import Generation
 from server.generate.output import Output, UsageCounter, finish_reason, finite, matched_stop, unpacked

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from engine.errors import FieldError
 from engine.messages import Delta, Finish, TokenLogprobs
-from engine.prompt import ChatOptions
 from engine.text.tool_calls import CallPiece, text_and_calls
+from engine.types.errors import FieldError
+from engine.types.prompt import ChatOptions
 from server.generate.endpoint import Endpoint
 from server.generate.generation import Generation, Origin
 from server.generate.output import (

@@ -8,9 +8,9 @@ from typing import cast
 
 import msgspec
 
-from engine.errors import FieldError, RequestError
 from engine.messages import Delta, TokenLogprobs
-from engine.prompt import Prompt
+from engine.types.errors import FieldError, RequestError
+from engine.types.prompt import Prompt
 from server.generate.endpoint import Endpoint
 from server.generate.generation import Generation
 from server.generate.output import (

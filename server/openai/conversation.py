@@ -13,12 +13,12 @@ from typing import Any, Final
 
 import msgspec
 
-from engine.errors import FieldError, RequestError
-from engine.params import Grammar
 from engine.plugins.tool_parser.hermes import HermesFormat
-from engine.prompt import ChatTurn, ToolCall
 from engine.text.tool_calls import ToolCallParser, ToolFormat
 from engine.text.tool_format import Tool
+from engine.types.errors import FieldError, RequestError
+from engine.types.params import Grammar
+from engine.types.prompt import ChatTurn, ToolCall
 from server.http.body import is_given
 from server.openai.requests import CallBody, ChatMessage, ContentPart, ToolBody, ToolChoice
 

@@ -12,7 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import msgspec
 from msgspec import Meta
 
-from engine.params import MAX_LOGPROBS, MAX_TOKEN_COUNT
+from engine.types.params import MAX_LOGPROBS, MAX_TOKEN_COUNT
 
 # Ranges that JSON numbers must keep to whatever they are for: a longer integer is an attack on what prints it.
 Int = Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]

@@ -8,9 +8,9 @@ from typing import Any
 
 import msgspec
 
-from engine.errors import FieldError
-from engine.params import Grammar
 from engine.text.tool_format import CallShape, TagsShape
+from engine.types.errors import FieldError
+from engine.types.params import Grammar
 from server.http.body import is_given, name_field
 from server.openai.requests import ResponseFormat, TriggeredTags
 

@@ -11,10 +11,10 @@ from aiohttp import web
 from msgspec import UNSET, UnsetType
 
 from engine.actors.admission import check_chars, num_chars
-from engine.errors import FieldError
-from engine.prompt import ChatOptions
-from engine.sections import ServerSection
+from engine.settings.sections import ServerSection
 from engine.text.codec import TextCodec
+from engine.types.errors import FieldError
+from engine.types.prompt import ChatOptions
 from server.http.body import BodyReader
 from server.http.replies import json_reply
 from server.openai.conversation import HERMES, read_end, read_tools, read_turns, read_variables

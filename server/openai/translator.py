@@ -11,11 +11,11 @@ from types import MappingProxyType
 
 import msgspec
 
-from engine.errors import FieldError, RequestError
 from engine.messages import DEFAULT_OPTIONS, RequestOptions
-from engine.params import MAX_GRAMMAR_CHARS, MAX_SEED, Grammar, SamplingParams
-from engine.prompt import Adapter, ChatOptions, Origin, Prompt
 from engine.text.tool_calls import ToolFormat
+from engine.types.errors import FieldError, RequestError
+from engine.types.params import MAX_GRAMMAR_CHARS, MAX_SEED, Grammar, SamplingParams
+from engine.types.prompt import Adapter, ChatOptions, Origin, Prompt
 from server.adapters import ServedAdapter
 from server.generate.generation import MAX_CHOICES, Generation
 from server.http.body import is_given

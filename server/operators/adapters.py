@@ -6,7 +6,7 @@ Owns: their bodies.  Does not know: which adapters there are, files.
 import msgspec
 from aiohttp import web
 
-from engine.sections import ServerSection
+from engine.settings.sections import ServerSection
 from server.adapters import Adapters
 from server.http.body import BodyReader
 from server.http.replies import json_reply

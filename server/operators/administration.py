@@ -11,8 +11,8 @@ import msgspec
 from aiohttp import web
 from msgspec import Meta
 
-from engine.errors import FieldError, RequestError
-from engine.sections import ServerSection
+from engine.settings.sections import ServerSection
+from engine.types.errors import FieldError, RequestError
 from server.clients import Clients
 from server.http.body import BodyReader
 from server.http.exchange import EXCHANGE, Handler, refuse_foreign_page

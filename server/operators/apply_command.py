@@ -16,9 +16,9 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from engine.changeover import Outcome
 from engine.config import Config
-from engine.errors import CallboardError, ConfigError
+from engine.control.changeover import Outcome
+from engine.types.errors import CallboardError, ConfigError
 
 DESCRIPTION = """\
 Gives a server that runs another configuration, under its streams.  The file is a whole configuration: what it leaves

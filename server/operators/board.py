@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 
-from engine.prompt import ChatTurn, Prompt
 from engine.scheduling.board import Board, State
 from engine.scheduling.meter import SPAN_S, Span
+from engine.types.prompt import ChatTurn, Prompt
 from server.clients import ClientRequest
 
 MAX_WORDS_CHARS = 80

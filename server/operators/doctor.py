@@ -22,11 +22,11 @@ from engine.checkpoints.adapter import adapter_rules
 from engine.checkpoints.checkpoint import ModelSpec, is_hub_id, resolve_checkpoint
 from engine.checkpoints.gguf import stored_tensors
 from engine.config import Config
-from engine.errors import CallboardError, ConfigError
-from engine.host_memory import available_bytes
-from engine.own_kernels import missing_for_flashinfer, missing_for_triton
+from engine.host.memory import available_bytes
 from engine.plugins.families import read_model
+from engine.settings.own_kernels import missing_for_flashinfer, missing_for_triton
 from engine.text.codec import Formats, load_codec
+from engine.types.errors import CallboardError, ConfigError
 from server.http.connection import require_c_parser
 from server.http.listener import bind
 

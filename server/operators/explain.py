@@ -14,9 +14,9 @@ from typing import Literal
 import msgspec
 from aiohttp import web
 
-from engine.errors import RequestError
 from engine.messages import Finish
 from engine.scheduling.explanation import Explained, Part, PartName
+from engine.types.errors import RequestError
 from server.backend import Backend
 from server.clients import MOST_ENDED, ClientRequest, Clients
 from server.http.exchange import EXCHANGE

@@ -10,8 +10,8 @@ import msgspec
 from aiohttp import web
 
 from engine.actors.operations import Operate
-from engine.errors import RequestError
 from engine.recording.file import file_name
+from engine.types.errors import RequestError
 from server.backend import Operations
 from server.http.exchange import refuse_foreign_page
 from server.http.replies import json_reply

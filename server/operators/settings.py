@@ -11,10 +11,10 @@ from aiohttp import web
 from msgspec import Meta
 
 from engine.actors.operations import Operate
-from engine.changeover import Outcome
 from engine.config import MAX_FILE_BYTES
-from engine.errors import FieldError, RequestError
-from engine.sections import ServerSection
+from engine.control.changeover import Outcome
+from engine.settings.sections import ServerSection
+from engine.types.errors import FieldError, RequestError
 from server.backend import Backend, Operations
 from server.http.body import BodyReader
 from server.http.exchange import refuse_foreign_page

@@ -17,9 +17,9 @@ from msgspec import UNSET, UnsetType
 from engine.actors.admission import RETRY_LATER_S, unavailable
 from engine.actors.snapshot import Gauges
 from engine.checkpoints.pooling import GENERATING, Kind, Pooling
-from engine.errors import RequestError
 from engine.messages import Finish, RequestOptions
-from engine.params import Method, SamplingParams
+from engine.types.errors import RequestError
+from engine.types.params import Method, SamplingParams
 from server.backend import Backend, Ingress, Stream
 from server.clients import CLIENT, Clients
 from server.generate.generation import MAX_CHOICES

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
-from engine.errors import ConfigError
 from engine.plugins.hookspecs import hookimpl
 from engine.scheduling.meter import RequestMetrics
+from engine.types.errors import ConfigError
 from server.backend import Stream
 from server.clients import CLIENT
 from server.http.exchange import EXCHANGE, Handler

@@ -19,9 +19,9 @@ from rich.console import Console
 from rich.table import Table
 
 from engine.config import Config, build_config
-from engine.errors import CallboardError, ConfigError
 from engine.llm import LLM, Completion
-from engine.params import Grammar, SamplingParams
+from engine.types.errors import CallboardError, ConfigError
+from engine.types.params import Grammar, SamplingParams
 
 NUM_REQUESTS = 200
 NUM_TOKENS = 40

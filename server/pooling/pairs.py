@@ -10,8 +10,8 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from engine.checkpoints.pooling import Task
-from engine.errors import FieldError
 from engine.pooling import PooledRequests
+from engine.types.errors import FieldError
 from server.generate.generation import Generation
 from server.pooling.requests import PooledEndpoint, PooledFields, PooledUsage
 

@@ -9,7 +9,7 @@ from typing import ClassVar, Literal
 import msgspec
 
 from engine.checkpoints.pooling import Task
-from engine.errors import FieldError
+from engine.types.errors import FieldError
 from server.generate.generation import Generation
 from server.pooling.embeddings import EmbeddingBody, encoded
 from server.pooling.requests import PooledEndpoint, PooledUsage

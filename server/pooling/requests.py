@@ -11,11 +11,11 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
-from engine.errors import FieldError, RequestError
 from engine.messages import Finish
-from engine.params import SamplingParams
 from engine.pooling import Float32, PooledRequests
-from engine.prompt import ChatOptions, Prompt
+from engine.types.errors import FieldError, RequestError
+from engine.types.params import SamplingParams
+from engine.types.prompt import ChatOptions, Prompt
 from server.generate.endpoint import Endpoint, Writer
 from server.generate.generation import Generation
 from server.generate.output import Output, UsageCounter

@@ -11,7 +11,7 @@ import msgspec
 from aiohttp import web
 from yarl import URL
 
-from engine.sections import ServerSection
+from engine.settings.sections import ServerSection
 from server.http.body import collect
 from server.http.exchange import EXCHANGE, REQUEST_ID_HEADER, refuse_foreign_page
 from server.http.replies import error_body

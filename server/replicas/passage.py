@@ -12,8 +12,8 @@ import re
 
 import msgspec
 
-from engine.errors import CallboardError
 from engine.messages import Finish
+from engine.types.errors import CallboardError
 from server.generate.generation import Origin, Told, new_seed
 from server.http.sse import PING_COMMENT, PING_EVENT
 

@@ -22,8 +22,8 @@ from multidict import CIMultiDict, CIMultiDictProxy
 from yarl import URL
 
 from engine.actors.admission import CHARS_PER_TOKEN
-from engine.errors import RequestError
-from engine.sections import ServerSection
+from engine.settings.sections import ServerSection
+from engine.types.errors import RequestError
 from server.clients import LEAST_OUTPUT, Charge, Rates
 from server.http.body import JSON_TYPE, ROUTED_TYPE, collect, is_object, media_type
 from server.http.exchange import CLIENT_LEFT, EXCHANGE, REQUEST_ID_HEADER, USAGE_HEADER

@@ -14,7 +14,7 @@ import msgspec
 import uvloop
 
 from engine.config import Config, build_config
-from engine.errors import ConfigError
+from engine.types.errors import ConfigError
 from server.backend import Backend
 from server.http.listener import bind, url_of
 from server.keys import read_keys
@@ -66,7 +66,7 @@ class EngineReplica:
     async def _serve(self) -> None:
         import ray
 
-        from engine.system import System
+        from engine.control.system import System
         from server.run.app import create_runner
 
         here = ray.get_runtime_context().get_node_id() == self._on_node

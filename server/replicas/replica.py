@@ -13,8 +13,8 @@ from typing import Protocol
 
 import aiohttp
 
-from engine.errors import CallboardError, RequestError
-from engine.patience import is_set_within
+from engine.host.timeouts import is_set_within
+from engine.types.errors import CallboardError, RequestError
 from server.replicas.affinity import PrefixAffinity
 
 log = logging.getLogger(__name__)

@@ -14,7 +14,7 @@ import msgspec
 from aiohttp import web
 
 from engine.config import Config
-from engine.errors import RequestError
+from engine.types.errors import RequestError
 from server.anthropic.objects import ERROR_FORMATS
 from server.clients import Rates, require_key
 from server.http.connection import HttpRunner

@@ -12,9 +12,9 @@ import msgspec
 from aiohttp import web
 from msgspec import UnsetType
 
-from engine.errors import FieldError, RequestError
 from engine.messages import Delta, Finish
-from engine.prompt import ChatOptions
+from engine.types.errors import FieldError, RequestError
+from engine.types.prompt import ChatOptions
 from server.generate.endpoint import Endpoint, Writer
 from server.generate.generation import Generation
 from server.generate.output import Output, UsageBody, UsageCounter

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import msgspec
 
-from engine.errors import FieldError
-from engine.prompt import ChatTurn
+from engine.types.errors import FieldError
+from engine.types.prompt import ChatTurn
 from server.openai.conversation import ROLES, needed, num_answered, part_text, read_call
 from server.openai.requests import CallBody, CalledFunction, ContentPart
 from server.responses.requests import InputItem

@@ -14,9 +14,9 @@ from functools import partial
 from aiohttp import web
 from msgspec import structs
 
-from engine.errors import CallboardError, FieldError
-from engine.params import MAX_SEED
-from engine.sections import ServerSection
+from engine.settings.sections import ServerSection
+from engine.types.errors import CallboardError, FieldError
+from engine.types.params import MAX_SEED
 from server.clients import CLIENT, ClientRequest, Clients
 from server.generate.generation import Generation, Origin
 from server.generate.pace import Pace

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from engine.errors import RequestError
+from engine.types.errors import RequestError
 from server.generate.unattended import check_active
 from server.responses.objects import ResponseObject
 from server.responses.requests import InputItem

@@ -11,8 +11,8 @@ from typing import Any, Final, NamedTuple
 import msgspec
 from msgspec import UNSET
 
-from engine.errors import FieldError
 from engine.text.tool_calls import ToolFormat
+from engine.types.errors import FieldError
 from server.openai.conversation import ToolRequest, needed, read_tools, warn_left_out
 from server.openai.requests import MAX_TOOLS, FunctionBody, FunctionChoice, ToolBody, ToolChoice
 from server.responses.objects import (

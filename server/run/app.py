@@ -11,7 +11,7 @@ from aiohttp import web
 
 from engine.actors.operations import SettingsChanged
 from engine.pooling import check_task
-from engine.sections import LimitsSection, ServerSection, StorageSection
+from engine.settings.sections import LimitsSection, ServerSection, StorageSection
 from engine.text.codec import TextCodec
 from server.adapters import Adapters
 from server.anthropic.endpoint import CountRoute, Messages

@@ -22,11 +22,11 @@ from engine.actors.admission import RETRY_LATER_S
 from engine.actors.ingress import Ingress
 from engine.actors.operations import Operated
 from engine.actors.snapshot import GetSnapshot, RequestsFinished, Snapshot, Subscribe
-from engine.errors import CallboardError, EngineDied, RequestError
 from engine.messages import Abort, Failed, Profile, Stop, Tokenize
 from engine.plugins.manager import Plugins
 from engine.plugins.observers import Observers
 from engine.plugins.parsers import plugin_codec
+from engine.types.errors import CallboardError, EngineDied, RequestError
 from engine.workers.child import Ticket, enter
 from engine.workers.main import Outgoing, WorkerProcess
 from engine.workers.messages import (

@@ -8,11 +8,11 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from engine.checkpoints.pooling import Kind
-from engine.logs import FIELDS, JSONFormatter, LogSettings
+from engine.host.logs import FIELDS, JSONFormatter, LogSettings
 from server.model_card import about
 
 if TYPE_CHECKING:
-    from engine.system import System
+    from engine.control.system import System
 
 log = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import msgspec
 from aiohttp import web
 
-from engine.changeover import Outcome
+from engine.control.changeover import Outcome
 from server.anthropic.objects import MessageError, MessageEvent, MessageObject, TokenCountAnswer
 from server.anthropic.requests import CountBody, MessagesBody
 from server.batches.objects import BatchBody, BatchObject

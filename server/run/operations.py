@@ -15,10 +15,10 @@ import msgspec
 
 from engine.actors.actor import Link
 from engine.actors.operations import Operate, Operated
-from engine.changeover import Changeover
 from engine.config import Config, ConfigSource
-from engine.errors import CallboardError, ConfigError, PluginError, RequestError, WeightsError
-from engine.system import System
+from engine.control.changeover import Changeover
+from engine.control.system import System
+from engine.types.errors import CallboardError, ConfigError, PluginError, RequestError, WeightsError
 from server.model_card import ModelCard
 
 log = logging.getLogger(__name__)

@@ -13,7 +13,7 @@ from typing import Any
 
 from engine.actors.supervisor import Entrance
 from engine.recording.recorder import Recorder
-from engine.sections import LimitsSection, ServerSection, StorageSection
+from engine.settings.sections import LimitsSection, ServerSection, StorageSection
 from engine.workers.frontend import RemoteIngress
 from server.backend import Backend
 from server.run.app import NO_STORAGE, create_runner

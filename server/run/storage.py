@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 from aiohttp import web
 
-from engine.errors import RequestError
-from engine.sections import ServerSection
+from engine.settings.sections import ServerSection
+from engine.types.errors import RequestError
 from server.backend import Backend
 from server.batches.routes import BatchRoutes
 from server.batches.runner import BatchRunner

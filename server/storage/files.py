@@ -11,7 +11,7 @@ from typing import Literal
 
 import msgspec
 
-from engine.errors import RequestError
+from engine.types.errors import RequestError
 from server.storage.pages import Asked, ListPage
 from server.storage.store import Connection, Store, check_quota
 

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from engine.errors import FieldError
+from engine.types.errors import FieldError
 
 
 class ListPage(msgspec.Struct, frozen=True, kw_only=True):

@@ -7,8 +7,8 @@ import uuid
 
 from aiohttp import web
 
-from engine.errors import FieldError, RequestError
-from engine.sections import ServerSection
+from engine.settings.sections import ServerSection
+from engine.types.errors import FieldError, RequestError
 from server.http.exchange import EXCHANGE, Handler, refuse_foreign_page
 from server.http.replies import json_reply
 from server.storage.files import Deleted, FileObject, Files

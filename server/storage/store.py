@@ -24,9 +24,9 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import IO, Final, TypeVar
 
-from engine.disk import make_folder
-from engine.errors import ConfigError, RequestError
-from engine.sections import StorageSection
+from engine.host.disk import make_folder
+from engine.settings.sections import StorageSection
+from engine.types.errors import ConfigError, RequestError
 
 log = logging.getLogger(__name__)
 

@@ -13,8 +13,8 @@ import msgspec
 from aiohttp import BodyPartReader, ContentTypeError, web
 from aiohttp.http_exceptions import HttpProcessingError
 
-from engine.errors import FieldError, RequestError
-from engine.sections import ServerSection
+from engine.settings.sections import ServerSection
+from engine.types.errors import FieldError, RequestError
 from server.http.body import LEAST_BYTES_PER_S, media_type
 from server.storage.store import Store, disk_error
 

@@ -9,12 +9,12 @@ from dataclasses import dataclass, replace
 import msgspec
 
 from engine.config import Config, with_overrides
-from engine.errors import ConfigError
 from engine.plugins.deciders import plugin_policy, plugin_strategy
 from engine.plugins.manager import Plugins
 from engine.scheduling.planner import Planner
 from engine.scheduling.rows import PlannerLimits
 from engine.traffic.trace import TraceHead
+from engine.types.errors import ConfigError
 
 ASKABLE = {
     "kv": ("num_pages", "page_size", "num_host_pages"),

@@ -11,7 +11,7 @@ import msgspec
 from rich.console import Console
 
 from engine.config import Config
-from engine.errors import ConfigError
+from engine.types.errors import ConfigError
 from server.arguments import count, picture
 from server.bench.command import NO_CONFIGURATION
 

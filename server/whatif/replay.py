@@ -15,14 +15,14 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from engine.errors import RequestError
 from engine.messages import Admit, Step, StepDone, Tokens
-from engine.params import SamplingParams
-from engine.prompt import Adapter, Origin
 from engine.scheduling.meter import RequestMetrics
 from engine.scheduling.rows import PlannerLimits
 from engine.traffic.sizes import NOTHING, StepSize, StepSizes
 from engine.traffic.trace import DIGEST_BYTES, TracedRequest, TraceHead
+from engine.types.errors import RequestError
+from engine.types.params import SamplingParams
+from engine.types.prompt import Adapter, Origin
 from server.whatif.changes import EOS, Case
 
 TokenIds = npt.NDArray[np.int32]

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from engine.actors.executor import Executor
-from engine.errors import WeightsError
 from engine.kv.store import PageFetcher
 from engine.messages import FetchPages, PagesFetched, Step, StepDone, Stop
+from engine.types.errors import WeightsError
 from engine.workers.messages import WorkerReady
 from tests.pace import far
 

@@ -11,12 +11,12 @@ import pytest
 
 from engine.actors.ingress import Ingress
 from engine.actors.stream import Stream
-from engine.errors import EngineDied, RequestError
 from engine.messages import Abort, Delta, Deltas, Failed, Finish, RequestOptions, Stats, Tokenize, Usage
-from engine.notices import EngineReady
-from engine.params import SamplingParams
-from engine.prompt import ChatTurn
-from engine.sections import LimitsSection
+from engine.settings.sections import LimitsSection
+from engine.types.errors import EngineDied, RequestError
+from engine.types.notices import EngineReady
+from engine.types.params import SamplingParams
+from engine.types.prompt import ChatTurn
 
 USAGE = Usage(prompt_tokens=1, completion_tokens=1, cached_tokens=0)
 

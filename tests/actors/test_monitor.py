@@ -11,10 +11,10 @@ import pytest
 
 from benchmarks.null_engine import NullRunner, NullSystem, Turns
 from engine.config import Config, build_config
-from engine.params import SamplingParams
+from engine.control.system import System
 from engine.plugins.hookspecs import hookimpl
 from engine.scheduling.meter import RequestMetrics
-from engine.system import System
+from engine.types.params import SamplingParams
 from tests.pace import far
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo_model"
@@ -122,7 +122,7 @@ def test_a_watcher_with_a_hook_that_does_not_exist_is_refused() -> None:
         def callboard_request_finishd(self, requests: Sequence[RequestMetrics]) -> None:
             pass
 
-    from engine.errors import PluginError
+    from engine.types.errors import PluginError
 
     with pytest.raises(PluginError, match="callboard_request_finishd"):
         NullSystem(configured()).monitor.watch(Misspelt(), "tests.misspelt")

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.actors.step_splitting import IN_PARTS, StepSplitter, halves, merged, num_tokens, together
-from engine.errors import StepTooLarge
 from engine.execution.runner import extras_by_row
 from engine.messages import Logprobs, PromptLogprobs, Step, StepDone, StepExtras
+from engine.types.errors import StepTooLarge
 from tests.scheduling.bench import Bench, prompt_of
 from tests.scheduling.fake_device import FakeDevice
 

@@ -7,8 +7,8 @@ import msgspec
 import pytest
 
 from engine.actors.stream import Stream
-from engine.errors import RequestError
 from engine.messages import Delta, Finish
+from engine.types.errors import RequestError
 
 Sink = Callable[[Delta], bool]
 

@@ -11,10 +11,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from engine.config import Config, build_config
-from engine.errors import ConfigError, EngineDied, PluginError, RequestError, WeightsError
+from engine.control.system import System
 from engine.messages import Finish, Step
-from engine.params import SamplingParams
-from engine.system import System
+from engine.types.errors import ConfigError, EngineDied, PluginError, RequestError, WeightsError
+from engine.types.params import SamplingParams
 from tests.models.checkpoints import build, random_tokens, save
 from tests.pace import far
 
@@ -196,7 +196,7 @@ def test_a_pool_below_the_longest_request_is_a_warning_with_the_number_that_is_n
 def test_an_unknown_quantization_is_answered_with_those_that_this_machine_has(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("engine.device_defaults.torch_may_use_gpus", lambda: False)
+    monkeypatch.setattr("engine.host.device_defaults.torch_may_use_gpus", lambda: False)
     model = {"path": str(checkpoint), "tokenizer": "none", "quantization": "q4"}
     with pytest.raises(PluginError, match="these do here: 'float16', 'int8', 'none', or"):
         System(build_config(Config(), {"model": model}))

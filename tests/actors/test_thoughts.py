@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 from engine.actors.tokenizer import Tokenizer
-from engine.errors import RequestError
 from engine.messages import Abort, Admit, Deltas, Failed, Finish, RequestOptions, Stop, Tokenize, Tokens
-from engine.params import Grammar, SamplingParams
-from engine.prompt import ChatOptions, ChatTurn
 from engine.text.codec import Formats, TextCodec
 from engine.text.grammar import Grammars
 from engine.text.reasoning import THINK
+from engine.types.errors import RequestError
+from engine.types.params import Grammar, SamplingParams
+from engine.types.prompt import ChatOptions, ChatTurn
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo_model"
 TEMPLATE = (

@@ -13,9 +13,9 @@ import pytest
 
 from engine.actors.tokenizer import Tokenizer
 from engine.messages import Abort, Admit, Delta, Deltas, Failed, Finish, RequestOptions, Stop, Tokenize
-from engine.params import SamplingParams
-from engine.prompt import ChatTurn
 from engine.text.codec import EncodedChat, TextCodec
+from engine.types.params import SamplingParams
+from engine.types.prompt import ChatTurn
 from tests.actors.test_ingress import Sent
 from tests.pace import far
 from tests.text.specimens import byte_level, codec

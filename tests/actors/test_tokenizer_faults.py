@@ -12,8 +12,8 @@ import pytest
 
 from engine.actors.tokenizer import Tokenizer
 from engine.messages import Abort, Admit, Deltas, Failed, Finish, Stop, Tokenize, Tokens
-from engine.params import Grammar, SamplingParams
 from engine.text.grammar import Grammars
+from engine.types.params import Grammar, SamplingParams
 from tests.actors.test_ingress import Sent
 from tests.pace import far
 from tests.text.specimens import byte_level, codec

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from engine.checkpoints.adapter import read_adapter
 from engine.config import Config, build_config
-from engine.errors import RequestError
+from engine.control.system import System
 from engine.execution.adapters import RankAdapters
 from engine.execution.batch import Int32, Int64
 from engine.execution.captured_steps import Decoded
@@ -20,11 +20,11 @@ from engine.execution.compiled_decodes import CompiledDecodes
 from engine.kernels.panels import products
 from engine.kv.node import Namespace
 from engine.messages import RequestOptions, Step
-from engine.params import SamplingParams
-from engine.prompt import Adapter
 from engine.sampling.captured import Variant
 from engine.scheduling.payoff import Payoff
-from engine.system import System
+from engine.types.errors import RequestError
+from engine.types.params import SamplingParams
+from engine.types.prompt import Adapter
 from tests.adapters.made import greedy, make_adapter, merged
 from tests.models.checkpoints import build, random_tokens, save
 from tests.scheduling.liars import Everything

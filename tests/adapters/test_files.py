@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from engine.checkpoints.adapter import AdapterRules, adapter_rules, read_adapter
-from engine.errors import ConfigError, WeightsError
 from engine.plugins.families import read_model
+from engine.types.errors import ConfigError, WeightsError
 from tests.adapters.made import make_adapter
 from tests.models.checkpoints import build, save
 

@@ -11,7 +11,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.errors import PluginError
 from engine.layers.attention import AttentionBackend
 from engine.plugins.attention import flash_attn
 from engine.plugins.attention.flash_attn import FlashAttentionOptions, callboard_attention_backend
@@ -22,6 +21,7 @@ from engine.plugins.declaration import Declaration, convert_declaration
 from engine.plugins.hookspecs import AttentionContext
 from engine.plugins.manager import Plugins
 from engine.plugins.selection import contenders, first_fit
+from engine.types.errors import PluginError
 from tests.attention import fake_flash_attn
 from tests.attention.fake_flash_attn import FakeFlashAttention
 from tests.attention.graph_rows import GraphRows

@@ -11,7 +11,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.errors import PluginError
 from engine.layers.attention import AttentionBackend, AttentionBatch
 from engine.layers.kv_pool import KVPool
 from engine.plugins.attention import flashinfer as plugin
@@ -21,6 +20,7 @@ from engine.plugins.attention.flashinfer.kernels import PagedAppend, Setup
 from engine.plugins.attention.flashinfer.staging import StagingRing
 from engine.plugins.declaration import convert_declaration
 from engine.plugins.hookspecs import AttentionContext
+from engine.types.errors import PluginError
 from tests.attention.fake_device import FakeStream
 from tests.attention.fake_flashinfer import fake_flashinfer
 from tests.attention.graph_rows import GraphRows

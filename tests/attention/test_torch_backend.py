@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from engine.errors import PluginError
 from engine.kernels import attention
 from engine.kernels.attention import CompiledAttention, compiled_attention
 from engine.layers.attention import AttentionBackend, AttentionBatch, AttentionSpec
@@ -18,6 +17,7 @@ from engine.layers.kv_pool import KVPool, Layout
 from engine.plugins.attention import torch as backend_module
 from engine.plugins.attention.torch import TorchAttention, callboard_attention_backend
 from engine.plugins.hookspecs import AttentionContext
+from engine.types.errors import PluginError
 from tests.attention.reference import attend_one
 
 CPU = torch.device("cpu")

@@ -10,7 +10,6 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not published for this system")
 
-from engine.errors import PluginError
 from engine.graphs.decode_attention import can_capture
 from engine.layers.attention import AttentionBatch, AttentionSpec
 from engine.layers.kv_pool import KVPool
@@ -23,6 +22,7 @@ from engine.plugins.declaration import convert_declaration
 from engine.plugins.hookspecs import AttentionContext
 from engine.plugins.manager import BUILTIN, Plugins, available_plugins
 from engine.plugins.selection import choose_attention
+from engine.types.errors import PluginError
 from tests.attention.batches import META, batch_of
 from tests.attention.recorded_launches import H200, Launch, Recorder
 

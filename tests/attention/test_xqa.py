@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from engine.errors import PluginError
 from engine.plugins.attention import xqa as plugin
 from engine.plugins.attention.xqa import XQAAttention, callboard_attention_backend
 from engine.plugins.declaration import convert_declaration
 from engine.plugins.hookspecs import AttentionContext
+from engine.types.errors import PluginError
 from tests.attention.fake_device import FakeStream
 from tests.attention.fake_flashinfer import fake_flashinfer
 from tests.attention.graph_rows import GraphRows

@@ -13,9 +13,9 @@ from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, Repo
 from engine.checkpoints import checkpoint
 from engine.checkpoints.checkpoint import SamplingDefaults, resolve_checkpoint
 from engine.checkpoints.shape import RotaryShape
-from engine.errors import WeightsError
 from engine.plugins import declaration
 from engine.plugins.families import read_model
+from engine.types.errors import WeightsError
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],

@@ -9,8 +9,8 @@ from transformers import GptOssConfig, Phi3Config, PretrainedConfig
 
 from engine.checkpoints.fields import Fields
 from engine.checkpoints.shape import DecoderShape
-from engine.errors import WeightsError
 from engine.plugins.hookspecs import ModelContext
+from engine.types.errors import WeightsError
 from tests.models.checkpoints import NOT_PLAIN, PLAIN, configuration
 from tests.models.test_families import hook_of
 

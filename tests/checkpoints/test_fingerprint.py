@@ -11,8 +11,8 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaForCausalLM
 
 from engine.checkpoints.fingerprint import check_fingerprint, fingerprint
-from engine.errors import ConfigError, WeightsError
 from engine.plugins.families import read_model
+from engine.types.errors import ConfigError, WeightsError
 from tests.models.checkpoints import build, configuration, save
 
 

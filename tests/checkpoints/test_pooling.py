@@ -10,9 +10,9 @@ import pytest
 from engine.checkpoints.checkpoint import ModelSpec, read_spec
 from engine.checkpoints.pooling import GENERATING, Pooling, causal_names
 from engine.checkpoints.shape import ClassifierShape, NoHeadShape, TokenScoreShape
-from engine.errors import WeightsError
 from engine.plugins.families import read_model
-from engine.sections import ModelSection
+from engine.settings.sections import ModelSection
+from engine.types.errors import WeightsError
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo_model"
 

@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch.distributed import FileStore
 
-from engine.errors import PluginError
 from engine.plugins.comm import pynccl as nccl
 from engine.plugins.comm.pynccl.group import ID_KEY, NcclComm
 from engine.plugins.comm.pynccl.library import LIBRARY, SIGNATURES, NcclError, NcclLibrary, find_library
 from engine.plugins.hookspecs import CommContext
 from engine.plugins.testing.comm import check_comm
+from engine.types.errors import PluginError
 from tests.comm.groups import at_once
 
 SOURCE = Path(__file__).with_name("fake_nccl.c")

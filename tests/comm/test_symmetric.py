@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.errors import PluginError
 from engine.plugins.comm.symmetric import SymmetricComm, callboard_comm
 from engine.plugins.comm.torch import TorchComm, TorchCommOptions
 from engine.plugins.hookspecs import CommContext
 from engine.plugins.testing.comm import check_comm
+from engine.types.errors import PluginError
 from tests.comm.groups import at_once
 
 LIMIT = 256

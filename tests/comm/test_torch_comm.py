@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from engine.errors import PluginError
 from engine.plugins.comm.torch import TorchComm, callboard_comm, join_parts
 from engine.plugins.hookspecs import CommContext
 from engine.plugins.support.rendezvous import local_address, serve_store
 from engine.plugins.testing.comm import check_comm
+from engine.types.errors import PluginError
 from tests.comm.groups import at_once
 
 

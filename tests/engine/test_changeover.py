@@ -13,13 +13,13 @@ import pytest
 
 from benchmarks.null_engine import NullSystem
 from engine.actors.stream import Stream
-from engine.changeover import Changeover
 from engine.config import Config, build_config
-from engine.errors import CallboardError, RequestError, WeightsError
+from engine.control.changeover import Changeover
+from engine.control.system import System
 from engine.messages import Finish
-from engine.params import SamplingParams
-from engine.sections import LimitsSection
-from engine.system import System
+from engine.settings.sections import LimitsSection
+from engine.types.errors import CallboardError, RequestError, WeightsError
+from engine.types.params import SamplingParams
 from tests.engine.held_steps import hold_steps
 from tests.pace import far
 
@@ -245,7 +245,7 @@ async def test_live_settings_take_effect_at_once(config: Config) -> None:
 async def test_where_both_do_not_fit_streams_wait_for_the_new_executors(
     config: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("engine.changeover.available_bytes", lambda: 0)
+    monkeypatch.setattr("engine.control.changeover.available_bytes", lambda: 0)
 
     system_with_weights = System.__init__
 
@@ -273,7 +273,7 @@ async def test_who_runs_waits_while_the_engine_sleeps_and_goes_on(
 ) -> None:
     expected: list[list[int]] = []
     freed: list[int] = []
-    monkeypatch.setattr("engine.changeover.release_freed", lambda: freed.append(level))
+    monkeypatch.setattr("engine.control.changeover.release_freed", lambda: freed.append(level))
     async with running(config) as (system, _):
         expected.extend(await read(open_streams(system)))
     async with running(config) as (system, changeover):

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 from callboard import LLM
-from engine.errors import PluginError, WeightsError
 from engine.execution import drafting
 from engine.execution.drafting import Drafter
 from engine.execution.rows import DeviceRows
 from engine.messages import Admission, Landing, Step
-from engine.params import SamplingParams as Params
 from engine.scheduling.payoff import Payoff
+from engine.types.errors import PluginError, WeightsError
+from engine.types.params import SamplingParams as Params
 from server.operators.verify import Way, verify_numerics
 from tests.engine.test_invariance import BASE, BY_NAME
 from tests.engine.test_speculation import GREEDY, PROMPTS, SAMPLED, Said, said, same

@@ -12,12 +12,12 @@ import transformers
 from torch import Tensor
 
 from callboard import LLM
-from engine.errors import PluginError, WeightsError
 from engine.execution import head_drafting
 from engine.messages import Step
 from engine.scheduling.completions import InFlight, Wave
 from engine.scheduling.drafts import Drafts
 from engine.scheduling.payoff import Payoff
+from engine.types.errors import PluginError, WeightsError
 from tests.engine.test_speculation import GREEDY, PROMPTS, SAMPLED, Said, said, same
 from tests.models.checkpoints import SIZES, random_tokens
 from tests.models.eagle_heads import ReferenceHead, save_head, write_head

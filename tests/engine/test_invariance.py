@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from engine.config import Config, build_config
-from engine.errors import CallboardError, ConfigError
 from engine.kernels.panels import products
 from engine.llm import Completion
 from engine.messages import Usage
+from engine.types.errors import CallboardError, ConfigError
 from server.operators import verify
 from server.operators.verify import WAYS, Request, Way, mixed_requests, verify_numerics
 

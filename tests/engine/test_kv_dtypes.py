@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from callboard import LLM, SamplingParams
-from engine.errors import PluginError
+from engine.types.errors import PluginError
 from tests.engine.test_kv_store import serve
 from tests.models.checkpoints import build, random_tokens, save
 

@@ -12,9 +12,9 @@ from tokenizers import Tokenizer
 
 from callboard import LLM, SamplingParams
 from engine.checkpoints.checkpoint import resolve_checkpoint
-from engine.errors import ConfigError, RequestError, WeightsError
 from engine.messages import Finish
 from engine.text.turns import read_turn
+from engine.types.errors import ConfigError, RequestError, WeightsError
 from tests.pace import far
 from tests.sampling.borders import clear_of_borders
 

@@ -13,15 +13,15 @@ import torch
 from transformers import PreTrainedModel
 
 from engine.actors.stream import Stream
-from engine.changeover import Changeover, Road
 from engine.checkpoints.adapter import read_adapter
 from engine.config import Config, build_config
-from engine.errors import ConfigError
+from engine.control.changeover import Changeover, Road
+from engine.control.system import System
 from engine.messages import Finish, RequestOptions
-from engine.params import SamplingParams
 from engine.plugins.proposer.ngram import NgramProposer
 from engine.scheduling.payoff import Payoff
-from engine.system import System
+from engine.types.errors import ConfigError
+from engine.types.params import SamplingParams
 from tests.adapters.made import greedy, make_adapter, merged
 from tests.engine.held_steps import hold_steps
 from tests.models.checkpoints import VOCAB, build, configuration, random_tokens, reference_logits, save
@@ -211,7 +211,7 @@ async def test_executors_in_processes_of_their_own_are_replaced_and_sleep(
     models: Models, road: Road, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if road == "after":
-        monkeypatch.setattr("engine.changeover.available_bytes", lambda: 0)
+        monkeypatch.setattr("engine.control.changeover.available_bytes", lambda: 0)
     places = {"placement": {"executor": "process"}}
     # Their steps cannot be slowed down from here: the streams are as long as that other executors load meanwhile.
     endless = SamplingParams(temperature=0.0, max_tokens=480, ignore_eos=True)

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from callboard import LLM, SamplingParams
-from engine.errors import RequestError
-from engine.params import Grammar
+from engine.types.errors import RequestError
+from engine.types.params import Grammar
 
 PERSON = {
     "type": "object",

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from callboard import LLM, SamplingParams
-from engine.errors import ConfigError
+from engine.types.errors import ConfigError
 from tests.models.checkpoints import build, random_tokens, save
 from tests.sampling.borders import clear_of_borders
 

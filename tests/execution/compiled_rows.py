@@ -10,10 +10,10 @@ from engine.execution.batch import Int32, Int64
 from engine.execution.compiled_decodes import CompiledDecodes, compiled_decodes
 from engine.execution.host_rows import HostRows
 from engine.kernels.cpu import cpu_kernels
-from engine.params import SamplingParams
 from engine.plugins.comm.local import LocalComm
 from engine.plugins.testing.steps import Driver
 from engine.sampling.sampler import Sampler
+from engine.types.params import SamplingParams
 
 MAX_ROWS, MAX_LEN = 6, 80
 

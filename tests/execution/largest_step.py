@@ -10,10 +10,10 @@ from pathlib import Path
 import torch
 
 from engine.config import Config, build_config
+from engine.control.system import System
 from engine.startup.loading import load_runner
 from engine.startup.memory import host_needs, run_largest_step
 from engine.startup.model_steps import ModelSteps
-from engine.system import System
 
 
 def anonymous_and_peak() -> tuple[int, int]:

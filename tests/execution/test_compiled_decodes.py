@@ -12,12 +12,12 @@ from engine.kernels.panels import Kind, products
 from engine.layers.packing import Linears
 from engine.messages import Step
 from engine.models.loader import load_model
-from engine.params import SamplingParams
 from engine.plugins.comm.local import LocalComm
 from engine.plugins.families import read_model
 from engine.plugins.linear.panels import Panels
 from engine.plugins.testing.steps import Driver
 from engine.sampling.captured import Variant
+from engine.types.params import SamplingParams
 from tests.execution.compiled_rows import MAX_LEN, MAX_ROWS, Rows
 from tests.models.checkpoints import VOCAB, build, random_tokens, save
 

@@ -10,7 +10,7 @@ from engine.execution.batch import lay_out
 from engine.execution.host_rows import HostRows
 from engine.execution.rows import DeviceRows, StepInputs
 from engine.messages import Admission, Step
-from engine.params import SamplingParams
+from engine.types.params import SamplingParams
 
 NUM_ROWS, MAX_LEN, PAGE_SIZE, PAGE_STRIDE = 6, 50, 4, 12
 NUM_PAGES = -(-MAX_LEN // PAGE_SIZE)

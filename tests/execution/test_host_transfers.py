@@ -12,16 +12,16 @@ import torch
 from torch import Tensor
 
 from engine.config import Config, build_config
-from engine.errors import ConfigError
+from engine.control.system import System
 from engine.execution.copy_stream import DirectCopies
 from engine.execution.runner import ModelRunner
 from engine.kernels.panels import products
 from engine.messages import Admission, Step
-from engine.params import SamplingParams
 from engine.startup import loading
 from engine.startup.loading import load_runner
 from engine.startup.memory import Needs
-from engine.system import System
+from engine.types.errors import ConfigError
+from engine.types.params import SamplingParams
 from tests.execution.late_copies import LateCopies
 from tests.models.checkpoints import build, random_tokens, save
 

@@ -6,10 +6,10 @@ import threading
 import pytest
 import torch
 
-from engine.errors import ConfigError
 from engine.execution import runner
 from engine.plugins.comm.local import LocalComm
 from engine.startup import loading
+from engine.types.errors import ConfigError
 from tests.graphs.engines import install
 from tests.graphs.runners import Steps, load, tokens
 from tests.models.checkpoints import build, save

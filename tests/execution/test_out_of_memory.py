@@ -11,16 +11,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from engine.config import Config, build_config
-from engine.errors import EngineDied
+from engine.control.system import System
 from engine.execution.batch import Batch, Int32, Int64
 from engine.execution.captured_steps import Decoded
 from engine.execution.compiled_decodes import CompiledDecodes
 from engine.execution.host_rows import HostRows
 from engine.execution.rows import DeviceRows, StepInputs
 from engine.models.decoder import Decoder
-from engine.params import SamplingParams
 from engine.sampling.captured import Variant
-from engine.system import System
+from engine.types.errors import EngineDied
+from engine.types.params import SamplingParams
 from tests.models.checkpoints import build, random_tokens, save
 from tests.sampling.borders import clear_of_borders
 

@@ -15,10 +15,10 @@ from callboard import LLM, SamplingParams
 from engine.checkpoints.checkpoint import resolve_checkpoint
 from engine.checkpoints.gguf import NAMES
 from engine.config import load_config
-from engine.errors import WeightsError
 from engine.formats.opening import open_reader
 from engine.plugins.families import read_model
 from engine.text.files import TokenizerFiles
+from engine.types.errors import WeightsError
 from tests.formats.test_quantized import PROMPT, assert_equal, logits_of
 from tests.models.checkpoints import LLAMA3, SIZES, build
 from tests.text.specimens import byte_level, codec

@@ -8,11 +8,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from callboard import LLM, SamplingParams
-from engine.errors import WeightsError
 from engine.formats.integers import scaled
 from engine.formats.opening import open_reader
 from engine.plugins.families import read_model
 from engine.plugins.testing.steps import Driver
+from engine.types.errors import WeightsError
 from tests.formats.stored import AWQ, FORMATS, FP8, GPTQ, GROUP, INT4, awq, compressed, float8, gptq, packed, write
 from tests.models.conftest import load
 

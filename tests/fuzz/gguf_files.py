@@ -9,7 +9,7 @@ from pathlib import Path
 from unittest import mock
 
 from engine.checkpoints import gguf
-from engine.errors import WeightsError
+from engine.types.errors import WeightsError
 
 
 def read(data: bytes, folder: Path) -> None:

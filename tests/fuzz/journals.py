@@ -7,7 +7,7 @@ import zlib
 from contextlib import suppress
 from pathlib import Path
 
-from engine.errors import ConfigError
+from engine.types.errors import ConfigError
 from server.journal.journal import Journal
 from server.journal.segments import HEADER, MAGIC
 

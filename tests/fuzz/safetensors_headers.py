@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from engine.checkpoints.shards import read_header
-from engine.errors import WeightsError
+from engine.types.errors import WeightsError
 
 
 def read(data: bytes, folder: Path) -> None:

@@ -11,8 +11,8 @@ from unittest import mock
 from aiohttp import BadContentDispositionHeader, BadContentDispositionParam, StreamReader
 from aiohttp.test_utils import make_mocked_request
 
-from engine.errors import RequestError
-from engine.sections import ServerSection
+from engine.settings.sections import ServerSection
+from engine.types.errors import RequestError
 from server.storage.uploads import MULTIPART, received
 
 MOST_BYTES = 4096

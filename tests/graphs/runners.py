@@ -12,12 +12,12 @@ from unittest.mock import patch
 import numpy as np
 
 from engine.config import Config, build_config
+from engine.control.system import System
 from engine.execution.runner import LaunchedStep, ModelRunner
 from engine.messages import Admission, Step
-from engine.params import SamplingParams
 from engine.plugins.manager import Plugins
 from engine.startup import loading
-from engine.system import System
+from engine.types.params import SamplingParams
 from tests.models.checkpoints import random_tokens
 
 PAGE_SIZE = 4

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from engine.errors import GraphError
 from engine.graphs.capturing import Capturing
 from engine.plugins.testing import threads
 from engine.plugins.testing.threads import on_ranks
+from engine.types.errors import GraphError
 from tests.graphs.recording import RecordingDevice
 
 SIZES = (2, 4, 8)

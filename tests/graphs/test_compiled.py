@@ -10,7 +10,6 @@ from torch import Tensor
 from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 from torch._inductor.utils import run_and_get_code
 
-from engine.errors import GraphError
 from engine.graphs import compiled
 from engine.graphs.compiled import (
     CACHE_VARIABLE,
@@ -24,6 +23,7 @@ from engine.graphs.device import HostDevice
 from engine.graphs.splitting import ATTEND, fingerprint, operation_name, split
 from engine.models.decoder import DecoderLayer
 from engine.plugins.testing.steps import Driver
+from engine.types.errors import GraphError
 from tests.graphs.driver import SIZES, PiecewiseDriver
 from tests.models.checkpoints import random_tokens
 from tests.models.conftest import Cases

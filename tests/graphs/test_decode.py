@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 import torch
 
-from engine.errors import GraphError
 from engine.execution.rows import DeviceRows
 from engine.graphs import inputs as torch_inputs
 from engine.graphs.capturing import Capturing
@@ -21,6 +20,7 @@ from engine.sampling.captured import Variant, columns_bytes, tensor_columns
 from engine.sampling.processing import Processing
 from engine.sampling.sampler import Sampler
 from engine.text.processors import Processors
+from engine.types.errors import GraphError
 from tests.graphs.driver import KeepingRecorder, tensors_of
 from tests.graphs.engines import install
 from tests.graphs.recording import RecordingDevice, RecordingError

@@ -12,7 +12,6 @@ import pytest
 import torch
 from msgspec import structs
 
-from engine.errors import GraphError
 from engine.graphs.attention import ATTENTION
 from engine.graphs.comm import COLLECTIVE, BreakingComm
 from engine.graphs.device import HostDevice
@@ -22,6 +21,7 @@ from engine.models.decoder import DecoderLayer
 from engine.plugins.comm.local import LocalComm
 from engine.plugins.testing.steps import Driver, Sequence
 from engine.plugins.testing.threads import ThreadComm, on_ranks
+from engine.types.errors import GraphError
 from tests.graphs.driver import SIZES, KeepingRecorder, PiecewiseDriver
 from tests.graphs.recording import RecordingDevice
 from tests.models.checkpoints import random_tokens

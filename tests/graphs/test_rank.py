@@ -4,13 +4,13 @@ import msgspec
 import pytest
 import torch
 
-from engine.errors import ConfigError
 from engine.graphs.breakable import SegmentRecorder
 from engine.graphs.device import HostDevice
 from engine.graphs.rank import RankGraphs, choose_mode
 from engine.plugins import manager
 from engine.plugins.comm.local import LocalComm
-from engine.sections import GraphsSection
+from engine.settings.sections import GraphsSection
+from engine.types.errors import ConfigError
 from tests.graphs.engines import install
 from tests.graphs.runners import Steps, load, tokens
 from tests.models.checkpoints import build, save

@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from engine.errors import ConfigError
+from engine.types.errors import ConfigError
 from server.journal import segments
 from server.journal.segments import Segments
 

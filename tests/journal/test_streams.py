@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from engine.actors.operations import SettingsChanged
-from engine.sections import LimitsSection, ServerSection, StorageSection
+from engine.settings.sections import LimitsSection, ServerSection, StorageSection
 from server.journal import journal as journal_module
 from server.journal import streams as streams_module
 from server.journal.journal import Entry, Journal

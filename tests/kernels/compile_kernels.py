@@ -29,9 +29,9 @@ from engine.kernels.page_lists import list_pages
 from engine.kernels.rotary import angle_table
 from engine.kernels.rounding import add_norm_round, round_rows
 from engine.layers.step import DecodeInputs
-from engine.params import SamplingParams
 from engine.sampling.state import SamplingState
 from engine.sampling.triton.sampler import KernelSampler
+from engine.types.params import SamplingParams
 from tests.no_gpu import NoGPU, order, resources
 
 CPU = torch.device("cpu")

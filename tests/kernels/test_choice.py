@@ -8,9 +8,9 @@ import sys
 import pytest
 import torch
 
-from engine.errors import ConfigError
 from engine.kernels import choice
 from engine.kernels.choice import choose_kernels
+from engine.types.errors import ConfigError
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 

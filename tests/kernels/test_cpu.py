@@ -18,7 +18,7 @@ from engine.kernels.panels import products
 from engine.layers.mlp import gated
 from engine.layers.norm import HeadNorm, RMSNorm
 from engine.layers.rotary import Rotary
-from engine.own_kernels import VARIABLE, kernels_here
+from engine.settings.own_kernels import VARIABLE, kernels_here
 
 CPU = torch.device("cpu")
 EPS = 1e-6

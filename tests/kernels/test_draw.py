@@ -5,9 +5,9 @@ import pytest
 import torch
 
 from engine.kernels.cpu import CPUKernels, cpu_kernels
-from engine.params import SamplingParams
 from engine.sampling.draw import block_sums, draw, stream_starts, uniforms
 from engine.sampling.sampler import Sampler
+from engine.types.params import SamplingParams
 from tests.sampling.rows import CPU, admit
 
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from engine import own_kernels
-from engine.own_kernels import missing_for_flashinfer, missing_for_triton
+from engine.settings import own_kernels
+from engine.settings.own_kernels import missing_for_flashinfer, missing_for_triton
 
 
 class Machine:

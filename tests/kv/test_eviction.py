@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 
-from engine.errors import PluginError
 from engine.kv.eviction import CHUNK, Candidate, EvictionQueue, SortKey
 from engine.kv.node import Node
 from engine.kv.radix import RadixTree
 from engine.plugins.manager import Plugins
+from engine.types.errors import PluginError
 from tests.kv.cache_model import STRATEGIES, strategy
 from tests.kv.inserting import insert
 

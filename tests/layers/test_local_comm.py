@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from engine.errors import PluginError
 from engine.plugins.comm.local import callboard_comm
 from engine.plugins.hookspecs import CommContext
+from engine.types.errors import PluginError
 
 
 def test_hook_callboard_comm_gives_a_group_of_one():

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.errors import ConfigError
 from engine.layers.kv_pool import KVPool, Layout
 from engine.layers.page_format import STORED, PageFormat
-from engine.sections import KVSection
+from engine.settings.sections import KVSection
+from engine.types.errors import ConfigError
 
 CPU = torch.device("cpu")
 HEADS, HEAD_SIZE = 3, 8

@@ -14,13 +14,13 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from engine.checkpoints.shards import INDEX_FILE, SINGLE_FILE
-from engine.errors import WeightsError
 from engine.models.decoder import Decoder
 from engine.models.loader import load_model
 from engine.plugins.families import read_model
 from engine.plugins.linear.onednn import onednn_linears
 from engine.plugins.testing.steps import Driver
 from engine.plugins.testing.threads import ThreadComm, on_ranks
+from engine.types.errors import WeightsError
 from tests.models.checkpoints import LINEAR, LLAMA3, SIZES, VOCAB, YARN, build, random_tokens, save
 from tests.models.conftest import Cases, load
 

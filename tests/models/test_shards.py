@@ -13,10 +13,10 @@ import torch
 from safetensors.torch import save_file
 
 from engine.checkpoints.shards import INDEX_FILE, SINGLE_FILE, read_header, read_shards
-from engine.errors import WeightsError
 from engine.plugins.families import read_model
 from engine.plugins.linear.onednn import onednn_linears
 from engine.plugins.testing.steps import Driver
+from engine.types.errors import WeightsError
 from tests.models.checkpoints import build, save
 from tests.models.conftest import Cases, load
 

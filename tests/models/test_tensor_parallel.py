@@ -6,7 +6,6 @@ from msgspec import structs
 
 from engine.checkpoints.checkpoint import ModelSpec
 from engine.checkpoints.shape import ExpertsShape
-from engine.errors import ConfigError, WeightsError
 from engine.kernels.attention import compiled_attention
 from engine.kernels.cpu import cpu_kernels
 from engine.kernels.panels import Kind, products
@@ -23,7 +22,8 @@ from engine.plugins.linear.onednn import onednn_linears
 from engine.plugins.linear.panels import Panels
 from engine.plugins.testing.steps import Driver
 from engine.plugins.testing.threads import ThreadComm, on_ranks
-from engine.sections import ModelSection
+from engine.settings.sections import ModelSection
+from engine.types.errors import ConfigError, WeightsError
 from tests.models.checkpoints import NOT_PLAIN, random_tokens, reference_logits
 from tests.models.conftest import Cases
 

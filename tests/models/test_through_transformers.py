@@ -11,13 +11,13 @@ import torch
 from torch import nn
 
 from callboard import LLM, SamplingParams
-from engine.errors import ConfigError, WeightsError
 from engine.models.through_transformers.linear import same_inputs, swap_linears
 from engine.plugins.comm.local import LocalComm
 from engine.plugins.families import read_model
 from engine.plugins.model.transformers import callboard_model
 from engine.plugins.testing.model import check_model
-from engine.sections import PluginsSection
+from engine.settings.sections import PluginsSection
+from engine.types.errors import ConfigError, WeightsError
 from tests.models.checkpoints import build, random_tokens, save
 from tests.models.through_transformers import build_kind, has_experts, num_ranks
 

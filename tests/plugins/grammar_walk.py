@@ -5,9 +5,9 @@ Owns: how a test asks whether a text is an output.  Does not know: what the gram
 
 import numpy as np
 
-from engine.params import Grammar
 from engine.plugins.grammar.llguidance import LLGuidance
 from engine.text.grammar import Matcher
+from engine.types.params import Grammar
 
 BYTES = [bytes([byte]) for byte in range(256)]
 EOS, CALL, CLOSE = 256, 257, 258

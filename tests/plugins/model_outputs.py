@@ -10,13 +10,13 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from engine.params import Grammar
 from engine.plugins.hookspecs import ParserContext
 from engine.plugins.manager import BUILTIN
 from engine.plugins.testing.parsers import Call, check_reasoning_parser, check_tool_parser
 from engine.text.reasoning import ReasoningFormat
 from engine.text.tool_calls import ToolFormat
 from engine.text.tool_format import Tool
+from engine.types.params import Grammar
 
 
 def dumps(value: object) -> str:

@@ -13,10 +13,10 @@ import pytest
 
 from callboard import LLM, SamplingParams
 from engine.config import Config, build_config
-from engine.errors import PluginError, RequestError
-from engine.params import Grammar
 from engine.plugins import declaration
 from engine.plugins.manager import Plugins
+from engine.types.errors import PluginError, RequestError
+from engine.types.params import Grammar
 from server.operators.doctor import examine
 from tests.pace import far
 from tests.server.engine_server import EngineServer

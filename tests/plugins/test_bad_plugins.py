@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from engine.config import Config, build_config
-from engine.errors import PluginError, RequestError
+from engine.control.system import System
 from engine.kv.eviction import EvictionListener, EvictionStrategy
 from engine.messages import Finish
-from engine.params import Grammar, SamplingParams
 from engine.plugins.guards import GuardedRank, GuardedStrategy
-from engine.system import System
+from engine.types.errors import PluginError, RequestError
+from engine.types.params import Grammar, SamplingParams
 from tests.figures import Figure
 from tests.models.checkpoints import build, random_tokens, save
 from tests.plugins.conftest import Install

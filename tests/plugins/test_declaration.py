@@ -7,11 +7,11 @@ import msgspec
 import pytest
 
 from engine.config import Config
-from engine.errors import PluginError
 from engine.plugins import declaration as module
 from engine.plugins.declaration import Declaration, Multiples, read_declaration
 from engine.plugins.hookspecs import API_VERSION, AttentionContext
 from engine.plugins.manager import BUILTIN, Plugins, available_plugins, declared
+from engine.types.errors import PluginError
 from tests.plugins.conftest import Install
 
 HOOK = "from engine.plugins.hookspecs import hookimpl\n"

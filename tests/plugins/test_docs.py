@@ -14,18 +14,18 @@ import torch
 
 from callboard import LLM, SamplingParams
 from engine.config import Config, build_config
-from engine.errors import PluginError, RequestError
 from engine.graphs.passes import PassManager, build_passes
 from engine.kv.events import KVEvent
 from engine.kv.node import SHARED
 from engine.messages import Finish
-from engine.params import Grammar
 from engine.plugins import hookspecs
 from engine.plugins.declaration import Declaration
 from engine.plugins.hookspecs import EvictionContext, PolicyContext
 from engine.plugins.manager import BUILTIN, Plugins
 from engine.plugins.observers import Observers
 from engine.plugins.options import Options
+from engine.types.errors import PluginError, RequestError
+from engine.types.params import Grammar
 from tests.plugins.conftest import Install
 from tests.plugins.test_observers import finished
 from tests.plugins.test_policy import Waits, order

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from engine.config import Config, build_config
-from engine.errors import ConfigError, PluginError
 from engine.kv.store import DIGEST_BYTES, PageRecords
 from engine.plugins.hookspecs import KVStoreContext
 from engine.plugins.kv_store.files import FileStore, callboard_kv_store
+from engine.types.errors import ConfigError, PluginError
 
 PAGE_BYTES = 4096
 RECORD_BYTES = DIGEST_BYTES + PAGE_BYTES

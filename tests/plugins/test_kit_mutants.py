@@ -11,9 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.errors import RequestError
 from engine.kv.events import KVEvent
-from engine.params import Grammar
 from engine.plugins.hookspecs import GrammarContext, hookimpl
 from engine.plugins.options import Options
 from engine.plugins.testing import promises
@@ -25,6 +23,8 @@ from engine.plugins.testing.policy import check_scheduling_policy
 from engine.scheduling.meter import RequestMetrics
 from engine.scheduling.policy import Waiting
 from engine.text.processors import LogitsRows
+from engine.types.errors import RequestError
+from engine.types.params import Grammar
 
 
 def _said(request: pytest.FixtureRequest) -> str:

@@ -9,8 +9,8 @@ import pytest
 
 from callboard import LLM, SamplingParams
 from callboard.plugins.testing import check_linear, read_declaration
-from engine.errors import PluginError
 from engine.execution.device import instruction_sets
+from engine.types.errors import PluginError
 from tests.plugins.conftest import Install
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

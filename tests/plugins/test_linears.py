@@ -17,7 +17,6 @@ from callboard import LLM, SamplingParams
 from engine.checkpoints.checkpoint import resolve_checkpoint
 from engine.checkpoints.quantization import Quantization
 from engine.config import Config, build_config
-from engine.errors import PluginError
 from engine.execution.device import instruction_sets
 from engine.kernels.panels import Kind, products
 from engine.layers.packing import Linears
@@ -34,6 +33,7 @@ from engine.plugins.testing.linear import check_linear
 from engine.plugins.testing.steps import Driver
 from engine.startup.linear_race import Race
 from engine.startup.linears import choose_linear, told, widens
+from engine.types.errors import PluginError
 from tests.models.checkpoints import build, reference_logits, save
 
 CPU = LinearContext("cpu", "float32", checkpoint_dtype="float32", instruction_sets=("avx2",))

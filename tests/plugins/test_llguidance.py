@@ -7,13 +7,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine.errors import RequestError
-from engine.params import MAX_GRAMMAR_CHARS, Grammar
 from engine.plugins.grammar import repeats
 from engine.plugins.grammar.llguidance import LLGuidance
 from engine.plugins.hookspecs import GrammarContext
 from engine.text.grammar import GrammarFailure, Grammars
 from engine.text.tool_format import Tool
+from engine.types.errors import RequestError
+from engine.types.params import MAX_GRAMMAR_CHARS, Grammar
 from tests.plugins.grammar_walk import BYTES, CALL, CLOSE, EOS, PIECES, SCHEMA, SPECIAL, VOCAB, accepts, allowed
 from tests.plugins.model_outputs import allow_calls, demand_calls
 

@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 
-from engine.errors import RequestError
-from engine.params import Grammar
 from engine.plugins.grammar.llguidance import LLGuidance
 from engine.plugins.hookspecs import GrammarContext
 from engine.plugins.testing.parsers import Call
@@ -16,6 +14,8 @@ from engine.text.grammar import GrammarFailure
 from engine.text.reasoning import Thinking
 from engine.text.tool_calls import text_and_calls
 from engine.text.tool_format import Tool
+from engine.types.errors import RequestError
+from engine.types.params import Grammar
 from tests.plugins.grammar_walk import BYTES, CALL, CLOSE, EOS, PIECES, SCHEMA, SPECIAL, VOCAB, accepts, allowed
 from tests.plugins.model_outputs import allow_calls, deepseek_v3, demand_calls, kimi_k2, mistral, tool_format
 

@@ -6,7 +6,6 @@ import sys
 import pytest
 
 from engine.config import Config, build_config
-from engine.errors import PluginError
 from engine.plugins.hookspecs import hookimpl
 from engine.plugins.manager import (
     ATTENTION,
@@ -23,7 +22,8 @@ from engine.plugins.manager import (
 )
 from engine.plugins.parsers import REASONING_PARSER, TOOL_PARSER
 from engine.plugins.selection import PREFERRED, check_named, expected_context
-from engine.sections import AttentionNames
+from engine.settings.sections import AttentionNames
+from engine.types.errors import PluginError
 from tests.plugins.conftest import Install
 
 HOOKIMPL = 'from engine.plugins.hookspecs import hookimpl\n\nCALLBOARD_PLUGIN = {"api": 1}\n'

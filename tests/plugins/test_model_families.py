@@ -9,9 +9,9 @@ from transformers import ArceeConfig, ArceeForCausalLM
 
 from callboard import LLM, SamplingParams
 from engine.config import Config, build_config
-from engine.errors import PluginError, WeightsError
 from engine.plugins.families import list_families, read_model
-from engine.sections import PluginsSection
+from engine.settings.sections import PluginsSection
+from engine.types.errors import PluginError, WeightsError
 from server.cli import main
 from tests.models.checkpoints import build, save
 from tests.plugins.conftest import Install

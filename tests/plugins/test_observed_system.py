@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 
 from engine.config import Config, build_config
-from engine.errors import EngineDied, PluginError
+from engine.control.system import System
 from engine.kv.node import SHARED, namespace_seed
 from engine.messages import Finish, RequestOptions
-from engine.params import SamplingParams
-from engine.prompt import Origin
-from engine.system import System
+from engine.types.errors import EngineDied, PluginError
+from engine.types.params import SamplingParams
+from engine.types.prompt import Origin
 from tests.models.checkpoints import build, random_tokens, save
 from tests.plugins.conftest import Install
 

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from engine.errors import PluginError
 from engine.kv.events import KVEvent
 from engine.kv.node import SHARED
 from engine.messages import Finish
@@ -14,6 +13,7 @@ from engine.plugins.hookspecs import hookimpl
 from engine.plugins.manager import Plugins
 from engine.plugins.observers import Observers
 from engine.scheduling.meter import RequestMetrics
+from engine.types.errors import PluginError
 from tests.plugins.conftest import Install
 
 HOOKIMPL = 'from engine.plugins.hookspecs import hookimpl\n\nCALLBOARD_PLUGIN = {"api": 1}\n'

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from engine.config import Config, build_config
-from engine.errors import PluginError
 from engine.plugins.manager import BUILTIN
 from engine.plugins.parsers import plugin_formats
 from engine.plugins.testing.findings import ConformanceError
@@ -16,6 +15,7 @@ from engine.text.call_reader import CallReader
 from engine.text.reasoning import THINK, MarkedReasoning, ReasoningSplitter, Thinking
 from engine.text.tool_calls import CallPiece, OutputPart, ToolCallParser, ToolFormat, ToolParser
 from engine.text.tool_format import Tool
+from engine.types.errors import PluginError
 from tests.plugins.conftest import Install
 from tests.plugins.model_outputs import (
     REASONING_PARSERS,

@@ -4,10 +4,10 @@ from dataclasses import dataclass
 
 import pytest
 
-from engine.errors import PluginError
 from engine.plugins.hookspecs import PolicyContext
 from engine.plugins.manager import BUILTIN, Plugins
 from engine.scheduling.policy import SchedulingPolicy
+from engine.types.errors import PluginError
 
 POLICIES = [name.removeprefix("policy.") for name in BUILTIN if name.startswith("policy.")]
 

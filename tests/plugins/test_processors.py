@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from engine.errors import RequestError
 from engine.llm import LLM
-from engine.params import SamplingParams
+from engine.types.errors import RequestError
+from engine.types.params import SamplingParams
 from tests.models.checkpoints import build, random_tokens, save
 from tests.plugins.conftest import Install
 

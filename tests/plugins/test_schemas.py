@@ -6,12 +6,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from engine.errors import RequestError
-from engine.params import Grammar
 from engine.plugins.grammar.llguidance import LLGuidance
 from engine.plugins.grammar.schemas import FORMATS, simplified
 from engine.plugins.hookspecs import GrammarContext
 from engine.text.tool_format import CallShape, TagsShape
+from engine.types.errors import RequestError
+from engine.types.params import Grammar
 from tests.plugins.grammar_walk import EOS, PIECES, SPECIAL, VOCAB, accepts
 
 

@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 
 from engine.config import Config, build_config
-from engine.errors import PluginError
 from engine.plugins import manager, selection
 from engine.plugins.hookspecs import AttentionContext
 from engine.plugins.manager import Plugins
 from engine.plugins.selection import check_named, choose_attention, expected_context
-from engine.sections import AttentionNames
+from engine.settings.sections import AttentionNames
+from engine.types.errors import PluginError
 from tests.plugins.conftest import Install
 
 CPU = AttentionContext("cpu", "float32", page_size=16, num_heads=8, num_kv_heads=2, head_size=64)
@@ -118,7 +118,7 @@ def test_auto_passes_over_what_refuses_raises_or_cannot_be_imported(
     built_in: Publish, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
-    built_in("flashinfer", "from engine.errors import PluginError; raise PluginError('too old a GPU')")
+    built_in("flashinfer", "from engine.types.errors import PluginError; raise PluginError('too old a GPU')")
     built_in("flash_attn", "return 1 / 0")
     built_in("triton", "return factory\nimport nowhere_at_all")
     assert choose("auto", CUDA) == [("torch", BOTH)]
@@ -152,7 +152,7 @@ def test_if_nothing_can_run_every_reason_is_said() -> None:
         ("return factory", {"page_sizes": [256]}, r"cannot run here: page size 16, it takes 256"),
         ("return factory", {"head_sizes": [80], "heads_per_kv_head": [5]}, r"head size 64.*; ratio .* 4, it takes 5"),
         ("return factory", {"phases": ["decode"]}, r"it does not serve prefill"),
-        ("from engine.errors import PluginError; raise PluginError('no')", {}, r"\(acme-bad 1\.0\): no"),
+        ("from engine.types.errors import PluginError; raise PluginError('no')", {}, r"\(acme-bad 1\.0\): no"),
         ("raise ValueError('planted')", {}, r"raised ValueError\('planted'\) in callboard_attention_backend"),
         ("return None", {}, r"built no attention backend: it must implement callboard_attention_backend"),
         ("return 3", {}, r"must .* return a callable \(spec, pool\), not 3"),

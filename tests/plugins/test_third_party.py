@@ -9,19 +9,19 @@ import pytest
 import torch
 
 from callboard import LLM, SamplingParams
-from engine import patience
-from engine.errors import EngineDied, PluginError
 from engine.execution import third_party as foreign
 from engine.execution.attention import RankAttention
 from engine.execution.split_attention import SplitAttention
 from engine.execution.third_party import NamedAttention
+from engine.host import timeouts as patience
 from engine.kernels.attention import CompiledAttention
 from engine.layers.attention import AttentionBackend, AttentionSpec, GraphAttentionBuilder, is_capturable
 from engine.layers.kv_pool import KVPool
 from engine.plugins import manager, selection
 from engine.plugins.attention.torch import TorchAttention
 from engine.plugins.manager import Plugins
-from engine.sections import AttentionNames
+from engine.settings.sections import AttentionNames
+from engine.types.errors import EngineDied, PluginError
 from tests.benchmarks.planned_attention import PlannedTorchAttention
 from tests.graphs.resident import ResidentTorchAttention
 from tests.plugins.conftest import Install
@@ -31,7 +31,7 @@ SPEC = AttentionSpec(num_layers=3, num_heads=4, num_kv_heads=2, head_size=16, sc
 SOURCE = """
 import sys, threading, time
 from dataclasses import replace
-from engine.errors import PluginError
+from engine.types.errors import PluginError
 from engine.plugins.attention.torch import TorchAttention
 from engine.plugins.hookspecs import hookimpl
 

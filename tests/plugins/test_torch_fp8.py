@@ -7,13 +7,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.errors import PluginError
 from engine.kernels import float8_ops
 from engine.kernels.float8 import FLOAT8, rounded
 from engine.kernels.float8_ops import round_rows
 from engine.plugins.hookspecs import LinearContext
 from engine.plugins.linear import torch_fp8
 from engine.plugins.linear.torch_fp8 import Float8, callboard_linear
+from engine.types.errors import PluginError
 
 CONTEXT = LinearContext("cuda", "bfloat16", "fp8", checkpoint_dtype="bfloat16")
 

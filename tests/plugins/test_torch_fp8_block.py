@@ -13,7 +13,6 @@ from torch.fx import GraphModule
 from engine.checkpoints.checkpoint import resolve_checkpoint
 from engine.checkpoints.quantization import Quantization
 from engine.config import Config
-from engine.errors import PluginError
 from engine.graphs.splitting import operation_name
 from engine.kernels.float8 import FLOAT8
 from engine.plugins.declaration import Declaration
@@ -29,6 +28,7 @@ from engine.plugins.linear.torch_fp8_block import (
 from engine.plugins.manager import Plugins
 from engine.plugins.testing.linear import check_linear
 from engine.startup.linears import choose_linear, rank_context
+from engine.types.errors import PluginError
 
 GPU = LinearContext("cuda", "bfloat16", "fp8", scale_block=(128, 128))
 

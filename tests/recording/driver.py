@@ -13,13 +13,13 @@ import numpy as np
 
 from engine.config import Config, build_config
 from engine.messages import Abort, Admit, Step
-from engine.notices import ExecutorsLost, ExecutorsReady
-from engine.params import Grammar, SamplingParams
 from engine.plugins.observers import Observers
-from engine.prompt import Adapter, Origin
 from engine.recording.blueprint import Blueprint, without_secrets
 from engine.recording.recorder import RecordedScheduler, Recorder
 from engine.scheduling.rows import PlannerLimits
+from engine.types.notices import ExecutorsLost, ExecutorsReady
+from engine.types.params import Grammar, SamplingParams
+from engine.types.prompt import Adapter, Origin
 from tests.scheduling import fake_device
 from tests.scheduling.fake_device import VOCAB, FakeDevice
 
@@ -118,7 +118,7 @@ class Driver:
         return True
 
     def change(self, blueprint: Blueprint, *, renews: bool) -> None:
-        """As ``engine/changeover.py`` does it."""
+        """As ``engine/control/changeover.py`` does it."""
         plugins, scheduler = blueprint.plugins(), self.scheduler
         self.recorder.changed(blueprint)
         scheduler.overlap_depth, scheduler.is_renewed = blueprint.overlap_depth, renews

@@ -9,12 +9,12 @@ import pytest
 
 from engine.actors.actor import Mailbox
 from engine.messages import StepDone
-from engine.notices import ExecutorsLost
 from engine.plugins.eviction.lru import LeastRecentlyUsed
 from engine.recording import recorder as module
 from engine.recording.file import read_recording
 from engine.recording.replay import Replay
 from engine.scheduling.pages import PageManager
+from engine.types.notices import ExecutorsLost
 from tests.recording.driver import Driver
 
 LIMIT = 20_000

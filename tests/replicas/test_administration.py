@@ -9,7 +9,7 @@ import aiohttp
 import pytest
 
 from engine.config import Config, build_config
-from engine.sections import ServerSection
+from engine.settings.sections import ServerSection
 from server.http.listener import bind
 from server.replicas import administration
 from server.replicas.replica import Replicas, State

@@ -261,5 +261,5 @@ async def test_streams_move_when_their_replica_shuts_down_before_they_end(engine
         async with asyncio.timeout(far(20)):
             while router.scissors.num_events < before + 8:
                 await asyncio.sleep(0.002)
-        engine.call(engine.system.ingress.abort_all)
+        engine.call(engine.control.system.ingress.abort_all)
         assert all(said(path, events) == said(path, whole) for events in await asyncio.gather(*asked))

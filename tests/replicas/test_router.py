@@ -13,7 +13,7 @@ from aiohttp import web
 from yarl import URL
 
 from engine.config import Config, build_config
-from engine.sections import LimitsSection, ServerSection
+from engine.settings.sections import LimitsSection, ServerSection
 from server.generate.route import GenerateRoute
 from server.http.body import ROUTED_TYPE
 from server.http.exchange import USAGE_HEADER

@@ -6,9 +6,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.params import SamplingParams
 from engine.sampling.sampler import Sampler, candidate_weights
 from engine.sampling.state import SamplingState, build_batch
+from engine.types.params import SamplingParams
 
 CPU = torch.device("cpu")
 MAX_LEN = 4096

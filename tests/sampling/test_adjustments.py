@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor
 
-from engine.params import MAX_LOGPROBS, SamplingParams
 from engine.sampling.state import SamplingState, build_batch
+from engine.types.params import MAX_LOGPROBS, SamplingParams
 from tests.sampling.rows import CPU, EOS, MAX_LEN, admit, chi_square_excess, draw_many, new_sampler, sample_alone
 
 V = 30

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import engine.sampling.state as state_module
-from engine.params import SamplingParams
 from engine.sampling.logprobs import batch_logprobs
 from engine.sampling.state import SamplingState
+from engine.types.params import SamplingParams
 from tests.sampling.rows import CPU, EOS, MAX_LEN, admit, new_sampler, sample_alone
 
 NAN, INF = float("nan"), float("inf")

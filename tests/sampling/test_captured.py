@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from engine.params import SamplingParams
 from engine.sampling.captured import NO_ROW, Variant, array_columns, columns_bytes, tensor_columns
 from engine.sampling.sampler import Sampler
+from engine.types.params import SamplingParams
 
 CPU = torch.device("cpu")
 VOCAB, ROWS = 700, 6

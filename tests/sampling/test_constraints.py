@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 import torch
 
-from engine.errors import RequestError
-from engine.params import Grammar, SamplingParams
 from engine.sampling.constraints import Constraints, Masks
 from engine.sampling.sampler import Sampler
 from engine.text.grammar import GrammarFailure, Grammars, Mask
+from engine.types.errors import RequestError
+from engine.types.params import Grammar, SamplingParams
 from tests.pace import far
 
 VOCAB = 70

@@ -13,7 +13,7 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from engine.params import SamplingParams
+from engine.types.params import SamplingParams
 from tests.sampling.rows import chi_square_excess, draw_many, probabilities, sample_alone
 
 

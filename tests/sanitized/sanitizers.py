@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from engine.kernels import compiled, panels
-from engine.own_kernels import c_compiler
+from engine.settings.own_kernels import c_compiler
 
 HEADER = Path(__file__).parent / "memory.h"
 # -O1 compiles in seconds, and stays behind what a source says of itself.

@@ -4,7 +4,7 @@ import subprocess
 
 import pytest
 
-from engine.own_kernels import c_compiler
+from engine.settings.own_kernels import c_compiler
 from tests.sanitized import sanitizers
 from tests.sanitized.process import check
 from tests.sanitized.sanitizers import levels, missing

@@ -7,17 +7,17 @@ import numpy as np
 
 from engine.kv.eviction import EvictionStrategy
 from engine.messages import Admit, Failed, Finish, Step
-from engine.notices import LossExplained
-from engine.params import SamplingParams
 from engine.plugins.eviction.lru import LeastRecentlyUsed
 from engine.plugins.policy.priority import MostUrgentFirst
-from engine.prompt import Adapter, Origin
 from engine.scheduling.drafts import Drafts
 from engine.scheduling.meter import RequestMetrics
 from engine.scheduling.planner import Planner
 from engine.scheduling.policy import SchedulingPolicy
 from engine.scheduling.proposer import DraftModel, Proposer
 from engine.scheduling.rows import PlannerLimits
+from engine.types.notices import LossExplained
+from engine.types.params import SamplingParams
+from engine.types.prompt import Adapter, Origin
 from tests.scheduling.fake_device import VOCAB, FakeDevice, expected_output
 
 EOS = 3

@@ -6,8 +6,8 @@ import msgspec
 import pytest
 
 from engine.messages import Finish, StepExtras
-from engine.prompt import Adapter
 from engine.scheduling.adapters import AdapterSlots
+from engine.types.prompt import Adapter
 from tests.scheduling.bench import Bench, prompt_of
 
 

@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.params import SamplingParams
 from engine.plugins.policy.fair import MOST_IDLE, FairOptions, FairShare
 from engine.plugins.policy.priority import MostUrgentFirst
-from engine.prompt import Origin
 from engine.scheduling.queue import TenantQueue
 from engine.scheduling.rows import RowTable, Sequence
+from engine.types.params import SamplingParams
+from engine.types.prompt import Origin
 from tests.scheduling.bench import Bench, prompt_of
 
 

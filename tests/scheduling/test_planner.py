@@ -5,15 +5,15 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from engine.errors import RequestError
 from engine.kv.eviction import EvictionStrategy
 from engine.messages import Admit, Finish, StepDone, Tokens
-from engine.params import SamplingParams
 from engine.plugins.eviction.fifo import FirstInFirstOut
 from engine.plugins.eviction.lru import LeastRecentlyUsed
 from engine.plugins.policy.fcfs import FirstComeFirstServed
 from engine.plugins.policy.lpm import LongestPrefixMatch
 from engine.plugins.policy.priority import MostUrgentFirst
+from engine.types.errors import RequestError
+from engine.types.params import SamplingParams
 from tests.scheduling.bench import Bench, prompt_of
 from tests.scheduling.fake_device import expected_output
 

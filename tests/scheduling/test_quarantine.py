@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from engine.messages import Finish
-from engine.notices import LossExplained
 from engine.scheduling.queue import LOSSES_TO_SUSPECT
+from engine.types.notices import LossExplained
 from tests.scheduling.bench import Bench, lose_the_device, prompt_of
 
 

@@ -5,7 +5,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.messages import Admit
-from engine.params import SamplingParams
 from engine.plugins.policy.fair import FairOptions, FairShare
 from engine.plugins.policy.fcfs import FirstComeFirstServed
 from engine.plugins.policy.lpm import LongestPrefixMatch
@@ -13,6 +12,7 @@ from engine.plugins.policy.priority import MostUrgentFirst
 from engine.scheduling.policy import SchedulingPolicy, Waiting
 from engine.scheduling.queue import WINDOW, waiting_queue
 from engine.scheduling.rows import RowTable, Sequence
+from engine.types.params import SamplingParams
 from tests.scheduling.bench import Bench
 
 ROWS = RowTable(2, 16, 4)

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.errors import RequestError
 from engine.messages import Finish
 from engine.plugins.policy.lpm import LongestPrefixMatch
+from engine.types.errors import RequestError
 from tests.kv.inserting import insert
 from tests.scheduling.bench import EOS, Bench, lose_the_device, prompt_of
 from tests.scheduling.fake_device import expected_output

@@ -6,7 +6,7 @@ from pathlib import Path
 import openai
 import pytest
 
-from engine.sections import StorageSection
+from engine.settings.sections import StorageSection
 from tests.server.live_server import LiveServer, connect
 
 

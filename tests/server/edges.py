@@ -24,9 +24,9 @@ import aiohttp
 import numpy as np
 from tqdm import tqdm
 
-from engine.errors import RequestError
 from engine.llm import LLM
-from engine.params import Grammar, SamplingParams
+from engine.types.errors import RequestError
+from engine.types.params import Grammar, SamplingParams
 from tests.pace import far
 from tests.workers.server import MODEL, ROOT, Server
 

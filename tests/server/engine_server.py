@@ -9,7 +9,7 @@ import uvloop
 from aiohttp import web
 
 from engine.config import Config, build_config
-from engine.system import System
+from engine.control.system import System
 from server.backend import Backend
 from server.http.listener import bind
 from server.model_card import ModelCard

@@ -16,10 +16,10 @@ import numpy as np
 
 from engine.actors.operations import SettingsChanged
 from engine.actors.stream import Stream, merged
-from engine.errors import CallboardError, EngineDied, RequestError
 from engine.messages import DEFAULT_OPTIONS, Delta, Finish, RequestOptions, Stats, TokenLogprobs, TokenText, Usage
-from engine.params import SamplingParams
-from engine.prompt import ChatTurn, Prompt
+from engine.types.errors import CallboardError, EngineDied, RequestError
+from engine.types.params import SamplingParams
+from engine.types.prompt import ChatTurn, Prompt
 
 # Everything that a careless framing or decoding would trip over.
 WORDS = (

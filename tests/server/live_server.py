@@ -9,7 +9,7 @@ import openai
 import uvloop
 from aiohttp import web
 
-from engine.sections import LimitsSection, ServerSection, StorageSection
+from engine.settings.sections import LimitsSection, ServerSection, StorageSection
 from engine.text.codec import Formats, TextCodec
 from server.backend import Backend
 from server.http.listener import bind

@@ -11,7 +11,7 @@ from aiohttp import web
 
 from engine.actors.snapshot import Gauges
 from engine.config import Config, ConfigSource
-from engine.system import System
+from engine.control.system import System
 from server.adapters import adapters_below
 from server.backend import Backend
 from server.http.listener import bind

@@ -11,8 +11,8 @@ import sys
 import msgspec
 import uvloop
 
-from engine.errors import CallboardError, EngineDied
-from engine.sections import LimitsSection, ServerSection
+from engine.settings.sections import LimitsSection, ServerSection
+from engine.types.errors import CallboardError, EngineDied
 from server.backend import Backend
 from server.http.listener import bind
 from server.run.serve import serve

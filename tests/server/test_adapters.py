@@ -13,10 +13,10 @@ import pytest
 from transformers import PreTrainedModel
 
 from engine.config import Config, build_config
-from engine.errors import RequestError
 from engine.messages import EngineReady
-from engine.prompt import Adapter
-from engine.sections import ServerSection
+from engine.settings.sections import ServerSection
+from engine.types.errors import RequestError
+from engine.types.prompt import Adapter
 from engine.workers.messages import FrontendState, Handover
 from server.adapters import MAX_NAMES, Adapters, ServedAdapter
 from server.openai.translator import Translator

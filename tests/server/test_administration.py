@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 from aiohttp.test_utils import make_mocked_request
 
-from engine.errors import RequestError
-from engine.sections import LimitsSection, ServerSection
+from engine.settings.sections import LimitsSection, ServerSection
+from engine.types.errors import RequestError
 from server.clients import Clients
 from server.generate.output import FinishReason
 from server.http.exchange import EXCHANGE, Exchange

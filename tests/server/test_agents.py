@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from engine.prompt import ChatTurn
+from engine.types.prompt import ChatTurn
 from tests.server.http_client import Reply, ask
 from tests.server.live_server import MODEL, LiveServer
 

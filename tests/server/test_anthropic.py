@@ -6,9 +6,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from engine.errors import RequestError
-from engine.prompt import ChatTurn, ToolCall
-from engine.sections import ServerSection
+from engine.settings.sections import ServerSection
+from engine.types.errors import RequestError
+from engine.types.prompt import ChatTurn, ToolCall
 from server.anthropic.objects import message_error
 from server.model_card import ModelCard
 from server.openai.conversation import warn_left_out

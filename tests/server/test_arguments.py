@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from engine.config import load_config
-from engine.errors import ConfigError
+from engine.types.errors import ConfigError
 from server import cli
 from server.foreign_flags import ADVICE, SETTINGS
 

@@ -10,7 +10,7 @@ from typing import Any
 import openai
 import pytest
 
-from engine.sections import LimitsSection, ServerSection, StorageSection
+from engine.settings.sections import LimitsSection, ServerSection, StorageSection
 from server.batches import lines as lines_module
 from server.batches import routes as routes_module
 from server.batches import table as table_module

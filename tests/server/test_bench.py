@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from engine.config import Config
-from engine.params import SamplingParams
-from engine.sections import ServerSection
+from engine.settings.sections import ServerSection
+from engine.types.params import SamplingParams
 from server.bench import report
 from server.bench.client import Record
 from server.bench.loads import WORDS, Sizes, arrivals, draw, read_trace

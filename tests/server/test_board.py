@@ -9,10 +9,10 @@ import pytest
 
 from benchmarks.null_engine import NullSystem
 from engine.config import Config, build_config
-from engine.prompt import ChatTurn
 from engine.scheduling.board import FIRST_ROW, BoardRow, Pool
 from engine.scheduling.meter import Span
-from engine.sections import ServerSection
+from engine.settings.sections import ServerSection
+from engine.types.prompt import ChatTurn
 from server.operators.board import MAX_WORDS_CHARS, first_words, history
 from tests.server.http_client import RawClient, ask, http_bytes
 from tests.server.live_server import MODEL as FAKE

@@ -8,10 +8,10 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import make_mocked_request
 
-from engine.errors import RequestError
 from engine.messages import Finish
-from engine.params import SamplingParams
-from engine.sections import LimitsSection, ServerSection
+from engine.settings.sections import LimitsSection, ServerSection
+from engine.types.errors import RequestError
+from engine.types.params import SamplingParams
 from server.clients import CLIENT, MOST_ENDED, Clients
 from server.generate.generation import MAX_CHOICES, Generation
 from server.generate.route import Choices

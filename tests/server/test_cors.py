@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 from aiohttp.test_utils import make_mocked_request
 
-from engine.errors import RequestError
-from engine.sections import ServerSection
+from engine.settings.sections import ServerSection
+from engine.types.errors import RequestError
 from server.http.exchange import Hosts
 from tests.server.http_client import Reply, ask
 from tests.server.live_server import MODEL, LiveServer

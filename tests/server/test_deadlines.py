@@ -6,7 +6,7 @@ from contextlib import suppress
 
 import pytest
 
-from engine.sections import ServerSection
+from engine.settings.sections import ServerSection
 from server.http import connection
 from tests.pace import at_some_pace
 from tests.server.fake_ingress import FakeIngress

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from engine.config import Config, load_config
-from engine.errors import ConfigError, GraphError, WeightsError
+from engine.types.errors import ConfigError, GraphError, WeightsError
 from engine.workers.cluster.environment import Cluster, check_cluster, link_place
 from server.clients import OPERATORS_ROUTES
 from server.http.listener import ListenError

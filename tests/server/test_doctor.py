@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from engine import own_kernels
 from engine.checkpoints.checkpoint import resolve_checkpoint
 from engine.config import Config, build_config
-from engine.errors import WeightsError
+from engine.settings import own_kernels
 from engine.startup import inventory, preview
 from engine.startup.inventory import GPU, Inventory
+from engine.types.errors import WeightsError
 from server.cli import main
 from server.operators import doctor
 from server.operators.doctor import Finding, examine

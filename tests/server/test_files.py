@@ -13,7 +13,7 @@ from aiohttp.base_protocol import BaseProtocol
 from aiohttp.streams import StreamReader
 from aiohttp.test_utils import make_mocked_request
 
-from engine.sections import ServerSection, StorageSection
+from engine.settings.sections import ServerSection, StorageSection
 from server.storage.store import Store
 from server.storage.uploads import received
 from tests.server.http_client import RawClient, Reply, ask

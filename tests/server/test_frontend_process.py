@@ -15,9 +15,9 @@ import pytest
 from engine.actors.ingress import Ingress
 from engine.actors.snapshot import Gauges, GetSnapshot, Snapshot
 from engine.config import Config, build_config
-from engine.logs import LogSettings
+from engine.host.logs import LogSettings
 from engine.messages import Delta, Deltas, Finish, Stop, Tokenize, Usage
-from engine.notices import EngineReady, EngineRecovering
+from engine.types.notices import EngineReady, EngineRecovering
 from engine.workers.child import Ticket
 from engine.workers.keys import ClientKeys, KeyPair
 from engine.workers.main import Outgoing

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from engine import llm
-from engine.errors import FieldError
+from engine.types.errors import FieldError
 from server import cli
 
 

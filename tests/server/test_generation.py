@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.errors import RequestError
-from engine.params import MAX_SEED
-from engine.sections import ServerSection
+from engine.settings.sections import ServerSection
+from engine.types.errors import RequestError
+from engine.types.params import MAX_SEED
 from server.generate.generation import Generation, choice_seed
 from server.http.body import UNSUPPORTED, BodyReader, name_field
 from server.model_card import ModelCard

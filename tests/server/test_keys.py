@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from engine.errors import ConfigError, RequestError
-from engine.sections import LimitsSection, ServerSection, StorageSection
+from engine.settings.sections import LimitsSection, ServerSection, StorageSection
+from engine.types.errors import ConfigError, RequestError
 from server.clients import Rates
 from server.keys import LOOK_EVERY_S, Keys, read_keys
 from tests.server.http_client import RawClient, Reply, ask, http_bytes

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from engine.logs import JSONFormatter
+from engine.host.logs import JSONFormatter
 from tests.server.http_client import ask
 from tests.server.live_server import MODEL, LiveServer
 

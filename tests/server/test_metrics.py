@@ -7,9 +7,9 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from engine.messages import Finish
-from engine.params import SamplingParams
-from engine.prompt import Adapter
-from engine.sections import LimitsSection, ServerSection
+from engine.settings.sections import LimitsSection, ServerSection
+from engine.types.params import SamplingParams
+from engine.types.prompt import Adapter
 from server.adapters import ServedAdapter
 from server.operators.metrics import COUNTERS, HISTOGRAMS
 from tests.server.fake_ingress import FakeIngress

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from engine.config import Config, build_config
-from engine.own_kernels import VARIABLE
 from engine.plugins.families import read_model
+from engine.settings.own_kernels import VARIABLE
 from server.model_card import _fingerprint
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo_model"

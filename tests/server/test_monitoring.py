@@ -11,7 +11,7 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from engine.sections import LimitsSection
+from engine.settings.sections import LimitsSection
 from tests.server.http_client import ask
 from tests.server.live_server import MODEL, LiveServer
 

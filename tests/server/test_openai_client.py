@@ -7,7 +7,7 @@ import msgspec
 import openai
 import pytest
 
-from engine.sections import LimitsSection, ServerSection
+from engine.settings.sections import LimitsSection, ServerSection
 from tests.server.fake_ingress import FakeIngress, as_text
 from tests.server.live_server import CARD, MODEL, LiveServer, connect
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from engine.actors.snapshot import Gauges, Snapshot
 from engine.messages import Stats
-from engine.sections import LimitsSection
+from engine.settings.sections import LimitsSection
 from server.backend import Backend
 from server.generate.pace import Pace, Turns
 from tests.pace import far

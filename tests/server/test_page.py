@@ -9,9 +9,9 @@ import msgspec
 import pytest
 
 from engine.messages import Finish
-from engine.prompt import Adapter
 from engine.scheduling.explanation import Explained, Part
-from engine.sections import ServerSection
+from engine.settings.sections import ServerSection
+from engine.types.prompt import Adapter
 from server.adapters import ServedAdapter
 from server.operators.site import FOLDER
 from tests.server.browser_tab import Tab, busy_server, launched, needs_browser, playwright

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from engine.messages import Delta, Finish
-from engine.sections import ServerSection, StorageSection
+from engine.settings.sections import ServerSection, StorageSection
 from server.http.sse import PING_COMMENT, PING_EVENT
 from tests.server.fake_ingress import FakeIngress
 from tests.server.http_client import RawClient, Reply, http_bytes

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from engine.config import Config, build_config
-from engine.sections import ServerSection
+from engine.settings.sections import ServerSection
 from tests.models.checkpoints import build, save
 from tests.server.http_client import ask
 from tests.server.live_server import LiveServer

@@ -10,9 +10,9 @@ import pytest
 
 from engine.actors.operations import Operate
 from engine.config import Config, ConfigSource, build_config
+from engine.control.system import System
 from engine.recording.file import read_recording
 from engine.recording.replay import Replay
-from engine.system import System
 from server.run.operations import LocalOperations
 from tests.models.checkpoints import build, save
 from tests.server.http_client import ask

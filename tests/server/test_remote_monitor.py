@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from engine.actors.snapshot import Gauges, GetSnapshot, RequestsFinished, Snapshot, Subscribe
-from engine.errors import RequestError
 from engine.messages import Finish
 from engine.plugins.hookspecs import hookimpl
 from engine.scheduling.meter import RequestMetrics
+from engine.types.errors import RequestError
 from server.run.frontend_process import MAX_ASKED, RemoteMonitor
 from tests.actors.test_ingress import Sent
 

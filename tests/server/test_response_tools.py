@@ -9,8 +9,8 @@ import openai
 import pytest
 from openai.types.responses import Response
 
-from engine.prompt import ChatTurn, ToolCall
-from engine.sections import StorageSection
+from engine.settings.sections import StorageSection
+from engine.types.prompt import ChatTurn, ToolCall
 from server.openai.conversation import warn_left_out
 from server.responses.endpoint import _told_tool
 from server.responses.requests import InputItem

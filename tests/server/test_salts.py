@@ -2,7 +2,7 @@
 
 import pytest
 
-from engine.sections import ServerSection
+from engine.settings.sections import ServerSection
 from server.clients import CacheSalts
 from server.keys import Keys
 

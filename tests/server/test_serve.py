@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.errors import ConfigError
+from engine.types.errors import ConfigError
 from server.http.listener import ListenError, bind, url_of
 from tests.pace import at_some_pace, far
 from tests.server.http_client import RawClient, ask, http_bytes

@@ -10,7 +10,7 @@ import pytest
 
 from engine.actors.operations import Operate, Operated
 from engine.config import ConfigSource
-from engine.errors import ConfigError, RequestError
+from engine.types.errors import ConfigError, RequestError
 from server.cli import main
 from server.run.operations import MAX_ASKED, RemoteOperations
 from tests.pace import far

@@ -12,11 +12,11 @@ import pytest
 from aiohttp import web
 
 from engine.config import Config, build_config
-from engine.errors import RequestError
 from engine.messages import Finish
 from engine.plugins.hookspecs import hookimpl
 from engine.scheduling.meter import RequestMetrics
-from engine.sections import ServerSection
+from engine.settings.sections import ServerSection
+from engine.types.errors import RequestError
 from server.clients import require_key
 from server.keys import Keys
 from tests.engine.held_steps import hold_steps

@@ -4,7 +4,7 @@ import pytest
 
 from engine.scheduling.board import MAX_NODES
 from engine.scheduling.meter import Distribution, StepRecord
-from engine.sections import ServerSection
+from engine.settings.sections import ServerSection
 from server.operators.stats import quantile, rates
 from tests.server.http_client import ask
 from tests.server.live_server import MODEL, LiveServer

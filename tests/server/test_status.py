@@ -6,8 +6,8 @@ import re
 import pytest
 
 from engine.actors.snapshot import Snapshot
-from engine.errors import RequestError
-from engine.sections import ServerSection
+from engine.settings.sections import ServerSection
+from engine.types.errors import RequestError
 from tests.server.fake_ingress import FakeIngress
 from tests.server.http_client import ask
 from tests.server.live_server import MODEL, LiveServer

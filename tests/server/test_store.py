@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from engine.errors import ConfigError, RequestError
-from engine.sections import StorageSection
+from engine.settings.sections import StorageSection
+from engine.types.errors import ConfigError, RequestError
 from server.responses.table import ResponseTable
 from server.storage import files as files_module
 from server.storage import store as store_module

@@ -6,8 +6,8 @@ from typing import Any
 import openai
 import pytest
 
-from engine.errors import RequestError
-from engine.sections import LimitsSection, ServerSection, StorageSection
+from engine.settings.sections import LimitsSection, ServerSection, StorageSection
+from engine.types.errors import RequestError
 from server.generate import unattended
 from server.responses.table import ResponseTable
 from tests.pace import far

@@ -11,7 +11,7 @@ import openai
 import pytest
 from tokenizers import Tokenizer
 
-from engine.params import Grammar
+from engine.types.params import Grammar
 from tests.server import fake_ingress
 from tests.server.engine_server import EngineServer
 from tests.server.http_client import ask

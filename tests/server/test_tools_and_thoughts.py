@@ -8,7 +8,7 @@ import openai
 import pytest
 
 from engine.messages import RequestOptions
-from engine.prompt import ChatTurn, ToolCall
+from engine.types.prompt import ChatTurn, ToolCall
 from tests.plugins.model_outputs import TOOL_PARSERS, Subject
 from tests.server import fake_ingress
 from tests.server.http_client import ask

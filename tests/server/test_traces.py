@@ -13,10 +13,10 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from benchmarks.null_engine import NullSystem
 from engine.config import Config, build_config
-from engine.errors import ConfigError
 from engine.messages import Finish
 from engine.scheduling.meter import RequestMetrics
-from engine.sections import ServerSection
+from engine.settings.sections import ServerSection
+from engine.types.errors import ConfigError
 from server.operators.traces import open_provider
 from server.run import app
 from tests.server.http_client import ask

@@ -3,8 +3,8 @@
 import asyncio
 
 from engine.config import Config, ServedModel
-from engine.errors import CallboardError
-from engine.sections import ModelTable
+from engine.settings.sections import ModelTable
+from engine.types.errors import CallboardError
 from server.models.model import Model
 from server.replicas.replica import State
 

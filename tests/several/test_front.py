@@ -9,8 +9,8 @@ import msgspec
 import pytest
 
 from engine.config import Config, ServedModel, SeveralModels, build_config
-from engine.errors import ConfigError
-from engine.sections import LimitsSection, ModelTable, ServerSection
+from engine.settings.sections import LimitsSection, ModelTable, ServerSection
+from engine.types.errors import ConfigError
 from server.backend import Backend
 from server.http.connection import HttpRunner
 from server.http.listener import bind, url_of

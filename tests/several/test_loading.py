@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from engine.errors import RequestError
+from engine.types.errors import RequestError
 from server.models import models as models_module
 from server.models.models import Models
 from server.replicas.replica import State

@@ -10,9 +10,9 @@ from contextlib import asynccontextmanager
 import pytest
 
 from engine.config import Config, ServedModel, build_config
-from engine.errors import CallboardError, RequestError
-from engine.host_memory import resident_bytes
-from engine.sections import ModelTable
+from engine.host.memory import resident_bytes
+from engine.settings.sections import ModelTable
+from engine.types.errors import CallboardError, RequestError
 from server.models import model as model_module
 from server.models.model import Model
 from server.replicas.replica import State

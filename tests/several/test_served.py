@@ -14,7 +14,7 @@ import pytest
 
 from engine.config import SeveralModels, load_served
 from engine.llm import LLM
-from engine.params import SamplingParams
+from engine.types.params import SamplingParams
 from tests.models.checkpoints import build, random_tokens, save
 from tests.pace import far
 from tests.server.http_client import RawClient, http_bytes

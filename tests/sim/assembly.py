@@ -1,4 +1,4 @@
-"""The engine of a run, put together as ``engine/system.py`` does, with links that take time.
+"""The engine of a run, put together as ``engine/control/system.py`` does, with links that take time.
 
 Owns: which parts there are and how they are connected.  Does not know: what is done with them.
 Ingress, tokenizer, scheduler and supervisor are the engine's own; links, executor and codec are simulated.
@@ -14,9 +14,9 @@ from engine.actors.ingress import Ingress
 from engine.actors.scheduler import Scheduler
 from engine.actors.supervisor import Supervisor
 from engine.actors.tokenizer import Tokenizer
-from engine.notices import Message
 from engine.scheduling.planner import Planner
-from engine.sections import LimitsSection
+from engine.settings.sections import LimitsSection
+from engine.types.notices import Message
 from tests.sim.codec import SimCodec
 from tests.sim.device import SimDevice, SimExecutor
 from tests.sim.links import SimLink, SimMailbox

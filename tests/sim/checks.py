@@ -10,10 +10,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from engine.errors import EngineDied, RequestError
 from engine.messages import Abort, Admit, Deltas, Failed, Finish, Step, Tokens
-from engine.notices import Message
 from engine.scheduling.meter import RequestMetrics
+from engine.types.errors import EngineDied, RequestError
+from engine.types.notices import Message
 from tests.sim.client import Client
 from tests.sim.codec import ALPHABET, text_of
 from tests.sim.device import logprob_of

@@ -12,10 +12,10 @@ import numpy as np
 
 from engine.actors.ingress import Ingress
 from engine.actors.stream import Stream
-from engine.errors import CallboardError, RequestError
 from engine.messages import Delta, Finish, RequestOptions, TokenLogprobs, Usage
-from engine.params import SamplingParams
-from engine.prompt import Adapter, ChatTurn, Origin
+from engine.types.errors import CallboardError, RequestError
+from engine.types.params import SamplingParams
+from engine.types.prompt import Adapter, ChatTurn, Origin
 from tests.sim.codec import text_of
 from tests.sim.luck import luck
 from tests.sim.probe import wrap

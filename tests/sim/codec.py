@@ -8,11 +8,11 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from engine.errors import RequestError
-from engine.prompt import ChatOptions, ChatTurn
 from engine.text.chat import PLAIN
 from engine.text.codec import EncodedChat, TextCodec
 from engine.text.vocabulary import Vocabulary
+from engine.types.errors import RequestError
+from engine.types.prompt import ChatOptions, ChatTurn
 from tests.sim.oracle import VOCAB
 
 # Printable ASCII first, then characters of two and three bytes.

@@ -27,7 +27,7 @@ from engine.messages import (
     StepDone,
     StepExtras,
 )
-from engine.notices import ExecutorsLost, ExecutorsReady
+from engine.types.notices import ExecutorsLost, ExecutorsReady
 from tests.sim.failures import SimIncorrect
 from tests.sim.luck import luck
 from tests.sim.oracle import ADAPTER_SALT, U64, VOCAB, WEIGHT, hashes, next_tokens

@@ -15,7 +15,7 @@ from msgspec.msgpack import encode
 
 from engine.actors.actor import Mailbox
 from engine.messages import Abort, Admit, Deltas, Failed, Stats, Step, StepDone, Stop, Tokenize, Tokens
-from engine.notices import Message
+from engine.types.notices import Message
 from tests.sim.luck import luck
 
 GAP_S = 1e-4  # between the messages that a resumed link lets go of: a stalled channel, not a pile on the doormat

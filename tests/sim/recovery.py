@@ -13,10 +13,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from engine.errors import CallboardError, EngineDied
 from engine.messages import Stop
-from engine.notices import Message
 from engine.recording.shrink import shrink
+from engine.types.errors import CallboardError, EngineDied
+from engine.types.notices import Message
 from engine.workers.group import LOAD_PATIENCE, TICKS, WorkerSlot
 from engine.workers.limits import RestartIntensity
 from engine.workers.messages import WorkerAlive, WorkerReady

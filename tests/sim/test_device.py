@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from engine.messages import Admission, Step
-from engine.params import SamplingParams
+from engine.types.params import SamplingParams
 from tests.sim.device import SimDevice, SimIncorrect
 from tests.sim.store import SimStore
 

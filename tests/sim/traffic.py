@@ -13,8 +13,8 @@ import numpy as np
 
 from engine.actors.snapshot import Gauges, Snapshot
 from engine.messages import Abort, Admit, Delta, Deltas, Failed, Finish, Step, StepDone, Stop, Tokenize, Tokens
-from engine.notices import EngineReady, ExecutorsLost, ExecutorsReady, Message, TokenizersLost, TokenizersReady
-from engine.params import SamplingParams
+from engine.types.notices import EngineReady, ExecutorsLost, ExecutorsReady, Message, TokenizersLost, TokenizersReady
+from engine.types.params import SamplingParams
 from engine.workers.executors import Executors, GenerationSettings
 from engine.workers.frontend import RemoteIngress
 from engine.workers.group import WorkerGroup, WorkerSlot

@@ -16,9 +16,9 @@ import msgspec
 
 from engine.kv.events import KVEvent
 from engine.messages import Step, Stop, Tokenize
-from engine.notices import Message
 from engine.scheduling.meter import RequestMetrics
 from engine.scheduling.planner import Planner
+from engine.types.notices import Message
 from tests.sim import probe
 from tests.sim.assembly import assemble
 from tests.sim.checks import Checks

@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 
 from engine.config import Config, build_config
-from engine.errors import ConfigError, PluginError
 from engine.execution.attention import RankAttention
 from engine.execution.batch import Int32, Int64, lay_out
 from engine.execution.captured_steps import Decoded
@@ -41,10 +40,11 @@ from engine.plugins.selection import expected_context, first_fit
 from engine.sampling import sampler
 from engine.sampling.captured import Variant
 from engine.sampling.sampler import Sampler
-from engine.sections import PluginsSection
+from engine.settings.sections import PluginsSection
 from engine.startup import invariance
 from engine.startup.invariance import pieces, prove_decodes, prove_invariance, require_provable
 from engine.startup.loading import _check_device
+from engine.types.errors import ConfigError, PluginError
 from tests.models.checkpoints import build, save
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo_model"

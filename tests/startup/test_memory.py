@@ -13,12 +13,12 @@ import torch
 
 from callboard import LLM
 from engine.config import Config, build_config
-from engine.device_defaults import with_device_defaults
-from engine.errors import ConfigError, GraphError
+from engine.control.system import System
 from engine.execution.attention import RankAttention
 from engine.graphs.capturing import Capturing
 from engine.graphs.decode import DecodeGraphs
 from engine.graphs.device import DeviceMemory
+from engine.host.device_defaults import with_device_defaults
 from engine.layers.comm import Unconnected
 from engine.models import loader
 from engine.models.decoder import Decoder
@@ -27,7 +27,7 @@ from engine.plugins.families import read_model
 from engine.sampling.sampler import Sampler
 from engine.startup import loading, memory
 from engine.startup.memory import Needs, host_needs, pool_pages
-from engine.system import System
+from engine.types.errors import ConfigError, GraphError
 from engine.workers.executor_main import load_rank
 from engine.workers.executors import GenerationSettings
 from engine.workers.group import WorkerSlot

@@ -12,11 +12,11 @@ from engine.execution.compiled_decodes import CompiledDecodes
 from engine.execution.device import set_threads, thread_choices
 from engine.execution.step_threads import StepThreads
 from engine.kernels.panels import products
-from engine.params import SamplingParams
 from engine.plugins.comm.local import LocalComm
 from engine.startup import loading
 from engine.startup.model_steps import ModelSteps
 from engine.startup.thread_race import ThreadRace, common_choices
+from engine.types.params import SamplingParams
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo_model"
 

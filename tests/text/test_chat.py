@@ -5,10 +5,10 @@ from datetime import datetime
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from engine.errors import RequestError, WeightsError
-from engine.prompt import ChatOptions, ChatTurn
 from engine.text.chat import ChatTemplate
 from engine.text.codec import TextCodec
+from engine.types.errors import RequestError, WeightsError
+from engine.types.prompt import ChatOptions, ChatTurn
 from tests.text.specimens import byte_level, codec, gemma, save
 
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}

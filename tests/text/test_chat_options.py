@@ -5,9 +5,9 @@ import json
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from engine.errors import RequestError
-from engine.prompt import ChatOptions, ChatTurn, ToolCall
 from engine.text.chat import ChatTemplate
+from engine.types.errors import RequestError
+from engine.types.prompt import ChatOptions, ChatTurn, ToolCall
 
 # Written after the shapes that the families use.
 QWEN = (

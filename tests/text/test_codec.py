@@ -9,10 +9,10 @@ import time
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from engine.errors import RequestError, WeightsError
-from engine.params import SamplingParams
-from engine.prompt import ChatTurn
 from engine.text.codec import TextCodec
+from engine.types.errors import RequestError, WeightsError
+from engine.types.params import SamplingParams
+from engine.types.prompt import ChatTurn
 from tests.text.specimens import MAKERS, byte_level, codec, save
 
 TEXTS = ["The quick brown fox", " leading", "Zoë 🙂 你好", "<s>named</s> tokens"]

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from engine.errors import WeightsError
 from engine.formats import tokenizer_json
 from engine.text import conversion
 from engine.text.codec import TextCodec
 from engine.text.files import TokenizerFiles
+from engine.types.errors import WeightsError
 
 TOKENS = ["<|endoftext|>", *"helo wrd", "he", "ll", "Ġ"]
 

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.params import MAX_STOP_STRING_CHARS, MAX_STOP_STRINGS
 from engine.text.stops import StopMatcher
+from engine.types.params import MAX_STOP_STRING_CHARS, MAX_STOP_STRINGS
 
 letters = st.sampled_from("aab")
 texts = st.text(letters, max_size=30)

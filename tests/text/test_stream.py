@@ -6,7 +6,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from engine.params import SamplingParams
+from engine.types.params import SamplingParams
 from tests.text.specimens import MAKERS
 from tests.text.test_stops import reference
 

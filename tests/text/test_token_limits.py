@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from engine.params import SamplingParams
 from engine.text.token_limits import TokenLimits
+from engine.types.params import SamplingParams
 
 NUM_WORDS = 2
 

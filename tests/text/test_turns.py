@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
-from engine.errors import RequestError
-from engine.prompt import ChatTurn, ToolCall
 from engine.text.turns import read_turn
+from engine.types.errors import RequestError
+from engine.types.prompt import ChatTurn, ToolCall
 
 CALL = {"id": "call_1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
 

@@ -5,9 +5,9 @@ import json
 import pytest
 from tokenizers import Tokenizer, decoders, models
 
-from engine.errors import WeightsError
 from engine.text.codec import Detokenizer
 from engine.text.vocabulary import Vocabulary
+from engine.types.errors import WeightsError
 from tests.text.specimens import MAKERS
 
 

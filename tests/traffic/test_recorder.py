@@ -15,16 +15,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.changeover import Changeover
 from engine.config import Config, build_config
-from engine.errors import ConfigError
+from engine.control.changeover import Changeover
 from engine.messages import Admit, Failed, Finish, Step, StepDone, Tokens
-from engine.notices import ExecutorsLost
-from engine.params import SamplingParams
 from engine.scheduling.meter import RequestMetrics
 from engine.scheduling.rows import PlannerLimits
 from engine.traffic.recorder import TraceRecorder
 from engine.traffic.trace import DIGEST_BYTES, chained, read_trace
+from engine.types.errors import ConfigError
+from engine.types.notices import ExecutorsLost
+from engine.types.params import SamplingParams
 from tests.pace import far
 from tests.server.live_system import LiveSystem
 from tests.traffic.recorded import limits_of, lines, record, recorder_in, requests

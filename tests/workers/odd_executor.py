@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from engine.actors.executor import Runner
 from engine.actors.step_splitting import StepSplitter
-from engine.errors import WeightsError
 from engine.messages import Step, StepDone
+from engine.types.errors import WeightsError
 from engine.workers.executor_main import main
 from engine.workers.messages import ExecutorAssignment
 

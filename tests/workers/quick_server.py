@@ -5,9 +5,9 @@
 Owns: which executors it has.  Does not know: what they say.
 """
 
-import engine.system
+import engine.control.system
 from engine.actors.executor import Runner
-from engine.system import System
+from engine.control.system import System
 from engine.workers.executors import ExecutorPlacement, GenerationSettings
 from engine.workers.placement import ProcessExecutors
 from server.cli import main
@@ -29,5 +29,5 @@ class QuickSystem(System):
 
 
 if __name__ == "__main__":
-    engine.system.System = QuickSystem  # type: ignore[misc]
+    engine.control.system.System = QuickSystem  # type: ignore[misc]
     main()

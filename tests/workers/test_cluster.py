@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from engine.config import Config, build_config
-from engine.errors import ConfigError, EngineDied, WeightsError
 from engine.messages import Stop
-from engine.notices import ExecutorsLost, ExecutorsReady
 from engine.plugins.support.rendezvous import serve_store
+from engine.types.errors import ConfigError, EngineDied, WeightsError
+from engine.types.notices import ExecutorsLost, ExecutorsReady
 from engine.workers.cluster import node as node_module
 from engine.workers.cluster.head import Head
 from engine.workers.cluster.node import Node

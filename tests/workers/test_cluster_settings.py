@@ -5,8 +5,8 @@ import logging
 import pytest
 
 from engine.checkpoints.checkpoint import resolve_checkpoint
-from engine.errors import CallboardError, ConfigError
-from engine.logs import LogSettings
+from engine.host.logs import LogSettings
+from engine.types.errors import CallboardError, ConfigError
 from engine.workers.cluster.environment import Cluster, check_cluster, read_cluster
 from engine.workers.cluster.head import Head
 from engine.workers.executor_main import load_rank, settle

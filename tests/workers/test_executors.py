@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from engine.actors.scheduler import RankResults, RanksDiverged
-from engine.errors import EngineDied, StepTooLarge, WeightsError
 from engine.messages import Step, StepDone, Stop
-from engine.notices import ExecutorsLost, ExecutorsReady, LossExplained
+from engine.types.errors import EngineDied, StepTooLarge, WeightsError
+from engine.types.notices import ExecutorsLost, ExecutorsReady, LossExplained
 from engine.workers.executors import Executors, ExecutorSlot, GenerationSettings
 from engine.workers.group import Start, Watch
 from engine.workers.limits import RestartIntensity

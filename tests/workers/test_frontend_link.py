@@ -14,13 +14,13 @@ import zmq
 
 from engine.actors.snapshot import Gauges, MailboxGauges, RequestsFinished, Snapshot
 from engine.config import Config
+from engine.host.logs import LogSettings
 from engine.kv.outline import Outline, OutlinedNode
-from engine.logs import LogSettings
 from engine.messages import Abort, Delta, Deltas, Failed, Finish, Stats, StepDone, Stop, Tokenize
-from engine.notices import EngineReady
-from engine.params import SamplingParams
 from engine.scheduling.board import Board, BoardRow, Pool
 from engine.scheduling.meter import Meter, RequestMetrics, StepRecord
+from engine.types.notices import EngineReady
+from engine.types.params import SamplingParams
 from engine.workers.link import LinkServer
 from engine.workers.main import Outgoing
 from engine.workers.messages import (

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from engine.config import Config, build_config
-from engine.errors import EngineDied
 from engine.messages import Step, StepDone, Stop
-from engine.notices import ExecutorsLost, ExecutorsReady
+from engine.types.errors import EngineDied
+from engine.types.notices import ExecutorsLost, ExecutorsReady
 from engine.workers.executors import Executors
 from engine.workers.limits import RestartIntensity
 from engine.workers.placement import ProcessExecutors

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine.errors import CallboardError, EngineDied, WeightsError
 from engine.messages import Abort, Admit, Delta, Deltas, Failed, Finish, Stop, Tokenize, Tokens
-from engine.notices import TokenizersLost, TokenizersReady
-from engine.params import SamplingParams
+from engine.types.errors import CallboardError, EngineDied, WeightsError
+from engine.types.notices import TokenizersLost, TokenizersReady
+from engine.types.params import SamplingParams
 from engine.workers.limits import RestartIntensity
 from engine.workers.messages import WorkerAlive, WorkerReady
 from engine.workers.tokenizers import TokenizerPool, TokenizerSlot

@@ -14,11 +14,11 @@ import numpy as np
 
 from engine.actors.ingress import Ingress
 from engine.actors.tokenizer import Tokenizer
-from engine.errors import RequestError
 from engine.messages import Abort, Admit, Finish, Stop, Tokens
-from engine.notices import EngineReady
-from engine.params import SamplingParams
-from engine.sections import LimitsSection
+from engine.settings.sections import LimitsSection
+from engine.types.errors import RequestError
+from engine.types.notices import EngineReady
+from engine.types.params import SamplingParams
 from engine.workers.limits import RestartIntensity
 from engine.workers.messages import WorkerAlive, WorkerReady
 from engine.workers.tokenizers import TokenizerPool, TokenizerSlot

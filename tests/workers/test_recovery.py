@@ -16,12 +16,12 @@ import torch
 
 from engine.actors.stream import Stream
 from engine.config import Config, build_config
-from engine.errors import EngineDied, RequestError
+from engine.control.system import System
 from engine.execution.compiled_decodes import CompiledDecodes
 from engine.messages import Delta, Finish, Step
 from engine.models.decoder import Decoder
-from engine.params import SamplingParams
-from engine.system import System
+from engine.types.errors import EngineDied, RequestError
+from engine.types.params import SamplingParams
 from tests.models.checkpoints import build, random_tokens, save
 from tests.pace import far
 from tests.sampling.borders import clear_of_borders

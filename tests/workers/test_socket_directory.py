@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.errors import ConfigError
+from engine.types.errors import ConfigError
 from engine.workers import socket_directory as directory
 from engine.workers.socket_directory import LOCK, SocketDirectory
 

@@ -13,7 +13,7 @@ import pytest
 import zmq
 
 from engine.messages import Abort, Admit, Delta, Deltas, Failed, StepDone, Stop, Tokenize
-from engine.params import SamplingParams
+from engine.types.params import SamplingParams
 from engine.workers.keys import KeyPair
 from engine.workers.link import LinkServer
 from engine.workers.main import Outgoing
@@ -96,7 +96,7 @@ def test_what_a_tokenizer_works_with_needs_no_torch() -> None:
         "from engine.messages import ChatTurn\n"
         "from engine.checkpoints.checkpoint import resolve_checkpoint\n"
         "from engine.workers.tokenizer_main import load_text\n"
-        "from engine.params import Grammar\n"
+        "from engine.types.params import Grammar\n"
         "config = build_config(Config(), {'model': {'path': str(resolve_checkpoint('demo', ''))}})\n"
         "_, codec, grammars, _ = load_text(config)\n"
         "codec.encode_chat((ChatTurn('user', 'x'),))\n"

@@ -15,13 +15,13 @@ import pytest
 
 from engine.actors.ingress import Prompt
 from engine.config import Config, build_config
-from engine.errors import EngineDied, RequestError, WeightsError
-from engine.logs import JSONFormatter
+from engine.control.system import System
+from engine.host.logs import JSONFormatter
 from engine.messages import Delta, Finish, RequestOptions
-from engine.params import Grammar, SamplingParams
-from engine.prompt import ChatOptions, ChatTurn, ToolCall
-from engine.system import System
 from engine.text.codec import TextCodec
+from engine.types.errors import EngineDied, RequestError, WeightsError
+from engine.types.params import Grammar, SamplingParams
+from engine.types.prompt import ChatOptions, ChatTurn, ToolCall
 from engine.workers.tokenizers import TokenizerPool
 from tests.pace import far
 from tests.workers.executors import alive, children

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from engine import messages
 from engine.actors.snapshot import RequestsFinished, Snapshot
 from engine.messages import Delta, Deltas, Finish, Step, Stop, Tokens
-from engine.notices import Message
-from engine.params import SamplingParams
-from engine.prompt import ChatOptions, ChatTurn, ToolCall
-from engine.sections import LimitsSection
+from engine.settings.sections import LimitsSection
+from engine.types.notices import Message
+from engine.types.params import SamplingParams
+from engine.types.prompt import ChatOptions, ChatTurn, ToolCall
 from engine.workers.messages import AnyMessage, FromFrontend, FromTokenizer, FromWorker, ToFrontend
 from engine.workers.wire import Wire, WireError
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from engine.errors import WeightsError
+from engine.types.errors import WeightsError
 
 ANSWERER = "callboard"
 # Arguments that do not change what is computed for a model that is not trained.

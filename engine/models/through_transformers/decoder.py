@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from engine.checkpoints.through_transformers import ThroughTransformers
-from engine.errors import ConfigError
 from engine.layers.attention import AttentionSpec
 from engine.layers.comm import Comm, Unconnected
 from engine.layers.kernels import LayerKernels
@@ -39,6 +38,7 @@ from engine.models.through_transformers.module import (
     tensors_of,
 )
 from engine.models.through_transformers.names import in_checkpoint
+from engine.types.errors import ConfigError
 
 NUMBERED = re.compile(r".*?\.\d+(?=\.)")  # the name of a layer, at the beginning of a tensor's
 

@@ -15,10 +15,10 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from engine.checkpoints.through_transformers import AttentionFacts, Facts
-from engine.errors import WeightsError
 from engine.models.through_transformers.attention import Call, probe
 from engine.models.through_transformers.module import body_of, head_of, make_module, max_len_of, refusals
 from engine.models.through_transformers.names import in_checkpoint
+from engine.types.errors import WeightsError
 
 ATTENDING = {"full_attention", "sliding_attention"}  # of what a configuration may call layers
 

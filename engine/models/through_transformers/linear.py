@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from engine.errors import ConfigError
 from engine.layers.comm import Comm
 from engine.layers.linear import ColumnLinear, RowLinear
 from engine.layers.weights import WeightSlice
+from engine.types.errors import ConfigError
 
 # Styles of transformers' plans.  What has another one is held whole by each rank, which is always right.
 BY_OUTPUTS, BY_INPUTS = "colwise", "rowwise"

@@ -17,9 +17,9 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from engine.errors import WeightsError
 from engine.layers.weights import parameter
 from engine.models.through_transformers.attention import attend, tell_mask
+from engine.types.errors import WeightsError
 
 # The names that attention goes by in transformers.  With the second, which is known to make masks, a layer is told what
 # its mask would be; with the first none is made.

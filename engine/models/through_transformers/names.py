@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
-from engine.errors import WeightsError
+from engine.types.errors import WeightsError
 
 
 class _Views(TorchFunctionMode):

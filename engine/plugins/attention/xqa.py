@@ -15,13 +15,13 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from engine.errors import PluginError
 from engine.layers.attention import AttentionBackend, AttentionBatch, AttentionFactory, AttentionSpec
 from engine.layers.kv_pool import KVPool
 from engine.plugins.hookspecs import AttentionContext, hookimpl
 from engine.plugins.options import Options, decode_options
 from engine.plugins.support.paging import padding_on_dump_page, pages_of, positive_lengths
 from engine.plugins.support.requirements import ANYTHING_ELSE, missing_package, try_out
+from engine.types.errors import PluginError
 
 log = logging.getLogger(__name__)
 

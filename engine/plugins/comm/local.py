@@ -5,9 +5,9 @@ Does not import torch: a server whose executors are processes loads this plugin 
 
 from typing import TYPE_CHECKING
 
-from engine.errors import PluginError
 from engine.plugins.hookspecs import CommContext, hookimpl
 from engine.plugins.options import Options, decode_options
+from engine.types.errors import PluginError
 
 if TYPE_CHECKING:
     from torch import Tensor

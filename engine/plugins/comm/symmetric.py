@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 from torch.distributed import PrefixStore, Store
 
-from engine.errors import PluginError
 from engine.plugins.comm.torch import TorchComm, TorchCommOptions
 from engine.plugins.hookspecs import CommContext, hookimpl
 from engine.plugins.options import decode_options
+from engine.types.errors import PluginError
 
 log = logging.getLogger(__name__)
 

@@ -15,10 +15,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import AllgatherOptions, AllreduceOptions
 
-from engine.errors import PluginError
 from engine.plugins.hookspecs import CommContext, hookimpl
 from engine.plugins.options import Options, decode_options
 from engine.plugins.support.rendezvous import local_address, open_store
+from engine.types.errors import PluginError
 
 CALLBOARD_PLUGIN = {"api": 1}
 NAME = "comm.torch"

@@ -18,14 +18,14 @@ import numpy as np
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 from llguidance.gbnf_to_lark import any_to_lark
 
-from engine.errors import RequestError
-from engine.params import Grammar
 from engine.plugins.grammar import repeats, schemas
 from engine.plugins.hookspecs import GrammarContext, hookimpl
 from engine.plugins.options import Options, decode_options
 from engine.text.grammar import GrammarFailure, Mask
 from engine.text.reasoning import CLOSE, OPEN, Thinking
 from engine.text.tool_format import SPACE, CallShape, CallsShape, TagsShape
+from engine.types.errors import RequestError
+from engine.types.params import Grammar
 
 CALLBOARD_PLUGIN = {"api": 1, "packages": ["llguidance"]}
 

@@ -19,10 +19,10 @@ from uuid import uuid4
 
 from msgspec import Meta
 
-from engine.disk import make_folder, sync_folder
-from engine.errors import ConfigError, PluginError
+from engine.host.disk import make_folder, sync_folder
 from engine.plugins.hookspecs import KVStoreContext, hookimpl
 from engine.plugins.options import Options, decode_options
+from engine.types.errors import ConfigError, PluginError
 
 CALLBOARD_PLUGIN = {"api": 1, "packages": ["fcntl"]}
 

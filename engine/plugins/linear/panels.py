@@ -9,11 +9,11 @@ Owns: which kind of panels a weight gets.  Does not know: the kernels (``engine/
 import torch
 from torch import Tensor
 
-from engine.errors import PluginError
 from engine.kernels.panels import Kind, PanelWeight, Products, products
 from engine.layers.packing import fits_float16
 from engine.plugins.hookspecs import LinearContext, hookimpl
 from engine.plugins.options import Options, decode_options
+from engine.types.errors import PluginError
 
 CALLBOARD_PLUGIN = {
     "api": 1,

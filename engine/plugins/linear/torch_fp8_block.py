@@ -13,12 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.errors import PluginError
 from engine.kernels.float8 import FLOAT8, GROUP, LARGEST, SMALLEST
 from engine.kernels.float8_ops import round_rows
 from engine.layers.packing import PackedWeight
 from engine.plugins.hookspecs import LinearContext, hookimpl
 from engine.plugins.options import Options, decode_options
+from engine.types.errors import PluginError
 
 PLUGIN = "linear.torch_fp8_block"
 CALLBOARD_PLUGIN = {

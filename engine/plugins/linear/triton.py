@@ -10,9 +10,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from engine.errors import PluginError
 from engine.plugins.hookspecs import LinearContext, hookimpl
 from engine.plugins.options import Options, decode_options
+from engine.types.errors import PluginError
 
 PLUGIN = "linear.triton"
 CALLBOARD_PLUGIN = {"api": 1, "packages": ["triton"], "devices": ["cuda"], "invariant": True}

@@ -13,9 +13,9 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from engine.errors import PluginError
 from engine.plugins.hookspecs import LinearContext, hookimpl
 from engine.plugins.options import Options, decode_options
+from engine.types.errors import PluginError
 
 PLUGIN = "linear.triton_int8"
 CALLBOARD_PLUGIN = {

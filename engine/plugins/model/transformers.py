@@ -18,11 +18,11 @@ from typing import Any
 
 import msgspec
 
-from engine.cache_folder import cache_folder, replace_file
 from engine.checkpoints.shape import DecoderShape
 from engine.checkpoints.through_transformers import Facts, shape_of
-from engine.errors import WeightsError
+from engine.host.cache_folder import cache_folder, replace_file
 from engine.plugins.hookspecs import ModelContext, hookimpl
+from engine.types.errors import WeightsError
 
 CALLBOARD_PLUGIN = {"api": 1, "packages": ["transformers"]}
 

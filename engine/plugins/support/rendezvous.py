@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 from torch.distributed import FileStore, PrefixStore, Store, TCPStore
 
-from engine.errors import PluginError
+from engine.types.errors import PluginError
 
 SCHEMES = (
     "file:///path (one machine), tcp://host:port (rank 0 listens there), env:// (what torchrun sets), "

@@ -10,10 +10,10 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 
-from engine.errors import PluginError
 from engine.layers.attention import AttentionBackend, AttentionSpec
 from engine.layers.kv_pool import KVPool
 from engine.plugins.support.paging import batch_on
+from engine.types.errors import PluginError
 
 MIN_CAPABILITY = (8, 0)  # Ampere: the first with bfloat16 and asynchronous copies
 ANYTHING_ELSE = "or set plugins.attention=torch, which runs everywhere"

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engine.host.timeouts import returns_within
 from engine.layers.attention import (
     AttentionBackend,
     AttentionBatch,
@@ -28,7 +29,6 @@ from engine.layers.attention import (
     is_capturable,
 )
 from engine.layers.kv_pool import KVPool
-from engine.patience import returns_within
 from engine.plugins.declaration import Declaration
 from engine.plugins.hookspecs import AttentionContext
 from engine.plugins.support.paging import batch_on, new_pool

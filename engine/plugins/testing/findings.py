@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from engine.patience import returns_within
+from engine.host.timeouts import returns_within
 
 CASE_S = 20.0  # so long a timed case may take; each takes well below a second
 STDLIB = Path(threading.__file__).parent

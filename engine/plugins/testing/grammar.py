@@ -14,12 +14,12 @@ from functools import partial
 
 import numpy as np
 
-from engine.errors import RequestError
-from engine.params import Grammar
 from engine.plugins.hookspecs import GrammarContext
 from engine.plugins.testing.findings import Findings
 from engine.plugins.testing.promises import at_once, watch_memory
 from engine.text.grammar import CompiledGrammar, GrammarEngine, Mask, Matcher
+from engine.types.errors import RequestError
+from engine.types.params import Grammar
 
 EOS, SPECIAL = 256, 257
 # Every byte, so that every text has tokens, and some longer pieces, so that it has several spellings.

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.host_memory import release_freed
+from engine.host.memory import release_freed
 from engine.layers.packing import LinearKernel, PackedWeight
 from engine.plugins.declaration import Declaration
 from engine.plugins.hookspecs import LinearContext

@@ -20,7 +20,6 @@ from engine.checkpoints.checkpoint import ModelSpec, read_spec
 from engine.checkpoints.fields import Fields
 from engine.checkpoints.shape import DecoderShape
 from engine.checkpoints.shards import SINGLE_FILE
-from engine.errors import WeightsError
 from engine.layers.attention import AttentionBatch
 from engine.layers.comm import Comm
 from engine.models.loader import load_model
@@ -31,6 +30,7 @@ from engine.plugins.linear.onednn import onednn_linears
 from engine.plugins.testing.findings import Findings
 from engine.plugins.testing.steps import Driver
 from engine.plugins.testing.threads import on_ranks
+from engine.types.errors import WeightsError
 
 CPU = torch.device("cpu")
 TOLERANCE = 1e-4  # of logits, against the reference's in float32

@@ -6,12 +6,12 @@ Owns: these formats.  Does not know: which models write them.
 from collections.abc import Sequence
 from typing import Final
 
-from engine.params import Grammar
 from engine.plugins.hookspecs import ParserContext, hookimpl
 from engine.plugins.options import Options, decode_options
 from engine.text.call_reader import CallReader, Reading, is_name
 from engine.text.tool_calls import ToolFormat
 from engine.text.tool_format import CallShape, Tool, marked_calls
+from engine.types.params import Grammar
 
 CALLBOARD_PLUGIN = {"api": 1}
 

@@ -6,12 +6,12 @@ Owns: this format.  Does not know: which models write it.
 from collections.abc import Sequence
 from typing import Final
 
-from engine.params import Grammar
 from engine.plugins.hookspecs import ParserContext, hookimpl
 from engine.plugins.options import Options, decode_options
 from engine.text.call_reader import CallReader, Reading
 from engine.text.tool_calls import ToolFormat
 from engine.text.tool_format import SPACE, CallShape, Tool, json_name, marked_calls
+from engine.types.params import Grammar
 
 CALLBOARD_PLUGIN = {"api": 1}
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 import msgspec
 
 from engine.config import Config
-from engine.errors import ConfigError
+from engine.types.errors import ConfigError
 
 ANYWHERE = ("0.0.0.0", "*")
 MOST_PORTS = 65535

@@ -16,8 +16,8 @@ from types import TracebackType
 import msgspec
 
 from engine.config import Config
-from engine.errors import CallboardError, ConfigError, EngineDied
-from engine.patience import is_set_within
+from engine.host.timeouts import is_set_within
+from engine.types.errors import CallboardError, ConfigError, EngineDied
 from engine.workers.cluster.environment import Cluster, link_place
 from engine.workers.cluster.polling import Polling
 from engine.workers.cluster.store import (

@@ -19,8 +19,8 @@ from typing import Any
 
 from engine.checkpoints.checkpoint import resolve_checkpoint
 from engine.config import Config
-from engine.errors import CallboardError, ConfigError, EngineDied, WeightsError
-from engine.patience import is_set_within
+from engine.host.timeouts import is_set_within
+from engine.types.errors import CallboardError, ConfigError, EngineDied, WeightsError
 from engine.workers.child import Child, Ticket
 from engine.workers.cluster.environment import Cluster
 from engine.workers.cluster.polling import Polling

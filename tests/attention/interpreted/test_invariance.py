@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from engine.errors import PluginError
 from engine.layers.attention import AttentionSpec
 from engine.plugins.attention.triton import callboard_attention_backend
 from engine.plugins.attention.triton.backend import TritonAttention
@@ -13,6 +12,7 @@ from engine.plugins.hookspecs import AttentionContext
 from engine.plugins.support.paging import new_pool
 from engine.plugins.testing import invariance
 from engine.plugins.testing.attention import through_hook
+from engine.types.errors import PluginError
 from tests.attention.batches import batch_of
 from tests.attention.interpreted.test_replay import MAX_PAGES, ROWS, SPEC, STEPS, Growing
 

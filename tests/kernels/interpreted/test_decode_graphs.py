@@ -8,7 +8,6 @@ from functools import partial
 import pytest
 import torch
 
-from engine import own_kernels
 from engine.execution.rows import DeviceRows
 from engine.execution.runner import ModelRunner
 from engine.graphs.capturing import Capturing
@@ -18,6 +17,7 @@ from engine.plugins.attention.triton.backend import TritonAttention
 from engine.plugins.comm.local import LocalComm
 from engine.plugins.linear.onednn import onednn_linears
 from engine.sampling.sampler import Sampler
+from engine.settings import own_kernels
 from tests.graphs.recording import RecordingDevice
 from tests.graphs.runners import GREEDY, MAX_LEN, PAGE_SIZE, Steps, tokens
 from tests.models.checkpoints import build, save

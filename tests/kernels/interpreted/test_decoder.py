@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from engine import own_kernels
 from engine.kernels import choice
 from engine.layers.linear import VocabLinear
 from engine.plugins.families import read_model
 from engine.plugins.testing.steps import Driver
+from engine.settings import own_kernels
 from tests.models.checkpoints import build, random_tokens, reference_logits, save
 from tests.models.conftest import load
 

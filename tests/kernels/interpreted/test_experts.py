@@ -6,7 +6,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.checkpoints.shape import ExpertsShape, RouterShape
-from engine.errors import ConfigError
 from engine.kernels import experts as kernel
 from engine.kernels.experts import mix_experts
 from engine.kernels.fused import FusedKernels
@@ -14,6 +13,7 @@ from engine.layers.experts import Experts
 from engine.layers.mlp import clamped_swish
 from engine.plugins.comm.local import LocalComm
 from engine.plugins.testing.model import WAITING, Operations
+from engine.types.errors import ConfigError
 from tests.kernels.interpreted.test_layers import normal, rounding
 
 LIMIT, SLOPE = 1.5, 1.702

@@ -3,8 +3,6 @@
 import pytest
 import torch
 
-from engine import own_kernels
-from engine.errors import ConfigError
 from engine.execution.attention import RankAttention
 from engine.kernels.fixed_products import fixed_product
 from engine.kernels.fused import FusedKernels
@@ -16,7 +14,9 @@ from engine.plugins.families import read_model
 from engine.plugins.linear.triton import Fixed
 from engine.plugins.testing import invariance as kit
 from engine.sampling.sampler import Sampler
+from engine.settings import own_kernels
 from engine.startup.invariance import prove_invariance
+from engine.types.errors import ConfigError
 from tests.models.checkpoints import build, save
 
 CPU = torch.device("cpu")

@@ -12,12 +12,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine import own_kernels
-from engine.params import SamplingParams
 from engine.sampling.captured import Variant, array_columns, columns_bytes, tensor_columns
 from engine.sampling.constraints import Masks
 from engine.sampling.sampler import Sampler
 from engine.sampling.triton import sampler
+from engine.settings import own_kernels
+from engine.types.params import SamplingParams
 from tests.sampling.rows import chi_square_excess
 
 CPU = torch.device("cpu")

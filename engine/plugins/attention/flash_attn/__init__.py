@@ -14,7 +14,6 @@ from typing import Literal
 
 import torch
 
-from engine.errors import PluginError
 from engine.layers.attention import AttentionFactory, AttentionSpec
 from engine.layers.kv_pool import KVPool
 from engine.plugins.attention.flash_attn.backend import FlashAttention
@@ -23,6 +22,7 @@ from engine.plugins.attention.flash_attn.libraries import FA2_PAGE, HOPPER, Libr
 from engine.plugins.hookspecs import AttentionContext, hookimpl
 from engine.plugins.options import Options, decode_options
 from engine.plugins.support.requirements import ANYTHING_ELSE, require_capability, try_out
+from engine.types.errors import PluginError
 
 log = logging.getLogger(__name__)
 

@@ -18,7 +18,6 @@ from typing import Literal
 
 import torch
 
-from engine.errors import PluginError
 from engine.kernels.choice import choose_kernels
 from engine.layers.attention import AttentionFactory, AttentionSpec
 from engine.layers.kv_pool import KVPool
@@ -29,6 +28,7 @@ from engine.plugins.hookspecs import AttentionContext, hookimpl
 from engine.plugins.options import Options, decode_options
 from engine.plugins.support.paging import windows_of
 from engine.plugins.support.requirements import missing_package, require_capability, trial, try_out
+from engine.types.errors import PluginError
 
 log = logging.getLogger(__name__)
 

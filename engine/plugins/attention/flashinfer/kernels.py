@@ -18,13 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.errors import PluginError
 from engine.layers.attention import AttentionSpec
 from engine.layers.kv_pool import KVPool
 from engine.plugins.attention.flashinfer.arguments import PlannedKernel
 from engine.plugins.attention.flashinfer.lists import DeviceLists, HostLists, Int32
 from engine.plugins.attention.flashinfer.staging import StagingRing
 from engine.plugins.support.paging import KVPages, pages_of
+from engine.types.errors import PluginError
 
 PLAN_BYTES = 8 << 20  # what a wrapper allocates for a plan
 GRAPH_PLAN_BYTES = 1 << 20  # decode rows alone need at most 40 bytes each, and there is a wrapper per captured size

@@ -7,12 +7,12 @@ Under TRITON_INTERPRET=1, set before Python starts, the kernels run on the CPU, 
 
 import torch
 
-from engine.errors import PluginError
 from engine.layers.attention import AttentionBackend, AttentionFactory, AttentionSpec
 from engine.layers.kv_pool import KVPool
 from engine.plugins.hookspecs import AttentionContext, hookimpl
 from engine.plugins.options import Options, decode_options
 from engine.plugins.support.requirements import missing_package, require_capability, try_out
+from engine.types.errors import PluginError
 
 PLUGIN = "attention.triton"
 CALLBOARD_PLUGIN = {

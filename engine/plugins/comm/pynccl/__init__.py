@@ -6,12 +6,12 @@ collectives; no watchdog thread.
 Owns: the options, and how a group starts.  Does not know: NCCL's functions (``library.py``).
 """
 
-from engine.errors import PluginError
 from engine.plugins.comm.pynccl.group import NcclComm
 from engine.plugins.comm.pynccl.library import NcclError, NcclLibrary, find_library
 from engine.plugins.hookspecs import CommContext, hookimpl
 from engine.plugins.options import Options, decode_options
 from engine.plugins.support.rendezvous import open_store
+from engine.types.errors import PluginError
 
 CALLBOARD_PLUGIN = {"api": 1, "devices": ["cuda"]}
 NAME = "comm.pynccl"

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from engine.errors import CallboardError
+from engine.types.errors import CallboardError
 
 LIBRARY = "libnccl.so.2"
 UNIQUE_ID_BYTES = 128

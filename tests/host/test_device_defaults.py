@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from engine import device_defaults
 from engine.config import Config, build_config
-from engine.device_defaults import GIB, driver_cuda, gpu_bytes, with_device_defaults
-from engine.errors import ConfigError
 from engine.execution.device import choose_device
-from engine.sections import DeviceSection
+from engine.host import device_defaults
+from engine.host.device_defaults import GIB, driver_cuda, gpu_bytes, with_device_defaults
+from engine.settings.sections import DeviceSection
+from engine.types.errors import ConfigError
 
 
 def settings(config: Config) -> tuple[int, int, int, float, str]:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.cache_folder import replace_file
+from engine.host.cache_folder import replace_file
 
 
 def test_two_threads_that_write_one_file_leave_a_whole_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

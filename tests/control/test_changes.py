@@ -6,10 +6,10 @@ from typing import Any, get_type_hints
 import msgspec
 import pytest
 
-from engine.changes import changed, changes, is_place, refuse_fixed, refuse_more_requests, refuse_places
 from engine.config import Config, ConfigSource, build_config
-from engine.errors import ConfigError
-from engine.sections import Changed
+from engine.control.changes import changed, changes, is_place, refuse_fixed, refuse_more_requests, refuse_places
+from engine.settings.sections import Changed
+from engine.types.errors import ConfigError
 
 SECTIONS = {name: type(getattr(Config(), name)) for name in Config.__struct_fields__}
 SETTINGS = [(name, key) for name, section in SECTIONS.items() for key in section.__struct_fields__]

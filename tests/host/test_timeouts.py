@@ -5,8 +5,8 @@ import time
 
 import pytest
 
-from engine import patience
-from engine.patience import named_while_slow, returns_within
+from engine.host import timeouts as patience
+from engine.host.timeouts import named_while_slow, returns_within
 
 FAR_S = 30.0
 

@@ -7,7 +7,7 @@ import torch
 
 from engine.execution import device as devices
 from engine.execution.device import fair_share, free_bytes, host_place
-from engine.host_memory import available_bytes
+from engine.host.memory import available_bytes
 
 MEMINFO = "MemTotal:  1000 kB\nMemFree: 100 kB\nMemAvailable:  500 kB\nHugePages_Total: 0\n"
 MACHINE = 500 << 10

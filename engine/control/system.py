@@ -27,9 +27,8 @@ from engine.checkpoints.adapter import AdapterRules, adapter_rules
 from engine.checkpoints.checkpoint import DEMO, DEMO_NAME, ModelSpec, resolve_checkpoint
 from engine.checkpoints.gguf import stored_tensors
 from engine.config import Config, build_config, without_cluster_key
-from engine.device_defaults import runs_on_cpu, with_device_defaults
-from engine.errors import ConfigError, EngineDied
-from engine.monitor import Monitor
+from engine.control.monitor import Monitor
+from engine.host.device_defaults import runs_on_cpu, with_device_defaults
 from engine.plugins.deciders import plugin_drafts, plugin_policy, plugin_proposer, plugin_strategy, policy_choice
 from engine.plugins.families import read_model
 from engine.plugins.linears import check_linear_fits, linear_context
@@ -47,6 +46,7 @@ from engine.scheduling.rows import PlannerLimits
 from engine.text.codec import TextCodec, warn_of_unknown_tokens
 from engine.text.grammar import Grammars
 from engine.traffic.recorder import TraceRecorder
+from engine.types.errors import ConfigError, EngineDied
 from engine.workers.executors import ExecutorPlacement, Executors, GenerationSettings
 from engine.workers.frontend import FrontendCommand, RemoteIngress
 from engine.workers.inline import InlineExecutors

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Literal
 import msgspec
 
 from engine.actors.operations import SettingsChanged
-from engine.changes import (
+from engine.config import Config
+from engine.control.changes import (
     Change,
     changes,
     refuse_fixed,
@@ -23,14 +24,13 @@ from engine.changes import (
     refuse_other_text,
     refuse_places,
 )
-from engine.config import Config
-from engine.device_defaults import gpu_bytes, torch_may_use_gpus
-from engine.errors import ConfigError
-from engine.host_memory import available_bytes, release_freed
+from engine.host.device_defaults import gpu_bytes, torch_may_use_gpus
+from engine.host.memory import available_bytes, release_freed
 from engine.plugins.manager import KV_STORE
+from engine.types.errors import ConfigError
 
 if TYPE_CHECKING:
-    from engine.system import System
+    from engine.control.system import System
 
 log = logging.getLogger(__name__)
 

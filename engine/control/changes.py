@@ -12,8 +12,8 @@ import msgspec
 from engine.checkpoints.adapter import AdapterRules
 from engine.checkpoints.checkpoint import ModelSpec
 from engine.config import SECRETS, Config
-from engine.errors import ConfigError
-from engine.sections import Changed, PluginsSection, Section
+from engine.settings.sections import Changed, PluginsSection, Section
+from engine.types.errors import ConfigError
 
 # Kinds of plugins that live outside the executors and the planner, where nothing takes their place.
 FIXED_KINDS: Final = ("observer", "grammar", "logits_processor", "tool_parser", "reasoning_parser")

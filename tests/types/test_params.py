@@ -8,8 +8,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from engine.errors import RequestError
-from engine.params import MAX_SEED, Grammar, SamplingParams
+from engine.types.errors import RequestError
+from engine.types.params import MAX_SEED, Grammar, SamplingParams
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,11 @@
-"""engine/errors.py draws the whole tree: every deliberate error, wherever it is defined, stands in it."""
+"""engine/types/errors.py draws the whole tree: every deliberate error, wherever it is defined, stands in it."""
 
 import ast
 from pathlib import Path
 
-from engine import errors
+from engine.types import errors
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 def test_every_error_is_in_the_tree() -> None:

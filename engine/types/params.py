@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 
 import msgspec
 
-from engine.errors import RequestError
+from engine.types.errors import RequestError
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARS = 1024
