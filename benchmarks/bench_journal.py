@@ -105,7 +105,9 @@ def of_server(turns: int, num_tokens: int, fsync: str) -> dict[str, Any]:
 def records(turn: int) -> list[Delivered]:
     """What 64 streams have in one turn."""
     return [
-        Delivered(number, turn + 1, 0, Delta(number, " value", (turn % 997).to_bytes(4, "little")))
+        Delivered(
+            number, turn + 1, 0, Delta(request_id=number, text=" value", token_ids=(turn % 997).to_bytes(4, "little"))
+        )
         for number in range(1, NUM_STREAMS + 1)
     ]
 

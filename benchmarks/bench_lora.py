@@ -63,14 +63,23 @@ class Bench:
         pages = np.arange(row * 16, row * 16 + 16, dtype=np.int32).tobytes()
         params = SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True)
         ids = (np.arange(PROMPT, dtype=np.int32) + row) % 200
-        admission = Admission(row, ids.tobytes(), PROMPT, 0, pages, params, slot, adapter)
+        admission = Admission(
+            row=row,
+            token_ids=ids.tobytes(),
+            num_prompt_tokens=PROMPT,
+            num_computed_tokens=0,
+            pages=pages,
+            params=params,
+            slot=slot,
+            adapter=adapter,
+        )
         columns = [np.array([value], dtype=np.int32).tobytes() for value in (row, 0, PROMPT, 1)]
         names = ("prefill_rows", "prefill_starts", "prefill_lengths", "prefill_samples")
         self._launch(admissions=(admission,), **dict(zip(names, columns, strict=True)))
 
     def _launch(self, **fields: Any) -> None:
         self._step += 1
-        self._runner.launch(Step(self._step, **fields)).collect()
+        self._runner.launch(Step(step_id=self._step, **fields)).collect()
 
     def decode(self, way: str, num_rows: int) -> None:
         """One step of the first rows of a way."""

@@ -88,7 +88,7 @@ class Scheduler:
 
     def _send(self) -> None:
         while self._num_sent < min(self._num_done + IN_FLIGHT, self._num_steps):
-            self._executor.inbox.put(Step(self._num_sent))
+            self._executor.inbox.put(Step(step_id=self._num_sent))
             self._num_sent += 1
         if self._num_done == self._num_steps:
             self.ended_at = time.perf_counter()

@@ -69,7 +69,7 @@ class Stepper:
 
     def _send(self) -> None:
         while self._num_sent < len(self.times) - 1 + self._depth:
-            self._link.put(Step(self._num_sent, decode_rows=self._rows))
+            self._link.put(Step(step_id=self._num_sent, decode_rows=self._rows))
             self._num_sent += 1
 
 

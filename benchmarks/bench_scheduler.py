@@ -65,12 +65,12 @@ def decoding(num_running: int, num_steps: int) -> tuple[Planner, Step]:
     for request_id in range(num_running):
         prompt = np.concatenate((stem, tokens(rng, rng.integers(16, 256))))
         params = SamplingParams(max_tokens=num_steps + 500, ignore_eos=True)
-        planner.admit(Admit(request_id, prompt.tobytes(), params))
+        planner.admit(Admit(request_id=request_id, token_ids=prompt.tobytes(), params=params))
     # The first prompt's pages are there for the others once it has run.
     while (step := planner.next_step()) is not None:
         if len(step.decode_rows) == 4 * num_running and step.table_rows:
             break
-        planner.complete(StepDone(0, step.step_id, tokens(rng, num_sampled(step)).tobytes()))
+        planner.complete(StepDone(rank=0, step_id=step.step_id, token_ids=tokens(rng, num_sampled(step)).tobytes()))
         planner.outbox.clear()
     assert step is not None
     return planner, step
@@ -80,7 +80,7 @@ def time_steps(num_running: int, num_steps: int) -> np.ndarray:
     """Microseconds of planning and of completion, a line per step."""
     planner, step = decoding(num_running, num_steps)
     sampled = tokens(np.random.default_rng(1), num_running).tobytes()
-    answers = [StepDone(0, step.step_id + number, sampled) for number in range(num_steps)]
+    answers = [StepDone(rank=0, step_id=step.step_id + number, token_ids=sampled) for number in range(num_steps)]
     times = np.zeros((num_steps, 3))
     for number, answer in enumerate(answers):
         before = time.perf_counter_ns()
@@ -113,7 +113,7 @@ def step_cost(num_running: int, num_steps: int, rounds: int) -> Iterator[Row]:
 def message_cost(num_running: int, rounds: int, calls: int = 300) -> Iterator[Row]:
     """A decode step in which some grow into a new page, and its answer."""
     _, step = decoding(num_running, 100)
-    done = StepDone(0, step.step_id, tokens(np.random.default_rng(1), num_running).tobytes())
+    done = StepDone(rank=0, step_id=step.step_id, token_ids=tokens(np.random.default_rng(1), num_running).tobytes())
     wire = Wire("benchmark")
     for message in (step, done):
         frame = wire.encode(message)
@@ -136,7 +136,7 @@ def offline_job(num_sequences: int) -> tuple[list[Admit], int]:
     prompts = [[rng.randint(0, 10_000) for _ in range(rng.randint(100, 1024))] for _ in range(num_sequences)]
     params = [SamplingParams(max_tokens=rng.randint(100, 1024), ignore_eos=True) for _ in prompts]
     admits = [
-        Admit(number, np.array(prompt, dtype=np.int32).tobytes(), one)
+        Admit(request_id=number, token_ids=np.array(prompt, dtype=np.int32).tobytes(), params=one)
         for number, (prompt, one) in enumerate(zip(prompts, params, strict=True))
     ]
     return admits, sum(one.max_tokens or 0 for one in params)
@@ -151,7 +151,7 @@ class NullExecutor:
 
     def answer(self, step: Step) -> StepDone:
         self.num_steps += 1
-        return StepDone(0, step.step_id, self._tokens[: 4 * num_sampled(step)])
+        return StepDone(rank=0, step_id=step.step_id, token_ids=self._tokens[: 4 * num_sampled(step)])
 
 
 def through_planner(planner: Planner, admits: list[Admit], executor: NullExecutor) -> int:
@@ -198,7 +198,7 @@ async def through_actor(planner: Planner, admits: list[Admit], executor: NullExe
         ingress=Link(lambda message: None),
         observers=Observers(Plugins({}), {}, page_size=PAGE_SIZE),
     )
-    scheduler.inbox.put(ExecutorsReady(1))
+    scheduler.inbox.put(ExecutorsReady(num_pages=1))
     for admit in admits:
         scheduler.inbox.put(admit)
     await scheduler.run()

@@ -166,7 +166,9 @@ def decode_us(runner: ModelRunner, num_rows: int, num_pages: int, times: int) ->
         pages = (
             {"table_rows": grown, "table_indexes": np.full(num_pages, 10), "table_pages": grown} if num_pages else {}
         )
-        return Step(number, decode_rows=rows.tobytes(), **{name: int32(column) for name, column in pages.items()})
+        return Step(
+            step_id=number, decode_rows=rows.tobytes(), **{name: int32(column) for name, column in pages.items()}
+        )
 
     steps = [step(number) for number in range(times)]
 
@@ -183,9 +185,19 @@ def admit_us(
 ) -> tuple[float, float]:
     """All of them in one step; and a step for each of them."""
     tokens, pages = int32(np.arange(prompt) % 200), int32(np.arange(-(-prompt // PAGE_SIZE)))
-    admissions = [Admission(row, tokens, prompt, 0, pages, params.replace(seed=row)) for row in range(newcomers)]
-    together = Step(0, admissions=tuple(admissions))
-    alone = [Step(0, admissions=(one,)) for one in admissions]
+    admissions = [
+        Admission(
+            row=row,
+            token_ids=tokens,
+            num_prompt_tokens=prompt,
+            num_computed_tokens=0,
+            pages=pages,
+            params=params.replace(seed=row),
+        )
+        for row in range(newcomers)
+    ]
+    together = Step(step_id=0, admissions=tuple(admissions))
+    alone = [Step(step_id=0, admissions=(one,)) for one in admissions]
     return (
         median_us(lambda _: runner._apply(together), times),
         # Each by itself: on a busy machine something else would have its turn within a longer measurement.

@@ -80,7 +80,7 @@ class PacedRunner:
         self._free_at = max(self._free_at, time.monotonic()) + seconds
         count = len(step.decode_rows) // 4 + step.prefill_samples.count(1)
         tokens = np.full(count, self._token, dtype=np.int32).tobytes()
-        return PacedStep(self._free_at, StepDone(0, step.step_id, tokens))
+        return PacedStep(self._free_at, StepDone(rank=0, step_id=step.step_id, token_ids=tokens))
 
     def leave(self) -> None:
         """There are no other ranks."""

@@ -103,7 +103,9 @@ class NullRunner:
         self.num_pages = num_pages
         self.stored = None
         tops = np.arange(300, 300 + num_logprobs, dtype=np.int32)
-        self._logprobs = Logprobs(-1.0, tops.tobytes(), np.full(num_logprobs, -3.0, dtype=np.float32).tobytes())
+        self._logprobs = Logprobs(
+            logprob=-1.0, top_ids=tops.tobytes(), top_logprobs=np.full(num_logprobs, -3.0, dtype=np.float32).tobytes()
+        )
         self._has_logprobs = num_logprobs > 0
         self._token = token
         self._turns = turns
@@ -123,7 +125,7 @@ class NullRunner:
         if self._has_logprobs:
             prefilled = np.frombuffer(step.prefill_rows, dtype=np.int32)[samples == 1]
             rows = np.concatenate((np.frombuffer(step.decode_rows, dtype=np.int32), prefilled))
-            extras = dict.fromkeys(rows.tolist(), StepExtras(self._logprobs))
+            extras = dict.fromkeys(rows.tolist(), StepExtras(logprobs=self._logprobs))
         return _Done(StepDone(rank=0, step_id=step.step_id, token_ids=tokens.tobytes(), extras=extras))
 
     def leave(self) -> None:

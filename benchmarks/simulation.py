@@ -120,7 +120,9 @@ class Simulation:
         # The seed tells the device which request a row belongs to.
         params = SamplingParams(max_tokens=request.max_tokens, seed=request_id)
         origin = Origin(tenant=request.tenant)
-        self.planner.admit(Admit(request_id, request.prompt.tobytes(), params, origin=origin))
+        self.planner.admit(
+            Admit(request_id=request_id, token_ids=request.prompt.tobytes(), params=params, origin=origin)
+        )
 
     def _seconds(self, step: Step) -> float:
         num_prompt_tokens = int(np.frombuffer(step.prefill_lengths, dtype=np.int32).sum())
@@ -137,7 +139,7 @@ class Simulation:
         rows = np.concatenate((np.frombuffer(step.decode_rows, dtype=np.int32), segments[samples]))
         self._produced[rows] += 1
         sampled = np.where(self._produced[rows] >= self._goal[rows], EOS, TOKEN).astype(np.int32)
-        return StepDone(0, step.step_id, sampled.tobytes())
+        return StepDone(rank=0, step_id=step.step_id, token_ids=sampled.tobytes())
 
     def _read(self) -> None:
         outcome = self.outcome

@@ -41,7 +41,7 @@ class Finish(IntEnum):
 # ---- ingress -> tokenizer -------------------------------------------------------------------
 
 
-class RequestOptions(Message, frozen=True):
+class RequestOptions(Message, frozen=True, kw_only=True):
     """What a request may ask beside its prompt and its sampling parameters.
 
     echo: repeat the prompt's text in front of the output.  chat: how to read a conversation.
@@ -69,7 +69,7 @@ RULED_OUT: Final = -2  # instead of a token, in ``StepDone``
 DRAFTED: Final = -1  # instead of a proposed token, in ``Step``: the executors' draft model is to say it
 
 
-class Tokenize(Message, frozen=True):
+class Tokenize(Message, frozen=True, kw_only=True):
     """A new request.  Exactly one of text, token_ids (int32[n]), turns is given.
 
     Nobody has checked max_model_len yet: the tokenizer counts, the scheduler decides."""
@@ -82,7 +82,7 @@ class Tokenize(Message, frozen=True):
     options: RequestOptions = DEFAULT_OPTIONS
 
 
-class Abort(Message, frozen=True):
+class Abort(Message, frozen=True, kw_only=True):
     """Cancel a request, whatever state it is in; idempotent, unknown ids are ignored.  It takes the request's own road,
     and so never overtakes it.  finish: STOP where a stop string has ended it."""
 
@@ -93,7 +93,7 @@ class Abort(Message, frozen=True):
 # ---- tokenizer -> scheduler -----------------------------------------------------------------
 
 
-class Admit(Message, frozen=True):
+class Admit(Message, frozen=True, kw_only=True):
     """A tokenised request.  token_ids: int32[n], n >= 1.  num_resumed: how many of them, at the end, are output.
     grammar_s: seconds in which its grammar was compiled."""
 
@@ -111,7 +111,7 @@ class Admit(Message, frozen=True):
 # ---- scheduler -> executors -----------------------------------------------------------------
 
 
-class Admission(Message, frozen=True):
+class Admission(Message, frozen=True, kw_only=True):
     """A sequence takes a row.
 
     token_ids: int32[n], all tokens known so far (prompt, then output kept over a retraction).
@@ -129,7 +129,7 @@ class Admission(Message, frozen=True):
     adapter: Adapter | None = None
 
 
-class Profile(Message, frozen=True):
+class Profile(Message, frozen=True, kw_only=True):
     """Record the next steps for a profiler's viewer; what is being recorded is written first.
 
     num_steps: then it is written; 0 for no more recording.  folder: where, a file for each rank."""
@@ -138,7 +138,7 @@ class Profile(Message, frozen=True):
     folder: str
 
 
-class Landing(Message, frozen=True):
+class Landing(Message, frozen=True, kw_only=True):
     """Where pages go that were fetched from the store; the executor lets go of the rest of them, and of all if none go.
 
     first: of those fetched, the first that is used.  pages: int32[k], of the KV pool."""
@@ -148,7 +148,7 @@ class Landing(Message, frozen=True):
     pages: bytes = b""
 
 
-class FetchPages(Message, frozen=True):
+class FetchPages(Message, frozen=True, kw_only=True):
     """Get pages from the store, beside the steps: as many as there are in a row, from the first on.
 
     parent: hash of the page before.  tokens: int32s of the pages, whole ones.  timeout_s: when to say what has come."""
@@ -159,7 +159,7 @@ class FetchPages(Message, frozen=True):
     timeout_s: float
 
 
-class Step(Message, frozen=True):
+class Step(Message, frozen=True, kw_only=True):
     """One forward pass, told as changes to what the executor already holds.
 
     Applied in order: pages to the store, transfers between the tiers, landings, admissions, writes to page tables and
@@ -193,7 +193,7 @@ class Step(Message, frozen=True):
 # ---- executors -> scheduler -----------------------------------------------------------------
 
 
-class PagesFetched(Message, frozen=True):
+class PagesFetched(Message, frozen=True, kw_only=True):
     """A rank has so many of the pages that it was to fetch, and keeps them for a ``Landing``."""
 
     rank: int
@@ -201,7 +201,7 @@ class PagesFetched(Message, frozen=True):
     num_pages: int
 
 
-class Logprobs(Message, frozen=True):
+class Logprobs(Message, frozen=True, kw_only=True):
     """Log probabilities of one sampled token, and of the k most likely or of those that the request names.
 
     top_ids: int32[k], top_logprobs: float32[k], most likely first, or as they are named."""
@@ -211,14 +211,14 @@ class Logprobs(Message, frozen=True):
     top_logprobs: bytes = b""
 
 
-class PromptLogprobs(Message, frozen=True):
+class PromptLogprobs(Message, frozen=True, kw_only=True):
     """Log probabilities of prompt tokens in a row, from position ``first`` on."""
 
     first: int
     entries: tuple[Logprobs, ...]
 
 
-class StepExtras(Message, frozen=True):
+class StepExtras(Message, frozen=True, kw_only=True):
     """What a step gives for one row beside its token, where asked for.
 
     logprobs: of the token.  prompt_logprobs: of the part of the prompt that the step computes; all parts come before
@@ -239,7 +239,7 @@ class StepExtras(Message, frozen=True):
     num_accepted: int = 0
 
 
-class StepDone(Message, frozen=True):
+class StepDone(Message, frozen=True, kw_only=True):
     """A step has finished.
 
     token_ids: int32[N] as ``Step`` orders them; -1: the logits are not finite, ``RULED_OUT``: processors left no token.
@@ -255,7 +255,7 @@ class StepDone(Message, frozen=True):
 # ---- scheduler -> tokenizer -----------------------------------------------------------------
 
 
-class Tokens(Message, frozen=True):
+class Tokens(Message, frozen=True, kw_only=True):
     """What one step produced, one line per token.
 
     request_ids: int64[N].  token_ids: int32[N], -1 for "no token, only an end".  finishes: uint8[N], Finish.
@@ -269,7 +269,7 @@ class Tokens(Message, frozen=True):
     extras: dict[int, StepExtras] = field(default_factory=dict)
 
 
-class Failed(Message, frozen=True):
+class Failed(Message, frozen=True, kw_only=True):
     """One request ends with an error (scheduler -> tokenizer -> ingress).  Fields as in RequestError."""
 
     request_id: int
@@ -282,7 +282,7 @@ class Failed(Message, frozen=True):
 # ---- tokenizer -> ingress -------------------------------------------------------------------
 
 
-class Usage(Message, frozen=True):
+class Usage(Message, frozen=True, kw_only=True):
     """Token counts of a request, final in its last delta.  reasoning_tokens: of the completion, where told apart.
     accepted_tokens, rejected_tokens: that were proposed, and right or not."""
 
@@ -294,7 +294,7 @@ class Usage(Message, frozen=True):
     rejected_tokens: int = 0
 
 
-class TokenText(Message, frozen=True):
+class TokenText(Message, frozen=True, kw_only=True):
     """A token for log probabilities: its own bytes may be part of a character."""
 
     token_id: int
@@ -303,14 +303,14 @@ class TokenText(Message, frozen=True):
     logprob: float
 
 
-class TokenLogprobs(Message, frozen=True):
+class TokenLogprobs(Message, frozen=True, kw_only=True):
     """The sampled token and the most likely ones at its position."""
 
     sampled: TokenText
     top: tuple[TokenText, ...]
 
 
-class Delta(Message, frozen=True):
+class Delta(Message, frozen=True, kw_only=True):
     """New output of one request.  usage: in the last one, with the finish, and so far in the first with a token.
 
     text: what may be shown now.  token_ids: int32[n] of the tokens since the last delta.
@@ -334,7 +334,7 @@ class Delta(Message, frozen=True):
     resumed: bool = False
 
 
-class Deltas(Message, frozen=True):
+class Deltas(Message, frozen=True, kw_only=True):
     """All deltas of one step."""
 
     deltas: tuple[Delta, ...]
@@ -343,7 +343,7 @@ class Deltas(Message, frozen=True):
 # ---- scheduler -> ingress -------------------------------------------------------------------
 
 
-class Stats(Message, frozen=True):
+class Stats(Message, frozen=True, kw_only=True):
     """Gauges of the scheduler, sent when a step has changed them.
 
     free + cached + used pages make up the whole pool.  step_id: the last step that completed."""
@@ -359,7 +359,7 @@ class Stats(Message, frozen=True):
 # ---- supervision ----------------------------------------------------------------------------
 
 
-class Stop(Message, frozen=True):
+class Stop(Message, frozen=True, kw_only=True):
     """End after the messages before this one; from the system to each actor, in the order of the flow."""
 
 

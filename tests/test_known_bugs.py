@@ -135,14 +135,16 @@ def said(ingress: Sent) -> str:
 
 
 async def opened(tokenizer: Tokenizer, scheduler: Sent, request_id: int) -> None:
-    tokenizer.inbox.put(Tokenize(request_id, SamplingParams(), token_ids=np.array([5], np.int32).tobytes()))
+    tokenizer.inbox.put(
+        Tokenize(request_id=request_id, params=SamplingParams(), token_ids=np.array([5], np.int32).tobytes())
+    )
     while not any(isinstance(message, Admit) and message.request_id == request_id for message in scheduler.messages):
         await asyncio.sleep(0)
 
 
 def token(request_id: int, token_id: int, finish: Finish = Finish.RUNNING) -> Tokens:
     ids = np.array([request_id], dtype=np.int64).tobytes()
-    return Tokens(ids, np.array([token_id], np.int32).tobytes(), bytes([finish]))
+    return Tokens(request_ids=ids, token_ids=np.array([token_id], np.int32).tobytes(), finishes=bytes([finish]))
 
 
 async def test_half_a_character_of_an_aborted_request_does_not_reach_another(tmp_path: Path) -> None:
@@ -151,7 +153,7 @@ async def test_half_a_character_of_an_aborted_request_does_not_reach_another(tmp
     async with with_tokenizer(tmp_path) as (tokenizer, ingress, scheduler):
         await opened(tokenizer, scheduler, 1)
         tokenizer.inbox.put(token(1, first_byte))
-        tokenizer.inbox.put(Abort(1))
+        tokenizer.inbox.put(Abort(request_id=1))
         await opened(tokenizer, scheduler, 2)
         tokenizer.inbox.put(token(2, letter, Finish.LENGTH))
         tokenizer.inbox.put(token(1, letter))  # late
@@ -190,5 +192,10 @@ async def test_line_breaks_in_a_text_do_not_break_the_event_stream(text: str) ->
 def test_a_streams_tokens_are_counted_by_tokens_and_not_by_chunks() -> None:
     """A role chunk and a final empty one are no tokens, and a slow client gets several tokens in one."""
     ids = [np.array([number], np.int32).tobytes() for number in range(3)]
-    deltas = [Delta(1, "a", ids[0]), Delta(1, "", ids[1]), Delta(1, "b", ids[2]), Delta(1, "", b"", Finish.STOP)]
+    deltas = [
+        Delta(request_id=1, text="a", token_ids=ids[0]),
+        Delta(request_id=1, text="", token_ids=ids[1]),
+        Delta(request_id=1, text="b", token_ids=ids[2]),
+        Delta(request_id=1, text="", token_ids=b"", finish=Finish.STOP),
+    ]
     assert len(merged(deltas).token_ids) // 4 == 3

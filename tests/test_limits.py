@@ -115,9 +115,9 @@ async def step_timeout() -> None:
         bench = Bench(step_s=system(step_timeout_s=0.05).executors._group._patience.step_s)
         (await bench.generation(1)).ready()
         await asyncio.sleep(0)
-        bench.group.links[0].put(Step(0))
+        bench.group.links[0].put(Step(step_id=0))
         await bench.generation(2)
-        assert bench.heard[-1] == ExecutorsLost("executor0 does not finish its step")
+        assert bench.heard[-1] == ExecutorsLost(reason="executor0 does not finish its step")
         await bench.stop()
 
 
@@ -129,7 +129,7 @@ async def silence_timeout() -> None:
         ranks.ready()
         ranks.hear(0, WorkerAlive())
         await bench.generation(2)
-        assert bench.heard[-1] == ExecutorsLost("executor0 has stopped answering")
+        assert bench.heard[-1] == ExecutorsLost(reason="executor0 has stopped answering")
         await bench.stop()
 
 

@@ -87,4 +87,4 @@ def _overlap_case(pool: KVPool, host: HostPool, case: str, num_layers: int) -> R
 def _transfer(to_host: int, device_pages: np.ndarray, host_pages: np.ndarray) -> Step:
     columns = (np.full(len(host_pages), to_host), device_pages, host_pages)
     direction, on_device, on_host = (column.astype(np.int32).tobytes() for column in columns)
-    return Step(0, transfer_to_host=direction, transfer_device_pages=on_device, transfer_host_pages=on_host)
+    return Step(step_id=0, transfer_to_host=direction, transfer_device_pages=on_device, transfer_host_pages=on_host)

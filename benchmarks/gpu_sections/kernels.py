@@ -197,7 +197,7 @@ def _inputs(kernels: FusedKernels, device: torch.device) -> Iterator[Row]:
         lengths_R = torch.from_numpy(lengths).to(device)
         order = rng.permutation(num_rows)
         rows_B = torch.from_numpy(order).to(device)
-        expected = rows.inputs(lay_out(Step(0, decode_rows=order.astype(np.int32).tobytes()), rows.computed))
+        expected = rows.inputs(lay_out(Step(step_id=0, decode_rows=order.astype(np.int32).tobytes()), rows.computed))
         found = DecodeInputs(
             *torch.empty((4, num_rows), dtype=torch.int64, device=device),
             lengths_B=torch.empty(num_rows, dtype=torch.int32, device=device),

@@ -93,7 +93,7 @@ class Stepping:
     def launch(self, **fields: Any) -> LaunchedStep:
         """The next step."""
         self._number += 1
-        return self._runner.launch(Step(self._number, **fields))
+        return self._runner.launch(Step(step_id=self._number, **fields))
 
 
 def prefill(runner: ModelRunner, number: int, num_tokens: int) -> LaunchedStep:
@@ -103,7 +103,7 @@ def prefill(runner: ModelRunner, number: int, num_tokens: int) -> LaunchedStep:
     params = SamplingParams(temperature=0.0, ignore_eos=True)
     return runner.launch(
         Step(
-            number,
+            step_id=number,
             admissions=(_admission(runner, 0, prompt, 0, pages, params),),
             prefill_rows=_int32([0]),
             prefill_starts=_int32([0]),
@@ -118,7 +118,14 @@ def _admission(
 ) -> Admission:
     if pages.max() >= runner.num_pages:
         raise ValueError(f"row {row} would have page {pages.max()} of a pool of {runner.num_pages}: load a larger pool")
-    return Admission(row, _int32(prompt), len(prompt), num_computed, _int32(pages), params)
+    return Admission(
+        row=row,
+        token_ids=_int32(prompt),
+        num_prompt_tokens=len(prompt),
+        num_computed_tokens=num_computed,
+        pages=_int32(pages),
+        params=params,
+    )
 
 
 def _int32(numbers: Any) -> bytes:

@@ -59,16 +59,16 @@ def stored_pages(device: torch.device, num_layers: int = 28, num_pages: int = 10
         if device.type == "cuda":
             torch.cuda.set_sync_debug_mode("error")
         try:
-            stored.save(Step(0, save_pages=sources.tobytes(), save_hashes=hashes))
+            stored.save(Step(step_id=0, save_pages=sources.tobytes(), save_hashes=hashes))
             pool.data.zero_()  # at once: on the stream the copies must be ahead of it
         finally:
             if device.type == "cuda":
                 torch.cuda.set_sync_debug_mode("default")
         stored._to_write.put(None)
         store.closed.wait(TIMEOUT_S)
-        stored.fetch(FetchPages(0, b"", tokens, TIMEOUT_S), answer)
+        stored.fetch(FetchPages(fetch_id=0, parent=b"", tokens=tokens, timeout_s=TIMEOUT_S), answer)
         answered.wait(TIMEOUT_S)
-        stored.land(Step(1, landings=(Landing(0, 0, targets[: sum(found)].tobytes()),)))
+        stored.land(Step(step_id=1, landings=(Landing(fetch_id=0, first=0, pages=targets[: sum(found)].tobytes()),)))
         differing = int((pool.data[:, :, targets.tolist()].cpu() != expected).sum())
         stored.close()
         rows.append({"case": f"{layout}, {sum(found)} of {num_pages} pages", "ok": not differing, "error": differing})

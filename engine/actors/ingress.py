@@ -121,7 +121,9 @@ class Ingress(Actor[IngressInbox | SettingsChanged]):
         if params.seed is None:
             params = params.replace(seed=self._rng.randint(0, MAX_SEED))
         request_id = next(self._ids)
-        self._tokenizer.put(Tokenize(request_id, params, text=text, token_ids=token_ids, turns=turns, options=options))
+        self._tokenizer.put(
+            Tokenize(request_id=request_id, params=params, text=text, token_ids=token_ids, turns=turns, options=options)
+        )
         stream = Stream(request_id, self._cancel, estimated)
         self._open[request_id] = _Open(stream, estimated, self._first_timer(request_id))
         self._queued_tokens += estimated
@@ -158,7 +160,7 @@ class Ingress(Actor[IngressInbox | SettingsChanged]):
         Returns whether it was open."""
         if request_id not in self._open:
             return False
-        self._abandon(request_id).stream.push(Delta(request_id, "", finish=Finish.ABORT))
+        self._abandon(request_id).stream.push(Delta(request_id=request_id, text="", finish=Finish.ABORT))
         return True
 
     def _check_room(self, cost: int) -> None:
@@ -201,7 +203,7 @@ class Ingress(Actor[IngressInbox | SettingsChanged]):
 
     def _abandon(self, request_id: int) -> _Open:
         """Nobody reads the request any more.  It takes room until the engine says that it has ended there."""
-        self._tokenizer.put(Abort(request_id))
+        self._tokenizer.put(Abort(request_id=request_id))
         request = self._leaving[request_id] = self._close(request_id)
         return request
 
@@ -242,12 +244,12 @@ class Ingress(Actor[IngressInbox | SettingsChanged]):
                 self.asleep = False
             case TokenizersReady():
                 self._came("tokenizers")
-            case EngineRecovering(_, is_sleep):
+            case EngineRecovering(reason=_, is_sleep=is_sleep):
                 self._lost("executors")
                 self.asleep = is_sleep
             case TokenizersLost():
                 self._lost("tokenizers")
-            case SettingsChanged(limits):
+            case SettingsChanged(limits=limits):
                 self._limits = limits
                 for call in self.settings_watchers:
                     call(message)

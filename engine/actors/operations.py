@@ -9,14 +9,14 @@ from engine.settings.sections import LimitsSection
 from engine.types.notices import Message
 
 
-class SettingsChanged(Message, frozen=True):
+class SettingsChanged(Message, frozen=True, kw_only=True):
     """Other limits hold from now on.  about: as in ``Handover``; empty if nothing is new in it."""
 
     limits: LimitsSection
     about: bytes = b""
 
 
-class Operate(Message, frozen=True):
+class Operate(Message, frozen=True, kw_only=True):
     """Change the settings, sleep, wake up, or write what the scheduler was told lately to a file.
 
     The answer, an ``Operated``, has the same number.
@@ -31,7 +31,7 @@ class Operate(Message, frozen=True):
     level: Literal[1, 2] = 1
 
 
-class Operated(Message, frozen=True):
+class Operated(Message, frozen=True, kw_only=True):
     """outcome: an ``Outcome`` as JSON, of ``apply``.  error: why nothing was done, with the status of the answer."""
 
     number: int

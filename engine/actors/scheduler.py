@@ -69,9 +69,9 @@ class Scheduler(Actor[SchedulerInbox]):
                 self._admit(message)
             case PagesFetched():
                 self._planned.fetched(message)
-            case Abort(request_id, finish):
+            case Abort(request_id=request_id, finish=finish):
                 self._planned.abort(request_id, finish)
-            case ExecutorsReady(num_pages):
+            case ExecutorsReady(num_pages=num_pages):
                 self._executors_ready(num_pages)
             case ExecutorsLost():
                 self._executors_lost(message)
@@ -137,7 +137,13 @@ class Scheduler(Actor[SchedulerInbox]):
             self.log.exception("request=%d failed in the scheduler", message.request_id)
             error = RequestError("internal error; the server log has the details", status=500, code="internal_error")
         self._tokenizer.put(
-            Failed(message.request_id, error.message, status=error.status, code=error.code, param=error.param)
+            Failed(
+                request_id=message.request_id,
+                message=error.message,
+                status=error.status,
+                code=error.code,
+                param=error.param,
+            )
         )
 
     def _executors_ready(self, pages: int) -> None:
@@ -160,7 +166,7 @@ class Scheduler(Actor[SchedulerInbox]):
         self._results.clear()
         if self._planner is not None and (explained := self._planner.restart(is_fault=lost.is_fault)) is not None:
             self._explain(explained)
-        self._ingress.put(EngineRecovering(lost.reason, lost.is_sleep))
+        self._ingress.put(EngineRecovering(reason=lost.reason, is_sleep=lost.is_sleep))
 
 
 class RanksDiverged(RuntimeError):

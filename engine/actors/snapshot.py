@@ -55,7 +55,7 @@ class Gauges(msgspec.Struct, frozen=True):
     mailboxes: tuple[MailboxGauges, ...] = ()
 
 
-class GetSnapshot(Message, frozen=True):
+class GetSnapshot(Message, frozen=True, kw_only=True):
     """What does the engine do now?  The answer, a ``Snapshot``, has the same number.
 
     meter: with all that has been counted.  board: with where every request is, and what every page holds.
@@ -67,11 +67,11 @@ class GetSnapshot(Message, frozen=True):
     explain: tuple[int, ...] = ()
 
 
-class Subscribe(Message, frozen=True):
+class Subscribe(Message, frozen=True, kw_only=True):
     """Send ``RequestsFinished`` for every request that ends from now on."""
 
 
-class Snapshot(Message, frozen=True):
+class Snapshot(Message, frozen=True, kw_only=True):
     """number: of the ``GetSnapshot`` that it answers.  now: seconds of the clock that the meter's times are in.
 
     meter: what has been counted, None until the model is loaded, or where it was not asked for.
@@ -85,7 +85,7 @@ class Snapshot(Message, frozen=True):
     explained: tuple[Explained, ...] = ()
 
 
-class RequestsFinished(Message, frozen=True):
+class RequestsFinished(Message, frozen=True, kw_only=True):
     """Requests that have ended, for those who have said ``Subscribe``."""
 
     requests: tuple[RequestMetrics, ...]

@@ -151,12 +151,13 @@ def merged(results: Sequence[StepDone]) -> StepDone:
 
 def together(first: StepExtras, later: StepExtras) -> StepExtras:
     """One row's extras of a step that was computed in two parts."""
-    pairs = zip(msgspec.structs.astuple(first), msgspec.structs.astuple(later), strict=True)
-    both = StepExtras(*(new or old for old, new in pairs))
+    both = StepExtras(**{name: getattr(later, name) or getattr(first, name) for name in StepExtras.__struct_fields__})
     if first.logprobs is not None and later.logprobs is not None:
         others = (*first.later_logprobs, later.logprobs, *later.later_logprobs)
         both = msgspec.structs.replace(both, logprobs=first.logprobs, later_logprobs=others)
     if first.prompt_logprobs is None or later.prompt_logprobs is None:
         return both
     entries = first.prompt_logprobs.entries + later.prompt_logprobs.entries
-    return msgspec.structs.replace(both, prompt_logprobs=PromptLogprobs(first.prompt_logprobs.first, entries))
+    return msgspec.structs.replace(
+        both, prompt_logprobs=PromptLogprobs(first=first.prompt_logprobs.first, entries=entries)
+    )

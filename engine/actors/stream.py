@@ -22,8 +22,9 @@ def merged(deltas: Sequence[Delta]) -> Delta:
     """One delta that says the same as several in a row: what can be joined is, of all else the last counts."""
     if len(deltas) == 1:
         return deltas[0]
-    request_ids, *columns = zip(*map(msgspec.structs.astuple, deltas), strict=True)
-    return Delta(request_ids[-1], *map(_joined, Delta.__struct_defaults__, columns))
+    columns = zip(*map(msgspec.structs.astuple, deltas), strict=True)
+    fields = zip(msgspec.structs.fields(Delta), columns, strict=True)
+    return Delta(**{field.name: _joined(field.default, values) for field, values in fields})
 
 
 def _joined(default: Any, values: tuple[Any, ...]) -> Any:

@@ -122,7 +122,7 @@ class Tokenizer(Actor[TokenizerInbox | _Encoded]):
 
     def flush(self) -> None:
         if self._out:
-            self._ingress.put(Deltas(tuple(self._out)))
+            self._ingress.put(Deltas(deltas=tuple(self._out)))
             self._out.clear()
 
     # ---- on the way in ----------------------------------------------------------------------
@@ -196,7 +196,9 @@ class Tokenizer(Actor[TokenizerInbox | _Encoded]):
                 if prompt is None or options.keep_last:
                     prompt = self._codec.decode(encoded.token_ids)
                 ids = encoded.token_ids.tobytes() if options.return_prompt_ids else b""
-                text.opening = Delta(request.request_id, prompt if options.echo else "", prompt_token_ids=ids)
+                text.opening = Delta(
+                    request_id=request.request_id, text=prompt if options.echo else "", prompt_token_ids=ids
+                )
             if num_resumed:
                 text.num_completion = num_resumed
                 old = resumed_delta(request, self._codec, self._vocab_size, text.stream, self._usage(text))
@@ -205,8 +207,19 @@ class Tokenizer(Actor[TokenizerInbox | _Encoded]):
             self._refuse(request.request_id, _fault(request.request_id, error))
             return
         ids, salt = encoded.token_ids.tobytes() + options.resumed, options.cache_salt
-        about = num_resumed, options.origin, options.adapter, encoded.grammar_s
-        self._scheduler.put(Admit(request.request_id, ids, params, options.priority, salt, *about))
+        self._scheduler.put(
+            Admit(
+                request_id=request.request_id,
+                token_ids=ids,
+                params=params,
+                priority=options.priority,
+                cache_salt=salt,
+                num_resumed=num_resumed,
+                origin=options.origin,
+                adapter=options.adapter,
+                grammar_s=encoded.grammar_s,
+            )
+        )
 
     def _abort(self, message: Abort) -> None:
         text = self._texts.pop(message.request_id, None)
@@ -216,10 +229,14 @@ class Tokenizer(Actor[TokenizerInbox | _Encoded]):
             self._scheduler.put(message)
         elif text.encoding is not None:
             text.encoding.cancel()  # a prompt that waits for a thread must not keep others waiting for one
-        self._out.append(text.opened(Delta(message.request_id, "", finish=Finish.ABORT)))
+        self._out.append(text.opened(Delta(request_id=message.request_id, text="", finish=Finish.ABORT)))
 
     def _refuse(self, request_id: int, error: RequestError) -> None:
-        self._fail(Failed(request_id, error.message, error.status, error.code, error.param))
+        self._fail(
+            Failed(
+                request_id=request_id, message=error.message, status=error.status, code=error.code, param=error.param
+            )
+        )
 
     def _fail(self, message: Failed) -> None:
         if self._texts.pop(message.request_id, None) is not None:
@@ -252,7 +269,7 @@ class Tokenizer(Actor[TokenizerInbox | _Encoded]):
                         self._take_token(text, token_id, Finish(finish), extras.logprobs)
                 except BaseException as error:  # as above
                     self._texts[request_id] = text
-                    self._scheduler.put(Abort(request_id))
+                    self._scheduler.put(Abort(request_id=request_id))
                     self._refuse(request_id, _fault(request_id, error))
 
     def _take_prompt(self, text: _Text, finish: Finish, pooled: bytes) -> None:
@@ -286,7 +303,7 @@ class Tokenizer(Actor[TokenizerInbox | _Encoded]):
         if stream.matched is not None:
             stop_reason = stream.matched
             if finish == Finish.RUNNING:
-                self._scheduler.put(Abort(request.request_id, Finish.STOP))
+                self._scheduler.put(Abort(request_id=request.request_id, finish=Finish.STOP))
             finish = Finish.STOP
         if finish != Finish.RUNNING:
             del self._texts[request.request_id]

@@ -91,7 +91,7 @@ class Changeover:
                     planner.retune(system.planner_limits(planner.requests.limits.num_pages), system.policy)
             else:
                 await self._replace(new, beside=road == "beside")
-            system.entrance.inbox.put(SettingsChanged(system.config.limits, about))
+            system.entrance.inbox.put(SettingsChanged(limits=system.config.limits, about=about))
             log.info("applied: %s", ", ".join(f"{one.key}={one.after}" for one in found))
             return Outcome(changes=found, road=road, applied=True, took_s=time.monotonic() - began)
 

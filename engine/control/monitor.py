@@ -113,7 +113,14 @@ class Monitor:
         planner = self._scheduler.planner
         found = [explain(planner.requests, number, self.now) for number in ask.explain] if planner is not None else []
         explained = tuple(one for one in found if one is not None)
-        return Snapshot(ask.number, self.now, self.gauges(), self.meter if ask.meter else None, board, explained)
+        return Snapshot(
+            number=ask.number,
+            now=self.now,
+            gauges=self.gauges(),
+            meter=self.meter if ask.meter else None,
+            board=board,
+            explained=explained,
+        )
 
     async def look(
         self, *, meter: bool = False, board: bool = False, explain: tuple[int, ...] = (), patience_s: float = 0.0

@@ -142,7 +142,7 @@ class Drafter:
         rows_K, positions_K = _ints(step.proposed_rows), _ints(step.proposed_positions)
         self._rows.apply(
             Step(
-                step.step_id,
+                step_id=step.step_id,
                 table_rows=step.table_rows,
                 table_indexes=step.table_indexes,
                 table_pages=step.table_pages,
@@ -157,7 +157,7 @@ class Drafter:
         for nth in range(1, int(counts_B.max())):
             more = rows_B[drafting_B & (counts_B > nth)]
             if len(more):
-                self._pass(Step(step.step_id, decode_rows=more.tobytes()))
+                self._pass(Step(step_id=step.step_id, decode_rows=more.tobytes()))
         tokens_K = self._rows.tokens_at(rows_K, positions_K)
         if tokens_K.is_cuda:
             tokens_K = torch.empty_like(tokens_K, device="cpu", pin_memory=True).copy_(tokens_K, non_blocking=True)
@@ -180,7 +180,7 @@ class Drafter:
         more_B = (lengths_B > 0) & ~one_B
         self._pass(
             Step(
-                step_id,
+                step_id=step_id,
                 decode_rows=rows_B[one_B].tobytes(),
                 prefill_rows=rows_B[more_B].tobytes(),
                 prefill_starts=computed_B[more_B].tobytes(),

@@ -85,7 +85,7 @@ class PromptResults:
         start, by_row = 0, {}
         for one in self.scored:
             by_row[one.row] = PromptLogprobs(
-                one.first, tuple(entries[index] for index in range(start, start + one.count))
+                first=one.first, entries=tuple(entries[index] for index in range(start, start + one.count))
             )
             start += one.count
         return by_row

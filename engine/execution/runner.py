@@ -73,7 +73,7 @@ class LaunchedStep:
             pooled=self.prompts.pooled_bytes() if self.prompts is not None else {},
             failure=self._by_row(self.failures),
         )
-        return StepDone(self.rank, self.step_id, token_ids, extras, self.note)
+        return StepDone(rank=self.rank, step_id=self.step_id, token_ids=token_ids, extras=extras, note=self.note)
 
     def _by_row(self, by_index: dict[int, T]) -> dict[int, T]:
         return {int(self.rows_N[index]): value for index, value in by_index.items()}

@@ -151,7 +151,7 @@ class StoredPages:
                 return
             fetch.is_answered = fetch.is_closed = True
             num_pages = len(fetch.records)
-        fetch.answer(PagesFetched(self._rank, fetch.message.fetch_id, num_pages))
+        fetch.answer(PagesFetched(rank=self._rank, fetch_id=fetch.message.fetch_id, num_pages=num_pages))
 
     def _read_all(self) -> None:
         while (fetch := self._to_read.get()) is not None:

@@ -45,7 +45,9 @@ class Privacy:
             extras = {
                 row: msgspec.structs.replace(one, drafted=self.tokens(one.drafted)) for row, one in extras.items()
             }
-            return StepDone(message.rank, message.step_id, self.tokens(message.token_ids), extras)
+            return StepDone(
+                rank=message.rank, step_id=message.step_id, token_ids=self.tokens(message.token_ids), extras=extras
+            )
         if isinstance(message, Admit):
             salt = message.cache_salt
             if salt:

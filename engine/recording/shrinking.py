@@ -203,7 +203,9 @@ def _answer(story: Story, scheduler: ReplayedScheduler, rank: int, step: _Asked)
         tokens.append(next(one for one in range(len(stops) + 1) if one not in stops) if token is None else token)
         if sequence is not None and sequence.row >= 0 and (told := story.extras.get((request, position))) is not None:
             extras[sequence.row] = told
-    return StepDone(rank, step.step_id, np.array(tokens, dtype=np.int32).tobytes(), extras)
+    return StepDone(
+        rank=rank, step_id=step.step_id, token_ids=np.array(tokens, dtype=np.int32).tobytes(), extras=extras
+    )
 
 
 def shrunk(recording: Recording, limit_s: float, plugins: Plugins | None = None) -> tuple[Recording, str, int] | None:
@@ -218,7 +220,7 @@ def shrunk(recording: Recording, limit_s: float, plugins: Plugins | None = None)
         # Without the state it begins with an empty pool: mostly that is all it takes, and much less to read.
         bare = replace(recording, state=[])
         num_pages = new_scheduler(recording, plugins).num_pages
-        begun = [Op(ExecutorsReady(num_pages), ops[0].at if ops else 0.0, True), *ops]
+        begun = [Op(ExecutorsReady(num_pages=num_pages), ops[0].at if ops else 0.0, True), *ops]
         if _kind(play_ops(bare, story, begun, plugins)[0]) == kind:
             recording, ops = bare, begun
 

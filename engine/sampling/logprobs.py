@@ -77,7 +77,9 @@ class BatchLogprobs:
             for i, (at, ids) in enumerate(zip(self.at.tolist(), self.named.ids, strict=True)):
                 if len(ids):
                     values = self.named.values_LW[i, : len(ids)].numpy().tobytes()
-                    messages[at] = Logprobs(chosen[i], ids.astype(np.int32).tobytes(), values)
+                    messages[at] = Logprobs(
+                        logprob=chosen[i], top_ids=ids.astype(np.int32).tobytes(), top_logprobs=values
+                    )
         return messages
 
     def by_row(self, rows_N: npt.NDArray[np.int64]) -> dict[str, dict[int, Any]]:

@@ -195,7 +195,9 @@ class Completions:
                 status, code = 500, "nonfinite_logits"
                 reason = "the model's logits were not finite (NaN or infinity) for this request; it was ended"
             self.end(row, Finish.ERROR, share=False)
-            self._requests.outbox.append(Failed(int(self._table.request_ids[row]), reason, status=status, code=code))
+            self._requests.outbox.append(
+                Failed(request_id=int(self._table.request_ids[row]), message=reason, status=status, code=code)
+            )
 
     def _fail_adapted(self, extras: dict[int, StepExtras]) -> bool:
         """End rows whose adapter could not be read, whether they have a token or not; returns whether there are any."""
@@ -206,7 +208,9 @@ class Completions:
             if self._table.running[row]:
                 self.end(row, Finish.ERROR, share=False)
                 request_id = int(self._table.request_ids[row])
-                self._requests.outbox.append(Failed(request_id, reason, status=500, code="adapter_lost"))
+                self._requests.outbox.append(
+                    Failed(request_id=request_id, message=reason, status=500, code="adapter_lost")
+                )
         return bool(lost)
 
     def end(self, row: int, finish: Finish, *, share: bool = True) -> None:

@@ -65,7 +65,9 @@ class Fetches:
         num_pages = len(tokens) // (TOKEN_BYTES * self._limits.page_size)
         self._waiting[fetch_id] = _Fetch(fetch_id, sequence, first_page, num_pages, self._limits.num_ranks)
         self._timelines.mark(sequence, "fetch")
-        self._asked.append(FetchPages(fetch_id, parent, tokens, self._limits.store_timeout_s))
+        self._asked.append(
+            FetchPages(fetch_id=fetch_id, parent=parent, tokens=tokens, timeout_s=self._limits.store_timeout_s)
+        )
         return True
 
     def take_asked(self) -> list[FetchPages]:

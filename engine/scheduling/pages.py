@@ -51,11 +51,13 @@ class PageMoves:
             return
         pages = pages[: end - first]
         self._tree.adopt(handle, key, pages)
-        self._landings.append(Landing(fetched.fetch_id, first - fetched.first_page, pages.tobytes()))
+        self._landings.append(
+            Landing(fetch_id=fetched.fetch_id, first=first - fetched.first_page, pages=pages.tobytes())
+        )
 
     def let_go(self, fetch_id: int) -> None:
         """Nobody wants what was fetched, or is being fetched, any more."""
-        self._landings.append(Landing(fetch_id))
+        self._landings.append(Landing(fetch_id=fetch_id))
 
     def forget(self) -> None:
         """The executors are gone, with all that they kept."""

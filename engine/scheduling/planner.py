@@ -259,7 +259,7 @@ class Planner:
         self._quarantine.acquit_all()
         self.requests.blame(culprit, num_losses)
         before, self._completed_at_blame = self._completed_at_blame, self._completions.num_completed
-        return LossExplained(num_losses, executors_work=self._completed_at_blame > before)
+        return LossExplained(num_losses=num_losses, executors_work=self._completed_at_blame > before)
 
     def with_requests_of(self, other: "Planner") -> "Planner":
         """Go on with the requests of a planner that was restarted, and with what it has counted.  Returns itself."""

@@ -122,7 +122,9 @@ class Requests:
             if sequence.max_total > self.limits.longest:
                 self.end(sequence, Finish.ERROR, len(sequence.tokens))
                 reason = "the KV pool has become too small for this request; send it again with a smaller max_tokens"
-                self.outbox.append(Failed(sequence.request_id, reason, status=503, code="pool_too_small"))
+                self.outbox.append(
+                    Failed(request_id=sequence.request_id, message=reason, status=503, code="pool_too_small")
+                )
         return list(self.open.values())
 
     def take_in(self, message: Admit) -> Sequence:
@@ -190,10 +192,10 @@ class Requests:
         self.end(culprit, Finish.ERROR, len(culprit.tokens))
         self.outbox.append(
             Failed(
-                culprit.request_id,
-                f"this request ended the model's executors {num_losses} times in a row, at last while nothing else "
-                "ran; it was ended so that other requests go on.  The server log says what happened; the same request "
-                "is likely to fail again",
+                request_id=culprit.request_id,
+                message=f"this request ended the model's executors {num_losses} times in a row, at last while "
+                "nothing else ran; it was ended so that other requests go on.  The server log says what happened; "
+                "the same request is likely to fail again",
                 status=500,
                 code="executors_lost",
             )

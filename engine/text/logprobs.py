@@ -25,7 +25,7 @@ class PromptLogprobTexts:
     def entries(self) -> tuple[TokenLogprobs, ...]:
         """All of them."""
         return tuple(
-            TokenLogprobs(self._codec.token_text(token_id, 0.0), ())
+            TokenLogprobs(sampled=self._codec.token_text(token_id, 0.0), top=())
             if logprobs is None
             else logprob_texts(self._codec, token_id, logprobs)
             for token_id, logprobs in zip(self._token_ids, self._logprobs, strict=True)

@@ -23,11 +23,11 @@ def resumed_delta(request: Tokenize, codec: TextCodec, vocab_size: int, stream: 
         raise RequestError("the output to go on from has ended with a stop string", code="not_resumable")
     told = token_ids.tolist() if request.params.logprobs is not None else ()
     return Delta(
-        request.request_id,
-        text,
-        request.options.resumed,
+        request_id=request.request_id,
+        text=text,
+        token_ids=request.options.resumed,
         usage=usage,
-        logprobs=tuple(logprob_texts(codec, token_id, Logprobs(0.0)) for token_id in told),
+        logprobs=tuple(logprob_texts(codec, token_id, Logprobs(logprob=0.0)) for token_id in told),
         reasoning=stream.take_thoughts(),
         resumed=True,
     )

@@ -39,7 +39,7 @@ class ExecutorProcess(WorkerProcess[ExecutorAssignment]):
         if self._place is not None:
             assignment = settle(assignment, self._place)
         executor = Executor(rank=self._rank, capacity=assignment.capacity, load=partial(self._load, assignment))
-        executor.connect(ready=lambda num_pages: outgoing.put(WorkerReady(num_pages)), done=outgoing.put)
+        executor.connect(ready=lambda num_pages: outgoing.put(WorkerReady(num_pages=num_pages)), done=outgoing.put)
         return executor
 
 

@@ -127,7 +127,7 @@ class _Crew(Owner[FromExecutor, ExecutorInbox]):
         """The scheduler must not plan for ranks that are gone."""
         self._lost_at = asyncio.get_running_loop().time()
         if self.is_heard:
-            self._executors.tell(ExecutorsLost(str(loss)))
+            self._executors.tell(ExecutorsLost(reason=str(loss)))
         self._settle()
 
     async def quiet(self) -> None:
@@ -154,7 +154,7 @@ class _Crew(Owner[FromExecutor, ExecutorInbox]):
             raise EngineDied(f"{loss}; that cannot be cured in this process, placement.executor = 'process' can do it")
         if isinstance(loss.error, StepTooLarge):
             # No fault yet, and no loop either: what is allowed from now on is half of what has failed.
-            self._executors.tell(ExecutorsLost(str(loss), is_fault=False))
+            self._executors.tell(ExecutorsLost(reason=str(loss), is_fault=False))
             self.settings = replace(self.settings, most_tokens=loss.error.num_tokens // 2)
             log.warning("%s; steps are cut to %d tokens from now on", loss, self.settings.most_tokens)
             return False
@@ -260,7 +260,7 @@ class Executors(Actor[Stop]):
         keep: they stay loaded; otherwise they end.  is_sleep: as in ``ExecutorsLost``."""
         crew = self._present
         self.are_out, crew.is_heard = True, False
-        self.tell(ExecutorsLost(reason, is_fault=False, is_sleep=is_sleep))
+        self.tell(ExecutorsLost(reason=reason, is_fault=False, is_sleep=is_sleep))
         if keep:
             await crew.quiet()
         else:
@@ -296,13 +296,13 @@ class Executors(Actor[Stop]):
             if not self.are_out:
                 # What the old ones still do is not heard; the scheduler's next step is for the new ones.
                 self._present.is_heard = False
-                self.tell(ExecutorsLost("the executors are being replaced", is_fault=False))
+                self.tell(ExecutorsLost(reason="the executors are being replaced", is_fault=False))
                 self._present.group.stop()
             self._adopt(crew)
             self.are_out = False
         if not self.are_out:
             crew.is_heard = True
-            self.tell(ExecutorsReady(num_pages))
+            self.tell(ExecutorsReady(num_pages=num_pages))
 
     def _adopt(self, crew: _Crew) -> None:
         self._restarts_before += self._group.num_restarts

@@ -65,7 +65,7 @@ class _Subscription:
 
     @hookimpl
     def callboard_request_finished(self, requests: Sequence[RequestMetrics]) -> None:
-        self._tell(RequestsFinished(tuple(requests)))
+        self._tell(RequestsFinished(requests=tuple(requests)))
 
 
 class RemoteIngress(Actor[IngressInbox | SettingsChanged], Owner[FromFrontend, ToFrontend]):
@@ -164,7 +164,7 @@ class RemoteIngress(Actor[IngressInbox | SettingsChanged], Owner[FromFrontend, T
 
     def fail_all(self, error: EngineDied) -> None:
         """The engine is gone: the frontend tells its clients why, and ends."""
-        self._tell(EngineFailed(str(error)))
+        self._tell(EngineFailed(reason=str(error)))
         self._open.clear()
         self._group.stop()
 
@@ -247,7 +247,7 @@ class RemoteIngress(Actor[IngressInbox | SettingsChanged], Owner[FromFrontend, T
                 self.operate(message, self._tell)
             case FrontendDrained():
                 self._has_drained = True
-            case FrontendState(state):
+            case FrontendState(state=state):
                 self._state = state
             case _:
                 assert_never(message)
@@ -274,7 +274,7 @@ class RemoteIngress(Actor[IngressInbox | SettingsChanged], Owner[FromFrontend, T
         return (*self._came.values(), *self._lost.values(), *latest)
 
     def _handover(self) -> Handover:
-        return Handover(self._largest_id + 1, self._replay(), self.about, self._state)
+        return Handover(first_id=self._largest_id + 1, replay=self._replay(), about=self.about, state=self._state)
 
     def went(self, slots: Sequence[FrontendSlot], loss: WorkerLost) -> None:
         """The frontend is gone, and with it every client that would read an answer."""
@@ -286,7 +286,7 @@ class RemoteIngress(Actor[IngressInbox | SettingsChanged], Owner[FromFrontend, T
 
     def _abort_open(self) -> None:
         for request_id in sorted(self._open):
-            self._tokenizer.put(Abort(request_id))
+            self._tokenizer.put(Abort(request_id=request_id))
         self._open.clear()
         self._settle()
 

@@ -185,7 +185,7 @@ class _Generation(Generic[Said, Told]):
         life.watch.heard()
         life.has_spoken = True
         match message:
-            case WorkerAlive(waiting, peak):
+            case WorkerAlive(waiting=waiting, peak=peak):
                 life.slot.waiting, life.slot.peak = waiting, peak
             case WorkerReady():
                 life.ready = message

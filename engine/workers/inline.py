@@ -58,7 +58,7 @@ class InlineWorker:
         self._executor = executor
         self._reports = reports
         self._reloaded = reloaded
-        executor.connect(ready=lambda num_pages: reports.heard(WorkerReady(num_pages)), done=reports.heard)
+        executor.connect(ready=lambda num_pages: reports.heard(WorkerReady(num_pages=num_pages)), done=reports.heard)
         self.put: Callable[[ExecutorInbox], None] = executor.inbox.put
         self._task = asyncio.create_task(self._run(), name=executor.name)
 

@@ -93,7 +93,7 @@ class WorkerProcess(ABC, Generic[A]):
     def _alive(self) -> WorkerAlive:
         if self._actor is None:
             return WorkerAlive()
-        return WorkerAlive(len(self._actor.inbox), self._actor.inbox.peak)
+        return WorkerAlive(waiting=len(self._actor.inbox), peak=self._actor.inbox.peak)
 
     def _take(self, message: Any) -> None:
         assert self._assigned is not None

@@ -51,7 +51,7 @@ class Place(msgspec.Struct, frozen=True, array_like=True):
     tokenizer: str = ""
 
 
-class Assignment(Message, frozen=True):
+class Assignment(Message, frozen=True, kw_only=True):
     """What the first message to a worker says whatever its kind.
 
     config: with the model's path resolved.  capacity: messages that its mailbox holds.  heartbeat_s: how often to say
@@ -63,7 +63,7 @@ class Assignment(Message, frozen=True):
     logs: LogSettings
 
 
-class ExecutorAssignment(Assignment, frozen=True):
+class ExecutorAssignment(Assignment, frozen=True, kw_only=True):
     """The first message to an executor: one rank of a group of ``num_ranks``.
 
     rendezvous: where the ranks meet to form their communicator, as torch.distributed's ``init_method`` has it; empty
@@ -86,11 +86,11 @@ class ExecutorAssignment(Assignment, frozen=True):
     num_proposed: int = 0
 
 
-class TokenizerAssignment(Assignment, frozen=True):
+class TokenizerAssignment(Assignment, frozen=True, kw_only=True):
     """The first message to a tokenizer process."""
 
 
-class Handover(Message, frozen=True):
+class Handover(Message, frozen=True, kw_only=True):
     """What a frontend must know of those before it.
 
     first_id: no request had this one yet, nor a larger one.  replay: what ingress would have heard by now.
@@ -102,7 +102,7 @@ class Handover(Message, frozen=True):
     state: bytes = b""
 
 
-class FrontendAssignment(Assignment, frozen=True):
+class FrontendAssignment(Assignment, frozen=True, kw_only=True):
     """The first message to the frontend's process.
 
     has_tokenizers: in processes, which must be ready as well.  listener: the inherited descriptor of its socket."""
@@ -117,13 +117,13 @@ class FrontendAssignment(Assignment, frozen=True):
 # ---- what every worker says -------------------------------------------------------------------
 
 
-class WorkerReady(Message, frozen=True):
+class WorkerReady(Message, frozen=True, kw_only=True):
     """A worker has loaded, and takes work.  num_pages: of an executor's KV pool."""
 
     num_pages: int = 0
 
 
-class WorkerAlive(Message, frozen=True):
+class WorkerAlive(Message, frozen=True, kw_only=True):
     """A worker is there and its event loop turns; sent every so often.
 
     waiting, peak: of its actor's mailbox, see ``MailboxGauges``."""
@@ -132,7 +132,7 @@ class WorkerAlive(Message, frozen=True):
     peak: int = 0
 
 
-class WorkerFailed(Message, frozen=True):
+class WorkerFailed(Message, frozen=True, kw_only=True):
     """A worker is about to end.  kind: the name of the exception's class.
 
     num_tokens: of the step that the device had no room for, if that is why."""
@@ -144,7 +144,8 @@ class WorkerFailed(Message, frozen=True):
     @classmethod
     def of(cls, error: Exception) -> "WorkerFailed":
         """What a worker says of an exception."""
-        return cls(type(error).__name__, str(error), error.num_tokens if isinstance(error, StepTooLarge) else 0)
+        num_tokens = error.num_tokens if isinstance(error, StepTooLarge) else 0
+        return cls(kind=type(error).__name__, text=str(error), num_tokens=num_tokens)
 
     def error(self, name: str) -> CallboardError:
         """The error that the worker ``name`` has told."""
@@ -157,11 +158,11 @@ class WorkerFailed(Message, frozen=True):
 # ---- the frontend's process -> the engine --------------------------------------------------------
 
 
-class FrontendDrained(Message, frozen=True):
+class FrontendDrained(Message, frozen=True, kw_only=True):
     """The answer to ``Drain``: no request comes after this."""
 
 
-class FrontendState(Message, frozen=True):
+class FrontendState(Message, frozen=True, kw_only=True):
     """What the frontend wants to know again after it was lost, in its own words."""
 
     state: bytes
@@ -170,15 +171,15 @@ class FrontendState(Message, frozen=True):
 # ---- the engine -> the frontend's process --------------------------------------------------------
 
 
-class Drain(Message, frozen=True):
+class Drain(Message, frozen=True, kw_only=True):
     """Take no more requests; those that are open go on."""
 
 
-class AbortAll(Message, frozen=True):
+class AbortAll(Message, frozen=True, kw_only=True):
     """End every open request, and say that the server is shutting down."""
 
 
-class EngineFailed(Message, frozen=True):
+class EngineFailed(Message, frozen=True, kw_only=True):
     """An actor crashed, and this is all: end every open request with the reason."""
 
     reason: str

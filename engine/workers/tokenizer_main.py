@@ -70,7 +70,14 @@ class TextLink:
             for part in in_parts(message, error):
                 self.put(part)
         elif isinstance(message, Admit):
-            self.put(Failed(message.request_id, f"the prompt is too large: {error}", 413, "request_too_large"))
+            self.put(
+                Failed(
+                    request_id=message.request_id,
+                    message=f"the prompt is too large: {error}",
+                    status=413,
+                    code="request_too_large",
+                )
+            )
         else:
             self._outgoing.fail(error)
 

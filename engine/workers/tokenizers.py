@@ -72,9 +72,9 @@ class Router:
         for home in range(self._num_homes):
             lines = np.flatnonzero(homes == home)
             part = Tokens(
-                request_ids[lines].tobytes(),
-                token_ids[lines].tobytes(),
-                finishes[lines].tobytes(),
+                request_ids=request_ids[lines].tobytes(),
+                token_ids=token_ids[lines].tobytes(),
+                finishes=finishes[lines].tobytes(),
                 cached_tokens=self._of_home(home, message.cached_tokens),
                 extras=self._of_home(home, message.extras),
             )
@@ -197,7 +197,7 @@ class TokenizerPool(Actor[TokenizerInbox], Owner[FromTokenizer, TokenizerInbox])
 
     def _end_cancelled(self, request_id: int) -> None:
         self._close(request_id)
-        self._ingress.put(Deltas((Delta(request_id, "", finish=Finish.ABORT),)))
+        self._ingress.put(Deltas(deltas=(Delta(request_id=request_id, text="", finish=Finish.ABORT),)))
 
     def _send(self, number: int, message: TokenizerInbox) -> None:
         """To a process, if it is there: else what it had has ended already, and the message is late."""
@@ -209,7 +209,9 @@ class TokenizerPool(Actor[TokenizerInbox], Owner[FromTokenizer, TokenizerInbox])
             if not isinstance(message, Tokenize):
                 raise
             self._close(message.request_id)
-            self._ingress.put(Failed(message.request_id, f"the request cannot be tokenized: {error}"))
+            self._ingress.put(
+                Failed(request_id=message.request_id, message=f"the request cannot be tokenized: {error}")
+            )
 
     def _close(self, request_id: int) -> _Request | None:
         """The one place where a request stops being open."""
@@ -256,7 +258,7 @@ class TokenizerPool(Actor[TokenizerInbox], Owner[FromTokenizer, TokenizerInbox])
         (slot,) = slots
         if self._are_there and not self.num_ready:
             self._are_there = False
-            self._ingress.put(TokenizersLost(str(loss)))
+            self._ingress.put(TokenizersLost(reason=str(loss)))
         theirs = [(one, request) for one, request in self._requests.items() if request.slot == slot.number]
         num_failed = 0
         for request_id, request in theirs:
@@ -271,8 +273,8 @@ class TokenizerPool(Actor[TokenizerInbox], Owner[FromTokenizer, TokenizerInbox])
                 continue
             self._close(request_id)
             if request.tokenize is None:
-                self._scheduler.put(Abort(request_id))
-            self._ingress.put(Failed(request_id, LOST, 503, "tokenizer_lost"))
+                self._scheduler.put(Abort(request_id=request_id))
+            self._ingress.put(Failed(request_id=request_id, message=LOST, status=503, code="tokenizer_lost"))
             num_failed += 1
         if theirs:
             log.warning("%s had %d requests, of which %d end with an error", slot.name, len(theirs), num_failed)

@@ -54,6 +54,8 @@ def in_parts(message: Deltas, error: WireError) -> tuple[Deltas, Deltas] | tuple
     """What to send in place of deltas that are too large for a frame: two halves, or the end of the one request."""
     if len(message.deltas) > 1:
         middle = len(message.deltas) // 2
-        return Deltas(message.deltas[:middle]), Deltas(message.deltas[middle:])
+        return Deltas(deltas=message.deltas[:middle]), Deltas(deltas=message.deltas[middle:])
     request_id = message.deltas[0].request_id
-    return Abort(request_id), Failed(request_id, f"the output is too large: {error}", 413, "output_too_large")
+    return Abort(request_id=request_id), Failed(
+        request_id=request_id, message=f"the output is too large: {error}", status=413, code="output_too_large"
+    )

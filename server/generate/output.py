@@ -88,7 +88,7 @@ def by_id(delta: Delta) -> Delta:
 
 
 def _entry_by_id(entry: TokenLogprobs) -> TokenLogprobs:
-    return TokenLogprobs(_token_by_id(entry.sampled), tuple(map(_token_by_id, entry.top)))
+    return TokenLogprobs(sampled=_token_by_id(entry.sampled), top=tuple(map(_token_by_id, entry.top)))
 
 
 def _token_by_id(token: TokenText) -> TokenText:
@@ -205,7 +205,7 @@ class PlainText:
         """Returns the parts of what ``render`` makes of a piece of text in the middle of a stream.
 
         None if that is not one event, or one that says more of a token than its text."""
-        one, other = (render(Delta(0, MARK, token_ids)) for token_ids in TOKENS)
+        one, other = (render(Delta(request_id=0, text=MARK, token_ids=token_ids)) for token_ids in TOKENS)
         if len(one) != 1 or one != other:
             return None
         before, mark, after = msgspec.json.encode(one[0]).partition(msgspec.json.encode(MARK))
@@ -218,4 +218,6 @@ class PlainText:
 
 def is_plain(delta: Delta) -> bool:
     """Whether there is nothing in it but text, or a token that has none yet."""
-    return bool(delta.token_ids) and delta == Delta(delta.request_id, delta.text, delta.token_ids)
+    return bool(delta.token_ids) and delta == Delta(
+        request_id=delta.request_id, text=delta.text, token_ids=delta.token_ids
+    )

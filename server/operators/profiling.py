@@ -57,5 +57,5 @@ class ProfileRoutes:
         if not self._folder:
             reason = "no profiles are made here; an operator can set server.profile_folder"
             raise RequestError(reason, status=404, code="profiles_off")
-        self._monitor.profile(Profile(num_steps, self._folder))
+        self._monitor.profile(Profile(num_steps=num_steps, folder=self._folder))
         return json_reply(ProfileAnswer(self._folder, num_steps))

@@ -39,5 +39,5 @@ class RecordingRoute:
             reason = "nothing is recorded here; an operator can set storage.folder, and storage.recording_mb above 0"
             raise RequestError(reason, status=404, code="recording_off")
         name = file_name("asked")
-        await self._operations.operate(Operate("record", text=name))
+        await self._operations.operate(Operate(what="record", text=name))
         return json_reply(RecordingAnswer(str(Path(self._folder, name))))

@@ -46,7 +46,7 @@ class SettingsRoutes:
     def __init__(self, backend: Backend, server: ServerSection) -> None:
         self._backend = backend
         self._reader = BodyReader(
-            ApplyBody, lambda body: Operate("apply", text=body.toml, dry_run=body.dry_run), server
+            ApplyBody, lambda body: Operate(what="apply", text=body.toml, dry_run=body.dry_run), server
         )
 
     def routes(self) -> list[web.RouteDef]:
@@ -69,13 +69,13 @@ class SettingsRoutes:
         refuse_foreign_page(request)
         if (level := LEVELS.get(given := request.query.get("level", "1"))) is None:
             raise FieldError("level", f"expected 1 or 2, not {given!r:.20}")
-        await self._operations.operate(Operate("sleep", level=level))
+        await self._operations.operate(Operate(what="sleep", level=level))
         return json_reply(Sleeping(True))
 
     async def wake_up(self, request: web.Request) -> web.Response:
         """Returns when the engine takes requests again.  The request's body is not read.  Raises RequestError."""
         refuse_foreign_page(request)
-        await self._operations.operate(Operate("wake_up"))
+        await self._operations.operate(Operate(what="wake_up"))
         return json_reply(Sleeping(False))
 
     async def is_sleeping(self, request: web.Request) -> web.Response:

@@ -84,7 +84,7 @@ class RemoteMonitor:
         answer: asyncio.Future[Snapshot] = asyncio.get_running_loop().create_future()
         self._asked[number] = answer
         try:
-            self._engine.put(GetSnapshot(number, meter, board, explain))
+            self._engine.put(GetSnapshot(number=number, meter=meter, board=board, explain=explain))
             async with asyncio.timeout(patience_s):
                 snapshot = await answer
         except TimeoutError:
@@ -178,7 +178,7 @@ class FrontendProcess(WorkerProcess[FrontendAssignment]):
 
     def _keep(self, **changed: Any) -> None:
         self._kept = structs.replace(self._kept, **changed)
-        self._outgoing.put(FrontendState(msgspec.msgpack.encode(self._kept)))
+        self._outgoing.put(FrontendState(state=msgspec.msgpack.encode(self._kept)))
 
     def deliver(self, actor: Actor[Any], message: Any) -> None:
         """Hand a message of the engine to ingress, or to what else it is for."""
@@ -192,7 +192,7 @@ class FrontendProcess(WorkerProcess[FrontendAssignment]):
                 self._outgoing.put(FrontendDrained())
             case AbortAll():
                 self._ingress.abort_all()
-            case EngineFailed(reason):
+            case EngineFailed(reason=reason):
                 self._ingress.fail_all(EngineDied(reason))
             case Stop():
                 actor.spawn(self._close(actor))
@@ -221,7 +221,9 @@ class EngineLink:
             self._outgoing.link.put(message)
         except WireError as error:
             reason = f"the request is too large: {error}"
-            self._ingress.inbox.put(Failed(message.request_id, reason, 413, "request_too_large"))
+            self._ingress.inbox.put(
+                Failed(request_id=message.request_id, message=reason, status=413, code="request_too_large")
+            )
         except CallboardError as error:
             self._outgoing.fail(error)
 

@@ -66,16 +66,16 @@ class LocalOperations:
 
     async def _answer(self, ask: Operate, tell: Callable[[Operated], None]) -> None:
         try:
-            tell(Operated(ask.number, await self.operate(ask)))
+            tell(Operated(number=ask.number, outcome=await self.operate(ask)))
         except RequestError as error:
-            tell(Operated(ask.number, error=error.message, status=error.status))
+            tell(Operated(number=ask.number, error=error.message, status=error.status))
 
     def reload(self) -> None:
         """Read the file that the server was started with again, and go over to what it says now."""
         if self._source.path is None:
             log.info("SIGHUP: the server was started without a file, so there is nothing to read again")
             return
-        self.answer(Operate("apply"), self._log)
+        self.answer(Operate(what="apply"), self._log)
 
     def _log(self, done: Operated) -> None:
         log.info("SIGHUP: %s", done.outcome.decode()) if not done.error else log.error("SIGHUP: %s", done.error)

@@ -144,9 +144,9 @@ class Replay:
             pooling="mean" if one.whole == "pooling" else "",
         )
         message = Admit(
-            index,
-            self._tokens[index][:known].tobytes(),
-            params,
+            request_id=index,
+            token_ids=self._tokens[index][:known].tobytes(),
+            params=params,
             priority=one.priority,
             num_resumed=one.resumed,
             origin=Origin(client=one.client, tenant=one.tenant),
@@ -220,4 +220,4 @@ class _Device:
         rows = np.concatenate((np.frombuffer(step.decode_rows, dtype=np.int32), segments[samples]))
         sampled = self._scripts[rows, self._known[rows]]
         self._known[rows] += 1
-        return StepDone(0, step.step_id, sampled.tobytes())
+        return StepDone(rank=0, step_id=step.step_id, token_ids=sampled.tobytes())

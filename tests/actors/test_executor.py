@@ -78,7 +78,7 @@ async def with_executor(
     executor, collected = Executor(rank=0, capacity=100, load=load), scheduler or Collected()
     if scheduler is not None:
         scheduler.executor = executor
-    executor.connect(ready=lambda num_pages: collected.put(WorkerReady(num_pages)), done=collected.put)
+    executor.connect(ready=lambda num_pages: collected.put(WorkerReady(num_pages=num_pages)), done=collected.put)
     task = asyncio.create_task(executor.run())
     yield executor, collected, task
     assert task.done(), "the test did not end its executor"
@@ -95,7 +95,7 @@ async def test_steps_run_in_order_on_one_thread_and_every_result_comes_back(slow
     async with with_executor(lambda: runner) as (executor, collected, task):
         assert await collected.wait_for(1) == [WorkerReady(num_pages=7)]
         for step_id in range(20):
-            executor.inbox.put(Step(step_id))
+            executor.inbox.put(Step(step_id=step_id))
             if step_id % 3 == 0:
                 await asyncio.sleep(0.002)
         results = (await collected.wait_for(21))[1:]
@@ -112,7 +112,7 @@ class HangingStore:
         self.answer = answer
 
     def give_up(self, fetch_id: int) -> None:
-        self.answer(PagesFetched(0, fetch_id, 0))
+        self.answer(PagesFetched(rank=0, fetch_id=fetch_id, num_pages=0))
 
     def close(self) -> None:
         pass
@@ -121,10 +121,10 @@ class HangingStore:
 async def test_a_fetch_is_given_up_in_time_and_steps_go_on_meanwhile() -> None:
     async with with_executor(lambda: FakeRunner(stored=HangingStore())) as (executor, collected, task):
         await collected.wait_for(1)
-        executor.inbox.put(FetchPages(5, b"", b"", timeout_s=0.05))
-        executor.inbox.put(Step(0))
+        executor.inbox.put(FetchPages(fetch_id=5, parent=b"", tokens=b"", timeout_s=0.05))
+        executor.inbox.put(Step(step_id=0))
         _, done, fetched = await collected.wait_for(3)
-        assert (done.step_id, fetched) == (0, PagesFetched(0, 5, 0))
+        assert (done.step_id, fetched) == (0, PagesFetched(rank=0, fetch_id=5, num_pages=0))
         executor.inbox.put(Stop())
         await task
 
@@ -201,7 +201,7 @@ class TwoInFlight(Collected):
         assert self.executor is not None
         for _ in range(2 if isinstance(message, WorkerReady) else 1):
             if self._left:
-                self.executor.inbox.put(Step(self._left.pop()))
+                self.executor.inbox.put(Step(step_id=self._left.pop()))
 
 
 async def test_a_step_is_launched_while_the_one_before_it_runs() -> None:
@@ -231,7 +231,7 @@ async def test_steps_that_were_launched_are_collected_before_the_end() -> None:
 
     async with with_executor(lambda: device) as (executor, collected, task):
         await collected.wait_for(1)
-        for message in (Step(0), Step(1), Stop()):
+        for message in (Step(step_id=0), Step(step_id=1), Stop()):
             executor.inbox.put(message)
         await task
         assert [result.step_id for result in (await collected.wait_for(3))[1:]] == [0, 1]
@@ -256,7 +256,7 @@ async def test_a_failure_on_the_thread_is_the_actors_failure(when: str) -> None:
     async with with_executor(load) as (executor, collected, task):
         if when == "running":
             await collected.wait_for(1)
-            executor.inbox.put(Step(99))
+            executor.inbox.put(Step(step_id=99))
         with pytest.raises(WeightsError if when == "loading" else MemoryError):
             await asyncio.wait_for(task, far(5))
 

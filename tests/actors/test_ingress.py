@@ -50,7 +50,17 @@ async def with_ingress(**limits: Any) -> AsyncIterator[tuple[Ingress, Sent]]:
 
 def text(request_id: int, text: str, finish: Finish = Finish.RUNNING) -> Deltas:
     usage = USAGE if finish else None
-    return Deltas((Delta(request_id, text, np.array([7], np.int32).tobytes(), finish, usage=usage),))
+    return Deltas(
+        deltas=(
+            Delta(
+                request_id=request_id,
+                text=text,
+                token_ids=np.array([7], np.int32).tobytes(),
+                finish=finish,
+                usage=usage,
+            ),
+        )
+    )
 
 
 async def read(stream: Stream) -> list[str]:
@@ -101,13 +111,13 @@ async def test_closing_early_cancels_once_and_late_output_is_dropped() -> None:
         stream = ingress.open("hello", SamplingParams())
         stream.close()
         stream.close()
-        assert sent.messages[1:] == [Abort(1)]
+        assert sent.messages[1:] == [Abort(request_id=1)]
         assert ingress.num_open == 0
         ingress.handle(text(1, "late"))
         assert ingress.num_late_events == 1
         ingress.handle(text(1, "", Finish.ABORT))
         assert ingress.num_late_events == 1, "that is how the engine lets go of it"
-        ingress.handle(Failed(1, "late"))
+        ingress.handle(Failed(request_id=1, message="late"))
         assert ingress.num_late_events == 2
 
 
@@ -115,7 +125,9 @@ async def test_a_failure_reaches_the_stream_after_what_came_before() -> None:
     async with with_ingress() as (ingress, _):
         stream = ingress.open("hello", SamplingParams())
         ingress.handle(text(1, "a"))
-        ingress.handle(Failed(1, "too long", status=400, code="context_length_exceeded", param="prompt"))
+        ingress.handle(
+            Failed(request_id=1, message="too long", status=400, code="context_length_exceeded", param="prompt")
+        )
         assert (await stream.next()).text == "a"
         with pytest.raises(RequestError, match="too long") as failed:
             await stream.next()
@@ -149,7 +161,9 @@ async def test_requests_past_the_limit_get_429_and_a_place_comes_free() -> None:
         assert streams[0].ended
 
 
-@pytest.mark.parametrize("answer", [text(1, "", Finish.ABORT), text(1, "a", Finish.STOP), Failed(1, "refused")])
+@pytest.mark.parametrize(
+    "answer", [text(1, "", Finish.ABORT), text(1, "a", Finish.STOP), Failed(request_id=1, message="refused")]
+)
 async def test_a_cancelled_request_takes_its_place_until_the_engine_has_let_go_of_it(answer: Deltas | Failed) -> None:
     async with with_ingress(max_queued_tokens=32) as (ingress, sent):
         for stream in [ingress.open([1] * 8, SamplingParams()) for _ in range(4)]:
@@ -178,7 +192,7 @@ async def test_a_request_past_its_deadline_is_cancelled_and_says_so() -> None:
         with pytest.raises(RequestError, match=r"longer than 0\.02 s") as expired:
             await stream.collect()
         assert (expired.value.status, expired.value.code) == (504, "request_timeout")
-        assert sent.messages[1:] == [Abort(1)]
+        assert sent.messages[1:] == [Abort(request_id=1)]
         stream.close()
         assert len(sent.messages) == 2
 
@@ -186,11 +200,11 @@ async def test_a_request_past_its_deadline_is_cancelled_and_says_so() -> None:
 async def test_a_request_without_a_token_is_told_to_come_back_and_one_with_some_may_go_on() -> None:
     async with with_ingress(first_token_timeout_s=0.02, request_timeout_s=0.05) as (ingress, sent):
         waiting, running = (ingress.open("hello", SamplingParams()) for _ in range(2))
-        ingress.handle(Deltas((Delta(2, "a", b"\1\0\0\0"),)))
+        ingress.handle(Deltas(deltas=(Delta(request_id=2, text="a", token_ids=b"\1\0\0\0"),)))
         with pytest.raises(RequestError, match=r"no token for 0\.02 s") as late:
             await waiting.collect()
         assert (late.value.status, late.value.code, late.value.retry_after_s) == (503, "queue_timeout", 1)
-        assert sent.messages[2:] == [Abort(1)]
+        assert sent.messages[2:] == [Abort(request_id=1)]
         assert (await running.next()).text == "a"
         with pytest.raises(RequestError, match=r"longer than 0\.05 s"):
             await running.collect()

@@ -118,7 +118,7 @@ def test_a_rank_among_others_says_how_large_the_step_was_and_cuts_only_by_the_li
 
 def test_halves_keep_the_order_and_cut_a_segment_where_the_middle_is() -> None:
     step = Step(
-        7,
+        step_id=7,
         table_rows=ints(1),
         decode_rows=ints(4, 5, 6),
         prefill_rows=ints(0, 1),
@@ -136,33 +136,52 @@ def test_halves_keep_the_order_and_cut_a_segment_where_the_middle_is() -> None:
 
 
 def test_results_of_parts_are_joined_and_a_prompt_that_was_cut_has_both_its_parts() -> None:
-    entry = [Logprobs(-float(index)) for index in range(4)]
-    first, middle, last = (PromptLogprobs(start, (entry[start],)) for start in (1, 2, 3))
+    entry = [Logprobs(logprob=-float(index)) for index in range(4)]
+    first, middle, last = (PromptLogprobs(first=start, entries=(entry[start],)) for start in (1, 2, 3))
     done = [
-        StepDone(0, 1, ints(11, -1), {3: StepExtras(logprobs=entry[0]), 4: StepExtras(failure="no way on")}),
-        StepDone(0, 1, ints(), {7: StepExtras(prompt_logprobs=first), 9: StepExtras(prompt_logprobs=middle)}),
-        StepDone(0, 1, ints(13), {9: StepExtras(entry[3], last, b"vector")}),
+        StepDone(
+            rank=0,
+            step_id=1,
+            token_ids=ints(11, -1),
+            extras={3: StepExtras(logprobs=entry[0]), 4: StepExtras(failure="no way on")},
+        ),
+        StepDone(
+            rank=0,
+            step_id=1,
+            token_ids=ints(),
+            extras={7: StepExtras(prompt_logprobs=first), 9: StepExtras(prompt_logprobs=middle)},
+        ),
+        StepDone(
+            rank=0,
+            step_id=1,
+            token_ids=ints(13),
+            extras={9: StepExtras(logprobs=entry[3], prompt_logprobs=last, pooled=b"vector")},
+        ),
     ]
     assert merged(done) == StepDone(
-        0,
-        1,
-        ints(11, -1, 13),
-        {
+        rank=0,
+        step_id=1,
+        token_ids=ints(11, -1, 13),
+        extras={
             3: StepExtras(logprobs=entry[0]),
             4: StepExtras(failure="no way on"),
             7: StepExtras(prompt_logprobs=first),
-            9: StepExtras(entry[3], PromptLogprobs(2, (entry[2], entry[3])), b"vector"),
+            9: StepExtras(
+                logprobs=entry[3],
+                prompt_logprobs=PromptLogprobs(first=2, entries=(entry[2], entry[3])),
+                pooled=b"vector",
+            ),
         },
         note=IN_PARTS,
     )
 
 
 SAMPLES = {
-    "logprobs": Logprobs(-1.0),
-    "prompt_logprobs": PromptLogprobs(1, (Logprobs(-1.0),)),
+    "logprobs": Logprobs(logprob=-1.0),
+    "prompt_logprobs": PromptLogprobs(first=1, entries=(Logprobs(logprob=-1.0),)),
     "pooled": b"vector",
     "failure": "no way on",
-    "later_logprobs": (Logprobs(-2.0),),
+    "later_logprobs": (Logprobs(logprob=-2.0),),
     "drafted": b"guess",
     "num_proposed": 3,
     "num_accepted": 2,

@@ -14,7 +14,7 @@ Sink = Callable[[Delta], bool]
 
 
 def delta(text: str, finish: Finish = Finish.RUNNING) -> Delta:
-    return Delta(1, text, b"\x01\0\0\0", finish)
+    return Delta(request_id=1, text=text, token_ids=b"\x01\0\0\0", finish=finish)
 
 
 @pytest.fixture

@@ -69,7 +69,9 @@ async def converse(
     tokenizer.connect(scheduler=scheduler, ingress=ingress)
     running = asyncio.create_task(tokenizer.run())
     request = SamplingParams(max_tokens=100, **params)
-    tokenizer.inbox.put(Tokenize(1, request, turns=(ChatTurn("user", "hi"),), options=RequestOptions(chat=options)))
+    tokenizer.inbox.put(
+        Tokenize(request_id=1, params=request, turns=(ChatTurn("user", "hi"),), options=RequestOptions(chat=options))
+    )
     while not scheduler.messages and not ingress.messages:
         await asyncio.sleep(0)
     admitted = scheduler.messages[0] if scheduler.messages else None
@@ -77,8 +79,8 @@ async def converse(
         ids = [*codec.encode(output).tolist(), EOS]
         for index, token in enumerate(ids):
             finish = Finish.STOP if index == len(ids) - 1 else Finish.RUNNING
-            packed = np.array([1], np.int64).tobytes(), np.array([token], np.int32).tobytes()
-            tokenizer.inbox.put(Tokens(*packed, bytes([finish])))
+            lines, tokens = np.array([1], np.int64).tobytes(), np.array([token], np.int32).tobytes()
+            tokenizer.inbox.put(Tokens(request_ids=lines, token_ids=tokens, finishes=bytes([finish])))
     tokenizer.inbox.put(Stop())
     await running
     assert all(isinstance(message, Admit | Abort) for message in scheduler.messages)

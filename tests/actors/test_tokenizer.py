@@ -58,14 +58,14 @@ async def test_prompts_that_are_cancelled_are_not_encoded_any_more(
     async with with_tokenizer(text_codec, text_codec.vocab_size) as (tokenizer, ingress, scheduler):
         numbers = range(1, 4 * num_threads)
         for number in numbers:
-            tokenizer.inbox.put(Tokenize(number, PARAMS, text="long"))
+            tokenizer.inbox.put(Tokenize(request_id=number, params=PARAMS, text="long"))
         await until(lambda: len(encoded) == num_threads)
         for number in numbers:
-            tokenizer.inbox.put(Abort(number))
-        tokenizer.inbox.put(Tokenize(1000, PARAMS, text="short"))
+            tokenizer.inbox.put(Abort(request_id=number))
+        tokenizer.inbox.put(Tokenize(request_id=1000, params=PARAMS, text="short"))
         await until(lambda: bool(ingress.messages))
-        ended = tuple(Delta(number, "", finish=Finish.ABORT) for number in numbers)
-        assert ingress.messages == [Deltas(ended)], "the engine has let go of all of them, once"
+        ended = tuple(Delta(request_id=number, text="", finish=Finish.ABORT) for number in numbers)
+        assert ingress.messages == [Deltas(deltas=ended)], "the engine has let go of all of them, once"
         go_on.set()
         await until(lambda: bool(scheduler.messages))
         assert [message.request_id for message in scheduler.messages] == [1000]
@@ -90,7 +90,9 @@ async def test_a_token_that_the_model_does_not_have_is_its_requests_error(
     async with with_tokenizer(text_codec, vocab_size) as (tokenizer, ingress, scheduler):
         for number, text in enumerate(prompts):
             turns = (ChatTurn("user", text),) if kind == "turns" else None
-            tokenizer.inbox.put(Tokenize(number, PARAMS, text=text if turns is None else None, turns=turns))
+            tokenizer.inbox.put(
+                Tokenize(request_id=number, params=PARAMS, text=text if turns is None else None, turns=turns)
+            )
         await until(lambda: bool(scheduler.messages and ingress.messages))
         (admit,), (failed,) = scheduler.messages, ingress.messages
         assert isinstance(admit, Admit)
@@ -108,7 +110,7 @@ async def test_output_of_another_engine_is_told_first_and_goes_behind_the_prompt
 
     async with with_tokenizer(text_codec, text_codec.vocab_size) as (tokenizer, ingress, scheduler):
         options = RequestOptions(resumed=old.tobytes())
-        tokenizer.inbox.put(Tokenize(1, PARAMS, text="abc", options=options))
+        tokenizer.inbox.put(Tokenize(request_id=1, params=PARAMS, text="abc", options=options))
         await until(lambda: bool(scheduler.messages and ingress.messages))
         (admit,) = scheduler.messages
         assert (admit.num_resumed, admit.token_ids[-old.nbytes :]) == (len(old), old.tobytes())
@@ -127,7 +129,9 @@ async def test_what_cannot_be_output_to_go_on_from_is_refused(
 
     async with with_tokenizer(text_codec, text_codec.vocab_size) as (tokenizer, ingress, scheduler):
         params = SamplingParams(stop=stop)
-        tokenizer.inbox.put(Tokenize(1, params, text="abc", options=RequestOptions(resumed=old.tobytes())))
+        tokenizer.inbox.put(
+            Tokenize(request_id=1, params=params, text="abc", options=RequestOptions(resumed=old.tobytes()))
+        )
         await until(lambda: bool(ingress.messages))
         assert [message.code for message in ingress.messages] == ["not_resumable"]
         assert not scheduler.messages

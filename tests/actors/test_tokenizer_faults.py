@@ -68,7 +68,7 @@ class BadStream:
 
 def token(request_id: int, finish: Finish = Finish.RUNNING) -> Tokens:
     ids = np.array([request_id], dtype=np.int64).tobytes()
-    return Tokens(ids, np.array([70], np.int32).tobytes(), bytes([finish]))
+    return Tokens(request_ids=ids, token_ids=np.array([70], np.int32).tobytes(), finishes=bytes([finish]))
 
 
 @pytest.mark.parametrize("place", ["encode", *GRAMMAR_ENGINES, "open_stream", "push", "finish", "take_thoughts"])
@@ -109,8 +109,8 @@ async def test_it_ends_its_own_request_and_no_other(
         )
         tokenizer.connect(scheduler=scheduler, ingress=ingress)
         running = asyncio.create_task(tokenizer.run())
-        tokenizer.inbox.put(Tokenize(BAD, params, text="bad"))
-        tokenizer.inbox.put(Tokenize(GOOD, SamplingParams(), text="good"))
+        tokenizer.inbox.put(Tokenize(request_id=BAD, params=params, text="bad"))
+        tokenizer.inbox.put(Tokenize(request_id=GOOD, params=SamplingParams(), text="good"))
         await until(lambda: sum(isinstance(one, Admit | Failed) for one in scheduler.messages + ingress.messages) == 2)
         for request_id in (BAD, GOOD):
             tokenizer.inbox.put(token(request_id))

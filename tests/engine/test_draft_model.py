@@ -211,7 +211,7 @@ def int32(*numbers: int) -> bytes:
 def asking(row: int, known: int, step_id: int = 9, **fields: Any) -> Step:
     """A step that verifies two tokens behind ``known`` ones."""
     return Step(
-        step_id, prefill_rows=int32(row), prefill_starts=int32(known - 1), prefill_lengths=int32(3),
+        step_id=step_id, prefill_rows=int32(row), prefill_starts=int32(known - 1), prefill_lengths=int32(3),
         prefill_samples=int32(3), proposed_rows=int32(row, row), proposed_positions=int32(known, known + 1),
         proposed_tokens=int32(-1, -1), **fields,
     )  # fmt: skip
@@ -219,7 +219,20 @@ def asking(row: int, known: int, step_id: int = 9, **fields: Any) -> Step:
 
 def admitted(row: int, num_tokens: int, num_computed: int, *pages: int, **fields: Any) -> Step:
     tokens = np.zeros(num_tokens, np.int32).tobytes()
-    return Step(1, admissions=(Admission(row, tokens, num_tokens, num_computed, int32(*pages), Params()),), **fields)
+    return Step(
+        step_id=1,
+        admissions=(
+            Admission(
+                row=row,
+                token_ids=tokens,
+                num_prompt_tokens=num_tokens,
+                num_computed_tokens=num_computed,
+                pages=int32(*pages),
+                params=Params(),
+            ),
+        ),
+        **fields,
+    )
 
 
 def test_only_what_is_lacking_is_computed() -> None:
@@ -244,13 +257,13 @@ def test_only_what_is_lacking_is_computed() -> None:
     back = {"transfer_to_host": int32(0), "transfer_device_pages": int32(1), "transfer_host_pages": int32(5)}
     drafter.follow(admitted(2, 9, 8, 0, 1, 4, **back), computed)
     assert ask(2, 10) == [6]
-    drafter.follow(admitted(3, 9, 8, 0, 1, 5, landings=(Landing(7, 0, int32(0)),)), computed)
+    drafter.follow(admitted(3, 9, 8, 0, 1, 5, landings=(Landing(fetch_id=7, first=0, pages=int32(0)),)), computed)
     assert ask(3, 10) == [8]  # as much as fits a pass; nothing is drafted yet
     assert ask(3, 10) == [2]
     # A new page under an old number, and a page that takes the place of another one.
     computed[3] = 12
-    drafter.follow(Step(2, table_rows=int32(3), table_indexes=int32(3), table_pages=int32(4)), computed)
-    drafter.follow(Step(3, table_rows=int32(3), table_indexes=int32(1), table_pages=int32(9)), computed)
+    drafter.follow(Step(step_id=2, table_rows=int32(3), table_indexes=int32(3), table_pages=int32(4)), computed)
+    drafter.follow(Step(step_id=3, table_rows=int32(3), table_indexes=int32(1), table_pages=int32(9)), computed)
     assert ask(3, 13) == [8]
 
 

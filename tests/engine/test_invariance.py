@@ -62,7 +62,10 @@ def test_the_command_fails_where_bits_differ(monkeypatch: pytest.MonkeyPatch) ->
     def answers(config: Config, way: Way, requests: Sequence[Request]) -> list[Completion]:
         assert config.model.numerics == "invariant"
         tokens = [1, 2] if way.alone else [1, 3]
-        return [Completion("", "", tokens, "length", None, Usage(1, 2, 0), ()) for _ in requests]
+        return [
+            Completion("", "", tokens, "length", None, Usage(prompt_tokens=1, completion_tokens=2, cached_tokens=0), ())
+            for _ in requests
+        ]
 
     monkeypatch.setattr(verify, "run", answers)
     with pytest.raises(CallboardError, match=r"other bits than alone: together$"):

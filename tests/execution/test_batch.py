@@ -12,7 +12,7 @@ def int32(*numbers: int) -> bytes:
 
 def test_a_pure_decode_step_has_one_token_per_row() -> None:
     computed = np.array([10, 20, 30, 40], dtype=np.int32)
-    batch = lay_out(Step(0, decode_rows=int32(2, 0)), computed)
+    batch = lay_out(Step(step_id=0, decode_rows=int32(2, 0)), computed)
     assert batch.num_decodes == 2
     assert batch.rows_T.tolist() == batch.rows_B.tolist() == [2, 0]
     assert batch.positions_T.tolist() == [30, 10]
@@ -25,7 +25,7 @@ def test_a_pure_decode_step_has_one_token_per_row() -> None:
 def test_a_mixed_step_puts_segments_behind_the_decodes() -> None:
     computed = np.array([10, 0, 4, 7], dtype=np.int32)
     step = Step(
-        0,
+        step_id=0,
         decode_rows=int32(3),
         prefill_rows=int32(1, 2),
         prefill_starts=int32(0, 4),
@@ -45,6 +45,6 @@ def test_a_mixed_step_puts_segments_behind_the_decodes() -> None:
 
 def test_a_batch_keeps_its_lengths_when_the_next_step_is_laid_out() -> None:
     computed = np.array([10], dtype=np.int32)
-    first = lay_out(Step(0, decode_rows=int32(0)), computed)
-    lay_out(Step(1, decode_rows=int32(0)), computed)
+    first = lay_out(Step(step_id=0, decode_rows=int32(0)), computed)
+    lay_out(Step(step_id=1, decode_rows=int32(0)), computed)
     assert (first.lengths_B.tolist(), first.positions_T.tolist()) == ([11], [10])

@@ -127,7 +127,7 @@ def test_only_rows_that_take_their_likeliest_token_get_it_from_c(tmp_path, param
 def test_pages_are_told_before_a_step(tmp_path):
     rows = driven("llama", tmp_path)
     columns = {"table_rows": [3, 4], "table_indexes": [2, 0], "table_pages": [17, 19]}
-    rows.whole.tell(Step(1, **{name: np.array(values, np.int32).tobytes() for name, values in columns.items()}))
+    rows.whole.tell(Step(step_id=1, **{name: np.array(values, np.int32).tobytes() for name, values in columns.items()}))
     assert rows.rows.pages_RP[[3, 4], [2, 0]].tolist() == [17, 19]
 
 

@@ -30,7 +30,7 @@ def step_of(moves: Iterable[tuple[int, int, int]]) -> Step:
     """moves: (1 to the host or 0 back, device page, host page)."""
     columns = np.array(list(moves), dtype=np.int32).T
     to_host, device_pages, host_pages = (np.ascontiguousarray(column).tobytes() for column in columns)
-    return Step(0, transfer_to_host=to_host, transfer_device_pages=device_pages, transfer_host_pages=host_pages)
+    return Step(step_id=0, transfer_to_host=to_host, transfer_device_pages=device_pages, transfer_host_pages=host_pages)
 
 
 class Pools:

@@ -26,7 +26,14 @@ def random_steps(rng: np.random.Generator) -> list[Step]:
     lengths = rng.integers(6, 20, NUM_ROWS)
     rows, early = rng.permutation(NUM_ROWS), 3
     admissions = tuple(
-        Admission(row, int32(rng.integers(0, 99, 20)), int(lengths[row]), 0, int32(pages[row, :8]), SamplingParams())
+        Admission(
+            row=row,
+            token_ids=int32(rng.integers(0, 99, 20)),
+            num_prompt_tokens=int(lengths[row]),
+            num_computed_tokens=0,
+            pages=int32(pages[row, :8]),
+            params=SamplingParams(),
+        )
         for row in rows.tolist()
     )
     first = lengths[rows] - 4
@@ -34,7 +41,7 @@ def random_steps(rng: np.random.Generator) -> list[Step]:
     samples = np.arange(NUM_ROWS) < early
     starts, ones = np.zeros(NUM_ROWS), np.ones(NUM_ROWS)
     columns = {"prefill_rows": rows, "prefill_starts": starts, "prefill_lengths": first, "prefill_samples": samples}
-    steps = [Step(0, admissions=admissions, **{name: int32(one) for name, one in columns.items()})]
+    steps = [Step(step_id=0, admissions=admissions, **{name: int32(one) for name, one in columns.items()})]
     appends = {"table_rows": rows, "table_indexes": 8 * ones, "table_pages": pages[rows, 8]}
     columns = {
         "decode_rows": rows[:early],
@@ -43,8 +50,8 @@ def random_steps(rng: np.random.Generator) -> list[Step]:
         "prefill_lengths": 4 * ones[early:],
         "prefill_samples": 3 * ones[early:],  # as where proposals are verified
     }
-    steps.append(Step(1, **{name: int32(one) for name, one in {**columns, **appends}.items()}))
-    return [*steps, *(Step(step_id, decode_rows=int32(rng.permutation(rows)[:4])) for step_id in range(2, 9))]
+    steps.append(Step(step_id=1, **{name: int32(one) for name, one in {**columns, **appends}.items()}))
+    return [*steps, *(Step(step_id=step_id, decode_rows=int32(rng.permutation(rows)[:4])) for step_id in range(2, 9))]
 
 
 @pytest.mark.parametrize("seed", range(4))

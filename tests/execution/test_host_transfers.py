@@ -65,8 +65,17 @@ def prefill(step_id: int, row: int, pages: list[int]) -> Step:
     prompt = int32(random_tokens(PROMPT_LEN, seed=row))
     params = SamplingParams(temperature=0.0, ignore_eos=True, logprobs=0)  # so that logits come to the sampler
     return Step(
-        step_id,
-        admissions=(Admission(row, prompt, PROMPT_LEN, 0, int32(pages), params),),
+        step_id=step_id,
+        admissions=(
+            Admission(
+                row=row,
+                token_ids=prompt,
+                num_prompt_tokens=PROMPT_LEN,
+                num_computed_tokens=0,
+                pages=int32(pages),
+                params=params,
+            ),
+        ),
         prefill_rows=int32([row]),
         prefill_starts=int32([0]),
         prefill_lengths=int32([PROMPT_LEN]),
@@ -89,11 +98,11 @@ def test_pages_that_come_back_elsewhere_give_the_same_logits(
     whole = PROMPT_LEN // page_size  # the row goes on writing to the page behind them
     stay = [
         prefill(0, 0, before),
-        Step(1, decode_rows=int32([0])),
+        Step(step_id=1, decode_rows=int32([0])),
         prefill(2, 1, others),  # row 0 waits
-        Step(3, decode_rows=int32([1])),
-        Step(4, decode_rows=int32([0, 1])),
-        Step(5, decode_rows=int32([1, 0])),
+        Step(step_id=3, decode_rows=int32([1])),
+        Step(step_id=4, decode_rows=int32([0, 1])),
+        Step(step_id=5, decode_rows=int32([1, 0])),
     ]
     move = list(stay)
     move[2] = msgspec.structs.replace(
@@ -135,7 +144,7 @@ def test_a_captured_step_begins_when_all_pages_have_landed(checkpoint: Path, mon
         raise Told
 
     columns = {"transfer_device_pages": int32([4, 5, 6, 7]), "transfer_host_pages": int32(range(4))}
-    step = Step(0, decode_rows=int32([0]), transfer_to_host=int32([0] * 4), **columns)
+    step = Step(step_id=0, decode_rows=int32([0]), transfer_to_host=int32([0] * 4), **columns)
     monkeypatch.setattr(runner, "_whole_for", lambda step: SimpleNamespace(tell=tell))
     runner._pool.data.fill_(1.0)
     runner._pool.data[:, :, 8] = 0  # the dump page

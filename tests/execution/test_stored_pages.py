@@ -70,7 +70,7 @@ class Bench:
 
     def save(self, pages: list[int], hashes: list[bytes] = HASHES) -> None:
         packed = np.array(pages, dtype=np.int32).tobytes()
-        self.stored.save(Step(0, save_pages=packed, save_hashes=b"".join(hashes[: len(pages)])))
+        self.stored.save(Step(step_id=0, save_pages=packed, save_hashes=b"".join(hashes[: len(pages)])))
 
     def flush(self) -> None:
         """Wait until everything is written."""
@@ -83,14 +83,14 @@ class Bench:
             self.answers[message.fetch_id] = message.num_pages
             self.answered.release()
 
-        self.stored.fetch(FetchPages(fetch_id, PARENT, TOKENS, 1.0), answer)
+        self.stored.fetch(FetchPages(fetch_id=fetch_id, parent=PARENT, tokens=TOKENS, timeout_s=1.0), answer)
 
     def wait(self) -> None:
         assert self.answered.acquire(timeout=far(20))
 
     def land(self, fetch_id: int, first: int, pages: list[int]) -> None:
         packed = np.array(pages, dtype=np.int32).tobytes()
-        self.stored.land(Step(1, landings=(Landing(fetch_id, first, packed),)))
+        self.stored.land(Step(step_id=1, landings=(Landing(fetch_id=fetch_id, first=first, pages=packed),)))
 
 
 @pytest.fixture

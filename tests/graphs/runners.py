@@ -76,7 +76,16 @@ class Steps:
         self.lengths[row] = length + 1
         prompt = int32(random_tokens(length, seed=seed or row + 1))
         return self._launch(
-            admissions=(Admission(row, prompt, length, 0, int32(self.pages[row]), params),),
+            admissions=(
+                Admission(
+                    row=row,
+                    token_ids=prompt,
+                    num_prompt_tokens=length,
+                    num_computed_tokens=0,
+                    pages=int32(self.pages[row]),
+                    params=params,
+                ),
+            ),
             prefill_rows=int32([row]),
             prefill_starts=int32([0]),
             prefill_lengths=int32([length]),
@@ -98,7 +107,7 @@ class Steps:
 
     def _launch(self, **fields: object) -> LaunchedStep:
         self._number += 1
-        return self.runner.launch(Step(self._number, **fields))
+        return self.runner.launch(Step(step_id=self._number, **fields))
 
 
 def int32(numbers: Sequence[int]) -> bytes:

@@ -36,7 +36,7 @@ def accepted(entry: Entry, body: bytes = b"{}") -> Accepted:
 
 
 def delivered(entry: Entry, at: int, text: str = "text") -> Delivered:
-    return Delivered(entry.number, at, 0, Delta(1, text, b"\1\0\0\0"))
+    return Delivered(entry.number, at, 0, Delta(request_id=1, text=text, token_ids=b"\1\0\0\0"))
 
 
 async def turn(rounds: int = 3) -> None:

@@ -343,7 +343,7 @@ def text_of(event: str) -> str:
 def test_a_stream_belongs_to_the_model_that_was_applied_when_it_began(tmp_path: Path) -> None:
     def apply(live: LiveServer, fingerprint: str) -> None:
         card = msgspec.structs.replace(live.backend.card, fingerprint=fingerprint)
-        changed = SettingsChanged(LimitsSection(), msgspec.msgpack.encode(card))
+        changed = SettingsChanged(limits=LimitsSection(), about=msgspec.msgpack.encode(card))
         live.call(lambda: [call(changed) for call in live.backend.ingress.settings_watchers])
 
     with server(tmp_path) as live:
@@ -426,7 +426,7 @@ def test_a_stream_is_of_the_model_that_was_there_when_it_came(tmp_path: Path) ->
     path, body = STREAMS["completion"]
     with server(tmp_path) as one:
         card = msgspec.structs.replace(one.backend.card, fingerprint="another")
-        changed = SettingsChanged(LimitsSection(), msgspec.msgpack.encode(card))
+        changed = SettingsChanged(limits=LimitsSection(), about=msgspec.msgpack.encode(card))
         for watcher in one.ingress.settings_watchers:
             one.call(partial(watcher, changed))
         events_of(ask(one, path, body))

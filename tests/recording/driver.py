@@ -89,7 +89,7 @@ class Driver:
         self.prompts: list[np.ndarray] = []
         self.num_requests = 0
         self._new_device()
-        self.tell(ExecutorsReady(NUM_PAGES))
+        self.tell(ExecutorsReady(num_pages=NUM_PAGES))
 
     def _clock(self) -> float:
         self.now += self._rng.uniform(1e-6, 1e-4)
@@ -134,9 +134,9 @@ class Driver:
 
     def lose_executors(self, *, is_fault: bool = True) -> None:
         """And get new ones."""
-        self.tell(ExecutorsLost("killed", is_fault))
+        self.tell(ExecutorsLost(reason="killed", is_fault=is_fault))
         self._new_device()
-        self.tell(ExecutorsReady(NUM_PAGES))
+        self.tell(ExecutorsReady(num_pages=NUM_PAGES))
 
     def request(self) -> Admit:
         """Some with a prefix that others have too, some that use adapters, salts, other tenants."""
@@ -152,9 +152,15 @@ class Driver:
         )  # fmt: skip
         adapter = Adapter(str(rng.randrange(3)), "/adapters") if rng.random() < 0.2 else None
         return Admit(
-            self.num_requests, self.prompts[-1].tobytes(), params, rng.randrange(2),
-            SECRET if rng.random() < 0.2 else "", 0, Origin(tenant=f"tenant {rng.randrange(3)}"), adapter,
-        )  # fmt: skip
+            request_id=self.num_requests,
+            token_ids=self.prompts[-1].tobytes(),
+            params=params,
+            priority=rng.randrange(2),
+            cache_salt=SECRET if rng.random() < 0.2 else "",
+            num_resumed=0,
+            origin=Origin(tenant=f"tenant {rng.randrange(3)}"),
+            adapter=adapter,
+        )
 
     def run(self, seconds: float, losses: int = 0) -> None:
         """Traffic of so many virtual seconds, more than the pool can hold, with aborts; then all come to their end."""
@@ -164,7 +170,7 @@ class Driver:
             if rng.random() < 0.12 and self.scheduler.planner is not None and self.scheduler.planner.num_open < 24:
                 self.tell(*(self.request() for _ in range(rng.randrange(1, 4))))
             if rng.random() < 0.02:
-                self.tell(Abort(rng.randrange(max(1, self.num_requests - 10), self.num_requests + 1)))
+                self.tell(Abort(request_id=rng.randrange(max(1, self.num_requests - 10), self.num_requests + 1)))
             if lose_at and self.now >= lose_at[0]:
                 lose_at.pop(0)
                 self.lose_executors()

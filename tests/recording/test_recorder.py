@@ -73,7 +73,7 @@ def test_those_that_are_asked_for_are_bounded_and_push_out_no_others(
 
 def test_a_loss_that_is_no_fault_leaves_none(tmp_path: Path) -> None:
     driver = Driver(tmp_path)
-    driver.tell(ExecutorsLost("too large a step", is_fault=False))
+    driver.tell(ExecutorsLost(reason="too large a step", is_fault=False))
     assert whys(driver) == []
 
 
@@ -114,7 +114,7 @@ async def test_a_crash_is_the_last_turn_of_the_last_file(tmp_path: Path) -> None
     running = asyncio.ensure_future(scheduler.run())
     await asyncio.sleep(0)
     inbox: Mailbox[Any] = scheduler.inbox
-    inbox.put(StepDone(0, 10**6, b""))
+    inbox.put(StepDone(rank=0, step_id=10**6, token_ids=b""))
     with pytest.raises(ExceptionGroup):
         await running
     assert whys(driver) == ["died"]

@@ -72,7 +72,16 @@ class Bench:
         prompt = np.asarray(prompt, dtype=np.int32)
         given = SamplingParams(temperature=0.0, **params)
         self.planner.admit(
-            Admit(request_id, prompt.tobytes(), given, priority, salt, num_resumed, Origin(tenant=tenant), adapter)
+            Admit(
+                request_id=request_id,
+                token_ids=prompt.tobytes(),
+                params=given,
+                priority=priority,
+                cache_salt=salt,
+                num_resumed=num_resumed,
+                origin=Origin(tenant=tenant),
+                adapter=adapter,
+            )
         )
         self.streams[request_id], self.ends[request_id] = [], []
         stops = frozenset(given.stop_token_ids) | (frozenset() if given.ignore_eos else {EOS})

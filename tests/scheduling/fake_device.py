@@ -94,7 +94,9 @@ class FakeDevice:
             self._tokens[row, position] = token
             sampled.append(token)
         self.num_steps += 1
-        self.done.append(StepDone(0, step.step_id, np.array(sampled, dtype=np.int32).tobytes(), extras))
+        self.done.append(
+            StepDone(rank=0, step_id=step.step_id, token_ids=np.array(sampled, dtype=np.int32).tobytes(), extras=extras)
+        )
 
     def _drafted(self, rows: np.ndarray, positions: np.ndarray) -> dict[int, StepExtras]:
         assert self.draft is not None

@@ -23,7 +23,9 @@ class Stored(Bench):
 
     def answer(self, fetch: FetchPages, num_pages: int | None = None, rank: int = 0) -> None:
         there = self.device.fetch(fetch)
-        self.planner.fetched(PagesFetched(rank, fetch.fetch_id, there if num_pages is None else num_pages))
+        self.planner.fetched(
+            PagesFetched(rank=rank, fetch_id=fetch.fetch_id, num_pages=there if num_pages is None else num_pages)
+        )
 
     def serve(self, request_id: int, prompt: np.ndarray, **params: object) -> int:
         """One request from its beginning to its end; returns its cached tokens."""
@@ -126,7 +128,7 @@ def test_who_ends_while_waiting_is_let_go_of() -> None:
     bench.read()
     bench.submit(2, prompt_of(12), max_tokens=4)
     bench.step()
-    assert [*bench.landings] == [Landing(waits.fetch_id), Landing(answered.fetch_id)]
+    assert [*bench.landings] == [Landing(fetch_id=waits.fetch_id), Landing(fetch_id=answered.fetch_id)]
     assert (bench.streams[0], bench.streams[1]) == ([], [])
 
 
@@ -138,7 +140,7 @@ def test_who_waits_when_the_device_is_lost_asks_again() -> None:
     (after,) = bench.asked()
     assert after.fetch_id != before.fetch_id
     assert after.tokens == before.tokens
-    bench.planner.fetched(PagesFetched(0, before.fetch_id, 9))  # of the device that is gone
+    bench.planner.fetched(PagesFetched(rank=0, fetch_id=before.fetch_id, num_pages=9))  # of the device that is gone
     assert not bench.plan()
     bench.answer(after)
     bench.finish()

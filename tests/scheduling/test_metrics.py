@@ -66,7 +66,7 @@ def test_a_failed_and_an_aborted_request_are_told_with_what_they_had() -> None:
     done = bench.device.done.popleft()
     tokens = np.frombuffer(done.token_ids, dtype=np.int32).copy()
     tokens[0] = -1
-    bench.device.done.append(StepDone(0, done.step_id, tokens.tobytes()))
+    bench.device.done.append(StepDone(rank=0, step_id=done.step_id, token_ids=tokens.tobytes()))
     bench.deliver()
     bench.planner.abort(2)
     bench.read()

@@ -115,7 +115,14 @@ def test_priority_decides_who_runs_first() -> None:
     bench = Bench(depth=1, max_running=1)
     for request_id, priority in ((1, 5), (2, 0)):
         prompt = prompt_of(4, seed=request_id)
-        bench.planner.admit(Admit(request_id, prompt.tobytes(), SamplingParams(max_tokens=1), priority=priority))
+        bench.planner.admit(
+            Admit(
+                request_id=request_id,
+                token_ids=prompt.tobytes(),
+                params=SamplingParams(max_tokens=1),
+                priority=priority,
+            )
+        )
         bench.streams[request_id], bench.ends[request_id] = [], []
     bench.plan(), bench.deliver()
     assert (len(bench.streams[1]), len(bench.streams[2])) == (0, 1)
@@ -129,7 +136,7 @@ def test_a_row_whose_logits_were_not_finite_ends_alone() -> None:
     done = bench.device.done.popleft()
     tokens = np.frombuffer(done.token_ids, dtype=np.int32).copy()
     tokens[0] = -1
-    bench.device.done.append(StepDone(0, done.step_id, tokens.tobytes()))
+    bench.device.done.append(StepDone(rank=0, step_id=done.step_id, token_ids=tokens.tobytes()))
     bench.deliver()
     assert bench.ends == {1: [Finish.ERROR], 2: []}
     bench.finish()
@@ -255,7 +262,7 @@ def test_pages_of_a_failed_row_are_not_cached() -> None:
     bench.submit(1, prompt_of(16), max_tokens=5, ignore_eos=True)
     bench.plan()
     done = bench.device.done.popleft()
-    bench.device.done.append(StepDone(0, done.step_id, np.array([-1], dtype=np.int32).tobytes()))
+    bench.device.done.append(StepDone(rank=0, step_id=done.step_id, token_ids=np.array([-1], dtype=np.int32).tobytes()))
     bench.deliver()
     assert bench.planner.stats().pages_cached == 0
 

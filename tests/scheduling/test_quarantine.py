@@ -123,7 +123,7 @@ def test_whether_executors_work_at_all_is_told_with_each_request_that_is_blamed(
             explained = lose_the_device(bench)
         bench.read()
         told.append(explained)
-    assert told == [LossExplained(3, works) for works in (False, False, True)]
+    assert told == [LossExplained(num_losses=3, executors_work=works) for works in (False, False, True)]
 
 
 def test_losses_that_are_no_fault_blame_nobody() -> None:

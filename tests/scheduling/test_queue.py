@@ -85,7 +85,7 @@ def test_a_policy_sees_how_long_an_output_may_get() -> None:
     for request_id, params in enumerate(
         (SamplingParams(max_tokens=9), SamplingParams(max_tokens=None), SamplingParams(max_tokens=3))
     ):
-        planner.admit(Admit(request_id, bytes(4 * 5), params))
+        planner.admit(Admit(request_id=request_id, token_ids=bytes(4 * 5), params=params))
     seen = {one.request_id: one.max_tokens for one in planner.requests.open.values()}
     assert (seen[0], seen[2]) == (9, 3)
     assert seen[1] > 9, "what there is room for"

@@ -52,7 +52,7 @@ class FakeIngress:
         self.settings_watchers: list[Callable[[SettingsChanged], None]] = []
         self.stalled_s = 0.0  # what the fake monitor says
         self.failure: str | None = None
-        self.stats: Stats | None = Stats(7, running=1, waiting=2, pages_free=50, pages_cached=30, pages_used=20)
+        self.stats: Stats | None = Stats(step_id=7, running=1, waiting=2, pages_free=50, pages_cached=30, pages_used=20)
         self.num_leaving = 0
         self.opened: list[Stream] = []
         self.asked: list[tuple[Prompt, SamplingParams, RequestOptions]] = []
@@ -100,7 +100,7 @@ class FakeIngress:
             return False
         stream, task = self._open.pop(request_id)
         task.cancel()
-        stream.push(Delta(request_id, "", finish=Finish.ABORT))
+        stream.push(Delta(request_id=request_id, text="", finish=Finish.ABORT))
         return True
 
     def abort_all(self) -> None:
@@ -174,15 +174,20 @@ def deltas(request_id: int, text: str, params: SamplingParams, echo: bool) -> li
     num_thoughts = 3 if "!think" in text else 0
     if echo:
         words[0] = text + words[0]
-    usage = Usage(len(text.split()) + 1, len(token_ids), min(2, len(text.split())), num_thoughts)
+    usage = Usage(
+        prompt_tokens=len(text.split()) + 1,
+        completion_tokens=len(token_ids),
+        cached_tokens=min(2, len(text.split())),
+        reasoning_tokens=num_thoughts,
+    )
     made = []
     for index, (token_id, word) in enumerate(zip(token_ids, words, strict=True)):
         last = index == len(token_ids) - 1
         made.append(
             Delta(
-                request_id,
-                "" if index < num_thoughts else word,
-                np.array([token_id], np.int32).tobytes(),
+                request_id=request_id,
+                text="" if index < num_thoughts else word,
+                token_ids=np.array([token_id], np.int32).tobytes(),
                 finish=finish if last else Finish.RUNNING,
                 stop_reason=stop_reason if last else None,
                 usage=usage if last else None,
@@ -220,7 +225,7 @@ def _cut(words: list[str], token_ids: list[int], end: int) -> tuple[list[str], l
 def _logprobs(token_id: int, num_top: int) -> TokenLogprobs:
     def token(number: int, logprob: float) -> TokenText:
         word = WORDS[number % len(WORDS)]
-        return TokenText(number, word, word.encode(), logprob)
+        return TokenText(token_id=number, text=word, utf8=word.encode(), logprob=logprob)
 
     top = tuple(token(token_id + rank, float("-inf") if rank == 3 else -0.5 * rank) for rank in range(num_top))
-    return TokenLogprobs(token(token_id, -0.25), top)
+    return TokenLogprobs(sampled=token(token_id, -0.25), top=top)

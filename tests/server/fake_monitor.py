@@ -41,7 +41,9 @@ class FakeMonitor:
         shown = Board(self.rows, 0, self.pool, self.tree.outline(MAX_NODES))
         explained = tuple(one for one in self.explained if one.request_id in explain)
         meter_shown, board_shown = self.meter if meter else None, shown if board else Board()
-        return Snapshot(0, self.now, self._gauges(), meter_shown, board_shown, explained)
+        return Snapshot(
+            number=0, now=self.now, gauges=self._gauges(), meter=meter_shown, board=board_shown, explained=explained
+        )
 
     def _gauges(self) -> Gauges:
         return msgspec.structs.replace(self._usual_gauges(), **self.changed)

@@ -242,10 +242,10 @@ async def test_the_next_frontend_knows_what_was_loaded_in_this_one(scene: Scene)
     about = msgspec.msgpack.encode(card)
     states: list[bytes] = []
 
-    async with on_stage(Handover(9, (EngineReady(),), about)) as stage:
+    async with on_stage(Handover(first_id=9, replay=(EngineReady(),), about=about)) as stage:
         status, _ = await stage.ask("POST", LOAD, {"lora_name": "kept", "lora_path": "good"})
         assert status == 200
         states.append((await stage.said(FrontendState)).state)
-    async with on_stage(Handover(9, (EngineReady(),), about, states[0])) as stage:
+    async with on_stage(Handover(first_id=9, replay=(EngineReady(),), about=about, state=states[0])) as stage:
         _, models = await stage.ask("GET", "/v1/models")
         assert [one["id"] for one in models["data"]] == [card.name, "kept"]

@@ -9,13 +9,13 @@ from engine.actors.stream import merged
 from engine.messages import Delta, Finish, TokenLogprobs, TokenText, Usage
 from server.generate.output import Output, is_plain
 
-ENTRY = TokenLogprobs(TokenText(1, "x", b"x", -1.0), ())
+ENTRY = TokenLogprobs(sampled=TokenText(token_id=1, text="x", utf8=b"x", logprob=-1.0), top=())
 SAMPLES: dict[str, Any] = {
     "text": "x",
     "token_ids": b"\7\0\0\0",
     "finish": Finish.STOP,
     "stop_reason": 0,
-    "usage": Usage(1, 1, 0),
+    "usage": Usage(prompt_tokens=1, completion_tokens=1, cached_tokens=0),
     "logprobs": (ENTRY,),
     "reasoning": "hm",
     "prompt_logprobs": (ENTRY, ENTRY),
@@ -24,7 +24,7 @@ SAMPLES: dict[str, Any] = {
     "resumed": True,
 }
 FIELDS = [field.name for field in msgspec.structs.fields(Delta) if field.name != "request_id"]
-PIECE = Delta(1, "a", b"\3\0\0\0")
+PIECE = Delta(request_id=1, text="a", token_ids=b"\3\0\0\0")
 
 
 def with_field(name: str) -> Delta:
@@ -39,7 +39,7 @@ def test_a_field_of_either_delta_is_in_the_merged_one_and_in_the_whole_output(na
     output = Output(0)
     for delta in deltas:
         output.add(delta)
-    empty = getattr(Delta(1), name)
+    empty = getattr(Delta(request_id=1), name)
     parts = [getattr(delta, name) for delta in deltas]
     expected = parts[0] + parts[1] if isinstance(empty, str | bytes | tuple) else SAMPLES[name]
     for one in (merged(deltas), output.delta):
@@ -49,8 +49,11 @@ def test_a_field_of_either_delta_is_in_the_merged_one_and_in_the_whole_output(na
 
 
 def test_of_what_cannot_be_joined_the_last_counts() -> None:
-    first, last = Usage(3, 1, 0), Usage(3, 2, 0)
-    assert merged([Delta(1, usage=first), Delta(1, usage=last), PIECE]).usage == last
+    first, last = (
+        Usage(prompt_tokens=3, completion_tokens=1, cached_tokens=0),
+        Usage(prompt_tokens=3, completion_tokens=2, cached_tokens=0),
+    )
+    assert merged([Delta(request_id=1, usage=first), Delta(request_id=1, usage=last), PIECE]).usage == last
 
 
 @pytest.mark.parametrize("name", FIELDS)

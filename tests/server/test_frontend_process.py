@@ -29,7 +29,7 @@ from tests.pace import far
 from tests.server.live_server import CARD, MODEL
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo_model"
-HANDOVER = Handover(9, (EngineReady(),), msgspec.msgpack.encode(CARD))
+HANDOVER = Handover(first_id=9, replay=(EngineReady(),), about=msgspec.msgpack.encode(CARD))
 COMPLETION = {"model": MODEL, "prompt": "p"}
 
 
@@ -51,7 +51,15 @@ class Stage:
         self.url = "http://{}:{}".format(*listener.getsockname())
         config = build_config(Config(), {"model": {"path": str(DEMO)}})
         assignment = FrontendAssignment(
-            config, 100, 1.0, LogSettings(20, "text"), 1024, 1000, False, listener.detach(), handover
+            config=config,
+            capacity=100,
+            heartbeat_s=1.0,
+            logs=LogSettings(20, "text"),
+            max_len=1024,
+            vocab_size=1000,
+            has_tokenizers=False,
+            listener=listener.detach(),
+            handover=handover,
         )
         self.ingress: Ingress = await self.frontend.build(assignment, Outgoing(self.sent))  # type: ignore[arg-type]
         self.running = asyncio.ensure_future(self.ingress.run())
@@ -94,20 +102,33 @@ async def test_ids_go_on_where_another_fronts_ended_and_clients_who_waited_are_s
         asking = asyncio.ensure_future(stage.ask("POST", "/v1/completions", COMPLETION))
         request = await stage.said(Tokenize)
         assert (request.request_id, request.text) == (9, "p")
-        stage.tell(Deltas((Delta(8, "of another frontend's"),)))
-        stage.tell(Deltas((Delta(9, "answer", finish=Finish.STOP, usage=Usage(1, 1, 0)),)))
+        stage.tell(Deltas(deltas=(Delta(request_id=8, text="of another frontend's"),)))
+        stage.tell(
+            Deltas(
+                deltas=(
+                    Delta(
+                        request_id=9,
+                        text="answer",
+                        finish=Finish.STOP,
+                        usage=Usage(prompt_tokens=1, completion_tokens=1, cached_tokens=0),
+                    ),
+                )
+            )
+        )
         status, answer = await asking
         assert (status, answer["choices"][0]["text"]) == (200, "answer")
         assert stage.ingress.num_late_events == 1
 
 
 async def test_a_front_that_comes_while_the_engine_recovers_or_loads_says_so() -> None:
-    async with on_stage(Handover(1, (EngineReady(), EngineRecovering("why")), msgspec.msgpack.encode(CARD))) as stage:
+    async with on_stage(
+        Handover(first_id=1, replay=(EngineReady(), EngineRecovering(reason="why")), about=msgspec.msgpack.encode(CARD))
+    ) as stage:
         answering = asyncio.ensure_future(stage.ask("GET", "/ready"))
         ask = await stage.said(GetSnapshot)
-        stage.tell(Snapshot(ask.number, 1.0, Gauges()))
+        stage.tell(Snapshot(number=ask.number, now=1.0, gauges=Gauges()))
         assert (await answering)[1]["error"]["code"] == "recovering"
-    async with on_stage(Handover(1, (), msgspec.msgpack.encode(CARD))) as stage:
+    async with on_stage(Handover(first_id=1, replay=(), about=msgspec.msgpack.encode(CARD))) as stage:
         assert (await stage.ask("GET", "/ready"))[1]["error"]["code"] == "not_ready"
 
 
@@ -119,7 +140,18 @@ async def test_it_drains_when_it_is_told_to_and_says_so() -> None:
         assert await stage.said(FrontendDrained)
         status, refused = await stage.ask("POST", "/v1/completions", COMPLETION)
         assert (status, refused["error"]["code"]) == (503, "draining")
-        stage.tell(Deltas((Delta(9, "answer", finish=Finish.STOP, usage=Usage(1, 1, 0)),)))
+        stage.tell(
+            Deltas(
+                deltas=(
+                    Delta(
+                        request_id=9,
+                        text="answer",
+                        finish=Finish.STOP,
+                        usage=Usage(prompt_tokens=1, completion_tokens=1, cached_tokens=0),
+                    ),
+                )
+            )
+        )
         assert (await asking)[0] == 200
 
 
@@ -127,6 +159,6 @@ async def test_a_dead_engine_ends_what_is_open() -> None:
     async with on_stage() as stage:
         asking = asyncio.ensure_future(stage.ask("POST", "/v1/completions", COMPLETION))
         await stage.said(Tokenize)
-        stage.tell(EngineFailed("scheduler crashed in /secret/path.py"))
+        stage.tell(EngineFailed(reason="scheduler crashed in /secret/path.py"))
         status, answer = await asking
         assert (status, answer["error"]["code"], "secret" in str(answer)) == (500, "engine_died", False)

@@ -27,7 +27,7 @@ class Rows:
         return self.live + sum(one.num_open for one in self.lines)
 
     async def look(self, **_: object) -> Snapshot:
-        return Snapshot(0, 0.0, Gauges(max_running=8))
+        return Snapshot(number=0, now=0.0, gauges=Gauges(max_running=8))
 
     def pace(self, **limits: int) -> Pace:
         parts: Mapping[str, Any] = {"ingress": self, "monitor": self, "card": None}
@@ -90,7 +90,7 @@ async def test_a_line_steps_back_where_live_requests_wait_for_pages() -> None:
     pace = rows.pace()
     work = [asyncio.create_task(pace.run("", rows.client, lambda _: done.wait())) for _ in range(4)]
     await stay(rows, 4, 4)
-    rows.live, rows.stats = 1, Stats(1, running=4, waiting=1, pages_free=0, pages_cached=0, pages_used=9)
+    rows.live, rows.stats = 1, Stats(step_id=1, running=4, waiting=1, pages_free=0, pages_cached=0, pages_used=9)
     await stay(rows, 0, 3)
     rows.live = 0
     done.set()

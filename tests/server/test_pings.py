@@ -52,7 +52,9 @@ def answered(live: LiveServer, path: str, then: Callable[[], object], num_pings:
 
 
 def say(live: LiveServer) -> Callable[[], None]:
-    return lambda: live.ingress.opened[-1].push(Delta(1, "late", b"\1\0\0\0", finish=Finish.STOP))
+    return lambda: live.ingress.opened[-1].push(
+        Delta(request_id=1, text="late", token_ids=b"\1\0\0\0", finish=Finish.STOP)
+    )
 
 
 def kinds(events: bytes) -> list[list[str]]:

@@ -17,7 +17,7 @@ from server.openai.writer import StreamState
 from tests.server.live_server import CARD
 
 HEAD = {"id": 'cmpl-"odd\\', "created": 1, "model": "a/model δ"}
-TOKEN = TokenText(1, "x", b"x", -1.0)
+TOKEN = TokenText(token_id=1, text="x", utf8=b"x", logprob=-1.0)
 
 
 def endpoints() -> list[Any]:
@@ -32,7 +32,7 @@ def renderer(endpoint: Any, index: int, usage: Any, **fields: object):
     writer = endpoint.writer(body, generation, UsageCounter(generation))
     writer.head |= HEAD
     state = StreamState(index)
-    writer.chunks(state, Delta(1, "first", b"\1\0\0\0"), usage)  # what a choice opens with
+    writer.chunks(state, Delta(request_id=1, text="first", token_ids=b"\1\0\0\0"), usage)  # what a choice opens with
     return lambda delta: writer.chunks(state, delta, usage)
 
 
@@ -41,7 +41,7 @@ def test_an_event_from_parts_is_the_event(text: str, index: int, kind: int, usag
     render = renderer(endpoints()[kind], index, usage)
     template = PlainText.like(render)
     assert template is not None
-    delta = Delta(1, text, b"\7\0\0\0")
+    delta = Delta(request_id=1, text=text, token_ids=b"\7\0\0\0")
     assert is_plain(delta)
     (event,) = render(delta)
     assert template.event(delta) == b"data: " + msgspec.json.encode(event) + b"\n\n"
@@ -50,12 +50,18 @@ def test_an_event_from_parts_is_the_event(text: str, index: int, kind: int, usag
 @pytest.mark.parametrize(
     "delta",
     [
-        Delta(1, "a prompt that is echoed"),
-        Delta(1, "x", b"\7\0\0\0", finish=Finish.STOP),
-        Delta(1, "x", b"\7\0\0\0", reasoning="hm"),
-        Delta(1, "x", b"\7\0\0\0", logprobs=(TokenLogprobs(TOKEN, ()),)),
-        Delta(1, "x", b"\7\0\0\0", prompt_logprobs=(TokenLogprobs(TOKEN, ()),)),
-        Delta(1, "", b"", finish=Finish.LENGTH, usage=Usage(1, 1, 0)),
+        Delta(request_id=1, text="a prompt that is echoed"),
+        Delta(request_id=1, text="x", token_ids=b"\7\0\0\0", finish=Finish.STOP),
+        Delta(request_id=1, text="x", token_ids=b"\7\0\0\0", reasoning="hm"),
+        Delta(request_id=1, text="x", token_ids=b"\7\0\0\0", logprobs=(TokenLogprobs(sampled=TOKEN, top=()),)),
+        Delta(request_id=1, text="x", token_ids=b"\7\0\0\0", prompt_logprobs=(TokenLogprobs(sampled=TOKEN, top=()),)),
+        Delta(
+            request_id=1,
+            text="",
+            token_ids=b"",
+            finish=Finish.LENGTH,
+            usage=Usage(prompt_tokens=1, completion_tokens=1, cached_tokens=0),
+        ),
     ],
 )
 def test_what_says_more_is_not_plain(delta: Delta) -> None:
@@ -71,4 +77,4 @@ def test_an_endpoint_that_says_nothing_of_a_text_or_too_much_has_no_template() -
     events = renderer(endpoints()[0], 0, UNSET)
     assert PlainText.like(lambda delta: []) is None
     assert PlainText.like(lambda delta: [*events(delta), *events(delta)]) is None
-    assert PlainText.like(lambda delta: events(Delta(1, "other", b"\1\0\0\0"))) is None
+    assert PlainText.like(lambda delta: events(Delta(request_id=1, text="other", token_ids=b"\1\0\0\0"))) is None

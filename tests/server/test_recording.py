@@ -64,7 +64,7 @@ async def test_a_client_that_leaves_cancels_no_recording() -> None:
     recorder = SimpleNamespace(write=lambda why, name: written)
     system = cast("System", SimpleNamespace(config=Config(), recorder=recorder))
     operations = LocalOperations(system, cast("ConfigSource", None), CARD)
-    asked = asyncio.create_task(operations.operate(Operate("record", text="a")))
+    asked = asyncio.create_task(operations.operate(Operate(what="record", text="a")))
     await asyncio.sleep(0)
     asked.cancel()
     with pytest.raises(asyncio.CancelledError):

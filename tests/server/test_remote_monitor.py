@@ -32,9 +32,9 @@ async def test_an_answer_reaches_who_has_asked_and_ingress_speaks_for_itself(
 ) -> None:
     looking = [asyncio.ensure_future(monitor.look()), asyncio.ensure_future(monitor.look(meter=True, board=True))]
     await asyncio.sleep(0)
-    assert sent.messages == [GetSnapshot(1), GetSnapshot(2, True, True)]
+    assert sent.messages == [GetSnapshot(number=1), GetSnapshot(number=2, meter=True, board=True)]
     for number in (2, 1):
-        monitor.take(Snapshot(number, float(number), Gauges(num_open=9, num_running=3)))
+        monitor.take(Snapshot(number=number, now=float(number), gauges=Gauges(num_open=9, num_running=3)))
     first, second = await asyncio.gather(*looking)
     assert (first.now, second.now) == (1.0, 2.0)
     assert first.gauges == Gauges(num_open=5, num_running=3, num_late_events=2, recovering=True)
@@ -46,8 +46,8 @@ async def test_who_has_waited_long_enough_is_told_so_and_a_late_answer_hurts_nob
     with pytest.raises(RequestError, match="does not answer") as silent:
         await monitor.look(patience_s=0.01)
     assert (silent.value.status, silent.value.code) == (503, "engine_silent")
-    monitor.take(Snapshot(1, 1.0, Gauges()))
-    monitor.take(Snapshot(99, 1.0, Gauges()))
+    monitor.take(Snapshot(number=1, now=1.0, gauges=Gauges()))
+    monitor.take(Snapshot(number=99, now=1.0, gauges=Gauges()))
 
 
 async def test_an_engine_that_answers_nobody_is_not_asked_again_and_again(monitor: RemoteMonitor, sent: Sent) -> None:
@@ -79,11 +79,11 @@ async def test_observers_are_told_and_one_that_raises_is_told_nothing_any_more(
                 raise self._error
 
     good, bad = Noting(), Noting(ValueError())
-    monitor.take(RequestsFinished(()))  # to the frontend before this one
+    monitor.take(RequestsFinished(requests=()))  # to the frontend before this one
     monitor.watch(good, "tests.good")
     monitor.watch(bad, "tests.bad")
     assert sent.messages == [Subscribe()]
     one = RequestMetrics(1, Finish.STOP, 2, 3, 0, 0, 1.0, 0.1, 0.2, 0.1, 1.0, model="m", ended_at_unix_s=5.0)
     for _ in range(2):
-        monitor.take(RequestsFinished((one,)))
+        monitor.take(RequestsFinished(requests=(one,)))
     assert (good.told, bad.told) == ([one, one], [one])

@@ -206,16 +206,16 @@ async def test_a_frontend_in_another_process_asks_the_engine() -> None:
 
     engine = Engine()
     operations = RemoteOperations(engine)
-    first = asyncio.create_task(operations.operate(Operate("apply", text="")))
-    others = [asyncio.create_task(operations.operate(Operate("wake_up"))) for _ in range(MAX_ASKED - 1)]
+    first = asyncio.create_task(operations.operate(Operate(what="apply", text="")))
+    others = [asyncio.create_task(operations.operate(Operate(what="wake_up"))) for _ in range(MAX_ASKED - 1)]
     await asyncio.sleep(0)
     with pytest.raises(RequestError) as refused:
-        await operations.operate(Operate("sleep"))
+        await operations.operate(Operate(what="sleep"))
     assert refused.value.status == 429
-    operations.take(Operated(engine.asked[0].number, b"done"))
-    operations.take(Operated(99, b"nobody asked"))
+    operations.take(Operated(number=engine.asked[0].number, outcome=b"done"))
+    operations.take(Operated(number=99, outcome=b"nobody asked"))
     for one in engine.asked[1:]:
-        operations.take(Operated(one.number, error="kv.num_pages=3: too few", status=400))
+        operations.take(Operated(number=one.number, error="kv.num_pages=3: too few", status=400))
     async with asyncio.timeout(far(5)):
         assert await first == b"done"
         for task in others:

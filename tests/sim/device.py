@@ -246,9 +246,9 @@ class SimDevice:
         for index in np.flatnonzero(np.isin(sampled, list(self._logprob_rows))).tolist() if self._logprob_rows else ():
             token = int(tokens[index])
             value = logprob_of(token, int(positions[index]))
-            top = np.array([token], np.int32).tobytes(), np.array([value], np.float32).tobytes()
-            row = int(sampled[index])
-            logprobs[row] = (*logprobs.get(row, ()), Logprobs(value, *top))
+            row, ids, values = int(sampled[index]), np.array([token], np.int32), np.array([value], np.float32)
+            found = Logprobs(logprob=value, top_ids=ids.tobytes(), top_logprobs=values.tobytes())
+            logprobs[row] = (*logprobs.get(row, ()), found)
         for row in [row for row in self._nan_positions if row in sampled]:
             at = np.flatnonzero((sampled == row) & counts & (positions == self._nan_positions[row]))
             if len(at):
@@ -259,14 +259,16 @@ class SimDevice:
         self._tokens[sampled, positions] = np.maximum(tokens, 0)
         self._known[sampled[counts]] = positions[counts] + 1
         self._computed[sampled[counts]] = positions[counts]
-        extras = {row: StepExtras(first, later_logprobs=tuple(later)) for row, (first, *later) in logprobs.items()}
+        extras = {
+            row: StepExtras(logprobs=first, later_logprobs=tuple(later)) for row, (first, *later) in logprobs.items()
+        }
         if DRAFTED in ints(step.proposed_tokens):
             for row, drafted in proposed.items():
                 if DRAFTED not in drafted:  # else the draft model was not ready
                     said = np.array(drafted, dtype=np.int32).tobytes()
                     extras[row] = msgspec.structs.replace(extras.get(row, StepExtras()), drafted=said)
                     self._mark("tokens drafted")
-        return StepDone(0, step.step_id, tokens.astype(np.int32).tobytes(), extras)
+        return StepDone(rank=0, step_id=step.step_id, token_ids=tokens.astype(np.int32).tobytes(), extras=extras)
 
     def _propose(self, step: Step) -> dict[int, list[int]]:
         """Write proposed tokens behind the known ones; returns them by row."""
@@ -412,7 +414,7 @@ class SimExecutor(Actor[ExecutorInbox]):
         def answer() -> None:
             if life == self._num_lives:
                 assert self._scheduler is not None
-                self._scheduler.put(PagesFetched(0, message.fetch_id, num_pages))
+                self._scheduler.put(PagesFetched(rank=0, fetch_id=message.fetch_id, num_pages=num_pages))
 
         asyncio.get_running_loop().call_later(min(message.timeout_s, page_s * (num_pages + 1)), answer)
 
@@ -432,14 +434,14 @@ class SimExecutor(Actor[ExecutorInbox]):
         self._result = None
         self._device.forget()
         assert self._scheduler is not None
-        self._scheduler.put(ExecutorsLost("the scenario says so", is_fault=is_fault))
+        self._scheduler.put(ExecutorsLost(reason="the scenario says so", is_fault=is_fault))
         return True
 
     def come_back(self) -> None:
         """The model is loaded."""
         self._is_up = True
         assert self._scheduler is not None
-        self._scheduler.put(ExecutorsReady(self._num_pages))
+        self._scheduler.put(ExecutorsReady(num_pages=self._num_pages))
 
     def close(self) -> None:
         if self._timer is not None:

@@ -172,7 +172,7 @@ class SimWorker:
                 self.world.fail(SimStuck(f"{self.slot.name} loads for {self.load_s:g} s and is waited for"))
             self.is_ready = True
             self._beat()
-            self.say(WorkerReady(7))
+            self.say(WorkerReady(num_pages=7))
             self.world.traffic.began(self)
 
     def _take(self, message: Message) -> None:

@@ -16,9 +16,16 @@ def int32(*numbers: int) -> bytes:
 
 def prefill(num_computed: int, num_tokens: int) -> Step:
     """Of six tokens in pages 0 and 1, of four each."""
-    admission = Admission(0, int32(1, 2, 3, 4, 5, 6), 6, num_computed, int32(0, 1), SamplingParams())
+    admission = Admission(
+        row=0,
+        token_ids=int32(1, 2, 3, 4, 5, 6),
+        num_prompt_tokens=6,
+        num_computed_tokens=num_computed,
+        pages=int32(0, 1),
+        params=SamplingParams(),
+    )
     return Step(
-        0,
+        step_id=0,
         admissions=(admission,),
         prefill_rows=int32(0),
         prefill_starts=int32(num_computed),

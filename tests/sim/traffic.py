@@ -143,14 +143,17 @@ class ExecutorTraffic(Traffic):
 
     def work(self, worker: "SimWorker", message: Message) -> None:
         assert isinstance(message, Step)
-        worker.say(StepDone(worker.slot.number, message.step_id, worker.life.to_bytes(4, "little")), WORK_S)
+        worker.say(
+            StepDone(rank=worker.slot.number, step_id=message.step_id, token_ids=worker.life.to_bytes(4, "little")),
+            WORK_S,
+        )
 
     def give_work(self) -> None:
         if self._is_there and not self._waiting:
             self._num_sent += 1
             self._waiting = set(range(len(self.owner.links)))
             for link in self.owner.links:
-                link.put(Step(self._num_sent))
+                link.put(Step(step_id=self._num_sent))
 
     @property
     def is_working(self) -> bool:
@@ -165,7 +168,7 @@ class ExecutorTraffic(Traffic):
             case ExecutorsLost():
                 self._is_there = False
                 self._waiting.clear()
-            case StepDone(rank, step_id):
+            case StepDone(rank=rank, step_id=step_id):
                 life = int.from_bytes(message.token_ids, "little")
                 newest = next(one.life for one in self.world.living if one.slot.number == rank)
                 if not self._is_there or step_id != self._num_sent or rank not in self._waiting or life != newest:
@@ -193,17 +196,17 @@ class TokenizerTraffic(Traffic):
 
     def work(self, worker: "SimWorker", message: Message) -> None:
         match message:
-            case Tokenize(request_id):
-                worker.say(Admit(request_id, bytes(4), SamplingParams()), WORK_S)
+            case Tokenize(request_id=request_id):
+                worker.say(Admit(request_id=request_id, token_ids=bytes(4), params=SamplingParams()), WORK_S)
             case Tokens():
                 for request_id in np.frombuffer(message.request_ids, dtype=np.int64).tolist():
-                    worker.say(Deltas((Delta(request_id, "x", finish=Finish.LENGTH),)), WORK_S)
+                    worker.say(Deltas(deltas=(Delta(request_id=request_id, text="x", finish=Finish.LENGTH),)), WORK_S)
 
     def give_work(self) -> None:
         for _ in range(3):
             self._num_asked += 1
             self._open.add(self._num_asked)
-            self.owner.inbox.put(Tokenize(self._num_asked, SamplingParams(), text="x"))
+            self.owner.inbox.put(Tokenize(request_id=self._num_asked, params=SamplingParams(), text="x"))
 
     @property
     def is_working(self) -> bool:
@@ -226,13 +229,13 @@ class TokenizerTraffic(Traffic):
         if request_id in self._scheduled:
             self._scheduled.discard(request_id)
             ids = np.array([request_id], dtype=np.int64).tobytes()
-            self.owner.inbox.put(Tokens(ids, bytes(4), bytes([Finish.LENGTH])))
+            self.owner.inbox.put(Tokens(request_ids=ids, token_ids=bytes(4), finishes=bytes([Finish.LENGTH])))
 
     def _hear(self, message: Deltas | Failed | TokenizersReady | TokenizersLost) -> None:
         match message:
             case Deltas():
                 self._end(*(one.request_id for one in message.deltas))
-            case Failed(request_id):
+            case Failed(request_id=request_id):
                 self.world.marks["tokenizer_lost"] += 1
                 self._end(request_id)
             case TokenizersReady() | TokenizersLost():
@@ -260,7 +263,7 @@ class FrontendTraffic(Traffic):
         )
         super().__init__(world, ingress)
         ingress.connect(
-            look=lambda ask: Snapshot(ask.number, 0.0, Gauges()),
+            look=lambda ask: Snapshot(number=ask.number, now=0.0, gauges=Gauges()),
             watch=lambda observer, name: None,
             profile=lambda ask: None,
         )
@@ -281,7 +284,7 @@ class FrontendTraffic(Traffic):
     def give_work(self) -> None:
         (worker,) = self.world.living or [None]
         if worker is not None and worker.is_ready and worker.slot.is_ready:
-            worker.say(Tokenize(self._next_id, SamplingParams(), text=str(worker.life)))
+            worker.say(Tokenize(request_id=self._next_id, params=SamplingParams(), text=str(worker.life)))
             self._next_id += 1
 
     @property
@@ -309,7 +312,7 @@ class FrontendTraffic(Traffic):
     def _end(self, request_id: int) -> None:
         if request_id in self._open:
             self._open.discard(request_id)
-            self.owner.inbox.put(Deltas((Delta(request_id, "x", finish=Finish.LENGTH),)))
+            self.owner.inbox.put(Deltas(deltas=(Delta(request_id=request_id, text="x", finish=Finish.LENGTH),)))
 
 
 KINDS: dict[str, Callable[..., Traffic]] = {

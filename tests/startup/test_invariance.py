@@ -292,7 +292,7 @@ class Decodes:
 
     def launch(self, rows_N: Int64, lengths_N: Int32, variant: Variant) -> Decoded:
         self._rows.computed[rows_N] = lengths_N - 1
-        batch = lay_out(Step(0, decode_rows=rows_N.astype(np.int32).tobytes()), self._rows.computed)
+        batch = lay_out(Step(step_id=0, decode_rows=rows_N.astype(np.int32).tobytes()), self._rows.computed)
         inputs = self._rows.inputs(batch)
         backend = tiles.built(self._decoder.attention_spec, self._pool)
         logits_NV = self._decoder.forward(inputs.planned(batch, backend, self._pool))

@@ -127,7 +127,9 @@ class Sink:
 
 
 def admit(request_id: int, num_tokens: int = 40) -> Admit:
-    return Admit(request_id, np.arange(num_tokens, dtype=np.int32).tobytes(), SamplingParams())
+    return Admit(
+        request_id=request_id, token_ids=np.arange(num_tokens, dtype=np.int32).tobytes(), params=SamplingParams()
+    )
 
 
 def metrics(request_id: int, finish: Finish = Finish.STOP, output: int = 1) -> RequestMetrics:
@@ -153,18 +155,20 @@ def test_a_request_that_failed_is_left_out(recorder: TraceRecorder) -> None:
     found = written(
         recorder,
         *(admit(1), admit(2), admit(3)),
-        *(Failed(1, "no"), metrics(1, Finish.ERROR), metrics(2), metrics(3, Finish.ERROR)),
+        *(Failed(request_id=1, message="no"), metrics(1, Finish.ERROR), metrics(2), metrics(3, Finish.ERROR)),
     )
     assert [one["line"] for one in found] == ["head", "request"]
 
 
 def test_steps_that_were_lost_are_not_taken_for_those_after_them(recorder: TraceRecorder) -> None:
     long, short = (
-        Step(number, prefill_rows=row, prefill_starts=bytes(4), prefill_lengths=length, prefill_samples=bytes(4))
+        Step(
+            step_id=number, prefill_rows=row, prefill_starts=bytes(4), prefill_lengths=length, prefill_samples=bytes(4)
+        )
         for number, row, length in ((0, bytes(4), b"\x20\0\0\0"), (1, bytes(4), b"\x05\0\0\0"))
     )
-    done = [StepDone(rank, 1, b"") for rank in (0, 1)]
-    found = written(recorder, long, ExecutorsLost("gone"), short, long, *done)  # the last one still runs
+    done = [StepDone(rank=rank, step_id=1, token_ids=b"") for rank in (0, 1)]
+    found = written(recorder, long, ExecutorsLost(reason="gone"), short, long, *done)  # the last one still runs
     (steps,) = (one["steps"] for one in found if one["line"] == "steps")
     assert isinstance(steps, list)
     assert [one[5] for one in steps] == [5], "one step of five tokens, told once however many ranks there are"
@@ -172,8 +176,15 @@ def test_steps_that_were_lost_are_not_taken_for_those_after_them(recorder: Trace
 
 def test_outputs_are_put_together_from_the_tokens_of_many_steps(recorder: TraceRecorder) -> None:
     ids = np.array([1, 2], dtype=np.int64).tobytes()
-    rounds = [Tokens(ids, np.array([10 + n, 20 + n], dtype=np.int32).tobytes(), bytes(2)) for n in range(30)]
-    end = Tokens(np.array([1], dtype=np.int64).tobytes(), np.array([-1], dtype=np.int32).tobytes(), b"\x03")
+    rounds = [
+        Tokens(request_ids=ids, token_ids=np.array([10 + n, 20 + n], dtype=np.int32).tobytes(), finishes=bytes(2))
+        for n in range(30)
+    ]
+    end = Tokens(
+        request_ids=np.array([1], dtype=np.int64).tobytes(),
+        token_ids=np.array([-1], dtype=np.int32).tobytes(),
+        finishes=b"\x03",
+    )
     found = written(recorder, admit(1), admit(2), *rounds, end, metrics(1, Finish.ABORT, 30), metrics(2, output=30))
     one, other = (base64.b64decode(str(line["blocks"])) for line in found if line["line"] == "request")
     prompt = np.arange(40, dtype=np.int32)

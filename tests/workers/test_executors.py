@@ -49,7 +49,7 @@ class FakeRanks:
 
     def ready(self, num_pages: int = 9) -> None:
         for rank in range(len(self.workers)):
-            self.hear(rank, WorkerReady(num_pages))
+            self.hear(rank, WorkerReady(num_pages=num_pages))
 
     def lose(self, rank: int = 0, reason: str = "executor0 was killed by SIGKILL", **details: Any) -> None:
         self.workers[rank].reports.lost(WorkerLost(reason, **details))
@@ -133,14 +133,14 @@ async def test_steps_and_results_pass_and_the_end_is_orderly() -> None:
     async with leaving_nothing():
         bench = Bench(num_ranks=2)
         ranks = await bench.generation(1)
-        bench.group.links[0].put(Step(0))
+        bench.group.links[0].put(Step(step_id=0))
         assert ranks.steps == [[], []], "nothing is sent before all are ready"
         ranks.ready()
         for link in bench.group.links:
-            link.put(Step(1))
-        ranks.hear(1, StepDone(1, 1, b""))
-        assert ranks.steps == [[Step(1)], [Step(1)]]
-        assert bench.heard == [ExecutorsReady(9), StepDone(1, 1, b"")]
+            link.put(Step(step_id=1))
+        ranks.hear(1, StepDone(rank=1, step_id=1, token_ids=b""))
+        assert ranks.steps == [[Step(step_id=1)], [Step(step_id=1)]]
+        assert bench.heard == [ExecutorsReady(num_pages=9), StepDone(rank=1, step_id=1, token_ids=b"")]
         await bench.stop()
         assert (ranks.ended, ranks.killed) == ([True, True], [[False], [False]])
         assert ranks.is_over
@@ -153,18 +153,20 @@ async def test_one_lost_rank_replaces_all_of_them_and_the_scheduler_hears_of_it_
         first.ready(7)
         bench.heard.clear()
         first.lose()
-        assert bench.heard == [ExecutorsLost("executor0 was killed by SIGKILL")], "before anything else can happen"
+        assert bench.heard == [ExecutorsLost(reason="executor0 was killed by SIGKILL")], (
+            "before anything else can happen"
+        )
         first.lose(1, "executor1 was killed by SIGTERM")
-        first.hear(0, StepDone(0, 4, b"late"))
-        bench.group.links[1].put(Step(5))
+        first.hear(0, StepDone(rank=0, step_id=4, token_ids=b"late"))
+        bench.group.links[1].put(Step(step_id=5))
         second = await bench.generation(2)
         assert (first.killed, first.ended) == ([[False]] * 2, [False] * 2)
         assert (first.is_over, second.settings) == (True, GenerationSettings(7))
         assert first.steps == [[], []]
         assert len(bench.heard) == 1
         second.ready(7)
-        bench.group.links[1].put(Step(6))
-        assert second.steps == [[], [Step(6)]]
+        bench.group.links[1].put(Step(step_id=6))
+        assert second.steps == [[], [Step(step_id=6)]]
         assert bench.group.num_restarts == 1
         await bench.stop()
 
@@ -175,8 +177,8 @@ async def test_a_link_that_takes_nothing_is_a_lost_rank() -> None:
         ranks = await bench.generation(1)
         ranks.ready()
         ranks.workers[0].broken = True
-        bench.group.links[0].put(Step(0))
-        bench.group.links[0].put(Step(1))
+        bench.group.links[0].put(Step(step_id=0))
+        bench.group.links[0].put(Step(step_id=1))
         await bench.generation(2)
         assert [type(one) for one in bench.heard] == [ExecutorsReady, ExecutorsLost]
         assert "Step cannot be sent" in bench.heard[-1].reason
@@ -210,7 +212,9 @@ async def test_losses_that_are_explained_count_as_none_or_as_one_if_executors_ma
             await asyncio.sleep(0)
             if number % 3 == 0:
                 # The scheduler hears of a loss and answers before the group judges it.
-                asyncio.get_running_loop().call_soon(bench.group.explain, LossExplained(3, executors_work))
+                asyncio.get_running_loop().call_soon(
+                    bench.group.explain, LossExplained(num_losses=3, executors_work=executors_work)
+                )
             ranks.lose()
             if number > num_losses:
                 with pytest.raises(EngineDied, match="3 restarts in 100 s did not help"):
@@ -229,7 +233,7 @@ async def test_what_explains_one_loss_explains_no_other() -> None:
             ranks.ready()
             await asyncio.sleep(0)
             if number == 1:
-                bench.group.explain(LossExplained(3, executors_work=True))
+                bench.group.explain(LossExplained(num_losses=3, executors_work=True))
             ranks.lose(error=error)
         with pytest.raises(EngineDied, match="1 restarts in 100 s did not help"):
             await bench.task
@@ -305,10 +309,10 @@ async def test_a_step_that_takes_too_long_is_a_hang(can_kill: bool) -> None:
         ranks = await bench.generation(1)
         ranks.ready()
         await asyncio.sleep(0)
-        bench.group.links[0].put(Step(0))
+        bench.group.links[0].put(Step(step_id=0))
         if can_kill:
             await bench.generation(2)
-            assert bench.heard[-1] == ExecutorsLost("executor0 does not finish its step")
+            assert bench.heard[-1] == ExecutorsLost(reason="executor0 does not finish its step")
             await bench.stop()
         else:
             with pytest.raises(EngineDied, match="does not finish its step; that cannot be cured"):
@@ -330,7 +334,7 @@ async def test_a_rank_that_says_nothing_for_too_long_is_gone_and_one_that_does_i
         beating = asyncio.ensure_future(beat())
         await bench.generation(2)
         beating.cancel()
-        assert bench.heard[-1] == ExecutorsLost("executor1 has stopped answering")
+        assert bench.heard[-1] == ExecutorsLost(reason="executor1 has stopped answering")
         await asyncio.sleep(0)
         await bench.stop()
 
@@ -340,7 +344,7 @@ async def test_a_rank_that_falls_silent_while_it_loads_is_gone_and_one_that_has_
         bench = Bench(FakePlacement(silence_timeout_s=0.016), num_ranks=3)
         ranks = await bench.generation(1)
         ranks.hear(0, WorkerAlive())
-        ranks.hear(0, WorkerReady(9))
+        ranks.hear(0, WorkerReady(num_pages=9))
         ranks.hear(1, WorkerAlive())
         with pytest.raises(EngineDied, match="executor1 has stopped answering while it started"):
             await asyncio.wait_for(bench.task, far(5))
@@ -397,12 +401,16 @@ def test_intensity_forgets_what_is_long_ago() -> None:
 
 def test_a_step_is_done_when_every_rank_says_so_and_ranks_that_disagree_are_a_failure() -> None:
     results = RankResults(3)
-    done = [StepDone(rank, 0, b"abcd") for rank in range(3)]
+    done = [StepDone(rank=rank, step_id=0, token_ids=b"abcd") for rank in range(3)]
     assert [results.add(done[1]), results.add(done[0]), results.add(done[2])] == [None, None, done[0]]
-    results.add(StepDone(1, 1, b"abcd"))
+    results.add(StepDone(rank=1, step_id=1, token_ids=b"abcd"))
     results.clear()
-    assert [results.add(StepDone(rank, 5, b"abcd")) is not None for rank in range(3)] == [False, False, True]
-    results.add(StepDone(0, 6, b"abcd"))
-    results.add(StepDone(2, 6, b"abcd"))
+    assert [results.add(StepDone(rank=rank, step_id=5, token_ids=b"abcd")) is not None for rank in range(3)] == [
+        False,
+        False,
+        True,
+    ]
+    results.add(StepDone(rank=0, step_id=6, token_ids=b"abcd"))
+    results.add(StepDone(rank=2, step_id=6, token_ids=b"abcd"))
     with pytest.raises(RanksDiverged, match="step 6: rank 1 sampled other tokens than rank 0"):
-        results.add(StepDone(1, 6, b"abce"))
+        results.add(StepDone(rank=1, step_id=6, token_ids=b"abce"))

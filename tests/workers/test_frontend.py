@@ -32,7 +32,7 @@ from tests.actors.test_ingress import Sent
 from tests.pace import far
 
 READY = EngineReady()
-STATS = Stats(3, 1, 0, 4, 2, 2)
+STATS = Stats(step_id=3, running=1, waiting=0, pages_free=4, pages_cached=2, pages_used=2)
 FINISHED = RequestMetrics(1, Finish.STOP, 2, 3, 0, 0, 1.0, 0.1, 0.2, 0.1, 1.0)
 
 
@@ -98,7 +98,7 @@ class Stage:
         return self.started[-1]
 
     def _look(self, ask: GetSnapshot) -> Snapshot:
-        return Snapshot(ask.number, 1.0, Gauges(num_open=self.ingress.num_open))
+        return Snapshot(number=ask.number, now=1.0, gauges=Gauges(num_open=self.ingress.num_open))
 
     @property
     def frontend(self) -> Double:
@@ -124,11 +124,11 @@ class Stage:
 
 
 def tokenize(request_id: int) -> Tokenize:
-    return Tokenize(request_id, SamplingParams(), text=f"text {request_id}")
+    return Tokenize(request_id=request_id, params=SamplingParams(), text=f"text {request_id}")
 
 
 def deltas(*request_ids: int, finish: Finish = Finish.RUNNING) -> Deltas:
-    return Deltas(tuple(Delta(one, "x", finish=finish) for one in request_ids))
+    return Deltas(deltas=tuple(Delta(request_id=one, text="x", finish=finish) for one in request_ids))
 
 
 @asynccontextmanager
@@ -176,25 +176,27 @@ async def test_requests_go_one_way_and_what_comes_of_them_the_other() -> None:
     async with on_stage() as stage:
         stage.frontend.says(tokenize(1), tokenize(2), tokenize(3), tokenize(4))
         assert (stage.tokenizer.messages, stage.ingress.num_open) == ([tokenize(one) for one in (1, 2, 3, 4)], 4)
-        said = (deltas(1, 2), deltas(1, finish=Finish.STOP), Failed(2, "why"), STATS)
+        said = (deltas(1, 2), deltas(1, finish=Finish.STOP), Failed(request_id=2, message="why"), STATS)
         await stage.put(*said)
         assert (stage.frontend.got, stage.ingress.num_open) == (list(said), 2)
-        stage.frontend.says(Abort(1), Abort(3))  # the first one has crossed its request's end
-        assert (stage.tokenizer.messages[4:], stage.ingress.num_open) == ([Abort(3)], 1)
+        stage.frontend.says(Abort(request_id=1), Abort(request_id=3))  # the first one has crossed its request's end
+        assert (stage.tokenizer.messages[4:], stage.ingress.num_open) == ([Abort(request_id=3)], 1)
 
 
 async def test_the_next_front_knows_what_the_lost_one_knew_and_nobody_owns_its_requests() -> None:
     async with on_stage() as stage:
-        stage.frontend.says(tokenize(1), tokenize(7), tokenize(3), FrontendState(b"kept"))
-        await stage.put(STATS, deltas(3, finish=Finish.STOP), EngineRecovering("why"))
+        stage.frontend.says(tokenize(1), tokenize(7), tokenize(3), FrontendState(state=b"kept"))
+        await stage.put(STATS, deltas(3, finish=Finish.STOP), EngineRecovering(reason="why"))
         stage.frontend.dies()
-        assert stage.tokenizer.messages[3:] == [Abort(1), Abort(7)]
+        assert stage.tokenizer.messages[3:] == [Abort(request_id=1), Abort(request_id=7)]
         assert (stage.ingress.num_open, stage.ingress.num_restarts) == (0, 0)
         await stage.put(deltas(1, 7))  # on its way before
         assert (len(stage.started), stage.ingress.num_restarts) == (2, 1)
         first, second = (one.handover for one in stage.started)
-        assert first == Handover(1, (), b"about", b"")
-        assert second == Handover(8, (READY, EngineRecovering("why"), STATS), b"about", b"kept")
+        assert first == Handover(first_id=1, replay=(), about=b"about", state=b"")
+        assert second == Handover(
+            first_id=8, replay=(READY, EngineRecovering(reason="why"), STATS), about=b"about", state=b"kept"
+        )
         assert stage.frontend.got == []
         await stage.put(READY)  # while it loads
         stage.frontend.says(WorkerReady())
@@ -210,7 +212,7 @@ async def test_a_front_that_takes_nothing_is_lost() -> None:
         async with asyncio.timeout(far(5)):
             while len(stage.started) < 2:
                 await asyncio.sleep(0.01)
-        assert stage.tokenizer.messages[1:] == [Abort(1)]
+        assert stage.tokenizer.messages[1:] == [Abort(request_id=1)]
 
 
 async def test_a_front_that_says_nothing_hangs() -> None:
@@ -220,7 +222,7 @@ async def test_a_front_that_says_nothing_hangs() -> None:
             while len(stage.started) < 2:
                 await asyncio.sleep(0.01)
         assert stage.started[0].killed
-        assert stage.tokenizer.messages[1:] == [Abort(1)]
+        assert stage.tokenizer.messages[1:] == [Abort(request_id=1)]
 
 
 async def test_output_that_is_too_large_is_cut_and_what_cannot_be_is_one_requests_end() -> None:
@@ -234,7 +236,7 @@ async def test_output_that_is_too_large_is_cut_and_what_cannot_be_is_one_request
         await stage.put(deltas(2))
         (failed,) = stage.frontend.got
         assert (failed.request_id, failed.status, failed.code) == (2, 413, "output_too_large")
-        assert (stage.tokenizer.messages[5:], stage.ingress.num_open) == ([Abort(2)], 4)
+        assert (stage.tokenizer.messages[5:], stage.ingress.num_open) == ([Abort(request_id=2)], 4)
 
 
 async def test_draining_waits_for_the_word_that_no_more_comes_and_for_what_is_open() -> None:
@@ -262,9 +264,9 @@ async def test_what_is_open_when_time_is_up_is_aborted_on_both_sides() -> None:
         assert not await stage.ingress.wait_idle(0.01)
         stage.ingress.abort_all()
         assert stage.frontend.got == [Drain(), AbortAll()]
-        assert stage.tokenizer.messages[1:] == [Abort(1)]
-        stage.frontend.says(Abort(1))  # its own, of the same request
-        assert (stage.tokenizer.messages[1:], await stage.ingress.wait_idle(0)) == ([Abort(1)], True)
+        assert stage.tokenizer.messages[1:] == [Abort(request_id=1)]
+        stage.frontend.says(Abort(request_id=1))  # its own, of the same request
+        assert (stage.tokenizer.messages[1:], await stage.ingress.wait_idle(0)) == ([Abort(request_id=1)], True)
 
 
 async def test_a_front_that_is_lost_while_it_drains_is_not_missed() -> None:
@@ -275,7 +277,7 @@ async def test_a_front_that_is_lost_while_it_drains_is_not_missed() -> None:
         assert await stage.ingress.wait_idle(5)
         await stage.ingress.leave()
         assert len(stage.started) == 1
-        assert stage.tokenizer.messages[1:] == [Abort(1)]
+        assert stage.tokenizer.messages[1:] == [Abort(request_id=1)]
 
 
 async def test_one_that_came_while_the_engine_drains_is_told_so() -> None:
@@ -297,7 +299,7 @@ async def test_a_crashed_engine_is_told_to_clients_although_its_actors_have_ende
         stage.ingress.fail_all(EngineDied("scheduler crashed"))
         await stage.turn()
         assert stage.frontend.killed, "and that was its end"
-        assert (stage.frontend.got, stage.frontend.ended) == ([EngineFailed("scheduler crashed")], True)
+        assert (stage.frontend.got, stage.frontend.ended) == ([EngineFailed(reason="scheduler crashed")], True)
         assert stage.ingress.num_open == 0
 
 
@@ -324,15 +326,15 @@ async def test_restarts_end_somewhere(max_restarts: int, said: str) -> None:
 
 async def test_who_asks_is_answered_and_who_follows_is_told_once_for_all_fronts() -> None:
     async with on_stage() as stage:
-        stage.frontend.says(tokenize(1), GetSnapshot(5), Subscribe(), Profile(3, "here"))
-        assert stage.profiles == [Profile(3, "here")]
-        assert stage.frontend.got == [Snapshot(5, 1.0, Gauges(num_open=1))]
+        stage.frontend.says(tokenize(1), GetSnapshot(number=5), Subscribe(), Profile(num_steps=3, folder="here"))
+        assert stage.profiles == [Profile(num_steps=3, folder="here")]
+        assert stage.frontend.got == [Snapshot(number=5, now=1.0, gauges=Gauges(num_open=1))]
         stage.frontend.dies()
         await stage.turn()
         stage.frontend.says(WorkerReady(), Subscribe())
         (follower,) = stage.watching
         follower.callboard_request_finished([FINISHED])
-        assert stage.frontend.got[-1] == RequestsFinished((FINISHED,))
+        assert stage.frontend.got[-1] == RequestsFinished(requests=(FINISHED,))
 
 
 async def test_a_bug_in_handling_what_the_front_says_ends_the_actor() -> None:

@@ -37,7 +37,7 @@ from server.run.frontend_process import EngineLink
 from tests.actors.test_ingress import Sent
 from tests.pace import far
 
-ALIVE, DRAIN = Wire("test").encode(WorkerAlive(1, 2)), Wire("test").encode(Drain())
+ALIVE, DRAIN = Wire("test").encode(WorkerAlive(waiting=1, peak=2)), Wire("test").encode(Drain())
 
 
 async def wait_for(condition: Callable[[], bool]) -> None:
@@ -74,8 +74,8 @@ async def refused(tmp_path: Path, good: bytes, frame: bytes, accepts: Any) -> li
         msgspec.msgpack.encode(["Nonsense", 1]),
         msgspec.msgpack.encode(["GetSnapshot", "one"]),
         msgspec.msgpack.encode(["Tokenize", 1]),
-        Wire("test").encode(StepDone(0, 1, b"")),  # a message, but not one that a frontend says
-        Wire("test").encode(Deltas((Delta(1, "x"),))),
+        Wire("test").encode(StepDone(rank=0, step_id=1, token_ids=b"")),  # a message, but not one that a frontend says
+        Wire("test").encode(Deltas(deltas=(Delta(request_id=1, text="x"),))),
         Wire("test").encode(Stop()),
     ],
     ids=["empty", "cut short", "too long by one", "tag", "type", "field", "executor's", "engine's", "stop"],
@@ -84,7 +84,7 @@ async def test_what_no_front_says_is_refused_by_name(
     tmp_path: Path, frame: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING):
-        assert await refused(tmp_path, ALIVE, frame, FromFrontend | FromWorker) == [WorkerAlive(1, 2)] * 2
+        assert await refused(tmp_path, ALIVE, frame, FromFrontend | FromWorker) == [WorkerAlive(waiting=1, peak=2)] * 2
     assert caplog.messages[0].startswith("link frontend: refused: ")
 
 
@@ -109,12 +109,27 @@ def test_all_that_the_engine_shows_survives_the_wire() -> None:
     node = OutlinedNode(-1, 0, 2, 0, 1, 5, 3, 0, 0, False, b"\1\0\0\0")
     row = BoardRow(1, "prefill", 40, 16, 32, 2, 0, 0.03, None, 0.05)
     pool = Pool(9, 1, ((4, 0, -1), (5, 4, 0)), 3, ((3, 8),))
-    handover = Handover(9, (EngineReady(), Stats(3, 1, 0, 4, 2, 2)), b"about", b"kept")
-    assignment = FrontendAssignment(Config(), 99, 0.25, LogSettings(20, "text"), 64, 100, False, 5, handover)
+    handover = Handover(
+        first_id=9,
+        replay=(EngineReady(), Stats(step_id=3, running=1, waiting=0, pages_free=4, pages_cached=2, pages_used=2)),
+        about=b"about",
+        state=b"kept",
+    )
+    assignment = FrontendAssignment(
+        config=Config(),
+        capacity=99,
+        heartbeat_s=0.25,
+        logs=LogSettings(20, "text"),
+        max_len=64,
+        vocab_size=100,
+        has_tokenizers=False,
+        listener=5,
+        handover=handover,
+    )
     wire = Wire("frontend", accepts=FrontendProcessInbox)
     for message in (
-        Snapshot(3, 51.0, gauges, meter, Board((row,), 1, pool, Outline((node,), False))),
-        RequestsFinished((one,)),
+        Snapshot(number=3, now=51.0, gauges=gauges, meter=meter, board=Board((row,), 1, pool, Outline((node,), False))),
+        RequestsFinished(requests=(one,)),
         assignment,
     ):
         assert wire.decode(wire.encode(message)) == message
@@ -134,10 +149,10 @@ async def test_a_request_that_is_too_large_for_a_frame_ends_alone() -> None:
     link = EngineLink(outgoing)
     ingress = type("Ingress", (), {"inbox": said})()
     link.connect(ingress)
-    link.put(Tokenize(1, SamplingParams(), text="x" * 300))
-    link.put(Abort(2))
+    link.put(Tokenize(request_id=1, params=SamplingParams(), text="x" * 300))
+    link.put(Abort(request_id=2))
     assert not outgoing.failed.done(), "the process goes on"
-    assert sent.messages == [Abort(2)]
+    assert sent.messages == [Abort(request_id=2)]
     assert [(one.request_id, one.status, one.code) for one in said.messages if isinstance(one, Failed)] == [
         (1, 413, "request_too_large")
     ]

@@ -36,7 +36,7 @@ class Host:
         arrived: list[Any] = []
         link: SocketLink[Any] = SocketLink("engine", context, Step, arrived.append, capacity=8)
         link.connect(self.endpoint, keys)
-        link.put(WorkerAlive(0))
+        link.put(WorkerAlive(waiting=0))
         return link, arrived
 
     async def wait_for(self, condition: Callable[[], bool]) -> None:
@@ -64,8 +64,8 @@ async def test_a_known_key_gets_in() -> None:
     async with host_and_elsewhere() as (host, elsewhere):
         link, arrived = host.knock(ClientKeys(host.client, host.server.public), elsewhere)
         await host.wait_for(lambda: bool(host.messages))
-        host.link.put(Step(3))
-        await host.wait_for(lambda: arrived == [Step(3)])
+        host.link.put(Step(step_id=3))
+        await host.wait_for(lambda: arrived == [Step(step_id=3)])
         link.close()
         assert host.doorman.num_refused == 0
 
@@ -87,7 +87,7 @@ async def test_keys_are_derived_alike_by_all_who_share_the_secret_and_by_nobody_
         stranger.close()
         link, _ = host.knock(ClientKeys(host.client, host.server.public), elsewhere)
         await host.wait_for(lambda: bool(host.messages))
-        assert (host.messages, arrived) == ([WorkerAlive(0)], [])
+        assert (host.messages, arrived) == ([WorkerAlive(waiting=0)], [])
         link.close()
 
 

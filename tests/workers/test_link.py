@@ -20,22 +20,22 @@ from engine.workers.messages import WorkerAlive, WorkerReady
 from engine.workers.wire import Wire, WireError
 from tests.workers.conftest import Pair
 
-GOOD = Wire("test").encode(WorkerAlive(0))
+GOOD = Wire("test").encode(WorkerAlive(waiting=0))
 
 
 async def test_messages_pass_in_order_both_ways(pair: Pair) -> None:
     other, arrived = pair.connect()
-    other.put(WorkerReady(7))
+    other.put(WorkerReady(num_pages=7))
     await pair.wait_for(lambda: len(pair.messages) == 1)
     for step_id in range(200):
-        pair.link.put(Step(step_id, decode_rows=bytes(4 * step_id)))
-        other.put(StepDone(0, step_id, bytes(step_id)))
+        pair.link.put(Step(step_id=step_id, decode_rows=bytes(4 * step_id)))
+        other.put(StepDone(rank=0, step_id=step_id, token_ids=bytes(step_id)))
         if step_id % 4 == 0:
             await pair.wait_for(lambda: len(arrived) == step_id + 1 == len(pair.messages) - 1)  # noqa: B023
     await pair.wait_for(lambda: len(arrived) == 200 == len(pair.messages) - 1)
     assert [step.step_id for step in arrived] == list(range(200))
     assert [done.step_id for done in pair.messages[1:]] == list(range(200))
-    assert arrived[9] == Step(9, decode_rows=bytes(36))
+    assert arrived[9] == Step(step_id=9, decode_rows=bytes(36))
     other.close()
 
 
@@ -50,7 +50,7 @@ async def test_messages_pass_in_order_both_ways(pair: Pair) -> None:
         msgspec.msgpack.encode(["Nonsense", 1]),
         msgspec.msgpack.encode(["WorkerAlive", "zero"]),
         msgspec.msgpack.encode({"step_id": 1}),
-        Wire("test").encode(Step(1)),  # a message, but not one that an executor says
+        Wire("test").encode(Step(step_id=1)),  # a message, but not one that an executor says
         Wire("test").encode(Stop()),
         b"\x91" * 1000,
         bytes(1 << 16) + b"\x00",  # over the link's limit
@@ -104,9 +104,9 @@ async def test_bytes_that_are_no_zeromq_do_not_disturb_the_one_who_speaks_it(pai
         vandal.sendall(greeting)
         vandals.append(vandal)
     other, arrived = pair.connect()
-    other.put(WorkerAlive(0))
+    other.put(WorkerAlive(waiting=0))
     await pair.wait_for(lambda: len(pair.messages) == 1)
-    pair.link.put(Step(1))
+    pair.link.put(Step(step_id=1))
     await pair.wait_for(lambda: len(arrived) == 1)
     for vandal in vandals:
         vandal.close()
@@ -115,15 +115,15 @@ async def test_bytes_that_are_no_zeromq_do_not_disturb_the_one_who_speaks_it(pai
 
 async def test_a_second_peer_is_not_listened_to(pair: Pair) -> None:
     other, arrived = pair.connect()
-    other.put(WorkerAlive(0))
+    other.put(WorkerAlive(waiting=0))
     await pair.wait_for(lambda: len(pair.messages) == 1)
     pair.bare.connect(pair.endpoint)
-    pair.bare.send(Wire("test").encode(WorkerReady(1)))
-    other.put(WorkerAlive(1))
+    pair.bare.send(Wire("test").encode(WorkerReady(num_pages=1)))
+    other.put(WorkerAlive(waiting=1))
     await pair.wait_for(lambda: len(pair.messages) == 2)
-    pair.link.put(Step(1))
+    pair.link.put(Step(step_id=1))
     await pair.wait_for(lambda: len(arrived) == 1)
-    assert pair.messages == [WorkerAlive(0), WorkerAlive(1)]
+    assert pair.messages == [WorkerAlive(waiting=0), WorkerAlive(waiting=1)]
     other.close()
 
 
@@ -134,14 +134,14 @@ async def test_a_peer_that_reads_nothing_is_an_error_and_not_a_growing_heap(pair
     await pair.wait_for(lambda: bool(pair.messages))
     with pytest.raises(LinkError, match="link executor0: Step cannot be sent"):
         for step_id in range(100_000):
-            pair.link.put(Step(step_id, decode_rows=bytes(40_000)))
+            pair.link.put(Step(step_id=step_id, decode_rows=bytes(40_000)))
 
 
 async def test_nobody_at_the_other_end_is_an_error(pair: Pair) -> None:
     with pytest.raises(LinkError, match="executor0"):
-        pair.link.put(Step(0))
+        pair.link.put(Step(step_id=0))
     with pytest.raises(WireError, match="Step of"):
-        pair.link.put(Step(0, decode_rows=bytes(1 << 17)))
+        pair.link.put(Step(step_id=0, decode_rows=bytes(1 << 17)))
 
 
 async def test_refusals_are_logged_only_so_often_and_counted_on(pair: Pair, caplog: pytest.LogCaptureFixture) -> None:
@@ -168,7 +168,12 @@ FRAMES = st.one_of(
     st.binary(max_size=300),
     st.builds(
         mutated,
-        st.sampled_from([Wire("t").encode(one) for one in (StepDone(0, 3, bytes(8)), WorkerReady(9), Step(1))]),
+        st.sampled_from(
+            [
+                Wire("t").encode(one)
+                for one in (StepDone(rank=0, step_id=3, token_ids=bytes(8)), WorkerReady(num_pages=9), Step(step_id=1))
+            ]
+        ),
         st.lists(st.tuples(st.integers(0, 40), st.integers(0, 255)), max_size=3),
         st.integers(0, 30),
     ),
@@ -192,10 +197,10 @@ async def test_whatever_is_sent_the_next_message_arrives(
         for number, batch in enumerate(batches):
             for frame in batch:
                 pair.bare.send(frame)
-            pair.bare.send(Wire("t").encode(StepDone(0, 1_000_000 + number, b"")))
+            pair.bare.send(Wire("t").encode(StepDone(rank=0, step_id=1_000_000 + number, token_ids=b"")))
             sent += len(batch) + 1
             await pair.wait_for(lambda: len(pair.messages) + pair.link.num_refused == sent)  # noqa: B023
-            assert pair.messages[-1] == StepDone(0, 1_000_000 + number, b"")
+            assert pair.messages[-1] == StepDone(rank=0, step_id=1_000_000 + number, token_ids=b"")
     finally:
         pair.close()
         logging.disable(logging.NOTSET)

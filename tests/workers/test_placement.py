@@ -69,12 +69,12 @@ async def test_every_way_to_fail_is_named_and_the_next_process_serves() -> None:
     }
     group, heard, running = start()
     for step_id, reason in said.items():
-        assert await heard.next(ExecutorsReady) == ExecutorsReady(5)
-        group.links[0].put(Step(step_id))
+        assert await heard.next(ExecutorsReady) == ExecutorsReady(num_pages=5)
+        group.links[0].put(Step(step_id=step_id))
         with pytest.raises(AssertionError, match=reason):
             raise AssertionError((await heard.next(ExecutorsLost)).reason)
     await heard.next(ExecutorsReady)
-    group.links[0].put(Step(FINE))
+    group.links[0].put(Step(step_id=FINE))
     assert (await heard.next(StepDone)).step_id == FINE
     group.inbox.put(Stop())
     await asyncio.wait_for(running, far(10))
@@ -94,7 +94,7 @@ async def test_where_ranks_meet_there_is_a_place_for_as_long_as_they_are_a_group
         places.append(os.listdir(tmp_path))
         assert len(places[-1]) == (num_ranks > 1), "of one rank nothing is left, of several where they meet"
         for link in group.links:
-            link.put(Step(RAISES))
+            link.put(Step(step_id=RAISES))
         await heard.next(ExecutorsLost)
     assert num_ranks == 1 or places[0] != places[1]
     group.inbox.put(Stop())
@@ -105,7 +105,7 @@ async def test_where_ranks_meet_there_is_a_place_for_as_long_as_they_are_a_group
 
 async def test_a_step_that_two_ranks_have_no_room_for_is_cut_in_the_next_generations_and_is_no_fault() -> None:
     group, heard, running = start(max_restarts=0, num_ranks=2)
-    large = Step(LARGE, decode_rows=np.arange(12, dtype=np.int32).tobytes())
+    large = Step(step_id=LARGE, decode_rows=np.arange(12, dtype=np.int32).tobytes())
     for _ in range(2):  # a limit of 6, which is too much still, and of 3
         await heard.next(ExecutorsReady)
         for link in group.links:

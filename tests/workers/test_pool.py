@@ -41,7 +41,7 @@ class Double:
 
     async def end(self) -> None:
         self.ended = True
-        self.says(Deltas((Delta(99, "last words"),)))
+        self.says(Deltas(deltas=(Delta(request_id=99, text="last words"),)))
 
     async def kill(self, *, is_stuck: bool) -> None:
         self.killed = True
@@ -90,11 +90,11 @@ class Stage:
         if admitted:
             for request_id in request_ids:
                 holder = next(one for one in self.started if tokenize(request_id) in one.got)
-                holder.says(Admit(request_id, b"\0\0\0\0", PARAMS))
+                holder.says(Admit(request_id=request_id, token_ids=b"\0\0\0\0", params=PARAMS))
 
 
 def tokenize(request_id: int) -> Tokenize:
-    return Tokenize(request_id, PARAMS, text=f"text {request_id}")
+    return Tokenize(request_id=request_id, params=PARAMS, text=f"text {request_id}")
 
 
 @asynccontextmanager
@@ -134,12 +134,19 @@ async def test_a_request_and_all_that_belongs_to_it_go_to_one_process_in_order()
         await stage.open(2, 3, 4)
         assert [type(one) for one in stage.scheduler.messages] == [Admit] * 3
         ids = np.array([2, 3, 4], dtype=np.int64)
-        await stage.put(Tokens(ids.tobytes(), ids.astype(np.int32).tobytes(), bytes(3)), Failed(3, "why"), Abort(2))
+        await stage.put(
+            Tokens(request_ids=ids.tobytes(), token_ids=ids.astype(np.int32).tobytes(), finishes=bytes(3)),
+            Failed(request_id=3, message="why"),
+            Abort(request_id=2),
+        )
         assert [type(one) for one in even.got] == [Tokenize, Tokenize, Tokens, Abort]
         assert [type(one) for one in odd.got] == [Tokenize, Tokens, Failed]
         assert even.got[2].request_ids == ids[[0, 2]].tobytes()
-        odd.says(Deltas((Delta(3, "a"),)), Failed(3, "why"))
-        assert stage.ingress.messages == [Deltas((Delta(3, "a"),)), Failed(3, "why")]
+        odd.says(Deltas(deltas=(Delta(request_id=3, text="a"),)), Failed(request_id=3, message="why"))
+        assert stage.ingress.messages == [
+            Deltas(deltas=(Delta(request_id=3, text="a"),)),
+            Failed(request_id=3, message="why"),
+        ]
 
 
 async def test_what_is_cancelled_is_the_schedulers_to_know_at_once_and_the_process_cannot_bring_it_back() -> None:
@@ -147,12 +154,19 @@ async def test_what_is_cancelled_is_the_schedulers_to_know_at_once_and_the_proce
         await stage.open(2)
         await stage.open(4, admitted=False)
         stage.scheduler.messages.clear()
-        await stage.put(Abort(2), Abort(4), Abort(4), Abort(77))
-        assert stage.scheduler.messages == [Abort(2)], "of the other one it has never heard"
-        stage.started[0].says(Abort(2), Admit(4, b"\0\0\0\0", PARAMS), Abort(4))
-        assert stage.scheduler.messages == [Abort(2)]
+        await stage.put(Abort(request_id=2), Abort(request_id=4), Abort(request_id=4), Abort(request_id=77))
+        assert stage.scheduler.messages == [Abort(request_id=2)], "of the other one it has never heard"
+        stage.started[0].says(
+            Abort(request_id=2), Admit(request_id=4, token_ids=b"\0\0\0\0", params=PARAMS), Abort(request_id=4)
+        )
+        assert stage.scheduler.messages == [Abort(request_id=2)]
         assert stage.ingress.messages == [], "the process has them still"
-        ends = Deltas((Delta(2, "", finish=Finish.ABORT), Delta(4, "", finish=Finish.ABORT)))
+        ends = Deltas(
+            deltas=(
+                Delta(request_id=2, text="", finish=Finish.ABORT),
+                Delta(request_id=4, text="", finish=Finish.ABORT),
+            )
+        )
         stage.started[0].says(ends)
         assert stage.ingress.messages == [ends]
         stage.started[0].dies()
@@ -164,9 +178,9 @@ async def test_what_is_cancelled_when_its_process_is_lost_has_left() -> None:
         await stage.open(2)
         await stage.open(4, admitted=False)
         stage.ingress.messages.clear()
-        await stage.put(Abort(2), Abort(4))
+        await stage.put(Abort(request_id=2), Abort(request_id=4))
         stage.started[0].dies()
-        ends = [Deltas((Delta(request_id, "", finish=Finish.ABORT),)) for request_id in (2, 4)]
+        ends = [Deltas(deltas=(Delta(request_id=request_id, text="", finish=Finish.ABORT),)) for request_id in (2, 4)]
         assert stage.ingress.messages == ends
 
 
@@ -174,8 +188,11 @@ async def test_a_stop_string_ends_a_request_in_its_process_and_a_later_loss_is_n
     async with on_stage() as stage:
         await stage.open(2, 4)
         stage.scheduler.messages.clear()
-        stage.started[0].says(Abort(2, Finish.STOP), Deltas((Delta(2, "", finish=Finish.STOP), Delta(4, "x"))))
-        assert stage.scheduler.messages == [Abort(2, Finish.STOP)]
+        stage.started[0].says(
+            Abort(request_id=2, finish=Finish.STOP),
+            Deltas(deltas=(Delta(request_id=2, text="", finish=Finish.STOP), Delta(request_id=4, text="x"))),
+        )
+        assert stage.scheduler.messages == [Abort(request_id=2, finish=Finish.STOP)]
         stage.ingress.messages.clear()
         stage.started[0].dies()
         assert [one.request_id for one in stage.ingress.messages] == [4]
@@ -187,12 +204,15 @@ async def test_a_lost_process_fails_its_requests_and_no_others() -> None:
         await stage.open(2, 3, 4)
         stage.scheduler.messages.clear()
         lost.dies()
-        assert stage.scheduler.messages == [Abort(2), Abort(4)]
+        assert stage.scheduler.messages == [Abort(request_id=2), Abort(request_id=4)]
         assert [(one.request_id, one.status, one.code) for one in stage.ingress.messages] == [
             (2, 503, "tokenizer_lost"),
             (4, 503, "tokenizer_lost"),
         ]
-        lost.says(Deltas((Delta(2, "from beyond"),)), Admit(6, b"\0\0\0\0", PARAMS))
+        lost.says(
+            Deltas(deltas=(Delta(request_id=2, text="from beyond"),)),
+            Admit(request_id=6, token_ids=b"\0\0\0\0", params=PARAMS),
+        )
         assert len(stage.ingress.messages) == 2
         assert len(stage.scheduler.messages) == 2
         await stage.turn()
@@ -206,10 +226,10 @@ async def test_a_lost_process_fails_its_requests_and_no_others() -> None:
         again.says(WorkerReady())
         ids = np.array([6, 8], dtype=np.int64)
         await stage.open(8)
-        await stage.put(Tokens(ids.tobytes(), bytes(8), bytes(2)))
+        await stage.put(Tokens(request_ids=ids.tobytes(), token_ids=bytes(8), finishes=bytes(2)))
         assert other.got[-1].request_ids == ids[:1].tobytes()
         assert again.got[-1].request_ids == ids[1:].tobytes()
-        other.says(Deltas((Delta(6, "", finish=Finish.STOP),)))
+        other.says(Deltas(deltas=(Delta(request_id=6, text="", finish=Finish.STOP),)))
         assert TokenizersReady() not in stage.ingress.messages, "it was never without any"
 
 
@@ -229,13 +249,13 @@ async def test_without_any_process_requests_wait_and_ingress_is_told() -> None:
         (lost,) = stage.started
         await stage.open(2, admitted=False)
         lost.dies("was killed by SIGKILL")
-        assert stage.ingress.messages == [TokenizersLost("tokenizer0 was killed by SIGKILL")]
+        assert stage.ingress.messages == [TokenizersLost(reason="tokenizer0 was killed by SIGKILL")]
         await stage.open(3, 5, admitted=False)
-        await stage.put(Abort(3))
+        await stage.put(Abort(request_id=3))
         again = stage.started[1]
         assert again.got == []
         again.says(WorkerReady())
-        has_left = Deltas((Delta(3, "", finish=Finish.ABORT),))
+        has_left = Deltas(deltas=(Delta(request_id=3, text="", finish=Finish.ABORT),))
         assert stage.ingress.messages[1:] == [has_left, TokenizersReady()], "no process has ever had it"
         assert again.got == [tokenize(2), tokenize(5)]
 
@@ -244,12 +264,14 @@ async def test_a_process_that_takes_nothing_is_lost() -> None:
     async with on_stage() as stage:
         await stage.open(2)
         stage.started[0].refuses = CallboardError("link tokenizer0: Tokens cannot be sent")
-        await stage.put(Tokens(np.array([2], dtype=np.int64).tobytes(), bytes(4), bytes(1)))
+        await stage.put(
+            Tokens(request_ids=np.array([2], dtype=np.int64).tobytes(), token_ids=bytes(4), finishes=bytes(1))
+        )
         assert stage.pool.num_ready == 1
         async with asyncio.timeout(far(5)):
             while not stage.pool.num_restarts:
                 await asyncio.sleep(0.01)
-        assert stage.scheduler.messages[-1] == Abort(2)
+        assert stage.scheduler.messages[-1] == Abort(request_id=2)
 
 
 async def test_a_request_that_fits_no_message_is_refused_alone() -> None:
@@ -304,7 +326,7 @@ async def test_what_goes_wrong_with_a_processs_word_ends_the_pool() -> None:
             raise ZeroDivisionError("planted")
 
         stage.ingress.put = broken  # type: ignore[method-assign]
-        stage.started[0].says(Deltas((Delta(2, ""),)))
+        stage.started[0].says(Deltas(deltas=(Delta(request_id=2, text=""),)))
         with pytest.raises(ExceptionGroup) as died:
             await stage.running
         assert "planted" in repr(died.value)
@@ -314,4 +336,4 @@ async def test_a_stop_lets_processes_finish_and_hears_their_last_words() -> None
     async with on_stage() as stage:
         await stage.open(2)
     assert all(one.ended for one in stage.started)
-    assert stage.ingress.messages == [Deltas((Delta(99, "last words"),))] * 2
+    assert stage.ingress.messages == [Deltas(deltas=(Delta(request_id=99, text="last words"),))] * 2

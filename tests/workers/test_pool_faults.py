@@ -139,8 +139,8 @@ class Book:
 
     def _tell(self, lines: list[tuple[int, int, Finish]]) -> None:
         ids, tokens, finishes = zip(*lines, strict=True)
-        columns = np.array(ids, dtype=np.int64).tobytes(), np.array(tokens, dtype=np.int32).tobytes()
-        self._pool.inbox.put(Tokens(*columns, bytes(finishes)))
+        request_ids, token_ids = np.array(ids, dtype=np.int64).tobytes(), np.array(tokens, dtype=np.int32).tobytes()
+        self._pool.inbox.put(Tokens(request_ids=request_ids, token_ids=token_ids, finishes=bytes(finishes)))
 
 
 class World:

@@ -251,7 +251,7 @@ async def test_an_executor_that_raises_is_restarted_and_its_words_are_logged(
         async with running(configured(checkpoint)) as system:
             streams = open_all(system)
             await streams[0]._arrived.wait()
-            system.executors.links[0].put(Step(10**6, decode_rows=b"abc"))  # three bytes are no int32 column
+            system.executors.links[0].put(Step(step_id=10**6, decode_rows=b"abc"))  # three bytes are no int32 column
             assert outputs(await read_all(streams)) == undisturbed
     assert "executor0 crashed: ValueError: buffer size must be a multiple of element size" in caplog.text
 

@@ -11,7 +11,10 @@ def tokens(request_ids: list[int], **details: object) -> Tokens:
     """A line per request: its token is ten times its id, its finish its id's last bit."""
     ids = np.array(request_ids, dtype=np.int64)
     return Tokens(
-        ids.tobytes(), (10 * ids).astype(np.int32).tobytes(), bytes(one & 1 for one in request_ids), **details
+        request_ids=ids.tobytes(),
+        token_ids=(10 * ids).astype(np.int32).tobytes(),
+        finishes=bytes(one & 1 for one in request_ids),
+        **details,
     )  # type: ignore[arg-type]
 
 
@@ -30,7 +33,7 @@ def test_every_line_goes_to_its_home_once_and_in_order(num_homes: int) -> None:
         shards.move(request_id, home)
     for _ in range(20):
         ids = rng.permutation(40)[: rng.integers(0, 30)].tolist()
-        extras = {one: StepExtras(Logprobs(float(one))) for one in ids if one % 5 == 0}
+        extras = {one: StepExtras(logprobs=Logprobs(logprob=float(one))) for one in ids if one % 5 == 0}
         cached = {one: one + 1 for one in ids if one % 3 == 0}
         message = tokens(ids, cached_tokens=cached, extras=extras)
         parts = dict(shards.split(message))
@@ -43,7 +46,7 @@ def test_every_line_goes_to_its_home_once_and_in_order(num_homes: int) -> None:
 
 
 def test_a_part_of_a_prompt_travels_without_a_line() -> None:
-    extras = {3: StepExtras(prompt_logprobs=PromptLogprobs(0, (Logprobs(-1.0),)))}
+    extras = {3: StepExtras(prompt_logprobs=PromptLogprobs(first=0, entries=(Logprobs(logprob=-1.0),)))}
     assert Router(2).split(tokens([], extras=extras)) == [(1, tokens([], extras=extras))]
 
 

@@ -22,7 +22,7 @@ from engine.workers.tokenizer_main import TextLink
 from engine.workers.wire import Wire
 from tests.pace import far
 
-GOOD = Wire("test").encode(WorkerAlive(1, 2))
+GOOD = Wire("test").encode(WorkerAlive(waiting=1, peak=2))
 
 
 async def wait_for(condition: Callable[[], bool]) -> None:
@@ -40,8 +40,8 @@ async def wait_for(condition: Callable[[], bool]) -> None:
         msgspec.msgpack.encode(["Nonsense", 1]),
         msgspec.msgpack.encode(["Admit", "one", b"", {}]),
         msgspec.msgpack.encode(["Deltas", [["Delta"]]]),
-        Wire("test").encode(StepDone(0, 1, b"")),  # a message, but not one that a tokenizer says
-        Wire("test").encode(Tokenize(1, SamplingParams(), text="x")),
+        Wire("test").encode(StepDone(rank=0, step_id=1, token_ids=b"")),  # a message, but not one that a tokenizer says
+        Wire("test").encode(Tokenize(request_id=1, params=SamplingParams(), text="x")),
         Wire("test").encode(Stop()),
     ],
     ids=["empty", "cut short", "too long by one", "tag", "type", "field", "executor's", "request", "stop"],
@@ -64,7 +64,7 @@ async def test_what_no_tokenizer_says_is_refused_by_name(
         assert server.link.num_refused == 1
         context.destroy(linger=0)
         server.close()
-    assert arrived == [WorkerAlive(1, 2)] * 2
+    assert arrived == [WorkerAlive(waiting=1, peak=2)] * 2
     assert caplog.messages[0].startswith("link tokenizer0: refused: ")
     assert list(tmp_path.iterdir()) == []
 
@@ -123,11 +123,11 @@ async def test_what_is_too_large_is_cut_and_what_cannot_be_is_one_requests_end()
     small = Small()
     outgoing = Outgoing(small)  # type: ignore[arg-type]
     link = TextLink(outgoing)
-    link.put(Deltas(tuple(Delta(one, "x" * (300 if one == 2 else 50)) for one in range(1, 6))))
-    link.put(Admit(7, bytes(400), SamplingParams()))
+    link.put(Deltas(deltas=tuple(Delta(request_id=one, text="x" * (300 if one == 2 else 50)) for one in range(1, 6))))
+    link.put(Admit(request_id=7, token_ids=bytes(400), params=SamplingParams()))
     assert not outgoing.failed.done(), "the process goes on"
     whole = [delta.request_id for message in small.sent if isinstance(message, Deltas) for delta in message.deltas]
     assert whole == [1, 3, 4, 5]
-    assert Abort(2) in small.sent
+    assert Abort(request_id=2) in small.sent
     failures = {one.request_id: (one.status, one.code) for one in small.sent if isinstance(one, Failed)}
     assert failures == {2: (413, "output_too_large"), 7: (413, "request_too_large")}

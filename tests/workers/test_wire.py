@@ -76,7 +76,7 @@ def test_a_frame_over_the_limit_is_refused_on_both_sides() -> None:
 @pytest.mark.reliability("U6", "frames between actors: any message, cut, oversized, of a wrong tag or type, random")
 def test_a_frame_cut_anywhere_is_refused_with_the_links_name() -> None:
     wire = Wire("scheduler-executor0")
-    frame = wire.encode(Deltas((Delta(1, "text", bytes(8), Finish.STOP),)))
+    frame = wire.encode(Deltas(deltas=(Delta(request_id=1, text="text", token_ids=bytes(8), finish=Finish.STOP),)))
     for length in range(len(frame)):
         with pytest.raises(WireError, match="scheduler-executor0"):
             wire.decode(frame[:length])
