@@ -27,8 +27,8 @@ from stream_load import completion_request, run_load
 from tqdm import tqdm
 
 from engine.messages import Delta
-from server.journal.journal import Journal
-from server.journal.records import Delivered, encode
+from server.extensions.journal.journal import Journal
+from server.extensions.journal.records import Delivered, encode
 
 DEMO = Path(__file__).parents[1] / "examples" / "demo.toml"
 MODEL = "callboard-demo"

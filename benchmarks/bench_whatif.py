@@ -33,14 +33,14 @@ from engine.config import Config
 from engine.messages import Step, StepDone
 from engine.traffic.sizes import StepSize, StepSizes
 from engine.traffic.trace import Trace, read_trace
-from server.bench.client import Target
-from server.bench.loads import Sizes, arrivals, draw, due
-from server.bench.report import summarise
-from server.bench.run import run
-from server.whatif.changes import as_recorded, changed
-from server.whatif.costs import StepCosts
-from server.whatif.figures import predicted, recorded
-from server.whatif.replay import Replay, stand_ins
+from server.extensions.bench.client import Target
+from server.extensions.bench.loads import Sizes, arrivals, draw, due
+from server.extensions.bench.report import summarise
+from server.extensions.bench.run import run
+from server.extensions.whatif.changes import as_recorded, changed
+from server.extensions.whatif.costs import StepCosts
+from server.extensions.whatif.figures import predicted, recorded
+from server.extensions.whatif.replay import Replay, stand_ins
 
 BASE = {
     "kv.num_pages": 1200,

@@ -8,7 +8,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from server.bench.machine import describe_machine
+from server.extensions.bench.machine import describe_machine
 
 
 def new_parser(doc: str | None) -> argparse.ArgumentParser:

@@ -18,7 +18,7 @@ import torch
 from device_rates import copied_bytes_per_s, operations_per_s
 
 from callboard import LLM, SamplingParams
-from server.bench.offline import LARGEST_ID, SEED, draw_job
+from server.extensions.bench.offline import LARGEST_ID, SEED, draw_job
 
 SHAPES: dict[str, dict[str, Any]] = {
     "qwen3-0.6b": {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16},

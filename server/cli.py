@@ -35,7 +35,9 @@ from engine.types.params import SamplingParams
 from engine.workers.cluster.environment import Cluster, check_cluster, read_cluster
 from server.arguments import count, natural, real
 from server.backend import Backend
-from server.bench.command import add_bench
+from server.extensions.bench.command import add_bench
+from server.extensions.storage.store import check_storage
+from server.extensions.whatif.command import add_whatif
 from server.foreign_flags import answers
 from server.http.listener import bind, url_of
 from server.keys import read_keys
@@ -44,8 +46,6 @@ from server.operators.apply_command import add_arguments, apply
 from server.operators.replay import add_replay_arguments, replay
 from server.run.greeting import greet
 from server.run.serve import serve, serve_from_process, write_recordings_on_signal
-from server.storage.store import check_storage
-from server.whatif.command import add_whatif
 
 if TYPE_CHECKING:
     from engine.control.system import System
@@ -241,7 +241,7 @@ def _serve(parsed: argparse.Namespace, config: Config) -> None:
     if overrides:
         config = _configuration(parsed, *overrides)
     if isinstance(config, SeveralModels):
-        from server.models.front import serve_several
+        from server.extensions.models.front import serve_several
 
         if parsed.replicas is not None or parsed.on is not None:
             raise ConfigError(f"{parsed.target}: replicas are of one model, and it has [[models]]")
@@ -266,7 +266,7 @@ def _serve(parsed: argparse.Namespace, config: Config) -> None:
 
 
 def _serve_replicas(parsed: argparse.Namespace, config: Config) -> None:
-    from server.replicas.ray_fleet import serve_on_ray
+    from server.extensions.replicas.ray_fleet import serve_on_ray
 
     if parsed.replicas is None:
         raise ConfigError(f"--on {parsed.on} runs replicas; --replicas N says how many")

@@ -23,7 +23,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from server.bench.machine import describe_machine
+from server.extensions.bench.machine import describe_machine
 
 ROOT = Path(__file__).parents[1]
 AVX512 = ("skylakex", "aten-avx512", "onednn-avx512")

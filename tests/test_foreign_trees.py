@@ -17,9 +17,9 @@ from engine.settings.sections import StorageSection
 from engine.traffic import recorder as traffic
 from engine.traffic.trace import TraceHead
 from engine.workers import socket_directory
-from server.journal import segments
-from server.storage import store
-from server.storage.files import Files
+from server.extensions.journal import segments
+from server.extensions.storage import store
+from server.extensions.storage.files import Files
 from tests.journal.test_journal import accepted, journal_of
 from tests.recording.driver import Driver
 

@@ -14,10 +14,10 @@ from engine.host.cache_folder import replace_file
 from engine.kernels import compiled
 from engine.plugins.kv_store import files
 from engine.settings.sections import StorageSection
-from server.journal import journal as journal_module
-from server.journal import segments
-from server.storage import store
-from server.storage.files import Files
+from server.extensions.journal import journal as journal_module
+from server.extensions.journal import segments
+from server.extensions.storage import store
+from server.extensions.storage.files import Files
 from tests.journal.test_journal import accepted, delivered, journal_of
 from tests.power_loss import NotedDisk
 from tests.server.test_store import file_of

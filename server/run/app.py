@@ -14,18 +14,26 @@ from engine.pooling import check_task
 from engine.settings.sections import LimitsSection, ServerSection, StorageSection
 from engine.text.codec import TextCodec
 from server.adapters import Adapters
-from server.anthropic.endpoint import CountRoute, Messages
-from server.anthropic.objects import COUNT, ERROR_FORMATS
 from server.backend import Backend
 from server.clients import OPEN_ROUTES, CacheSalts, Clients, require_key
+from server.extensions.anthropic.endpoint import CountRoute, Messages
+from server.extensions.anthropic.objects import COUNT, ERROR_FORMATS
+from server.extensions.journal.streams import STREAM, no_streams, open_streams
+from server.extensions.native.endpoint import Native
+from server.extensions.pooling.classify import Classify
+from server.extensions.pooling.embeddings import Embeddings
+from server.extensions.pooling.pairs import Rerank, ScorePairs
+from server.extensions.pooling.raw import RawPooling
+from server.extensions.pooling.requests import PooledTranslator
+from server.extensions.responses.endpoint import Responses, refuse_stored
+from server.extensions.storage.routes import known_routes, refuse_storage
+from server.extensions.storage.store import Store
 from server.generate.endpoint import Endpoint
 from server.generate.route import GenerateRoute
 from server.http.connection import HttpRunner
 from server.http.exchange import Handler, Traffic, note_route
-from server.journal.streams import STREAM, no_streams, open_streams
 from server.keys import Keys
 from server.model_card import ModelCard
-from server.native.endpoint import Native
 from server.openai.chat import Chat
 from server.openai.completions import Completions
 from server.openai.models import ModelRoutes
@@ -43,16 +51,8 @@ from server.operators.site import FILES, SITE_ROUTES, Site
 from server.operators.stats import StatsRoute
 from server.operators.status import ProbeRoute, StatusRoutes
 from server.operators.traces import Traces, open_provider
-from server.pooling.classify import Classify
-from server.pooling.embeddings import Embeddings
-from server.pooling.pairs import Rerank, ScorePairs
-from server.pooling.raw import RawPooling
-from server.pooling.requests import PooledTranslator
-from server.responses.endpoint import Responses, refuse_stored
 from server.run.openapi import openapi_handler
 from server.run.storage import Unattended, add_storage
-from server.storage.routes import known_routes, refuse_storage
-from server.storage.store import Store
 
 STORED = "/v1/responses/{path:.+}"
 DISTRIBUTION = "callboard"

@@ -9,12 +9,22 @@ import msgspec
 from aiohttp import web
 
 from engine.control.changeover import Outcome
-from server.anthropic.objects import MessageError, MessageEvent, MessageObject, TokenCountAnswer
-from server.anthropic.requests import CountBody, MessagesBody
-from server.batches.objects import BatchBody, BatchObject
+from server.extensions.anthropic.objects import MessageError, MessageEvent, MessageObject, TokenCountAnswer
+from server.extensions.anthropic.requests import CountBody, MessagesBody
+from server.extensions.batches.objects import BatchBody, BatchObject
+from server.extensions.native.bodies import NativeBody, NativeOutput
+from server.extensions.pooling.classify import ClassificationList, ClassifyBody
+from server.extensions.pooling.embeddings import EmbeddingBody, EmbeddingList
+from server.extensions.pooling.pairs import Ranking, RerankBody, ScoreBody, ScoreList
+from server.extensions.pooling.raw import PoolingBody, PoolingList
+from server.extensions.responses.objects import Event, ResponseObject
+from server.extensions.responses.requests import ResponsesBody
+from server.extensions.storage.files import Deleted, FileObject
+from server.extensions.storage.pages import ListPage
+from server.extensions.storage.routes import BATCHES, FILES
+from server.extensions.storage.uploads import MULTIPART
 from server.http.exchange import Handler
 from server.http.replies import ErrorBody
-from server.native.bodies import NativeBody, NativeOutput
 from server.openai.answers import ChatChunk, ChatCompletion, Completion, ModelBody, ModelList
 from server.openai.requests import ChatBody, CompletionBody
 from server.openai.tokenization import DetokenizeAnswer, DetokenizeBody, TokenizeAnswer, TokenizeBody, TokenizerInfo
@@ -26,16 +36,6 @@ from server.operators.recording import PATH as RECORDING
 from server.operators.recording import RecordingAnswer
 from server.operators.settings import ApplyBody, Sleeping
 from server.operators.status import HealthBody, Load, ModelInfo, ServerInfo
-from server.pooling.classify import ClassificationList, ClassifyBody
-from server.pooling.embeddings import EmbeddingBody, EmbeddingList
-from server.pooling.pairs import Ranking, RerankBody, ScoreBody, ScoreList
-from server.pooling.raw import PoolingBody, PoolingList
-from server.responses.objects import Event, ResponseObject
-from server.responses.requests import ResponsesBody
-from server.storage.files import Deleted, FileObject
-from server.storage.pages import ListPage
-from server.storage.routes import BATCHES, FILES
-from server.storage.uploads import MULTIPART
 
 REFERENCE = "#/components/schemas/{name}"
 JSON = "application/json"

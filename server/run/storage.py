@@ -13,18 +13,18 @@ from aiohttp import web
 from engine.settings.sections import ServerSection
 from engine.types.errors import RequestError
 from server.backend import Backend
-from server.batches.routes import BatchRoutes
-from server.batches.runner import BatchRunner
-from server.batches.table import BatchTable
 from server.clients import Clients
-from server.generate.pace import Pace
+from server.extensions.batches.routes import BatchRoutes
+from server.extensions.batches.runner import BatchRunner
+from server.extensions.batches.table import BatchTable
+from server.extensions.responses.stored import RESPONSES, StoredResponses
+from server.extensions.responses.table import ResponseTable
+from server.extensions.storage.files import HOUR_S, Files
+from server.extensions.storage.pace import Pace
+from server.extensions.storage.routes import FileRoutes
+from server.extensions.storage.store import Store
 from server.generate.route import GenerateRoute
 from server.keys import Keys
-from server.responses.stored import RESPONSES, StoredResponses
-from server.responses.table import ResponseTable
-from server.storage.files import HOUR_S, Files
-from server.storage.routes import FileRoutes
-from server.storage.store import Store
 
 log = logging.getLogger(__name__)
 

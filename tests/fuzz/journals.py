@@ -8,8 +8,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from engine.types.errors import ConfigError
-from server.journal.journal import Journal
-from server.journal.segments import HEADER, MAGIC
+from server.extensions.journal.journal import Journal
+from server.extensions.journal.segments import HEADER, MAGIC
 
 
 def read(data: bytes, folder: Path) -> None:

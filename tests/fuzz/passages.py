@@ -5,7 +5,7 @@ Owns: the pieces.
 
 from pathlib import Path
 
-from server.replicas.passage import Passage, WrongMark
+from server.proxy.passage import Passage, WrongMark
 
 
 def read(data: bytes, folder: Path) -> None:

@@ -13,7 +13,7 @@ from aiohttp.test_utils import make_mocked_request
 
 from engine.settings.sections import ServerSection
 from engine.types.errors import RequestError
-from server.storage.uploads import MULTIPART, received
+from server.extensions.storage.uploads import MULTIPART, received
 
 MOST_BYTES = 4096
 

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from engine.messages import Delta
-from server.journal import journal as journal_module
-from server.journal import segments
-from server.journal.journal import Entry, Journal
-from server.journal.records import Accepted, Delivered, Ended, decode
+from server.extensions.journal import journal as journal_module
+from server.extensions.journal import segments
+from server.extensions.journal.journal import Entry, Journal
+from server.extensions.journal.records import Accepted, Delivered, Ended, decode
 
 MOST_BYTES = 64 << 10
 

@@ -9,8 +9,8 @@ import msgspec
 import pytest
 
 from engine.types.errors import ConfigError
-from server.journal import segments
-from server.journal.segments import Segments
+from server.extensions.journal import segments
+from server.extensions.journal.segments import Segments
 
 RECORDS = [[b"\x01", b"\x02"], [msgspec.msgpack.encode("three" * 9)], [b"\x04", msgspec.msgpack.encode([5, "six"])]]
 
@@ -84,7 +84,7 @@ def test_two_servers_cannot_have_one_folder(tmp_path: Path, monkeypatch: pytest.
         [
             sys.executable,
             "-c",
-            "import pathlib, sys; from server.journal.segments import Segments; "
+            "import pathlib, sys; from server.extensions.journal.segments import Segments; "
             f"held = Segments(pathlib.Path({str(tmp_path)!r})); print('held', flush=True); sys.stdin.read()",
         ],
         stdin=subprocess.PIPE,

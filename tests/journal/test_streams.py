@@ -14,11 +14,11 @@ import pytest
 
 from engine.actors.operations import SettingsChanged
 from engine.settings.sections import LimitsSection, ServerSection, StorageSection
-from server.journal import journal as journal_module
-from server.journal import streams as streams_module
-from server.journal.journal import Entry, Journal
-from server.journal.records import Ended, decode, encode
-from server.journal.segments import Segments
+from server.extensions.journal import journal as journal_module
+from server.extensions.journal import streams as streams_module
+from server.extensions.journal.journal import Entry, Journal
+from server.extensions.journal.records import Ended, decode, encode
+from server.extensions.journal.segments import Segments
 from tests.pace import at_some_pace
 from tests.server.fake_ingress import FakeIngress
 from tests.server.http_client import RawClient, Reply

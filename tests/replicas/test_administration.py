@@ -10,10 +10,11 @@ import pytest
 
 from engine.config import Config, build_config
 from engine.settings.sections import ServerSection
+from server.extensions.replicas.replicas import Replicas
+from server.extensions.replicas.router import routing
 from server.http.listener import bind
-from server.replicas import administration
-from server.replicas.replica import Replicas, State
-from server.replicas.router import routing
+from server.proxy import administration
+from server.proxy.replica import State
 from tests.pace import far
 from tests.server.live_server import MODEL, LiveServer
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from server.replicas.affinity import BLOCK_BYTES, MAX_BLOCKS, PrefixAffinity
+from server.proxy.affinity import BLOCK_BYTES, MAX_BLOCKS, PrefixAffinity
 
 LONG = "the quick brown fox jumps over the lazy dog. " * 40
 

@@ -11,11 +11,12 @@ import aiohttp
 import pytest
 
 from engine.config import Config
+from server.extensions.replicas import replicas as replicas_module
+from server.extensions.replicas.replicas import Replicas
+from server.extensions.replicas.router import routing
 from server.http.listener import bind
-from server.replicas import passage
-from server.replicas import replica as replica_module
-from server.replicas.replica import Replicas, State
-from server.replicas.router import routing
+from server.proxy import passage
+from server.proxy.replica import State
 from tests.pace import far
 from tests.server.engine_server import EngineServer
 
@@ -171,7 +172,7 @@ def engine() -> Iterator[EngineServer]:
 
 @pytest.fixture(autouse=True)
 def _same_draws(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replica_module, "CHECK_EVERY_S", 0.01)
+    monkeypatch.setattr(replicas_module, "CHECK_EVERY_S", 0.01)
     monkeypatch.setattr(passage, "new_seed", lambda: 7)
 
 
@@ -261,5 +262,5 @@ async def test_streams_move_when_their_replica_shuts_down_before_they_end(engine
         async with asyncio.timeout(far(20)):
             while router.scissors.num_events < before + 8:
                 await asyncio.sleep(0.002)
-        engine.call(engine.control.system.ingress.abort_all)
+        engine.call(engine.system.ingress.abort_all)
         assert all(said(path, events) == said(path, whole) for events in await asyncio.gather(*asked))

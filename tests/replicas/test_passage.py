@@ -9,7 +9,7 @@ import pytest
 
 from server.http.body import ROUTED_TYPE
 from server.http.sse import PING_COMMENT, PING_EVENT
-from server.replicas.passage import Passage, WrongMark
+from server.proxy.passage import Passage, WrongMark
 from tests.server.live_server import MODEL, LiveServer
 
 STREAM = (

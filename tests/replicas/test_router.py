@@ -14,15 +14,16 @@ from yarl import URL
 
 from engine.config import Config, build_config
 from engine.settings.sections import LimitsSection, ServerSection
+from server.extensions.replicas import replicas as replicas_module
+from server.extensions.replicas.replicas import SLACK_REQUESTS, Replicas
+from server.extensions.replicas.router import GENERATING, routing
 from server.generate.route import GenerateRoute
 from server.http.body import ROUTED_TYPE
 from server.http.exchange import USAGE_HEADER
 from server.http.listener import bind
-from server.replicas import proxy
-from server.replicas import replica as replica_module
-from server.replicas.passage import Passage
-from server.replicas.replica import SLACK_REQUESTS, Replicas, State
-from server.replicas.router import GENERATING, routing
+from server.proxy import proxy
+from server.proxy.passage import Passage
+from server.proxy.replica import State
 from server.run.app import create_runner
 from tests.pace import far
 from tests.replicas.fake_replica import FakeFleet
@@ -70,7 +71,7 @@ async def routed(size: int = 2, config: Config | None = None) -> AsyncIterator[R
 
 @pytest.fixture(autouse=True)
 def _check_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replica_module, "CHECK_EVERY_S", 0.01)
+    monkeypatch.setattr(replicas_module, "CHECK_EVERY_S", 0.01)
 
 
 async def test_a_request_arrives_whole_and_so_does_its_response() -> None:

@@ -9,7 +9,7 @@ import pytest
 from engine.settings.sections import ServerSection
 from engine.types.errors import RequestError
 from engine.types.prompt import ChatTurn, ToolCall
-from server.anthropic.objects import message_error
+from server.extensions.anthropic.objects import message_error
 from server.model_card import ModelCard
 from server.openai.conversation import warn_left_out
 from tests.server.http_client import Reply, ask

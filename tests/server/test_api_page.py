@@ -5,17 +5,17 @@ from pathlib import Path
 
 import pytest
 
-from server.anthropic.requests import CountBody, MessagesBody
+from server.extensions.anthropic.requests import CountBody, MessagesBody
+from server.extensions.native.bodies import NativeBody, NativeParams
+from server.extensions.pooling.classify import ClassifyBody
+from server.extensions.pooling.embeddings import EmbeddingBody
+from server.extensions.pooling.pairs import RerankBody, ScoreBody
+from server.extensions.pooling.raw import PoolingBody
+from server.extensions.responses.requests import ResponsesBody
 from server.http.body import UNSUPPORTED
-from server.native.bodies import NativeBody, NativeParams
 from server.openai.requests import ChatBody, CompletionBody, StreamOptions, StructuredOutputs
 from server.openai.tokenization import DetokenizeBody, TokenizeBody
 from server.operators.administration import AbortBody
-from server.pooling.classify import ClassifyBody
-from server.pooling.embeddings import EmbeddingBody
-from server.pooling.pairs import RerankBody, ScoreBody
-from server.pooling.raw import PoolingBody
-from server.responses.requests import ResponsesBody
 from server.run.openapi import OPERATIONS
 
 DOCS = Path(__file__).parents[2] / "docs"

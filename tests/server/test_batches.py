@@ -11,11 +11,11 @@ import openai
 import pytest
 
 from engine.settings.sections import LimitsSection, ServerSection, StorageSection
-from server.batches import lines as lines_module
-from server.batches import routes as routes_module
-from server.batches import table as table_module
-from server.generate import unattended
-from server.storage import store as store_module
+from server.extensions.batches import lines as lines_module
+from server.extensions.batches import routes as routes_module
+from server.extensions.batches import table as table_module
+from server.extensions.storage import store as store_module
+from server.extensions.storage import unattended
 from tests.pace import far
 from tests.server.fake_ingress import FakeIngress
 from tests.server.live_server import MODEL, LiveServer, connect

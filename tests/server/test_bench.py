@@ -12,10 +12,10 @@ import pytest
 from engine.config import Config
 from engine.settings.sections import ServerSection
 from engine.types.params import SamplingParams
-from server.bench import report
-from server.bench.client import Record
-from server.bench.loads import WORDS, Sizes, arrivals, draw, read_trace
 from server.cli import main
+from server.extensions.bench import report
+from server.extensions.bench.client import Record
+from server.extensions.bench.loads import WORDS, Sizes, arrivals, draw, read_trace
 from tests.server.fake_ingress import FakeIngress
 from tests.server.live_server import MODEL, LiveServer
 
@@ -206,7 +206,7 @@ def test_what_cannot_be_done_is_refused(
 
 
 def test_measuring_a_server_imports_no_torch() -> None:
-    code = "import sys, server.bench.run, server.bench.report, server.bench.offline; sys.exit('torch' in sys.modules)"
+    code = "import sys; from server.extensions.bench import offline, report, run; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

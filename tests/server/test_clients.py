@@ -13,12 +13,12 @@ from engine.settings.sections import LimitsSection, ServerSection
 from engine.types.errors import RequestError
 from engine.types.params import SamplingParams
 from server.clients import CLIENT, MOST_ENDED, Clients
+from server.extensions.pooling.embeddings import EmbeddingBody, Embeddings
+from server.extensions.pooling.requests import PooledTranslator
 from server.generate.generation import MAX_CHOICES, Generation
 from server.generate.route import Choices
 from server.http.exchange import EXCHANGE, Exchange
 from server.openai.translator import Translator
-from server.pooling.embeddings import EmbeddingBody, Embeddings
-from server.pooling.requests import PooledTranslator
 from tests.server.fake_ingress import FakeIngress
 from tests.server.http_client import RawClient, Reply, ask, http_bytes
 from tests.server.live_server import CARD, MODEL, LiveServer

@@ -14,8 +14,8 @@ from aiohttp.streams import StreamReader
 from aiohttp.test_utils import make_mocked_request
 
 from engine.settings.sections import ServerSection, StorageSection
-from server.storage.store import Store
-from server.storage.uploads import received
+from server.extensions.storage.store import Store
+from server.extensions.storage.uploads import received
 from tests.server.http_client import RawClient, Reply, ask
 from tests.server.live_server import LiveServer, connect
 

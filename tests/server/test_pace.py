@@ -9,7 +9,7 @@ from engine.actors.snapshot import Gauges, Snapshot
 from engine.messages import Stats
 from engine.settings.sections import LimitsSection
 from server.backend import Backend
-from server.generate.pace import Pace, Turns
+from server.extensions.storage.pace import Pace, Turns
 from tests.pace import far
 
 

@@ -11,10 +11,10 @@ from openai.types.responses import Response
 
 from engine.settings.sections import StorageSection
 from engine.types.prompt import ChatTurn, ToolCall
+from server.extensions.responses.endpoint import _told_tool
+from server.extensions.responses.requests import InputItem
+from server.extensions.responses.tools import RUN_BY_CLIENT, Callee, call_item, earlier_call
 from server.openai.conversation import warn_left_out
-from server.responses.endpoint import _told_tool
-from server.responses.requests import InputItem
-from server.responses.tools import RUN_BY_CLIENT, Callee, call_item, earlier_call
 from tests.server import fake_ingress
 from tests.server.http_client import ask
 from tests.server.live_server import MODEL, LiveServer

@@ -5,8 +5,8 @@ import asyncio
 from engine.config import Config, ServedModel
 from engine.settings.sections import ModelTable
 from engine.types.errors import CallboardError
-from server.models.model import Model
-from server.replicas.replica import State
+from server.extensions.models.model import Model
+from server.proxy.replica import State
 
 
 class FakeModel(Model):

@@ -12,12 +12,12 @@ from engine.config import Config, ServedModel, SeveralModels, build_config
 from engine.settings.sections import LimitsSection, ModelTable, ServerSection
 from engine.types.errors import ConfigError
 from server.backend import Backend
+from server.extensions.models import front
+from server.extensions.models.models import Models
+from server.extensions.models.routes import ModelsRoutes
 from server.http.connection import HttpRunner
 from server.http.listener import bind, url_of
-from server.models import front
-from server.models.models import Models
-from server.models.routes import ModelsRoutes
-from server.replicas.replica import State
+from server.proxy.replica import State
 from server.run.app import create_runner
 from tests.pace import far
 from tests.server.fake_ingress import FakeIngress

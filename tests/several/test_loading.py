@@ -7,9 +7,9 @@ from contextlib import asynccontextmanager
 import pytest
 
 from engine.types.errors import RequestError
-from server.models import models as models_module
-from server.models.models import Models
-from server.replicas.replica import State
+from server.extensions.models import models as models_module
+from server.extensions.models.models import Models
+from server.proxy.replica import State
 from tests.pace import at_some_pace, far, turns
 from tests.several.fake_model import FakeModel
 

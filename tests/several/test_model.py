@@ -13,9 +13,9 @@ from engine.config import Config, ServedModel, build_config
 from engine.host.memory import resident_bytes
 from engine.settings.sections import ModelTable
 from engine.types.errors import CallboardError, RequestError
-from server.models import model as model_module
-from server.models.model import Model
-from server.replicas.replica import State
+from server.extensions.models import model as model_module
+from server.extensions.models.model import Model
+from server.proxy.replica import State
 from tests.pace import far
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from server import arguments
 from server.cli import main
-from server.whatif.changes import ASKABLE
+from server.extensions.whatif.changes import ASKABLE
 from tests.traffic.recorded import lines, record, requests
 
 MADE = requests(60, 60.0)

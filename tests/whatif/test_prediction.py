@@ -10,10 +10,10 @@ import pytest
 
 from engine.traffic.sizes import StepSize
 from engine.traffic.trace import Trace, TracedStep
-from server.whatif.changes import as_recorded, changed
-from server.whatif.costs import StepCosts, nonnegative
-from server.whatif.figures import doubts, predicted, recorded
-from server.whatif.replay import Replay, Replayed, stand_ins
+from server.extensions.whatif.changes import as_recorded, changed
+from server.extensions.whatif.costs import StepCosts, nonnegative
+from server.extensions.whatif.figures import doubts, predicted, recorded
+from server.extensions.whatif.replay import Replay, Replayed, stand_ins
 from tests.traffic.recorded import NUM_PAGES, record, requests
 
 pytestmark = pytest.mark.slow

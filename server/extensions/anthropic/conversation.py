@@ -1,0 +1,150 @@
+"""Messages made of blocks as turns of a conversation.
+
+Owns: which blocks belong to one turn, what is left out, what is refused.  Does not know: chat templates, answers.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from engine.types.errors import FieldError
+from engine.types.prompt import ChatTurn, ToolCall
+from server.extensions.anthropic.requests import BlockBody, BlockSource, CountBody, MessageBody
+from server.openai.conversation import needed, num_answered, told_left_out
+
+# A line about the client's version and the session, which Claude Code puts in front of its system prompt: in the prompt
+# it would keep sessions from sharing what is cached.
+BILLING = "x-anthropic-billing-header:"
+# Calls that Anthropic ran, and thoughts that it alone can read; results of the former end in RESULT.
+LEFT_OUT = frozenset({"redacted_thinking", "server_tool_use", "mcp_tool_use"})
+RESULT = "_tool_result"
+
+
+def read_conversation(body: CountBody) -> tuple[ChatTurn, ...]:
+    """Returns the conversation in the engine's terms.  Raises RequestError."""
+    if not body.messages:
+        raise FieldError("messages", "an empty list; expected at least one message")
+    turns: list[ChatTurn] = []
+    if body.system and (system := _system_text(body.system, "system")):
+        turns.append(ChatTurn("system", system))
+    answered = num_answered([message.role for message in body.messages])
+    is_empty = True
+    for index, message in enumerate(body.messages):
+        for turn in _turns(message, f"messages[{index}].content", past=index < answered):
+            _add(turns, turn)
+            is_empty = is_empty and turn == ChatTurn("assistant", "")
+    if is_empty:
+        raise _nothing_to_read(body.messages)
+    return tuple(turns)
+
+
+def _nothing_to_read(messages: Sequence[MessageBody]) -> FieldError:
+    blocks = [block for message in messages if not isinstance(message.content, str) for block in message.content]
+    kinds = ", ".join(sorted({block.type[:40] for block in blocks})[:8])
+    held = f"only {kinds}" if kinds else "no blocks"
+    return FieldError("messages", f"they hold no text, thoughts, calls or results ({held}); send a block of text")
+
+
+def _system_text(content: str | Sequence[BlockBody], path: str) -> str:
+    if isinstance(content, str):
+        return content
+    texts = [_block_text(block, f"{path}[{index}]") for index, block in enumerate(content)]
+    return "\n".join(text for text in texts if not text.startswith(BILLING))
+
+
+def continues(body: CountBody) -> bool:
+    """Whether the answer goes on where the assistant's last message ends."""
+    return bool(body.messages) and body.messages[-1].role == "assistant"
+
+
+def _turns(message: MessageBody, path: str, *, past: bool) -> list[ChatTurn]:
+    """past: the assistant has answered it."""
+    if isinstance(message.content, str):
+        return [ChatTurn(message.role, message.content)]
+    if message.role == "system":
+        text = _system_text(message.content, path)
+        return [ChatTurn("system", text)] if text else []
+    blocks = [
+        (block, f"{path}[{index}]")
+        for index, block in enumerate(message.content)
+        if block.type not in LEFT_OUT and (block.type == "tool_result" or not block.type.endswith(RESULT))
+    ]
+    return [_assistant(blocks)] if message.role == "assistant" else _users(blocks, past=past)
+
+
+def _assistant(blocks: Sequence[tuple[BlockBody, str]]) -> ChatTurn:
+    text: list[str] = []
+    thoughts: list[str] = []
+    calls: list[ToolCall] = []
+    for block, path in blocks:
+        match block.type:
+            case "thinking":
+                thoughts.append(needed(block.thinking, f"{path}.thinking"))
+            case "tool_use":
+                arguments = msgspec.json.encode(block.input or {}).decode()
+                name = needed(block.name, f"{path}.name")
+                calls.append(ToolCall(needed(block.id, f"{path}.id"), name, arguments))
+            case _:
+                text.append(_block_text(block, path, past=True))
+    return ChatTurn("assistant", "".join(text), reasoning="".join(thoughts), tool_calls=tuple(calls))
+
+
+def _users(blocks: Sequence[tuple[BlockBody, str]], *, past: bool) -> list[ChatTurn]:
+    """What a user sends may be text, results of calls, or both: a result is a turn of its own."""
+    turns: list[ChatTurn] = []
+    for block, path in blocks:
+        if block.type == "tool_result":
+            text = _nested_text(block.content, f"{path}.content", past=True)
+            turns.append(ChatTurn("tool", text, tool_call_id=needed(block.tool_use_id, f"{path}.tool_use_id")))
+        else:
+            _add(turns, ChatTurn("user", _block_text(block, path, past=past)))
+    return turns
+
+
+def _add(turns: list[ChatTurn], turn: ChatTurn) -> None:
+    """Append a turn, or join it to one of the same speaker, as this API does: many templates want them to alternate."""
+    if turns and turns[-1].role == turn.role == "user":
+        turns[-1] = msgspec.structs.replace(turns[-1], content=f"{turns[-1].content}\n{turn.content}")
+    else:
+        turns.append(turn)
+
+
+def _nested_text(content: str | Sequence[BlockBody] | dict[str, Any] | None, path: str, *, past: bool) -> str:
+    """Returns the text of blocks within a block, a line each.  Raises RequestError for an object."""
+    if isinstance(content, dict):
+        raise FieldError(path, "must be text or a list of blocks")
+    if isinstance(content, str) or content is None:
+        return content or ""
+    return "\n".join(_block_text(block, f"{path}[{index}]", past=past) for index, block in enumerate(content))
+
+
+def _block_text(block: BlockBody, path: str, *, past: bool = False) -> str:
+    """Returns the text of a block.  Raises RequestError for one that has none, but for images and such in the past."""
+    source = block.source if isinstance(block.source, BlockSource) else None
+    match block.type:
+        case "text":
+            return needed(block.text, f"{path}.text")
+        case "tool_reference":
+            return needed(block.tool_name, f"{path}.tool_name")
+        case "compaction":
+            return _nested_text(block.content, f"{path}.content", past=past)
+        case "search_result":
+            text = _nested_text(block.content, f"{path}.content", past=past)
+            return _titled(text, block.title, block.source if isinstance(block.source, str) else None)
+        case "document" if source is not None and source.type == "text":
+            return _titled(needed(source.data, f"{path}.source.data"), block.title, block.context)
+        case "document" if source is not None and source.type == "content":
+            text = _nested_text(source.content, f"{path}.source.content", past=past)
+            return _titled(text, block.title, block.context)
+    if past and (told := told_left_out(block.type)):
+        return told
+    raise FieldError(
+        f"{path}.type",
+        f"'{block.type[:40]}' is not served here: models read and write text alone, no images, and documents as text",
+        code="unsupported_content",
+    )
+
+
+def _titled(text: str, *above: str | None) -> str:
+    return "\n".join([*filter(None, above), text])

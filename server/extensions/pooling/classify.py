@@ -1,0 +1,58 @@
+"""POST /classify: texts as probabilities of labels, as vLLM has it.
+
+Owns: its bodies.  Does not know: labels, how they come about.
+"""
+
+import time
+from typing import ClassVar, Literal
+
+import msgspec
+
+from engine.checkpoints.pooling import Task
+from server.extensions.pooling.requests import InputFields, PooledEndpoint, PooledUsage, numbers
+from server.generate.generation import Generation
+
+
+class ClassifyBody(InputFields, frozen=True, kw_only=True):
+    """Texts, or a conversation."""
+
+
+class Classification(msgspec.Struct, frozen=True, kw_only=True):
+    """label: the likeliest one."""
+
+    index: int
+    label: str
+    probs: list[float]
+    num_classes: int
+
+
+class ClassificationList(msgspec.Struct, frozen=True, kw_only=True):
+    """One entry per input, in order."""
+
+    id: str
+    object: Literal["list"] = "list"
+    created: int
+    model: str
+    data: list[Classification]
+    usage: PooledUsage
+
+
+class Classify(PooledEndpoint[ClassifyBody]):
+    """POST /classify."""
+
+    body_type = ClassifyBody
+    task: ClassVar[Task] = "classify"
+    id_prefix = "classify-"
+
+    def translate(self, body: ClassifyBody) -> Generation:
+        return self.translator.inputs(body)
+
+    def answer(self, name: str, body: ClassifyBody, outputs: list[bytes], usage: PooledUsage) -> ClassificationList:
+        requests = self.translator.requests
+        data = []
+        for index, one in enumerate(outputs):
+            likely = requests.result(one, activated=body.activated)
+            label = requests.label(likely)
+            data.append(Classification(index=index, label=label, probs=numbers(likely), num_classes=len(likely)))
+        model = self.translator.card.name
+        return ClassificationList(id=name, created=int(time.time()), model=model, data=data, usage=usage)

@@ -1,0 +1,161 @@
+"""POST /v1/score and /v1/rerank: how well texts fit another, as vLLM has it and as Jina and Cohere have it.
+
+Owns: their bodies, and which documents an answer shows.  Does not know: how a model compares two texts.
+"""
+
+import time
+from typing import Annotated, ClassVar, Literal
+
+import msgspec
+from msgspec import UNSET, Meta, UnsetType
+
+from engine.checkpoints.pooling import Task
+from engine.pooling import PooledRequests
+from engine.types.errors import FieldError
+from server.extensions.pooling.requests import PooledEndpoint, PooledFields, PooledUsage
+from server.generate.generation import Generation
+
+# What vLLM calls the two sides; the first two names are those of errors.
+NAMES = (("text_1", "text_2"), ("queries", "documents"), ("queries", "items"), ("data_1", "data_2"))
+Texts = str | list[str]
+Count = Annotated[int, Meta(ge=0, le=1 << 31)]
+
+
+class ScoreBody(PooledFields, frozen=True, kw_only=True):
+    """One text or as many as there are to compare; the pairs of names mean the same."""
+
+    text_1: Texts | None = None
+    text_2: Texts | None = None
+    queries: Texts | None = None
+    documents: Texts | None = None
+    items: Texts | None = None
+    data_1: Texts | None = None
+    data_2: Texts | None = None
+
+
+class Document(msgspec.Struct, frozen=True):
+    """A document's text."""
+
+    text: str
+
+
+class RerankBody(PooledFields, frozen=True, kw_only=True):
+    """top_n, or Voyage's name top_k: how many of the best are answered; all if it is left out or 0."""
+
+    query: str
+    documents: list[str | Document]
+    top_n: Count | None = None
+    top_k: Count | None = None
+    return_documents: bool | None = None
+
+
+class Score(msgspec.Struct, frozen=True, kw_only=True):
+    """Of the pair with that number."""
+
+    index: int
+    object: Literal["score"] = "score"
+    score: float
+
+
+class ScoreList(msgspec.Struct, frozen=True, kw_only=True):
+    """One entry per pair, in order."""
+
+    id: str
+    object: Literal["list"] = "list"
+    created: int
+    model: str
+    data: list[Score]
+    usage: PooledUsage
+
+
+class Ranked(msgspec.Struct, frozen=True, kw_only=True):
+    """index: of the document in the request."""
+
+    index: int
+    document: Document | UnsetType = UNSET
+    relevance_score: float
+
+
+class Ranking(msgspec.Struct, frozen=True, kw_only=True):
+    """The best first."""
+
+    id: str
+    model: str
+    usage: PooledUsage
+    results: list[Ranked]
+
+
+class ScorePairs(PooledEndpoint[ScoreBody]):
+    """POST /v1/score."""
+
+    body_type = ScoreBody
+    task: ClassVar[Task] = "score"
+    id_prefix = "score-"
+
+    def translate(self, body: ScoreBody) -> Generation:
+        requests = self.translator.requests
+        return self.translator.generation(body, requests.pairs(*_sides(body)), requests.params(), _names(body)[1])
+
+    def rename(self, field: str, body: ScoreBody) -> str:
+        return _names(body)[1] if field in ("prompt", "messages", "text_2") else field
+
+    def answer(self, name: str, body: ScoreBody, outputs: list[bytes], usage: PooledUsage) -> ScoreList:
+        queries, _ = _sides(body)
+        scores = _scores(self.translator.requests, body, outputs, len(queries))
+        data = [Score(index=index, score=score) for index, score in enumerate(scores)]
+        model = self.translator.card.name
+        return ScoreList(id=name, created=int(time.time()), model=model, data=data, usage=usage)
+
+
+class Rerank(PooledEndpoint[RerankBody]):
+    """POST /v1/rerank."""
+
+    body_type = RerankBody
+    task: ClassVar[Task] = "score"
+    id_prefix = "rerank-"
+
+    def translate(self, body: RerankBody) -> Generation:
+        if not body.documents:
+            raise FieldError("documents", "an empty list; expected at least one")
+        requests = self.translator.requests
+        prompts = requests.pairs([body.query], [_text(one) for one in body.documents])
+        return self.translator.generation(body, prompts, requests.params(), "documents")
+
+    def rename(self, field: str, body: RerankBody) -> str:
+        return "documents" if field in ("prompt", "messages") else field
+
+    def answer(self, name: str, body: RerankBody, outputs: list[bytes], usage: PooledUsage) -> Ranking:
+        scores = _scores(self.translator.requests, body, outputs, 1)
+        results, most = [], body.top_k if body.top_n is None else body.top_n
+        for index in sorted(range(len(scores)), key=lambda index: -scores[index])[: most or None]:
+            document = Document(_text(body.documents[index])) if body.return_documents is not False else UNSET
+            results.append(Ranked(index=index, document=document, relevance_score=scores[index]))
+        return Ranking(id=name, model=self.translator.card.name, usage=usage, results=results)
+
+
+def _scores(
+    requests: PooledRequests, body: ScoreBody | RerankBody, outputs: list[bytes], num_queries: int
+) -> list[float]:
+    raw = [requests.result(one, activated=False) for one in outputs]
+    return requests.scores(raw, num_queries, activated=body.activated)
+
+
+def _names(body: ScoreBody) -> tuple[str, str]:
+    """The two fields that the body has."""
+    given = [pair for pair in NAMES if all(getattr(body, name) is not None for name in pair)]
+    if given:
+        return given[0]
+    found = [pair for pair in NAMES if any(getattr(body, name) is not None for name in pair)]
+    if not found:
+        raise FieldError(NAMES[0][0], f"required together with {NAMES[0][1]}, but not given")
+    name, other = sorted(found[0], key=lambda name: getattr(body, name) is None)
+    raise FieldError(name, f"{other} is needed beside it, but not given")
+
+
+def _sides(body: ScoreBody) -> tuple[list[str], list[str]]:
+    first, second = (getattr(body, name) for name in _names(body))
+    return ([first] if isinstance(first, str) else first), ([second] if isinstance(second, str) else second)
+
+
+def _text(document: str | Document) -> str:
+    return document if isinstance(document, str) else document.text

@@ -1,0 +1,129 @@
+"""Replicas as Ray actors: Ray places them on its machines, and starts one again that has died.
+
+Owns: what runs in such an actor.  Does not know: requests, where they are sent.
+"""
+
+import asyncio
+import logging
+import os
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import uvloop
+
+from engine.config import Config, build_config
+from engine.types.errors import ConfigError
+from server.backend import Backend
+from server.extensions.replicas.router import route
+from server.http.listener import bind, url_of
+from server.keys import read_keys
+from server.model_card import ModelCard
+
+log = logging.getLogger(__name__)
+
+LOOPBACK = "127.0.0.1"
+CRASHED_EXIT_CODE = 1
+
+
+def serve_on_ray(config: Config, size: int) -> None:
+    """Serve until stopped, as the router of so many replicas.  Raises ConfigError."""
+    read_keys(config.server)
+    if config.placement.ingress == "process":
+        raise ConfigError("placement.ingress = 'process': a replica has its HTTP with it; use 'inline' here")
+    with bind(config.server.host, config.server.port) as listener:
+        fleet = RayFleet(config, size)
+        print(f"router of {size} replicas at {url_of(listener)}; GET /replicas says how they are", flush=True)
+        uvloop.run(route(config, fleet, listener))
+
+
+class EngineReplica:
+    """One engine and its HTTP server.  Ray makes an actor of it; when the engine ends, so does the actor's process.
+
+    config: as JSON.  on_node: Ray's id of the router's node; there loopback is enough."""
+
+    def __init__(self, config: bytes, on_node: str) -> None:
+        self._config = build_config(Config(), msgspec.json.decode(config))
+        self._on_node = on_node
+        self._url: str | None = None
+        self._listening = threading.Event()
+        threading.Thread(target=self._run, name="engine", daemon=True).start()
+
+    def url(self) -> str:
+        """Where it listens; waits until it does."""
+        self._listening.wait()
+        assert self._url is not None
+        return self._url
+
+    def _run(self) -> None:
+        try:
+            asyncio.run(self._serve())
+        except BaseException:
+            log.exception("the replica's engine has ended")
+        os._exit(CRASHED_EXIT_CODE)  # the only way in which Ray notices, and starts another
+
+    async def _serve(self) -> None:
+        import ray
+
+        from engine.control.system import System
+        from server.run.app import create_runner
+
+        here = ray.get_runtime_context().get_node_id() == self._on_node
+        host = LOOPBACK if here else ray.util.get_node_ip_address()
+        config = self._config
+        system = System(config)
+        backend = Backend(system.ingress, system.monitor, ModelCard.of(system, config.server), system.codec)
+        with bind(host, 0) as listener:
+            runner = create_runner(config.server, config.limits, backend)
+            await runner.listen(listener)
+            self._url = url_of(listener)
+            self._listening.set()
+            await system.start()
+            await system.wait()
+
+
+class RayFleet:
+    """See ``Fleet``.  Joins the cluster at RAY_ADDRESS, or starts Ray on this machine.
+
+    Raises ConfigError if Ray is not installed, or if replicas on other machines would take requests without a key."""
+
+    def __init__(self, config: Config, size: int) -> None:
+        try:
+            import ray
+        except ImportError:
+            raise ConfigError("--on ray needs Ray: pip install 'callboard[ray]'") from None
+        self.size = size
+        self._ray: Any = ray
+        ray.init(include_dashboard=False, log_to_driver=True, configure_logging=False)
+        if len(ray.nodes()) > 1 and not config.server.needs_key:
+            ray.shutdown()
+            raise ConfigError(
+                "replicas on other machines listen on their network: set server.api_key or server.key_file"
+            )
+        options = {"num_cpus": 0, "num_gpus": 1} if ray.cluster_resources().get("GPU") else {"num_cpus": 0}
+        actor = ray.remote(max_restarts=-1, max_task_retries=-1, **options)(EngineReplica)
+        node = ray.get_runtime_context().get_node_id()
+        # What a client may use in a minute is counted once, by the router.
+        limits = msgspec.structs.replace(config.limits, requests_per_minute=0, tokens_per_minute=0)
+        encoded = msgspec.json.encode(msgspec.structs.replace(config, limits=limits))
+        self._new_actor: Callable[[], Any] = lambda: actor.remote(encoded, node)
+        self._actors = [self._new_actor() for _ in range(size)]
+        log.info("ray: %d replicas on %d nodes", size, len(ray.nodes()))
+
+    async def url(self, number: int) -> str:
+        """Where the replica listens.  Waits until it has been started, or started again."""
+        where: str = await self._actors[number].url.remote()
+        return where
+
+    async def stop(self, number: int) -> None:
+        """End a replica; Ray does not start it again."""
+        self._ray.kill(self._actors[number], no_restart=True)
+
+    async def start(self, number: int) -> None:
+        """Start a replica that was stopped, somewhere in the cluster."""
+        self._actors[number] = self._new_actor()
+
+    def close(self) -> None:
+        """End them all, and leave the cluster."""
+        self._ray.shutdown()

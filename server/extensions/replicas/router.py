@@ -1,0 +1,216 @@
+"""The router's own server: the API, sent on, and /replicas, which says how they are, drains them and restarts them.
+
+Owns: the routes, the life of the router.  Does not know: how a replica is started, what requests say.
+"""
+
+import asyncio
+import logging
+import signal
+import socket
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import AsyncExitStack, asynccontextmanager, closing
+
+import msgspec
+from aiohttp import web
+
+from engine.config import Config
+from engine.types.errors import RequestError
+from server.clients import Rates, require_key
+from server.extensions.anthropic.objects import ERROR_FORMATS
+from server.extensions.replicas.gauges import routed
+from server.extensions.replicas.replicas import Fleet, Replicas
+from server.http.connection import HttpRunner
+from server.http.exchange import Traffic, note_route, refuse_foreign_page
+from server.http.replies import json_reply
+from server.keys import Keys
+from server.operators.adapters import LOAD, UNLOAD
+from server.operators.administration import administration_routes
+from server.operators.explain import EXPLAIN
+from server.operators.settings import PATHS, refuse_settings
+from server.proxy.administration import FleetAdministration
+from server.proxy.affinity import PrefixAffinity
+from server.proxy.observation import Observation
+from server.proxy.proxy import Proxy, new_session
+from server.proxy.replica import Replica, State, unavailable
+
+log = logging.getLogger(__name__)
+
+# What costs tokens.
+GENERATING = (
+    "/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/generate", "/v1/embeddings",
+    "/classify", "/v1/classify", "/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank", "/pooling",
+)  # fmt: skip
+
+
+class ReplicaBody(msgspec.Struct, frozen=True):
+    """See ``Replica``."""
+
+    name: str
+    state: str
+    url: str
+    open_requests: int
+    sent_requests: int
+    lost: int
+
+
+class ReplicasBody(msgspec.Struct, frozen=True):
+    """All replicas.  requests_with_prefix: requests that went where their prompt's beginning had gone before."""
+
+    replicas: list[ReplicaBody]
+    requests: int
+    requests_with_prefix: int
+
+
+class RouterRoutes:
+    """Handles what the router answers itself."""
+
+    def __init__(self, replicas: Replicas) -> None:
+        self._replicas = replicas
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+
+    async def all(self, request: web.Request) -> web.Response:
+        """GET /replicas."""
+        replicas = self._replicas
+        rows = [
+            ReplicaBody(one.name, one.state.value, one.url, one.num_open, one.num_sent, one.num_lost)
+            for one in replicas.all
+        ]
+        return json_reply(ReplicasBody(rows, replicas.num_requests, replicas.num_with_prefix))
+
+    async def drain(self, request: web.Request) -> web.Response:
+        """POST /replicas/{name}/drain: 202, and the replica ends when its requests have."""
+        refuse_foreign_page(request)
+        replica, state = self._named(request), State.DRAINING
+        if replica.state in (State.READY, State.STARTING):
+            self._begin([replica], self._replicas.drain(replica))
+        else:
+            state = replica.state
+        return self._accepted(replica, state)
+
+    async def undrain(self, request: web.Request) -> web.Response:
+        """POST /replicas/{name}/undrain: 202, and the replica takes requests again, or is started again."""
+        refuse_foreign_page(request)
+        replica = self._named(request)
+        task = self._tasks.get(replica.name)
+        if task is not None and not task.done():
+            task.cancel()
+            await asyncio.wait([task])
+        await self._replicas.undrain(replica)
+        return self._accepted(replica, replica.state)
+
+    async def restart(self, request: web.Request) -> web.Response:
+        """POST /replicas/restart and /replicas/{name}/restart: 202; all of them one after another, or one."""
+        refuse_foreign_page(request)
+        replicas = [self._named(request)] if "name" in request.match_info else self._replicas.all
+        self._begin(replicas, self._replicas.restart(replicas))
+        return json_reply({"restarting": [one.name for one in replicas]}, status=202)
+
+    def _begin(self, replicas: list[Replica], work: Coroutine[None, None, None]) -> None:
+        """Let it run.  Raises RequestError (409) if one of the replicas is drained or restarted already."""
+        busy = [one.name for one in replicas if one.name in self._tasks and not self._tasks[one.name].done()]
+        if busy:
+            work.close()
+            raise RequestError(
+                f"{', '.join(busy)}: drained or restarted already; GET /replicas says how far that is",
+                status=409,
+                code="replica_busy",
+            )
+        task = asyncio.create_task(_logged(work), name="replicas")
+        self._tasks.update(dict.fromkeys((one.name for one in replicas), task))
+
+    def _named(self, request: web.Request) -> Replica:
+        """The replica that a path names.  Raises RequestError (404)."""
+        name = request.match_info["name"]
+        replica = next((one for one in self._replicas.all if one.name == name), None)
+        if replica is None:
+            names = ", ".join(one.name for one in self._replicas.all)
+            raise RequestError(f"there is no replica {name!r}; there are {names}", status=404, code="unknown_replica")
+        return replica
+
+    def _accepted(self, replica: Replica, state: State) -> web.Response:
+        return json_reply({"name": replica.name, "state": state.value}, status=202)
+
+    async def ready(self, request: web.Request) -> web.Response:
+        """GET /ready: whether a replica could take a request."""
+        if not any(one.state is State.READY for one in self._replicas.all):
+            raise unavailable("no replica is ready", "not_ready")
+        return json_reply({"status": "ready"})
+
+    async def health(self, request: web.Request) -> web.Response:
+        """GET /health: that the router answers, and its replicas' states."""
+        states = {one.name: one.state.value for one in self._replicas.all}
+        return json_reply({"status": "ok", "replicas": states})
+
+
+async def refuse_adapters(request: web.Request) -> web.StreamResponse:
+    """Raise RequestError (400): a name that one replica knows alone would be there for some requests only."""
+    reason = "replicas serve the adapters that they find in lora.folder as they start: put it there, then restart them"
+    raise RequestError(f"{reason} (POST /replicas/restart)", code="adapters_at_start")
+
+
+async def _logged(work: Coroutine[None, None, None]) -> None:
+    try:
+        await work
+    except Exception:
+        log.exception("draining or restarting replicas has failed; GET /replicas says how they are")
+
+
+async def route(config: Config, fleet: Fleet, listener: socket.socket) -> None:
+    """Serve until SIGTERM or SIGINT; then the replicas are drained and end."""
+    told_to_stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, told_to_stop.set)
+    loop.add_signal_handler(signal.SIGHUP, log.info, "SIGHUP: server.key_file is read anew by itself; nothing else is")
+    with closing(fleet):
+        async with routing(config, fleet, listener) as replicas:
+            await told_to_stop.wait()
+            replicas.is_leaving = True
+            log.info("draining: %d requests are open", sum(one.num_open for one in replicas.all))
+            try:
+                async with asyncio.timeout(config.server.drain_timeout_s), asyncio.TaskGroup() as draining:
+                    for replica in replicas.all:
+                        draining.create_task(replicas.drain(replica))
+            except TimeoutError:
+                log.warning("draining: %d requests end unfinished", sum(one.num_open for one in replicas.all))
+
+
+@asynccontextmanager
+async def routing(config: Config, fleet: Fleet, listener: socket.socket) -> AsyncIterator[Replicas]:
+    """Let the router listen for as long as the context lasts; gives the replicas."""
+    server = config.server
+    async with new_session() as session, AsyncExitStack() as stack:
+        affinity = PrefixAffinity()
+        replicas = Replicas(fleet, session, affinity, server.drain_timeout_s)
+        observation = Observation(replicas, session, lambda: routed(replicas))
+        routes, proxy = RouterRoutes(replicas), Proxy(server, replicas, session, affinity, Rates(config.limits))
+        administration = FleetAdministration(server, replicas, session)
+        keys = Keys(server)
+        app = web.Application(
+            middlewares=[note_route(ERROR_FORMATS), *([require_key(keys)] if server.needs_key else [])]
+        )
+        app.add_routes(
+            [
+                web.get("/health", routes.health),
+                web.get("/ready", routes.ready),
+                web.get("/replicas", routes.all),
+                web.post("/replicas/restart", routes.restart),
+                web.post("/replicas/{name}/drain", routes.drain),
+                web.post("/replicas/{name}/undrain", routes.undrain),
+                web.post("/replicas/{name}/restart", routes.restart),
+                web.get("/metrics", observation.metrics),
+                *(web.get(path, observation.stats) for path in ("/stats", "/load")),
+                *administration_routes(administration.abort, administration.reset),
+                web.get(EXPLAIN, administration.explain),
+                *(web.post(path, refuse_adapters) for path in (LOAD, UNLOAD)),
+                *(web.post(path, refuse_settings) for path in PATHS),
+                *(web.post(path, proxy.generate) for path in GENERATING),
+                web.route("*", "/{path:.*}", proxy.handle),
+            ]
+        )
+        runner = HttpRunner(app, server, Traffic())
+        stack.push_async_callback(runner.cleanup)
+        await runner.listen(listener)
+        for replica in replicas.all:
+            stack.callback(asyncio.create_task(replicas.watch(replica)).cancel)
+        yield replicas

@@ -1,0 +1,127 @@
+"""/v1/files: what clients upload to be worked on, and what the server wrote for them.
+
+Owns: the routes of files, and what is said where nothing is stored.  Does not know: what is in a file.
+"""
+
+import uuid
+
+from aiohttp import web
+
+from engine.settings.sections import ServerSection
+from engine.types.errors import FieldError, RequestError
+from server.extensions.storage.files import Deleted, FileObject, Files
+from server.extensions.storage.pages import Asked
+from server.extensions.storage.store import PART, Store
+from server.extensions.storage.uploads import received, too_large
+from server.http.exchange import EXCHANGE, Handler, refuse_foreign_page
+from server.http.replies import json_reply
+
+FILES = "/v1/files"
+BATCHES = "/v1/batches"
+STORED_PATHS = (FILES, FILES + "/{path:.+}", BATCHES, BATCHES + "/{path:.+}")
+PURPOSES = ("batch",)
+MAX_LISTED = 10_000
+LEAST_EXPIRY_S, MOST_EXPIRY_S = 3600, 2_592_000
+FORM_BYTES = 64 << 10  # that a multipart body may have beside its file
+
+
+async def refuse_storage(request: web.Request) -> web.StreamResponse:
+    """Answer for every file and batch where none is kept.  Raises RequestError: 404."""
+    raise RequestError(
+        "this server keeps no files and no batches; its operator turns them on with storage.folder, for one model",
+        status=404,
+        code="storage_off",
+    )
+
+
+def owner_of(request: web.Request) -> str:
+    """To whom belongs what a request stores: to its key, or where there are no keys to everybody."""
+    key = request[EXCHANGE].key
+    return "" if key is None else key.owner
+
+
+class FileRoutes:
+    """Handles all of them."""
+
+    def __init__(self, store: Store, server: ServerSection) -> None:
+        self._store = store
+        self._files = Files(store)
+        self._server = server
+
+    @property
+    def routes(self) -> list[web.RouteDef]:
+        """The routes, for an application."""
+        one = FILES + "/{id}"
+        return [
+            web.post(FILES, self.create),
+            web.get(FILES, self.all),
+            web.get(one, self.get),
+            web.delete(one, self.delete),
+            web.get(one + "/content", self.content),
+        ]
+
+    async def create(self, request: web.Request) -> web.Response:
+        """Store a file.  Raises RequestError: 400, 403, 408, 413, 415 or 507."""
+        refuse_foreign_page(request)  # a form of another site's page could be sent without asking first
+        owner, most = owner_of(request), self._store.section.max_file_mb << 20
+        announced = request.content_length or 0
+        if announced > most + FORM_BYTES:
+            raise too_large(most)
+        await self._files.check_room(owner, max(announced - FORM_BYTES, 0))
+        file_id = f"file-{uuid.uuid4().hex}"
+        part = self._store.content(file_id + PART)
+        async with received(request, part, self._server, most) as upload:
+            if upload.num_bytes is None:
+                raise FieldError("file", "required, but not given")
+            purpose = upload.fields.get("purpose")
+            if purpose not in PURPOSES:
+                given = "required, but not given" if purpose is None else "not served"
+                raise FieldError("purpose", f"{given}; files are taken for 'batch'", code="unsupported_purpose")
+            created_at = int(self._store.clock())
+            file = FileObject(
+                id=file_id,
+                bytes=upload.num_bytes,
+                created_at=created_at,
+                expires_at=self._files.expiry(created_at, _expiry(upload.fields)),
+                filename=upload.filename,
+                purpose=purpose,
+            )
+            await self._files.add(owner, file, part)
+        return json_reply(file)
+
+    async def all(self, request: web.Request) -> web.Response:
+        """Tell of the client's files.  Raises RequestError: 400."""
+        asked = Asked.by(request.query, default=MAX_LISTED, most=MAX_LISTED)
+        return json_reply(await self._files.listed(owner_of(request), asked, request.query.get("purpose")))
+
+    async def get(self, request: web.Request) -> web.Response:
+        """Tell of one.  Raises RequestError: 404."""
+        return json_reply(await self._files.get(owner_of(request), request.match_info["id"]))
+
+    async def content(self, request: web.Request) -> web.StreamResponse:
+        """Give what is in one.  Raises RequestError: 404."""
+        file = await self._files.get(owner_of(request), request.match_info["id"])
+        return web.FileResponse(self._store.content(file.id), headers={"Content-Type": "application/octet-stream"})
+
+    async def delete(self, request: web.Request) -> web.Response:
+        """Let go of one.  Raises RequestError: 404, 409."""
+        file_id = request.match_info["id"]
+        await self._files.delete(owner_of(request), file_id)
+        return json_reply(Deleted(file_id, "file"))
+
+
+def known_routes(handler: Handler) -> list[web.RouteDef]:
+    """Routes that give one answer to whatever is asked of files and batches."""
+    return [web.route("*", path, handler) for path in STORED_PATHS]
+
+
+def _expiry(fields: dict[str, str]) -> int | None:
+    seconds, anchor = fields.get("expires_after[seconds]"), fields.get("expires_after[anchor]", "created_at")
+    if anchor != "created_at":
+        raise FieldError("expires_after", "its anchor must be 'created_at'")
+    if seconds is None:
+        return None
+    is_number = seconds.isascii() and seconds.isdigit() and len(seconds) < 9
+    if not is_number or not LEAST_EXPIRY_S <= int(seconds) <= MOST_EXPIRY_S:
+        raise FieldError("expires_after", f"its seconds must be a number from {LEAST_EXPIRY_S} to {MOST_EXPIRY_S}")
+    return int(seconds)
