@@ -39,3 +39,39 @@ def picture(text: str) -> Path:
     if not path.parent.is_dir():
         raise argparse.ArgumentTypeError(f"there is no folder '{path.parent}'")
     return path
+
+
+# Built anew for every command: argparse shares a parent's options between its children, defaults included.
+
+
+def shared_arguments(log_level: str) -> argparse.ArgumentParser:
+    """Returns a parent parser with the arguments of commands that read a configuration."""
+    parent = argparse.ArgumentParser(add_help=False, parents=[log_arguments(log_level)])
+    parent.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="SECTION.KEY=VALUE",
+        help="override one setting, e.g. kv.page_size=64; may be repeated",
+    )
+    parent.add_argument(
+        "--model", metavar="MODEL_OR_FILE", help="a model or a file; a model may be named so beside a file"
+    )
+    return parent
+
+
+def log_arguments(log_level: str) -> argparse.ArgumentParser:
+    """Returns a parent parser with the arguments of logging."""
+    parent = argparse.ArgumentParser(add_help=False)
+    levels = ["debug", "info", "warning", "error"]
+    parent.add_argument("--log-level", default=log_level, choices=levels, help=f"default: {log_level}")
+    parent.add_argument("--log-format", default="text", choices=["text", "json"], help="default: text")
+    return parent
+
+
+def target_argument() -> argparse.ArgumentParser:
+    """Returns a parent parser with the argument that names a model or a configuration."""
+    parent = argparse.ArgumentParser(add_help=False)
+    target = "a directory, a .gguf file or org/name, or a .toml file; without it, the demo model and every default"
+    parent.add_argument("target", nargs="?", metavar="MODEL_OR_FILE", help=target)
+    return parent

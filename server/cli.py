@@ -33,17 +33,15 @@ from engine.plugins.listing import list_plugins
 from engine.types.errors import CallboardError, ConfigError, PluginError, RequestError
 from engine.types.params import SamplingParams
 from engine.workers.cluster.environment import Cluster, check_cluster, read_cluster
-from server.arguments import count, natural, real
+from server.arguments import count, log_arguments, natural, real, shared_arguments, target_argument
 from server.backend import Backend
-from server.extensions.bench.command import add_bench
-from server.extensions.storage.store import check_storage
-from server.extensions.whatif.command import add_whatif
 from server.foreign_flags import answers
 from server.http.listener import bind, url_of
 from server.keys import read_keys
 from server.model_card import ModelCard
 from server.operators.apply_command import add_arguments, apply
 from server.operators.replay import add_replay_arguments, replay
+from server.run.extension import find_extensions
 from server.run.greeting import greet
 from server.run.serve import serve, serve_from_process, write_recordings_on_signal
 
@@ -137,65 +135,45 @@ def _parser() -> argparse.ArgumentParser:
         command.set_defaults(run=run, target=None, model=None, set=[])
         return command
 
-    command = add("serve", _serve, "serve a model over HTTP", _target(), _shared("info"))
+    command = add("serve", _serve, "serve a model over HTTP", target_argument(), shared_arguments("info"))
     command.add_argument("--host", help="address to listen on (server.host)")
     command.add_argument("--port", type=natural, help="port to listen on (server.port); 0 takes any free one")
-    command.add_argument("--replicas", type=count, metavar="N", help="serve N engines behind one router")
-    on = "what runs the replicas: Ray, on all machines of its cluster (default: ray)"
-    command.add_argument("--on", choices=["ray"], help=on)
+    for extension in find_extensions():
+        extension.add_serve_arguments(command)
     apply = "change the settings of a server that runs, under its streams; those that can be changed"
-    add_arguments(add("apply", _apply, apply, _logs("warning")))
-    command = add("generate", _generate, "complete a prompt and print the text", _shared("warning"), _sampling())
+    add_arguments(add("apply", _apply, apply, log_arguments("warning")))
+    command = add(
+        "generate", _generate, "complete a prompt and print the text", shared_arguments("warning"), _sampling()
+    )
     command.add_argument("prompt", help="the text to go on from; - reads it from standard input")
-    command = add("chat", _chat, "talk to the model in the terminal", _target(), _shared("warning"), _sampling())
+    command = add(
+        "chat", _chat, "talk to the model in the terminal", target_argument(), shared_arguments("warning"), _sampling()
+    )
     command.add_argument("--system", help="instructions that open the conversation")
-    command = add("config", _config, "print the effective configuration as TOML", _target(), _shared("warning"))
+    command = add(
+        "config", _config, "print the effective configuration as TOML", target_argument(), shared_arguments("warning")
+    )
     command.add_argument("--schema", action="store_true", help="print its JSON Schema instead")
-    add("plugins", _plugins, "list the plugins that can be chosen", _target(), _shared("warning"))
-    add("models", _models, "list the architectures that can be served", _target(), _shared("warning"))
+    add("plugins", _plugins, "list the plugins that can be chosen", target_argument(), shared_arguments("warning"))
+    add("models", _models, "list the architectures that can be served", target_argument(), shared_arguments("warning"))
     tune = "measure the attention backends that can run here on the model's heads, for later starts to choose by"
-    add("tune", _tune, tune, _target(), _shared("warning"))
-    command = add("verify", _verify, "run requests in many ways: every bit must be the same", _shared("warning"))
+    add("tune", _tune, tune, target_argument(), shared_arguments("warning"))
+    command = add(
+        "verify", _verify, "run requests in many ways: every bit must be the same", shared_arguments("warning")
+    )
     command.add_argument("subject", choices=["numerics"])
-    command = add("doctor", _doctor, "look for what a start lacks, and how to get it", _target(), _shared("warning"))
+    command = add(
+        "doctor",
+        _doctor,
+        "look for what a start lacks, and how to get it",
+        target_argument(),
+        shared_arguments("warning"),
+    )
     command.add_argument("--gpu", action="store_true", help="test the GPUs instead: kernels, graphs, collectives")
-    add_replay_arguments(add("replay", _replay, "step through a recording of the scheduler", _logs("warning")))
-    add_bench(commands, _target(), _shared("warning"))
-    add_whatif(commands)
+    add_replay_arguments(add("replay", _replay, "step through a recording of the scheduler", log_arguments("warning")))
+    for extension in find_extensions():
+        extension.add_commands(commands)
     return parser
-
-
-# Built anew for every command: argparse shares a parent's options between its children, defaults included.
-
-
-def _shared(log_level: str) -> argparse.ArgumentParser:
-    parent = argparse.ArgumentParser(add_help=False, parents=[_logs(log_level)])
-    parent.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="SECTION.KEY=VALUE",
-        help="override one setting, e.g. kv.page_size=64; may be repeated",
-    )
-    parent.add_argument(
-        "--model", metavar="MODEL_OR_FILE", help="a model or a file; a model may be named so beside a file"
-    )
-    return parent
-
-
-def _logs(log_level: str) -> argparse.ArgumentParser:
-    parent = argparse.ArgumentParser(add_help=False)
-    levels = ["debug", "info", "warning", "error"]
-    parent.add_argument("--log-level", default=log_level, choices=levels, help=f"default: {log_level}")
-    parent.add_argument("--log-format", default="text", choices=["text", "json"], help="default: text")
-    return parent
-
-
-def _target() -> argparse.ArgumentParser:
-    parent = argparse.ArgumentParser(add_help=False)
-    target = "a directory, a .gguf file or org/name, or a .toml file; without it, the demo model and every default"
-    parent.add_argument("target", nargs="?", metavar="MODEL_OR_FILE", help=target)
-    return parent
 
 
 def _sampling() -> argparse.ArgumentParser:
@@ -240,18 +218,13 @@ def _serve(parsed: argparse.Namespace, config: Config) -> None:
     overrides = [f"server.{key}={getattr(parsed, key)}" for key in ("host", "port") if getattr(parsed, key) is not None]
     if overrides:
         config = _configuration(parsed, *overrides)
+    asked = [one for extension in find_extensions() if (one := extension.serving(parsed, config)) is not None]
+    if asked:
+        _check(asked[0].configs, asked[0].engines)
+        asked[0].run()
+        return
     if isinstance(config, SeveralModels):
-        from server.extensions.models.front import serve_several
-
-        if parsed.replicas is not None or parsed.on is not None:
-            raise ConfigError(f"{parsed.target}: replicas are of one model, and it has [[models]]")
-        for served in config.models:
-            _check_one_server(served.config, "several models")
-        serve_several(config)
-        return
-    if parsed.replicas is not None or parsed.on is not None:
-        _serve_replicas(parsed, config)
-        return
+        raise ConfigError(f"{parsed.target}: has [[models]], and server/extensions/models is not installed")
     source = _source(parsed, *overrides)
     cluster = read_cluster(os.environ)
     if cluster is None:
@@ -265,18 +238,11 @@ def _serve(parsed: argparse.Namespace, config: Config) -> None:
     os._exit(0)
 
 
-def _serve_replicas(parsed: argparse.Namespace, config: Config) -> None:
-    from server.extensions.replicas.ray_fleet import serve_on_ray
-
-    if parsed.replicas is None:
-        raise ConfigError(f"--on {parsed.on} runs replicas; --replicas N says how many")
-    _check_one_server(config, "replicas")
-    serve_on_ray(config, parsed.replicas)
-
-
-def _check_one_server(config: Config, who: str) -> None:
-    if config.storage.journal_streams:
-        raise ConfigError(f"storage.journal_streams: {who} have no journal; it is for a server of one model alone")
+def _check(configs: Sequence[Config], engines: str = "") -> None:
+    """Raise ConfigError for what an extension cannot be served with.  engines: what there are several of."""
+    for extension in find_extensions():
+        for config in configs:
+            extension.check(config, engines)
 
 
 async def _join(cluster: Cluster, config: Config) -> None:
@@ -300,7 +266,7 @@ async def _serve_until_stopped(config: Config, source: ConfigSource, head: "Head
     from server.run.operations import LocalOperations
 
     read_keys(config.server)  # a file that cannot be used is said before a model is loaded
-    check_storage(config.storage)
+    _check([config])
     # The port first: finding it taken must not cost the time of loading a model.
     with bind(config.server.host, config.server.port) as listener:
         frontend = FrontendCommand(FRONT_MODULE, listener.fileno()) if config.placement.ingress == "process" else None

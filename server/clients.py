@@ -1,6 +1,6 @@
 """Who the clients are: what each may have open at once and use in a minute, and which cached prefixes it sees.
 
-Owns: which routes need which key, a salt for each, open requests and rates per client, their names.
+Owns: the check of keys, a salt for each, open requests and rates per client, their names.
 Does not know: where keys come from, bodies, what a request costs.
 A client is an API key, or an address where there are no keys.  A handler opens requests in the engine through the
 ``ClientRequest`` of its HTTP request; when that has been answered, the client's share is free again.
@@ -23,38 +23,28 @@ from engine.types.errors import RequestError
 from engine.types.params import SamplingParams
 from engine.types.prompt import Origin, Prompt
 from server.backend import Ingress, Stream
-from server.http.exchange import EXCHANGE, Exchange, Handler
+from server.http.exchange import EXCHANGE, Exchange
+from server.http.operation import Handler
 from server.keys import Key, Keys
 
 SALT_BYTES = 16
-# Asked by orchestrators, which have no key.
-OPEN_ROUTES = frozenset({"/health", "/ready", "/ping"})
-# What they tell is of all clients, so where operators have keys of their own, only those open them.
-OPERATORS_ROUTES = frozenset(
-    {
-        "/metrics", "/stats", "/server_info", "/get_server_info", "/load",
-        "/replicas", "/replicas/restart", *(f"/replicas/{{name}}/{what}" for what in ("drain", "undrain", "restart")),
-        "/start_profile", "/stop_profile", "/debug/recording", "/apply", "/sleep", "/wake_up", "/is_sleeping",
-        "/v1/load_lora_adapter", "/v1/unload_lora_adapter",
-    }
-)  # fmt: skip
 MAX_IDLE_ALLOWANCES = 4096
 MOST_ENDED = 4096  # requests of all clients that are remembered after their end, 2 KB each
 LEAST_OUTPUT = 256  # tokens that a choice is expected to give, unless it may give fewer
 MOST_CHOICES = 32  # of them, the first and the last ones
 
 
-def require_key(keys: Keys, open_routes: frozenset[str] = OPEN_ROUTES) -> Middleware:
+def require_key(keys: Keys) -> Middleware:
     """Returns a middleware that lets only the open routes through without one of the keys, and notes which it was.
 
-    It looks at the route that was matched, never at the URL: what is not matched is closed as well.
+    It looks at what is declared of the route that was matched, never at the URL: what is not declared needs a key.
     """
 
     @web.middleware
     async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
-        resource = request.match_info.route.resource
-        route = "" if resource is None else resource.canonical
-        if route not in open_routes:
+        operation = request[EXCHANGE].operation
+        access = "client" if operation is None else operation.access
+        if access != "open":
             # Anthropic's clients send the key in a header of its own.
             bearer = f"Bearer {request.headers.get('X-Api-Key', '')}"
             scheme, _, given = request.headers.get("Authorization", bearer).partition(" ")
@@ -62,7 +52,8 @@ def require_key(keys: Keys, open_routes: frozenset[str] = OPEN_ROUTES) -> Middle
             if scheme.lower() != "bearer" or key is None:
                 raise RequestError("a valid API key is required", status=401, code="invalid_api_key")
             request[EXCHANGE].key = key
-            if route in OPERATORS_ROUTES and keys.has_operators and not key.is_operator:
+            # What such a route says is of all clients.
+            if access == "operator" and keys.has_operators and not key.is_operator:
                 reason = "this needs a key of [operators] in server.key_file"
                 raise RequestError(reason, status=403, code="operators_only")
         return await handler(request)

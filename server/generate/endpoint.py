@@ -6,7 +6,7 @@ A new generating endpoint is an ``Endpoint`` for its requests and a ``Writer`` f
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import ClassVar, Protocol, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import msgspec
 
@@ -15,6 +15,7 @@ from engine.messages import Delta
 from engine.types.errors import RequestError
 from server.generate.generation import Generation
 from server.generate.output import Output, PlainText, UsageCounter
+from server.http.operation import Operation
 from server.http.replies import error_body
 from server.http.sse import PING_COMMENT
 
@@ -59,16 +60,19 @@ class Writer(Protocol):
 class Endpoint(Protocol[B]):
     """One generating endpoint.
 
-    task: what it asks of a model.  elsewhere: fields that belong into another one, see ``BodyReader``.
-    repeats_logprobs: events of its streams tell those of tokens that came before.
-    names_events, ping: see ``EventStream``."""
+    operation: the declaration of its route.  task: what it asks of a model.
+    elsewhere: fields that belong into another one, see ``BodyReader``.
+    repeats_logprobs: events of its streams tell those of tokens that came before.  ping: see ``EventStream``."""
 
+    operation: ClassVar[Operation]
     body_type: type[B]
     task: ClassVar[Task] = "generate"
     elsewhere: ClassVar[Mapping[str, str]] = MappingProxyType({})
-    names_events: ClassVar[bool] = False
     ping: ClassVar[bytes] = PING_COMMENT
     repeats_logprobs: ClassVar[bool] = False
+
+    def __init__(self, translator: Any) -> None:
+        """translator: a ``server.openai.translator.Translator``, which has the model's card."""
 
     def translate(self, body: B) -> Generation:
         """Returns what the body asks for.  Raises RequestError for what cannot be asked."""

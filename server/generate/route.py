@@ -166,10 +166,10 @@ class GenerateRoute(Generic[B]):
     """Handles the requests of one endpoint.  keeper: of its streams; None where they end with their connection.
     ping: of its streams."""
 
-    def __init__(self, endpoint: Endpoint[B], server: ServerSection, keeper: Keeper | None = None) -> None:
+    def __init__(self, endpoint: Endpoint[B], server: ServerSection) -> None:
         self.endpoint = endpoint
         self.ping = Ping(endpoint.ping, server.ping_after_s)
-        self._keeper = keeper
+        self.keeper: Keeper | None = None
         self._reader = BodyReader(endpoint.body_type, self._understand, server, elsewhere=endpoint.elsewhere)
 
     async def understand(self, body: bytes) -> tuple[B, Generation]:
@@ -203,9 +203,9 @@ class GenerateRoute(Generic[B]):
         self, request: web.Request, raw: bytes, understood: tuple[B, Generation]
     ) -> web.StreamResponse | None:
         """Answer a request by whoever keeps streams; returns None if nobody does.  Raises as ``post`` does."""
-        if not understood[1].stream or self._keeper is None:
+        if not understood[1].stream or self.keeper is None:
             return None
-        return await self._keeper.answer(request, raw, understood)
+        return await self.keeper.answer(request, raw, understood)
 
     async def answer(self, client: ClientRequest, body: bytes, amend: Callable[[Generation], Generation]) -> object:
         """Returns the answer to a body that came by no connection of its own.  Raises as ``post`` does.
@@ -237,7 +237,7 @@ class GenerateRoute(Generic[B]):
         if not generation.stream:
             return json_reply(await self.whole(client, task))
         async with self._opened(client, task) as choices:
-            events = EventStream(request, named=self.endpoint.names_events, ping=self.ping)
+            events = EventStream(request, named=self.endpoint.operation.names_events, ping=self.ping)
 
             def last_word(error: RequestError) -> msgspec.Struct:
                 if generation.origin.seed is not None and error.code in ENDS_HERE_ONLY:

@@ -29,7 +29,9 @@ from engine.host.logs import FIELDS
 from engine.scheduling.meter import LONG_S, Distribution
 from engine.settings.sections import ServerSection
 from engine.types.errors import CallboardError, RequestError
+from server.http.operation import Handler, Operation
 from server.http.replies import ErrorFormat, as_request_error, error_body, error_response
+from server.http.routes import Routes
 from server.keys import Key
 
 log = logging.getLogger(__name__)
@@ -39,8 +41,6 @@ ANTHROPICS_ID_HEADER = "request-id"  # what its clients call the same
 USAGE_HEADER = "X-Callboard-Usage"  # prompt and completion tokens, for a router
 MAX_REQUEST_ID_CHARS = 128
 PRINTABLE = frozenset(string.ascii_letters + string.digits + string.punctuation + " ")
-# Asked every second: no news while all is well, nor that the server is still not ready.
-WATCHED = frozenset({"/health", "/ready", "/ping", "/metrics", "/stats", "/load"})
 CLIENT_LEFT = 499  # what nginx logs for a client that left before the response
 COUNTED_METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 ANY_ORIGIN = "*"
@@ -51,7 +51,7 @@ PRIVATE_NAMES = (".localhost", ".internal")  # no public DNS has names that end 
 OWN_PAGES = frozenset({"none", "same-origin"})  # of Sec-Fetch-Site; 'none' is what a user typed
 
 Cut = Literal["too_many", "header_timeout", "write_timeout", "malformed"]
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+ErrorFormats = Mapping[str, Callable[[str], ErrorFormat]]
 BaseHandler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 
 
@@ -59,6 +59,7 @@ class Exchange:
     """What is known of a request besides its body.
 
     id: the client's own if it sent a usable one.  route: the path's pattern, once one was matched.
+    operation: what is declared of that route; None for a route that is not declared.
     names: what else the client may call it by.  parts: names of some of its choices -> which they are.
     usage: prompt and completion tokens.  Handlers that generate set these three.  tells_usage: a router wants to know.
     replica: which one has answered.
@@ -73,6 +74,7 @@ class Exchange:
         """name, address: of a request that no connection waits for."""
         self.id = name
         self.route = "-"
+        self.operation: Operation | None = None
         self.usage: tuple[int, int] | None = None
         self.tells_usage = False
         self.replica = ""
@@ -143,8 +145,8 @@ class Exchange:
 EXCHANGE: web.RequestKey[Exchange] = web.RequestKey("exchange", Exchange)
 
 
-def note_route(error_formats: Mapping[str, Callable[[str], ErrorFormat]] = MappingProxyType({})) -> Middleware:
-    """Returns a middleware that notes the route.
+def note_route(routes: Routes, error_formats: ErrorFormats = MappingProxyType({})) -> Middleware:
+    """Returns a middleware that notes the route, and what is declared of it.
 
     error_formats: beginning of paths with errors of their own -> returns their format for a request's id."""
 
@@ -154,6 +156,7 @@ def note_route(error_formats: Mapping[str, Callable[[str], ErrorFormat]] = Mappi
         resource = request.match_info.route.resource
         if resource is not None:
             request[EXCHANGE].route = resource.canonical
+            request[EXCHANGE].operation = routes.find(request.method, resource.canonical)
         for beginning, form in error_formats.items():
             if request.path.startswith(beginning):
                 request[EXCHANGE].error_format = form(request[EXCHANGE].id)
@@ -302,12 +305,13 @@ class OutermostHandler:
             duration_s = clock() - started
             self._traffic.num_in_flight -= 1
             self._traffic.ended(request.method, exchange.route, status, duration_s)
-            exchange.log(request, status, duration_s, is_news=self._is_news(exchange.route, status))
+            exchange.log(request, status, duration_s, is_news=self._is_news(exchange, status))
 
-    def _is_news(self, route: str, status: int) -> bool:
-        if route not in WATCHED:
+    def _is_news(self, exchange: Exchange, status: int) -> bool:
+        """Returns False for a polled route while all is well, and while the server is not ready yet."""
+        if exchange.operation is None or not exchange.operation.polled:
             return True
-        unready = HTTPStatus.SERVICE_UNAVAILABLE  # as it is before it is ready
+        route, unready = exchange.route, HTTPStatus.SERVICE_UNAVAILABLE  # as it is before it is ready
         before, self._watched[route] = self._watched.get(route, unready), status
         return status >= HTTPStatus.BAD_REQUEST and not status == before == unready
 

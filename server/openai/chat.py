@@ -26,6 +26,7 @@ from server.generate.output import (
     matched_stop,
     stop_reason,
 )
+from server.http.operation import Operation
 from server.openai.answers import (
     ChatAnswer,
     ChatChoice,
@@ -49,6 +50,18 @@ from server.openai.writer import ChoicesWriter, StreamState
 class Chat(Endpoint[ChatBody]):
     """POST /v1/chat/completions."""
 
+    operation = Operation(
+        "POST",
+        "/v1/chat/completions",
+        "client",
+        "Answer a conversation.",
+        answer=ChatCompletion,
+        body=ChatBody,
+        event=ChatChunk,
+        generates=True,
+        in_batches=True,
+        span="chat",
+    )
     body_type = ChatBody
 
     def __init__(self, translator: Translator) -> None:

@@ -24,6 +24,7 @@ from server.generate.output import (
     matched_stop,
     stop_reason,
 )
+from server.http.operation import Operation
 from server.openai.answers import Completion, CompletionChoice, CompletionLogprobs
 from server.openai.requests import CompletionBody
 from server.openai.translator import DEFAULT, Translator
@@ -33,6 +34,18 @@ from server.openai.writer import ChoicesWriter, StreamState
 class Completions(Endpoint[CompletionBody]):
     """POST /v1/completions."""
 
+    operation = Operation(
+        "POST",
+        "/v1/completions",
+        "client",
+        "Continue prompts.",
+        answer=Completion,
+        body=CompletionBody,
+        event=Completion,
+        generates=True,
+        in_batches=True,
+        span="text_completion",
+    )
     body_type = CompletionBody
 
     def __init__(self, translator: Translator) -> None:

@@ -16,6 +16,7 @@ from engine.text.codec import TextCodec
 from engine.types.errors import FieldError
 from engine.types.prompt import ChatOptions
 from server.http.body import BodyReader
+from server.http.operation import operation
 from server.http.replies import json_reply
 from server.openai.conversation import HERMES, read_end, read_tools, read_turns, read_variables
 from server.openai.requests import ChatMessage, Scalar, Short, TokenId, Tools
@@ -78,15 +79,34 @@ class TokenizationRoutes:
         self._tokenize_reader = BodyReader(TokenizeBody, self._check_tokenize, server)
         self._detokenize_reader = BodyReader(DetokenizeBody, self._check_detokenize, server)
 
+    @operation(
+        "POST",
+        "/tokenize",
+        "client",
+        "Text as tokens.",
+        also=("/v1/tokenize",),
+        answer=TokenizeAnswer,
+        body=TokenizeBody,
+    )
     async def tokenize(self, request: web.Request) -> web.Response:
         body = await self._tokenize_reader.read(request)
         return json_reply(await asyncio.to_thread(self._encode, body))
 
+    @operation(
+        "POST",
+        "/detokenize",
+        "client",
+        "Tokens as text.",
+        also=("/v1/detokenize",),
+        answer=DetokenizeAnswer,
+        body=DetokenizeBody,
+    )
     async def detokenize(self, request: web.Request) -> web.Response:
         body = await self._detokenize_reader.read(request)
         text = await asyncio.to_thread(self._codec.decode, body.tokens, skip_special_tokens=False)
         return json_reply(DetokenizeAnswer(text))
 
+    @operation("GET", "/tokenizer_info", "client", "Special tokens and the chat template.", answer=TokenizerInfo)
     async def info(self, request: web.Request) -> web.Response:
         named = self._codec.named_tokens
         return json_reply(

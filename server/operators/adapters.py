@@ -7,12 +7,12 @@ import msgspec
 from aiohttp import web
 
 from engine.settings.sections import ServerSection
+from engine.types.errors import RequestError
 from server.adapters import Adapters
 from server.http.body import BodyReader
+from server.http.operation import operation
 from server.http.replies import json_reply
 from server.openai.requests import Short
-
-LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 
 
 class LoadBody(msgspec.Struct, frozen=True, kw_only=True):
@@ -37,6 +37,11 @@ class AdapterAnswer(msgspec.Struct, frozen=True):
     success: bool = True
 
 
+async def refuse_adapters(request: web.Request) -> web.StreamResponse:
+    """Refuse an adapter where several engines are served.  Raises RequestError: 404."""
+    raise RequestError("adapters are of one model, and this server has several", status=404, code="adapters_off")
+
+
 class AdapterRoutes:
     """Handles both."""
 
@@ -45,12 +50,30 @@ class AdapterRoutes:
         self._loading = BodyReader(LoadBody, lambda body: body, server)
         self._unloading = BodyReader(UnloadBody, lambda body: body, server)
 
+    @operation(
+        "POST",
+        "/v1/load_lora_adapter",
+        "operator",
+        "Serve an adapter.",
+        answer=AdapterAnswer,
+        body=LoadBody,
+        off=refuse_adapters,
+    )
     async def load(self, request: web.Request) -> web.Response:
         """Serve an adapter from now on.  Raises RequestError: 400 to 415."""
         body = await self._loading.read(request)
         await self._adapters.load(body.lora_name, body.lora_path, in_place=bool(body.load_inplace))
         return json_reply(AdapterAnswer(body.lora_name))
 
+    @operation(
+        "POST",
+        "/v1/unload_lora_adapter",
+        "operator",
+        "Serve an adapter no more.",
+        answer=AdapterAnswer,
+        body=UnloadBody,
+        off=refuse_adapters,
+    )
     async def unload(self, request: web.Request) -> web.Response:
         """Serve it no more; its open requests go on.  Raises RequestError: 400 to 415."""
         body = await self._unloading.read(request)

@@ -15,22 +15,12 @@ from engine.settings.sections import ServerSection
 from engine.types.errors import FieldError, RequestError
 from server.clients import Clients
 from server.http.body import BodyReader
-from server.http.exchange import EXCHANGE, Handler, refuse_foreign_page
+from server.http.exchange import EXCHANGE, refuse_foreign_page
+from server.http.operation import operation
 from server.http.replies import json_reply
 from server.openai.requests import Short
 
-ABORT_PATHS = ("/abort_request", "/abort_requests")
-RESET_PATHS = ("/reset_prefix_cache", "/flush_cache")
 Names = Annotated[list[Short], Meta(max_length=1024)]
-
-
-def administration_routes(abort: Handler, reset: Handler) -> list[web.RouteDef]:
-    """Returns the routes of both, under every name that they have."""
-    return [
-        *(web.post(path, abort) for path in ABORT_PATHS),
-        *(web.post(path, reset) for path in RESET_PATHS),
-        *(web.get(path, reset, allow_head=False) for path in RESET_PATHS),
-    ]
 
 
 class AbortBody(msgspec.Struct, frozen=True, kw_only=True):
@@ -63,6 +53,15 @@ class AdministrationRoutes:
         self._clients = clients
         self._abort_reader = BodyReader(AbortBody, _names, server)
 
+    @operation(
+        "POST",
+        "/abort_request",
+        "client",
+        "End requests.",
+        also=("/abort_requests",),
+        answer=AbortAnswer,
+        body=AbortBody,
+    )
     async def abort(self, request: web.Request) -> web.Response:
         """End the requests that have a name.  Raises RequestError: 404 if none has."""
         names = await self._abort_reader.read(request)
@@ -79,6 +78,14 @@ class AdministrationRoutes:
             )
         return json_reply(AbortAnswer(num_aborted=num_aborted, unknown=unknown))
 
+    @operation(
+        "POST GET",
+        "/reset_prefix_cache",
+        "client",
+        "Forget what is cached.",
+        also=("/flush_cache",),
+        answer=ResetAnswer,
+    )
     async def reset(self, request: web.Request) -> web.Response:
         """Forget what is cached for the client.  The request's body is not read.  Raises RequestError: 403."""
         refuse_foreign_page(request)

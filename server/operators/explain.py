@@ -20,12 +20,12 @@ from engine.types.errors import RequestError
 from server.backend import Backend
 from server.clients import MOST_ENDED, ClientRequest, Clients
 from server.http.exchange import EXCHANGE
+from server.http.operation import operation
 from server.http.replies import json_reply
 
 OutsideName = Literal[
     "accepting", "receiving", "waiting", "tokenizing", "grammar", "slow_reader", "delivery", "unknown"
 ]
-EXPLAIN = "/explain/{id:.+}"
 SHOWN_S = 0.0005  # reasons of less are left out of sentences
 UNDER_WAY = 2  # steps that are planned before the request can be in one
 SLOW_STEPS = {
@@ -102,6 +102,7 @@ class ExplainRoute:
         self._clients = clients
         self._clock = clock
 
+    @operation("GET", "/explain/{id:.+}", "client", "Where the time of a request went.", answer=ExplanationBody)
     async def get(self, request: web.Request) -> web.Response:
         """Explain a request.  Raises RequestError: 404 if it is not known here, or not to this client."""
         name = request.match_info["id"]

@@ -23,6 +23,7 @@ from engine.scheduling.meter import Distribution, Meter
 from server.adapters import ServedAdapter
 from server.backend import Backend, Ingress
 from server.http.exchange import Traffic
+from server.http.operation import operation
 
 OWN = "callboard_"
 VLLM = "vllm:"
@@ -255,6 +256,7 @@ class MetricsRoute:
         self._about = {"version": version, "model_name": backend.card.name}
         self._process = ProcessCollector(registry=None)
 
+    @operation("GET", "/metrics", "operator", polled=True)
     async def get(self, request: web.Request) -> web.Response:
         """Answer in the format that the scraper asks for."""
         seen = await self._monitor.look(meter=True)

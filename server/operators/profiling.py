@@ -16,6 +16,7 @@ from engine.types.errors import RequestError
 from server.backend import Monitor
 from server.http.body import BodyReader
 from server.http.exchange import refuse_foreign_page
+from server.http.operation import operation
 from server.http.replies import json_reply
 
 # A file of so many steps has hundreds of megabytes already, and recording keeps them in memory.
@@ -43,11 +44,13 @@ class ProfileRoutes:
         self._folder = server.profile_folder
         self._reader = BodyReader(ProfileBody, lambda body: body.num_steps or MAX_STEPS, server)
 
+    @operation("POST", "/start_profile", "operator", "Record steps for a profiler.", answer=ProfileAnswer)
     async def start(self, request: web.Request) -> web.Response:
         """Record from the next step on; what is being recorded is written first.  Raises RequestError: 400 to 415."""
         refuse_foreign_page(request)
         return self._ask(await self._reader.read(request) if request.can_read_body else MAX_STEPS)
 
+    @operation("POST", "/stop_profile", "operator", "Write what is recorded.", answer=ProfileAnswer)
     async def stop(self, request: web.Request) -> web.Response:
         """Write what has been recorded, if anything is.  The body is not read.  Raises RequestError: 403, 404."""
         refuse_foreign_page(request)

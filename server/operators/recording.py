@@ -14,9 +14,8 @@ from engine.recording.file import file_name
 from engine.types.errors import RequestError
 from server.backend import Operations
 from server.http.exchange import refuse_foreign_page
+from server.http.operation import operation
 from server.http.replies import json_reply
-
-PATH = "/debug/recording"
 
 
 class RecordingAnswer(msgspec.Struct, frozen=True):
@@ -32,6 +31,13 @@ class RecordingRoute:
         self._operations = operations
         self._folder = folder
 
+    @operation(
+        "POST",
+        "/debug/recording",
+        "operator",
+        "Write what the scheduler was told lately to a file.",
+        answer=RecordingAnswer,
+    )
     async def post(self, request: web.Request) -> web.Response:
         """Have the engine write a file, and answer when it is there.  Raises RequestError: 403, 404, 429, 507."""
         refuse_foreign_page(request)

@@ -18,10 +18,9 @@ from engine.types.errors import FieldError, RequestError
 from server.backend import Backend, Operations
 from server.http.body import BodyReader
 from server.http.exchange import refuse_foreign_page
+from server.http.operation import operation
 from server.http.replies import json_reply
 
-PATHS = ("/apply", "/sleep", "/wake_up")
-IS_SLEEPING = "/is_sleeping"
 LEVELS: dict[str, Literal[1, 2]] = {"1": 1, "2": 2}
 
 
@@ -40,6 +39,16 @@ class Sleeping(msgspec.Struct, frozen=True):
     is_sleeping: bool
 
 
+async def refuse_settings(request: web.Request) -> web.StreamResponse:
+    """Refuse what is for one engine, where several are served.  Raises RequestError: 404."""
+    raise _operations_off()
+
+
+def _operations_off() -> RequestError:
+    reason = "one of several engines goes on as it was started; restart it to change that"
+    return RequestError(reason, status=404, code="operations_off")
+
+
 class SettingsRoutes:
     """Handles these routes."""
 
@@ -49,21 +58,16 @@ class SettingsRoutes:
             ApplyBody, lambda body: Operate(what="apply", text=body.toml, dry_run=body.dry_run), server
         )
 
-    def routes(self) -> list[web.RouteDef]:
-        """Returns all of them."""
-        return [
-            web.post("/apply", self.apply),
-            web.post("/sleep", self.sleep),
-            web.post("/wake_up", self.wake_up),
-            web.get(IS_SLEEPING, self.is_sleeping),
-        ]
-
+    @operation(
+        "POST", "/apply", "operator", "Change the settings.", answer=Outcome, body=ApplyBody, off=refuse_settings
+    )
     async def apply(self, request: web.Request) -> web.Response:
         """Returns what has changed.  Raises RequestError: 400 for settings that cannot be, with their names."""
         ask = await self._reader.read(request)
         outcome = await self._operations.operate(ask)
         return json_reply(msgspec.json.decode(outcome, type=Outcome))
 
+    @operation("POST", "/sleep", "operator", "Let the engine rest.", answer=Sleeping, off=refuse_settings)
     async def sleep(self, request: web.Request) -> web.Response:
         """Returns when the engine sleeps.  The request's body is not read.  Raises RequestError."""
         refuse_foreign_page(request)
@@ -72,12 +76,14 @@ class SettingsRoutes:
         await self._operations.operate(Operate(what="sleep", level=level))
         return json_reply(Sleeping(True))
 
+    @operation("POST", "/wake_up", "operator", "End that.", answer=Sleeping, off=refuse_settings)
     async def wake_up(self, request: web.Request) -> web.Response:
         """Returns when the engine takes requests again.  The request's body is not read.  Raises RequestError."""
         refuse_foreign_page(request)
         await self._operations.operate(Operate(what="wake_up"))
         return json_reply(Sleeping(False))
 
+    @operation("GET", "/is_sleeping", "operator", "Whether it rests.", answer=Sleeping)
     async def is_sleeping(self, request: web.Request) -> web.Response:
         return json_reply(Sleeping(self._backend.ingress.asleep))
 
@@ -86,13 +92,3 @@ class SettingsRoutes:
         if self._backend.operations is None:
             raise _operations_off()
         return self._backend.operations
-
-
-async def refuse_settings(request: web.Request) -> web.StreamResponse:
-    """Refuse what is for one engine, where several are served.  Raises RequestError: 404."""
-    raise _operations_off()
-
-
-def _operations_off() -> RequestError:
-    reason = "one of several engines goes on as it was started; restart it to change that"
-    return RequestError(reason, status=404, code="operations_off")

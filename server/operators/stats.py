@@ -18,6 +18,7 @@ from engine.scheduling.meter import Distribution, Meter, StepRecord
 from server.backend import Backend
 from server.clients import Clients
 from server.http.exchange import EXCHANGE
+from server.http.operation import operation
 from server.http.replies import json_reply
 from server.operators.board import PoolBody, RowBody, SpanBody, history, pool, rows
 from server.operators.status import trouble
@@ -114,6 +115,7 @@ class StatsRoute:
         self._version = version
         self._shows_text = shows_text
 
+    @operation("GET", "/stats", "operator", polled=True)
     async def get(self, request: web.Request) -> web.Response:
         """Answer within a few milliseconds, whatever the engine holds."""
         seen = await self._monitor.look(meter=True, board=True)

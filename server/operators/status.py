@@ -23,6 +23,7 @@ from engine.types.params import Method, SamplingParams
 from server.backend import Backend, Ingress, Stream
 from server.clients import CLIENT, Clients
 from server.generate.generation import MAX_CHOICES
+from server.http.operation import operation
 from server.http.replies import error_response, json_reply
 
 Status = Literal["ok", "loading", "draining", "recovering", "asleep"]
@@ -103,6 +104,8 @@ class StatusRoutes:
         self._clients = clients
         self._version = version
 
+    @operation("GET", "/health", "open", "Whether the process can do its work.", answer=HealthBody, polled=True)
+    @operation("GET POST", "/ping", "open", polled=True)
     async def health(self, request: web.Request) -> web.Response:
         error = unavailable(self._ingress)
         if error is None or error.code in LIVE:
@@ -113,6 +116,7 @@ class StatusRoutes:
             return error_response(error)
         return json_reply(self._with_gauges(LIVE[error.code]))
 
+    @operation("GET", "/ready", "open", polled=True)
     async def ready(self, request: web.Request) -> web.Response:
         error = unavailable(self._ingress)
         if error is None:
@@ -121,9 +125,18 @@ class StatusRoutes:
             return error_response(error)
         return json_reply({"status": "ready"})
 
+    @operation("GET", "/version", "client")
     async def version(self, request: web.Request) -> web.Response:
         return json_reply({"version": self._version})
 
+    @operation(
+        "GET",
+        "/server_info",
+        "operator",
+        "What is served, and its limits.",
+        also=("/get_server_info",),
+        answer=ServerInfo,
+    )
     async def info(self, request: web.Request) -> web.Response:
         card, limits, gauges = self._card, self._clients.limits, (await self._monitor.look()).gauges
         return json_reply(
@@ -144,6 +157,14 @@ class StatusRoutes:
             )
         )
 
+    @operation(
+        "GET",
+        "/model_info",
+        "client",
+        "The served model, as SGLang has it.",
+        also=("/get_model_info",),
+        answer=ModelInfo,
+    )
     async def model(self, request: web.Request) -> web.Response:
         card = self._card
         defaults = card.chat_defaults or None
@@ -156,6 +177,7 @@ class StatusRoutes:
             )
         )
 
+    @operation("GET", "/load", "operator", "How many requests there are.", answer=Load, polled=True)
     async def load(self, request: web.Request) -> web.Response:
         gauges = (await self._monitor.look()).gauges
         return json_reply(Load(self._ingress.num_open, gauges.num_running, gauges.num_waiting))
@@ -191,6 +213,7 @@ class ProbeRoute:
         self._params = ONE_TOKEN.replace(pooling=methods[pooling.kind])
         self._limit_s = limit_s
 
+    @operation("GET", "/health_generate", "client")
     async def get(self, request: web.Request) -> web.Response:
         """Generate a token, or what the model gives in its place.
 

@@ -20,20 +20,15 @@ from engine.scheduling.meter import RequestMetrics
 from engine.types.errors import ConfigError
 from server.backend import Stream
 from server.clients import CLIENT
-from server.http.exchange import EXCHANGE, Handler
+from server.http.exchange import EXCHANGE
+from server.http.operation import Handler
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
 
 log = logging.getLogger(__name__)
 
-API_ROUTES = ("/v1/", "/generate")  # probes and scrapes are not worth a span
-# What the semantic conventions call the work of a route; of the others it is "chat".
-OPERATIONS = {
-    **dict.fromkeys(("/v1/completions", "/generate"), "text_completion"),
-    **dict.fromkeys(("/v1/chat/completions", "/v1/responses", "/v1/messages"), "chat"),
-    "/v1/embeddings": "embeddings",
-}
+API_ROUTES = "/v1/"  # probes and scrapes are not worth a span
 MAX_OPEN = 65536  # requests that may not have told their end; some never will, refused by the tokenizer
 NS = 1_000_000_000
 SEND_TIMEOUT_S = 2  # also what a collector that does not answer may cost at shutdown
@@ -75,7 +70,8 @@ class Traces:
     async def middleware(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Put a span around the handling of an API request."""
         exchange = request[EXCHANGE]
-        if not exchange.route.startswith(API_ROUTES):
+        work = "" if exchange.operation is None else exchange.operation.span
+        if not work and not exchange.route.startswith(API_ROUTES):
             return await handler(request)
         with self._tracer.start_as_current_span(
             f"{request.method} {exchange.route}",
@@ -87,7 +83,7 @@ class Traces:
                 "url.path": request.path,
                 "url.scheme": request.scheme,
                 "callboard.request_id": exchange.id,
-                **self._of_model(exchange.route),
+                **self._of_model(work),
             },
             record_exception=False,  # its text may hold parts of the request
         ) as span:
@@ -108,12 +104,12 @@ class Traces:
             span.set_attribute("http.response.status_code", response.status)
             return response
 
-    def _of_model(self, route: str) -> dict[str, str]:
-        """Returns what a span says of the model; nothing for a route that generates nothing."""
-        if route not in OPERATIONS:
+    def _of_model(self, work: str) -> dict[str, str]:
+        """Returns what a span says of the model.  work: what conventions call it; '' for a route without a name."""
+        if not work:
             return {}
         return {
-            "gen_ai.operation.name": OPERATIONS[route],
+            "gen_ai.operation.name": work,
             "gen_ai.provider.name": "callboard",
             "gen_ai.request.model": self._model,
             "gen_ai.response.model": self._model,

@@ -1,6 +1,6 @@
-"""Puts the server together: the only file here that names every handler.
+"""Puts a server together: a loop over its parts, the core first and then every extension that is there.
 
-Owns: the routes.  Does not know: what they do; sockets, signals.
+Owns: the order of middlewares, what is answered where a part is off.  Does not know: any part, or any route.
 """
 
 from importlib import metadata
@@ -12,49 +12,22 @@ from aiohttp import web
 from engine.actors.operations import SettingsChanged
 from engine.pooling import check_task
 from engine.settings.sections import LimitsSection, ServerSection, StorageSection
-from engine.text.codec import TextCodec
 from server.adapters import Adapters
 from server.backend import Backend
-from server.clients import OPEN_ROUTES, CacheSalts, Clients, require_key
-from server.extensions.anthropic.endpoint import CountRoute, Messages
-from server.extensions.anthropic.objects import COUNT, ERROR_FORMATS
-from server.extensions.journal.streams import STREAM, no_streams, open_streams
-from server.extensions.native.endpoint import Native
-from server.extensions.pooling.classify import Classify
-from server.extensions.pooling.embeddings import Embeddings
-from server.extensions.pooling.pairs import Rerank, ScorePairs
-from server.extensions.pooling.raw import RawPooling
-from server.extensions.pooling.requests import PooledTranslator
-from server.extensions.responses.endpoint import Responses, refuse_stored
-from server.extensions.storage.routes import known_routes, refuse_storage
-from server.extensions.storage.store import Store
+from server.clients import CacheSalts, Clients, require_key
 from server.generate.endpoint import Endpoint
 from server.generate.route import GenerateRoute
 from server.http.connection import HttpRunner
-from server.http.exchange import Handler, Traffic, note_route
+from server.http.exchange import Traffic, note_route
+from server.http.operation import Handler
+from server.http.routes import Routes
 from server.keys import Keys
 from server.model_card import ModelCard
-from server.openai.chat import Chat
-from server.openai.completions import Completions
-from server.openai.models import ModelRoutes
-from server.openai.tokenization import TokenizationRoutes
 from server.openai.translator import Translator
-from server.operators.adapters import LOAD, UNLOAD, AdapterRoutes
-from server.operators.administration import AdministrationRoutes, administration_routes
-from server.operators.explain import EXPLAIN, ExplainRoute
-from server.operators.metrics import MetricsRoute
-from server.operators.profiling import ProfileRoutes
-from server.operators.recording import PATH as RECORDING
-from server.operators.recording import RecordingRoute
-from server.operators.settings import SettingsRoutes
-from server.operators.site import FILES, SITE_ROUTES, Site
-from server.operators.stats import StatsRoute
-from server.operators.status import ProbeRoute, StatusRoutes
 from server.operators.traces import Traces, open_provider
-from server.run.openapi import openapi_handler
-from server.run.storage import Unattended, add_storage
+from server.run.core import all_parts
+from server.run.extension import ServerParts, declared, error_formats
 
-STORED = "/v1/responses/{path:.+}"
 DISTRIBUTION = "callboard"
 NO_STORAGE = StorageSection()
 
@@ -72,11 +45,54 @@ def create_runner(
 
     salts: None for new ones.  adapters: None for those of the model's card.  Raises ConfigError for a folder of
     ``storage`` that cannot be used."""
-    version = own_version()
-    card = backend.card
+    version, card, all_of_it = own_version(), backend.card, all_parts()
     adapters = adapters or Adapters(card.adapter_rules, card.adapters, card.name)
     translator = Translator(card, backend.codec.formats.tools, adapters.served, f"{DISTRIBUTION}-{version}")
     clients = Clients(backend.ingress, server, limits, salts)
+    _follow_settings(backend, clients, translator)
+    keys, routes = Keys(server), Routes()
+    traces = Traces(open_provider(server.traces, version), card.name) if server.traces else None
+    app = web.Application(
+        middlewares=[
+            note_route(routes, error_formats(all_of_it)),
+            *([require_key(keys)] if server.needs_key else []),
+            clients.middleware,
+            *([traces.middleware] if traces is not None else []),
+        ]
+    )
+    parts = ServerParts(
+        server=server,
+        limits=limits,
+        storage=storage,
+        version=version,
+        backend=backend,
+        clients=clients,
+        keys=keys,
+        translator=translator,
+        adapters=adapters,
+        traffic=Traffic(),
+        app=app,
+        routes=routes,
+        operations=declared(all_of_it),
+        served=_add_endpoints(
+            routes, [kind(translator) for part in all_of_it for kind in part.endpoints], server, card
+        ),
+    )
+    for part in all_of_it:
+        part.join(parts)
+    for operation in parts.operations:
+        if operation not in routes:
+            assert operation.off is not None, f"{operation.path} has no handler"
+            routes.handle(operation, operation.off)
+    app.add_routes(routes.definitions())
+    if traces is not None:
+        backend.monitor.watch(traces, "server.traces")
+        app.on_cleanup.append(traces.close)
+    return HttpRunner(app, server, parts.traffic)
+
+
+def _follow_settings(backend: Backend, clients: Clients, translator: Translator) -> None:
+    """Have limits and the model's card change with the engine's settings."""
 
     def settings_changed(changed: SettingsChanged) -> None:
         clients.limit(changed.limits)
@@ -84,65 +100,21 @@ def create_runner(
             translator.card = msgspec.msgpack.decode(changed.about, type=ModelCard)
 
     backend.ingress.settings_watchers.append(settings_changed)
-    traces = Traces(open_provider(server.traces, version), backend.card.name) if server.traces else None
-    traffic = Traffic()
-    keys = Keys(server)
-    middlewares = [
-        note_route(ERROR_FORMATS),
-        *([require_key(keys, OPEN_ROUTES | SITE_ROUTES)] if server.needs_key else []),
-        clients.middleware,
-    ]
-    if traces is not None:
-        middlewares.append(traces.middleware)
-    app = web.Application(middlewares=middlewares)
-    endpoints: dict[str, Endpoint[Any]] = {
-        "/v1/completions": Completions(translator),
-        "/v1/chat/completions": Chat(translator),
-        "/v1/responses": Responses(translator),
-        "/v1/messages": Messages(translator),
-        "/generate": Native(translator),
-        **_pooled_endpoints(PooledTranslator(translator)),
-    }
-    streams = open_streams(storage, clients, keys if server.needs_key else None, lambda: translator.card.fingerprint)
+
+
+def _add_endpoints(
+    routes: Routes, endpoints: list[Endpoint[Any]], server: ServerSection, card: ModelCard
+) -> dict[str, GenerateRoute[Any]]:
+    """Add the endpoints; returns those that the model is for: path -> what answers it."""
     served: dict[str, GenerateRoute[Any]] = {}
-    for path, endpoint in endpoints.items():
-        if endpoint.task in backend.card.pooling.tasks:
-            served[path] = GenerateRoute(endpoint, server, streams)
+    for endpoint in endpoints:
+        if endpoint.task in card.pooling.tasks:
+            route = GenerateRoute(endpoint, server)
+            served |= dict.fromkeys(endpoint.operation.paths, route)
+            routes.handle(endpoint.operation, route.post)
         else:
-            app.router.add_post(path, refused(endpoint, backend.card))
-    if streams is not None:
-        streams.routes |= served
-        app.cleanup_ctx.append(streams.live)
-    app.router.add_get(STREAM, no_streams if streams is None else streams.rejoin)
-    if storage.folder:
-        stored = add_storage(app, Store(storage), served, Unattended(server, backend, clients, keys))
-    else:
-        stored = frozenset()
-        app.add_routes([*known_routes(refuse_storage), web.route("*", STORED, refuse_stored)])
-    app.add_routes(web.post(path, route.post) for path, route in served.items() if path not in stored)
-    app.add_routes(_api_routes(server, translator, backend.codec))
-    more = () if streams is None else (streams.gauges,)
-    metrics = MetricsRoute(backend, traffic, version=version, adapters=adapters.served, more=more)
-    app.router.add_get("/metrics", metrics.get)
-    app.add_routes(_operators_routes(server, backend, clients, version))
-    loading = AdapterRoutes(adapters, server)
-    app.add_routes([web.post(LOAD, loading.load), web.post(UNLOAD, loading.unload)])
-    if traces is not None:
-        backend.monitor.watch(traces, "server.traces")
-        app.on_cleanup.append(traces.close)
-    return HttpRunner(app, server, traffic)
-
-
-def _pooled_endpoints(translator: PooledTranslator) -> dict[str, Endpoint[Any]]:
-    """Those whose answers are no text, under every name that clients know."""
-    classify, score, rerank = Classify(translator), ScorePairs(translator), Rerank(translator)
-    return {
-        "/v1/embeddings": Embeddings(translator),
-        **dict.fromkeys(("/classify", "/v1/classify"), classify),
-        **dict.fromkeys(("/score", "/v1/score"), score),
-        **dict.fromkeys(("/rerank", "/v1/rerank", "/v2/rerank"), rerank),
-        "/pooling": RawPooling(translator),
-    }
+            routes.handle(endpoint.operation, refused(endpoint, card))
+    return served
 
 
 def refused(endpoint: Endpoint[Any], card: ModelCard) -> Handler:
@@ -153,44 +125,6 @@ def refused(endpoint: Endpoint[Any], card: ModelCard) -> Handler:
         raise AssertionError(f"{card.name} serves {endpoint.task}")
 
     return refuse
-
-
-def _api_routes(server: ServerSection, translator: Translator, codec: TextCodec) -> list[web.RouteDef]:
-    models, tokenization = ModelRoutes(translator), TokenizationRoutes(codec, translator, server)
-    return [
-        web.get("/v1/models", models.all),
-        web.get("/v1/models/{id:.+}", models.one),
-        *(web.post(prefix + "/tokenize", tokenization.tokenize) for prefix in ("", "/v1")),
-        *(web.post(prefix + "/detokenize", tokenization.detokenize) for prefix in ("", "/v1")),
-        web.get("/tokenizer_info", tokenization.info),
-        web.post(COUNT, CountRoute(codec, translator, server).post),
-    ]
-
-
-def _operators_routes(server: ServerSection, backend: Backend, clients: Clients, version: str) -> list[web.RouteDef]:
-    site, status = Site(), StatusRoutes(backend, clients, version)
-    stats = StatsRoute(backend, clients, version=version, shows_text=not server.needs_key)
-    administration, profiling = AdministrationRoutes(clients, server), ProfileRoutes(backend.monitor, server)
-    return [
-        web.get("/", site.index),
-        web.get(FILES, site.file),
-        web.get("/health", status.health),
-        *(web.route(method, "/ping", status.health) for method in ("GET", "POST")),
-        web.get("/ready", status.ready),
-        web.get("/version", status.version),
-        *(web.get(path, status.info) for path in ("/server_info", "/get_server_info")),
-        *(web.get(path, status.model) for path in ("/model_info", "/get_model_info")),
-        web.get("/load", status.load),
-        web.get("/health_generate", ProbeRoute(backend.card.pooling).get),
-        web.get("/stats", stats.get),
-        web.get(EXPLAIN, ExplainRoute(backend, clients).get),
-        *administration_routes(administration.abort, administration.reset),
-        *SettingsRoutes(backend, server).routes(),
-        web.post("/start_profile", profiling.start),
-        web.post("/stop_profile", profiling.stop),
-        web.post(RECORDING, RecordingRoute(backend.operations, backend.card.recordings).post),
-        web.get("/openapi.json", openapi_handler(version)),
-    ]
 
 
 def own_version() -> str:

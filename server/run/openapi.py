@@ -1,47 +1,21 @@
 """GET /openapi.json: what the API takes and gives, generated from the types that decode and encode it.
 
-Owns: which types belong to which route.  Does not know: what handlers do.
+Owns: the document's form.  Does not know: routes, which declare their types themselves.
 """
 
-from typing import Any, NamedTuple
+from collections.abc import Iterable
+from typing import Any
 
 import msgspec
 from aiohttp import web
 
-from engine.control.changeover import Outcome
-from server.extensions.anthropic.objects import MessageError, MessageEvent, MessageObject, TokenCountAnswer
-from server.extensions.anthropic.requests import CountBody, MessagesBody
-from server.extensions.batches.objects import BatchBody, BatchObject
-from server.extensions.native.bodies import NativeBody, NativeOutput
-from server.extensions.pooling.classify import ClassificationList, ClassifyBody
-from server.extensions.pooling.embeddings import EmbeddingBody, EmbeddingList
-from server.extensions.pooling.pairs import Ranking, RerankBody, ScoreBody, ScoreList
-from server.extensions.pooling.raw import PoolingBody, PoolingList
-from server.extensions.responses.objects import Event, ResponseObject
-from server.extensions.responses.requests import ResponsesBody
-from server.extensions.storage.files import Deleted, FileObject
-from server.extensions.storage.pages import ListPage
-from server.extensions.storage.routes import BATCHES, FILES
-from server.extensions.storage.uploads import MULTIPART
-from server.http.exchange import Handler
-from server.http.replies import ErrorBody
-from server.openai.answers import ChatChunk, ChatCompletion, Completion, ModelBody, ModelList
-from server.openai.requests import ChatBody, CompletionBody
-from server.openai.tokenization import DetokenizeAnswer, DetokenizeBody, TokenizeAnswer, TokenizeBody, TokenizerInfo
-from server.operators.adapters import LOAD, UNLOAD, AdapterAnswer, LoadBody, UnloadBody
-from server.operators.administration import AbortAnswer, AbortBody, ResetAnswer
-from server.operators.explain import ExplanationBody
-from server.operators.profiling import ProfileAnswer
-from server.operators.recording import PATH as RECORDING
-from server.operators.recording import RecordingAnswer
-from server.operators.settings import ApplyBody, Sleeping
-from server.operators.status import HealthBody, Load, ModelInfo, ServerInfo
+from server.http.operation import Operation, operation
 
 REFERENCE = "#/components/schemas/{name}"
 JSON = "application/json"
 STREAM = "text/event-stream"
 BINARY = "application/octet-stream"
-NAMED_EVENTS = (Event, MessageEvent)  # a stream of them ends without a word of its own
+MULTIPART = "multipart/form-data"
 ERRORS = {
     "400": "A value or the body is wrong; param names the field.",
     "401": "The API key is missing or wrong.",
@@ -59,101 +33,17 @@ ERRORS = {
 }
 
 
-class Operation(NamedTuple):
-    """A route.  answer: the type of what comes in one piece; None for nothing but a stream.
-
-    event: what its stream is made of, if it streams.  error: the body of its errors.
-    form: the fields of a body that has a file, as OpenAPI has them."""
-
-    method: str
-    path: str
-    summary: str
-    answer: Any
-    body: type[msgspec.Struct] | None = None
-    event: Any = None
-    error: type[msgspec.Struct] = ErrorBody
-    form: dict[str, Any] | None = None
-
-
-UPLOAD = {
-    "type": "object",
-    "properties": {
-        "file": {"type": "string", "format": "binary"},
-        "purpose": {"const": "batch"},
-        "expires_after[anchor]": {"const": "created_at"},
-        "expires_after[seconds]": {"type": "integer"},
-    },
-    "required": ["file", "purpose"],
-}
-NATIVE = NativeOutput | list[NativeOutput]
-OPERATIONS = (
-    Operation("post", "/v1/chat/completions", "Answer a conversation.", ChatCompletion, ChatBody, ChatChunk),
-    Operation("post", "/v1/completions", "Continue prompts.", Completion, CompletionBody, Completion),
-    Operation("post", "/v1/responses", "Answer a conversation, as items.", ResponseObject, ResponsesBody, Event),
-    Operation("get", "/v1/responses/{id}", "A stored response.", ResponseObject),
-    Operation("delete", "/v1/responses/{id}", "Let go of a stored response.", Deleted),
-    Operation("post", "/v1/responses/{id}/cancel", "End a response in the background.", ResponseObject),
-    Operation("get", "/v1/responses/{id}/input_items", "What a response was the answer to.", ListPage),
-    Operation("post", FILES, "Store a file.", FileObject, form=UPLOAD),
-    Operation("get", FILES, "The client's files.", ListPage),
-    Operation("get", FILES + "/{id}", "What is known of a file.", FileObject),
-    Operation("get", FILES + "/{id}/content", "What is in a file.", bytes),
-    Operation("delete", FILES + "/{id}", "Let go of a file.", Deleted),
-    Operation("post", BATCHES, "Answer the requests of a file.", BatchObject, BatchBody),
-    Operation("get", BATCHES, "The client's batches.", ListPage),
-    Operation("get", BATCHES + "/{id}", "How far a batch is.", BatchObject),
-    Operation("post", BATCHES + "/{id}/cancel", "Run no more of a batch.", BatchObject),
-    Operation("post", "/v1/embeddings", "Texts as vectors.", EmbeddingList, EmbeddingBody),
-    Operation("post", "/classify", "Texts as probabilities of labels.", ClassificationList, ClassifyBody),
-    Operation("post", "/v1/score", "How well texts fit another.", ScoreList, ScoreBody),
-    Operation("post", "/v1/rerank", "Documents in the order in which they fit a query.", Ranking, RerankBody),
-    Operation("post", "/pooling", "Whatever a model gives that is no text.", PoolingList, PoolingBody),
-    Operation(
-        "post",
-        "/v1/messages",
-        "Answer a conversation, as blocks.",
-        MessageObject,
-        MessagesBody,
-        MessageEvent,
-        MessageError,
-    ),
-    Operation("post", "/v1/messages/count_tokens", "Count a prompt.", TokenCountAnswer, CountBody, error=MessageError),
-    Operation("post", "/generate", "Continue prompts.", NATIVE, NativeBody, NativeOutput),
-    Operation("get", "/v1/streams/{id}", "Go on with a stream, behind Last-Event-ID.", None, event=dict[str, Any]),
-    Operation("post", "/tokenize", "Text as tokens.", TokenizeAnswer, TokenizeBody),
-    Operation("post", "/detokenize", "Tokens as text.", DetokenizeAnswer, DetokenizeBody),
-    Operation("get", "/tokenizer_info", "Special tokens and the chat template.", TokenizerInfo),
-    Operation("get", "/v1/models", "The served models and their adapters.", ModelList),
-    Operation("get", "/v1/models/{id}", "A served model, or an adapter.", ModelBody),
-    Operation("post", "/abort_request", "End requests.", AbortAnswer, AbortBody),
-    Operation("post", "/reset_prefix_cache", "Forget what is cached.", ResetAnswer),
-    Operation("post", "/apply", "Change the settings.", Outcome, ApplyBody),
-    Operation("post", "/sleep", "Let the engine rest.", Sleeping),
-    Operation("post", "/wake_up", "End that.", Sleeping),
-    Operation("get", "/is_sleeping", "Whether it rests.", Sleeping),
-    Operation("post", LOAD, "Serve an adapter.", AdapterAnswer, LoadBody),
-    Operation("post", UNLOAD, "Serve an adapter no more.", AdapterAnswer, UnloadBody),
-    Operation("post", "/start_profile", "Record steps for a profiler.", ProfileAnswer),
-    Operation("post", "/stop_profile", "Write what is recorded.", ProfileAnswer),
-    Operation("get", "/explain/{id}", "Where the time of a request went.", ExplanationBody),
-    Operation("post", RECORDING, "Write what the scheduler was told lately to a file.", RecordingAnswer),
-    Operation("get", "/server_info", "What is served, and its limits.", ServerInfo),
-    Operation("get", "/model_info", "The served model, as SGLang has it.", ModelInfo),
-    Operation("get", "/load", "How many requests there are.", Load),
-    Operation("get", "/health", "Whether the process can do its work.", HealthBody),
-)
-
-
-def document(version: str) -> dict[str, Any]:
-    """The OpenAPI document."""
-    named = (kind for one in OPERATIONS for kind in (one.answer, one.body, one.event, one.error))
+def document(version: str, operations: Iterable[Operation]) -> dict[str, Any]:
+    """Returns the OpenAPI document."""
+    documented = [one for one in operations if one.summary]
+    named = (kind for one in documented for kind in (one.answer, one.body, one.event, one.error))
     kinds = list(dict.fromkeys(kind for kind in named if kind is not None))
     # A field that is sent only sometimes is one that need not be there: msgspec's schema says so by itself.
     references, components = msgspec.json.schema_components(kinds, ref_template=REFERENCE)
     by_kind = dict(zip(kinds, references, strict=True))
     paths: dict[str, Any] = {}
-    for one in OPERATIONS:
-        paths.setdefault(one.path, {})[one.method] = _operation(one, by_kind)
+    for one in documented:
+        paths.setdefault(one.name, {})[one.methods[0].lower()] = _operation(one, by_kind)
     return {
         "openapi": "3.1.0",
         "info": {"title": "callboard", "version": version},
@@ -170,11 +60,11 @@ def _operation(one: Operation, by_kind: dict[Any, dict[str, Any]]) -> dict[str, 
     if one.event is not None:
         content = {"anyOf": [by_kind[one.event], by_kind[one.error]]}
         told = {"type": "string", "contentMediaType": JSON, "contentSchema": content}
-        data = told if one.event in NAMED_EVENTS else {"anyOf": [{"const": "[DONE]"}, told]}
+        data = told if one.names_events else {"anyOf": [{"const": "[DONE]"}, told]}
         event = {"type": "object", "properties": {"data": data, "event": {"type": "string"}}, "required": ["data"]}
         answers[STREAM] = {"schema": event}
     failed = {JSON: {"schema": by_kind[one.error]}}
-    operation: dict[str, Any] = {
+    described: dict[str, Any] = {
         "summary": one.summary,
         "responses": {
             "200": {"description": "Done.", "content": answers},
@@ -182,19 +72,20 @@ def _operation(one: Operation, by_kind: dict[Any, dict[str, Any]]) -> dict[str, 
         },
     }
     if one.body is not None:
-        operation["requestBody"] = {"required": True, "content": {JSON: {"schema": by_kind[one.body]}}}
+        described["requestBody"] = {"required": True, "content": {JSON: {"schema": by_kind[one.body]}}}
     if one.form is not None:
-        operation["requestBody"] = {"required": True, "content": {MULTIPART: {"schema": one.form}}}
-    if "{id}" in one.path:
-        operation["parameters"] = [{"name": "id", "in": "path", "required": True, "schema": {"type": "string"}}]
-    return operation
+        described["requestBody"] = {"required": True, "content": {MULTIPART: {"schema": one.form}}}
+    if "{id}" in one.name:
+        described["parameters"] = [{"name": "id", "in": "path", "required": True, "schema": {"type": "string"}}]
+    return described
 
 
-def openapi_handler(version: str) -> Handler:
-    """Returns the handler of GET /openapi.json."""
-    body = msgspec.json.encode(document(version))
+class OpenApiRoute:
+    """Handles GET /openapi.json."""
 
-    async def handle(request: web.Request) -> web.Response:
-        return web.Response(body=body, content_type=JSON)
+    def __init__(self, version: str, operations: Iterable[Operation]) -> None:
+        self._body = msgspec.json.encode(document(version, operations))
 
-    return handle
+    @operation("GET", "/openapi.json", "client")
+    async def get(self, request: web.Request) -> web.Response:
+        return web.Response(body=self._body, content_type=JSON)

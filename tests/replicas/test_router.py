@@ -16,7 +16,7 @@ from engine.config import Config, build_config
 from engine.settings.sections import LimitsSection, ServerSection
 from server.extensions.replicas import replicas as replicas_module
 from server.extensions.replicas.replicas import SLACK_REQUESTS, Replicas
-from server.extensions.replicas.router import GENERATING, routing
+from server.extensions.replicas.router import routing
 from server.generate.route import GenerateRoute
 from server.http.body import ROUTED_TYPE
 from server.http.exchange import USAGE_HEADER

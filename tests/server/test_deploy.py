@@ -15,7 +15,8 @@ import yaml
 from engine.config import Config, load_config
 from engine.types.errors import ConfigError, GraphError, WeightsError
 from engine.workers.cluster.environment import Cluster, check_cluster, link_place
-from server.clients import OPERATORS_ROUTES
+from server.run.core import all_parts
+from server.run.extension import declared
 from server.http.listener import ListenError
 from tests.server.http_client import ask
 from tests.server.live_server import LiveServer
@@ -235,4 +236,6 @@ def test_compose_starts_what_is_there_and_caddy_finds_it() -> None:
             assert passed(path)
             assert ask(live.port, "GET", path).status == 200
     assert passed("/v1/streams/one")
-    assert not any(map(passed, OPERATORS_ROUTES))
+    operators = [path for one in declared(all_parts()) if one.access == "operator" for path in one.paths]
+    assert operators
+    assert not any(map(passed, [*operators, "/replicas", "/replicas/restart"]))

@@ -16,12 +16,12 @@ import pytest
 
 from engine.settings.sections import StorageSection
 from engine.types.errors import ConfigError, RequestError
-from server.extensions.responses.table import ResponseTable
 from server.extensions.storage import files as files_module
 from server.extensions.storage import store as store_module
 from server.extensions.storage.files import FileObject, Files
 from server.extensions.storage.pages import Asked
 from server.extensions.storage.store import PART, Store, check_storage
+from server.extensions.stored_responses.table import ResponseTable
 from tests.pace import far
 
 HOUR_S = 3600

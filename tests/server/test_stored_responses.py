@@ -8,8 +8,8 @@ import pytest
 
 from engine.settings.sections import LimitsSection, ServerSection, StorageSection
 from engine.types.errors import RequestError
-from server.extensions.responses.table import ResponseTable
 from server.extensions.storage import unattended
+from server.extensions.stored_responses.table import ResponseTable
 from tests.pace import far
 from tests.server.fake_ingress import FakeIngress, as_text
 from tests.server.http_client import ask

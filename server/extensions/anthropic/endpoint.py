@@ -13,7 +13,7 @@ from engine.text.codec import TextCodec
 from engine.types.errors import FieldError, RequestError
 from engine.types.prompt import ChatOptions
 from server.extensions.anthropic.conversation import continues, read_conversation
-from server.extensions.anthropic.objects import TokenCountAnswer
+from server.extensions.anthropic.objects import MessageError, MessageEvent, MessageObject, TokenCountAnswer
 from server.extensions.anthropic.requests import CountBody, MessagesBody
 from server.extensions.anthropic.tools import read_message_tools
 from server.extensions.anthropic.writer import MessagesWriter
@@ -21,6 +21,7 @@ from server.generate.endpoint import Endpoint
 from server.generate.generation import Generation
 from server.generate.output import UsageCounter
 from server.http.body import BodyReader
+from server.http.operation import Operation, operation
 from server.http.replies import json_reply
 from server.http.sse import PING_EVENT
 from server.model_card import ModelCard
@@ -41,8 +42,20 @@ RENAMED = {
 class Messages(Endpoint[MessagesBody]):
     """POST /v1/messages."""
 
+    operation = Operation(
+        "POST",
+        "/v1/messages",
+        "client",
+        "Answer a conversation, as blocks.",
+        answer=MessageObject,
+        body=MessagesBody,
+        event=MessageEvent,
+        names_events=True,
+        error=MessageError,
+        generates=True,
+        span="chat",
+    )
     body_type = MessagesBody
-    names_events = True
     ping = PING_EVENT
 
     def __init__(self, translator: Translator) -> None:
@@ -90,6 +103,15 @@ class CountRoute:
         self._translator = translator
         self._reader = BodyReader(CountBody, self._check, server)
 
+    @operation(
+        "POST",
+        "/v1/messages/count_tokens",
+        "client",
+        "Count a prompt.",
+        answer=TokenCountAnswer,
+        body=CountBody,
+        error=MessageError,
+    )
     async def post(self, request: web.Request) -> web.Response:
         body = await self._reader.read(request)
         return json_reply(TokenCountAnswer(await asyncio.to_thread(self._count, body)))

@@ -176,8 +176,3 @@ class MessageStop(Event, frozen=True, kw_only=True, tag_field="type", tag="messa
 
 
 MessageEvent = MessageStart | BlockStart | BlockDelta | BlockStop | MessageDelta | MessageStop | MessageError
-
-
-COUNT = "/v1/messages/count_tokens"
-# Beginnings of paths that clients of this API know; to the last of them they report events, which nothing here reads.
-ERROR_FORMATS = dict.fromkeys(("/v1/messages", "/api/event_logging"), message_errors)

@@ -14,12 +14,15 @@ from server.clients import CLIENT
 from server.extensions.batches.objects import BatchBody, BatchObject
 from server.extensions.batches.runner import BatchRunner
 from server.extensions.batches.table import BatchTable
-from server.extensions.storage.pages import Asked
-from server.extensions.storage.routes import BATCHES, owner_of
+from server.extensions.storage.pages import Asked, ListPage
+from server.extensions.storage.routes import owner_of, refuse_storage
 from server.http.body import BodyReader
 from server.http.exchange import refuse_foreign_page
+from server.http.operation import operation
 from server.http.replies import json_reply
 
+BATCHES = "/v1/batches"
+ONE = BATCHES + "/{id}"
 WINDOW_S = 24 * 3600
 LISTED, MAX_LISTED = 20, 100
 
@@ -35,17 +38,15 @@ class BatchRoutes:
         self._endpoints = endpoints
         self._reader = BodyReader(BatchBody, self._check, server)
 
-    @property
-    def routes(self) -> list[web.RouteDef]:
-        """The routes, for an application."""
-        one = BATCHES + "/{id}"
-        return [
-            web.post(BATCHES, self.create),
-            web.get(BATCHES, self.all),
-            web.get(one, self.get),
-            web.post(one + "/cancel", self.cancel),
-        ]
-
+    @operation(
+        "POST",
+        BATCHES,
+        "client",
+        "Answer the requests of a file.",
+        answer=BatchObject,
+        body=BatchBody,
+        off=refuse_storage,
+    )
     async def create(self, request: web.Request) -> web.Response:
         """Begin a batch.  Raises RequestError: 400, 404, 429 or 507."""
         request[CLIENT].admit()
@@ -64,15 +65,18 @@ class BatchRoutes:
         self._runner.begin(batch.id)
         return json_reply(batch)
 
+    @operation("GET", BATCHES, "client", "The client's batches.", answer=ListPage, off=refuse_storage)
     async def all(self, request: web.Request) -> web.Response:
         """Tell of the client's batches.  Raises RequestError: 400."""
         asked = Asked.by(request.query, default=LISTED, most=MAX_LISTED)
         return json_reply(await self._table.listed(owner_of(request), asked))
 
+    @operation("GET", ONE, "client", "How far a batch is.", answer=BatchObject, off=refuse_storage)
     async def get(self, request: web.Request) -> web.Response:
         """Tell of one.  Raises RequestError: 404."""
         return json_reply(await self._table.get(owner_of(request), request.match_info["id"]))
 
+    @operation("POST", ONE + "/cancel", "client", "Run no more of a batch.", answer=BatchObject, off=refuse_storage)
     async def cancel(self, request: web.Request) -> web.Response:
         """Run no more of a batch; what was answered stays.  Raises RequestError: 403, 404, 409."""
         refuse_foreign_page(request)

@@ -23,6 +23,7 @@ from engine.settings.sections import StorageSection
 from engine.types.errors import ConfigError, RequestError
 from server.backend import Stream
 from server.clients import CLIENT, Clients
+from server.extensions.journal.events import NumberedEvents
 from server.extensions.journal.journal import Entry, Journal
 from server.extensions.journal.records import Accepted, decode
 from server.extensions.journal.run import TAKEN, Route, Run
@@ -30,13 +31,12 @@ from server.generate.generation import Generation, new_seed
 from server.generate.output import UsageCounter
 from server.generate.route import ENDS_HERE_ONLY, send_all
 from server.http.exchange import EXCHANGE, Exchange
-from server.http.sse import NumberedEvents
+from server.http.operation import operation
 from server.keys import Key, Keys
 
 log = logging.getLogger(__name__)
 
 FOLDER = "journal"
-STREAM = "/v1/streams/{id:.+}"
 LAST_EVENT_ID = "Last-Event-ID"
 LOOK_EVERY_S = 0.1
 MOST_DIGITS = 18
@@ -103,6 +103,14 @@ class Streams:
             return None
         return await self._tell(request, self._begin(request, body, understood), 0)
 
+    @operation(
+        "GET",
+        "/v1/streams/{id:.+}",
+        "client",
+        "Go on with a stream, behind Last-Event-ID.",
+        event=dict[str, Any],
+        off=no_streams,
+    )
     async def rejoin(self, request: web.Request) -> web.StreamResponse:
         """GET /v1/streams/{id}: tell what follows the event that Last-Event-ID names, or everything.
 
@@ -180,7 +188,7 @@ class Streams:
         writer = route.endpoint.writer(body, generation, usage)
         events = NumberedEvents(
             request,
-            named=route.endpoint.names_events,
+            named=route.endpoint.operation.names_events,
             ping=route.ping,
             stream_id=run.accepted.stream_id,
             num_known=num_events,

@@ -6,9 +6,10 @@ Owns: the application, the order of shutting down.  Does not know: what handlers
 import asyncio
 import logging
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
+from typing import Any
 
 import aiohttp
 import uvloop
@@ -17,43 +18,35 @@ from aiohttp import web
 from engine.config import SeveralModels
 from engine.settings.sections import ServerSection
 from engine.types.errors import ConfigError
-from server.clients import OPEN_ROUTES, Rates, require_key
-from server.extensions.anthropic.objects import COUNT, ERROR_FORMATS
-from server.extensions.journal.streams import STREAM, no_streams
+from server.clients import Rates, require_key
 from server.extensions.models.model import Model
 from server.extensions.models.models import Models
 from server.extensions.models.routes import ModelsRoutes, counts
-from server.extensions.replicas.router import GENERATING
-from server.extensions.responses.endpoint import refuse_stored
-from server.extensions.storage.routes import known_routes, refuse_storage
 from server.http.connection import HttpRunner
 from server.http.exchange import Traffic, note_route
 from server.http.listener import bind, url_of
+from server.http.operation import Handler, Operation
 from server.http.replies import json_reply
+from server.http.routes import Routes
 from server.keys import Keys, read_keys
-from server.operators.administration import administration_routes
-from server.operators.explain import EXPLAIN
-from server.operators.recording import PATH as RECORDING
-from server.operators.settings import IS_SLEEPING, PATHS, refuse_settings
-from server.operators.site import FILES, SITE_ROUTES, Site
-from server.operators.status import Load
+from server.openai.models import ModelRoutes
+from server.operators.administration import AdministrationRoutes
+from server.operators.explain import ExplainRoute
+from server.operators.metrics import MetricsRoute
+from server.operators.settings import SettingsRoutes, refuse_settings
+from server.operators.site import Site
+from server.operators.status import Load, StatusRoutes
 from server.proxy.administration import FleetAdministration
 from server.proxy.affinity import PrefixAffinity
 from server.proxy.observation import Observation
 from server.proxy.proxy import Proxy, new_session
-from server.run.app import STORED, own_version
-from server.run.openapi import openapi_handler
+from server.run.app import own_version
+from server.run.core import all_parts
+from server.run.extension import declared, error_formats
+from server.run.openapi import OpenApiRoute
 from server.run.serve import listen_for_signals
 
 log = logging.getLogger(__name__)
-
-POSTED = (
-    "/tokenize", "/v1/tokenize", "/detokenize", "/v1/detokenize", COUNT, "/start_profile", "/stop_profile", RECORDING,
-)  # fmt: skip
-LOOKED_AT = (
-    "/stats", "/tokenizer_info", "/server_info", "/get_server_info", "/model_info", "/get_model_info",
-    "/health_generate",
-)  # fmt: skip
 
 
 def serve_several(config: SeveralModels) -> None:
@@ -115,7 +108,7 @@ async def fronting(config: SeveralModels, listener: socket.socket) -> AsyncItera
 def _application(
     server: ServerSection, routes: ModelsRoutes, models: Models, session: aiohttp.ClientSession
 ) -> web.Application:
-    keys, site, version = Keys(server), Site(), own_version()
+    keys, version = Keys(server), own_version()
     observation = Observation(models, session, lambda: counts(models))
     administration = FleetAdministration(server, models, session)
 
@@ -130,35 +123,40 @@ def _application(
             return await observation.stats(request)
         return json_reply(Load(models.num_open, 0, models.num_open))
 
+    own: tuple[tuple[Callable[..., Any], Handler], ...] = (
+        (StatusRoutes.health, routes.health),
+        (StatusRoutes.ready, routes.ready),
+        (StatusRoutes.version, tell_version),
+        (StatusRoutes.load, load),
+        (ModelRoutes.all, routes.list),
+        (ModelRoutes.one, routes.one),
+        (MetricsRoute.get, observation.metrics),
+        (AdministrationRoutes.abort, administration.abort),
+        (AdministrationRoutes.reset, administration.reset),
+        (ExplainRoute.get, administration.explain),
+        (SettingsRoutes.is_sleeping, refuse_settings),
+    )
+    table, parts = Routes(), all_parts()
+    for operation in declared(parts):
+        table.handle(operation, _handler_of(operation, routes))
+    for declared_handler, handler in own:
+        table.replace(declared_handler, handler)
+    table.add(Site())
+    table.add(OpenApiRoute(version, declared(parts)))
     app = web.Application(
         middlewares=[
-            note_route(ERROR_FORMATS),
-            *([require_key(keys, OPEN_ROUTES | SITE_ROUTES)] if server.needs_key else []),
+            note_route(table, error_formats(parts)),
+            *([require_key(keys)] if server.needs_key else []),
         ]
     )
-    app.add_routes(
-        [
-            web.get("/", site.index),
-            web.get(FILES, site.file),
-            web.get("/health", routes.health),
-            *(web.route(method, "/ping", routes.health) for method in ("GET", "POST")),
-            web.get("/ready", routes.ready),
-            web.get("/version", tell_version),
-            web.get("/openapi.json", openapi_handler(version)),
-            web.get("/v1/models", routes.list),
-            web.get("/v1/models/{id:.+}", routes.one),
-            web.get("/metrics", observation.metrics),
-            web.get("/load", load),
-            *administration_routes(administration.abort, administration.reset),
-            web.get(EXPLAIN, administration.explain),
-            *(web.post(path, routes.generate) for path in GENERATING),
-            *(web.post(path, routes.post) for path in POSTED),
-            *(web.get(path, routes.look) for path in LOOKED_AT),
-            web.route("*", STORED, refuse_stored),
-            *known_routes(refuse_storage),
-            web.get(STREAM, no_streams),
-            *(web.post(path, refuse_settings) for path in PATHS),
-            web.get(IS_SLEEPING, refuse_settings),
-        ]
-    )
+    app.add_routes(table.definitions())
     return app
+
+
+def _handler_of(operation: Operation, routes: ModelsRoutes) -> Handler:
+    """Returns what answers an operation that the front has no answer of its own to."""
+    if operation.off is not None:
+        return operation.off
+    if operation.generates:
+        return routes.generate
+    return routes.look if operation.methods[0] == "GET" else routes.post

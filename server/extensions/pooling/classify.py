@@ -11,6 +11,7 @@ import msgspec
 from engine.checkpoints.pooling import Task
 from server.extensions.pooling.requests import InputFields, PooledEndpoint, PooledUsage, numbers
 from server.generate.generation import Generation
+from server.http.operation import Operation
 
 
 class ClassifyBody(InputFields, frozen=True, kw_only=True):
@@ -40,6 +41,16 @@ class ClassificationList(msgspec.Struct, frozen=True, kw_only=True):
 class Classify(PooledEndpoint[ClassifyBody]):
     """POST /classify."""
 
+    operation = Operation(
+        "POST",
+        "/classify",
+        "client",
+        "Texts as probabilities of labels.",
+        also=("/v1/classify",),
+        answer=ClassificationList,
+        body=ClassifyBody,
+        generates=True,
+    )
     body_type = ClassifyBody
     task: ClassVar[Task] = "classify"
     id_prefix = "classify-"

@@ -12,6 +12,7 @@ from engine.checkpoints.pooling import Task
 from engine.pooling import PooledRequests
 from server.extensions.pooling.requests import Dimensions, InputFields, PooledEndpoint, PooledUsage, numbers
 from server.generate.generation import Generation
+from server.http.operation import Operation
 from server.openai.requests import Short
 
 
@@ -45,6 +46,17 @@ class EmbeddingList(msgspec.Struct, frozen=True, kw_only=True):
 class Embeddings(PooledEndpoint[EmbeddingBody]):
     """POST /v1/embeddings."""
 
+    operation = Operation(
+        "POST",
+        "/v1/embeddings",
+        "client",
+        "Texts as vectors.",
+        answer=EmbeddingList,
+        body=EmbeddingBody,
+        generates=True,
+        in_batches=True,
+        span="embeddings",
+    )
     body_type = EmbeddingBody
     task: ClassVar[Task] = "embed"
 

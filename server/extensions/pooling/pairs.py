@@ -14,6 +14,7 @@ from engine.pooling import PooledRequests
 from engine.types.errors import FieldError
 from server.extensions.pooling.requests import PooledEndpoint, PooledFields, PooledUsage
 from server.generate.generation import Generation
+from server.http.operation import Operation
 
 # What vLLM calls the two sides; the first two names are those of errors.
 NAMES = (("text_1", "text_2"), ("queries", "documents"), ("queries", "items"), ("data_1", "data_2"))
@@ -88,6 +89,16 @@ class Ranking(msgspec.Struct, frozen=True, kw_only=True):
 class ScorePairs(PooledEndpoint[ScoreBody]):
     """POST /v1/score."""
 
+    operation = Operation(
+        "POST",
+        "/v1/score",
+        "client",
+        "How well texts fit another.",
+        also=("/score",),
+        answer=ScoreList,
+        body=ScoreBody,
+        generates=True,
+    )
     body_type = ScoreBody
     task: ClassVar[Task] = "score"
     id_prefix = "score-"
@@ -110,6 +121,16 @@ class ScorePairs(PooledEndpoint[ScoreBody]):
 class Rerank(PooledEndpoint[RerankBody]):
     """POST /v1/rerank."""
 
+    operation = Operation(
+        "POST",
+        "/v1/rerank",
+        "client",
+        "Documents in the order in which they fit a query.",
+        also=("/rerank", "/v2/rerank"),
+        answer=Ranking,
+        body=RerankBody,
+        generates=True,
+    )
     body_type = RerankBody
     task: ClassVar[Task] = "score"
     id_prefix = "rerank-"

@@ -13,6 +13,7 @@ from engine.types.errors import FieldError
 from server.extensions.pooling.embeddings import EmbeddingBody, encoded
 from server.extensions.pooling.requests import PooledEndpoint, PooledUsage
 from server.generate.generation import Generation
+from server.http.operation import Operation
 
 
 class PoolingBody(EmbeddingBody, frozen=True, kw_only=True):
@@ -43,6 +44,15 @@ class PoolingList(msgspec.Struct, frozen=True, kw_only=True):
 class RawPooling(PooledEndpoint[PoolingBody]):
     """POST /pooling."""
 
+    operation = Operation(
+        "POST",
+        "/pooling",
+        "client",
+        "Whatever a model gives that is no text.",
+        answer=PoolingList,
+        body=PoolingBody,
+        generates=True,
+    )
     body_type = PoolingBody
     task: ClassVar[Task] = "pool"
     id_prefix = "pool-"

@@ -126,8 +126,8 @@ class PooledEndpoint(Endpoint[F]):
 
     id_prefix: ClassVar[str] = ""
 
-    def __init__(self, translator: PooledTranslator) -> None:
-        self.translator = translator
+    def __init__(self, translator: Translator) -> None:
+        self.translator = PooledTranslator(translator)
 
     def rename(self, field: str, body: F) -> str:
         return "input" if field == "prompt" else field

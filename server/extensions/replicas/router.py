@@ -16,30 +16,29 @@ from aiohttp import web
 from engine.config import Config
 from engine.types.errors import RequestError
 from server.clients import Rates, require_key
-from server.extensions.anthropic.objects import ERROR_FORMATS
 from server.extensions.replicas.gauges import routed
 from server.extensions.replicas.replicas import Fleet, Replicas
 from server.http.connection import HttpRunner
 from server.http.exchange import Traffic, note_route, refuse_foreign_page
+from server.http.operation import operation
 from server.http.replies import json_reply
+from server.http.routes import Routes
 from server.keys import Keys
-from server.operators.adapters import LOAD, UNLOAD
-from server.operators.administration import administration_routes
-from server.operators.explain import EXPLAIN
-from server.operators.settings import PATHS, refuse_settings
+from server.operators.adapters import AdapterRoutes
+from server.operators.administration import AdministrationRoutes
+from server.operators.explain import ExplainRoute
+from server.operators.metrics import MetricsRoute
+from server.operators.stats import StatsRoute
+from server.operators.status import StatusRoutes
 from server.proxy.administration import FleetAdministration
 from server.proxy.affinity import PrefixAffinity
 from server.proxy.observation import Observation
 from server.proxy.proxy import Proxy, new_session
 from server.proxy.replica import Replica, State, unavailable
+from server.run.core import all_parts
+from server.run.extension import declared, error_formats
 
 log = logging.getLogger(__name__)
-
-# What costs tokens.
-GENERATING = (
-    "/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/generate", "/v1/embeddings",
-    "/classify", "/v1/classify", "/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank", "/pooling",
-)  # fmt: skip
 
 
 class ReplicaBody(msgspec.Struct, frozen=True):
@@ -68,6 +67,7 @@ class RouterRoutes:
         self._replicas = replicas
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
+    @operation("GET", "/replicas", "operator")
     async def all(self, request: web.Request) -> web.Response:
         """GET /replicas."""
         replicas = self._replicas
@@ -77,6 +77,7 @@ class RouterRoutes:
         ]
         return json_reply(ReplicasBody(rows, replicas.num_requests, replicas.num_with_prefix))
 
+    @operation("POST", "/replicas/{name}/drain", "operator")
     async def drain(self, request: web.Request) -> web.Response:
         """POST /replicas/{name}/drain: 202, and the replica ends when its requests have."""
         refuse_foreign_page(request)
@@ -87,6 +88,7 @@ class RouterRoutes:
             state = replica.state
         return self._accepted(replica, state)
 
+    @operation("POST", "/replicas/{name}/undrain", "operator")
     async def undrain(self, request: web.Request) -> web.Response:
         """POST /replicas/{name}/undrain: 202, and the replica takes requests again, or is started again."""
         refuse_foreign_page(request)
@@ -98,6 +100,7 @@ class RouterRoutes:
         await self._replicas.undrain(replica)
         return self._accepted(replica, replica.state)
 
+    @operation("POST", "/replicas/restart", "operator", also=("/replicas/{name}/restart",))
     async def restart(self, request: web.Request) -> web.Response:
         """POST /replicas/restart and /replicas/{name}/restart: 202; all of them one after another, or one."""
         refuse_foreign_page(request)
@@ -185,29 +188,33 @@ async def routing(config: Config, fleet: Fleet, listener: socket.socket) -> Asyn
         observation = Observation(replicas, session, lambda: routed(replicas))
         routes, proxy = RouterRoutes(replicas), Proxy(server, replicas, session, affinity, Rates(config.limits))
         administration = FleetAdministration(server, replicas, session)
-        keys = Keys(server)
+        keys, table, parts = Keys(server), Routes(), all_parts()
+        for one in declared(parts):
+            if one.generates:
+                table.handle(one, proxy.generate)
+            elif one.off is not None:
+                table.handle(one, one.off)
+        for declared_handler, handler in (
+            (StatusRoutes.health, routes.health),
+            (StatusRoutes.ready, routes.ready),
+            (StatusRoutes.load, observation.stats),
+            (StatsRoute.get, observation.stats),
+            (MetricsRoute.get, observation.metrics),
+            (AdministrationRoutes.abort, administration.abort),
+            (AdministrationRoutes.reset, administration.reset),
+            (ExplainRoute.get, administration.explain),
+            (AdapterRoutes.load, refuse_adapters),
+            (AdapterRoutes.unload, refuse_adapters),
+        ):
+            table.replace(declared_handler, handler)
+        table.add(routes)
         app = web.Application(
-            middlewares=[note_route(ERROR_FORMATS), *([require_key(keys)] if server.needs_key else [])]
-        )
-        app.add_routes(
-            [
-                web.get("/health", routes.health),
-                web.get("/ready", routes.ready),
-                web.get("/replicas", routes.all),
-                web.post("/replicas/restart", routes.restart),
-                web.post("/replicas/{name}/drain", routes.drain),
-                web.post("/replicas/{name}/undrain", routes.undrain),
-                web.post("/replicas/{name}/restart", routes.restart),
-                web.get("/metrics", observation.metrics),
-                *(web.get(path, observation.stats) for path in ("/stats", "/load")),
-                *administration_routes(administration.abort, administration.reset),
-                web.get(EXPLAIN, administration.explain),
-                *(web.post(path, refuse_adapters) for path in (LOAD, UNLOAD)),
-                *(web.post(path, refuse_settings) for path in PATHS),
-                *(web.post(path, proxy.generate) for path in GENERATING),
-                web.route("*", "/{path:.*}", proxy.handle),
+            middlewares=[
+                note_route(table, error_formats(parts)),
+                *([require_key(keys)] if server.needs_key else []),
             ]
         )
+        app.add_routes([*table.definitions(), web.route("*", "/{path:.*}", proxy.handle)])
         runner = HttpRunner(app, server, Traffic())
         stack.push_async_callback(runner.cleanup)
         await runner.listen(listener)

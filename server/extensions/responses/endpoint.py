@@ -5,11 +5,9 @@ Owns: what may be asked, and what is said of the answer.  Does not know: the ord
 
 import json
 from collections.abc import Awaitable, Callable, Sequence
-from http import HTTPStatus
 from typing import Any
 
 import msgspec
-from aiohttp import web
 from msgspec import UnsetType
 
 from engine.messages import Delta, Finish
@@ -18,6 +16,7 @@ from engine.types.prompt import ChatOptions
 from server.extensions.responses.item_writer import ItemWriter
 from server.extensions.responses.items import read_input
 from server.extensions.responses.objects import (
+    Event,
     IncompleteDetails,
     InputTokensDetails,
     OutputTokensDetails,
@@ -28,11 +27,11 @@ from server.extensions.responses.objects import (
 )
 from server.extensions.responses.requests import ResponsesBody, TextFormat
 from server.extensions.responses.tools import KINDS, callees, read_response_tools
-from server.extensions.storage.store import QUOTA_EXCEEDED
 from server.generate.endpoint import Endpoint, Writer
 from server.generate.generation import Generation
 from server.generate.output import Output, UsageBody, UsageCounter
 from server.http.body import is_given
+from server.http.operation import Operation
 from server.openai.conversation import read_variables
 from server.openai.requests import JsonSchemaFormat, ResponseFormat
 from server.openai.translator import Translator
@@ -44,8 +43,20 @@ UNDER_WAY: tuple[Status | None, ...] = ("queued", "in_progress")
 class Responses(Endpoint[ResponsesBody]):
     """POST /v1/responses."""
 
+    operation = Operation(
+        "POST",
+        "/v1/responses",
+        "client",
+        "Answer a conversation, as items.",
+        answer=ResponseObject,
+        body=ResponsesBody,
+        event=Event,
+        names_events=True,
+        generates=True,
+        in_batches=True,
+        span="chat",
+    )
     body_type = ResponsesBody
-    names_events = True
     repeats_logprobs = True
 
     def __init__(self, translator: Translator) -> None:
@@ -85,16 +96,6 @@ class Responses(Endpoint[ResponsesBody]):
         return ResponsesWriter(body, generation, usage, body.model)
 
 
-async def refuse_stored(request: web.Request) -> web.StreamResponse:
-    """Answer whatever is asked about a response that was given before.  Raises RequestError: 404."""
-    raise RequestError(
-        "responses are not stored by this server; a running one ends when its connection is closed, and the operator "
-        "has them stored with storage.folder, for one model",
-        status=404,
-        code="response_not_found",
-    )
-
-
 class ResponsesWriter(Writer):
     """Writes a response object, or the events of its making."""
 
@@ -109,9 +110,7 @@ class ResponsesWriter(Writer):
         self._finish = Finish.RUNNING
         self._started = False
         self._keeping: Awaitable[None] | None = None
-        self._whole: ResponseObject | None = None
         self.keep: Callable[[ResponseObject], Awaitable[None]] | None = None  # set where the answer is stored
-        self.unstored: RequestError | None = None  # why it is not, though it was to be
 
     def whole(self, outputs: Sequence[Output]) -> ResponseObject:
         (output,) = outputs
@@ -140,23 +139,16 @@ class ResponsesWriter(Writer):
         return self._items.event("failed", response=self._object("failed", error))
 
     async def kept(self) -> None:
-        """Wait until the answer is stored.  One that is stored by default alone is sent also if that fails."""
-        if self._keeping is None or self._whole is None:
-            return
-        try:
+        """Wait until the answer is stored, if it is to be.  Raises RequestError if it cannot be."""
+        if self._keeping is not None:
             await self._keeping
-        except RequestError as error:
-            is_for_room = error.status >= HTTPStatus.INTERNAL_SERVER_ERROR or error.code == QUOTA_EXCEEDED
-            if self._body.store or self._body.background or not is_for_room:
-                raise
-            self.unstored, self._whole.store = error, False
 
     def queued(self) -> ResponseObject:
         """Returns the response as it is before its work begins."""
         return self._object("queued")
 
     def _ended(self) -> ResponseObject:
-        whole = self._whole = self._object()
+        whole = self._object()
         if self.keep is not None:
             self._keeping = self.keep(whole)
         return whole

@@ -10,6 +10,8 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager, suppress
 from typing import Any, TypeVar
 
+from aiohttp import web
+
 from server.backend import Backend
 from server.clients import ClientRequest, Clients
 
@@ -138,3 +140,6 @@ class Pace:
                 for task in list(self._running)[::-1][: max(excess, int(waits))]:
                     task.cancel()
             await asyncio.sleep(LOOK_EVERY_S)
+
+
+PACE: web.AppKey[Pace] = web.AppKey("pace", Pace)

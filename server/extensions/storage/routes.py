@@ -10,18 +10,28 @@ from aiohttp import web
 from engine.settings.sections import ServerSection
 from engine.types.errors import FieldError, RequestError
 from server.extensions.storage.files import Deleted, FileObject, Files
-from server.extensions.storage.pages import Asked
+from server.extensions.storage.pages import Asked, ListPage
 from server.extensions.storage.store import PART, Store
 from server.extensions.storage.uploads import received, too_large
-from server.http.exchange import EXCHANGE, Handler, refuse_foreign_page
+from server.http.exchange import EXCHANGE, refuse_foreign_page
+from server.http.operation import operation
 from server.http.replies import json_reply
 
 FILES = "/v1/files"
-BATCHES = "/v1/batches"
-STORED_PATHS = (FILES, FILES + "/{path:.+}", BATCHES, BATCHES + "/{path:.+}")
+ONE = FILES + "/{id}"
 PURPOSES = ("batch",)
 MAX_LISTED = 10_000
 LEAST_EXPIRY_S, MOST_EXPIRY_S = 3600, 2_592_000
+UPLOAD = {
+    "type": "object",
+    "properties": {
+        "file": {"type": "string", "format": "binary"},
+        "purpose": {"const": "batch"},
+        "expires_after[anchor]": {"const": "created_at"},
+        "expires_after[seconds]": {"type": "integer"},
+    },
+    "required": ["file", "purpose"],
+}
 FORM_BYTES = 64 << 10  # that a multipart body may have beside its file
 
 
@@ -48,18 +58,7 @@ class FileRoutes:
         self._files = Files(store)
         self._server = server
 
-    @property
-    def routes(self) -> list[web.RouteDef]:
-        """The routes, for an application."""
-        one = FILES + "/{id}"
-        return [
-            web.post(FILES, self.create),
-            web.get(FILES, self.all),
-            web.get(one, self.get),
-            web.delete(one, self.delete),
-            web.get(one + "/content", self.content),
-        ]
-
+    @operation("POST", FILES, "client", "Store a file.", answer=FileObject, form=UPLOAD, off=refuse_storage)
     async def create(self, request: web.Request) -> web.Response:
         """Store a file.  Raises RequestError: 400, 403, 408, 413, 415 or 507."""
         refuse_foreign_page(request)  # a form of another site's page could be sent without asking first
@@ -89,30 +88,29 @@ class FileRoutes:
             await self._files.add(owner, file, part)
         return json_reply(file)
 
+    @operation("GET", FILES, "client", "The client's files.", answer=ListPage, off=refuse_storage)
     async def all(self, request: web.Request) -> web.Response:
         """Tell of the client's files.  Raises RequestError: 400."""
         asked = Asked.by(request.query, default=MAX_LISTED, most=MAX_LISTED)
         return json_reply(await self._files.listed(owner_of(request), asked, request.query.get("purpose")))
 
+    @operation("GET", ONE, "client", "What is known of a file.", answer=FileObject, off=refuse_storage)
     async def get(self, request: web.Request) -> web.Response:
         """Tell of one.  Raises RequestError: 404."""
         return json_reply(await self._files.get(owner_of(request), request.match_info["id"]))
 
+    @operation("GET", ONE + "/content", "client", "What is in a file.", answer=bytes, off=refuse_storage)
     async def content(self, request: web.Request) -> web.StreamResponse:
         """Give what is in one.  Raises RequestError: 404."""
         file = await self._files.get(owner_of(request), request.match_info["id"])
         return web.FileResponse(self._store.content(file.id), headers={"Content-Type": "application/octet-stream"})
 
+    @operation("DELETE", ONE, "client", "Let go of a file.", answer=Deleted, off=refuse_storage)
     async def delete(self, request: web.Request) -> web.Response:
         """Let go of one.  Raises RequestError: 404, 409."""
         file_id = request.match_info["id"]
         await self._files.delete(owner_of(request), file_id)
         return json_reply(Deleted(file_id, "file"))
-
-
-def known_routes(handler: Handler) -> list[web.RouteDef]:
-    """Routes that give one answer to whatever is asked of files and batches."""
-    return [web.route("*", path, handler) for path in STORED_PATHS]
 
 
 def _expiry(fields: dict[str, str]) -> int | None:

@@ -24,6 +24,8 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import IO, Final, TypeVar
 
+from aiohttp import web
+
 from engine.host.disk import make_folder
 from engine.settings.sections import StorageSection
 from engine.types.errors import ConfigError, RequestError
@@ -284,6 +286,9 @@ class Store:
         for path in (self._folder / "contents").iterdir():
             if path.name not in known and CONTENT.fullmatch(path.name):
                 path.unlink()
+
+
+STORE: web.AppKey[Store] = web.AppKey("store", Store)  # set where storage.folder is
 
 
 def check_storage(section: StorageSection) -> None:

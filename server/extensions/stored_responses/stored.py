@@ -10,35 +10,50 @@ import logging
 import secrets
 import uuid
 from functools import partial
+from http import HTTPStatus
+from typing import Any
 
 from aiohttp import web
 from msgspec import structs
 
 from engine.settings.sections import ServerSection
-from engine.types.errors import CallboardError, FieldError
+from engine.types.errors import CallboardError, FieldError, RequestError
 from engine.types.params import MAX_SEED
 from server.clients import CLIENT, ClientRequest, Clients
 from server.extensions.responses.endpoint import ResponsesWriter
+from server.extensions.responses.objects import ResponseObject
 from server.extensions.responses.requests import InputItem, ResponsesBody
-from server.extensions.responses.table import ResponseTable, input_items
 from server.extensions.storage.files import Deleted
 from server.extensions.storage.pace import Pace
-from server.extensions.storage.pages import Asked
+from server.extensions.storage.pages import Asked, ListPage
 from server.extensions.storage.routes import owner_of
+from server.extensions.storage.store import QUOTA_EXCEEDED
 from server.extensions.storage.unattended import ACCOUNT, unhurried, until_taken
+from server.extensions.stored_responses.table import ResponseTable, input_items
 from server.generate.generation import Generation, Origin
 from server.generate.route import GenerateRoute, GenerateTask
 from server.http.body import BodyReader
 from server.http.exchange import EXCHANGE, Exchange, refuse_foreign_page
+from server.http.operation import operation
 from server.http.replies import as_request_error, json_reply
 from server.keys import Keys
 
 log = logging.getLogger(__name__)
 
-RESPONSES = "/v1/responses"
+ONE = "/v1/responses/{id}"
 PREFIX = "resp_"
 LISTED, MAX_LISTED = 20, 100
 NOT_STORED = '199 callboard "the response is not stored: the disk or your part of it is full, or the disk fails"'
+
+
+async def refuse_stored(request: web.Request) -> web.StreamResponse:
+    """Answer whatever is asked about a response that was given before.  Raises RequestError: 404."""
+    raise RequestError(
+        "responses are not stored by this server; a running one ends when its connection is closed, and the operator "
+        "has them stored with storage.folder, for one model",
+        status=404,
+        code="response_not_found",
+    )
 
 
 class StoredResponses:
@@ -60,18 +75,6 @@ class StoredResponses:
         self._reader = BodyReader(ResponsesBody, lambda body: body, server)
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._pace = pace
-
-    @property
-    def routes(self) -> list[web.RouteDef]:
-        """The routes, for an application."""
-        one = RESPONSES + "/{id}"
-        return [
-            web.post(RESPONSES, self.post),
-            web.get(one, self.get),
-            web.delete(one, self.delete),
-            web.post(one + "/cancel", self.cancel),
-            web.get(one + "/input_items", self.input),
-        ]
 
     async def start(self) -> None:
         """Go on with what an earlier process has left."""
@@ -110,10 +113,11 @@ class StoredResponses:
         writer = _writer(task)
         items = input_items(_items(body), task.generation.origin.key.hex)
         if not body.background:
-            writer.keep = partial(self._table.add, owner, items=items)
+            storing = _Storing(self._table, owner, items, is_wanted=bool(body.store))
+            writer.keep = storing.keep
             answer = await self._route.reply(request, task)
-            if writer.unstored is not None:
-                log.warning("request=%s: its response is not stored: %s", request[EXCHANGE].id, writer.unstored)
+            if storing.failure is not None:
+                log.warning("request=%s: its response is not stored: %s", request[EXCHANGE].id, storing.failure)
                 if not answer.prepared:  # the headers of a stream are out
                     answer.headers["Warning"] = NOT_STORED
             return answer
@@ -123,12 +127,14 @@ class StoredResponses:
         self._begin(response.id, owner)
         return json_reply(response)
 
+    @operation("GET", ONE, "client", "A stored response.", answer=ResponseObject, off=refuse_stored)
     async def get(self, request: web.Request) -> web.Response:
         """Give a response as it is now.  Raises RequestError: 400, 404."""
         if request.query.get("stream", "false") not in ("false", "0"):
             raise FieldError("stream", "events are not stored; ask without it", code="unsupported_parameter")
         return json_reply(await self._table.get(owner_of(request), request.match_info["id"]))
 
+    @operation("DELETE", ONE, "client", "Let go of a stored response.", answer=Deleted, off=refuse_stored)
     async def delete(self, request: web.Request) -> web.Response:
         """Let go of a response, and make it no more.  Raises RequestError: 404."""
         response_id = request.match_info["id"]
@@ -136,6 +142,9 @@ class StoredResponses:
         self._end(response_id)
         return json_reply(Deleted(response_id, "response"))
 
+    @operation(
+        "POST", ONE + "/cancel", "client", "End a response in the background.", answer=ResponseObject, off=refuse_stored
+    )
     async def cancel(self, request: web.Request) -> web.Response:
         """Make a response of the background no more.  Raises RequestError: 400, 403, 404."""
         refuse_foreign_page(request)
@@ -144,6 +153,9 @@ class StoredResponses:
         self._end(response_id)
         return json_reply(response)
 
+    @operation(
+        "GET", ONE + "/input_items", "client", "What a response was the answer to.", answer=ListPage, off=refuse_stored
+    )
     async def input(self, request: web.Request) -> web.Response:
         """List what a response was the answer to, the last first.  Raises RequestError: 400, 404."""
         asked = Asked.by(request.query, default=LISTED, most=MAX_LISTED)
@@ -201,6 +213,29 @@ class StoredResponses:
         task = await self._task(owner, await self._reader.understand(work.request), origin)
         _writer(task).keep = self._table.finish
         await self._route.whole(client, task._replace(generation=unhurried(origin, task.generation)))
+
+
+class _Storing:
+    """The storing of one response.  is_wanted: it was asked for, and is not the default alone.
+
+    failure: why the response is not stored; it is sent all the same."""
+
+    def __init__(self, table: ResponseTable, owner: str, items: list[dict[str, Any]], *, is_wanted: bool) -> None:
+        self.failure: RequestError | None = None
+        self._table = table
+        self._owner = owner
+        self._items = items
+        self._is_wanted = is_wanted
+
+    async def keep(self, response: ResponseObject) -> None:
+        """Store it.  Raises RequestError, unless what is stored by default alone finds no room or a broken disk."""
+        try:
+            await self._table.add(self._owner, response, items=self._items)
+        except RequestError as error:
+            is_for_room = error.status >= HTTPStatus.INTERNAL_SERVER_ERROR or error.code == QUOTA_EXCEEDED
+            if self._is_wanted or not is_for_room:
+                raise
+            self.failure, response.store = error, False
 
 
 def _writer(task: GenerateTask[ResponsesBody]) -> ResponsesWriter:

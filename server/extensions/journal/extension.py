@@ -1,0 +1,33 @@
+"""The journal of streams as a part of the server."""
+
+from engine.config import Config
+from engine.types.errors import ConfigError
+from server.extensions.journal.streams import Streams, open_streams
+from server.run.extension import Extension, ServerParts
+
+
+class JournalExtension(Extension):
+    """Streams that can be rejoined, where storage.journal_streams is set."""
+
+    handlers = (Streams,)
+
+    def check(self, config: Config, engines: str = "") -> None:
+        if engines and config.storage.journal_streams:
+            raise ConfigError(
+                f"storage.journal_streams: {engines} have no journal; it is for a server of one model alone"
+            )
+
+    def join(self, parts: ServerParts) -> None:
+        keys, translator = parts.keys if parts.server.needs_key else None, parts.translator
+        streams = open_streams(parts.storage, parts.clients, keys, lambda: translator.card.fingerprint)
+        if streams is None:
+            return
+        streams.routes |= parts.served
+        for route in parts.served.values():
+            route.keeper = streams
+        parts.routes.add(streams)
+        parts.gauges.append(streams.gauges)
+        parts.app.cleanup_ctx.append(streams.live)
+
+
+EXTENSION = JournalExtension()

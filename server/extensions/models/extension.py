@@ -1,0 +1,20 @@
+"""Several models as a part of the command: ``callboard serve`` with a configuration that has [[models]]."""
+
+import argparse
+
+from engine.config import Config, SeveralModels
+from server.run.extension import Extension, Serving
+
+
+class ModelsExtension(Extension):
+    """A front that loads and unloads models."""
+
+    def serving(self, parsed: argparse.Namespace, config: Config | SeveralModels) -> Serving | None:
+        if not isinstance(config, SeveralModels):
+            return None
+        from server.extensions.models.front import serve_several
+
+        return Serving(lambda: serve_several(config), "several models", tuple(one.config for one in config.models))
+
+
+EXTENSION = ModelsExtension()

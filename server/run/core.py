@@ -1,0 +1,68 @@
+"""The part of the server that is always there: the OpenAI API and what operators need.
+
+Owns: which handlers it has.  Does not know: what they do, how they are routed.
+"""
+
+from server.openai.chat import Chat
+from server.openai.completions import Completions
+from server.openai.models import ModelRoutes
+from server.openai.tokenization import TokenizationRoutes
+from server.operators.adapters import AdapterRoutes
+from server.operators.administration import AdministrationRoutes
+from server.operators.explain import ExplainRoute
+from server.operators.metrics import MetricsRoute
+from server.operators.profiling import ProfileRoutes
+from server.operators.recording import RecordingRoute
+from server.operators.settings import SettingsRoutes
+from server.operators.site import Site
+from server.operators.stats import StatsRoute
+from server.operators.status import ProbeRoute, StatusRoutes
+from server.run.extension import Extension, ServerParts, find_extensions
+from server.run.openapi import OpenApiRoute
+
+
+class Core(Extension):
+    """The core, which brings what an extension may bring."""
+
+    endpoints = (Chat, Completions)
+    handlers = (
+        ModelRoutes,
+        TokenizationRoutes,
+        AdministrationRoutes,
+        SettingsRoutes,
+        AdapterRoutes,
+        ProfileRoutes,
+        ExplainRoute,
+        RecordingRoute,
+        StatusRoutes,
+        ProbeRoute,
+        StatsRoute,
+        MetricsRoute,
+        Site,
+        OpenApiRoute,
+    )
+
+    def join(self, parts: ServerParts) -> None:
+        server, backend, clients, version = parts.server, parts.backend, parts.clients, parts.version
+        for handlers in (
+            ModelRoutes(parts.translator),
+            TokenizationRoutes(backend.codec, parts.translator, server),
+            AdministrationRoutes(clients, server),
+            SettingsRoutes(backend, server),
+            AdapterRoutes(parts.adapters, server),
+            ProfileRoutes(backend.monitor, server),
+            ExplainRoute(backend, clients),
+            RecordingRoute(backend.operations, backend.card.recordings),
+            StatusRoutes(backend, clients, version),
+            ProbeRoute(backend.card.pooling),
+            StatsRoute(backend, clients, version=version, shows_text=not server.needs_key),
+            MetricsRoute(backend, parts.traffic, version=version, adapters=parts.adapters.served, more=parts.gauges),
+            Site(),
+            OpenApiRoute(version, parts.operations),
+        ):
+            parts.routes.add(handlers)
+
+
+def all_parts() -> tuple[Extension, ...]:
+    """Returns the core and the extensions that are there."""
+    return Core(), *find_extensions()

@@ -1,0 +1,126 @@
+"""The seam for optional parts of the server: a folder of server/extensions that is found by looking for it.
+
+Owns: what a part may bring, what it is given, in which order parts join.  Does not know: any part.
+A folder has a module ``extension`` with one object, EXTENSION.  Its package may name in NEEDS the folders that it
+imports; it is left out where one of them is not there.
+"""
+
+import argparse
+import pkgutil
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from graphlib import TopologicalSorter
+from importlib import import_module
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, ClassVar, NamedTuple
+
+from aiohttp import web
+
+from engine.config import Config, SeveralModels
+from engine.settings.sections import LimitsSection, ServerSection, StorageSection
+from server.adapters import Adapters
+from server.backend import Backend
+from server.clients import Clients
+from server.generate.endpoint import Endpoint
+from server.generate.route import GenerateRoute
+from server.http.exchange import ErrorFormats, Traffic
+from server.http.operation import Operation, declared_by
+from server.http.routes import Routes
+from server.keys import Keys
+from server.openai.translator import Translator
+from server.operators.metrics import More
+
+PACKAGE = "server.extensions"
+FOLDER = Path(__file__).parents[1] / "extensions"
+
+
+class Serving(NamedTuple):
+    """Another way to serve than one engine in this process.  run: serves until stopped.
+
+    engines: what there are several of.  configs: of each kind of engine."""
+
+    run: Callable[[], None]
+    engines: str
+    configs: tuple[Config, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerParts:
+    """One server while it is put together.  operations: all that are declared.
+
+    served: path -> what answers it, of those that generate.  gauges: give samples for /metrics."""
+
+    server: ServerSection
+    limits: LimitsSection
+    storage: StorageSection
+    version: str
+    backend: Backend
+    clients: Clients
+    keys: Keys
+    translator: Translator
+    adapters: Adapters
+    traffic: Traffic
+    app: web.Application
+    routes: Routes
+    operations: tuple[Operation, ...]
+    served: Mapping[str, GenerateRoute[Any]]
+    gauges: list[More] = field(default_factory=list)
+
+
+class Extension:
+    """A part of the server.  What a subclass leaves as it is here, the part does not bring.
+
+    endpoints: its endpoints that generate, each built with the translator.
+    handlers: classes whose methods declare the rest of its operations.
+    error_formats: see ``note_route``."""
+
+    endpoints: ClassVar[tuple[type[Endpoint[Any]], ...]] = ()
+    handlers: ClassVar[tuple[type, ...]] = ()
+    error_formats: ClassVar[ErrorFormats] = MappingProxyType({})
+
+    def operations(self) -> Iterator[Operation]:
+        """Give all operations that the part declares, served or not."""
+        yield from (endpoint.operation for endpoint in self.endpoints)
+        yield from (one for kind in self.handlers for _, one in declared_by(kind))
+
+    def check(self, config: Config, engines: str = "") -> None:
+        """Raise ConfigError for a configuration that the part cannot be served with.
+
+        engines: what there are several of; '' for one engine."""
+
+    def join(self, parts: ServerParts) -> None:
+        """Become part of a server: add handlers, and what lives while it does.  Raises ConfigError."""
+
+    def add_commands(self, commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+        """Add the part's subcommands to ``callboard``."""
+
+    def add_serve_arguments(self, serve: argparse.ArgumentParser) -> None:
+        """Add the part's arguments to ``callboard serve``."""
+
+    def serving(self, parsed: argparse.Namespace, config: Config | SeveralModels) -> Serving | None:
+        """Returns how to serve, where the arguments or the configuration ask for this part.  Raises ConfigError."""
+        return None
+
+
+@cache
+def find_extensions() -> tuple[Extension, ...]:
+    """Returns the parts in server/extensions, each behind those that it needs."""
+    names = [one.name for one in pkgutil.iter_modules([str(FOLDER)]) if one.ispkg]
+    needs: dict[str, Iterable[str]] = {name: getattr(import_module(f"{PACKAGE}.{name}"), "NEEDS", ()) for name in names}
+    found: dict[str, Extension] = {}
+    for name in TopologicalSorter(needs).static_order():
+        if name in needs and all(one in found for one in needs[name]):
+            found[name] = import_module(f"{PACKAGE}.{name}.extension").EXTENSION
+    return tuple(found.values())
+
+
+def declared(parts: Iterable[Extension]) -> tuple[Operation, ...]:
+    """Returns the operations of parts."""
+    return tuple(operation for part in parts for operation in part.operations())
+
+
+def error_formats(parts: Iterable[Extension]) -> ErrorFormats:
+    """Returns the error formats of parts: beginning of paths -> format."""
+    return {beginning: form for part in parts for beginning, form in part.error_formats.items()}
