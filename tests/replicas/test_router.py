@@ -25,6 +25,8 @@ from server.proxy import proxy
 from server.proxy.passage import Passage
 from server.proxy.replica import State
 from server.run.app import create_runner
+from server.run.core import all_parts
+from server.run.extension import declared
 from tests.pace import far
 from tests.replicas.fake_replica import FakeFleet
 from tests.server.live_server import LiveServer
@@ -354,7 +356,7 @@ def test_the_router_counts_what_the_application_generates_and_replicas_count_not
         if isinstance(getattr(route.handler, "__self__", None), GenerateRoute)
         or "refused" in route.handler.__qualname__
     }
-    assert generating == set(GENERATING)
+    assert generating == {path for one in declared(all_parts()) if one.generates for path in one.paths}
 
 
 async def test_what_is_nested_too_deep_is_the_replicas_to_refuse() -> None:

@@ -14,7 +14,6 @@ from engine.types.errors import RequestError
 from engine.types.params import SamplingParams
 from server.clients import CLIENT, MOST_ENDED, Clients
 from server.extensions.pooling.embeddings import EmbeddingBody, Embeddings
-from server.extensions.pooling.requests import PooledTranslator
 from server.generate.generation import MAX_CHOICES, Generation
 from server.generate.route import Choices
 from server.http.exchange import EXCHANGE, Exchange
@@ -140,7 +139,7 @@ def tenants(**server: object) -> list[str]:
 
 
 def test_the_user_of_a_request_without_text_is_its_tenant() -> None:
-    generation = Embeddings(PooledTranslator(Translator(CARD))).translate(EmbeddingBody(input="one", user="ann"))
+    generation = Embeddings(Translator(CARD)).translate(EmbeddingBody(input="one", user="ann"))
     assert generation.options.origin.tenant == "ann"
 
 

@@ -15,9 +15,9 @@ import yaml
 from engine.config import Config, load_config
 from engine.types.errors import ConfigError, GraphError, WeightsError
 from engine.workers.cluster.environment import Cluster, check_cluster, link_place
+from server.http.listener import ListenError
 from server.run.core import all_parts
 from server.run.extension import declared
-from server.http.listener import ListenError
 from tests.server.http_client import ask
 from tests.server.live_server import LiveServer
 

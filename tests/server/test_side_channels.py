@@ -5,7 +5,6 @@ import statistics
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +17,7 @@ from engine.scheduling.meter import RequestMetrics
 from engine.settings.sections import ServerSection
 from engine.types.errors import RequestError
 from server.clients import require_key
+from server.http.exchange import EXCHANGE, Exchange
 from server.keys import Keys
 from tests.engine.held_steps import hold_steps
 from tests.figures import Figure
@@ -37,6 +37,14 @@ def distance(samples: list[int], base: list[int]) -> float:
     return (statistics.median(samples) - middle) / deviation
 
 
+class FakeRequest(dict[Any, Any]):
+    """A request as far as the check of keys looks at it."""
+
+    def __init__(self, items: dict[Any, Any], *, headers: dict[str, str]) -> None:
+        super().__init__(items)
+        self.headers = headers
+
+
 @pytest.mark.reliability("H9", "1,000 wrong keys of each kind: nothing right, all right but the end")
 async def test_how_long_a_wrong_key_takes_says_nothing_about_the_right_one(figure: Figure) -> None:
     check = require_key(Keys(ServerSection(api_key=KEYS)))
@@ -50,9 +58,8 @@ async def test_how_long_a_wrong_key_takes_says_nothing_about_the_right_one(figur
     for _ in range(NUM_SAMPLES):
         order.append(order.pop(0))  # each comes after each other as often
         for name in order:
-            route = SimpleNamespace(resource=None)
             headers = {"Authorization": f"Bearer {guesses[name]}"}
-            request: Any = SimpleNamespace(match_info=SimpleNamespace(route=route), headers=headers)
+            request: Any = FakeRequest({EXCHANGE: Exchange("req", "-")}, headers=headers)
             started = time.perf_counter_ns()
             try:
                 await check(request, handler)  # type: ignore[arg-type]
