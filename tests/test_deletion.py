@@ -60,6 +60,24 @@ except SystemExit as ended:
     assert ended.code == 0
 """
 
+ADDED = """
+from server.run.core import all_parts
+from server.run.extension import declared
+from engine.settings.sections import ServerSection
+from tests.server.http_client import ask
+from tests.server.live_server import MODEL, LiveServer
+
+with LiveServer(server=ServerSection(api_key="k" * 32)) as live:
+    key, body = {"Authorization": "Bearer " + "k" * 32}, {"model": MODEL, "text": "again", "max_tokens": 4}
+    assert ask(live.port, "POST", "/v1/echo", body).status == 401
+    assert ask(live.port, "POST", "/v1/echo", body, key).json["text"].startswith("again")
+    streamed = ask(live.port, "POST", "/v1/echo", {**body, "stream": True}, key)
+    assert streamed.body.startswith(b'data: {"text":"again'), streamed.body
+    assert "/v1/echo" in ask(live.port, "GET", "/openapi.json", headers=key).json["paths"]
+(echo,) = (one for one in declared(all_parts()) if one.path == "/v1/echo")
+assert echo.generates
+"""
+
 
 def needs(name: str) -> set[str]:
     """The folders that one declares to import."""
@@ -155,6 +173,12 @@ def test_without_a_folder_the_server_answers(name: str, tmp_path: Path) -> None:
     present, usage = run(IMPORT_ALL + SERVE, tmp_path, environment).split("\n", 1)
     assert present.split() == sorted(set(NAMES) - dependents(name))
     assert "usage: callboard" in usage
+
+
+def test_a_folder_that_is_added_is_served_everywhere(tmp_path: Path) -> None:
+    environment = tree_without("", tmp_path)
+    shutil.copytree(ROOT / "tests" / "extension_template", tmp_path / "server" / "extensions" / "echo")
+    run(ADDED, tmp_path, environment)
 
 
 @pytest.mark.slow
