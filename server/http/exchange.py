@@ -156,7 +156,7 @@ def note_route(routes: Routes, error_formats: ErrorFormats = MappingProxyType({}
         resource = request.match_info.route.resource
         if resource is not None:
             request[EXCHANGE].route = resource.canonical
-            request[EXCHANGE].operation = routes.find(request.method, resource.canonical)
+            request[EXCHANGE].operation = routes.named.get((request.method, resource.canonical))
         for beginning, form in error_formats.items():
             if request.path.startswith(beginning):
                 request[EXCHANGE].error_format = form(request[EXCHANGE].id)

@@ -6,26 +6,31 @@ Owns: the table, and the application's routes made of it.  Does not know: what a
 from collections.abc import Callable
 from typing import Any
 
-from aiohttp import web
+from aiohttp import hdrs, web
 
 from server.http.operation import Handler, Operation, canonical, declared_by, operations_of
 
 
 class Routes:
-    """The table.  It is filled before the application listens."""
+    """The table, which is filled before the application listens.
+
+    named: (method, canonical path) -> operation."""
 
     def __init__(self) -> None:
+        self.named: dict[tuple[str, str], Operation] = {}
         self._handlers: dict[Operation, Handler] = {}
-        self._named: dict[tuple[str, str], Operation] = {}
-
-    def __contains__(self, operation: Operation) -> bool:
-        return operation in self._handlers
+        self._refused: list[Operation] = []
 
     def handle(self, operation: Operation, handler: Handler) -> None:
         """Have a handler answer an operation, in place of an earlier one."""
         self._handlers[operation] = handler
-        for path in operation.paths:
-            self._named |= dict.fromkeys(((method, canonical(path)) for method in operation.methods), operation)
+        self._name(operation, operation.methods, *operation.paths)
+
+    def refuse(self, operation: Operation) -> None:
+        """Answer an operation that no handler answers by its ``off``, whatever the method and the rest of the path."""
+        assert operation.off is not None, f"{operation.path} has no handler"
+        self._refused.append(operation)
+        self._name(operation, tuple(hdrs.METH_ALL), *map(_below, operation.paths))
 
     def add(self, handlers: object) -> None:
         """Have an object's methods answer the operations that they declare."""
@@ -37,15 +42,33 @@ class Routes:
         for operation in operations_of(declared):
             self.handle(operation, handler)
 
-    def find(self, method: str, name: str) -> Operation | None:
-        """Returns the operation of a method and a resource's canonical path, if it is declared."""
-        return self._named.get((method, name))
+    def lacks(self, operation: Operation) -> bool:
+        """Returns whether no handler answers an operation."""
+        return operation not in self._handlers
 
     def definitions(self) -> list[web.RouteDef]:
         """Returns the routes for an application."""
-        return [
-            web.RouteDef(method, path, handler, {"allow_head": False} if method == "GET" else {})
-            for operation, handler in self._handlers.items()
+        refused = {
+            _below(path): operation.off
+            for operation in self._refused
             for path in operation.paths
-            for method in operation.methods
+            if operation.off is not None and self.lacks(operation)
+        }
+        return [
+            *(
+                web.RouteDef(method, path, handler, {"allow_head": False} if method == hdrs.METH_GET else {})
+                for operation, handler in self._handlers.items()
+                for path in operation.paths
+                for method in operation.methods
+            ),
+            *(web.route("*", path, handler) for path, handler in refused.items()),
         ]
+
+    def _name(self, operation: Operation, methods: tuple[str, ...], *paths: str) -> None:
+        self.named |= {(method, canonical(path)): operation for path in paths for method in methods}
+
+
+def _below(path: str) -> str:
+    """Returns a path, or the pattern of all paths below its beginning if it has parts that vary."""
+    beginning, varies, _ = path.partition("/{")
+    return f"{beginning}/{{path:.+}}" if varies else path

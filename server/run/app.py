@@ -81,9 +81,8 @@ def create_runner(
     for part in all_of_it:
         part.join(parts)
     for operation in parts.operations:
-        if operation not in routes:
-            assert operation.off is not None, f"{operation.path} has no handler"
-            routes.handle(operation, operation.off)
+        if routes.lacks(operation):
+            routes.refuse(operation)
     app.add_routes(routes.definitions())
     if traces is not None:
         backend.monitor.watch(traces, "server.traces")

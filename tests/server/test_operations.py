@@ -61,10 +61,8 @@ def test_handlers_carry_what_is_declared_of_them() -> None:
     found = {(one.method, one.path) for one in routes.definitions()}
     look = {("GET", "/a/{id:.+}"), ("HEAD", "/a/{id:.+}")}
     assert found == look | {(method, path) for method in ("POST", "GET") for path in ("/b", "/c")}
-    one = routes.find("GET", "/c")
-    assert one is not None
-    assert one.access == "operator"
-    assert routes.find("HEAD", "/c") is None, "a GET that acts has no HEAD"
+    assert routes.named["GET", "/c"].access == "operator"
+    assert ("HEAD", "/c") not in routes.named, "a GET that acts has no HEAD"
 
 
 def test_another_handler_answers_in_place_of_the_one_that_declares() -> None:

@@ -138,7 +138,10 @@ def _application(
     )
     table, parts = Routes(), all_parts()
     for operation in declared(parts):
-        table.handle(operation, _handler_of(operation, routes))
+        if operation.off is not None:
+            table.refuse(operation)
+        else:
+            table.handle(operation, _handler_of(operation, routes))
     for declared_handler, handler in own:
         table.replace(declared_handler, handler)
     table.add(Site())
@@ -155,8 +158,6 @@ def _application(
 
 def _handler_of(operation: Operation, routes: ModelsRoutes) -> Handler:
     """Returns what answers an operation that the front has no answer of its own to."""
-    if operation.off is not None:
-        return operation.off
     if operation.generates:
         return routes.generate
     return routes.look if operation.methods[0] == "GET" else routes.post

@@ -10,10 +10,12 @@ import socket
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager, closing
 
+import aiohttp
 import msgspec
 from aiohttp import web
 
 from engine.config import Config
+from engine.settings.sections import ServerSection
 from engine.types.errors import RequestError
 from server.clients import Rates, require_key
 from server.extensions.replicas.gauges import routed
@@ -185,39 +187,44 @@ async def routing(config: Config, fleet: Fleet, listener: socket.socket) -> Asyn
     async with new_session() as session, AsyncExitStack() as stack:
         affinity = PrefixAffinity()
         replicas = Replicas(fleet, session, affinity, server.drain_timeout_s)
-        observation = Observation(replicas, session, lambda: routed(replicas))
-        routes, proxy = RouterRoutes(replicas), Proxy(server, replicas, session, affinity, Rates(config.limits))
-        administration = FleetAdministration(server, replicas, session)
-        keys, table, parts = Keys(server), Routes(), all_parts()
-        for one in declared(parts):
-            if one.generates:
-                table.handle(one, proxy.generate)
-            elif one.off is not None:
-                table.handle(one, one.off)
-        for declared_handler, handler in (
-            (StatusRoutes.health, routes.health),
-            (StatusRoutes.ready, routes.ready),
-            (StatusRoutes.load, observation.stats),
-            (StatsRoute.get, observation.stats),
-            (MetricsRoute.get, observation.metrics),
-            (AdministrationRoutes.abort, administration.abort),
-            (AdministrationRoutes.reset, administration.reset),
-            (ExplainRoute.get, administration.explain),
-            (AdapterRoutes.load, refuse_adapters),
-            (AdapterRoutes.unload, refuse_adapters),
-        ):
-            table.replace(declared_handler, handler)
-        table.add(routes)
-        app = web.Application(
-            middlewares=[
-                note_route(table, error_formats(parts)),
-                *([require_key(keys)] if server.needs_key else []),
-            ]
-        )
-        app.add_routes([*table.definitions(), web.route("*", "/{path:.*}", proxy.handle)])
+        proxy = Proxy(server, replicas, session, affinity, Rates(config.limits))
+        app = _application(server, replicas, session, proxy)
         runner = HttpRunner(app, server, Traffic())
         stack.push_async_callback(runner.cleanup)
         await runner.listen(listener)
         for replica in replicas.all:
             stack.callback(asyncio.create_task(replicas.watch(replica)).cancel)
         yield replicas
+
+
+def _application(
+    server: ServerSection, replicas: Replicas, session: aiohttp.ClientSession, proxy: Proxy
+) -> web.Application:
+    """Returns the router's application.  Whatever it does not answer itself, it sends on."""
+    own, observation = RouterRoutes(replicas), Observation(replicas, session, lambda: routed(replicas))
+    administration = FleetAdministration(server, replicas, session)
+    routes, parts, keys = Routes(), all_parts(), Keys(server)
+    for one in declared(parts):
+        if one.generates:
+            routes.handle(one, proxy.generate)
+        elif one.off is not None:
+            routes.refuse(one)
+    for handler, answer in (
+        (StatusRoutes.health, own.health),
+        (StatusRoutes.ready, own.ready),
+        (StatusRoutes.load, observation.stats),
+        (StatsRoute.get, observation.stats),
+        (MetricsRoute.get, observation.metrics),
+        (AdministrationRoutes.abort, administration.abort),
+        (AdministrationRoutes.reset, administration.reset),
+        (ExplainRoute.get, administration.explain),
+        (AdapterRoutes.load, refuse_adapters),
+        (AdapterRoutes.unload, refuse_adapters),
+    ):
+        routes.replace(handler, answer)
+    routes.add(own)
+    app = web.Application(
+        middlewares=[note_route(routes, error_formats(parts)), *([require_key(keys)] if server.needs_key else [])]
+    )
+    app.add_routes([*routes.definitions(), web.route("*", "/{path:.*}", proxy.handle)])
+    return app
