@@ -1,6 +1,6 @@
-"""Types of arguments on the command line, whose refusals say what was typed and what is expected.
+"""Arguments of the command line: types whose refusals say what was typed, and the arguments that commands share.
 
-Owns: those types.  Does not know: commands.
+Owns: both.  Does not know: commands.
 """
 
 import argparse
@@ -8,6 +8,8 @@ from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TypeVar
+
+from engine.config import Config
 
 N = TypeVar("N", int, float)
 
@@ -39,6 +41,22 @@ def picture(text: str) -> Path:
     if not path.parent.is_dir():
         raise argparse.ArgumentTypeError(f"there is no folder '{path.parent}'")
     return path
+
+
+Run = Callable[[argparse.Namespace, Config], None]
+
+
+def add_command(
+    commands: "argparse._SubParsersAction[argparse.ArgumentParser]",
+    name: str,
+    run: Run,
+    help_text: str,
+    *parents: argparse.ArgumentParser,
+) -> argparse.ArgumentParser:
+    """Add a subcommand; returns its parser.  parents: the arguments that it shares with others."""
+    command = commands.add_parser(name, parents=[*parents], help=help_text)
+    command.set_defaults(run=run, target=None, model=None, set=[])
+    return command
 
 
 # Built anew for every command: argparse shares a parent's options between its children, defaults included.

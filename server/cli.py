@@ -13,7 +13,8 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -33,14 +34,13 @@ from engine.plugins.listing import list_plugins
 from engine.types.errors import CallboardError, ConfigError, PluginError, RequestError
 from engine.types.params import SamplingParams
 from engine.workers.cluster.environment import Cluster, check_cluster, read_cluster
-from server.arguments import count, log_arguments, natural, real, shared_arguments, target_argument
+from server.arguments import add_command, count, log_arguments, natural, real, shared_arguments, target_argument
 from server.backend import Backend
 from server.foreign_flags import answers
 from server.http.listener import bind, url_of
 from server.keys import read_keys
 from server.model_card import ModelCard
 from server.operators.apply_command import add_arguments, apply
-from server.operators.replay import add_replay_arguments, replay
 from server.run.extension import find_extensions
 from server.run.greeting import greet
 from server.run.serve import serve, serve_from_process, write_recordings_on_signal
@@ -50,7 +50,6 @@ if TYPE_CHECKING:
     from engine.llm import LLM
     from engine.workers.cluster.head import Head
 
-Run = Callable[[argparse.Namespace, Config], None]
 OF_CHECKPOINTS = (".safetensors", ".json", *PICKLED)  # ends of files that are no configuration, and no model alone
 FRONT_MODULE = "server.run.frontend_process"  # the engine starts it, and knows it by name alone
 EPILOG = """\
@@ -130,11 +129,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"callboard {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    def add(name: str, run: Run, help_text: str, *parents: argparse.ArgumentParser) -> argparse.ArgumentParser:
-        command = commands.add_parser(name, parents=[*parents], help=help_text)
-        command.set_defaults(run=run, target=None, model=None, set=[])
-        return command
-
+    add = partial(add_command, commands)
     command = add("serve", _serve, "serve a model over HTTP", target_argument(), shared_arguments("info"))
     command.add_argument("--host", help="address to listen on (server.host)")
     command.add_argument("--port", type=natural, help="port to listen on (server.port); 0 takes any free one")
@@ -158,19 +153,6 @@ def _parser() -> argparse.ArgumentParser:
     add("models", _models, "list the architectures that can be served", target_argument(), shared_arguments("warning"))
     tune = "measure the attention backends that can run here on the model's heads, for later starts to choose by"
     add("tune", _tune, tune, target_argument(), shared_arguments("warning"))
-    command = add(
-        "verify", _verify, "run requests in many ways: every bit must be the same", shared_arguments("warning")
-    )
-    command.add_argument("subject", choices=["numerics"])
-    command = add(
-        "doctor",
-        _doctor,
-        "look for what a start lacks, and how to get it",
-        target_argument(),
-        shared_arguments("warning"),
-    )
-    command.add_argument("--gpu", action="store_true", help="test the GPUs instead: kernels, graphs, collectives")
-    add_replay_arguments(add("replay", _replay, "step through a recording of the scheduler", log_arguments("warning")))
     for extension in find_extensions():
         extension.add_commands(commands)
     return parser
@@ -398,16 +380,6 @@ def _tune(parsed: argparse.Namespace, config: Config) -> None:
         raise PluginError("no attention backend came through; the table says why")
 
 
-def _verify(parsed: argparse.Namespace, config: Config) -> None:
-    from server.operators.verify import WAYS, verify_numerics
-
-    verify_numerics(config, WAYS)
-
-
-def _replay(parsed: argparse.Namespace, config: Config) -> None:
-    sys.exit(replay(parsed))
-
-
 def _models(parsed: argparse.Namespace, config: Config) -> None:
     table = Table("architecture", "family", "distribution", "is served")
     for row in list_families(config.plugins):
@@ -416,13 +388,6 @@ def _models(parsed: argparse.Namespace, config: Config) -> None:
     missing = "" if find_spec("transformers") else ", if it is installed: pip install 'callboard[transformers]'"
     table.add_row("most other decoders", THROUGH, "callboard", f"through transformers{missing}")
     Console().print(table)
-
-
-def _doctor(parsed: argparse.Namespace, config: Config) -> None:
-    from server.operators.doctor import show
-
-    if not show(config, gpu=parsed.gpu):
-        sys.exit(ConfigError.exit_code)
 
 
 if __name__ == "__main__":

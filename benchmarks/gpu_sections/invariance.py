@@ -15,7 +15,7 @@ from gpu_sections.greedy import DEMO
 from gpu_sections.needs import installed
 from gpu_sections.rows import Row
 from gpu_sections.throughput import throughput
-from server.operators.verify import WAYS, Way, digest, mixed_requests, run
+from server.extensions.verify.verify import WAYS, Way, digest, mixed_requests, run
 
 # Those that need more than one GPU, or are about a CPU's threads, are left out; one is for a GPU alone.
 OTHERS = ("with 2 threads", "over 2 ranks", "over 4 ranks")

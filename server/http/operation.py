@@ -33,6 +33,7 @@ class Operation:
     names_events: each event has its type beside it, and no word of its own ends the stream.
     body: the type of the request's JSON.  form: the fields of a body that has a file, as OpenAPI has them.
     error: the body of its errors.
+    gathered: any engine may have what it asks for, so a router asks all of them.
     generates: it costs tokens, so a router counts it.  in_batches: a line of a batch may ask for it.
     span: what OpenTelemetry's conventions call its work.  polled: it is asked every second, and seldom logged.
     off: answers where its part of the server is off, and where several engines are behind one address."""
@@ -48,6 +49,7 @@ class Operation:
     names_events: bool = False
     error: type[msgspec.Struct] = ErrorBody
     form: dict[str, Any] | None = None
+    gathered: bool = False
     generates: bool = False
     in_batches: bool = False
     span: str = ""

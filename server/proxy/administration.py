@@ -1,4 +1,4 @@
-"""POST /abort_request and /reset_prefix_cache, GET /explain of a router: every replica is asked, as any may have it.
+"""Requests that a router sends to every replica, as any may have what they ask for: aborts, resets, explanations.
 
 Owns: how their answers become one.  Does not know: what the replicas do; requests that go to one of them.
 """
@@ -75,8 +75,8 @@ class FleetAdministration:
         refuse_foreign_page(request)
         return _worst(await self._ask_all(request))
 
-    async def explain(self, request: web.Request) -> web.Response:
-        """GET /explain/{id}: what a replica says that had the request; times are those that it took there."""
+    async def gather(self, request: web.Request) -> web.Response:
+        """Answer as the one does that has what is asked for, such as a request to explain."""
         answers = await self._ask_all(request)
         told = [one for one in answers if one.status == 200]
         if not told:

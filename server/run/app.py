@@ -24,7 +24,6 @@ from server.http.routes import Routes
 from server.keys import Keys
 from server.model_card import ModelCard
 from server.openai.translator import Translator
-from server.operators.traces import Traces, open_provider
 from server.run.core import all_parts
 from server.run.extension import ServerParts, declared, error_formats
 
@@ -51,13 +50,11 @@ def create_runner(
     clients = Clients(backend.ingress, server, limits, salts)
     _follow_settings(backend, clients, translator)
     keys, routes = Keys(server), Routes()
-    traces = Traces(open_provider(server.traces, version), card.name) if server.traces else None
     app = web.Application(
         middlewares=[
             note_route(routes, error_formats(all_of_it)),
             *([require_key(keys)] if server.needs_key else []),
             clients.middleware,
-            *([traces.middleware] if traces is not None else []),
         ]
     )
     parts = ServerParts(
@@ -84,9 +81,6 @@ def create_runner(
         if routes.lacks(operation):
             routes.refuse(operation)
     app.add_routes(routes.definitions())
-    if traces is not None:
-        backend.monitor.watch(traces, "server.traces")
-        app.on_cleanup.append(traces.close)
     return HttpRunner(app, server, parts.traffic)
 
 

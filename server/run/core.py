@@ -3,21 +3,22 @@
 Owns: which handlers it has.  Does not know: what they do, how they are routed.
 """
 
+from collections.abc import Mapping
+from typing import ClassVar
+
+from engine.checkpoints.pooling import Kind
 from server.openai.chat import Chat
 from server.openai.completions import Completions
 from server.openai.models import ModelRoutes
 from server.openai.tokenization import TokenizationRoutes
 from server.operators.adapters import AdapterRoutes
 from server.operators.administration import AdministrationRoutes
-from server.operators.explain import ExplainRoute
 from server.operators.metrics import MetricsRoute
-from server.operators.profiling import ProfileRoutes
-from server.operators.recording import RecordingRoute
 from server.operators.settings import SettingsRoutes
 from server.operators.site import Site
 from server.operators.stats import StatsRoute
 from server.operators.status import ProbeRoute, StatusRoutes
-from server.run.extension import Extension, ServerParts, find_extensions
+from server.run.extension import Extension, FirstRequest, ServerParts, find_extensions
 from server.run.openapi import OpenApiRoute
 
 
@@ -25,15 +26,15 @@ class Core(Extension):
     """The core, which brings what an extension may bring."""
 
     endpoints = (Chat, Completions)
+    first_requests: ClassVar[Mapping[Kind, FirstRequest]] = {
+        "generate": (Completions.operation.path, {"prompt": "def fibonacci(n):\n", "max_tokens": 48, "temperature": 0})
+    }
     handlers = (
         ModelRoutes,
         TokenizationRoutes,
         AdministrationRoutes,
         SettingsRoutes,
         AdapterRoutes,
-        ProfileRoutes,
-        ExplainRoute,
-        RecordingRoute,
         StatusRoutes,
         ProbeRoute,
         StatsRoute,
@@ -50,9 +51,6 @@ class Core(Extension):
             AdministrationRoutes(clients, server),
             SettingsRoutes(backend, server),
             AdapterRoutes(parts.adapters, server),
-            ProfileRoutes(backend.monitor, server),
-            ExplainRoute(backend, clients),
-            RecordingRoute(backend.operations, backend.card.recordings),
             StatusRoutes(backend, clients, version),
             ProbeRoute(backend.card.pooling),
             StatsRoute(backend, clients, version=version, shows_text=not server.needs_key),

@@ -18,6 +18,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from aiohttp import web
 
+from engine.checkpoints.pooling import Kind
 from engine.config import Config, SeveralModels
 from engine.settings.sections import LimitsSection, ServerSection, StorageSection
 from server.adapters import Adapters
@@ -32,6 +33,7 @@ from server.keys import Keys
 from server.openai.translator import Translator
 from server.operators.metrics import More
 
+FirstRequest = tuple[str, dict[str, Any]]
 PACKAGE = "server.extensions"
 FOLDER = Path(__file__).parents[1] / "extensions"
 
@@ -74,11 +76,13 @@ class Extension:
 
     endpoints: its endpoints that generate, each built with the translator.
     handlers: classes whose methods declare the rest of its operations.
-    error_formats: see ``note_route``."""
+    error_formats: see ``note_route``.
+    first_requests: a path and fields to try, for a kind of model."""
 
     endpoints: ClassVar[tuple[type[Endpoint[Any]], ...]] = ()
     handlers: ClassVar[tuple[type, ...]] = ()
     error_formats: ClassVar[ErrorFormats] = MappingProxyType({})
+    first_requests: ClassVar[Mapping[Kind, FirstRequest]] = MappingProxyType({})
 
     def operations(self) -> Iterator[Operation]:
         """Give all operations that the part declares, served or not."""

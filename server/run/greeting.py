@@ -5,11 +5,13 @@ Owns: the words.  Does not know: how the engine was started.
 
 import json
 import logging
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from engine.checkpoints.pooling import Kind
 from engine.host.logs import FIELDS, JSONFormatter, LogSettings
 from server.model_card import about
+from server.openai.chat import Chat
+from server.run.core import all_parts
+from server.run.extension import FirstRequest
 
 if TYPE_CHECKING:
     from engine.control.system import System
@@ -17,25 +19,23 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 QUESTION = "What is the capital of France?"
+NO_REQUEST: FirstRequest = ("/v1/models", {})  # where no part answers for this kind of model
 QUESTION_FOR_A_TOY = "What is a page?"  # the demo model knows what it was taught and nothing else
-FIRST_REQUESTS: dict[Kind, tuple[str, dict[str, Any]]] = {
-    "generate": ("/v1/completions", {"prompt": "def fibonacci(n):\n", "max_tokens": 48, "temperature": 0}),
-    **dict.fromkeys(("embed", "classify"), ("/pooling", {"input": "def fibonacci(n):"})),
-}
 
 
 def greet(system: "System", url: str, *, needs_key: bool, took_s: float) -> None:
     """Print it to standard output, as an object where logs are objects."""
     kind = system.spec.pooling.kind
-    path, fields = FIRST_REQUESTS[kind]
+    path, fields = next((part.first_requests[kind] for part in all_parts() if kind in part.first_requests), NO_REQUEST)
     toy = about(system.num_parameters)
     if kind == "generate" and system.codec.template_source:
         messages = [{"role": "user", "content": QUESTION_FOR_A_TOY if toy else QUESTION}]
-        path, fields = "/v1/chat/completions", {"messages": messages, "max_tokens": 64, "temperature": 0}
+        path, fields = Chat.operation.path, {"messages": messages, "max_tokens": 64, "temperature": 0}
     body = json.dumps({"model": system.model_name, **fields})
     ready = f"{system.model_name}{f', {toy},' if toy else ''} is ready after {took_s:.1f} s at {url}"
     key = ' -H "Authorization: Bearer $CALLBOARD_KEY"' if needs_key else ""
-    curl = f"curl {url}{path}{key} -H 'Content-Type: application/json' -d '{body}'"
+    sent = f" -H 'Content-Type: application/json' -d '{body}'" if fields else ""
+    curl = f"curl {url}{path}{key}{sent}"
     if LogSettings.here().style == "json":
         # Who reads standard output with standard error gets nothing but objects.
         said = log.makeRecord(log.name, logging.INFO, "", 0, ready, (), None, extra={FIELDS: {"url": url, "try": curl}})

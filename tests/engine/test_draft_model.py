@@ -15,7 +15,7 @@ from engine.messages import Admission, Landing, Step
 from engine.scheduling.payoff import Payoff
 from engine.types.errors import PluginError, WeightsError
 from engine.types.params import SamplingParams as Params
-from server.operators.verify import Way, verify_numerics
+from server.extensions.verify.verify import Way, verify_numerics
 from tests.engine.test_invariance import BASE, BY_NAME
 from tests.engine.test_speculation import GREEDY, PROMPTS, SAMPLED, Said, said, same
 from tests.models.checkpoints import build, save

@@ -11,8 +11,8 @@ from engine.kernels.panels import products
 from engine.llm import Completion
 from engine.messages import Usage
 from engine.types.errors import CallboardError, ConfigError
-from server.operators import verify
-from server.operators.verify import WAYS, Request, Way, mixed_requests, verify_numerics
+from server.extensions.verify import verify
+from server.extensions.verify.verify import WAYS, Request, Way, mixed_requests, verify_numerics
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo_model"
 BASE = build_config(

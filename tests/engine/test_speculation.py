@@ -9,7 +9,7 @@ import pytest
 from callboard import LLM, SamplingParams
 from engine.plugins.proposer.ngram import NgramProposer
 from engine.scheduling.payoff import Payoff
-from server.operators.verify import Way, verify_numerics
+from server.extensions.verify.verify import Way, verify_numerics
 from tests.engine.test_invariance import BASE, BY_NAME
 from tests.models.checkpoints import build, random_tokens, save
 from tests.sampling.borders import clear_of_borders

@@ -17,7 +17,7 @@ from engine.plugins import declaration
 from engine.plugins.manager import Plugins
 from engine.types.errors import PluginError, RequestError
 from engine.types.params import Grammar
-from server.operators.doctor import examine
+from server.extensions.doctor.doctor import examine
 from tests.pace import far
 from tests.server.engine_server import EngineServer
 from tests.server.http_client import ask

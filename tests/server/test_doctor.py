@@ -17,8 +17,8 @@ from engine.startup import inventory, preview
 from engine.startup.inventory import GPU, Inventory
 from engine.types.errors import WeightsError
 from server.cli import main
-from server.operators import doctor
-from server.operators.doctor import Finding, examine
+from server.extensions.doctor import doctor
+from server.extensions.doctor.doctor import Finding, examine
 from tests.models.checkpoints import build
 
 ROOT = Path(__file__).parents[2]

@@ -17,7 +17,7 @@ from engine.messages import Finish
 from engine.scheduling.meter import RequestMetrics
 from engine.settings.sections import ServerSection
 from engine.types.errors import ConfigError
-from server.operators.traces import open_provider
+from server.extensions.traces.traces import open_provider
 from server.run import app
 from tests.server.http_client import ask
 from tests.server.live_server import MODEL, LiveServer

@@ -31,7 +31,6 @@ from server.http.routes import Routes
 from server.keys import Keys, read_keys
 from server.openai.models import ModelRoutes
 from server.operators.administration import AdministrationRoutes
-from server.operators.explain import ExplainRoute
 from server.operators.metrics import MetricsRoute
 from server.operators.settings import SettingsRoutes, refuse_settings
 from server.operators.site import Site
@@ -133,13 +132,14 @@ def _application(
         (MetricsRoute.get, observation.metrics),
         (AdministrationRoutes.abort, administration.abort),
         (AdministrationRoutes.reset, administration.reset),
-        (ExplainRoute.get, administration.explain),
         (SettingsRoutes.is_sleeping, refuse_settings),
     )
     table, parts = Routes(), all_parts()
     for operation in declared(parts):
         if operation.off is not None:
             table.refuse(operation)
+        elif operation.gathered:
+            table.handle(operation, administration.gather)
         else:
             table.handle(operation, _handler_of(operation, routes))
     for declared_handler, handler in own:

@@ -1,16 +1,23 @@
 """The endpoints of models that pool as a part of the server."""
 
+from collections.abc import Mapping
+from typing import ClassVar
+
+from engine.checkpoints.pooling import Kind
 from server.extensions.pooling.classify import Classify
 from server.extensions.pooling.embeddings import Embeddings
 from server.extensions.pooling.pairs import Rerank, ScorePairs
 from server.extensions.pooling.raw import RawPooling
-from server.run.extension import Extension
+from server.run.extension import Extension, FirstRequest
 
 
 class PoolingExtension(Extension):
     """Embeddings, labels, and scores of pairs."""
 
     endpoints = (Embeddings, Classify, ScorePairs, Rerank, RawPooling)
+    first_requests: ClassVar[Mapping[Kind, FirstRequest]] = dict.fromkeys(
+        ("embed", "classify"), (RawPooling.operation.path, {"input": "def fibonacci(n):"})
+    )
 
 
 EXTENSION = PoolingExtension()

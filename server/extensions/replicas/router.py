@@ -28,7 +28,6 @@ from server.http.routes import Routes
 from server.keys import Keys
 from server.operators.adapters import AdapterRoutes
 from server.operators.administration import AdministrationRoutes
-from server.operators.explain import ExplainRoute
 from server.operators.metrics import MetricsRoute
 from server.operators.stats import StatsRoute
 from server.operators.status import StatusRoutes
@@ -207,6 +206,8 @@ def _application(
     for one in declared(parts):
         if one.generates:
             routes.handle(one, proxy.generate)
+        elif one.gathered:
+            routes.handle(one, administration.gather)
         elif one.off is not None:
             routes.refuse(one)
     for handler, answer in (
@@ -217,7 +218,6 @@ def _application(
         (MetricsRoute.get, observation.metrics),
         (AdministrationRoutes.abort, administration.abort),
         (AdministrationRoutes.reset, administration.reset),
-        (ExplainRoute.get, administration.explain),
         (AdapterRoutes.load, refuse_adapters),
         (AdapterRoutes.unload, refuse_adapters),
     ):

@@ -102,7 +102,9 @@ class ExplainRoute:
         self._clients = clients
         self._clock = clock
 
-    @operation("GET", "/explain/{id:.+}", "client", "Where the time of a request went.", answer=ExplanationBody)
+    @operation(
+        "GET", "/explain/{id:.+}", "client", "Where the time of a request went.", answer=ExplanationBody, gathered=True
+    )
     async def get(self, request: web.Request) -> web.Response:
         """Explain a request.  Raises RequestError: 404 if it is not known here, or not to this client."""
         name = request.match_info["id"]
