@@ -1,8 +1,8 @@
-"""Which adapters are served, and by what names: those that lie below the configured folder, as operators load them.
+"""The adapters that are served, and their names: those that lie below the configured folder, as operators load them.
 
 Owns: the names.  Does not know: HTTP, what is in an adapter, which of them executors hold.
 A request takes its adapter along, by its content: unloading a name, or loading other files under it, changes nothing
-for requests that are open, and executors need not be told of either.
+for requests that are open, and executors need to know of neither.
 """
 
 import asyncio
@@ -31,7 +31,8 @@ class ServedAdapter(msgspec.Struct, frozen=True):
 
 
 def adapters_below(rules: AdapterRules, model: str) -> dict[str, ServedAdapter]:
-    """What each folder in the adapters' folder holds, by its name; what cannot be served is left out, and logged.
+    """Returns what each folder in the adapters' folder holds, by its name; what cannot be served is left out, and
+    logged.
 
     model: the name that none of them may have."""
     found = {}
@@ -49,8 +50,10 @@ def adapters_below(rules: AdapterRules, model: str) -> dict[str, ServedAdapter]:
 
 
 class Adapters:
-    """rules: None if no adapters are served.  model: the name that none of them may have.  keep: called with all of
-    them when one comes or goes."""
+    """Make the names.
+
+    rules: None if no adapters are served.  model: the name that none of them may have.  keep: called with all of them
+    when one comes or goes."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""What the server asks of the engine: a few protocols, small enough for a test to fake, and all of them as one struct.
+"""The engine as the server has it: a few protocols, small enough for a test to fake, and all of them as one struct.
 
 Owns: the calls and attributes that may be used.  Does not know: actors, or the messages between them.
 Everything here is called on the event loop that also runs the engine's ingress.
@@ -40,7 +40,7 @@ class Stream(Protocol):
 
 
 class Ingress(Entrance, Admitting, Protocol):
-    """Where requests enter the engine.
+    """The entrance of requests to the engine.
 
     recovering: executors or tokenizers were lost, and requests wait for new ones.
     stats: the scheduler's latest gauges.
@@ -59,7 +59,7 @@ class Ingress(Entrance, Admitting, Protocol):
 
 
 class Monitor(Protocol):
-    """What the engine shows of itself."""
+    """A view of the engine."""
 
     async def look(
         self, *, meter: bool = False, board: bool = False, explain: tuple[int, ...] = (), patience_s: float = 1.0
@@ -80,7 +80,7 @@ class Monitor(Protocol):
 
 
 class Operations(Protocol):
-    """What operators may have the engine do."""
+    """The operations that operators may ask of the engine."""
 
     async def operate(self, ask: Operate) -> bytes:
         """Returns what ``Operated`` calls the outcome.  Raises RequestError: 400 for settings that cannot be."""

@@ -95,7 +95,7 @@ def _drop_output() -> NoReturn:
 
 
 def _parsed(arguments: Sequence[str]) -> argparse.Namespace:
-    """What the arguments say; exits for those that are none of the command's, with what stands in their place here."""
+    """Returns what the arguments say; exits for those that are none of the command's, with what replaces them here."""
     parser = _parser()
     parsed, unknown = parser.parse_known_args(arguments)
     if unknown:
@@ -168,7 +168,7 @@ def _sampling() -> argparse.ArgumentParser:
 
 
 def _source(parsed: argparse.Namespace, *overrides: str) -> ConfigSource:
-    """Where the configuration that the command line asks for is from.  Raises ConfigError."""
+    """Returns the source of the configuration that the command line asks for.  Raises ConfigError."""
     files: list[str] = []
     models: list[str] = []
     for given in (parsed.target, parsed.model):
@@ -184,7 +184,7 @@ def _source(parsed: argparse.Namespace, *overrides: str) -> ConfigSource:
 
 
 def _configuration(parsed: argparse.Namespace, *overrides: str) -> Config:
-    """What the command line asks for.  Raises ConfigError."""
+    """Returns the configuration that the command line asks for.  Raises ConfigError."""
     source = _source(parsed, *overrides)
     load = load_served if parsed.run is _serve else load_config
     return load(source.path, source.overrides)

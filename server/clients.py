@@ -1,4 +1,4 @@
-"""Who the clients are: what each may have open at once and use in a minute, and which cached prefixes it sees.
+"""The clients: what each may have open at once and use in a minute, and which cached prefixes it sees.
 
 Owns: the check of keys, a salt for each, open requests and rates per client, their names.
 Does not know: where keys come from, bodies, what a request costs.
@@ -89,7 +89,7 @@ class CacheSalts:
 
 
 class Allowance:
-    """What one client may use in a minute: it is full at first, and fills up steadily (a token bucket)."""
+    """The amount that one client may use in a minute: it is full at first, and fills up steadily (a token bucket)."""
 
     def __init__(self, per_minute: int, now: float) -> None:
         self.left = float(per_minute)
@@ -136,7 +136,7 @@ class Rates:
 
     @property
     def num_remembered(self) -> int:
-        """How many allowances are kept; those of clients that use nothing are let go."""
+        """The number of allowances that are kept; those of clients that use nothing are dropped."""
         return len(self._allowances)
 
     def check(self, client: str) -> None:
@@ -245,7 +245,7 @@ class ClientRequest:
         self._charge.pay(self._charge.num_paid + num_tokens)
 
     def used(self, prompts: Sequence[int | None], num_output: int) -> None:
-        """Note what it has used.  prompts: tokens of each, None for one of which the engine has not told them.
+        """Note what it has used.  prompts: tokens of each, None for one that the engine has not counted.
 
         A prompt that was taken is paid for also if its client has left before that."""
         self.exchange.usage = sum(filter(None, prompts)), num_output
@@ -357,7 +357,7 @@ class Clients:
         return [one for one in self._requests if self._may_see(key, one)]
 
     def known_to(self, key: Key | None) -> list[ClientRequest]:
-        """Those, behind the last that have ended, each in the order of time."""
+        """Returns the last requests that have ended, and behind them the open ones, each in the order of time."""
         ended = [one for mine in self._ended.values() for one in mine if self._may_see(key, one)]
         return [*sorted(ended, key=lambda one: one.exchange.received_at), *self.of(key)]
 

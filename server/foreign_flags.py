@@ -92,7 +92,7 @@ def answers(arguments: Sequence[str]) -> dict[str, str]:
 
 
 def _words(key: str) -> str:
-    """What the configuration says of a key."""
+    """Returns what the configuration says of a key."""
     section, _, name = key.partition(".")
     table = json_schema()["$defs"][type(getattr(Config(), section)).__name__]
     return str(table["properties"][name]["description"])

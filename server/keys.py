@@ -28,7 +28,9 @@ SALT_CHARS = 32
 
 
 class Key(msgspec.Struct, frozen=True):
-    """name: what logs call its client.  digest: SHA-256 of the key.  is_operator: whether it opens what operators use.
+    """A key.
+
+    name: what logs call its client.  digest: SHA-256 of the key.  is_operator: whether it opens what operators use.
     is_named: the name is the operator's, and not the key's place in a list.
 
     salt: separates what is cached for it from what is cached for others; says nothing of the key."""
@@ -45,16 +47,16 @@ class Key(msgspec.Struct, frozen=True):
 
     @property
     def owner(self) -> str:
-        """To whom belongs what its client stores or streams: a name may get another key, a place another client."""
+        """The owner of what its client stores or streams: a name may get another key, a place another client."""
         return f"name:{self.name}" if self.is_named else f"key:{self.salt}"
 
 
 class KeyRevoked(RequestError):
-    """What is to be done belongs to a key that is none any more."""
+    """A refusal of work that belongs to a key that is none any more."""
 
 
 class KeyFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What the file holds: name -> key."""
+    """The file of keys: name -> key."""
 
     clients: dict[str, str] = {}
     operators: dict[str, str] = {}
@@ -83,7 +85,7 @@ def read_keys(server: ServerSection) -> list[Key]:
     if not all((*found.clients.values(), *found.operators.values())):
         raise ConfigError(f"{said}: a key is empty; take its line out to lock its client out")
     if not keys:
-        raise ConfigError(f"{said}: holds no key; nobody could send a request")
+        raise ConfigError(f"{said}: holds no key; no client could send a request")
     if len({key.digest for key in keys}) < len(keys) or len({key.name for key in keys}) < len(keys):
         raise ConfigError(f"{said}: two lines have the same name or the same key")
     return keys
@@ -132,7 +134,8 @@ class Keys:
                 self._read()
 
     def _marked(self) -> tuple[int, ...]:
-        """What changes with the file; also if another one takes its place, as with Kubernetes' mounted secrets."""
+        """Returns a mark that changes with the file; also if another one takes its place, as with Kubernetes' mounted
+        secrets."""
         try:
             status = os.stat(self._server.key_file)
         except OSError:

@@ -33,7 +33,7 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     chat_defaults: the checkpoint's own temperature, top_p, top_k and repetition_penalty, for requests
         that leave them out.
     tool_parser, reasoning_parser: the names of what reads its function calls and its thoughts.
-    template_variables: what clients may tell its chat template.  template_roles: whom it knows by name.
+    template_variables: what clients may set in its chat template.  template_roles: the roles that it knows by name.
     pooling: what the model is for.
     fingerprint: hash of the weights and of what they are computed with; empty if that is not known.
     about: what people should know of it beside its name; empty if there is nothing.
@@ -89,12 +89,14 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def about(num_parameters: int) -> str:
-    """Calls a very small model a toy, lest its answers be taken for more; empty for others, and where 0 is known."""
+    """Calls a very small model a toy, so that its answers are not taken for more; empty for others, and where 0 is
+    known."""
     return f"a toy of {num_parameters / 1e6:.1f} million parameters" if 0 < num_parameters < TOY_PARAMETERS else ""
 
 
 def _fingerprint(system: "System") -> str:
-    """Of the weights, the kernels by the names that are configured, whether a compiler makes callboard's own
+    """The fingerprint of the weights, the kernels by the names that are configured, whether a compiler makes
+    callboard's own
     here, torch's version and the numerics.
 
     What pages keep is part of those: rounded keys and values give other logits."""

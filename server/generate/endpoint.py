@@ -1,4 +1,4 @@
-"""What differs between the endpoints that generate: the seam between their one flow and their formats.
+"""The seam between the one flow of endpoints that generate and their formats, in which they differ.
 
 Owns: what an endpoint must have, and what most of them have alike.  Does not know: the flow, which is ``route.py``'s.
 A new generating endpoint is an ``Endpoint`` for its requests and a ``Writer`` for its answers.
@@ -41,7 +41,7 @@ class Writer(Protocol):
         return []
 
     def plain(self, index: int) -> PlainText | None:
-        """Returns how a choice's events look from now on that tell nothing but text; None if they differ."""
+        """Returns how a choice's events look from now on that hold nothing but text; None if they differ."""
         return None
 
     def go_on_after(self, num_events: int) -> None:
@@ -62,7 +62,7 @@ class Endpoint(Protocol[B]):
 
     operation: the declaration of its route.  task: what it asks of a model.
     elsewhere: fields that belong into another one, see ``BodyReader``.
-    repeats_logprobs: events of its streams tell those of tokens that came before.  ping: see ``EventStream``."""
+    repeats_logprobs: events of its streams repeat those of tokens that came before.  ping: see ``EventStream``."""
 
     operation: ClassVar[Operation]
     body_type: type[B]
@@ -72,7 +72,7 @@ class Endpoint(Protocol[B]):
     repeats_logprobs: ClassVar[bool] = False
 
     def __init__(self, translator: Any) -> None:
-        """translator: a ``server.openai.translator.Translator``, which has the model's card."""
+        """Make the endpoint.  translator: a ``server.openai.translator.Translator``, which has the model's card."""
 
     def translate(self, body: B) -> Generation:
         """Returns what the body asks for.  Raises RequestError for what cannot be asked."""

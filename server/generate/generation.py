@@ -1,4 +1,4 @@
-"""What one HTTP request asks of the engine, in the engine's terms.
+"""The request of one HTTP body to the engine, in the engine's terms.
 
 Owns: what every generating endpoint makes of a body, how the choices of one prompt get their seeds, and what a request
 takes along to another replica.
@@ -24,7 +24,7 @@ MAX_CHOICES = 128  # in one request
 
 
 class Told(msgspec.Struct, frozen=True):
-    """What the client has of a choice.  tokens: int32[n].  num_events: of the stream.  ended: its end as well."""
+    """A choice as far as the client has it.  tokens: int32[n].  num_events: of the stream.  ended: its end as well."""
 
     tokens: bytes
     num_events: int = 0
@@ -32,14 +32,15 @@ class Told(msgspec.Struct, frozen=True):
 
     @property
     def resumed(self) -> bytes:
-        """What its output goes on from: of one that has ended the last token is made again, and its end with it."""
+        """The output that it goes on from: of one that has ended the last token is made again, and its end with it."""
         return self.tokens[:-4] if self.ended else self.tokens
 
 
 class Origin(msgspec.Struct, frozen=True):
-    """What must be the same wherever a request runs, so that a router may let another replica go on with it.
+    """The facts that must be the same wherever a request runs, so that a router may let another replica go on with it.
 
-    key: what its answer's names are made of.  created: seconds since 1970.  told: choice -> what the client has of it.
+    key: what its answer's names are made of.  created: seconds since 1970.  ``told``: choice -> what the client has of
+    it.
     seed: of the choices without one; only a router gives it, and wants to know how far the client has got."""
 
     key: uuid.UUID = msgspec.field(default_factory=uuid.uuid4)

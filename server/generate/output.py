@@ -43,7 +43,7 @@ class Output:
 
     @property
     def mean_logprob(self) -> float:
-        """How likely the whole output was per token, for comparing."""
+        """The mean log probability of the output's tokens, for comparing."""
         entries = self.delta.logprobs
         return sum(finite(entry.sampled.logprob) for entry in entries) / max(1, len(entries))
 
@@ -59,7 +59,7 @@ def stop_reason(delta: Delta) -> str | int | UnsetType:
 
 
 def matched_stop(delta: Delta) -> str | int | UnsetType:
-    """As ``stop_reason``, but an end token that the model chose itself is told as well, as SGLang does."""
+    """Returns ``stop_reason``, or the end token that the model chose itself, as SGLang does."""
     if delta.finish != Finish.STOP or not delta.token_ids:
         return stop_reason(delta)
     return unpacked(delta.token_ids[-TOKEN_ID_BYTES:])[0] if delta.stop_reason is None else delta.stop_reason
@@ -101,13 +101,14 @@ def finite(logprob: float) -> float:
 
 
 class PromptTokensDetails(msgspec.Struct, frozen=True):
-    """How much of the prompt came from the prefix cache."""
+    """The part of the prompt that came from the prefix cache."""
 
     cached_tokens: int
 
 
 class CompletionTokensDetails(msgspec.Struct, frozen=True):
-    """How much of the completion was thought and not answer; tokens that were proposed for it, and right or not."""
+    """The part of the completion that was thought and not answer; tokens that were proposed for it, and right or
+    not."""
 
     reasoning_tokens: int = 0
     accepted_prediction_tokens: int = 0
@@ -139,7 +140,7 @@ class UsageCounter:
 
     A prompt counts once however many choices it has, and so do its cached tokens: they are those of its first
     choice, since the others find in the cache what the first one put there.
-    prompt_tokens: of each prompt, None until the engine has told them.
+    prompt_tokens: of each prompt, None until the engine has counted them.
     """
 
     def __init__(self, generation: Generation) -> None:
@@ -168,7 +169,7 @@ class UsageCounter:
             )
 
     def of_choice(self, index: int) -> UsageBody | None:
-        """The counts of one choice so far; None until the engine has told the length of its prompt."""
+        """The counts of one choice so far; None until the engine has counted its prompt."""
         prompt = index // self._num_choices
         num_prompt_tokens = self.prompt_tokens[prompt]
         if num_prompt_tokens is None:

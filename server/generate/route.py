@@ -202,7 +202,7 @@ class GenerateRoute(Generic[B]):
     async def kept(
         self, request: web.Request, raw: bytes, understood: tuple[B, Generation]
     ) -> web.StreamResponse | None:
-        """Answer a request by whoever keeps streams; returns None if nobody does.  Raises as ``post`` does."""
+        """Answer a request by what keeps streams; returns None if nothing does.  Raises as ``post`` does."""
         if not understood[1].stream or self.keeper is None:
             return None
         return await self.keeper.answer(request, raw, understood)
@@ -210,7 +210,7 @@ class GenerateRoute(Generic[B]):
     async def answer(self, client: ClientRequest, body: bytes, amend: Callable[[Generation], Generation]) -> object:
         """Returns the answer to a body that came by no connection of its own.  Raises as ``post`` does.
 
-        amend: what else is said of the generation by whoever brings it."""
+        amend: makes the generation what the caller wants of it."""
         client.check_admission()
         understood, generation = await self._reader.understand(body)
         if generation.stream:
@@ -275,7 +275,7 @@ class GenerateRoute(Generic[B]):
                 one.prompt_logprobs is not None or (one.logprobs is not None and self.endpoint.repeats_logprobs)
                 for one in asked
             ):
-                reason = "log probabilities that came before are told again later, and no other replica has them"
+                reason = "log probabilities that came before are sent again later, and no other replica has them"
                 raise RequestError(reason, status=409, code="not_resumable")
         return msgspec.structs.replace(generation, origin=origin)
 
@@ -294,7 +294,8 @@ class GenerateRoute(Generic[B]):
 def _as_elsewhere(
     origin: Origin, index: int, params: SamplingParams, options: RequestOptions
 ) -> tuple[SamplingParams, RequestOptions]:
-    """Returns what a choice asks so that it draws as on any other replica, and goes on from what was told of it."""
+    """Returns what a choice asks so that it draws as on any other replica, and goes on from what the client has of
+    it."""
     if params.seed is None:
         params = params.replace(seed=choice_seed(origin.seed, index))
     if index in origin.told:
@@ -305,7 +306,7 @@ def _as_elsewhere(
 def _mark(generation: Generation, index: int, delta: Delta, num_events: int) -> bytes:
     """Returns the comment by which a router notes how far the client has got, once it has passed the events on.
 
-    It says: choice, token ids, finish, tokens of its prompt if no other choice has told them, events."""
+    It says: choice, token ids, finish, tokens of its prompt if no other choice has sent them, events."""
     counted = delta.usage is not None and index % generation.num_choices == 0
     num_prompt = delta.usage.prompt_tokens if delta.usage is not None and counted else 0
     return b": %d %b %d %d %d\n\n" % (index, delta.token_ids.hex().encode(), delta.finish, num_prompt, num_events)
@@ -321,7 +322,7 @@ async def _collect(choices: Choices, generation: Generation, usage: UsageCounter
 
 
 class Outputs(Protocol):
-    """Where the output of all choices comes from: ``Choices``, or what has written theirs down."""
+    """The source of the output of all choices: ``Choices``, or what has written theirs down."""
 
     async def next(self) -> Item | None: ...
 

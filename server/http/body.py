@@ -50,7 +50,7 @@ STRING_OR_BRACKET = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"|[][{}]')
 LEAST_BYTES_PER_S = 64 << 10  # of a body that takes longer than ``client_timeout_s``
 JSON_TYPE = "application/json"
 ROUTED_TYPE = "application/vnd.callboard.routed+json"
-MOST_ORIGIN_BYTES = 8 << 20  # what a router tells of a request's output so far: 5 bytes a token
+MOST_ORIGIN_BYTES = 8 << 20  # what a router sends of a request's output so far: 5 bytes a token
 LARGE_BODY_BYTES = 64 << 10  # up to here decoding and translating take the event loop under a millisecond
 
 
@@ -62,7 +62,7 @@ class Routed(msgspec.Struct, frozen=True):
 
 
 class _Object(msgspec.Struct):
-    """Of any fields."""
+    """A body of any fields."""
 
 
 ORIGIN: web.RequestKey[msgspec.Raw] = web.RequestKey("origin", msgspec.Raw)

@@ -114,7 +114,8 @@ class Connection(RequestHandler):
             self._watch_header()
 
     def _waited_s(self) -> float:
-        """How long ago the last bytes came that this event loop reads only now; the kernel counts milliseconds."""
+        """Returns how long ago the last bytes came that this event loop reads only now; the kernel counts
+        milliseconds."""
         if self._wire is None or sys.platform != "linux":
             return 0.0
         try:
@@ -270,7 +271,7 @@ class ConnectionServer(web.Server):
 
 
 class HttpRunner(web.AppRunner):
-    """aiohttp's runner, for an application behind these connections.
+    """The runner of aiohttp for an application behind these connections.
 
     handler_cancellation: a client that leaves cancels its handler, and so its requests in the engine.
     traffic: where to count; None for a counter of its own.

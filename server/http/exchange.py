@@ -56,14 +56,14 @@ BaseHandler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 
 
 class Exchange:
-    """What is known of a request besides its body.
+    """The facts about a request besides its body.
 
     id: the client's own if it sent a usable one.  route: the path's pattern, once one was matched.
     operation: what is declared of that route; None for a route that is not declared.
     names: what else the client may call it by.  parts: names of some of its choices -> which they are.
     usage: prompt and completion tokens.  Handlers that generate set these three.  tells_usage: a router wants to know.
     replica: which one has answered.
-    key: which of the API keys it brought, where there are any.  cors: what a browser must be told.
+    key: which of the API keys it brought, where there are any.  cors: the headers that a browser needs.
     error_format: what errors look like to the route's clients.
     arrived_at, received_at, ended_at: when its first bytes were there, its headers were read, and the last byte of the
     answer was out, None until then; monotonic seconds.
@@ -71,7 +71,7 @@ class Exchange:
     was_received: whether a connection has just brought it; if not, it was there before the engine could take it."""
 
     def __init__(self, name: str, address: str) -> None:
-        """name, address: of a request that no connection waits for."""
+        """Make that of a request that no connection waits for: its name and its address."""
         self.id = name
         self.route = "-"
         self.operation: Operation | None = None
@@ -100,13 +100,13 @@ class Exchange:
         return exchange
 
     def answered(self) -> None:
-        """Nothing more is generated for it.  With no connection to carry the answer, that is its end."""
+        """Note that nothing more is generated.  With no connection to carry the answer, that is the request's end."""
         if not self._has_connection:
             self.ended_at = time.monotonic()
 
     @property
     def headers(self) -> dict[str, str]:
-        """What every response carries.  The server is named without versions, which only help an attacker."""
+        """The headers of every response.  The server is named without versions, which only help an attacker."""
         told = {REQUEST_ID_HEADER: self.id, ANTHROPICS_ID_HEADER: self.id, "Server": "callboard", **self.cors}
         if self.tells_usage and self.usage is not None:
             told[USAGE_HEADER] = f"{self.usage[0]} {self.usage[1]}"
@@ -152,7 +152,7 @@ def note_route(routes: Routes, error_formats: ErrorFormats = MappingProxyType({}
 
     @web.middleware
     async def note(request: web.Request, handler: Handler) -> web.StreamResponse:
-        """aiohttp runs this after matching, also when nothing matched."""
+        """Note the route: the library calls this after matching, also when nothing matched."""
         resource = request.match_info.route.resource
         if resource is not None:
             request[EXCHANGE].route = resource.canonical
@@ -171,7 +171,7 @@ def _request_id(offered: str) -> str:
 
 
 class Cors:
-    """Decides what browsers are told.  origins: exactly as browsers send them, or '*' for any."""
+    """The headers that browsers need to read an answer.  origins: exactly as browsers send them, or '*' for any."""
 
     def __init__(self, origins: Sequence[str]) -> None:
         self._origins = frozenset(origins)

@@ -1,4 +1,4 @@
-"""The declaration of a route, made once and beside its handler: its names, who may use it, its body and its answer.
+"""The declaration of a route, made once and beside its handler: its names, its access, its body and its answer.
 
 Owns: what is declared, and how a handler carries its declaration.  Does not know: which routes there are, what they do.
 Every list of routes is a filter over declarations: keys, OpenAPI, routers, batches, traces and the access log.

@@ -33,7 +33,7 @@ def json_reply(body: object, status: int = 200) -> web.Response:
 
 
 class ErrorDetail(msgspec.Struct, frozen=True):
-    """What went wrong, and in which field."""
+    """The failure, and the field that it is about."""
 
     message: str
     type: str

@@ -25,7 +25,7 @@ PING_EVENT = b'event: ping\ndata: {"type":"ping"}\n\n'
 
 
 class Ping(NamedTuple):
-    """What a stream sends when it has sent nothing for ``after_s`` seconds, 0 for never."""
+    """The bytes that a stream sends when it has sent nothing for ``after_s`` seconds, 0 for never."""
 
     data: bytes
     after_s: float
@@ -35,7 +35,7 @@ class EventStream:
     """Sends events.  Until the first one, or the first ping, nothing goes out, and an error has its own status."""
 
     def __init__(self, request: web.Request, *, named: bool, ping: Ping) -> None:
-        """named: every event is announced by its ``type``, and the last one needs no "[DONE]"."""
+        """Make a stream.  named: every event is announced by its ``type``, and the last one needs no "[DONE]"."""
         self._request = request
         self._named = named
         self._ping = ping
@@ -89,7 +89,7 @@ class EventStream:
         return not self._protocol.writing_paused
 
     def cut(self) -> None:
-        """End the connection, so that whoever reads sees that this was not all.  Raises ConnectionResetError."""
+        """End the connection, so that its reader sees that this was not all.  Raises ConnectionResetError."""
         if (transport := self._protocol.transport) is not None:
             transport.abort()
         raise ConnectionResetError("the stream is cut")
@@ -137,7 +137,7 @@ class EventStream:
 
     async def _keep_alive(self) -> None:
         """Send a ping whenever nothing was sent for so long, so that nothing between here and the client gives up."""
-        with suppress(ConnectionError):  # which whoever sends the events meets as well
+        with suppress(ConnectionError):  # which the sender of the events meets as well
             while True:
                 await asyncio.sleep(self._wrote_at + self._ping.after_s - self._clock())
                 if self._clock() - self._wrote_at >= self._ping.after_s:

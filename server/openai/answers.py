@@ -16,7 +16,7 @@ from server.generate.output import FinishReason, OptionalUsage, UsageBody, finit
 
 
 class ResponseHead(msgspec.Struct, frozen=True, kw_only=True):
-    """What the answer to a request and every chunk of it repeat."""
+    """The fields that the answer to a request and every chunk of it repeat."""
 
     id: str
     created: int
@@ -95,7 +95,7 @@ class ChatLogprobs(msgspec.Struct, frozen=True):
 
 
 class FunctionCallBody(msgspec.Struct, frozen=True):
-    """arguments: JSON as text."""
+    """A called function.  arguments: JSON as text."""
 
     name: str
     arguments: str
@@ -159,7 +159,7 @@ class ToolCallDelta(msgspec.Struct, frozen=True):
 
 
 class ChatDelta(msgspec.Struct, frozen=True):
-    """What is new: the role once, then text."""
+    """The news of a choice: the role once, then text."""
 
     role: Literal["assistant"] | UnsetType = UNSET
     content: str | UnsetType = UNSET

@@ -1,4 +1,4 @@
-"""A conversation in the engine's terms: its messages, its tools, and what else a client may tell the chat template.
+"""A conversation in the engine's terms: its messages, its tools, and the variables of its chat template.
 
 Owns: roles, content parts, calls of earlier turns, names of template variables, the rules of tools and tool_choice.
 Does not know: templates, answers, how calls are written or parsed.
@@ -54,7 +54,7 @@ def read_turns(messages: Sequence[ChatMessage], template_roles: Collection[str] 
 
 
 def num_answered(roles: Sequence[str | None]) -> int:
-    """How many messages there are up to the assistant's last one.
+    """Returns how many messages there are up to the assistant's last one.
 
     The very last message does not count as one: the answer may go on there."""
     return next((index for index in range(len(roles) - 2, 0, -1) if roles[index] == "assistant"), 0)
@@ -142,7 +142,7 @@ def part_text(part: ContentPart, path: str, *, past: bool) -> str:
 
 
 def told_left_out(kind: str) -> str:
-    """What stands in the place of a part that the model cannot read; empty for a type that is not known."""
+    """Returns what stands in the place of a part that the model cannot read; empty for a type that is not known."""
     noun = UNREADABLE.get(kind)
     return f"[{noun} left out: this model reads text]" if noun else ""
 
@@ -235,7 +235,7 @@ NO_TOOLS: Final = ToolRequest()
 @cache
 def warn_left_out(kind: str) -> None:
     """Log, once for each kind of tool, that a request's tools of it are left out.  kind: of those that are known."""
-    log.warning("tools of type %s cannot be run here: they are left out, and the model is not told of them", kind)
+    log.warning("tools of type %s cannot be run here: they are left out, and the model does not see them", kind)
 
 
 def read_tools(

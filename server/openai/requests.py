@@ -31,7 +31,7 @@ not_given = partial(msgspec.Raw, b"null")
 
 
 class StreamOptions(msgspec.Struct, frozen=True):
-    """What a stream carries besides text."""
+    """The parts of a stream besides text."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
@@ -59,7 +59,7 @@ class Structure(msgspec.Struct, frozen=True):
 
 
 class TagContent(msgspec.Struct, frozen=True):
-    """type: 'json_schema'."""
+    """A part of a structural tag.  type: 'json_schema'."""
 
     type: Short
     json_schema: msgspec.Raw = msgspec.field(default_factory=not_given)
@@ -84,7 +84,9 @@ class TriggeredTags(msgspec.Struct, frozen=True):
 
 
 class ResponseFormat(msgspec.Struct, frozen=True):
-    """type: 'text', 'json_object', 'json_schema' or 'structural_tag', which has structures and triggers, or a format.
+    """The form of an answer.
+
+    type: 'text', 'json_object', 'json_schema' or 'structural_tag', which has structures and triggers, or a format.
 
     schema: of a json_object, as llama.cpp and Together have it."""
 
@@ -97,7 +99,7 @@ class ResponseFormat(msgspec.Struct, frozen=True):
 
 
 class StructuredOutputs(msgspec.Struct, frozen=True):
-    """vLLM's name for the same: exactly one of them.  structural_tag: JSON of a ResponseFormat."""
+    """The form of an answer by the names of vLLM: exactly one of them.  structural_tag: JSON of a ResponseFormat."""
 
     json: msgspec.Raw = msgspec.field(default_factory=not_given)
     regex: str | None = None
@@ -111,7 +113,7 @@ class StructuredOutputs(msgspec.Struct, frozen=True):
 
 
 class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
-    """How to pick tokens, when to stop, and what form to keep to: what every dialect calls the same."""
+    """The ways to pick tokens, to stop, and to keep to a form: what every dialect calls the same."""
 
     n: Int | None = None
     temperature: float | None = None
@@ -207,7 +209,9 @@ class ToolChoice(msgspec.Struct, frozen=True):
 
 
 class CalledFunction(msgspec.Struct, frozen=True):
-    """arguments: a JSON object, as text or as it is; text that is none, of a call that was cut off, counts as {}."""
+    """A function that was called.
+
+    arguments: a JSON object, as text or as it is; text that is none, of a call that was cut off, counts as {}."""
 
     name: Short
     arguments: str | dict[str, Any] | None = None

@@ -45,7 +45,7 @@ class DetokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TokenizeAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """token_strs: where asked for."""
+    """The tokens.  token_strs: where asked for."""
 
     count: int
     max_model_len: int

@@ -34,7 +34,7 @@ JSON_OBJECT = Grammar("json_object")
 
 
 def tenant_of(user: str | None) -> Origin:
-    """Returns from whom a request is that names this ``user``; none where a key says it."""
+    """Returns the origin of a request that names this ``user``; none where a key says it."""
     return Origin(tenant=(user or "")[:MAX_TENANT])
 
 
@@ -51,7 +51,7 @@ class Translator:
         adapters: Mapping[str, ServedAdapter] = MappingProxyType({}),
         server: str = "",
     ) -> None:
-        """tool_format: None for the hermes format.  adapters: they may come and go.
+        """Make a translator.  tool_format: None for the hermes format.  adapters: they may come and go.
         server: what the fingerprint says of it."""
         self.card = card
         self.adapters = adapters
@@ -60,7 +60,7 @@ class Translator:
 
     @property
     def fingerprint(self) -> str:
-        """What answers say of the system: of the server, and of the weights and what they are computed with."""
+        """The fingerprint in answers: of the server, and of the weights and what they are computed with."""
         return "-".join(filter(None, (self._server, self.card.fingerprint)))
 
     def translate(

@@ -1,6 +1,6 @@
 """Answers of /v1/completions and /v1/chat/completions: what their formats have alike.
 
-Owns: ids, what every chunk of a stream repeats, when usage is told.  Does not know: what a choice looks like.
+Owns: ids, what every chunk of a stream repeats, when usage is sent.  Does not know: what a choice looks like.
 """
 
 from copy import copy
@@ -18,7 +18,7 @@ from server.openai.requests import GenerationBody, StreamOptions
 
 
 class StreamState:
-    """How far the stream of a choice has got.  num_chars: characters in the logprobs that were sent.
+    """The progress of a choice's stream.  num_chars: characters in the logprobs that were sent.
 
     parser: finds calls in its text, if they are looked for."""
 

@@ -16,7 +16,9 @@ from server.openai.requests import Short
 
 
 class LoadBody(msgspec.Struct, frozen=True, kw_only=True):
-    """lora_path: of a folder, below that of the configuration.  load_inplace: also if the name is taken."""
+    """An adapter to serve.
+
+    lora_path: of a folder, below that of the configuration.  load_inplace: also if the name is taken."""
 
     lora_name: Short
     lora_path: Short
@@ -24,14 +26,14 @@ class LoadBody(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class UnloadBody(msgspec.Struct, frozen=True, kw_only=True):
-    """lora_int_id: vLLM's number for it, which is not looked at."""
+    """An adapter to drop.  lora_int_id: vLLM's number for it, which is not looked at."""
 
     lora_name: Short
     lora_int_id: int | None = None
 
 
 class AdapterAnswer(msgspec.Struct, frozen=True):
-    """lora_name: what is served now, or no more."""
+    """The outcome.  lora_name: what is served now, or no more."""
 
     lora_name: str
     success: bool = True

@@ -2,7 +2,7 @@
 
 Owns: their bodies.  Does not know: how requests end, what is cached.
 With several API keys each reaches only what is its own: its requests, and the prefixes cached for it.  An operator's
-ends anybody's requests.
+ends requests of every client.
 """
 
 from typing import Annotated
@@ -24,7 +24,7 @@ Names = Annotated[list[Short], Meta(max_length=1024)]
 
 
 class AbortBody(msgspec.Struct, frozen=True, kw_only=True):
-    """Which requests to end.  rid, request_ids: the X-Request-Id of a request, or the id in its answer.
+    """The requests to end.  rid, request_ids: the X-Request-Id of a request, or the id in its answer.
 
     Several requests may have the same one.  abort_all: all of them."""
 
@@ -34,7 +34,7 @@ class AbortBody(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AbortAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """num_aborted: requests that were open.  unknown: names that no open request has."""
+    """The outcome.  num_aborted: requests that were open.  unknown: names that no open request has."""
 
     num_aborted: int
     unknown: list[str]

@@ -45,7 +45,7 @@ ROADS = {
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
-    """What this command takes."""
+    """Add the arguments of this command."""
     command.description, command.epilog = DESCRIPTION, EPILOG
     command.formatter_class = argparse.RawDescriptionHelpFormatter
     command.add_argument("target", nargs="?", metavar="FILE.toml", help="the settings that are to be")

@@ -1,7 +1,8 @@
 """The departures board as JSON: each request that has not ended, what every page holds, the last minutes.
 
 Owns: the shape of that JSON, and what of a request each viewer may see.  Does not know: how a board is drawn, HTML.
-A viewer sees the first words of the requests that it may also end: its own key's, or everybody's with an operator's
+A viewer sees the first words of the requests that it may also end: its own key's, or those of every client with an
+operator's
 key or where there are no keys.  Of the others it sees where they are, and neither words, id nor client.
 """
 
@@ -97,7 +98,8 @@ def rows(board: Board, mine: Iterable[ClientRequest], decode: Decode) -> list[Ro
 
 
 def first_words(prompt: Prompt, decode: Decode) -> str:
-    """Returns the first words of what tells requests apart: a text's last line, the last question of a conversation."""
+    """Returns the first words of what distinguishes requests: a text's last line, the last question of a
+    conversation."""
     if isinstance(prompt, str):
         text = prompt[-MAX_LINE_CHARS:].rstrip().rpartition("\n")[2]
     elif prompt and isinstance(prompt[-1], ChatTurn):

@@ -25,7 +25,9 @@ LEVELS: dict[str, Literal[1, 2]] = {"1": 1, "2": 2}
 
 
 class ApplyBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """toml: a whole configuration file, which changes no place; without it, the server's own file is read again.
+    """The settings to have.
+
+    toml: a whole configuration file, which changes no place; without it, the server's own file is read again.
 
     dry_run: only say what would change."""
 

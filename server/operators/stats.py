@@ -73,7 +73,7 @@ class QuantilesBody(msgspec.Struct, frozen=True):
 
 
 class StatsBody(msgspec.Struct, frozen=True, kw_only=True):
-    """What the page shows.  status: 'ready', or the code of the error that /ready gives.
+    """The figures that the page shows.  status: 'ready', or the code of the error that /ready gives.
 
     Token counts only grow; rates are over the last seconds that had steps.  board: requests, oldest first, with
     ``board_hidden`` others behind them.  history: minutes, as far as something ran in them."""
@@ -106,7 +106,7 @@ class StatsBody(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StatsRoute:
-    """Handles GET /stats.  shows_text: whether everybody may see parts of what is cached."""
+    """Handles GET /stats.  shows_text: whether every viewer may see parts of what is cached."""
 
     def __init__(self, backend: Backend, clients: Clients, *, version: str, shows_text: bool) -> None:
         self._clients = clients

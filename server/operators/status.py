@@ -58,7 +58,7 @@ class HealthBody(msgspec.Struct, frozen=True):
 
 
 class ServerInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """What is served, and its limits.
+    """The served model and its limits.
 
     kv_tokens: how many tokens the KV pool holds; 0 while the model loads.  max_running: most rows of a step."""
 
@@ -89,7 +89,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Load(msgspec.Struct, frozen=True):
-    """How many requests there are.  server_load: open ones, each choice counted; running, waiting: in the engine."""
+    """The number of requests.  server_load: open ones, each choice counted; running, waiting: in the engine."""
 
     server_load: int
     running: int

@@ -23,7 +23,7 @@ SENT_ON = ("Authorization", "X-Api-Key", "Content-Type")
 
 
 class Answer(NamedTuple):
-    """What a replica has answered."""
+    """The answer of a replica."""
 
     status: int
     body: bytes

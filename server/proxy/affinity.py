@@ -1,4 +1,4 @@
-"""Which replica has probably cached the beginning of a prompt: the one that was last sent it.
+"""The replica that has probably cached the beginning of a prompt: the one that was last sent it.
 
 The router sees text, the replicas' radix trees hold tokens; equal text of equal requests gives equal tokens, so chained
 hashes over blocks of a request's bytes stand for the path in the tree.  A wrong guess costs a prefill, nothing else.

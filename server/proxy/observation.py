@@ -47,7 +47,9 @@ class Observation:
         return web.Response(body=encode(registry), headers={"Content-Type": content_type})
 
     async def stats(self, request: web.Request) -> web.Response:
-        """What all say, as one; each one's own is in ``replicas``.  Raises RequestError (503) if none answers."""
+        """Returns what all say, as one answer; each one's own is in ``replicas``.
+
+        Raises RequestError (503) if none answers."""
         told = {name: msgspec.json.decode(body) for name, body in (await self._ask_all(request)).items()}
         if not told:
             raise unavailable("no replica answers")
@@ -85,7 +87,7 @@ def labelled(texts: dict[str, str], label: str = ADDED_LABEL) -> list[Metric]:
 
 
 def added_up(told: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """What several replicas say of themselves as one would say it.  told: /stats of each."""
+    """Returns what several replicas say of themselves as one would say it.  ``told``: /stats of each."""
     first = next(iter(told.values()))
     own = {"pool": _pool, "history": _history, "steps": _steps}
     whole = {
@@ -131,7 +133,7 @@ def _rows(values: dict[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
 def _pool(told: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """The cells of all pools, which mean rows and nodes where ``_rows`` has put them.
 
-    Each replica numbers its evictions by itself, so only their sum is told."""
+    Each replica numbers its evictions by itself, so only their sum is sent."""
     pools = [body["pool"] for body in told.values()]
     runs, num_rows, num_nodes = [], 0, 0
     for body in told.values():

@@ -1,9 +1,9 @@
-"""What a client has of its answer so far, and what another replica must be told to go on with it.
+"""A request through a router: what its client has so far, and what another replica needs to go on with it.
 
 Owns: which of a replica's bytes are passed on, and the request as it is sent to each replica.
 Does not know: HTTP, which replica is asked, what the events say.
 
-A replica marks its events: a comment behind them says which tokens they tell.  Events and their mark are passed on
+A replica marks its events: a comment behind them says which tokens they hold.  Events and their mark are passed on
 together, so what the client has and what is known of it are the same at any moment.  Draws depend on seed and position
 alone, so a replica that is given the tokens goes on as the first one would have.
 """
@@ -29,7 +29,7 @@ class WrongMark(CallboardError):
 
 
 class Passage:
-    """One request through the router.  body: JSON.  num_prompt_tokens, num_tokens: as far as replicas have told."""
+    """One request through the router.  body: JSON.  num_prompt_tokens, num_tokens: as far as replicas have counted."""
 
     def __init__(self, body: bytes) -> None:
         self._body = msgspec.Raw(body)
@@ -45,7 +45,7 @@ class Passage:
 
     @property
     def num_tokens(self) -> int:
-        """Of all choices."""
+        """The number of output tokens of all choices."""
         return sum(len(one.tokens) for one in self._choices.values()) // 4
 
     @property
@@ -60,11 +60,11 @@ class Passage:
 
     @property
     def was_aborted(self) -> bool:
-        """Whether somebody has ended a choice, which would not end elsewhere."""
+        """Whether a choice was aborted, which would not end elsewhere."""
         return any(one.finish == Finish.ABORT for one in self._choices.values())
 
     def body(self) -> bytes:
-        """What to send to a replica, so that it goes on from what the client has."""
+        """Returns what to send to a replica, so that it goes on from what the client has."""
         self._held = b""
         told = {
             index: Told(bytes(one.tokens), one.num_events, one.finish != Finish.RUNNING)
@@ -104,14 +104,14 @@ class Passage:
         choice.num_prompt_tokens = int(num_prompt) or choice.num_prompt_tokens
 
     def rest(self) -> bytes:
-        """What follows the last mark, once the replica has ended its stream.  Raises WrongMark."""
+        """Returns what follows the last mark, once the replica has ended its stream.  Raises WrongMark."""
         self.take(b"")
         held, self._held = self._held, b""
         return held
 
 
 class _Choice:
-    """What the client has of a choice.  tokens: int32[n]."""
+    """A choice as far as the client has it.  tokens: int32[n]."""
 
     __slots__ = ("finish", "num_events", "num_prompt_tokens", "tokens")
 

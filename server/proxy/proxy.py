@@ -52,7 +52,9 @@ LOOK_EVERY_S = 0.2
 
 
 def new_session() -> aiohttp.ClientSession:
-    """What requests are sent on with.  Generating takes as long as its server's limits let it; reaching it does not."""
+    """Returns the session that sends requests on.
+
+    Generating takes as long as its server's limits let it; reaching it does not."""
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S)
     return aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout, auto_decompress=False)
 
@@ -92,7 +94,7 @@ class Proxy:
     async def send_counted(self, request: web.Request, body: bytes, charge: Charge) -> web.StreamResponse:
         """Do so for a body that has been read.  charge: its client pays the prompt at least, if a replica takes it.
 
-        Only a replica counts a prompt, so until it has told the tokens they are estimated from the body."""
+        Only a replica counts a prompt, so until it has sent the number they are estimated from the body."""
         exchange, status = request[EXCHANGE], CLIENT_LEFT
         passage = Passage(body) if media_type(request) == JSON_TYPE and is_object(body) else None
         estimated = len(body) // CHARS_PER_TOKEN + 1
@@ -203,7 +205,7 @@ class _Delivery:
 
     @property
     def can_go_on(self) -> bool:
-        """Whether a stream that was cut can be told to another replica."""
+        """Whether another replica can go on with a stream that was cut."""
         return self._passage is not None and not self._passage.was_aborted
 
     async def ask(self, replica: Replica) -> web.StreamResponse:

@@ -73,7 +73,7 @@ class Group(Protocol):
 
 
 class Choice(Protocol):
-    """What chooses where a request goes.  num_resumed: streams that went on elsewhere.  is_leaving: all of them end."""
+    """A chooser of where a request goes.  num_resumed: streams that went on elsewhere.  is_leaving: all of them end."""
 
     num_resumed: int
 
@@ -84,4 +84,4 @@ class Choice(Protocol):
         """Returns where a request goes.  besides: those that were tried.  Raises RequestError: 503."""
 
     def lose(self, replica: Replica, reason: object, url: str = "") -> None:
-        """See ``Group``."""
+        """Send it no request until it is known to answer again.  url: where it did not."""

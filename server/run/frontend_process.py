@@ -52,7 +52,9 @@ CAPACITY = 1 << 18  # of the link, in messages: of as many requests as may be op
 
 
 class Kept(msgspec.Struct, frozen=True):
-    """What the next frontend gets of this one.  salts: see ``CacheSalts``.  adapters: None for those of the card."""
+    """The state that the next frontend gets of this one.
+
+    salts: see ``CacheSalts``.  adapters: None for those of the card."""
 
     salts: bytes = b""
     adapters: dict[str, ServedAdapter] | None = None
@@ -101,7 +103,7 @@ class RemoteMonitor:
         return structs.replace(snapshot, gauges=gauges)
 
     def watch(self, observer: object, name: str) -> None:
-        """Tell ``observer``, an object with observer hooks, which requests end from now on."""
+        """Call the hooks of ``observer`` for requests that end from now on."""
         if self._observers is None:
             self._observers = Observers(Plugins({}, (), {}), {}, page_size=0)
             self._engine.put(Subscribe())
@@ -206,13 +208,13 @@ class FrontendProcess(WorkerProcess[FrontendAssignment]):
 
 
 class EngineLink:
-    """Where ingress puts its requests.  A request that is too large for a frame fails alone."""
+    """The link that ingress puts its requests into.  A request that is too large for a frame fails alone."""
 
     def __init__(self, outgoing: Outgoing) -> None:
         self._outgoing = outgoing
 
     def connect(self, ingress: Ingress) -> None:
-        """Set ingress, which needs this link to be built first, and is told of such failures."""
+        """Set ingress, which needs this link to be built first, and takes such failures."""
         self._ingress = ingress
 
     def put(self, message: Tokenize | Abort) -> None:

@@ -1,4 +1,4 @@
-"""What ``callboard serve`` prints once it is ready: where it is, and a first request to copy.
+"""The lines that ``callboard serve`` prints once it is ready: where it is, and a first request to copy.
 
 Owns: the words.  Does not know: how the engine was started.
 """
@@ -37,7 +37,7 @@ def greet(system: "System", url: str, *, needs_key: bool, took_s: float) -> None
     sent = f" -H 'Content-Type: application/json' -d '{body}'" if fields else ""
     curl = f"curl {url}{path}{key}{sent}"
     if LogSettings.here().style == "json":
-        # Who reads standard output with standard error gets nothing but objects.
+        # A reader of standard output with standard error gets nothing but objects.
         said = log.makeRecord(log.name, logging.INFO, "", 0, ready, (), None, extra={FIELDS: {"url": url, "try": curl}})
         print(JSONFormatter().format(said), flush=True)
     else:

@@ -1,4 +1,5 @@
-"""What operators may have the engine do, for the server in its process and for one in a process of its own.
+"""The operations that operators may ask of the engine, for the server in its process and for one in a process of its
+own.
 
 Owns: which errors of the engine are the operator's, questions that are not answered yet.
 Does not know: HTTP, signals; how the engine does any of it.
@@ -29,7 +30,9 @@ SETTING = re.compile(rf"\b(?:{'|'.join(Config.__struct_fields__)})\.\w+")
 
 
 class LocalOperations:
-    """Those of an engine in this process.  source: where its configuration is from.  card: what the API says of it."""
+    """The operations of an engine in this process.
+
+    source: where its configuration is from.  card: what the API says of it."""
 
     def __init__(self, system: System, source: ConfigSource, card: ModelCard) -> None:
         self._changeover = Changeover(system, lambda system: msgspec.msgpack.encode(card.after_changes(system)))
@@ -59,7 +62,7 @@ class LocalOperations:
         return b""
 
     def answer(self, ask: Operate, tell: Callable[[Operated], None]) -> None:
-        """Do it, and tell when it is done."""
+        """Do an operation, and send its outcome when it is done."""
         task = asyncio.create_task(self._answer(ask, tell), name="operations")
         self._answering.add(task)
         task.add_done_callback(self._answering.discard)
@@ -82,7 +85,7 @@ class LocalOperations:
 
 
 class RemoteOperations:
-    """Those of an engine in another process."""
+    """The operations of an engine in another process."""
 
     def __init__(self, engine: Link[Operate]) -> None:
         self._engine = engine

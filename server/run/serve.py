@@ -40,7 +40,7 @@ async def serve(
     A SIGINT after that, until the event loop is closed: the process exits at once with code 130.  Another SIGTERM says
     nothing new: stopping a group of processes may reach this one twice.
     A SIGHUP calls ``reload``, which cuts no stream; nor does a terminal that closes.
-    The engine's failure: open requests were ended by it; clients are told, then its exception is raised here.
+    The engine's failure: open requests were ended by it; their clients get the error, then it is raised here.
     """
     told_to_stop = listen_for_signals(reload)
     runner = create_runner(server, limits, backend, storage=storage)

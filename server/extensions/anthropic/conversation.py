@@ -59,7 +59,7 @@ def continues(body: CountBody) -> bool:
 
 
 def _turns(message: MessageBody, path: str, *, past: bool) -> list[ChatTurn]:
-    """past: the assistant has answered it."""
+    """Returns a part as text.  past: the assistant has answered it."""
     if isinstance(message.content, str):
         return [ChatTurn(message.role, message.content)]
     if message.role == "system":
@@ -91,7 +91,8 @@ def _assistant(blocks: Sequence[tuple[BlockBody, str]]) -> ChatTurn:
 
 
 def _users(blocks: Sequence[tuple[BlockBody, str]], *, past: bool) -> list[ChatTurn]:
-    """What a user sends may be text, results of calls, or both: a result is a turn of its own."""
+    """Returns the turns of a user's message, which may be text, results of calls, or both: a result is a turn of its
+    own."""
     turns: list[ChatTurn] = []
     for block, path in blocks:
         if block.type == "tool_result":

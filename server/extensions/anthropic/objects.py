@@ -25,7 +25,7 @@ ERROR_TYPES = {
 
 
 class Event(msgspec.Struct, frozen=True):
-    """What is announced by its ``type``."""
+    """An event, which is announced by its ``type``."""
 
     @property
     def type(self) -> str:
@@ -34,13 +34,13 @@ class Event(msgspec.Struct, frozen=True):
 
 
 class TextBlock(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="text"):
-    """What the assistant says."""
+    """The text of the assistant."""
 
     text: str
 
 
 class ThinkingBlock(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="thinking"):
-    """What the model thought.  signature: nothing is signed here, and none is asked for when thoughts come back."""
+    """The thoughts of the model.  signature: nothing is signed here, and none is asked for when thoughts come back."""
 
     thinking: str
     signature: str = ""
@@ -79,13 +79,13 @@ class MessageObject(msgspec.Struct, frozen=True, kw_only=True, tag_field="type",
 
 
 class TokenCountAnswer(msgspec.Struct, frozen=True):
-    """How many tokens a prompt has."""
+    """The number of tokens of a prompt."""
 
     input_tokens: int
 
 
 class MessageErrorDetail(msgspec.Struct, frozen=True):
-    """What went wrong."""
+    """The failure."""
 
     type: str
     message: str
@@ -158,7 +158,7 @@ class BlockStop(Event, frozen=True, kw_only=True, tag_field="type", tag="content
 
 
 class MessageEnd(msgspec.Struct, frozen=True):
-    """How the answer ended."""
+    """The end of the answer."""
 
     stop_reason: StopReason | None
     stop_sequence: str | None

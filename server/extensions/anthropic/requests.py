@@ -12,7 +12,7 @@ from server.openai.requests import MAX_TOOLS, FunctionName, Int, Priority, Salt,
 
 
 class BlockSource(msgspec.Struct, frozen=True):
-    """What a document or an image is made of.  data: text, or base64 of what nothing here reads."""
+    """The content of a document or an image.  data: text, or base64 of what nothing here reads."""
 
     type: Short
     data: str | None = None
@@ -57,7 +57,7 @@ class MessageTool(msgspec.Struct, frozen=True):
 
 
 class MessageToolChoice(msgspec.Struct, frozen=True):
-    """any: some function must be called; tool: that one."""
+    """The choice of a tool.  any: some function must be called; tool: that one."""
 
     type: Literal["auto", "any", "tool", "none"]
     name: Short | None = None
@@ -65,21 +65,21 @@ class MessageToolChoice(msgspec.Struct, frozen=True):
 
 
 class ThinkingOptions(msgspec.Struct, frozen=True):
-    """Whether to think first, told to the chat template.  budget_tokens: a wish, which nothing enforces."""
+    """The wish to think first, which the chat template gets.  budget_tokens: a wish, which nothing enforces."""
 
     type: Literal["enabled", "adaptive", "disabled"]
     budget_tokens: Int | None = None
 
 
 class OutputFormat(msgspec.Struct, frozen=True):
-    """What the answer must look like."""
+    """The form that the answer must have."""
 
     type: Literal["json_schema"]
     schema: msgspec.Raw
 
 
 class OutputConfig(msgspec.Struct, frozen=True):
-    """effort: told to the chat template as reasoning_effort."""
+    """The form of the answer.  effort: the chat template gets it as reasoning_effort."""
 
     format: OutputFormat | None = None
     effort: Short | None = None

@@ -1,4 +1,4 @@
-"""An output as the blocks of a message, and as the events that tell how they come to be.
+"""An output as the blocks of a message, and as the events of their making.
 
 Owns: the order of blocks and events, how an answer has ended.  Does not know: sockets, JSON, the engine.
 The answer in one piece is what the events add up to: both are made here.

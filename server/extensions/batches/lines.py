@@ -19,7 +19,7 @@ SLACK_BYTES = 8 << 10  # that a line may have around its body
 
 
 class FoundLine(msgspec.Struct, frozen=True):
-    """number: counts from 1.  start, length: where it is in the file, in bytes."""
+    """A line of a file.  number: counts from 1.  start, length: where it is in the file, in bytes."""
 
     number: int
     custom_id: str

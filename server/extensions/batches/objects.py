@@ -27,7 +27,7 @@ class BatchBody(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LineError(msgspec.Struct, frozen=True, kw_only=True):
-    """What is wrong with a line of the input.  line: counts from 1."""
+    """The fault of a line of the input.  line: counts from 1."""
 
     code: str
     line: int | None
@@ -43,7 +43,7 @@ class LineErrors(msgspec.Struct, frozen=True):
 
 
 class RequestCounts(msgspec.Struct, frozen=True):
-    """How many lines there are, and have been answered."""
+    """The numbers of lines, and of those that have been answered."""
 
     total: int = 0
     completed: int = 0
@@ -85,7 +85,7 @@ class InputLine(msgspec.Struct, frozen=True):
 
 
 class InputBody(msgspec.Struct, frozen=True):
-    """What is looked at of a line's body before it runs."""
+    """The fields of a line's body that are read before it runs."""
 
     stream: Any = None
 
@@ -99,7 +99,7 @@ class LineResponse(msgspec.Struct, frozen=True):
 
 
 class LineFailure(msgspec.Struct, frozen=True):
-    """Why a line was not run."""
+    """The reason that a line was not run."""
 
     code: str
     message: str

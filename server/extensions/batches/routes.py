@@ -67,13 +67,13 @@ class BatchRoutes:
 
     @operation("GET", BATCHES, "client", "The client's batches.", answer=ListPage, off=refuse_storage)
     async def all(self, request: web.Request) -> web.Response:
-        """Tell of the client's batches.  Raises RequestError: 400."""
+        """List the client's batches.  Raises RequestError: 400."""
         asked = Asked.by(request.query, default=LISTED, most=MAX_LISTED)
         return json_reply(await self._table.listed(owner_of(request), asked))
 
     @operation("GET", ONE, "client", "How far a batch is.", answer=BatchObject, off=refuse_storage)
     async def get(self, request: web.Request) -> web.Response:
-        """Tell of one.  Raises RequestError: 404."""
+        """Return one.  Raises RequestError: 404."""
         return json_reply(await self._table.get(owner_of(request), request.match_info["id"]))
 
     @operation("POST", ONE + "/cancel", "client", "Run no more of a batch.", answer=BatchObject, off=refuse_storage)

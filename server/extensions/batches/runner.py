@@ -69,7 +69,7 @@ class BatchRunner:
         task.add_done_callback(partial(self._ended, batch_id))
 
     def cancelled(self, batch_id: str) -> None:
-        """Its table says that no more of a batch is wanted."""
+        """Run no more of a batch, as its table says."""
         if (lines := self._lines.get(batch_id)) is not None:
             lines.cancel()
 
@@ -177,7 +177,7 @@ class BatchRunner:
 
 
 def _origin(batch: BatchObject, number: int) -> Origin:
-    """What a line's answer is named and drawn by, the same whenever it runs."""
+    """Returns what a line's answer is named and drawn by, the same whenever it runs."""
     digest = hashlib.blake2b(f"{batch.id} {number}".encode(), digest_size=24).digest()
     seed = int.from_bytes(digest[16:], "little") & MAX_SEED
     return Origin(key=uuid.UUID(bytes=digest[:16]), created=batch.created_at, seed=seed)

@@ -23,7 +23,7 @@ SPOKEN = ("text", "content", "reasoning_content", "reasoning", "tool_calls", "re
 
 @dataclass(slots=True)
 class Record:
-    """What was seen of a request.  due_s, late_s: when it was to be sent, and how much later it was.
+    """The times of a request.  due_s, late_s: when it was to be sent, and how much later it was.
 
     ttft_s: from its sending to the first event with output; None if none came.  e2e_s: to its end.  gaps_s: between
     two events with output.  error: '' if it ended as it should."""
@@ -86,7 +86,7 @@ class Client:
         await self._session.close()
 
     async def first_model(self) -> str:
-        """What the server serves.  Raises ConfigError if it does not say so."""
+        """Returns the model that the server serves.  Raises ConfigError if it does not say so."""
         url = f"{self.target.root}/models"
         try:
             async with self._session.get(url) as response:
@@ -188,7 +188,7 @@ def _read_usage(usage: dict[str, Any] | None, record: Record) -> None:
 
 
 def _reason(body: bytes) -> str:
-    """What an error says of itself, in few words."""
+    """Returns what an error says of itself, in few words."""
     try:
         error = msgspec.json.decode(body)
         error = error.get("error", error)

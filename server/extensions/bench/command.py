@@ -85,7 +85,7 @@ def _add_serve(parser: ArgumentParser) -> None:
     when.add_argument("--rate", type=positive, help="conversations a second, by a Poisson process")
     when.add_argument("--concurrency", type=count, help="so many at once, each after another (default: 16)")
     parser.add_argument("--burst", type=count, default=1, help="with --rate: so many begin together (default: 1)")
-    parser.add_argument("--slo", default="", metavar="NAME=S,...", help="count who keeps to ttft=0.5,tpot=0.05,e2e=10")
+    parser.add_argument("--slo", default="", metavar="NAME=S,...", help="count what keeps to ttft=0.5,tpot=0.05,e2e=10")
     parser.add_argument("--save", type=Path, metavar="FILE", help="write the result as JSON")
     parser.add_argument("--plot", type=picture, metavar="PNG", help="draw it; needs matplotlib")
     parser.set_defaults(run=_serve, **NO_CONFIGURATION)

@@ -1,4 +1,4 @@
-"""What a benchmark sends: conversations of one or more turns, and when each begins.
+"""The load of a benchmark: conversations of one or more turns, and when each begins.
 
 Owns: how loads are drawn, trace files.  Does not know: HTTP, what is measured.
 A prompt is made of common English words, which most tokenizers have as a token each; how many tokens it really has is
@@ -25,7 +25,7 @@ WORDS = TEXT.split()
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What a user says, and the most tokens of the answer."""
+    """The words of a user, and the most tokens of the answer."""
 
     text: str
     max_tokens: int
@@ -42,7 +42,9 @@ class Conversation:
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Of a random load, in words.  variation: lengths are between (1 - it) and (1 + it) times what is given.
+    """The lengths of a random load, in words.
+
+    variation: lengths are between (1 - it) and (1 + it) times what is given.
 
     prefix: words that all of a group's conversations begin with; groups: how many different ones there are."""
 

@@ -1,4 +1,4 @@
-"""What a result file says about where it was measured.
+"""The machine that a result was measured on, as its file names it.
 
 Owns: commit, command, processor, versions.  Does not know: what was measured.
 """
@@ -32,7 +32,7 @@ def describe_machine() -> dict[str, Any]:
 
 
 def _commit() -> str:
-    """Of the repository that this file is in; '' where it is in none."""
+    """Returns the commit of the repository that this file is in; '' where it is in none."""
     git = shutil.which("git")
     if git is None:
         return ""
@@ -42,7 +42,8 @@ def _commit() -> str:
 
 
 def _script() -> list[str]:
-    """As one would type it: a module that was run by its name has been given its place on this machine."""
+    """Returns the command as one would type it: a module that was run by its name has been given its place on this
+    machine."""
     path = Path(sys.argv[0])
     return ["-m", path.parent.name] if path.name == "__main__.py" else [sys.argv[0]]
 

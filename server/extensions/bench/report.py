@@ -1,4 +1,4 @@
-"""What a run comes to: figures, goodput under an objective, tables, plots, and how two runs compare.
+"""The result of a run: figures, goodput under an objective, tables, plots, and how two runs compare.
 
 Owns: the result file.  Does not know: how it was measured.
 """
@@ -98,7 +98,7 @@ def summarise(records: list[Record], seconds: float, slo: Figures) -> tuple[Figu
 
 
 def requests_of(records: list[Record]) -> list[tuple[float, float | None, float, int, int, int, str]]:
-    """As a result file has them."""
+    """Returns the figures as a result file has them."""
     return [
         (round(one.due_s, 4), one.ttft_s and round(one.ttft_s, 5), round(one.e2e_s, 5),
          one.prompt_tokens, one.cached_tokens, one.output_tokens, one.error)
@@ -176,7 +176,7 @@ def compare(first: Result, second: Result, console: Console) -> None:
 
 
 def _verdict(name: str, before: float, after: float) -> str:
-    """Nothing for what is neither good nor bad, or differs by less than runs of one server do."""
+    """Returns '' for what is neither good nor bad, or differs by less than runs of one server do."""
     more_is_better = name in RATES or name == "goodput_share"
     if not more_is_better and name != "failed" and not name.startswith(tuple(LATENCIES)):
         return ""

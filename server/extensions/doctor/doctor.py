@@ -1,4 +1,4 @@
-"""What ``callboard doctor`` looks at: everything that has to be there before a model is served.
+"""The checks of ``callboard doctor``: everything that has to be there before a model is served.
 
 Owns: the checks, what to do about each that fails, what a person sees of it.  Does not know: arguments, exit codes.
 No model is loaded, and nothing is written but the folder that a start makes of a GGUF file; torch is imported only

@@ -1,6 +1,6 @@
 """GET /explain/{id}: where the time of one request went, in parts that add up to it.
 
-Owns: the parts outside of the engine, the shape of the JSON, a sentence for each part, and who may see what.
+Owns: the parts outside of the engine, the shape of the JSON, a sentence for each part, and which client may see what.
 Does not know: how the engine works its parts out (``engine/scheduling/explanation.py``).
 The parts cut the time from a request's first byte to the last one of its answer: they overlap nowhere and leave nothing
 out.  Of several choices the one that ended last is explained.  A viewer sees the requests of their own key, an operator
@@ -128,7 +128,9 @@ class ExplainRoute:
 def explained(
     one: ClientRequest, told: tuple[Explained, ...], names: Mapping[int, str], now: float, max_running: int
 ) -> ExplanationBody:
-    """Returns the explanation.  told: what the engine knows of its choices.  names: of requests that may be named."""
+    """Returns the explanation.
+
+    ``told``: what the engine knows of its choices.  names: of requests that may be named."""
     exchange, opened_at = one.exchange, dict(one.choices)
     until = now if exchange.ended_at is None else exchange.ended_at
     last = max(told, key=lambda choice: choice.until, default=None)

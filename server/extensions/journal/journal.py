@@ -3,7 +3,7 @@
 Owns: which records are in which files, when they are written, how much there is, what happens where the disk is full.
 Does not know: what a request is beyond its records; clients.
 
-A record is on its way to the disk before anybody is told of it: what a turn has brought is one write, and ``then`` of
+A record is on its way to the disk before any reader gets it: what a turn has brought is one write, and ``then`` of
 each record is called after it.  What was written outlasts the process, however it ends; ``fsync`` decides what a loss
 of power may take.  The records of every request that can be asked for are in memory as well, so nothing is read while
 requests are served, and whatever is lost on disk can be written again.  So what requests take is counted as memory,
@@ -67,7 +67,8 @@ def memory_of(body_bytes: int) -> int:
 
 
 class Journal:
-    """What was written here before is read at once: ``entries`` has it, by number, in the order of their arrival.
+    """Open the journal, and read what was written before at once: ``entries`` has it, by number, in the order of their
+    arrival.
 
     forgotten: called with an entry that makes room for others, which may not have ended.  is_failing: nothing can be
     written just now."""
@@ -109,7 +110,7 @@ class Journal:
 
     @property
     def num_bytes(self) -> int:
-        """What it takes on disk."""
+        """The bytes that it takes on disk."""
         return self._segments.num_bytes
 
     def takes(self, num_bytes: int) -> bool:

@@ -1,4 +1,4 @@
-"""What the journal says of a request: that it was accepted, what it has produced, and how it has ended.
+"""The records of a request in the journal: that it was accepted, what it has produced, and how it has ended.
 
 Owns: the records and their bytes.  Does not know: files, HTTP, the engine.
 ``number`` is the request's own in its journal; ``at`` is the record's place among those of its request, so that a
@@ -33,7 +33,7 @@ class Accepted(msgspec.Struct, frozen=True, array_like=True, tag=0):
 
 
 class Delivered(msgspec.Struct, frozen=True, array_like=True, tag=1):
-    """New output of a choice, as its client was told."""
+    """New output of a choice, as its client gets it."""
 
     number: int
     at: int
@@ -42,7 +42,7 @@ class Delivered(msgspec.Struct, frozen=True, array_like=True, tag=1):
 
 
 class Failure(msgspec.Struct, frozen=True, array_like=True):
-    """What a request has failed with."""
+    """The failure of a request."""
 
     message: str
     status: int
@@ -56,14 +56,14 @@ class Failure(msgspec.Struct, frozen=True, array_like=True):
         return cls(error.message, error.status, error.code, error.param, error.retry_after_s)
 
     def error(self) -> RequestError:
-        """Returns the error, anew each time: who tells it may change it."""
+        """Returns the error, anew each time: its reader may change it."""
         return RequestError(**msgspec.structs.asdict(self))
 
 
 class Ended(msgspec.Struct, frozen=True, array_like=True, tag=2):
-    """Nothing more comes.  when: seconds since 1970.  failure: if it has failed.
+    """The end of a request.  when: seconds since 1970.  failure: if it has failed.
 
-    is_forgotten: nobody can ask for it any more."""
+    is_forgotten: no client can ask for it any more."""
 
     number: int
     at: int

@@ -1,6 +1,6 @@
 """One journaled request: it runs whether or not a client reads it, and any of its readers gets the same events.
 
-Owns: its output so far, which of it is written down, how it goes on from there, who reads it.
+Owns: its output so far, which of it is written down, how it goes on from there, its reader.
 Does not know: files, HTTP, how long it waits for a reader.
 """
 
@@ -33,7 +33,7 @@ TRY_AGAIN_EVERY_S = 0.2
 
 
 class Route(Protocol):
-    """How requests of a path are understood and answered."""
+    """A way to understand and answer the requests of a path."""
 
     endpoint: Endpoint[Any]
     ping: Ping
@@ -46,7 +46,9 @@ class Route(Protocol):
 
 
 class Run:
-    """accepted: the request.  body, generation: as its route understands it.  client: in whose name it runs.
+    """Make a run.
+
+    accepted: the request.  body, generation: as its route understands it.  client: in whose name it runs.
 
     num_written: pieces of output that readers may have.  failure: what it has ended with, unless it is complete.
     is_left: it has ended here only, which is not written down, and the next server goes on with it.
@@ -107,7 +109,7 @@ class Run:
             await asyncio.wait([self._task])
 
     def give_up(self) -> None:
-        """End the work, and write down that nobody can ask for it any more."""
+        """End the work, and write down that no client can ask for it any more."""
         if self._task is not None:
             self._task.cancel()
         if not self.ended:
@@ -178,7 +180,7 @@ class Run:
                 self._let_go(self.reader.num_read)
 
     def _let_go(self, num_read: int) -> None:
-        """Nobody else can read it: keep nothing of what its reader has."""
+        """Keep nothing of what its reader has, since no other can read it."""
         records = self.entry.records
         for at in range(self._num_gone, num_read):
             records[1 + at] = b""
@@ -267,7 +269,7 @@ class Reader:
             await drained()
 
     def take(self, index: int, delta: Delta) -> None:
-        """From the run: more output, which is written down."""
+        """Take more output of the run, which is written down."""
         if self._sink is None:
             self._woken.set()
             return
@@ -281,7 +283,7 @@ class Reader:
         self._woken.set()
 
     def wake(self) -> None:
-        """From the run: it has ended."""
+        """Take the end of the run."""
         self._woken.set()
 
     def cut(self) -> None:
@@ -291,7 +293,7 @@ class Reader:
 
 
 class _Choice:
-    """What is written down of a choice.  tokens: int32[n]."""
+    """A choice as far as it is written down.  tokens: int32[n]."""
 
     __slots__ = ("ended", "tokens")
 
@@ -305,8 +307,8 @@ class _Choice:
 
 
 def _nothing() -> None:
-    """Of a record that nobody waits for."""
+    """Do nothing after a record that nothing waits for."""
 
 
 async def _no_wait() -> None:
-    """What is written down never holds up the engine."""
+    """Return at once: what is written down never holds up the engine."""

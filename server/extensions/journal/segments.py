@@ -85,7 +85,7 @@ class Segments:
 
     @property
     def num_bytes(self) -> int:
-        """Of all files."""
+        """The size of all files."""
         return sum(self.sizes.values())
 
     def read(self, number: int) -> Iterator[list[bytes]]:

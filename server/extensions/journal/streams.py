@@ -1,10 +1,11 @@
-"""Streams that outlast their connection, and the process: who may rejoin them, from which event on, and how long.
+"""Streams that outlast their connection, and the process: which client may rejoin them, from which event on, and how
+long.
 
 Owns: the runs of all journaled requests, the route to rejoin one, what is done with those of an earlier server.
 Does not know: files, formats of answers.
 
 Every event has an id, ``<stream id>:<number of the event>``.  What an event says depends on nothing but the output so
-far, so a client that has the first n events is told all of them anew by the same writer, and gets what follows the
+far, so a client that has the first n events: the same writer makes all of them anew, and it gets what follows the
 n-th.
 """
 
@@ -58,7 +59,7 @@ def open_streams(
 
 
 async def no_streams(request: web.Request) -> web.StreamResponse:
-    """Answer who wants to rejoin a stream where none is kept.  Raises RequestError: 404."""
+    """Refuse to rejoin a stream where none is kept.  Raises RequestError: 404."""
     raise RequestError(
         "streams are not kept by this server: storage.journal_streams is off", status=404, code="stream_not_found"
     )
@@ -112,7 +113,7 @@ class Streams:
         off=no_streams,
     )
     async def rejoin(self, request: web.Request) -> web.StreamResponse:
-        """GET /v1/streams/{id}: tell what follows the event that Last-Event-ID names, or everything.
+        """GET /v1/streams/{id}: send what follows the event that Last-Event-ID names, or everything.
 
         Raises RequestError, if nothing was sent."""
         stream_id, num_events = request.match_info["id"], 0
@@ -156,7 +157,7 @@ class Streams:
         understood: tuple[Any, Generation],
         opened: Callable[[Stream], None] | None = None,
     ) -> Run:
-        """given: what is known of the request.  Its run has one of its own, which ends with the run."""
+        """Add a run.  given: what is known of the request.  Its run has one of its own, which ends with the run."""
         route, (body, generation) = self.routes[accepted.path], understood
         exchange = Exchange(accepted.stream_id, accepted.client)
         exchange.key, exchange.was_received = given.key, given.was_received
@@ -238,7 +239,7 @@ class Streams:
             self._timers[number] = asyncio.get_running_loop().call_later(left_s, self._expire, run)
 
     def _forgotten(self, entry: Entry) -> None:
-        """From the journal: there is no room for a request.  One that runs goes on for its reader alone."""
+        """Drop a request that the journal has no room for.  One that runs goes on for its reader alone."""
         run = self._runs.get(entry.number)
         if run is None or run.ended:
             self._remove(entry.number)
@@ -252,7 +253,7 @@ class Streams:
         if run.ended:
             self._journal.forget(run.entry)
         else:
-            log.info("request=%s ends: nobody has come back for %g s", run.accepted.stream_id, self._rejoin_s)
+            log.info("request=%s ends: its client has not come back for %g s", run.accepted.stream_id, self._rejoin_s)
             run.give_up()
 
     def _remove(self, number: int) -> None:
@@ -277,7 +278,7 @@ class Streams:
         self._journal.close()
 
     async def _recover(self) -> list[Run]:
-        """Returns the runs that had not ended.  Those that nobody may ask for are forgotten."""
+        """Returns the runs that had not ended.  Those that no client may ask for are forgotten."""
         for entry in list(self._journal.entries.values()):
             accepted = decode(entry.records[0])
             assert isinstance(accepted, Accepted), "an entry begins with what was accepted"

@@ -115,7 +115,7 @@ def _application(
         return json_reply({"version": version})
 
     async def load(request: web.Request) -> web.StreamResponse:
-        """Of all models together, unless one is named."""
+        """Answer for all models together, unless one is named."""
         if "model" in request.query:
             return await routes.look(request)
         if any(one.is_ready for one in models.all):

@@ -1,7 +1,7 @@
 """One of several models: its process, and what is known of it while it has none.
 
 Owns: how the process is started, found dead and ended; the model's state.
-Does not know: when it is loaded or unloaded, and who wants it (``models.py``); what requests say.
+Does not know: when it is loaded or unloaded, and what wants it (``models.py``); what requests say.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 MODULE = "server.extensions.models.model_process"
 LOOPBACK = "127.0.0.1"
 END_TIMEOUT_S = 10.0  # for a process that was let go of, with nothing open
-# A connection that broke may be that of a process that has just died, of which the kernel tells a moment later.
+# A connection that broke may be that of a process that has just died, which the kernel reports a moment later.
 DEATH_SHOWS_WITHIN_S = 0.5
 WEIGHTS = (".safetensors", ".gguf")
 
@@ -63,7 +63,7 @@ class Model(Replica):
 
     @property
     def is_leaving(self) -> bool:
-        """Whether nobody need wait for it to be loaded."""
+        """Whether no request need wait for it to be loaded."""
         return self.server_leaves or self.refusal is not None
 
     @property
@@ -136,7 +136,8 @@ class Model(Replica):
 
     @property
     def num_bytes(self) -> int:
-        """What it takes while it is loaded: as configured, or else as measured, or else the size of its weights."""
+        """The memory that it takes while it is loaded: as configured, or else as measured, or else the size of its
+        weights."""
         if self.table.memory_mb:
             return self.table.memory_mb << 20
         now = resident_bytes(self._child.pid) if self._child is not None and self._child.alive else 0
@@ -146,7 +147,7 @@ class Model(Replica):
 
     @property
     def loaded_bytes(self) -> int:
-        """What it takes now."""
+        """The memory that it takes now."""
         return self.num_bytes if self.state is not State.STOPPED else 0
 
     # ---- as requests are sent to it ---------------------------------------------------------
@@ -182,7 +183,8 @@ class Model(Replica):
 
 
 async def _report(pipe: int) -> Report:
-    """What the process at the other end of a pipe says, which is closed then; an empty report if it ends before."""
+    """Returns the report of the process at the other end of a pipe, which is closed then; an empty report if it ends
+    before."""
     loop = asyncio.get_running_loop()
     reader = asyncio.StreamReader()
     transport, _ = await loop.connect_read_pipe(
@@ -206,6 +208,6 @@ def _for_process(config: Config) -> bytes:
 
 
 def _weights_bytes(path: Path) -> int:
-    """Of a checkpoint on this machine; 0 for others."""
+    """Returns the size of a checkpoint on this machine; 0 for others."""
     files = path.iterdir() if path.is_dir() else (path,)
     return sum(one.stat().st_size for one in files if one.suffix in WEIGHTS and one.is_file())

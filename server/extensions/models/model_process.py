@@ -29,7 +29,9 @@ log = logging.getLogger(__name__)
 
 
 class ModelTicket(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """config: as JSON.  listener, report: descriptors of a socket that listens and of a pipe.  parent: to die with."""
+    """The start of a process.
+
+    config: as JSON.  listener, report: descriptors of a socket that listens and of a pipe.  parent: to die with."""
 
     config: bytes
     listener: int
@@ -39,7 +41,7 @@ class ModelTicket(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Report(msgspec.Struct, frozen=True):
-    """What became of the load.  card: of the model that is ready.  failure: why there is none."""
+    """The outcome of the load.  card: of the model that is ready.  failure: why there is none."""
 
     card: ModelCard | None = None
     failure: str = ""
@@ -103,7 +105,7 @@ async def _run(ticket: ModelTicket, config: Config) -> None:
 
 
 def _report(ticket: ModelTicket, report: Report) -> None:
-    """Tell the front once; a later failure is in the log."""
+    """Send the report to the front, once; a later failure is in the log."""
     try:
         os.write(ticket.report, msgspec.json.encode(report) + b"\n")
     except BrokenPipeError:

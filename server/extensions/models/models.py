@@ -23,7 +23,9 @@ FAILED_FOR_S = 10.0  # requests get the reason of a failed load for so long befo
 
 
 class Models:
-    """budget_bytes: for all that are loaded; 0 for no limit.  clock: seconds that only grow."""
+    """Make the set of models.
+
+    budget_bytes: for all that are loaded; 0 for no limit.  clock: seconds that only grow."""
 
     noun = "model"
 
@@ -177,7 +179,7 @@ class Models:
     async def _make_room(self, model: Model) -> bool:
         """Unload idle models until there is room for one, and wait for those that are in use.
 
-        False if nobody waits for it (any more): none leaves for that."""
+        False if no request waits for it (any more): none leaves for that."""
         while not await self._unload_idle(model.num_bytes, model):
             if not model.num_wanted:
                 log.warning("%s is not loaded: server.models_memory_mb has no room for it", model.name)

@@ -2,7 +2,7 @@
 
 Owns: the request's way to its model, what a client may have open at all of them together.
 Does not know: how a model is loaded, what requests say beside the model's name.
-A GET never loads a model and does not count as its use, so nobody who only looks keeps one in memory.
+A GET never loads a model and does not count as its use, so a client that only looks keeps none in memory.
 """
 
 import time
@@ -33,7 +33,7 @@ LOST = "model_lost"  # as ``Model.choose`` says it
 
 
 class _Named(msgspec.Struct):
-    """What a body must say here."""
+    """The part of a body that is read here."""
 
     model: str | None = None
 
@@ -190,7 +190,7 @@ def _model_of(body: bytes) -> str | None:
 
 
 def counts(models: Models) -> Iterator[Metric]:
-    """What the front knows of each model, for /metrics."""
+    """Give the front's samples of each model, for /metrics."""
     loaded = GaugeMetricFamily("callboard_models_loaded", "Whether it takes requests now.", labels=["model"])
     wanted = GaugeMetricFamily("callboard_models_requests", "Open, or waiting for the load.", labels=["model"])
     taken = GaugeMetricFamily("callboard_models_memory_bytes", "What it takes while loaded.", labels=["model"])

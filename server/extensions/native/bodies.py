@@ -19,7 +19,7 @@ Logprob = tuple[float | None, int, str | None]
 
 
 class NativeParams(SamplingFields, frozen=True, kw_only=True):
-    """How to pick tokens and when to stop."""
+    """The ways to pick tokens and to stop."""
 
     max_new_tokens: MaxNewTokens | None = None
     min_new_tokens: Int | None = None
@@ -53,7 +53,7 @@ class NativeBody(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class OnePrompt(msgspec.Struct, frozen=True):
-    """What a body asks for one of its prompts.
+    """The wishes of a body for one of its prompts.
 
     prompt_start: from which prompt token on log probabilities are wanted; -1 for none.  named: of which other tokens
     they are wanted."""
@@ -66,7 +66,7 @@ class OnePrompt(msgspec.Struct, frozen=True):
 
 
 class NativeFinish(msgspec.Struct, frozen=True):
-    """Why an output ended.  matched: the stop string or token.  length: the most tokens it could have."""
+    """The reason that an output ended.  matched: the stop string or token.  length: the most tokens it could have."""
 
     type: FinishReason
     matched: str | int | UnsetType = UNSET

@@ -90,7 +90,7 @@ class Native(Endpoint[NativeBody]):
         if params.spaces_between_special_tokens is False:
             raise FieldError("spaces_between_special_tokens", "cannot be turned off")
         if asked.named and asked.prompt_start >= 0:
-            raise FieldError("token_ids_logprob", "told of the output alone; leave out logprob_start_len")
+            raise FieldError("token_ids_logprob", "sent for the output alone; leave out logprob_start_len")
         most = _most_tokens(params)
         num_top = asked.num_top if asked.logprobs else None
         shared = GenerationBody(
@@ -240,7 +240,7 @@ def _is_several(name: str, given: Any) -> bool:
 
 
 def _asked(body: NativeBody) -> list[OnePrompt]:
-    """What is asked for each prompt; one for all, if that is the same."""
+    """Returns what is asked for each prompt; one for all, if that is the same."""
     lengths = {len(given) for name in PER_PROMPT[:-1] if _is_several(name, given := getattr(body, name))}
 
     def entry(name: str, number: int) -> Any:

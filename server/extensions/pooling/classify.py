@@ -19,7 +19,7 @@ class ClassifyBody(InputFields, frozen=True, kw_only=True):
 
 
 class Classification(msgspec.Struct, frozen=True, kw_only=True):
-    """label: the likeliest one."""
+    """The classification of one input.  label: the likeliest one."""
 
     index: int
     label: str

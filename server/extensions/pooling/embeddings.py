@@ -17,7 +17,7 @@ from server.openai.requests import Short
 
 
 class EmbeddingBody(InputFields, frozen=True, kw_only=True):
-    """dimensions: only the first ones.  pooling: another way than the model's own.
+    """Texts to embed.  dimensions: only the first ones.  pooling: another way than the model's own.
     prompt_name: which of the checkpoint's prompts goes before each text."""
 
     encoding_format: Literal["float", "base64"] | None = None
@@ -27,7 +27,7 @@ class EmbeddingBody(InputFields, frozen=True, kw_only=True):
 
 
 class EmbeddingEntry(msgspec.Struct, frozen=True, kw_only=True):
-    """embedding: numbers, or float32 in base64."""
+    """One vector.  embedding: numbers, or float32 in base64."""
 
     object: Literal["embedding"] = "embedding"
     index: int
@@ -71,7 +71,7 @@ class Embeddings(PooledEndpoint[EmbeddingBody]):
 
 
 def encoded(requests: PooledRequests, body: EmbeddingBody, outputs: list[bytes]) -> list[list[float] | str]:
-    """What was asked of each output, as JSON has it."""
+    """Returns what was asked of each output, as JSON has it."""
     vectors = (requests.result(one, dimensions=body.dimensions, activated=body.activated) for one in outputs)
     if body.encoding_format == "base64":
         return [base64.b64encode(vector.astype("<f4").tobytes()).decode() for vector in vectors]

@@ -41,7 +41,9 @@ class Document(msgspec.Struct, frozen=True):
 
 
 class RerankBody(PooledFields, frozen=True, kw_only=True):
-    """top_n, or Voyage's name top_k: how many of the best are answered; all if it is left out or 0."""
+    """Documents to rank.
+
+    top_n, or Voyage's name top_k: how many of the best are answered; all if it is left out or 0."""
 
     query: str
     documents: list[str | Document]
@@ -51,7 +53,7 @@ class RerankBody(PooledFields, frozen=True, kw_only=True):
 
 
 class Score(msgspec.Struct, frozen=True, kw_only=True):
-    """Of the pair with that number."""
+    """The score of the pair with that number."""
 
     index: int
     object: Literal["score"] = "score"
@@ -70,7 +72,7 @@ class ScoreList(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Ranked(msgspec.Struct, frozen=True, kw_only=True):
-    """index: of the document in the request."""
+    """A ranked document.  index: of the document in the request."""
 
     index: int
     document: Document | UnsetType = UNSET

@@ -17,13 +17,15 @@ from server.http.operation import Operation
 
 
 class PoolingBody(EmbeddingBody, frozen=True, kw_only=True):
-    """task: 'embed' or 'classify', where it is the model's; vLLM has others, for each token of a prompt."""
+    """Texts to pool.
+
+    task: 'embed' or 'classify', where it is the model's; vLLM has others, for each token of a prompt."""
 
     task: str | None = None
 
 
 class PoolingEntry(msgspec.Struct, frozen=True, kw_only=True):
-    """data: numbers, or float32 in base64."""
+    """One output.  data: numbers, or float32 in base64."""
 
     index: int
     object: Literal["pooling"] = "pooling"

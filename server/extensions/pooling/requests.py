@@ -1,4 +1,4 @@
-"""What the endpoints for models that pool have alike: fields of a body, prompts from them, answers in one piece.
+"""The common part of endpoints for models that pool: fields of a body, prompts from them, answers in one piece.
 
 Owns: those fields, and what they ask of the engine.  Does not know: what an answer holds, which model kinds there are.
 """
@@ -30,7 +30,7 @@ Dimensions = Annotated[int, Meta(ge=1, le=1 << 20)]
 
 
 class PooledFields(msgspec.Struct, frozen=True, kw_only=True):
-    """What all of them take.  truncate_prompt_tokens: a longer prompt loses its end; -1 for what fits.
+    """The fields that all of them take.  truncate_prompt_tokens: a longer prompt loses its end; -1 for what fits.
 
     use_activation: false for what the model gives before the last function (of length 1, softmax, sigmoid).
     normalize, softmax, activation: what vLLM called it for one kind of model each."""
@@ -84,7 +84,7 @@ class PooledTranslator:
         self.requests = PooledRequests(self.card.pooling, self.card.max_model_len)
 
     def inputs(self, body: InputFields, *, method: str | None = None, prompt_name: str | None = None) -> Generation:
-        """What a body asks with an input or with messages.  Raises RequestError."""
+        """Returns what a body asks with an input or with messages.  Raises RequestError."""
         chat = ChatOptions()
         if body.input is None and body.messages is not None:
             begins, continues = read_end(bool(body.add_generation_prompt), body.continue_final_message)
@@ -106,7 +106,7 @@ class PooledTranslator:
         counted: str,
         chat: ChatOptions = ChatOptions(),  # noqa: B008 (immutable)
     ) -> Generation:
-        """counted: the field that has the prompts.  Raises RequestError."""
+        """Returns what prompts ask.  counted: the field that has them.  Raises RequestError."""
         self._translator.check_model(body.model)
         if len(prompts) > MAX_INPUTS:
             raise FieldError(counted, f"{len(prompts)} of them; at most {MAX_INPUTS} are allowed in one request")
@@ -154,7 +154,7 @@ class PooledWriter(Writer, Generic[F]):
 
 
 def pooled(outputs: Sequence[Output]) -> list[bytes]:
-    """What the engine gave for each prompt.  Raises RequestError if one was aborted: half an answer is none."""
+    """Returns what the engine gave for each prompt.  Raises RequestError if one was aborted: half an answer is none."""
     deltas = [output.delta for output in outputs]
     if any(delta.finish == Finish.ABORT for delta in deltas):
         raise RequestError("the request was aborted", status=409, code="aborted")
@@ -162,6 +162,6 @@ def pooled(outputs: Sequence[Output]) -> list[bytes]:
 
 
 def numbers(data: Float32) -> list[float]:
-    """For JSON."""
+    """Returns numbers as JSON has them."""
     listed: list[float] = data.astype(np.float32).tolist()
     return listed

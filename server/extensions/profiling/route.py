@@ -1,4 +1,4 @@
-"""POST /start_profile and /stop_profile: traces of what the executors do, for those who look for lost time.
+"""POST /start_profile and /stop_profile: traces of what the executors do, for a search for lost time.
 
 Owns: what may be asked.  Does not know: what records, when a file is there.
 Files go where the configuration says and nowhere else.  A body need not come; only its ``num_steps`` is read.
@@ -24,13 +24,13 @@ MAX_STEPS = 1000
 
 
 class ProfileBody(msgspec.Struct, frozen=True, kw_only=True):
-    """num_steps: after so many the files are written without being asked for."""
+    """The length of a profile.  num_steps: after so many the files are written without being asked for."""
 
     num_steps: Annotated[int, Meta(ge=1, le=MAX_STEPS)] | None = None
 
 
 class ProfileAnswer(msgspec.Struct, frozen=True):
-    """Where a file for each rank will be.  num_steps: that are recorded at most; 0 if no more are."""
+    """The folder where a file for each rank will be.  num_steps: that are recorded at most; 0 if no more are."""
 
     folder: str
     num_steps: int

@@ -33,7 +33,7 @@ examples:
 
 Recordings are written to the folder recordings/ of storage.folder when executors are lost, when the engine dies, when
 a step or a request waits too long or pages are lost; on SIGUSR2, and by POST /debug/recording.  docs/operations.md has
-the details, and what a recording tells of prompts.
+the details, and what a recording holds of prompts.
 Exit codes: 0 all holds and all plans are the recorded ones, 1 something failed or differs, 2 no such file or recording,
 5 the file was cut or damaged: what there is of it holds.
 """
@@ -42,14 +42,14 @@ TORN_EXIT_CODE = 5
 
 
 def add_replay_arguments(parser: argparse.ArgumentParser) -> None:
-    """Of the command."""
+    """Add the arguments of the command."""
     parser.description, parser.epilog = DESCRIPTION, EPILOG
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("file", type=Path, help="a recording, FILE.cbr")
     parser.add_argument("--quiet", action="store_true", help="only the last lines: the digest and what failed")
     parser.add_argument("--last", type=natural, metavar="N", help="show only the last N turns")
     parser.add_argument(
-        "--shrink", type=Path, metavar="SMALL.cbr", help="write a shorter recording that fails likewise"
+        "--shrink", type=Path, metavar="SMALL.cbr", help="write a shorter recording that fails the same way"
     )
     parser.add_argument("--limit", type=positive, default=60.0, metavar="S", help="seconds for --shrink (default: 60)")
     parser.add_argument(

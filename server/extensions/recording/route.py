@@ -1,7 +1,7 @@
-"""POST /debug/recording: what the scheduler was told in the last minutes, as a file for ``callboard replay``.
+"""POST /debug/recording: the scheduler's messages of the last minutes, as a file for ``callboard replay``.
 
 Owns: what may be asked.  Does not know: what is recorded, how a file is written.
-The file goes where the configuration says, under a name that nobody chooses.  A body is not read.
+The file goes where the configuration says, under a name that no client chooses.  A body is not read.
 """
 
 from pathlib import Path
@@ -19,13 +19,13 @@ from server.http.replies import json_reply
 
 
 class RecordingAnswer(msgspec.Struct, frozen=True):
-    """Where the file is."""
+    """The path of the file."""
 
     file: str
 
 
 class RecordingRoute:
-    """folder: of recordings; '' if nothing is recorded."""
+    """Handles the route.  folder: of recordings; '' if nothing is recorded."""
 
     def __init__(self, operations: Operations | None, folder: str) -> None:
         self._operations = operations
@@ -35,7 +35,7 @@ class RecordingRoute:
         "POST",
         "/debug/recording",
         "operator",
-        "Write what the scheduler was told lately to a file.",
+        "Write the scheduler's last messages to a file.",
         answer=RecordingAnswer,
     )
     async def post(self, request: web.Request) -> web.Response:

@@ -15,7 +15,7 @@ OWN = "callboard_router_"
 
 
 def routed(replicas: Replicas) -> Iterator[Metric]:
-    """What a router knows."""
+    """Give a router's own samples."""
     ready = GaugeMetricFamily(OWN + "replica_ready", "Whether it takes requests.", labels=[ADDED_LABEL])
     num_open = GaugeMetricFamily(OWN + "replica_open_requests", "Sent and not ended.", labels=[ADDED_LABEL])
     sent = CounterMetricFamily(OWN + "replica_requests", "Sent to it.", labels=[ADDED_LABEL])

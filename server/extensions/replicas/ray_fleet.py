@@ -51,7 +51,7 @@ class EngineReplica:
         threading.Thread(target=self._run, name="engine", daemon=True).start()
 
     def url(self) -> str:
-        """Where it listens; waits until it does."""
+        """Returns where it listens; waits until it does."""
         self._listening.wait()
         assert self._url is not None
         return self._url
@@ -84,7 +84,7 @@ class EngineReplica:
 
 
 class RayFleet:
-    """See ``Fleet``.  Joins the cluster at RAY_ADDRESS, or starts Ray on this machine.
+    """A fleet of Ray actors.  Joins the cluster at RAY_ADDRESS, or starts Ray on this machine.
 
     Raises ConfigError if Ray is not installed, or if replicas on other machines would take requests without a key."""
 
@@ -112,7 +112,7 @@ class RayFleet:
         log.info("ray: %d replicas on %d nodes", size, len(ray.nodes()))
 
     async def url(self, number: int) -> str:
-        """Where the replica listens.  Waits until it has been started, or started again."""
+        """Returns where the replica listens.  Waits until it has been started, or started again."""
         where: str = await self._actors[number].url.remote()
         return where
 

@@ -24,12 +24,12 @@ SLACK_FACTOR = 1.5
 
 
 class Fleet(Protocol):
-    """What runs the replicas, each known by its number."""
+    """A group of running replicas, each known by its number."""
 
     size: int
 
     async def url(self, number: int) -> str:
-        """Where the replica listens.  Waits until it has been started, or started again."""
+        """Returns where the replica listens.  Waits until it has been started, or started again."""
         ...
 
     async def stop(self, number: int) -> None:

@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 
 
 class ReplicaBody(msgspec.Struct, frozen=True):
-    """See ``Replica``."""
+    """A replica, with the fields of ``Replica``."""
 
     name: str
     state: str

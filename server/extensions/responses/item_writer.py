@@ -1,4 +1,4 @@
-"""An output as items of a response, and as the events that tell how they come to be.
+"""An output as items of a response, and as the events of their making.
 
 Owns: the order of items and events.  Does not know: sockets, JSON, the engine.
 The answer in one piece is what the events add up to: both are made here.
@@ -52,10 +52,10 @@ class ItemWriter:
         return Event(type=f"response.{kind}", sequence_number=number, **fields)
 
     def take(self, delta: Delta) -> list[Event]:
-        """Add new output; returns the events that tell of it."""
+        """Add new output; returns its events."""
         if delta.reasoning:
             self._write("reasoning", delta.reasoning, ())
-        # Logprobs are told with the text they belong to; a token without text waits for the next one.  Where calls are
+        # Logprobs are sent with the text they belong to; a token without text waits for the next one.  Where calls are
         # looked for it is not known which tokens became one, so they wait for the end.
         self._waiting_logprobs += [token_logprob(entry) for entry in delta.logprobs]
         parts: list[OutputPart] = [delta.text] if delta.text else []

@@ -42,7 +42,7 @@ def read_input(given: str | Sequence[InputItem], instructions: str | None) -> tu
 
 
 def _add(turns: list[ChatTurn], item: InputItem, path: str, *, past: bool) -> None:
-    """past: the assistant has answered it."""
+    """Returns a part as text.  past: the assistant has answered it."""
     match item.type:
         case "message" | None:
             _add_message(turns, item, path, past=past)

@@ -59,7 +59,7 @@ class CustomCallItem(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"
 
 
 class ExecAction(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="exec"):
-    """What a client's shell runs: words."""
+    """The command for a client's shell: words."""
 
     command: list[str]
     env: dict[str, str] = {}
@@ -75,7 +75,7 @@ class LocalShellCallItem(msgspec.Struct, frozen=True, kw_only=True, tag_field="t
 
 
 class ShellAction(msgspec.Struct, frozen=True, kw_only=True):
-    """What a client's shell runs: lines, without limits that the model had asked for."""
+    """The command for a client's shell: lines, without limits that the model had asked for."""
 
     commands: list[str]
     timeout_ms: None = None
@@ -92,7 +92,7 @@ class ShellCallItem(msgspec.Struct, frozen=True, kw_only=True, tag_field="type",
 
 
 class PatchOperation(msgspec.Struct, frozen=True, kw_only=True):
-    """What becomes of a file."""
+    """The change of a file."""
 
     type: str
     path: str
@@ -109,7 +109,7 @@ class PatchCallItem(msgspec.Struct, frozen=True, kw_only=True, tag_field="type",
 
 
 class ReasoningItem(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="reasoning"):
-    """What the model thought."""
+    """The thoughts of the model."""
 
     id: str
     summary: list[str] = []
@@ -122,14 +122,14 @@ Item = MessageItem | ReasoningItem | AnyCallItem
 
 
 class InputTokensDetails(msgspec.Struct, frozen=True):
-    """How much of the input came from the prefix cache.  Writing to it costs nothing, so it is not counted."""
+    """The part of the input that came from the prefix cache.  Writing to it costs nothing, so it is not counted."""
 
     cached_tokens: int
     cache_write_tokens: int = 0
 
 
 class OutputTokensDetails(msgspec.Struct, frozen=True):
-    """How much of the output was thought and not answer."""
+    """The part of the output that was thought and not answer."""
 
     reasoning_tokens: int
 
@@ -145,13 +145,13 @@ class ResponseUsage(msgspec.Struct, frozen=True):
 
 
 class IncompleteDetails(msgspec.Struct, frozen=True):
-    """Why an answer is not whole."""
+    """The reason that an answer is not whole."""
 
     reason: Literal["max_output_tokens"]
 
 
 class ResponseError(msgspec.Struct, frozen=True):
-    """Why an answer failed."""
+    """The reason that an answer failed."""
 
     code: str
     message: str

@@ -23,7 +23,7 @@ from server.openai.requests import (
 
 
 class CustomFormat(msgspec.Struct, frozen=True):
-    """What a custom tool takes: text, or text of a grammar, of which the model is told."""
+    """The input of a custom tool: text, or text of a grammar, which the model sees."""
 
     type: Short
     syntax: Short | None = None
@@ -57,7 +57,7 @@ class FlatToolChoice(msgspec.Struct, frozen=True):
 
 
 class TextFormat(msgspec.Struct, frozen=True):
-    """type: 'text', 'json_object' or 'json_schema'."""
+    """The form of text.  type: 'text', 'json_object' or 'json_schema'."""
 
     type: Short
     schema: msgspec.Raw = msgspec.field(default_factory=not_given)
@@ -67,14 +67,14 @@ class TextFormat(msgspec.Struct, frozen=True):
 
 
 class TextOptions(msgspec.Struct, frozen=True):
-    """What the answer looks like."""
+    """The form of the answer."""
 
     format: TextFormat | None = None
     verbosity: Short | None = None
 
 
 class ReasoningOptions(msgspec.Struct, frozen=True):
-    """effort: told to the chat template."""
+    """The wish to think.  effort: the chat template gets it."""
 
     effort: Short | None = None
     summary: Short | None = None

@@ -1,7 +1,7 @@
 """Tools of a response as functions: which name the model calls each by, and its calls as its clients expect them.
 
 Owns: kinds of tools, names of those in namespaces, what is left out.  Does not know: how calls are written or parsed.
-A call of an earlier turn becomes what the model has written, whoever had made it.
+A call of an earlier turn becomes what the model has written, whichever model made it.
 """
 
 import shlex
@@ -45,7 +45,7 @@ def _strings(**properties: dict[str, Any]) -> dict[str, Any]:
 CUSTOM: Final = _strings(input={"description": "What the tool takes, as it is."})
 COMMAND: Final = _strings(command={"description": "The command."})
 PATCHES: Final = ("create_file", "update_file", "delete_file")
-# Tools that a client runs, by their type -> what the model is told of them.
+# Tools that a client runs, by their type -> what the model sees of them.
 RUN_BY_CLIENT: Final = {
     "local_shell": FunctionBody("local_shell", "Run a command in a shell.", COMMAND),
     "shell": FunctionBody("shell", "Run a command in a shell.", COMMAND),
@@ -63,7 +63,7 @@ KINDS: Final = ("function", "custom", *RUN_BY_CLIENT)
 
 
 class Callee(NamedTuple):
-    """What the model may call.  kind: the tool's type.  function: as the model is told of it, with its name there."""
+    """A tool that the model may call.  kind: the tool's type.  function: as the model sees it, with its name there."""
 
     kind: str
     name: str
@@ -72,7 +72,8 @@ class Callee(NamedTuple):
 
 
 def function_named(name: str) -> Callee:
-    """Returns a function of which nothing but its name is known: a parser may find calls of others than it was told."""
+    """Returns a function of which nothing but its name is known: a parser may find calls of others than it was
+    given."""
     return Callee("function", name, None, FunctionBody(name))
 
 

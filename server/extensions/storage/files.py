@@ -35,7 +35,7 @@ class FileObject(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Deleted(msgspec.Struct, frozen=True):
-    """What is gone."""
+    """The answer for what is gone."""
 
     id: str
     object: str
@@ -49,7 +49,7 @@ class Files:
         self._store = store
 
     def expiry(self, created_at: int, within_s: int | None = None) -> int | None:
-        """When something goes that was made then; None for never.  within_s: what its client asked for."""
+        """Returns when something goes that was made then; None for never.  within_s: what its client asked for."""
         hours = self._store.section.retention_hours
         spans = [span for span in (hours * HOUR_S, within_s) if span]
         return created_at + min(spans) if spans else None

@@ -1,4 +1,5 @@
-"""How much unattended work runs: as much as leaves rows free for live requests, and none that one of these waits for.
+"""The pace of unattended work: as much runs as leaves rows free for live requests, and none that one of these waits
+for.
 
 Owns: that number, whose work is next, and what steps back.  Does not know: batches, responses, where answers go.
 Work that steps back runs again later, and gives the same answer then, so all it loses is time.
@@ -76,7 +77,7 @@ class Pace:
         new_client: Callable[[], ClientRequest],
         attempt: Callable[[ClientRequest], Coroutine[Any, Any, T]],
     ) -> T:
-        """Returns what an attempt gives that was not told to step back.  new_client: opens the choices of one."""
+        """Returns what an attempt gives that did not have to step back.  new_client: opens the choices of one."""
         while True:
             async with self._turns.of(owner):
                 await self._room()
@@ -87,7 +88,7 @@ class Pace:
                 await asyncio.wait({task})
             finally:
                 task.cancel()
-                # Also if it is done: what it has failed with is nobody's then, and asyncio would say so.
+                # Also if it is done: what it has failed with is never read then, and asyncio would say so.
                 await asyncio.gather(task, return_exceptions=True)
                 del self._running[task]
                 client.close()

@@ -22,7 +22,9 @@ class ListPage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Asked(msgspec.Struct, frozen=True):
-    """after: the id behind which the part begins; '' for the beginning.  descending: the newest first."""
+    """The part of a list that is asked for.
+
+    after: the id behind which the part begins; '' for the beginning.  descending: the newest first."""
 
     limit: int
     after: str

@@ -45,7 +45,7 @@ async def refuse_storage(request: web.Request) -> web.StreamResponse:
 
 
 def owner_of(request: web.Request) -> str:
-    """To whom belongs what a request stores: to its key, or where there are no keys to everybody."""
+    """Returns the owner of what a request stores: its key, or '' where there are no keys."""
     key = request[EXCHANGE].key
     return "" if key is None else key.owner
 
@@ -90,13 +90,13 @@ class FileRoutes:
 
     @operation("GET", FILES, "client", "The client's files.", answer=ListPage, off=refuse_storage)
     async def all(self, request: web.Request) -> web.Response:
-        """Tell of the client's files.  Raises RequestError: 400."""
+        """List the client's files.  Raises RequestError: 400."""
         asked = Asked.by(request.query, default=MAX_LISTED, most=MAX_LISTED)
         return json_reply(await self._files.listed(owner_of(request), asked, request.query.get("purpose")))
 
     @operation("GET", ONE, "client", "What is known of a file.", answer=FileObject, off=refuse_storage)
     async def get(self, request: web.Request) -> web.Response:
-        """Tell of one.  Raises RequestError: 404."""
+        """Return one.  Raises RequestError: 404."""
         return json_reply(await self._files.get(owner_of(request), request.match_info["id"]))
 
     @operation("GET", ONE + "/content", "client", "What is in a file.", answer=bytes, off=refuse_storage)

@@ -3,7 +3,8 @@
 Owns: the lock on the folder, the tables, the thread on which they are read and written, what a failing disk is called.
 Does not know: what the tables are for, HTTP.
 All work is short transactions on one thread, in the order in which it was asked for, so the event loop never waits for
-a disk, and who asks second sees what was asked first.  A content is written beside its place and moved there; one that
+a disk, and a second request sees what the first has done.  A content is written beside its place and moved there; one
+that
 no row of ``files`` names was never finished, and is removed at the next start.
 SQLite's log gets a transaction first and can only be emptied into the database.  So the database gets the room for it
 before the transaction is over: the log can always be emptied, and a full disk lets things be deleted.
@@ -143,7 +144,9 @@ class Store:
         self._held.close()
 
     def content(self, file_id: str) -> Path:
-        """Where the content of a file lies.  file_id: as a row of ``files`` has it, never as a client says it."""
+        """Returns where the content of a file lies.
+
+        file_id: as a row of ``files`` has it, never as a client says it."""
         return self._folder / "contents" / file_id
 
     @staticmethod

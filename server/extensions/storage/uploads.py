@@ -26,7 +26,7 @@ CHUNK_BYTES = 1 << 18
 
 
 class Upload(msgspec.Struct, kw_only=True):
-    """What a body had.  fields: the parts that are no file, by their names."""
+    """The parts of a body.  fields: the parts that are no file, by their names."""
 
     fields: dict[str, str] = {}
     filename: str = ""

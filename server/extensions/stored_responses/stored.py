@@ -99,7 +99,7 @@ class StoredResponses:
             reason = "not together with background: ask for the response until it is no longer in progress"
             raise FieldError("stream", reason, code="unsupported_parameter")
         if body.background and body.store is False:
-            raise FieldError("store", "must be true with background, or nobody could ask for the response")
+            raise FieldError("store", "must be true with background, or the response could not be asked for")
         owner = owner_of(request)
         if body.background:
             request[CLIENT].admit()

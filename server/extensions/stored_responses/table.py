@@ -30,7 +30,7 @@ SELECT id, previous, status, input, object FROM chain ORDER BY depth DESC
 
 
 class Turn(msgspec.Struct, frozen=True):
-    """What a stored response adds to a conversation."""
+    """The turns that a stored response adds to a conversation."""
 
     output: list[InputItem]
 
@@ -89,7 +89,7 @@ class ResponseTable:
         return msgspec.Raw(await self._store.run(lambda connection: _find(connection, owner, response_id)[0]))
 
     async def input(self, owner: str, response_id: str) -> list[dict[str, Any]]:
-        """What a response was the answer to, without what came before.  Raises RequestError (404)."""
+        """Returns what a response was the answer to, without what came before.  Raises RequestError (404)."""
 
         def work(connection: Connection) -> list[dict[str, Any]]:
             items: list[dict[str, Any]] = msgspec.json.decode(_find(connection, owner, response_id)[1])
@@ -185,7 +185,7 @@ class ResponseTable:
 
 
 def input_items(given: Sequence[InputItem], name: str) -> list[dict[str, Any]]:
-    """Input as it is stored and told of.  name: what the items' own names are made of."""
+    """Returns input as it is stored and listed.  name: what the items' own names are made of."""
     return [_input_item(item, f"{name}{number:03}") for number, item in enumerate(given)]
 
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 API_ROUTES = "/v1/"  # probes and scrapes are not worth a span
-MAX_OPEN = 65536  # requests that may not have told their end; some never will, refused by the tokenizer
+MAX_OPEN = 65536  # requests whose end may not have come; some never will, refused by the tokenizer
 NS = 1_000_000_000
 SEND_TIMEOUT_S = 2  # also what a collector that does not answer may cost at shutdown
 

@@ -39,7 +39,7 @@ Request = tuple[str, SamplingParams]
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """How all requests are run.  tables: of the configuration, beside what all ways share.
+    """A way to run all requests.  tables: of the configuration, beside what all ways share.
 
     alone: one after the other.  again: so often, the last time counts, with prompts that are cached.
     kills: how many times the executor is killed meanwhile.  if_possible: left out where the model does not allow it."""
@@ -97,7 +97,7 @@ def digest(completions: Sequence[Completion]) -> str:
 
 
 def run(config: Config, way: Way, requests: Sequence[Request]) -> list[Completion]:
-    """What the requests get in this way."""
+    """Returns what the requests get in this way."""
     base = build_config(config, {"kv": {"page_size": PAGE_TOKENS}, "model": {"max_model_len": MAX_LEN}})
     prompts, params = [prompt for prompt, _ in requests], [one for _, one in requests]
     with LLM(config=build_config(base, way.tables), progress=False) as llm, Killer(way.kills):

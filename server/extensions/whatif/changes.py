@@ -1,4 +1,4 @@
-"""What may be asked of a trace: the settings as they were, with some of them changed, as a planner takes them.
+"""The questions to a trace: the settings as they were, with some of them changed, as a planner takes them.
 
 Owns: which settings a prediction can follow, why it cannot follow others.  Does not know: time, durations.
 """
@@ -54,14 +54,16 @@ def as_recorded(head: TraceHead, name: str = "as it was") -> Case:
     for kind, why in (("proposer", "which of its guesses are right"), ("kv_store", "what the store holds")):
         if (named := getattr(config.plugins, kind)) != "none":
             raise ConfigError(
-                f"the trace was recorded with plugins.{kind}={named}, and a trace does not tell {why}; "
+                f"the trace was recorded with plugins.{kind}={named}, and a trace does not hold {why}; "
                 f"record one with plugins.{kind}=none"
             )
     return Case(name, config, replace(head.limits, record_events=False, eos_token_ids=(EOS,)))
 
 
 def changed(head: TraceHead, changes: Sequence[str]) -> Case:
-    """changes: ``section.key=value``.  Raises ConfigError for those whose effect a planner does not see."""
+    """Returns the head with other settings.
+
+    changes: ``section.key=value``.  Raises ConfigError for those whose effect a planner does not see."""
     before = as_recorded(head)
     for change in changes:
         _check_askable(change.partition("=")[0].strip())
@@ -74,7 +76,7 @@ def changed(head: TraceHead, changes: Sequence[str]) -> Case:
     scheduler, kv = config.scheduler, config.kv
     if kv.page_size % head.block:
         raise ConfigError(
-            f"kv.page_size={kv.page_size}: the trace tells prompts apart by blocks of {head.block} tokens; "
+            f"kv.page_size={kv.page_size}: the trace distinguishes prompts by blocks of {head.block} tokens; "
             "pages must be a multiple of that"
         )
     num_pages = kv.num_pages or before.limits.num_pages * before.limits.page_size // kv.page_size

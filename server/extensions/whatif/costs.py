@@ -1,4 +1,4 @@
-"""How long a step takes by what it has to compute, learnt from steps that were measured.
+"""The time that a step takes by what it has to compute, learnt from steps that were measured.
 
 Owns: the terms of a step's cost, the fit, how well it explains what was measured.  Does not know: planning, files.
 
@@ -28,7 +28,7 @@ BEYOND = 1.25  # times the largest that was measured
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """How well the model explains the steps that it was learnt from.
+    """The quality of the fit to the steps that the model was learnt from.
 
     r2: share of the variance of durations.  median_error: of a step, relative.  total_error: of all together."""
 
@@ -60,7 +60,7 @@ class StepCosts:
         )
 
     def seconds(self, size: StepSize) -> float:
-        """How long a step of this size takes, on average."""
+        """Returns how long a step of this size takes, on average."""
         predicted = float((_terms(np.array([size], dtype=np.float64)) @ self._coefficients)[0])
         return predicted * float(self._factors[np.searchsorted(self._edges, predicted)])
 
@@ -89,7 +89,8 @@ def _robust(terms: Floats, seconds: Floats) -> Floats:
 
 
 def _corrections(predicted: Floats, seconds: Floats) -> tuple[Floats, Floats]:
-    """What to multiply predictions by, between edges, so that steps of each length last as long as they did together.
+    """Returns what to multiply predictions by, between edges, so that steps of each length last as long as they did
+    together.
 
     What holds a step up now and then, and what no term explains, is on average in here."""
     num_bins = int(np.clip(len(seconds) // MIN_PER_BIN, 1, NUM_BINS))

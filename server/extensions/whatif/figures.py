@@ -1,4 +1,4 @@
-"""What a recording and its replays come to, side by side, and how far the replays are to be trusted.
+"""The figures of a recording and its replays, side by side, and how far the replays are to be trusted.
 
 Owns: figures, tables, warnings.  Does not know: planning, files.
 """
@@ -67,7 +67,7 @@ class Report(msgspec.Struct, frozen=True):
 
 
 def recorded(trace: Trace) -> Column:
-    """What was measured."""
+    """Returns what was measured."""
     seen = [
         Seen(one.at, one.ttft_s, one.tpot_s, one.e2e_s, one.prompt, one.cached, one.output) for one in trace.requests
     ]
@@ -77,7 +77,7 @@ def recorded(trace: Trace) -> Column:
 
 
 def predicted(name: str, changes: str, replayed: Replayed, costs: StepCosts) -> Column:
-    """What a replay says."""
+    """Returns what a replay says."""
     seen = [
         Seen(
             one.arrived_at, one.ttft_s, one.tpot_s, one.e2e_s,
@@ -134,7 +134,7 @@ def show(report: Report, console: Console) -> None:
 
 
 def doubts(was: Mapping[str, float], replayed: Mapping[str, float]) -> Iterable[str]:
-    """Where the replay of what was recorded does not say what was measured."""
+    """Returns where the replay of what was recorded differs from what was measured."""
     for name in ("ttft_p50_ms", "ttft_p99_ms"):
         if name in was and name in replayed and abs(replayed[name] - was[name]) > DOUBTFUL * was[name]:
             observed = f"{replayed[name]:,.1f} instead of {was[name]:,.1f}"
@@ -142,6 +142,6 @@ def doubts(was: Mapping[str, float], replayed: Mapping[str, float]) -> Iterable[
 
 
 def as_result(column: Column) -> Result:
-    """As ``callboard bench`` has results, for its plots."""
+    """Returns figures as ``callboard bench`` has results, for its plots."""
     requests = [(one.at, one.ttft_s, one.e2e_s, one.prompt, one.cached, one.output, "") for one in column.requests]
     return Result("whatif", {}, {}, column.figures, {}, requests)

@@ -32,7 +32,7 @@ FIRST_BLOCK, FIRST_TAIL = 1, 2  # odd numbers stand for blocks, even ones for wh
 
 @dataclass(slots=True)
 class Replayed:
-    """What came of it.  ended: in the order of their ends.  refused: why, and how many.
+    """The outcome of a replay.  ended: in the order of their ends.  refused: why, and how many.
 
     busy_s: of the device.  largest: of each quantity of a step, in any step."""
 
@@ -164,7 +164,7 @@ class Replay:
         first_s, whole_s = self._limits.first_token_timeout_s, self._limits.request_timeout_s
         if 0 < first_s < whole_s:
             heapq.heappush(self._deadlines, (self._now + first_s, index, True))
-        # Who left before a token came leaves again; whoever had some is taken to have wanted no more.
+        # A client that left before a token came leaves again; one that had some is taken to have wanted no more.
         patience_s = one.e2e_s if one.finish == "abort" and not one.output else np.inf
         heapq.heappush(self._deadlines, (self._now + min(whole_s, patience_s), index, False))
 
