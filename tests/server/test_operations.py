@@ -1,4 +1,4 @@
-"""The declaration of a route holds for the route that is served: its access, its methods, and what is off.
+"""The declaration of a route holds for the route that is served: its access, its methods, and what is off."""
 
 import re
 
