@@ -116,13 +116,14 @@ def in_turn() -> list[str]:
 
 def tree_without(name: str, folder: Path) -> dict[str, str]:
     """Make a tree without an extension; returns the environment of processes that run it."""
-    for linked in ("callboard", "engine", "examples", "tests"):
+    for linked in ("examples", "tests"):
         (folder / linked).symlink_to(ROOT / linked)
-    shutil.copytree(
-        ROOT / "server",
-        folder / "server",
-        ignore=lambda path, names: {"__pycache__"} | ({name} if Path(path) == EXTENSIONS else set()),
-    )
+    for copied in ("callboard", "engine", "server"):
+        shutil.copytree(
+            ROOT / copied,
+            folder / copied,
+            ignore=lambda path, names: {"__pycache__"} | ({name} if Path(path) == EXTENSIONS else set()),
+        )
     return {**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
 
 

@@ -17,8 +17,8 @@ from engine.messages import Finish
 from engine.scheduling.meter import RequestMetrics
 from engine.settings.sections import ServerSection
 from engine.types.errors import ConfigError
+from server.extensions.traces import extension
 from server.extensions.traces.traces import open_provider
-from server.run import app
 from tests.server.http_client import ask
 from tests.server.live_server import MODEL, LiveServer
 from tests.server.live_system import MODEL as SERVED
@@ -33,7 +33,7 @@ def exporter(monkeypatch: pytest.MonkeyPatch) -> InMemorySpanExporter:
     exporter = InMemorySpanExporter()
     provider = TracerProvider(shutdown_on_exit=False)
     provider.add_span_processor(SimpleSpanProcessor(exporter))
-    monkeypatch.setattr(app, "open_provider", lambda endpoint, version: provider)
+    monkeypatch.setattr(extension, "open_provider", lambda endpoint, version: provider)
     return exporter
 
 
