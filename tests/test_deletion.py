@@ -140,6 +140,11 @@ def test_there_are_extensions_and_each_says_what_it_is() -> None:
     for name in NAMES:
         said = (EXTENSIONS / name / "README.md").read_text()
         assert all(f"- {what}:" in said for what in ("Switched on", "Needs", "Deleting the folder removes")), name
+        named = re.findall(r"`(tests/[\w/.]+)`", said) + [
+            f"docs/{page}" for page in re.findall(r"docs/(\w+\.md)", said)
+        ]
+        assert named, name
+        assert [path for path in named if not (ROOT / path).exists()] == [], name
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -20,7 +20,7 @@ from engine.workers import socket_directory
 from server.extensions.journal import segments
 from server.extensions.storage import store
 from server.extensions.storage.files import Files
-from tests.journal.test_journal import accepted, journal_of
+from tests.extensions.journal.test_journal import accepted, journal_of
 from tests.recording.driver import Driver
 
 NAMES = (

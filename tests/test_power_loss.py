@@ -18,7 +18,7 @@ from server.extensions.journal import journal as journal_module
 from server.extensions.journal import segments
 from server.extensions.storage import store
 from server.extensions.storage.files import Files
-from tests.journal.test_journal import accepted, delivered, journal_of
+from tests.extensions.journal.test_journal import accepted, delivered, journal_of
 from tests.power_loss import NotedDisk
 from tests.server.test_store import file_of
 

@@ -27,8 +27,8 @@ from server.proxy.replica import State
 from server.run.app import create_runner
 from server.run.core import all_parts
 from server.run.extension import declared
+from tests.extensions.replicas.fake_replica import FakeFleet
 from tests.pace import far
-from tests.replicas.fake_replica import FakeFleet
 from tests.server.live_server import LiveServer
 
 LONG = "the quick brown fox jumps over the lazy dog. " * 40

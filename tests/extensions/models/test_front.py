@@ -19,11 +19,11 @@ from server.http.connection import HttpRunner
 from server.http.listener import bind, url_of
 from server.proxy.replica import State
 from server.run.app import create_runner
+from tests.extensions.models.fake_model import FakeModel
 from tests.pace import far
 from tests.server.fake_ingress import FakeIngress
 from tests.server.fake_monitor import FakeMonitor
 from tests.server.live_server import CARD
-from tests.several.fake_model import FakeModel
 
 
 class ServedFake(FakeModel):

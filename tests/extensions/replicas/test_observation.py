@@ -7,7 +7,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from engine.scheduling.board import BoardRow, Pool
 from server.proxy.observation import added_up, labelled
-from tests.replicas.test_administration import NUM_REPLICAS, routed_servers
+from tests.extensions.replicas.test_administration import NUM_REPLICAS, routed_servers
 
 NAMES = {f"replica{number}" for number in range(NUM_REPLICAS)}
 

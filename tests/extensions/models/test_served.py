@@ -20,7 +20,7 @@ from tests.pace import far
 from tests.server.http_client import RawClient, http_bytes
 
 pytestmark = pytest.mark.slow
-EXAMPLE = Path(__file__).parents[2] / "examples" / "several.toml"
+EXAMPLE = Path(__file__).parents[3] / "examples" / "several.toml"
 # The example's first model takes a few hundred MB as measured: there is room for it and one of the two behind it.
 CHEAP = ["device.threads=1", "device.seed=1", "plugins.linear=torch", "plugins.race_s=0", "kv.num_pages=160"]
 BUDGET = ["server.models_memory_mb=1900", "server.client_timeout_s=600", "server.drain_timeout_s=600"]

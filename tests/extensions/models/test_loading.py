@@ -10,8 +10,8 @@ from engine.types.errors import RequestError
 from server.extensions.models import models as models_module
 from server.extensions.models.models import Models
 from server.proxy.replica import State
+from tests.extensions.models.fake_model import FakeModel
 from tests.pace import at_some_pace, far, turns
-from tests.several.fake_model import FakeModel
 
 MB = 1 << 20
 SOON_S = 20.0

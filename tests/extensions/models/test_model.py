@@ -34,7 +34,7 @@ async def a_model(path: str = "serve") -> AsyncIterator[Model]:
 
 @pytest.fixture(autouse=True)
 def _without_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model_module, "MODULE", "tests.several.fake_process")
+    monkeypatch.setattr(model_module, "MODULE", "tests.extensions.models.fake_process")
 
 
 def process_of(model: Model) -> int:

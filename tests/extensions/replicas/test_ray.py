@@ -24,7 +24,7 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed: pip install 'callboard[ray]'"),
 ]
-DEMO = Path(__file__).parents[2] / "examples" / "demo.toml"
+DEMO = Path(__file__).parents[3] / "examples" / "demo.toml"
 SHARED = "def quick_sort(values):\n    if len(values) < 2:\n        return values\n    pivot = values[0]\n" * 4
 
 
