@@ -5,8 +5,8 @@ Owns: the shape of them.  Does not know: where the numbers come from, who looks.
 
 import msgspec
 
+from engine.features.explain.explanation import Explained
 from engine.scheduling.board import Board
-from engine.scheduling.explanation import Explained
 from engine.scheduling.meter import Meter, RequestMetrics
 from engine.types.notices import Message
 
@@ -27,8 +27,8 @@ class Gauges(msgspec.Struct, frozen=True):
 
     num_in_flight: steps planned and not yet completed.  stalled_s: how long steps have been due and none completed, 0
     where nothing runs.  num_late_events: output for clients that had left.  num_tokenizers: that take requests now.
-    process: the engine's.  num_adapter_slots: adapters that executors hold at once; running_adapters, waiting_adapters:
-    the digests of those that requests in and out of the batch want.
+    process: the engine's.  of_features: numbers of features, by name.
+    running_adapters, waiting_adapters: digests of the adapters of requests in and out of the batch.
     """
 
     num_open: int = 0
@@ -49,7 +49,7 @@ class Gauges(msgspec.Struct, frozen=True):
     num_late_events: int = 0
     recovering: bool = False
     process: int = 0
-    num_adapter_slots: int = 0
+    of_features: dict[str, int] = {}
     running_adapters: frozenset[str] = frozenset()
     waiting_adapters: frozenset[str] = frozenset()
     mailboxes: tuple[MailboxGauges, ...] = ()

@@ -14,10 +14,11 @@ from engine.actors.ingress import Ingress
 from engine.actors.scheduler import Scheduler
 from engine.actors.snapshot import Gauges, GetSnapshot, MailboxGauges, Snapshot
 from engine.actors.tokenizer import Tokenizer
+from engine.features.explain.explanation import Explained, explain
+from engine.features.explain.timelines import Timelines
 from engine.messages import Profile
 from engine.plugins.observers import Observers
 from engine.scheduling.board import Board
-from engine.scheduling.explanation import explain
 from engine.scheduling.meter import Meter
 from engine.scheduling.rows import PlannerLimits
 from engine.workers.executors import Executors
@@ -37,6 +38,7 @@ class Monitor:
         executors: Executors,
         observers: Observers,
         limits: PlannerLimits,
+        timelines: Timelines,
         decode: Callable[[Sequence[int]], str],
         clock: Callable[[], float],
     ) -> None:
@@ -46,6 +48,7 @@ class Monitor:
         self._executors = executors
         self._observers = observers
         self._limits = limits  # until there is a planner, which has its own
+        self._timelines = timelines
         self.decode = decode
         self._clock = clock
 
@@ -91,7 +94,7 @@ class Monitor:
         if planner is None:
             return outside
         stats = planner.stats()
-        adapted = [(one.adapter.digest, one.row >= 0) for one in planner.requests.open.values() if one.adapter]
+        adapted = [(one.weights, one.row >= 0) for one in planner.requests.open.values() if one.weights]
         return msgspec.structs.replace(
             outside,
             num_running=stats.running,
@@ -101,7 +104,7 @@ class Monitor:
             pages_used=stats.pages_used,
             host_pages_used=planner.num_host_pages_used,
             num_in_flight=planner.num_in_flight,
-            num_adapter_slots=limits.num_slots,
+            of_features=planner.gauges(),
             running_adapters=frozenset(digest for digest, is_running in adapted if is_running),
             waiting_adapters=frozenset(digest for digest, is_running in adapted if not is_running),
             stalled_s=max(0.0, self._clock() - planner.due_since) if planner.num_open else 0.0,
@@ -111,15 +114,17 @@ class Monitor:
         """Return what ``ask`` asks for.  Parts of it go on changing: read or encode it at once."""
         board = self.board() if ask.board else Board()
         planner = self._scheduler.planner
-        found = [explain(planner.requests, number, self.now) for number in ask.explain] if planner is not None else []
-        explained = tuple(one for one in found if one is not None)
+        explained: list[Explained] = []
+        if planner is not None:
+            found = (explain(planner.requests, self._timelines, number, self.now) for number in ask.explain)
+            explained = [one for one in found if one is not None]
         return Snapshot(
             number=ask.number,
             now=self.now,
             gauges=self.gauges(),
             meter=self.meter if ask.meter else None,
             board=board,
-            explained=explained,
+            explained=tuple(explained),
         )
 
     async def look(

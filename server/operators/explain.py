@@ -1,7 +1,7 @@
 """GET /explain/{id}: where the time of one request went, in parts that add up to it.
 
 Owns: the parts outside of the engine, the shape of the JSON, a sentence for each part, and who may see what.
-Does not know: how the engine works its parts out (``engine/scheduling/explanation.py``).
+Does not know: how the engine works its parts out (``engine/features/explain/explanation.py``).
 The parts cut the time from a request's first byte to the last one of its answer: they overlap nowhere and leave nothing
 out.  Of several choices the one that ended last is explained.  A viewer sees the requests of their own key, an operator
 all; other clients' requests that had a share in one are counted with it, and not named.
@@ -14,8 +14,8 @@ from typing import Literal
 import msgspec
 from aiohttp import web
 
+from engine.features.explain.explanation import Explained, Part, PartName
 from engine.messages import Finish
-from engine.scheduling.explanation import Explained, Part, PartName
 from engine.types.errors import RequestError
 from server.backend import Backend
 from server.clients import MOST_ENDED, ClientRequest, Clients

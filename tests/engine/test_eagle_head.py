@@ -13,10 +13,10 @@ from torch import Tensor
 
 from callboard import LLM
 from engine.execution import head_drafting
+from engine.features.speculation.payoff import Payoff
+from engine.features.speculation.planner import Drafts
 from engine.messages import Step
 from engine.scheduling.completions import InFlight, Wave
-from engine.scheduling.drafts import Drafts
-from engine.scheduling.payoff import Payoff
 from engine.types.errors import PluginError, WeightsError
 from tests.engine.test_speculation import GREEDY, PROMPTS, SAMPLED, Said, said, same
 from tests.models.checkpoints import SIZES, random_tokens

@@ -6,12 +6,12 @@ import msgspec
 import numpy as np
 
 from engine.actors.snapshot import Gauges, MailboxGauges, Snapshot
+from engine.features.explain.explanation import Explained
 from engine.kv.node import Namespace
 from engine.kv.radix import RadixTree
 from engine.messages import Finish, Profile
 from engine.plugins.eviction.lru import LeastRecentlyUsed
 from engine.scheduling.board import MAX_NODES, Board, BoardRow, Pool
-from engine.scheduling.explanation import Explained
 from engine.scheduling.meter import Meter, RequestMetrics, StepRecord
 from tests.kv.inserting import insert
 from tests.server.fake_ingress import FakeIngress

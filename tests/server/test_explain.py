@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from engine.config import Config, build_config
+from engine.features.explain.explanation import Explained, Part
 from engine.messages import Finish
-from engine.scheduling.explanation import Explained, Part
 from server import clients
 from tests.pace import at_some_pace, far
 from tests.server.http_client import RawClient, Reply, ask, http_bytes

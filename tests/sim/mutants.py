@@ -12,6 +12,9 @@ from typing import Any
 import engine.scheduling.pages as holdings_module
 from engine.actors.ingress import Ingress, _Open
 from engine.actors.tokenizer import Tokenizer
+from engine.features.kv_store.planner import Fetches
+from engine.features.lora.slots import AdapterSlots
+from engine.features.speculation.planner import NAME, SpeculationPlanner
 from engine.kv.host_tier import Transfer
 from engine.kv.match import Match
 from engine.kv.node import SHARED, Namespace, Node
@@ -19,11 +22,8 @@ from engine.kv.radix import RadixTree
 from engine.kv.store import PageRecords
 from engine.messages import Abort, StepDone
 from engine.plugins.policy.fair import FairShare
-from engine.scheduling.adapters import AdapterSlots
 from engine.scheduling.completions import Completions, InFlight, Wave
 from engine.scheduling.decodes import Decodes
-from engine.scheduling.drafts import Drafts
-from engine.scheduling.fetches import Fetches
 from engine.scheduling.pages import Appends, Fetched, PageManager, PageMoves
 from engine.scheduling.planner import Planner
 from engine.scheduling.prefills import Prefills
@@ -62,8 +62,8 @@ def a_page_is_freed_twice(release: Callable[..., None]) -> Callable[..., None]:
 
 def a_page_leaks_when_a_row_is_released(release: Callable[..., None]) -> Callable[..., None]:
     def mutant(self: PageManager, row: int) -> None:
-        if self._rows.num_pages[row] > self._handles[row].num_pages:
-            self._rows.num_pages[row] -= 1
+        if self._table.num_pages[row] > self._handles[row].num_pages:
+            self._table.num_pages[row] -= 1
         release(self, row)
 
     return mutant
@@ -125,7 +125,7 @@ def an_unfinished_page_is_published(publish: Callable[..., None]) -> Callable[..
     def mutant(self: PageManager, row: int, num_tokens: int) -> None:
         size = self._page_size
         whole = -(-num_tokens // size) * size
-        publish(self, row, whole if whole <= self._rows.num_pages[row] * size else num_tokens)
+        publish(self, row, whole if whole <= self._table.num_pages[row] * size else num_tokens)
 
     return mutant
 
@@ -283,18 +283,18 @@ def who_stands_aside_is_forgotten(_: Callable[..., None]) -> Callable[..., None]
 
 
 def whatever_was_proposed_is_accepted(verified: Callable[..., Any]) -> Callable[..., Any]:
-    def mutant(self: Drafts, record: InFlight, sampled: Wave) -> Any:
+    def mutant(self: SpeculationPlanner, record: InFlight, sampled: Wave) -> Any:
         drafts, at = {}, record.num_decodes
-        for row, proposed in record.drafts.items():
+        for row, proposed in record.notes.get(NAME, {}).items():
             drafts[row] = tuple(sampled.tokens[at : at + len(proposed)].tolist())
             at += len(proposed) + 1
-        return verified(self, replace(record, drafts=drafts), sampled)
+        return verified(self, replace(record, notes={NAME: drafts}), sampled)
 
     return mutant
 
 
 def a_row_goes_on_a_token_too_late(completed: Callable[..., None]) -> Callable[..., None]:
-    def mutant(self: Drafts, record: InFlight, seconds: float) -> None:
+    def mutant(self: SpeculationPlanner, record: InFlight, seconds: float) -> None:
         completed(self, record, seconds)
         self._table.num_known[list(self._overrun)] += 1
 
@@ -302,7 +302,7 @@ def a_row_goes_on_a_token_too_late(completed: Callable[..., None]) -> Callable[.
 
 
 def the_device_is_not_told_where_a_row_goes_on(completed: Callable[..., None]) -> Callable[..., None]:
-    def mutant(self: Drafts, record: InFlight, seconds: float) -> None:
+    def mutant(self: SpeculationPlanner, record: InFlight, seconds: float) -> None:
         completed(self, record, seconds)
         self._overrun.clear()
 
@@ -312,7 +312,8 @@ def the_device_is_not_told_where_a_row_goes_on(completed: Callable[..., None]) -
 def a_rejected_page_is_published(num_done: Callable[..., int]) -> Callable[..., int]:
     def mutant(self: Completions, row: int) -> int:
         # Where the row goes on, keys and values are still those of the token that was rejected there.
-        return num_done(self, row) + (self._drafts is not None and row in self._drafts._guesses._lines)
+        speculating = [one for one in self._features.all if isinstance(one, SpeculationPlanner)]
+        return num_done(self, row) + any(row in one._guesses._lines for one in speculating)
 
     return mutant
 
@@ -373,7 +374,7 @@ def who_ran_is_lost_with_the_device(restart: Callable[..., None]) -> Callable[..
 
 def what_was_said_is_lost_with_the_device(restart: Callable[..., None]) -> Callable[..., None]:
     def mutant(self: Planner, **how: bool) -> None:
-        self._rows.num_known[:] = self._rows.num_prompt
+        self.table.num_known[:] = self.table.num_prompt
         restart(self, **how)
 
     return mutant
@@ -424,11 +425,11 @@ MUTANTS: dict[Mutant, tuple[Any, str]] = {
     the_youngest_goes_first: (RankedQueue, "push"),
     a_tenant_is_served_for_nothing: (FairShare, "served"),
     who_stands_aside_is_forgotten: (Prefills, "_publishes_no_more"),
-    whatever_was_proposed_is_accepted: (Drafts, "verified"),
-    a_row_goes_on_a_token_too_late: (Drafts, "completed"),
-    the_device_is_not_told_where_a_row_goes_on: (Drafts, "completed"),
+    whatever_was_proposed_is_accepted: (SpeculationPlanner, "waves"),
+    a_row_goes_on_a_token_too_late: (SpeculationPlanner, "completed"),
+    the_device_is_not_told_where_a_row_goes_on: (SpeculationPlanner, "completed"),
     a_rejected_page_is_published: (Completions, "num_done"),
-    more_is_proposed_than_a_request_may_say: (Drafts, "_room"),
+    more_is_proposed_than_a_request_may_say: (SpeculationPlanner, "_room"),
     a_token_after_the_end_is_shown: (Completions, "complete"),
     a_request_ends_twice: (Ingress, "_end"),
     a_cancel_is_lost: (Tokenizer, "_abort"),
