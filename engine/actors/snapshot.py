@@ -3,9 +3,11 @@
 Owns: the shape of them.  Does not know: where the numbers come from, who looks.
 """
 
+from collections.abc import Mapping
+from typing import Final
+
 import msgspec
 
-from engine.features.explain.explanation import Explained
 from engine.scheduling.board import Board
 from engine.scheduling.meter import Meter, RequestMetrics
 from engine.types.notices import Message
@@ -55,16 +57,21 @@ class Gauges(msgspec.Struct, frozen=True):
     mailboxes: tuple[MailboxGauges, ...] = ()
 
 
+Views = Mapping[str, bytes]
+NO_VIEWS: Final[Views] = {}
+
+
 class GetSnapshot(Message, frozen=True, kw_only=True):
     """What does the engine do now?  The answer, a ``Snapshot``, has the same number.
 
-    meter: with all that has been counted.  board: with where every request is, and what every page holds.
-    explain: with where the time of these requests went."""
+    meter: include all counters.
+    board: include the place of every request and the content of every page.
+    views: include views of features: name -> its argument, as MessagePack."""
 
     number: int = 0
     meter: bool = False
     board: bool = False
-    explain: tuple[int, ...] = ()
+    views: dict[str, bytes] = msgspec.field(default_factory=dict)
 
 
 class Subscribe(Message, frozen=True, kw_only=True):
@@ -75,14 +82,15 @@ class Snapshot(Message, frozen=True, kw_only=True):
     """number: of the ``GetSnapshot`` that it answers.  now: seconds of the clock that the meter's times are in.
 
     meter: what has been counted, None until the model is loaded, or where it was not asked for.
-    board: empty until then, or where it was not asked for.  explained: of those that were asked for and are known."""
+    board: empty until then, or where it was not asked for.
+    views: the requested views of features that there are, as MessagePack."""
 
     number: int
     now: float
     gauges: Gauges
     meter: Meter | None = None
     board: Board = Board()
-    explained: tuple[Explained, ...] = ()
+    views: dict[str, bytes] = msgspec.field(default_factory=dict)
 
 
 class RequestsFinished(Message, frozen=True, kw_only=True):

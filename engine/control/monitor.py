@@ -6,16 +6,14 @@ Nothing is prepared for it while steps are planned: whoever looks pays for it.
 """
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
 from engine.actors.ingress import Ingress
 from engine.actors.scheduler import Scheduler
-from engine.actors.snapshot import Gauges, GetSnapshot, MailboxGauges, Snapshot
+from engine.actors.snapshot import NO_VIEWS, Gauges, GetSnapshot, MailboxGauges, Snapshot, Views
 from engine.actors.tokenizer import Tokenizer
-from engine.features.explain.explanation import Explained, explain
-from engine.features.explain.timelines import Timelines
 from engine.messages import Profile
 from engine.plugins.observers import Observers
 from engine.scheduling.board import Board
@@ -27,7 +25,9 @@ from engine.workers.tokenizers import TokenizerPool
 
 
 class Monitor:
-    """Reads one engine's actors.  decode: turns token ids into text.  clock: the planner's, in seconds."""
+    """Reads one engine's actors.
+
+    watchers: of its planners, by name.  decode: turns token ids into text.  clock: the planner's, in seconds."""
 
     def __init__(
         self,
@@ -38,7 +38,7 @@ class Monitor:
         executors: Executors,
         observers: Observers,
         limits: PlannerLimits,
-        timelines: Timelines,
+        watchers: Mapping[str, object],
         decode: Callable[[Sequence[int]], str],
         clock: Callable[[], float],
     ) -> None:
@@ -48,7 +48,7 @@ class Monitor:
         self._executors = executors
         self._observers = observers
         self._limits = limits  # until there is a planner, which has its own
-        self._timelines = timelines
+        self._watchers = watchers
         self.decode = decode
         self._clock = clock
 
@@ -113,25 +113,28 @@ class Monitor:
     def snapshot(self, ask: GetSnapshot) -> Snapshot:
         """Return what ``ask`` asks for.  Parts of it go on changing: read or encode it at once."""
         board = self.board() if ask.board else Board()
-        planner = self._scheduler.planner
-        explained: list[Explained] = []
-        if planner is not None:
-            found = (explain(planner.requests, self._timelines, number, self.now) for number in ask.explain)
-            explained = [one for one in found if one is not None]
         return Snapshot(
             number=ask.number,
             now=self.now,
             gauges=self.gauges(),
             meter=self.meter if ask.meter else None,
             board=board,
-            explained=tuple(explained),
+            views=self._view(ask.views),
         )
 
+    def _view(self, views: Views) -> dict[str, bytes]:
+        """Return the views of features that there are.  Each is worked out now."""
+        planner = self._scheduler.planner
+        if planner is None:
+            return {}
+        known = {name: view for name in views if (view := getattr(self._watchers.get(name), "view", None)) is not None}
+        return {name: view(views[name], planner.requests, self.now) for name, view in known.items()}
+
     async def look(
-        self, *, meter: bool = False, board: bool = False, explain: tuple[int, ...] = (), patience_s: float = 0.0
+        self, *, meter: bool = False, board: bool = False, views: Views = NO_VIEWS, patience_s: float = 0.0
     ) -> Snapshot:
         """Return a snapshot; the same call works where the engine is in another process."""
-        return self.snapshot(GetSnapshot(meter=meter, board=board, explain=explain))
+        return self.snapshot(GetSnapshot(meter=meter, board=board, views=dict(views)))
 
     def profile(self, ask: Profile) -> None:
         """Have the executors record steps, or stop it."""

@@ -28,11 +28,10 @@ from engine.checkpoints.checkpoint import DEMO, DEMO_NAME, ModelSpec, resolve_ch
 from engine.checkpoints.gguf import stored_tensors
 from engine.config import Config, build_config, without_cluster_key
 from engine.control.monitor import Monitor
-from engine.features.explain.timelines import Timelines
 from engine.host.device_defaults import runs_on_cpu, with_device_defaults
 from engine.plugins.deciders import plugin_policy, plugin_proposer, plugin_strategy, policy_choice
 from engine.plugins.families import read_model
-from engine.plugins.features import FeatureContext, planner_features
+from engine.plugins.features import FeatureContext, planner_features, planner_watchers
 from engine.plugins.linears import check_linear_fits, linear_context
 from engine.plugins.manager import Plugins
 from engine.plugins.observers import Observers
@@ -128,7 +127,7 @@ class System:
         proposer = plugin_proposer(self._plugins, config, self.spec, self.max_len, self.codec.vocabulary)
         self._draft = proposer if isinstance(proposer, DraftModel) else None
         self._features = planner_features(FeatureContext(config, proposer, self.spec.vocab_size))
-        self.timelines: Timelines = Timelines(time.monotonic) if before is None else before.timelines
+        self.watchers: dict[str, object] = planner_watchers(time.monotonic) if before is None else before.watchers
         self._num_proposed = 0 if proposer is None else proposer.num_tokens
         self._observers, self._grammars = self._watched_by(before), self._grammars_of(before)
         self._traffic = self._traffic_by(before)
@@ -204,7 +203,7 @@ class System:
             executors=self.executors,
             observers=self._observers,
             limits=self.planner_limits(0),
-            timelines=self.timelines,
+            watchers=self.watchers,
             decode=self.codec.decode,
             clock=time.monotonic,
         )
@@ -375,7 +374,7 @@ class System:
             self._traffic.begin(limits, self.config)
         strategy = plugin_strategy(self._plugins, self.config, num_pages)
         clock = time.monotonic if self.recorder is None else self.recorder.clock
-        return Planner(limits, strategy, self.policy, clock, features=self._features, watchers=(self.timelines,))
+        return Planner(limits, strategy, self.policy, clock, features=self._features, watchers=self.watchers.values())
 
     @property
     def is_head(self) -> bool:

@@ -5,6 +5,7 @@ A folder is found by looking, so deleting it removes the feature.
 """
 
 import pkgutil
+from collections.abc import Callable
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Final, NamedTuple
@@ -36,6 +37,18 @@ def planner_features(context: FeatureContext) -> list[NewFeature]:
         if find_spec(module) is not None and (build := import_module(module).planner_feature(context)) is not None:
             found.append(build)
     return found
+
+
+def planner_watchers(clock: Callable[[], float]) -> dict[str, object]:
+    """Return the watchers that features have for the planners of one engine, by the folder's name.
+
+    A folder's ``watcher.py`` has a function ``planner_watcher``.  clock: seconds, see ``PlannerWatcher``."""
+    watchers: dict[str, object] = {}
+    for name in feature_folders():
+        module = f"{FOLDER}.{name}.watcher"
+        if find_spec(module) is not None:
+            watchers[name] = import_module(module).planner_watcher(clock)
+    return watchers
 
 
 def feature_folders() -> list[str]:

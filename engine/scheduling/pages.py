@@ -16,6 +16,7 @@ import numpy as np
 
 from engine.kv.events import KVEvent
 from engine.kv.eviction import Candidate, EvictionListener, EvictionStrategy, SortKey
+from engine.kv.match import Match
 from engine.kv.node import Handle, Namespace
 from engine.kv.outline import Outline
 from engine.kv.pages import PageAllocator, Pages
@@ -111,9 +112,13 @@ class PageManager:
         """The clock of least-recent use: the step being planned."""
         self.tree.now = step_id
 
+    def match(self, sequence: Sequence) -> Match:
+        """Find the longest cached prefix of a sequence that it may use.  Changes nothing."""
+        return self.tree.match(self._prefix_key(sequence), Namespace(sequence.cache_salt, sequence.weights))
+
     def num_cached_tokens(self, sequence: Sequence) -> int:
         """Tokens of the sequence that would need no computing.  Changes nothing."""
-        match = self.tree.match(self.prefix_key(sequence), Namespace(sequence.cache_salt, sequence.weights))
+        match = self.match(sequence)
         return (match.num_pages + match.num_host_pages) * self._page_size
 
     def start(self, sequence: Sequence, reserve: int) -> int | None:
@@ -122,8 +127,8 @@ class PageManager:
         reserve: number of pages that must stay available then.
         Returns the row, or None if there is no room now.
         """
-        key = self.prefix_key(sequence)
-        match = self.tree.match(key, Namespace(sequence.cache_salt, sequence.weights))
+        match = self.match(sequence)
+        key = match.key
         num_new = -(-len(sequence.tokens) // self._page_size) - match.num_pages
         if num_new + reserve > self.num_available or not self._has_room(sequence):
             return None
@@ -206,8 +211,7 @@ class PageManager:
         rewrites, self._rewrites = self._rewrites, []
         return rewrites
 
-    def prefix_key(self, sequence: Sequence) -> bytes:
-        """Return the key of the part of a sequence's tokens that may come from the cache."""
+    def _prefix_key(self, sequence: Sequence) -> bytes:
         if sequence.params.needs_whole_prompt:
             return self.tree.key(sequence.tokens[:0])
         # Without the last token: one must be computed, since its logits are wanted.

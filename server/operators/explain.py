@@ -15,6 +15,7 @@ import msgspec
 from aiohttp import web
 
 from engine.features.explain.explanation import Explained, Part, PartName
+from engine.features.explain.watcher import asked_for, explained_in
 from engine.messages import Finish
 from engine.types.errors import RequestError
 from server.backend import Backend
@@ -115,9 +116,9 @@ class ExplainRoute:
                 code="request_not_found",
                 param="id",
             )
-        seen = await self._monitor.look(explain=tuple(number for number, _ in one.choices))
+        seen = await self._monitor.look(views=asked_for([number for number, _ in one.choices]))
         names = {number: other.exchange.id for other in mine for number, _ in other.choices}
-        response = json_reply(explained(one, seen.explained, names, self._clock(), seen.gauges.max_running))
+        response = json_reply(explained(one, explained_in(seen.views), names, self._clock(), seen.gauges.max_running))
         response.headers["Cache-Control"] = "no-store"
         return response
 

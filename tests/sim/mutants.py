@@ -12,7 +12,8 @@ from typing import Any
 import engine.scheduling.pages as holdings_module
 from engine.actors.ingress import Ingress, _Open
 from engine.actors.tokenizer import Tokenizer
-from engine.features.kv_store.planner import Fetches
+from engine.features.kv_store.planner import StorePlanner
+from engine.features.lora.planner import LoraPlanner
 from engine.features.lora.slots import AdapterSlots
 from engine.features.speculation.planner import NAME, SpeculationPlanner
 from engine.kv.host_tier import Transfer
@@ -22,14 +23,15 @@ from engine.kv.radix import RadixTree
 from engine.kv.store import PageRecords
 from engine.messages import Abort, StepDone
 from engine.plugins.policy.fair import FairShare
-from engine.scheduling.completions import Completions, InFlight, Wave
+from engine.scheduling.completions import Completions
 from engine.scheduling.decodes import Decodes
-from engine.scheduling.pages import Appends, Fetched, PageManager, PageMoves
+from engine.scheduling.pages import PageManager
 from engine.scheduling.planner import Planner
 from engine.scheduling.prefills import Prefills
 from engine.scheduling.queue import Quarantine, RankedQueue
 from engine.scheduling.requests import Requests
 from engine.scheduling.rows import Rows, RowTable, Sequence
+from engine.scheduling.step_builder import Appends, InFlight, StepBuilder, Wave
 
 Mutant = Callable[[Callable[..., Any]], Callable[..., Any]]
 """Gets the method as it is and returns the one that stands in its place."""
@@ -167,20 +169,21 @@ def an_adapter_is_not_put_where_its_row_reads(take: Callable[..., Any]) -> Calla
     return lambda self, row, adapter: (take(self, row, adapter)[0], not self._num_uses % 3)
 
 
-def slots_outlive_the_device(clear: Callable[..., None]) -> Callable[..., None]:
-    def mutant(self: RowTable) -> None:
-        slots = self.slots
-        clear(self)
+def slots_outlive_the_device(reset: Callable[..., Any]) -> Callable[..., Any]:
+    def mutant(self: LoraPlanner) -> Any:
+        slots = self._slots
+        held = reset(self)
         for slot in slots._slots:
             slot.rows.clear()
-        self.slots = slots
+        self._slots = slots
+        return held
 
     return mutant
 
 
 def the_look_ahead_ignores_the_salt(_: Callable[..., int]) -> Callable[..., int]:
     def mutant(self: PageManager, sequence: Sequence) -> int:
-        match = self._tree.match(self._prefix_key(sequence), SHARED)
+        match = self.tree.match(self._prefix_key(sequence), SHARED)
         return (match.num_pages + match.num_host_pages) * self._page_size
 
     return mutant
@@ -200,25 +203,27 @@ def the_store_does_not_know_salts(hash_before: Callable[..., bytes]) -> Callable
     return mutant
 
 
-def fetched_pages_land_off_by_one(land: Callable[..., None]) -> Callable[..., None]:
-    def mutant(self: PageMoves, handle: Any, key: bytes, fetched: Fetched, pages: Any) -> None:
-        first_page = fetched.first_page - (fetched.num_pages > 1)
-        land(self, handle, key, Fetched(fetched.fetch_id, first_page, fetched.num_pages), pages)
+def fetched_pages_land_off_by_one(adopt: Callable[..., None]) -> Callable[..., None]:
+    def mutant(self: StorePlanner, sequence: Sequence, *others: Any) -> None:
+        if (fetched := self._answered.get(sequence.request_id)) is not None:
+            first_page = fetched.first_page - (fetched.num_pages > 1)
+            self._answered[sequence.request_id] = replace(fetched, first_page=first_page)
+        adopt(self, sequence, *others)
 
     return mutant
 
 
-def pages_are_saved_a_step_late(drain: Callable[..., Any]) -> Callable[..., Any]:
-    def mutant(self: RadixTree) -> Any:
-        saves = drain(self)
-        self.late, saves = saves, getattr(self, "late", [])  # type: ignore[attr-defined]
-        return saves
+def pages_are_saved_a_step_late(attach: Callable[..., None]) -> Callable[..., None]:
+    def mutant(self: StorePlanner, step: StepBuilder) -> None:
+        late, self._saves = self._saves, getattr(self, "late", [])
+        attach(self, step)
+        self.late = late  # type: ignore[attr-defined]
 
     return mutant
 
 
 def who_waits_for_the_store_cannot_be_cancelled(forget: Callable[..., bool]) -> Callable[..., bool]:
-    def mutant(self: Fetches, sequence: Sequence) -> bool:
+    def mutant(self: StorePlanner, sequence: Sequence) -> bool:
         waits = any(fetch.sequence is sequence for fetch in self._waiting.values())
         return waits or forget(self, sequence)
 
@@ -412,13 +417,13 @@ MUTANTS: dict[Mutant, tuple[Any, str]] = {
     pages_are_cached_under_the_wrong_adapter: (holdings_module, "Namespace"),
     a_slot_is_filled_while_a_row_reads_it: (AdapterSlots, "has_room"),
     an_adapter_is_not_put_where_its_row_reads: (AdapterSlots, "take"),
-    slots_outlive_the_device: (RowTable, "clear"),
+    slots_outlive_the_device: (LoraPlanner, "reset"),
     the_look_ahead_ignores_the_salt: (PageManager, "num_cached_tokens"),
     damaged_pages_are_used: (PageRecords, "load"),
     the_store_does_not_know_salts: (RadixTree, "hash_before"),
-    fetched_pages_land_off_by_one: (PageMoves, "land"),
-    pages_are_saved_a_step_late: (RadixTree, "drain_saves"),
-    who_waits_for_the_store_cannot_be_cancelled: (Fetches, "forget"),
+    fetched_pages_land_off_by_one: (StorePlanner, "adopt"),
+    pages_are_saved_a_step_late: (StorePlanner, "attach"),
+    who_waits_for_the_store_cannot_be_cancelled: (StorePlanner, "forget"),
     a_row_is_reused_while_a_step_uses_it: (Completions, "_release_ended"),
     more_counts_as_computed_than_is: (RowTable, "take"),
     a_retraction_forgets_a_token: (Prefills, "wait"),

@@ -238,7 +238,7 @@ class Probe:
 
     def cached_tokens(self, sequence: Sequence) -> int:
         """The same, page by page through what the tree has under the sequence's own salt."""
-        key, page_bytes = self._page_manager.prefix_key(sequence), self._tree.page_bytes
+        key, page_bytes = self._page_manager.match(sequence).key, self._tree.page_bytes
         node: Node | None = self._tree._roots.get(Namespace(sequence.cache_salt, sequence.weights))
         at = 0
         while node is not None:

@@ -10,7 +10,7 @@ until it starts or ends.
 from dataclasses import dataclass
 from functools import partial
 
-from engine.kv.node import Handle, Namespace, Node
+from engine.kv.node import Handle, Node
 from engine.kv.pages import Pages
 from engine.kv.radix import TOKEN_BYTES
 from engine.messages import FetchPages, Landing, PagesFetched
@@ -105,10 +105,9 @@ class StorePlanner(PlannerFeature):
 
     def _missing(self, sequence: Sequence) -> tuple[int, bytes, bytes]:
         """Return the first page that the cache lacks, the hash of the page before it, and the tokens from there on."""
-        key = self._pages.prefix_key(sequence)
-        match = self._tree.match(key, Namespace(sequence.cache_salt, sequence.weights))
+        match = self._pages.match(sequence)
         first_page = match.num_pages + match.num_host_pages
-        tokens = key[first_page * self._limits.page_size * TOKEN_BYTES :]
+        tokens = match.key[first_page * self._limits.page_size * TOKEN_BYTES :]
         return first_page, self._tree.hash_before(match) if tokens else b"", tokens
 
     def outgoing(self) -> list[FetchPages]:
