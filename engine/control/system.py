@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import msgspec
 
 from engine.actors.actor import Actor, Link
-from engine.actors.executor import Runner
 from engine.actors.ingress import Ingress, Part
+from engine.actors.runner import Runner
 from engine.actors.scheduler import Scheduler
 from engine.actors.step_splitting import StepSplitter
 from engine.actors.supervisor import Supervisor
@@ -314,8 +314,7 @@ class System:
             progress=self._progress and not rank,
             num_pages=settings.num_pages,
             grammars=self._grammars,
-            draft=self._draft,
-            num_proposed=self._num_proposed,
+            given={"draft": self._draft, "num_proposed": self._num_proposed},
         )
         return StepSplitter(runner, alone=self.config.device.tensor_parallel == 1, most_tokens=settings.most_tokens)
 

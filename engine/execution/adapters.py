@@ -10,12 +10,10 @@ products there are told of other rows.  A rank that cannot read an adapter tells
 
 import json
 import logging
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -25,19 +23,16 @@ from torch import Tensor
 from engine.checkpoints.adapter import Product, digest_of, layer_products, module_scale, read_files, tensor_name
 from engine.checkpoints.fields import Fields
 from engine.execution.captured_steps import CapturedDecodes, CapturedModel
-from engine.execution.runner import LaunchedStep, ModelRunner
-from engine.execution.step_threads import WatchedRunner
 from engine.layers.comm import Comm
 from engine.layers.linear import ColumnLinear, Linear, QKVLinear, RowLinear
 from engine.layers.lora import AdaptedRows, AdaptedWeight
 from engine.layers.packing import PackedWeight
 from engine.layers.step import StepTensors
 from engine.layers.upload import upload
-from engine.messages import Step, StepDone, StepExtras
+from engine.messages import Step
 from engine.models.decoder import Decoder
 from engine.models.model import Model
-from engine.settings.sections import LoraSection
-from engine.types.errors import ConfigError, WeightsError
+from engine.types.errors import WeightsError
 from engine.types.prompt import Adapter
 
 log = logging.getLogger(__name__)
@@ -59,7 +54,6 @@ class RankAdapters:
     Raises MemoryError, or what torch has for it, if there is no room for the slots."""
 
     def __init__(self, decoder: Decoder, comm: Comm, num_slots: int, max_rank: int, max_rows: int) -> None:
-        self._decoder = decoder
         self._comm = comm
         self._dtype = decoder.dtype
         self._device = decoder.embedding.weight.device
@@ -149,14 +143,6 @@ class RankAdapters:
         self._rows.clear()
         self._last_rows.clear()
 
-    def around(self, usual: Any) -> Any:
-        """The model, or a capture of it, for steps with adapters too."""
-        return AdaptedModel(self._decoder, usual, self)
-
-    def beside(self, captured: CapturedDecodes) -> "AdaptedDecodes":
-        """Captured decode steps, for those without adapters alone."""
-        return AdaptedDecodes(captured, self)
-
     # ---- files ------------------------------------------------------------------------------
 
     def _fill(self, slot: int, adapter: Adapter) -> None:
@@ -233,52 +219,3 @@ class AdaptedDecodes:
     def fits(self, num_rows: int) -> bool:
         """See ``CapturedDecodes``."""
         return not self._adapters.in_step and self._captured.fits(num_rows)
-
-
-def rank_adapters(lora: LoraSection, model: Model, comm: Comm, max_rows: int) -> RankAdapters | None:
-    """Slots for adapters, or None if none are served.  Raises ConfigError if there is no room for them."""
-    if not lora.folder:
-        return None
-    assert isinstance(model, Decoder), f"{type(model).__name__} takes no adapters"
-    try:
-        return RankAdapters(model, comm, lora.max_adapters, lora.max_rank, max_rows)
-    except (MemoryError, RuntimeError) as error:  # what torch raises when it cannot allocate, on every device
-        raise ConfigError(
-            f"lora.max_adapters={lora.max_adapters}, lora.max_rank={lora.max_rank}: no memory ({error}); lower them"
-        ) from None
-
-
-class AdaptedRunner:
-    """See ``Runner``: one whose model asks ``adapters``, which learn of each step first."""
-
-    def __init__(self, runner: ModelRunner | WatchedRunner, adapters: RankAdapters) -> None:
-        self.num_pages = runner.num_pages
-        self.stored = runner.stored
-        self.profile = runner.profile
-        self.leave = runner.leave
-        self._runner = runner
-        self._adapters = adapters
-
-    def launch(self, step: Step) -> "LaunchedStep | WithoutAdapters":
-        """See ``Runner``."""
-        lost = self._adapters.take(step)
-        launched = self._runner.launch(step)
-        return WithoutAdapters(launched, lost) if lost else launched
-
-
-@dataclass(frozen=True, slots=True)
-class WithoutAdapters:
-    """A launched step.  lost: rows whose adapter could not be read, and why."""
-
-    launched: LaunchedStep
-    lost: Mapping[int, str]
-
-    def ready(self) -> bool:
-        """See ``PendingStep``."""
-        return self.launched.ready()
-
-    def collect(self) -> StepDone:
-        """See ``PendingStep``."""
-        done = self.launched.collect()
-        extras = {row: StepExtras(lost_adapter=reason) for row, reason in self.lost.items()}
-        return msgspec.structs.replace(done, extras={**done.extras, **extras})

@@ -9,28 +9,19 @@ speculate.  What it lacks is known by page, so prompts that share pages share wh
 Ranks divide it as they divide the model, so that all of them draft the same tokens.
 """
 
-import logging
 from dataclasses import dataclass
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from engine.execution.adapters import AdaptedRunner, WithoutAdapters
 from engine.execution.batch import Int32, lay_out
 from engine.execution.rows import DeviceRows
-from engine.execution.runner import LaunchedStep, ModelRunner
-from engine.execution.step_threads import WatchedRunner
 from engine.layers.attention import AttentionBackend
 from engine.layers.kv_pool import KVPool
-from engine.messages import Admission, Step, StepDone, StepExtras
+from engine.messages import Admission, Step
 from engine.models.model import Model
-
-log = logging.getLogger(__name__)
-
-CPU_ALLOCATOR = "DefaultCPUAllocator"  # what torch names in a RuntimeError, which is no OutOfMemoryError on a CPU
 
 
 def _ints(column: bytes) -> Int32:
@@ -202,68 +193,3 @@ class Drafter:
         logits_NV = self._model.forward(tensors)[:, : self._vocab_size]
         if len(batch.sample_rows_N):
             self._rows.write_sampled(inputs.write_at_N, logits_NV.argmax(-1))
-
-
-@dataclass(frozen=True, slots=True)
-class DraftedStep:
-    """See ``PendingStep``: a step and what was drafted for it."""
-
-    launched: LaunchedStep | WithoutAdapters
-    drafted: Drafted
-
-    def ready(self) -> bool:
-        """See ``PendingStep``."""
-        return self.launched.ready()
-
-    def collect(self) -> StepDone:
-        """The step's event was recorded behind the copy of what was drafted."""
-        done = self.launched.collect()
-        extras = dict(done.extras)
-        for row, tokens in self.drafted.by_row().items():
-            extras[row] = msgspec.structs.replace(extras.get(row, StepExtras()), drafted=tokens)
-        return msgspec.structs.replace(done, extras=extras)
-
-
-class DraftingRunner:
-    """See ``Runner``: one whose steps' proposals are the draft model's.  rows: of ``runner``.  alone: the only rank."""
-
-    def __init__(
-        self,
-        runner: ModelRunner | WatchedRunner | AdaptedRunner,
-        rows: DeviceRows,
-        drafter: Drafter,
-        *,
-        alone: bool = True,
-    ) -> None:
-        self.num_pages = runner.num_pages
-        self.stored = runner.stored
-        self.profile = runner.profile
-        self.leave = runner.leave
-        self._runner = runner
-        self._rows = rows
-        self._drafter = drafter
-        self._alone = alone
-
-    def launch(self, step: Step) -> LaunchedStep | WithoutAdapters | DraftedStep:
-        """See ``Runner``.  A step that is launched again in parts has lost what was drafted for it."""
-        self._drafter.follow(step, self._rows.computed)
-        if not step.proposed_rows:
-            return self._runner.launch(step)
-        drafted = self._draft(step)
-        nothing = {"proposed_rows": b"", "proposed_positions": b"", "proposed_tokens": b""}
-        return DraftedStep(self._runner.launch(msgspec.structs.replace(step, **nothing)), drafted)
-
-    def _draft(self, step: Step) -> Drafted:
-        """What the drafter drafts, or nothing where the device has no room for that: the step verifies what it finds.
-
-        Raises MemoryError where other ranks may be in the middle of it."""
-        try:
-            return self._drafter.draft(step)
-        except (MemoryError, RuntimeError) as error:
-            if not isinstance(error, (MemoryError, torch.OutOfMemoryError)) and CPU_ALLOCATOR not in str(error):
-                raise
-            if not self._alone:
-                raise MemoryError(str(error)) from None
-            rows_K = _ints(step.proposed_rows)
-            log.warning("the device has no room to draft for %d rows (%s)", len(np.unique(rows_K)), error)
-            return Drafted(rows_K, np.zeros(len(rows_K), dtype=np.bool_), torch.zeros(len(rows_K), dtype=torch.int32))

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from engine.execution.batch import lay_out
 from engine.execution.drafting import Drafted, Drafter
-from engine.execution.host_pool import HostPool
 from engine.execution.rows import DeviceRows
 from engine.layers.attention import AttentionBackend
 from engine.layers.kv_pool import KVPool
@@ -61,7 +60,7 @@ class KeptStates:
 
 class HeadDrafter(Drafter):
     """See ``Drafter``.  rows: the model's.  to_model_V: the model's token of each of the head's, int64; None if they
-    are the same.  host_pool: where pages of states go with those of the model; None if there is no host tier."""
+    are the same."""
 
     def __init__(
         self,
@@ -72,7 +71,6 @@ class HeadDrafter(Drafter):
         *,
         states: KeptStates,
         to_model_V: Tensor | None,
-        host_pool: HostPool | None,
         num_tokens: int,
         most_tokens: int,
     ) -> None:
@@ -89,15 +87,6 @@ class HeadDrafter(Drafter):
         self._head = head
         self._states = states
         self._to_model_V = to_model_V
-        self._host_pool = host_pool
-
-    def follow(self, step: Step, computed: np.ndarray) -> None:
-        """See ``Drafter``; states move between the tiers as pages do."""
-        if self._host_pool is not None and step.transfer_to_host:
-            self._host_pool.settle()
-            self._host_pool.apply(step)
-            self._host_pool.settle()
-        super().follow(step, computed)
 
     def draft(self, step: Step) -> Drafted:
         """See ``Drafter``."""

@@ -4,8 +4,11 @@ Legend: T new tokens in the step (ragged, packed) · N query heads · H head siz
 Owns: which layers have something to wait for, and the waiting.  Does not know: pages, how they are copied.
 """
 
+from typing import Any
+
 from torch import Tensor
 
+from engine.execution.captured_steps import CapturedDecodes
 from engine.execution.copy_stream import CopyStream, Mark
 from engine.layers.attention import (
     AttentionBackend,
@@ -14,6 +17,7 @@ from engine.layers.attention import (
     is_capturable,
     writer_of,
 )
+from engine.messages import Step
 
 
 class Landings:
@@ -67,3 +71,19 @@ class LandedAttention:
         """See ``WritingAttention``."""
         self._landings.wait_for(layer)
         self._write(layer, q_TNH, out_TNH)
+
+
+class LandedDecodes:
+    """Whole decode steps that begin when all pages have landed; the rest of it is the captured steps'."""
+
+    def __init__(self, captured: CapturedDecodes, landings: Landings) -> None:
+        self._captured = captured
+        self._landings = landings
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._captured, name)
+
+    def tell(self, step: Step) -> None:
+        """Wait, and take in what has changed since the last step."""
+        self._landings.settle()
+        self._captured.tell(step)

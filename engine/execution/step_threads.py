@@ -14,8 +14,9 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
+from engine.execution.features import RankFeature
+from engine.execution.launched_step import LaunchedStep
 from engine.execution.rows import DeviceRows
-from engine.execution.runner import LaunchedStep, ModelRunner
 from engine.messages import Step
 
 log = logging.getLogger(__name__)
@@ -122,30 +123,28 @@ class StepThreads:
         )
 
 
-class WatchedRunner:
-    """See ``Runner``: one whose decode steps are timed.  rows: of ``runner``."""
+class TimedSteps(RankFeature):
+    """Times decode steps for ``StepThreads``.  rows: the runner's."""
 
-    def __init__(self, runner: ModelRunner, rows: DeviceRows, threads: StepThreads) -> None:
-        self.num_pages = runner.num_pages
-        self.stored = runner.stored
-        self.profile = runner.profile
-        self._runner = runner
+    order = 100  # what other features do in a step is not the step's time
+
+    def __init__(self, rows: DeviceRows, threads: StepThreads) -> None:
         self._rows = rows
         self._threads = threads
+        self._start = 0.0
 
-    def launch(self, step: Step) -> LaunchedStep:
-        """On a CPU a step is done when it is launched."""
-        start = time.perf_counter()
-        launched = self._runner.launch(step)
+    def apply(self, step: Step) -> Step:
+        """The step begins."""
+        self._start = time.perf_counter()
+        return step
+
+    def launched(self, step: Step, launched: LaunchedStep) -> None:
+        """The step is done: on a CPU it is when it is launched."""
         if not step.prefill_rows:
+            seconds = time.perf_counter() - self._start
             launched.note = TRYING if self._threads.are_tried else ""
             num_tokens = int(self._rows.computed[launched.rows_N].sum())
-            self._threads.took(len(launched.rows_N), num_tokens, time.perf_counter() - start)
-        return launched
-
-    def leave(self) -> None:
-        """See ``Runner``."""
-        self._runner.leave()
+            self._threads.took(len(launched.rows_N), num_tokens, seconds)
 
 
 class Trial:

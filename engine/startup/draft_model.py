@@ -10,48 +10,41 @@ import torch
 from msgspec import structs
 
 from engine.checkpoints.checkpoint import ModelSpec
-from engine.config import Config
 from engine.execution.attention import RankAttention
 from engine.execution.device import fair_share, free_bytes
 from engine.execution.drafting import Drafter
+from engine.execution.features import RankContext
+from engine.execution.needs import Needs
 from engine.execution.rows import DeviceRows
 from engine.layers.attention import AttentionBackend
-from engine.layers.comm import Comm
 from engine.layers.kv_pool import KVPool
 from engine.models.loader import load_model
-from engine.models.model import Model, build_model
+from engine.models.model import build_model
 from engine.plugins.families import read_model
-from engine.plugins.manager import Plugins
 from engine.plugins.support.paging import new_pool, page_bytes
 from engine.scheduling.proposer import DraftModel
 from engine.startup.linears import choose_linears
-from engine.startup.memory import Needs, check_weights, host_needs
+from engine.startup.memory import check_weights, host_needs
 from engine.types.errors import ConfigError
 
 
 class RankDraft:
-    """Loaded; without a pool until ``drafter``.  page_bytes: of its pool.  place: as ``fair_share`` has it.
+    """A draft model with its weights, and with a pool once ``prepare`` was called.
+
+    page_bytes: memory of a page of that pool.
+    kept_pools: pools of what the draft reads of the model.
 
     Raises ConfigError, WeightsError, PluginError, as for the model itself."""
 
-    def __init__(
-        self,
-        draft: DraftModel,
-        config: Config,
-        plugins: Plugins,
-        comm: Comm,
-        *,
-        device: torch.device,
-        dtype: torch.dtype,
-        place: int,
-        progress: bool,
-    ) -> None:
-        section = structs.replace(config.model, path=draft.path, numerics="fast", experts="cut")
-        self._config = config = structs.replace(config, model=section)
+    def __init__(self, draft: DraftModel, context: RankContext) -> None:
+        comm, device, dtype, plugins = context.comm, context.device, context.dtype, context.plugins
+        section = structs.replace(context.config.model, path=draft.path, numerics="fast", experts="cut")
+        self._config = config = structs.replace(context.config, model=section)
+        self._target = context.model
         self._draft = draft
         self._spec = self._read_spec(Path(draft.path))
         self._device, self._dtype = device, dtype
-        room = fair_share(free_bytes(device), place, comm, device)
+        room = fair_share(free_bytes(device), context.place, comm, device)
         try:
             plan = build_model(self._spec.shape, comm, torch.device("meta"), dtype)
         except ConfigError as error:
@@ -63,7 +56,7 @@ class RankDraft:
             dtype,
             load_format=section.load_format,
             seed=config.device.seed,
-            progress=progress,
+            progress=context.progress,
             linears=choose_linears(config, self._spec, plugins, plan, device),
             check_room=lambda needed: check_weights(self._spec, needed, dtype, room, comm.size),
         )
@@ -71,6 +64,8 @@ class RankDraft:
         spec, kv = self.model.attention_spec, config.kv
         self._attention = RankAttention(plugins, spec, kv.page_size, device, dtype, kv.layout, self._kv_dtype)
         self.page_bytes = page_bytes(spec, kv.page_size, dtype, self._kv_dtype)
+        self.kept_pools: tuple[KVPool, ...] = ()
+        self._own: tuple[KVPool, AttentionBackend] | None = None
 
     def _read_spec(self, directory: Path) -> ModelSpec:
         return read_model(directory, self._config.plugins, self._config.model)
@@ -88,26 +83,22 @@ class RankDraft:
             product_bytes=model.product_bytes + own.product_bytes,
         )
 
-    def attention(self, num_pages: int) -> AttentionBackend:
-        """Its attention over a pool of so many pages."""
-        return self._attention.build(self._pool(num_pages))
+    def prepare(self, num_pages: int) -> None:
+        """Allocate a pool of so many pages, and attention over it; for 0, free those that there are."""
+        self._own = None
+        if num_pages:
+            spec, kv = self.model.attention_spec, self._config.kv
+            pool = new_pool(spec, num_pages, kv.page_size, self._dtype, self._device, kv.layout, self._kv_dtype)
+            self._own = pool, self._attention.build(pool)
 
-    def tap(self, model: Model, num_pages: int) -> None:
-        """Before each pool that the model gets: have it keep what drafting reads of it, which is nothing."""
-
-    def drafter(self, num_pages: int, rows: DeviceRows, vocab_size: int) -> Drafter:
-        """With a pool of as many pages.  rows, vocab_size: of the model."""
-        pool = self._pool(num_pages)
+    def drafter(self, rows: DeviceRows, vocab_size: int) -> Drafter:
+        """Return what drafts with the pool.  rows, vocab_size: of the model."""
+        assert self._own is not None, "the draft model has no pool"
         return Drafter(
             self.model,
-            pool,
-            self._attention.build(pool),
+            *self._own,
             rows,
             vocab_size=min(vocab_size, self.model.vocab_size),
             num_tokens=self._draft.num_tokens,
             most_tokens=self._config.scheduler.prefill_chunk,
         )
-
-    def _pool(self, num_pages: int) -> KVPool:
-        spec, kv = self.model.attention_spec, self._config.kv
-        return new_pool(spec, num_pages, kv.page_size, self._dtype, self._device, kv.layout, self._kv_dtype)

@@ -3,8 +3,8 @@
 Owns: how they are put together, the table from the head's tokens to the model's.  Does not know: steps.
 """
 
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from msgspec import structs
@@ -13,29 +13,25 @@ from torch import Tensor
 from engine.checkpoints.checkpoint import ModelSpec
 from engine.checkpoints.eagle_head import TO_MODEL, EagleHeadShape, read_eagle_head
 from engine.checkpoints.shards import read_shards
-from engine.config import Config
-from engine.execution.copy_stream import copies_on
+from engine.execution.features import RankContext
 from engine.execution.head_drafting import HeadDrafter, KeptStates
-from engine.execution.host_pool import HostPool
-from engine.execution.landings import Landings
 from engine.execution.rows import DeviceRows
 from engine.formats.reader import SafetensorsReader
 from engine.layers.kv_pool import KVPool
 from engine.models.decoder import Decoder
 from engine.models.eagle_head import EagleHead
-from engine.models.model import Model
 from engine.scheduling.proposer import DraftModel
 from engine.startup.draft_model import RankDraft
 from engine.types.errors import WeightsError
 
 
 class RankHead(RankDraft):
-    """See ``RankDraft``."""
+    """An EAGLE-3 head with its weights, and the states of the model that it reads."""
 
-    def __init__(self, draft: DraftModel, config: Config, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, draft: DraftModel, context: RankContext) -> None:
         # States and keys of the head have one layer, and so the same slots.
-        config = structs.replace(config, kv=structs.replace(config.kv, layout="layer_first"))
-        super().__init__(draft, config, *args, **kwargs)
+        config = structs.replace(context.config, kv=structs.replace(context.config.kv, layout="layer_first"))
+        super().__init__(draft, replace(context, config=config))
         assert isinstance(self.model, EagleHead), f"{draft.path} is no head"
         self._head = self.model
         self._states: KeptStates | None = None
@@ -49,8 +45,12 @@ class RankHead(RankDraft):
     def _read_spec(self, directory: Path) -> ModelSpec:
         return read_eagle_head(directory)
 
-    def tap(self, model: Model, num_pages: int) -> None:
+    def prepare(self, num_pages: int) -> None:
+        model = self._target
         assert isinstance(model, Decoder), "a head reads models of callboard's own families"
+        super().prepare(num_pages)
+        if not num_pages:
+            return
         width = self._head.shape.hidden_size
         pool = KVPool(
             num_layers=1,
@@ -64,19 +64,17 @@ class RankHead(RankDraft):
         )
         self._states = KeptStates(self._head, pool, self._head.shape.state_layers_of(len(model.layers)))
         self._head.embedding, self._head.states, model.tap = model.embedding, self._states, self._states
+        self.kept_pools = (pool,)
 
-    def drafter(self, num_pages: int, rows: DeviceRows, vocab_size: int) -> HeadDrafter:
+    def drafter(self, rows: DeviceRows, vocab_size: int) -> HeadDrafter:
+        assert self._own is not None, "the head has no pool"
         assert self._states is not None, "the model keeps no states"
-        pool, num_host_pages = self._pool(num_pages), self._config.kv.num_host_pages
-        landings = Landings(copies_on(self._device))
         return HeadDrafter(
             self._head,
-            pool,
-            self._attention.build(pool),
+            *self._own,
             rows,
             states=self._states,
             to_model_V=self._to_model_V,
-            host_pool=HostPool(num_host_pages, self._states.pool, landings) if num_host_pages else None,
             num_tokens=self._draft.num_tokens,
             most_tokens=self._config.scheduler.prefill_chunk,
         )

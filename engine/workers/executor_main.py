@@ -10,7 +10,8 @@ from pathlib import Path
 
 from msgspec import structs
 
-from engine.actors.executor import Executor, Runner
+from engine.actors.executor import Executor
+from engine.actors.runner import Runner
 from engine.actors.step_splitting import StepSplitter
 from engine.workers.child import Ticket, enter
 from engine.workers.main import Outgoing, WorkerProcess
@@ -75,8 +76,7 @@ def load_rank(assignment: ExecutorAssignment) -> Runner:
         rendezvous=assignment.rendezvous,
         progress=assignment.progress,
         num_pages=assignment.num_pages,
-        draft=assignment.draft,
-        num_proposed=assignment.num_proposed,
+        given={"draft": assignment.draft, "num_proposed": assignment.num_proposed},
     )
     return StepSplitter(runner, alone=assignment.num_ranks == 1, most_tokens=assignment.most_tokens)
 

@@ -11,6 +11,7 @@ from callboard import LLM
 from engine.execution import drafting
 from engine.execution.drafting import Drafter
 from engine.execution.rows import DeviceRows
+from engine.features.speculation import rank
 from engine.messages import Admission, Landing, Step
 from engine.scheduling.payoff import Payoff
 from engine.types.errors import PluginError, WeightsError
@@ -121,15 +122,15 @@ def test_a_draft_that_is_a_position_off_is_seen(directory: Path, monkeypatch: py
 def test_executors_that_crash_come_back_with_their_draft_model(
     directory: Path, plain: tuple[Said, Said], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    launch, steps = drafting.DraftingRunner.launch, []
+    apply, steps = rank.DraftRank.apply, []
 
-    def failing(self: drafting.DraftingRunner, step: Step) -> object:
+    def failing(self: rank.DraftRank, step: Step) -> Step:
         steps.append(step)
         if len(steps) == 6:
             raise RuntimeError("lost")
-        return launch(self, step)
+        return apply(self, step)
 
-    monkeypatch.setattr(drafting.DraftingRunner, "launch", failing)
+    monkeypatch.setattr(rank.DraftRank, "apply", failing)
     with engine(directory, directory) as llm:
         found = llm.generate(PROMPTS, GREEDY)
     assert [one.token_ids for one in found] == [tokens for tokens, _ in plain[0]]

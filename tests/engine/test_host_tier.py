@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from callboard import LLM, SamplingParams
-from engine.startup import loading
+from engine.features.host_tier import rank
 from tests.execution.late_copies import LateCopies
 from tests.models.checkpoints import build, random_tokens, save
 
@@ -54,5 +54,5 @@ def test_conversations_larger_than_the_pool_are_cached_whole_and_right(
     assert sum(map(sum, without)) == 0, "a conversation has gone from the small pool when its next turn comes"
     assert sum(map(sum, partly)) < sum(map(sum, roomy)), "half of the conversations do not fit the host either"
     assert all(turns[-1] > FIRST_LEN for turns in with_host)
-    monkeypatch.setattr(loading, "copies_on", lambda device: LateCopies())
+    monkeypatch.setattr(rank, "copies_on", lambda device: LateCopies())
     assert converse(checkpoint, page_size, pool_len, host_len=working_set) == (expected, with_host)

@@ -4,6 +4,7 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -14,12 +15,14 @@ from torch import Tensor
 from engine.config import Config, build_config
 from engine.control.system import System
 from engine.execution.copy_stream import DirectCopies
+from engine.execution.needs import Needs
 from engine.execution.runner import ModelRunner
+from engine.features.host_tier import rank
+from engine.features.host_tier.rank import HostTierRank
 from engine.kernels.panels import products
 from engine.messages import Admission, Step
-from engine.startup import loading
+from engine.startup import pools
 from engine.startup.loading import load_runner
-from engine.startup.memory import Needs
 from engine.types.errors import ConfigError
 from engine.types.params import SamplingParams
 from tests.execution.late_copies import LateCopies
@@ -39,6 +42,11 @@ def load(checkpoint: Path, **kv: int | str) -> ModelRunner:
     config = build_config(Config(), {"model": model, "device": {"kind": "cpu"}, "kv": kv})
     system = System(config)
     return load_runner(system.config, system.spec, system.max_len, system._plugins, rank=0, progress=False)
+
+
+def host_tier(runner: ModelRunner) -> HostTierRank:
+    (found,) = [one for one in runner._features if isinstance(one, HostTierRank)]
+    return found
 
 
 def int32(numbers: Sequence[int] | np.ndarray) -> bytes:
@@ -91,7 +99,7 @@ def test_pages_that_come_back_elsewhere_give_the_same_logits(
 ) -> None:
     """late: copies are made when a layer waits for them."""
     copies = LateCopies() if late else DirectCopies()
-    monkeypatch.setattr(loading, "copies_on", lambda device: copies)
+    monkeypatch.setattr(rank, "copies_on", lambda device: copies)
     width = MAX_LEN // page_size
     before, after, others = np.random.default_rng(0).permutation(3 * width).reshape(3, width).tolist()
     on_host = np.random.default_rng(1).permutation(width)
@@ -133,7 +141,7 @@ def test_pages_that_come_back_elsewhere_give_the_same_logits(
 
 def test_a_captured_step_begins_when_all_pages_have_landed(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     copies = LateCopies()
-    monkeypatch.setattr(loading, "copies_on", lambda device: copies)
+    monkeypatch.setattr(rank, "copies_on", lambda device: copies)
     runner = load(checkpoint, page_size=16, num_pages=8, num_host_pages=4)
 
     class Told(Exception):
@@ -145,7 +153,8 @@ def test_a_captured_step_begins_when_all_pages_have_landed(checkpoint: Path, mon
 
     columns = {"transfer_device_pages": int32([4, 5, 6, 7]), "transfer_host_pages": int32(range(4))}
     step = Step(step_id=0, decode_rows=int32([0]), transfer_to_host=int32([0] * 4), **columns)
-    monkeypatch.setattr(runner, "_whole_for", lambda step: SimpleNamespace(tell=tell))
+    whole: Any = host_tier(runner).decodes(SimpleNamespace(tell=tell))  # type: ignore[arg-type]
+    monkeypatch.setattr(runner, "_whole_for", lambda step: whole)
     runner._pool.data.fill_(1.0)
     runner._pool.data[:, :, 8] = 0  # the dump page
     with pytest.raises(Told):
@@ -162,23 +171,23 @@ def test_transfers_come_before_everything_else_of_their_step(checkpoint: Path) -
     step = msgspec.structs.replace(prefill(1, 1, pages), transfer_to_host=int32([1] * 4), **columns)
     logits_of(runner, [step], poison={})
     assert not torch.equal(runner._pool.data[:, :, pages], saved)
-    assert torch.equal(runner._host_pool.read(on_host).movedim(0, 2), saved)
+    assert torch.equal(host_tier(runner).pool.read(on_host).movedim(0, 2), saved)
 
 
 def test_the_size_of_the_host_pool_is_logged(checkpoint: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, loading.__name__):
+    with caplog.at_level(logging.INFO, rank.__name__):
         load(checkpoint, page_size=16, num_pages=4, num_host_pages=12)
         runner = load(checkpoint, page_size=16, num_pages=4)
     lines = [record.getMessage() for record in caplog.records if "host_pool" in record.getMessage()]
     # 3 layers x keys and values x 16 tokens x 2 heads x 32 numbers of 4 bytes, 12 times
     assert lines == ["rank 0 host_pool=0.3 MB (12 pages)"]
-    assert runner._host_pool is None
+    assert not any(isinstance(one, HostTierRank) for one in runner._features)
 
 
 def test_a_host_pool_larger_than_the_memory_is_refused(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page_bytes = 3 * 2 * 16 * 2 * 32 * 4
-    monkeypatch.setattr(loading, "host_needs", lambda *_: Needs(7 * page_bytes))
-    monkeypatch.setattr(loading, "available_bytes", lambda: (5 + 7 + 100) * page_bytes)
+    monkeypatch.setattr(pools, "host_needs", lambda *_: Needs(7 * page_bytes))
+    monkeypatch.setattr(rank, "available_bytes", lambda: (5 + 7 + 100) * page_bytes)
     load(checkpoint, page_size=16, num_pages=4, num_host_pages=90)
     with pytest.raises(ConfigError) as refused:
         load(checkpoint, page_size=16, num_pages=4, num_host_pages=91_000_000)
@@ -195,6 +204,6 @@ def test_memory_that_the_system_then_denies_is_the_same_kind_of_error(
     def deny(*_: object) -> None:
         raise MemoryError("it cannot be page-locked: out of memory")
 
-    monkeypatch.setattr(loading, "HostPool", deny)
+    monkeypatch.setattr(rank, "HostPool", deny)
     with pytest.raises(ConfigError, match=r"kv\.num_host_pages=7: .* cannot be had \(it cannot be page-locked: out of"):
         load(checkpoint, num_pages=4, num_host_pages=7)
