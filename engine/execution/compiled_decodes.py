@@ -22,9 +22,9 @@ from engine.layers.attention import AttentionBackend
 from engine.layers.comm import Comm
 from engine.layers.kv_pool import KVPool
 from engine.layers.linear import Linear, VocabLinear
-from engine.layers.lora import AdaptedWeight
 from engine.layers.mlp import GatedMLP
 from engine.layers.norm import HeadNorm, RMSNorm, Unchanged
+from engine.layers.packing import WrappedWeight
 from engine.layers.rotary import Rotary
 from engine.layers.self_attention import SelfAttention
 from engine.messages import Step
@@ -210,9 +210,9 @@ def _inputs(layer: DecoderLayer) -> list[int]:
 
 
 def _panels(linear: object) -> PanelWeight | None:
-    """Its weight if that is in panels; what adapters add is left to them, who take the steps that have some."""
+    """Return its weight if that is in panels.  A feature that wraps weights keeps the steps that need the wrapping."""
     packed = linear.packed if isinstance(linear, Linear) else None
-    plain = packed.plain if isinstance(packed, AdaptedWeight) else packed
+    plain = packed.plain if isinstance(packed, WrappedWeight) else packed
     return plain if isinstance(plain, PanelWeight) else None
 
 

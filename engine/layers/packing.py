@@ -24,6 +24,14 @@ class PackedWeight(Protocol):
 
 
 @runtime_checkable
+class WrappedWeight(Protocol):
+    """A packed weight that adds something to the product of another one in some steps.  plain: the other one."""
+
+    @property
+    def plain(self) -> PackedWeight: ...
+
+
+@runtime_checkable
 class LinearKernel(Protocol):
     """Lays weights out for their products.  element_bytes: what it keeps of each element, to plan memory by."""
 

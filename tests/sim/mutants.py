@@ -12,11 +12,11 @@ from typing import Any
 import engine.scheduling.pages as holdings_module
 from engine.actors.ingress import Ingress, _Open
 from engine.actors.tokenizer import Tokenizer
+from engine.features.kv_store.records import PageRecords
 from engine.kv.host_tier import Transfer
 from engine.kv.match import Match
 from engine.kv.node import SHARED, Namespace, Node
 from engine.kv.radix import RadixTree
-from engine.kv.store import PageRecords
 from engine.messages import Abort, StepDone
 from engine.plugins.policy.fair import FairShare
 from engine.scheduling.adapters import AdapterSlots

@@ -7,12 +7,12 @@ import logging
 from collections.abc import Sequence
 
 from engine.execution.captured_steps import CapturedDecodes
-from engine.execution.copy_stream import copies_on
 from engine.execution.device import fair_share, host_place
 from engine.execution.features import RankContext, RankFeature
-from engine.execution.host_pool import HostPool
-from engine.execution.landings import LandedAttention, LandedDecodes, Landings
 from engine.execution.needs import Needs
+from engine.features.host_tier.copy_stream import copies_on
+from engine.features.host_tier.landings import LandedAttention, LandedDecodes, Landings
+from engine.features.host_tier.pool import HostPool
 from engine.host.memory import available_bytes
 from engine.layers.attention import AttentionBackend
 from engine.layers.kv_pool import KVPool

@@ -13,8 +13,9 @@ from engine.actors.runner import Answer
 from engine.checkpoints.fingerprint import fingerprint
 from engine.execution.features import RankContext, RankFeature
 from engine.execution.needs import Needs
-from engine.execution.stored_pages import StoredPages
-from engine.kv.store import DIGEST_BYTES, KVStore, PageRecords
+from engine.features.kv_store.pages import StoredPages
+from engine.features.kv_store.records import DIGEST_BYTES, PageRecords
+from engine.kv.store import KVStore
 from engine.layers.kv_pool import KVPool
 from engine.messages import FetchPages, Step
 from engine.plugins.hookspecs import KVStoreContext

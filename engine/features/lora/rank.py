@@ -6,11 +6,11 @@ Owns: when slots are filled, and which steps run without graphs.  Does not know:
 from dataclasses import replace
 from typing import Any
 
-from engine.execution.adapters import AdaptedDecodes, AdaptedModel, RankAdapters
 from engine.execution.captured_steps import CapturedDecodes
 from engine.execution.features import RankContext, RankFeature
 from engine.execution.launched_step import LaunchedStep
 from engine.execution.needs import Needs
+from engine.features.lora.adapters import AdaptedDecodes, AdaptedModel, RankAdapters
 from engine.messages import Step
 from engine.models.decoder import Decoder
 from engine.types.errors import ConfigError

@@ -12,14 +12,14 @@ import msgspec
 import numpy as np
 import torch
 
-from engine.execution.drafting import Drafted, Drafter
 from engine.execution.features import RankContext, RankFeature
 from engine.execution.launched_step import LaunchedStep
 from engine.execution.needs import Needs
+from engine.features.speculation.draft_model import RankDraft
+from engine.features.speculation.drafting import Drafted, Drafter
+from engine.features.speculation.eagle_head import RankHead
 from engine.layers.kv_pool import KVPool
 from engine.messages import Step
-from engine.startup.draft_model import RankDraft
-from engine.startup.eagle_head import RankHead
 
 log = logging.getLogger(__name__)
 

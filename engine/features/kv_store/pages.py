@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engine.features.kv_store.records import DIGEST_BYTES, PageRecords
 from engine.kv.node import chained
-from engine.kv.store import DIGEST_BYTES, PageRecords
 from engine.layers.kv_pool import KVPool
 from engine.messages import FetchPages, PagesFetched, Step
 

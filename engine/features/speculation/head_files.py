@@ -24,7 +24,7 @@ class EagleHeadShape(DecoderShape, frozen=True, kw_only=True):
     the usual ones, see ``state_layers_of``.
     norm_before_residual: the layer adds to the hidden state behind its norm."""
 
-    built_by: ClassVar[str] = "engine.models.eagle_head:EagleHead"
+    built_by: ClassVar[str] = "engine.features.speculation.head_model:EagleHead"
     draft_vocab_size: int
     state_norm: PartShape
     state_size: int

@@ -19,8 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.execution.copy_stream import Mark
-from engine.execution.landings import Landings
+from engine.features.host_tier.copy_stream import Mark
+from engine.features.host_tier.landings import Landings
 from engine.kv.pages import Pages
 from engine.layers.kv_pool import KVPool
 from engine.messages import Step

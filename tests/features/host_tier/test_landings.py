@@ -7,10 +7,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from engine.execution.copy_stream import CudaCopies, DirectCopies, copies_on
-from engine.execution.landings import LandedAttention, Landings
+from engine.features.host_tier.copy_stream import CudaCopies, DirectCopies, copies_on
+from engine.features.host_tier.landings import LandedAttention, Landings
 from engine.layers.attention import CapturableAttention, GraphAttentionBuilder
-from tests.execution.late_copies import LateCopies
+from tests.features.host_tier.late_copies import LateCopies
 
 GPU = torch.device("cuda", 0)
 

@@ -20,12 +20,12 @@ import torch
 from safetensors.torch import load
 from torch import Tensor
 
-from engine.checkpoints.adapter import Product, digest_of, layer_products, module_scale, read_files, tensor_name
 from engine.checkpoints.fields import Fields
 from engine.execution.captured_steps import CapturedDecodes, CapturedModel
+from engine.features.lora.files import Product, digest_of, layer_products, module_scale, read_files, tensor_name
+from engine.features.lora.layers import AdaptedRows, AdaptedWeight
 from engine.layers.comm import Comm
 from engine.layers.linear import ColumnLinear, Linear, QKVLinear, RowLinear
-from engine.layers.lora import AdaptedRows, AdaptedWeight
 from engine.layers.packing import PackedWeight
 from engine.layers.step import StepTensors
 from engine.layers.upload import upload

@@ -18,13 +18,13 @@ import numpy as np
 from torch import Tensor
 
 from engine.execution.batch import lay_out
-from engine.execution.drafting import Drafted, Drafter
 from engine.execution.rows import DeviceRows
+from engine.features.speculation.drafting import Drafted, Drafter
+from engine.features.speculation.head_model import EagleHead
 from engine.layers.attention import AttentionBackend
 from engine.layers.kv_pool import KVPool
 from engine.layers.step import StepTensors
 from engine.messages import Step
-from engine.models.eagle_head import EagleHead
 
 
 class KeptStates:

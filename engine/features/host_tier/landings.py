@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from engine.execution.captured_steps import CapturedDecodes
-from engine.execution.copy_stream import CopyStream, Mark
+from engine.features.host_tier.copy_stream import CopyStream, Mark
 from engine.layers.attention import (
     AttentionBackend,
     AttentionBatch,

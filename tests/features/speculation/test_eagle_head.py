@@ -12,7 +12,7 @@ import transformers
 from torch import Tensor
 
 from callboard import LLM
-from engine.execution import head_drafting
+from engine.features.speculation import head_drafting
 from engine.messages import Step
 from engine.scheduling.completions import InFlight, Wave
 from engine.scheduling.drafts import Drafts

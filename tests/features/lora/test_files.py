@@ -11,10 +11,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from engine.checkpoints.adapter import AdapterRules, adapter_rules, read_adapter
+from engine.features.lora.files import AdapterRules, adapter_rules, read_adapter
 from engine.plugins.families import read_model
 from engine.types.errors import ConfigError, WeightsError
-from tests.adapters.made import make_adapter
+from tests.features.lora.made import make_adapter
 from tests.models.checkpoints import build, save
 
 Q = "base_model.model.model.layers.0.self_attn.q_proj.lora_{}.weight"

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from engine.execution.stored_pages import StoredPages
+from engine.features.kv_store.pages import StoredPages
+from engine.features.kv_store.records import DIGEST_BYTES, PageRecords
 from engine.kv.node import chained
-from engine.kv.store import DIGEST_BYTES, PageRecords
 from engine.layers.kv_pool import KVPool
 from engine.messages import FetchPages, Landing, PagesFetched, Step
 from tests.pace import far

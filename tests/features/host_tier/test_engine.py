@@ -6,7 +6,7 @@ import pytest
 
 from callboard import LLM, SamplingParams
 from engine.features.host_tier import rank
-from tests.execution.late_copies import LateCopies
+from tests.features.host_tier.late_copies import LateCopies
 from tests.models.checkpoints import build, random_tokens, save
 
 CONVERSATIONS, TURNS = 6, 3

@@ -10,13 +10,13 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from engine.checkpoints.adapter import read_adapter
 from engine.config import Config, build_config
 from engine.control.system import System
-from engine.execution.adapters import RankAdapters
 from engine.execution.batch import Int32, Int64
 from engine.execution.captured_steps import Decoded
 from engine.execution.compiled_decodes import CompiledDecodes
+from engine.features.lora.adapters import RankAdapters
+from engine.features.lora.files import read_adapter
 from engine.kernels.panels import products
 from engine.kv.node import Namespace
 from engine.messages import RequestOptions, Step
@@ -25,7 +25,7 @@ from engine.scheduling.payoff import Payoff
 from engine.types.errors import RequestError
 from engine.types.params import SamplingParams
 from engine.types.prompt import Adapter
-from tests.adapters.made import greedy, make_adapter, merged
+from tests.features.lora.made import greedy, make_adapter, merged
 from tests.models.checkpoints import build, random_tokens, save
 from tests.scheduling.liars import Everything
 from tests.workers.executors import send

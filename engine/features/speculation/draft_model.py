@@ -12,10 +12,10 @@ from msgspec import structs
 from engine.checkpoints.checkpoint import ModelSpec
 from engine.execution.attention import RankAttention
 from engine.execution.device import fair_share, free_bytes
-from engine.execution.drafting import Drafter
 from engine.execution.features import RankContext
 from engine.execution.needs import Needs
 from engine.execution.rows import DeviceRows
+from engine.features.speculation.drafting import Drafter
 from engine.layers.attention import AttentionBackend
 from engine.layers.kv_pool import KVPool
 from engine.models.loader import load_model

@@ -9,9 +9,9 @@ from pathlib import Path
 import msgspec
 
 from engine.checkpoints.checkpoint import ModelSpec, resolve_checkpoint
-from engine.checkpoints.eagle_head import EagleHeadShape, read_eagle_head
 from engine.checkpoints.shape import DecoderShape
 from engine.config import Config
+from engine.features.speculation.head_files import EagleHeadShape, read_eagle_head
 from engine.plugins.families import read_model
 from engine.scheduling.proposer import DraftModel
 from engine.text.files import TokenizerFiles
@@ -19,6 +19,17 @@ from engine.text.vocabulary import Vocabulary
 from engine.types.errors import PluginError
 
 log = logging.getLogger(__name__)
+
+
+def fitting_model(
+    draft: DraftModel, plugin: str, config: Config, spec: ModelSpec, max_len: int, vocabulary: Vocabulary
+) -> DraftModel:
+    """Return the draft model or head with its path resolved.  max_len, vocabulary: of the model.
+
+    Raises PluginError if it does not fit the model, WeightsError if it cannot be read."""
+    if draft.reads_states:
+        return fitting_head(draft, plugin, config, spec, max_len)
+    return fitting_draft(draft, plugin, config, spec, vocabulary)
 
 
 def fitting_draft(

@@ -11,13 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.execution import host_pool
-from engine.execution.copy_stream import CopyStream, copies_on
-from engine.execution.host_pool import HostPool
-from engine.execution.landings import Landings
+from engine.features.host_tier import pool as host_pool
+from engine.features.host_tier.copy_stream import CopyStream, copies_on
+from engine.features.host_tier.landings import Landings
+from engine.features.host_tier.pool import HostPool
 from engine.layers.kv_pool import KVPool, Layout
 from engine.messages import Step
-from tests.execution.late_copies import LateCopies
+from tests.features.host_tier.late_copies import LateCopies
 
 NUM_PAGES, NUM_HOST_PAGES = 7, 5  # few, so that targets repeat within most steps
 LAYERS, KV_HEADS, HEAD_SIZE = 3, 2, 8

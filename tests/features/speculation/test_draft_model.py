@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 
 from callboard import LLM
-from engine.execution import drafting
-from engine.execution.drafting import Drafter
 from engine.execution.rows import DeviceRows
-from engine.features.speculation import rank
+from engine.features.speculation import drafting, rank
+from engine.features.speculation.drafting import Drafter
 from engine.messages import Admission, Landing, Step
 from engine.scheduling.payoff import Payoff
 from engine.types.errors import PluginError, WeightsError

@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from engine.checkpoints.eagle_head import EagleHeadShape
+from engine.features.speculation.head_files import EagleHeadShape
 from engine.layers.comm import Comm
 from engine.layers.kernels import LayerKernels
 from engine.layers.linear import Linear, VocabLinear

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from engine.execution.adapters import AdaptedDecodes, AdaptedModel, RankAdapters
-from engine.layers.lora import AdaptedRows, AdaptedWeight
+from engine.features.lora.adapters import AdaptedDecodes, AdaptedModel, RankAdapters
+from engine.features.lora.layers import AdaptedRows, AdaptedWeight
 
 
 class Wide:

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from engine.config import Config, build_config
 from engine.control.system import System
-from engine.execution.copy_stream import DirectCopies
 from engine.execution.needs import Needs
 from engine.execution.runner import ModelRunner
 from engine.features.host_tier import rank
+from engine.features.host_tier.copy_stream import DirectCopies
 from engine.features.host_tier.rank import HostTierRank
 from engine.kernels.panels import products
 from engine.messages import Admission, Step
@@ -25,7 +25,7 @@ from engine.startup import pools
 from engine.startup.loading import load_runner
 from engine.types.errors import ConfigError
 from engine.types.params import SamplingParams
-from tests.execution.late_copies import LateCopies
+from tests.features.host_tier.late_copies import LateCopies
 from tests.models.checkpoints import build, random_tokens, save
 
 PROMPT_LEN = 40

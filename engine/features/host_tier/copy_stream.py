@@ -1,7 +1,7 @@
 """Where copies between the tiers are queued: beside the model's work, and how each side waits for the other.
 
 Owns: the stream and its events.  Does not know: pages, layers, which copies there are.
-``tests/execution/late_copies.py`` is the same seam on a CPU: it makes a copy only when somebody waits for it.
+``tests/features/host_tier/late_copies.py`` is the same seam on a CPU: it makes a copy only when somebody waits for it.
 """
 
 from collections.abc import Callable

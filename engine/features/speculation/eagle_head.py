@@ -11,17 +11,17 @@ from msgspec import structs
 from torch import Tensor
 
 from engine.checkpoints.checkpoint import ModelSpec
-from engine.checkpoints.eagle_head import TO_MODEL, EagleHeadShape, read_eagle_head
 from engine.checkpoints.shards import read_shards
 from engine.execution.features import RankContext
-from engine.execution.head_drafting import HeadDrafter, KeptStates
 from engine.execution.rows import DeviceRows
+from engine.features.speculation.draft_model import RankDraft
+from engine.features.speculation.head_drafting import HeadDrafter, KeptStates
+from engine.features.speculation.head_files import TO_MODEL, EagleHeadShape, read_eagle_head
+from engine.features.speculation.head_model import EagleHead
 from engine.formats.reader import SafetensorsReader
 from engine.layers.kv_pool import KVPool
 from engine.models.decoder import Decoder
-from engine.models.eagle_head import EagleHead
 from engine.scheduling.proposer import DraftModel
-from engine.startup.draft_model import RankDraft
 from engine.types.errors import WeightsError
 
 
