@@ -22,10 +22,10 @@ from engine.layers.attention import (
     is_capturable,
 )
 from engine.layers.kv_pool import KVPool, Layout
+from engine.plugins.proof.attention import NUM_LAYERS, check_steps
+from engine.plugins.proof.attention_cases import trial_cases
+from engine.plugins.proof.findings import ConformanceError, Findings
 from engine.plugins.selection import AttentionChoice
-from engine.plugins.testing.attention import NUM_LAYERS, check_steps
-from engine.plugins.testing.attention_cases import trial_cases
-from engine.plugins.testing.findings import ConformanceError, Findings
 from engine.types.errors import PluginError
 
 log = logging.getLogger(__name__)

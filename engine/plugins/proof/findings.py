@@ -1,4 +1,4 @@
-"""What a run of the conformance kit found: every failed case by name, not only the first.
+"""What a series of checks has found: every failed case by name, not only the first.
 
 Owns: collecting failures, what a case may take, the error that lists them.  Does not know: what is checked.
 """
