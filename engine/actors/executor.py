@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 
 class Executor(Actor[ExecutorInbox]):
-    """rank: of this executor.  load: builds the runner, on the device thread."""
+    """The executor of one rank.  load: builds the runner, on the device thread."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class Executor(Actor[ExecutorInbox]):
         self.loaded = False
 
     def connect(self, *, ready: Callable[[int], None], done: Callable[[FromExecutor], None]) -> None:
-        """Where results go, on the event loop.  ready: told the number of pages once the model is loaded."""
+        """Set where results go, on the event loop.  ready: gets the number of pages once the model is loaded."""
         self._ready = ready
         self._done = done
 
@@ -147,7 +147,7 @@ class Collector:
             self._waiting.put(pending)
 
     def end(self) -> None:
-        """Nothing comes any more."""
+        """End after the steps that were taken."""
         self._waiting.put(None)
 
     def join(self) -> None:
@@ -167,7 +167,7 @@ class Collector:
 
 
 def _call_soon(loop: asyncio.AbstractEventLoop, callback: Callable[[], None]) -> None:
-    """From a thread to the loop; a loop that has closed meanwhile no longer wants to know."""
+    """Call back on the loop, from a thread.  A loop that has closed meanwhile needs no call."""
     try:
         loop.call_soon_threadsafe(callback)
     except RuntimeError:

@@ -1,4 +1,4 @@
-"""What an executor asks of the device half of a rank: a runner, and the steps that it has launched.
+"""The device half of a rank as an executor uses it: a runner, and the steps that it has launched.
 
 Owns: the protocols.  Does not know: torch, threads, what a step computes.
 """

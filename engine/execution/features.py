@@ -1,4 +1,4 @@
-"""What an optional part of a rank may do, and what it is built from.
+"""The optional parts of a rank: what each may do, and what it is built from.
 
 Owns: the hooks of a feature.  Does not know: which features there are (``engine/startup/features.py`` finds them).
 A feature lies in a folder of ``engine/features``; its module ``rank`` has a function ``rank_feature``, which returns

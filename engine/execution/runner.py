@@ -224,7 +224,7 @@ class ModelRunner:
     def _forward_with_prompt_outputs(
         self, tensors: StepTensors, wanted: PromptOutputs
     ) -> tuple[torch.Tensor, PromptResults]:
-        """logits_NV and what is wanted of prompts, which are more rows than are sampled."""
+        """Return logits_NV and what is wanted of prompts, which are more rows than are sampled."""
         sample_at_N = tensors.sample_at_N
         more_at = self._rows.upload(np.concatenate((wanted.scored_at_E, wanted.pooled_at_P)))
         num_sampled, num_scored = len(sample_at_N), len(wanted.scored_at_E)

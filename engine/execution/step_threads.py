@@ -1,4 +1,4 @@
-"""How many CPU threads decode steps run with, when the machine is no longer what it was at the start.
+"""The number of CPU threads of decode steps, when the machine is no longer what it was at the start.
 
 Owns: what steps of each shape usually take, and trials of other numbers of threads on steps that are to be run anyway.
 Does not know: what a step computes, how the first number was chosen (``engine/startup/thread_race.py``).
@@ -44,7 +44,7 @@ def fastest(seconds: Mapping[int, float]) -> int:
 
 
 class StepThreads:
-    """Told of every decode step, between steps, on the thread that runs them.
+    """Chooses a number of threads by the times of decode steps.  It is called between steps, on their thread.
 
     choices: numbers that may be taken.  chosen: the one of the start, which is in force.
     """
@@ -75,7 +75,7 @@ class StepThreads:
         return self._trial is not None
 
     def took(self, num_rows: int, num_tokens: int, seconds: float) -> None:
-        """num_tokens: of all contexts together."""
+        """Note the time of a step.  num_tokens: the tokens of all contexts together."""
         shape = (num_rows, num_tokens.bit_length())
         if self._trial is not None:
             self._go_on(self._trial, shape, seconds)
@@ -158,7 +158,7 @@ class Trial:
 
     @property
     def threads(self) -> int:
-        """To run the next step with."""
+        """The number of threads for the next step."""
         return self._left[0]
 
     @property

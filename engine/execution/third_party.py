@@ -45,14 +45,14 @@ class NamedAttention:
             self.for_graph = backend.for_graph
 
     def plan_step(self, batch: AttentionBatch) -> None:
-        """See ``AttentionBackend.plan_step``."""
+        """Plan a step; errors name the plugin."""
         try:
             self._backend.plan_step(batch)
         except BaseException as error:  # sys.exit as well, which would end the server without a word
             raise self._named(error, "plan_step") from error
 
     def attend(self, layer: int, q_TNH: Tensor) -> Tensor:
-        """See ``AttentionBackend.attend``."""
+        """Attend in one layer; errors name the plugin."""
         try:
             return self._attend(layer, q_TNH)
         except BaseException as error:

@@ -27,5 +27,5 @@ class KVStore(Protocol):
         ...
 
     def close(self) -> None:
-        """Nothing comes any more.  From the thread that puts."""
+        """End; no other call comes after this one.  Called by the thread that puts."""
         ...

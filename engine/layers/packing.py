@@ -1,4 +1,4 @@
-"""What stands behind a linear layer's product: a kernel lays a loaded weight out, and multiplies by it.
+"""The kernels behind a linear layer's product: one lays a loaded weight out, and multiplies by it.
 
 Legend: T rows of the input · I input features · O output features
 Owns: the protocols.  Does not know: layers, kernels, files.

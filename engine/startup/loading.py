@@ -1,4 +1,4 @@
-"""From a configuration to a runner: device, weights, attention, rows, features, KV pool, captures, in that order.
+"""Loading a rank: device, weights, attention, rows, features, KV pool and captures, in that order, become a runner.
 
 Owns: how one rank is put together.  Does not know: actors, steps, which features there are.
 """

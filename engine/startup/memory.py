@@ -1,4 +1,4 @@
-"""What a rank's memory goes to: the KV pool gets what weights, the largest step and graphs leave.
+"""The memory of a rank: the KV pool gets what weights, the largest step and graphs leave.
 
 Owns: how large that step is, its estimate for a CPU, the arithmetic, the refusals, the report.
 Does not know: how a step is run, how graphs are measured.
@@ -31,7 +31,7 @@ MAX_HOST_SHARE = 0.9  # of the available host memory: page-locked memory cannot 
 PROCESS_BYTES = 64 << 20
 # Per token of the vocabulary and row of the part that is sampled: what top_p makes of it (``engine/sampling/cuts.py``).
 SAMPLING_BYTES = 40
-# Likewise per row or position of a prompt whose log probabilities are wanted, of which there are no parts: with 151,936
+# The same per row or position of a prompt whose log probabilities are wanted, of which there are no parts: with 151,936
 # tokens 16 to 256 rows take 14 to 12 bytes, the part included.
 SCORING_BYTES = 12
 # Where scores are capped or have sinks, a block of queries has its scores in memory, and copies of them.
@@ -81,7 +81,7 @@ def most_sampled(config: Config, num_tokens: int, more_samples: int) -> int:
 
 
 def host_needs(config: Config, shape: DecoderShape, max_len: int, dtype: torch.dtype, more_samples: int = 0) -> Needs:
-    """On a CPU the largest step cannot be tried: what passes a container's limit is killed, and it may take minutes.
+    """Estimate for a CPU, where the largest step cannot be tried: a process beyond its container's limit is killed.
 
     So this adds up, for one rank, what a step can hold at once: all that a layer computes of T tokens, half of it
     again for padded copies, a mask of T queries against the longest context and a copy of that context's keys and
@@ -100,7 +100,7 @@ def host_needs(config: Config, shape: DecoderShape, max_len: int, dtype: torch.d
     if shape.attention_needs:
         masks += 3 * shape.num_heads // ranks * SCORED_QUERIES * max_len
     if attends_in_c(shape.attention_needs, dtype) and not config.kv.kept_as(str(dtype).removeprefix("torch.")):
-        context = masks = 0  # it reads pages where they are, and knows who sees whom
+        context = masks = 0  # it reads pages where they are, and needs no mask
     in_dtype = (num_tokens * layer * 3 // 2 + context + masks) * dtype.itemsize
     part = min(num_sampled * shape.num_outputs, max(shape.num_outputs, PART_SCORES_CPU))
     scored = (num_sampled + min(num_tokens, SCORED_ROWS)) * shape.num_outputs

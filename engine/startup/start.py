@@ -1,4 +1,4 @@
-"""What one rank is loaded from: the configuration, the model's shape, the device and the other ranks.
+"""The start of one rank: the configuration, the model's shape, the device and the other ranks.
 
 Owns: the facts, and what follows from them alone.  Does not know: weights, pools, steps.
 """
@@ -16,7 +16,7 @@ from engine.plugins.manager import Plugins
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
-    """What a rank is loaded from.
+    """The facts that a rank is loaded from.
 
     place: equal on ranks that share memory, see ``fair_share``."""
 
@@ -43,5 +43,5 @@ class Start:
 
     @property
     def kv_dtype(self) -> str:
-        """How pages keep numbers, "" for the model's own type."""
+        """The type of numbers in pages, "" for the model's own."""
         return self.config.kv.kept_as(str(self.dtype).removeprefix("torch."))

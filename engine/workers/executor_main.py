@@ -1,7 +1,7 @@
-"""The process of one executor: ``python -m engine.workers.executor_main``, started by the engine and by nobody else.
+"""The process of one executor: ``python -m engine.workers.executor_main``, which only the engine starts.
 
 Owns: its life, from the ticket to its exit code.  Does not know: other ranks, restarts.
-It ends when it is told to, when it fails, and when its parent dies.
+It ends when the engine stops it, when it fails, and when its parent dies.
 """
 
 from collections.abc import Callable

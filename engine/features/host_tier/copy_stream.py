@@ -1,7 +1,7 @@
-"""Where copies between the tiers are queued: beside the model's work, and how each side waits for the other.
+"""The stream of copies between the tiers, which runs next to the model's work, and how each waits for the other.
 
 Owns: the stream and its events.  Does not know: pages, layers, which copies there are.
-``tests/features/host_tier/late_copies.py`` is the same seam on a CPU: it makes a copy only when somebody waits for it.
+``tests/features/host_tier/late_copies.py`` is the same seam on a CPU: it makes a copy only when something waits for it.
 """
 
 from collections.abc import Callable
@@ -24,12 +24,12 @@ class CopyStream(Protocol):
         ...
 
     def wait(self, mark: Mark) -> None:
-        """What the model's stream is given from now on comes behind the copy that ``queue`` gave this mark for."""
+        """Let the work that the model's stream gets from now on wait for the copy of this mark."""
         ...
 
 
 class CudaCopies:
-    """See ``CopyStream``.  What a copy allocates belongs to its stream, so it is not given away while it is read."""
+    """A stream of copies on a GPU.  Memory that a copy allocates is the stream's, so it stays while it is read."""
 
     overlaps = True
 
@@ -37,7 +37,7 @@ class CudaCopies:
         self._stream = torch.cuda.Stream(device)
 
     def queue(self, copy: Callable[[], None]) -> Mark:
-        """See ``CopyStream``."""
+        """Queue a copy behind the work that the model's stream has by now."""
         self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
         with torch.cuda.stream(self._stream):
             copy()
@@ -46,26 +46,26 @@ class CudaCopies:
         return mark
 
     def wait(self, mark: Mark) -> None:
-        """See ``CopyStream``."""
+        """Let the model's stream wait for a copy."""
         if mark is not None:
             model = torch.cuda.current_stream(self._stream.device)
             model.wait_event(mark)
 
 
 class DirectCopies:
-    """See ``CopyStream``.  A CPU has no queue."""
+    """Copies on a CPU, which has no queue."""
 
     overlaps = False
 
     def queue(self, copy: Callable[[], None]) -> Mark:
-        """See ``CopyStream``."""
+        """Make the copy."""
         copy()
         return None
 
     def wait(self, mark: Mark) -> None:
-        """See ``CopyStream``."""
+        """Return: the copy is made."""
 
 
 def copies_on(device: torch.device) -> CopyStream:
-    """What copies on a device."""
+    """Return the stream of copies of a device."""
     return CudaCopies(device) if device.type == "cuda" else DirectCopies()

@@ -21,24 +21,24 @@ from engine.messages import Step
 
 
 class Landings:
-    """What has been queued and not been waited for, by the first layer that needs it."""
+    """The copies that were queued and that no layer has waited for, by the first layer that needs each."""
 
     def __init__(self, copies: CopyStream) -> None:
         self.copies = copies
         self._marks: dict[int, Mark] = {}
 
     def expect(self, layer: int, mark: Mark) -> None:
-        """From ``layer`` on pages are as they should be once ``mark`` is reached.  Called in the order of layers."""
+        """Expect the pages of ``layer`` and those after it at ``mark``.  Called in the order of layers."""
         self._marks.pop(layer, None)
         self._marks[layer] = mark
 
     def wait_for(self, layer: int) -> None:
-        """What the model's stream is given from now on may read this layer, if it has waited for those before."""
+        """Let the model's stream wait for the pages of this layer.  It has waited for the layers before."""
         if self._marks and layer in self._marks:
             self.copies.wait(self._marks.pop(layer))
 
     def settle(self) -> None:
-        """The same for all layers."""
+        """Let the model's stream wait for the pages of all layers."""
         if self._marks:
             *_, last = self._marks.values()  # copies are made in their order
             self.copies.wait(last)
@@ -59,16 +59,16 @@ class LandedAttention:
             self.for_graph = backend.for_graph
 
     def plan_step(self, batch: AttentionBatch) -> None:
-        """See ``AttentionBackend.plan_step``."""
+        """Plan a step."""
         self._backend.plan_step(batch)
 
     def attend(self, layer: int, q_TNH: Tensor) -> Tensor:
-        """See ``AttentionBackend.attend``."""
+        """Wait for the layer's pages, then attend."""
         self._landings.wait_for(layer)
         return self._backend.attend(layer, q_TNH)
 
     def attend_into(self, layer: int, q_TNH: Tensor, out_TNH: Tensor) -> None:
-        """See ``WritingAttention``."""
+        """Wait for the layer's pages, then attend into a tensor."""
         self._landings.wait_for(layer)
         self._write(layer, q_TNH, out_TNH)
 

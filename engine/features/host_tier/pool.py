@@ -3,7 +3,7 @@
 Legend: C host pages · P device pages · L layers · S page size · G KV heads (of this rank) · R size of a record
         n pages moved
 Owns: the memory, page-locked where the device is a GPU, and the copies between it and one KV pool.
-Does not know: which page belongs to whom, or why one moves (``engine/kv/host_tier.py`` does).
+Does not know: which sequence a page belongs to, or why one moves (``engine/kv/host_tier.py`` does).
 """
 
 import contextlib
@@ -83,7 +83,7 @@ class HostPool:
 
     @property
     def num_bytes(self) -> int:
-        """Of all pages."""
+        """Bytes of all pages."""
         return self.num_pages * self.page_bytes
 
     def read(self, host_pages: list[int]) -> Tensor:
@@ -91,7 +91,7 @@ class HostPool:
         return torch.cat([group.on_host[host_pages] for group in self._groups], 1)
 
     def settle(self) -> None:
-        """What the model's stream is given from now on may read every page that came back."""
+        """Let the model's stream wait for every page that comes back."""
         self.landings.settle()
 
     def apply(self, step: Step) -> None:
@@ -138,7 +138,7 @@ class HostPool:
                 on_device.copy_(on_host)
 
     def _write_back(self, device_pages: Pages, host_pages: Pages) -> None:
-        """As many pages at a time as are gathered at once; the next ones wait until these are out."""
+        """Write pages back in parts, as many as are gathered at once; each part waits until the one before is out."""
         self.landings.settle()  # one of them may have come back just now
         for start in range(0, len(host_pages), len(self._coming)):
             part = slice(start, start + len(self._coming))
@@ -149,7 +149,7 @@ class HostPool:
             self._left = self.copies.queue(partial(self._send, host_pages[part]))
 
     def _send(self, host_pages: Pages) -> None:
-        """What was gathered, to the host."""
+        """Send the gathered pages to the host."""
         for group in self._groups:
             for at, on_host in _runs(group.on_host, host_pages):
                 on_host.copy_(group.leaving[at : at + len(on_host)], non_blocking=True)

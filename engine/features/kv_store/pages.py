@@ -29,7 +29,7 @@ TOKEN_BYTES = 4
 
 @dataclass(slots=True)
 class _Fetch:
-    """records: each a digest and its page.  is_closed: no more of them count."""
+    """A fetch and what it has read.  records: each a digest and its page.  is_closed: no more records count."""
 
     message: FetchPages
     answer: Callable[[PagesFetched], None]
@@ -40,7 +40,7 @@ class _Fetch:
 
 @dataclass(frozen=True, slots=True)
 class _Save:
-    """records: [n, record bytes], on the host once ``event``, if there is one, has come."""
+    """Pages to be written.  records: [n, record bytes], on the host once ``event``, if there is one, has come."""
 
     hashes: list[bytes]
     records: Tensor
@@ -48,7 +48,9 @@ class _Save:
 
 
 class StoredPages:
-    """most_bytes: of pages that were read and not used yet; and as many again of those that wait to be written."""
+    """The pages of one rank on their way to a store and back.
+
+    most_bytes: limit on pages that were read and not used yet, and as much again for those that wait to be written."""
 
     def __init__(self, records: PageRecords, pool: KVPool, rank: int, most_bytes: int) -> None:
         self._records = records
@@ -121,13 +123,13 @@ class StoredPages:
         with self._changing:
             self._fetches[message.fetch_id] = fetch
         reading = self._reading
-        if reading is not None and reading.is_answered:  # too late: whoever comes now would wait for nothing
+        if reading is not None and reading.is_answered:  # too late: a fetch that comes now would wait for nothing
             self._answer(fetch)
         else:
             self._to_read.put(fetch)
 
     def give_up(self, fetch_id: int) -> None:
-        """Its time is over: answer with what has come."""
+        """Answer a fetch whose time is over with what has come."""
         fetch = self._fetches.get(fetch_id)
         if fetch is not None:
             self._answer(fetch)

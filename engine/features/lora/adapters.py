@@ -5,7 +5,7 @@ Owns: which slot each row reads, what is in the slots, that other steps run as i
 Does not know: what the products compute, which slot an adapter gets, names.
 
 A step with an adapter runs without graphs.  In its last layer only wanted rows are computed behind attention, so the
-products there are told of other rows.  A rank that cannot read an adapter tells the others, or they would sample apart.
+products there get other rows.  Ranks agree on whether all could read an adapter, or they would sample apart.
 """
 
 import json
@@ -95,7 +95,7 @@ class RankAdapters:
         for matrix, ((name, _), part) in enumerate(zip(product.modules, outputs, strict=True)):
             self._places[name] = _Place(built[0], matrix, whole, part)
 
-    # ---- what steps tell --------------------------------------------------------------------
+    # ---- steps ------------------------------------------------------------------------------
 
     @torch.inference_mode()
     def take(self, step: Step) -> dict[int, str]:
@@ -131,7 +131,7 @@ class RankAdapters:
     def begin(self, wanted_N: Tensor | None) -> None:
         """The products of the step are next.  wanted_N: which rows of T the last layer goes on with; None for all."""
         slots_T = self._slots_T
-        assert slots_T is not None, "a step without adapters is told of them"
+        assert slots_T is not None, "the step has no adapters"
         used = slots_T[slots_T > 0]
         first, end = int(used.min()) - 1, int(used.max())
         (on_device_T,) = upload((slots_T - 1,), self._device)
@@ -190,13 +190,13 @@ class AdaptedModel:
         return getattr(self._usual, name)
 
     def forward(self, step: StepTensors) -> Tensor:
-        """See ``Model``."""
+        """Return logits_NV."""
         if not self._adapters.in_step:
             return self._usual.forward(step)
         return self._plain.logits(self.hidden(step, step.sample_at_N))
 
     def hidden(self, step: StepTensors, wanted_N: Tensor) -> Tensor:
-        """See ``Model``."""
+        """Return x of the wanted rows."""
         if not self._adapters.in_step:
             return self._usual.hidden(step, wanted_N)
         self._adapters.begin(wanted_N)
@@ -217,5 +217,5 @@ class AdaptedDecodes:
         return getattr(self._captured, name)
 
     def fits(self, num_rows: int) -> bool:
-        """See ``CapturedDecodes``."""
+        """Return whether there is a captured step for so many rows, none of which has an adapter."""
         return not self._adapters.in_step and self._captured.fits(num_rows)

@@ -46,7 +46,7 @@ class Product(msgspec.Struct, frozen=True, array_like=True):
 
 
 class AdapterRules(msgspec.Struct, frozen=True):
-    """What adapters are served.
+    """The rules for adapters that are served.
 
     folder: absolute; what lies elsewhere is not read.  modules: name -> (outputs, inputs) of what they may change."""
 
@@ -56,7 +56,7 @@ class AdapterRules(msgspec.Struct, frozen=True):
 
 
 def layer_products(shape: DecoderShape, index: int) -> tuple[tuple[Product, ...], tuple[Product, ...]]:
-    """What adapters may change of a layer's attention and of its MLP, each in the order of its linear layers."""
+    """Return what adapters may change of a layer's attention and of its MLP, in the order of the linear layers."""
     layer, prefix = shape.layers[index], f"{shape.names.layers}.{index}"
     return _of_attention(layer, prefix, shape.hidden_size), _of_mlp(layer, prefix, shape.hidden_size)
 
@@ -96,7 +96,7 @@ def adaptable_modules(shape: DecoderShape) -> dict[str, tuple[int, int]]:
 
 
 def adapter_rules(shape: DecoderShape, folder: str, max_rank: int, numerics: str) -> AdapterRules:
-    """What a model takes.  Raises ConfigError if it takes none."""
+    """Return the rules of a model.  Raises ConfigError if it takes no adapters."""
     fault = ""
     if shape.built_by != DecoderShape.built_by:
         fault = "models that transformers computes take no adapters; leave it empty"
@@ -135,12 +135,12 @@ def read_adapter(folder: Path, rules: AdapterRules) -> Adapter:
 
 
 def tensor_name(module: str, matrix: str) -> str:
-    """Of a module's matrix 'A' or 'B', as PEFT writes it."""
+    """Return the name of a module's matrix 'A' or 'B', as PEFT writes it."""
     return f"base_model.model.{module}.lora_{matrix}.weight"
 
 
 def module_scale(fields: Fields, module: str, rank: int) -> float:
-    """What B A x is multiplied by: alpha / rank, or alpha / sqrt(rank) (Kalajdzievski 2023).  Raises WeightsError."""
+    """Return the factor of B A x: alpha / rank, or alpha / sqrt(rank) (Kalajdzievski 2023).  Raises WeightsError."""
     patterns = fields.section("alpha_pattern").table
     alpha: object = fields.number("lora_alpha", 8.0)
     for pattern, value in patterns.items():
@@ -156,7 +156,7 @@ def module_scale(fields: Fields, module: str, rank: int) -> float:
 
 
 def read_files(folder: Path) -> tuple[bytes, bytes]:
-    """Its configuration and its tensors.  Raises WeightsError."""
+    """Return an adapter's configuration and its tensors, as bytes.  Raises WeightsError."""
     try:
         return (folder / CONFIG).read_bytes(), (folder / TENSORS).read_bytes()
     except OSError as error:

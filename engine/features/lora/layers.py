@@ -1,4 +1,4 @@
-"""What low-rank adapters (Hu et al. 2021) add to a linear layer's product, of all adapters of a step at once.
+"""Low-rank adapters (Hu et al. 2021) of a linear layer: all adapters of a step add to its product at once.
 
 Legend: T rows of the input · I input features of this rank · O output features of this rank · S slots in use
         P matrices that are merged into the product · R rank of a slot · C = S R
@@ -29,7 +29,7 @@ class AdaptedRows:
         self.reads_TS1: Tensor | None = None
 
     def set(self, slots_T: Tensor, first: int, end: int, dtype: torch.dtype) -> None:
-        """slots_T: from 0, or below for no adapter.  first, end: at least those in use."""
+        """Set the adapter of each row.  slots_T: from 0, or below for none.  first, end: at least those in use."""
         self.first, self.end = first, end
         numbers_S = torch.arange(first, end, device=slots_T.device)
         self.reads_TS1 = (slots_T[:, None] == numbers_S).to(dtype)[:, :, None]
@@ -66,12 +66,12 @@ class AdaptedWeight:
 
     @property
     def nbytes(self) -> int:
-        """Of the weight and of all slots."""
+        """Bytes of the weight and of all slots."""
         return self.plain.nbytes + self.slot_bytes
 
     @property
     def slot_bytes(self) -> int:
-        """Of all slots."""
+        """Bytes of all slots."""
         return self._a_SPRI.nbytes + sum(b_CO.nbytes for b_CO in self._b_PCO)
 
     def empty(self, slot: int) -> None:
@@ -87,7 +87,7 @@ class AdaptedWeight:
         self._b_PCO[matrix][first : first + rank].copy_(b_OR.t())
 
     def __call__(self, x_TI: Tensor, bias_O: Tensor | None) -> Tensor:
-        """See ``PackedWeight``."""
+        """Return the product, with what the adapters of the rows add to it."""
         y_TO = self.plain(x_TI, bias_O)
         rows = self._rows
         if rows.reads_TS1 is None:

@@ -1,4 +1,4 @@
-"""A rank's draft model: its weights, attention and pool beside those of the model that it drafts for.
+"""A rank's draft model: its weights, attention and pool next to those of the model that it drafts for.
 
 Owns: how they are put together, what they take of the rank's memory.  Does not know: steps, why it was chosen.
 """
@@ -71,7 +71,7 @@ class RankDraft:
         return read_model(directory, self._config.plugins, self._config.model)
 
     def needs(self, model: Needs, max_len: int) -> Needs:
-        """What must stay free for both; one's step begins when the other's pass has ended.  model: for that alone.
+        """Return what must stay free for both models, one of which computes at a time.  model: the needs of that alone.
 
         On a GPU passes are no larger than the model's steps, whose memory they find free."""
         if self._device.type != "cpu":

@@ -4,8 +4,8 @@ Legend: R rows · P pages · B rows that are drafted for · K drafted tokens, th
 Owns: which keys and values of the draft model there are, its passes.  Does not know: what becomes of its tokens.
 
 It has a pool of its own with as many pages as the model's, under the same page tables, and reads and writes the same
-tokens.  It computes only when it is asked, and then all that it lacks of a row: nobody pays for it who does not
-speculate.  What it lacks is known by page, so prompts that share pages share what it has computed of them as well.
+tokens.  It computes only when it is asked, and then all that it lacks of a row, so requests without speculation cost
+nothing.  What it lacks is known by page, so prompts that share pages share what it has computed of them as well.
 Ranks divide it as they divide the model, so that all of them draft the same tokens.
 """
 
@@ -30,7 +30,7 @@ def _ints(column: bytes) -> Int32:
 
 @dataclass(frozen=True, slots=True)
 class Drafted:
-    """What was drafted in a step, on its way to the host.  drafted_K: whether a place has a token, and not only 0."""
+    """Drafted tokens on their way to the host.  drafted_K: whether a place has a token, and not only 0."""
 
     rows_K: Int32
     drafted_K: npt.NDArray[np.bool_]
@@ -43,7 +43,9 @@ class Drafted:
 
 
 class Drafter:
-    """filled_P: slots of each page, from the first on, of which the draft model has keys and values.
+    """Drafts tokens with a model of its own.
+
+    filled_P: slots of each page, from the first on, of which the draft model has keys and values.
     pages_RP: the page table once more, on the host.
 
     rows: the model's, for the draft model's pool.  vocab_size: tokens that both models have.
@@ -161,7 +163,9 @@ class Drafter:
         computed_B = np.minimum(self._rows.computed[rows_B], ends_B - 1)
         self._rows.computed[rows_B] = computed_B
         lacking_B = ends_B - computed_B
-        order = np.argsort(lacking_B, kind="stable")  # who has read its prompt does not wait for who has not
+        order = np.argsort(
+            lacking_B, kind="stable"
+        )  # rows that have read their prompts do not wait for those that have not
         most = max(self._most_tokens, len(rows_B) * (self._num_tokens + 2))
         lengths_B = np.empty_like(lacking_B)
         before_B = np.cumsum(lacking_B[order]) - lacking_B[order]

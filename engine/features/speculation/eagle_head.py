@@ -81,7 +81,7 @@ class RankHead(RankDraft):
 
 
 def _to_model(directory: Path, shape: EagleHeadShape, device: torch.device) -> Tensor | None:
-    """int64[V]: the model's token of each of the head's, of which the file has the distance; None if they are the same.
+    """Return int64[V], the model's token of each of the head's, or None if they are the same.  The file has distances.
 
     Raises WeightsError naming what the file has."""
     stored, size = read_shards(directory), shape.draft_vocab_size

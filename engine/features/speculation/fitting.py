@@ -84,7 +84,7 @@ def fitting_head(draft: DraftModel, plugin: str, config: Config, spec: ModelSpec
 
 
 def _difference(directory: Path, vocabulary: Vocabulary) -> str | None:
-    """Of the draft model's tokenizer.  What one of them has beyond the other's last token makes none."""
+    """Return the first difference of the two tokenizers.  Tokens beyond the other's last one make none."""
     files = TokenizerFiles(directory)
     pieces = Vocabulary.read(files.tokenizer, files.decoder).all_pieces
     for token_id, (own, expected) in enumerate(zip(pieces, vocabulary.all_pieces, strict=False)):

@@ -1,7 +1,7 @@
 """An EAGLE-3 head beside the model: what it reads of the model's steps, and its guesses, drafted as by a model.
 
 Legend: T tokens of a pass · N of them that are guessed behind · D model dim · V tokens that the head can guess
-Owns: the states, by page; the head's passes.  Does not know: how a head computes, who is drafted for.
+Owns: the states, by page; the head's passes.  Does not know: how a head computes, which rows are drafted for.
 
 Each step of the model leaves the fused states of its tokens beside their keys and values, in a pool with as many pages.
 So the head computes only when it is asked, as a draft model does, and finds what other requests' prefixes left.
@@ -28,7 +28,7 @@ from engine.messages import Step
 
 
 class KeptStates:
-    """See ``StateTap``: the fused states of all tokens in the pool's pages.
+    """The fused states of all tokens in the pages of a pool, as a tap of the model keeps them.
 
     pool: of one layer, whose latents they are.  layers: of the model."""
 
@@ -38,11 +38,11 @@ class KeptStates:
         self._head = head
 
     def keep(self, states: Sequence[Tensor], step: StepTensors) -> None:
-        """See ``StateTap``."""
+        """Keep the states of a step's tokens."""
         self.store(self._head.fused(states), self._slots(step))
 
     def store(self, states_TD: Tensor, slots_T: Tensor) -> None:
-        """slots_T: of ``pool``."""
+        """Store states.  slots_T: slots of ``pool``."""
         self.pool.store_latents(0, states_TD[:, None], slots_T)
 
     def read(self, slots_T: Tensor) -> Tensor:
@@ -59,8 +59,10 @@ class KeptStates:
 
 
 class HeadDrafter(Drafter):
-    """See ``Drafter``.  rows: the model's.  to_model_V: the model's token of each of the head's, int64; None if they
-    are the same."""
+    """Drafts tokens with a head.
+
+    rows: the model's.
+    to_model_V: int64, the model's token of each of the head's; None if they are the same."""
 
     def __init__(
         self,
@@ -89,7 +91,7 @@ class HeadDrafter(Drafter):
         self._to_model_V = to_model_V
 
     def draft(self, step: Step) -> Drafted:
-        """See ``Drafter``."""
+        """Draft for the places that a step names, one position earlier than a model does."""
         rows_K = np.frombuffer(step.proposed_rows, dtype=np.int32)
         positions_K = np.frombuffer(step.proposed_positions, dtype=np.int32) - 1
         drafted = super().draft(msgspec.structs.replace(step, proposed_positions=positions_K.tobytes()))
@@ -100,7 +102,7 @@ class HeadDrafter(Drafter):
         return drafted
 
     def _pass(self, step: Step) -> None:
-        """See ``Drafter``; each guessed token gets a state as well."""
+        """Run one forward pass; each guessed token gets a state as well."""
         batch = lay_out(step, self._rows.computed)
         inputs = self._rows.inputs(batch)
         tensors = inputs.planned(batch, self._attention, self._pool)

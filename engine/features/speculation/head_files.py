@@ -17,7 +17,9 @@ TO_MODEL, FROM_MODEL = "d2t", "t2d"
 
 
 class EagleHeadShape(DecoderShape, frozen=True, kw_only=True):
-    """vocab_size, hidden_size: of the model too, whose embedding the head reads.  layers: the one.
+    """The shape of a head.
+
+    vocab_size, hidden_size: the model's too, whose embedding the head reads.  layers: the one.
 
     draft_vocab_size: tokens that the head can guess.  state_norm: of the hidden state before the layer.
     state_layers: the inputs of these layers of the model are what it reads, each with ``state_size`` numbers; empty for
@@ -33,7 +35,7 @@ class EagleHeadShape(DecoderShape, frozen=True, kw_only=True):
 
     @property
     def num_states(self) -> int:
-        """How many hidden states it reads of a token."""
+        """The number of hidden states that it reads of a token."""
         return len(self.state_layers) or 3
 
     def state_layers_of(self, num_layers: int) -> tuple[int, ...]:
@@ -42,7 +44,7 @@ class EagleHeadShape(DecoderShape, frozen=True, kw_only=True):
 
 
 def read_eagle_head(directory: Path) -> ModelSpec:
-    """What a head's checkpoint says.  Raises WeightsError naming the file, field and expectation."""
+    """Return the specification of a head.  Raises WeightsError naming the file, field and expectation."""
     return read_spec(directory, _read_shape)
 
 

@@ -27,7 +27,7 @@ from engine.models.model import attention_spec_of
 
 
 class States(Protocol):
-    """What was kept of the model's states."""
+    """Return the kept states of the model."""
 
     def read(self, slots_T: Tensor) -> Tensor:
         """Fused states, [T, D]."""
@@ -35,7 +35,9 @@ class States(Protocol):
 
 
 class EagleHead:
-    """See ``Model``.  A pass's token_ids_T are the tokens behind its positions, and states are those at the positions.
+    """A head as a model.
+
+    A pass's token_ids_T are the tokens behind its positions, and states are those at the positions.
 
     embedding: the larger model's.  states: of the tokens in the pool's pages.  Both are set before the first pass."""
 
@@ -64,19 +66,19 @@ class EagleHead:
 
     @property
     def linears_per_layer(self) -> int:
-        """See ``Model``."""
+        """The number of linear layers, which are all in one layer."""
         return len(self.linears)
 
     def fused(self, states: Sequence[Tensor]) -> Tensor:
-        """What the head reads of the model's states at a token, [T, D].  states: x_TD for each of the layers."""
+        """Return what the head reads of the model's states at a token, [T, D].  states: x_TD for each of the layers."""
         return self.fuse(torch.cat([*states], dim=-1))
 
     def forward(self, step: StepTensors) -> Tensor:
-        """See ``Model``."""
+        """Return logits_NV of the positions that are sampled."""
         return self.logits(self.hidden(step, step.sample_at_N))
 
     def hidden(self, step: StepTensors, wanted_N: Tensor | None = None) -> Tensor:
-        """See ``Model``; it is the state of the token that is guessed there as well."""
+        """Return x of the wanted rows, which is the state of the token that is guessed there as well."""
         layer, kernels = self.layer, self._kernels
         states_TD = self.states.read(step.slots_T)
         embedded_TD = layer.before_attention(self.embedding.embed(step.token_ids_T, kernels))
@@ -91,26 +93,26 @@ class EagleHead:
         return residual_TD.add_(layer.finish(residual_TD, residual_TD, attended_TQH, kernels))
 
     def logits(self, x_ND: Tensor) -> Tensor:
-        """logits_NV of what ``hidden`` has returned, of the head's own tokens."""
+        """Return logits_NV of what ``hidden`` has returned, of the head's own tokens."""
         return self.head.logits(self.norm(x_ND), as_float32=self._kernels is None)
 
     def normed(self, x_ND: Tensor) -> Tensor:
-        """See ``Model``."""
+        """Return the last representation of rows that ``hidden`` has returned."""
         return self.norm(x_ND)
 
     def slices(self) -> Iterator[WeightSlice]:
-        """See ``Model``."""
+        """Return what this rank reads from a checkpoint."""
         return chain(self._layer_slices(), self.norm.slices(""), self.head.slices(self.shape.names.head))
 
     def linear_shapes(self) -> tuple[list[tuple[int, int]], tuple[int, int]]:
-        """See ``Model``."""
+        """Return (outputs, inputs) of all weights of the layer, and of the LM head."""
         shapes = [(linear.weight.shape[0], linear.weight.shape[1]) for linear in (*self.linears, self.head)]
         return shapes[:-1], shapes[-1]
 
     def load(
         self, read: Callable[[Iterator[WeightSlice]], None], kernels: LayerKernels | None, linears: Linears
     ) -> None:
-        """See ``Model``."""
+        """Have ``read`` fill the slices, and lay the weights out for their kernels."""
         self._kernels = kernels
         plain_bytes = self._linear_bytes()
         read(self._layer_slices())

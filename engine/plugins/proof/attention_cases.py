@@ -84,7 +84,7 @@ def trial_cases(
     layout: Layout = "layer_first",
     kv_dtype: str = "",
 ) -> list[AttentionCase]:
-    """The least that tells a backend that is wrong everywhere from one that is right; heads are the caller's own."""
+    """Return the fewest cases that find a backend that is wrong everywhere.  Heads are the caller's own."""
     mixed = mixed_step(page_size)
     steps = (mixed, (mixed[0], ()), ((), new_prompts(page_size)))
     case = AttentionCase("mixed steps", steps, dtype, page_size, head_size, window=window, strided=True, layout=layout)

@@ -1,4 +1,4 @@
-"""What a series of checks has found: every failed case by name, not only the first.
+"""The findings of a series of checks: every failed case by name, not only the first.
 
 Owns: collecting failures, what a case may take, the error that lists them.  Does not know: what is checked.
 """
@@ -18,7 +18,7 @@ MAX_REASON = 600  # characters; a kernel's own error can be pages long
 
 
 class ConformanceError(AssertionError):
-    """At least one case failed.  failures: case -> what was wrong with it."""
+    """Raised if at least one case has failed.  failures: case -> what was wrong with it."""
 
     def __init__(self, subject: str, num_cases: int, failures: dict[str, str]) -> None:
         self.failures = failures
@@ -63,7 +63,7 @@ class Findings:
 
 
 def _place(thread_name: str) -> str:
-    """Where the youngest thread of that name is: its innermost line outside of the standard library."""
+    """Return where the youngest thread of that name is: its innermost line outside of the standard library."""
     for thread in reversed(threading.enumerate()):
         frame = sys._current_frames().get(thread.ident or 0) if thread.name == thread_name else None
         if frame is not None:

@@ -21,12 +21,12 @@ NAN_BYTE = 0xFF  # a number of nothing else is NaN in every type, and so is a sc
 
 
 def pages_needed(page_size: int) -> int:
-    """How many pages the pool must have for all sequences at once."""
+    """Return the number of pages for all sequences at once."""
     return sum(-(-length // page_size) for length in LENGTHS)
 
 
 def layers_needed(spec: AttentionSpec) -> int:
-    """How many layers the pool must have, so that there is one of each kind."""
+    """Return the number of layers with which there is one of each kind."""
     return max(_layers(spec)) + 1
 
 

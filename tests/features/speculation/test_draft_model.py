@@ -168,7 +168,7 @@ def test_who_cannot_draft_is_refused_by_name(directory: Path, tmp_path: Path) ->
 
 
 def test_another_tokenizer_is_refused_with_the_first_token_that_differs(tmp_path: Path) -> None:
-    demo = Path(__file__).parents[2] / "examples" / "demo_model"
+    demo = Path(__file__).parents[3] / "examples" / "demo_model"
     other = edited(demo, tmp_path / "other")
     (other / "tokenizer.json").unlink()
     tokenizer = json.loads((demo / "tokenizer.json").read_text())
