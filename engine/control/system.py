@@ -17,17 +17,17 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import msgspec
 
 from engine.actors.actor import Actor, Link
-from engine.actors.executor import Runner
 from engine.actors.ingress import Ingress, Part
+from engine.actors.runner import Runner
 from engine.actors.scheduler import Scheduler
 from engine.actors.step_splitting import StepSplitter
 from engine.actors.supervisor import Supervisor
 from engine.actors.tokenizer import Tokenizer
-from engine.checkpoints.adapter import AdapterRules, adapter_rules
 from engine.checkpoints.checkpoint import DEMO, DEMO_NAME, ModelSpec, resolve_checkpoint
 from engine.checkpoints.gguf import stored_tensors
 from engine.config import Config, build_config, without_cluster_key
 from engine.control.monitor import Monitor
+from engine.features.lora.files import AdapterRules, adapter_rules
 from engine.host.device_defaults import runs_on_cpu, with_device_defaults
 from engine.plugins.deciders import plugin_policy, plugin_proposer, plugin_strategy, policy_choice
 from engine.plugins.families import read_model
@@ -317,8 +317,7 @@ class System:
             progress=self._progress and not rank,
             num_pages=settings.num_pages,
             grammars=self._grammars,
-            draft=self._draft,
-            num_proposed=self._num_proposed,
+            given={"draft": self._draft, "num_proposed": self._num_proposed},
         )
         return StepSplitter(runner, alone=self.config.device.tensor_parallel == 1, most_tokens=settings.most_tokens)
 

@@ -1,4 +1,4 @@
-"""What stands behind a linear layer's product: a kernel lays a loaded weight out, and multiplies by it.
+"""The kernels behind a linear layer's product: one lays a loaded weight out, and multiplies by it.
 
 Legend: T rows of the input · I input features · O output features
 Owns: the protocols.  Does not know: layers, kernels, files.
@@ -21,6 +21,14 @@ class PackedWeight(Protocol):
 
     def __call__(self, x_TI: Tensor, bias_O: Tensor | None) -> Tensor:
         """Return x W^T + bias: [T, O] in the dtype of x, which may have no rows and any strides, and is not changed."""
+
+
+@runtime_checkable
+class WrappedWeight(Protocol):
+    """A packed weight that adds something to the product of another one in some steps.  plain: the other one."""
+
+    @property
+    def plain(self) -> PackedWeight: ...
 
 
 @runtime_checkable

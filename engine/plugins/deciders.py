@@ -3,6 +3,8 @@
 Owns: asking these plugins, and a guard around those of other packages.  Does not know: what they decide.
 """
 
+from importlib import import_module
+
 from engine.checkpoints.checkpoint import ModelSpec
 from engine.config import Config
 from engine.kv.eviction import EvictionStrategy
@@ -48,11 +50,9 @@ def plugin_proposer(
         return None
     built = built_proposer(plugins, config, spec.vocab_size, max_len)
     if isinstance(built, DraftModel):
-        from engine.plugins.draft_models import fitting_draft, fitting_head  # as below
-
-        if built.reads_states:
-            return fitting_head(built, plugins.names[PROPOSER], config, spec, max_len)
-        return fitting_draft(built, plugins.names[PROPOSER], config, spec, vocabulary)
+        fitting = import_module("engine.features.speculation.fitting")  # no folder of the engine imports a feature
+        fitted: DraftModel = fitting.fitting_model(built, plugins.names[PROPOSER], config, spec, max_len, vocabulary)
+        return fitted
     return built
 
 

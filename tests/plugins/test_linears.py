@@ -28,7 +28,7 @@ from engine.plugins.hookspecs import LinearContext
 from engine.plugins.linear import fbgemm_fp16, fbgemm_int8, onednn, panels, torch_fp8, torch_int4, triton_int8
 from engine.plugins.linears import INVARIANT, PREFERRED, check_linear_fits, linear_context
 from engine.plugins.manager import BUILTIN, Plugins
-from engine.plugins.testing.findings import ConformanceError
+from engine.plugins.proof.findings import ConformanceError
 from engine.plugins.testing.linear import check_linear
 from engine.plugins.testing.steps import Driver
 from engine.startup.linear_race import Race
@@ -139,7 +139,7 @@ def test_float16_takes_what_it_does_not_round_and_leaves_the_rest_to_onednn() ->
 AS_WITH_AVX2 = """
 from engine.plugins.declaration import read_declaration
 from engine.plugins.linear import fbgemm_int8
-from engine.plugins.testing.findings import ConformanceError
+from engine.plugins.proof.findings import ConformanceError
 from engine.plugins.testing.linear import check_linear
 
 declares = read_declaration(fbgemm_int8.__name__)

@@ -21,7 +21,7 @@ from engine.types.prompt import Adapter
 from engine.workers.messages import FrontendState, Handover
 from server.adapters import MAX_NAMES, Adapters, ServedAdapter
 from server.openai.translator import Translator
-from tests.adapters.made import greedy, make_adapter, merged
+from tests.features.lora.made import greedy, make_adapter, merged
 from tests.models.checkpoints import build, random_tokens, save
 from tests.server.http_client import RawClient, Reply, ask, http_bytes
 from tests.server.live_server import CARD, LiveServer

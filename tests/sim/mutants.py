@@ -13,6 +13,7 @@ import engine.scheduling.pages as holdings_module
 from engine.actors.ingress import Ingress, _Open
 from engine.actors.tokenizer import Tokenizer
 from engine.features.kv_store.planner import StorePlanner
+from engine.features.kv_store.records import PageRecords
 from engine.features.lora.planner import LoraPlanner
 from engine.features.lora.slots import AdapterSlots
 from engine.features.speculation.planner import NAME, SpeculationPlanner
@@ -20,7 +21,6 @@ from engine.kv.host_tier import Transfer
 from engine.kv.match import Match
 from engine.kv.node import SHARED, Namespace, Node
 from engine.kv.radix import RadixTree
-from engine.kv.store import PageRecords
 from engine.messages import Abort, StepDone
 from engine.plugins.policy.fair import FairShare
 from engine.scheduling.completions import Completions
