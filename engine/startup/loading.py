@@ -5,6 +5,7 @@ Owns: how one rank is put together, and the sizes that follow from its memory.  
 
 import hashlib
 import logging
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -240,7 +241,12 @@ def load_runner(
         piecewise=piecewise if adapters is None or piecewise is None else adapters.around(piecewise),
         whole_decodes=whole_decodes if adapters is None or whole_decodes is None else adapters.beside(whole_decodes),
         rows=rows,
-        constraints=Constraints(grammars or _own_grammars(config, spec, plugins), spec.vocab_size, device),
+        constraints=Constraints(
+            grammars or _own_grammars(config, spec, plugins),
+            spec.vocab_size,
+            device,
+            time.thread_time if comm.size == 1 else None,
+        ),
         sampler=sampler,
         eos_token_ids=spec.eos_token_ids if model.pooled_head is None else (),
     )

@@ -17,6 +17,7 @@ from aiohttp import web
 from engine.messages import Finish
 from engine.scheduling.explanation import Explained, Part, PartName
 from engine.types.errors import RequestError
+from server.access import access
 from server.backend import Backend
 from server.clients import MOST_ENDED, ClientRequest, Clients
 from server.http.exchange import EXCHANGE
@@ -102,6 +103,7 @@ class ExplainRoute:
         self._clients = clients
         self._clock = clock
 
+    @access("client")
     async def get(self, request: web.Request) -> web.Response:
         """Explain a request.  Raises RequestError: 404 if it is not known here, or not to this client."""
         name = request.match_info["id"]
