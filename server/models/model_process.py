@@ -84,7 +84,8 @@ async def _run(ticket: ModelTicket, config: Config) -> None:
     """Load the model, say so, and serve it until the engine ends.  Raises CallboardError."""
     system = System(config)
     card = ModelCard.of(system, config.server)
-    runner = create_runner(config.server, config.limits, Backend(system.ingress, system.monitor, card, system.codec))
+    server = config.server.without_tls  # the front has the certificate
+    runner = create_runner(server, config.limits, Backend(system.ingress, system.monitor, card, system.codec))
     with socket.socket(fileno=ticket.listener) as listener:
         listener.setblocking(False)
         await runner.listen(listener)

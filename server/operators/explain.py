@@ -18,6 +18,7 @@ from engine.features.explain.explanation import Explained, Part, PartName
 from engine.features.explain.watcher import asked_for, explained_in
 from engine.messages import Finish
 from engine.types.errors import RequestError
+from server.access import access
 from server.backend import Backend
 from server.clients import MOST_ENDED, ClientRequest, Clients
 from server.http.exchange import EXCHANGE
@@ -103,6 +104,7 @@ class ExplainRoute:
         self._clients = clients
         self._clock = clock
 
+    @access("client")
     async def get(self, request: web.Request) -> web.Response:
         """Explain a request.  Raises RequestError: 404 if it is not known here, or not to this client."""
         name = request.match_info["id"]

@@ -20,6 +20,7 @@ from engine.actors.admission import unavailable
 from engine.actors.snapshot import Gauges, Snapshot
 from engine.messages import Finish
 from engine.scheduling.meter import Distribution, Meter
+from server.access import access
 from server.adapters import ServedAdapter
 from server.backend import Backend, Ingress
 from server.http.exchange import Traffic
@@ -255,6 +256,7 @@ class MetricsRoute:
         self._about = {"version": version, "model_name": backend.card.name}
         self._process = ProcessCollector(registry=None)
 
+    @access("operator")
     async def get(self, request: web.Request) -> web.Response:
         """Answer in the format that the scraper asks for."""
         seen = await self._monitor.look(meter=True)

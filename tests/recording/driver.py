@@ -27,7 +27,7 @@ EOS = 3
 PAGE = 4
 NUM_PAGES = 96
 SIZES: dict[str, Any] = {"max_running": 8, "max_len": 160}
-SECRET = "sesame"
+SECRET = "sesame, open now"
 
 
 class Mailman:

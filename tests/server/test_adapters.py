@@ -222,12 +222,12 @@ def test_only_operators_load_and_only_where_there_is_a_folder(tmp_path: Path) ->
     with LiveServer() as live:
         assert ask(live.port, "POST", LOAD, bodies[LOAD]).error["code"] == "adapters_off"
     keys = tmp_path / "keys.toml"
-    keys.write_text('[clients]\nteam = "theirs"\n[operators]\nme = "mine"\n')
+    keys.write_text('[clients]\nteam = "theirs----------"\n[operators]\nme = "mine------------"\n')
     with LiveServer(server=ServerSection(key_file=str(keys))) as live:
         for path, body in bodies.items():
             assert ask(live.port, "POST", path, body).status == 401
-            assert ask(live.port, "POST", path, body, bearer("theirs")).error["code"] == "operators_only"
-            assert ask(live.port, "POST", path, body, bearer("mine")).error["code"] == "adapters_off"
+            assert ask(live.port, "POST", path, body, bearer("theirs----------")).error["code"] == "operators_only"
+            assert ask(live.port, "POST", path, body, bearer("mine------------")).error["code"] == "adapters_off"
 
 
 def test_names_have_a_limit(scene: Scene) -> None:

@@ -192,7 +192,7 @@ def test_scrapers_that_ask_for_openmetrics_get_it(live: LiveServer) -> None:
 
 
 def test_the_numbers_need_the_key() -> None:
-    with LiveServer(server=ServerSection(api_key="s3cret")) as live:
+    with LiveServer(server=ServerSection(api_key="a client", operator_key="s3cret")) as live:
         for path in ("/metrics", "/stats"):
             assert ask(live.port, "GET", path).status == 401
             assert ask(live.port, "GET", path, headers={"Authorization": "Bearer s3cret"}).status == 200
