@@ -24,7 +24,9 @@ from engine.models import loader
 from engine.models.decoder import Decoder
 from engine.plugins.comm.local import LocalComm
 from engine.plugins.families import read_model
+from engine.plugins.manager import Plugins
 from engine.sampling.sampler import Sampler
+from engine.scheduling.proposer import DraftModel
 from engine.startup import loading, memory
 from engine.startup.memory import Needs, host_needs, pool_pages
 from engine.types.errors import ConfigError, GraphError
@@ -164,7 +166,9 @@ def test_an_engine_measures_before_it_allocates_and_says_so(checkpoint, monkeypa
     assert device.trims
 
 
-def test_what_attention_keeps_is_no_memory_for_pages(checkpoint, monkeypatch):
+@pytest.mark.parametrize("num_backends", [1, 2])
+def test_what_attention_keeps_is_no_memory_for_pages(checkpoint, monkeypatch, num_backends):
+    """Of the model, and of a draft model beside it."""
     install(monkeypatch)
     taken, seen = [0], []
     build = RankAttention.build
@@ -181,8 +185,22 @@ def test_what_attention_keeps_is_no_memory_for_pages(checkpoint, monkeypatch):
     monkeypatch.setattr(
         "engine.startup.loading.pool_pages", lambda *args: (seen.append(args[-1]), pool_pages(*args))[1]
     )
-    load(checkpoint, "breakable", max_running=2, num_pages=0)
-    assert seen[0].attention_bytes == 128 << 20
+    system = System(
+        build_config(
+            Config(),
+            {
+                "model": {"path": str(checkpoint), "tokenizer": "none", "max_model_len": 64},
+                "device": {"kind": "cpu"},
+                "scheduler": {"max_running": 2, "max_step_tokens": 32},
+                "graphs": {"mode": "breakable"},
+                "plugins": {"attention": "torch"},
+            },
+        )
+    )
+    draft = DraftModel(path=str(checkpoint), num_tokens=2) if num_backends == 2 else None
+    plugins = Plugins(system.config.chosen_plugins())
+    loading.load_runner(system.config, system.spec, system.max_len, plugins, rank=0, progress=False, draft=draft)
+    assert seen[0].attention_bytes == num_backends * 128 << 20
 
 
 class StepSplitter(RecordingDevice):
