@@ -22,6 +22,7 @@ from engine.host.logs import LogSettings
 from engine.types.errors import CallboardError
 from engine.workers.child import begin, die_with, end, wait_for_end
 from server.backend import Backend
+from server.http import exchange
 from server.model_card import ModelCard
 from server.run.app import create_runner
 
@@ -51,6 +52,7 @@ def main() -> None:
     die_with(ticket.parent)
     config = build_config(Config(), msgspec.json.decode(ticket.config))
     ticket.logs.apply(config.model.name)
+    logging.getLogger(exchange.__name__).setLevel(logging.WARNING)  # the front's log has a line for each request
     end(uvloop.run(_serve(ticket, config)))
 
 
