@@ -74,8 +74,8 @@ def _interface(piece: GraphModule) -> tuple[object, ...]:
     return inputs, len(returned) if isinstance(returned, (tuple, list)) else None
 
 
-# Products with weights in oneDNN's layout, as one operation that a compiler leaves alone.  Inductor can compile them only
-# if weights are constants of the graph, and each layer would then have to be compiled by itself.
+# Products with weights in oneDNN's layout, as one operation that a compiler leaves alone.  Inductor compiles them only
+# if weights are constants of the graph, and then each layer by itself.
 _library = torch.library.Library("callboard_packed", "FRAGMENT")
 _library.define("linear(Tensor x, Tensor packed, Tensor? bias, int outputs) -> Tensor")
 
