@@ -152,7 +152,7 @@ PREFIX = "model.layers.0.self_attn.q_proj"
 @pytest.mark.parametrize(
     ("damage", "said"),
     [
-        (lambda t: t.pop(f"{PREFIX}.scales"), r"q_proj.qweight' needs '.*q_proj.scales' beside it"),
+        (lambda t: t.pop(f"{PREFIX}.scales"), r"q_proj.qweight' needs the tensor '.*q_proj.scales', which is missing"),
         (lambda t: t.update({f"{PREFIX}.scales": torch.ones(3, 64)}), "do not fit each other: .*scales .3, 64."),
         (lambda t: t.update({f"{PREFIX}.qzeros": torch.ones(4, 3).int()}), "do not fit each other"),
         (lambda t: t.update({f"{PREFIX}.g_idx": torch.full((64,), 9).int()}), "do not fit each other: .*g_idx"),
@@ -186,7 +186,7 @@ def test_float8_that_lacks_its_scale_is_refused(tmp_path: Path) -> None:
     directory, _ = write(tmp_path, float8(), FP8)
     path = directory / "model.safetensors"
     save_file({name: one for name, one in load_file(path).items() if name != f"{PREFIX}.weight_scale"}, path)
-    with pytest.raises(WeightsError, match=r"q_proj.weight' has dtype F8_E4M3 and no scale beside it"):
+    with pytest.raises(WeightsError, match=r"q_proj.weight' has dtype F8_E4M3, but its scale is missing"):
         logits_of(directory)
 
 

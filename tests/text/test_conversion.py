@@ -81,7 +81,7 @@ def test_what_transformers_cannot_convert_is_said_with_its_reason(
 def test_code_that_a_checkpoint_brings_along_is_not_run(checkpoint: Path, tmp_path: Path):
     (checkpoint / "tokenizer_config.json").write_text('{"auto_map": {"AutoTokenizer": ["own.OwnTokenizer", null]}}')
     (checkpoint / "own.py").write_text("raise SystemExit('it was run')")
-    with pytest.raises(SystemExit, match="it has code of its own, which is not run"):
+    with pytest.raises(SystemExit, match="it needs code of its own, which is not run"):
         tokenizer_json.main(checkpoint, tmp_path)
 
 
