@@ -151,7 +151,7 @@ def module_scale(fields: Fields, module: str, rank: int) -> float:
                 alpha = value
                 break
         except re.error as error:
-            raise WeightsError(f"{fields.origin}: alpha_pattern has {pattern!r:.80}, no pattern: {error}") from None
+            raise WeightsError(f"{fields.origin}: alpha_pattern has {pattern!r:.80}, not a pattern: {error}") from None
     if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not abs(alpha) <= LARGEST:
         raise fields.error("alpha_pattern", patterns, "numbers")
     return alpha / (math.sqrt(rank) if fields.flag("use_rslora", False) else rank)
@@ -180,8 +180,8 @@ def _check_config(fields: Fields) -> None:
     for name, neutral in UNSERVED.items():
         value = table.get(name)
         if value is not None and value not in neutral:
-            said = f"{json.dumps(neutral[0])} or nothing; other values are not served"
-            raise fields.error(name, value, said)
+            expected = f"{json.dumps(neutral[0])} or nothing; other values are not served"
+            raise fields.error(name, value, expected)
 
 
 def _check_tensor(name: str, tensor: StoredTensor, rules: AdapterRules) -> None:

@@ -187,7 +187,7 @@ def _rotary(path: Path, family: str, value: Any, divisors: list[float] | None) -
     parameters: dict[str, Any] = {"rope_theta": 10000.0 if theta is None else theta, "rope_type": "default"}
     if divisors is not None:
         if kind != "none":
-            raise WeightsError(f"{path}: {family}.rope.scaling.type is {kind!r}, expected none beside {DIVISORS!r}")
+            raise WeightsError(f"{path}: {family}.rope.scaling.type is {kind!r}, expected none with {DIVISORS!r}")
         # The same divisors for short and long sequences, and no factor for scores.
         context = value(f"{family}.context_length")
         tables = {"short_factor": divisors, "long_factor": divisors, "attention_factor": 1.0}

@@ -53,15 +53,15 @@ def read_shards(directory: Path) -> dict[str, StoredTensor]:
         return read_header(directory / SINGLE_FILE)
     if (directory / INDEX_FILE).is_file():
         return _read_sharded(directory)
-    said = f"{directory}: no weights; expected {SINGLE_FILE}, or {INDEX_FILE} and its shards"
+    problem = f"{directory}: no weights; expected {SINGLE_FILE}, or {INDEX_FILE} and its shards"
     if pickled := sorted(one.name for one in directory.glob("*") if one.suffix in PICKLED):
-        said += (
+        problem += (
             f"; {pickled[0]} is a format that is not read, since loading it may run what is in it; to convert a model "
             "that you trust: AutoModelForCausalLM.from_pretrained(DIRECTORY).save_pretrained(NEW) of transformers"
         )
     elif others := sorted(one.name for one in directory.glob("*.gguf")):
-        said += f"; to read {others[0]}, name that file instead of its directory"
-    raise WeightsError(said)
+        problem += f"; to read {others[0]}, name that file instead of its directory"
+    raise WeightsError(problem)
 
 
 def read_header(path: Path) -> dict[str, StoredTensor]:
@@ -152,7 +152,7 @@ def _read_sharded(directory: Path) -> dict[str, StoredTensor]:
         for name in names:
             if name not in held:
                 raise WeightsError(
-                    f"{directory / file_name}: tensor {name!r} is missing, but {INDEX_FILE} says it is here"
+                    f"{directory / file_name}: tensor {name!r} is missing, but {INDEX_FILE} names this file for it"
                 )
             tensors[name] = held[name]
     return tensors

@@ -98,14 +98,14 @@ def scaled(
         if one.dim() < 2:
             one = one.reshape(-1, 1)  # one per tensor, or one per output
         if one.dim() > 2 or any(there not in (1, wanted) for there, wanted in zip(one.shape, fit, strict=True)):
-            raise ValueError(f"{' x '.join(map(str, fit))} scales and zero points wanted")
+            raise ValueError(f"expected {' x '.join(map(str, fit))} scales and zero points")
         if in_blocks:
             return one[:, None, :, None]
         columns_I = torch.arange(inputs) // width
         if groups_I is not None and one.shape[1] > 1:
             columns_I = groups_I.long()
             if len(columns_I) != inputs or columns_I.min() < 0:
-                raise ValueError("groups of inputs wanted, one for each input")
+                raise ValueError("expected a group for each input")
         return one.expand(fit)[:, columns_I][torch.arange(outputs) // height]
 
     weight_OI = torch.empty(weight_OI.shape).copy_(weight_OI)

@@ -23,7 +23,7 @@ def open_reader(spec: ModelSpec) -> WeightReader:
     stored = _with_prefix(spec.shape, read_shards(spec.directory))
     if spec.quantization is None:
         return SafetensorsReader(stored)
-    log.info("%s: weights in %s are read as the floats that they stand for", spec.directory, spec.quantization)
+    log.info("%s: weights in %s are decoded to float32", spec.directory, spec.quantization)
     return QuantizedReader(stored, spec.quantization)
 
 

@@ -90,7 +90,7 @@ class QuantizedReader:
             raise WeightsError(f"{self._where(name)}: its tensors do not fit each other: {shapes} ({reason})") from None
         if tuple(weight.shape) != self.tensors[name].shape:
             expected = list(self.tensors[name].shape)
-            raise WeightsError(f"{self._where(name)}: gives shape {list(weight.shape)}, expected {expected}")
+            raise WeightsError(f"{self._where(name)}: its tensors give shape {list(weight.shape)}, expected {expected}")
         return weight
 
     def _where(self, name: str) -> str:

@@ -15,7 +15,7 @@ def main(source: Path, directory: Path) -> None:
     """Write tokenizer.json, tokenizer_config.json and the chat template of ``source`` into ``directory``."""
     folder, file = (source.parent, source.name) if source.is_file() else (source, None)
     try:
-        # By default, transformers asks on the terminal whether to run code that a checkpoint contains.
+        # By default, transformers prompts on the terminal whether to run code that a checkpoint contains.
         tokenizer = AutoTokenizer.from_pretrained(
             folder, gguf_file=file, local_files_only=True, trust_remote_code=False
         )

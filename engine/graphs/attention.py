@@ -66,8 +66,8 @@ class BreakingAttention:
     def _attend_eagerly(self, layer: int, q_TNH: Tensor, out_TNH: Tensor, zeroed: bool) -> None:
         if self._device.is_capturing():
             raise GraphError(
-                f"attention of layer {layer} was about to be captured instead of broken at; its work depends on the "
-                "step's lengths and would be repeated with those of the capture"
+                f"attention of layer {layer} was about to be captured instead of breaking the capture; its work "
+                "depends on the step's lengths, and replays would repeat those of the capture"
             )
         num_tokens = self._recorder.num_tokens
         self._write(layer, q_TNH[:num_tokens], out_TNH[:num_tokens])

@@ -99,7 +99,7 @@ class DecodeGraphs:
     def _advice(self) -> str:
         return (
             f"lower graphs.max_rows (now {self.sizes[-1]}), scheduler.max_running or kv.memory_fraction, turn off "
-            "those of steps with prefill with graphs.mode=decode, or all graphs with graphs.mode=off"
+            "graphs of steps with prefill with graphs.mode=decode, or all graphs with graphs.mode=off"
         )
 
     def capture(self, progress: bool = False) -> None:

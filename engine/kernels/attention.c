@@ -364,7 +364,7 @@ static void attend_item(const Attention *is, const float *q_TQH, const float *ke
     int64_t H = is->H, wide = whole(H), heads = is->Q / is->G, b = is->items_I2[2 * item];
     int64_t first_token = is->query_starts_B1[b], count = is->query_starts_B1[b + 1] - first_token;
     int64_t first_row = (int64_t)is->items_I2[2 * item + 1] * ROWS, rows = count * heads - first_row;
-    int64_t behind = is->lengths_B[b] - count; /* position of a query minus its number */
+    int64_t before = is->lengths_B[b] - count; /* tokens before the first query */
     if (rows > ROWS) rows = ROWS;
     int64_t all_rows = rows * (last_g - first_g), place_R[ROWS];
     for (int64_t r = 0; r < all_rows; r++) {
@@ -378,7 +378,7 @@ static void attend_item(const Attention *is, const float *q_TQH, const float *ke
     }
     memset(in->results, 0, sizeof(float) * all_rows * wide);
     memset(in->weights, 0, sizeof(float) * all_rows * W);
-    int64_t end = behind + (first_row + rows - 1) / heads + 1, first_end = behind + first_row / heads + 1;
+    int64_t end = before + (first_row + rows - 1) / heads + 1, first_end = before + first_row / heads + 1;
     int64_t start = window && first_end > window ? first_end - window : 0;
     for (int64_t block = start / KEYS * KEYS; block < end; block += KEYS) {
         int64_t first = start > block ? start - block : 0, last = end - block < KEYS ? end - block : KEYS;
@@ -395,7 +395,7 @@ static void attend_item(const Attention *is, const float *q_TQH, const float *ke
             for (int64_t tile = 0; tile < rows; tile += TILE) {
                 int64_t from[TILE], to[TILE], size = rows - tile < TILE ? rows - tile : TILE;
                 for (int64_t r = 0; r < size; r++) {
-                    int64_t row_end = behind + (first_row + tile + r) / heads + 1 - block;
+                    int64_t row_end = before + (first_row + tile + r) / heads + 1 - block;
                     from[r] = window && row_end > window ? row_end - window : 0;
                     to[r] = row_end < KEYS ? row_end : KEYS;
                 }

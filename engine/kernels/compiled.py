@@ -53,7 +53,7 @@ def compiled() -> ctypes.CDLL | None:
         if os.environ.get(VARIABLE):
             return None
         if given := os.environ.get("CC"):
-            log.warning("kernels: torch (CC=%r names no program that is here; correct it, or unset it for cc)", given)
+            log.warning("kernels: torch (CC=%r names no program here; correct it, or unset it to use cc)", given)
         else:
             log.info("kernels: torch (there is no C compiler; with one a small model's steps are shorter)")
         return None

@@ -179,6 +179,6 @@ def is_capturable(backend: AttentionBackend) -> bool:
 
 
 class AttentionFactory(Protocol):
-    """The result of an attention plugin's hook: builds the backend for one rank, or raises why it cannot."""
+    """The result of an attention plugin's hook: builds one rank's backend, or raises an error that says why not."""
 
     def __call__(self, spec: AttentionSpec, pool: KVPool) -> AttentionBackend: ...

@@ -76,8 +76,8 @@ class Experts:
         self.every = [
             Expert(shape, shape.expert_size, hidden_size, cut, nowhere, dtype) for _ in range(shape.num_experts)
         ]
-        self.first, behind = _held(shape, comm)
-        self.experts = self.every[self.first : behind]
+        self.first, end = _held(shape, comm)
+        self.experts = self.every[self.first : end]
         pairs = zip(*(expert.linears for expert in self.experts), strict=True)
         self._stacks = [Stack(linears, device) for linears in pairs]
         self.on_gpu = device.type == "cuda"

@@ -67,7 +67,7 @@ class PageFormat:
         """Return R, in elements of ``memory``.  Raises ConfigError if a scale would not be aligned after H numbers."""
         if self.scaled and head_size % SCALE.itemsize:
             raise ConfigError(
-                f"kv.dtype={self.kv_dtype}: heads of {head_size} leave no room for their scale, it takes multiples of "
+                f"kv.dtype={self.kv_dtype}: a scale cannot follow heads of {head_size} elements, only multiples of "
                 f"{SCALE.itemsize}; set kv.dtype to 'auto' or 'bfloat16'"
             )
         return head_size + (SCALE.itemsize if self.scaled else 0)

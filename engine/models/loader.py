@@ -201,8 +201,8 @@ class Filling:
 
     def say(self) -> None:
         """Log the progress."""
-        self._said_at = time.monotonic()
-        took_s = self._said_at - self._began_at
+        self._logged_at = time.monotonic()
+        took_s = self._logged_at - self._began_at
         log.info(
             "rank %d: %.1f of %.1f MB of weights after %.1f s",
             self._rank,
@@ -218,7 +218,7 @@ class Filling:
     def _note(self, num_bytes: int) -> None:
         self._num_read += num_bytes
         self._bar.update(num_bytes)
-        if time.monotonic() - self._said_at >= SAY_EVERY_S:
+        if time.monotonic() - self._logged_at >= SAY_EVERY_S:
             self.say()
 
     def _num_bytes(self, one: WeightSlice) -> int:

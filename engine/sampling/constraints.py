@@ -160,6 +160,6 @@ class Constraints:
         except (GrammarFailure, RequestError) as error:
             return f": {error}"
         except BaseException:  # a plugin may raise any error
-            log.exception("a matcher of plugin %s raised; its request ends", self._grammars.name)
+            log.exception("a matcher of plugin %s raised an error; its request ends", self._grammars.name)
             return "; the server log has the details"
         return ""

@@ -52,12 +52,12 @@ class Processing:
         """Return the logits to pick from: the logits themselves if no row has processors, else a float32 copy.
 
         positions_N: number of tokens before the picked one."""
-        asked = [(index, self._rows[row]) for index, row in enumerate(rows_N.tolist()) if row in self._rows]
-        if not asked:
+        named = [(index, self._rows[row]) for index, row in enumerate(rows_N.tolist()) if row in self._rows]
+        if not named:
             return logits_NV
         logits_NV = logits_NV.to(torch.float32, copy=True)
         for name in self._processors.by_name:
-            if mine := [(index, row) for index, row in asked if name in row.params]:
+            if mine := [(index, row) for index, row in named if name in row.params]:
                 self._process(name, mine, logits_NV, rows_N, positions_N)
         return logits_NV
 

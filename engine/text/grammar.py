@@ -120,7 +120,7 @@ class Grammars:
         except CallboardError:
             raise
         except (Exception, SystemExit) as error:
-            log.exception("plugin %s raised over a grammar; its request ends", self.name)
+            log.exception("plugin %s raised an error for a grammar; its request ends", self.name)
             raise RequestError(
                 "the grammar of this request could not be read; the server log has the details",
                 status=500,

@@ -57,7 +57,7 @@ class Pairs:
                 return cut
             keep -= len(cut) - truncate_to
         raise RequestError(
-            f"truncate_prompt_tokens={truncate_to}: the query and what goes around it have more tokens; shorten it",
+            f"truncate_prompt_tokens={truncate_to}: the query and the text around it have more tokens; shorten it",
             code="context_length_exceeded",
             param="truncate_prompt_tokens",
         )

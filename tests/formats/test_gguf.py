@@ -193,7 +193,7 @@ def test_frequencies_of_llama_3_are_those_of_their_tensor(tmp_path: Path) -> Non
         ({"rope_freqs.weight": llama3_divisors().astype(np.float16)}, "has type F16, expected F32"),
         (
             {"rope_freqs.weight": llama3_divisors(), "rope.scaling.type": "yarn"},
-            "scaling.type is 'yarn', expected none beside 'rope_freqs.weight'",
+            "scaling.type is 'yarn', expected none with 'rope_freqs.weight'",
         ),
     ],
 )

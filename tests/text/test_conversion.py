@@ -74,7 +74,7 @@ def test_what_transformers_cannot_convert_is_said_with_its_reason(
     with pytest.raises(WeightsError, match="not converted it within 300 s"):
         TokenizerFiles(tmp_path)
     monkeypatch.setattr(conversion, "find_spec", lambda name: None)
-    with pytest.raises(WeightsError, match=r"converted by transformers: pip install 'callboard\[transformers\]'"):
+    with pytest.raises(WeightsError, match=r"transformers must convert it: pip install 'callboard\[transformers\]'"):
         TokenizerFiles(tmp_path)
 
 

@@ -55,10 +55,10 @@ class Call:
 
 
 def attend(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **asked: Any
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **options: Any
 ) -> tuple[Tensor, None]:
     """Answer a call of transformers: return [1, T, Q, V] for q [1, Q, T, H], k [1, G, T, H] and v [1, G, T, V]."""
-    return module.__dict__[ANSWERER](module, query, key, value, attention_mask, **asked), None
+    return module.__dict__[ANSWERER](module, query, key, value, attention_mask, **options), None
 
 
 class StandInMask:
@@ -85,9 +85,9 @@ def probe(model: nn.Module, body: nn.Module, max_len: int) -> tuple[Call, ...]:
     calls: list[Call] = []
 
     def record(
-        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, scaling: Any = None, **asked: Any
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, scaling: Any = None, **options: Any
     ) -> Tensor:
-        calls.append(_read_call(module, query, key, value, mask, scaling, asked, max_len))
+        calls.append(_read_call(module, query, key, value, mask, scaling, options, max_len))
         return query.new_empty(1, query.shape[2], query.shape[1], value.shape[-1])
 
     modules = list(body.modules())
@@ -111,16 +111,16 @@ def _read_call(
     value: Tensor,
     mask: Any,
     scaling: float | None,
-    asked: dict[str, Any],
+    options: dict[str, Any],
     max_len: int,
 ) -> Call:
-    soft_cap, sinks = asked.pop("softcap", None), asked.pop("s_aux", None)
-    window = window_of(mask, asked.pop("sliding_window", None) or 0, max_len)
-    causal = asked.pop("is_causal", None)
+    soft_cap, sinks = options.pop("softcap", None), options.pop("s_aux", None)
+    window = window_of(mask, options.pop("sliding_window", None) or 0, max_len)
+    causal = options.pop("is_causal", None)
     if causal is False or (mask is None and getattr(module, "is_causal", True) is False):
         raise WeightsError("its attention is not causal")
-    if unknown := [name for name, given in asked.items() if given is not None and name not in IDLE]:
-        raise WeightsError(f"its attention asks for {', '.join(unknown)}, which no backend here knows")
+    if unknown := [name for name, given in options.items() if given is not None and name not in IDLE]:
+        raise WeightsError(f"its attention needs {', '.join(unknown)}, which no backend here supports")
     expected = (1, NUM_PROBED)
     if {(one.shape[0], one.shape[2]) for one in (query, key, value)} != {expected} or key.shape[1] != value.shape[1]:
         shapes = " and ".join(str(list(one.shape)) for one in (query, key, value))
@@ -164,5 +164,5 @@ def _row(mask: MaskFunction, query: int, keys: Tensor) -> Tensor:
     zero = torch.zeros((), dtype=torch.int64)
     seen = mask(zero, zero, torch.tensor(query), keys)
     if seen.device.type == "meta":
-        raise WeightsError("its masks depend on what is in the batch, or go by chunks")
+        raise WeightsError("its masks depend on the content of the batch, or on chunks")
     return seen.broadcast_to(keys.shape)

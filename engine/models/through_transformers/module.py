@@ -48,7 +48,7 @@ def make_module(architecture: str, config: dict[str, Any], device: torch.device)
     Raises WeightsError if transformers has no such class or its class does not take this configuration."""
     made = _make_config(architecture, config)
     if _has_alibi(made):
-        what = "its scores are biased by distance (ALiBi, Press et al. 2022), which no attention backend here knows"
+        what = "its scores are biased by distance (ALiBi, Press et al. 2022), which no attention backend here supports"
         raise WeightsError(f"{architecture} cannot be served: {what}")
     made._attn_implementation = ATTENTION_AND_MASKS
     if device.type == "meta":
@@ -58,10 +58,10 @@ def make_module(architecture: str, config: dict[str, Any], device: torch.device)
             module: PreTrainedModel = getattr(transformers, architecture)(made)
     except Exception as error:  # a class may raise any error for a configuration that it does not accept
         raise WeightsError(
-            f"{architecture}: transformers cannot make it from this config.json: {_said(error)}"
+            f"{architecture}: transformers cannot make it from this config.json: {_reason(error)}"
         ) from error
     for one in module.modules():
-        _settle_rotary(one)
+        _fix_rotary(one)
     return module.eval()
 
 
@@ -137,7 +137,7 @@ def refusals(architecture: str, what: str) -> Iterator[None]:
     except WeightsError as error:
         raise WeightsError(f"{architecture} cannot be served through transformers: {error}") from error
     except Exception as error:
-        raise WeightsError(f"{architecture} cannot be served through transformers: {what}: {_said(error)}") from error
+        raise WeightsError(f"{architecture} cannot be served through transformers: {what}: {_reason(error)}") from error
 
 
 def _make_config(architecture: str, table: dict[str, Any]) -> Any:
@@ -161,7 +161,7 @@ def _make_config(architecture: str, table: dict[str, Any]) -> Any:
     try:
         return CONFIG_MAPPING[kind].from_dict(given)
     except Exception as error:
-        raise WeightsError(f"{architecture}: transformers does not take its config.json: {_said(error)}") from error
+        raise WeightsError(f"{architecture}: transformers does not take its config.json: {_reason(error)}") from error
 
 
 def _has_alibi(config: Any) -> bool:
@@ -175,7 +175,7 @@ def _classes(kind: str) -> tuple[str, ...]:
     return (names,) if isinstance(names, str) else tuple(names)
 
 
-def _settle_rotary(module: nn.Module) -> None:
+def _fix_rotary(module: nn.Module) -> None:
     """Fix a module's frequencies, constant within the served length, so that no step reads positions back."""
     kind = getattr(module, "rope_type", None)
     if isinstance(kind, str) and kind in STRETCHES:
@@ -184,7 +184,7 @@ def _settle_rotary(module: nn.Module) -> None:
         module.rope_type = {name: "default" if one in STRETCHES else one for name, one in kind.items()}  # type: ignore[assignment]
 
 
-def _said(error: Exception) -> str:
+def _reason(error: Exception) -> str:
     if ATTENTION_AND_MASKS in str(error):
         return "its attention is not called through transformers' attention interface"
     return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"

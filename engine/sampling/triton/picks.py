@@ -159,7 +159,7 @@ def pick_row(
             whole = (top_p < 1.0) & (top_k == 0) & (tl.load(floors + cut) >= LEAST) & (failed == 0)
             if whole:
                 # All tokens with less than (1 - top_p) / V of the weight have less than 1 - top_p of it together, so
-                # the kept tokens have more.  The factor e covers every rounding.
+                # every kept token has more.  The factor e covers every rounding.
                 share = (1.0 - top_p) * total / vocab_size
                 score = tl.log(tl.maximum(share.to(tl.float32), 1e-30)) - 1.0
                 bound = tl.minimum(bound, magnitude(tl.minimum(score, 0.0)))
