@@ -1,9 +1,10 @@
-"""An EAGLE-3 head: one layer that reads a token's embedding beside hidden states of the model at the token before it.
+"""An EAGLE-3 head, a draft model of one layer.  It reads a token's embedding and the target model's hidden states at
+the token before.
 
-Legend: T tokens of a pass · N of them that are guessed behind · D model dim · V tokens that the head can guess
+Legend: T tokens of a pass · N rows that a draft token is sampled for · D model dim · V tokens that the head can propose
         L layers of the model whose states are read
-Owns: the order of operations.  Does not know: where states are kept, how guesses become tokens of the model.
-Source: Li et al. 2025, EAGLE-3; guessing is a chain here, of the likeliest token each.
+Owns: the order of operations.  Does not know: where states are kept, how its tokens map to the model's.
+Source: Li et al. 2025, EAGLE-3; here drafts are chains of the likeliest token each.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -30,7 +31,7 @@ class States(Protocol):
     """Return the kept states of the model."""
 
     def read(self, slots_T: Tensor) -> Tensor:
-        """Fused states, [T, D]."""
+        """Return fused states, [T, D]."""
         ...
 
 
@@ -39,7 +40,8 @@ class EagleHead:
 
     A pass's token_ids_T are the tokens behind its positions, and states are those at the positions.
 
-    embedding: the larger model's.  states: of the tokens in the pool's pages.  Both are set before the first pass."""
+    embedding: the target model's.
+    states: of the tokens in the pool's pages.  Both are set before the first pass."""
 
     embedding: VocabLinear
     states: States
