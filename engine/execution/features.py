@@ -54,7 +54,7 @@ class RankContext:
 class RankFeature:
     """An optional part of one rank.  A subclass overrides the hooks that it needs.
 
-    order: features of lower order come first, in every hook.
+    order: features of lower order come first.
     more_samples: positions of one row that are sampled in a step, besides its last one.
     page_bytes: memory that the feature takes for each page of the KV pool.
     pools: pools with as many pages as the KV pool, whose pages move between the tiers with those of the KV pool."""
@@ -118,9 +118,5 @@ class RankFeature:
 
 
 def hooks(features: Iterable[RankFeature], name: str) -> tuple[Callable[..., Any], ...]:
-    """Return the methods of this name that features have overridden, in the order of the features."""
-    return tuple(
-        getattr(one, name)
-        for one in sorted(features, key=lambda one: one.order)
-        if getattr(type(one), name) is not getattr(RankFeature, name)
-    )
+    """Return the methods of this name that features have overridden."""
+    return tuple(getattr(one, name) for one in features if getattr(type(one), name) is not getattr(RankFeature, name))

@@ -44,7 +44,7 @@ class ModelRunner:
     graphs: the captures of the device.
     piecewise: the model captured in pieces; None if steps with prefill run as any other.
     whole_decodes: runs whole decode steps; None if they run as any other.
-    features: the optional parts of the rank."""
+    features: the optional parts of the rank, in their order."""
 
     def __init__(
         self,

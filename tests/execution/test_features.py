@@ -63,19 +63,18 @@ def with_features(checkpoint: Path, features: Sequence[RankFeature]) -> ModelRun
 
 def test_features_take_a_step_in_their_order_and_what_they_add_is_in_its_result(checkpoint: Path) -> None:
     said: list[str] = []
-    runner = with_features(checkpoint, [Noting("second", 2, said), Noting("first", 1, said)])
+    runner = with_features(checkpoint, [Noting("first", 1, said), Noting("second", 2, said)])
     steps = Steps(runner)
     steps.prefill(0, 5)
     assert said == ["first begins", "second begins", "first applies 0", "second applies 0"]
     said.clear()
-    proposals = {
-        name: np.array([one], np.int32).tobytes() for name, one in (("rows", 0), ("positions", 5), ("tokens", 1))
-    }
+    columns = {"rows": 0, "positions": 5, "tokens": 1}
+    proposals = {f"proposed_{name}": np.array([one], np.int32).tobytes() for name, one in columns.items()}
     done = runner.launch(Step(step_id=1, decode_rows=np.array([0], np.int32).tobytes(), **proposals)).collect()
     assert said[2:] == ["first applies 4", "second applies 0"], "a feature sees the step as the one before it left it"
     assert done.extras[0].lost_adapter == "second"
     runner.close()
-    assert said[-2:] == ["second closes", "first closes"]
+    assert said[-2:] == ["first closes", "second closes"]
 
 
 def test_a_message_goes_to_the_feature_that_takes_it(checkpoint: Path) -> None:

@@ -359,8 +359,11 @@ class Counted:
         self.num_packed += 1
 
 
-def test_kernels_are_measured_once_and_only_for_models_worth_it(tmp_path: Path) -> None:
-    race = Race(torch.device("cpu"), torch.float32, tmp_path / "cache" / "linear.json")
+def test_kernels_are_measured_once_and_only_for_models_worth_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    race = Race(torch.device("cpu"), torch.float32)
     assert race.seconds({"a": Counted()}, [(64, 64)]) == {}
     kernels = {"a": Counted(), "b": Counted()}
     shapes = [(1024, 1024), (1024, 600)]
@@ -369,7 +372,8 @@ def test_kernels_are_measured_once_and_only_for_models_worth_it(tmp_path: Path) 
     assert all(0 < one < 1 for one in first.values())
     assert race.seconds(kernels, shapes) == first
     assert {kernel.num_packed for kernel in kernels.values()} == {2}
-    (tmp_path / "cache" / "linear.json").write_text("{")
+    (kept,) = (tmp_path / "callboard" / "measured").iterdir()
+    kept.write_text("{")
     race.seconds(kernels, shapes)
     assert {kernel.num_packed for kernel in kernels.values()} == {4}
 
@@ -377,7 +381,8 @@ def test_kernels_are_measured_once_and_only_for_models_worth_it(tmp_path: Path) 
 def test_what_one_kind_of_gpu_is_best_at_is_not_taken_for_another(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    race = Race(torch.device("cuda"), torch.bfloat16, tmp_path / "linear.json")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    race = Race(torch.device("cuda"), torch.bfloat16)
     took = {"H100": {"a": 1.0}, "L40S": {"b": 2.0}}
     for name in ("H100", "L40S"):
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: name)

@@ -329,7 +329,7 @@ def test_a_result_is_kept_for_the_same_heads_options_and_contenders(enter: Enter
     assert race().decide(progress=False)["decode"] == Contender("b")
     assert acme_clock.now == before  # nothing ran
     assert race(tables={"attention.a": {"slower": 2}}).known().results == {"prefill": [], "decode": []}
-    (kept,) = (tmp_path / "cache" / "callboard" / "attention.race").iterdir()
+    (kept,) = (tmp_path / "cache" / "callboard" / "measured").iterdir()
     kept.write_text("{torn")
     assert race().known().results["decode"] == []
     enter("c", 0.5, 0.5)
