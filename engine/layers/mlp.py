@@ -16,9 +16,11 @@ from engine.layers.kernels import LayerKernels
 from engine.layers.linear import ColumnLinear, RowLinear
 from engine.layers.weights import WeightSlice, joined, merged, transposed
 
-# torch divides an operation on at least so many elements among threads, at places that depend on their number, and
-# computes the remainder at the end of a thread's part by other instructions.
+# torch divides an operation on at least so many elements among threads, at places that depend on their number.  It
+# computes the remainder at the end of a thread's part, or of a row with a gap after it, by other instructions, and so
+# all of gelu of rows with gaps.
 DIVIDED = 32768
+VECTORS = 128  # a multiple of so many elements has no remainder
 
 
 def activated(x_TI: Tensor, kind: str) -> Tensor:
@@ -29,11 +31,18 @@ def activated(x_TI: Tensor, kind: str) -> Tensor:
 
 
 def activated_by_rows(x_TI: Tensor, kind: str) -> Tensor:
-    """Return ``activated``, with the same bits for a row whatever the other rows: no thread begins within a row."""
-    rows = max(1, (DIVIDED - 1) // x_TI.shape[1])
-    if len(x_TI) <= rows:
-        return activated(x_TI, kind)
-    return torch.cat([activated(part, kind) for part in x_TI.split(rows)])
+    """Return ``activated``, with the same bits for an element whatever other rows and features there are.
+
+    No thread begins within a row, zeros fill a row's last vectors, and rows have no gaps."""
+    width = x_TI.shape[1]
+    left = -width % VECTORS
+    filled = F.pad(x_TI, (0, left)) if left else x_TI.contiguous()
+    rows = max(1, (DIVIDED - 1) // (width + left))
+    if len(x_TI) > rows:
+        whole = torch.cat([activated(part, kind) for part in filled.split(rows)])
+    else:
+        whole = activated(filled, kind)
+    return whole[:, :width] if left else whole
 
 
 def gated(

@@ -101,7 +101,8 @@ def test_a_slot_below_zero_stores_nothing_and_one_beyond_the_pool_is_refused(ker
 def test_the_gate_of_a_mlp(kernels, num_tokens, width):
     gate_up_T2I = torch.randn((num_tokens, 2 * width)) * 8
     torch.testing.assert_close(kernels.gated(gate_up_T2I), gated(gate_up_T2I, "silu", None))
-    torch.testing.assert_close(kernels.gated(gate_up_T2I, "gelu"), gated(gate_up_T2I, "gelu", None))
+    expected = gated(gate_up_T2I.double(), "gelu", None).float()
+    torch.testing.assert_close(kernels.gated(gate_up_T2I, "gelu"), expected, atol=1e-4, rtol=1e-5)
 
 
 def test_gates_at_the_ends_of_float32(kernels):
