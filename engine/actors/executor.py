@@ -1,12 +1,12 @@
 """The executor actor: one rank's device, driven from a thread of its own.
 
-consumes: Step, FetchPages (scheduler) · Profile (an operator, by way of their group) · Stop (system)
-produces: StepDone, PagesFetched, and how many pages there are once it has loaded (scheduler, by way of its group)
+consumes: Step, FetchPages (scheduler) · Profile (an operator, through their group) · Stop (system)
+produces: StepDone, PagesFetched, and the number of pages once it has loaded (scheduler, through its group)
 waits for: a message; the collector waits for the device.   owns: the device thread and the collector's.
 
 Only plain steps and their results cross between the loop and the threads.  The device thread launches a step as soon
-as it arrives: with two steps in flight, step N+2 comes when N is done, and must be queued while N+1 runs.  So it never
-waits for the device itself; what is done once it is launched, as every step on a CPU, it collects at once.
+as it arrives: with two steps in flight, step N+2 arrives when N is done, and must be queued while N+1 runs.  So it
+never waits for the device; a step that is finished after its launch, such as any step on a CPU, is collected at once.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 
 class PendingStep(Protocol):
-    """A launched step.  Calls come from any thread, one at a time."""
+    """A launched step.  Its methods are called from any thread, one at a time."""
 
     def ready(self) -> bool:
         """Whether ``collect`` would return at once."""
@@ -37,30 +37,30 @@ class PendingStep(Protocol):
 
 
 class Runner(Protocol):
-    """The device half of a step; every call comes from the device thread."""
+    """The device side of a step; every call is made on the device thread."""
 
     num_pages: int
 
     @property
     def stored(self) -> PageFetcher | None:
-        """The rank's side of the store; None where there is none."""
+        """The rank's side of the store; None without a store."""
         ...
 
     def launch(self, step: Step) -> PendingStep:
-        """Start a step without waiting for it; those before it may still run, and be collected meanwhile."""
+        """Start a step without waiting for it; earlier ones may still run, and be collected meanwhile."""
         ...
 
     def profile(self, ask: Profile) -> None:
-        """Record the next steps, or no more of them.  What goes wrong with that is logged, and nothing else."""
+        """Start or stop recording the next steps.  Errors of the profiler are logged and not raised."""
         ...
 
     def leave(self) -> None:
-        """After a failure: give up the communicator, so that ranks which wait for this one fail too, and at once."""
+        """Abort the communicator after a failure, so that ranks that wait for this one fail at once too."""
         ...
 
 
 class Executor(Actor[ExecutorInbox]):
-    """rank: of this executor.  load: builds the runner, on the device thread."""
+    """The actor of one rank's device.  rank: its number.  load: builds the runner, on the device thread."""
 
     def __init__(
         self,
@@ -78,15 +78,15 @@ class Executor(Actor[ExecutorInbox]):
         self.loaded = False
 
     def connect(self, *, ready: Callable[[int], None], done: Callable[[FromExecutor], None]) -> None:
-        """Where results go, on the event loop.  ready: told the number of pages once the model is loaded."""
+        """Set the receivers of results on the event loop.  ready: called with the number of pages when loaded."""
         self._ready = ready
         self._done = done
 
     async def run(self) -> None:
-        """Start the device thread, then handle messages; the thread's failure is the actor's."""
+        """Start the device thread, then handle messages; a failure of the thread fails the actor."""
         loop = asyncio.get_running_loop()
         failed: asyncio.Future[None] = loop.create_future()
-        failed.add_done_callback(asyncio.Future.exception)  # it may come when this has ended, and is looked at here
+        failed.add_done_callback(asyncio.Future.exception)  # retrieves an exception that is set after this has ended
 
         def report(error: BaseException) -> None:
             if not failed.done():
@@ -98,7 +98,7 @@ class Executor(Actor[ExecutorInbox]):
                 runner = self._load()
                 self._serve(runner, loop)
             except BaseException as error:  # every failure of the thread must reach the actor
-                if not isinstance(error, Exception):  # a task that raises SystemExit ends the loop without a word
+                if not isinstance(error, Exception):  # a task that raises SystemExit ends the loop without a message
                     error = RuntimeError(f"{error!r} on the device thread")
                 _call_soon(loop, partial(report, error))
                 if runner is not None:
@@ -126,18 +126,18 @@ class Executor(Actor[ExecutorInbox]):
 
     def _fetch(self, message: FetchPages) -> None:
         stored, loop = self._stored, asyncio.get_running_loop()
-        assert stored is not None, "pages are to be fetched and there is no store"
+        assert stored is not None, "a fetch of pages arrived without a store"
         loop.call_later(message.timeout_s, stored.give_up, message.fetch_id)
         stored.fetch(message, lambda fetched: _call_soon(loop, partial(self._done, fetched)))
 
     def close(self) -> None:
-        """End the device thread after the steps it has; a load that still runs is left to die with the process."""
+        """End the device thread after its queued steps; a load that still runs ends with the process."""
         self._steps.put(None)
         if self._thread is not None and self.loaded and not self._abandoned:
             self._thread.join(timeout=30)
 
     def abandon(self) -> None:
-        """Do not wait for the device thread: it may never come back."""
+        """Mark the device thread as hung, so that ``close`` does not wait for it."""
         self._abandoned = True
 
     def _serve(self, runner: Runner, loop: asyncio.AbstractEventLoop) -> None:
@@ -163,22 +163,22 @@ class Executor(Actor[ExecutorInbox]):
 
 
 class Collector:
-    """Collects launched steps in their order.  deliver: takes each result.  stop: called if one cannot be collected.
+    """Collects launched steps in order, on a thread.  deliver: receives each result.  stop: called on a failure.
 
-    ``take``, ``end`` and ``join`` are called by the device thread."""
+    The device thread calls ``take``, ``end`` and ``join``."""
 
     def __init__(self, name: str, deliver: Callable[[StepDone], None], stop: Callable[[], None]) -> None:
         self._deliver = deliver
         self._stop = stop
         self._waiting: queue.SimpleQueue[PendingStep | None] = queue.SimpleQueue()
         self._num_taken = 0
-        self._num_delivered = 0  # of those that were taken; written by the collector's thread alone
+        self._num_delivered = 0  # of the steps in ``_num_taken``; written by the collector's thread alone
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
     def take(self, pending: PendingStep) -> None:
-        """Deliver its result: at once where that needs no waiting, else as soon as the device is done with it."""
+        """Deliver a step's result: at once if it is ready, else when the device has finished it."""
         if self._num_delivered == self._num_taken and pending.ready():
             self._deliver(pending.collect())
         else:
@@ -186,11 +186,11 @@ class Collector:
             self._waiting.put(pending)
 
     def end(self) -> None:
-        """Nothing comes any more."""
+        """Accept no more steps."""
         self._waiting.put(None)
 
     def join(self) -> None:
-        """Wait until all that was taken is delivered.  Raises what the collecting raised."""
+        """Wait until all taken steps are delivered.  Raises what collecting raised."""
         self._thread.join()
         if self._error is not None:
             raise self._error
@@ -200,13 +200,13 @@ class Collector:
             while (pending := self._waiting.get()) is not None:
                 self._deliver(pending.collect())
                 self._num_delivered += 1
-        except BaseException as error:  # every failure must reach the device thread, and with it the actor
+        except BaseException as error:  # every failure must reach the device thread, which passes it to the actor
             self._error = error
             self._stop()
 
 
 def _call_soon(loop: asyncio.AbstractEventLoop, callback: Callable[[], None]) -> None:
-    """From a thread to the loop; a loop that has closed meanwhile no longer wants to know."""
+    """Call back on the loop from a thread; does nothing if the loop has closed meanwhile."""
     try:
         loop.call_soon_threadsafe(callback)
     except RuntimeError:
