@@ -1,7 +1,7 @@
-"""Tiles by measurement: which were fastest here for which sizes, kept in a file so that it is measured once.
+"""Measured tiles: the fastest for each size on this machine, kept in a file so that they are measured once.
 
-Owns: the file and what it is valid for.  Does not know: kernels, what is timed.
-A file that is missing, broken or cannot be written costs time, never the start: the defaults serve.
+Owns: the file and its validity.  Does not know: kernels, the measured work.
+A missing, broken or unwritable file costs time, but does not fail the start: defaults are used.
 """
 
 import hashlib
@@ -24,14 +24,14 @@ STEP = 4
 
 
 class TileTable(msgspec.Struct, forbid_unknown_fields=True):
-    """size -> what was fastest; see ``size_key``."""
+    """A table of size -> its fastest tiles; ``size_key`` makes the keys."""
 
     decode: dict[str, DecodeTiles] = {}
     prefill: dict[str, PrefillTiles] = {}
 
 
 def bucket(count: int) -> int:
-    """The next power of ``STEP``: sizes that are served alike."""
+    """Return the next power of ``STEP``; sizes up to it share tiles."""
     size = 1
     while size < count:
         size *= STEP
@@ -39,12 +39,12 @@ def bucket(count: int) -> int:
 
 
 def size_key(shape: str, batch_size: int, context: int) -> str:
-    """shape: all that does not change from step to step.  context: positions that a row's page table has room for."""
+    """Return the key of a size.  shape: all that is constant over steps.  context: positions in a row's page table."""
     return f"{shape} batch {bucket(batch_size)} context {bucket(context)}"
 
 
 def nearest(tiles: Mapping[str, T], shape: str, batch_size: int, context: int) -> T | None:
-    """The tiles of this size, or of the next smaller one that has some: first of the batch, then of the context."""
+    """Return the tiles of this size, or of the next smaller one that has some: first in batch, then in context."""
     if not tiles:
         return None
     context = bucket(context)
@@ -59,7 +59,7 @@ def nearest(tiles: Mapping[str, T], shape: str, batch_size: int, context: int) -
 
 
 def table_path(device_name: str) -> Path | None:
-    """Where the table of this device, triton and kernel source lies; None without a home."""
+    """Return the path of the table for this device, triton and kernel source; None without a home."""
     try:
         base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     except RuntimeError:
@@ -72,7 +72,7 @@ def table_path(device_name: str) -> Path | None:
 
 
 def load_table(path: Path | None) -> TileTable:
-    """The table in the file, or an empty one."""
+    """Return the table in the file, or an empty one."""
     if path is None or not path.exists():
         return TileTable()
     try:
