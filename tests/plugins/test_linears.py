@@ -114,7 +114,7 @@ class FlawedWeight:
         ("fails on no rows", "raised RuntimeError: no rows"),
         ("forgets the bias", "with a bias"),
         ("writes its input", "has changed its input"),
-        ("one scale per batch", "beside a row 1000 times larger"),
+        ("one scale per batch", "next to a row 1000 times larger"),
         ("saturates", "all elements at the largest"),
         ("depends on the batch", "the same bits in every batch"),
     ],

@@ -1,11 +1,11 @@
-"""The conformance kit for attention backends: one call proves one right, or lists every case in which it is not.
+"""The conformance kit for attention backends: one call checks a backend, and lists every case that fails.
 
     from engine.plugins.testing.attention import check_attention_backend, through_hook
     check_attention_backend(through_hook(callboard_attention_backend), Declaration(api=1, devices=("cpu",)))
 
 Legend: T new tokens in the step · N query heads · G KV heads · H head size · L keys of a sequence
-Owns: steps made of random numbers with everything poisoned that must not be read, the comparison with float64.
-Does not know: which cases there are (``attention_cases.py``), kernels.
+Owns: steps made of random numbers, with NaN everywhere else, and the comparison with float64.
+Does not know: the list of cases (``attention_cases.py``), kernels.
 """
 
 import zlib
@@ -38,21 +38,21 @@ from engine.plugins.testing.invariance import NAN_BYTE, layers_needed, pages_nee
 from engine.plugins.testing.reference import attend
 
 NUM_LAYERS = 2
-CASE_TIMEOUT_S = 300.0  # kernels that are compiled at their first call take minutes
-# A result may be off by the first plus the second times its size: a few roundings of the type.
+CASE_TIMEOUT_S = 300.0  # compiling kernels at their first call takes minutes
+# A result may be off by the first plus the second times its size: a few roundings in the type.
 TOLERANCES = {"float32": (1e-5, 1e-5), "float16": (1.5e-3, 2e-3), "bfloat16": (1e-2, 1.6e-2)}
-# A score of 150 has an absolute rounding error that is as much larger than one of 5.
+# A score of 150 has a larger absolute rounding error than one of 5, by the same factor.
 LOUD, LOUD_TOLERANCE = 40.0, 20.0
-UNUSUAL_SCALE = 0.9  # so that 1 / sqrt(H) is wrong, which a backend may assume without reading the spec
+UNUSUAL_SCALE = 0.9  # differs from 1 / sqrt(H), which a backend may assume without reading the spec
 
 
 def check_attention_backend(
     factory: AttentionFactory, declares: Declaration, device: str = "cpu", invariant: AttentionFactory | None = None
 ) -> None:
-    """Take a backend through everything it declares.  Raises ConformanceError with every case that fails.
+    """Check a backend in everything it declares.  Raises ConformanceError with every case that fails.
 
-    factory: what the plugin's hook returns, or ``through_hook`` of the hook, so that it is tried as well.
-    invariant: the same where its context asks for invariant results, if it gives others without.
+    factory: returned by the plugin's hook, or ``through_hook`` of the hook, to check that as well.
+    invariant: the factory for a context that asks for invariant results, if it is another one.
     A case that has not ended after CASE_TIMEOUT_S has failed, and is the last one.
     """
     findings = Findings(f"attention backend on {device}")
@@ -60,7 +60,7 @@ def check_attention_backend(
     for case in attention_cases(declares):
         with findings.case(str(case)):
             has_ended = returns_within(CASE_TIMEOUT_S, partial(check_case, case, factory, device), str(case))
-            assert has_ended, f"was not done after {CASE_TIMEOUT_S:g} s; cases behind it have not been tried"
+            assert has_ended, f"was not done after {CASE_TIMEOUT_S:g} s; later cases were not run"
         if not has_ended:
             break
     if declares.invariant and has_ended:
@@ -71,7 +71,7 @@ def check_attention_backend(
 
 
 def require_invariance(factory: AttentionFactory, declares: Declaration, dtype: str, device: str = "cpu") -> None:
-    """Cut the same sequences into other steps.  Raises AssertionError that names the first token with other bits."""
+    """Cut the same sequences into other steps.  Raises AssertionError with the first token whose bits differ."""
     head_size = next((size for size in (64, 128, 80) if not declares.head_sizes or size in declares.head_sizes), 64)
     page_size = next((size for size in (16, 64, 256, 1) if not declares.page_sizes or size in declares.page_sizes), 16)
     for num_kv_heads, ratio in ((2, 2), (1, 3), (3, 1)):
@@ -96,7 +96,7 @@ def through_hook(
     options: Mapping[str, Any] | None = None,
     invariant: bool = False,
 ) -> AttentionFactory:
-    """A factory that asks a plugin's hook, with the context that the case calls for, as an engine's start does.
+    """Return a factory that calls a plugin's hook with the context of a case, as an engine does at its start.
 
     invariant: whether results must be the same in every step."""
 
@@ -124,7 +124,7 @@ def through_hook(
 
 
 def check_case(case: AttentionCase, factory: AttentionFactory, device: str = "cpu") -> None:
-    """Take a backend through one case.  Raises AssertionError that says what is wrong and where."""
+    """Run a backend through one case.  Raises AssertionError with the error and its place."""
     spec = AttentionSpec(
         num_layers=NUM_LAYERS,
         num_heads=case.num_kv_heads * case.ratio,
@@ -148,7 +148,7 @@ def _sinks(case: AttentionCase, device: torch.device) -> tuple[Tensor, ...]:
 
 
 def check_steps(case: AttentionCase, factory: AttentionFactory, spec: AttentionSpec, device: torch.device) -> None:
-    """Take a backend through one case with a given spec; at most two of its layers are used."""
+    """Run a backend through one case with a given spec; at most two of its layers are used."""
     sizes = [sum(-(-length // case.page_size) for length, _ in (*rows, *segments)) for rows, segments in case.steps]
     few_layers, dtype = replace(spec, num_layers=min(NUM_LAYERS, spec.num_layers)), getattr(torch, case.dtype)
     pool = new_pool(few_layers, max(sizes) + 3, case.page_size, dtype, device, case.layout, case.kv_dtype)
@@ -171,7 +171,7 @@ def check_steps(case: AttentionCase, factory: AttentionFactory, spec: AttentionS
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """A batch, its queries, and per sequence where its keys lie and how many queries it has."""
+    """A batch, its queries, and for each sequence the slots of its keys and its number of queries."""
 
     batch: AttentionBatch
     q_TNH: Tensor
@@ -187,9 +187,9 @@ class _Step:
         pool: KVPool,
         generator: torch.Generator,
     ) -> "_Step":
-        """Random keys, values and queries in a pool in which everything else is NaN.
+        """Return random keys, values and queries, in a pool that is NaN everywhere else.
 
-        So is page 0, which is what the unused entries of the page table say."""
+        Page 0, which the unused entries of the page table name, is NaN too."""
         pool.by_page[: pool.num_pages].view(torch.uint8).fill_(NAN_BYTE)
         device, page_size = pool.data.device, pool.page_size
         padding = ((0, 1),) * (case.num_padding if not segments else 0)
@@ -212,7 +212,7 @@ class _Step:
                 records.view(pool.format.memory)[all_slots] = pool.format.encode(drawn)
         host_lengths = np.array([length for length, _ in sequences], dtype=np.int32)
         host_queries = np.array([count for _, count in sequences], dtype=np.int32)
-        # The decoder hands over the query part of a merged product, or a tensor of its own.
+        # The decoder passes the query part of a merged product, or a tensor of its own.
         wide = spec.num_heads + 2 * spec.num_kv_heads if case.strided else spec.num_heads
         q_TNH = _normal((int(host_queries.sum()), wide, spec.head_size), pool, generator)[:, : spec.num_heads]
         batch = batch_on(device, len(rows) + len(padding), table, host_lengths, host_queries)
@@ -255,9 +255,9 @@ def _check_step(backend: AttentionBackend, step: _Step, spec: AttentionSpec, poo
 def _check_captured(
     backend: AttentionBackend, step: _Step, spec: AttentionSpec, pool: KVPool, case: AttentionCase
 ) -> None:
-    """A decode step as a graph has it; nothing is captured, but what a replay would not repeat is not called.
+    """Check a decode step as in a graph: nothing is captured, but code that a replay would not repeat is not called.
 
-    The graph has one row more, and tables and lengths that are written when all planning is done."""
+    The graph has one more row, and tables and lengths that are written after all planning."""
     num_rows, q_TNH = len(step.q_TNH), torch.cat((step.q_TNH, torch.zeros_like(step.q_TNH[:1])))
     static, lengths = _static_batch(step.batch, pool), np.ones(num_rows + 1, dtype=np.int32)
     np.maximum(step.batch.host_lengths, 1, out=lengths[:num_rows])  # padding has a token
@@ -280,7 +280,7 @@ def _check_captured(
 
 
 def _static_batch(batch: AttentionBatch, pool: KVPool) -> AttentionBatch:
-    """One row more than ``batch`` has; every row has one token, of the dump page."""
+    """Return a batch with one more row than ``batch``; every row has one token, on the dump page."""
     num_rows, width = batch.page_table_BP.shape
     ones = np.ones(num_rows + 1, dtype=np.int32)
     return AttentionBatch(
@@ -294,7 +294,7 @@ def _static_batch(batch: AttentionBatch, pool: KVPool) -> AttentionBatch:
 
 
 def _compare(out_TNH: Tensor, step: _Step, spec: AttentionSpec, pool: KVPool, layer: int, case: AttentionCase) -> None:
-    """Raise AssertionError that names the place of the largest error, if one is too large."""
+    """Raise AssertionError with the place of the largest error, if it is too large."""
     sinks_N = spec.sinks[layer] if spec.sinks else None
     absolute, relative = TOLERANCES[case.dtype]
     allowed_more = LOUD_TOLERANCE if case.loud else 1.0
@@ -306,14 +306,14 @@ def _compare(out_TNH: Tensor, step: _Step, spec: AttentionSpec, pool: KVPool, la
         first += count
         where = f"layer {layer}, sequence {index} (context {len(slots_L)}, {count} new)"
         if not len(slots_L):
-            # Padding: its output is not used, but its K/V go to the dump page, where NaN would stay.
-            assert out_nNH.isfinite().all(), f"{where}: padding must give something finite"
+            # Padding: its output is unused, but its K/V are written to the dump page, where NaN would stay.
+            assert out_nNH.isfinite().all(), f"{where}: the output of padding must be finite"
             continue
         slots_L = slots_L.to(pool.data.device)
         keys_LGH, values_LGH = pool.read(layer, slots_L)
         window = spec.window_of(layer)
         expected_nNH = attend(q_nNH, keys_LGH, values_LGH, spec.scale, window, spec.soft_cap, sinks_N)
-        assert out_nNH.isfinite().all(), f"{where}: NaN or infinity, perhaps from a slot that is not its own"
+        assert out_nNH.isfinite().all(), f"{where}: NaN or infinity, perhaps from a slot of another sequence"
         error_nNH = (out_nNH - expected_nNH).abs()
         excess_nNH = error_nNH / ((absolute + relative * expected_nNH.abs()) * allowed_more)
         largest = int(excess_nNH.argmax())
@@ -322,6 +322,6 @@ def _compare(out_TNH: Tensor, step: _Step, spec: AttentionSpec, pool: KVPool, la
             query, head, _ = np.unravel_index(largest, excess_nNH.shape)
             message = (
                 f"{where}: query {query}, head {head} is off by {error_nNH.flatten()[largest]:.3g}, "
-                f"{worst:.3g} times what is allowed; largest error {error_nNH.max():.3g}"
+                f"{worst:.3g} times the limit; largest error {error_nNH.max():.3g}"
             )
     assert worst <= 1.0, message

@@ -1,6 +1,6 @@
-"""The steps that an attention backend is tried with: which ones follow from what it declares.
+"""The steps that an attention backend is checked with, derived from its declaration.
 
-Owns: the list of cases.  Does not know: tensors, how a case is run.
+Owns: the list of cases.  Does not know: tensors, the running of a case.
 """
 
 from collections.abc import Iterator
@@ -19,12 +19,12 @@ Sequence = tuple[int, int]  # context length including the new tokens, new token
 
 @dataclass(frozen=True, slots=True)
 class AttentionCase:
-    """One backend, and the steps that it is taken through one after the other, over one pool.
+    """One backend, and the steps that it runs in order over one pool.
 
-    steps: each is (decode rows, segments of prompts).  contiguous: pages lie side by side; if not, anywhere.
-    num_padding: decode rows of length 0 behind the others.  strided: the queries are a slice of a wider tensor.
+    steps: each is (decode rows, segments of prompts).  contiguous: pages are adjacent; if not, scattered.
+    num_padding: decode rows of length 0 after the others.  strided: the queries are a slice of a wider tensor.
     layout, kv_dtype: of the pool.
-    loud: queries so large that an exponential overflows unless the largest score is taken out first.
+    loud: queries so large that an exponential overflows unless the largest score is subtracted first.
     """
 
     name: str
@@ -66,23 +66,23 @@ class AttentionCase:
 
 
 def decode_rows(page_size: int) -> tuple[Sequence, ...]:
-    """One new token each; contexts that end just before, at and just after the end of a page."""
+    """Return sequences with one new token each; contexts end just before, at and just after the end of a page."""
     lengths = (1, page_size - 1, page_size, page_size + 1, 2 * page_size, 3 * page_size + 2)
     return tuple((length, 1) for length in lengths if length)
 
 
 def new_prompts(page_size: int) -> tuple[Sequence, ...]:
-    """Whole prompts, ragged; the first has a single token."""
+    """Return whole prompts, ragged; the first has a single token."""
     return tuple((length, length) for length in (1, page_size, page_size + 1, 2 * page_size + 3))
 
 
 def chunks(page_size: int) -> tuple[Sequence, ...]:
-    """Parts of prompts over cached context: a page of new tokens, one token, and a part across the end of a page."""
+    """Return parts of prompts after cached context: a page of new tokens, one token, a part across a page's end."""
     return ((3 * page_size + 2, page_size), (2 * page_size, 1), (page_size + 5, 7 if page_size > 1 else 5))
 
 
 def attention_cases(declares: Declaration) -> list[AttentionCase]:
-    """Everything that a backend must get right, by what it declares.  What it declares no limit for is tried widely."""
+    """Return the cases for everything that a backend declares; sizes without a limit are varied widely."""
     limited = (_limited(case, declares.phases) for case in _cases(declares))
     return [case for case in limited if case.steps]
 
@@ -96,7 +96,7 @@ def trial_cases(
     layout: Layout = "layer_first",
     kv_dtype: str = "",
 ) -> list[AttentionCase]:
-    """The least that tells a backend that is wrong everywhere from one that is right; heads are the caller's own."""
+    """Return the fewest cases that detect a backend that is wrong everywhere; the caller sets the heads."""
     mixed = _mixed(page_size)
     steps = (mixed, (mixed[0], ()), ((), new_prompts(page_size)))
     case = AttentionCase("mixed steps", steps, dtype, page_size, head_size, window=window, strided=True, layout=layout)
@@ -125,7 +125,7 @@ def _cases(declares: Declaration) -> Iterator[AttentionCase]:
         yield replace(base, name="prefill", steps=(((), new_prompts(page_size)),), contiguous=contiguous)
         yield replace(base, name="chunked prefill", steps=(((), chunks(page_size)),), contiguous=contiguous)
         yield replace(base, contiguous=contiguous)
-    # Long enough that kernels cut a context in parts, with far shorter rows beside it.
+    # Long enough that kernels split a context, with far shorter rows next to it.
     rows, segments = ((650, 1), *((3 + row, 1) for row in range(16))), ((300, 290), (260, 2))
     yield replace(base, name="long and short", steps=((rows, segments),))
     yield replace(base, name="one row", steps=((((page_size + 1, 1),), ()),))
@@ -151,7 +151,7 @@ def _cases(declares: Declaration) -> Iterator[AttentionCase]:
             yield replace(first, window=page_size + 3, first_window_layer=1)
         if declares.padding:
             yield replace(first, name="padded decode", steps=((mixed[0], ()),), num_padding=3)
-    for kv_dtype in sorted({*declares.kv_dtypes} - {*declares.rounded_queries}):  # these are as exact as they can be
+    for kv_dtype in sorted({*declares.kv_dtypes} - {*declares.rounded_queries}):  # the others are less exact
         yield from _pages_of(kv_dtype, replace(base, name="several steps", steps=steps), declares)
     window = page_size + 3 if declares.window else 0
     if "layer_windows" in declares.supports and declares.window:
@@ -162,7 +162,7 @@ def _cases(declares: Declaration) -> Iterator[AttentionCase]:
     if "sinks" in declares.supports:
         yield from (replace(base, sinks=True, window=one) for one in {0, window})
     if "latents" in declares.supports:
-        # One head of keys to all of queries, the last of whose numbers are no values; DeepSeek's size, and a small one.
+        # One KV head for all query heads, whose last numbers are not values; DeepSeek's size, and a small one.
         latents = replace(base, head_size=576, latent_size=512, num_kv_heads=1, ratio=3)
         yield replace(latents, name="decode", steps=((mixed[0], ()),), dtype=dtypes[-1])
         yield replace(latents, name="chunked prefill", steps=(((), chunks(page_size)),))
@@ -175,7 +175,7 @@ def _cases(declares: Declaration) -> Iterator[AttentionCase]:
 
 
 def _pages_of(kv_dtype: str, base: AttentionCase, declares: Declaration) -> Iterator[AttentionCase]:
-    """A pool whose pages keep another type than the queries'."""
+    """Yield cases of a pool whose pages keep another type than the queries'."""
     others = [dtype for dtype in DTYPES if dtype != kv_dtype and (not declares.dtypes or dtype in declares.dtypes)]
     for dtype in others:
         yield replace(base, dtype=dtype, kv_dtype=kv_dtype)
@@ -195,7 +195,7 @@ def _mixed(page_size: int) -> tuple[tuple[Sequence, ...], tuple[Sequence, ...]]:
 
 
 def _sizes(declared: Sizes, usual: tuple[int, ...]) -> list[int]:
-    """The usual sizes that are declared; if none is, the declared ones."""
+    """Return the usual sizes that are declared; if none is, the declared ones."""
     if not declared:
         return list(usual)
     among = [size for size in usual if size in declared]
@@ -205,7 +205,7 @@ def _sizes(declared: Sizes, usual: tuple[int, ...]) -> list[int]:
 
 
 def _limited(case: AttentionCase, phases: tuple[str, ...]) -> AttentionCase:
-    """The case without what a backend of one phase is never given."""
+    """Return the case without the parts that a backend of one phase never gets."""
     steps = (
         (rows if "decode" in phases else (), segments if "prefill" in phases else ()) for rows, segments in case.steps
     )

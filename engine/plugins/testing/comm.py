@@ -1,11 +1,11 @@
-"""The conformance kit for communication libraries: every collective, on every rank, against sums made in one place.
+"""The conformance kit for communication libraries: every collective, on every rank, compared with local sums.
 
     from engine.plugins.testing.comm import check_comm
     check_comm(lambda size: [MyComm(rank, size) for rank in range(size)])
 
-A library whose ranks have to be processes starts them itself, and calls ``check_rank`` in each.
+A library that needs processes as ranks starts them itself, and calls ``check_rank`` in each.
 
-Owns: the inputs of every rank, the comparison.  Does not know: how ranks reach each other.
+Owns: the inputs of every rank, the comparison.  Does not know: how ranks are connected.
 """
 
 import threading
@@ -30,7 +30,7 @@ def check_comm(
     """Run ``check_rank`` on every rank of a group of each size, each on a thread of its own.
 
     make_group: size -> the ranks of a new group, in order; called on the caller's thread.
-    Raises ConformanceError with every case that fails; a group that hangs is a case.
+    Raises ConformanceError with every case that fails; a group that hangs is a failed case.
     """
     findings = Findings(f"communication on {device}")
     for size in sizes:
@@ -40,10 +40,10 @@ def check_comm(
 
 
 def check_rank(comm: Comm, device: str = "cpu") -> list[Tensor]:
-    """Everything one rank does; all ranks of the group must be in it at once.
+    """Check everything one rank does; all ranks of the group must call this at once.
 
-    Every rank goes through all of it whatever it finds, so that none waits for one that has given up.
-    Returns what every rank must have got alike, to the bit.  Raises ConformanceError, at the end.
+    Every rank runs all cases even after failures, so that no rank waits for another that has stopped.
+    Returns results that must be equal on every rank, to the bit.  Raises ConformanceError, at the end.
     """
     findings = Findings(f"rank {comm.rank} of {comm.size}")
     alike: list[Tensor] = []
@@ -90,19 +90,19 @@ def _check_group(group: Sequence[Comm], size: int, device: str) -> None:
     for rank in range(1, size):
         for index, (theirs, first) in enumerate(zip(alike[rank], alike[0], strict=True)):
             assert torch.equal(theirs, first), (
-                f"result {index} is not the same to the bit on ranks 0 and {rank}, so they would sample apart"
+                f"result {index} is not the same to the bit on ranks 0 and {rank}, so they would diverge"
             )
 
 
 def _inputs(comm: Comm, shape: tuple[int, ...], dtype: torch.dtype, strided: bool, device: str) -> list[Tensor]:
-    """Every rank's input: each can make those of the others, so that nothing has to be exchanged to compare."""
+    """Return every rank's input: each rank can make those of the others, so that nothing is exchanged to compare."""
     made = []
     for rank in range(comm.size):
         generator = torch.Generator().manual_seed(1000 * rank + len(shape))
         values = torch.randn((*shape[:-1], 2 * shape[-1]), generator=generator).mul(8).to(dtype)
         values = values[..., ::2] if strided else values[..., : shape[-1]].contiguous()
         moved = values.to(device)
-        assert moved.is_contiguous() != strided or values.numel() == 1, "the kit's own input is not what it should be"
+        assert moved.is_contiguous() != strided or values.numel() == 1, "the kit's own input has the wrong strides"
         made.append(moved)
     return made
 
@@ -129,6 +129,6 @@ def _check_all_gather(
     expected = torch.cat(inputs, dim)
     assert gathered.shape == expected.shape, f"its shape is {tuple(gathered.shape)}, not {tuple(expected.shape)}"
     assert gathered.dtype == dtype, f"its type is {gathered.dtype}"
-    assert torch.equal(gathered, expected), "it is not every rank's part in the order of ranks"
+    assert torch.equal(gathered, expected), "it is not every rank's part in rank order"
     assert torch.equal(own, before), "it changed its input"
     return gathered
