@@ -62,9 +62,7 @@ class _Encoded:
 
 @dataclass(slots=True)
 class _Text:
-    """One request's text state, from its arrival to its end.
-
-    encoding: the task that encodes the prompt.  stream: None until that is done.
+    """One request's text state.  encoding: the task that encodes the prompt.  stream: None until that is done.
     opening: the first delta's part about the prompt, until that delta is sent."""
 
     request: Tokenize
@@ -90,10 +88,8 @@ class _Text:
 
 
 class Tokenizer(Actor[TokenizerInbox | _Encoded]):
-    """The actor that encodes and decodes text.
-
-    codec: the model's tokenizer and chat template.  vocab_size: the model's, which may be smaller than the tokenizer's.
-    grammars, processors: check those of requests; None for no check."""
+    """Encodes and decodes text.  codec: the model's tokenizer and chat template.  vocab_size: the model's, which may be
+    smaller than the tokenizer's.  grammars, processors: check those of requests; None for no check."""
 
     def __init__(self, *, capacity: int, codec: TextCodec, vocab_size: int, grammars: Grammars | None = None) -> None:
         super().__init__("tokenizer", capacity)
