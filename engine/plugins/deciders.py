@@ -3,7 +3,6 @@
 Owns: asking these plugins, and a guard around those of other packages.  Does not know: what they decide.
 """
 
-from functools import partial
 from importlib import import_module
 
 from engine.checkpoints.checkpoint import ModelSpec
@@ -12,7 +11,6 @@ from engine.kv.eviction import EvictionStrategy
 from engine.plugins.guards import GuardedStrategy, guarded
 from engine.plugins.hookspecs import EvictionContext, PolicyContext, ProposerContext
 from engine.plugins.manager import PROPOSER, Plugins
-from engine.scheduling.planner import NewDrafts
 from engine.scheduling.policy import SchedulingPolicy
 from engine.scheduling.proposer import DraftModel, Proposer
 from engine.text.vocabulary import Vocabulary
@@ -68,12 +66,3 @@ def built_proposer(plugins: Plugins, config: Config, vocab_size: int, max_len: i
         observed = f"num_tokens is {built.num_tokens!r:.100}"
         raise PluginError(f"plugin {name}: {observed}, expected an int from 1 to {MOST_PROPOSED}")
     return built
-
-
-def plugin_drafts(proposer: Proposer | DraftModel | None, vocab_size: int) -> NewDrafts | None:
-    """None if nobody proposes.  vocab_size: of the model."""
-    if proposer is None:
-        return None
-    from engine.scheduling.drafts import Drafts  # nobody else needs it
-
-    return partial(Drafts, proposer=proposer, vocab_size=vocab_size)

@@ -9,9 +9,11 @@ mask only when it has queued that pass.  The scheduler plans ahead as it always 
 """
 
 import logging
+import time
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +29,11 @@ log = logging.getLogger(__name__)
 
 Int64 = npt.NDArray[np.int64]
 Int32 = npt.NDArray[np.int32]
+
+
+BUDGET_TOKENS = 16  # over so many the time of a row is added up
+BUDGET_S = 0.02  # a token, of all rows of a step together
+LEAST_BUDGET_S = 0.005  # of one row, however many there are
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,11 +63,13 @@ class Masks:
 @dataclass(slots=True)
 class _Row:
     """matcher: being built.  last: gives the token that was sampled last and that it has not seen.
-    failure: why the matcher cannot go on; kept, since a step that finds no memory asks for its masks again."""
+    failure: why the matcher cannot go on; kept, since a step that finds no memory asks for its masks again.
+    took_s: time of the processor for its last tokens."""
 
     matcher: "Future[Matcher]"
     last: Callable[[], int] | None = None
     failure: str = ""
+    took_s: deque[float] = field(default_factory=lambda: deque(maxlen=BUDGET_TOKENS))
 
 
 class PendingMasks:
@@ -88,9 +97,17 @@ class PendingMasks:
 class Constraints:
     """All rows of one rank.  Equal calls on every rank give equal masks.
 
-    rows: those that have a grammar or limits, or had; while there are none, nothing has to be asked here."""
+    rows: those that have a grammar or limits, or had; while there are none, nothing has to be asked here.
+    clock: seconds of this thread's work; None where ranks must agree, which see different times."""
 
-    def __init__(self, grammars: Grammars, vocab_size: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        grammars: Grammars,
+        vocab_size: int,
+        device: torch.device,
+        clock: Callable[[], float] | None = time.thread_time,
+    ) -> None:
+        self._clock = clock
         self._grammars = grammars
         self._num_words = -(-vocab_size // 32)
         self._device = device
@@ -140,7 +157,11 @@ class Constraints:
             if not row.failure:
                 token_id = row.last() if row.last is not None else -1  # waits for the device, whose errors are not ours
                 row.last = None
+                began = self._clock() if self._clock is not None else 0.0
                 row.failure = self._advance(row, token_id, words[index])
+                if self._clock is not None and not row.failure:
+                    row.took_s.append(self._clock() - began)
+                    row.failure = _overdue(row, len(rows))
             if row.failure:
                 words[index] = 0
                 failures[index] = f"the grammar of this request cannot go on{row.failure}"
@@ -159,3 +180,14 @@ class Constraints:
             log.exception("a matcher of plugin %s raised; its request ends", self._grammars.name)
             return "; the server log has the details"
         return ""
+
+
+def _overdue(row: _Row, num_rows: int) -> str:
+    """Returns why a row's grammar is too slow for the step that all rows share, or nothing."""
+    budget_s = max(BUDGET_S / num_rows, LEAST_BUDGET_S) * BUDGET_TOKENS
+    if (took_s := sum(row.took_s)) <= budget_s:
+        return ""
+    return (
+        f": it is too ambiguous to follow, {took_s * 1e3:.0f} ms for the last {len(row.took_s)} tokens, at most "
+        f"{budget_s * 1e3:.0f} ms are allowed"
+    )

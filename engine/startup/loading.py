@@ -4,6 +4,7 @@ Owns: how one rank is put together.  Does not know: actors, steps, which feature
 """
 
 import logging
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -108,7 +109,8 @@ def load_runner(
     features = rank_features(_context(start, loaded.model, rows, given or {}))
     pools = PoolMaker(start, loaded.model, attention, rows, sampler, features)
     parts = pools.parts(num_pages)
-    constraints = Constraints(grammars or _own_grammars(start), spec.vocab_size, device)
+    clock = time.thread_time if start.comm.size == 1 else None
+    constraints = Constraints(grammars or _own_grammars(start), spec.vocab_size, device, clock)
     return _new_runner(start, loaded, parts, constraints, features, pools.needs)
 
 

@@ -29,6 +29,7 @@ from engine.layers.kv_pool import Layout
 from engine.plugins.declaration import Phase
 from engine.plugins.manager import ATTENTION, Plugins
 from engine.plugins.selection import BOTH, NOT_MEASURED, Contender, Measured, contenders
+from engine.settings.own_kernels import missing_for_flashinfer
 from engine.startup.measurement import Entry
 from engine.startup.preview import preview_attention
 from engine.startup.race_process import Answer, RaceProcess
@@ -101,6 +102,8 @@ class Race:
 
     def decide(self, progress: bool) -> Measured:
         """Return the choice of 'auto', where it has one and may measure."""
+        if self._device.type == "cuda" and self._left_to_auto() and (advice := missing_for_flashinfer()):
+            log.warning("attention: FlashInfer cannot run, and slower kernels take its place. %s", advice)
         if not self._limit_s or not self._undecided():
             return NOT_MEASURED
         known = self.known()
@@ -120,10 +123,12 @@ class Race:
 
     def _undecided(self) -> bool:
         """Whether 'auto' has more than one to choose from, for a phase that was left to it."""
+        return any(len(self._contenders[phase][0]) > 1 for phase in self._left_to_auto())
+
+    def _left_to_auto(self) -> list[Phase]:
         wanted = self._plugins.attention
         names = (wanted.prefill, wanted.decode)
-        auto = [phase for phase, name in zip(BOTH, names, strict=True) if name == "auto"]
-        return any(len(self._contenders[phase][0]) > 1 for phase in auto)
+        return [phase for phase, name in zip(BOTH, names, strict=True) if name == "auto"]
 
     def known(self) -> Report:
         """Return the results of earlier races of the same contenders on the same heads, device and versions."""

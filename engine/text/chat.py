@@ -5,7 +5,7 @@ Does not know: tokens, HTTP.  Clients cannot bring templates.
 
 The environment is the one transformers gives templates (``apply_chat_template``): block trimming, loop controls,
 ``tojson`` without HTML escapes, ``raise_exception``, ``strftime_now``, and ``generation`` blocks, which only matter
-for training.  Rendering is not bounded in time, so it belongs into a worker thread.
+for training.  Rendering is bounded in time and in what it makes, and belongs into a worker thread.
 """
 
 import json
@@ -21,14 +21,16 @@ from jinja2 import nodes
 from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
+from engine.text.bounded_jinja import BoundedEnvironment
 from engine.text.tool_format import explains_tools, explanation
 from engine.types.errors import RequestError, WeightsError
 from engine.types.prompt import ChatOptions, ChatTurn
 
 _MAX_REASON_CHARS: Final = 500
+OUTPUT_PER_INPUT: Final = 4  # characters that a template may make of one that it is given
+LEAST_OUTPUT_CHARS: Final = 1 << 20
 _END: Final = "\ue000end\ue000"  # of a private plane of Unicode: no template writes it
 _SYSTEM: Final = frozenset({"system", "developer"})
 _ROLES: Final = re.compile(r"""\brole['"\]]*\s*(?:==|!=|in)\s*[\[(]?((?:\s*,?\s*['"]\w+['"])+)""")
@@ -44,13 +46,15 @@ class ChatTemplate:
         """origin: the file, for messages.  variables: bos_token and the like.  now: the clock of ``strftime_now``.
 
         Raises WeightsError if the template is not valid Jinja."""
-        environment = ImmutableSandboxedEnvironment(
+        environment = BoundedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols]
         )
         environment.filters["tojson"] = _to_json
         environment.globals["namespace"] = _PlainNamespace
         environment.globals["raise_exception"] = _raise
         environment.globals["strftime_now"] = lambda layout: now().strftime(layout)
+        environment.bound_filters()
+        self._environment = environment
         try:
             self._template = environment.from_string(source)
         except jinja2.TemplateSyntaxError as error:
@@ -101,8 +105,10 @@ class ChatTemplate:
         return outcome or ""
 
     def _rendered(self, variables: Mapping[str, Any]) -> str:
+        given = msgspec.json.encode(variables)
+        self._environment.begin(OUTPUT_PER_INPUT * len(given) + len(self.source) + LEAST_OUTPUT_CHARS)
         try:
-            return self._template.render(variables)
+            return self._environment.joined(self._template.generate(variables))
         except Exception as error:
             # Templates check the conversation by raising, or just fail on one they did not expect: either way it is
             # this request that the model cannot take.

@@ -17,9 +17,9 @@ from engine.config import Config, build_config
 from engine.control.changeover import Changeover, Road
 from engine.control.system import System
 from engine.features.lora.files import read_adapter
+from engine.features.speculation.payoff import Payoff
 from engine.messages import Finish, RequestOptions
 from engine.plugins.proposer.ngram import NgramProposer
-from engine.scheduling.payoff import Payoff
 from engine.types.errors import ConfigError
 from engine.types.params import SamplingParams
 from tests.engine.held_steps import hold_steps

@@ -2,7 +2,6 @@
 
 import hashlib
 import logging
-import shutil
 import subprocess
 import sys
 
@@ -18,12 +17,12 @@ from engine.kernels.panels import products
 from engine.layers.mlp import gated
 from engine.layers.norm import HeadNorm, RMSNorm
 from engine.layers.rotary import Rotary
-from engine.settings.own_kernels import VARIABLE, kernels_here
+from engine.settings.own_kernels import VARIABLE, c_compiler, kernels_here
 
 CPU = torch.device("cpu")
 EPS = 1e-6
 
-pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler")
+pytestmark = pytest.mark.skipif(not c_compiler(), reason="there is no C compiler")
 
 
 @pytest.fixture

@@ -169,13 +169,15 @@ def test_float16_gives_the_same_bits_through_both_doors(rows: int) -> None:
     seed = torch.Generator().manual_seed(1)
     weight, x = torch.randn(48, 32, generator=seed), torch.randn(rows, 32, generator=seed)
     directly, by_schema = (fbgemm_fp16.HalfWeight(weight, one()) for one in (fbgemm_fp16.direct, fbgemm_fp16.by_schema))
-    assert torch.equal(directly(x, None), by_schema(x, None))
+    assert torch.equal(directly(x, None), by_schema(x, None))  # bits of one call of FBGEMM, made twice
 
 
 @needs_avx2
 @pytest.mark.parametrize("cut_by", [0, 3])
 def test_float16_pads_rows_where_blocks_of_few_give_other_bits(cut_by: int) -> None:
-    """cut_by: last rows of a number that is no multiple of six, which get other bits: as with AVX2, or 0 for none."""
+    """cut_by: last rows of a number that is no multiple of six, which get other bits: as with AVX2, or 0 for none.
+
+    It relies on FBGEMM, whose blocks of six rows have the same bits wherever they are."""
     pack, product = fbgemm_fp16.direct()
 
     def with_other_bits(x, packed):

@@ -25,7 +25,9 @@ from engine.models import loader
 from engine.models.decoder import Decoder
 from engine.plugins.comm.local import LocalComm
 from engine.plugins.families import read_model
+from engine.plugins.manager import Plugins
 from engine.sampling.sampler import Sampler
+from engine.scheduling.proposer import DraftModel
 from engine.startup import loading, memory, pools
 from engine.startup.memory import host_needs, pool_pages
 from engine.types.errors import ConfigError, GraphError
@@ -163,7 +165,9 @@ def test_an_engine_measures_before_it_allocates_and_says_so(checkpoint, monkeypa
     assert device.trims
 
 
-def test_what_attention_keeps_is_no_memory_for_pages(checkpoint, monkeypatch):
+@pytest.mark.parametrize("num_backends", [1, 2])
+def test_what_attention_keeps_is_no_memory_for_pages(checkpoint, monkeypatch, num_backends):
+    """Of the model, and of a draft model beside it."""
     install(monkeypatch)
     taken, seen = [0], []
     build = RankAttention.build
@@ -178,8 +182,30 @@ def test_what_attention_keeps_is_no_memory_for_pages(checkpoint, monkeypatch):
     monkeypatch.setattr(RecordingDevice, "memory", lambda self: DeviceMemory(10 * GB - taken[0], 0))
     monkeypatch.setattr("engine.startup.pools.free_bytes", lambda device: 10 * GB)
     monkeypatch.setattr("engine.startup.pools.pool_pages", lambda *args: (seen.append(args[-1]), pool_pages(*args))[1])
-    load(checkpoint, "breakable", max_running=2, num_pages=0)
-    assert seen[0].attention_bytes == 128 << 20
+    system = System(
+        build_config(
+            Config(),
+            {
+                "model": {"path": str(checkpoint), "tokenizer": "none", "max_model_len": 64},
+                "device": {"kind": "cpu"},
+                "scheduler": {"max_running": 2, "max_step_tokens": 32},
+                "graphs": {"mode": "breakable"},
+                "plugins": {"attention": "torch"},
+            },
+        )
+    )
+    draft = DraftModel(path=str(checkpoint), num_tokens=2) if num_backends == 2 else None
+    plugins = Plugins(system.config.chosen_plugins())
+    loading.load_runner(
+        system.config,
+        system.spec,
+        system.max_len,
+        plugins,
+        rank=0,
+        progress=False,
+        given={} if draft is None else {"draft": draft},
+    )
+    assert seen[0].attention_bytes == num_backends * 128 << 20
 
 
 class StepSplitter(RecordingDevice):

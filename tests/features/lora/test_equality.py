@@ -17,11 +17,11 @@ from engine.execution.captured_steps import Decoded
 from engine.execution.compiled_decodes import CompiledDecodes
 from engine.features.lora.adapters import RankAdapters
 from engine.features.lora.files import read_adapter
+from engine.features.speculation.payoff import Payoff
 from engine.kernels.panels import products
 from engine.kv.node import Namespace
 from engine.messages import RequestOptions, Step
 from engine.sampling.captured import Variant
-from engine.scheduling.payoff import Payoff
 from engine.types.errors import RequestError
 from engine.types.params import SamplingParams
 from engine.types.prompt import Adapter
@@ -267,6 +267,6 @@ async def test_an_adapter_that_is_gone_ends_its_request_alone(llama: Made, num_r
         assert system.executors.num_restarts == 0
         planner = system.monitor._scheduler.planner
         assert planner is not None
-        assert Namespace(adapter=gone.digest) not in planner._page_manager._tree._roots
+        assert Namespace(adapter=gone.digest) not in planner.pages.tree._roots
     finally:
         await system.stop()

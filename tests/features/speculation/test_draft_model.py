@@ -11,8 +11,8 @@ from callboard import LLM
 from engine.execution.rows import DeviceRows
 from engine.features.speculation import drafting, rank
 from engine.features.speculation.drafting import Drafter
+from engine.features.speculation.payoff import Payoff
 from engine.messages import Admission, Landing, Step
-from engine.scheduling.payoff import Payoff
 from engine.types.errors import PluginError, WeightsError
 from engine.types.params import SamplingParams as Params
 from server.operators.verify import Way, verify_numerics

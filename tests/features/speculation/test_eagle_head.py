@@ -13,10 +13,10 @@ from torch import Tensor
 
 from callboard import LLM
 from engine.features.speculation import head_drafting
+from engine.features.speculation.payoff import Payoff
+from engine.features.speculation.planner import SpeculationPlanner, drafts_of
 from engine.messages import Step
 from engine.scheduling.completions import InFlight, Wave
-from engine.scheduling.drafts import Drafts
-from engine.scheduling.payoff import Payoff
 from engine.types.errors import PluginError, WeightsError
 from tests.engine.test_speculation import GREEDY, PROMPTS, SAMPLED, Said, said, same
 from tests.models.checkpoints import SIZES, random_tokens
@@ -52,16 +52,16 @@ def head(model: transformers.PreTrainedModel, tmp_path_factory: pytest.TempPathF
 def guesses(monkeypatch: pytest.MonkeyPatch) -> list[Guess]:
     """Whatever it costs, everything that fits is drafted.  The known tokens of a row, and what was guessed behind."""
     seen: list[Guess] = []
-    verified = Drafts.verified
+    waves = SpeculationPlanner.waves
 
-    def noting(self: Drafts, record: InFlight, sampled: Wave) -> list[Wave]:
-        for row in record.drafts:
+    def noting(self: SpeculationPlanner, record: InFlight, sampled: Wave) -> list[Wave]:
+        for row in drafts_of(record):
             if (extras := sampled.extras.get(row)) is not None and extras.drafted:
                 known = self._table.tokens[row, : self._table.num_known[row]].tolist()
                 seen.append((known, np.frombuffer(extras.drafted, np.int32).tolist()))
-        return verified(self, record, sampled)
+        return waves(self, record, sampled)
 
-    monkeypatch.setattr(Drafts, "verified", noting)
+    monkeypatch.setattr(SpeculationPlanner, "waves", noting)
     monkeypatch.setattr(Payoff, "counts", Everything.counts)
     monkeypatch.setattr(Payoff, "knows", Everything.knows)
     return seen

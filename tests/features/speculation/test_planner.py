@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
+from engine.features.speculation.guesses import TOLD_AT_ONCE
+from engine.features.speculation.payoff import Payoff
 from engine.messages import Finish
-from engine.scheduling.guesses import TOLD_AT_ONCE
-from engine.scheduling.payoff import Payoff
 from engine.scheduling.proposer import DraftModel
 from tests.scheduling.bench import Bench, lose_the_device, prompt_of
 from tests.scheduling.fake_device import VOCAB, next_token

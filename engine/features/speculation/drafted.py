@@ -8,9 +8,9 @@ are worth is then known from its own and, for a new one, from everybody's; and w
 tried now and then, ever more rarely.
 """
 
+from engine.features.speculation.guesses import may_speculate
+from engine.features.speculation.payoff import Chance, HitRate
 from engine.messages import DRAFTED
-from engine.scheduling.guesses import may_speculate
-from engine.scheduling.payoff import Chance, HitRate
 from engine.scheduling.proposer import DraftModel
 from engine.scheduling.rows import RowTable
 
@@ -37,7 +37,6 @@ class DraftedGuesses:
 
     @property
     def rest(self) -> bool:
-        """See ``Guesses``, as for the others."""
         return self._num_idle < self._asleep_until
 
     def chance(self, row: int, ahead: int) -> Chance | None:

@@ -1,53 +1,47 @@
-"""Speculation: rows that decode get proposed tokens behind their last one, and one step samples behind each of them.
+"""Speculation in the planner: rows that decode get proposed tokens, and one step verifies all of a row.
 
 Owns: how many guesses of which row a step verifies, which rows the device knows too far, when tokens are waited for.
-Does not know: who guesses, how a step is planned otherwise, what a token's end means.
+Does not know: where guesses come from, how a step is planned otherwise, what a token's end means.
 
-A token is drawn by seed and position, and by the tokens before it.  So what is sampled behind a proposed token is what
-decoding would sample, as long as every proposal before it was what was sampled there: those tokens stay, and the rest
-is dropped.  Their keys and values lie behind the row's end, where nobody reads, until they are overwritten.
+A token is drawn by seed and position, and by the tokens before it.  So a token that is sampled after a proposed one is
+what decoding would sample, as long as every proposal before it was what was sampled there: those tokens stay, and the
+rest is dropped.  Their keys and values lie after the row's end, where nothing reads, until they are overwritten.
 
-A row whose tokens are waited for has no step in flight, so steps do not overlap while somebody speculates.
+A row whose tokens are waited for has no step in flight, so steps do not overlap while a row speculates.
 """
 
 from collections.abc import Iterable
-from dataclasses import replace
+from functools import partial
+from typing import Final
 
 import msgspec
 import numpy as np
 
-from engine.messages import DRAFTED, Step, StepExtras
-from engine.scheduling.completions import InFlight, Wave
-from engine.scheduling.decodes import Decodes
-from engine.scheduling.drafted import DraftedGuesses
-from engine.scheduling.guesses import Guesses, SessionGuesses
-from engine.scheduling.pages import PageManager
-from engine.scheduling.payoff import Chance, Payoff
+from engine.features.speculation.drafted import DraftedGuesses
+from engine.features.speculation.guesses import Guesses, SessionGuesses
+from engine.features.speculation.payoff import Chance, Payoff
+from engine.messages import DRAFTED, StepExtras
+from engine.plugins.features import FeatureContext
+from engine.scheduling.feature import NewFeature, PlannerFeature, PlannerParts
 from engine.scheduling.proposer import DraftModel, Proposer
-from engine.scheduling.requests import Requests
-from engine.scheduling.rows import PlannerLimits, Rows, RowTable
+from engine.scheduling.rows import Rows, Sequence
+from engine.scheduling.step_builder import Appends, Columns, InFlight, StepBuilder, Wave
+
+NAME: Final = "speculation"
+Drafts = dict[int, tuple[int, ...]]
+"""Row -> proposals that a step verifies; none for a row that has only overrun."""
 
 
-class Drafts:
-    """Of one planner's rows.  await_tokens: nothing may be planned before every step in flight has completed."""
+class SpeculationPlanner(PlannerFeature):
+    """The proposals for one planner's rows.  vocab_size: of the model."""
 
-    def __init__(
-        self,
-        limits: PlannerLimits,
-        table: RowTable,
-        page_manager: PageManager,
-        decodes: Decodes,
-        requests: Requests,
-        *,
-        proposer: Proposer | DraftModel,
-        vocab_size: int,
-    ) -> None:
-        self.await_tokens = False
-        self._max_step_tokens = limits.max_step_tokens
-        self._table = table
-        self._page_manager = page_manager
-        self._decodes = decodes
-        self._requests = requests
+    def __init__(self, parts: PlannerParts, *, proposer: Proposer | DraftModel, vocab_size: int) -> None:
+        self._awaits_tokens = False
+        self._max_step_tokens = parts.limits.max_step_tokens
+        self._table = table = parts.table
+        self._page_manager = parts.pages
+        self._decodes = parts.decodes
+        self._requests = parts.requests
         self._guesses: Guesses = (
             DraftedGuesses(table, proposer)
             if isinstance(proposer, DraftModel)
@@ -60,51 +54,44 @@ class Drafts:
 
     # ---- planning ---------------------------------------------------------------------------
 
-    def added_to(self, step: Step, record: InFlight) -> tuple[Step, InFlight]:
-        """A step that has just been planned, with nothing else in flight: with proposals for rows that decode in it."""
-        decode_rows = np.frombuffer(step.decode_rows, dtype=np.int32)
-        drafts = self._draft(decode_rows.tolist(), self._max_step_tokens - len(decode_rows) - record.num_prefill_tokens)
-        self.await_tokens = any(drafts.values())
+    def awaits_tokens(self) -> bool:
+        return self._awaits_tokens
+
+    def plan(self, step: StepBuilder) -> None:
+        """Add proposals for rows that decode in a step, if no other step is in flight."""
+        if step.overlaps:
+            return
+        decode_rows = step.decode_rows
+        room = self._max_step_tokens - len(decode_rows) - step.num_prompt_tokens
+        drafts = self._draft(decode_rows.tolist(), room)
+        self._awaits_tokens = any(drafts.values())
         self._overrun.difference_update(drafts)
         if not drafts:
-            return step, record
+            return
         rows = np.array(list(drafts), dtype=np.int32)
         counts = np.array([len(proposed) for proposed in drafts.values()], dtype=np.int32)
         table = self._table
         starts = table.num_known[rows] - 1
         table.num_computed[rows] += counts
         table.num_planned[rows] += counts
-        table_rows, table_indexes, table_pages = self._grow(rows)
-        if self.await_tokens:
+        step.appends.append(self._grow(rows))
+        if self._awaits_tokens:
             self._decodes.recount()
-        kept = decode_rows[~np.isin(decode_rows, rows)]
-        # Position of each proposed token: behind its row's last known one.
+        # Position of each proposed token: after its row's last known one.
         nth = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
-        step = msgspec.structs.replace(
-            step,
-            table_rows=step.table_rows + table_rows,
-            table_indexes=step.table_indexes + table_indexes,
-            table_pages=step.table_pages + table_pages,
-            decode_rows=kept.tobytes(),
-            prefill_rows=rows.tobytes() + step.prefill_rows,
-            prefill_starts=starts.tobytes() + step.prefill_starts,
-            prefill_lengths=(counts + 1).tobytes() + step.prefill_lengths,
-            prefill_samples=(counts + 1).tobytes() + step.prefill_samples,
+        step.decode_rows = decode_rows[~np.isin(decode_rows, rows)]
+        step.inserted = Columns(rows, starts, counts + 1, counts + 1)
+        step.notes[NAME] = drafts
+        step.fields.update(
             proposed_rows=np.repeat(rows, counts).tobytes(),
             proposed_positions=(np.repeat(starts, counts) + 1 + nth).astype(np.int32).tobytes(),
             proposed_tokens=np.array([one for proposed in drafts.values() for one in proposed], np.int32).tobytes(),
         )
-        sampled_rows = np.concatenate((kept, np.repeat(rows, counts + 1), record.sampled_rows[record.num_decodes :]))
-        num_tokens = int(counts.sum()) + len(counts)
-        return step, replace(
-            record, sampled_rows=sampled_rows, num_decodes=len(kept), drafts=drafts, num_draft_tokens=num_tokens
-        )
 
-    def _draft(self, decode_rows: list[int], most: int) -> dict[int, tuple[int, ...]]:
-        """Row -> proposals to verify; none for one that has only overrun."""
+    def _draft(self, decode_rows: list[int], most: int) -> Drafts:
         counts = self._counts(self._chances(decode_rows, in_flight=False), len(decode_rows), most)
         self._reads_first = any(self._guesses.reads_first(row) for row in counts)
-        drafts: dict[int, tuple[int, ...]] = {row: () for row in decode_rows if row in self._overrun}
+        drafts: Drafts = {row: () for row in decode_rows if row in self._overrun}
         return drafts | {row: self._guesses.of(row, count) for row, count in counts.items()}
 
     def _chances(self, rows: Iterable[int], *, in_flight: bool) -> dict[int, Chance]:
@@ -140,8 +127,8 @@ class Drafts:
             num = min(num, int(table.num_pages[row]) * table.page_size - known)
         return max(0, num)
 
-    def _grow(self, rows: Rows) -> tuple[bytes, bytes, bytes]:
-        """Pages for what the rows will have computed: the columns of the step."""
+    def _grow(self, rows: Rows) -> Appends:
+        """Append pages for the tokens that the rows will have computed."""
         table = self._table
         missing = np.maximum(-(-table.num_computed[rows] // table.page_size) - table.num_pages[rows], 0)
         first = int(table.request_ids[rows[0]]) if len(rows) else -1
@@ -149,17 +136,20 @@ class Drafts:
         grown, indexes = np.repeat(rows, missing), np.zeros(len(pages), dtype=np.int32)
         for at, row in enumerate(grown.tolist()):
             indexes[at] = table.append_pages(np.array([row]), pages[at : at + 1])[0]
-        return grown.tobytes(), indexes.tobytes(), pages.tobytes()
+        return Appends(grown, indexes, pages)
 
     # ---- completion -------------------------------------------------------------------------
 
-    def verified(self, record: InFlight, sampled: Wave) -> list[Wave]:
-        """What a step with proposals has sampled, as far as decoding would have sampled the same."""
-        rows, tokens, extras = sampled
+    def waves(self, record: InFlight, wave: Wave) -> list[Wave]:
+        """Return the sampled tokens of a step with proposals, as far as decoding would have sampled the same."""
+        drafts = drafts_of(record)
+        if not drafts:
+            return [wave]
+        rows, tokens, extras = wave
         places: list[list[int]] = [list(range(record.num_decodes))]
         later: list[dict[int, StepExtras]] = [dict(extras)]
         at = record.num_decodes
-        for row, asked in record.drafts.items():
+        for row, asked in drafts.items():
             first = extras.get(row, StepExtras())
             proposed = asked if DRAFTED not in asked else np.frombuffer(first.drafted, dtype=np.int32).tolist()
             said = tokens[at : at + len(proposed)].tolist()
@@ -185,44 +175,55 @@ class Drafts:
         return [Wave(rows[place], tokens[place], of_row) for place, of_row in zip(places, later, strict=True)]
 
     def completed(self, record: InFlight, seconds: float) -> None:
-        """A step's tokens have been taken in.  seconds: since the completion of the step before."""
-        table = self._table
-        for row, proposed in record.drafts.items():
+        table, drafts = self._table, drafts_of(record)
+        for row, proposed in drafts.items():
             if proposed and table.running[row]:
                 table.num_planned[row] = table.num_known[row]
                 table.num_computed[row] = table.num_known[row] - 1
                 self._overrun.add(row)
                 self._decodes.recount()
-        self._measure(record, seconds)
+        self._measure(record, drafts, seconds)
         for row in dict.fromkeys(record.sampled_rows.tolist()):
             if table.running[row]:
                 self._guesses.told(row)
-        self.await_tokens = bool(self._overrun) or bool(self._promised(self._decodes.rows.tolist()))
+        self._awaits_tokens = bool(self._overrun) or bool(self._promised(self._decodes.rows.tolist()))
 
-    def _measure(self, record: InFlight, seconds: float) -> None:
-        num_proposed = sum(map(len, record.drafts.values()))
-        num_rows = record.num_decodes + len(record.drafts)
+    def _measure(self, record: InFlight, drafts: Drafts, seconds: float) -> None:
+        num_proposed = sum(map(len, drafts.values()))
+        num_rows = record.num_decodes + len(drafts)
         self._guesses.stepped(drafted=num_proposed > 0)
         if num_proposed and self._reads_first:
             pass
         elif num_proposed and not record.prefill_rows:
             self._payoff.note_verification(num_rows + num_proposed, num_rows, seconds)
         # The first step that overlaps with the one before it shows what steps cost that do.
-        elif self._is_steady and not record.drafts and not record.prefill_rows:
+        elif self._is_steady and not drafts and not record.prefill_rows:
             self._payoff.note_decode(num_rows, seconds)
-        self._is_steady = not record.drafts and not record.prefill_rows
+        self._is_steady = not drafts and not record.prefill_rows
 
     def _promised(self, rows: list[int]) -> dict[int, int]:
         """What would be verified if the tokens in flight were known, and as guessed."""
         return self._counts(self._chances(rows, in_flight=True), len(rows), self._max_step_tokens - len(rows))
 
-    def leave(self, row: int) -> None:
-        """The row ends, or goes back to the queue."""
+    def left(self, row: int) -> None:
         self._guesses.leave(row)
         self._overrun.discard(row)
 
-    def clear(self) -> None:
-        """Nobody runs, and nothing is in flight."""
+    def reset(self) -> list[Sequence]:
         self._guesses.clear()
         self._overrun.clear()
-        self.await_tokens = self._is_steady = False
+        self._awaits_tokens = self._is_steady = False
+        return []
+
+
+def drafts_of(record: InFlight) -> Drafts:
+    """Return the proposals that a step in flight verifies."""
+    drafts: Drafts = record.notes.get(NAME, {})
+    return drafts
+
+
+def planner_feature(context: FeatureContext) -> NewFeature | None:
+    """Return what builds the feature; None without a proposer."""
+    if context.proposer is None:
+        return None
+    return partial(SpeculationPlanner, proposer=context.proposer, vocab_size=context.vocab_size)

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
+from engine.features.kv_store.planner import MOST_WAITING
 from engine.messages import FetchPages, Landing, PagesFetched
-from engine.scheduling.fetches import MOST_WAITING
 from tests.scheduling.bench import Bench, lose_the_device, prompt_of
 
 PAGES = {"page_size": 4, "num_pages": 24, "max_len": 96}
@@ -19,11 +19,11 @@ class Stored(Bench):
     def asked(self) -> list[FetchPages]:
         """Plan as far as goes without an answer; returns what is asked."""
         self.plan()
-        return self.planner.take_fetches()
+        return self.planner.outgoing()
 
     def answer(self, fetch: FetchPages, num_pages: int | None = None, rank: int = 0) -> None:
         there = self.device.fetch(fetch)
-        self.planner.fetched(
+        self.planner.received(
             PagesFetched(rank=rank, fetch_id=fetch.fetch_id, num_pages=there if num_pages is None else num_pages)
         )
 
@@ -107,7 +107,7 @@ def test_what_others_have_cached_meanwhile_is_left_out() -> None:
     second.submit(1, prompt_of(60)[:30], max_tokens=1, ignore_eos=True)  # asks for less than it would wait for
     while second.plan() or second.deliver():
         pass
-    assert second.planner.take_fetches() == []
+    assert second.planner.outgoing() == []
     second.answer(slow)
     second.finish()
     (landing,) = second.landings
@@ -140,7 +140,7 @@ def test_who_waits_when_the_device_is_lost_asks_again() -> None:
     (after,) = bench.asked()
     assert after.fetch_id != before.fetch_id
     assert after.tokens == before.tokens
-    bench.planner.fetched(PagesFetched(rank=0, fetch_id=before.fetch_id, num_pages=9))  # of the device that is gone
+    bench.planner.received(PagesFetched(rank=0, fetch_id=before.fetch_id, num_pages=9))  # of the device that is gone
     assert not bench.plan()
     bench.answer(after)
     bench.finish()
@@ -167,4 +167,4 @@ def test_without_a_store_nothing_is_asked_or_saved() -> None:
     bench.submit(0, prompt_of(40), max_tokens=4)
     bench.finish()
     assert not any(step.save_pages or step.landings for step in bench.steps)
-    assert bench.planner.take_fetches() == []
+    assert bench.planner.outgoing() == []

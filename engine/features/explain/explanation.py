@@ -18,9 +18,9 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from engine.features.explain.timelines import Mark, State, Timelines
 from engine.messages import Finish
 from engine.scheduling.requests import Requests
-from engine.scheduling.timelines import Mark, State
 
 MOST_NAMED = 5  # other requests, per part
 WIDE = 1024  # steps before and after a request's own that say how long steps usually take
@@ -82,21 +82,22 @@ class _Known(NamedTuple):
     marks: tuple[Mark, ...]
 
 
-def explain(requests: Requests, request_id: int, now: float) -> Explained | None:
+def explain(requests: Requests, timelines: Timelines, request_id: int, now: float) -> Explained | None:
     """Returns where a request's time went; None if nothing is kept of it.  now: seconds of the planner's clock."""
     num_output: int | None = None
-    timeline, sequence = requests.timelines.ended.get(request_id), requests.open.get(request_id)
+    timeline, sequence = timelines.ended.get(request_id), requests.open.get(request_id)
     if timeline is not None:
         one, missed, grammar_s = timeline.metrics, timeline.missed, timeline.grammar_s
         num_output, cached, num_retractions = one.num_output_tokens, one.cached_tokens, one.num_retractions
         num_prompt = one.num_prompt_tokens
     elif sequence is not None:
-        missed, grammar_s, num_retractions = dict(sequence.missed), sequence.grammar_s, sequence.num_retractions
+        line = timelines.open[request_id]
+        missed, grammar_s, num_retractions = dict(line.missed), line.grammar_s, sequence.num_retractions
         num_prompt, cached = sequence.num_prompt, max(0, sequence.num_cached_at_start)
     else:
         return None
-    known = dict(_all_known(requests, now))
-    account = _Account(requests, known, request_id)
+    known = dict(_all_known(requests, timelines, now))
+    account = _Account(requests, timelines, known, request_id)
     own = known[request_id]
     return Explained(
         request_id=request_id,
@@ -113,12 +114,12 @@ def explain(requests: Requests, request_id: int, now: float) -> Explained | None
     )
 
 
-def _all_known(requests: Requests, now: float) -> Iterator[tuple[int, _Known]]:
-    for request_id, (metrics, marks, *_) in requests.timelines.ended.items():
+def _all_known(requests: Requests, timelines: Timelines, now: float) -> Iterator[tuple[int, _Known]]:
+    for request_id, (metrics, marks, *_) in timelines.ended.items():
         arrived = metrics.arrived_at
         yield request_id, _Known(arrived, arrived + metrics.e2e_s, metrics.finish, marks)
     for request_id, one in requests.open.items():
-        yield request_id, _Known(one.arrived_at, now, Finish.RUNNING, tuple(one.marks))
+        yield request_id, _Known(one.arrived_at, now, Finish.RUNNING, tuple(timelines.open[request_id].marks))
 
 
 def spans(marks: tuple[Mark, ...], arrived_at: float, until: float) -> Iterator[Span]:
@@ -145,10 +146,10 @@ def spans(marks: tuple[Mark, ...], arrived_at: float, until: float) -> Iterator[
 class _Account:
     """What is worked out of one request."""
 
-    def __init__(self, requests: Requests, known: Mapping[int, _Known], request_id: int) -> None:
+    def __init__(self, requests: Requests, timelines: Timelines, known: Mapping[int, _Known], request_id: int) -> None:
         self._limits = requests.limits
-        self._losses = requests.timelines.losses
-        self._log = requests.timelines.steps
+        self._losses = timelines.losses
+        self._log = timelines.steps
         self._known = known
         self._id = request_id
         self._own = known[request_id]

@@ -6,10 +6,10 @@ import msgspec
 import numpy as np
 import pytest
 
+from engine.features.explain import timelines
+from engine.features.explain.explanation import Explained, Part, explain
+from engine.features.explain.timelines import STEP, Ring, StepLog
 from engine.messages import Finish
-from engine.scheduling import timelines
-from engine.scheduling.explanation import Explained, Part, explain
-from engine.scheduling.timelines import STEP, Ring, StepLog
 from tests.scheduling.bench import Bench, lose_the_device, prompt_of
 
 STEP_S = 0.25
@@ -25,7 +25,7 @@ def run(bench: Bench, *, prefill_s: float = 0.0, most: int = 10_000) -> None:
 
 
 def told(bench: Bench, request_id: int) -> tuple[Explained, dict[str, Part]]:
-    explained = explain(bench.planner.requests, request_id, bench.now)
+    explained = explain(bench.planner.requests, bench.timelines, request_id, bench.now)
     assert explained is not None
     assert sum(part.seconds for part in explained.parts) == pytest.approx(explained.until - explained.arrived_at)
     assert all(part.seconds > 0 for part in explained.parts)
@@ -40,7 +40,7 @@ def test_a_request_alone_is_prefilled_and_decodes() -> None:
     assert {name: part.seconds for name, part in parts.items()} == {"prefill": 2 * STEP_S, "decode": 4 * STEP_S}
     assert parts["prefill"].reasons == {"computing": 2 * STEP_S, "steps": 2, "tokens": 16}
     assert (explained.finish, explained.num_output_tokens, explained.missed) == (Finish.LENGTH, 5, {})
-    assert explain(bench.planner.requests, 7, bench.now) is None
+    assert explain(bench.planner.requests, bench.timelines, 7, bench.now) is None
 
 
 def test_who_waits_for_a_row_is_told_who_had_it() -> None:
@@ -198,13 +198,8 @@ def test_what_is_kept_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     for request_id in range(1, 6):
         bench.submit(request_id, prompt_of(4, seed=request_id), max_tokens=2, ignore_eos=True)
         run(bench)
-    assert [explain(bench.planner.requests, number, bench.now) is not None for number in range(1, 6)] == [
-        False,
-        False,
-        True,
-        True,
-        True,
-    ]
+    known = [explain(bench.planner.requests, bench.timelines, number, bench.now) for number in range(1, 6)]
+    assert [one is not None for one in known] == [False, False, True, True, True]
 
 
 def test_a_ring_keeps_the_last_records_in_their_order() -> None:
@@ -220,7 +215,7 @@ def test_a_ring_keeps_the_last_records_in_their_order() -> None:
 
 def test_a_request_whose_steps_are_forgotten_still_adds_up(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench(depth=1, max_len=128)
-    log: StepLog = bench.planner.requests.timelines.steps
+    log: StepLog = bench.timelines.steps
     log.steps = Ring(STEP, 16)
     bench.submit(1, prompt_of(4), max_tokens=60, ignore_eos=True)
     run(bench)

@@ -5,8 +5,8 @@ import random
 import msgspec
 import pytest
 
+from engine.features.lora.slots import AdapterSlots
 from engine.messages import Finish, StepExtras
-from engine.scheduling.adapters import AdapterSlots
 from engine.types.prompt import Adapter
 from tests.scheduling.bench import Bench, prompt_of
 

@@ -1,8 +1,8 @@
 """When each request went from one state to the next, kept for a while after its end.
 
 Owns: those marks, when executors were gone, the last steps with the prompts that each computed, in rings of fixed size,
-which request had which cached pages evicted.
-Does not know: what they mean for a request (``explanation.py``), who asks.
+and which request caused the eviction of which cached pages.
+Does not know: what they mean for a request (``explanation.py``), what reads them.
 A mark is made where something happens to a request, never for a step that it merely runs in.
 """
 
@@ -11,14 +11,16 @@ import struct
 from collections import OrderedDict
 from collections.abc import Callable
 from collections.abc import Sequence as Items
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from engine.kv.eviction import Candidate, EvictionListener, EvictionStrategy, SortKey
+from engine.kv.eviction import Candidate
 from engine.kv.node import Handle, chained
-from engine.messages import Step
+from engine.messages import Admit, Step
+from engine.scheduling.events import PlannerWatcher, Why
 from engine.scheduling.meter import RequestMetrics, StepRecord
 from engine.scheduling.rows import Sequence
 
@@ -40,7 +42,7 @@ STEP = np.dtype(
 CODES = {"i4": "i", "i8": "q", "f8": "d"}  # NumPy's names, and those of struct
 CHUNK = np.dtype([("step_id", "<i8"), ("request_id", "<i8"), ("num_tokens", "<i4")])
 
-State = Literal["queue", "no_room", "aside", "fetch", "prefill", "decode", "retracted", "lost"]
+State = Why | Literal["prefill", "decode", "retracted", "lost"]
 
 
 class Mark(NamedTuple):
@@ -51,8 +53,9 @@ class Mark(NamedTuple):
 
 
 class Timeline(NamedTuple):
-    """A request that has ended.  missed: request -> cached pages that its start evicted and this one computed again.
+    """A request that has ended.
 
+    missed: request -> cached pages that its start evicted and this one computed again.
     grammar_s: seconds in which its grammar was compiled, before it was queued."""
 
     metrics: RequestMetrics
@@ -62,7 +65,7 @@ class Timeline(NamedTuple):
 
 
 class Ring:
-    """The last ``capacity`` records.  dtype: of numbers, without padding."""
+    """A ring of the last ``capacity`` records.  dtype: of numbers, without padding."""
 
     def __init__(self, dtype: np.dtype[Any], capacity: int) -> None:
         self._dtype = dtype
@@ -78,14 +81,16 @@ class Ring:
         self._num_noted += 1
 
     def records(self) -> npt.NDArray[np.void]:
-        """A copy, oldest first."""
+        """Return a copy of the records, oldest first."""
         rows: npt.NDArray[np.void] = np.frombuffer(self._buffer, dtype=self._dtype)
         at = self._num_noted % self._capacity
         return rows[:at].copy() if self._num_noted < self._capacity else np.concatenate((rows[at:], rows[:at]))
 
 
 class StepLog:
-    """steps: records of ``STEP``; chunks: records of ``CHUNK``; notes: what a step's ``note`` means, 0 for nothing."""
+    """The last steps.
+
+    steps: records of ``STEP``.  chunks: records of ``CHUNK``.  notes: texts by the number in a step's ``note``."""
 
     def __init__(self) -> None:
         self.steps = Ring(STEP, NUM_STEPS)
@@ -93,18 +98,18 @@ class StepLog:
         self.notes: list[str] = [""]
         self._copied: dict[int, int] = {}  # pages that come and go before a step, by steps in flight
 
-    def planned(self, step: Step) -> Step:
-        """Look at a step that is to run; returns it."""
+    def planned(self, step: Step) -> None:
+        """Note how many pages are copied before a step."""
         if step.transfer_to_host or step.landings:
             self._copied[step.step_id] = (
                 len(step.transfer_to_host) + sum(len(one.pages) for one in step.landings)
             ) // 4
             while len(self._copied) > MOST_IN_FLIGHT:  # of executors that were lost
                 del self._copied[min(self._copied)]
-        return step
 
-    def completed(self, step: StepRecord, note: str) -> None:
-        """A step has completed.  note: what its executor says of it."""
+    def completed(self, step: StepRecord) -> None:
+        """Append a step that has completed."""
+        note = step.note
         if note and note not in self.notes and len(self.notes) < MOST_NOTES:
             self.notes.append(note)
         self.steps.note(
@@ -118,76 +123,104 @@ class StepLog:
         )
 
 
-class Timelines:
-    """ended: by request, oldest first.
+@dataclass(slots=True)
+class OpenTimeline:
+    """A request that has not ended.  The fields are those of ``Timeline``."""
 
-    losses: from when until when executors were gone, the last maybe until infinity."""
+    grammar_s: float = 0.0
+    marks: list[Mark] = field(default_factory=list)
+    missed: dict[int, int] = field(default_factory=dict)
+
+
+class Timelines(PlannerWatcher):
+    """The timelines of all requests of an engine, also over several planners.
+
+    open: by request.  ended: by request, oldest first.
+    losses: start and end of each time without executors; the last end may be infinity.
+    clock: seconds; another one than the planner's, whose readings are recorded."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
+        self.open: dict[int, OpenTimeline] = {}
         self.ended: OrderedDict[int, Timeline] = OrderedDict()
         self.losses: list[tuple[float, float]] = []
         self.steps = StepLog()
         self._clock = clock
+        self._evictors: OrderedDict[bytes, int] = OrderedDict()
 
-    def take_over(self, other: "Timelines") -> None:
-        """Have what another one has had, which is used no more."""
-        self.ended, self.losses, self.steps = other.ended, other.losses, other.steps
+    def arrived(self, sequence: Sequence, message: Admit) -> None:
+        """Note what came before the arrival."""
+        self.open[sequence.request_id].grammar_s = message.grammar_s
 
-    def mark(self, sequence: Sequence, state: State) -> None:
-        """The sequence is in another state from now on."""
-        if len(sequence.marks) >= MOST_MARKS:
-            del sequence.marks[3:5]
-        sequence.marks.append(Mark(self._clock(), state))
-        if state == "prefill" and self.losses and self.losses[-1][1] == math.inf:
+    def planned(self, step: Step) -> None:
+        """Pass a step on to the log of steps."""
+        self.steps.planned(step)
+
+    def completed(self, step: StepRecord) -> None:
+        """Pass a step on to the log of steps."""
+        self.steps.completed(step)
+
+    def waits(self, sequence: Sequence, why: Why) -> None:
+        """Mark the wait, unless the last mark says the same."""
+        marks = self.open.setdefault(sequence.request_id, OpenTimeline()).marks
+        if why != "no_room" or marks[-1].state != "no_room":
+            self._mark(sequence, why)
+
+    def started(self, sequence: Sequence, *, is_first: bool) -> None:
+        """Mark the start.  Executors are there again if they were gone."""
+        self._mark(sequence, "prefill")
+        if self.losses and self.losses[-1][1] == math.inf:
             self.losses[-1] = self.losses[-1][0], self._clock()
 
+    def computed(self, sequence: Sequence, step_id: int, num_tokens: int) -> None:
+        """Append a chunk of a prompt."""
+        self.steps.chunks.note(step_id, sequence.request_id, num_tokens)
+
+    def decodes(self, sequence: Sequence) -> None:
+        """Mark the end of the prompt."""
+        self._mark(sequence, "decode")
+
+    def retracted(self, sequence: Sequence) -> None:
+        """Mark the retraction."""
+        self._mark(sequence, "retracted")
+
     def lost(self, running: Items[Sequence]) -> None:
-        """The executors are gone, with the rows of those that ran."""
+        """Begin a time without executors.  The pages of all requests are lost at once."""
+        self._evictors.clear()
         self.losses = [*self.losses[1 - MOST_LOSSES :], (self._clock(), math.inf)]
         for sequence in running:
-            self.mark(sequence, "lost")
+            self._mark(sequence, "lost")
 
-    def end(self, sequence: Sequence, metrics: RequestMetrics) -> None:
-        """Keep what is known of a request, and forget the oldest one."""
-        self.ended[metrics.request_id] = Timeline(metrics, tuple(sequence.marks), sequence.missed, sequence.grammar_s)
+    def finished(self, sequence: Sequence, metrics: RequestMetrics) -> None:
+        """Keep the timeline of a request that has ended, and forget the oldest one."""
+        line = self.open.pop(metrics.request_id)
+        self.ended[metrics.request_id] = Timeline(metrics, tuple(line.marks), line.missed, line.grammar_s)
         if len(self.ended) > MOST_KEPT:
             self.ended.popitem(last=False)
 
+    def _mark(self, sequence: Sequence, state: State) -> None:
+        marks = self.open[sequence.request_id].marks
+        if len(marks) >= MOST_MARKS:
+            del marks[3:5]
+        marks.append(Mark(self._clock(), state))
 
-class Evictions:
-    """The eviction strategy, which notes for whom each page left.
+    # ---- evictions --------------------------------------------------------------------------
 
-    request_id: who gets the pages that are evicted next.  The pages are known by their chained hashes."""
-
-    def __init__(self, strategy: EvictionStrategy, page_bytes: int) -> None:
-        self.request_id = -1
-        self.rank: Callable[[Candidate], SortKey] = strategy.rank
-        self._tell = strategy.evicted if isinstance(strategy, EvictionListener) else None
-        self._page_bytes = page_bytes
-        self._evictors: OrderedDict[bytes, int] = OrderedDict()
-
-    def evicted(self, candidate: Candidate) -> None:
-        """See ``EvictionListener``."""
+    def evicted(self, request_id: int, candidate: Candidate) -> None:
+        """Note which request had pages evicted, which are known by their chained hashes."""
         evictors = self._evictors
         for page in candidate.page_hashes:
-            evictors[page] = self.request_id
+            evictors[page] = request_id
             evictors.move_to_end(page)
         while len(evictors) > MOST_EVICTED:
             evictors.popitem(last=False)
-        if self._tell is not None:
-            self._tell(candidate)
 
-    def forget(self) -> None:
-        """All pages were lost at once, whoever had others evicted before."""
-        self._evictors.clear()
-
-    def note_missed(self, sequence: Sequence, handle: Handle, key: bytes) -> None:
-        """A sequence starts: of its pages behind the handle's, those are told that were there until evicted."""
+    def matched(self, sequence: Sequence, handle: Handle, key: bytes, page_bytes: int) -> None:
+        """Note the pages after those of the handle that were in the cache until they were evicted."""
         if not self._evictors or handle.node is None:
             return
-        tail = key[handle.num_pages * self._page_bytes :]
-        for page in chained(handle.node.page_hashes[-1], tail, self._page_bytes):
+        missed = self.open[sequence.request_id].missed
+        for page in chained(handle.node.page_hashes[-1], key[handle.num_pages * page_bytes :], page_bytes):
             evictor = self._evictors.get(page)
-            if evictor is None or (evictor not in sequence.missed and len(sequence.missed) >= MOST_EVICTORS):
+            if evictor is None or (evictor not in missed and len(missed) >= MOST_EVICTORS):
                 return
-            sequence.missed[evictor] = sequence.missed.get(evictor, 0) + 1
+            missed[evictor] = missed.get(evictor, 0) + 1

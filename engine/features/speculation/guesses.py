@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from engine.scheduling.payoff import Chance, HitRate
+from engine.features.speculation.payoff import Chance, HitRate
 from engine.scheduling.proposer import Proposer, ProposerSession
 from engine.scheduling.rows import RowTable
 from engine.types.params import SamplingParams
@@ -107,7 +107,6 @@ class SessionGuesses:
         return Chance(line.hit_rate.share, min(len(line.guess), self.num_tokens + ahead), ahead)
 
     def of(self, row: int, count: int) -> tuple[int, ...]:
-        """See ``Guesses``, as for the others."""
         return tuple(self._lines[row].guess[:count])
 
     def reads_first(self, row: int) -> bool:

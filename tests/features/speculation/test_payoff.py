@@ -2,7 +2,7 @@
 
 import pytest
 
-from engine.scheduling.payoff import Chance, HitRate, Payoff
+from engine.features.speculation.payoff import Chance, HitRate, Payoff
 
 
 def measured(*, slope_s: float, base_s: float = 0.01) -> Payoff:
