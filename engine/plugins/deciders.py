@@ -10,7 +10,8 @@ from engine.config import Config
 from engine.kv.eviction import EvictionStrategy
 from engine.plugins.guards import GuardedStrategy, guarded
 from engine.plugins.hookspecs import EvictionContext, PolicyContext, ProposerContext
-from engine.plugins.manager import PROPOSER, Plugins
+from engine.plugins.kinds import PROPOSER
+from engine.plugins.manager import Plugins
 from engine.scheduling.planner import NewDrafts
 from engine.scheduling.policy import SchedulingPolicy
 from engine.scheduling.proposer import DraftModel, Proposer
@@ -24,7 +25,7 @@ def plugin_strategy(plugins: Plugins, config: Config, num_pages: int) -> Evictio
     """Raises PluginError, as the others do, if the plugin raises or gives something else."""
     name = plugins.names["eviction"]
     context = EvictionContext(config.kv.page_size, num_pages, config.plugins.options.get(name, {}))
-    strategy = plugins.build(name, "callboard_eviction_strategy", context, EvictionStrategy)
+    strategy = plugins.build(name, context, EvictionStrategy)
     return strategy if plugins.known[name].built_in else GuardedStrategy(name, strategy)
 
 
@@ -37,7 +38,7 @@ def policy_choice(plugins: Plugins, config: Config) -> tuple[str, PolicyContext]
 
 def plugin_policy(plugins: Plugins, config: Config) -> SchedulingPolicy:
     name, context = policy_choice(plugins, config)
-    policy = plugins.build(name, "callboard_scheduling_policy", context, SchedulingPolicy)
+    policy = plugins.build(name, context, SchedulingPolicy)
     return policy if plugins.known[name].built_in else guarded(name, policy)
 
 
@@ -63,7 +64,7 @@ def built_proposer(plugins: Plugins, config: Config, vocab_size: int, max_len: i
     """What the chosen plugin builds, as it is."""
     name = plugins.names[PROPOSER]
     context = ProposerContext(vocab_size, max_len, config.plugins.options.get(name, {}))
-    built = plugins.build(name, "callboard_proposer", context, Proposer, DraftModel)
+    built = plugins.build(name, context, Proposer, DraftModel)
     assert isinstance(built, Proposer | DraftModel), f"{name} has built {built!r}"
     if type(built.num_tokens) is not int or not 1 <= built.num_tokens <= MOST_PROPOSED:
         observed = f"num_tokens is {built.num_tokens!r:.100}"

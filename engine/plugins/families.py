@@ -16,12 +16,12 @@ from engine.checkpoints.pooling import causal_names
 from engine.checkpoints.shape import DecoderShape, ExpertsShape
 from engine.plugins.declaration import Declaration
 from engine.plugins.hookspecs import ModelContext
-from engine.plugins.manager import MODEL, PluginInfo, Plugins, checked, declared
+from engine.plugins.kinds import MODEL
+from engine.plugins.manager import PluginInfo, Plugins, checked, declared
 from engine.settings.sections import ModelSection, PluginsSection
 from engine.text.files import token_id
 from engine.types.errors import ConfigError, PluginError
 
-HOOK = "callboard_model"
 THROUGH = "model.transformers"  # declares no architecture: it reads what no other family does
 
 
@@ -57,7 +57,7 @@ def read_shape(section: PluginsSection, architecture: str, fields: Fields) -> De
         raise fields.error("model_type", seen, f'"{model_type}", since architectures names {architecture}')
     plugins.load(info.name)
     context = ModelContext(declared_name, fields, section.options.get(info.name, {}))
-    return plugins.build(info.name, HOOK, context, DecoderShape)
+    return plugins.build(info.name, context, DecoderShape)
 
 
 def _with_divided_experts(spec: ModelSpec) -> DecoderShape:

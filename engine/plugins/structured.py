@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from engine.plugins.hookspecs import GrammarContext, LogitsProcessorContext
+from engine.plugins.kinds import GRAMMAR, LOGITS_PROCESSOR
 from engine.plugins.manager import Plugins
 from engine.text.codec import TextCodec
 from engine.text.grammar import GrammarEngine, Grammars
@@ -24,7 +25,7 @@ def plugin_grammars(
     options: dict[str, dict[str, Any]],
 ) -> Grammars:
     """codec: called at most once, when the first grammar comes.  options: of all plugins, by full name."""
-    name = plugins.names["grammar"]
+    name = plugins.names[GRAMMAR]
 
     def new_engine() -> GrammarEngine:
         if plugins.absent:
@@ -37,7 +38,7 @@ def plugin_grammars(
             eos_token_ids=eos_token_ids,
             options=options.get(name, {}),
         )
-        return plugins.build(name, "callboard_grammar_engine", context, GrammarEngine)
+        return plugins.build(name, context, GrammarEngine)
 
     return Grammars(new_engine, name=name)
 
@@ -45,8 +46,7 @@ def plugin_grammars(
 def plugin_processors(plugins: Plugins, vocab_size: int) -> Processors:
     """Build those that the configuration names, in its order.  Raises PluginError."""
     by_name = {}
-    for name in plugins.logits_processors:
+    for name in plugins.several.get(LOGITS_PROCESSOR, ()):
         context = LogitsProcessorContext(vocab_size, plugins.options.get(name, {}))
-        hook = "callboard_logits_processor"
-        by_name[plugins.known[name].short] = plugins.build(name, hook, context, LogitsProcessor)
+        by_name[plugins.known[name].short] = plugins.build(name, context, LogitsProcessor)
     return Processors(by_name)

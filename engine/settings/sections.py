@@ -283,13 +283,6 @@ class PluginsSection(Section, frozen=True):
         "Option table per plugin, e.g. [plugins.options.'attention.torch']", changed="executors", is_place=True
     )] = {}
 
-    def by_kind(self) -> dict[str, str | AttentionNames]:
-        """Plugin kind -> the name wanted for it, of the kinds of which there is one; attention may have two.
-
-        A kind that is left out has no plugin."""
-        names = ("attention", "linear", "eviction", "policy", "comm", "grammar", "kv_store", "proposer")
-        return {kind: getattr(self, kind) for kind in names if getattr(self, kind) != "none"}
-
 
 class ServerSection(Section, frozen=True):
     """[server]: the HTTP frontend."""

@@ -41,7 +41,8 @@ from engine.models.decoder import Decoder
 from engine.models.loader import load_model
 from engine.models.model import build_model
 from engine.plugins.hookspecs import CommContext, KVStoreContext
-from engine.plugins.manager import KV_STORE, Plugins
+from engine.plugins.kinds import KV_STORE, LOGITS_PROCESSOR
+from engine.plugins.manager import Plugins
 from engine.plugins.parsers import plugin_codec
 from engine.plugins.selection import NOT_MEASURED
 from engine.plugins.structured import plugin_grammars, plugin_processors
@@ -161,7 +162,7 @@ def load_runner(
         model.by_rows()
         sizes = {"page_size": page_size, "max_tokens": max_tokens, "max_rows": max_rows}
         prove_invariance(model, attention, comm, sampler, device=device, layout=layout, kv_dtype=kv_dtype, **sizes)
-    if plugins.logits_processors:
+    if plugins.several.get(LOGITS_PROCESSOR):
         sampler.processing = Processing(plugin_processors(plugins, spec.vocab_size), rows.tokens_RM)
     adapters = rank_adapters(config.lora, model, comm, config.scheduler.max_running)
 
@@ -284,7 +285,7 @@ def _connect(config: Config, plugins: Plugins, rank: int, device: torch.device, 
         rendezvous=rendezvous,
         options=config.plugins.options.get(plugins.names["comm"], {}),
     )
-    return plugins.build(plugins.names["comm"], "callboard_comm", context, Comm)
+    return plugins.build(plugins.names["comm"], context, Comm)
 
 
 def _own_grammars(config: Config, spec: ModelSpec, plugins: Plugins) -> Grammars:
@@ -380,7 +381,7 @@ def _stored_pages(config: Config, spec: ModelSpec, plugins: Plugins, pool: KVPoo
         size=comm.size,
         options=config.plugins.options.get(name, {}),
     )
-    store = plugins.build(name, "callboard_kv_store", context, KVStore)
+    store = plugins.build(name, context, KVStore)
     records = PageRecords(store, namespace, page.nbytes)
     return StoredPages(records, pool, comm.rank, config.kv.store_buffer_mb << 20)
 

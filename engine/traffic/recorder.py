@@ -26,6 +26,7 @@ from engine.actors.actor import Link
 from engine.config import Config
 from engine.messages import Admit, Failed, Step, StepDone, Tokens
 from engine.plugins.hookspecs import hookimpl
+from engine.plugins.kinds import KINDS, KV_STORE, chosen_plugins
 from engine.scheduling.meter import RequestMetrics
 from engine.scheduling.rows import PlannerLimits
 from engine.settings.sections import StorageSection
@@ -54,7 +55,7 @@ MOST_WAITING = 1 << 17  # messages; a disk that is so far behind ends the record
 TRY_AGAIN_S = 5.0  # after a disk has refused something
 FILES = 4  # parts of the bound; the oldest is deleted for the next
 NAMED = r"-[0-9]{8}T[0-9]{6}-[0-9]+-[0-9]+\.jsonl"  # behind the model's name: when, process, number
-RELEVANT = ("policy", "eviction", "proposer", "kv_store")  # plugins that decide in the scheduler
+RELEVANT = (*(kind.name for kind in KINDS.values() if kind.decides), KV_STORE)  # what the scheduler's work depends on
 encode = msgspec.json.Encoder().encode
 
 
@@ -241,7 +242,7 @@ def _whole(params: SamplingParams) -> Literal["", "prompt_logprobs", "pooling"]:
 
 def relevant_settings(config: Config) -> dict[str, dict[str, Any]]:
     """What a prediction depends on and may be asked to change, with nothing secret in it."""
-    chosen = config.chosen_plugins()
+    chosen = chosen_plugins(config)
     kinds = {kind: chosen.get(kind, "none") for kind in RELEVANT}
     names = [f"{kind}.{name}" for kind, name in kinds.items()]
     options = {name: table for name, table in config.plugins.options.items() if name in names}

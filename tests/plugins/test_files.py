@@ -14,6 +14,7 @@ import pytest
 from engine.config import Config, build_config
 from engine.kv.store import DIGEST_BYTES, PageRecords
 from engine.plugins.hookspecs import KVStoreContext
+from engine.plugins.kinds import chosen_plugins
 from engine.plugins.kv_store.files import FileStore, callboard_kv_store
 from engine.types.errors import ConfigError, PluginError
 
@@ -227,5 +228,5 @@ def test_a_folder_of_other_records_by_their_digests_is_none_of_an_earlier_versio
 
 
 def test_there_is_no_store_unless_it_is_named() -> None:
-    assert "kv_store" not in Config().chosen_plugins()
-    assert build_config(Config(), {"plugins": {"kv_store": "files"}}).chosen_plugins()["kv_store"] == "files"
+    assert "kv_store" not in chosen_plugins(Config())
+    assert chosen_plugins(build_config(Config(), {"plugins": {"kv_store": "files"}}))["kv_store"] == "files"
