@@ -156,7 +156,6 @@ class System:
             lambda: self.codec,
             vocab_size=self.spec.vocab_size,
             eos_token_ids=self.spec.eos_token_ids,
-            options=self.config.plugins.options,
         )
 
     def _build(self) -> None:

@@ -63,8 +63,7 @@ def build_passes(plugins: Plugins, device: torch.device, dtype: torch.dtype) -> 
     """Build those that the configuration names.  Raises PluginError."""
     passes = []
     for name in plugins.several.get(GRAPH_PASS, ()):
-        options = plugins.options.get(name, {})
-        context = GraphPassContext(device.type, str(dtype).removeprefix("torch."), options)
+        context = GraphPassContext(device.type, str(dtype).removeprefix("torch."))
         passes.append((name, plugins.build(name, context, GraphPass)))
     return passes
 

@@ -24,16 +24,14 @@ MOST_PROPOSED = 64  # for a row at a time; no text is guessed further
 def plugin_strategy(plugins: Plugins, config: Config, num_pages: int) -> EvictionStrategy:
     """Raises PluginError, as the others do, if the plugin raises or gives something else."""
     name = plugins.names["eviction"]
-    context = EvictionContext(config.kv.page_size, num_pages, config.plugins.options.get(name, {}))
-    strategy = plugins.build(name, context, EvictionStrategy)
+    strategy = plugins.build(name, EvictionContext(config.kv.page_size, num_pages), EvictionStrategy)
     return strategy if plugins.known[name].built_in else GuardedStrategy(name, strategy)
 
 
 def policy_choice(plugins: Plugins, config: Config) -> tuple[str, PolicyContext]:
     """Which policy is asked for: where this stays the same, so does the policy, with what it has learnt."""
     name = plugins.names["policy"]
-    options = config.plugins.options.get(name, {})
-    return name, PolicyContext(config.scheduler.max_running, config.kv.page_size, options)
+    return name, PolicyContext(config.scheduler.max_running, config.kv.page_size, plugins.options.get(name, {}))
 
 
 def plugin_policy(plugins: Plugins, config: Config) -> SchedulingPolicy:
@@ -50,7 +48,7 @@ def plugin_proposer(
     Raises WeightsError as well, for a draft model that cannot be read."""
     if PROPOSER not in plugins.names:
         return None
-    built = built_proposer(plugins, config, spec.vocab_size, max_len)
+    built = built_proposer(plugins, spec.vocab_size, max_len)
     if isinstance(built, DraftModel):
         from engine.plugins.draft_models import fitting_draft, fitting_head  # as below
 
@@ -60,11 +58,10 @@ def plugin_proposer(
     return built
 
 
-def built_proposer(plugins: Plugins, config: Config, vocab_size: int, max_len: int) -> Proposer | DraftModel:
+def built_proposer(plugins: Plugins, vocab_size: int, max_len: int) -> Proposer | DraftModel:
     """What the chosen plugin builds, as it is."""
     name = plugins.names[PROPOSER]
-    context = ProposerContext(vocab_size, max_len, config.plugins.options.get(name, {}))
-    built = plugins.build(name, context, Proposer, DraftModel)
+    built = plugins.build(name, ProposerContext(vocab_size, max_len), Proposer, DraftModel)
     assert isinstance(built, Proposer | DraftModel), f"{name} has built {built!r}"
     if type(built.num_tokens) is not int or not 1 <= built.num_tokens <= MOST_PROPOSED:
         observed = f"num_tokens is {built.num_tokens!r:.100}"

@@ -50,14 +50,13 @@ def read_model(directory: Path, section: PluginsSection | None = None, model: Mo
 
 def read_shape(section: PluginsSection, architecture: str, fields: Fields) -> DecoderShape:
     """The shape of a checkpoint.  Raises WeightsError for an unknown architecture, naming those that are known."""
-    plugins = Plugins({})
+    plugins = Plugins({}, section.options)
     info, model_type, declared_name = _family(plugins, section, architecture, fields)
     # transformers goes by the one or the other, depending on how it is asked; a file that says both means both.
     if model_type and (seen := fields.text("model_type", model_type)) != model_type:
         raise fields.error("model_type", seen, f'"{model_type}", since architectures names {architecture}')
     plugins.load(info.name)
-    context = ModelContext(declared_name, fields, section.options.get(info.name, {}))
-    return plugins.build(info.name, context, DecoderShape)
+    return plugins.build(info.name, ModelContext(declared_name, fields), DecoderShape)
 
 
 def _with_divided_experts(spec: ModelSpec) -> DecoderShape:

@@ -10,7 +10,7 @@ import logging
 import threading
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, TypeVar
@@ -181,17 +181,16 @@ class Plugins:
                 self._choose(kind, wanted)
 
     def _choose(self, kind: str, wanted: str) -> None:
-        self.names[kind] = decide(kind, wanted)
-        default = KINDS[kind].default
-        reason = f"auto: {KINDS[kind].because}" if wanted == "auto" and default else "chosen by name"
-        log.info("plugin: %s (%s)", self.names[kind], reason)
+        self.names[kind] = full_name = decide(kind, wanted)
+        reason = "chosen by name" if full_name == f"{kind}.{wanted}" else f"auto: {KINDS[kind].because}"
+        log.info("plugin: %s (%s)", full_name, reason)
         try:
-            self.load(self.names[kind])
+            self.load(full_name)
         except PluginError as error:
             # Only some requests need a grammar: the plugin that no setting names may be missing until one comes.
             if (kind, wanted) != (GRAMMAR, "auto"):
                 raise
-            self.absent = f"{error} (pip install {default}, or name another in plugins.{kind})"
+            self.absent = f"{error} (pip install {KINDS[kind].default}, or name another in plugins.{kind})"
 
     def _choose_several(self, kind: str, wanted: list[str]) -> None:
         self.several[kind] = several_names(kind, wanted)
@@ -229,14 +228,17 @@ class Plugins:
         ]
         return self._manager.subset_hook_caller(hook_name, others)
 
-    def build(self, full_name: str, context: object, *protocols: type[Built]) -> Built:
-        """Call the hook of a plugin's kind, and return what it builds.  protocols: of which that must meet one.
+    def build(self, full_name: str, context: Any, *protocols: type[Built]) -> Built:
+        """Call the hook of a plugin's kind, and return what it builds.  context: of that kind, without options.
+
+        protocols: of which the built object must meet one.
 
         Raises PluginError, which names the plugin whatever it did instead."""
         info = self.known[full_name]
         hook_name = KINDS[info.kind].hook
         try:
             with named_while_slow(f"plugin {info.label}: {hook_name}"):
+                context = replace(context, options=self.options.get(full_name, {}))
                 built: object = self.asking(full_name)(context=context)
         except CallboardError:
             raise

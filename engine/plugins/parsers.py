@@ -71,8 +71,7 @@ def plugin_formats(config: Config) -> Callable[[str], Formats]:
 
 def _build(section: PluginsSection, kind: str, name: str, template: str, protocol: type[Format]) -> Format:
     plugins = Plugins({kind: name}, section.options)
-    full_name = plugins.names[kind]
-    return plugins.build(full_name, ParserContext(template, section.options.get(full_name, {})), protocol)
+    return plugins.build(plugins.names[kind], ParserContext(template), protocol)
 
 
 def wanted_parsers(section: PluginsSection, template: str) -> tuple[tuple[str, str], tuple[str, str]]:

@@ -5,7 +5,6 @@ since its tables for a large vocabulary take a second and tens of megabytes that
 """
 
 from collections.abc import Callable
-from typing import Any
 
 from engine.plugins.hookspecs import GrammarContext, LogitsProcessorContext
 from engine.plugins.kinds import GRAMMAR, LOGITS_PROCESSOR
@@ -22,9 +21,8 @@ def plugin_grammars(
     *,
     vocab_size: int,
     eos_token_ids: tuple[int, ...],
-    options: dict[str, dict[str, Any]],
 ) -> Grammars:
-    """codec: called at most once, when the first grammar comes.  options: of all plugins, by full name."""
+    """Return the grammars.  codec: called at most once, when the first grammar comes."""
     name = plugins.names[GRAMMAR]
 
     def new_engine() -> GrammarEngine:
@@ -36,7 +34,6 @@ def plugin_grammars(
             pieces=vocabulary.all_pieces[:vocab_size],
             special_token_ids=[token_id for token_id in vocabulary.special_ids if token_id < vocab_size],
             eos_token_ids=eos_token_ids,
-            options=options.get(name, {}),
         )
         return plugins.build(name, context, GrammarEngine)
 
@@ -47,6 +44,5 @@ def plugin_processors(plugins: Plugins, vocab_size: int) -> Processors:
     """Build those that the configuration names, in its order.  Raises PluginError."""
     by_name = {}
     for name in plugins.several.get(LOGITS_PROCESSOR, ()):
-        context = LogitsProcessorContext(vocab_size, plugins.options.get(name, {}))
-        by_name[plugins.known[name].short] = plugins.build(name, context, LogitsProcessor)
+        by_name[plugins.known[name].short] = plugins.build(name, LogitsProcessorContext(vocab_size), LogitsProcessor)
     return Processors(by_name)

@@ -47,7 +47,7 @@ class Blueprint(msgspec.Struct, frozen=True):
         limits = replace(self.limits, num_pages=num_pages, record_events=False)
         proposer = self.draft
         if proposer is None and PROPOSER in self.names:
-            built = built_proposer(plugins, self.config, self.vocab_size, self.max_len)
+            built = built_proposer(plugins, self.vocab_size, self.max_len)
             drafts = plugin_drafts(built, self.vocab_size)
         else:
             drafts = plugin_drafts(proposer, self.vocab_size)

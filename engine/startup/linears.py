@@ -92,7 +92,7 @@ def choose_linear(plugins: Plugins, context: LinearContext, measure: Measure) ->
     if named is not None:
         check_linear_fits(plugins, context)
         log.info("plugin: %s for %s (chosen by name)", named, _what(context))
-        return _build(plugins, named, context)
+        return plugins.build(named, context, LinearKernel)
     with plugins.choosing:
         fitting = fitting_linears(plugins.known, context)
         if not fitting:
@@ -140,12 +140,7 @@ def _those_that_can(
 
 def _load(plugins: Plugins, info: PluginInfo, context: LinearContext) -> LinearKernel:
     plugins.load(info.name)
-    return _build(plugins, info.name, context)
-
-
-def _build(plugins: Plugins, full_name: str, context: LinearContext) -> LinearKernel:
-    context = replace(context, options=plugins.options.get(full_name, {}))
-    return plugins.build(full_name, context, LinearKernel)
+    return plugins.build(info.name, context, LinearKernel)
 
 
 def _what(context: LinearContext) -> str:

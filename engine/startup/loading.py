@@ -278,13 +278,7 @@ def _check_device(config: Config, device: torch.device) -> None:
 
 
 def _connect(config: Config, plugins: Plugins, rank: int, device: torch.device, rendezvous: str) -> Comm:
-    context = CommContext(
-        rank=rank,
-        size=config.device.tensor_parallel,
-        device=device.type,
-        rendezvous=rendezvous,
-        options=config.plugins.options.get(plugins.names["comm"], {}),
-    )
+    context = CommContext(rank, config.device.tensor_parallel, device.type, rendezvous)
     return plugins.build(plugins.names["comm"], context, Comm)
 
 
@@ -294,9 +288,7 @@ def _own_grammars(config: Config, spec: ModelSpec, plugins: Plugins) -> Grammars
     def codec() -> TextCodec:
         return plugin_codec(config, resolve_checkpoint(config.model.path, config.model.revision))
 
-    return plugin_grammars(
-        plugins, codec, vocab_size=spec.vocab_size, eos_token_ids=spec.eos_token_ids, options=config.plugins.options
-    )
+    return plugin_grammars(plugins, codec, vocab_size=spec.vocab_size, eos_token_ids=spec.eos_token_ids)
 
 
 def _smallest(number: int, comm: Comm, device: torch.device) -> int:
@@ -374,13 +366,7 @@ def _stored_pages(config: Config, spec: ModelSpec, plugins: Plugins, pool: KVPoo
         arithmetic += (*place, config.plugins.attention, config.plugins.linear)
     what = (2, fingerprint(spec, load_format), seed, *arithmetic, *shape, comm.rank, comm.size)
     namespace = hashlib.sha256(repr(what).encode()).digest()
-    context = KVStoreContext(
-        record_bytes=DIGEST_BYTES + page.nbytes,
-        namespace=namespace.hex(),
-        rank=comm.rank,
-        size=comm.size,
-        options=config.plugins.options.get(name, {}),
-    )
+    context = KVStoreContext(DIGEST_BYTES + page.nbytes, namespace.hex(), comm.rank, comm.size)
     store = plugins.build(name, context, KVStore)
     records = PageRecords(store, namespace, page.nbytes)
     return StoredPages(records, pool, comm.rank, config.kv.store_buffer_mb << 20)

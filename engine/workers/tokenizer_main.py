@@ -91,13 +91,7 @@ def load_text(config: Config) -> tuple[ModelSpec, TextCodec, Grammars, Processor
     # Of the plugins only those that are needed here: others may need a device.
     chosen = chosen_plugins(config)
     plugins = Plugins({kind: chosen[kind] for kind in (GRAMMAR, LOGITS_PROCESSOR)}, config.plugins.options)
-    grammars = plugin_grammars(
-        plugins,
-        lambda: codec,
-        vocab_size=spec.vocab_size,
-        eos_token_ids=spec.eos_token_ids,
-        options=config.plugins.options,
-    )
+    grammars = plugin_grammars(plugins, lambda: codec, vocab_size=spec.vocab_size, eos_token_ids=spec.eos_token_ids)
     return spec, codec, grammars, plugin_processors(plugins, spec.vocab_size)
 
 
