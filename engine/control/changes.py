@@ -1,7 +1,7 @@
-"""What differs between two configurations, and what it takes for a running engine to go from one to the other.
+"""The differences between two configurations, and what it takes for a running engine to go from one to the other.
 
 Owns: that list, and what a checkpoint must share with the one whose place it takes.
-Does not know: how a change is made, devices, who asked for it.
+Does not know: how a change is made, devices, where the wish comes from.
 """
 
 from pathlib import Path
@@ -29,7 +29,7 @@ class Change(msgspec.Struct, frozen=True):
 
 
 def changed(section: type[Section], key: str) -> Changed:
-    """How a setting changes while the server runs."""
+    """Return how a setting changes while the server runs."""
     found: Changed = _extra(section, key).get("changed", section.changed)
     return found
 

@@ -1,4 +1,4 @@
-"""Where results that cost time to find are kept for the next start.
+"""The folder of results that cost time to find and are kept for the next start.
 
 Owns: the folder, and replacing a file in it as a whole.  Does not know: what is kept.
 """
@@ -7,9 +7,13 @@ import os
 from pathlib import Path
 from uuid import uuid4
 
+from engine.host.appended_file import whole_file
+
 
 def cache_folder(name: str) -> Path | None:
-    """What has that name in callboard's part of the user's cache folder; None without a home.  It need not exist."""
+    """Return the path of a name in callboard's part of the user's cache folder; None without a home.
+
+    It need not exist."""
     try:
         base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     except RuntimeError:
@@ -23,12 +27,5 @@ def replace_file(path: Path, content: bytes) -> None:
     Threads, and processes that share the folder and not their numbers, may write it at the same time."""
     partial = path.with_name(f"{path.name}.{uuid4().hex}")
     path.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        with partial.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, path)
-    except OSError:
-        partial.unlink(missing_ok=True)
-        raise
+    with whole_file(path, partial, content, is_synced=True):
+        pass

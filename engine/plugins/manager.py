@@ -63,7 +63,7 @@ class PluginInfo:
 
     @property
     def label(self) -> str:
-        """For errors: its name, and whom to ask about it."""
+        """The name and the distribution, for errors."""
         return f"{self.name} ({self.distribution} {self.version})"
 
 
@@ -148,7 +148,7 @@ class Plugins:
     """
 
     def __init__(self, chosen: Mapping[str, Wanted], options: Mapping[str, dict[str, Any]] | None = None) -> None:
-        """chosen: kind -> plugin name or 'auto', or the names of a kind of which there may be several.
+        """Load plugins.  chosen: kind -> plugin name or 'auto', or the names of a kind of which there may be several.
 
         Raises PluginError; the message lists the alternatives."""
         self._manager = pluggy.PluginManager(hookspecs.PROJECT)
@@ -263,7 +263,7 @@ class Plugins:
         return [impl for impl in caller.get_hookimpls() if not (impl.wrapper or impl.hookwrapper)]
 
     def find(self, full_name: str) -> PluginInfo:
-        """Return a plugin's description.  Raises PluginError, listing the choices, if nobody publishes it."""
+        """Return a plugin's description.  Raises PluginError, listing the choices, if no distribution publishes it."""
         info = self.known.get(full_name)
         if info is None:
             kind, _, name = full_name.partition(".")

@@ -6,7 +6,6 @@ A file that is missing, broken or cannot be written costs time, never the start:
 
 import hashlib
 import logging
-import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import TypeVar
 import msgspec
 import triton
 
+from engine.host.cache_folder import cache_folder, replace_file
 from engine.plugins.attention.triton.tiles import DecodeTiles, PrefillTiles
 
 log = logging.getLogger(__name__)
@@ -60,15 +60,14 @@ def nearest(tiles: Mapping[str, T], shape: str, batch_size: int, context: int) -
 
 def table_path(device_name: str) -> Path | None:
     """Where the table of this device, triton and kernel source lies; None without a home."""
-    try:
-        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    except RuntimeError:
+    folder = cache_folder("attention.triton")
+    if folder is None:
         return None
     digest = hashlib.sha256()
     for source in sorted(Path(__file__).parent.glob("*.py")):
         digest.update(source.read_bytes())
     device = re.sub(r"\W+", "_", device_name)
-    return base / "callboard" / "attention.triton" / f"{device}-{triton.__version__}-{digest.hexdigest()[:16]}.json"
+    return folder / f"{device}-{triton.__version__}-{digest.hexdigest()[:16]}.json"
 
 
 def load_table(path: Path | None) -> TileTable:
@@ -86,10 +85,7 @@ def save_table(path: Path | None, table: TileTable) -> None:
     """Replace the file as a whole, so that a reader sees the old one or the new one."""
     if path is None:
         return
-    partial = path.with_name(f"{path.name}.{os.getpid()}")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_bytes(msgspec.json.format(msgspec.json.encode(table), indent=1))
-        partial.replace(path)
+        replace_file(path, msgspec.json.format(msgspec.json.encode(table), indent=1))
     except OSError as error:
         log.warning("attention.triton: tiles are not kept for the next start: %s", error)
