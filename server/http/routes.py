@@ -30,7 +30,7 @@ class Routes:
         """Answer an operation that no handler answers by its ``off``, whatever the method and the rest of the path."""
         assert operation.off is not None, f"{operation.path} has no handler"
         self._refused.append(operation)
-        self._name(operation, tuple(hdrs.METH_ALL), *map(_below, operation.paths))
+        self._name(operation, (hdrs.METH_ANY,), *map(_below, operation.paths))
 
     def add(self, handlers: object) -> None:
         """Have an object's methods answer the operations that they declare."""
@@ -65,7 +65,12 @@ class Routes:
         ]
 
     def _name(self, operation: Operation, methods: tuple[str, ...], *paths: str) -> None:
+        if hdrs.METH_ANY in methods:
+            methods = (*methods, *hdrs.METH_ALL)
         self.named |= {(method, canonical(path)): operation for path in paths for method in methods}
+
+
+ROUTES: web.AppKey[Routes] = web.AppKey("routes", Routes)
 
 
 def _below(path: str) -> str:

@@ -79,7 +79,7 @@ class AdministrationRoutes:
         return json_reply(AbortAnswer(num_aborted=num_aborted, unknown=unknown))
 
     @operation(
-        "POST GET",
+        "POST",
         "/reset_prefix_cache",
         "client",
         "Forget what is cached.",

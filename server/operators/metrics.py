@@ -134,9 +134,9 @@ class VllmCollector(EngineCollector):
         num_pages = gauges.pages_free + gauges.pages_cached + gauges.pages_used
         pool = {"block_size": str(gauges.page_size), "num_gpu_blocks": str(num_pages)}
         yield self._info("cache_config_info", "The KV pool: tokens per page, and pages.", pool, 1)
-        if gauges.num_adapter_slots:
+        if num_slots := gauges.of_features.get("num_adapter_slots"):
             adapters = {
-                "max_lora": str(gauges.num_adapter_slots),
+                "max_lora": str(num_slots),
                 "running_lora_adapters": self._named(gauges.running_adapters),
                 "waiting_lora_adapters": self._named(gauges.waiting_adapters),
             }

@@ -17,7 +17,7 @@ from engine.settings.sections import ServerSection
 from engine.types.errors import FieldError, RequestError
 from server.backend import Backend, Operations
 from server.http.body import BodyReader
-from server.http.exchange import refuse_foreign_page
+from server.http.exchange import EXCHANGE, refuse_foreign_page
 from server.http.operation import operation
 from server.http.replies import json_reply
 
@@ -66,8 +66,9 @@ class SettingsRoutes:
     async def apply(self, request: web.Request) -> web.Response:
         """Returns what has changed.  Raises RequestError: 400 for settings that cannot be, with their names."""
         ask = await self._reader.read(request)
-        outcome = await self._operations.operate(ask)
-        return json_reply(msgspec.json.decode(outcome, type=Outcome))
+        outcome = msgspec.json.decode(await self._operations.operate(ask), type=Outcome)
+        request[EXCHANGE].changed = tuple(one.key for one in outcome.changes) if outcome.applied else ()
+        return json_reply(outcome)
 
     @operation("POST", "/sleep", "operator", "Let the engine rest.", answer=Sleeping, off=refuse_settings)
     async def sleep(self, request: web.Request) -> web.Response:

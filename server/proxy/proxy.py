@@ -10,9 +10,10 @@ from what the client has of it.
 
 import asyncio
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from http import HTTPStatus
+from types import MappingProxyType
 from urllib.parse import unquote
 
 import aiohttp
@@ -44,6 +45,7 @@ NOT_SENT_ON = frozenset(
 )  # fmt: skip
 TRY_ELSEWHERE = frozenset({429, 503})  # this one is full or leaving; another one may not be
 REFUSED = frozenset({*range(400, CLIENT_LEFT), 503})  # before anything was done for a prompt, unless there is a usage
+NO_HEADERS: Mapping[str, str] = MappingProxyType({})
 EVENT_STREAM = "text/event-stream"
 MOST_LOSSES = 3  # of replicas, in one stream: it may be what ends them
 GO_ON_WITHIN_S = 30.0
@@ -51,12 +53,13 @@ CONNECT_TIMEOUT_S = 5.0
 LOOK_EVERY_S = 0.2
 
 
-def new_session() -> aiohttp.ClientSession:
-    """Returns the session that sends requests on.
+def new_session(headers: Mapping[str, str] = NO_HEADERS) -> aiohttp.ClientSession:
+    """Returns the session that sends requests on.  headers: of each.
 
     Generating takes as long as its server's limits let it; reaching it does not."""
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S)
-    return aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout, auto_decompress=False)
+    connector = aiohttp.TCPConnector(limit=0)
+    return aiohttp.ClientSession(connector=connector, timeout=timeout, auto_decompress=False, headers=headers)
 
 
 class Proxy:

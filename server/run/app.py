@@ -8,19 +8,21 @@ from typing import Any
 
 import msgspec
 from aiohttp import web
+from aiohttp.typedefs import Middleware
 
 from engine.actors.operations import SettingsChanged
 from engine.pooling import check_task
 from engine.settings.sections import LimitsSection, ServerSection, StorageSection
+from server.access import check_access
 from server.adapters import Adapters
 from server.backend import Backend
-from server.clients import CacheSalts, Clients, require_key
+from server.clients import CacheSalts, Clients
 from server.generate.endpoint import Endpoint
 from server.generate.route import GenerateRoute
 from server.http.connection import HttpRunner
 from server.http.exchange import Traffic, note_route
 from server.http.operation import Handler
-from server.http.routes import Routes
+from server.http.routes import ROUTES, Routes
 from server.keys import Keys
 from server.model_card import ModelCard
 from server.openai.translator import Translator
@@ -39,9 +41,11 @@ def create_runner(
     adapters: Adapters | None = None,
     *,
     storage: StorageSection = NO_STORAGE,
+    guard: Middleware | None = None,
 ) -> HttpRunner:
     """Returns aiohttp's runner for the whole API, to be set up on the event loop that ingress runs on.
 
+    guard: the middleware that every request must pass first.
     salts: None for new ones.  adapters: None for those of the model's card.  Raises ConfigError for a folder of
     ``storage`` that cannot be used."""
     version, card, all_of_it = own_version(), backend.card, all_parts()
@@ -53,7 +57,8 @@ def create_runner(
     app = web.Application(
         middlewares=[
             note_route(routes, error_formats(all_of_it)),
-            *([require_key(keys)] if server.needs_key else []),
+            *([] if guard is None else [guard]),
+            check_access(keys),
             clients.middleware,
         ]
     )
@@ -81,6 +86,7 @@ def create_runner(
         if routes.lacks(operation):
             routes.refuse(operation)
     app.add_routes(routes.definitions())
+    app[ROUTES] = routes
     return HttpRunner(app, server, parts.traffic)
 
 

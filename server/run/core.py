@@ -52,7 +52,7 @@ class Core(Extension):
             SettingsRoutes(backend, server),
             AdapterRoutes(parts.adapters, server),
             StatusRoutes(backend, clients, version),
-            ProbeRoute(backend.card.pooling),
+            ProbeRoute(clients, backend.card.pooling),
             StatsRoute(backend, clients, version=version, shows_text=not server.needs_key),
             MetricsRoute(backend, parts.traffic, version=version, adapters=parts.adapters.served, more=parts.gauges),
             Site(),

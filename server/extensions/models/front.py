@@ -18,7 +18,8 @@ from aiohttp import web
 from engine.config import SeveralModels
 from engine.settings.sections import ServerSection
 from engine.types.errors import ConfigError
-from server.clients import Rates, require_key
+from server.access import check_access
+from server.clients import Rates
 from server.extensions.models.model import Model
 from server.extensions.models.models import Models
 from server.extensions.models.routes import ModelsRoutes, counts
@@ -27,7 +28,7 @@ from server.http.exchange import Traffic, note_route
 from server.http.listener import bind, url_of
 from server.http.operation import Handler, Operation
 from server.http.replies import json_reply
-from server.http.routes import Routes
+from server.http.routes import ROUTES, Routes
 from server.keys import Keys, read_keys
 from server.openai.models import ModelRoutes
 from server.operators.administration import AdministrationRoutes
@@ -51,7 +52,8 @@ log = logging.getLogger(__name__)
 def serve_several(config: SeveralModels) -> None:
     """Serve until stopped.  Raises ConfigError."""
     with bind(config.server.host, config.server.port) as listener:
-        print(f"{len(config.models)} models at {url_of(listener)}; GET /v1/models says which are loaded", flush=True)
+        where = url_of(listener, config.server.scheme)
+        print(f"{len(config.models)} models at {where}; GET /v1/models says which are loaded", flush=True)
         uvloop.run(_serve(config, listener))
 
 
@@ -146,13 +148,9 @@ def _application(
         table.replace(declared_handler, handler)
     table.add(Site())
     table.add(OpenApiRoute(version, declared(parts)))
-    app = web.Application(
-        middlewares=[
-            note_route(table, error_formats(parts)),
-            *([require_key(keys)] if server.needs_key else []),
-        ]
-    )
+    app = web.Application(middlewares=[note_route(table, error_formats(parts)), check_access(keys)])
     app.add_routes(table.definitions())
+    app[ROUTES] = table
     return app
 
 

@@ -5,6 +5,7 @@ Owns: each one's state, the choice, the watch over them.  Does not know: how one
 
 import asyncio
 import logging
+from collections.abc import Mapping
 from typing import Protocol
 
 import aiohttp
@@ -24,9 +25,10 @@ SLACK_FACTOR = 1.5
 
 
 class Fleet(Protocol):
-    """A group of running replicas, each known by its number."""
+    """A group of running replicas, each known by its number.  headers: those that they want with each request."""
 
     size: int
+    headers: Mapping[str, str]
 
     async def url(self, number: int) -> str:
         """Returns where the replica listens.  Waits until it has been started, or started again."""

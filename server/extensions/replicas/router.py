@@ -17,14 +17,15 @@ from aiohttp import web
 from engine.config import Config
 from engine.settings.sections import ServerSection
 from engine.types.errors import RequestError
-from server.clients import Rates, require_key
+from server.access import check_access
+from server.clients import Rates
 from server.extensions.replicas.gauges import routed
 from server.extensions.replicas.replicas import Fleet, Replicas
 from server.http.connection import HttpRunner
 from server.http.exchange import Traffic, note_route, refuse_foreign_page
-from server.http.operation import operation
+from server.http.operation import Operation, operation
 from server.http.replies import json_reply
-from server.http.routes import Routes
+from server.http.routes import ROUTES, Routes
 from server.keys import Keys
 from server.operators.adapters import AdapterRoutes
 from server.operators.administration import AdministrationRoutes
@@ -183,7 +184,7 @@ async def route(config: Config, fleet: Fleet, listener: socket.socket) -> None:
 async def routing(config: Config, fleet: Fleet, listener: socket.socket) -> AsyncIterator[Replicas]:
     """Let the router listen for as long as the context lasts; gives the replicas."""
     server = config.server
-    async with new_session() as session, AsyncExitStack() as stack:
+    async with new_session(fleet.headers) as session, AsyncExitStack() as stack:
         affinity = PrefixAffinity()
         replicas = Replicas(fleet, session, affinity, server.drain_timeout_s)
         proxy = Proxy(server, replicas, session, affinity, Rates(config.limits))
@@ -223,8 +224,8 @@ def _application(
     ):
         routes.replace(handler, answer)
     routes.add(own)
-    app = web.Application(
-        middlewares=[note_route(routes, error_formats(parts)), *([require_key(keys)] if server.needs_key else [])]
-    )
-    app.add_routes([*routes.definitions(), web.route("*", "/{path:.*}", proxy.handle)])
+    app = web.Application(middlewares=[note_route(routes, error_formats(parts)), check_access(keys)])
+    routes.handle(Operation("*", "/{path:.*}", "client"), proxy.handle)
+    app.add_routes(routes.definitions())
+    app[ROUTES] = routes
     return app

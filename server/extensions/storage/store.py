@@ -27,7 +27,7 @@ from typing import IO, Final, TypeVar
 
 from aiohttp import web
 
-from engine.host.disk import make_folder
+from engine.host.disk import make_folder, sync_folder
 from engine.settings.sections import StorageSection
 from engine.types.errors import ConfigError, RequestError
 
@@ -160,11 +160,7 @@ class Store:
 
         To be called within ``run``, with the row that names it."""
         part.rename(self.content(file_id))
-        folder = os.open(self._folder / "contents", os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+        sync_folder(self._folder / "contents")
 
     async def run(self, work: Callable[[Connection], T], *, frees: bool = False) -> T:
         """Returns what ``work`` does in one transaction, on the store's thread.  frees: it makes room.

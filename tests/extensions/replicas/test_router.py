@@ -29,6 +29,7 @@ from server.run.core import all_parts
 from server.run.extension import declared
 from tests.extensions.replicas.fake_replica import FakeFleet
 from tests.pace import far
+from tests.server.http_client import as_operator
 from tests.server.live_server import LiveServer
 
 LONG = "the quick brown fox jumps over the lazy dog. " * 40
@@ -59,7 +60,7 @@ async def routed(size: int = 2, config: Config | None = None) -> AsyncIterator[R
         port = listener.getsockname()[1]
         async with (
             routing(config or Config(), fleet, listener) as replicas,
-            aiohttp.ClientSession(f"http://127.0.0.1:{port}") as client,
+            aiohttp.ClientSession(f"http://127.0.0.1:{port}", headers=as_operator()) as client,
         ):
             one = Routed(fleet, replicas, client)
             await one.until(lambda: all(replica.state is State.READY for replica in replicas.all))
