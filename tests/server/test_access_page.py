@@ -78,7 +78,7 @@ def test_the_page_has_every_routes_access() -> None:
 
 async def test_every_route_of_a_router_declares_its_access() -> None:
     found = await routers()
-    assert {path for (_, path), kind in found.items() if kind == "open"} == {"/health", "/ready"}
+    assert {path for (_, path), kind in found.items() if kind == "open"} == {"/health", "/ping", "/ready"}
     assert {path for (_, path), kind in found.items() if kind == "operator"} >= {
         "/replicas", "/replicas/restart", "/replicas/{name}/drain", "/metrics", "/stats", "/apply", "/sleep",
     }  # fmt: skip
