@@ -66,9 +66,9 @@ class Recorded(Simulation):
         for link in self._links:
             link.put(message)
 
-    def _answer(self, step: Step) -> StepDone:
+    def _seconds(self, step: Step) -> float:
         self._note(step)
-        return super()._answer(step)
+        return super()._seconds(step)
 
 
 class _Nowhere:
@@ -94,7 +94,7 @@ def limits_of(simulation: Simulation) -> PlannerLimits:
 def record(folder: Path, made: Sequence[Request], **limits: Any) -> tuple[Trace, Recorded]:
     """A trace of these requests, and the engine that was recorded."""
     clock: list[Simulation] = []
-    recorder, config = recorder_in(folder, lambda: clock[0].now)
+    recorder, config = recorder_in(folder, lambda: clock[0].playback.now)
     sizes = {"max_running": MAX_RUNNING, "num_pages": NUM_PAGES, **limits}
     simulation = Recorded(list(made), recorder, **sizes)
     clock.append(simulation)
