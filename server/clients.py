@@ -1,4 +1,4 @@
-"""Who the clients are: what each may have open at once and use in a minute, and which cached prefixes it sees.
+"""The clients: what each may have open at once and use in a minute, and which cached prefixes it sees.
 
 Owns: which routes need which key, a salt for each, open requests and rates per client, their names.
 Does not know: where keys come from, bodies, what a request costs.
@@ -16,7 +16,7 @@ import msgspec
 from aiohttp import web
 from aiohttp.typedefs import Middleware
 
-from engine.actors.admission import RETRY_AFTER_S, check_admission
+from engine.actors.admission import Load, check_admission
 from engine.messages import DEFAULT_OPTIONS, RequestOptions
 from engine.settings.sections import LimitsSection, ServerSection
 from engine.types.errors import RequestError
@@ -29,7 +29,7 @@ from server.keys import Key, Keys
 SALT_BYTES = 16
 # Asked by orchestrators, which have no key.
 OPEN_ROUTES = frozenset({"/health", "/ready", "/ping"})
-# What they tell is of all clients, so where operators have keys of their own, only those open them.
+# Their answers are of all clients, so where operators have keys of their own, only those open them.
 OPERATORS_ROUTES = frozenset(
     {
         "/metrics", "/stats", "/server_info", "/get_server_info", "/load",
@@ -98,7 +98,7 @@ class CacheSalts:
 
 
 class Allowance:
-    """What one client may use in a minute: it is full at first, and fills up steadily (a token bucket)."""
+    """The share of one client in a minute: it is full at first, and fills up steadily (a token bucket)."""
 
     def __init__(self, per_minute: int, now: float) -> None:
         self.left = float(per_minute)
@@ -145,7 +145,7 @@ class Rates:
 
     @property
     def num_remembered(self) -> int:
-        """How many allowances are kept; those of clients that use nothing are let go."""
+        """The number of allowances that are kept; those of clients that use nothing are let go."""
         return len(self._allowances)
 
     def check(self, client: str) -> None:
@@ -210,7 +210,7 @@ class ClientRequest:
 
     def check_admission(self) -> None:
         """Raise RequestError rather than read a body that would be refused anyway."""
-        check_admission(self._clients.ingress, self._clients.limits.max_requests)
+        check_admission(self._clients.ingress, self._clients.limits)
 
     def admit(self) -> None:
         """Count a request whose work has limits of its own.  Raises RequestError (429) for a client over its rates."""
@@ -224,7 +224,7 @@ class ClientRequest:
         Raises RequestError, also a 429 if the client has its share."""
         if counted and not self.streams:
             self._charge = self._clients.rates.admit(self._client)
-        self._clients.check_share(self._client)
+        Load(num_of_client=self._clients.num_open[self._client]).check(self._clients.limits)
         # Both have a fixed place, so that no client's own salt can make it another's.
         salt = f"{self._salt}:{options.cache_salt}" if self._salt else options.cache_salt
         origin = self._origin
@@ -254,7 +254,7 @@ class ClientRequest:
         self._charge.pay(self._charge.num_paid + num_tokens)
 
     def used(self, prompts: Sequence[int | None], num_output: int) -> None:
-        """Note what it has used.  prompts: tokens of each, None for one of which the engine has not told them.
+        """Note what it has used.  prompts: tokens of each, None for one that the engine has not counted.
 
         A prompt that was taken is paid for also if its client has left before that."""
         self.exchange.usage = sum(filter(None, prompts)), num_output
@@ -366,7 +366,7 @@ class Clients:
         return [one for one in self._requests if self._may_see(key, one)]
 
     def known_to(self, key: Key | None) -> list[ClientRequest]:
-        """Those, behind the last that have ended, each in the order of time."""
+        """Return those, behind the last that have ended, each in the order of time."""
         ended = [one for mine in self._ended.values() for one in mine if self._may_see(key, one)]
         return [*sorted(ended, key=lambda one: one.exchange.received_at), *self.of(key)]
 
@@ -378,18 +378,3 @@ class Clients:
 
         Nothing is taken from requests that run; what was cached makes room as what is not used does."""
         self._salts.renew(key)
-
-    def check_share(self, client: str) -> None:
-        """Raise RequestError (429) if the client has as much open as it may."""
-        check_share(self.num_open[client], self.limits)
-
-
-def check_share(num_open: int, limits: LimitsSection) -> None:
-    """Raise RequestError (429) if a client that has so many requests open may have no more."""
-    if 0 < limits.max_requests_per_client <= num_open:
-        raise RequestError(
-            f"{num_open} of your requests are open, at most {limits.max_requests_per_client} are taken",
-            status=429,
-            code="client_queue_full",
-            retry_after_s=RETRY_AFTER_S,
-        )

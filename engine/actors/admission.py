@@ -6,7 +6,7 @@ The server asks whether any can be taken before it reads a body, and ingress ask
 """
 
 from collections.abc import Iterable, Sequence
-from typing import Protocol
+from typing import Final, NamedTuple, Protocol
 
 import msgspec
 import numpy as np
@@ -14,20 +14,27 @@ import numpy as np
 from engine.checkpoints.pooling import Pooling
 from engine.messages import RequestOptions
 from engine.pooling import pooled_params
+from engine.settings.sections import LimitsSection
 from engine.types.errors import FieldError, RequestError
 from engine.types.params import SamplingParams
 from engine.types.prompt import ChatTurn, Prompt
 
 RETRY_AFTER_S = 1  # a queue place can free up with the next step
 RETRY_LATER_S = 5  # a model loads, or another server takes over
+STATES: Final = {
+    "engine_died": "the engine has stopped",
+    "draining": "the server is shutting down",
+    "not_ready": "the model is loading",
+    "asleep": "the engine sleeps, until an operator wakes it up",
+}
 CHARS_PER_TOKEN = 4  # for the admission estimate only; English text and code have three to five
 MAX_CHARS_PER_TOKEN = 8  # no prompt within the context is longer than this in practice; bounds the tokenizer's work
 
 
 class Admitting(Protocol):
-    """What takes requests: ingress.  num_leaving: cancelled requests that the engine has not let go of.
+    """The taker of requests, ingress.  num_leaving: cancelled requests that the engine has not let go of.
 
-    ready: the model is loaded.  asleep: it was told to do nothing.  failure: why the engine died, once it has."""
+    ready: the model is loaded.  asleep: an operator put it to sleep.  failure: why the engine died, once it has."""
 
     ready: bool
     draining: bool
@@ -42,40 +49,63 @@ class Admitting(Protocol):
     def num_leaving(self) -> int: ...
 
 
+class Load(NamedTuple):
+    """Requests that were accepted and have not ended.  num_leaving: cancelled ones that the engine has not let go of.
+
+    num_queued_tokens: of all their prompts.  num_of_client: requests of the client that asks."""
+
+    num_open: int = 0
+    num_leaving: int = 0
+    num_queued_tokens: int = 0
+    num_of_client: int = 0
+
+    def refusal(self, limits: LimitsSection, cost: int = 0) -> str:
+        """Return the key of [limits] by which a request is not accepted now, or ''.  cost: tokens of its prompt."""
+        num_held = self.num_open + self.num_leaving
+        if num_held >= limits.max_requests:
+            return "max_requests"
+        if 0 < limits.max_requests_per_client <= self.num_of_client:
+            return "max_requests_per_client"
+        return "max_queued_tokens" if num_held and self.num_queued_tokens + cost > limits.max_queued_tokens else ""
+
+    def check(self, limits: LimitsSection, cost: int = 0) -> None:
+        """Raise RequestError (429) for a request that is not accepted now."""
+        if not (limit := self.refusal(limits, cost)):
+            return
+        leaving = f", {self.num_leaving} cancelled ones are leaving," if self.num_leaving else ""
+        code, seen = {
+            "max_requests": ("queue_full", f"{self.num_open} requests are open{leaving}"),
+            "max_requests_per_client": ("client_queue_full", f"{self.num_of_client} of your requests are open"),
+            "max_queued_tokens": ("queue_full", f"about {self.num_queued_tokens} prompt tokens are queued"),
+        }[limit]
+        reason = f"{seen} and no more than {getattr(limits, limit)} are accepted; try again later"
+        raise RequestError(reason, status=429, code=code, retry_after_s=RETRY_AFTER_S)
+
+
+def not_serving(code: str) -> RequestError:
+    """Return the refusal of all requests until a state changes.  code: a key of ``STATES``."""
+    return RequestError(STATES[code], status=503, code=code, retry_after_s=RETRY_LATER_S)
+
+
 def unavailable(ingress: Admitting) -> RequestError | None:
-    """Returns why no request can be taken until the engine's state changes, or None."""
+    """Return why no request can be accepted until the engine's state changes, or None."""
     if ingress.failure is not None:
-        reason, code = "the engine has stopped", "engine_died"
-    elif ingress.draining:
-        reason, code = "the server is shutting down", "draining"
-    elif not ingress.ready:
-        reason, code = "the model is loading", "not_ready"
-    elif ingress.asleep:
-        reason, code = "the engine sleeps, until an operator wakes it up", "asleep"
-    else:
-        return None
-    error = RequestError(reason, status=503, code=code, retry_after_s=RETRY_LATER_S)
-    if ingress.failure is not None:
-        error.add_note(ingress.failure)  # for callers in Python: a response over HTTP does not tell it
-    return error
+        error = not_serving("engine_died")
+        error.add_note(ingress.failure)  # for callers in Python: no response over HTTP has it
+        return error
+    states = {"draining": ingress.draining, "not_ready": not ingress.ready, "asleep": ingress.asleep}
+    return next((not_serving(code) for code, holds in states.items() if holds), None)
 
 
-def check_admission(ingress: Admitting, max_requests: int) -> None:
-    """Raise RequestError if no request can be taken: 503 when not serving, 429 when full."""
+def check_admission(ingress: Admitting, limits: LimitsSection) -> None:
+    """Raise RequestError if no request can be accepted: 503 when not serving, 429 when full."""
     if (error := unavailable(ingress)) is not None:
         raise error
-    if ingress.num_open + ingress.num_leaving >= max_requests:
-        leaving = f", {ingress.num_leaving} cancelled ones are leaving," if ingress.num_leaving else ""
-        raise queue_full(f"{ingress.num_open} requests are open{leaving} and no more than {max_requests} are accepted")
-
-
-def queue_full(reason: str) -> RequestError:
-    """The refusal of a request for which there is no room now."""
-    return RequestError(f"{reason}; try again later", status=429, code="queue_full", retry_after_s=RETRY_AFTER_S)
+    Load(ingress.num_open, ingress.num_leaving).check(limits)
 
 
 def read_params(params: SamplingParams, pooling: Pooling, vocab_size: int) -> SamplingParams:
-    """What is sampled.  Raises RequestError for a value out of range, and for what the model is not for."""
+    """Return what is sampled.  Raises RequestError for a value out of range, and for what the model is not for."""
     params.check(vocab_size)
     if params.pooling or pooling.kind != "generate":
         return pooled_params(pooling, params)
@@ -107,7 +137,7 @@ def read_prompt(
 
 
 def prompt_cost(text: str | None, token_ids: bytes | None, turns: Iterable[ChatTurn] | None) -> int:
-    """How many tokens a prompt has, estimated where it is text."""
+    """Return how many tokens a prompt has, estimated where it is text."""
     if token_ids is not None:
         return len(token_ids) // 4
     return (len(text) if text is not None else num_chars(turns or ())) // CHARS_PER_TOKEN + 1

@@ -2,7 +2,7 @@
 
 Owns: the request's way to its model, what a client may have open at all of them together.
 Does not know: how a model is loaded, what requests say beside the model's name.
-A GET never loads a model and does not count as its use, so nobody who only looks keeps one in memory.
+A GET never loads a model and does not count as its use, so looking alone keeps none in memory.
 """
 
 import time
@@ -16,10 +16,10 @@ from aiohttp import web
 from msgspec import UNSET
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from engine.actors.admission import RETRY_LATER_S, queue_full
+from engine.actors.admission import RETRY_LATER_S, Load, not_serving
 from engine.settings.sections import LimitsSection, ServerSection
 from engine.types.errors import RequestError
-from server.clients import Charge, Rates, check_share
+from server.clients import Charge, Rates
 from server.http.body import check_headers, collect, name_field
 from server.http.exchange import EXCHANGE, refuse_foreign_page
 from server.http.replies import json_reply
@@ -33,7 +33,7 @@ LOST = "model_lost"  # as ``Model.choose`` says it
 
 
 class _Named(msgspec.Struct):
-    """What a body must say here."""
+    """The part of a body that is read here."""
 
     model: str | None = None
 
@@ -122,14 +122,13 @@ class ModelsRoutes:
 
     def _check_admission(self) -> None:
         if self.is_leaving:
-            raise RequestError("the server is shutting down", status=503, code="draining", retry_after_s=RETRY_LATER_S)
-        if (num_open := self._num_open.total()) >= self._limits.max_requests:
-            raise queue_full(f"{num_open} requests are open and no more than {self._limits.max_requests} are accepted")
+            raise not_serving("draining")
+        Load(self._num_open.total()).check(self._limits)
 
     @contextmanager
     def _share_of(self, client: str) -> Iterator[None]:
         """Count a request as open.  Raises RequestError (429) if the client has as many as it may."""
-        check_share(self._num_open[client], self._limits)
+        Load(num_of_client=self._num_open[client]).check(self._limits)
         self._num_open[client] += 1
         try:
             yield
@@ -156,10 +155,7 @@ class ModelsRoutes:
     async def ready(self, request: web.Request) -> web.Response:
         """GET /ready: whether requests are taken, and the models of the start are loaded."""
         if self.is_leaving or not self.started:
-            reason, code = (
-                ("the server is shutting down", "draining") if self.is_leaving else ("models are loading", "not_ready")
-            )
-            raise RequestError(reason, status=503, code=code, retry_after_s=RETRY_LATER_S)
+            raise not_serving("draining" if self.is_leaving else "not_ready")
         return json_reply({"status": "ready"})
 
     def _body(self, model: Model) -> ModelBody:
@@ -190,7 +186,7 @@ def _model_of(body: bytes) -> str | None:
 
 
 def counts(models: Models) -> Iterator[Metric]:
-    """What the front knows of each model, for /metrics."""
+    """The metrics of each model."""
     loaded = GaugeMetricFamily("callboard_models_loaded", "Whether it takes requests now.", labels=["model"])
     wanted = GaugeMetricFamily("callboard_models_requests", "Open, or waiting for the load.", labels=["model"])
     taken = GaugeMetricFamily("callboard_models_memory_bytes", "What it takes while loaded.", labels=["model"])

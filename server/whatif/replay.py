@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from engine.actors.admission import Load
 from engine.messages import Admission, Admit, Step, Tokens
 from engine.scheduling.meter import RequestMetrics
 from engine.scheduling.playback import Playback
@@ -125,14 +126,10 @@ class Replay:
         return self._requests[index].at <= self._playback.now
 
     def _arrive(self, index: int) -> None:
-        one, limits = self._requests[index], self._limits
-        per_client = limits.max_requests_per_client
-        if len(self._open) >= limits.max_requests:
-            self.result.refused["limits.max_requests"] += 1
-        elif self._open and self._queued_tokens + one.prompt > limits.max_queued_tokens:
-            self.result.refused["limits.max_queued_tokens"] += 1
-        elif per_client and self._clients[one.client] >= per_client:
-            self.result.refused["limits.max_requests_per_client"] += 1
+        one = self._requests[index]
+        load = Load(len(self._open), 0, self._queued_tokens, self._clients[one.client])
+        if limit := load.refusal(self._limits, one.prompt):
+            self.result.refused[f"limits.{limit}"] += 1
         else:
             self._admit(index, one)
 
