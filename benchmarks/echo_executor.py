@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from engine.actors.runner import Runner
 from engine.messages import Step, StepDone
 from engine.workers.executor_main import main
 from engine.workers.messages import ExecutorAssignment
@@ -30,12 +31,10 @@ class Pending:
         return self.result
 
 
-class TimedRunner:
+class TimedRunner(Runner):
     """A device that computes nothing and takes its time: steps queue behind each other, and the host waits for none.
 
     answer: returns the result of a step.  seconds: how long it takes."""
-
-    stored = None
 
     def __init__(self, num_pages: int, answer: Callable[[Step], StepDone], seconds: Callable[[Step], float]) -> None:
         self.num_pages = num_pages
@@ -47,9 +46,6 @@ class TimedRunner:
         """Queue a step."""
         self._free_at = max(self._free_at, time.perf_counter()) + self._seconds(step)
         return Pending(self._answer(step), self._free_at)
-
-    def leave(self) -> None:
-        """There are no other ranks."""
 
 
 class EchoRunner(TimedRunner):

@@ -1,7 +1,7 @@
-"""From a configuration to what requests may ask of plugins: grammars of structured output, logits processors.
+"""Builds the plugins that requests may use: grammars of structured output, logits processors.
 
-Owns: asking these plugins.  Does not know: any library.  The grammar plugin is asked when the first request needs it,
-since its tables for a large vocabulary take a second and tens of megabytes that most servers never use.
+Owns: the calls to these plugins.  Does not know: any library.  The grammar plugin is built for the first request that
+needs it, since its tables for a large vocabulary take a second and tens of megabytes that most servers never use.
 """
 
 from collections.abc import Callable
@@ -22,7 +22,7 @@ def plugin_grammars(
     vocab_size: int,
     eos_token_ids: tuple[int, ...],
 ) -> Grammars:
-    """Return the grammars.  codec: called at most once, when the first grammar comes."""
+    """Return the grammars.  codec: called at most once, for the first grammar."""
     name = plugins.names[GRAMMAR]
 
     def new_engine() -> GrammarEngine:
@@ -41,7 +41,7 @@ def plugin_grammars(
 
 
 def plugin_processors(plugins: Plugins, vocab_size: int) -> Processors:
-    """Build those that the configuration names, in its order.  Raises PluginError."""
+    """Build the configured logits processors, in order.  Raises PluginError."""
     by_name = {}
     for name in plugins.several.get(LOGITS_PROCESSOR, ()):
         by_name[plugins.known[name].short] = plugins.build(name, LogitsProcessorContext(vocab_size), LogitsProcessor)

@@ -27,7 +27,7 @@ from engine.layers.norm import RMSNorm
 from engine.plugins.hookspecs import CommContext
 from engine.plugins.kinds import ATTENTION
 from engine.plugins.manager import Plugins
-from engine.plugins.testing.comm import check_rank
+from engine.plugins.proof.comm import check_rank
 from engine.startup.race import Race
 from engine.types.errors import PluginError
 

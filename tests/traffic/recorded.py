@@ -22,7 +22,7 @@ PREFIX = 96
 
 
 def requests(count: int, per_s: float, seed: int = 0) -> list[Request]:
-    """Of four tenants, with prefixes that some share.  Half of them end by EOS."""
+    """Return requests of four tenants, with prefixes that some share.  Half of them end by EOS."""
     rng = np.random.default_rng(seed)
     prefixes = [tokens(rng, PREFIX) for _ in range(12)]
     made = []
@@ -87,7 +87,7 @@ def recorder_in(
 
 
 def limits_of(simulation: Simulation) -> PlannerLimits:
-    """What its planner works with."""
+    """Return the limits of its planner."""
     return simulation.planner.requests.limits
 
 
@@ -106,5 +106,5 @@ def record(folder: Path, made: Sequence[Request], **limits: Any) -> tuple[Trace,
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
-    """What a trace has on each line."""
+    """Return what a trace has on each line."""
     return [msgspec.json.decode(text) for text in path.read_bytes().splitlines()]

@@ -9,7 +9,7 @@ from zlib import crc32
 import numpy as np
 
 from benchmarks.echo_executor import TimedRunner
-from engine.actors.executor import Runner
+from engine.actors.runner import Runner
 from engine.config import Config
 from engine.messages import Step, StepDone
 from engine.workers.executor_main import main
