@@ -20,16 +20,16 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from echo_executor import TimedRunner
 from machine import keep, new_parser
 from rich.console import Console
 from rich.table import Table
+from simulation import num_sampled
 
-from engine.actors.runner import Runner
 from engine.config import Config
 from engine.messages import Step, StepDone
 from engine.traffic.sizes import StepSize, StepSizes
@@ -65,40 +65,15 @@ def formula(size: StepSize) -> float:
     return max(32e-3 + 4e-7 * (size.context + size.pairs), computed) + 600e-6 * (size.decodes + size.prefills)
 
 
-class PacedRunner(Runner):
-    """A device that computes nothing and takes its time: steps queue behind each other, and the host waits for none."""
+def paced_runner(num_pages: int, max_running: int, token: int) -> TimedRunner:
+    """A device with the times of ``formula``, nearly, whose rows all sample one token."""
+    sizes, rng = StepSizes(max_running), np.random.default_rng(0)
 
-    def __init__(self, num_pages: int, max_running: int, token: int) -> None:
-        self.num_pages = num_pages
-        self._token = token
-        self._sizes = StepSizes(max_running)
-        self._rng = np.random.default_rng(0)
-        self._free_at = 0.0
+    def answer(step: Step) -> StepDone:
+        tokens = np.full(num_sampled(step), token, dtype=np.int32)
+        return StepDone(rank=0, step_id=step.step_id, token_ids=tokens.tobytes())
 
-    def launch(self, step: Step) -> "PacedStep":
-        seconds = formula(self._sizes.measure(step)) * float(self._rng.lognormal(0.0, 0.05))
-        self._free_at = max(self._free_at, time.monotonic()) + seconds
-        count = len(step.decode_rows) // 4 + step.prefill_samples.count(1)
-        tokens = np.full(count, self._token, dtype=np.int32).tobytes()
-        return PacedStep(self._free_at, StepDone(rank=0, step_id=step.step_id, token_ids=tokens))
-
-    def leave(self) -> None:
-        """There are no other ranks."""
-
-
-@dataclass(frozen=True, slots=True)
-class PacedStep:
-    """A step that is done at a time of the monotonic clock."""
-
-    done_at: float
-    result: StepDone
-
-    def ready(self) -> bool:
-        return time.monotonic() >= self.done_at
-
-    def collect(self) -> StepDone:
-        time.sleep(max(0.0, self.done_at - time.monotonic()))
-        return self.result
+    return TimedRunner(num_pages, answer, lambda step: formula(sizes.measure(step)) * float(rng.lognormal(0.0, 0.05)))
 
 
 def serve_paced(arguments: list[str]) -> None:
@@ -110,7 +85,7 @@ def serve_paced(arguments: list[str]) -> None:
         def _load_runner(self, rank: int, settings: Any, rendezvous: str = "") -> Any:
             config: Config = self.config
             token = int(self.codec.encode(" return")[-1])
-            return PacedRunner(config.kv.num_pages, config.scheduler.max_running, token)
+            return paced_runner(config.kv.num_pages, config.scheduler.max_running, token)
 
     engine.control.system.System = PacedSystem  # type: ignore[misc]
     main(["serve", *arguments])
@@ -136,7 +111,7 @@ def record(arguments: argparse.Namespace, changes: tuple[str, ...]) -> tuple[Tra
 
 
 def free_port() -> int:
-    """One that nobody listens on."""
+    """Return a port on which no process listens."""
     import socket
 
     with socket.socket() as probe:

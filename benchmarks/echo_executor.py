@@ -4,6 +4,7 @@ The model's name in the configuration is the device's time for a step, in millis
 """
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from engine.actors.runner import Runner
@@ -12,44 +13,54 @@ from engine.workers.executor_main import main
 from engine.workers.messages import ExecutorAssignment
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Pending:
-    """A step that is done at a certain time, with as many tokens as it has decode rows."""
+    """A step that is done at a certain time."""
 
-    step: Step
+    result: StepDone
     done_at: float
 
     def ready(self) -> bool:
-        """Whether that time has come."""
+        """Return whether that time has come."""
         return time.perf_counter() >= self.done_at
 
     def collect(self) -> StepDone:
-        """The rows as tokens."""
+        """Wait for that time, and return the result."""
         if (left_s := self.done_at - time.perf_counter()) > 0:
             time.sleep(left_s)
-        return StepDone(rank=0, step_id=self.step.step_id, token_ids=self.step.decode_rows)
+        return self.result
 
 
-class EchoRunner(Runner):
-    """Steps run one after the other, ``step_s`` each, as on a device with a queue."""
+class TimedRunner(Runner):
+    """A device that computes nothing and takes its time: steps queue behind each other, and the host waits for none.
 
-    num_pages = 1
+    answer: returns the result of a step.  seconds: how long it takes."""
 
-    def __init__(self, step_s: float) -> None:
-        self._step_s = step_s
+    def __init__(self, num_pages: int, answer: Callable[[Step], StepDone], seconds: Callable[[Step], float]) -> None:
+        self.num_pages = num_pages
+        self._answer = answer
+        self._seconds = seconds
         self._free_at = 0.0
 
     def launch(self, step: Step) -> Pending:
         """Queue a step."""
-        self._free_at = max(self._free_at, time.perf_counter()) + self._step_s
-        return Pending(step, self._free_at)
+        self._free_at = max(self._free_at, time.perf_counter()) + self._seconds(step)
+        return Pending(self._answer(step), self._free_at)
 
-    def leave(self) -> None:
-        """There are no other ranks."""
+
+class EchoRunner(TimedRunner):
+    """A device whose steps take ``step_s`` each; their tokens are the numbers of the rows that decode."""
+
+    def __init__(self, step_s: float) -> None:
+        super().__init__(1, self._echo, lambda step: step_s)
+
+    @staticmethod
+    def _echo(step: Step) -> StepDone:
+        return StepDone(rank=0, step_id=step.step_id, token_ids=step.decode_rows)
 
 
 def load(assignment: ExecutorAssignment) -> EchoRunner:
-    """Nothing is loaded."""
+    """Return a runner at once."""
     return EchoRunner(float(assignment.config.model.name) / 1e3)
 
 

@@ -7,15 +7,17 @@ A step takes BASE_S + DECODE_S for each row that decodes + PREFILL_S for each pr
 from collections import deque
 from collections.abc import Callable, Container
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from engine.features.host_tier.planner import HostTierPlanner
-from engine.messages import Admit, Step, StepDone, Tokens
+from engine.messages import Admission, Admit, Step, Tokens
 from engine.plugins.hookspecs import EvictionContext, PolicyContext
 from engine.plugins.manager import Plugins
 from engine.scheduling.planner import Planner
+from engine.scheduling.playback import Playback
 from engine.scheduling.rows import PlannerLimits
 from engine.types.params import SamplingParams
 from engine.types.prompt import Origin
@@ -53,7 +55,7 @@ def pages_for(num_tokens: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """at: virtual seconds.  output: tokens until it samples EOS."""
+    """A request.  at: virtual seconds.  output: tokens until it samples EOS."""
 
     at: float
     prompt: np.ndarray
@@ -64,7 +66,7 @@ class Request:
 
 @dataclass(slots=True)
 class Outcome:
-    """What a simulation saw.  Per request: ``first_at``.  gaps: seconds between two tokens of a request."""
+    """The figures of a simulation.  Per request: ``first_at``.  gaps: seconds between two tokens of a request."""
 
     first_at: np.ndarray
     cached: np.ndarray
@@ -83,43 +85,38 @@ class Simulation:
     jitter: standard deviation of a step's time, as a share of it; drawn from a fixed seed."""
 
     def __init__(self, requests: list[Request], policy: str = "priority", jitter: float = 0.0, **limits: Any) -> None:
-        self.now = 0.0
         self._jitter = jitter
         self._rng = np.random.default_rng(0)
         self.requests = requests
-        self.planner = new_planner(lambda: self.now, policy, **limits)
+        self._arriving = deque(enumerate(requests))
+        planner = partial(new_planner, policy=policy, **limits)
+        self.playback = Playback(planner, self._script, self._seconds, depth=DEPTH)
+        self.planner = self.playback.planner
         self._num_pages: int = limits["num_pages"]
         self._last_at = np.full(len(requests), np.nan)
-        self._goal = np.zeros(limits.get("max_running", 64), dtype=np.int64)
-        self._produced = np.zeros_like(self._goal)
         self.outcome = Outcome(np.full(len(requests), np.nan), np.full(len(requests), np.nan))
 
     def run(self, until: float = np.inf) -> Outcome:
         """Until all have ended, or to a point in time."""
-        arriving = deque(enumerate(self.requests))
-        answers: deque[tuple[float, StepDone]] = deque()
-        device_free_at = 0.0
-        while True:
-            while arriving and arriving[0][1].at <= self.now:
-                self._admit(*arriving.popleft())
-            while self.planner.num_in_flight < DEPTH and (step := self.planner.next_step()) is not None:
-                device_free_at = max(device_free_at, self.now) + self._seconds(step)
-                answers.append((device_free_at, self._answer(step)))
-            due = min(answers[0][0] if answers else np.inf, arriving[0][1].at if arriving else np.inf)
-            if due > until or due == np.inf:
+        outcome, playback = self.outcome, self.playback
+        for due in playback.times(self._arrive):
+            if due > until:
                 break
             stats = self.planner.stats()
-            self.outcome.running_s += stats.running * (due - self.now)
-            self.outcome.used_s += stats.pages_used / self._num_pages * (due - self.now)
-            self.now = due
-            if answers and answers[0][0] <= due:
-                self.planner.complete(answers.popleft()[1])
+            outcome.running_s += stats.running * (due - playback.now)
+            outcome.used_s += stats.pages_used / self._num_pages * (due - playback.now)
+            if playback.advance(due):
                 self._read()
-        self.outcome.seconds = self.now
-        return self.outcome
+        outcome.seconds = playback.now
+        return outcome
+
+    def _arrive(self) -> float:
+        while self._arriving and self._arriving[0][1].at <= self.playback.now:
+            self._admit(*self._arriving.popleft())
+        return self._arriving[0][1].at if self._arriving else np.inf
 
     def _admit(self, request_id: int, request: Request) -> None:
-        # The seed tells the device which request a row belongs to.
+        # The seed is the number of the request, by which its script is found.
         params = SamplingParams(max_tokens=request.max_tokens, seed=request_id)
         origin = Origin(tenant=request.tenant)
         self.planner.admit(
@@ -132,26 +129,20 @@ class Simulation:
         seconds = BASE_S + DECODE_S * (len(step.decode_rows) // 4) + PREFILL_S * num_prompt_tokens
         return seconds * float(self._rng.lognormal(0.0, self._jitter))
 
-    def _answer(self, step: Step) -> StepDone:
-        for admission in step.admissions:
-            self._goal[admission.row] = self.requests[admission.params.seed or 0].output
-            self._produced[admission.row] = len(admission.token_ids) // 4 - admission.num_prompt_tokens
-        segments = np.frombuffer(step.prefill_rows, dtype=np.int32)
-        samples = np.frombuffer(step.prefill_samples, dtype=np.int32) == 1
-        rows = np.concatenate((np.frombuffer(step.decode_rows, dtype=np.int32), segments[samples]))
-        self._produced[rows] += 1
-        sampled = np.where(self._produced[rows] >= self._goal[rows], EOS, TOKEN).astype(np.int32)
-        return StepDone(rank=0, step_id=step.step_id, token_ids=sampled.tobytes())
+    def _script(self, admission: Admission) -> np.ndarray:
+        request = self.requests[admission.params.seed or 0]
+        num_sampled = min(request.output - 1, request.max_tokens)  # before EOS
+        return np.full(admission.num_prompt_tokens + num_sampled, TOKEN, dtype=np.int32)
 
     def _read(self) -> None:
         outcome = self.outcome
         for message in self.planner.outbox:
             assert isinstance(message, Tokens)
             ids = np.frombuffer(message.request_ids, dtype=np.int64)
-            gaps = self.now - self._last_at[ids]
+            gaps = self.playback.now - self._last_at[ids]
             outcome.gaps.append(gaps[~np.isnan(gaps)])
-            outcome.first_at[ids[np.isnan(gaps)]] = self.now
-            self._last_at[ids] = self.now
+            outcome.first_at[ids[np.isnan(gaps)]] = self.playback.now
+            self._last_at[ids] = self.playback.now
             outcome.num_tokens += len(ids)
             outcome.num_ended += len(ids) - message.finishes.count(0)
             for request_id, num_cached in message.cached_tokens.items():
@@ -160,7 +151,7 @@ class Simulation:
         self.planner.finished.clear()
 
     def ttft_ms(self, percent: float, tenants: Container[str] | None = None) -> float:
-        """Of those that have had a first token, and belong to one of these tenants if any are given."""
+        """Return a percentile over the requests with a first token, of these tenants if any are given."""
         waits = [
             first - request.at
             for first, request in zip(self.outcome.first_at, self.requests, strict=True)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 from aiohttp import web
 
-from engine.actors.admission import RETRY_AFTER_S, check_admission
+from engine.actors.admission import Load, check_admission
 from engine.messages import DEFAULT_OPTIONS, RequestOptions
 from engine.settings.sections import LimitsSection, ServerSection
 from engine.types.errors import RequestError
@@ -173,7 +173,7 @@ class ClientRequest:
 
     def check_admission(self) -> None:
         """Raise RequestError rather than read a body that would be refused anyway."""
-        check_admission(self._clients.ingress, self._clients.limits.max_requests)
+        check_admission(self._clients.ingress, self._clients.limits)
 
     def admit(self) -> None:
         """Count a request whose work has limits of its own.  Raises RequestError (429) for a client over its rates."""
@@ -185,7 +185,7 @@ class ClientRequest:
         Raises RequestError, also a 429 if the client has its share."""
         if not self.streams:
             self._charge = self._clients.rates.admit(self._client)
-        self._clients.check_share(self._client)
+        Load(num_of_client=self._clients.num_open[self._client]).check(self._clients.limits)
         # Both have a fixed place, so that no client's own salt can make it another's.
         salt = f"{self._salt}:{options.cache_salt}" if self._salt else options.cache_salt
         origin = self._origin
@@ -339,18 +339,3 @@ class Clients:
 
         Nothing is taken from requests that run; what was cached makes room as what is not used does."""
         self._salts.renew(key)
-
-    def check_share(self, client: str) -> None:
-        """Raise RequestError (429) if the client has as much open as it may."""
-        check_share(self.num_open[client], self.limits)
-
-
-def check_share(num_open: int, limits: LimitsSection) -> None:
-    """Raise RequestError (429) if a client that has so many requests open may have no more."""
-    if 0 < limits.max_requests_per_client <= num_open:
-        raise RequestError(
-            f"{num_open} of your requests are open, at most {limits.max_requests_per_client} are taken",
-            status=429,
-            code="client_queue_full",
-            retry_after_s=RETRY_AFTER_S,
-        )

@@ -6,7 +6,7 @@ The server checks before it reads a body, and ingress checks again when the requ
 """
 
 from collections.abc import Iterable, Sequence
-from typing import Protocol
+from typing import Final, NamedTuple, Protocol
 
 import msgspec
 import numpy as np
@@ -14,12 +14,19 @@ import numpy as np
 from engine.checkpoints.pooling import Pooling
 from engine.messages import RequestOptions
 from engine.pooling import pooled_params
+from engine.settings.sections import LimitsSection
 from engine.types.errors import FieldError, RequestError
 from engine.types.params import SamplingParams
 from engine.types.prompt import ChatTurn, Prompt
 
 RETRY_AFTER_S = 1  # a queue place can free up with the next step
 RETRY_LATER_S = 5  # a model loads, or another server takes over
+STATES: Final = {
+    "engine_died": "the engine has stopped",
+    "draining": "the server is shutting down",
+    "not_ready": "the model is loading",
+    "asleep": "the engine sleeps until an operator wakes it up",
+}
 CHARS_PER_TOKEN = 4  # for the admission estimate only; English text and code have three to five
 MAX_CHARS_PER_TOKEN = 8  # no prompt that fits the context is longer in practice; bounds the tokenizer's work
 
@@ -43,36 +50,59 @@ class Admitting(Protocol):
     def num_leaving(self) -> int: ...
 
 
+class Load(NamedTuple):
+    """Requests that were accepted and have not ended.  num_leaving: cancelled ones that the engine has not let go of.
+
+    num_queued_tokens: of all their prompts.  num_of_client: requests of the client that asks."""
+
+    num_open: int = 0
+    num_leaving: int = 0
+    num_queued_tokens: int = 0
+    num_of_client: int = 0
+
+    def refusal(self, limits: LimitsSection, cost: int = 0) -> str:
+        """Return the key of [limits] by which a request is not accepted now, or ''.  cost: tokens of its prompt."""
+        num_held = self.num_open + self.num_leaving
+        if num_held >= limits.max_requests:
+            return "max_requests"
+        if 0 < limits.max_requests_per_client <= self.num_of_client:
+            return "max_requests_per_client"
+        return "max_queued_tokens" if num_held and self.num_queued_tokens + cost > limits.max_queued_tokens else ""
+
+    def check(self, limits: LimitsSection, cost: int = 0) -> None:
+        """Raise RequestError (429) for a request that is not accepted now."""
+        if not (limit := self.refusal(limits, cost)):
+            return
+        leaving = f", {self.num_leaving} cancelled ones are leaving," if self.num_leaving else ""
+        code, seen = {
+            "max_requests": ("queue_full", f"{self.num_open} requests are open{leaving}"),
+            "max_requests_per_client": ("client_queue_full", f"{self.num_of_client} of your requests are open"),
+            "max_queued_tokens": ("queue_full", f"about {self.num_queued_tokens} prompt tokens are queued"),
+        }[limit]
+        reason = f"{seen} and no more than {getattr(limits, limit)} are accepted; try again later"
+        raise RequestError(reason, status=429, code=code, retry_after_s=RETRY_AFTER_S)
+
+
+def not_serving(code: str) -> RequestError:
+    """Return the refusal of all requests until a state changes.  code: a key of ``STATES``."""
+    return RequestError(STATES[code], status=503, code=code, retry_after_s=RETRY_LATER_S)
+
+
 def unavailable(ingress: Admitting) -> RequestError | None:
     """Return why no request can be accepted until the engine's state changes, or None."""
     if ingress.failure is not None:
-        reason, code = "the engine has stopped", "engine_died"
-    elif ingress.draining:
-        reason, code = "the server is shutting down", "draining"
-    elif not ingress.ready:
-        reason, code = "the model is loading", "not_ready"
-    elif ingress.asleep:
-        reason, code = "the engine sleeps until an operator wakes it up", "asleep"
-    else:
-        return None
-    error = RequestError(reason, status=503, code=code, retry_after_s=RETRY_LATER_S)
-    if ingress.failure is not None:
+        error = not_serving("engine_died")
         error.add_note(ingress.failure)  # for callers in Python; an HTTP response does not contain it
-    return error
+        return error
+    states = {"draining": ingress.draining, "not_ready": not ingress.ready, "asleep": ingress.asleep}
+    return next((not_serving(code) for code, holds in states.items() if holds), None)
 
 
-def check_admission(ingress: Admitting, max_requests: int) -> None:
+def check_admission(ingress: Admitting, limits: LimitsSection) -> None:
     """Raise RequestError if no request can be accepted: 503 when not serving, 429 when full."""
     if (error := unavailable(ingress)) is not None:
         raise error
-    if ingress.num_open + ingress.num_leaving >= max_requests:
-        leaving = f", {ingress.num_leaving} cancelled ones are leaving," if ingress.num_leaving else ""
-        raise queue_full(f"{ingress.num_open} requests are open{leaving} and no more than {max_requests} are accepted")
-
-
-def queue_full(reason: str) -> RequestError:
-    """Return the refusal of a request that there is no room for now."""
-    return RequestError(f"{reason}; try again later", status=429, code="queue_full", retry_after_s=RETRY_AFTER_S)
+    Load(ingress.num_open, ingress.num_leaving).check(limits)
 
 
 def read_params(params: SamplingParams, pooling: Pooling, vocab_size: int) -> SamplingParams:
@@ -108,7 +138,7 @@ def read_prompt(
 
 
 def prompt_cost(text: str | None, token_ids: bytes | None, turns: Iterable[ChatTurn] | None, tools: str = "") -> int:
-    """How many tokens a prompt has, estimated where it is text.  tools: as ``ChatOptions`` has them."""
+    """Return how many tokens a prompt has, estimated where it is text.  tools: as ``ChatOptions`` has them."""
     if token_ids is not None:
         return len(token_ids) // 4
     return (len(text) if text is not None else num_chars(turns or ()) + len(tools)) // CHARS_PER_TOKEN + 1

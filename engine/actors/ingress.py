@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from typing import Literal, assert_never
 
 from engine.actors.actor import Actor, Link
-from engine.actors.admission import RETRY_AFTER_S, check_admission, prompt_cost, queue_full, read_params, read_prompt
+from engine.actors.admission import RETRY_AFTER_S, Load, check_admission, prompt_cost, read_params, read_prompt
 from engine.actors.operations import SettingsChanged
 from engine.actors.stream import Stream
 from engine.checkpoints.pooling import GENERATING, Pooling
@@ -113,11 +113,11 @@ class Ingress(Actor[IngressInbox | SettingsChanged]):
 
         Raises RequestError: 503 when not serving, 429 when full, 400 when a value is out of range.
         """
-        check_admission(self, self._limits.max_requests)
+        check_admission(self, self._limits)
         params = read_params(params, self._pooling, self._vocab_size)
         text, token_ids, turns = read_prompt(prompt, options, self._max_model_len, self._vocab_size)
         estimated = prompt_cost(text, token_ids, turns, options.chat.tools) + len(options.resumed) // 4
-        self._check_room(estimated)
+        Load(self.num_open, self.num_leaving, self._queued_tokens).check(self._limits, estimated)
         if params.seed is None:
             params = params.replace(seed=self._rng.randint(0, MAX_SEED))
         request_id = next(self._ids)
@@ -162,13 +162,6 @@ class Ingress(Actor[IngressInbox | SettingsChanged]):
             return False
         self._abandon(request_id).stream.push(Delta(request_id=request_id, text="", finish=Finish.ABORT))
         return True
-
-    def _check_room(self, cost: int) -> None:
-        if (self._open or self._leaving) and self._queued_tokens + cost > self._limits.max_queued_tokens:
-            raise queue_full(
-                f"about {self._queued_tokens} prompt tokens are queued, at most {self._limits.max_queued_tokens} are "
-                "accepted"
-            )
 
     def _cancel(self, request_id: int) -> None:
         if request_id in self._open:

@@ -1,10 +1,10 @@
-"""A sandbox for Jinja templates in which work and memory are bounded as well.
+"""A sandbox for Jinja templates that also bounds time and memory.
 
-Owns: what a template may compute: its time, how long texts and lists and how large numbers become.
+Owns: the limits of a template: its time, and the sizes of texts, lists and numbers.
 Does not know: what templates are for.
 
-Every loop, call, filter and operator of a template looks at the clock or at what it makes.  The clock is that of the
-thread's own work, so that no template fails because the machine is busy.
+Loops, calls, filters and operators that can grow a value check the clock or the size of their result.  The clock counts
+the thread's own work, so that no template fails because the machine is busy.
 """
 
 import functools
@@ -21,9 +21,9 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
 LONGEST_S: Final = 2.0
-MOST_NUMBER: Final = 100_000  # that is given to a filter or a method: widths, counts, indentations
+MOST_NUMBER: Final = 100_000  # for arguments of filters and methods: widths, counts, indentations
 MOST_BITS: Final = 4096  # of a number
-WIDE: Final = re.compile(r"\d{6}")  # in the format of a text
+WIDE: Final = re.compile(r"\d{6}")  # a width in a format string
 PADDING: Final = frozenset({"ljust", "rjust", "center", "zfill", "expandtabs"})
 
 
@@ -39,15 +39,15 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         self.concat = self.joined  # type: ignore[method-assign]
 
     def bound_filters(self) -> None:
-        """Bound all filters that there are by now."""
+        """Bound all filters registered so far."""
         self.filters = {name: self._bounded(one) for name, one in self.filters.items()}
 
     def begin(self, most_chars: int) -> None:
-        """Bound what this thread renders next.  most_chars: of any text that is made."""
+        """Start the limits of this thread's next rendering.  most_chars: size of any text."""
         self._now.until, self._now.most = self._clock() + LONGEST_S, most_chars
 
     def check(self, made: Any) -> Any:
-        """Returns what was made.  Raises SecurityError if it is too large, or the time is over."""
+        """Return ``made``.  Raises SecurityError if it is too large, or the time is over."""
         if isinstance(made, str | bytes | list | tuple):
             self._check_size(len(made))
         elif isinstance(made, int) and made.bit_length() > MOST_BITS:
@@ -60,29 +60,29 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         if size > getattr(self._now, "most", float("inf")):
             raise SecurityError("the template makes more text than the conversation can need")
 
-    # ---- what templates are compiled to -----------------------------------------------------
+    # ---- operations of compiled templates ---------------------------------------------------
 
     def _generate(self, source: nodes.Template, name: Any, filename: Any, defer_init: bool = False) -> str:
         return super()._generate(_Watching().visit(source), name, filename, defer_init)
 
     def watched(self, items: Iterable[Any]) -> Iterator[Any]:
-        """The items of a loop, while there is time."""
+        """Yield the items of a loop while there is time."""
         for item in items:
             self.check(None)
             yield item
 
     def joined(self, pieces: Iterable[str]) -> str:
-        """The pieces as one text."""
+        """Return the pieces joined to one text."""
         found = list(pieces)
         self._check_size(sum(map(len, found)))
         return "".join(found)
 
     def joined_values(self, *values: Any) -> str:
-        """What ``~`` makes."""
+        """Return the result of ``~``."""
         return self.joined(map(str, values))
 
     def call(self, context: Context, called: Any, /, *args: Any, **kwargs: Any) -> Any:
-        """Call what a template calls."""
+        """Call a function or method for a template."""
         self.check(None)
         of, name = getattr(called, "__self__", None), getattr(called, "__name__", "")
         if isinstance(of, str | bytes):
@@ -90,7 +90,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         return self.check(super().call(context, called, *args, **kwargs))
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
-        """Returns what a template gets for a text's ``format``."""
+        """Return the bounded ``format`` method of a text."""
         wrapped = super().wrap_str_format(value)
         if wrapped is None:
             return None
@@ -98,13 +98,13 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
         def bounded(*args: Any, **kwargs: Any) -> str:
             _check_format(text)
-            _check_numbers([*args, *kwargs.values()])  # a width may be one of them
+            _check_numbers([*args, *kwargs.values()])  # an argument may be a width
             return call(*args, **kwargs)
 
         return bounded
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        """Compute what an operator makes of two values."""
+        """Return the result of an operator."""
         if operator == "*":
             for one, count in ((left, right), (right, left)):
                 if isinstance(one, str | bytes | list | tuple) and isinstance(count, int):
@@ -128,7 +128,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             self._check_size(sum(map(len, found)) + len(found) * len(text))
 
     def _bounded(self, given: Callable[..., Any]) -> Callable[..., Any]:
-        """A filter that is bounded.  Jinja says by attributes what a filter takes beside its value."""
+        """Return a bounded filter.  Jinja marks by attributes the arguments that a filter takes before its value."""
 
         @functools.wraps(given)
         def bounded(*args: Any, **kwargs: Any) -> Any:
@@ -152,7 +152,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
 
 class _Watching(NodeTransformer):
-    """Has loops and ``~`` go through the environment."""
+    """Rewrites loops and ``~`` to call the environment."""
 
     def visit_For(self, node: nodes.For) -> nodes.Node:
         self.generic_visit(node)

@@ -221,7 +221,7 @@ class ProbeRoute:
 
         Raises RequestError: 503 if nothing came, 429 if the queue is full."""
         if self._probe is None or self._probe.done():
-            check_admission(self._clients.ingress, self._clients.limits.max_requests)
+            check_admission(self._clients.ingress, self._clients.limits)
             stream = self._clients.ingress.open(PROBE_PROMPT, self._params, FIRST)
             self._probe = asyncio.create_task(self._run(stream), name="probe")
         finish = await asyncio.shield(self._probe)

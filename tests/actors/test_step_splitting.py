@@ -1,7 +1,6 @@
-"""A step that the device has no room for is cut until it fits, and nobody can tell from the tokens."""
+"""A device without room for a step: the step is run in parts, and its result is that of the whole step."""
 
 from collections import deque
-from dataclasses import dataclass
 
 import msgspec
 import numpy as np
@@ -9,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.echo_executor import Pending
 from engine.actors.runner import Runner
 from engine.actors.step_splitting import IN_PARTS, StepSplitter, halves, merged, num_tokens, together
 from engine.execution.launched_step import extras_by_row
@@ -25,17 +25,6 @@ def ints(*values: int) -> bytes:
 EMPTY = dict.fromkeys(("decode_rows", "prefill_rows", "prefill_starts", "prefill_lengths", "prefill_samples"), b"")
 
 
-@dataclass
-class Done:
-    result: StepDone
-
-    def ready(self) -> bool:
-        return True
-
-    def collect(self) -> StepDone:
-        return self.result
-
-
 class TightRunner(Runner):
     """A device with room for ``most`` tokens in a step."""
 
@@ -46,21 +35,21 @@ class TightRunner(Runner):
         self.most = most
         self.num_failed = 0
 
-    def launch(self, step: Step) -> Done:
+    def launch(self, step: Step) -> Pending:
         if num_tokens(step) > self.most:
             self.num_failed += 1
             self.device.run(msgspec.structs.replace(step, **EMPTY))
             self.device.done.pop()
             raise MemoryError("no room")
         self.device.run(step)
-        return Done(self.device.done.pop())
+        return Pending(self.device.done.pop(), 0.0)
 
     def leave(self) -> None:
         pass
 
 
 class TightDevice:
-    """As the bench wants a device."""
+    """The device of a bench, with little room."""
 
     def __init__(self, bench: Bench, most: int) -> None:
         self.runner = TightRunner(bench.device, most)

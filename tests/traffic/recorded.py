@@ -22,7 +22,7 @@ PREFIX = 96
 
 
 def requests(count: int, per_s: float, seed: int = 0) -> list[Request]:
-    """Of four tenants, with prefixes that some share.  Half of them end by EOS."""
+    """Return requests of four tenants, with prefixes that some share.  Half of them end by EOS."""
     rng = np.random.default_rng(seed)
     prefixes = [tokens(rng, PREFIX) for _ in range(12)]
     made = []
@@ -66,9 +66,9 @@ class Recorded(Simulation):
         for link in self._links:
             link.put(message)
 
-    def _answer(self, step: Step) -> StepDone:
+    def _seconds(self, step: Step) -> float:
         self._note(step)
-        return super()._answer(step)
+        return super()._seconds(step)
 
 
 class _Nowhere:
@@ -87,14 +87,14 @@ def recorder_in(
 
 
 def limits_of(simulation: Simulation) -> PlannerLimits:
-    """What its planner works with."""
+    """Return the limits of its planner."""
     return simulation.planner.requests.limits
 
 
 def record(folder: Path, made: Sequence[Request], **limits: Any) -> tuple[Trace, Recorded]:
     """A trace of these requests, and the engine that was recorded."""
     clock: list[Simulation] = []
-    recorder, config = recorder_in(folder, lambda: clock[0].now)
+    recorder, config = recorder_in(folder, lambda: clock[0].playback.now)
     sizes = {"max_running": MAX_RUNNING, "num_pages": NUM_PAGES, **limits}
     simulation = Recorded(list(made), recorder, **sizes)
     clock.append(simulation)
@@ -106,5 +106,5 @@ def record(folder: Path, made: Sequence[Request], **limits: Any) -> tuple[Trace,
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
-    """What a trace has on each line."""
+    """Return what a trace has on each line."""
     return [msgspec.json.decode(text) for text in path.read_bytes().splitlines()]

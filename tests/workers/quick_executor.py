@@ -4,11 +4,11 @@ Owns: that device.  Does not know: models, how an engine is started.
 A token is a checksum of all that come before it in its row, so a stream that is taken up at the wrong place differs.
 """
 
-import time
 from zlib import crc32
 
 import numpy as np
 
+from benchmarks.echo_executor import TimedRunner
 from engine.actors.runner import Runner
 from engine.config import Config
 from engine.messages import Step, StepDone
@@ -20,48 +20,33 @@ FIRST_TOKEN, NUM_TOKENS = 40, 50
 MOST_TOKENS = 1 << 18  # no model of the tests has as many
 
 
-class Result:
-    def __init__(self, done: StepDone) -> None:
-        self._done = done
+class Sums:
+    """The rows' checksums."""
 
-    def ready(self) -> bool:
-        return True
+    def __init__(self) -> None:
+        self._by_row: dict[int, int] = {}
 
-    def collect(self) -> StepDone:
-        return self._done
-
-
-class QuickRunner(Runner):
-    def __init__(self, num_pages: int) -> None:
-        self.num_pages = num_pages
-        self._sums: dict[int, int] = {}
-
-    def launch(self, step: Step) -> Result:
-        """See ``Runner``."""
-        time.sleep(STEP_S)
+    def answer(self, step: Step) -> StepDone:
         for admission in step.admissions:
             if (last := np.frombuffer(admission.token_ids, dtype=np.int32).max()) >= MOST_TOKENS:
                 raise IndexError(f"there is no token {last}")
-            self._sums[admission.row] = crc32(admission.token_ids)
+            self._by_row[admission.row] = crc32(admission.token_ids)
         decoded, prefilled, samples = (
             np.frombuffer(column, dtype=np.int32)
             for column in (step.decode_rows, step.prefill_rows, step.prefill_samples)
         )
         tokens = [self._sample(row) for row in (*decoded.tolist(), *prefilled[samples > 0].tolist())]
-        return Result(StepDone(rank=0, step_id=step.step_id, token_ids=np.array(tokens, dtype=np.int32).tobytes()))
-
-    def leave(self) -> None:
-        """There are no other ranks."""
+        return StepDone(rank=0, step_id=step.step_id, token_ids=np.array(tokens, dtype=np.int32).tobytes())
 
     def _sample(self, row: int) -> int:
-        token = FIRST_TOKEN + self._sums[row] % NUM_TOKENS
-        self._sums[row] = crc32(token.to_bytes(4, "little"), self._sums[row])
+        token = FIRST_TOKEN + self._by_row[row] % NUM_TOKENS
+        self._by_row[row] = crc32(token.to_bytes(4, "little"), self._by_row[row])
         return token
 
 
 def quick_runner(config: Config, num_pages: int) -> Runner:
-    """num_pages: of the pool, once the engine knows, or 0."""
-    return QuickRunner(num_pages or config.kv.num_pages)
+    """Return a device.  num_pages: of the pool, once the engine knows, or 0."""
+    return TimedRunner(num_pages or config.kv.num_pages, Sums().answer, lambda step: STEP_S)
 
 
 if __name__ == "__main__":

@@ -16,10 +16,10 @@ from aiohttp import web
 from msgspec import UNSET
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from engine.actors.admission import RETRY_LATER_S, queue_full
+from engine.actors.admission import RETRY_LATER_S, Load, not_serving
 from engine.settings.sections import LimitsSection, ServerSection
 from engine.types.errors import RequestError
-from server.clients import Charge, Rates, check_share
+from server.clients import Charge, Rates
 from server.extensions.models.model import Model
 from server.extensions.models.models import Models
 from server.http.body import check_headers, collect, name_field
@@ -122,14 +122,13 @@ class ModelsRoutes:
 
     def _check_admission(self) -> None:
         if self.is_leaving:
-            raise RequestError("the server is shutting down", status=503, code="draining", retry_after_s=RETRY_LATER_S)
-        if (num_open := self._num_open.total()) >= self._limits.max_requests:
-            raise queue_full(f"{num_open} requests are open and no more than {self._limits.max_requests} are accepted")
+            raise not_serving("draining")
+        Load(self._num_open.total()).check(self._limits)
 
     @contextmanager
     def _share_of(self, client: str) -> Iterator[None]:
         """Count a request as open.  Raises RequestError (429) if the client has as many as it may."""
-        check_share(self._num_open[client], self._limits)
+        Load(num_of_client=self._num_open[client]).check(self._limits)
         self._num_open[client] += 1
         try:
             yield
@@ -156,10 +155,7 @@ class ModelsRoutes:
     async def ready(self, request: web.Request) -> web.Response:
         """GET /ready: whether requests are taken, and the models of the start are loaded."""
         if self.is_leaving or not self.started:
-            reason, code = (
-                ("the server is shutting down", "draining") if self.is_leaving else ("models are loading", "not_ready")
-            )
-            raise RequestError(reason, status=503, code=code, retry_after_s=RETRY_LATER_S)
+            raise not_serving("draining" if self.is_leaving else "not_ready")
         return json_reply({"status": "ready"})
 
     def _body(self, model: Model) -> ModelBody:

@@ -15,15 +15,16 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from engine.messages import Admit, Step, StepDone, Tokens
+from engine.actors.admission import Load
+from engine.messages import Admission, Admit, Step, Tokens
 from engine.scheduling.meter import RequestMetrics
-from engine.scheduling.rows import PlannerLimits
+from engine.scheduling.playback import Playback
 from engine.traffic.sizes import NOTHING, StepSize, StepSizes
 from engine.traffic.trace import DIGEST_BYTES, TracedRequest, TraceHead
 from engine.types.errors import RequestError
 from engine.types.params import SamplingParams
 from engine.types.prompt import Adapter, Origin
-from server.extensions.whatif.changes import EOS, Case
+from server.extensions.whatif.changes import Case
 
 TokenIds = npt.NDArray[np.int32]
 
@@ -71,13 +72,14 @@ class Replay:
     ) -> None:
         self._requests = requests
         self._tokens = tokens
-        self._seconds = seconds
+        self._step_seconds = seconds
         self._concurrency = concurrency
         self._limits = case.config.limits
-        self._depth = case.config.scheduler.overlap_depth
-        self._now = requests[0].at
-        self._planner = case.planner(lambda: self._now)
-        self._device = _Device(case.limits, requests, tokens)
+        self._sizes = StepSizes(case.limits.max_running)
+        depth = case.config.scheduler.overlap_depth
+        self._playback = Playback(case.planner, self._script, self._seconds, depth=depth, now=requests[0].at)
+        self._planner = self._playback.planner
+        self._arriving = deque(range(len(requests)))
         self._clients: Counter[str] = Counter()
         self._queued_tokens = 0
         self._open: set[int] = set()
@@ -88,50 +90,46 @@ class Replay:
 
     def run(self) -> Replayed:
         """Until all have ended."""
-        planner, result, requests = self._planner, self.result, self._requests
-        arriving = deque(range(len(requests)))
-        answers: deque[tuple[float, StepDone]] = deque()
-        free_at = began_at = self._now
-        while True:
-            while arriving and self._is_due(arriving[0]):
-                self._arrive(arriving.popleft())
-            while planner.num_in_flight < self._depth and (step := planner.next_step()) is not None:
-                size = self._device.sizes.measure(step)
-                took_s = self._seconds(size)
-                free_at = max(free_at, self._now) + took_s
-                answers.append((free_at, self._device.answer(step)))
-                result.busy_s += took_s
-                result.num_steps += 1
-                result.largest = StepSize(*map(max, result.largest, size))
-            next_arrival = requests[arriving[0]].at if arriving and not self._concurrency else np.inf
-            due = min(answers[0][0] if answers else np.inf, next_arrival, self._next_deadline())
-            if due == np.inf:
-                break
-            self._now = max(self._now, due)
-            if answers and answers[0][0] <= due:
-                planner.complete(answers.popleft()[1])
+        for due in self._playback.times(self._arrive_due):
+            self._playback.advance(due)
             self._read_outbox()
             self._expire()
             self._take_ended()
-        assert not planner.num_open, f"{planner.num_open} requests can never run"
-        result.seconds = self._now - began_at
-        result.num_retractions = planner.meter.num_retractions
-        return result
+        assert not self._planner.num_open, f"{self._planner.num_open} requests can never run"
+        self.result.seconds = self._playback.now - self._requests[0].at
+        self.result.num_retractions = self._planner.meter.num_retractions
+        return self.result
+
+    def _seconds(self, step: Step) -> float:
+        size, result = self._sizes.measure(step), self.result
+        took_s = self._step_seconds(size)
+        result.busy_s += took_s
+        result.num_steps += 1
+        result.largest = StepSize(*map(max, result.largest, size))
+        return took_s
+
+    def _script(self, admission: Admission) -> TokenIds:
+        """A request's tokens, with EOS in the place of the last one unless the length ended it."""
+        index = admission.params.seed or 0
+        one, sequence = self._requests[index], self._tokens[index]
+        return sequence[:-1] if one.finish != "length" and one.output else sequence
+
+    def _arrive_due(self) -> float:
+        while self._arriving and self._is_due(self._arriving[0]):
+            self._arrive(self._arriving.popleft())
+        is_timed = self._arriving and not self._concurrency
+        return min(self._requests[self._arriving[0]].at if is_timed else np.inf, self._next_deadline())
 
     def _is_due(self, index: int) -> bool:
         if self._concurrency:
             return len(self._open) < self._concurrency
-        return self._requests[index].at <= self._now
+        return self._requests[index].at <= self._playback.now
 
     def _arrive(self, index: int) -> None:
-        one, limits = self._requests[index], self._limits
-        per_client = limits.max_requests_per_client
-        if len(self._open) >= limits.max_requests:
-            self.result.refused["limits.max_requests"] += 1
-        elif self._open and self._queued_tokens + one.prompt > limits.max_queued_tokens:
-            self.result.refused["limits.max_queued_tokens"] += 1
-        elif per_client and self._clients[one.client] >= per_client:
-            self.result.refused["limits.max_requests_per_client"] += 1
+        one = self._requests[index]
+        load = Load(len(self._open), 0, self._queued_tokens, self._clients[one.client])
+        if limit := load.refusal(self._limits, one.prompt):
+            self.result.refused[f"limits.{limit}"] += 1
         else:
             self._admit(index, one)
 
@@ -163,10 +161,10 @@ class Replay:
         self._queued_tokens += one.prompt
         first_s, whole_s = self._limits.first_token_timeout_s, self._limits.request_timeout_s
         if 0 < first_s < whole_s:
-            heapq.heappush(self._deadlines, (self._now + first_s, index, True))
-        # A client that left before a token came leaves again; one that had some is taken to have wanted no more.
+            heapq.heappush(self._deadlines, (self._playback.now + first_s, index, True))
+        # A client that left before a token came leaves again; one that had tokens is taken to have wanted no more.
         patience_s = one.e2e_s if one.finish == "abort" and not one.output else np.inf
-        heapq.heappush(self._deadlines, (self._now + min(whole_s, patience_s), index, False))
+        heapq.heappush(self._deadlines, (self._playback.now + min(whole_s, patience_s), index, False))
 
     def _next_deadline(self) -> float:
         while self._deadlines and self._deadlines[0][1] not in self._open:
@@ -174,7 +172,7 @@ class Replay:
         return self._deadlines[0][0] if self._deadlines else np.inf
 
     def _expire(self) -> None:
-        while self._next_deadline() <= self._now:
+        while self._next_deadline() <= self._playback.now:
             _, index, only_without_token = heapq.heappop(self._deadlines)
             if not only_without_token or index in self._without_token:
                 self._planner.abort(index)
@@ -194,30 +192,3 @@ class Replay:
             self._queued_tokens -= request.prompt
         self.result.ended += self._planner.finished
         self._planner.finished.clear()
-
-
-class _Device:
-    """Says the tokens that a step samples: those of each row's request, and EOS behind them."""
-
-    def __init__(self, limits: PlannerLimits, requests: Sequence[TracedRequest], tokens: Sequence[TokenIds]) -> None:
-        self.sizes = StepSizes(limits.max_running)
-        self._requests = requests
-        self._tokens = tokens
-        self._scripts = np.full((limits.max_running, limits.max_len + 1), EOS, dtype=np.int32)
-        self._known = np.zeros(limits.max_running, dtype=np.int64)
-
-    def answer(self, step: Step) -> StepDone:
-        for admission in step.admissions:
-            index = admission.params.seed or 0
-            script, sequence = self._scripts[admission.row], self._tokens[index]
-            script[:] = EOS
-            script[: len(sequence)] = sequence[: len(script)]
-            if self._requests[index].finish != "length" and self._requests[index].output:
-                script[len(sequence) - 1] = EOS
-            self._known[admission.row] = len(admission.token_ids) // 4
-        segments = np.frombuffer(step.prefill_rows, dtype=np.int32)
-        samples = np.frombuffer(step.prefill_samples, dtype=np.int32) == 1
-        rows = np.concatenate((np.frombuffer(step.decode_rows, dtype=np.int32), segments[samples]))
-        sampled = self._scripts[rows, self._known[rows]]
-        self._known[rows] += 1
-        return StepDone(rank=0, step_id=step.step_id, token_ids=sampled.tobytes())
