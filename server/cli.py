@@ -32,7 +32,6 @@ from engine.plugins.hookspecs import API_VERSION
 from engine.plugins.listing import list_plugins
 from engine.types.errors import CallboardError, ConfigError, PluginError, RequestError
 from engine.types.params import SamplingParams
-from engine.workers.cluster.environment import Cluster, check_cluster, read_cluster
 from server.arguments import count, natural, real
 from server.backend import Backend
 from server.bench.command import add_bench
@@ -50,7 +49,7 @@ from server.whatif.command import add_whatif
 if TYPE_CHECKING:
     from engine.control.system import System
     from engine.llm import LLM
-    from engine.workers.cluster.head import Head
+    from engine.workers.placement import Machines
 
 Run = Callable[[argparse.Namespace, Config], None]
 OF_CHECKPOINTS = (".safetensors", ".json", *PICKLED)  # ends of files that are no configuration, and no model alone
@@ -253,13 +252,8 @@ def _serve(parsed: argparse.Namespace, config: Config) -> None:
         _serve_replicas(parsed, config)
         return
     source = _source(parsed, *overrides)
-    cluster = read_cluster(os.environ)
-    if cluster is None:
-        uvloop.run(_serve_until_stopped(config, source))
-    elif cluster.rank:
-        uvloop.run(_join(cluster, config))
-    else:
-        uvloop.run(_serve_as_head(cluster, config, source))
+    is_alone = os.environ.get("WORLD_SIZE", "1") == "1"
+    uvloop.run(_serve_until_stopped(config, source) if is_alone else _serve_on_machines(config, source))
     sys.stderr.flush()
     # Not a plain return: a load that was interrupted still runs on its thread, and nothing is left to clean up.
     os._exit(0)
@@ -279,22 +273,20 @@ def _check_one_server(config: Config, who: str) -> None:
         raise ConfigError(f"storage.journal_streams: {who} have no journal; it is for a server of one model alone")
 
 
-async def _join(cluster: Cluster, config: Config) -> None:
-    from engine.workers.cluster.node import Node
+async def _serve_on_machines(config: Config, source: ConfigSource) -> None:
+    from engine.workers.machines.head import Head
+    from engine.workers.machines.launch import read_launch
+    from engine.workers.machines.node import Node
 
-    check_cluster(cluster, config)
-    await Node(cluster, config).run()
-
-
-async def _serve_as_head(cluster: Cluster, config: Config, source: ConfigSource) -> None:
-    from engine.workers.cluster.head import Head
-
-    check_cluster(cluster, config)
-    async with Head(cluster, config) as head:
+    launch = read_launch(os.environ, config)
+    if launch.index:
+        await Node(launch, config).run()
+        return
+    async with Head(launch, config) as head:
         await _serve_until_stopped(config, source, head)
 
 
-async def _serve_until_stopped(config: Config, source: ConfigSource, head: "Head | None" = None) -> None:
+async def _serve_until_stopped(config: Config, source: ConfigSource, machines: "Machines | None" = None) -> None:
     from engine.control.system import System
     from engine.workers.frontend import FrontendCommand, RemoteIngress
     from server.run.operations import LocalOperations
@@ -304,10 +296,10 @@ async def _serve_until_stopped(config: Config, source: ConfigSource, head: "Head
     # The port first: finding it taken must not cost the time of loading a model.
     with bind(config.server.host, config.server.port) as listener:
         frontend = FrontendCommand(FRONT_MODULE, listener.fileno()) if config.placement.ingress == "process" else None
-        system = System(config, progress=sys.stderr.isatty(), head=head, frontend=frontend)
+        system = System(config, progress=sys.stderr.isatty(), machines=machines, frontend=frontend)
         write_recordings_on_signal(system.recorder)
-        if head is not None:
-            head.follow(lambda: system.entrance.draining)
+        if machines is not None:
+            machines.is_draining = lambda: system.entrance.draining
         card = ModelCard.of(system, config.server)
         operations = LocalOperations(system, source, card)
         engine = asyncio.create_task(_run_engine(system, url_of(listener), config.server.needs_key))

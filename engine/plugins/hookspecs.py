@@ -80,8 +80,8 @@ class ModelContext:
 @dataclass(frozen=True, slots=True)
 class CommContext:
     """What a communication plugin is told.  device: 'cpu' or 'cuda'; on a GPU the rank's own is the current one.
-    rendezvous: URL where this group's ranks, and nobody else, meet: file:///path, tcp://host:port, store://host:port/name
-    or env://; empty for one rank."""
+    rendezvous: URL where this group's ranks, and nobody else, meet: file:///path, tcp://host:port or
+    env:///name; empty for one rank."""
 
     rank: int
     size: int
