@@ -102,7 +102,7 @@ class Machines(Protocol):
 
     @property
     def where(self) -> str:
-        """Where the links of ranks elsewhere listen, as in ``placement.link``."""
+        """The address at which links of ranks elsewhere listen, as in ``placement.link``."""
         ...
 
     def new_rendezvous(self) -> str:

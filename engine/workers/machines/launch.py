@@ -5,6 +5,7 @@ Does not know: how the processes find each other.
 """
 
 from collections.abc import Mapping
+from importlib import metadata
 
 import msgspec
 
@@ -19,9 +20,8 @@ MOST_PORTS = 65535
 class Launch(msgspec.Struct, frozen=True, kw_only=True):
     """One of the processes that a launcher starts.  Process 0 is the *head*, the server; the others are *nodes*.
 
-    index, size: RANK and WORLD_SIZE.  local_index: LOCAL_RANK, its place among the processes of its machine.
-    ranks: how many of the model's ranks each process runs.  host, port: where the links of nodes are reached; node n
-    has port + n.  listens_on: the address that the head binds for them."""
+    index, size: RANK and WORLD_SIZE.  local_index: LOCAL_RANK.  ranks: how many of the model's ranks each process runs.
+    host, port: node n reaches the head at port + n.  listens_on: the address that the head binds."""
 
     index: int
     size: int
@@ -37,8 +37,13 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
         return Place(self.local_index * self.ranks + rank - first) if first <= rank < first + self.ranks else None
 
     def address(self, node: int) -> str:
-        """The address of a node's link, as nodes reach it."""
+        """The address at which a node reaches the head."""
         return f"{self.host}:{self.port + node}"
+
+    def facts(self) -> dict[str, str]:
+        """The facts that must be the same in all processes, by name."""
+        versions = {name: _version(name) for name in ("callboard", "torch")}
+        return {"WORLD_SIZE": str(self.size), "device.tensor_parallel": str(self.size * self.ranks), **versions}
 
 
 def read_launch(environment: Mapping[str, str], config: Config) -> Launch:
@@ -77,9 +82,9 @@ def _check(size: int, config: Config) -> None:
     port = int(placement.link.rpartition(":")[2]) if placement.link.startswith("tcp://") else 0
     if not 1 <= port <= MOST_PORTS + 1 - size:
         raise ConfigError(
-            f"placement.link={placement.link!r}: WORLD_SIZE={size} needs 'tcp://HOST:PORT', where HOST is the address "
-            "by which other machines reach RANK 0's, or 0.0.0.0 for MASTER_ADDR, and PORT is from 1 to "
-            f"{MOST_PORTS + 1 - size}; the process with RANK r uses PORT + r"
+            f"placement.link={placement.link!r}: WORLD_SIZE={size} needs 'tcp://HOST:PORT': HOST is the address of "
+            "RANK 0's machine, or 0.0.0.0 for MASTER_ADDR; the process with RANK r joins at PORT + r, so PORT is from "
+            f"1 to {MOST_PORTS + 1 - size}"
         )
     if not placement.cluster_key:
         raise ConfigError(
@@ -97,3 +102,10 @@ def _number(
     if not text.isascii() or not text.isdigit() or not least <= int(text) <= most:
         raise ConfigError(f"{name}={text!r}: with WORLD_SIZE it must be a number from {least} to {most}")
     return int(text)
+
+
+def _version(name: str) -> str:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:  # a checkout that was never installed
+        return "unknown"

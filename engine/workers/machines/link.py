@@ -1,9 +1,9 @@
-"""The link between the head and a node, which also reports the state of its connection.
+"""The link between the head and a node, which also reports the end of a connection.
 
-Owns: the kernel's probes and ZeroMQ's events.  Does not know: messages.
-A link inside one machine needs neither: the kernel reports the end of a child process.
+Owns: the kernel's probes, ZeroMQ's events, the keys.  Does not know: messages.
 """
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +11,9 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from engine.workers.keys import ClientKeys, KeyPair
-from engine.workers.link import Incoming, SocketLink
+from engine.workers.link import MAX_LOGGED_REFUSALS, Incoming, SocketLink
+
+log = logging.getLogger(__name__)
 
 CAPACITY = 1024  # messages: two per rank and generation
 PROBES = 4  # of a silent connection, before it is closed
@@ -21,10 +23,10 @@ REFUSED = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 
 
 class MachineLink(SocketLink[Incoming]):
-    """silence_s: a connection is closed when the other machine does not answer for so long.
+    """One end of a link between machines.
 
     disconnected: called on the loop after the end of any connection, a refused one as well.
-    refused: called on the loop when the other end does not have the right keys."""
+    silence_s: a connection ends when the other machine does not answer for so long."""
 
     def __init__(
         self,
@@ -32,14 +34,12 @@ class MachineLink(SocketLink[Incoming]):
         context: "zmq.Context[Any]",
         accepts: Any,
         deliver: Callable[[Incoming], None],
+        disconnected: Callable[[], None],
         *,
         silence_s: float,
-        disconnected: Callable[[], None],
-        refused: Callable[[], None] = lambda: None,
     ) -> None:
         super().__init__(name, context, accepts, deliver, capacity=CAPACITY)
         self._disconnected = disconnected
-        self._refused = refused
         # The kernel notices a machine that is gone.  ZeroMQ's own heartbeats abort the process (an assertion in 4.3.5)
         # when a second process with the same keys connects and leaves.
         self._socket.tcp_keepalive, self._socket.tcp_keepalive_cnt = 1, PROBES
@@ -59,7 +59,7 @@ class MachineLink(SocketLink[Incoming]):
         return has_peer
 
     def close(self, linger_s: float = 0.0) -> None:
-        """See ``SocketLink``."""
+        """Close the link, as ``SocketLink`` does."""
         if not self._socket.closed:
             self._loop.remove_reader(self._events_fd)
             self._socket.disable_monitor()
@@ -68,10 +68,11 @@ class MachineLink(SocketLink[Incoming]):
 
     def _read_events(self) -> None:
         while not self._socket.closed and self._events.getsockopt(zmq.EVENTS) & zmq.POLLIN:
-            if recv_monitor_message(self._events)["event"] & REFUSED:
-                self._refused()
-            else:
+            if not recv_monitor_message(self._events)["event"] & REFUSED:
                 self._loop.call_later(SETTLE_S, self._report_end)
+            elif self.num_refused < MAX_LOGGED_REFUSALS:
+                self.num_refused += 1
+                log.warning("link %s: the other end was refused: it does not have our placement.cluster_key", self.name)
 
     def _report_end(self) -> None:
         if not self._socket.closed:

@@ -8,20 +8,18 @@ from engine.workers.child import Ticket
 
 
 class NodeHere(Message, frozen=True, kw_only=True):
-    """The first message of a node.
-
-    facts: what must be the same in all processes, by name.  problem: why this machine cannot run ranks, or empty."""
+    """A node's first message.  problem: why its machine cannot run ranks, or empty."""
 
     facts: dict[str, str]
     problem: str = ""
 
 
-class NodeLeaving(Message, frozen=True, kw_only=True):
-    """A signal has reached the node.  The head answers with ``Farewell``, after its last requests if it ends too."""
+class NodeLeaving(Message, frozen=True):
+    """A signal has reached the node.  ``Farewell`` answers it, after the last requests if the head ends as well."""
 
 
 class RankEnded(Message, frozen=True, kw_only=True):
-    """The process of a rank has ended.  number: as in ``StartRank``.  how: its exit code or signal, as a phrase."""
+    """The process of a rank has ended.  number: as in ``StartRank``.  how: its exit code or signal, in words."""
 
     number: int
     how: str
@@ -45,9 +43,7 @@ class KillRank(Message, frozen=True, kw_only=True):
 
 
 class Farewell(Message, frozen=True, kw_only=True):
-    """The last message to a node, which ends.
-
-    reason: why the head has failed, or why it refuses the node; empty if all is well."""
+    """The last message to a node.  reason: why the head has failed or refuses it, empty if all is well."""
 
     reason: str = ""
     is_refusal: bool = False

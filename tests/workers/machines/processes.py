@@ -24,7 +24,7 @@ def link_to(port: int) -> str:
 
 
 def environment(index: int, port: int = 29500, *, size: int = 2, key: str = KEY) -> dict[str, str]:
-    """What a launcher sets for one process, and the key."""
+    """The variables that a launcher sets for one process, and the key."""
     return {
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),

@@ -48,7 +48,7 @@ class Scene:
         await self.heard.next(ExecutorsReady)
 
     async def lost(self) -> str:
-        """Why a generation was lost."""
+        """The reason for which a generation was lost."""
         return str((await self.heard.next(ExecutorsLost)).reason)
 
     def head(self) -> Head:

@@ -1,4 +1,4 @@
-"""What a process learns of its launch: from the environment, the settings that go with it, and its assignment."""
+"""The launch of a process: the environment, the settings that go with it, and the assignment of a rank."""
 
 import logging
 
@@ -8,7 +8,6 @@ from engine.checkpoints.checkpoint import resolve_checkpoint
 from engine.host.logs import LogSettings
 from engine.types.errors import ConfigError
 from engine.workers.executor_main import load_rank, settle
-from engine.workers.machines.facts import differences
 from engine.workers.machines.head import Head
 from engine.workers.machines.launch import Launch, read_launch
 from engine.workers.messages import ExecutorAssignment, Place
@@ -84,7 +83,7 @@ def test_a_variable_that_is_missing_or_wrong_is_named(name: str, value: str) -> 
     [
         ({"executor": "inline"}, "needs placement.executor = 'process'"),
         ({"link": "unix"}, "placement.link='unix': WORLD_SIZE=2 needs 'tcp://HOST:PORT'"),
-        ({"link": "tcp://10.0.0.1:0"}, "PORT is from 1 to 65534; the process with RANK r uses PORT [+] r"),
+        ({"link": "tcp://10.0.0.1:0"}, "joins at PORT [+] r, so PORT is from 1 to 65534"),
         ({"link": "tcp://10.0.0.1:65535"}, "PORT is from 1 to 65534"),
         ({"key": ""}, "needs placement.cluster_key"),
         ({"num_ranks": 3}, "WORLD_SIZE=2, but device.tensor_parallel=3: every process runs the same number of ranks"),
@@ -103,10 +102,3 @@ async def test_links_are_reached_at_rank_0s_address_when_they_listen_everywhere(
     nowhere = configured(link="tcp://a..b:5600")
     with pytest.raises(ConfigError, match=r"^placement.link: a\.\.b: "):
         await Head(launch(0, nowhere), nowhere).__aenter__()
-
-
-def test_only_facts_that_differ_are_named() -> None:
-    ours = {"WORLD_SIZE": "2", "torch": "2.9"}
-    assert differences(ours, ours) == ""
-    assert differences({"WORLD_SIZE": "2", "torch": "2.8"}, ours) == "torch is 2.8, at RANK=0 2.9"
-    assert differences({}, ours) == "WORLD_SIZE is unknown, at RANK=0 2; torch is unknown, at RANK=0 2.9"

@@ -50,7 +50,7 @@ async def stream(server: Server, during: Callable[[], None] | None = None) -> li
 
 
 class Machine(Server):
-    """What torchrun runs on one machine: itself, our process, and the ranks of that."""
+    """The processes of one machine: torchrun, ours, and its ranks."""
 
     def __init__(self, index: int, ports: tuple[int, int]) -> None:
         torchrun = ["-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1", f"--node-rank={index}"]
@@ -85,7 +85,7 @@ class Machine(Server):
 
 
 class Machines:
-    """head: with the server.  other: the second machine, or the latest in its place."""
+    """Two machines.  head: the one with the server.  other: the second one, or the latest in its place."""
 
     def __init__(self) -> None:
         self.ports = free_port(), free_port()
