@@ -36,8 +36,8 @@ QUEUES = {"Queue", "PriorityQueue", "LifoQueue"}
 BOUNDED = {
     "engine/actors/executor.py: self._steps": "scheduler.overlap_depth steps in flight",
     "engine/actors/executor.py: self._waiting": "scheduler.overlap_depth steps in flight",
-    "engine/execution/stored_pages.py: self._to_read": "those that wait for it, of whom the scheduler has a limit",
-    "engine/execution/stored_pages.py: self._to_write": "kv.store_buffer_mb of pages",
+    "engine/features/kv_store/pages.py: self._to_read": "those that wait for it, of whom the scheduler has a limit",
+    "engine/features/kv_store/pages.py: self._to_write": "kv.store_buffer_mb of pages",
 }
 
 LOOP_MAKERS = {"run", "Runner", "new_event_loop"}
@@ -246,7 +246,7 @@ def test_coroutines_of_tests_run_on_the_loop_of_pytest_asyncio() -> None:
     assert {name for name, source in files.items() if any(map(makes_a_loop, nodes(source)))} == set(OWN_LOOPS)
 
 
-@pytest.mark.reliability("G4", "exceptions that hold paths, code and traces, told to a client")
+@pytest.mark.reliability("G4", "exceptions that hold paths, code and traces, sent to a client")
 @pytest.mark.parametrize(
     "error",
     [

@@ -1,12 +1,12 @@
 """The executor actor: one rank's device, driven from a thread of its own.
 
-consumes: Step, FetchPages (scheduler) · Profile (an operator, by way of their group) · Stop (system)
-produces: StepDone, PagesFetched, and how many pages there are once it has loaded (scheduler, by way of its group)
+consumes: Step, messages of features (scheduler) · Profile (an operator, by way of their group) · Stop (system)
+produces: StepDone, answers of features, and the number of pages once it has loaded (scheduler, by way of its group)
 waits for: a message; the collector waits for the device.   owns: the device thread and the collector's.
 
 Only plain steps and their results cross between the loop and the threads.  The device thread launches a step as soon
-as it arrives: with two steps in flight, step N+2 comes when N is done, and must be queued while N+1 runs.  So it never
-waits for the device itself; what is done once it is launched, as every step on a CPU, it collects at once.
+as it arrives: with two steps in flight, step N+2 arrives when N is done, and must be queued while N+1 runs.  So it
+never waits for the device; a step that is finished after its launch, such as any step on a CPU, is collected at once.
 """
 
 import asyncio
@@ -15,52 +15,17 @@ import queue
 import threading
 from collections.abc import Callable
 from functools import partial
-from typing import Protocol, assert_never
 
 from engine.actors.actor import Actor
-from engine.kv.store import PageFetcher
-from engine.messages import ExecutorInbox, FetchPages, FromExecutor, Profile, Step, StepDone
+from engine.actors.runner import PendingStep, Runner
+from engine.messages import ExecutorInbox, FromExecutor, Profile, Step, StepDone
+from engine.types.notices import Message
 
 log = logging.getLogger(__name__)
 
 
-class PendingStep(Protocol):
-    """A launched step.  Calls come from any thread, one at a time."""
-
-    def ready(self) -> bool:
-        """Whether ``collect`` would return at once."""
-        ...
-
-    def collect(self) -> StepDone:
-        """Wait for the device and return the result."""
-        ...
-
-
-class Runner(Protocol):
-    """The device half of a step; every call comes from the device thread."""
-
-    num_pages: int
-
-    @property
-    def stored(self) -> PageFetcher | None:
-        """The rank's side of the store; None where there is none."""
-        ...
-
-    def launch(self, step: Step) -> PendingStep:
-        """Start a step without waiting for it; those before it may still run, and be collected meanwhile."""
-        ...
-
-    def profile(self, ask: Profile) -> None:
-        """Record the next steps, or no more of them.  What goes wrong with that is logged, and nothing else."""
-        ...
-
-    def leave(self) -> None:
-        """After a failure: give up the communicator, so that ranks which wait for this one fail too, and at once."""
-        ...
-
-
 class Executor(Actor[ExecutorInbox]):
-    """rank: of this executor.  load: builds the runner, on the device thread."""
+    """The executor of one rank.  load: builds the runner, on the device thread."""
 
     def __init__(
         self,
@@ -73,20 +38,20 @@ class Executor(Actor[ExecutorInbox]):
         self._load = load
         self._steps: queue.SimpleQueue[Step | Profile | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._stored: PageFetcher | None = None
+        self._runner: Runner | None = None
         self._abandoned = False
         self.loaded = False
 
     def connect(self, *, ready: Callable[[int], None], done: Callable[[FromExecutor], None]) -> None:
-        """Where results go, on the event loop.  ready: told the number of pages once the model is loaded."""
+        """Set where results go, on the event loop.  ready: gets the number of pages once the model is loaded."""
         self._ready = ready
         self._done = done
 
     async def run(self) -> None:
-        """Start the device thread, then handle messages; the thread's failure is the actor's."""
+        """Start the device thread, then handle messages; a failure of the thread fails the actor."""
         loop = asyncio.get_running_loop()
         failed: asyncio.Future[None] = loop.create_future()
-        failed.add_done_callback(asyncio.Future.exception)  # it may come when this has ended, and is looked at here
+        failed.add_done_callback(asyncio.Future.exception)  # retrieves an exception that is set after this has ended
 
         def report(error: BaseException) -> None:
             if not failed.done():
@@ -98,7 +63,7 @@ class Executor(Actor[ExecutorInbox]):
                 runner = self._load()
                 self._serve(runner, loop)
             except BaseException as error:  # every failure of the thread must reach the actor
-                if not isinstance(error, Exception):  # a task that raises SystemExit ends the loop without a word
+                if not isinstance(error, Exception):  # a task that raises SystemExit ends the loop without a message
                     error = RuntimeError(f"{error!r} on the device thread")
                 _call_soon(loop, partial(report, error))
                 if runner is not None:
@@ -119,29 +84,26 @@ class Executor(Actor[ExecutorInbox]):
         match message:
             case Step() | Profile():
                 self._steps.put(message)
-            case FetchPages():
-                self._fetch(message)
             case _:
-                assert_never(message)
+                self._receive(message)
 
-    def _fetch(self, message: FetchPages) -> None:
-        stored, loop = self._stored, asyncio.get_running_loop()
-        assert stored is not None, "pages are to be fetched and there is no store"
-        loop.call_later(message.timeout_s, stored.give_up, message.fetch_id)
-        stored.fetch(message, lambda fetched: _call_soon(loop, partial(self._done, fetched)))
+    def _receive(self, message: Message) -> None:
+        loop = asyncio.get_running_loop()
+        assert self._runner is not None, f"{type(message).__name__} before there is a runner"
+        self._runner.receive(message, lambda answer: _call_soon(loop, partial(self._done, answer)))
 
     def close(self) -> None:
-        """End the device thread after the steps it has; a load that still runs is left to die with the process."""
+        """End the device thread after its queued steps; a load that still runs ends with the process."""
         self._steps.put(None)
         if self._thread is not None and self.loaded and not self._abandoned:
             self._thread.join(timeout=30)
 
     def abandon(self) -> None:
-        """Do not wait for the device thread: it may never come back."""
+        """Mark the device thread as hung, so that ``close`` does not wait for it."""
         self._abandoned = True
 
     def _serve(self, runner: Runner, loop: asyncio.AbstractEventLoop) -> None:
-        self._stored = runner.stored
+        self._runner = runner
         _call_soon(loop, partial(self._ready, runner.num_pages))
         self.loaded = True
         collector = Collector(
@@ -158,27 +120,26 @@ class Executor(Actor[ExecutorInbox]):
         finally:
             collector.end()
         collector.join()
-        if runner.stored is not None:
-            runner.stored.close()
+        runner.close()
 
 
 class Collector:
-    """Collects launched steps in their order.  deliver: takes each result.  stop: called if one cannot be collected.
+    """Collects launched steps in order, on a thread.  deliver: receives each result.  stop: called on a failure.
 
-    ``take``, ``end`` and ``join`` are called by the device thread."""
+    The device thread calls ``take``, ``end`` and ``join``."""
 
     def __init__(self, name: str, deliver: Callable[[StepDone], None], stop: Callable[[], None]) -> None:
         self._deliver = deliver
         self._stop = stop
         self._waiting: queue.SimpleQueue[PendingStep | None] = queue.SimpleQueue()
         self._num_taken = 0
-        self._num_delivered = 0  # of those that were taken; written by the collector's thread alone
+        self._num_delivered = 0  # of the steps in ``_num_taken``; written by the collector's thread alone
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
     def take(self, pending: PendingStep) -> None:
-        """Deliver its result: at once where that needs no waiting, else as soon as the device is done with it."""
+        """Deliver a step's result: at once if it is ready, else when the device has finished it."""
         if self._num_delivered == self._num_taken and pending.ready():
             self._deliver(pending.collect())
         else:
@@ -186,11 +147,11 @@ class Collector:
             self._waiting.put(pending)
 
     def end(self) -> None:
-        """Nothing comes any more."""
+        """End after the steps that were taken."""
         self._waiting.put(None)
 
     def join(self) -> None:
-        """Wait until all that was taken is delivered.  Raises what the collecting raised."""
+        """Wait until all taken steps are delivered.  Raises what collecting raised."""
         self._thread.join()
         if self._error is not None:
             raise self._error
@@ -200,13 +161,13 @@ class Collector:
             while (pending := self._waiting.get()) is not None:
                 self._deliver(pending.collect())
                 self._num_delivered += 1
-        except BaseException as error:  # every failure must reach the device thread, and with it the actor
+        except BaseException as error:  # every failure must reach the device thread, which passes it to the actor
             self._error = error
             self._stop()
 
 
 def _call_soon(loop: asyncio.AbstractEventLoop, callback: Callable[[], None]) -> None:
-    """From a thread to the loop; a loop that has closed meanwhile no longer wants to know."""
+    """Call back on the loop, from a thread.  A loop that has closed meanwhile needs no call."""
     try:
         loop.call_soon_threadsafe(callback)
     except RuntimeError:

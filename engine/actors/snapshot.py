@@ -1,19 +1,22 @@
-"""What an engine shows of itself, as messages: how it is at one moment, what it has finished, and how to ask for both.
+"""Messages for the state of an engine: a snapshot of one moment, finished requests, and the requests for both.
 
-Owns: the shape of them.  Does not know: where the numbers come from, who looks.
+Owns: the form of these messages.  Does not know: the sources and readers of the numbers.
 """
+
+from collections.abc import Mapping
+from typing import Final
 
 import msgspec
 
 from engine.scheduling.board import Board
-from engine.scheduling.explanation import Explained
 from engine.scheduling.meter import Meter, RequestMetrics
 from engine.types.notices import Message
 
 
 class MailboxGauges(msgspec.Struct, frozen=True):
-    """One actor's queue.  peak: most messages that were ever handed over at once.  num_taken: how many in all, 0 where
-    it is in another process."""
+    """The state of one actor's queue.
+
+    peak: most messages delivered at once.  num_taken: messages delivered in total, 0 if it is in another process."""
 
     name: str
     waiting: int
@@ -23,12 +26,12 @@ class MailboxGauges(msgspec.Struct, frozen=True):
 
 
 class Gauges(msgspec.Struct, frozen=True):
-    """How things stand.  Of pages, free + cached + used is the whole pool, in tokens ``page_size`` times as much.
+    """The state of the engine.  Free, cached and used pages add up to the pool; each holds ``page_size`` tokens.
 
     num_in_flight: steps planned and not yet completed.  stalled_s: how long steps have been due and none completed, 0
     where nothing runs.  num_late_events: output for clients that had left.  num_tokenizers: that take requests now.
-    process: the engine's.  num_adapter_slots: adapters that executors hold at once; running_adapters, waiting_adapters:
-    the digests of those that requests in and out of the batch want.
+    process: the engine's.  of_features: numbers of features, by name.
+    running_adapters, waiting_adapters: digests of the adapters of requests in and out of the batch.
     """
 
     num_open: int = 0
@@ -49,22 +52,27 @@ class Gauges(msgspec.Struct, frozen=True):
     num_late_events: int = 0
     recovering: bool = False
     process: int = 0
-    num_adapter_slots: int = 0
+    of_features: dict[str, int] = {}
     running_adapters: frozenset[str] = frozenset()
     waiting_adapters: frozenset[str] = frozenset()
     mailboxes: tuple[MailboxGauges, ...] = ()
 
 
-class GetSnapshot(Message, frozen=True, kw_only=True):
-    """What does the engine do now?  The answer, a ``Snapshot``, has the same number.
+Views = Mapping[str, bytes]
+NO_VIEWS: Final[Views] = {}
 
-    meter: with all that has been counted.  board: with where every request is, and what every page holds.
-    explain: with where the time of these requests went."""
+
+class GetSnapshot(Message, frozen=True, kw_only=True):
+    """A request for the engine's state.  The answer, a ``Snapshot``, has the same number.
+
+    meter: include all counters.
+    board: include the place of every request and the content of every page.
+    views: include views of features: name -> its argument, as MessagePack."""
 
     number: int = 0
     meter: bool = False
     board: bool = False
-    explain: tuple[int, ...] = ()
+    views: dict[str, bytes] = msgspec.field(default_factory=dict)
 
 
 class Subscribe(Message, frozen=True, kw_only=True):
@@ -72,20 +80,21 @@ class Subscribe(Message, frozen=True, kw_only=True):
 
 
 class Snapshot(Message, frozen=True, kw_only=True):
-    """number: of the ``GetSnapshot`` that it answers.  now: seconds of the clock that the meter's times are in.
+    """The answer to ``GetSnapshot``.  number: that of the request.  now: seconds on the clock of the meter's times.
 
     meter: what has been counted, None until the model is loaded, or where it was not asked for.
-    board: empty until then, or where it was not asked for.  explained: of those that were asked for and are known."""
+    board: empty until then, or where it was not asked for.
+    views: the requested views of features that there are, as MessagePack."""
 
     number: int
     now: float
     gauges: Gauges
     meter: Meter | None = None
     board: Board = Board()
-    explained: tuple[Explained, ...] = ()
+    views: dict[str, bytes] = msgspec.field(default_factory=dict)
 
 
 class RequestsFinished(Message, frozen=True, kw_only=True):
-    """Requests that have ended, for those who have said ``Subscribe``."""
+    """Requests that have ended, sent to subscribers (``Subscribe``)."""
 
     requests: tuple[RequestMetrics, ...]

@@ -1,16 +1,17 @@
-"""From a configuration and a chat template to the parsers of function calls and of thoughts.
+"""Builds the parsers of function calls and of thoughts for a configuration and a chat template.
 
-Owns: which built-in parser a template means.  Does not know: how any format is written.
+Owns: the built-in parser for a template.  Does not know: the formats.
 """
 
 import logging
 from collections.abc import Callable
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar
 
 from engine.checkpoints.pooling import GENERATING, Pooling
 from engine.config import Config
 from engine.plugins.hookspecs import ParserContext
+from engine.plugins.kinds import REASONING_PARSER, TOOL_PARSER
 from engine.plugins.manager import Plugins
 from engine.settings.sections import PluginsSection
 from engine.text.codec import Formats, TextCodec, load_codec
@@ -19,9 +20,9 @@ from engine.text.tool_calls import ToolFormat
 
 log = logging.getLogger(__name__)
 
-TOOL_PARSER: Final = "tool_parser"
-REASONING_PARSER: Final = "reasoning_parser"
-# What a template writes -> the parser it means; the first that is found counts.
+Format = TypeVar("Format", ToolFormat, ReasoningFormat)
+
+# Text in a template -> the parser for it; the first match counts.
 TOOL_SIGNS: Final = (
     ("<|channel|>", "harmony"),
     ("<|tool_call_begin|>", "kimi_k2"),
@@ -43,43 +44,38 @@ REASONING_SIGNS: Final = (
 
 
 def plugin_codec(config: Config, directory: Path, pooling: Pooling = GENERATING) -> TextCodec:
-    """Load the codec with the parsers that the configuration or the chat template chooses.
+    """Load the codec with the parsers chosen by the configuration or the chat template.
 
-    directory: the checkpoint's.  pooling: what the model is for, where its prompts are encoded.
+    directory: the checkpoint's.  pooling: the model's tasks.
 
-    Raises WeightsError that names the file, or PluginError."""
+    Raises WeightsError with the file, or PluginError."""
     return load_codec(config.model, directory, plugin_formats(config), pooling)
 
 
 def plugin_formats(config: Config) -> Callable[[str], Formats]:
-    """Return what tells a model's formats by its chat template, which is empty where it has none."""
+    """Return a function from a chat template, '' for none, to the formats of the model's output."""
     section = config.plugins
 
     def formats(template: str) -> Formats:
         (tool_name, tool_sign), (reasoning_name, reasoning_sign) = wanted_parsers(section, template)
-        chosen: dict[str, str] = {TOOL_PARSER: tool_name}
-        if reasoning_name != "none":
-            chosen[REASONING_PARSER] = reasoning_name
-        plugins = Plugins(dict(chosen), (), section.options)
-
-        def context(kind: str) -> ParserContext:
-            return ParserContext(template, section.options.get(plugins.names[kind], {}))
-
-        tools = plugins.build(plugins.names[TOOL_PARSER], "callboard_tool_parser", context(TOOL_PARSER), ToolFormat)
-        log.info("plugin: %s (%s)", plugins.names[TOOL_PARSER], tool_sign)
+        tools = _build(section, TOOL_PARSER, tool_name, template, ToolFormat)
+        log.info("plugin: %s.%s (%s)", TOOL_PARSER, tool_name, tool_sign)
         if reasoning_name == "none":
             return Formats(tool_name, tools)
-        reasoning = plugins.build(
-            plugins.names[REASONING_PARSER], "callboard_reasoning_parser", context(REASONING_PARSER), ReasoningFormat
-        )
-        log.info("plugin: %s (%s)", plugins.names[REASONING_PARSER], reasoning_sign)
+        reasoning = _build(section, REASONING_PARSER, reasoning_name, template, ReasoningFormat)
+        log.info("plugin: %s.%s (%s)", REASONING_PARSER, reasoning_name, reasoning_sign)
         return Formats(tool_name, tools, reasoning_name, reasoning)
 
     return formats
 
 
+def _build(section: PluginsSection, kind: str, name: str, template: str, protocol: type[Format]) -> Format:
+    plugins = Plugins({kind: name}, section.options)
+    return plugins.build(plugins.names[kind], ParserContext(template), protocol)
+
+
 def wanted_parsers(section: PluginsSection, template: str) -> tuple[tuple[str, str], tuple[str, str]]:
-    """(name, why it was chosen) of the tool parser and the reasoning parser; 'none' for no such parser."""
+    """Return (name, reason for the choice) of the tool parser and the reasoning parser; 'none' for no parser."""
     return (
         _wanted(section.tool_parser, template, TOOL_SIGNS, "hermes"),
         _wanted(section.reasoning_parser, template, REASONING_SIGNS, "none"),
@@ -87,7 +83,7 @@ def wanted_parsers(section: PluginsSection, template: str) -> tuple[tuple[str, s
 
 
 def _wanted(setting: str, template: str, signs: tuple[tuple[str, str], ...], default: str) -> tuple[str, str]:
-    """(name of the parser, why it was chosen)."""
+    """Return (name of the parser, reason for the choice)."""
     if setting != "auto":
         return setting, "chosen by name"
     for sign, name in signs:

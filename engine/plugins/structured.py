@@ -1,13 +1,13 @@
-"""From a configuration to what requests may ask of plugins: grammars of structured output, logits processors.
+"""Builds the plugins that requests may use: grammars of structured output, logits processors.
 
-Owns: asking these plugins.  Does not know: any library.  The grammar plugin is asked when the first request needs it,
-since its tables for a large vocabulary take a second and tens of megabytes that most servers never use.
+Owns: the calls to these plugins.  Does not know: any library.  The grammar plugin is built for the first request that
+needs it, since its tables for a large vocabulary take a second and tens of megabytes that most servers never use.
 """
 
 from collections.abc import Callable
-from typing import Any
 
 from engine.plugins.hookspecs import GrammarContext, LogitsProcessorContext
+from engine.plugins.kinds import GRAMMAR, LOGITS_PROCESSOR
 from engine.plugins.manager import Plugins
 from engine.text.codec import TextCodec
 from engine.text.grammar import GrammarEngine, Grammars
@@ -21,10 +21,9 @@ def plugin_grammars(
     *,
     vocab_size: int,
     eos_token_ids: tuple[int, ...],
-    options: dict[str, dict[str, Any]],
 ) -> Grammars:
-    """codec: called at most once, when the first grammar comes.  options: of all plugins, by full name."""
-    name = plugins.names["grammar"]
+    """Return the grammars.  codec: called at most once, for the first grammar."""
+    name = plugins.names[GRAMMAR]
 
     def new_engine() -> GrammarEngine:
         if plugins.absent:
@@ -35,18 +34,15 @@ def plugin_grammars(
             pieces=vocabulary.all_pieces[:vocab_size],
             special_token_ids=[token_id for token_id in vocabulary.special_ids if token_id < vocab_size],
             eos_token_ids=eos_token_ids,
-            options=options.get(name, {}),
         )
-        return plugins.build(name, "callboard_grammar_engine", context, GrammarEngine)
+        return plugins.build(name, context, GrammarEngine)
 
     return Grammars(new_engine, name=name)
 
 
 def plugin_processors(plugins: Plugins, vocab_size: int) -> Processors:
-    """Build those that the configuration names, in its order.  Raises PluginError."""
+    """Build the configured logits processors, in order.  Raises PluginError."""
     by_name = {}
-    for name in plugins.logits_processors:
-        context = LogitsProcessorContext(vocab_size, plugins.options.get(name, {}))
-        hook = "callboard_logits_processor"
-        by_name[plugins.known[name].short] = plugins.build(name, hook, context, LogitsProcessor)
+    for name in plugins.several.get(LOGITS_PROCESSOR, ()):
+        by_name[plugins.known[name].short] = plugins.build(name, LogitsProcessorContext(vocab_size), LogitsProcessor)
     return Processors(by_name)

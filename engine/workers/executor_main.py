@@ -1,7 +1,7 @@
-"""The process of one executor: ``python -m engine.workers.executor_main``, started by the engine and by nobody else.
+"""The process of one executor: ``python -m engine.workers.executor_main``, which only the engine starts.
 
 Owns: its life, from the ticket to its exit code.  Does not know: other ranks, restarts.
-It ends when it is told to, when it fails, and when its parent dies.
+It ends when the engine stops it, when it fails, and when its parent dies.
 """
 
 from collections.abc import Callable
@@ -10,23 +10,24 @@ from pathlib import Path
 
 from msgspec import structs
 
-from engine.actors.executor import Executor, Runner
+from engine.actors.executor import Executor
+from engine.actors.runner import Runner
 from engine.actors.step_splitting import StepSplitter
 from engine.workers.child import Ticket, enter
 from engine.workers.main import Outgoing, WorkerProcess
 from engine.workers.messages import ExecutorAssignment, ExecutorProcessInbox, Place, WorkerReady
 
 Load = Callable[[ExecutorAssignment], Runner]
-CAPACITY = 64  # of the link, in messages; with two steps in flight a handful are under way
+CAPACITY = 64  # messages of the link; with two steps in flight a handful are in transit
 
 
 def main(load: Load) -> None:
-    """Serve, and end with the process's exit code."""
+    """Serve, then exit with the process's exit code."""
     enter(lambda ticket: ExecutorProcess(ticket, load).run())
 
 
 class ExecutorProcess(WorkerProcess[ExecutorAssignment]):
-    """An executor actor, and the link that stands for the scheduler."""
+    """An executor actor, with a link in place of the scheduler."""
 
     def __init__(self, ticket: Ticket, load: Load) -> None:
         super().__init__(ticket, assignment=ExecutorAssignment, accepts=ExecutorProcessInbox, capacity=CAPACITY)
@@ -35,7 +36,7 @@ class ExecutorProcess(WorkerProcess[ExecutorAssignment]):
         self._load = load
 
     async def build(self, assignment: ExecutorAssignment, outgoing: Outgoing) -> Executor:
-        """It loads on its own thread, once it runs."""
+        """Return the executor, which loads on its own thread once it runs."""
         if self._place is not None:
             assignment = settle(assignment, self._place)
         executor = Executor(rank=self._rank, capacity=assignment.capacity, load=partial(self._load, assignment))
@@ -44,7 +45,7 @@ class ExecutorProcess(WorkerProcess[ExecutorAssignment]):
 
 
 def settle(assignment: ExecutorAssignment, place: Place) -> ExecutorAssignment:
-    """``assignment`` as this machine has it."""
+    """Return ``assignment`` with the paths and the GPU of this machine."""
     model = assignment.config.model
     if place.path:
         model = structs.replace(model, path=place.path, tokenizer=place.tokenizer)
@@ -53,18 +54,19 @@ def settle(assignment: ExecutorAssignment, place: Place) -> ExecutorAssignment:
 
 
 def load_rank(assignment: ExecutorAssignment) -> Runner:
-    """The runner of one rank; on the device thread.  Raises what the loading raises."""
+    """Return the runner of one rank; called on the device thread.  Raises what loading raises."""
     from engine.checkpoints.fingerprint import check_fingerprint
     from engine.plugins.families import read_model
+    from engine.plugins.kinds import OBSERVER, chosen_plugins
     from engine.plugins.manager import Plugins
-    from engine.startup.loading import load_runner  # torch is needed from here on
+    from engine.startup.loading import load_runner  # imports torch
 
     config = assignment.config
     spec = read_model(Path(config.model.path), config.plugins, config.model)
     if assignment.fingerprint:
         check_fingerprint(assignment.fingerprint, spec, config.model.load_format, assignment.rank)
-    wanted = config.plugins
-    plugins = Plugins(config.chosen_plugins(), (), wanted.options, wanted.graph_passes, wanted.logits_processors)
+    chosen = {kind: names for kind, names in chosen_plugins(config).items() if kind != OBSERVER}
+    plugins = Plugins(chosen, config.plugins.options)
     runner = load_runner(
         config,
         spec,
@@ -75,8 +77,7 @@ def load_rank(assignment: ExecutorAssignment) -> Runner:
         rendezvous=assignment.rendezvous,
         progress=assignment.progress,
         num_pages=assignment.num_pages,
-        draft=assignment.draft,
-        num_proposed=assignment.num_proposed,
+        given={"draft": assignment.draft, "num_proposed": assignment.num_proposed},
     )
     return StepSplitter(runner, alone=assignment.num_ranks == 1, most_tokens=assignment.most_tokens)
 

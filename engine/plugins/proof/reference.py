@@ -1,0 +1,38 @@
+"""Attention by its definition, softmax(q k^T) v, in float64 on the CPU.
+
+Legend: n queries of a sequence, its last positions · L keys of it · N query heads · G KV heads · H head size
+"""
+
+import torch
+from torch import Tensor
+
+
+def attend(
+    q_nNH: Tensor,
+    keys_LGH: Tensor,
+    values_LGH: Tensor,
+    scale: float,
+    window: int = 0,
+    soft_cap: float = 0.0,
+    sinks_N: Tensor | None = None,
+) -> Tensor:
+    """Return causal attention of a sequence's last n positions over all L, in float64.  window, soft_cap: 0 is none."""
+    q_nNH, keys_LGH, values_LGH = (one.detach().double().cpu() for one in (q_nNH, keys_LGH, values_LGH))
+    group = q_nNH.shape[1] // keys_LGH.shape[1]
+    keys_LNH, values_LNH = keys_LGH.repeat_interleave(group, 1), values_LGH.repeat_interleave(group, 1)
+    num_queries, num_keys = len(q_nNH), len(keys_LGH)
+    query_n1 = torch.arange(num_keys - num_queries, num_keys)[:, None]
+    key_L = torch.arange(num_keys)
+    hidden_nL = key_L > query_n1
+    if window:
+        hidden_nL = hidden_nL | (key_L <= query_n1 - window)
+    scores_NnL = torch.einsum("nah,lah->anl", q_nNH, keys_LNH) * scale
+    if soft_cap:
+        scores_NnL = soft_cap * (scores_NnL / soft_cap).tanh()
+    scores_NnL = scores_NnL.masked_fill(hidden_nL, -torch.inf)
+    if sinks_N is not None:
+        sinks_Nn1 = sinks_N.detach().double().cpu()[:, None, None].expand(-1, num_queries, 1)
+        weights_NnL = torch.cat((scores_NnL, sinks_Nn1), -1).softmax(-1)[..., :-1]
+    else:
+        weights_NnL = scores_NnL.softmax(-1)
+    return torch.einsum("anl,lah->nah", weights_NnL, values_LNH)
