@@ -34,7 +34,6 @@ from engine.plugins.listing import list_plugins
 from engine.settings.sections import ServerSection
 from engine.types.errors import CallboardError, ConfigError, PluginError, RequestError
 from engine.types.params import SamplingParams
-from engine.workers.cluster.environment import Cluster, check_cluster, read_cluster
 from server.arguments import add_command, count, log_arguments, natural, real, shared_arguments, target_argument
 from server.backend import Backend
 from server.foreign_flags import answers
@@ -51,7 +50,7 @@ from server.run.serve import serve, serve_from_process, write_recordings_on_sign
 if TYPE_CHECKING:
     from engine.control.system import System
     from engine.llm import LLM
-    from engine.workers.cluster.head import Head
+    from engine.workers.placement import Machines
 
 OF_CHECKPOINTS = (".safetensors", ".json", *PICKLED)  # ends of files that are no configuration, and no model alone
 FRONT_MODULE = "server.run.frontend_process"  # the engine starts it, and knows it by name alone
@@ -211,13 +210,8 @@ def _serve(parsed: argparse.Namespace, config: Config) -> None:
     if isinstance(config, SeveralModels):
         raise ConfigError(f"{parsed.target}: has [[models]], and server/extensions/models is not installed")
     source = _source(parsed, *overrides)
-    cluster = read_cluster(os.environ)
-    if cluster is None:
-        uvloop.run(_serve_until_stopped(config, source))
-    elif cluster.rank:
-        uvloop.run(_join(cluster, config))
-    else:
-        uvloop.run(_serve_as_head(cluster, config, source))
+    is_alone = os.environ.get("WORLD_SIZE", "1") == "1"
+    uvloop.run(_serve_until_stopped(config, source) if is_alone else _serve_on_machines(config, source))
     sys.stderr.flush()
     # Not a plain return: a load that was interrupted still runs on its thread, and nothing is left to clean up.
     os._exit(0)
@@ -230,22 +224,20 @@ def _check(configs: Sequence[Config], engines: str = "") -> None:
             extension.check(config, engines)
 
 
-async def _join(cluster: Cluster, config: Config) -> None:
-    from engine.workers.cluster.node import Node
+async def _serve_on_machines(config: Config, source: ConfigSource) -> None:
+    from engine.workers.machines.head import Head
+    from engine.workers.machines.launch import read_launch
+    from engine.workers.machines.node import Node
 
-    check_cluster(cluster, config)
-    await Node(cluster, config).run()
-
-
-async def _serve_as_head(cluster: Cluster, config: Config, source: ConfigSource) -> None:
-    from engine.workers.cluster.head import Head
-
-    check_cluster(cluster, config)
-    async with Head(cluster, config) as head:
+    launch = read_launch(os.environ, config)
+    if launch.index:
+        await Node(launch, config).run()
+        return
+    async with Head(launch, config) as head:
         await _serve_until_stopped(config, source, head)
 
 
-async def _serve_until_stopped(config: Config, source: ConfigSource, head: "Head | None" = None) -> None:
+async def _serve_until_stopped(config: Config, source: ConfigSource, machines: "Machines | None" = None) -> None:
     from engine.control.system import System
     from engine.workers.frontend import FrontendCommand, RemoteIngress
     from server.run.operations import LocalOperations
@@ -257,10 +249,10 @@ async def _serve_until_stopped(config: Config, source: ConfigSource, head: "Head
     # The port first: finding it taken must not cost the time of loading a model.
     with bind(config.server.host, config.server.port) as listener:
         frontend = FrontendCommand(FRONT_MODULE, listener.fileno()) if config.placement.ingress == "process" else None
-        system = System(config, progress=sys.stderr.isatty(), head=head, frontend=frontend)
+        system = System(config, progress=sys.stderr.isatty(), machines=machines, frontend=frontend)
         write_recordings_on_signal(system.recorder)
-        if head is not None:
-            head.follow(lambda: system.entrance.draining)
+        if machines is not None:
+            machines.is_draining = lambda: system.entrance.draining
         card = ModelCard.of(system, config.server)
         operations = LocalOperations(system, source, card)
         engine = asyncio.create_task(_run_engine(system, url_of(listener, config.server.scheme), config.server))

@@ -38,7 +38,6 @@ BOUNDED = {
     "engine/actors/executor.py: self._waiting": "scheduler.overlap_depth steps in flight",
     "engine/features/kv_store/pages.py: self._to_read": "those that wait for it, of whom the scheduler has a limit",
     "engine/features/kv_store/pages.py: self._to_write": "kv.store_buffer_mb of pages",
-    "engine/workers/cluster/node.py: self._words": "what one generation of a rank has to say: here, met, lost",
 }
 
 LOOP_MAKERS = {"run", "Runner", "new_event_loop"}

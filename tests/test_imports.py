@@ -26,7 +26,7 @@ TORCH_FREE = [
     "engine.checkpoints.checkpoint",
     "engine.workers.link",
     "engine.workers.executor_main",
-    "engine.workers.cluster.node",
+    "engine.workers.machines.node",
     "engine.workers.placement",
     "engine.workers.tokenizer_main",
     "engine.plugins.comm.local",

@@ -21,8 +21,7 @@ from tests.pace import far
 from tests.server.http_client import RawClient, ask, http_bytes
 from tests.server.live_server import MODEL, LiveServer
 from tests.server.test_serve import process, start_stream
-from tests.workers.machines import configured
-from tests.workers.test_cluster import on_two_machines
+from tests.workers.machines.scene import on_two_machines
 from tests.workers.test_executors import Bench, FakePlacement, leaving_nothing
 
 BODY = json.dumps({"model": MODEL, "prompt": "p"}).encode()
@@ -110,8 +109,8 @@ def drain_timeout() -> None:
 
 
 async def join_timeout() -> None:
-    async with on_two_machines(configured(join_timeout_s=0.2)) as scene:
-        with pytest.raises(EngineDied, match=r"nobody listens at .* since 0\.2 s"):
+    async with on_two_machines(join_timeout_s=0.2) as scene:
+        with pytest.raises(EngineDied, match=r"RANK=0 has not answered at .* for 0\.2 s"):
             await scene.join()
 
 

@@ -117,7 +117,7 @@ class Changeover:
 
     def _road(self, new: "System") -> Road:
         """Whether both fit.  Pools of GPUs take what there is, and ranks on other machines have one place."""
-        if new.is_head or _is_on_gpu(new.config):
+        if new.has_several_machines or _is_on_gpu(new.config):
             return "after"
         return "beside" if BYTES_PER_PARAMETER * new.num_parameters < MEMORY_SHARE * available_bytes() else "after"
 

@@ -56,7 +56,7 @@ from engine.workers.limits import RestartIntensity
 from engine.workers.tokenizers import TokenizerPool
 
 if TYPE_CHECKING:
-    from engine.workers.cluster.head import Head
+    from engine.workers.placement import Machines
 
 log = logging.getLogger(__name__)
 
@@ -76,17 +76,17 @@ class System:
         config: Config,
         *,
         progress: bool = False,
-        head: "Head | None" = None,
+        machines: "Machines | None" = None,
         frontend: FrontendCommand | None = None,
         before: "System | None" = None,
     ) -> None:
         """Check everything that can be checked without loading weights.  Raises CallboardError.
 
-        head: the head of several machines; None if all ranks are on this one.
+        machines: those that run the ranks; None if all ranks are on this one.
         frontend: how to start the process that takes requests; None for an ingress in this process.
         before: a running engine that this configuration is for: its actors stay, and this one gets none of its own."""
-        config = self.config = with_device_defaults(config, several_machines=head is not None)
-        self._head = head
+        config = self.config = with_device_defaults(config, several_machines=machines is not None)
+        self._machines = machines
         self._front = frontend
         self._progress = progress
         directory = self.directory = resolve_checkpoint(config.model.path, config.model.revision)
@@ -261,7 +261,7 @@ class System:
         config = without_cluster_key(self.config)
         model = msgspec.structs.replace(config.model, path=str(self.directory))
         config = msgspec.structs.replace(config, model=model)
-        if self._head is not None:  # placement.link is for ranks on other machines then
+        if self._machines is not None:  # placement.link is for ranks on other machines then
             config = build_config(config, {"placement": {"link": "unix"}})
         return config
 
@@ -295,7 +295,7 @@ class System:
                 num_ranks=num_ranks,
                 capacity=capacity,
                 progress=self._progress,
-                head=self._head,
+                machines=self._machines,
                 draft=self._draft,
                 num_proposed=self._num_proposed,
             )
@@ -373,16 +373,16 @@ class System:
         return Planner(limits, strategy, self.policy, clock, features=self._features, watchers=self.watchers.values())
 
     @property
-    def is_head(self) -> bool:
+    def has_several_machines(self) -> bool:
         """Whether its ranks are on several machines."""
-        return self._head is not None
+        return self._machines is not None
 
     def with_config(self, config: Config) -> "System":
         """What this engine would be with another configuration: for ``Changeover``, to check it and to ``become`` it.
 
         It loads models as this one does, also where that is another class's way.  Raises CallboardError."""
         new = copy(self)
-        System.__init__(new, config, head=self._head, frontend=self._front, before=self)
+        System.__init__(new, config, machines=self._machines, frontend=self._front, before=self)
         return new
 
     def become(self, new: "System") -> None:

@@ -83,8 +83,8 @@ class CommContext:
     """The arguments of a communication plugin.
 
     device: 'cpu' or 'cuda'; on a GPU the rank's own is the current one.
-    rendezvous: URL where the ranks of this group alone meet: file:///path, tcp://host:port, store://host:port/name or
-    env://; empty for one rank."""
+    rendezvous: URL where the ranks of this group alone meet: file:///path, tcp://host:port or env:///name; empty for
+    one rank."""
 
     rank: int
     size: int

@@ -157,7 +157,7 @@ class LinkServer(Generic[Incoming]):
     """The engine's end of a link, with all that it needs.
 
     where: an address as in ``placement.link``.  accepts, deliver, capacity: as in ``SocketLink``.
-    keys: of both ends; drawn if None.  endpoint, client: the address and keys for the other end.
+    endpoint, client: the address and keys for the other end.
     Raises ConfigError or LinkError if the link cannot be made."""
 
     def __init__(
@@ -168,16 +168,13 @@ class LinkServer(Generic[Incoming]):
         deliver: Callable[[Incoming], None],
         *,
         capacity: int,
-        keys: tuple[KeyPair, ClientKeys] | None = None,
     ) -> None:
         self._directory = SocketDirectory(base_of(where)) if where.startswith("unix") else None
         self._context = zmq.Context()
         self.doorman = Doorman(self._context)
         self.link: SocketLink[Incoming] = SocketLink(name, self._context, accepts, deliver, capacity=capacity)
-        if keys is None:
-            ours = KeyPair.draw()
-            keys = ours, ClientKeys(KeyPair.draw(), ours.public)
-        ours, self.client = keys
+        ours = KeyPair.draw()
+        self.client = ClientKeys(KeyPair.draw(), ours.public)
         try:
             self.doorman.admit(name, frozenset((self.client.own.public,)))
             self.endpoint = self.link.bind(self._directory.endpoint(name) if self._directory else where, ours)

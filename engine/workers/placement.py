@@ -6,10 +6,10 @@ Does not know: restarts, the effects of a loss.
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from msgspec import structs
 
@@ -23,12 +23,12 @@ from engine.scheduling.proposer import DraftModel
 from engine.types.errors import ConfigError
 from engine.types.notices import Message
 from engine.workers.child import Child, Ticket
-from engine.workers.cluster.head import Head
 from engine.workers.executors import GenerationSettings
 from engine.workers.frontend import FrontendCommand, FrontendSlot, StartFrontend
 from engine.workers.group import Start, WorkerSlot
+from engine.workers.keys import ClientKeys
 from engine.workers.link import LinkServer
-from engine.workers.linked_worker import END_TIMEOUT_S, LinkedWorker
+from engine.workers.linked_worker import END_TIMEOUT_S, LinkedWorker, Process, StartProcess
 from engine.workers.messages import (
     ExecutorAssignment,
     FromFrontend,
@@ -60,19 +60,23 @@ def start_child(
     keep: tuple[int, ...] = (),
     place: Place | None = None,
     end_timeout_s: float = END_TIMEOUT_S,
+    elsewhere: StartProcess | None = None,
 ) -> LinkedWorker[Any, Any]:
     """Start a worker in a child of this process.  Raises ConfigError or LinkError if its link cannot be made.
 
     module: the module that it runs.  where: an address for its link, as in ``placement.link``.
     accepts: its messages, without ``FromWorker``.  capacity: messages of the link.
-    keep: descriptors that it inherits.  place: as in ``Ticket``."""
+    keep: descriptors that it inherits.  place: as in ``Ticket``.  elsewhere: starts it instead of a child."""
     return LinkedWorker(
         slot.name,
         assignment,
         reports,
         lambda deliver: LinkServer(slot.name, where, accepts | FromWorker, deliver, capacity=capacity),
-        lambda endpoint, keys, ended: Child(
-            module, Ticket(slot.number, slot.name, endpoint, keys, os.getpid(), place), ended, keep
+        elsewhere
+        or (
+            lambda endpoint, keys, ended: Child(
+                module, Ticket(slot.number, slot.name, endpoint, keys, os.getpid(), place), ended, keep
+            )
         ),
         end_timeout_s=end_timeout_s,
     )
@@ -88,11 +92,37 @@ def _require_linux(setting: str, other: str) -> None:
         raise ConfigError(f"placement.{setting}: worker processes need Linux; use {other} on this system")
 
 
+class Machines(Protocol):
+    """The machines that run the ranks of one engine.  join_timeout_s: how long ranks elsewhere may take to come.
+
+    is_draining: set by the server; no request is taken any more."""
+
+    join_timeout_s: float
+    is_draining: Callable[[], bool]
+
+    @property
+    def where(self) -> str:
+        """The address at which links of ranks elsewhere listen, as in ``placement.link``."""
+        ...
+
+    def new_rendezvous(self) -> str:
+        """A URL at which the ranks of one generation form their group."""
+        ...
+
+    def place(self, rank: int) -> Place | None:
+        """The place of a rank on this machine, or None if it is elsewhere."""
+        ...
+
+    def start(self, rank: int, endpoint: str, keys: ClientKeys, ended: Callable[..., None]) -> Process:
+        """Start the process of a rank that is elsewhere; see ``StartProcess``."""
+        ...
+
+
 class ProcessExecutors:
     """Executors in processes of their own.
 
     max_len: longest sequence.  capacity: of an executor's mailbox.  num_ranks: tensor-parallel size.
-    module: the module of a rank's process.  head: the ranks' machines; None if all ranks are on this one.
+    module: the module of a rank's process.  machines: None if all ranks are on this one.
     draft, num_proposed: as in ``load_runner``.
     """
 
@@ -107,73 +137,56 @@ class ProcessExecutors:
         capacity: int,
         progress: bool,
         module: str = "engine.workers.executor_main",
-        head: Head | None = None,
+        machines: Machines | None = None,
         draft: DraftModel | None = None,
         num_proposed: int = 0,
     ) -> None:
         _require_linux("executor=process", "'inline'")
         self.silence_s = config.placement.silence_timeout_s
-        self.join_s = head.join_timeout_s if head is not None else 0.0
+        self.join_s = machines.join_timeout_s if machines is not None else 0.0
         self._config = without_cluster_key(config)
         self._max_len = max_len
         self._num_ranks = num_ranks
         self._capacity = capacity
         self._progress = progress
         self._module = module
-        self._head = head
+        self._machines = machines
         self._draft = draft
         self._num_proposed = num_proposed
 
     @contextmanager
     def generation(self, settings: GenerationSettings) -> Iterator[Start[FromExecutor, ExecutorInbox]]:
-        link = self._config.placement.link
-        if self._head is not None:
-            with self._on_machines(settings, self._head) as start:
-                yield start
+        link, machines = self._config.placement.link, self._machines
+        if machines is not None:
+            assignment = self._assignment(settings, machines.new_rendezvous())
+            yield lambda slot, reports: self._start_on(machines, slot, reports, assignment)
             return
         rendezvous = Rendezvous(self._num_ranks, link)
         assignment = self._assignment(settings, rendezvous.url)
         where = link if self._num_ranks == 1 else _any_port(link)
         try:
-            yield lambda slot, reports: self._start_here(slot, reports, assignment, where)
+            yield lambda slot, reports: self._start(slot, reports, assignment, where)
         finally:
             rendezvous.end()
 
-    @contextmanager
-    def _on_machines(self, settings: GenerationSettings, head: Head) -> Iterator[Start[FromExecutor, ExecutorInbox]]:
-        """Start rank 0 on this machine, and each other one on its node's."""
-        call = head.call()
-        assignment = self._assignment(settings, call.rendezvous)
+    def _start_on(
+        self,
+        machines: Machines,
+        slot: WorkerSlot[FromExecutor, ExecutorInbox],
+        reports: Reports[FromExecutor],
+        assignment: ExecutorAssignment,
+    ) -> Worker[ExecutorInbox]:
+        if (place := machines.place(slot.number)) is not None:
+            return self._start(slot, reports, assignment, "unix", place=place)
+        return self._start(slot, reports, assignment, machines.where, elsewhere=partial(machines.start, slot.number))
 
-        def start(
-            slot: WorkerSlot[FromExecutor, ExecutorInbox], reports: Reports[FromExecutor]
-        ) -> Worker[ExecutorInbox]:
-            rank = slot.number
-            if not rank:
-                return self._start_here(slot, reports, assignment, "unix", Place(head.cluster.local_rank))
-            where, keys = call.link(rank)
-            return LinkedWorker(
-                slot.name,
-                self._told(assignment, rank),
-                reports,
-                lambda deliver: LinkServer(
-                    slot.name, where, FromExecutor | FromWorker, deliver, capacity=RANK_CAPACITY, keys=keys
-                ),
-                lambda endpoint, _, ended: call.process(rank, endpoint, ended),
-            )
-
-        try:
-            yield start
-        finally:
-            call.end()
-
-    def _start_here(
+    def _start(
         self,
         slot: WorkerSlot[FromExecutor, ExecutorInbox],
         reports: Reports[FromExecutor],
         assignment: ExecutorAssignment,
         where: str,
-        place: Place | None = None,
+        **options: Any,
     ) -> Worker[ExecutorInbox]:
         return start_child(
             slot,
@@ -183,7 +196,7 @@ class ProcessExecutors:
             where=where,
             accepts=FromExecutor,
             capacity=RANK_CAPACITY,
-            place=place,
+            **options,
         )
 
     def _assignment(self, settings: GenerationSettings, rendezvous: str) -> ExecutorAssignment:
@@ -203,7 +216,7 @@ class ProcessExecutors:
             draft=self._draft,
             num_proposed=self._num_proposed,
             fingerprint=""
-            if self._head is None
+            if self._machines is None
             else fingerprint(read_model(path, config.plugins, config.model), config.model.load_format),
         )
 

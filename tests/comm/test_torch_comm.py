@@ -68,19 +68,31 @@ def test_ranks_meet_at_a_port_as_well() -> None:
 def test_ranks_meet_where_torchrun_says(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(free_port()))
-    ranks = group("env://", 2, interface="127.0.0.1")
+    ranks = group("env:///x", 2, interface="127.0.0.1")
     parts = at_once(2, lambda rank: ranks[rank].all_gather(torch.tensor([rank])).tolist())
     assert parts == [[0, 1], [0, 1]]
 
 
-def test_a_group_is_kept_apart_from_others_in_a_store_that_somebody_serves() -> None:
-    port = free_port()
+def test_groups_of_other_names_are_kept_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(port := free_port()))
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     store = serve_store("127.0.0.1", port, 5.0)
     for name in ("first", "second"):  # as the generations of one engine's ranks
-        ranks = group(f"store://127.0.0.1:{port}/ranks/{name}", 2)
+        ranks = group(f"env:///{name}", 2)
         sums = at_once(2, lambda rank: ranks[rank].all_reduce(torch.tensor([rank + 1.0])).item())  # noqa: B023
         assert sums == [3.0, 3.0]
-        assert store.num_keys() > 0
+    assert store.num_keys() > 0
+
+
+def test_a_port_that_rank_0_cannot_serve_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as another:
+        another.bind(("127.0.0.1", 0))
+        another.listen()
+        monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+        monkeypatch.setenv("MASTER_PORT", str(another.getsockname()[1]))
+        with pytest.raises(PluginError, match="rank 0 of 1 could not meet the others at env:///x: Address already in"):
+            group("env:///x", 1)
 
 
 def test_torchruns_own_store_is_used_where_it_has_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,7 +101,7 @@ def test_torchruns_own_store_is_used_where_it_has_one(monkeypatch: pytest.Monkey
     monkeypatch.setenv("MASTER_PORT", str(port))
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     store = serve_store("127.0.0.1", port, 5.0)
-    ranks = group("env://", 2)
+    ranks = group("env:///x", 2)
     parts = at_once(2, lambda rank: ranks[rank].all_gather(torch.tensor([rank])).tolist())
     assert parts == [[0, 1], [0, 1]]
     assert store.num_keys() > 0
@@ -108,10 +120,10 @@ def test_a_store_listens_at_the_address_that_it_is_reached_by() -> None:
 
 def test_the_interface_is_the_one_that_leads_to_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    for url in ("file:///tmp/x", "tcp://localhost:1", "store://127.0.0.1:1/x", "env://"):
+    for url in ("file:///tmp/x", "tcp://localhost:1", "env:///x"):
         assert local_address(url) == "127.0.0.1"
     monkeypatch.delenv("MASTER_ADDR")
-    assert local_address("env://") == ""
+    assert local_address("env:///x") == ""
 
 
 @pytest.mark.parametrize("dim", [-3, -2, -1, 0, 1, 2])
@@ -127,9 +139,8 @@ def test_parts_are_joined_as_cat_does(dim: int) -> None:
         ("file://", "expected one of"),
         ("tcp://127.0.0.1", "expected one of"),
         ("http://127.0.0.1:80", "expected one of"),
-        ("store://127.0.0.1:80", "expected one of"),
         ("file:///no/such/directory/group", "there is no directory /no/such/directory"),
-        ("env://", "needs the environment variable 'MASTER_ADDR'"),
+        ("env:///x", "needs the environment variable 'MASTER_ADDR'"),
     ],
 )
 def test_a_wrong_rendezvous_is_named(url: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ import yaml
 
 from engine.config import Config, load_config
 from engine.types.errors import ConfigError, GraphError, WeightsError
-from engine.workers.cluster.environment import Cluster, check_cluster, link_place
+from engine.workers.machines.launch import read_launch
 from server.access import paths_for
 from server.http.listener import ListenError
 from tests.server.http_client import ask
@@ -81,15 +81,11 @@ def test_two_machines_have_a_configuration_that_goes_with_how_they_are_started(t
     in_pods, by_hand = load_config(file, [], keys), load_config(DEPLOY / "two_machines.toml", [], keys)
     for config, command in ((in_pods, container["args"][0]), (by_hand, (DEPLOY / "two_machines.toml").read_text())):
         told = dict(re.findall(r"--(nnodes|nproc-per-node|master-addr|master-port) ([\w.-]+)", command))
-        cluster = Cluster(
-            rank=0,
-            size=int(told["nnodes"]) * int(told["nproc-per-node"]),
-            local_rank=0,
-            host=told["master-addr"],
-            port=int(told["master-port"]),
-        )
-        check_cluster(cluster, config)
-        assert link_place(cluster, config)[1] == told["master-addr"]
+        told_size = int(told["nnodes"]) * int(told["nproc-per-node"])
+        environment = {"WORLD_SIZE": str(told_size), "RANK": "0", "MASTER_PORT": told["master-port"]}
+        launch = read_launch({**environment, "MASTER_ADDR": told["master-addr"]}, config)
+        assert (launch.host, launch.ranks) == (told["master-addr"], 8), "torchrun starts one process per machine"
+        assert "--max-restarts" in command
     assert stateful["replicas"] == 2
     assert pod["terminationGracePeriodSeconds"] > in_pods.server.drain_timeout_s + in_pods.server.client_timeout_s
     patience = {one["name"]: one.get("value") for one in container["env"]}.pop("TORCH_ELASTIC_SHUTDOWN_TIMEOUT")

@@ -16,8 +16,8 @@ from torch.distributed import FileStore, PrefixStore, Store, TCPStore
 from engine.types.errors import PluginError
 
 SCHEMES = (
-    "file:///path (one machine), tcp://host:port (rank 0 listens there), env:// (set by torchrun), "
-    "store://host:port/name (an existing store; names separate groups)"
+    "file:///path (one machine), tcp://host:port (rank 0 listens there), "
+    "env:///name (at MASTER_ADDR and MASTER_PORT; names keep groups apart)"
 )
 BACKLOG = 512
 LOOPBACK = "127.0.0.1"
@@ -37,20 +37,18 @@ def open_store(plugin: str, url: str, rank: int, size: int, timeout_s: float) ->
             case "file" if parts.path:
                 return _file_store(parts.path, size, timeout_s)
             case "tcp" if parts.hostname and parts.port:
-                return _tcp_store(parts.hostname, parts.port, rank, size, timeout_s)
-            case "store" if parts.hostname and parts.port and parts.path.strip("/"):
-                return PrefixStore(parts.path.strip("/"), join_store(parts.hostname, parts.port, timeout_s))
+                return _tcp_store(parts.hostname, parts.port, timeout_s, serves=not rank)
             case "env":
                 host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-                if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # torchrun itself listens there
-                    return join_store(host, port, timeout_s)
-                return _tcp_store(host, port, rank, size, timeout_s)
+                is_served = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun itself listens there
+                store = _tcp_store(host, port, timeout_s, serves=not rank and not is_served)
+                return PrefixStore(parts.path.strip("/"), store)
             case _:
                 raise PluginError(f"{plugin}: rendezvous {url!r}, expected one of: {SCHEMES}")
     except KeyError as error:
         raise PluginError(f"{plugin}: rendezvous env:// needs the environment variable {error}; use torchrun") from None
-    except (RuntimeError, ValueError) as error:  # torch raises RuntimeError if it cannot connect
-        reason = str(error).splitlines()[0]
+    except (OSError, RuntimeError, ValueError) as error:  # torch raises RuntimeError if it cannot connect
+        reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
         raise PluginError(f"{plugin}: rank {rank} of {size} could not meet the others at {url}: {reason}") from error
 
 
@@ -123,6 +121,5 @@ def _file_store(path: str, size: int, timeout_s: float) -> Store:
     return store
 
 
-def _tcp_store(host: str, port: int, rank: int, size: int, timeout_s: float) -> Store:
-    timeout = timedelta(seconds=timeout_s)
-    return TCPStore(host, port, size, is_master=rank == 0, timeout=timeout, wait_for_workers=False)
+def _tcp_store(host: str, port: int, timeout_s: float, *, serves: bool) -> Store:
+    return serve_store(host, port, timeout_s) if serves else join_store(host, port, timeout_s)
