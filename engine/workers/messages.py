@@ -23,7 +23,6 @@ from engine.messages import (
     Tokenize,
     TokenizerInbox,
 )
-from engine.scheduling.proposer import DraftModel
 from engine.types.errors import (
     CallboardError,
     ConfigError,
@@ -69,8 +68,7 @@ class ExecutorAssignment(Assignment, frozen=True, kw_only=True):
     rendezvous: where the ranks meet to form their communicator, as torch.distributed's ``init_method`` has it; empty
     for a group of one.  num_pages: of the pool, once the engine knows, or 0.  most_tokens: steps with more are cut; 0
     for no limit.  fingerprint: of the checkpoint, which may lie elsewhere for a rank on another machine; empty if that
-    is not to be looked at.  local_rank: its GPU; None for the one of its rank's number.  draft, num_proposed: see
-    ``load_runner``.
+    is not to be looked at.  local_rank: its GPU; None for the one of its rank's number.  given: see ``RankContext``.
     """
 
     rank: int
@@ -82,8 +80,7 @@ class ExecutorAssignment(Assignment, frozen=True, kw_only=True):
     progress: bool
     fingerprint: str = ""
     local_rank: int | None = None
-    draft: DraftModel | None = None
-    num_proposed: int = 0
+    given: dict[str, bytes] = msgspec.field(default_factory=dict)
 
 
 class TokenizerAssignment(Assignment, frozen=True, kw_only=True):
