@@ -1,7 +1,7 @@
-"""callboard's public face: the offline API, its errors and the version.  Plugins import ``callboard.plugins``.
+"""Public names of callboard: the offline API, its errors and the version.  Plugins import ``callboard.plugins``.
 
-Owns: which names are public.  Does not know: how anything works.
-``LLM`` is imported when it is asked for, so that a plugin, which imports this package, stays light.
+Owns: which names are public.  Does not know: how they work.
+``LLM`` is imported on first use, so that a plugin that imports this package starts fast.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -1,6 +1,6 @@
-"""Whether ``engine`` and ``server`` are callboard's own: another of that name, beside a script, comes first.
+"""A check that ``engine`` and ``server`` are callboard's own, not others of that name next to a script.
 
-Owns: the check and its error.  Does not know: what is in them.
+Owns: the check and its error.  Does not know: their contents.
 """
 
 from importlib.util import find_spec

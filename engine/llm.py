@@ -1,4 +1,4 @@
-"""The offline API: the whole engine behind ordinary calls, no server needed.
+"""The offline API: the whole engine as ordinary calls, without a server.
 
     from callboard import LLM, SamplingParams
 
@@ -40,15 +40,15 @@ Conversations = Sequence[Message] | Sequence[Sequence[Message]]
 Params = SamplingParams | Sequence[SamplingParams]
 
 BAR_AFTER_S = 0.3
-STREAM_POLL_S = 0.5  # how often a blocked caller looks up, so that Ctrl-C gets through
+STREAM_POLL_S = 0.5  # a blocked caller wakes up this often, so that Ctrl-C works
 
 
 @dataclass(frozen=True, slots=True)
 class Completion:
     """The output for one prompt.
 
-    finish_reason: 'stop', 'length' or 'abort'.  stop_reason: the stop string or token id that ended it, if one did.
-    logprobs: one entry per token where ``SamplingParams.logprobs`` asked for it.
+    finish_reason: 'stop', 'length' or 'abort'.  stop_reason: the stop string or token id that ended it, if any.
+    logprobs: one entry per token if ``SamplingParams.logprobs`` is set.
     """
 
     prompt: Prompt
@@ -62,9 +62,9 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class Pooled:
-    """What a model gives for one prompt that is no text.
+    """The numbers that a model returns for one prompt in place of text.
 
-    data: float32[n], an embedding, or the probability of each label.  label: the likeliest one; '' of an embedding.
+    data: float32[n], an embedding or one value per label.  label: the likeliest label; '' for an embedding.
     """
 
     prompt: Prompt
@@ -78,7 +78,7 @@ class LLM:
 
     model: checkpoint directory, hub id, or None for what ``config`` (or its default, the demo model) names.
     config: the tables of a configuration file, e.g. ``LLM("path", config={"kv": {"page_size": 1}})``.
-    Raises ConfigError, WeightsError or PluginError with a message that says what to do.
+    Raises ConfigError, WeightsError or PluginError ; the message names the next step.
     """
 
     def __init__(
@@ -104,18 +104,18 @@ class LLM:
 
     @property
     def max_model_len(self) -> int:
-        """Most tokens of prompt plus output."""
+        """The most tokens of prompt plus output."""
         return self._system.max_len
 
     @property
     def vocab_size(self) -> int:
-        """Token ids are below this."""
+        """The size of the vocabulary; token ids are smaller."""
         return self._system.spec.vocab_size
 
     def generate(
         self, prompts: Prompts, params: Params | None = None, *, progress: bool | None = None
     ) -> list[Completion]:
-        """Complete every prompt; answers come in the order of the prompts, however they finish.
+        """Complete every prompt; the results are in the order of the prompts.
 
         prompts: one text or list of token ids, or several.  params: one for all, or one per prompt.
         Raises RequestError for the first prompt that is refused; the others are cancelled.
@@ -140,11 +140,12 @@ class LLM:
         truncate_prompt_tokens: int | None = None,
         progress: bool | None = None,
     ) -> list[Pooled]:
-        """Embed every prompt, as the checkpoint says: which states, and whether at length 1.
+        """Embed every prompt by the checkpoint's own pooling and normalization.
 
-        dimensions: only the first ones.  prompt_name: which of the checkpoint's prompts goes before each text.
-        truncate_prompt_tokens: a longer prompt loses its end, -1 for what fits; None refuses it.
-        Raises RequestError for a model that gives no embeddings, and as ``generate`` does.
+        dimensions: how many leading dimensions to keep; None keeps all.
+        prompt_name: the checkpoint's named prompt that is put before each text.
+        truncate_prompt_tokens: cut a longer prompt at its end, -1 to what fits; None refuses it.
+        Raises RequestError for a model without embeddings, and as ``generate`` does.
         """
         check_task(self._requests.pooling, "embed")
         self._requests.check_dimensions(dimensions)
@@ -159,7 +160,9 @@ class LLM:
         truncate_prompt_tokens: int | None = None,
         progress: bool | None = None,
     ) -> list[Pooled]:
-        """The probability of each label, or its logit without ``use_activation``; else as ``embed``."""
+        """Return the probability of each label, or its logit without ``use_activation``.
+
+        Other arguments and errors are those of ``embed``."""
         check_task(self._requests.pooling, "classify")
         return self._pool(_as_prompts(prompts), truncate_prompt_tokens, progress, activated=use_activation)
 
@@ -171,7 +174,8 @@ class LLM:
         truncate_prompt_tokens: int | None = None,
         progress: bool | None = None,
     ) -> list[Pooled]:
-        """What the model is for: ``classify`` of a classifier, else ``embed``; raw without ``use_activation``."""
+        """Run the model's own task: ``classify`` for a classifier, else ``embed``; raw numbers without
+        ``use_activation``."""
         every = self._requests.prompts(_as_prompts(prompts))
         return self._pool(every, truncate_prompt_tokens, progress, activated=use_activation)
 
@@ -184,9 +188,10 @@ class LLM:
         truncate_prompt_tokens: int | None = None,
         progress: bool | None = None,
     ) -> list[float]:
-        """How well each of ``text_2`` fits ``text_1``, one text or as many: by a reranker, or the cosine of embeddings.
+        """Return how well each text of ``text_2`` fits ``text_1``: a reranker's score or the cosine of embeddings.
 
-        Raises RequestError for a model that can neither, and as ``embed`` does."""
+        text_1: one text, or one for each of ``text_2``.
+        Raises RequestError for a model that is not a reranker and has no embeddings, and as ``embed`` does."""
         check_task(self._requests.pooling, "score")
         queries, documents = ([one] if isinstance(one, str) else list(one) for one in (text_1, text_2))
         outputs = self._pool(
@@ -210,7 +215,7 @@ class LLM:
             self._loop.call_soon_threadsafe(stream.close)
 
     def close(self) -> None:
-        """Cancel what runs and end the engine's threads; idempotent."""
+        """Cancel open requests and end the engine's threads; idempotent."""
         self._finalizer()
 
     def __enter__(self) -> "LLM":
@@ -248,7 +253,7 @@ class LLM:
         every = [params or SamplingParams()] * len(prompts) if not isinstance(params, Sequence) else list(params)
         for one in every:
             if not isinstance(one, SamplingParams):
-                raise RequestError(f"params: must be SamplingParams, one or one per prompt, not {one!r:.100}")
+                raise RequestError(f"params: must be one SamplingParams, or one per prompt, not {one!r:.100}")
         if len(every) != len(prompts):
             raise RequestError(f"{len(prompts)} prompts but {len(every)} sampling parameters; give one, or one each")
         with self._bar(len(prompts), "generating", progress) as bar:
@@ -256,7 +261,7 @@ class LLM:
         return [_completion(prompt, delta) for prompt, delta in zip(prompts, deltas, strict=True)]
 
     def _bar(self, num_prompts: int, what: str, progress: bool | None) -> "tqdm[Any]":
-        """A bar for several prompts that are not refused at once; on a terminal alone, unless ``progress`` asks."""
+        """Return a bar for several prompts, unless they are refused at once; only on a terminal unless ``progress``."""
         wanted = None if progress is None and self._progress else not progress
         return tqdm(total=num_prompts, desc=what, unit="prompt", disable=num_prompts < 2 or wanted, delay=BAR_AFTER_S)
 
@@ -332,7 +337,7 @@ async def _call(function: Callable[[], T]) -> T:
 
 def _as_prompts(prompts: Prompts) -> list[Prompt]:
     given: Any = prompts.tolist() if isinstance(prompts, np.ndarray) else prompts
-    if isinstance(given, str) or not isinstance(given, Sequence):  # ingress refuses what is no prompt
+    if isinstance(given, str) or not isinstance(given, Sequence):  # ingress refuses anything that is not a prompt
         return [given]
     return [given] if len(given) > 0 and isinstance(given[0], Real) else list(given)
 

@@ -1,6 +1,6 @@
-"""Requests for what is no text: what they ask of the engine, and what its numbers become at the end.
+"""Requests for numbers in place of text: their sampling parameters, and the conversion of the model's raw output.
 
-Owns: which of them a model takes, prompts of named texts and of pairs, vectors, probabilities and scores.
+Owns: the tasks of a model, named prompts and prompts of pairs, vectors, probabilities and scores.
 Does not know: HTTP, tokens, how a state is computed.
 """
 
@@ -18,9 +18,9 @@ from engine.types.prompt import Prompt
 
 Float32 = npt.NDArray[np.float32]
 PLAIN = SamplingParams(max_tokens=1, temperature=0.0)
-LONGEST = -1  # of truncate_prompt_tokens: what the context has room for
+LONGEST = -1  # truncate_prompt_tokens: cut to what fits the context
 TINY = 1e-12  # torch.nn.functional.normalize divides by no less
-# What asks for a task: (of ``LLM``, of the server).
+# Task -> the calls for it: (methods of ``LLM``, paths of the server).
 CALLS: Mapping[Task, tuple[str, str]] = {
     "generate": ("generate, chat, stream", "/v1/completions, /v1/chat/completions, /v1/responses, /generate"),
     "embed": ("embed", "/v1/embeddings"),
@@ -31,7 +31,7 @@ CALLS: Mapping[Task, tuple[str, str]] = {
 
 
 def refusal(pooling: Pooling, asked: str) -> RequestError:
-    """Why a model cannot take a request.  asked: what the request is for, as a sentence's end."""
+    """Return the error for a request that the model does not support.  asked: why not, as the end of a sentence."""
     tasks = [task for task in CALLS if task in pooling.tasks]
     calls = ", ".join(f"LLM.{CALLS[task][0].replace(', ', ', LLM.')}" for task in tasks)
     paths = ", ".join(CALLS[task][1] for task in tasks)
@@ -40,7 +40,7 @@ def refusal(pooling: Pooling, asked: str) -> RequestError:
 
 
 def check_task(pooling: Pooling, task: Task) -> None:
-    """Raise RequestError (400) if the model is not for this."""
+    """Raise RequestError (400) if the model does not support the task."""
     if task not in pooling.tasks:
         raise refusal(pooling, {
             "generate": "it generates no text",
@@ -52,8 +52,9 @@ def check_task(pooling: Pooling, task: Task) -> None:
 
 
 def pooled_params(pooling: Pooling, params: SamplingParams) -> SamplingParams:
-    """What is sampled for a request that asks for pooling, or comes to a model that does nothing else: as good as
-    nothing.  Raises RequestError if the model cannot give what is asked."""
+    """Return the sampling parameters of a pooling request; a model without text samples one unused token.
+
+    Raises RequestError if the model does not support the pooling, or generates no text and no pooling is requested."""
     if not params.pooling:
         raise refusal(pooling, "it generates no text")
     if (params.pooling == "classify") != (pooling.kind == "classify"):
@@ -62,14 +63,16 @@ def pooled_params(pooling: Pooling, params: SamplingParams) -> SamplingParams:
 
 
 class PooledRequests:
-    """What a model's requests ask of the engine.  max_len: longest prompt in tokens, with any output."""
+    """Builds requests for one model and converts their results.  max_len: longest prompt plus output in tokens."""
 
     def __init__(self, pooling: Pooling, max_len: int) -> None:
         self.pooling = pooling
         self._longest = max_len - 1 if pooling.kind == "generate" else max_len
 
     def params(self, method: str | None = None) -> SamplingParams:
-        """method: 'last' or 'mean', None for the model's own.  Raises RequestError for a model that has no choice."""
+        """Return the sampling parameters.  method: 'last' or 'mean', None for the model's own.
+
+        Raises RequestError if a classifier is given a method."""
         if self.pooling.kind == "classify":
             if method is not None:
                 raise FieldError("pooling", f"{self.pooling} goes by the last token")
@@ -77,7 +80,7 @@ class PooledRequests:
         return PLAIN.replace(pooling=method or self.pooling.method)
 
     def options(self, truncate: int | None, priority: int = 0, cache_salt: str = "") -> RequestOptions:
-        """truncate: most tokens of a prompt, -1 for as many as fit, None to refuse a longer one."""
+        """Return the request's options.  truncate: most tokens of a prompt, -1 for what fits, None refuses more."""
         truncate_to = 0
         if truncate is not None:
             truncate_to = self._longest if truncate == LONGEST else truncate
@@ -89,7 +92,7 @@ class PooledRequests:
         return RequestOptions(prompt_only=True, truncate_to=truncate_to, priority=priority, cache_salt=cache_salt)
 
     def prompts(self, prompts: Sequence[Prompt], prompt_name: str | None = None) -> tuple[Prompt, ...]:
-        """The prompts with the text of the prompt that is named, or the model's default one, before each text."""
+        """Return the prompts with the named prompt, or the model's default one, before each text."""
         known = self.pooling.prompts
         name = prompt_name if prompt_name is not None else self.pooling.default_prompt
         if name and name not in known:
@@ -101,9 +104,9 @@ class PooledRequests:
         return tuple(before + one if isinstance(one, str) else one for one in prompts)
 
     def pairs(self, queries: Sequence[str], documents: Sequence[str]) -> tuple[Prompt, ...]:
-        """The prompts whose outputs ``scores`` reads: of one query and many documents, or of as many of both.
+        """Return the prompts for ``scores``: of one query and many documents, or of equal numbers of both.
 
-        Raises RequestError if there are neither as many of both nor one query."""
+        Raises RequestError for any other combination."""
         if len(queries) not in (1, len(documents)) or not documents:
             seen = f"{len(queries)} texts to compare with {len(documents)}"
             raise RequestError(f"{seen}: must be one with at least one, or as many of both", param="text_2")
@@ -113,7 +116,7 @@ class PooledRequests:
         return tuple(pair(query, one) for query, one in zip(every, documents, strict=True))
 
     def scores(self, outputs: Sequence[Float32], num_queries: int, *, activated: bool = True) -> list[float]:
-        """One for each document.  outputs: what ``result`` gives for each prompt of ``pairs``, not activated."""
+        """Return one score per document.  outputs: ``result`` for each prompt of ``pairs``, not activated."""
         if self.pooling.kind == "classify":
             activation = _ACTIVATIONS[self.pooling.activation if activated else "identity"]
             return [float(activation(one)[0]) for one in outputs]
@@ -123,7 +126,7 @@ class PooledRequests:
         return [float(query @ document) for query, document in zip(every, documents, strict=True)]
 
     def check_dimensions(self, dimensions: int | None) -> None:
-        """Raise RequestError for a size that the model's embeddings are not trained to be cut to."""
+        """Raise RequestError if the model was not trained for embeddings of this size."""
         allowed = self.pooling.dimensions
         if dimensions is not None and allowed and dimensions not in allowed:
             raise RequestError(
@@ -131,9 +134,9 @@ class PooledRequests:
             )
 
     def result(self, output: bytes, *, dimensions: int | None = None, activated: bool = True) -> Float32:
-        """An embedding, at length 1 where the model's have it, or probabilities of labels.
+        """Return an embedding, normalized if the model's are, or the probabilities of the labels.
 
-        output: float32[n].  activated: else it is as the model computes it."""
+        output: float32[n].  activated: False returns the numbers as the model computes them."""
         numbers = np.frombuffer(output, dtype=np.float32)
         if self.pooling.kind == "classify":
             return _ACTIVATIONS[self.pooling.activation](numbers) if activated else numbers
@@ -144,7 +147,7 @@ class PooledRequests:
         return _normalized(numbers) if activated and self.pooling.normalized else numbers
 
     def label(self, probabilities: Float32) -> str:
-        """The likeliest label."""
+        """Return the likeliest label."""
         return self.pooling.labels[int(probabilities.argmax())]
 
 
@@ -160,7 +163,7 @@ def _softmax(logits: Float32) -> Float32:
 
 
 def _sigmoid(logits: Float32) -> Float32:
-    small = np.exp(-np.abs(logits))  # of the side that cannot overflow
+    small = np.exp(-np.abs(logits))  # exp of a negative number cannot overflow
     shares: Float32 = np.where(logits >= 0, 1 / (1 + small), small / (1 + small)).astype(np.float32)
     return shares
 

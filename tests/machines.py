@@ -30,6 +30,7 @@ from server.bench.machine import describe_machine
 ROOT = Path(__file__).parents[1]
 AVX512 = ("skylakex", "aten-avx512", "onednn-avx512")
 CHOICES = ("OPENBLAS_CORETYPE", "ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "OMP_NUM_THREADS")
+COMPILERS = re.compile(r"(.+-)?(cc|c\+\+|gcc|g\+\+|clang|clang\+\+|c89|c99|cpp)(-[\d.]+)?")
 ROWS: dict[str, dict[str, str]] = {
     "as it is": {},
     "haswell": {"OPENBLAS_CORETYPE": "Haswell"},
@@ -53,11 +54,23 @@ def has_avx512() -> bool:
     return cpu.exists() and "avx512f" in cpu.read_text()
 
 
+def without_compilers(folder: Path) -> str:
+    """A PATH of one folder, with a link to each program of this machine that compiles no C or C++."""
+    for place in map(Path, os.get_exec_path()):
+        for program in place.iterdir() if place.is_dir() else ():
+            link = folder / program.name
+            if not COMPILERS.fullmatch(program.name) and not link.is_symlink():
+                link.symlink_to(program)
+    return str(folder)
+
+
 def run(row: str, options: list[str]) -> dict[str, object]:
     """The suite's counts in a row of the table, and whether all is right; "+" joins rows."""
     variables = {name: value for part in row.split("+") for name, value in ROWS[part].items()}
     environment = {name: value for name, value in os.environ.items() if name not in CHOICES} | variables
-    with tempfile.TemporaryFile("w+") as output:
+    with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryDirectory() as programs:
+        if "CC" in variables:
+            environment["PATH"] = without_compilers(Path(programs))
         command = [sys.executable, "-m", "pytest", *options]
         code = subprocess.run(command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT).returncode
         output.seek(0)

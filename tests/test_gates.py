@@ -247,7 +247,7 @@ def test_coroutines_of_tests_run_on_the_loop_of_pytest_asyncio() -> None:
     assert {name for name, source in files.items() if any(map(makes_a_loop, nodes(source)))} == set(OWN_LOOPS)
 
 
-@pytest.mark.reliability("G4", "exceptions that hold paths, code and traces, told to a client")
+@pytest.mark.reliability("G4", "exceptions that hold paths, code and traces, sent to a client")
 @pytest.mark.parametrize(
     "error",
     [

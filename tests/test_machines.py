@@ -21,7 +21,11 @@ def test_a_row_has_its_own_variables_and_none_of_this_machine(suite: Path, monke
     for name in machines.CHOICES:
         monkeypatch.setenv(name, "of this machine")
     found = {**dict.fromkeys(machines.CHOICES), "OPENBLAS_CORETYPE": "Haswell", "CC": "no-compiler-here"}
-    suite.write_text(f"import os\ndef test_it(): assert {{name: os.environ.get(name) for name in {found}}} == {found}")
+    compilers = "[which(name) for name in ('cc', 'gcc', 'c++', 'g++', 'clang')] == 5 * [None]"
+    suite.write_text(
+        f"import os\nfrom shutil import which\ndef test_it():\n assert {compilers} and which('env')\n"
+        f" assert {{name: os.environ.get(name) for name in {found}}} == {found}"
+    )
     result = machines.run("haswell+no-compiler", ["-p", "no:cacheprovider"])
     assert (result["passed"], result["ok"]) == (1, True), result
 

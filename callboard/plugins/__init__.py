@@ -1,7 +1,7 @@
-"""The one page a plugin imports from: hooks, contexts, errors, and every type that they name.
+"""The module that plugins import from: hooks, contexts, errors, and every type that they name.
 
 Owns: which names belong to the plugin API; ``docs/plugins.md`` says what its version promises.  Does not know: plugins.
-Names that need torch are imported when they are asked for: a plugin without tensors starts without torch.
+Names that need torch are imported on first use: a plugin without tensors starts without torch.
 The conformance kit is ``callboard.plugins.testing``.
 """
 

@@ -1,7 +1,7 @@
-"""The conformance kit: one call for each kind of plugin proves one right, or lists every case in which it is not.
+"""The conformance kit: one call for each kind of plugin checks it and lists every case that fails.
 
-Owns: which of its names are public.  Does not know: pytest, plugins.
-Names that need torch are imported when they are asked for: strategies and policies are proved without it.
+Owns: the public names of the kit.  Does not know: pytest, plugins.
+Names that need torch are imported on first use: strategies and policies are checked without it.
 """
 
 from importlib import import_module

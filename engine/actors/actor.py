@@ -1,11 +1,11 @@
-"""The actor base: a mailbox and the only code that may touch the actor's state.
+"""The actor base: a mailbox, and the only code that may access the actor's state.
 
-Owns: messages that have arrived and have not been handled.  Does not know: what they mean.
-``put`` never waits and never refuses.  What holds clients back stands at the entrance: ingress counts a request
-against ``limits.max_requests`` until the engine has let go of it, and every capacity follows from that number.
+Owns: messages that arrived and are not handled yet.  Does not know: their meaning.
+``put`` never waits and never refuses.  Backpressure is applied at ingress alone: it counts a request
+against ``limits.max_requests`` until the engine has released it, and every capacity follows from that number.
 
-``handle`` is a plain function from (state, message) to state and messages, so it is atomic.  Slow work runs beside
-the mailbox and comes back as a message.  ``flush`` runs once per drained batch: that is where plans are made.
+``handle`` is a plain function from (state, message) to state and messages, so it is atomic.  Slow work runs in tasks
+and comes back as a message.  ``flush`` runs once per drained batch; plans are made there.
 """
 
 import asyncio
@@ -23,23 +23,23 @@ M_contra = TypeVar("M_contra", contravariant=True)
 
 
 class Link(Protocol[M_contra]):
-    """Where a message is put so that its actor gets it; a mailbox here, a socket in another placement."""
+    """The sending end of an actor's input: a mailbox here, a socket in another placement."""
 
     def put(self, message: M_contra) -> None: ...
 
 
 class Deliveries:
-    """Mailboxes that have something to deliver, in the order in which they were first put into.
+    """Mailboxes with undelivered messages, in the order of their first ``put``.
 
-    All of them deliver in one callback on the loop, also those that are put into meanwhile: another turn of the loop
-    asks the kernel for events and gives the interpreter lock to the executor's thread, which costs as much as an actor.
+    All of them deliver in one callback on the loop, including those that are filled meanwhile: another iteration of the
+    loop polls the kernel and yields the interpreter lock to the executor's thread, which costs as much as an actor.
     """
 
     def __init__(self) -> None:
         self._due: deque[Mailbox[Any]] = deque()
 
     def add(self, mailbox: "Mailbox[Any]") -> None:
-        """One that is not here yet."""
+        """Add a mailbox that is not queued yet."""
         self._due.append(mailbox)
         if len(self._due) == 1:
             asyncio.get_running_loop().call_soon(self._deliver)
@@ -47,14 +47,14 @@ class Deliveries:
     def _deliver(self) -> None:
         while self._due:
             self._due[0].deliver()
-            self._due.popleft()  # only now: as long as one is here, nobody calls this again
+            self._due.popleft()  # only now: a queued mailbox keeps ``add`` from scheduling this method again
 
 
 class Mailbox(Generic[M]):
-    """FIFO of messages.  ``put`` from the loop's own thread; the actor gets all that has arrived, in one call.
+    """FIFO of messages.  ``put`` is called on the loop's thread; the actor receives all arrived messages in one call.
 
-    Delivery is a plain callback on the loop, not a task that wakes up: 1 us a hop instead of 10.
-    deliveries: those of the actors that run together.
+    Delivery is a plain callback on the loop, not a task wake-up: 1 us a hop instead of 10.
+    deliveries: shared by the actors that run together.
     """
 
     def __init__(self, name: str, capacity: int) -> None:
@@ -64,14 +64,14 @@ class Mailbox(Generic[M]):
         self._deliver: Callable[[list[M]], None] | None = None
         self._due = False
         self.deliveries = Deliveries()
-        self.peak = 0  # most messages that were handed over at once
-        self.num_taken = 0  # handed over in all
+        self.peak = 0  # most messages delivered in one call
+        self.num_taken = 0  # messages delivered in total
 
     def __len__(self) -> int:
         return len(self._messages)
 
     def put(self, message: M) -> None:
-        """Append.  More than ``capacity`` is a bug, which is logged: it must not cost anybody a request."""
+        """Append a message.  More than ``capacity`` is a bug, which is logged and not raised: no request may fail."""
         self._messages.append(message)
         if len(self._messages) == self.capacity + 1:
             log.error("%s: more than %d messages queued, with %s", self.name, self.capacity, type(message).__name__)
@@ -80,18 +80,18 @@ class Mailbox(Generic[M]):
             self.deliveries.add(self)
 
     def open(self, deliver: Callable[[list[M]], None]) -> None:
-        """From now on ``deliver`` is called with what has arrived, first with what is here already."""
+        """Call ``deliver`` with arrived messages from now on, first with those that are queued already."""
         self._deliver = deliver
         if self._messages:
             self._due = True
             self.deliveries.add(self)
 
     def close(self) -> None:
-        """Deliver nothing any more; late messages are kept and never read."""
+        """Stop delivering; late messages are kept and never read."""
         self._deliver = None
 
     def deliver(self) -> None:
-        """Hand over what has arrived; called by ``deliveries``, which must not see an exception."""
+        """Deliver the arrived messages; called by ``deliveries``, which must not see an exception."""
         self._due = False
         if self._deliver is not None:
             messages = list(self._messages)
@@ -103,7 +103,7 @@ class Mailbox(Generic[M]):
 
 
 class Actor(Generic[M]):
-    """One class per actor; see each actor's file for what it consumes and produces."""
+    """Base class of actors; each actor's file lists what it consumes and produces."""
 
     def __init__(self, name: str, capacity: int) -> None:
         self.name = name
@@ -113,22 +113,22 @@ class Actor(Generic[M]):
         self._stopping = False
 
     def handle(self, message: M) -> None:
-        """Apply one message.  Never waits."""
+        """Apply one message without waiting."""
         raise NotImplementedError
 
     def flush(self) -> None:
-        """Called after every drained batch."""
+        """Act on the drained batch; called after every one."""
 
     @property
     def idle(self) -> bool:
-        """Whether the actor may end once it was told to stop; else it goes on until it is."""
+        """Whether the actor may end after Stop; until then it continues."""
         return True
 
     def close(self) -> None:
-        """Release what the actor holds; called exactly once, also after a crash."""
+        """Release the actor's resources; called exactly once, also after a crash."""
 
     def spawn(self, work: Coroutine[Any, Any, M | None]) -> asyncio.Task[M | None]:
-        """Run slow work beside the mailbox; what it returns is put into the mailbox, unless the task is cancelled."""
+        """Run slow work as a task; its result is put into the mailbox, unless the task is cancelled."""
         assert self._slow is not None, f"{self.name} spawned work before it ran"
         task = self._slow.create_task(work, name=f"{self.name}.slow")
         task.add_done_callback(self._post)
@@ -139,7 +139,7 @@ class Actor(Generic[M]):
             self.inbox.put(message)
 
     async def run(self) -> None:
-        """Handle messages until Stop; an exception ends the actor and is its supervisor's to judge."""
+        """Handle messages until Stop; an exception ends the actor and goes to its supervisor."""
         self._ended = asyncio.get_running_loop().create_future()
         try:
             async with asyncio.TaskGroup() as self._slow:
@@ -150,7 +150,7 @@ class Actor(Generic[M]):
             self.close()
 
     def _take(self, messages: list[M | Stop]) -> None:
-        """Everything that has arrived since the last time."""
+        """Handle everything that arrived since the last call."""
         try:
             for message in messages:
                 if isinstance(message, Stop):
@@ -160,7 +160,7 @@ class Actor(Generic[M]):
             self.flush()
         except Exception as error:
             self._finish(error)
-        except BaseException as error:  # sys.exit, or a panic of a library in Rust: others would get nothing any more
+        except BaseException as error:  # sys.exit, or a panic in Rust: it would end the delivery to all other actors
             crash = RuntimeError(repr(error))
             crash.__cause__ = error
             self._finish(crash)

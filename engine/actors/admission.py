@@ -1,8 +1,8 @@
-"""Whether a request can be taken: whether any can be now, and whether its prompt is one.
+"""Admission of requests: whether the engine accepts any now, and whether a prompt is valid.
 
-Owns: those refusals, after how long a client may come back, and how many tokens a prompt probably has.
+Owns: these refusals, the retry delays, and the estimate of a prompt's tokens.
 Does not know: clients, HTTP, which requests are open.
-The server asks whether any can be taken before it reads a body, and ingress asks again when the request gets there.
+The server checks before it reads a body, and ingress checks again when the request arrives.
 """
 
 from collections.abc import Iterable, Sequence
@@ -21,13 +21,14 @@ from engine.types.prompt import ChatTurn, Prompt
 RETRY_AFTER_S = 1  # a queue place can free up with the next step
 RETRY_LATER_S = 5  # a model loads, or another server takes over
 CHARS_PER_TOKEN = 4  # for the admission estimate only; English text and code have three to five
-MAX_CHARS_PER_TOKEN = 8  # no prompt within the context is longer than this in practice; bounds the tokenizer's work
+MAX_CHARS_PER_TOKEN = 8  # no prompt that fits the context is longer in practice; bounds the tokenizer's work
 
 
 class Admitting(Protocol):
-    """What takes requests: ingress.  num_leaving: cancelled requests that the engine has not let go of.
+    """The state of the actor that admits requests: ingress.
 
-    ready: the model is loaded.  asleep: it was told to do nothing.  failure: why the engine died, once it has."""
+    ready: the model is loaded.  asleep: an operator put the engine to sleep.  failure: why the engine died, if it did.
+    num_leaving: cancelled requests that the engine has not released yet."""
 
     ready: bool
     draining: bool
@@ -43,7 +44,7 @@ class Admitting(Protocol):
 
 
 def unavailable(ingress: Admitting) -> RequestError | None:
-    """Returns why no request can be taken until the engine's state changes, or None."""
+    """Return why no request can be accepted until the engine's state changes, or None."""
     if ingress.failure is not None:
         reason, code = "the engine has stopped", "engine_died"
     elif ingress.draining:
@@ -51,17 +52,17 @@ def unavailable(ingress: Admitting) -> RequestError | None:
     elif not ingress.ready:
         reason, code = "the model is loading", "not_ready"
     elif ingress.asleep:
-        reason, code = "the engine sleeps, until an operator wakes it up", "asleep"
+        reason, code = "the engine sleeps until an operator wakes it up", "asleep"
     else:
         return None
     error = RequestError(reason, status=503, code=code, retry_after_s=RETRY_LATER_S)
     if ingress.failure is not None:
-        error.add_note(ingress.failure)  # for callers in Python: a response over HTTP does not tell it
+        error.add_note(ingress.failure)  # for callers in Python; an HTTP response does not contain it
     return error
 
 
 def check_admission(ingress: Admitting, max_requests: int) -> None:
-    """Raise RequestError if no request can be taken: 503 when not serving, 429 when full."""
+    """Raise RequestError if no request can be accepted: 503 when not serving, 429 when full."""
     if (error := unavailable(ingress)) is not None:
         raise error
     if ingress.num_open + ingress.num_leaving >= max_requests:
@@ -70,12 +71,12 @@ def check_admission(ingress: Admitting, max_requests: int) -> None:
 
 
 def queue_full(reason: str) -> RequestError:
-    """The refusal of a request for which there is no room now."""
+    """Return the refusal of a request that there is no room for now."""
     return RequestError(f"{reason}; try again later", status=429, code="queue_full", retry_after_s=RETRY_AFTER_S)
 
 
 def read_params(params: SamplingParams, pooling: Pooling, vocab_size: int) -> SamplingParams:
-    """What is sampled.  Raises RequestError for a value out of range, and for what the model is not for."""
+    """Return the parameters to sample with.  Raises RequestError if a value is out of range or the task unsupported."""
     params.check(vocab_size)
     if params.pooling or pooling.kind != "generate":
         return pooled_params(pooling, params)
@@ -85,9 +86,9 @@ def read_params(params: SamplingParams, pooling: Pooling, vocab_size: int) -> Sa
 def read_prompt(
     prompt: Prompt, options: RequestOptions, max_model_len: int, vocab_size: int
 ) -> tuple[str | None, bytes | None, tuple[ChatTurn, ...] | None]:
-    """(text, token ids, turns), exactly one of them set.
+    """Return (text, token ids, turns), of which exactly one is set.
 
-    Raises RequestError for a prompt, or output to go on from, that cannot fit the context, and for no prompt at all."""
+    Raises RequestError for an invalid prompt, and for a prompt or resumed output that cannot fit the context."""
     if (num_resumed := len(options.resumed) // 4) >= max_model_len:  # before it becomes text
         raise RequestError(
             f"the output to go on from has {num_resumed} tokens, the context is {max_model_len}", code="not_resumable"
@@ -98,7 +99,7 @@ def read_prompt(
         if options.keep_last:
             prompt = prompt[-MAX_CHARS_PER_TOKEN * max_model_len :]
         check_chars(len(prompt), max_model_len)
-        return str.__str__(prompt), None, None  # without what a subclass, such as NumPy's, adds to it
+        return str.__str__(prompt), None, None  # a plain str, not a subclass such as NumPy's
     if isinstance(prompt, tuple) and prompt and isinstance(prompt[0], ChatTurn):
         turns: tuple[ChatTurn, ...] = prompt
         check_chars(num_chars(turns) + len(options.chat.tools), max_model_len)
@@ -125,7 +126,7 @@ def num_chars(turns: Iterable[ChatTurn]) -> int:
 
 
 def check_chars(count: int, max_model_len: int, param: str = "prompt") -> None:
-    """Raise RequestError for a text that is too long for the context whatever its tokens are."""
+    """Raise RequestError if a text is too long for the context however it is tokenized."""
     most = MAX_CHARS_PER_TOKEN * max_model_len
     if count > most:
         raise RequestError(
@@ -136,7 +137,7 @@ def check_chars(count: int, max_model_len: int, param: str = "prompt") -> None:
 
 
 def _shortened(prompt: Prompt, truncate_to: int, max_model_len: int) -> Prompt:
-    """The prompt without so much of its end that no tokenizer can be asked for it; the tokenizer cuts it to size."""
+    """Return the prompt cut to the most characters that can matter; the tokenizer then cuts it to its exact size."""
     most = MAX_CHARS_PER_TOKEN * max_model_len
     if isinstance(prompt, str):
         return prompt[:most]
@@ -162,7 +163,7 @@ def _token_ids(prompt: Sequence[int], max_model_len: int, vocab_size: int) -> np
         raise FieldError("prompt", "expected a list of token ids") from None
     if not ids.size:
         raise FieldError("prompt", "expected at least one token id")
-    # NumPy would make integers of floats and texts; it makes objects of integers beyond 64 bits.
+    # NumPy would convert floats and texts to integers; integers beyond 64 bits become objects.
     if ids.ndim != 1 or ids.dtype.kind not in "iu":
         raise FieldError("prompt", "expected a list of token ids, which are integers")
     if ids.min() < 0 or ids.max() >= vocab_size:

@@ -5,8 +5,8 @@ produces: StepDone, answers of features, and the number of pages once it has loa
 waits for: a message; the collector waits for the device.   owns: the device thread and the collector's.
 
 Only plain steps and their results cross between the loop and the threads.  The device thread launches a step as soon
-as it arrives: with two steps in flight, step N+2 comes when N is done, and must be queued while N+1 runs.  So it never
-waits for the device itself; what is done once it is launched, as every step on a CPU, it collects at once.
+as it arrives: with two steps in flight, step N+2 arrives when N is done, and must be queued while N+1 runs.  So it
+never waits for the device; a step that is finished after its launch, such as any step on a CPU, is collected at once.
 """
 
 import asyncio
@@ -48,10 +48,10 @@ class Executor(Actor[ExecutorInbox]):
         self._done = done
 
     async def run(self) -> None:
-        """Start the device thread, then handle messages; the thread's failure is the actor's."""
+        """Start the device thread, then handle messages; a failure of the thread fails the actor."""
         loop = asyncio.get_running_loop()
         failed: asyncio.Future[None] = loop.create_future()
-        failed.add_done_callback(asyncio.Future.exception)  # it may come when this has ended, and is looked at here
+        failed.add_done_callback(asyncio.Future.exception)  # retrieves an exception that is set after this has ended
 
         def report(error: BaseException) -> None:
             if not failed.done():
@@ -63,7 +63,7 @@ class Executor(Actor[ExecutorInbox]):
                 runner = self._load()
                 self._serve(runner, loop)
             except BaseException as error:  # every failure of the thread must reach the actor
-                if not isinstance(error, Exception):  # a task that raises SystemExit ends the loop without a word
+                if not isinstance(error, Exception):  # a task that raises SystemExit ends the loop without a message
                     error = RuntimeError(f"{error!r} on the device thread")
                 _call_soon(loop, partial(report, error))
                 if runner is not None:
@@ -93,13 +93,13 @@ class Executor(Actor[ExecutorInbox]):
         self._runner.receive(message, lambda answer: _call_soon(loop, partial(self._done, answer)))
 
     def close(self) -> None:
-        """End the device thread after the steps it has; a load that still runs is left to die with the process."""
+        """End the device thread after its queued steps; a load that still runs ends with the process."""
         self._steps.put(None)
         if self._thread is not None and self.loaded and not self._abandoned:
             self._thread.join(timeout=30)
 
     def abandon(self) -> None:
-        """Do not wait for the device thread: it may never come back."""
+        """Mark the device thread as hung, so that ``close`` does not wait for it."""
         self._abandoned = True
 
     def _serve(self, runner: Runner, loop: asyncio.AbstractEventLoop) -> None:
@@ -124,22 +124,22 @@ class Executor(Actor[ExecutorInbox]):
 
 
 class Collector:
-    """Collects launched steps in their order.  deliver: takes each result.  stop: called if one cannot be collected.
+    """Collects launched steps in order, on a thread.  deliver: receives each result.  stop: called on a failure.
 
-    ``take``, ``end`` and ``join`` are called by the device thread."""
+    The device thread calls ``take``, ``end`` and ``join``."""
 
     def __init__(self, name: str, deliver: Callable[[StepDone], None], stop: Callable[[], None]) -> None:
         self._deliver = deliver
         self._stop = stop
         self._waiting: queue.SimpleQueue[PendingStep | None] = queue.SimpleQueue()
         self._num_taken = 0
-        self._num_delivered = 0  # of those that were taken; written by the collector's thread alone
+        self._num_delivered = 0  # of the steps in ``_num_taken``; written by the collector's thread alone
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
     def take(self, pending: PendingStep) -> None:
-        """Deliver its result: at once where that needs no waiting, else as soon as the device is done with it."""
+        """Deliver a step's result: at once if it is ready, else when the device has finished it."""
         if self._num_delivered == self._num_taken and pending.ready():
             self._deliver(pending.collect())
         else:
@@ -151,7 +151,7 @@ class Collector:
         self._waiting.put(None)
 
     def join(self) -> None:
-        """Wait until all that was taken is delivered.  Raises what the collecting raised."""
+        """Wait until all taken steps are delivered.  Raises what collecting raised."""
         self._thread.join()
         if self._error is not None:
             raise self._error
@@ -161,7 +161,7 @@ class Collector:
             while (pending := self._waiting.get()) is not None:
                 self._deliver(pending.collect())
                 self._num_delivered += 1
-        except BaseException as error:  # every failure must reach the device thread, and with it the actor
+        except BaseException as error:  # every failure must reach the device thread, which passes it to the actor
             self._error = error
             self._stop()
 

@@ -1,4 +1,4 @@
-"""The ingress actor: where clients' requests enter and their output leaves.
+"""The ingress actor: clients' requests enter through it and their output leaves.
 
 consumes: Deltas, Failed (tokenizer) · EngineReady, EngineRecovering, Stats (scheduler) · SettingsChanged, Stop (system)
   TokenizersReady, TokenizersLost (tokenizer pool, where there is one)
@@ -55,8 +55,8 @@ class _Open:
 class Ingress(Actor[IngressInbox | SettingsChanged]):
     """Accepts or refuses requests at once; every accepted one ends in exactly one terminal event.
 
-    parts: what must say that it is ready before requests are taken; they wait while one of them recovers.
-    first_id: of its first request, if another ingress has had those before.  pooling: what the model is for.
+    parts: the parts that must report ready before requests are accepted; requests wait while one of them recovers.
+    first_id: id of its first request, larger than those of a previous ingress.  pooling: the model's tasks.
     settings_watchers: called when limits have changed."""
 
     def __init__(
@@ -82,7 +82,7 @@ class Ingress(Actor[IngressInbox | SettingsChanged]):
         self._tokenizer = tokenizer
         self._ids = itertools.count(first_id)
         self._open: dict[int, _Open] = {}
-        # Cancelled, and not yet let go of by the engine: they have no client and still take room.
+        # Cancelled requests that the engine has not released: they have no client but still count.
         self._leaving: dict[int, _Open] = {}
         self._queued_tokens = 0
         self.ready = False
@@ -105,7 +105,7 @@ class Ingress(Actor[IngressInbox | SettingsChanged]):
 
     @property
     def num_leaving(self) -> int:
-        """Cancelled requests that the engine has not let go of."""
+        """Cancelled requests that the engine has not released."""
         return len(self._leaving)
 
     def open(self, prompt: Prompt, params: SamplingParams, options: RequestOptions = DEFAULT_OPTIONS) -> Stream:
@@ -140,7 +140,7 @@ class Ingress(Actor[IngressInbox | SettingsChanged]):
         return True
 
     def fail_all(self, error: EngineDied) -> None:
-        """The engine is gone: end every open request with the reason and accept no more."""
+        """End every open request with the reason and accept no more, after the engine died."""
         self.failure = str(error)
         self.ready = False
         for request_id in list(self._open):
@@ -149,13 +149,13 @@ class Ingress(Actor[IngressInbox | SettingsChanged]):
             self._has_left(request_id)
 
     def abort_all(self) -> None:
-        """Cancel every open request; each stream ends with an error that says so (drain ran out of time)."""
+        """Cancel every open request; each stream ends with an error (the drain timed out)."""
         for request_id in list(self._open):
             error = RequestError("the server is shutting down", status=503, code="shutting_down")
             self._abandon(request_id).stream.fail(error)
 
     def abort(self, request_id: int) -> bool:
-        """End a request where it is; its reader gets what was produced and a finish that says so.
+        """End a request early; its reader gets the output so far and the finish reason 'abort'.
 
         Returns whether it was open."""
         if request_id not in self._open:
@@ -181,7 +181,7 @@ class Ingress(Actor[IngressInbox | SettingsChanged]):
         return loop.call_later(limits.request_timeout_s, self._expire, request_id)
 
     def _expect_output(self, request_id: int) -> None:
-        """A request that has had none is told to come back, or go elsewhere, while there is time for that."""
+        """Fail a request without output while there is time left to retry, here or elsewhere."""
         request, limits = self._open[request_id], self._limits
         if request.stream.has_output:
             left_s = limits.request_timeout_s - limits.first_token_timeout_s
@@ -202,19 +202,19 @@ class Ingress(Actor[IngressInbox | SettingsChanged]):
         self._abandon(request_id).stream.fail(error)
 
     def _abandon(self, request_id: int) -> _Open:
-        """Nobody reads the request any more.  It takes room until the engine says that it has ended there."""
+        """Close a request without a reader.  It counts until the engine reports its end."""
         self._tokenizer.put(Abort(request_id=request_id))
         request = self._leaving[request_id] = self._close(request_id)
         return request
 
     def _end(self, request_id: int) -> _Open:
-        """The engine has let go of an open request."""
+        """Close an open request that the engine has released."""
         request = self._close(request_id)
         self._queued_tokens -= request.estimated_tokens
         return request
 
     def _close(self, request_id: int) -> _Open:
-        """The one place where a request stops being open."""
+        """Remove a request from the open ones; the only place that does so."""
         request = self._open.pop(request_id)
         request.timer.cancel()
         if not self._open:
@@ -222,7 +222,7 @@ class Ingress(Actor[IngressInbox | SettingsChanged]):
         return request
 
     def _has_left(self, request_id: int) -> bool:
-        """The engine has let go of a cancelled request; False if it is not one of those."""
+        """Forget a cancelled request that the engine has released; False if it is not one of those."""
         request = self._leaving.pop(request_id, None)
         if request is None:
             return False
@@ -265,7 +265,7 @@ class Ingress(Actor[IngressInbox | SettingsChanged]):
 
     def _lost(self, part: Part) -> None:
         self._missing.add(part)
-        self.recovering = True  # requests are taken: they wait, as those do that ran
+        self.recovering = True  # requests are still accepted; they wait, as do those that ran
 
     def _deliver(self, message: Deltas) -> None:
         for delta in message.deltas:

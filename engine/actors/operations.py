@@ -1,6 +1,6 @@
-"""What operators ask of an engine while it runs, as messages, and what its entrance hears of it.
+"""Messages for operators' commands to a running engine, and their results.
 
-Owns: the shape of them.  Does not know: what is done about them, HTTP.
+Owns: the form of these messages.  Does not know: how they are executed, HTTP.
 """
 
 from typing import Literal
@@ -10,19 +10,18 @@ from engine.types.notices import Message
 
 
 class SettingsChanged(Message, frozen=True, kw_only=True):
-    """Other limits hold from now on.  about: as in ``Handover``; empty if nothing is new in it."""
+    """New limits hold from now on.  about: as in ``Handover``; empty if it has not changed."""
 
     limits: LimitsSection
     about: bytes = b""
 
 
 class Operate(Message, frozen=True, kw_only=True):
-    """Change the settings, sleep, wake up, or write what the scheduler was told lately to a file.
+    """Change the settings, sleep, wake up, or write a recording of the scheduler's recent messages to a file.
 
-    The answer, an ``Operated``, has the same number.
-
-    text: TOML with the settings, None for the file that the server was started with; the name of the file of a
-    recording.  dry_run: only say what would change.  level: of sleep, see ``Changeover.sleep``."""
+    number: the answer, an ``Operated``, has the same one.
+    text: TOML with the settings, None for the file that the server was started with; the file name of a recording.
+    dry_run: only report what would change.  level: of sleep, as in ``Changeover.sleep``."""
 
     what: Literal["apply", "sleep", "wake_up", "record"]
     number: int = 0
@@ -32,7 +31,9 @@ class Operate(Message, frozen=True, kw_only=True):
 
 
 class Operated(Message, frozen=True, kw_only=True):
-    """outcome: an ``Outcome`` as JSON, of ``apply``.  error: why nothing was done, with the status of the answer."""
+    """The answer to ``Operate``.
+
+    outcome: an ``Outcome`` as JSON, for ``apply``.  error: why nothing was done, with the status of the answer."""
 
     number: int
     outcome: bytes = b""

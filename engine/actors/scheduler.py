@@ -3,7 +3,7 @@
 consumes: Admit, Abort (tokenizer) · StepDone, PagesFetched, ExecutorsReady, ExecutorsLost (executors) · Stop (system)
 produces: Step, FetchPages (every executor, same order) · LossExplained (their group) · Tokens, Failed (tokenizer)
   EngineReady, EngineRecovering, Stats (ingress)
-tells: observers, in batches, what has ended and what the prefix cache has done.
+calls: observers, in batches, with finished requests and events of the prefix cache
 waits for: a message; never for a peer.   owns: the life of every sequence and every page.
 """
 
@@ -25,10 +25,10 @@ from engine.types.notices import EngineReady, EngineRecovering, ExecutorsLost, E
 class Scheduler(Actor[SchedulerInbox]):
     """Plans steps while fewer than ``overlap_depth`` are in flight.
 
-    new_planner: builds the planner once executors have said how many pages they have.  is_renewed: the next executors
-    need another one, which takes the present one's requests.
-    executors: one link per rank; explain: tells their group which request brought a loss.  When they are lost, requests
-    keep what they have and wait until all are ready again.
+    new_planner: builds the planner when executors have reported their number of pages.
+    is_renewed: the next executors need a new planner, which takes over the present one's requests.
+    executors: one link per rank.  explain: called with the request that caused a loss, for their group.
+    When executors are lost, requests keep their state and wait until all are ready again.
     """
 
     log = logging.getLogger(__name__)
@@ -82,7 +82,7 @@ class Scheduler(Actor[SchedulerInbox]):
         planner = self._planner
         if planner is None:
             return
-        # Steps first: the device should not wait for the text side.
+        # Steps first: the device should not wait for the tokenizer.
         while self._is_ready and planner.num_in_flight < self.overlap_depth:
             if (step := planner.next_step()) is None:
                 break
@@ -101,7 +101,7 @@ class Scheduler(Actor[SchedulerInbox]):
         self._tell_observers(planner)
 
     def _tell_observers(self, planner: Planner) -> None:
-        """Last, since what was put above is delivered only when this returns: hence "return at once" in the hooks."""
+        """Call the observers last: messages that were put above are delivered only after this returns."""
         if planner.finished:
             finished = tuple(planner.finished)
             planner.finished.clear()
@@ -114,12 +114,12 @@ class Scheduler(Actor[SchedulerInbox]):
 
     @property
     def idle(self) -> bool:
-        """Steps in flight are waited for: only then have all pages come back."""
+        """Whether no steps are in flight; all pages have come back only then."""
         return self._planner is None or self._planner.num_in_flight == 0
 
     @property
     def planner(self) -> Planner | None:
-        """For those who look and touch nothing; None until the executors are ready for the first time."""
+        """The planner, for reading only; None until the executors are ready for the first time."""
         return self._planner
 
     @property
@@ -133,7 +133,7 @@ class Scheduler(Actor[SchedulerInbox]):
             return
         except RequestError as refusal:
             error = refusal
-        except Exception:  # of one request, or of a policy that ranks it; the planner has not taken it in
+        except Exception:  # from one request, or the policy that ranks it; the planner has not admitted it
             self.log.exception("request=%d failed in the scheduler", message.request_id)
             error = RequestError("internal error; the server log has the details", status=500, code="internal_error")
         self._tokenizer.put(
@@ -153,7 +153,7 @@ class Scheduler(Actor[SchedulerInbox]):
         elif self.is_renewed:
             self._planner = self.new_planner(pages).with_requests_of(self._planner)
         else:
-            # Requests were admitted by the pool's first size, so their group asks for the same one again.
+            # Requests were admitted for the first pool's size, so later executors are started with the same size.
             assert pages >= self._num_pages, f"the pool had {self._num_pages} pages and came back with {pages}"
             pages = self._num_pages
         self._num_pages, self.is_renewed = pages, False
@@ -170,19 +170,19 @@ class Scheduler(Actor[SchedulerInbox]):
 
 
 class RanksDiverged(RuntimeError):
-    """Two ranks have sampled different tokens from what should be the same logits."""
+    """Two ranks have sampled different tokens from logits that should be equal."""
 
 
 class RankResults:
-    """Results of ranks that are ahead of others: a step is done when every rank says so, and they must agree.
+    """Results of ranks that are ahead of others: a step is done when every rank has answered, and all must agree.
 
-    Each rank answers its steps in order; rank 0's answer, which has the details, stands for all."""
+    Each rank answers its steps in order; rank 0's answer is used, since it has the details."""
 
     def __init__(self, num_ranks: int) -> None:
         self._waiting: list[deque[StepDone]] = [deque() for _ in range(num_ranks)]
 
     def add(self, result: StepDone) -> StepDone | None:
-        """Take one rank's result.  Returns the step's once it is complete; raises RanksDiverged if ranks disagree."""
+        """Add one rank's result.  Returns the step's result once complete.  Raises RanksDiverged if ranks disagree."""
         if len(self._waiting) == 1:
             return result
         self._waiting[result.rank].append(result)
@@ -198,6 +198,6 @@ class RankResults:
         return first
 
     def clear(self) -> None:
-        """The ranks are gone; so are their answers."""
+        """Drop the answers of ranks that are gone."""
         for results in self._waiting:
             results.clear()

@@ -1,6 +1,6 @@
-"""What an engine shows of itself, as messages: how it is at one moment, what it has finished, and how to ask for both.
+"""Messages for the state of an engine: a snapshot of one moment, finished requests, and the requests for both.
 
-Owns: the shape of them.  Does not know: where the numbers come from, who looks.
+Owns: the form of these messages.  Does not know: the sources and readers of the numbers.
 """
 
 from collections.abc import Mapping
@@ -14,8 +14,9 @@ from engine.types.notices import Message
 
 
 class MailboxGauges(msgspec.Struct, frozen=True):
-    """One actor's queue.  peak: most messages that were ever handed over at once.  num_taken: how many in all, 0 where
-    it is in another process."""
+    """The state of one actor's queue.
+
+    peak: most messages delivered at once.  num_taken: messages delivered in total, 0 if it is in another process."""
 
     name: str
     waiting: int
@@ -25,7 +26,7 @@ class MailboxGauges(msgspec.Struct, frozen=True):
 
 
 class Gauges(msgspec.Struct, frozen=True):
-    """How things stand.  Of pages, free + cached + used is the whole pool, in tokens ``page_size`` times as much.
+    """The state of the engine.  Free, cached and used pages add up to the pool; each holds ``page_size`` tokens.
 
     num_in_flight: steps planned and not yet completed.  stalled_s: how long steps have been due and none completed, 0
     where nothing runs.  num_late_events: output for clients that had left.  num_tokenizers: that take requests now.
@@ -62,7 +63,7 @@ NO_VIEWS: Final[Views] = {}
 
 
 class GetSnapshot(Message, frozen=True, kw_only=True):
-    """What does the engine do now?  The answer, a ``Snapshot``, has the same number.
+    """A request for the engine's state.  The answer, a ``Snapshot``, has the same number.
 
     meter: include all counters.
     board: include the place of every request and the content of every page.
@@ -79,7 +80,7 @@ class Subscribe(Message, frozen=True, kw_only=True):
 
 
 class Snapshot(Message, frozen=True, kw_only=True):
-    """number: of the ``GetSnapshot`` that it answers.  now: seconds of the clock that the meter's times are in.
+    """The answer to ``GetSnapshot``.  number: that of the request.  now: seconds on the clock of the meter's times.
 
     meter: what has been counted, None until the model is loaded, or where it was not asked for.
     board: empty until then, or where it was not asked for.
@@ -94,6 +95,6 @@ class Snapshot(Message, frozen=True, kw_only=True):
 
 
 class RequestsFinished(Message, frozen=True, kw_only=True):
-    """Requests that have ended, for those who have said ``Subscribe``."""
+    """Requests that have ended, sent to subscribers (``Subscribe``)."""
 
     requests: tuple[RequestMetrics, ...]

@@ -1,8 +1,8 @@
-"""Steps that are too large for the device are cut until they fit.
+"""Splitting of steps that are too large for the device, until the parts fit.
 
-Owns: how a step is cut in two, how the results become one, and what size has not fitted.  Does not know: torch, memory.
-A rank that is alone cuts a step when it has failed.  Ranks that run collectives must cut alike, and the others may be
-waiting in the middle of the step: there it is an error that says how large it was, and all start again with a limit.
+Owns: cutting a step in two, merging the results, and the largest size that fits.  Does not know: torch, memory.
+A single rank cuts a step after it has failed.  Ranks that run collectives must all cut alike, and the others may be
+waiting in the middle of the step: there it is an error with the step's size, and all restart with a limit.
 """
 
 import logging
@@ -25,10 +25,10 @@ IN_PARTS = "were cut into parts, since the device has no room for them in one"
 
 
 class StepSplitter:
-    """A runner that survives ``MemoryError`` where a smaller step would: the step's batch is launched in parts.
+    """A runner that survives ``MemoryError`` if a smaller step fits: it launches the step's batch in parts.
 
-    A size that has not fitted is not tried again, so one bad step does not make every later one fail first.
-    alone: it is the only rank.  most_tokens: steps with more are cut; 0 for no limit."""
+    A size that did not fit is not tried again, so that later steps do not fail first.
+    alone: it is the only rank.  most_tokens: steps with more tokens are cut; 0 for no limit."""
 
     def __init__(self, runner: Runner, *, alone: bool = True, most_tokens: int = 0) -> None:
         self.num_pages = runner.num_pages
@@ -37,9 +37,9 @@ class StepSplitter:
         self._most_tokens = most_tokens
 
     def launch(self, step: Step) -> PendingStep:
-        """Launch, in as many parts as it takes.
+        """Launch a step in as many parts as needed.
 
-        Raises MemoryError if not even one token fits, StepTooLarge if that is not known and the rank is not alone."""
+        Raises MemoryError if one token does not fit, StepTooLarge if a larger step fails and the rank is not alone."""
         if not self._most_tokens or num_tokens(step) <= self._most_tokens:
             try:
                 return self._runner.launch(step)
@@ -84,27 +84,27 @@ class StepSplitter:
 
 
 def num_tokens(step: Step) -> int:
-    """New tokens of a step's batch."""
+    """Return the number of new tokens of a step's batch."""
     return len(step.decode_rows) // 4 + int(np.frombuffer(step.prefill_lengths, dtype=np.int32).sum())
 
 
 def batch_of(step: Step) -> dict[str, bytes]:
-    """The fields of a step that make its batch; the others are changes, to be made once."""
+    """Return the fields of a step that make up its batch; the others are changes, applied once."""
     names = ("decode_rows", "prefill_rows", "prefill_starts", "prefill_lengths", "prefill_samples")
     return {name: getattr(step, name) for name in names}
 
 
 def halves(step: Step) -> tuple[Step, Step]:
-    """Two steps with the batch of one, in its order, and without its changes.  It has at least two tokens.
+    """Return two steps with the batch of one, in order, without its changes.  The step has at least two tokens.
 
-    A prefill segment may be cut: then its second part samples, and the first one what is left of a longer sample."""
+    A prefill segment may be cut: its second part samples, and the first one the rest of a longer sample."""
     room = num_tokens(step) // 2
     num_decodes = min(room, len(step.decode_rows) // 4)
     room -= num_decodes
     columns = (step.prefill_rows, step.prefill_starts, step.prefill_lengths, step.prefill_samples)
     rows, starts, lengths, samples = (np.frombuffer(column, dtype=np.int32) for column in columns)
     ends = np.cumsum(lengths)
-    whole = int(np.searchsorted(ends, room, side="right")) if room else 0  # segments that are all in the first half
+    whole = int(np.searchsorted(ends, room, side="right")) if room else 0  # segments entirely in the first half
     taken = room - (int(ends[whole - 1]) if whole else 0)
     first = [rows[:whole], starts[:whole], lengths[:whole], samples[:whole]]
     second = [rows[whole:], starts[whole:], lengths[whole:], samples[whole:]]
@@ -134,7 +134,7 @@ def _step(step: Step, decode_rows: bytes, columns: Sequence[Ints]) -> Step:
 
 @dataclass(frozen=True, slots=True)
 class _Parts:
-    """Launched parts of a step."""
+    """The launched parts of a step."""
 
     parts: list[PendingStep]
 
@@ -143,12 +143,12 @@ class _Parts:
         return all(pending.ready() for pending in self.parts)
 
     def collect(self) -> StepDone:
-        """One result for all."""
+        """Wait for all parts and return one result."""
         return merged([pending.collect() for pending in self.parts])
 
 
 def merged(results: Sequence[StepDone]) -> StepDone:
-    """The result of a step from those of its parts, in their order."""
+    """Return the result of a step from those of its parts, in order."""
     extras: dict[int, StepExtras] = {}
     for done in results:
         for row, one in done.extras.items():
@@ -158,7 +158,7 @@ def merged(results: Sequence[StepDone]) -> StepDone:
 
 
 def together(first: StepExtras, later: StepExtras) -> StepExtras:
-    """One row's extras of a step that was computed in two parts."""
+    """Return one row's extras of a step that was computed in two parts."""
     both = StepExtras(**{name: getattr(later, name) or getattr(first, name) for name in StepExtras.__struct_fields__})
     if first.logprobs is not None and later.logprobs is not None:
         others = (*first.later_logprobs, later.logprobs, *later.later_logprobs)

@@ -1,10 +1,10 @@
-"""One client's view of its request: a stream of deltas that merges when the client is slow.
+"""The output of one request: a stream of deltas that are merged when the client is slow.
 
-Owns: output that was produced and not yet read; bounded by the request's max_tokens, since unread deltas merge.
-Does not know: HTTP, actors other than through ``cancel``.
+Owns: output that is not yet read; bounded by the request's max_tokens, since unread deltas merge.
+Does not know: HTTP, actors, except through ``cancel``.
 
-Two ways to read: ``next`` wakes a task for each delta; ``relay`` calls a function within ``push``, and so costs a
-third of that: with hundreds of streams, waking tasks is most of what a token costs.
+There are two ways to read.  ``next`` wakes a task for each delta.  ``relay`` calls a function within ``push``, which
+costs a third of that: with hundreds of streams, waking tasks is most of the cost of a token.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ from engine.types.errors import CallboardError
 
 
 def merged(deltas: Sequence[Delta]) -> Delta:
-    """One delta that says the same as several in a row: what can be joined is, of all else the last counts."""
+    """Return one delta equal to several in a row: values are joined if they can be, else the last one counts."""
     if len(deltas) == 1:
         return deltas[0]
     columns = zip(*map(msgspec.structs.astuple, deltas), strict=True)
@@ -38,9 +38,9 @@ def _joined(default: Any, values: tuple[Any, ...]) -> Any:
 
 
 class Stream:
-    """Async iterator of deltas; ends after the one that carries a finish, or with a CallboardError.
+    """Async iterator of deltas; ends after the one with a finish, or with a CallboardError.
 
-    estimated_tokens: of its prompt."""
+    estimated_tokens: estimated length of its prompt."""
 
     def __init__(self, request_id: int, cancel: Callable[[int], None], estimated_tokens: int = 1) -> None:
         self.request_id = request_id
@@ -62,7 +62,7 @@ class Stream:
         return self._ended
 
     def push(self, delta: Delta) -> None:
-        """From ingress: more output."""
+        """Add output; called by ingress."""
         self.has_output = True
         if self._sink is not None:
             self._hand_over(self._sink, delta)
@@ -74,14 +74,14 @@ class Stream:
             self._finished.set()
 
     def fail(self, error: CallboardError) -> None:
-        """From ingress: the request ends with an error, after what was already produced."""
+        """End the request with an error after the output so far; called by ingress."""
         self._error = error
         self._ended = True
         self._arrived.set()
         self._finished.set()
 
     async def next(self) -> Delta:
-        """Everything produced since the last call, as one delta.
+        """Return everything produced since the last call, as one delta.
 
         Raises RequestError or EngineDied if the request failed, StopAsyncIteration after the last delta.
         """
@@ -93,7 +93,7 @@ class Stream:
             self._read_to_end = True
             assert self._error is not None
             raise self._error
-        # What the client has already stays apart from what is new to it.
+        # Output that the client has already is kept apart from new output.
         count = 1 if self._pending[0].resumed else len(self._pending)
         delta = merged(self._pending[:count])
         self._pending = self._pending[count:]
@@ -105,10 +105,10 @@ class Stream:
         return delta
 
     async def relay(self, sink: Callable[[Delta], bool]) -> bool:
-        """Give every delta to ``sink`` in the moment it is produced; what is there already comes first, merged.
+        """Call ``sink`` with every delta as it is produced; earlier output comes first, merged.
 
-        sink: returns whether it could take another one now; until then they are kept here.  It must not wait.
-        Returns whether that was all; if not, the sink has had enough, and this may be called again.
+        sink: returns whether it accepts another delta now; until then they are kept here.  It must not wait.
+        Returns whether that was all; if not, the sink is full, and this may be called again.
         Raises as ``next`` does, and what the sink raises.
         """
         while self._pending or self._error is not None:
@@ -126,7 +126,7 @@ class Stream:
         return self._read_to_end
 
     def _hand_over(self, sink: Callable[[Delta], bool], delta: Delta) -> None:
-        """Its errors are those of whoever waits in ``relay``, and no business of the engine."""
+        """Call the sink.  Its errors are raised by ``relay``, not in the engine."""
         ended = delta.finish != Finish.RUNNING
         try:
             if sink(delta) and not ended:
@@ -138,9 +138,9 @@ class Stream:
         self._arrived.set()
 
     async def collect(self) -> Delta:
-        """Everything that is left, as one delta, once the request has ended: one wake-up, not one per token.
+        """Wait for the end of the request and return all its output as one delta: one wake-up, not one per token.
 
-        Raises as ``next`` does; what came before a failure is dropped.
+        Raises as ``next`` does; output before a failure is dropped.
         """
         await self._finished.wait()
         if self._error is not None:

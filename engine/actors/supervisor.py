@@ -1,6 +1,6 @@
-"""The supervisor: runs every actor, notices the first crash, and ends them all in order.
+"""The supervisor: it runs every actor and ends them all, in order, after the first crash.
 
-Owns: the actors' tasks and why the engine ended.  Does not know: what the actors do, how they were built.
+Owns: the actors' tasks and why the engine ended.  Does not know: what the actors do, how they are built.
 """
 
 import asyncio
@@ -18,9 +18,9 @@ STOP_TIMEOUT_S = 5.0
 
 
 class Entrance(Protocol):
-    """Where requests come in: ingress, or who stands in its place.
+    """The actor that admits requests: ingress, or its replacement.
 
-    became_ready: requests can be served.  draining: set to take no more of them."""
+    became_ready: requests can be served.  draining: set to accept no more."""
 
     became_ready: asyncio.Event
 
@@ -40,7 +40,7 @@ class Entrance(Protocol):
         ...
 
     def abort_all(self) -> None:
-        """Cancel every open request, and tell its client."""
+        """Cancel every open request with an error to its client."""
         ...
 
     def fail_all(self, error: EngineDied) -> None:
@@ -49,10 +49,10 @@ class Entrance(Protocol):
 
 
 class Supervisor:
-    """One for all: the first crash ends every actor and every open request.
+    """Runs actors one-for-all: the first crash ends every actor and every open request.
 
     actors: in the order in which they are stopped, upstream first, so that no message is lost.
-    ``died`` is set when one has crashed, ``stopped`` when none runs any more."""
+    ``died`` is set when one has crashed, ``stopped`` when all have ended."""
 
     def __init__(self, actors: Sequence[Actor[Any]], entrance: Entrance) -> None:
         self.died: EngineDied | None = None
@@ -81,7 +81,7 @@ class Supervisor:
             raise self.died
 
     async def _supervise(self) -> None:
-        """One for all: the first crash ends every actor and every open request."""
+        """Run all actors; the first crash ends every actor and every open request."""
         deliveries = Deliveries()
         try:
             async with asyncio.TaskGroup() as group:
@@ -100,7 +100,7 @@ class Supervisor:
         except Exception as error:
             if self.died is None:
                 self._cause = cause = _innermost(error)
-                # A group of workers says by itself which executor it was, and how often.
+                # A group of workers already names the executor and the number of its losses.
                 died = cause if isinstance(cause, EngineDied) else None
                 self.died = died or EngineDied(f"{actor.name} crashed: {type(cause).__name__}: {cause}")
                 if not isinstance(self._cause, CallboardError):
@@ -126,7 +126,7 @@ class Supervisor:
 
 
 def _innermost(error: BaseException) -> BaseException:
-    """The cause inside nested exception groups."""
+    """Return the cause inside nested exception groups."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error

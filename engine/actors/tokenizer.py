@@ -1,8 +1,8 @@
-"""The tokenizer actor: text becomes tokens on the way in, and tokens become text on the way out.
+"""The tokenizer actor: it encodes prompts and decodes output.
 
 consumes: Tokenize, Abort (ingress) · Tokens, Failed (scheduler) · Stop (system)
 produces: Admit, Abort (scheduler) · Deltas, Failed (ingress)
-waits for: a message; encoding runs in a worker thread and comes back as one.   owns: the text of every request.
+waits for: a message; encoding runs in a worker thread and returns as one.   owns: the text of every request.
 """
 
 import asyncio
@@ -48,9 +48,9 @@ NO_EXTRAS = StepExtras()
 
 @dataclass(frozen=True, slots=True)
 class _Encoded:
-    """A worker thread is done with a prompt.  Never leaves this actor, so it needs no wire form.
+    """An encoded prompt, from a worker thread.  It stays inside this actor, so it needs no wire format.
 
-    params: the request's, with a grammar that knows how the prompt leaves the model; grammar_s: to compile that."""
+    params: the request's, with a grammar that matches the end of the prompt; grammar_s: seconds to compile it."""
 
     request: Tokenize
     token_ids: TokenIds | None
@@ -62,8 +62,8 @@ class _Encoded:
 
 @dataclass(slots=True)
 class _Text:
-    """One request's text state, from its arrival to its end.  encoding: what makes tokens of the prompt.
-    stream: None until that is done.  opening: what the first delta tells of the prompt, until that comes."""
+    """One request's text state.  encoding: the task that encodes the prompt.  stream: None until that is done.
+    opening: the first delta's part about the prompt, until that delta is sent."""
 
     request: Tokenize
     encoding: asyncio.Task[Any] | None = None
@@ -77,19 +77,19 @@ class _Text:
     opening: Delta | None = None
 
     def opened(self, delta: Delta) -> Delta:
-        """The delta, with what is to be told of the prompt if it is the first: so each delta's text is its tokens'."""
+        """Return the delta, merged with the prompt's part if it is the first; later text then matches its tokens."""
         opening, self.opening = self.opening, None
         return delta if opening is None else merged((opening, delta))
 
     def take_prompt_logprobs(self) -> tuple[TokenLogprobs, ...]:
-        """Once, with the first token: all parts have come by then."""
+        """Return the prompt's logprobs once, with the first token: all parts have arrived by then."""
         texts, self.prompt_logprobs = self.prompt_logprobs, None
         return texts.entries() if texts is not None else ()
 
 
 class Tokenizer(Actor[TokenizerInbox | _Encoded]):
-    """codec: the model's tokenizer and chat template.  vocab_size: of the model, which may have fewer tokens than its
-    tokenizer.  grammars, processors: what checks those of requests; None for nothing."""
+    """Encodes and decodes text.  codec: the model's tokenizer and chat template.  vocab_size: the model's, which may be
+    smaller than the tokenizer's.  grammars, processors: check those of requests; None for no check."""
 
     def __init__(self, *, capacity: int, codec: TextCodec, vocab_size: int, grammars: Grammars | None = None) -> None:
         super().__init__("tokenizer", capacity)
@@ -101,7 +101,7 @@ class Tokenizer(Actor[TokenizerInbox | _Encoded]):
         self._out: list[Delta] = []
 
     def connect(self, *, scheduler: Link[Admit | Abort], ingress: Link[Deltas | Failed]) -> None:
-        """Where results go; known only after those actors, which need this one's link, are built."""
+        """Set the receivers of results; they need this actor's link, so they are built later."""
         self._scheduler = scheduler
         self._ingress = ingress
 
@@ -125,7 +125,7 @@ class Tokenizer(Actor[TokenizerInbox | _Encoded]):
             self._ingress.put(Deltas(deltas=tuple(self._out)))
             self._out.clear()
 
-    # ---- on the way in ----------------------------------------------------------------------
+    # ---- input ----------------------------------------------------------------------
 
     async def _encode(self, request: Tokenize) -> _Encoded:
         try:
@@ -137,11 +137,11 @@ class Tokenizer(Actor[TokenizerInbox | _Encoded]):
             return await asyncio.to_thread(self._understand, request)
         except asyncio.CancelledError:
             raise
-        except BaseException as error:  # of a tokenizer (also a panic), a template, a plugin: this request's trouble
+        except BaseException as error:  # a tokenizer (a panic too), a template, a plugin: only this request fails
             return _Encoded(request, None, request.params, error=_fault(request.request_id, error))
 
     def _understand(self, request: Tokenize) -> _Encoded:
-        """In a worker thread: the prompt as tokens, and the grammar compiled, so that a wrong one is refused here."""
+        """Encode the prompt and compile the grammar, in a worker thread; a wrong grammar is refused here."""
         thinking: Thinking = "none"
         grammar_s = 0.0
         if request.token_ids is not None:
@@ -166,7 +166,7 @@ class Tokenizer(Actor[TokenizerInbox | _Encoded]):
         return _Encoded(request, token_ids, params, shown, grammar_s)
 
     def _check_known(self, token_ids: TokenIds, param: str) -> None:
-        """Raise RequestError for a token that the tokenizer has and the model does not."""
+        """Raise RequestError for a token that the tokenizer knows and the model does not."""
         if token_ids.max() >= self._vocab_size:
             unknown = int(token_ids[token_ids >= self._vocab_size][0])
             raise RequestError(
@@ -228,7 +228,7 @@ class Tokenizer(Actor[TokenizerInbox | _Encoded]):
         if text.stream is not None:
             self._scheduler.put(message)
         elif text.encoding is not None:
-            text.encoding.cancel()  # a prompt that waits for a thread must not keep others waiting for one
+            text.encoding.cancel()  # a prompt that waits for a thread must not delay others
         self._out.append(text.opened(Delta(request_id=message.request_id, text="", finish=Finish.ABORT)))
 
     def _refuse(self, request_id: int, error: RequestError) -> None:
@@ -240,10 +240,10 @@ class Tokenizer(Actor[TokenizerInbox | _Encoded]):
 
     def _fail(self, message: Failed) -> None:
         if self._texts.pop(message.request_id, None) is not None:
-            self.flush()  # what was said before the failure comes before it
+            self.flush()  # output from before the failure is sent first
             self._ingress.put(message)
 
-    # ---- on the way out ---------------------------------------------------------------------
+    # ---- output ---------------------------------------------------------------------
 
     def _take_tokens(self, message: Tokens) -> None:
         request_ids = np.frombuffer(message.request_ids, dtype=np.int64).tolist()
@@ -260,7 +260,7 @@ class Tokenizer(Actor[TokenizerInbox | _Encoded]):
             text.rejected_tokens += extras.num_proposed - extras.num_accepted
         for request_id, token_id, finish in zip(request_ids, token_ids, message.finishes, strict=True):
             text = self._texts.get(request_id)
-            if text is not None:  # else it ended here already, by a stop string or a cancellation
+            if text is not None:  # else it has ended here already, by a stop string or a cancellation
                 extras = message.extras.get(request_id, NO_EXTRAS)
                 try:
                     if text.request.options.prompt_only:
@@ -273,7 +273,7 @@ class Tokenizer(Actor[TokenizerInbox | _Encoded]):
                     self._refuse(request_id, _fault(request_id, error))
 
     def _take_prompt(self, text: _Text, finish: Finish, pooled: bytes) -> None:
-        """The end of a request whose prompt is all that is wanted."""
+        """End a request that needs its prompt alone, without output."""
         if finish == Finish.RUNNING:
             return
         del self._texts[text.request.request_id]
@@ -294,7 +294,7 @@ class Tokenizer(Actor[TokenizerInbox | _Encoded]):
         if token_id >= 0:
             text.num_completion += 1
             if finish == Finish.STOP and not request.params.include_stop_str_in_output:
-                # The token that ends a text is no part of it.
+                # The token that ends a text is not part of it.
                 stop_reason = token_id if token_id in request.params.stop_token_ids else None
             else:
                 shown = stream.push([token_id])
@@ -313,7 +313,7 @@ class Tokenizer(Actor[TokenizerInbox | _Encoded]):
             token_ids=token_id.to_bytes(4, "little", signed=True) if token_id >= 0 else b"",
             finish=finish,
             stop_reason=stop_reason,
-            # The first one says how long the prompt was, the last one everything.
+            # The first delta carries the prompt's length, the last one all usage.
             usage=self._usage(text) if finish != Finish.RUNNING or text.num_completion == 1 else None,
             logprobs=(logprob_texts(self._codec, token_id, logprobs),) if logprobs is not None else (),
             reasoning=stream.take_thoughts(),
@@ -333,7 +333,7 @@ class Tokenizer(Actor[TokenizerInbox | _Encoded]):
 
 
 def _fault(request_id: int, error: BaseException) -> RequestError:
-    """What a client is told when its text breaks the code that handles it, unless that was said; the log has it."""
+    """Return the error for a client whose text broke the code that handles it; other errors are logged in full."""
     if isinstance(error, RequestError):
         return error
     log.error("request=%d failed in the tokenizer", request_id, exc_info=error)

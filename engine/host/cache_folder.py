@@ -1,6 +1,6 @@
-"""Where results that cost time to find are kept for the next start.
+"""The folder for results that are expensive to compute, kept for the next start.
 
-Owns: the folder, and replacing a file in it as a whole.  Does not know: what is kept.
+Owns: the folder, and replacing a file in it as a whole.  Does not know: the results.
 """
 
 import os
@@ -9,7 +9,7 @@ from uuid import uuid4
 
 
 def cache_folder(name: str) -> Path | None:
-    """What has that name in callboard's part of the user's cache folder; None without a home.  It need not exist."""
+    """Return the path of ``name`` in callboard's user cache folder, which may not exist yet; None without a home."""
     try:
         base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     except RuntimeError:
@@ -18,9 +18,9 @@ def cache_folder(name: str) -> Path | None:
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """Write a file, so that a reader sees the old content or the new one, after a loss of power too.  Raises OSError.
+    """Write a file so that a reader sees the old content or the new, even after a power loss.  Raises OSError.
 
-    Threads, and processes that share the folder and not their numbers, may write it at the same time."""
+    Threads, and processes in different containers, may write it at the same time."""
     partial = path.with_name(f"{path.name}.{uuid4().hex}")
     path.parent.mkdir(parents=True, exist_ok=True)
     try:

@@ -1,7 +1,7 @@
-"""What 0 and 'auto' come to in settings that depend on the device: rows, tokens of a step, placement, the pool's share.
+"""Values for 0 and 'auto' in settings that depend on the device: rows, tokens of a step, placement, the pool's share.
 
-Owns: the look at the machine, the numbers, the line that says them.  Does not know: models, torch, which is not
-imported yet when this is asked; ``engine/execution/device.py`` takes the device.
+Owns: inspecting the machine, the numbers, the log line that shows them.  Does not know: models, or torch, which is not
+imported yet at this point; ``engine/execution/device.py`` opens the device.
 """
 
 import ctypes
@@ -22,7 +22,7 @@ LARGE_GPU_BYTES = 64 * GIB  # from here on the weights of most models leave room
 
 @dataclass(frozen=True, slots=True)
 class DeviceDefaults:
-    """Values of the settings of these names."""
+    """Values of the settings with these names."""
 
     max_running: int
     max_step_tokens: int
@@ -33,15 +33,15 @@ class DeviceDefaults:
 
 # Steps of a CPU grow with the batch, and its pool lies in the memory that everything else needs.
 CPU = DeviceDefaults(64, 2048, 512, 0.85, "inline")
-# A GPU's decode steps are as long for a few rows as for many, and beside them the host's loop must not wait for HTTP.
+# A GPU's decode steps take as long for a few rows as for many, and the host's loop must not wait for HTTP meanwhile.
 GPU = DeviceDefaults(256, 8192, 2048, 0.9, "process")
 LARGE_GPU = DeviceDefaults(512, 8192, 2048, 0.9, "process")
 
 
 def with_device_defaults(config: Config, several_machines: bool = False) -> Config:
-    """``config`` without 0 and 'auto' in these settings; one line in the log says what they have become.
+    """Return ``config`` with 0 and 'auto' replaced in these settings; a log line shows the chosen values.
 
-    What a user has set is kept, and the rest goes with it.  several_machines: their ranks are processes."""
+    Settings of the user are kept and the others are fitted to them.  several_machines: ranks must be processes."""
     defaults, reason = _choose(config.device.kind)
     scheduler, placement = config.scheduler, config.placement
     tokens = scheduler.max_step_tokens or max(defaults.max_step_tokens, scheduler.max_running)
@@ -56,9 +56,9 @@ def with_device_defaults(config: Config, several_machines: bool = False) -> Conf
         chosen["kv"]["memory_fraction"] = defaults.memory_fraction
     if placement.executor == "auto":
         chosen["placement"]["executor"] = "process" if several_machines else defaults.executor
-    said = [f"{section}.{key}={value}" for section, keys in chosen.items() for key, value in keys.items()]
-    if said:
-        log.info("auto: %s (%s)", " ".join(said), reason)
+    shown = [f"{section}.{key}={value}" for section, keys in chosen.items() for key, value in keys.items()]
+    if shown:
+        log.info("auto: %s (%s)", " ".join(shown), reason)
     sections = {
         section: msgspec.structs.replace(getattr(config, section), **keys) for section, keys in chosen.items() if keys
     }
@@ -66,7 +66,7 @@ def with_device_defaults(config: Config, several_machines: bool = False) -> Conf
 
 
 def _choose(kind: str) -> tuple[DeviceDefaults, str]:
-    """kind: device.kind."""
+    """Return the defaults and their reason.  kind: the setting ``device.kind``."""
     if kind == "cpu":
         return CPU, "device.kind=cpu"
     if kind == "auto" and not torch_may_use_gpus():
@@ -79,20 +79,20 @@ def _choose(kind: str) -> tuple[DeviceDefaults, str]:
 
 
 def runs_on_cpu(kind: str) -> bool:
-    """Whether a model will, as far as that is known before torch is there.  kind: device.kind."""
+    """Whether a model will run on a CPU, as far as is known before torch is imported.  kind: ``device.kind``."""
     return _choose(kind)[0] is CPU
 
 
 def torch_may_use_gpus() -> bool:
-    """Whether torch is not known to be built for CPUs alone."""
+    """Whether torch may be built for GPUs; False if its version says it is built for CPUs alone."""
     try:
         return "+cpu" not in version("torch")
     except PackageNotFoundError:
-        return True  # built from source: it will say itself
+        return True  # built from source: torch itself decides later
 
 
 def driver_cuda() -> str:
-    """The version of CUDA that the driver is made for, as '12.8'; '' without a driver."""
+    """Return the CUDA version of the driver, such as '12.8'; '' without a driver."""
     found = ctypes.c_int()
     try:
         if ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(found)):
@@ -103,7 +103,7 @@ def driver_cuda() -> str:
 
 
 def gpu_bytes() -> int:
-    """Memory of the first GPU that this process may see, by the driver's own library; 0 if there is none."""
+    """Return the memory of the first visible GPU in bytes, read from the driver's library; 0 if there is none."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
         device, total = ctypes.c_int(), ctypes.c_size_t()
@@ -114,6 +114,6 @@ def gpu_bytes() -> int:
         ):
             if result:
                 return 0
-    except (OSError, AttributeError):  # no driver, or none with these functions
+    except (OSError, AttributeError):  # no driver, or it lacks these functions
         return 0
     return total.value

@@ -1,6 +1,6 @@
-"""Names on the disk: a file that was written is there after a loss of power when the folder that names it is synced.
+"""Durable names on the disk: a written file survives a power loss once its folder is synced.
 
-Owns: syncing folders, making them so that they last.  Does not know: what lies in them.
+Owns: syncing folders, making durable ones.  Does not know: their contents.
 """
 
 import os
@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def sync_folder(path: Path) -> None:
-    """Wait until what was made, renamed and removed in a folder outlasts a loss of power.  Raises OSError."""
+    """Wait until files made, renamed and removed in a folder survive a power loss.  Raises OSError."""
     folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(folder)
@@ -18,11 +18,11 @@ def sync_folder(path: Path) -> None:
 
 
 def make_folder(path: Path) -> None:
-    """Make a folder for this user alone, and those above it, if they are not there; they outlast a loss of power.
+    """Make a folder for this user alone, and missing ones above it, so that they survive a power loss.
 
     Raises OSError."""
     if not path.parent.is_dir():
         make_folder(path.parent)
     path.mkdir(mode=0o700, exist_ok=True)
-    with suppress(PermissionError):  # it was there, in a folder that this user cannot read
+    with suppress(PermissionError):  # the folder existed, in one that this user cannot read
         sync_folder(path.parent)

@@ -1,6 +1,6 @@
-"""Log lines: for people, or one JSON object each for machines.
+"""Log lines: text for people, or one JSON object each for machines.
 
-Owns: both formats, and which of them this process writes.  Does not know: who logs what; where lines go.
+Owns: both formats, and the choice of this process.  Does not know: the loggers, the destination of the lines.
 """
 
 import json
@@ -12,20 +12,20 @@ from typing import Literal
 import msgspec
 
 Format = Literal["text", "json"]
-FIELDS = "fields"  # of a log record: the same as its text, for logs that machines read
+FIELDS = "fields"  # attribute of a log record: its content as fields, for logs that machines read
 
 
 class JSONFormatter(logging.Formatter):
-    """time, level, logger, message; then the fields of records that have some, and the traceback if there is one.
+    """Formats a record as JSON: time, level, logger, message, the record's fields if any, the traceback if any.
 
-    process: what every line names as its process, if anything."""
+    process: the process name in every line; '' leaves it out."""
 
     def __init__(self, process: str = "") -> None:
         super().__init__()
         self._process = {"process": process} if process else {}
 
     def format(self, record: logging.LogRecord) -> str:
-        """One line without line breaks."""
+        """Return one line without line breaks."""
         entry: dict[str, object] = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname.lower(),
@@ -40,20 +40,20 @@ class JSONFormatter(logging.Formatter):
 
 
 class LogSettings(msgspec.Struct, frozen=True, array_like=True):
-    """How a process logs; a child is told its parent's.  level: as the logging module counts."""
+    """The log settings of a process, which its children take over.  level: a level of the logging module."""
 
     level: int
     style: Format
 
     @classmethod
     def here(cls) -> "LogSettings":
-        """Of this process."""
+        """Return the settings of this process."""
         root = logging.getLogger()
         is_json = any(isinstance(handler.formatter, JSONFormatter) for handler in root.handlers)
         return cls(root.getEffectiveLevel(), "json" if is_json else "text")
 
     def apply(self, process: str = "") -> None:
-        """Send every logger's lines to standard error.  process: the name of this one among several."""
+        """Send every logger's lines to standard error.  process: the name of this process."""
         text = f"%(asctime)s %(levelname)-7s {process and process + ' '}%(name)s: %(message)s"
         handler = logging.StreamHandler(sys.stderr)
         handler.setFormatter(JSONFormatter(process) if self.style == "json" else logging.Formatter(text))

@@ -1,6 +1,6 @@
-"""How much host memory can still be taken, as the kernel and the container see it.
+"""The host memory that is still available, according to the kernel and the container.
 
-Owns: reading /proc and the control groups.  Does not know: what the memory is for.
+Owns: reading /proc and the control groups.  Does not know: the uses of the memory.
 """
 
 import ctypes
@@ -12,10 +12,11 @@ from pathlib import Path, PurePosixPath
 
 @dataclass(frozen=True, slots=True)
 class _Version:
-    """One version of control groups: where its groups lie, and its files' names.
+    """One version of control groups: the place of its groups, and the names of its files.
 
-    limits: the most a group may use.  cached: lines of memory.stat for file pages in memory; mapped: for those of them
-    that processes have mapped, such as their own code, which the kernel cannot drop without slowing them down."""
+    limits: the files with a group's limits.  cached: lines of memory.stat for file pages in memory.
+    mapped: the line for those of them that processes have mapped, such as their own code; the kernel cannot drop these
+    without slowing the processes down."""
 
     mount: str
     controllers: tuple[str, ...]
@@ -46,10 +47,11 @@ VERSIONS = (
 
 
 def available_bytes(root: Path = Path("/")) -> int:
-    """What the machine has left, or what the container may still use if that is less.  root: where /proc and /sys are.
+    """Return the bytes that the machine has left, or that the container may still use if that is less.
 
-    A group's limit holds for all groups below it, so each one from the process's own up to the root is asked.  Version
-    1 writes "no limit" as a number of bytes that no machine has, which is then more than the machine has left."""
+    root: the folder of /proc and /sys.  A group's limit holds for all groups below it, so each one from the process's
+    own up to the root is read.  Version 1 writes "no limit" as a number larger than any machine's memory, so the
+    minimum ignores it."""
     try:
         available = _lines(root / "proc/meminfo")["MemAvailable:"] * 1024
     except (OSError, KeyError):  # not Linux
@@ -61,10 +63,10 @@ def available_bytes(root: Path = Path("/")) -> int:
 
 
 def own_groups(root: Path, version: _Version) -> Iterator[Path]:
-    """The process's own group and those above it, as far as they can be seen from here.
+    """Yield the process's own group and those above it, as far as they are visible from here.
 
     In a container with a namespace of its own the path is "/".  Without one it is the path on the host, of which only
-    the end exists here, or nothing: then the mount's root is the container's own group."""
+    the end exists here, or nothing: then the root of the mount is the container's own group."""
     mount = root / version.mount
     path = PurePosixPath(*_own_path(root, version).parts[1:])
     for _ in path.parts:
@@ -87,16 +89,16 @@ def _own_path(root: Path, version: _Version) -> PurePosixPath:
 
 
 def _left(group: Path, version: _Version) -> list[int]:
-    """For each of a group's limits, what it leaves; a group without one has none."""
+    """Return the bytes left under each of a group's limits; an empty list for a group without limits."""
     left = []
     for limit in version.limits:
         try:
             allowed = int((group / limit).read_text()) - int((group / version.usage).read_text())
-        except (OSError, ValueError):  # no such group, or "max": no limit
+        except (OSError, ValueError):  # the group does not exist, or "max": no limit
             continue
         try:
             stat = _lines(group / "memory.stat")
-        except OSError:  # some sandboxes have none: nothing is known to be cache
+        except OSError:  # some sandboxes lack it: count no memory as cache
             stat = {}
         cached = sum(stat.get(name, 0) for name in version.cached)
         left.append(allowed + max(0, cached - stat.get(version.mapped, 0)))
@@ -104,20 +106,20 @@ def _left(group: Path, version: _Version) -> list[int]:
 
 
 def _lines(path: Path) -> dict[str, int]:
-    """First word of each line -> the number behind it."""
+    """Return the first word of each line -> the number after it."""
     words = (line.split() for line in path.read_text().splitlines())
     return {line[0]: int(line[1]) for line in words if len(line) > 1 and line[1].isdigit()}
 
 
 def release_freed() -> None:
-    """Give memory that this process has freed back to the system, where the C library can: glibc keeps a good part of
-    large arrays that come and go, as much as a third of what a model's weights take once they are laid out anew."""
+    """Return memory that this process has freed to the system, if the C library can.  glibc keeps a good part of large
+    arrays that come and go: up to a third of the size of a model's weights after they are laid out anew."""
     if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
         trim(0)
 
 
 def resident_bytes(process: int, root: Path = Path("/")) -> int:
-    """What a process keeps in memory, and all that it has started; 0 for one that is not there.  root: of /proc."""
+    """Return the memory of a process and all its descendants; 0 if it does not exist.  root: the folder of /proc."""
     folder = root / "proc" / str(process)
     try:
         num_pages = int((folder / "statm").read_text().split()[1])

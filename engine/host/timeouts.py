@@ -1,6 +1,6 @@
-"""How long others are waited for: calls that take long are named, and what may be given up is.
+"""Timeouts for calls: slow ones are logged, and those that may be abandoned are.
 
-Owns: the threads that this takes.  Does not know: who is called, what for.
+Owns: the threads for this.  Does not know: what is called, and why.
 """
 
 import asyncio
@@ -11,12 +11,12 @@ from contextlib import contextmanager, suppress
 
 log = logging.getLogger(__name__)
 
-SAY_AFTER_S = 5.0  # and again after twice as long, each time
+SAY_AFTER_S = 5.0  # the interval doubles after each line
 
 
 @contextmanager
 def named_while_slow(what: str) -> Iterator[None]:
-    """Say in the log that the block takes long, for as long as it does."""
+    """Log that the block takes long, for as long as it runs.  what: its name in the log."""
     over = threading.Event()
 
     def watch() -> None:
@@ -34,16 +34,16 @@ def named_while_slow(what: str) -> Iterator[None]:
 
 
 async def is_set_within(timeout_s: float, event: asyncio.Event) -> bool:
-    """Wait for an event; False if the time ran out first."""
+    """Wait for an event; return False on a timeout."""
     with suppress(TimeoutError):
         await asyncio.wait_for(event.wait(), timeout_s)
     return event.is_set()
 
 
 def returns_within(timeout_s: float, work: Callable[[], object], name: str) -> bool:
-    """Call ``work`` on a thread of that name, which is left behind, until the process ends, if it does not return.
+    """Call ``work`` on a thread with this name; if it does not return in time, the thread is left running.
 
-    Returns whether it has.  Raises what it raised, SystemExit as well."""
+    Returns whether it has returned.  Raises what it raised, SystemExit as well."""
     raised: list[BaseException] = []
 
     def run() -> None:

@@ -1,6 +1,6 @@
-"""From a configuration to the plugins that decide in the scheduler: who is evicted, who is next, what is proposed.
+"""Builds the plugins that make decisions for the scheduler: eviction strategy, scheduling policy, proposer.
 
-Owns: asking these plugins, and a guard around those of other packages.  Does not know: what they decide.
+Owns: the calls to these plugins, and a guard around those of other packages.  Does not know: their decisions.
 """
 
 from importlib import import_module
@@ -16,11 +16,11 @@ from engine.scheduling.proposer import DraftModel, Proposer
 from engine.text.vocabulary import Vocabulary
 from engine.types.errors import PluginError
 
-MOST_PROPOSED = 64  # for a row at a time; no text is guessed further
+MOST_PROPOSED = 64  # most draft tokens of a row in a step
 
 
 def plugin_strategy(plugins: Plugins, config: Config, num_pages: int) -> EvictionStrategy:
-    """Raises PluginError, as the others do, if the plugin raises or gives something else."""
+    """Build the eviction strategy.  Raises PluginError if the plugin raises or returns something else."""
     name = plugins.names["eviction"]
     context = EvictionContext(config.kv.page_size, num_pages, config.plugins.options.get(name, {}))
     strategy = plugins.build(name, "callboard_eviction_strategy", context, EvictionStrategy)
@@ -28,13 +28,14 @@ def plugin_strategy(plugins: Plugins, config: Config, num_pages: int) -> Evictio
 
 
 def policy_choice(plugins: Plugins, config: Config) -> tuple[str, PolicyContext]:
-    """Which policy is asked for: where this stays the same, so does the policy, with what it has learnt."""
+    """Return the configured policy's name and context; a policy is kept, with its state, while these are unchanged."""
     name = plugins.names["policy"]
     options = config.plugins.options.get(name, {})
     return name, PolicyContext(config.scheduler.max_running, config.kv.page_size, options)
 
 
 def plugin_policy(plugins: Plugins, config: Config) -> SchedulingPolicy:
+    """Build the scheduling policy.  Raises PluginError if the plugin raises or returns something else."""
     name, context = policy_choice(plugins, config)
     policy = plugins.build(name, "callboard_scheduling_policy", context, SchedulingPolicy)
     return policy if plugins.known[name].built_in else guarded(name, policy)
@@ -43,9 +44,9 @@ def plugin_policy(plugins: Plugins, config: Config) -> SchedulingPolicy:
 def plugin_proposer(
     plugins: Plugins, config: Config, spec: ModelSpec, max_len: int, vocabulary: Vocabulary
 ) -> Proposer | DraftModel | None:
-    """None if no proposer is named.  A draft model is there, and its path resolved.  Others: of the model.
+    """Build the proposer, or return None if none is configured.  spec, max_len, vocabulary: of the model.
 
-    Raises WeightsError as well, for a draft model that cannot be read."""
+    The path of a draft model is resolved.  Raises PluginError, or WeightsError if a draft model cannot be read."""
     if PROPOSER not in plugins.names:
         return None
     built = built_proposer(plugins, config, spec.vocab_size, max_len)
@@ -57,7 +58,7 @@ def plugin_proposer(
 
 
 def built_proposer(plugins: Plugins, config: Config, vocab_size: int, max_len: int) -> Proposer | DraftModel:
-    """What the chosen plugin builds, as it is."""
+    """Return what the configured plugin builds, with the path of a draft model unresolved.  Raises PluginError."""
     name = plugins.names[PROPOSER]
     context = ProposerContext(vocab_size, max_len, config.plugins.options.get(name, {}))
     built = plugins.build(name, "callboard_proposer", context, Proposer, DraftModel)

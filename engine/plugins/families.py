@@ -1,6 +1,6 @@
-"""Which model family reads a checkpoint: a named plugin that declares its architecture, the built-in one, transformers.
+"""The choice of the model family for a checkpoint: a named plugin for its architecture, a built-in one, transformers.
 
-Owns: that choice, and what is said where there is none.  Does not know: torch, what a family reads.
+Owns: that choice, and the error if there is none.  Does not know: torch, the content of checkpoints.
 """
 
 from collections.abc import Iterable, Iterator
@@ -27,7 +27,7 @@ THROUGH = "model.transformers"  # declares no architecture: it reads what no oth
 
 @dataclass(frozen=True, slots=True)
 class ListedFamily:
-    """An architecture that an installed plugin reads.  serves: whether it is asked, built in or named."""
+    """An architecture that an installed plugin reads.  serves: whether it is used, because it is built in or named."""
 
     architecture: str
     info: PluginInfo
@@ -35,11 +35,11 @@ class ListedFamily:
 
 
 def read_model(directory: Path, section: PluginsSection | None = None, model: ModelSection | None = None) -> ModelSpec:
-    """Read what a checkpoint says of its model.  section: which families are asked beside the built-in ones.
-    model: what the configuration says of its tokenizer and its use.
+    """Read the description of a checkpoint's model.
 
-    Raises WeightsError naming the file, field and expectation; PluginError for a plugin that cannot be asked;
-    ConfigError for a model that has no experts to divide."""
+    section: the families to try before the built-in ones.  model: settings of its tokenizer and its use.
+    Raises WeightsError with the file, field and expectation; PluginError for a plugin that fails; ConfigError for
+    divided experts in a model without experts."""
     model = model or ModelSection()
     shapes = partial(read_shape, section or PluginsSection())
     spec = read_spec(directory, shapes, model.score_tokens, partial(token_id, Path(model.tokenizer or directory)))
@@ -49,10 +49,10 @@ def read_model(directory: Path, section: PluginsSection | None = None, model: Mo
 
 
 def read_shape(section: PluginsSection, architecture: str, fields: Fields) -> DecoderShape:
-    """The shape of a checkpoint.  Raises WeightsError for an unknown architecture, naming those that are known."""
+    """Return the shape of a checkpoint.  Raises WeightsError with the known architectures otherwise."""
     plugins = Plugins({})
     info, model_type, declared_name = _family(plugins, section, architecture, fields)
-    # transformers goes by the one or the other, depending on how it is asked; a file that says both means both.
+    # transformers reads one field or the other, depending on the call, so both must agree.
     if model_type and (seen := fields.text("model_type", model_type)) != model_type:
         raise fields.error("model_type", seen, f'"{model_type}", since architectures names {architecture}')
     plugins.load(info.name)
@@ -61,7 +61,7 @@ def read_shape(section: PluginsSection, architecture: str, fields: Fields) -> De
 
 
 def _with_divided_experts(spec: ModelSpec) -> DecoderShape:
-    """The shape of a model whose ranks have experts whole."""
+    """Return the shape of a model whose ranks hold whole experts."""
     layers = [
         replace(layer, mlp=replace(layer.mlp, divided=True)) if isinstance(layer.mlp, ExpertsShape) else layer
         for layer in spec.shape.layers
@@ -74,7 +74,7 @@ def _with_divided_experts(spec: ModelSpec) -> DecoderShape:
 
 
 def list_families(section: PluginsSection) -> list[ListedFamily]:
-    """Every architecture that an installed plugin declares, sorted; no plugin is imported."""
+    """Return every architecture that an installed plugin declares, sorted; no plugin is imported."""
     known = Plugins({}).known.values()
     named = {f"{MODEL}.{name}" for name in section.models}
     listed = [
@@ -88,9 +88,9 @@ def list_families(section: PluginsSection) -> list[ListedFamily]:
 def _family(
     plugins: Plugins, section: PluginsSection, architecture: str, fields: Fields
 ) -> tuple[PluginInfo, str, str]:
-    """The plugin to ask, the model_type that goes with the architecture ('' for any), and what the plugin calls that.
+    """Return the plugin, the model_type of the architecture ('' for any), and the plugin's name of the architecture.
 
-    A family reads its decoder under another head too, or under none, if nobody declares that by name."""
+    A family also reads its decoder under another head, or none, if no plugin declares that architecture itself."""
     claimed = {}
     for name in section.models:
         info = plugins.load(f"{MODEL}.{name}")
@@ -127,7 +127,7 @@ def _built_in(known: Iterable[PluginInfo]) -> Iterator[tuple[PluginInfo, Declara
 
 
 def _declares(info: PluginInfo) -> dict[str, str]:
-    """What a plugin declares to read; it is not imported, and one that declares nonsense reads nothing."""
+    """Return the architectures that a plugin declares, without importing it; {} for an invalid declaration."""
     try:
         declaration = declared(info) if info.kind == MODEL else None
     except PluginError:

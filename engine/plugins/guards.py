@@ -1,6 +1,6 @@
-"""Guards around the ranks of third-party plugins: a plugin that fails is named once and not asked again.
+"""Guards around ranks from third-party plugins: after a failure, a plugin is logged once and not called again.
 
-Owns: the ranks that replace its own from then on.  Does not know: queues, trees, which order is a good one.
+Owns: the ranks that replace the plugin's after that.  Does not know: queues, trees, the quality of an order.
 """
 
 import logging
@@ -17,14 +17,14 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 SortKey = tuple[int, ...]
 
-SLOW_S = 0.05  # as for observers: every request waits for it
+SLOW_S = 0.05  # as for observers; every request waits meanwhile
 
 
 class GuardedRank(Generic[T]):
     """Calls a plugin's ``rank`` until it fails.  name: the plugin's.  rank: its method.
 
-    After a failure every newcomer gets the last rank given, so newcomers go by age behind all that were ranked before,
-    and nobody waits for ever.  All ranks have one length, or the queues could not compare them."""
+    After a failure every call returns the last rank, so that later entries are ordered by age after all earlier ones,
+    and none waits forever.  All ranks have one length, as the queues must compare them."""
 
     def __init__(self, name: str, rank: Callable[[T], SortKey], clock: Callable[[], float] = time.perf_counter) -> None:
         self._name = name
@@ -40,8 +40,8 @@ class GuardedRank(Generic[T]):
         try:
             made = self._rank(ranked)
             self._check(made)
-        except BaseException:  # sys.exit as well, which would end the server
-            log.exception("plugin %s failed to rank and is not asked again; what comes now goes by age", self._name)
+        except BaseException:  # even sys.exit, which would end the server
+            log.exception("plugin %s failed to rank and is not called again; later ones are ordered by age", self._name)
             self._rank = None
             return self._last or (0,)
         took_s = self._clock() - began
@@ -71,13 +71,13 @@ class GuardedListener:
             return
         try:
             self._evicted(candidate)
-        except BaseException:  # sys.exit as well, as above
-            log.exception("plugin %s failed to hear of an eviction and hears of none any more", self._name)
+        except BaseException:  # even sys.exit, as above
+            log.exception("plugin %s failed in evicted and is not called again", self._name)
             self._evicted = None
 
 
 class GuardedStrategy:
-    """Guards a third party's eviction strategy."""
+    """Guards an eviction strategy of a third party."""
 
     def __init__(self, name: str, strategy: EvictionStrategy) -> None:
         self.rank: Callable[[Candidate], SortKey] = GuardedRank(name, strategy.rank)
@@ -86,7 +86,7 @@ class GuardedStrategy:
 
 
 class GuardedPolicy:
-    """Guards a third party's scheduling policy."""
+    """Guards a scheduling policy of a third party."""
 
     def __init__(self, name: str, policy: SchedulingPolicy) -> None:
         self.looks_at_cache = bool(policy.looks_at_cache)
@@ -94,7 +94,7 @@ class GuardedPolicy:
 
 
 class GuardedTenantPolicy(GuardedPolicy):
-    """Guards one that decides between tenants.  After a failure all have the highest turn that was ever given."""
+    """Guards a policy that shares between tenants.  After a failure every tenant gets the highest turn so far."""
 
     def __init__(self, name: str, policy: TenantPolicy) -> None:
         super().__init__(name, policy)
@@ -103,7 +103,7 @@ class GuardedTenantPolicy(GuardedPolicy):
         self._highest = 0.0
 
     def turn(self, tenant: str) -> float:
-        """As the plugin says, while it does."""
+        """Return the plugin's turn for a tenant, or the highest one so far after a failure."""
         if self._policy is not None:
             try:
                 turn = float(self._policy.turn(tenant))
@@ -111,19 +111,19 @@ class GuardedTenantPolicy(GuardedPolicy):
                     raise ValueError(f"its turn is {turn}")
                 self._highest = max(self._highest, turn)
                 return turn
-            except BaseException:  # sys.exit as well, as above
+            except BaseException:  # even sys.exit, as above
                 self._give_up()
         return self._highest
 
     def returned(self, tenant: str, lowest: float) -> None:
-        """Tell the plugin."""
-        self._tell(lambda policy: policy.returned(tenant, lowest))
+        """Call the plugin."""
+        self._call(lambda policy: policy.returned(tenant, lowest))
 
     def served(self, tenant: str, num_prompt_tokens: int, num_output_tokens: int) -> None:
-        """Tell the plugin."""
-        self._tell(lambda policy: policy.served(tenant, num_prompt_tokens, num_output_tokens))
+        """Call the plugin."""
+        self._call(lambda policy: policy.served(tenant, num_prompt_tokens, num_output_tokens))
 
-    def _tell(self, what: Callable[[TenantPolicy], None]) -> None:
+    def _call(self, what: Callable[[TenantPolicy], None]) -> None:
         if self._policy is not None:
             try:
                 what(self._policy)
@@ -131,10 +131,10 @@ class GuardedTenantPolicy(GuardedPolicy):
                 self._give_up()
 
     def _give_up(self) -> None:
-        log.exception("plugin %s failed to share turns and is not asked again; tenants go by age", self._name)
+        log.exception("plugin %s failed to share turns and is not called again; tenants are served by age", self._name)
         self._policy = None
 
 
 def guarded(name: str, policy: SchedulingPolicy) -> SchedulingPolicy:
-    """A third party's policy, with the guard that fits it."""
+    """Return a policy of a third party with the guard for its type."""
     return GuardedTenantPolicy(name, policy) if isinstance(policy, TenantPolicy) else GuardedPolicy(name, policy)

@@ -1,6 +1,6 @@
-"""Which linear kernels can serve: by what they declare, before any of them is imported.
+"""The linear kernels that can run: chosen by their declarations, before any is imported.
 
-Owns: the order of preference, the wording of a refusal.  Does not know: torch, kernels, which of several is fastest.
+Owns: the order of preference, the wording of a refusal.  Does not know: torch, kernels, which kernel is fastest.
 """
 
 from collections.abc import Iterable, Mapping
@@ -11,7 +11,7 @@ from engine.plugins.hookspecs import LinearContext
 from engine.plugins.manager import LINEAR, PluginInfo, Plugins, checked, declared
 from engine.types.errors import PluginError
 
-# The first that fits serves, unless another one is measured to be clearly faster.
+# The first that fits is used, unless another one is measured to be clearly faster.
 PREFERRED = (
     "panels",
     "onednn",
@@ -23,7 +23,7 @@ PREFERRED = (
     "torch_fp8_block",
     "torch_int4",
 )
-# Behind these where the context asks for invariant results: what is slower, and has no other use.
+# Tried after these if the context requires invariant results: slower kernels without another use.
 INVARIANT = ("triton",)
 
 
@@ -36,7 +36,7 @@ def linear_context(
     instruction_sets: tuple[str, ...] | None = None,
     scale_block: tuple[int, int] | None = None,
 ) -> LinearContext:
-    """The context of a configuration.  '' and None stand for what is not known before anything is loaded."""
+    """Return the context of a configuration; '' and None stand for values not known before loading."""
     kind, wanted = config.device.kind, config.model.dtype
     return LinearContext(
         device=device or (kind if kind != "auto" else ""),
@@ -51,7 +51,7 @@ def linear_context(
 
 
 def check_linear_fits(plugins: Plugins, context: LinearContext) -> None:
-    """Refuse, before any weight is loaded, a named kernel that cannot run, and a quantization that nobody offers."""
+    """Raise PluginError before weights are loaded, if the named kernel cannot run or no kernel quantizes so."""
     named = plugins.names.get(LINEAR)
     if named is None:
         if not fitting_linears(plugins.known, context):
@@ -65,20 +65,20 @@ def check_linear_fits(plugins: Plugins, context: LinearContext) -> None:
 
 
 def fitting_linears(known: Mapping[str, PluginInfo], context: LinearContext) -> list[PluginInfo]:
-    """The built-in kernels that 'auto' chooses from, the preferred one first.  It imports no plugin."""
+    """Return the built-in kernels for 'auto', the preferred one first.  No plugin is imported."""
     names = (*PREFERRED, *INVARIANT) if context.invariant else PREFERRED
     infos = [known[f"{LINEAR}.{name}"] for name in names]
     return [info for info in infos if not checked(info, declared(info)).misfits(context)]
 
 
 def keeping(known: Mapping[str, PluginInfo], names: Iterable[str], context: LinearContext) -> list[str]:
-    """Of built-in kernels by their short names, those that keep the elements that the checkpoint stores in float8."""
+    """Return the built-in kernels among ``names`` that keep the elements of a float8 checkpoint."""
     declarations = {name: declared(known[f"{LINEAR}.{name}"]) for name in names}
     return [name for name, one in declarations.items() if one is not None and one.keeps_elements(context)]
 
 
 def linear_refusal(known: Mapping[str, PluginInfo], context: LinearContext) -> str:
-    """The error where no built-in kernel fits: what could be asked for instead, by the plugins' declarations."""
+    """Return the error if no built-in kernel fits; it lists the quantizations that the plugins declare."""
     offered: set[str] = set()
     for info in known.values():
         if info.kind != LINEAR:
@@ -91,6 +91,6 @@ def linear_refusal(known: Mapping[str, PluginInfo], context: LinearContext) -> s
     where = f"on {context.device or 'any device'} for {context.dtype or 'any dtype'}"
     where += " with model.numerics=invariant" if context.invariant else ""
     return (
-        f"model.quantization={context.quantization!r}: no built-in kernel {where} keeps weights so; these do here: "
-        f"{choices}, or name a plugin that does in plugins.linear"
+        f"model.quantization={context.quantization!r}: no built-in kernel {where} supports it; supported here: "
+        f"{choices}, or name a plugin that supports it in plugins.linear"
     )

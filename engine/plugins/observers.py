@@ -1,7 +1,7 @@
-"""The observers of one engine: tells each what happened, and lets none of them do harm.
+"""The observers of one engine: each is called with what happened, and none can do harm.
 
-Owns: which plugins are told what, and who has raised and is told nothing any more.
-Does not know: what they do with it, when something happens.
+Owns: which plugins are called with which events, and which have raised and are not called again.
+Does not know: their reactions, the times of events.
 """
 
 import logging
@@ -24,9 +24,9 @@ SLOW_S = 0.05  # as long as several decode steps: clients notice
 
 
 class Observers:
-    """Tells every loaded observer what happened; the end of ``hookspecs.py`` has the contract.
+    """Calls every loaded observer with what happened; the end of ``hookspecs.py`` has the contract.
 
-    Call it from the scheduler's loop only.  It swallows whatever an observer raises, and logs it."""
+    It must be used on the scheduler's loop.  Exceptions of observers are logged, not raised."""
 
     def __init__(
         self,
@@ -38,10 +38,11 @@ class Observers:
         clock: Callable[[], float] = time.perf_counter,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
-        """Build the observers that have a constructor.  options: per plugin name.  model: the name it is served under.
-        clock: seconds, to find slow ones.  wall_clock: Unix seconds.
+        """Build the observers that have a constructor.
 
-        Raises PluginError if one refuses its options or would never be told anything."""
+        options: per plugin name.  model: the name that it is served under.
+        clock: seconds, to find slow observers.  wall_clock: Unix seconds.
+        Raises PluginError if an observer refuses its options or has no hook that would be called."""
         self._clock = clock
         self._model = model
         self._wall_clock = wall_clock
@@ -57,9 +58,9 @@ class Observers:
                 plugins.register(observer, built[impl.plugin_name])
         self._plugins = plugins
         self._look_up()
-        told = {impl.plugin_name for impl in (*self._on_request_finished, *self._on_kv_event)}
+        called = {impl.plugin_name for impl in (*self._on_request_finished, *self._on_kv_event)}
         for name, built_name in built.items():
-            if not told & {name, built_name}:
+            if not called & {name, built_name}:
                 raise PluginError(
                     f"plugin {name} observes nothing; it must implement callboard_request_finished or "
                     "callboard_kv_event, and mark it @hookimpl"
@@ -73,7 +74,7 @@ class Observers:
         self._on_engine_stopped = self._plugins.implementations("callboard_engine_stopped")
 
     def add(self, observer: object, name: str) -> None:
-        """Add an observer that no configuration names.  It hears of KV events only if some observer did at the start.
+        """Add an observer that no configuration names.  It gets KV events only if some observer did at the start.
 
         Raises PluginError if it has hooks that do not exist."""
         self._plugins.register(observer, name)
@@ -81,39 +82,39 @@ class Observers:
 
     @property
     def wants_kv_events(self) -> bool:
-        """Whether any observer listens to KV events; if none does, they need not be recorded."""
+        """Whether any observer implements the hook for KV events; if not, they need not be recorded."""
         return bool(self._on_kv_event)
 
     def request_finished(self, requests: Sequence[RequestMetrics]) -> None:
-        """Tell observers which requests have ended."""
+        """Call observers with requests that have ended."""
         if self._on_request_finished:
             now = self._wall_clock()
-            # A frontend's observers hear of requests through the engine's, which have said both.
-            told = [
+            # Requests for a frontend's observers have passed through the engine's, which have set both fields.
+            stamped = [
                 one if one.ended_at_unix_s else replace(one, model=self._model, ended_at_unix_s=now) for one in requests
             ]
-            self._tell(self._on_request_finished, requests=told)
+            self._call(self._on_request_finished, requests=stamped)
 
     def kv_event(self, events: Sequence[KVEvent]) -> None:
-        """Tell observers what happened to cached pages."""
-        self._tell(self._on_kv_event, events=events)
+        """Call observers with events of cached pages."""
+        self._call(self._on_kv_event, events=events)
 
     def close(self) -> None:
-        """Tell every observer that the engine has ended, also one that has raised: it may hold something."""
+        """Call every observer at the engine's end, even one that has raised: it may hold resources."""
         self._silenced.clear()
-        self._tell(self._on_engine_stopped)
+        self._call(self._on_engine_stopped)
 
-    def _tell(self, implementations: Sequence[HookImpl], **arguments: object) -> None:
+    def _call(self, implementations: Sequence[HookImpl], **arguments: object) -> None:
         for impl in implementations:
             name = impl.plugin_name
             if name in self._silenced:
                 continue
             began = self._clock()
             try:
-                _call(impl, **arguments)
-            except BaseException:  # sys.exit as well: a server ends by its operator's word, not by an observer's
+                _invoke(impl, **arguments)
+            except BaseException:  # even sys.exit: an observer must not end the server
                 self._silenced.add(name)
-                log.exception("plugin %s raised in %s and is told nothing any more", name, impl.function.__name__)
+                log.exception("plugin %s raised in %s and is not called again", name, impl.function.__name__)
             took_s = self._clock() - began
             if took_s > SLOW_S and name not in self._slow:
                 self._slow.add(name)
@@ -127,13 +128,13 @@ class Observers:
 
 def _build(plugins: Plugins, impl: HookImpl, context: ObserverContext) -> object:
     try:
-        return _call(impl, context=context)
+        return _invoke(impl, context=context)
     except CallboardError:
         raise
     except (Exception, SystemExit) as error:
         raise plugins.raised(impl.plugin_name, "callboard_observer", error) from error
 
 
-def _call(impl: HookImpl, **arguments: object) -> object:
-    """Call one plugin's hook as pluggy does: with the arguments that it names."""
+def _invoke(impl: HookImpl, **arguments: object) -> object:
+    """Call one plugin's hook as pluggy does, with the arguments that it names."""
     return impl.function(*[arguments[name] for name in impl.argnames])

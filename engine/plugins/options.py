@@ -1,6 +1,6 @@
 """Decoding a plugin's own option table: unknown keys and wrong types are errors that name the plugin.
 
-Owns: the wording of those errors.  Does not know: which options there are; each plugin brings a struct.
+Owns: the wording of those errors.  Does not know: the options; each plugin defines a struct.
 """
 
 from collections.abc import Mapping
@@ -14,11 +14,11 @@ T = TypeVar("T", bound="Options")
 
 
 class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Base of option structs; by itself, that of a plugin that takes none."""
+    """Base of option structs; used directly by a plugin without options."""
 
 
 def decode_options(plugin: str, table: Mapping[str, Any], kind: type[T]) -> T:
-    """Turn ``table`` into ``kind``.  plugin: '<kind>.<name>', for the error.  Raises PluginError."""
+    """Convert ``table`` to ``kind``.  plugin: '<kind>.<name>', for the error.  Raises PluginError."""
     try:
         return msgspec.convert(table, kind)
     except msgspec.ValidationError as error:

@@ -1,6 +1,6 @@
-"""From a configuration and a chat template to the parsers of function calls and of thoughts.
+"""Builds the parsers of function calls and of thoughts for a configuration and a chat template.
 
-Owns: which built-in parser a template means.  Does not know: how any format is written.
+Owns: the built-in parser for a template.  Does not know: the formats.
 """
 
 import logging
@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 TOOL_PARSER: Final = "tool_parser"
 REASONING_PARSER: Final = "reasoning_parser"
-# What a template writes -> the parser it means; the first that is found counts.
+# Text in a template -> the parser for it; the first match counts.
 TOOL_SIGNS: Final = (
     ("<|channel|>", "harmony"),
     ("<|tool_call_begin|>", "kimi_k2"),
@@ -43,16 +43,16 @@ REASONING_SIGNS: Final = (
 
 
 def plugin_codec(config: Config, directory: Path, pooling: Pooling = GENERATING) -> TextCodec:
-    """Load the codec with the parsers that the configuration or the chat template chooses.
+    """Load the codec with the parsers chosen by the configuration or the chat template.
 
-    directory: the checkpoint's.  pooling: what the model is for, where its prompts are encoded.
+    directory: the checkpoint's.  pooling: the model's tasks.
 
-    Raises WeightsError that names the file, or PluginError."""
+    Raises WeightsError with the file, or PluginError."""
     return load_codec(config.model, directory, plugin_formats(config), pooling)
 
 
 def plugin_formats(config: Config) -> Callable[[str], Formats]:
-    """Return what tells a model's formats by its chat template, which is empty where it has none."""
+    """Return a function from a chat template, '' for none, to the formats of the model's output."""
     section = config.plugins
 
     def formats(template: str) -> Formats:
@@ -79,7 +79,7 @@ def plugin_formats(config: Config) -> Callable[[str], Formats]:
 
 
 def wanted_parsers(section: PluginsSection, template: str) -> tuple[tuple[str, str], tuple[str, str]]:
-    """(name, why it was chosen) of the tool parser and the reasoning parser; 'none' for no such parser."""
+    """Return (name, reason for the choice) of the tool parser and the reasoning parser; 'none' for no parser."""
     return (
         _wanted(section.tool_parser, template, TOOL_SIGNS, "hermes"),
         _wanted(section.reasoning_parser, template, REASONING_SIGNS, "none"),
@@ -87,7 +87,7 @@ def wanted_parsers(section: PluginsSection, template: str) -> tuple[tuple[str, s
 
 
 def _wanted(setting: str, template: str, signs: tuple[tuple[str, str], ...], default: str) -> tuple[str, str]:
-    """(name of the parser, why it was chosen)."""
+    """Return (name of the parser, reason for the choice)."""
     if setting != "auto":
         return setting, "chosen by name"
     for sign, name in signs:

@@ -1,7 +1,7 @@
-"""From a configuration to what requests may ask of plugins: grammars of structured output, logits processors.
+"""Builds the plugins that requests may use: grammars of structured output, logits processors.
 
-Owns: asking these plugins.  Does not know: any library.  The grammar plugin is asked when the first request needs it,
-since its tables for a large vocabulary take a second and tens of megabytes that most servers never use.
+Owns: the calls to these plugins.  Does not know: any library.  The grammar plugin is built for the first request that
+needs it, since its tables for a large vocabulary take a second and tens of megabytes that most servers never use.
 """
 
 from collections.abc import Callable
@@ -23,7 +23,7 @@ def plugin_grammars(
     eos_token_ids: tuple[int, ...],
     options: dict[str, dict[str, Any]],
 ) -> Grammars:
-    """codec: called at most once, when the first grammar comes.  options: of all plugins, by full name."""
+    """Return the grammars.  codec: called at most once, for the first grammar.  options: by full plugin name."""
     name = plugins.names["grammar"]
 
     def new_engine() -> GrammarEngine:
@@ -43,7 +43,7 @@ def plugin_grammars(
 
 
 def plugin_processors(plugins: Plugins, vocab_size: int) -> Processors:
-    """Build those that the configuration names, in its order.  Raises PluginError."""
+    """Build the configured logits processors, in order.  Raises PluginError."""
     by_name = {}
     for name in plugins.logits_processors:
         context = LogitsProcessorContext(vocab_size, plugins.options.get(name, {}))

@@ -1,6 +1,6 @@
-"""Whose kernels compute here, as far as that is known before torch is there: callboard's own, or torch's.
+"""Whose kernels compute here, as far as is known before torch is imported: callboard's own, or torch's.
 
-Owns: the environment variable that decides, where compilers are, what kernels lack.  Does not know: kernels, devices.
+Owns: the environment variable that decides, the search for compilers, missing tools.  Does not know: kernels, devices.
 """
 
 import os
@@ -14,26 +14,26 @@ VARIABLE = "CALLBOARD_KERNELS"
 
 
 def c_compiler() -> list[str]:
-    """The command of the compiler of the kernels in C; empty without one, or if the environment says what computes.
+    """Return the command of the compiler for the kernels in C; empty without one, or if the variable is set.
 
-    CC may hold arguments, or a command before the compiler, as for make: "gcc -m64", "ccache gcc"."""
+    CC may hold arguments, or a command before the compiler, as make allows: "gcc -m64", "ccache gcc"."""
     if os.environ.get(VARIABLE):
         return []
     try:
         command = shlex.split(os.environ.get("CC", "")) or ["cc"]
-    except ValueError:  # a quotation mark without its other one
+    except ValueError:  # an unclosed quotation mark
         return []
     program = shutil.which(command[0])
     return [] if program is None else [program, *command[1:]]
 
 
 def kernels_here() -> str:
-    """'torch' or 'triton' where the environment says so; else 'own', or 'torch' without a compiler."""
+    """Return 'torch' or 'triton' if the environment variable says so; else 'own', or 'torch' without a compiler."""
     return os.environ.get(VARIABLE) or ("own" if c_compiler() else "torch")
 
 
 def missing_for_triton() -> str:
-    """What to install, and why, where triton cannot compile its kernels' launchers; '' where nothing is known to be
+    """Return what to install, and why, if triton cannot compile its kernels' launchers; '' if nothing is known to be
     missing."""
     if not find_spec("triton"):
         return "Run pip install 'callboard[cuda]', as triton is missing"
@@ -46,7 +46,7 @@ def missing_for_triton() -> str:
 
 
 def missing_for_flashinfer() -> str:
-    """The same for FlashInfer, where that is installed."""
+    """Return what to install, and why, if FlashInfer is installed and cannot build its kernels; else ''."""
     if not find_spec("flashinfer") or find_spec("flashinfer_jit_cache") or shutil.which("nvcc"):
         return ""
     return "Install flashinfer-jit-cache (https://flashinfer.ai/whl), as there is no nvcc that could build its kernels"

@@ -1,8 +1,8 @@
-"""The sections of callboard.toml: every key, its type, its range, its default and its one-line doc.
+"""The sections of callboard.toml: every key, its type, its range, its default and its one-line help.
 
-Owns: the tables, and what it takes for a running server to change a setting.
+Owns: the tables, and how a running server changes each setting.
 Does not know: where values come from, devices, checkpoints; plugins decode their own option tables.
-It is long because a setting and what is said of it stand together.
+The file is long because each setting stands with its help.
 """
 
 from typing import Annotated, Any, ClassVar, Literal
@@ -11,20 +11,21 @@ import msgspec
 from msgspec import Meta
 
 Changed = Literal["live", "executors", "fixed"]
-"""How a setting changes while the server runs: at once; by executors that take the old ones' place; not at all."""
+"""How a setting changes while the server runs: at once, by replacing the executors, or not at all."""
 
 
 def key(description: str, *, changed: Changed | None = None, is_place: bool = False, **bounds: Any) -> Meta:
-    """A setting.  changed: how it changes, where its section does not say it.  bounds: of its value, see ``Meta``.
+    """Return the description of a setting.  changed: how it changes, if not as its section does.
 
-    is_place: it names a place on the disk or the network, and only the file on the server's own disk may change it."""
+    is_place: it names a place on disk or network; only the file on the server's own disk may change it.
+    bounds: limits of its value, as ``msgspec.Meta`` accepts them."""
     extra = {**({} if changed is None else {"changed": changed}), "is_place": is_place}
     return Meta(description=description, extra=extra, **bounds)
 
 
 # fmt: off
 class Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A TOML table.  Unknown keys are errors.  changed: how its settings change, unless their ``key`` says it."""
+    """A TOML table.  Unknown keys are errors.  changed: how its settings change, unless their ``key`` differs."""
 
     changed: ClassVar[Changed] = "fixed"
 
@@ -43,7 +44,7 @@ class ModelSection(Section, frozen=True):
         "Model name in the API; empty for the last part of the path, callboard-demo for 'demo'"
     )] = ""
     tokenizer: Annotated[str, key(
-        "Directory of the tokenizer; empty for the checkpoint's own, 'none' to take and give token ids only",
+        "Directory of the tokenizer; empty for the checkpoint's own, 'none' takes and returns token ids only",
         is_place=True
     )] = ""
     load_format: Annotated[Literal["safetensors", "dummy"], key(
@@ -53,19 +54,19 @@ class ModelSection(Section, frozen=True):
         "'auto' is float32 on CPU and the checkpoint's own type on a GPU", changed="executors"
     )] = "auto"
     quantization: Annotated[str, key(
-        "What the layers' weights are rounded to at load, the LM head's less or not: 'none' loses nothing; 'float16' "
-        "and 'int8' on a CPU, 'int8', 'fp8' and 'int4' on a GPU, or what a plugin offers", changed="executors"
+        "Type that weights are rounded to at load, those of the LM head less or not: 'none' loses nothing; 'float16' "
+        "and 'int8' on a CPU, 'int8', 'fp8' and 'int4' on a GPU, or a type of a plugin", changed="executors"
     )] = "none"
     experts: Annotated[Literal["cut", "divided"], key(
-        "How ranks share a mixture of experts: each has a part of every expert, or some experts whole",
+        "How ranks share a mixture of experts: each holds a part of every expert ('cut'), or whole experts ('divided')",
         changed="executors"
     )] = "cut"
     score_tokens: Annotated[tuple[str, ...], key(
         "Serves a language model as a reranker: a score is the first token's logit less the second's, as [\"yes\", "
-        '"no"] for Qwen3-Reranker; empty for what the checkpoint says', max_length=2
+        '"no"] for Qwen3-Reranker; empty for those of the checkpoint', max_length=2
     )] = ()
     score_template: Annotated[str, key(
-        "File of a Jinja template that makes a prompt of a message with role query and one with role document; "
+        "File of a Jinja template that renders a message with role query and one with role document as a prompt; "
         "empty for the checkpoint's chat template if it knows these roles", is_place=True
     )] = ""
     numerics: Annotated[Literal["fast", "invariant"], key(
@@ -73,37 +74,37 @@ class ModelSection(Section, frozen=True):
         "checked at start; not yet tried on GPUs", changed="executors"
     )] = "fast"
     max_model_len: Annotated[int, key(
-        "Longest prompt plus output in tokens; 0 for what the model was trained for", ge=0
+        "Longest prompt plus output in tokens; 0 for the model's trained length", ge=0
     )] = 0
 
 
 class LoraSection(Section, frozen=True):
-    """[lora]: adapters beside the model, chosen by their names as models."""
+    """[lora]: LoRA adapters for the model, selected by their names as models."""
 
     folder: Annotated[str, key(
-        "Adapters as PEFT saves them lie below: at start each of its folders is served by its name, others can be "
-        "loaded from there; empty for none", is_place=True
+        "Folder of adapters in PEFT's format: each of its folders is served by its name from the start, others can be "
+        "loaded from below it; empty for none", is_place=True
     )] = ""
     max_adapters: Annotated[int, key(
-        "Most adapters that requests run with at once; others wait", ge=1, le=256, changed="executors"
+        "Most adapters in use at once; requests with others wait", ge=1, le=256, changed="executors"
     )] = 8
     max_rank: Annotated[int, key(
-        "Largest rank of an adapter; each takes memory and time for that rank", ge=1, le=512
+        "Largest rank of an adapter; each uses memory and time for that rank", ge=1, le=512
     )] = 16
 
 
 class DeviceSection(Section, frozen=True):
     """[device]: where the model runs."""
 
-    kind: Annotated[Literal["auto", "cpu", "cuda"], key("'auto' takes a GPU where there is one")] = "auto"
+    kind: Annotated[Literal["auto", "cpu", "cuda"], key("'auto' uses a GPU if there is one")] = "auto"
     tensor_parallel: Annotated[int, key(
         "Ranks that share the model, each on a GPU of its own or on the CPU", ge=1, le=64
     )] = 1
     threads: Annotated[int, key(
-        "CPU threads for the model; 0 for what is fastest, measured at start and again when steps become slow",
+        "CPU threads for the model; 0 for the fastest number, measured at start and again when steps become slow",
         ge=0, changed="executors"
     )] = 0
-    seed: Annotated[int, key("Seeds dummy weights and requests that bring no seed of their own; 0 draws one", ge=0)] = 0
+    seed: Annotated[int, key("Seeds dummy weights and requests without a seed; 0 draws one", ge=0)] = 0
 
 
 class KVSection(Section, frozen=True):
@@ -113,35 +114,36 @@ class KVSection(Section, frozen=True):
 
     page_size: Annotated[Literal[1, 4, 8, 16, 32, 64, 128, 256], key("Tokens per page")] = 16
     dtype: Annotated[Literal["auto", "float32", "bfloat16", "float16", "int8", "fp8_e4m3"], key(
-        "What pages keep keys and values in: 'auto' is the model's own type, int8 (for a CPU) and fp8_e4m3 (for a "
-        "GPU) take the least memory"
+        "Type of the keys and values in pages: 'auto' is the model's own type, int8 (for a CPU) and fp8_e4m3 (for a "
+        "GPU) use the least memory"
     )] = "auto"
     num_pages: Annotated[int, key("Pages in the pool; 0 sizes it from memory_fraction", ge=0)] = 0
     layout: Annotated[Literal["layer_first", "page_first"], key(
         "'page_first' makes each page one block over all layers, for cheaper copies between tiers"
     )] = "layer_first"
     num_host_pages: Annotated[int, key(
-        "Pages of host memory that evicted pages move to and come back from; 0 for none", ge=0
+        "Pages of host memory for evicted pages, which return from there; 0 for none", ge=0
     )] = 0
     store_timeout_s: Annotated[float, key(
-        "How long a prompt waits for its pages from plugins.kv_store, to go on without", gt=0
+        "Longest wait of a prompt for its pages from plugins.kv_store; then it is computed", gt=0
     )] = 0.5
     store_buffer_mb: Annotated[int, key(
-        "Host memory of a rank for pages on their way from plugins.kv_store, and as much to it", ge=1
+        "Host memory of a rank for pages in transfer from plugins.kv_store, and the same amount for pages to it", ge=1
     )] = 256
     memory_fraction: Annotated[float, key(
-        "Share of free memory for the pool, on CPU at most 4 GiB; 0 for 0.85 on CPU, 0.9 on a GPU", ge=0, le=0.98
+        "Fraction of free memory for the pool, on CPU at most 4 GiB; 0 for 0.85 on CPU, 0.9 on a GPU", ge=0, le=0.98
     )] = 0.0
 
     def kept_as(self, dtype: str) -> str:
-        """What pages keep, if that is another type than ``dtype``, the model's; '' if not, or if ``dtype`` is '' and it
-        may be the same."""
+        """Return the type of the pages, if it differs from ``dtype``, the model's; else ''.
+
+        An empty ``dtype`` stands for an unknown floating type, which may be the same as that of the pages."""
         same = self.dtype in ("auto", dtype) or (not dtype and self.dtype in ("float32", "bfloat16", "float16"))
         return "" if same else self.dtype
 
 
 class SchedulerSection(Section, frozen=True):
-    """[scheduler]: what runs in a step."""
+    """[scheduler]: the composition of a step."""
 
     changed: ClassVar[Changed] = "executors"
 
@@ -152,11 +154,12 @@ class SchedulerSection(Section, frozen=True):
         "Token budget of a step: decodes first, prefill chunks after; 0 for 2048 on CPU, 8192 on a GPU", ge=0
     )] = 0
     prefill_chunk: Annotated[int, key(
-        "Most prompt tokens of one request in a step beside decodes; 0 for 512 on CPU, 2048 on a GPU",
+        "Most prompt tokens of one request in a step with decodes; 0 for 512 on CPU, 2048 on a GPU",
         ge=0, changed="live"
     )] = 0
     itl_target_ms: Annotated[float, key(
-        "Prefills are cut so that running requests get a token this often; 0 for no target", ge=0, changed="live"
+        "Target time between tokens of running requests, for which prefills are cut; 0 for no target",
+        ge=0, changed="live"
     )] = 0.0
     overlap_depth: Annotated[int, key(
         "Steps in flight; 2 plans a step while the one before it runs", ge=1, le=2, changed="live"
@@ -179,30 +182,30 @@ class PlacementSection(Section, frozen=True):
         "or hangs"
     )] = "inline"
     link: Annotated[str, key(
-        "How processes are reached: 'unix', 'unix:DIRECTORY' for sockets below it, or 'tcp://HOST:PORT' (port 0: "
+        "How processes connect: 'unix', 'unix:DIRECTORY' for sockets below it, or 'tcp://HOST:PORT' (port 0: "
         "any), encrypted and authenticated", is_place=True, pattern=r"^(unix|unix:.+|tcp://[^/]+:[0-9]+)$"
     )] = "unix"
     cluster_key: Annotated[str, key(
-        "Secret of at least 32 characters that ranks on other machines prove to have; best set as "
+        "Secret of at least 32 characters that ranks on other machines authenticate with; best set as "
         "CALLBOARD_PLACEMENT__CLUSTER_KEY; never printed"
     )] = ""
     join_timeout_s: Annotated[float, key(
-        "How long the ranks on other machines may take to join, and to find the server", gt=0
+        "Longest time for ranks on other machines to join, and to find the server", gt=0
     )] = 300.0
     step_timeout_s: Annotated[float, key(
-        "An executor that takes longer than this for a step is restarted; 0 for never", ge=0, changed="executors"
+        "An executor whose step takes longer than this is restarted; 0 for never", ge=0, changed="executors"
     )] = 120.0
     silence_timeout_s: Annotated[float, key(
-        "A process that has said nothing for longer than this is restarted", gt=0
+        "A process that has sent no message for longer than this is restarted", gt=0
     )] = 10.0
     max_restarts: Annotated[int, key(
-        "Restarts within five minutes; one more ends the engine with an error. From 2 on, a request that ends "
-        "executors is found and ends instead", ge=0
+        "Restarts within five minutes; one more ends the engine with an error. With 2 or more, a request that "
+        "repeatedly crashes the executors is identified and failed instead", ge=0
     )] = 3
 
 
 class GraphsSection(Section, frozen=True):
-    """[graphs]: steps that are captured once and replayed, without the model's Python."""
+    """[graphs]: steps that are captured once and replayed without running the model's Python."""
 
     changed: ClassVar[Changed] = "executors"
 
@@ -210,83 +213,85 @@ class GraphsSection(Section, frozen=True):
         "'decode' captures decode steps alone, 'breakable' also the model between attention calls for steps with "
         "prefill, 'compiled' compiles that too; 'auto' is breakable on a GPU, off on CPU"
     )] = "auto"
-    max_rows: Annotated[int, key("Largest captured decode batch; larger ones run as they are", ge=1)] = 512
+    max_rows: Annotated[int, key("Largest captured decode batch; larger ones run without graphs", ge=1)] = 512
     max_tokens: Annotated[int, key(
-        "Largest captured step with prefill, in tokens; larger ones run as they are, or compiled for any number", ge=1
+        "Largest captured step with prefill, in tokens; larger ones run without graphs, or compiled for any size", ge=1
     )] = 4096
     split_ops: Annotated[list[str], key(
-        "Operations that are run as they are, between graphs and pieces, e.g. ['acme::route']"
+        "Operations that run uncaptured, between graphs and pieces, e.g. ['acme::route']"
     )] = []
     autotune: Annotated[bool, key(
-        "With mode 'compiled': each size is also compiled by itself, with autotuning, when it is first met; takes "
+        "With mode 'compiled': each size is also compiled separately with autotuning on first use, which takes "
         "minutes, once"
     )] = False
 
 
 class AttentionNames(Section, frozen=True):
-    """Attention backends by what a sequence does in a step: reads a part of its prompt, or writes its next token."""
+    """Attention backends for the two parts of a step: sequences that read their prompt, and those that generate."""
 
     prefill: str = "auto"
     decode: str = "auto"
 
 
 class PluginsSection(Section, frozen=True):
-    """[plugins]: which implementation stands behind each hook, and their own option tables."""
+    """[plugins]: the implementation behind each hook, and the option tables of plugins."""
 
     attention: Annotated[str | AttentionNames, key(
         "Attention backend, or { prefill = ..., decode = ... }; 'auto' picks by device and model", changed="executors"
     )] = "auto"
     race_s: Annotated[float, key(
-        "How long 'auto' may measure attention backends at the first start with a model's heads, where more than "
-        "one can run; compilers have eight minutes before that; 0 for never: the first of a fixed order then",
+        "Longest time for 'auto' to measure attention backends at the first start with a model's heads, if several "
+        "can run; compilers have eight minutes before that; 0 measures nothing and uses a fixed order",
         ge=0, changed="executors"
     )] = 60.0
     eviction: Annotated[str, key(
-        "What leaves the prefix cache first: lru, lfu, fifo, slru, s3fifo, priority; 'auto' is lru", changed="executors"
+        "Eviction order of the prefix cache: lru, lfu, fifo, slru, s3fifo, priority; 'auto' is lru", changed="executors"
     )] = "auto"
     policy: Annotated[str, key(
-        "Who of those that wait runs first: priority, fcfs, lpm, fair; 'auto' is fair where clients have keys, else "
+        "Order of waiting requests: priority, fcfs, lpm, fair; 'auto' is fair if clients have keys, else "
         "priority", changed="live"
     )] = "auto"
-    grammar: Annotated[str, key("What makes output follow a schema or grammar; 'auto' is llguidance")] = "auto"
+    grammar: Annotated[str, key("Engine that constrains output to a schema or grammar; 'auto' is llguidance")] = "auto"
     linear: Annotated[str, key(
-        "What multiplies by weights; 'auto' measures which of those for model.quantization is fastest",
+        "Matrix multiplication by weights; 'auto' measures the fastest of those for model.quantization",
         changed="executors"
     )] = "auto"
-    tool_parser: Annotated[str, key("How the model writes function calls; 'auto' goes by its chat template")] = "auto"
+    tool_parser: Annotated[str, key(
+        "Format of the model's function calls; 'auto' detects it from the chat template"
+    )] = "auto"
     reasoning_parser: Annotated[str, key(
-        "How the model marks thoughts; 'none': they are text; 'auto' goes by its chat template"
+        "Format of the model's thoughts; 'none' returns them as text; 'auto' detects it from the chat template"
     )] = "auto"
     comm: Annotated[str, key(
-        "Communication library between ranks, 'auto' picks by world size", changed="executors"
+        "Communication library between ranks; 'auto' picks by world size", changed="executors"
     )] = "auto"
     kv_store: Annotated[str, key(
-        "Where KV pages are kept beyond the pool and the process: files; 'none' is nowhere", changed="executors"
+        "Store for KV pages outside the pool and the process: files; 'none' is no store", changed="executors"
     )] = "none"
     proposer: Annotated[str, key(
-        "What guesses the next tokens for a step to verify: ngram, suffix, draft_model, eagle; 'none' is none",
+        "Proposer of draft tokens for a step to verify: ngram, suffix, draft_model, eagle; 'none' is none",
         changed="executors"
     )] = "none"
     observers: Annotated[list[str], key(
-        "Who is told of finished requests and cached pages: any number of names, e.g. ['log']"
+        "Receivers of finished requests and of cached pages: any number of names, e.g. ['log']"
     )] = []
     graph_passes: Annotated[list[str], key(
-        "What changes the model's pieces before graphs.mode=compiled compiles them, in this order", changed="executors"
+        "Passes over the model's pieces before graphs.mode=compiled compiles them, in this order", changed="executors"
     )] = []
     logits_processors: Annotated[list[str], key(
         "Logits processors that requests may name in logits_processors, applied in this order"
     )] = []
     models: Annotated[list[str], key(
-        "Model families that are asked before the built-in ones; 'transformers' reads all decoders", changed="executors"
+        "Model families that are tried before the built-in ones; 'transformers' reads all decoders", changed="executors"
     )] = []
     options: Annotated[dict[str, dict[str, Any]], key(
         "Option table per plugin, e.g. [plugins.options.'attention.torch']", changed="executors", is_place=True
     )] = {}
 
     def by_kind(self) -> dict[str, str | AttentionNames]:
-        """Plugin kind -> the name wanted for it, of the kinds of which there is one; attention may have two.
+        """Return plugin kind -> the configured name, for the kinds with one plugin; attention may have two.
 
-        A kind that is left out has no plugin."""
+        A kind set to 'none' is left out."""
         names = ("attention", "linear", "eviction", "policy", "comm", "grammar", "kv_store", "proposer")
         return {kind: getattr(self, kind) for kind in names if getattr(self, kind) != "none"}
 
@@ -330,12 +335,12 @@ class ServerSection(Section, frozen=True):
         "64 KiB), or read nothing of an answer", gt=0
     )] = 15.0
     ping_after_s: Annotated[float, key(
-        "A stream that has sent nothing for so long sends a ping, and with the first one its status 200; 0 for never",
+        "An idle stream sends a ping after this time, the first one with its status 200; 0 for never",
         ge=0,
     )] = 15.0
     drain_timeout_s: Annotated[float, key("After SIGTERM, how long running requests may go on", ge=0)] = 30.0
     shared_cache: Annotated[bool, key(
-        "Whether clients with different keys share cached prefixes; timing then tells of others' prompts"
+        "Whether clients with different keys share cached prefixes; timing then reveals other clients' prompts"
     )] = False
     cors_origins: Annotated[list[str], key(
         "Web pages that browsers may call from, e.g. ['https://chat.example.org']; '*' for any, with keys alone"
@@ -345,15 +350,15 @@ class ServerSection(Section, frozen=True):
         "proxy; '*' for any"
     )] = []
     profile_folder: Annotated[str, key(
-        "Where /start_profile has executors write traces of their steps; empty: there are no profiles",
+        "Folder for the executors' traces of steps from /start_profile; empty disables profiles",
         is_place=True
     )] = ""
     traces: Annotated[str, key(
-        "Where OpenTelemetry spans go, e.g. 'http://127.0.0.1:4318/v1/traces'; empty for none", is_place=True
+        "URL for OpenTelemetry spans, e.g. 'http://127.0.0.1:4318/v1/traces'; empty for none", is_place=True
     )] = ""
 
     models_memory_mb: Annotated[int, key(
-        "Most memory that loaded [[models]] may take together; the idle one used longest ago is unloaded for "
+        "Most memory that loaded [[models]] may use together; the least recently used idle one is unloaded for "
         "another; 0 for no limit", ge=0
     )] = 0
 
@@ -369,12 +374,12 @@ class ServerSection(Section, frozen=True):
 
     @property
     def needs_key(self) -> bool:
-        """Whether clients must bring a key."""
+        """Whether clients must send a key."""
         return any(self.api_key) or bool(self.key_file)
 
 
 class LimitsSection(Section, frozen=True):
-    """[limits]: what is admitted; beyond it clients get 429 with Retry-After."""
+    """[limits]: bounds on open requests; beyond them clients get 429 with Retry-After."""
 
     changed: ClassVar[Changed] = "live"
 
@@ -383,7 +388,7 @@ class LimitsSection(Section, frozen=True):
         "Most prompt tokens of all open requests (estimated from text)", ge=1
     )] = 4_000_000
     max_requests_per_client: Annotated[int, key(
-        "Most open requests of one client, by API key or else by address; 0 for no such limit", ge=0
+        "Most open requests of one client, by API key, or by address without one; 0 for no such limit", ge=0
     )] = 0
     requests_per_minute: Annotated[int, key(
         "Most requests that one client may begin in a minute; 0 for no such limit", ge=0
@@ -392,71 +397,71 @@ class LimitsSection(Section, frozen=True):
         "Most tokens of one client in a minute, prompts and output; 0 for no such limit", ge=0
     )] = 0
     first_token_timeout_s: Annotated[float, key(
-        "A request that has had no token for so long gets 503 with Retry-After; 0 for never", ge=0
+        "A request without a token after this time gets 503 with Retry-After; 0 for never", ge=0
     )] = 0.0
-    request_timeout_s: Annotated[float, key("Longest time a request may take in all", gt=0)] = 600.0
+    request_timeout_s: Annotated[float, key("Longest total time of a request", gt=0)] = 600.0
 
 
 class StorageSection(Section, frozen=True):
-    """[storage]: what the server writes to disk of its clients' requests; nothing, unless a folder is named."""
+    """[storage]: files that the server writes about its clients' requests; none unless a folder is named."""
 
     folder: Annotated[str, key(
-        "Where files, batches, stored responses, the journal and recordings lie; empty: nothing is written",
+        "Folder of files, batches, stored responses, the journal and recordings; empty writes nothing",
         is_place=True
     )] = ""
     quota_mb: Annotated[int, key(
-        "Most that what one API key has stored may take, files, responses and batches; beyond it it gets 400", ge=1
+        "Most storage of one API key for files, responses and batches; beyond it requests get 400", ge=1
     )] = 1024
     max_file_mb: Annotated[int, key("Largest file that a client may upload", ge=1)] = 200
     retention_hours: Annotated[int, key(
-        "After how long files, responses and batches that have ended go; 0 for never", ge=0
+        "Finished files, responses and batches are deleted after this time; 0 for never", ge=0
     )] = 720
     trace_mb: Annotated[int, key(
-        "Most disk for traces of traffic, without texts, for `callboard whatif`; 0 for no traces", ge=0
+        "Most disk space for traces of traffic, without texts, for `callboard whatif`; 0 for no traces", ge=0
     )] = 0
     journal_streams: Annotated[bool, key(
-        "Write streams down, so that clients can rejoin them, also after a crash of the server"
+        "Write streams to the journal, so that clients can rejoin them, even after a crash of the server"
     )] = False
     fsync: Annotated[Literal["always", "interval", "never"], key(
-        "What a loss of power may take of the journal: nothing, a second, or what the system had not written; a "
-        "crash of the server takes nothing"
+        "What the journal may lose in a power loss: nothing, a second, or all that the system has not written; a "
+        "crash of the server loses nothing"
     )] = "interval"
-    journal_mb: Annotated[int, key("Most that the journal may take, on disk and in memory, in MiB", ge=8)] = 256
+    journal_mb: Annotated[int, key("Largest journal, on disk and in memory, in MiB", ge=8)] = 256
     rejoin_s: Annotated[float, key(
-        "How long a stream runs on without its client, and can be asked for after its end", gt=0
+        "How long a stream continues without its client, and stays available after its end", gt=0
     )] = 60.0
     recording_mb: Annotated[int, key(
-        "Memory for the last minutes of what the scheduler was told, written to the folder when something goes "
+        "Memory for the last minutes of the scheduler's messages, written to the folder when something goes "
         "wrong; 0 for no recording", ge=0, le=4096
     )] = 32
     recording_prompts: Annotated[Literal["whole", "hashed"], key(
-        "Tokens in recordings: as they are, or replaced by others of the same equality"
+        "Tokens in recordings: unchanged, or replaced one for one"
     )] = "hashed"
 
 
 class ModelTable(Section, frozen=True):
-    """[[models]]: one of several models that a server has; its own sections are laid over the file's."""
+    """[[models]]: one of several models of a server; its own sections are laid over those of the file."""
 
-    name: Annotated[str, key("What requests put into model; each model has its own", min_length=1)]
+    name: Annotated[str, key("Name in the model field of requests; unique among the models", min_length=1)]
     load: Annotated[Literal["start", "demand"], key(
-        "'start': with the server; 'demand': when a request asks for it"
+        "'start': with the server; 'demand': at the first request for it"
     )] = "start"
     unload_after_s: Annotated[float, key(
-        "Unloaded when it has been idle for so long; 0 for never by time alone", ge=0
+        "Unloaded after being idle for this time; 0 for no time limit", ge=0
     )] = 0.0
     memory_mb: Annotated[int, key(
-        "What it takes of server.models_memory_mb; 0 measures its processes, which does not see a GPU's memory", ge=0
+        "Its share of server.models_memory_mb; 0 measures its processes, without a GPU's memory", ge=0
     )] = 0
     model: Annotated[dict[str, Any], key("[models.model], over the file's [model]")] = {}
-    device: Annotated[dict[str, Any], key("[models.device], likewise")] = {}
-    kv: Annotated[dict[str, Any], key("[models.kv], likewise")] = {}
-    scheduler: Annotated[dict[str, Any], key("[models.scheduler], likewise")] = {}
-    graphs: Annotated[dict[str, Any], key("[models.graphs], likewise")] = {}
-    placement: Annotated[dict[str, Any], key("[models.placement], likewise")] = {}
-    plugins: Annotated[dict[str, Any], key("[models.plugins], likewise")] = {}
+    device: Annotated[dict[str, Any], key("[models.device], over the file's [device]")] = {}
+    kv: Annotated[dict[str, Any], key("[models.kv], over the file's [kv]")] = {}
+    scheduler: Annotated[dict[str, Any], key("[models.scheduler], over the file's [scheduler]")] = {}
+    graphs: Annotated[dict[str, Any], key("[models.graphs], over the file's [graphs]")] = {}
+    placement: Annotated[dict[str, Any], key("[models.placement], over the file's [placement]")] = {}
+    plugins: Annotated[dict[str, Any], key("[models.plugins], over the file's [plugins]")] = {}
 
     def sections(self) -> dict[str, dict[str, Any]]:
-        """Section -> what this model has of its own in it."""
+        """Return section -> this model's own settings in it."""
         own = ("model", "device", "kv", "scheduler", "graphs", "placement", "plugins")
         tables: dict[str, dict[str, Any]] = {name: getattr(self, name) for name in own}
         return {**tables, "model": {**self.model, "name": self.name}}

@@ -1,28 +1,28 @@
-"""The errors that users and operators meet, and the tree of all that is raised on purpose.  Others are bugs.
+"""Errors for users and operators, and the tree of all errors that are raised on purpose.  Any other error is a bug.
 
 CallboardError
 ├── ConfigError             the configuration cannot be used            exit code 2
-│   └── ListenError         the port cannot be had                      exit code 98
+│   └── ListenError         the port is not available                    exit code 98
 ├── WeightsError            the checkpoint cannot be used               exit code 3
 ├── PluginError             a plugin is unknown, ambiguous or unfit     exit code 2
 ├── GraphError              the model cannot be captured or compiled    exit code 4
-│   ├── AnotherRankFailed   likewise, on another rank of the group
-│   └── PlansDiffer         ranks would capture other sizes than each other
+│   ├── AnotherRankFailed   the capture failed on another rank of the group
+│   └── PlansDiffer         the ranks would capture different sizes
 ├── RequestError            one request is refused or fails; carries an HTTP status and an OpenAI-style code
 │   ├── FieldError          one of its fields is wrong
-│   └── KeyRevoked          it runs on a client's behalf, whose key is none any more
-├── RecordingError          a file is no recording that can be replayed     exit code 2
+│   └── KeyRevoked          the key of the client that it runs for is no longer valid
+├── RecordingError          a file is not a recording that can be replayed     exit code 2
 ├── EngineDied              an actor crashed; every open request ends with this
 ├── StepTooLarge            a device has no room for a step; a smaller one is tried
-├── StateError              a scheduler's state has no form in a recording
-├── GrammarFailure          a grammar cannot go on; its request ends
-├── WorkerLost              a worker has died or hangs; it is started anew
-├── WrongMark               a replica marks its stream's progress wrongly; another one goes on with the stream
-├── LinkError, WireError    a socket between processes cannot be used, or brings what is no message
+├── StateError              a scheduler's state cannot be written to a recording
+├── GrammarFailure          a grammar cannot continue; its request ends
+├── WorkerLost              a worker has died or hangs; it is restarted
+├── WrongMark               a replica marks its stream's progress wrongly; another replica continues the stream
+├── LinkError, WireError    a socket between processes cannot be used, or received bytes that are not a message
 └── NcclError               NCCL has failed; the rank is lost
 
-From StepTooLarge on they stay inside the engine; an error that is not here is defined beside what raises it.
-Owns: these classes.  Does not know: who raises them.
+The errors from StepTooLarge on stay inside the engine.  An error that is not listed is defined next to its raiser.
+Owns: these classes.  Does not know: the code that raises them.
 """
 
 
@@ -51,15 +51,15 @@ class PluginError(CallboardError):
 
 
 class GraphError(CallboardError):
-    """The model could not be captured as graphs or compiled; says what to lower or turn off."""
+    """The model could not be captured as graphs or compiled; the message says what to lower or turn off."""
 
     exit_code = 4
 
 
 class RequestError(CallboardError):
-    """One request is refused or failed; no other request is touched.
+    """One request is refused or failed; other requests are not affected.
 
-    status: HTTP status (4xx for the client's mistakes, 5xx for ours).
+    status: HTTP status (4xx for the client's mistakes, 5xx for the server's).
     code: machine-readable reason, e.g. ``context_length_exceeded``.
     param: the request field at fault, if there is one.
     retry_after_s: when set, the client may try again after this many seconds.
@@ -98,4 +98,4 @@ class StepTooLarge(CallboardError):
 
 
 class EngineDied(CallboardError):
-    """An actor crashed; names the actor and the cause."""
+    """An actor crashed; the message names the actor and the cause."""

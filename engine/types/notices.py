@@ -1,39 +1,39 @@
-"""What the engine's parts say of themselves: who is ready, who is lost.
+"""Messages about the state of the engine's parts: which are ready and which are lost.
 
     scheduler and tokenizers ──→ ingress        executors ←─→ scheduler
 
-Owns: what every message is, too.  Does not know: requests; ``engine/messages.py`` has what travels for them.
+Owns: ``Message``, the base of every message.  Does not know: requests; their messages are in ``engine/messages.py``.
 """
 
 import msgspec
 
 
 class Message(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False):
-    """Immutable, tagged with its class name, encodable to msgpack."""
+    """Base of all messages: immutable, tagged with its class name, encodable to msgpack."""
 
 
 class EngineReady(Message, frozen=True, kw_only=True):
-    """Requests can be served from now on."""
+    """The engine can serve requests from now on."""
 
 
 class EngineRecovering(Message, frozen=True, kw_only=True):
-    """The executors were lost; requests wait until the next EngineReady and then go on.  is_sleep: no new ones come."""
+    """The executors were lost; requests wait until the next EngineReady.  is_sleep: no new executors are started."""
 
     reason: str
     is_sleep: bool = False
 
 
 class ExecutorsReady(Message, frozen=True, kw_only=True):
-    """Every executor has loaded the model, and each has at least so many pages (executor group -> scheduler)."""
+    """Every executor has loaded the model, and each has at least ``num_pages`` pages (executor group -> scheduler)."""
 
     num_pages: int
 
 
 class ExecutorsLost(Message, frozen=True, kw_only=True):
-    """Every executor is gone, with all that was on the devices; new ones are on their way (their group -> scheduler).
+    """All executors are gone, with everything on their devices; new ones are being started (their group -> scheduler).
 
-    is_fault: theirs, or of what they ran; not where a step was only too large, which may be said again later, nor where
-    others replace them.  is_sleep: new ones come when an operator says so."""
+    is_fault: the executors, or what they ran, failed; False if a step was too large, which may be reported again, or
+    if other executors replace them.  is_sleep: new executors start when an operator wakes the engine."""
 
     reason: str
     is_fault: bool = True
@@ -41,19 +41,20 @@ class ExecutorsLost(Message, frozen=True, kw_only=True):
 
 
 class LossExplained(Message, frozen=True, kw_only=True):
-    """The request that brought the last losses is found, and has ended (scheduler -> their group).
+    """The request that caused the last losses was found and has ended (scheduler -> executor group).
 
-    num_losses: in a row.  executors_work: they have completed steps since the last one; if not, it may be they."""
+    num_losses: losses in a row.  executors_work: whether the executors have completed steps since the last loss; if
+    not, the executors themselves may be the cause."""
 
     num_losses: int
     executors_work: bool
 
 
 class TokenizersReady(Message, frozen=True, kw_only=True):
-    """There is a tokenizer for every request that may come."""
+    """Every request that may arrive can be assigned to a tokenizer."""
 
 
 class TokenizersLost(Message, frozen=True, kw_only=True):
-    """No tokenizer process is left just now; requests that come wait for the next ``TokenizersReady``."""
+    """All tokenizer processes are gone; new requests wait for the next ``TokenizersReady``."""
 
     reason: str

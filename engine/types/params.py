@@ -1,4 +1,4 @@
-"""What a request may ask of the sampler: one frozen struct, checked once at the door.
+"""The sampling parameters of a request: one frozen struct, checked once when the request arrives.
 
 Owns: names, defaults, ranges.  Does not know: tensors, tokenizers, HTTP.
 """
@@ -31,13 +31,13 @@ GRAMMAR_KINDS: tuple[str, ...] = get_args(GrammarKind)
 
 
 class Grammar(msgspec.Struct, frozen=True):
-    """What an output must look like.
+    """The form that an output must have.
 
     kind and source: 'json_object' (no source), 'json_schema' (a JSON Schema), 'regex', 'choice' (a JSON array of
-    strings), 'ebnf' (GBNF, or Lark as llguidance has it), 'tool_calls' and 'structural_tag' (``CallsShape`` and
+    strings), 'ebnf' (GBNF, or llguidance's dialect of Lark), 'tool_calls' and 'structural_tag' (``CallsShape`` and
     ``TagsShape`` of ``engine/text/tool_format.py``, as JSON).
-    thinking: 'open' if the output begins inside of the model's thoughts, which end with ``</think>`` and are free;
-    'optional' if it may begin them with ``<think>``; 'none' if the grammar holds from the first token on.
+    thinking: 'open' if the output begins inside the model's thoughts, which are unconstrained and end with
+    ``</think>``; 'optional' if it may begin them with ``<think>``; 'none' if the grammar holds from the first token on.
     """
 
     kind: GrammarKind
@@ -46,26 +46,26 @@ class Grammar(msgspec.Struct, frozen=True):
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How to pick tokens and when to stop.  Defaults are the OpenAI API's.
+    """The rules for picking tokens and for stopping.  Defaults are the OpenAI API's.
 
     temperature: 0 is greedy.  top_k: 0 or -1 is off.  top_p, min_p: 1 and 0 are off; top_p 0 is greedy too.
     repetition_penalty: > 1 discourages tokens seen in prompt or output (Keskar et al. 2019).
     presence_penalty, frequency_penalty: subtracted once / per occurrence in the output (OpenAI).
     logit_bias: token id -> value added to its logit, -100..100.
-    seed: the same seed and prompt give the same tokens whatever else is in the batch; with an adapter, unless a draw
-    falls between two tokens to the last bits.
+    seed: the same seed and prompt give the same tokens in any batch; with an adapter, unless a draw falls within
+    rounding of the border between two tokens.
     logprobs: None is off, n returns the sampled token's log probability and the n most likely.
-    logprob_token_ids: tokens whose log probabilities are returned where else those of the most likely are.
-    max_tokens: None means up to the end of the context.  min_tokens: no stop before that many.
+    logprob_token_ids: tokens whose log probabilities are returned in place of the most likely ones.
+    max_tokens: None means up to the end of the context.  min_tokens: generation does not stop before this many tokens.
     stop: strings that end the text.  stop_token_ids: ids that end it, besides the model's own EOS ids.
-    grammar: what the output must look like; tokens that break it are never picked.
-    allowed_token_ids: no other token is picked, EOS neither; empty for any.
-    bad_words: texts whose tokens are not picked in a row, as they are spelt alone and behind a space.
-    bad_token_ids: those spellings, which the tokenizer fills in.
-    prompt_logprobs: as logprobs, for the tokens of the prompt.
-    logits_processors: name of a plugin -> its parameters, a mapping, which becomes JSON here.
-    pooling: 'last' or 'mean' for the last layer's normed output of the prompt's last token or the mean over all,
-    'classify' for its labels' logits; '' for none.
+    grammar: the form that the output must have; tokens that break it are never picked.
+    allowed_token_ids: the only tokens that may be picked, EOS only if listed; empty allows all.
+    bad_words: texts whose tokens are not picked in a row, spelt both with and without a leading space.
+    bad_token_ids: the token ids of these spellings; the tokenizer fills them in.
+    prompt_logprobs: like logprobs, for the tokens of the prompt.
+    logits_processors: name of a plugin -> its parameters, a mapping, which is stored as JSON.
+    pooling: 'last' or 'mean' for the last layer's normed output of the prompt's last token or the mean over all tokens,
+    'classify' for the logits of the labels; '' for no pooling.
     """
 
     max_tokens: int | None = 16
@@ -95,9 +95,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     pooling: Method = ""
 
     def __post_init__(self) -> None:
-        """Bring what Python callers write into each field's own type: lists, NumPy's numbers, 5.0 for 5, None for ().
+        """Convert the values of Python callers to each field's type: lists, NumPy's numbers, 5.0 for 5, None for ().
 
-        Raises RequestError for any other type, so that no code behind this meets one."""
+        Raises RequestError for any other type, so that later code never sees one."""
         for field, kinds, read in _FIELDS:
             value = getattr(self, field)
             if type(value) not in kinds and (given := read(field, value)) is not value:
@@ -105,12 +105,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     @property
     def needs_whole_prompt(self) -> bool:
-        """Whether every prompt token must be computed, also where its keys and values are cached."""
+        """Whether every prompt token must be computed, even if its keys and values are cached."""
         return self.prompt_logprobs is not None or self.pooling == "mean"
 
     @property
     def needs_vocabulary(self) -> bool:
-        """Whether the text of tokens must be known before the first is picked: for a grammar, or for words."""
+        """Whether a grammar or bad words require the text of the tokens before the first one is picked."""
         return self.grammar is not None or bool(self.bad_words)
 
     @property
@@ -119,7 +119,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         return bool(self.allowed_token_ids or self.bad_token_ids)
 
     def check(self, vocab_size: int) -> None:
-        """Raise RequestError for the first value out of range; names the field, what was seen and what is allowed."""
+        """Raise RequestError for the first value out of range; it names the field, the value and what is allowed."""
         _within("temperature", self.temperature, 0.0, 100.0)
         _within("top_p", self.top_p, 0.0, 1.0)
         _within("min_p", self.min_p, 0.0, 1.0)
@@ -155,7 +155,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
                 "logprob_token_ids", f"{len(self.logprob_token_ids)} ids", f"at most {MAX_LOGPROB_TOKEN_IDS}"
             )
         if self.logprob_token_ids and self.logprobs != 0:
-            reason = "logprob_token_ids: ask for log probabilities, and for none of the most likely tokens besides"
+            reason = f"logprob_token_ids: logprobs must be 0, not {self.logprobs}"
             raise RequestError(reason, param="logprob_token_ids")
         if len(self.bad_words) > MAX_BAD_WORDS:
             raise _refused("bad_words", f"{len(self.bad_words)} strings", f"at most {MAX_BAD_WORDS}")
@@ -187,19 +187,19 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             _within("logit_bias", bias, -100.0, 100.0)
 
     def replace(self, **changes: Any) -> "SamplingParams":
-        """A copy with some fields changed."""
+        """Return a copy with some fields changed."""
         return msgspec.structs.replace(self, **changes)
 
     @property
     def greedy(self) -> bool:
-        """Whether the most likely token is always taken."""
+        """Whether the most likely token is always picked."""
         return self.temperature < GREEDY_TEMPERATURE or self.top_p == 0.0
 
 
 def _integer(field: str, value: Any) -> int:
     try:
         whole = isinstance(value, numbers.Integral) or (isinstance(value, numbers.Real) and float(value).is_integer())
-    except OverflowError:  # of a fraction
+    except OverflowError:  # from converting a fraction
         whole = False
     if not whole or isinstance(value, bool):
         raise _refused(field, _shown(value), "an integer")
@@ -216,7 +216,7 @@ def _number(field: str, value: Any) -> float:
 
 
 def _flag(field: str, value: Any) -> bool:
-    if type(value).__name__ in ("bool", "bool_"):  # NumPy's, as its two major versions call it
+    if type(value).__name__ in ("bool", "bool_"):  # NumPy's name for it in its two major versions
         return bool(value)
     raise _refused(field, _shown(value), "true or false")
 
@@ -226,7 +226,7 @@ def _strings(field: str, value: Any) -> tuple[str, ...]:
     for text in texts:
         if not isinstance(text, str):
             raise _refused(field, _shown(text), "a string or several")
-    # NumPy's strings are strings, and have no form on a wire.
+    # NumPy's strings are strings, but msgpack cannot encode them.
     return texts if all(type(text) is str for text in texts) else tuple(map(str.__str__, texts))
 
 
@@ -240,7 +240,7 @@ def _several(field: str, value: Any, allowed: str) -> tuple[Any, ...]:
         return value
     if value is None:
         return ()
-    if isinstance(value, Many | Set) or getattr(value, "ndim", 0) == 1:  # NumPy's arrays are neither
+    if isinstance(value, Many | Set) or getattr(value, "ndim", 0) == 1:  # NumPy's arrays are not Sequences
         return tuple(value)
     raise _refused(field, _shown(value), allowed)
 
@@ -267,7 +267,7 @@ def _tables(field: str, value: Any) -> dict[str, str]:
     try:
         if not all(isinstance(one, str | Mapping) for one in tables):
             raise TypeError
-        msgspec.json.encode(value)  # the names too
+        msgspec.json.encode(value)  # checks the names too
         return {
             str.__str__(name): one if type(one) is str else msgspec.json.encode(one).decode()
             for name, one in value.items()
@@ -295,7 +295,7 @@ def _pooling(field: str, value: Any) -> str:
 
 
 NONE = type(None)
-# Of each field: the types that are taken as they are, and what reads any other.
+# For each field: the types that are stored unchanged, and the function that converts any other.
 _FIELDS: tuple[tuple[str, tuple[type, ...], Callable[[str, Any], Any]], ...] = (
     *((field, (int, NONE), _integer) for field in ("max_tokens", "seed", "logprobs", "prompt_logprobs")),
     *((field, (int,), _integer) for field in ("min_tokens", "top_k")),
@@ -329,16 +329,16 @@ def _check_unicode(field: str, text: str) -> None:
 
 
 def _brief(value: object) -> str:
-    """A value for a message: short, whatever it is."""
+    """Return a value's text for a message, shortened to 60 characters."""
     try:
         text = repr(value)
-    except ValueError:  # of an integer with thousands of digits
+    except ValueError:  # repr of an integer with thousands of digits
         return "a huge number"
     return text if len(text) <= 60 else text[:57] + "..."
 
 
 def _shown(value: object) -> str:
-    """A value of a wrong type, for a message."""
+    """Return the text of a value of a wrong type, with its type, for a message."""
     return f"{_brief(value)} ({type(value).__name__})"
 
 

@@ -1,6 +1,6 @@
-"""What a request is answered to: text, token ids, or a conversation and how it becomes text.
+"""The input of a request: text, token ids, or a conversation and the options that render it as text.
 
-Owns: these records, which messages carry.  Does not know: chat templates, the formats of clients.
+Owns: these records, which are fields of messages.  Does not know: chat templates, the formats of clients.
 """
 
 from collections.abc import Sequence
@@ -10,11 +10,11 @@ import msgspec
 
 
 class _Content(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Immutable, encodable to msgpack; a part of messages and none itself."""
+    """Immutable, encodable to msgpack; part of a message, not a message itself."""
 
 
 class ToolCall(_Content, frozen=True):
-    """A function that the assistant called earlier in a conversation.  arguments: a JSON object as text."""
+    """A function call that the assistant made earlier in a conversation.  arguments: a JSON object as text."""
 
     call_id: str
     name: str
@@ -24,7 +24,7 @@ class ToolCall(_Content, frozen=True):
 class ChatTurn(_Content, frozen=True):
     """One message of a conversation.
 
-    reasoning, tool_calls: of the assistant.  tool_call_id: which call a tool's message answers.
+    reasoning, tool_calls: set for the assistant.  tool_call_id: the call that a tool's message answers.
     """
 
     role: str
@@ -36,11 +36,12 @@ class ChatTurn(_Content, frozen=True):
 
 
 class ChatOptions(_Content, frozen=True):
-    """How a conversation becomes a prompt, and how its answer is read.
+    """The options that render a conversation as a prompt and parse its answer.
 
-    tools: JSON array of what may be called, as the API has it; empty for none.  variables: JSON object of what else the
-    template is told; empty for nothing.  continue_final: the answer goes on where the last message ends.
-    split_reasoning: what the model thinks before it answers is told apart from the answer.
+    tools: JSON array of the callable functions, in the API's form; empty for no tools.
+    variables: JSON object of further template variables; empty for none.
+    continue_final: the answer continues the last message.
+    split_reasoning: the model's thoughts are returned separately from the answer.
     """
 
     tools: str = ""
@@ -54,9 +55,11 @@ Prompt = str | Sequence[int] | tuple[ChatTurn, ...]
 
 
 class Origin(_Content, frozen=True):
-    """Who asks, for those who observe.  client: the name of its key, or its address; '' for a program's own requests.
-    request: what it calls the request, its X-Request-Id or one that was drawn for it.
-    tenant: whose share of the engine it uses, where a policy shares it out; '' if that is the client's."""
+    """The sender of a request, for observers and policies.
+
+    client: the name of its key, or its address; '' for requests of a Python program.
+    request: the client's id of the request, its X-Request-Id, or a generated one.
+    tenant: the account that a fair policy charges; '' if that is the client's."""
 
     client: str = ""
     request: str = ""
@@ -67,9 +70,10 @@ NOBODY: Final = Origin()
 
 
 class Adapter(_Content, frozen=True):
-    """A LoRA adapter (Hu et al. 2021) as requests name it: by its content, whatever its name.
+    """A LoRA adapter (Hu et al. 2021), identified by its content rather than its name.
 
-    digest: SHA-256 of its files, in hex; what the cache tells weights apart by.  path: absolute, of its directory."""
+    digest: SHA-256 of its files, in hex; the cache keeps the KV of different digests apart.
+    path: its directory, absolute."""
 
     digest: str
     path: str

@@ -1,9 +1,9 @@
-"""One child process: how its parent starts, ends and reaps it, and how it begins and ends itself.
+"""One child process: its start, end and reaping by the parent, and its own entry and exit.
 
-Owns: the process, the pipe to its standard input, the ticket's way through it, signals, the tie between the two.
+Owns: the process, the pipe to its standard input, the ticket sent through it, signals, the tie of child to parent.
 Does not know: what it computes, links.
-The child never outlives its parent: the kernel kills it when the parent dies (Linux: PR_SET_PDEATHSIG, which nothing
-can block, whatever the child is doing), and the end of the pipe that the parent holds open says the same on any system.
+The child never outlives its parent: the kernel kills it when the parent dies (Linux: PR_SET_PDEATHSIG, which cannot be
+blocked), and on any system the pipe that the parent holds open ends.
 It ignores SIGINT and SIGTERM: a terminal sends them to every process of the group, and the parent decides when a child
 ends.
 """
@@ -29,7 +29,7 @@ from engine.host.timeouts import is_set_within
 from engine.workers.keys import ClientKeys
 from engine.workers.messages import Place
 
-CLUSTER_KEY = f"{ENVIRONMENT_PREFIX}PLACEMENT__CLUSTER_KEY"  # nothing that a child would need
+CLUSTER_KEY = f"{ENVIRONMENT_PREFIX}PLACEMENT__CLUSTER_KEY"  # kept from children, which do not need it
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 MAX_TICKET_BYTES = 1 << 16
 PR_SET_PDEATHSIG = 1
@@ -37,10 +37,10 @@ T = TypeVar("T", bound=msgspec.Struct)
 
 
 class Ticket(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """How a child reaches its engine; it says as little as possible, the rest comes over the link.
+    """The address of a child's engine, with as little else as possible; the rest is sent over the link.
 
-    rank: of an executor, or a tokenizer's number, or 0.  parent: the process to die with; 0 for none.
-    place: of a rank of several machines."""
+    rank: an executor's rank, a tokenizer's number, or 0.  parent: the process to die with; 0 for none.
+    place: set for a rank of several machines."""
 
     rank: int
     link: str
@@ -51,7 +51,7 @@ class Ticket(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Child:
-    """``python -m module`` with a ticket.  ended: called once on the loop, with what became of it.
+    """A process of ``python -m module`` with a ticket.  ended: called once on the loop with a text on how it ended.
 
     keep: descriptors that it inherits, under the same numbers."""
 
@@ -61,7 +61,7 @@ class Child:
         self._loop = asyncio.get_running_loop()
         self._ended = ended
         self._gone = asyncio.Event()
-        # A terminal's Ctrl-C must not hit the child before it has learnt to leave that to us.
+        # A terminal's Ctrl-C must not reach the child before it ignores the signal.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
         try:
             self._process = subprocess.Popen(
@@ -80,28 +80,28 @@ class Child:
         self._loop.add_reader(self._pidfd, self._reap)
         assert self._process.stdin is not None
         frame = msgspec.msgpack.encode(ticket)
-        with contextlib.suppress(BrokenPipeError):  # it died at once; we hear of that below
+        with contextlib.suppress(BrokenPipeError):  # it died at once; ``_reap`` reports that
             self._process.stdin.write(struct.pack("<I", len(frame)) + frame)
-            self._process.stdin.flush()  # and stays open: its end is how a child hears of our death
+            self._process.stdin.flush()  # and stays open: its end signals the parent's death to the child
 
     @property
     def alive(self) -> bool:
-        """Whether it has not been reaped."""
+        """Whether the process has not been reaped."""
         return not self._gone.is_set()
 
     def let_go(self) -> None:
-        """Close its standard input: a child that waits for that takes its leave, any other ends."""
+        """Close its standard input: a child that waits for that ends in order, any other is ended by it."""
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.close()
 
     def kill(self) -> None:
-        """End it at once, stopped or not."""
+        """Kill the process at once, even if it is stopped."""
         if self.alive:
             self._process.kill()
 
     async def wait(self, timeout_s: float) -> bool:
-        """Wait for its end; False if that did not come in time."""
+        """Wait for its end; return False on a timeout."""
         return await is_set_within(timeout_s, self._gone)
 
     def _reap(self) -> None:
@@ -117,7 +117,7 @@ class Child:
 
 
 def enter(serve: Callable[[Ticket], Coroutine[Any, Any, int]]) -> None:
-    """Read the ticket, serve, and leave without the ceremonies of an interpreter: a device may hang in them."""
+    """Read the ticket, serve, and exit without the interpreter's cleanup: a device may hang in it."""
     ticket = begin(Ticket)
     if ticket.parent:
         die_with(ticket.parent)
@@ -126,22 +126,22 @@ def enter(serve: Callable[[Ticket], Coroutine[Any, Any, int]]) -> None:
 
 
 def begin(kind: type[T]) -> T:
-    """Leave the terminal's signals to the parent, and return the ticket from standard input."""
+    """Ignore the terminal's signals, and return the ticket from standard input."""
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_SETMASK, ())  # the parent had blocked them until here
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())  # the parent had blocked them for the start
     return read_ticket(sys.stdin.fileno(), kind)
 
 
 def end(code: int) -> NoReturn:
-    """Leave at once."""
+    """Exit at once, without the interpreter's cleanup."""
     logging.shutdown()
     sys.stderr.flush()
     os._exit(code)
 
 
 def read_ticket(pipe: int, kind: type[T]) -> T:
-    """The ticket: its length as four bytes, then itself.  Ends the process if none comes."""
+    """Read the ticket: its length as four bytes, then itself.  Ends the process if none arrives."""
     with os.fdopen(os.dup(pipe), "rb", buffering=0) as stream:
         (length,) = struct.unpack("<I", stream.read(4) or sys.exit("callboard: started without a ticket"))
         if length > MAX_TICKET_BYTES:
@@ -150,7 +150,7 @@ def read_ticket(pipe: int, kind: type[T]) -> T:
 
 
 def die_with(parent: int) -> None:
-    """From now on the kernel ends this process when ``parent`` ends (Linux); at once if it has already."""
+    """Have the kernel end this process when ``parent`` ends (Linux); end at once if it has already."""
     if sys.platform == "linux":
         libc = ctypes.CDLL(None, use_errno=True)
         libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)

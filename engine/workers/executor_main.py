@@ -18,16 +18,16 @@ from engine.workers.main import Outgoing, WorkerProcess
 from engine.workers.messages import ExecutorAssignment, ExecutorProcessInbox, Place, WorkerReady
 
 Load = Callable[[ExecutorAssignment], Runner]
-CAPACITY = 64  # of the link, in messages; with two steps in flight a handful are under way
+CAPACITY = 64  # messages of the link; with two steps in flight a handful are in transit
 
 
 def main(load: Load) -> None:
-    """Serve, and end with the process's exit code."""
+    """Serve, then exit with the process's exit code."""
     enter(lambda ticket: ExecutorProcess(ticket, load).run())
 
 
 class ExecutorProcess(WorkerProcess[ExecutorAssignment]):
-    """An executor actor, and the link that stands for the scheduler."""
+    """An executor actor, with a link in place of the scheduler."""
 
     def __init__(self, ticket: Ticket, load: Load) -> None:
         super().__init__(ticket, assignment=ExecutorAssignment, accepts=ExecutorProcessInbox, capacity=CAPACITY)
@@ -36,7 +36,7 @@ class ExecutorProcess(WorkerProcess[ExecutorAssignment]):
         self._load = load
 
     async def build(self, assignment: ExecutorAssignment, outgoing: Outgoing) -> Executor:
-        """It loads on its own thread, once it runs."""
+        """Return the executor, which loads on its own thread once it runs."""
         if self._place is not None:
             assignment = settle(assignment, self._place)
         executor = Executor(rank=self._rank, capacity=assignment.capacity, load=partial(self._load, assignment))
@@ -45,7 +45,7 @@ class ExecutorProcess(WorkerProcess[ExecutorAssignment]):
 
 
 def settle(assignment: ExecutorAssignment, place: Place) -> ExecutorAssignment:
-    """``assignment`` as this machine has it."""
+    """Return ``assignment`` with the paths and the GPU of this machine."""
     model = assignment.config.model
     if place.path:
         model = structs.replace(model, path=place.path, tokenizer=place.tokenizer)
@@ -54,11 +54,11 @@ def settle(assignment: ExecutorAssignment, place: Place) -> ExecutorAssignment:
 
 
 def load_rank(assignment: ExecutorAssignment) -> Runner:
-    """The runner of one rank; on the device thread.  Raises what the loading raises."""
+    """Return the runner of one rank; called on the device thread.  Raises what loading raises."""
     from engine.checkpoints.fingerprint import check_fingerprint
     from engine.plugins.families import read_model
     from engine.plugins.manager import Plugins
-    from engine.startup.loading import load_runner  # torch is needed from here on
+    from engine.startup.loading import load_runner  # imports torch
 
     config = assignment.config
     spec = read_model(Path(config.model.path), config.plugins, config.model)

@@ -1,11 +1,11 @@
-"""The executors of one engine: every rank of the model, lost, restarted and replaced together.
+"""The executors of one engine: all ranks of the model, which are lost, restarted and replaced together.
 
 consumes: Step, FetchPages (scheduler, through ``links``) · LossExplained (scheduler) · Profile · Stop (system)
 produces: ExecutorsReady, StepDone, PagesFetched, ExecutorsLost (scheduler)
-waits for: the executors' loading and their end; never for the scheduler.   owns: what a loss means.
+waits for: the executors' loading and end; never for the scheduler.   owns: the reaction to a loss.
 
-Requests live in the scheduler, so a lost generation costs time and no token.  So does one that others replace, for
-example those of another configuration, and one that sleeps.
+Requests live in the scheduler, so a lost generation costs time but no tokens.  The same holds for a generation that is
+replaced, for example by one with another configuration, and for one that sleeps.
 """
 
 import asyncio
@@ -32,37 +32,37 @@ ExecutorSlot = WorkerSlot[FromExecutor, ExecutorInbox]
 
 @dataclass(frozen=True, slots=True)
 class GenerationSettings:
-    """What a generation has to go by, learnt from those before it.
+    """Values for the next generation, found by earlier ones.
 
-    num_pages: how many its KV pools must have; 0 for what fits.
-    most_tokens: steps with more are cut, since the device had no room for one of twice as many; 0 for no limit."""
+    num_pages: required pages of the KV pools; 0 for as many as fit.
+    most_tokens: steps with more tokens are cut, since twice as many did not fit the device; 0 for no limit."""
 
     num_pages: int = 0
     most_tokens: int = 0
 
 
 class ExecutorPlacement(Protocol):
-    """Where executors run.  can_kill, silence_s, join_s: as in ``WorkerGroup`` and ``Patience``."""
+    """The place where executors run.  can_kill, silence_s, join_s: as in ``WorkerGroup`` and ``Patience``."""
 
     can_kill: bool
     silence_s: float
     join_s: float
 
     def generation(self, settings: GenerationSettings) -> AbstractContextManager[Start[FromExecutor, ExecutorInbox]]:
-        """What the ranks of one generation share; within, each of them can be started.  Raises CallboardError."""
+        """Open what the ranks of one generation share; inside it each can be started.  Raises CallboardError."""
         ...
 
 
 @dataclass(slots=True)
 class RankLink:
-    """The scheduler's link to one rank, whichever generation it is of.  slot: of those that work now."""
+    """The scheduler's link to one rank in any generation.  slot: of the ranks that work now."""
 
     slot: ExecutorSlot
 
     def put(self, message: ExecutorInbox) -> None:
-        """Send, or drop if the rank is gone: the scheduler hears of that next, and plans anew."""
+        """Send, or drop if the rank is gone: the scheduler is notified next, and plans again."""
         if self.slot.is_ready:
-            if isinstance(message, Step):  # a fetch is answered by a limit of its own
+            if isinstance(message, Step):  # a fetch has a timeout of its own
                 self.slot.watch.sent()
             try:
                 self.slot.put(message)
@@ -71,9 +71,9 @@ class RankLink:
 
 
 class _Crew(Owner[FromExecutor, ExecutorInbox]):
-    """Ranks of one placement, generation after generation.
+    """The ranks of one placement, over all their generations.
 
-    settings: of those before it, if it loads what they had.  is_heard: it works for the scheduler."""
+    settings: from an earlier crew, if it loads the same model.  is_heard: it works for the scheduler."""
 
     def __init__(
         self,
@@ -101,7 +101,7 @@ class _Crew(Owner[FromExecutor, ExecutorInbox]):
         self._lost_at = 0.0
 
     def take(self, slot: ExecutorSlot, message: FromExecutor) -> None:
-        """A rank has done a step, or has fetched pages."""
+        """Pass a rank's finished step or fetched pages to the scheduler."""
         if message.rank != slot.number:
             log.warning("%s: refused: a result of rank %d", slot.name, message.rank)
             return
@@ -113,7 +113,7 @@ class _Crew(Owner[FromExecutor, ExecutorInbox]):
             self._settle()
 
     def came(self, slots: Sequence[ExecutorSlot], ready: Sequence[WorkerReady]) -> None:
-        """Every rank has loaded."""
+        """Report that every rank has loaded."""
         num_pages = min(one.num_pages for one in ready)
         if not self.settings.num_pages:
             self.settings = replace(self.settings, num_pages=num_pages)
@@ -124,14 +124,14 @@ class _Crew(Owner[FromExecutor, ExecutorInbox]):
         self.loaded.set()
 
     def went(self, slots: Sequence[ExecutorSlot], loss: WorkerLost) -> None:
-        """The scheduler must not plan for ranks that are gone."""
+        """Report a loss, so that the scheduler does not plan for ranks that are gone."""
         self._lost_at = asyncio.get_running_loop().time()
         if self.is_heard:
             self._executors.tell(ExecutorsLost(reason=str(loss)))
         self._settle()
 
     async def quiet(self) -> None:
-        """Wait until no step is under way; none may be on its way to the ranks."""
+        """Wait until no step is running; none may be in transit to the ranks."""
         self._is_quiet.clear()
         self._settle()
         await self._is_quiet.wait()
@@ -141,7 +141,9 @@ class _Crew(Owner[FromExecutor, ExecutorInbox]):
             self._is_quiet.set()
 
     def judge(self, losses: Sequence[WorkerLost]) -> bool:
-        """See ``Owner``.  A step too large for one rank may be heard of only after the ranks that it left waiting."""
+        """Whether a loss counts as a restart, as in ``Owner``.
+
+        The report of a step too large for one rank may arrive after those of the ranks that waited for it."""
         loss = next((one for one in losses if isinstance(one.error, StepTooLarge)), losses[0])
         explained = self._executors.take_explained()
         if loss.error is not None:
@@ -151,9 +153,9 @@ class _Crew(Owner[FromExecutor, ExecutorInbox]):
         if not loss.curable:
             if isinstance(loss.error, EngineDied):
                 raise loss.error
-            raise EngineDied(f"{loss}; that cannot be cured in this process, placement.executor = 'process' can do it")
+            raise EngineDied(f"{loss}; this process cannot repair it, with placement.executor = 'process' it restarts")
         if isinstance(loss.error, StepTooLarge):
-            # No fault yet, and no loop either: what is allowed from now on is half of what has failed.
+            # Not a fault yet, and not a loop: the limit from now on is half of the size that failed.
             self._executors.tell(ExecutorsLost(reason=str(loss), is_fault=False))
             self.settings = replace(self.settings, most_tokens=loss.error.num_tokens // 2)
             log.warning("%s; steps are cut to %d tokens from now on", loss, self.settings.most_tokens)
@@ -165,14 +167,15 @@ class _Crew(Owner[FromExecutor, ExecutorInbox]):
 
 
 TakingOver = Callable[[int], None]
-"""Called when new executors have loaded so many pages, before they get any work.  What it raises refuses them."""
+"""Called with the number of pages when new executors have loaded, before they get work.  An exception refuses them."""
 
 
 class Executors(Actor[Stop]):
-    """num_ranks: tensor-parallel size.  step_timeout_s: a step that takes longer means that its rank hangs.
+    """The actor that starts, restarts and replaces the executors.
 
+    num_ranks: tensor-parallel size.  step_timeout_s: a rank whose step takes longer hangs.
     links: the scheduler's, one per rank.  last_recovery_s: from the last loss until executors were ready again.
-    are_out: none take work, by an operator's wish, and requests wait."""
+    are_out: an operator has stopped the executors, and requests wait."""
 
     def __init__(
         self, *, num_ranks: int, placement: ExecutorPlacement, intensity: RestartIntensity, step_timeout_s: float
@@ -187,16 +190,16 @@ class Executors(Actor[Stop]):
         self.links = [RankLink(slot) for slot in self._present.group.slots]
         self._running: dict[_Crew, asyncio.Task[None]] = {}
         self._over: asyncio.Future[None] | None = None
-        self._explained: LossExplained | None = None  # the loss that is to be judged next
-        self._restarts_before = 0  # of those that are gone
+        self._explained: LossExplained | None = None  # the explanation of the next loss to judge
+        self._restarts_before = 0  # restarts of earlier crews
 
     def connect(self, scheduler: Link[ExecutorsReady | FromExecutor | ExecutorsLost]) -> None:
-        """Where results go; known only after the scheduler, which needs this actor's links, is built."""
+        """Set the receiver of results, the scheduler; it needs this actor's links, so it is built later."""
         self._scheduler = scheduler
 
     @property
     def num_restarts(self) -> int:
-        """Of all executors together."""
+        """Restarts of all executors together."""
         return self._restarts_before + self._group.num_restarts
 
     @property
@@ -204,11 +207,11 @@ class Executors(Actor[Stop]):
         return self._present.group
 
     def explain(self, loss: LossExplained) -> None:
-        """Take effect at once: the scheduler hears of a loss, and answers, before it is judged here."""
+        """Store the explanation at once: the scheduler is notified of a loss, and answers, before it is judged."""
         self._explained = loss
 
     def profile(self, ask: Profile) -> None:
-        """Have every rank do it; one that is not there now is left out."""
+        """Send a profile command to every rank; missing ones are left out."""
         for link in self.links:
             link.put(ask)
 
@@ -217,7 +220,7 @@ class Executors(Actor[Stop]):
 
         Raises what the first load raised, or EngineDied when restarting does not help."""
         self._over = asyncio.get_running_loop().create_future()
-        self._present.is_heard = True  # what its first load raises is for whoever runs this
+        self._present.is_heard = True  # an error of its first load is raised here
         self._start(self._present)
         self.inbox.open(lambda messages: self._stop())
         try:
@@ -228,18 +231,18 @@ class Executors(Actor[Stop]):
                 task.cancel()
             while self._running:
                 await asyncio.wait(list(self._running.values()))
-                await asyncio.sleep(0)  # for what is called when a task is done
+                await asyncio.sleep(0)  # let the tasks' done callbacks run
             self.close()
 
-    # ---- others take their place ------------------------------------------------------------
+    # ---- replacement ------------------------------------------------------------
 
     async def replace(
         self, placement: ExecutorPlacement, step_timeout_s: float, taking_over: TakingOver, *, beside: bool
     ) -> None:
-        """Have executors of another placement take the place of the present ones, whose steps in flight are dropped.
+        """Replace the present executors by those of another placement; steps in flight are dropped.
 
-        beside: the present ones work until the others have loaded.  If not, they end first, requests wait, and they
-        are loaded again if the others cannot be.  Raises what the loading or ``taking_over`` raised."""
+        beside: the present ones work until the new ones have loaded.  If not, they end first, requests wait, and they
+        are loaded again if the new ones fail.  Raises what loading or ``taking_over`` raised."""
         crew = _Crew(self, placement, step_timeout_s)
         if not beside:
             await self.release("the executors are being replaced")
@@ -255,9 +258,9 @@ class Executors(Actor[Stop]):
             self._next = None
 
     async def release(self, reason: str, *, is_sleep: bool = False, keep: bool = False) -> None:
-        """Let no executor take work; requests keep what they have and wait.  Returns when nothing is under way.
+        """Take the executors out of work; requests keep their state and wait.  Returns when no step is running.
 
-        keep: they stay loaded; otherwise they end.  is_sleep: as in ``ExecutorsLost``."""
+        keep: the executors stay loaded; otherwise they end.  is_sleep: as in ``ExecutorsLost``."""
         crew = self._present
         self.are_out, crew.is_heard = True, False
         self.tell(ExecutorsLost(reason=reason, is_fault=False, is_sleep=is_sleep))
@@ -267,12 +270,14 @@ class Executors(Actor[Stop]):
             await self._end(crew)
 
     async def resume(self) -> None:
-        """Let executors work again after ``release``.  Raises what loading them raised; they are out still then."""
+        """Put executors back to work after ``release``.  Raises what loading raised; they stay out then."""
         crew = self._present
         self.are_out = False
         if crew in self._running:
             crew.is_heard = True
-            if all(slot.is_ready for slot in crew.group.slots):  # else it was lost meanwhile, and says when it is back
+            if all(
+                slot.is_ready for slot in crew.group.slots
+            ):  # else it was lost meanwhile, and reports when it is back
                 self.came(crew, crew.settings.num_pages)
             return
         self._adopt(_Crew(self, crew.placement, crew.step_timeout_s, crew.settings))
@@ -287,14 +292,14 @@ class Executors(Actor[Stop]):
             await self.resume()
         except CallboardError as error:
             if self._over is not None and not self._over.done():
-                self._over.set_exception(EngineDied(f"the executors from before cannot be loaded again: {error}"))
+                self._over.set_exception(EngineDied(f"the previous executors cannot be loaded again: {error}"))
 
     def came(self, crew: _Crew, num_pages: int) -> None:
-        """A generation of a crew takes work: of the present one, or of the one that takes its place now."""
+        """Put a loaded generation to work: one of the present crew, or of the crew that replaces it now."""
         if self._next is not None and crew is self._next[0]:
             self._next[1](num_pages)
             if not self.are_out:
-                # What the old ones still do is not heard; the scheduler's next step is for the new ones.
+                # Results of the old ones are dropped; the scheduler's next step is for the new ones.
                 self._present.is_heard = False
                 self.tell(ExecutorsLost(reason="the executors are being replaced", is_fault=False))
                 self._present.group.stop()
@@ -311,11 +316,11 @@ class Executors(Actor[Stop]):
             link.slot = slot
 
     def tell(self, message: ExecutorsReady | FromExecutor | ExecutorsLost) -> None:
-        """To the scheduler."""
+        """Send to the scheduler."""
         self._scheduler.put(message)
 
     def take_explained(self) -> LossExplained | None:
-        """What the scheduler has said of the loss that is judged now."""
+        """Return the scheduler's explanation of the loss that is judged now, and forget it."""
         explained, self._explained = self._explained, None
         return explained
 
@@ -327,7 +332,7 @@ class Executors(Actor[Stop]):
         return task
 
     async def _load(self, crew: _Crew) -> None:
-        """Start a crew and wait until it has loaded.  Raises what its loading raised."""
+        """Start a crew and wait until it has loaded.  Raises what loading raised."""
         running, loaded = self._start(crew), asyncio.create_task(crew.loaded.wait())
         await asyncio.wait((running, loaded), return_when=asyncio.FIRST_COMPLETED)
         loaded.cancel()
@@ -357,7 +362,7 @@ class Executors(Actor[Stop]):
 
 
 def _drop_traceback(error: BaseException) -> None:
-    """Its frames hold the weights and the pool of a generation that is gone."""
+    """Drop the tracebacks, whose frames hold the weights and the pool of a generation that is gone."""
     seen: BaseException | None = error
     while seen is not None:
         seen.__traceback__ = None

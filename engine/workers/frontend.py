@@ -1,11 +1,11 @@
-"""The ingress of an engine whose clients are served by a frontend in a process of its own.
+"""The engine's side of ingress when a frontend process serves the clients.
 
 consumes: Deltas, Failed (tokenizer) · EngineReady, EngineRecovering, Stats (scheduler) · Stop (system)
-  TokenizersReady, TokenizersLost (tokenizer pool) · what the frontend says
+  TokenizersReady, TokenizersLost (tokenizer pool) · messages of the frontend
 produces: Tokenize, Abort (tokenizer) · all of the above, and answers (the frontend)
-waits for: the frontend's loading and its end; never for a peer.   owns: which requests are open, as ids.
+waits for: the frontend's loading and its end; never for a peer.   owns: the ids of open requests.
 
-A frontend that dies, hangs or takes no more takes its clients with it: their connections end, and their requests are
+When a frontend dies, hangs or accepts no messages, its clients' connections end with it and their requests are
 aborted.  The next frontend is started on the same socket, where new clients wait meanwhile.
 """
 
@@ -51,14 +51,14 @@ StartFrontend = Callable[[FrontendSlot, Reports[FromFrontend], Handover], Worker
 
 
 class FrontendCommand(msgspec.Struct, frozen=True):
-    """What a frontend is: a module to run, and the descriptor of the socket that it listens on."""
+    """The command of a frontend: a module to run, and the descriptor of the socket that it listens on."""
 
     module: str
     listener: int
 
 
 class _Subscription:
-    """An observer of the engine on the frontend's behalf."""
+    """An observer of the engine for the frontend."""
 
     def __init__(self, tell: Callable[[RequestsFinished], None]) -> None:
         self._tell = tell
@@ -69,10 +69,11 @@ class _Subscription:
 
 
 class RemoteIngress(Actor[IngressInbox | SettingsChanged], Owner[FromFrontend, ToFrontend]):
-    """start: starts a frontend's process.  silence_timeout_s: one that says nothing for so long hangs.
+    """The actor in place of ingress, which forwards to the frontend process.
 
-    parts: what must say that it is ready, besides the frontend.  about: see ``Handover``; to be set before it runs,
-    as is operate: does what an operator asks for, and says so in the end."""
+    start: starts a frontend's process.  silence_timeout_s: one that sends nothing for longer hangs.
+    parts: the parts that must report ready, besides the frontend.
+    about: as in ``Handover``; set before it runs, as is operate, which executes an operator's command and answers."""
 
     def __init__(
         self,
@@ -119,7 +120,7 @@ class RemoteIngress(Actor[IngressInbox | SettingsChanged], Owner[FromFrontend, T
         watch: Callable[[object, str], None],
         profile: Callable[[Profile], None],
     ) -> None:
-        """What the frontend is answered from: a monitor, which needs this actor to be there first."""
+        """Set the sources of answers to the frontend: a monitor, which needs this actor and is built later."""
         self._look = look
         self._watch = watch
         self._profile = profile
@@ -128,22 +129,22 @@ class RemoteIngress(Actor[IngressInbox | SettingsChanged], Owner[FromFrontend, T
 
     @property
     def num_restarts(self) -> int:
-        """Of frontends."""
+        """Restarts of frontends."""
         return self._group.num_restarts
 
     @property
     def num_open(self) -> int:
-        """Requests that have come and not yet ended."""
+        """Requests that have arrived and not yet ended."""
         return len(self._open)
 
     @property
     def recovering(self) -> bool:
-        """Whether a part was lost, and requests wait for it."""
+        """Whether a part was lost, so that requests wait for it."""
         return bool(self._lost)
 
     @property
     def draining(self) -> bool:
-        """Whether no more requests are taken.  Set it, and the frontend is told."""
+        """Whether no more requests are accepted.  Setting it notifies the frontend."""
         return self._draining
 
     @draining.setter
@@ -154,22 +155,22 @@ class RemoteIngress(Actor[IngressInbox | SettingsChanged], Owner[FromFrontend, T
             self._settle()
 
     async def wait_idle(self, timeout_s: float) -> bool:
-        """Wait until no request is open, and none can come where that was asked for; False if the time ran out."""
+        """Wait until no request is open, and none can arrive if draining; return False on a timeout."""
         return await is_set_within(timeout_s, self._idle) or not self._open
 
     def abort_all(self) -> None:
-        """Cancel every open request; the frontend tells its clients."""
+        """Cancel every open request; the frontend answers its clients."""
         self._tell(AbortAll())
         self._abort_open()
 
     def fail_all(self, error: EngineDied) -> None:
-        """The engine is gone: the frontend tells its clients why, and ends."""
+        """Send the reason to the frontend, which ends its clients' requests and itself, after the engine died."""
         self._tell(EngineFailed(reason=str(error)))
         self._open.clear()
         self._group.stop()
 
     async def leave(self) -> None:
-        """Let the frontend finish what it writes, and end; returns when nothing is left of it."""
+        """Let the frontend finish its writes and end; returns when it is gone."""
         self._group.stop()
         if self._keeping is not None:
             await asyncio.wait((self._keeping,))
@@ -212,7 +213,7 @@ class RemoteIngress(Actor[IngressInbox | SettingsChanged], Owner[FromFrontend, T
             self.became_ready.set()
 
     def _tell(self, message: ToFrontend) -> None:
-        """To the frontend, if it is there: the next one gets a handover instead."""
+        """Send to the frontend, if it is ready; a later one gets a handover instead."""
         if not self.slot.is_ready:
             return
         try:
@@ -226,7 +227,7 @@ class RemoteIngress(Actor[IngressInbox | SettingsChanged], Owner[FromFrontend, T
     # ---- from the frontend ---------------------------------------------------------------------
 
     def take(self, slot: FrontendSlot, message: FromFrontend) -> None:
-        """The frontend says something."""
+        """Handle a message of the frontend."""
         match message:
             case Tokenize():
                 self._open.add(message.request_id)
@@ -254,13 +255,13 @@ class RemoteIngress(Actor[IngressInbox | SettingsChanged], Owner[FromFrontend, T
         self._settle()
 
     def _abort(self, message: Abort) -> None:
-        """Of those that are open; what has ended meanwhile needs no end."""
+        """Abort a request if it is open; it may have ended meanwhile."""
         if message.request_id in self._open:
             self._open.discard(message.request_id)
             self._tokenizer.put(message)
 
     def came(self, slots: Sequence[FrontendSlot], ready: Sequence[WorkerReady]) -> None:
-        """A frontend has loaded.  What it missed since its handover is said again."""
+        """Send a loaded frontend what it has missed since its handover."""
         for message in self._replay():
             self._tell(message)
         if self._draining:
@@ -269,7 +270,7 @@ class RemoteIngress(Actor[IngressInbox | SettingsChanged], Owner[FromFrontend, T
         self._settle()
 
     def _replay(self) -> tuple[IngressInbox | SettingsChanged, ...]:
-        """What brings a new ingress to where an old one would be."""
+        """Return the messages that bring a new ingress to the state of the old one."""
         latest = (one for one in (self._stats, self._settings) if one is not None)
         return (*self._came.values(), *self._lost.values(), *latest)
 
@@ -277,11 +278,11 @@ class RemoteIngress(Actor[IngressInbox | SettingsChanged], Owner[FromFrontend, T
         return Handover(first_id=self._largest_id + 1, replay=self._replay(), about=self.about, state=self._state)
 
     def went(self, slots: Sequence[FrontendSlot], loss: WorkerLost) -> None:
-        """The frontend is gone, and with it every client that would read an answer."""
+        """Abort the requests of a lost frontend, whose clients are gone with it."""
         if self._open:
             log.warning("the frontend had %d requests, which are aborted", len(self._open))
         self._abort_open()
-        if self._draining:  # no clients may come: no other frontend is needed
+        if self._draining:  # no new clients are accepted: no other frontend is needed
             self._group.stop()
 
     def _abort_open(self) -> None:
@@ -291,7 +292,7 @@ class RemoteIngress(Actor[IngressInbox | SettingsChanged], Owner[FromFrontend, T
         self._settle()
 
     def _settle(self) -> None:
-        """Look whether ``wait_idle`` may go on."""
+        """Set or clear the event of ``wait_idle``."""
         may_come = self._draining and not self._has_drained and self.slot.is_ready
         if self._open or may_come:
             self._idle.clear()
@@ -301,7 +302,7 @@ class RemoteIngress(Actor[IngressInbox | SettingsChanged], Owner[FromFrontend, T
     # ---- the frontend's life -------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Handle messages until Stop, and keep a frontend running.  It outlives a crash, to tell its clients.
+        """Handle messages until Stop, and keep a frontend running, which outlives a crash to answer its clients.
 
         Raises what the first load raised, or EngineDied when restarting does not help."""
         self._keeping = asyncio.create_task(self._keep(), name="frontend.keep")

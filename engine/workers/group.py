@@ -1,12 +1,12 @@
-"""A group of workers: started, watched, ended, and started anew within limits; written once for every kind of worker.
+"""A group of workers of any kind: started, watched, ended, and restarted within limits.
 
 Owns: the lives of workers, which of them live and die together, how long they have been quiet, how often they restart.
-Does not know: how a worker is started, what it does, what is lost with it: that is its owner's to say.
-Workers come in generations.  When one dies, hangs, fails or takes nothing any more, the generation that it belongs to
-ends: nothing that it still says is heard, the owner is told once, and the next generation loads.  Which slots belong
-together is the policy: ``one_for_all`` puts all of them into one generation, ``one_for_one`` each into its own.
-Time is counted in ticks of a timer, not read from a clock: when this process itself stood still (a laptop asleep, a
-busy machine) one tick passes, however long that took, so no worker is blamed.  And a step costs no look at a clock.
+Does not know: how a worker is started, what it does, what is lost with it; the owner knows these.
+Workers live in generations.  When one dies, hangs, fails or accepts nothing, its generation ends: its later messages
+are dropped, the owner is called once, and the next generation loads.  The policy decides which slots belong together:
+``one_for_all`` puts all of them into one generation, ``one_for_one`` each into its own.
+Time is counted in ticks of a timer, not read from a clock: when this process itself stands still (a sleeping laptop, a
+busy machine) one tick passes, however long that takes, so no worker is blamed.  And a step does not read a clock.
 """
 
 import asyncio
@@ -24,17 +24,18 @@ from engine.workers.worker import Reports, Said, Told, Worker, WorkerLost
 
 log = logging.getLogger(__name__)
 
-TICKS = 8  # so many make a timeout
-GRACE_S = 0.2  # longer than it takes to hear of a worker's end
-LAST_WORDS_S = 0.05  # what a worker said before it ended may arrive just after its end is seen
-LOAD_FACTOR = 5.0  # a reload may take so many times as long as the first load did
-LOAD_SECONDS = 60.0  # and this much more
-LOAD_PATIENCE = 6  # while it loads, a worker that has spoken may be silent for so many times as long
+TICKS = 8  # ticks per timeout
+GRACE_S = 0.2  # longer than the report of a worker's end takes
+LAST_WORDS_S = 0.05  # a worker's last messages may arrive just after its end is seen
+LOAD_FACTOR = 5.0  # a reload may take this many times the first load's time
+LOAD_SECONDS = 60.0  # plus this many seconds
+LOAD_PATIENCE = 6  # a loading worker may be silent for this many times the timeout
 
 
 class Watch:
-    """Whether a worker answers, and says anything.  step_ticks, silence_ticks: how many it may be quiet for; 0 for any
-    number."""
+    """Whether a worker answers steps, and sends anything at all.
+
+    step_ticks, silence_ticks: ticks that it may take; 0 for no limit."""
 
     def __init__(self, step_ticks: int, silence_ticks: int) -> None:
         self._step_ticks = step_ticks
@@ -45,28 +46,28 @@ class Watch:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether a step is not done."""
+        """Whether a step is unanswered."""
         return self._num_out > 0
 
     def sent(self) -> None:
-        """A step is on its way to the worker."""
+        """Count a step that is sent to the worker."""
         if not self._num_out:
             self._step_quiet = 0
         self._num_out += 1
 
     def answered(self) -> None:
-        """A step is done: the next one starts now, if there is one."""
+        """Count a finished step; the time of the next one, if any, starts now."""
         self._num_out -= 1
         self._step_quiet = 0
 
     def heard(self) -> None:
-        """The worker is there."""
+        """Note any message of the worker."""
         self._quiet = 0
 
     def tick(self, patience: int = 1) -> str | None:
-        """Time has passed.  Returns what the worker fails to do, once it has taken too long.
+        """Count a tick.  Returns the worker's failure if a limit is exceeded, else None.
 
-        patience: with its silence, so many times as much."""
+        patience: factor on the limit of silence."""
         self._quiet += 1
         self._step_quiet += 1
         if self._num_out and 0 < self._step_ticks < self._step_quiet:
@@ -77,31 +78,31 @@ class Watch:
 
 
 class Owner(Protocol[Said, Told]):
-    """The actor that gives the workers their work.  What its methods raise ends the group."""
+    """The actor that gives the workers their work.  An exception of its methods ends the group."""
 
     def take(self, slot: "WorkerSlot[Said, Told]", message: Said) -> None:
-        """A worker says something."""
+        """Handle a message of a worker."""
         ...
 
     def came(self, slots: "Sequence[WorkerSlot[Said, Told]]", ready: Sequence[WorkerReady]) -> None:
-        """A generation has loaded, and takes work.  ready: what its workers said of it."""
+        """Handle a generation that has loaded and accepts work.  ready: the reports of its workers."""
         ...
 
     def went(self, slots: "Sequence[WorkerSlot[Said, Told]]", loss: WorkerLost) -> None:
-        """A generation is gone."""
+        """Handle the loss of a generation."""
         ...
 
     def judge(self, losses: Sequence[WorkerLost]) -> bool:
-        """Whether a generation's end counts against the limit of restarts.  Raises EngineDied if none will help.
+        """Whether a generation's end counts against the limit of restarts.  Raises EngineDied if restarts cannot help.
 
-        losses: all that was heard of until nothing was left of it, the one that ended it first."""
+        losses: all losses that were reported until the generation was gone, the one that ended it first."""
         return True
 
 
 class WorkerSlot(Generic[Said, Told]):
-    """A place in a group, which workers hold one after the other.
+    """A slot of a group, filled by one worker after the other.
 
-    name: of whichever worker has it.  waiting, peak: of that one's mailbox, as it last said."""
+    name: of the worker in it.  waiting, peak: of its mailbox, as last reported."""
 
     def __init__(self, name: str, number: int) -> None:
         self.name = name
@@ -112,12 +113,12 @@ class WorkerSlot(Generic[Said, Told]):
 
     @property
     def is_ready(self) -> bool:
-        """Whether there is a worker, and it takes work."""
+        """Whether there is a worker that accepts work."""
         return self.life is not None and self.life.takes_work
 
     @property
     def watch(self) -> Watch:
-        """Of its worker."""
+        """The watch of the present worker."""
         return self._current.watch
 
     @property
@@ -126,7 +127,7 @@ class WorkerSlot(Generic[Said, Told]):
         return self.life
 
     def put(self, message: Told) -> None:
-        """Send to the worker, which must be ready; one that takes nothing is as good as lost.  Raises WireError."""
+        """Send to the worker, which must be ready; one that accepts nothing is treated as lost.  Raises WireError."""
         life = self._current
         assert life.takes_work, f"{self.name} is not ready for {type(message).__name__}"
         assert life.worker is not None
@@ -135,17 +136,17 @@ class WorkerSlot(Generic[Said, Told]):
         except WireError:
             raise
         except CallboardError as error:
-            # It gets no more, and is not lost yet: what has become of it is known in a moment, and says more.
+            # It gets no more messages but is not lost yet: its end is reported in a moment, with a better reason.
             life.takes_work = False
             asyncio.get_running_loop().call_later(GRACE_S, life.lost, WorkerLost(f"{self.name}: {error}"))
 
     def lose(self, loss: WorkerLost) -> None:
-        """Give its worker up."""
+        """Declare its worker lost."""
         self._current.lost(loss)
 
 
 class _Life(Generic[Said, Told]):
-    """One worker in a slot, from its start until its generation is over.  ready: what it said when it had loaded."""
+    """One worker in a slot, from its start until its generation is over.  ready: its report when it had loaded."""
 
     def __init__(self, generation: "_Generation[Said, Told]", slot: WorkerSlot[Said, Told], watch: Watch) -> None:
         self.slot = slot
@@ -165,7 +166,7 @@ class _Life(Generic[Said, Told]):
 
 
 class _Generation(Generic[Said, Told]):
-    """Workers that live and die together.  losses: why it is over, the first one first.  over: set with that one."""
+    """Workers that live and die together.  losses: the reasons of its end, in order.  over: set with the first one."""
 
     def __init__(self, group: "WorkerGroup[Said, Told]", slots: Sequence[WorkerSlot[Said, Told]]) -> None:
         loop = asyncio.get_running_loop()
@@ -179,7 +180,7 @@ class _Generation(Generic[Said, Told]):
         self._group = group
 
     def heard(self, life: _Life[Said, Told], message: Said | WorkerReady | WorkerAlive) -> None:
-        """A worker has said something."""
+        """Handle a message of a worker."""
         if not self.is_open:
             return
         life.watch.heard()
@@ -199,58 +200,59 @@ class _Generation(Generic[Said, Told]):
                 self._group.tell(lambda owner: owner.take(life.slot, message))
 
     def lost(self, loss: WorkerLost) -> None:
-        """A worker is gone.  What is known later, until nothing is left of the others, may say why."""
+        """Handle the loss of a worker.  Later losses, until all workers are gone, may hold the cause."""
         self.losses.append(loss)
         if self.is_open:
             self.close()
             self.over.set_result(None)
-            # Now, not when the group's task gets its turn: nothing more may be given to these workers.
+            # At once, not when the group's task runs: nothing more may be given to these workers.
             self._group.tell(lambda owner: owner.went(self.slots, loss))
 
     def close(self) -> None:
-        """Hear nothing any more, and take nothing."""
+        """Drop later messages, and accept no more work."""
         self.is_open = False
         for life in self.lives:
             life.takes_work = False
 
     def tick(self, *, can_kill: bool) -> None:
-        """Time has passed for workers that have loaded."""
+        """Count a tick for workers that have loaded."""
         for life in self.lives:
             if (failing := life.watch.tick()) is not None:
                 self.is_stuck = True
                 self.lost(WorkerLost(f"{life.slot.name} {failing}", curable=can_kill))
 
     def tick_loading(self) -> None:
-        """The same while they load: one on another machine may vanish, and nothing else tells of it."""
+        """Count a tick while they load: a worker on another machine may vanish without another sign."""
         for life in self.lives:
             if life.has_spoken and life.ready is None and (failing := life.watch.tick(LOAD_PATIENCE)) is not None:
                 self.lost(WorkerLost(f"{life.slot.name} {failing}"))
 
 
 Start = Callable[[WorkerSlot[Said, Told], Reports[Said]], Worker[Told]]
-"""Starts a worker for a slot.  Raises CallboardError if that cannot be."""
+"""Starts a worker for a slot.  Raises CallboardError on failure."""
 
 Generation = Callable[[], AbstractContextManager[Start[Said, Told]]]
-"""Makes what the workers of a generation share, for as long as it lives.  Raises CallboardError if that cannot be."""
+"""Opens what the workers of a generation share, for its lifetime.  Raises CallboardError on failure."""
 
 Policy = Callable[[Sequence[WorkerSlot[Said, Told]]], Sequence[Sequence[WorkerSlot[Said, Told]]]]
-"""Which slots have their generations together."""
+"""Groups the slots whose workers share a generation."""
 
 
 def one_for_all(slots: Sequence[WorkerSlot[Said, Told]]) -> Sequence[Sequence[WorkerSlot[Said, Told]]]:
-    """A loss ends and restarts all of them."""
+    """Group all slots: a loss ends and restarts all of them."""
     return [slots]
 
 
 def one_for_one(slots: Sequence[WorkerSlot[Said, Told]]) -> Sequence[Sequence[WorkerSlot[Said, Told]]]:
-    """A loss ends and restarts nothing else."""
+    """Group each slot alone: a loss ends and restarts nothing else."""
     return [[slot] for slot in slots]
 
 
 class WorkerGroup(Generic[Said, Told]):
-    """names: of the slots.  can_kill: whether a worker that hangs can be ended.
+    """Keeps a worker in every slot.
 
-    has_started: every slot has had a worker that was ready, all at one time."""
+    names: of the slots.  can_kill: whether a worker that hangs can be killed.
+    has_started: every slot has had a ready worker, all at the same time."""
 
     def __init__(
         self,
@@ -280,15 +282,15 @@ class WorkerGroup(Generic[Said, Told]):
 
     @property
     def num_ready(self) -> int:
-        """Workers that take work."""
+        """Workers that accept work."""
         return sum(slot.is_ready for slot in self.slots)
 
     def stop(self) -> None:
-        """Let workers finish what they have, and end; ``run`` returns then."""
+        """Let workers finish their work and end; ``run`` returns then."""
         self._told_to_stop.set()
 
     async def run(self) -> None:
-        """Keep a worker in every slot until told to stop.
+        """Keep a worker in every slot until ``stop`` is called.
 
         Raises what the first load raised, what the owner raises, or EngineDied when restarting does not help."""
         tasks = [
@@ -305,12 +307,12 @@ class WorkerGroup(Generic[Said, Told]):
             task.result()
 
     def new_watch(self) -> Watch:
-        """For a new worker."""
+        """Return the watch of a new worker."""
         step_s, silence_s = self._patience.step_s, self._patience.silence_s
         return Watch(math.ceil(step_s / self._tick_s), math.ceil(silence_s / self._tick_s))
 
     def tell(self, what: Callable[[Owner[Said, Told]], None]) -> None:
-        """Call the owner.  As with a message in an actor's mailbox, what goes wrong there is the end."""
+        """Call the owner.  As with a message in an actor's mailbox, an exception is fatal."""
         try:
             what(self._owner)
         except Exception as error:
@@ -318,12 +320,12 @@ class WorkerGroup(Generic[Said, Told]):
             self._give_up()
 
     def _give_up(self) -> None:
-        """Kill what is there.  No task is cancelled for it: it may be in the middle of killing its workers."""
+        """Kill all workers.  No task is cancelled: it may be in the middle of killing its workers."""
         self._is_given_up = True
         self._told_to_stop.set()
 
     def loaded(self, generation: _Generation[Said, Told], ready: Sequence[WorkerReady]) -> None:
-        """A generation takes work from now on."""
+        """Report a loaded generation to the owner."""
         load_s = asyncio.get_running_loop().time() - generation.started_at
         if not self.has_started:
             self._load_s = max(self._load_s, load_s)
@@ -332,20 +334,20 @@ class WorkerGroup(Generic[Said, Told]):
         self.tell(lambda owner: owner.came(generation.slots, ready))
 
     async def _keep(self, slots: Sequence[WorkerSlot[Said, Told]]) -> None:
-        """One generation after the other."""
+        """Run one generation after the other."""
         while losses := await self._live(slots):
             loss = losses[0]
             if not self.has_started:
-                # It never ran: what is wrong is the configuration, the checkpoint, the machine, and no moment's fault.
+                # It never ran: the configuration, the checkpoint or the machine is wrong, so a restart cannot help.
                 raise loss.error if loss.error is not None else EngineDied(f"{loss} while it started")
             if self._owner.judge(losses):
                 self.intensity.spend(str(loss), asyncio.get_running_loop().time())
             self.num_restarts += 1
-            who = "it is" if len(slots) == 1 else f"all {len(slots)} are"
-            log.warning("%s; %s restarted (%d so far)", loss, who, self.num_restarts)
+            subject = "it is" if len(slots) == 1 else f"all {len(slots)} are"
+            log.warning("%s; %s restarted (%d so far)", loss, subject, self.num_restarts)
 
     async def _live(self, slots: Sequence[WorkerSlot[Said, Told]]) -> list[WorkerLost]:
-        """One generation, from its start to its end.  Returns why it was lost; nothing if told to stop."""
+        """Run one generation from start to end.  Returns why it was lost; an empty list if the group was stopped."""
         generation = _Generation(self, slots)
         timer = asyncio.create_task(self._keep_time(generation), name=f"{slots[0].name}.watch")
         stopping = asyncio.create_task(self._told_to_stop.wait(), name=f"{slots[0].name}.stop")
@@ -358,7 +360,7 @@ class WorkerGroup(Generic[Said, Told]):
                         workers.append(life.worker)
                     await asyncio.wait((generation.over, stopping), return_when=asyncio.FIRST_COMPLETED)
                     if generation.losses and len(workers) > 1:
-                        # One's failure may be that of another, whose reason is the true one.
+                        # One worker's failure may be caused by another, whose reason is the true one.
                         await asyncio.sleep(LAST_WORDS_S)
                     elif generation.is_ready and not generation.losses and not self._is_given_up:
                         await asyncio.gather(*(worker.end() for worker in workers))
@@ -371,7 +373,7 @@ class WorkerGroup(Generic[Said, Told]):
         return [] if self._told_to_stop.is_set() else generation.losses
 
     async def _keep_time(self, generation: _Generation[Said, Told]) -> None:
-        """Notice workers that do not come, do not load, do not answer, or say nothing for too long."""
+        """Detect workers that do not join, load or answer in time, or send nothing for too long."""
         patience = self._patience
         reload_s = LOAD_FACTOR * self._load_s + LOAD_SECONDS + patience.join_s
         load_timeout_s = reload_s if self.has_started else patience.first_load_s
@@ -387,7 +389,7 @@ class WorkerGroup(Generic[Said, Told]):
             missing = [life.slot.name for life in generation.lives if not life.has_spoken]
             if missing and 0 < patience.join_s < loading_s:
                 error = EngineDied(f"{', '.join(missing)} did not join within {patience.join_s:g} s")
-                # They have had as long as was asked for; another generation would only wait as long again.
+                # They had the configured time; another generation would only wait as long again.
                 generation.lost(WorkerLost(str(error), error, curable=False))
             elif 0 < load_timeout_s < loading_s:
                 generation.lost(WorkerLost(f"{', '.join(loading)} did not load within {load_timeout_s:.0f} s"))

@@ -1,9 +1,9 @@
-"""Executors of this process: actors on the shared event loop, each with a device thread of its own.
+"""Executors in this process: actors on the shared event loop, each with a device thread of its own.
 
-Owns: their start and their end.  Does not know: what a loss means, other placements.
-A step that raises can be cured here if the device can: the executor is loaded anew in place.  A thread that hangs
-cannot be ended from outside, and a CUDA context that has failed stays so for as long as its process: both are clear
-failures of the engine.  Executors in processes of their own survive these too.
+Owns: their start and their end.  Does not know: the reaction to a loss, other placements.
+If the device works, a step that raises is repaired here by loading the executor again in place.  A hung thread cannot
+be ended from outside, and a failed CUDA context stays failed until its process ends: both fail the engine.
+Executors in processes of their own survive these too.
 """
 
 import asyncio
@@ -24,7 +24,9 @@ INLINE_END_TIMEOUT_S = 4.0
 
 
 class InlineExecutors:
-    """load: (rank, settings, rendezvous) -> runner, called on the rank's device thread."""
+    """Executors as actors of this process.
+
+    load: (rank, settings, rendezvous) -> runner, called on the rank's device thread."""
 
     can_kill = False
     silence_s = 0.0
@@ -53,7 +55,7 @@ class InlineExecutors:
 
 
 class InlineWorker:
-    """reloaded: it is not of the first generation."""
+    """One executor of a generation.  reloaded: it is not of the first generation."""
 
     def __init__(self, executor: Executor, reports: Reports[FromExecutor], *, reloaded: bool) -> None:
         self._executor = executor
@@ -64,12 +66,12 @@ class InlineWorker:
         self._task = asyncio.create_task(self._run(), name=executor.name)
 
     async def end(self) -> None:
-        """Ask it to end after the steps it has."""
+        """Ask it to end after its queued steps."""
         self._executor.inbox.put(Stop())
         await asyncio.wait((self._task,), timeout=INLINE_END_TIMEOUT_S)
 
     async def kill(self, *, is_stuck: bool) -> None:
-        """End the actor; a thread that is stuck is left behind."""
+        """End the actor; a thread that hangs is left running."""
         if not self._task.done():
             if is_stuck:
                 self._executor.abandon()
@@ -80,7 +82,7 @@ class InlineWorker:
         try:
             await self._executor.run()
         except Exception as error:
-            # If it cannot even be loaded again, the device is beyond what this process can do for it.
+            # If it cannot even be loaded again, the device cannot be repaired within this process.
             curable = self._executor.loaded or not self._reloaded
             reason = f"{self._executor.name} crashed: {type(error).__name__}: {error}"
             self._reports.lost(WorkerLost(reason, error, curable=curable))

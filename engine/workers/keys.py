@@ -1,9 +1,9 @@
-"""CURVE: who may speak on a link, and that nobody else can listen.
+"""CURVE keys of links: they decide which process may connect, and encrypt what is sent.
 
-Owns: key pairs, and the answer to "may this client in?".  Does not know: messages, who needs a link.
-Unix sockets have it too.  The file system and the kernel say there whose process the peer is, but whatever connects to
-a PAIR socket first takes the place of the one that is meant, and without a key it never gets that far.  On frames as
-small as a step's it costs nothing that could be measured.
+Owns: key pairs, and the admission of clients.  Does not know: messages, which processes need a link.
+Unix sockets have keys too.  There the file system and the kernel check the user of the peer, but the first process to
+connect to a PAIR socket takes the place of the intended one, and without a key it is refused.  On frames as small as a
+step's the cost is not measurable.
 """
 
 import asyncio
@@ -18,40 +18,40 @@ from zmq.utils import z85
 log = logging.getLogger(__name__)
 
 ZAP_ENDPOINT = "inproc://zeromq.zap.01"
-MAX_LOGGED_REFUSALS = 20  # who is refused comes again ten times a second; they are counted on
+MAX_LOGGED_REFUSALS = 20  # a refused client retries ten times a second; later refusals are only counted
 NUM_ZAP_FRAMES = 7  # version, request id, domain, address, identity, mechanism, client key
 
 
 class KeyPair(msgspec.Struct, frozen=True, array_like=True):
-    """Z85 text.  The secret one is told to the process that uses it, over a pipe, and to nobody else."""
+    """A key pair as Z85 text.  The secret key is sent to the process that uses it alone, over a pipe."""
 
     public: bytes
     secret: bytes
 
     @classmethod
     def draw(cls) -> "KeyPair":
-        """A new one."""
+        """Return a new pair."""
         return cls(*zmq.curve_keypair())
 
     @classmethod
     def derive(cls, shared: str, purpose: str) -> "KeyPair":
-        """The one that everybody who knows the shared secret comes to for this purpose, and nobody else does."""
+        """Return the pair for this purpose that every process with the shared secret derives, and no other can."""
         key = hashlib.blake2b(shared.encode(), digest_size=32).digest()
         secret = z85.encode(hashlib.blake2b(purpose.encode(), key=key, digest_size=32).digest())
         return cls(zmq.curve_public(secret), secret)
 
 
 class ClientKeys(msgspec.Struct, frozen=True, array_like=True):
-    """What a client needs: its own pair, and the public key by which it knows the server."""
+    """The keys of a client: its own pair, and the server's public key."""
 
     own: KeyPair
     server: bytes
 
 
 class Doorman:
-    """Answers libzmq's question for every client that knocks on a context's CURVE sockets (ZAP, RFC 27).
+    """Authenticates each client that connects to the CURVE sockets of a context (ZAP, RFC 27).
 
-    domain: of the socket that asks -> the keys it lets in.  Everything else is refused and logged."""
+    domain: of the socket -> the keys that it admits.  Any other client is refused and logged."""
 
     def __init__(self, context: "zmq.Context[Any]") -> None:
         self.num_refused = 0
@@ -64,11 +64,11 @@ class Doorman:
         self._loop.add_reader(self._fd, self._readable)
 
     def admit(self, domain: str, clients: frozenset[bytes]) -> None:
-        """Let these into the sockets of a domain; their keys as Z85 text."""
+        """Admit clients with these keys, as Z85 text, to the sockets of a domain."""
         self._clients[domain.encode()] = frozenset(z85.decode(key) for key in clients)
 
     def close(self) -> None:
-        """Nobody is let in any more."""
+        """Stop answering, so that no more clients are admitted."""
         if not self._socket.closed:
             self._loop.remove_reader(self._fd)
             self._socket.close()

@@ -1,6 +1,6 @@
-"""How long a group waits for its workers, and how often it starts them anew.
+"""Limits of a group: how long it waits for its workers, and how often it restarts them.
 
-Owns: those numbers, and when restarts were.  Does not know: clocks, workers, what to do about them.
+Owns: these numbers, and the times of restarts.  Does not know: clocks, workers, the reaction to a limit.
 """
 
 from collections import deque
@@ -11,11 +11,11 @@ from engine.types.errors import EngineDied
 
 @dataclass(frozen=True, slots=True)
 class Patience:
-    """How long a group waits for its workers, in seconds; 0 for ever.
+    """Timeouts of a group for its workers, in seconds; 0 for no limit.
 
-    silence_s: for a word of one that has loaded.  step_s: for the answer to a step.  first_load_s: until the first
-    generation has loaded; the next ones get some times as long as that took.  join_s: for the first word of workers
-    that come by themselves."""
+    silence_s: time without a message of a loaded worker.  step_s: time for a step.
+    first_load_s: time for the first generation to load; later ones get a multiple of the time that this took.
+    join_s: time until the first message of workers that start by themselves."""
 
     silence_s: float = 0.0
     step_s: float = 0.0
@@ -24,7 +24,7 @@ class Patience:
 
 
 class RestartIntensity:
-    """At most ``max_restarts`` within any ``window_s`` seconds."""
+    """A limit of ``max_restarts`` restarts within any ``window_s`` seconds."""
 
     def __init__(self, max_restarts: int, window_s: float) -> None:
         self.max_restarts = max_restarts
@@ -32,18 +32,18 @@ class RestartIntensity:
         self._times: deque[float] = deque()
 
     def spend(self, reason: str, now: float) -> None:
-        """Take one.  Raises EngineDied, which says why and that this was one too many.  Arguments as in ``allows``."""
+        """Count a restart.  Raises EngineDied with the reason if it exceeds the limit.  Arguments as in ``allows``."""
         if not self.allows(now):
             times = f"{self.max_restarts} restarts in {self.window_s:g} s did not help"
             raise EngineDied(f"{reason}; {times if self.max_restarts else 'placement.max_restarts is 0'}")
 
     def forgive(self, count: int) -> None:
-        """What brought the last ``count`` is gone."""
+        """Forget the last ``count`` restarts, whose cause is gone."""
         for _ in range(min(count, len(self._times))):
             self._times.pop()
 
     def allows(self, now: float) -> bool:
-        """Whether there may be one more, which is then counted.  now: seconds; never less than before."""
+        """Whether one more restart is allowed, which is then counted.  now: seconds, never decreasing."""
         while self._times and self._times[0] <= now - self.window_s:
             self._times.popleft()
         if len(self._times) >= self.max_restarts:

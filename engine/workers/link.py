@@ -1,10 +1,10 @@
-"""A link between two processes: messages as frames on a ZeroMQ PAIR socket, driven by callbacks of the event loop.
+"""A link between two processes: messages as frames on a ZeroMQ PAIR socket, read by callbacks of the event loop.
 
-Owns: one socket; what is refused on it; the engine's end of it, with its context, its doorman and its directory.
-Does not know: what the messages do, processes.
-A frame that is no message of this link is refused, counted and logged, and the link goes on.  What ZeroMQ itself
-refuses (a stranger without a key, another user's process, a frame of more than ``HARD_LIMIT`` times the limit, half a
-frame) never gets here: it closes that connection.  Both ends are bounded: ``put`` never waits.
+Owns: one socket; the refusal of frames; the engine's end of it, with its context, its doorman and its directory.
+Does not know: the meaning of messages, processes.
+A frame that is not a message of this link is refused, counted and logged, and the link continues.  ZeroMQ itself closes
+the connection on other errors (a client without a key, another user's process, a frame of more than ``HARD_LIMIT``
+times the limit, half a frame).  Both ends are bounded: ``put`` never waits.
 """
 
 import asyncio
@@ -24,21 +24,21 @@ from engine.workers.wire import MAX_FRAME_BYTES, Wire, WireError
 
 log = logging.getLogger(__name__)
 
-HARD_LIMIT = 2  # from so many times a link's limit on, a frame is not even read
-READS_PER_CALL = 64  # then others get their turn
-MAX_LOGGED_REFUSALS = 20  # of each link; they are counted on
+HARD_LIMIT = 2  # a frame of this many times a link's limit is not even read
+READS_PER_CALL = 64  # then other callbacks run
+MAX_LOGGED_REFUSALS = 20  # per link; later refusals are only counted
 
 Incoming = TypeVar("Incoming", bound=Message)
 
 
 class LinkError(CallboardError):
-    """A link cannot be made, or its other end does not take what is sent."""
+    """A link cannot be made, or its other end accepts no messages."""
 
 
 class SocketLink(Generic[Incoming]):
     """One end of a link.  ``put`` sends; ``deliver`` is called with each message that arrives, on the loop.
 
-    accepts: the union of messages that may arrive here.  capacity: messages that wait at most, on either side.
+    accepts: the union of messages that may arrive here.  capacity: most messages that wait, on either side.
     """
 
     def __init__(
@@ -64,14 +64,14 @@ class SocketLink(Generic[Incoming]):
         self._due = False
 
     def bind(self, endpoint: str, keys: KeyPair) -> str:
-        """Wait for the other end here; returns the address with its port filled in.  Raises LinkError.
+        """Listen for the other end; returns the address with its port filled in.  Raises LinkError.
 
-        keys: our own; a ``Doorman`` must know the other end's under the link's name."""
+        keys: this end's; a ``Doorman`` must have the other end's under the link's name."""
         self._socket.curve_server = True
         self._socket.curve_publickey, self._socket.curve_secretkey = keys.public, keys.secret
         self._socket.zap_domain = self.name.encode()
         if endpoint.startswith("ipc:"):
-            # The directory is ours alone; the kernel is asked as well.
+            # Only this user can enter the directory; the kernel checks the peer's user as well.
             self._socket.setsockopt(zmq.IPC_FILTER_UID, os.getuid())
         try:
             self._socket.bind(endpoint)
@@ -83,14 +83,14 @@ class SocketLink(Generic[Incoming]):
         return str(self._socket.last_endpoint.decode())
 
     def connect(self, endpoint: str, keys: ClientKeys) -> None:
-        """Reach the end that waits at ``endpoint``."""
+        """Connect to the end that listens at ``endpoint``."""
         self._socket.curve_publickey, self._socket.curve_secretkey = keys.own.public, keys.own.secret
         self._socket.curve_serverkey = keys.server
         self._socket.connect(endpoint)
         self._watch()
 
     def put(self, message: Message) -> None:
-        """Send.  Raises WireError if the message is over the limit, LinkError if the other end takes nothing."""
+        """Send.  Raises WireError if the message is over the limit, LinkError if the other end accepts nothing."""
         frame = self._wire.encode(message)
         try:
             self._socket.send(frame, zmq.NOBLOCK)
@@ -100,7 +100,7 @@ class SocketLink(Generic[Incoming]):
         self._look_again()
 
     def close(self, linger_s: float = 0.0) -> None:
-        """Deliver nothing any more; what was put may still leave for ``linger_s``.  Again: no effect."""
+        """Stop delivering; queued messages may still be sent for ``linger_s``.  Idempotent."""
         if self._socket.closed:
             return
         if self._fd >= 0:
@@ -115,7 +115,7 @@ class SocketLink(Generic[Incoming]):
         self._look_again()
 
     def _look_again(self) -> None:
-        """ZeroMQ's descriptor tells of a change once, and any call on the socket may have been told already."""
+        """Check for input again: ZeroMQ's descriptor signals a change once, and any socket call may consume that."""
         if not self._due and self._socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:
             self._due = True
             self._loop.call_soon(self._read_due)
@@ -149,14 +149,15 @@ class SocketLink(Generic[Incoming]):
     def _refuse(self, reason: str) -> None:
         self.num_refused += 1
         if self.num_refused <= MAX_LOGGED_REFUSALS:
-            # The reason may quote what a stranger has sent.
+            # The reason may quote untrusted input.
             log.warning("link %s: refused: %s", self.name, reason[:300].encode("unicode_escape").decode())
 
 
 class LinkServer(Generic[Incoming]):
-    """where: as ``placement.link`` says it.  accepts, deliver, capacity: as in ``SocketLink``.
+    """The engine's end of a link, with all that it needs.
 
-    keys: both ends'; without them they are drawn.  endpoint, client: what the other end needs to reach this one.
+    where: an address as in ``placement.link``.  accepts, deliver, capacity: as in ``SocketLink``.
+    keys: of both ends; drawn if None.  endpoint, client: the address and keys for the other end.
     Raises ConfigError or LinkError if the link cannot be made."""
 
     def __init__(
@@ -185,12 +186,12 @@ class LinkServer(Generic[Incoming]):
             raise
 
     def leave_directory(self) -> None:
-        """Remove the socket's file: a link that is connected needs it no longer, and nothing is left to clean up."""
+        """Remove the socket's file: a connected link does not need it, and nothing is left to clean up."""
         if self._directory is not None:
             self._directory.remove()
 
     def close(self) -> None:
-        """Close the link, and let go of the files; again: no effect."""
+        """Close the link and remove its files; idempotent."""
         self.link.close()
         self.doorman.close()
         self.leave_directory()

@@ -1,6 +1,6 @@
-"""A worker at the other end of a link, in a process of this machine or of another one.
+"""A worker at the other end of a link, in a process of this or another machine.
 
-Owns: a process, as far as it can be known, and the link to it, and the end of both.
+Owns: a process, as far as it is reachable from here, the link to it, and the end of both.
 Does not know: restarts, what the worker does, the other workers.
 """
 
@@ -25,23 +25,23 @@ KILL_TIMEOUT_S = 10.0
 
 
 class Process(Protocol):
-    """What runs at the other end, as far as it can be known from here."""
+    """The process at the other end, as far as it is reachable from here."""
 
     def kill(self) -> None:
-        """End it at once, where that can be done from here."""
+        """Kill it at once, if that is possible from here."""
         ...
 
     async def wait(self, timeout_s: float) -> bool:
-        """Wait for its end; False if that did not come in time."""
+        """Wait for its end; return False on a timeout."""
         ...
 
 
 StartProcess = Callable[[str, ClientKeys, Callable[..., None]], Process]
-"""Starts what connects to an endpoint with such keys; see ``LinkedWorker.ended`` for what is called at its end."""
+"""Starts a process that connects to an endpoint with these keys, and calls ``LinkedWorker.ended`` at its end."""
 
 
 class LinkedWorker(Generic[Said, Told]):
-    """assignment: the first message to the worker.  server: makes the link, given where it delivers.
+    """A worker as its group uses it.  assignment: its first message.  server: makes the link, given its ``deliver``.
 
     Raises ConfigError or LinkError if the link cannot be made."""
 
@@ -69,29 +69,29 @@ class LinkedWorker(Generic[Said, Told]):
             raise
 
     def put(self, message: Told) -> None:
-        """Send.  Raises WireError if the message is over the limit, LinkError if the worker takes nothing."""
+        """Send.  Raises WireError if the message is over the limit, LinkError if the worker accepts nothing."""
         self._server.link.put(message)
 
     async def end(self) -> None:
-        """Tell it to end after what it has."""
+        """Send Stop, which ends it after its queued work."""
         self._ending = True
         try:
             self._server.link.put(Stop())
         except LinkError as error:
-            log.debug("%s", error)  # it is on its way out
+            log.debug("%s", error)  # it is ending already
         await self.process.wait(self._end_timeout_s)
-        await asyncio.sleep(LAST_WORDS_S)  # they are here by now, but may not have been read
+        await asyncio.sleep(LAST_WORDS_S)  # its last messages have arrived, but may be unread
 
     async def kill(self, *, is_stuck: bool) -> None:
-        """End it, if it is left, and let go of link and files."""
+        """Kill it if it still runs, and close the link and its files."""
         self._ending = True
         self.process.kill()
         self._server.close()
         if not await self.process.wait(KILL_TIMEOUT_S):
-            log.error("%s does not die; it holds what it has", self._name)
+            log.error("%s does not die; its resources stay in use", self._name)
 
     def _take(self, message: Any) -> None:
-        """What the link has let in: what the worker says, and how it fails."""
+        """Handle a message from the link: the worker's messages, and its failure."""
         if isinstance(message, WorkerFailed):
             error = message.error(self._name)
             self._reports.lost(WorkerLost(str(error), error))
@@ -103,7 +103,7 @@ class LinkedWorker(Generic[Said, Told]):
         self._reports.heard(message)
 
     def ended(self, how: str, error: CallboardError | None = None) -> None:
-        """The process has ended.  how: what to say of it.  error: one that would only come again."""
+        """Report the end of the process.  how: the reason as text.  error: an error that a restart would repeat."""
         if not self._ending:
             loss = WorkerLost(f"{self._name} {how}") if error is None else WorkerLost(str(error), error)
             asyncio.get_running_loop().call_later(LAST_WORDS_S, self._reports.lost, loss)

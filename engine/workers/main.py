@@ -1,7 +1,7 @@
-"""The inside of a child process: one actor, whose peers are all at the other end of one link.
+"""The inside of a child process: one actor, whose peers are all reached over one link.
 
-Owns: the link, the heartbeat, how the process fails.  Does not know: what the actor does, who started the process.
-First the process says that it is there, then it is told what to be; it ends when it is told to, or with its actor.
+Owns: the link, the heartbeat, how the process fails.  Does not know: what the actor does, which process started it.
+The process first reports that it is alive, then receives its assignment; it ends on Stop, or with its actor.
 """
 
 import asyncio
@@ -22,11 +22,11 @@ from engine.workers.messages import Assignment, WorkerAlive, WorkerFailed
 
 log = logging.getLogger(__name__)
 
-LAST_WORDS_S = 2.0  # for what is still to be sent at the end
+LAST_WORDS_S = 2.0  # time to send the last messages at the end
 
 
 class Outgoing:
-    """Where the actor puts its messages.  failed: why one could not be sent; without it nothing goes on."""
+    """The link for the actor's messages.  failed: why one could not be sent, which ends the process."""
 
     def __init__(self, link: SocketLink[Any]) -> None:
         self.failed: asyncio.Future[CallboardError] = asyncio.get_running_loop().create_future()
@@ -40,7 +40,7 @@ class Outgoing:
             self.fail(error)
 
     def fail(self, error: CallboardError) -> None:
-        """Only the first one counts."""
+        """Record a failure; only the first one counts."""
         if not self.failed.done():
             self.failed.set_result(error)
 
@@ -49,8 +49,10 @@ A = TypeVar("A", bound=Assignment)
 
 
 class WorkerProcess(ABC, Generic[A]):
-    """assignment: the type of the first message.  accepts: the union of all messages that may come.
-    capacity: of the link, in messages."""
+    """A child process around one actor.
+
+    assignment: the type of the first message.  accepts: the union of all messages that may arrive.
+    capacity: messages of the link."""
 
     def __init__(self, ticket: Ticket, *, assignment: type[A], accepts: Any, capacity: int) -> None:
         self._ticket = ticket
@@ -62,14 +64,14 @@ class WorkerProcess(ABC, Generic[A]):
 
     @abstractmethod
     async def build(self, assignment: A, outgoing: Outgoing) -> Actor[Any]:
-        """The actor, connected.  Raises what its making raises."""
+        """Return the actor, connected.  Raises what building raises."""
 
     def deliver(self, actor: Actor[Any], message: Any) -> None:
-        """To the actor, or where else it belongs."""
+        """Put a message into the actor's mailbox; subclasses may route it elsewhere."""
         actor.inbox.put(message)
 
     async def run(self) -> int:
-        """Serve until told to stop.  Returns the exit code."""
+        """Serve until Stop.  Returns the exit code."""
         ticket = self._ticket
         self._assigned = asyncio.get_running_loop().create_future()
         context = zmq.Context()
@@ -84,10 +86,10 @@ class WorkerProcess(ABC, Generic[A]):
             context.term()
 
     async def _beat(self, link: SocketLink[Any], interval_s: float) -> None:
-        """Say that this process is alive, for ever."""
+        """Report that this process is alive, forever."""
         while True:
             await asyncio.sleep(interval_s)
-            with contextlib.suppress(LinkError):  # nobody listens just now: then nobody would miss it either
+            with contextlib.suppress(LinkError):  # the other end accepts nothing now; a heartbeat may be lost
                 link.put(self._alive())
 
     def _alive(self) -> WorkerAlive:
@@ -118,7 +120,7 @@ class WorkerProcess(ABC, Generic[A]):
                 raise outgoing.failed.result()
             await running
         except Exception as error:
-            while isinstance(error, ExceptionGroup):  # of an actor and its slow work
+            while isinstance(error, ExceptionGroup):  # raised by an actor and its slow work
                 error = error.exceptions[0]
             if not isinstance(error, CallboardError):
                 log.error("%s fails", name, exc_info=error)

@@ -1,7 +1,7 @@
-"""What a worker and its engine say to each other, besides what its actor sends and receives.
+"""Messages between a worker and its engine, besides those of the worker's actor.
 
-Owns: the assignment that a worker starts from, how it says that it is ready, alive or about to end, and what the
-frontend's process and its engine tell each other.  Does not know: who sends them, how they travel.
+Owns: the assignment that a worker starts from, its reports (ready, alive, about to end), and the messages between the
+frontend's process and its engine.  Does not know: senders, transport.
 """
 
 import msgspec
@@ -34,16 +34,18 @@ from engine.types.errors import (
 )
 from engine.types.notices import Message
 
-# Errors that mean the same on both sides of a process boundary; any other is told as text.
+# Errors that are raised again on the other side of a process boundary; any other is sent as text.
 TOLD_AS_THEMSELVES = {error.__name__: error for error in (ConfigError, WeightsError, PluginError, GraphError)}
 
 
-# ---- how a worker starts ----------------------------------------------------------------------
+# ---- starting a worker ----------------------------------------------------------------------
 
 
 class Place(msgspec.Struct, frozen=True, array_like=True):
-    """What a rank's own machine knows better than the server's: where its checkpoint and tokenizer lie (as in
-    ``model.path`` and ``model.tokenizer``; empty where the server's will do), and which GPU it takes."""
+    """The values that a rank's own machine sets in place of the server's.
+
+    local_rank: its GPU.  path, tokenizer: of its checkpoint, as in ``model.path`` and ``model.tokenizer``; '' for the
+    server's."""
 
     local_rank: int
     path: str = ""
@@ -51,10 +53,10 @@ class Place(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Assignment(Message, frozen=True, kw_only=True):
-    """What the first message to a worker says whatever its kind.
+    """The fields of the first message to a worker of any kind.
 
-    config: with the model's path resolved.  capacity: messages that its mailbox holds.  heartbeat_s: how often to say
-    that it is alive."""
+    config: with the model's path resolved.  capacity: messages that its mailbox holds.
+    heartbeat_s: seconds between reports that it is alive."""
 
     config: Config
     capacity: int
@@ -65,10 +67,10 @@ class Assignment(Message, frozen=True, kw_only=True):
 class ExecutorAssignment(Assignment, frozen=True, kw_only=True):
     """The first message to an executor: one rank of a group of ``num_ranks``.
 
-    rendezvous: where the ranks meet to form their communicator, as torch.distributed's ``init_method`` has it; empty
-    for a group of one.  num_pages: of the pool, once the engine knows, or 0.  most_tokens: steps with more are cut; 0
-    for no limit.  fingerprint: of the checkpoint, which may lie elsewhere for a rank on another machine; empty if that
-    is not to be looked at.  local_rank: its GPU; None for the one of its rank's number.  given: see ``RankContext``.
+    rendezvous: where the ranks meet to form their communicator, an ``init_method`` of torch.distributed; '' for one
+    rank.  num_pages: of the pool, once known, or 0.  most_tokens: steps with more tokens are cut; 0 for no limit.
+    fingerprint: of the checkpoint, which may have another path on another machine; '' for no check.
+    local_rank: its GPU; None for the one of its rank's number.  given: see ``RankContext``.
     """
 
     rank: int
@@ -88,10 +90,10 @@ class TokenizerAssignment(Assignment, frozen=True, kw_only=True):
 
 
 class Handover(Message, frozen=True, kw_only=True):
-    """What a frontend must know of those before it.
+    """The state that a new frontend takes over from earlier ones.
 
-    first_id: no request had this one yet, nor a larger one.  replay: what ingress would have heard by now.
-    about: what the server tells every front of it.  state: what the last one had in ``FrontendState``."""
+    first_id: larger than the id of any request so far.  replay: messages that ingress would have received by now.
+    about: what the server sends every frontend about itself.  state: the last ``FrontendState``."""
 
     first_id: int = 1
     replay: tuple[IngressInbox | SettingsChanged, ...] = ()
@@ -102,7 +104,7 @@ class Handover(Message, frozen=True, kw_only=True):
 class FrontendAssignment(Assignment, frozen=True, kw_only=True):
     """The first message to the frontend's process.
 
-    has_tokenizers: in processes, which must be ready as well.  listener: the inherited descriptor of its socket."""
+    has_tokenizers: tokenizer processes must be ready too.  listener: the inherited descriptor of its socket."""
 
     max_len: int
     vocab_size: int
@@ -111,17 +113,17 @@ class FrontendAssignment(Assignment, frozen=True, kw_only=True):
     handover: Handover
 
 
-# ---- what every worker says -------------------------------------------------------------------
+# ---- every worker -> the engine -------------------------------------------------------------------
 
 
 class WorkerReady(Message, frozen=True, kw_only=True):
-    """A worker has loaded, and takes work.  num_pages: of an executor's KV pool."""
+    """A worker has loaded and accepts work.  num_pages: of an executor's KV pool."""
 
     num_pages: int = 0
 
 
 class WorkerAlive(Message, frozen=True, kw_only=True):
-    """A worker is there and its event loop turns; sent every so often.
+    """A worker is alive and its event loop runs; sent periodically.
 
     waiting, peak: of its actor's mailbox, see ``MailboxGauges``."""
 
@@ -132,7 +134,7 @@ class WorkerAlive(Message, frozen=True, kw_only=True):
 class WorkerFailed(Message, frozen=True, kw_only=True):
     """A worker is about to end.  kind: the name of the exception's class.
 
-    num_tokens: of the step that the device had no room for, if that is why."""
+    num_tokens: of the step that did not fit the device, if that is the reason."""
 
     kind: str
     text: str
@@ -140,12 +142,12 @@ class WorkerFailed(Message, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, error: Exception) -> "WorkerFailed":
-        """What a worker says of an exception."""
+        """Return the message for an exception."""
         num_tokens = error.num_tokens if isinstance(error, StepTooLarge) else 0
         return cls(kind=type(error).__name__, text=str(error), num_tokens=num_tokens)
 
     def error(self, name: str) -> CallboardError:
-        """The error that the worker ``name`` has told."""
+        """Return the error to raise for the failed worker ``name``."""
         if self.num_tokens:
             return StepTooLarge(self.text, self.num_tokens)
         known = TOLD_AS_THEMSELVES.get(self.kind)
@@ -156,11 +158,11 @@ class WorkerFailed(Message, frozen=True, kw_only=True):
 
 
 class FrontendDrained(Message, frozen=True, kw_only=True):
-    """The answer to ``Drain``: no request comes after this."""
+    """The answer to ``Drain``: no request arrives after this."""
 
 
 class FrontendState(Message, frozen=True, kw_only=True):
-    """What the frontend wants to know again after it was lost, in its own words."""
+    """State, opaque to the engine, that the next frontend gets after this one is lost."""
 
     state: bytes
 
@@ -169,28 +171,28 @@ class FrontendState(Message, frozen=True, kw_only=True):
 
 
 class Drain(Message, frozen=True, kw_only=True):
-    """Take no more requests; those that are open go on."""
+    """Accept no more requests; open ones continue."""
 
 
 class AbortAll(Message, frozen=True, kw_only=True):
-    """End every open request, and say that the server is shutting down."""
+    """End every open request with an error that the server is shutting down."""
 
 
 class EngineFailed(Message, frozen=True, kw_only=True):
-    """An actor crashed, and this is all: end every open request with the reason."""
+    """The engine died: end every open request with the reason."""
 
     reason: str
 
 
 FromWorker = WorkerReady | WorkerAlive | WorkerFailed
-# What each kind of worker says besides, and what it is told.
+# The other messages of each kind of worker, and those to it.
 FromTokenizer = Admit | Abort | Deltas | Failed
 FromFrontend = Tokenize | Abort | GetSnapshot | Subscribe | Profile | Operate | FrontendDrained | FrontendState
 ToFrontend = IngressInbox | SettingsChanged | Drain | AbortAll | EngineFailed | Snapshot | RequestsFinished | Operated
 ExecutorProcessInbox = ExecutorAssignment | ExecutorInbox | Stop
 TokenizerProcessInbox = TokenizerAssignment | TokenizerInbox | Stop
 FrontendProcessInbox = FrontendAssignment | ToFrontend | Stop
-# Whatever crosses a queue, but for assignments.
+# Every message that crosses a queue, except assignments.
 AnyMessage = (
     SchedulerInbox | ExecutorInbox | TokenizerInbox | FromWorker | FromTokenizer | FromFrontend | ToFrontend | Stop
 )

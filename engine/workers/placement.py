@@ -1,7 +1,7 @@
-"""Workers in processes of their own: what each kind of them is told, and how it is started.
+"""Workers in processes of their own: the assignment of each kind, and how it is started.
 
 Owns: the assignments, the addresses of links, what the ranks of one generation share.
-Does not know: restarts, what is lost with a worker.
+Does not know: restarts, the effects of a loss.
 """
 
 import os
@@ -42,9 +42,9 @@ from engine.workers.messages import (
 from engine.workers.socket_directory import Rendezvous
 from engine.workers.worker import Reports, Worker
 
-BEATS = 4  # a worker says so many times that it is there before its silence is too long
-RANK_CAPACITY = 64  # of a rank's link, in messages; with two steps in flight a handful are under way
-STEPS_BEHIND = 4096  # so many steps' output a busy process may be behind before it is given up
+BEATS = 4  # heartbeats of a worker within the limit of silence
+RANK_CAPACITY = 64  # messages of a rank's link; with two steps in flight a handful are in transit
+STEPS_BEHIND = 4096  # a busy process that lags by the output of more steps is given up
 
 
 def start_child(
@@ -62,8 +62,9 @@ def start_child(
 ) -> LinkedWorker[Any, Any]:
     """Start a worker in a child of this process.  Raises ConfigError or LinkError if its link cannot be made.
 
-    module: what it runs.  where: its link waits, as ``placement.link`` says it.  accepts: what it says, but for how
-    it is.  capacity: of the link, in messages.  keep: descriptors that it inherits.  place: see ``Ticket``."""
+    module: the module that it runs.  where: an address for its link, as in ``placement.link``.
+    accepts: its messages, without ``FromWorker``.  capacity: messages of the link.
+    keep: descriptors that it inherits.  place: as in ``Ticket``."""
     return LinkedWorker(
         slot.name,
         assignment,
@@ -77,19 +78,20 @@ def start_child(
 
 
 def _any_port(where: str) -> str:
-    """``where`` for one of several links: a port is good for one."""
+    """Return ``where`` for one of several links: each needs a port of its own."""
     return f"{where.rpartition(':')[0]}:0" if where.startswith("tcp") else where
 
 
 def _require_linux(setting: str, other: str) -> None:
     if sys.platform != "linux":
-        raise ConfigError(f"placement.{setting}: processes are watched in Linux's ways; use {other} here")
+        raise ConfigError(f"placement.{setting}: worker processes need Linux; use {other} on this system")
 
 
 class ProcessExecutors:
-    """max_len: longest sequence.  capacity: of an executor's mailbox.  num_ranks: tensor-parallel size.
+    """Executors in processes of their own.
 
-    module: what a rank's process runs.  head: of the machines that the ranks are on; None if they are all on this one.
+    max_len: longest sequence.  capacity: of an executor's mailbox.  num_ranks: tensor-parallel size.
+    module: the module of a rank's process.  head: the ranks' machines; None if all ranks are on this one.
     given: see ``RankContext``.
     """
 
@@ -136,7 +138,7 @@ class ProcessExecutors:
 
     @contextmanager
     def _on_machines(self, settings: GenerationSettings, head: Head) -> Iterator[Start[FromExecutor, ExecutorInbox]]:
-        """Rank 0 is on this machine, and each other one wherever its node is."""
+        """Start rank 0 on this machine, and each other one on its node's."""
         call = head.call()
         assignment = self._assignment(settings, call.rendezvous)
 
@@ -182,7 +184,7 @@ class ProcessExecutors:
         )
 
     def _assignment(self, settings: GenerationSettings, rendezvous: str) -> ExecutorAssignment:
-        """What the ranks of a generation are told."""
+        """Return the assignment that the ranks of a generation share."""
         config = self._config
         path = resolve_checkpoint(config.model.path, config.model.revision)
         config = structs.replace(config, model=structs.replace(config.model, path=str(path)))
@@ -203,7 +205,7 @@ class ProcessExecutors:
 
     @staticmethod
     def _told(assignment: ExecutorAssignment, rank: int) -> ExecutorAssignment:
-        """The same for one rank: the first one tells of progress, and has read the checkpoint that others compare."""
+        """Return one rank's assignment: rank 0 shows progress, and has read the checkpoint that others compare."""
         if not rank:
             return structs.replace(assignment, fingerprint="")
         return structs.replace(assignment, rank=rank, progress=False)
@@ -212,9 +214,9 @@ class ProcessExecutors:
 def process_tokenizers(
     *, config: Config, capacity: int, module: str = "engine.workers.tokenizer_main"
 ) -> Start[FromTokenizer, TokenizerInbox]:
-    """What starts tokenizers.  config: with the model's path resolved.  module: what they run."""
+    """Return the function that starts tokenizers.  config: with the model's path resolved.  module: what they run."""
     _require_linux("tokenizers", "0")
-    capacity += STEPS_BEHIND  # of the link as well, which holds what the mailbox has not taken yet
+    capacity += STEPS_BEHIND  # for the link as well, which holds messages that the mailbox has not received
     return partial(
         start_child,
         assignment=TokenizerAssignment(**_basics(config, capacity)),
@@ -228,9 +230,9 @@ def process_tokenizers(
 def process_frontend(
     *, config: Config, command: FrontendCommand, max_len: int, vocab_size: int, capacity: int
 ) -> StartFrontend:
-    """What starts frontends.  config: with the model's path resolved.  capacity: of an ingress's mailbox."""
+    """Return the function that starts frontends.  config: with the model's path resolved.  capacity: of its mailbox."""
     _require_linux("ingress", "'inline'")
-    capacity += STEPS_BEHIND  # as of a tokenizer
+    capacity += STEPS_BEHIND  # as for a tokenizer
 
     def start(slot: FrontendSlot, reports: Reports[FromFrontend], handover: Handover) -> Worker[ToFrontend]:
         assignment = FrontendAssignment(
@@ -250,7 +252,7 @@ def process_frontend(
             accepts=FromFrontend,
             capacity=capacity,
             keep=(command.listener,),
-            # Its last clients may read as slowly as any.
+            # Its last clients may be as slow to read as any others.
             end_timeout_s=config.server.client_timeout_s + END_TIMEOUT_S,
         )
 
@@ -258,6 +260,6 @@ def process_frontend(
 
 
 def _basics(config: Config, capacity: int) -> dict[str, Any]:
-    """The fields of every ``Assignment``."""
+    """Return the fields of every ``Assignment``."""
     heartbeat_s = config.placement.silence_timeout_s / BEATS
     return {"config": config, "capacity": capacity, "heartbeat_s": heartbeat_s, "logs": LogSettings.here()}

@@ -1,11 +1,11 @@
-"""The directory that unix sockets live in: ours alone, and gone again soon.
+"""The directory of unix sockets: it is this user's alone, and short-lived.
 
-Owns: its making, its checks, its end, and the sweep of what a killed engine may have left.
+Owns: its making, its checks, its end, and the sweep of directories that killed engines have left.
 Does not know: sockets, messages.
-The peers of a link are connected within moments of their start, and a connected socket needs its file no longer: so
-``remove`` comes early, and an engine that is killed later on leaves nothing.  One that is killed in those
-moments, or whose several ranks meet in a file here for as long as they live, leaves a directory whose lock nobody
-holds; the next engine sweeps it.
+The peers of a link connect within moments of their start, and a connected socket does not need its file any more: so
+``remove`` is called early, and an engine that is killed later leaves nothing.  An engine that is killed in those
+moments, or has several ranks, which meet in a file here for their whole life, leaves a directory with an unheld lock;
+the next engine sweeps it.
 """
 
 import fcntl
@@ -21,15 +21,15 @@ from engine.types.errors import ConfigError
 
 PREFIX = "callboard-"
 LOCK = "lock"
-OWN = re.compile(r"lock|ranks|.+\.sock")  # all that is ever made in one
+OWN = re.compile(r"lock|ranks|.+\.sock")  # every file that is ever made in one
 LONGEST_PATH = 107  # bytes that fit a unix socket's address
-YOUNG_S = 60.0  # nobody may have locked it yet
+YOUNG_S = 60.0  # a younger directory may not be locked yet
 
 
 class SocketDirectory:
-    """A fresh directory with mode 0700 below ``base`` (None: the system's directory for such things).
+    """A fresh directory with mode 0700 below ``base`` (None: the system's directory for temporary sockets).
 
-    Raises ConfigError if ``base`` is missing, a symlink, somebody else's, open to others, or too deep."""
+    Raises ConfigError if ``base`` is missing, a symlink, another user's, open to others, or too deep."""
 
     def __init__(self, base: Path | None = None) -> None:
         parent = (
@@ -44,7 +44,7 @@ class SocketDirectory:
         fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     def endpoint(self, name: str) -> str:
-        """The ZeroMQ address of a socket in here."""
+        """Return the ZeroMQ address of a socket in the directory."""
         path = self.path / f"{name}.sock"
         if len(os.fsencode(path)) > LONGEST_PATH:
             self.remove()
@@ -52,7 +52,7 @@ class SocketDirectory:
         return f"ipc://{path}"
 
     def remove(self) -> None:
-        """Nothing of it is left; again: no effect."""
+        """Remove the directory; idempotent."""
         if self._lock >= 0:
             _remove(self.path)
             os.close(self._lock)
@@ -60,27 +60,28 @@ class SocketDirectory:
 
 
 class Rendezvous:
-    """Where the ranks of one generation find each other, and what their library keeps there for as long as they are a
-    group.  One rank needs none.  where: as ``placement.link`` says it."""
+    """The place where the ranks of one generation find each other and torch.distributed keeps its file.
+
+    One rank needs none.  where: an address as in ``placement.link``."""
 
     def __init__(self, num_ranks: int, where: str = "unix") -> None:
         self._directory = SocketDirectory(base_of(where)) if num_ranks > 1 else None
         self.url = f"file://{self._directory.path}/ranks" if self._directory is not None else ""
 
     def end(self) -> None:
-        """The group is no more."""
+        """Remove the group's directory."""
         if self._directory is not None:
             self._directory.remove()
 
 
 def base_of(where: str) -> Path | None:
-    """The directory that ``placement.link`` names for sockets, if it names one."""
+    """Return the directory that ``placement.link`` names for sockets, or None."""
     base = where.removeprefix("unix").removeprefix(":") if where.startswith("unix") else ""
     return Path(base) if base else None
 
 
 def _checked(base: Path) -> Path:
-    """A directory that only we can enter."""
+    """Return a directory that only this user can enter."""
     try:
         found = base.lstat()
     except OSError as error:
@@ -91,9 +92,9 @@ def _checked(base: Path) -> Path:
     elif not stat.S_ISDIR(found.st_mode):
         reason = "is not a directory"
     elif found.st_uid != os.getuid():
-        reason = f"belongs to user {found.st_uid}, not to us ({os.getuid()})"
+        reason = f"belongs to user {found.st_uid}, not to this process's user {os.getuid()}"
     elif found.st_mode & 0o077:
-        reason = f"has mode {stat.S_IMODE(found.st_mode):04o}, so others get in; chmod 700 it"
+        reason = f"has mode {stat.S_IMODE(found.st_mode):04o}, so other users can enter it; chmod 700 it"
     elif not os.access(base, os.W_OK | os.X_OK):
         reason = "is not writable"
     if reason is not None:
@@ -102,7 +103,7 @@ def _checked(base: Path) -> Path:
 
 
 def _sweep(parent: Path) -> None:
-    """Remove what engines have left that were killed while they started."""
+    """Remove the directories of engines that were killed during their start."""
     for path in parent.glob(f"{PREFIX}*"):
         try:
             found = path.lstat()
@@ -112,7 +113,7 @@ def _sweep(parent: Path) -> None:
                 continue
             lock = os.open(path / LOCK, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         except OSError:
-            continue  # gone meanwhile, or none of ours
+            continue  # gone meanwhile, or not a socket directory
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:

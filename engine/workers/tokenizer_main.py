@@ -1,6 +1,6 @@
-"""The process of one tokenizer: ``python -m engine.workers.tokenizer_main``, started by the engine and by nobody else.
+"""The process of one tokenizer: ``python -m engine.workers.tokenizer_main``, started only by the engine.
 
-Owns: its life, from the ticket to its exit code, and what it reads at its start.  Does not know: other tokenizers,
+Owns: its life, from the ticket to its exit code, and the files it reads at its start.  Does not know: other tokenizers,
 restarts.  It imports no torch.
 """
 
@@ -24,22 +24,22 @@ from engine.workers.main import Outgoing, WorkerProcess
 from engine.workers.messages import TokenizerAssignment, TokenizerProcessInbox, WorkerReady
 from engine.workers.wire import WireError, in_parts
 
-CAPACITY = 1 << 18  # of the link, in messages: of as many requests as may be open at most, four each
+CAPACITY = 1 << 18  # messages of the link: four for each of the most open requests
 
 
 def main() -> None:
-    """Serve, and end with the process's exit code."""
+    """Serve, then exit with the process's exit code."""
     enter(lambda ticket: TokenizerProcess(ticket).run())
 
 
 class TokenizerProcess(WorkerProcess[TokenizerAssignment]):
-    """A tokenizer actor, and the link that stands for ingress and scheduler."""
+    """A tokenizer actor, with a link in place of ingress and scheduler."""
 
     def __init__(self, ticket: Ticket) -> None:
         super().__init__(ticket, assignment=TokenizerAssignment, accepts=TokenizerProcessInbox, capacity=CAPACITY)
 
     async def build(self, assignment: TokenizerAssignment, outgoing: Outgoing) -> Tokenizer:
-        """Reads the files beside the loop, so that the process goes on saying that it is alive."""
+        """Return the tokenizer.  Files are read on another thread, so that heartbeats continue meanwhile."""
         spec, codec, grammars, processors = await asyncio.to_thread(load_text, assignment.config)
         tokenizer = Tokenizer(capacity=assignment.capacity, codec=codec, vocab_size=spec.vocab_size, grammars=grammars)
         tokenizer.processors = processors
@@ -50,8 +50,10 @@ class TokenizerProcess(WorkerProcess[TokenizerAssignment]):
 
 
 class TextLink:
-    """Where the tokenizer's messages go.  What is too large for one is sent in parts, and if it cannot be cut, it is
-    its request's end and nobody else's: prompts' log probabilities can be that large."""
+    """The receiver of the tokenizer's messages.
+
+    A message too large for a frame is sent in parts; if it cannot be cut, only its request fails: log probabilities of
+    prompts can be that large."""
 
     def __init__(self, outgoing: Outgoing) -> None:
         self._outgoing = outgoing
@@ -83,11 +85,11 @@ class TextLink:
 
 
 def load_text(config: Config) -> tuple[ModelSpec, TextCodec, Grammars, Processors]:
-    """What a tokenizer works with.  config: with the model's path resolved.  Raises CallboardError."""
+    """Return what a tokenizer needs.  config: with the model's path resolved.  Raises CallboardError."""
     directory = Path(config.model.path)
     spec = read_model(directory, config.plugins, config.model)
     codec = plugin_codec(config, directory, spec.pooling)
-    # Of the plugins only those that are needed here: others may need a device.
+    # Only the plugins that are needed here: others may need a device.
     grammar, options = config.chosen_plugins()["grammar"], config.plugins.options
     plugins = Plugins({"grammar": grammar}, options=options, logits_processors=config.plugins.logits_processors)
     grammars = plugin_grammars(

@@ -1,14 +1,14 @@
-"""The tokenizer pool: stands where the tokenizer stands, and hands its work to tokenizers in processes of their own.
+"""The tokenizer pool: it takes the place of the tokenizer, and distributes its work to tokenizer processes.
 
-consumes: Tokenize, Abort (ingress) · Tokens, Failed (scheduler) · Stop (system) · what each process says
+consumes: Tokenize, Abort (ingress) · Tokens, Failed (scheduler) · Stop (system) · messages of each process
 produces: Admit, Abort (scheduler) · Deltas, Failed, TokenizersReady, TokenizersLost (ingress)
-  Tokenize, Abort, Tokens, Failed (each process what belongs to its requests, in order)
+  Tokenize, Abort, Tokens, Failed (to each process those of its requests, in order)
 waits for: the processes' loading and their end; never for a peer.   owns: which process has which request.
 
-A process that dies, hangs or takes no more takes the text of its requests with it: those of which the scheduler knows
-end with an error, those that were still being encoded are encoded again elsewhere, once.  Others notice nothing.
-The process is started anew; new requests go to the others meanwhile, or wait.  ``Router`` knows which requests are not
-where their number says, and cuts the columns of ``Tokens``.
+When a process dies, hangs or accepts nothing, the text of its requests is lost: those that the scheduler knows end with
+an error, those that were still being encoded are encoded again elsewhere, once.  Other requests are not affected.
+The process is restarted; new requests go to the others meanwhile, or wait.  ``Router`` knows which requests are not in
+the process that their id selects, and splits the columns of ``Tokens``.
 """
 
 import asyncio
@@ -40,28 +40,28 @@ TokenizerSlot = WorkerSlot[FromTokenizer, TokenizerInbox]
 
 
 class Router:
-    """A request's home is its id modulo ``num_homes``, unless it was given another one."""
+    """Assigns requests to processes: a request's home is its id modulo ``num_homes``, unless it was moved."""
 
     def __init__(self, num_homes: int) -> None:
         self._num_homes = num_homes
         self._moved: dict[int, int] = {}
 
     def home(self, request_id: int) -> int:
-        """Of a request."""
+        """Return the home of a request."""
         return self._moved.get(request_id, request_id % self._num_homes)
 
     def move(self, request_id: int, home: int) -> None:
-        """Give a request a home of its own choice, until ``forget``."""
+        """Set another home for a request, until ``forget``."""
         self._moved[request_id] = home
 
     def forget(self, request_id: int) -> None:
-        """The request has ended; unknown ones are ignored."""
+        """Forget a request that has ended; unknown ones are ignored."""
         self._moved.pop(request_id, None)
 
     def split(self, message: Tokens) -> list[tuple[int, Tokens]]:
-        """Returns (home, its part) for every home that gets something; lines keep their order.
+        """Return (home, its part) for every home with a part; lines keep their order.
 
-        Work per line is numpy's; Python's is per request that has more than a token."""
+        numpy works per line; Python works only per request with extras or cached tokens."""
         if self._num_homes == 1:
             return [(0, message)]
         request_ids = np.frombuffer(message.request_ids, dtype=np.int64)
@@ -84,7 +84,7 @@ class Router:
 
     def _homes(self, request_ids: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         homes = request_ids % self._num_homes
-        if self._moved:  # only while requests run that came when their home was away
+        if self._moved:  # only while requests run that arrived when their home was lost
             for line, request_id in enumerate(request_ids.tolist()):
                 if (home := self._moved.get(request_id)) is not None:
                     homes[line] = home
@@ -96,10 +96,10 @@ class Router:
 
 @dataclass(slots=True)
 class _Request:
-    """One request that a process has, or will have.  slot: the number of its process, -1 while there is none for it.
+    """One request of a process.  slot: the number of its process, -1 while it has none.
 
-    tokenize: the request itself, until the scheduler has it.  again: it has been with a process that was lost.
-    cancelled: ingress wants to hear of its end only."""
+    tokenize: the request itself, until the scheduler has it.  again: it was in a process that was lost.
+    cancelled: only its end is reported to ingress."""
 
     tokenize: Tokenize | None
     slot: int = -1
@@ -108,7 +108,9 @@ class _Request:
 
 
 class TokenizerPool(Actor[TokenizerInbox], Owner[FromTokenizer, TokenizerInbox]):
-    """start: starts a process.  silence_timeout_s: one that says nothing for so long hangs."""
+    """The actor in place of the tokenizer.
+
+    start: starts a process.  silence_timeout_s: one that sends nothing for longer hangs."""
 
     def __init__(
         self,
@@ -131,23 +133,23 @@ class TokenizerPool(Actor[TokenizerInbox], Owner[FromTokenizer, TokenizerInbox])
         self.slots = self._group.slots
         self._router = Router(num_processes)
         self._requests: dict[int, _Request] = {}
-        self._are_there = False  # as ingress was told
+        self._are_there = False  # the state last sent to ingress
 
     def connect(
         self, *, scheduler: Link[Admit | Abort], ingress: Link[Deltas | Failed | TokenizersReady | TokenizersLost]
     ) -> None:
-        """Where results go; known only after those actors, which need this one's link, are built."""
+        """Set the receivers of results; they need this actor's link, so they are built later."""
         self._scheduler = scheduler
         self._ingress = ingress
 
     @property
     def num_ready(self) -> int:
-        """Processes that take requests."""
+        """Processes that accept requests."""
         return self._group.num_ready
 
     @property
     def num_restarts(self) -> int:
-        """Of all processes together."""
+        """Restarts of all processes together."""
         return self._group.num_restarts
 
     # ---- from the engine --------------------------------------------------------------------
@@ -169,7 +171,7 @@ class TokenizerPool(Actor[TokenizerInbox], Owner[FromTokenizer, TokenizerInbox])
                 assert_never(message)
 
     def _place(self, message: Tokenize, request: _Request) -> None:
-        """Give a request to a process, its own by preference; or to nobody, if there is none now."""
+        """Send a request to a process, its home by preference; it waits if no process is ready."""
         ready = [slot.number for slot in self.slots if slot.is_ready]
         if not ready:
             return
@@ -182,13 +184,13 @@ class TokenizerPool(Actor[TokenizerInbox], Owner[FromTokenizer, TokenizerInbox])
         self._send(number, message)
 
     def _abort(self, message: Abort) -> None:
-        """Nobody wants it any more.  It is open until its process has let go of it, and says so."""
+        """Cancel a request.  It stays open until its process reports its end."""
         request = self._requests.get(message.request_id)
         if request is None:
             return
         request.cancelled = True
         if request.tokenize is None:
-            # Not by way of the process, which may die with it.
+            # Sent directly, not through the process, which may die before it forwards the message.
             self._scheduler.put(message)
         if request.slot < 0:
             self._end_cancelled(message.request_id)
@@ -200,7 +202,7 @@ class TokenizerPool(Actor[TokenizerInbox], Owner[FromTokenizer, TokenizerInbox])
         self._ingress.put(Deltas(deltas=(Delta(request_id=request_id, text="", finish=Finish.ABORT),)))
 
     def _send(self, number: int, message: TokenizerInbox) -> None:
-        """To a process, if it is there: else what it had has ended already, and the message is late."""
+        """Send to a process, if it is ready; else its requests have ended already, and the message is late."""
         if number < 0 or not self.slots[number].is_ready:
             return
         try:
@@ -214,14 +216,14 @@ class TokenizerPool(Actor[TokenizerInbox], Owner[FromTokenizer, TokenizerInbox])
             )
 
     def _close(self, request_id: int) -> _Request | None:
-        """The one place where a request stops being open."""
+        """Remove a request from the open ones; the only place that does so."""
         self._router.forget(request_id)
         return self._requests.pop(request_id, None)
 
     # ---- from the processes -----------------------------------------------------------------
 
     def take(self, slot: TokenizerSlot, message: FromTokenizer) -> None:
-        """A process says something."""
+        """Handle a message of a process."""
         match message:
             case Deltas():
                 for delta in message.deltas:
@@ -243,7 +245,7 @@ class TokenizerPool(Actor[TokenizerInbox], Owner[FromTokenizer, TokenizerInbox])
                 assert_never(message)
 
     def came(self, slots: Sequence[TokenizerSlot], ready: Sequence[WorkerReady]) -> None:
-        """A process has loaded; at the start, no request is sent to any before all of them have."""
+        """Handle a loaded process; at the start, requests wait until all processes have loaded."""
         if not self._group.has_started:
             return
         if not self._are_there:
@@ -254,7 +256,7 @@ class TokenizerPool(Actor[TokenizerInbox], Owner[FromTokenizer, TokenizerInbox])
                 self._place(request.tokenize, request)
 
     def went(self, slots: Sequence[TokenizerSlot], loss: WorkerLost) -> None:
-        """A process is gone, and with it the text of its requests."""
+        """Handle the loss of a process, and with it of the text of its requests."""
         (slot,) = slots
         if self._are_there and not self.num_ready:
             self._are_there = False
@@ -266,7 +268,7 @@ class TokenizerPool(Actor[TokenizerInbox], Owner[FromTokenizer, TokenizerInbox])
                 self._end_cancelled(request_id)
                 continue
             if request.tokenize is not None and not request.again:
-                # Nothing was said of it yet, so nothing is lost.  Once only: it may be what has killed the process.
+                # It has no output yet, so nothing is lost.  Only once: the request may have killed the process.
                 self._router.forget(request_id)
                 request.slot, request.again = -1, True
                 self._place(request.tokenize, request)

@@ -13,13 +13,13 @@ MAX_FRAME_BYTES = 64 << 20
 
 
 class WireError(CallboardError):
-    """A frame is too long, cut short, or not a message that we know; or a message is none that can be sent."""
+    """A frame is too long, cut short or not a known message; or a message cannot be sent."""
 
 
 class Wire:
     """Encoder and decoder of one link; not shared between threads.
 
-    accepts: the union of messages that may arrive on it; another message is as unwelcome as none."""
+    accepts: the union of messages that may arrive on it; other messages are refused."""
 
     def __init__(self, name: str, max_frame_bytes: int = MAX_FRAME_BYTES, accepts: Any = AnyMessage) -> None:
         self._name = name
@@ -28,12 +28,12 @@ class Wire:
         self._decoder: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(accepts, strict=True)
 
     def encode(self, message: Message) -> bytes:
-        """The frame of a message.  Raises WireError if it is over the limit, or holds what has no form there."""
+        """Return the frame of a message.  Raises WireError if it is over the limit or cannot be encoded."""
         try:
             frame = self._encoder.encode(message)
         except UnicodeEncodeError as error:
             raise WireError(f"link {self._name}: {type(message).__name__}: not valid Unicode: {error.reason}") from None
-        except (TypeError, OverflowError) as error:  # of what the message holds: an integer of over 64 bits
+        except (TypeError, OverflowError) as error:  # a field holds, for example, an integer of over 64 bits
             raise WireError(f"link {self._name}: {type(message).__name__}: {error}") from None
         if len(frame) > self._max_frame_bytes:
             kind = type(message).__name__
@@ -41,7 +41,7 @@ class Wire:
         return frame
 
     def decode(self, frame: bytes) -> AnyMessage:
-        """The message in a frame.  Raises WireError for anything that is not one."""
+        """Return the message in a frame.  Raises WireError for anything that is not one."""
         if len(frame) > self._max_frame_bytes:
             raise WireError(f"link {self._name}: frame of {len(frame)} bytes exceeds {self._max_frame_bytes}")
         try:
@@ -51,7 +51,7 @@ class Wire:
 
 
 def in_parts(message: Deltas, error: WireError) -> tuple[Deltas, Deltas] | tuple[Abort, Failed]:
-    """What to send in place of deltas that are too large for a frame: two halves, or the end of the one request."""
+    """Return replacements for deltas too large for a frame: two halves, or the end of the one request."""
     if len(message.deltas) > 1:
         middle = len(message.deltas) // 2
         return Deltas(deltas=message.deltas[:middle]), Deltas(deltas=message.deltas[middle:])

@@ -1,6 +1,6 @@
-"""A worker as its group has it, wherever it runs.
+"""The interface of a worker to its group, for any placement.
 
-Owns: what can be asked of one and what it reports.  Does not know: how it is started or watched, what it does.
+Owns: its commands and its reports.  Does not know: how it is started or watched, what it does.
 """
 
 from typing import Protocol, TypeVar
@@ -9,16 +9,16 @@ from engine.types.errors import CallboardError
 from engine.types.notices import Message
 from engine.workers.messages import WorkerAlive, WorkerReady
 
-Said = TypeVar("Said", bound=Message)  # what a worker says, but for how it is
-Told = TypeVar("Told", bound=Message)  # what it is told
+Said = TypeVar("Said", bound=Message)  # the messages of a worker, without reports on its state
+Told = TypeVar("Told", bound=Message)  # the messages to it
 Said_contra = TypeVar("Said_contra", bound=Message, contravariant=True)
 Told_contra = TypeVar("Told_contra", bound=Message, contravariant=True)
 
 
 class WorkerLost(CallboardError):
-    """A worker is gone.  What it says names the worker.
+    """A worker is gone; the message names it.
 
-    error: what it raised, if it got to say so.  curable: another one may do better."""
+    error: what it raised, if it could report that.  curable: a restart may help."""
 
     def __init__(self, reason: str, error: Exception | None = None, *, curable: bool = True) -> None:
         super().__init__(reason)
@@ -27,30 +27,30 @@ class WorkerLost(CallboardError):
 
 
 class Reports(Protocol[Said_contra]):
-    """Where a worker's holder tells what it does; all calls on the event loop."""
+    """The receiver of a worker's messages; all calls are made on the event loop."""
 
     def heard(self, message: Said_contra | WorkerReady | WorkerAlive) -> None:
-        """It has said something."""
+        """Handle a message of the worker."""
         ...
 
     def lost(self, loss: WorkerLost) -> None:
-        """It is gone."""
+        """Handle the loss of the worker."""
         ...
 
 
 class Worker(Protocol[Told_contra]):
-    """One worker, wherever it runs."""
+    """One worker in any placement."""
 
     def put(self, message: Told_contra) -> None:
-        """Send.  Raises WireError if the message is over the limit, LinkError if the worker takes nothing."""
+        """Send.  Raises WireError if the message is over the limit, LinkError if the worker accepts nothing."""
         ...
 
     async def end(self) -> None:
-        """Let it finish what it has, and end; returns when it has ended, or has had its time."""
+        """Let it finish its work and end; returns when it has ended, or on a timeout."""
         ...
 
     async def kill(self, *, is_stuck: bool) -> None:
-        """End it at once if it still runs; returns when nothing is left that could be ended.  Also after ``end``.
+        """Kill it if it still runs; returns when nothing is left that could be ended.  May follow ``end``.
 
-        is_stuck: one of its generation hangs; do not wait for a worker that cannot be ended."""
+        is_stuck: a worker of its generation hangs; do not wait for one that cannot be killed."""
         ...

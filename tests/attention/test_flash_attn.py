@@ -276,10 +276,10 @@ def test_page_rules():
     assert "heads above 192" in refusal(3, replace(invariant, page_size=16, head_size=256, window=True))
     assert not refusal(3, replace(invariant, page_size=16, head_size=256))
     assert not refusal(3, replace(invariant, page_size=16, head_size=192, window=True))
-    assert refusal(2, invariant) == "FA2 divides the keys of a decode row by what else is in a step"
+    assert refusal(2, invariant) == "FA2 splits the keys of a decode row depending on the rest of a step"
     assert refusal(3, replace(HOPPER, hopper=False)) == "FA3 is for Hopper GPUs"
     float8 = replace(HOPPER, page_size=256, kv_dtype="fp8_e4m3")
-    assert refusal(2, float8) == "FA2 reads no fp8_e4m3 pages"
+    assert refusal(2, float8) == "FA2 does not read fp8_e4m3 pages"
     assert not refusal(3, float8)
     assert "multiple of 224" in refusal(3, replace(float8, page_size=224))
     assert "multiple of 16" in refusal(3, replace(float8, page_size=16, head_size=88))

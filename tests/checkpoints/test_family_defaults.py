@@ -73,7 +73,7 @@ def test_a_phi_3_has_its_class_length_or_says_its_own_beside_the_rotary_settings
     for inner in ({}, {name: default}):
         assert shape_of("Phi3", (name,), **long, rope_parameters={**scaling, **inner}) == expected
     for place in ("rope_parameters", "rope_scaling"):
-        with pytest.raises(WeightsError, match=rf"{place}: {name} is 256, expected it beside them too"):
+        with pytest.raises(WeightsError, match=rf"{place}: {name} is 256, expected it at the top level too"):
             shape_of("Phi3", (name,), **{place: {**scaling, name: 256}})
 
 

@@ -72,7 +72,7 @@ def test_ranks_that_would_capture_other_sizes_say_so_before_any_capture(how):
         return str(found.value), done, capturing.num_agreeing(True)
 
     for said, done, agreeing in on_ranks(2, one_rank):
-        assert "(rank 0: 2 up to 16; rank 1: 3 up to 8); give all one configuration" in said
+        assert "(rank 0: 2 up to 16; rank 1: 3 up to 8); give all ranks the same configuration" in said
         assert (done, agreeing) == ([], 2)
 
 
@@ -80,7 +80,7 @@ def test_ranks_whose_sizes_are_for_other_steps_say_so():
     def one_rank(comm):
         capturing = Capturing(RecordingDevice(), comm, CPU)
         what = ("steps with prefill", "decode steps")[comm.rank]
-        with pytest.raises(GraphError, match="ranks would capture other sizes than each other"):
+        with pytest.raises(GraphError, match="ranks would capture different sizes"):
             capturing.capture(what, (4, 2), pytest.fail, pytest.fail, list, advice="", progress=False)
 
     on_ranks(2, one_rank)

@@ -2,6 +2,7 @@
 
 import operator
 import os
+import shutil
 from dataclasses import replace
 
 import pytest
@@ -108,7 +109,7 @@ def test_sizes_that_are_met_when_autotuning_has_taken_its_time_share_what_serves
             driver.step({f"s{number}": random_tokens(count, 1)})
             assert driver.compiled.num_compilations == known
     (said,) = (record.message for record in caplog.records)
-    assert said.startswith("graphs: autotuning has taken its 4 s; the sizes that are left run what")
+    assert said.startswith("graphs: autotuning has taken its 4 s; the remaining sizes run the code")
     compare(driver, [5, 8, 9], 0)
 
 
@@ -159,7 +160,7 @@ def test_a_pass_that_fails_or_breaks_a_piece_is_named(direct, change, said):
 def test_operations_that_a_model_does_not_have_are_told(direct, caplog):
     driver = direct(named=["callboard_test::halves"])
     driver.step({"a": random_tokens(5, 1)})
-    assert "graphs: the model calls no callboard_test::halves, which it was to be split at" in caplog.messages
+    assert "graphs: the model never calls callboard_test::halves, so it is not split there" in caplog.messages
 
 
 def test_two_models_do_not_share_a_trace(cases: Cases, direct):
@@ -265,6 +266,7 @@ def residual_by_kernel(piece):
         piece.graph.erase_node(node)
 
 
+@pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="inductor finds no C++ compiler")
 @pytest.mark.filterwarnings("ignore")  # what a compiler says of itself
 def test_inductor_pieces_give_the_eager_logits(cases: Cases, monkeypatch, tmp_path):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))

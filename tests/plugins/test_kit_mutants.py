@@ -129,7 +129,7 @@ class LeavesAThread(Counts):
         (Misspelt, "hooks: raised PluginValidationError: .*callboard_request_finshed"),
         (Async, "hooks: callboard_kv_event is async"),
         (NeedsARequest, "an engine that stops at once: planted"),
-        (LeavesAThread, "threads: after callboard_engine_stopped its threads go on: left behind"),
+        (LeavesAThread, "threads: after callboard_engine_stopped its threads continue: left behind"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
@@ -234,12 +234,12 @@ def test_a_right_policy_of_tenants_passes() -> None:
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (Unpaid, "no tenant waits for ever: a tenant still waits after"),
-        (Refunds, "no tenant waits for ever: the turn of 'greedy' falls"),
+        (Unpaid, "no tenant waits forever: a tenant still waits after"),
+        (Refunds, "no tenant waits forever: the turn of 'greedy' falls"),
         (NeverForgets, "memory of tenants: it leaks"),
         (Dozes, "ranks: rank took [0-9]"),
         (Hoards, "memory: it leaks: a request that is ranked keeps"),
-        (ByOrderOfAsking, "two of the same rank alike, in any order: their ranks differ"),
+        (ByOrderOfAsking, "two policies rank alike, in any order: their ranks differ"),
     ],
 )
 def test_a_broken_policy_is_named(make: type, said: str) -> None:
@@ -315,7 +315,7 @@ class Slow(Adds):
         (OfLoose, "parameters: a field that params does not have is not refused"),
         (Counting, "the same again: a row of 1 tokens .* gets other logits when it is processed again"),
         (ByTheBatch, "together and alone: a row of 1 tokens .* gets other logits when it is alone"),
-        (LastOfTheTable, "behind their ends: a row of .* gets other logits by what stands behind its end"),
+        (LastOfTheTable, "after their ends: a row of .* gets other logits with other tokens after its end"),
         (Double, r"together and alone: process returned \(torch.Size.*float64"),
         (KeepsLogits, "memory: it leaks: a step that it processes keeps"),
         (Slow, "together and alone: process took [0-9]"),
@@ -443,14 +443,17 @@ SPECIALS = mutant(ids=lambda self: [*ChoiceMatcher.ids(self), 257])
     ("make", "said"),
     [
         (BYTES_ONLY, r"choice: outputs: b'app' may not follow b'' of the output 'apple'"),
-        (NEVER_ENDS, "choice: outputs: the output may not end behind 'apple'"),
+        (NEVER_ENDS, "choice: outputs: the output may not end after 'apple'"),
         (TOO_MUCH, "choice: outputs: '' may be an output"),
         (PADDING, r"choice: outputs: tokens without text may come next: \[300\]"),
-        (SPECIALS, "choice: outputs: a special token may come next"),
-        (mutant(fill=only_adds), "choice: outputs: fill leaves bits of the buffer as they were"),
+        (SPECIALS, "choice: outputs: a special token that the grammar does not name may"),
+        (mutant(fill=only_adds), "choice: outputs: fill leaves bits of the buffer unchanged"),
         (mutant(consume=dozes), "choice: outputs: consume took [0-9]"),
-        (mutant(consume=lambda self, token_id: setattr(self, "left", [])), "choice: every way leads on: nothing may"),
-        (Shared, "choice: matchers: two matchers of one grammar disturb each other"),
+        (
+            mutant(consume=lambda self, token_id: setattr(self, "left", [])),
+            "choice: every way can continue: nothing may",
+        ),
+        (Shared, "choice: matchers: two matchers of one grammar affect each other"),
         (Crashes, "wrong: choice no JSON: raised JSONDecodeError"),
         (BlamesItself, "kinds: a grammar is refused with 500"),
         (Leaks, "memory: it leaks: a grammar that is compiled and followed keeps"),

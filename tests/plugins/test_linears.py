@@ -114,7 +114,7 @@ class FlawedWeight:
         ("fails on no rows", "raised RuntimeError: no rows"),
         ("forgets the bias", "with a bias"),
         ("writes its input", "has changed its input"),
-        ("one scale per batch", "beside a row 1000 times larger"),
+        ("one scale per batch", "next to a row 1000 times larger"),
         ("saturates", "all elements at the largest"),
         ("depends on the batch", "the same bits in every batch"),
     ],
@@ -320,7 +320,7 @@ def test_what_rounds_more_is_no_candidate_where_nothing_may_be_lost() -> None:
     ("changes", "linear", "said"),
     [
         ({"quantization": "int9"}, "auto", "'int9': no built-in kernel on cpu .* here: 'float16', 'int8', 'none'"),
-        ({"quantization": "int8", "instruction_sets": ()}, "auto", "these do here: 'none'"),
+        ({"quantization": "int8", "instruction_sets": ()}, "auto", "supported here: 'none'"),
         ({"quantization": "int8"}, "onednn", "quantization int8, it takes none; can run here: panels, fbgemm_int8"),
         ({"checkpoint_dtype": "float32"}, "fbgemm_fp16", "checkpoint of dtype float32, it takes bfloat16, float16"),
         ({"quantization": "int8", "traced": True}, "fbgemm_int8", "graphs.mode is compiled"),
@@ -443,7 +443,7 @@ def test_libraries_do_what_nothing_was_compiled_for(monkeypatch, caplog: pytest.
     monkeypatch.setattr("engine.kernels.panels.compiled", lambda: None)
     with caplog.at_level("INFO"):
         assert chosen(CPU) == "onednn"
-    assert "linear.panels is out: linear.panels: its kernels are compiled on this machine, and are not" in caplog.text
+    assert "linear.panels is out: linear.panels: its kernels are compiled on this machine, but are not" in caplog.text
     assert chosen(replace(CPU, quantization="int8")) == "fbgemm_int8"
     assert chosen(replace(CPU, quantization="float16")) == "fbgemm_fp16"
     with pytest.raises(PluginError, match="or set plugins"):

@@ -214,7 +214,24 @@ def test_activations_are_cut_where_no_thread_begins() -> None:
     width = 432
     x_TI = torch.randn(200, 2 * width).chunk(2, -1)[0]
     assert x_TI.numel() > DIVIDED
-    assert torch.equal(activated_by_rows(x_TI, "silu"), F.silu(x_TI))
+    found = activated_by_rows(x_TI, "silu")
+    torch.testing.assert_close(found, F.silu(x_TI))
+    for first, last in ((0, 1), (3, 100), (199, 200)):
+        assert torch.equal(activated_by_rows(x_TI[first:last], "silu"), found[first:last])
+
+
+@pytest.mark.parametrize("kind", ["silu", "gelu", "gelu_pytorch_tanh"])
+@pytest.mark.parametrize(("width", "parts"), [(432, (216, 108)), (512, (256, 64))])
+def test_an_activation_has_the_same_bits_on_any_number_of_ranks(width: int, parts: tuple[int, int], kind: str) -> None:
+    gate_up = torch.randn(12, 2 * width, generator=torch.Generator().manual_seed(1)) * 3
+    whole = activated_by_rows(gate_up.chunk(2, -1)[0], kind)
+    for part in parts:
+        for rows in (12, 1):
+            mine = torch.cat((gate_up[:rows, :part], gate_up[:rows, -part:]), 1).chunk(2, -1)[0]
+            assert torch.equal(activated_by_rows(mine, kind), whole[:rows, :part])
+
+
+def test_activations_of_a_model_are_by_rows() -> None:
     assert isinstance(model().layers[0].mlp, GatedMLP)
 
 

@@ -315,7 +315,7 @@ async def test_a_step_that_takes_too_long_is_a_hang(can_kill: bool) -> None:
             assert bench.heard[-1] == ExecutorsLost(reason="executor0 does not finish its step")
             await bench.stop()
         else:
-            with pytest.raises(EngineDied, match="does not finish its step; that cannot be cured"):
+            with pytest.raises(EngineDied, match="does not finish its step; this process cannot repair it"):
                 await bench.task
         assert ranks.killed == [[True]]
 

@@ -289,9 +289,7 @@ async def test_a_hang_in_this_process_is_a_clear_failure(checkpoint: Path, monke
     try:
         async with running(configured(checkpoint, "inline", step_timeout_s=0.5)) as system:
             stream = system.ingress.open(random_tokens(9, 0), PARAMS[0])
-            with pytest.raises(
-                EngineDied, match="executor0 does not finish its step; that cannot be cured in this process"
-            ):
+            with pytest.raises(EngineDied, match="executor0 does not finish its step; this process cannot repair it"):
                 await stream.collect()
     finally:
         let_go.set()

@@ -1,7 +1,7 @@
 """LoRA adapters (Hu et al. 2021) as PEFT saves them: a folder with adapter_config.json and adapter_model.safetensors.
 
-Owns: what of an adapter is served, its checks, its digest.  Does not know: torch, names in the API, executors.
-Each module's output gets scale * B A x beside, with A [rank, inputs] and B [outputs, rank].
+Owns: which adapters are served, their checks, their digest.  Does not know: torch, names in the API, executors.
+An adapter adds scale * B A x to a module's output, with A [rank, inputs] and B [outputs, rank].
 """
 
 import hashlib
@@ -23,7 +23,7 @@ CONFIG = "adapter_config.json"
 TENSORS = "adapter_model.safetensors"
 TENSOR_NAME = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
 FLOATS = ("F32", "BF16", "F16")
-# What an adapter may say that it does beside, and what is said when nothing of it is wanted.
+# Further settings of an adapter, with the values at which they do nothing.
 UNSERVED = {
     "bias": ("none",),
     "use_dora": (False,),
@@ -39,16 +39,16 @@ UNSERVED = {
 
 
 class Product(msgspec.Struct, frozen=True, array_like=True):
-    """One product of a layer: modules that have one input.  modules: (name, outputs over all ranks) of each."""
+    """One product of a layer: modules with the same input.  modules: (name, outputs over all ranks) of each."""
 
     inputs: int
     modules: tuple[tuple[str, int], ...]
 
 
 class AdapterRules(msgspec.Struct, frozen=True):
-    """The rules for adapters that are served.
+    """The adapters that are served.
 
-    folder: absolute; what lies elsewhere is not read.  modules: name -> (outputs, inputs) of what they may change."""
+    folder: absolute; adapters elsewhere are not read.  modules: name -> (outputs, inputs) of adaptable modules."""
 
     folder: str
     max_rank: int
@@ -56,7 +56,7 @@ class AdapterRules(msgspec.Struct, frozen=True):
 
 
 def layer_products(shape: DecoderShape, index: int) -> tuple[tuple[Product, ...], tuple[Product, ...]]:
-    """Return what adapters may change of a layer's attention and of its MLP, in the order of the linear layers."""
+    """Return what adapters may change in a layer's attention and MLP, each in the order of its linear layers."""
     layer, prefix = shape.layers[index], f"{shape.names.layers}.{index}"
     return _of_attention(layer, prefix, shape.hidden_size), _of_mlp(layer, prefix, shape.hidden_size)
 
@@ -85,7 +85,7 @@ def _of_mlp(layer: LayerShape, prefix: str, hidden_size: int) -> tuple[Product, 
 
 
 def adaptable_modules(shape: DecoderShape) -> dict[str, tuple[int, int]]:
-    """Name -> (outputs, inputs) of every module that adapters may change."""
+    """Return name -> (outputs, inputs) of every module that adapters may change."""
     return {
         name: (outputs, product.inputs)
         for index in range(shape.num_layers)
@@ -96,7 +96,7 @@ def adaptable_modules(shape: DecoderShape) -> dict[str, tuple[int, int]]:
 
 
 def adapter_rules(shape: DecoderShape, folder: str, max_rank: int, numerics: str) -> AdapterRules:
-    """Return the rules of a model.  Raises ConfigError if it takes no adapters."""
+    """Return a model's rules.  Raises ConfigError if it takes no adapters."""
     fault = ""
     if shape.built_by != DecoderShape.built_by:
         fault = "models that transformers computes take no adapters; leave it empty"
@@ -105,14 +105,14 @@ def adapter_rules(shape: DecoderShape, folder: str, max_rank: int, numerics: str
     elif not (modules := adaptable_modules(shape)):
         fault = "no layer of this model takes adapters: its matrices are merged, transposed, latents or experts"
     elif not Path(folder).is_dir():
-        fault = "no such directory; expected the one that adapters are below"
+        fault = "no such directory; expected the parent of the adapters"
     if fault:
         raise ConfigError(f"lora.folder={folder}: {fault}")
     return AdapterRules(str(Path(folder).resolve()), max_rank, modules)
 
 
 def read_adapter(folder: Path, rules: AdapterRules) -> Adapter:
-    """Check an adapter in full but for its numbers.  Raises WeightsError naming the file and what is wrong with it."""
+    """Check all of an adapter but its numbers.  Raises WeightsError naming the file and the fault."""
     fields = read_fields(folder / CONFIG)
     _check_config(fields)
     tensors = read_header(folder / TENSORS)
@@ -126,7 +126,9 @@ def read_adapter(folder: Path, rules: AdapterRules) -> Adapter:
         for matrix, dim in (("A", 0), ("B", 1)):
             name = tensor_name(module, matrix)
             if name not in tensors:
-                raise WeightsError(f"{folder / TENSORS}: tensor {name!r} is missing, and the other of the pair is here")
+                raise WeightsError(
+                    f"{folder / TENSORS}: tensor {name!r} is missing, but the other of its pair is there"
+                )
             ranks.append(tensors[name].shape[dim])
         if ranks[0] != ranks[1]:
             raise WeightsError(f"{folder / TENSORS}: {module}: lora_A has rank {ranks[0]}, lora_B has {ranks[1]}")
@@ -135,7 +137,7 @@ def read_adapter(folder: Path, rules: AdapterRules) -> Adapter:
 
 
 def tensor_name(module: str, matrix: str) -> str:
-    """Return the name of a module's matrix 'A' or 'B', as PEFT writes it."""
+    """Return the tensor name of a module's matrix 'A' or 'B', in PEFT's spelling."""
     return f"base_model.model.{module}.lora_{matrix}.weight"
 
 
@@ -149,14 +151,14 @@ def module_scale(fields: Fields, module: str, rank: int) -> float:
                 alpha = value
                 break
         except re.error as error:
-            raise WeightsError(f"{fields.origin}: alpha_pattern has {pattern!r:.80}, no pattern: {error}") from None
+            raise WeightsError(f"{fields.origin}: alpha_pattern has {pattern!r:.80}, not a pattern: {error}") from None
     if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not abs(alpha) <= LARGEST:
         raise fields.error("alpha_pattern", patterns, "numbers")
     return alpha / (math.sqrt(rank) if fields.flag("use_rslora", False) else rank)
 
 
 def read_files(folder: Path) -> tuple[bytes, bytes]:
-    """Return an adapter's configuration and its tensors, as bytes.  Raises WeightsError."""
+    """Return its configuration and its tensors.  Raises WeightsError."""
     try:
         return (folder / CONFIG).read_bytes(), (folder / TENSORS).read_bytes()
     except OSError as error:
@@ -164,7 +166,7 @@ def read_files(folder: Path) -> tuple[bytes, bytes]:
 
 
 def digest_of(config: bytes, tensors: bytes) -> str:
-    """SHA-256 of both files, in hex."""
+    """Return the SHA-256 of both files, in hex."""
     digest = hashlib.sha256(len(config).to_bytes(8, "little"))
     digest.update(config)
     digest.update(tensors)
@@ -178,8 +180,8 @@ def _check_config(fields: Fields) -> None:
     for name, neutral in UNSERVED.items():
         value = table.get(name)
         if value is not None and value not in neutral:
-            said = f"{json.dumps(neutral[0])} or nothing; what it asks for is not served"
-            raise fields.error(name, value, said)
+            expected = f"{json.dumps(neutral[0])} or nothing; other values are not served"
+            raise fields.error(name, value, expected)
 
 
 def _check_tensor(name: str, tensor: StoredTensor, rules: AdapterRules) -> None:

@@ -1,6 +1,6 @@
-"""Whether a draft model or a head can draft for the model: the same tokens, text to generate, states to read.
+"""Checks whether a draft model or head fits the model: same tokens, text generation, available hidden states.
 
-Owns: that question, asked before any weights are loaded.  Does not know: torch, how it drafts.
+Owns: these checks, made before weights are loaded.  Does not know: torch, drafting.
 """
 
 import logging
@@ -35,10 +35,10 @@ def fitting_model(
 def fitting_draft(
     draft: DraftModel, plugin: str, config: Config, spec: ModelSpec, vocabulary: Vocabulary
 ) -> DraftModel:
-    """The draft model with its path resolved and its longest sequence.  vocabulary: the model's; empty without a
-    tokenizer.
+    """Return the draft model with its path and longest sequence filled in.
 
-    Raises PluginError, naming both models and the first token that differs, or WeightsError if it cannot be read."""
+    vocabulary: the model's; empty without a tokenizer.
+    Raises PluginError with both models and the first token that differs, or WeightsError if it cannot be read."""
     directory = resolve_checkpoint(draft.path, "")
     own = read_model(directory, config.plugins)
     what = f"plugin {plugin}: {directory} cannot draft for {spec.directory}"
@@ -56,15 +56,15 @@ def fitting_draft(
 
 
 def fitting_head(draft: DraftModel, plugin: str, config: Config, spec: ModelSpec, max_len: int) -> DraftModel:
-    """The head with its path resolved, for sequences as long as the model's.
+    """Return the head with its path resolved, and the model's longest sequence.
 
-    Raises PluginError saying what does not fit, or WeightsError if it cannot be read."""
+    Raises PluginError with the first mismatch, or WeightsError if it cannot be read."""
     directory = resolve_checkpoint(draft.path, "")
     own, model = read_eagle_head(directory).shape, spec.shape
     assert isinstance(own, EagleHeadShape)
     layers = own.state_layers_of(model.num_layers)
     if model.built_by != DecoderShape.built_by or spec.pooling.kind != "generate":
-        reason = f"{spec.architecture} is not computed by one of callboard's own families that generate text"
+        reason = f"{spec.architecture} is not one of callboard's own families, or generates no text"
     elif own.vocab_size != model.vocab_size:
         reason = f"vocab_size is {own.vocab_size}, expected the model's {model.vocab_size}"
     elif own.hidden_size != model.hidden_size:
@@ -72,15 +72,13 @@ def fitting_head(draft: DraftModel, plugin: str, config: Config, spec: ModelSpec
     elif own.state_size != model.hidden_size:
         reason = f"target_hidden_size is {own.state_size}, expected the model's hidden_size {model.hidden_size}"
     elif list(layers) != sorted(set(layers)) or not 0 <= layers[0] <= layers[-1] < model.num_layers:
-        reason = f"it reads what layers {list(layers)} get, and the model has {model.num_layers} layers"
+        reason = f"it reads the inputs of layers {list(layers)}, and the model has {model.num_layers} layers"
     elif config.plugins.kv_store not in ("", "none"):
-        reason = (
-            f"what it reads of the model is not kept by plugins.kv_store={config.plugins.kv_store}; set it to 'none'"
-        )
+        reason = f"plugins.kv_store={config.plugins.kv_store} does not keep the model states it reads; set it to 'none'"
     else:
         log.info("EAGLE-3 head: %s, up to %d tokens at a time", directory, draft.num_tokens)
         return msgspec.structs.replace(draft, path=str(directory), max_len=max_len)
-    raise PluginError(f"plugin {plugin}: {directory} cannot guess for {spec.directory}: {reason}")
+    raise PluginError(f"plugin {plugin}: {directory} cannot draft for {spec.directory}: {reason}")
 
 
 def _difference(directory: Path, vocabulary: Vocabulary) -> str | None:

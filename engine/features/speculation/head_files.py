@@ -1,6 +1,6 @@
-"""An EAGLE-3 head's checkpoint (Li et al. 2025): one layer that guesses tokens from hidden states of a larger model.
+"""An EAGLE-3 head's checkpoint (Li et al. 2025): one layer that drafts tokens from hidden states of a target model.
 
-Owns: what its config.json says, and its shape.  Does not know: torch, the model that it guesses for.
+Owns: its config.json, and its shape.  Does not know: torch, the target model.
 """
 
 from pathlib import Path
@@ -12,19 +12,17 @@ from engine.checkpoints.reading import MAX_VOCAB, MAX_WIDTH, pre_norm, read_gate
 from engine.checkpoints.shape import AttentionShape, DecoderShape, Names, PartShape
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
-# To the model's tokens from the head's, which are fewer, and back.
+# Tables from the head's tokens, which are fewer, to the target model's, and back.
 TO_MODEL, FROM_MODEL = "d2t", "t2d"
 
 
 class EagleHeadShape(DecoderShape, frozen=True, kw_only=True):
-    """The shape of a head.
+    """The shape of an EAGLE-3 head.  vocab_size, hidden_size: also the target model's, whose embedding it reads.
 
-    vocab_size, hidden_size: the model's too, whose embedding the head reads.  layers: the one.
-
-    draft_vocab_size: tokens that the head can guess.  state_norm: of the hidden state before the layer.
-    state_layers: the inputs of these layers of the model are what it reads, each with ``state_size`` numbers; empty for
-    the usual ones, see ``state_layers_of``.
-    norm_before_residual: the layer adds to the hidden state behind its norm."""
+    draft_vocab_size: tokens that the head can propose.  state_norm: norm of the hidden state before the layer.
+    state_layers: the head reads the inputs of these layers of the model, each with ``state_size`` numbers; empty for
+    the usual ones (``state_layers_of``).
+    norm_before_residual: the layer's result is added to the normed hidden state."""
 
     built_by: ClassVar[str] = "engine.features.speculation.head_model:EagleHead"
     draft_vocab_size: int
@@ -35,16 +33,16 @@ class EagleHeadShape(DecoderShape, frozen=True, kw_only=True):
 
     @property
     def num_states(self) -> int:
-        """The number of hidden states that it reads of a token."""
+        """Number of hidden states that it reads of a token."""
         return len(self.state_layers) or 3
 
     def state_layers_of(self, num_layers: int) -> tuple[int, ...]:
-        """``state_layers`` of a model of so many: an early one, the middle one and a late one, if nothing is said."""
+        """Return ``state_layers`` for a model of so many layers; by default an early, the middle and a late one."""
         return self.state_layers or (2, num_layers // 2, num_layers - 3)
 
 
 def read_eagle_head(directory: Path) -> ModelSpec:
-    """Return the specification of a head.  Raises WeightsError naming the file, field and expectation."""
+    """Read a head's checkpoint.  Raises WeightsError naming the file, field and expectation."""
     return read_spec(directory, _read_shape)
 
 
@@ -81,7 +79,7 @@ def _read_shape(architecture: str, fields: Fields) -> EagleHeadShape:
 
 
 def _state_layers(fields: Fields) -> tuple[int, ...]:
-    """SGLang's ``eagle_config`` counts a layer's output as its own, vLLM's field at the top a layer's input."""
+    """Return the layers: SGLang's ``eagle_config`` numbers them by output, vLLM's top-level field by input."""
     name = "eagle_aux_hidden_state_layer_ids"
     outputs = fields.section("eagle_config").integers(name)
     layers = tuple(one + 1 for one in outputs) or fields.integers(name)

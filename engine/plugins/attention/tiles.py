@@ -1,16 +1,16 @@
-"""Attention whose results do not depend on what else is computed: the same bits for a token in every step.
+"""Batch-invariant attention: a token's result has the same bits in every step.
 
 Legend: T new tokens in the step (ragged, packed) · B query tiles of a run · R rows of a tile: its positions times the
         query heads of a group · K keys of a tile · S slots · N query heads · G KV heads · H head size
 Owns: the tiles, the masks, the order of sums.  Does not know: models, the scheduler.
 
-Positions and keys are cut into tiles from position 0 on, wherever a chunk of the prompt begins.  A query tile meets one
-key tile after the other, in a product of always the same shape, and at the same row of it; what each gives is added up
-in the order of positions.  Rows and keys that are not there take part and are hidden.  So how a sequence was chunked,
-cached or batched cannot change a result, as long as products of one shape are the same each time; ``torch`` promises
-that of one machine, and the start checks it (``engine/startup/invariance.py``).
+Positions and keys are cut into tiles from position 0 on, independent of where a chunk of the prompt begins.  A query
+tile meets one key tile after the other, in a product of constant shape, and at the same row of it; the results are
+added in the order of positions.  Missing rows and keys take part and are hidden.  So how a sequence was chunked, cached
+or batched cannot change a result, as long as products of one shape are the same each time; ``torch`` guarantees that on
+one machine, and the start checks it (``engine/startup/invariance.py``).
 
-Where pages keep float32 and there is a compiler, ``engine/kernels/attention.c`` attends in the place of this.
+If pages keep float32 and there is a compiler, ``engine/kernels/attention.c`` is used instead.
 """
 
 from collections.abc import Sequence
@@ -36,14 +36,14 @@ CALLBOARD_PLUGIN = {
     "invariant": True,
 }
 KEYS = 64  # of a key tile
-# A query tile has a multiple of so many rows.  One row would cost a decode step as much as four; and each thread's
-# scratch space begins at a multiple of 32 bytes with them, without which products come out differently.
+# Rows of a query tile are a multiple of this.  One row would cost a decode step as much as four; and each thread's
+# scratch space then begins at a multiple of 32 bytes, without which products differ.
 ROWS = 4
-# Keys up to this size stay in a core's cache from their copy to their use.
+# Keys up to this size stay in a core's cache between their copy and their use.
 CACHED_BYTES = 1 << 20
-# What the key tiles of a run may give before it is added up: a longer chunk of a prompt becomes several runs.
+# Most bytes of the results of a run's key tiles before they are added: longer chunks of prompts become several runs.
 RESULT_BYTES = 64 << 20
-# Instead of minus infinity: a row that sees nothing of a tile then has a weight of 0 for it, and no NaN.
+# In place of minus infinity: a row that sees nothing of a tile gets weight 0 for it, and no NaN.
 HIDDEN = -1e30
 
 Int32 = npt.NDArray[np.int32]
@@ -53,12 +53,12 @@ _attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
 @dataclass(frozen=True, slots=True)
 class KeyTiles:
-    """Key tiles that are met in one call: one for each of the query tiles of every span, or a single one for them all.
+    """Key tiles of one call: one for each of the query tiles of every span, or a single one for all of them.
 
-    spans: (first, last) of a run's query tiles; those of a span meet the key tile that follows what they met before.
-    slots: K of each key tile, where the keys lie.  mask_B1RK: hides keys behind the query, before its window, and no
-    keys; B counts the query tiles of all spans.  copies_SGH: where keys and values are copied to, in every layer, and
-    copied_BGKH: what is seen of that."""
+    spans: (first, last) of a run's query tiles; those of a span meet the key tile after those they met before.
+    slots: K of each key tile, the places of its keys.  mask_B1RK: hides keys after the query, before its window, and
+    missing keys; B counts the query tiles of all spans.  copies_SGH: where keys and values are copied, in every layer,
+    and copied_BGKH: views of these."""
 
     spans: tuple[tuple[int, int], ...]
     slots: Tensor
@@ -71,9 +71,9 @@ class KeyTiles:
 class Run:
     """Query tiles that are computed together.
 
-    taken: which of the T x N queries stand in the tiles, in the order of B, G, R; a row without one of this step has
-    any.  kept: which of the results are wanted, which lie in the order of B, R, G; all N of a token side by side.
-    written_Y: where in T they go; None if they are the whole step's, in its order.
+    taken: indices of the T x N queries in the tiles, in the order of B, G, R; any index for a row without a query.
+    kept: indices of the wanted results, in the order of B, R, G, with all N of a token adjacent.
+    written_Y: their tokens in T; None if they are the whole step's, in order.
     """
 
     taken: Tensor
@@ -83,7 +83,7 @@ class Run:
 
 
 class TiledAttention:
-    """See ``AttentionBackend``."""
+    """An ``AttentionBackend`` on the CPU in tiles of constant shape."""
 
     def __init__(self, spec: AttentionSpec, pool: KVPool) -> None:
         self.spec = spec
@@ -98,16 +98,16 @@ class TiledAttention:
         self._copies_2SGH = slots_SGH.new_empty((2, self._together * KEYS, *slots_SGH.shape[1:]))
         head_G1 = np.arange(spec.num_kv_heads)[:, None]
         place_R = np.minimum(np.arange(self._rows), self._used_rows - 1)
-        self._place_R = place_R // self._heads  # of a row's position in the tile
-        self._head_GR = head_G1 * self._heads + place_R % self._heads  # of N
-        # Of a tile's first position, where the results of all N lie; of the next one, so many further.
+        self._place_R = place_R // self._heads  # place of a row's position in the tile
+        self._head_GR = head_G1 * self._heads + place_R % self._heads  # index in N
+        # Where the results of all N lie for a tile's first position; those of the next one are this much further.
         self._result_N = (np.arange(self._heads) * spec.num_kv_heads + head_G1).ravel()
         self._position_results = self._heads * spec.num_kv_heads
         self._whole: list[Run] = []
         self._windowed: list[Run] = []
 
     def plan_step(self, batch: AttentionBatch) -> None:
-        """Find every sequence's tiles, once for all layers."""
+        """Compute every sequence's tiles, once for all layers."""
         table_BP = batch.page_table_BP.numpy()
         if not self.spec.window or self.spec.first_window_layer or self.spec.full_layers:
             self._whole = self._plan(batch, table_BP, 0)
@@ -115,7 +115,7 @@ class TiledAttention:
             self._windowed = self._plan(batch, table_BP, self.spec.window)
 
     def attend(self, layer: int, q_TNH: Tensor) -> Tensor:
-        """See ``AttentionBackend.attend``."""
+        """Return out_TNH of one layer."""
         keys_SGH, values_SGH = self.pool.keys(layer), self.pool.values(layer)
         queries_H = q_TNH.flatten(0, 1)
         tiles = (-1, self.spec.num_kv_heads, self._rows, self.spec.head_size)
@@ -132,10 +132,10 @@ class TiledAttention:
         return out_TNH
 
     def _attend_run(self, run: Run, q_BGRH: Tensor, keys_SGH: Tensor, values_SGH: Tensor) -> Tensor:
-        """out_BGRH: of each key tile's result as much as its softmax has of the whole, added up in their order."""
+        """Return out_BGRH: each key tile's result, weighted by its share of the softmax, added in order."""
         results = []
         for tiles in run.key_tiles:
-            # Always to one place and with the same strides, so that products find the same each time.
+            # Always to one place and with the same strides, so that products have the same operands each time.
             torch.index_select(keys_SGH, 0, tiles.slots, out=tiles.copies_SGH[0])
             torch.index_select(values_SGH, 0, tiles.slots, out=tiles.copies_SGH[1])
             q_of_spans = _of(tiles.spans, q_BGRH)
@@ -146,9 +146,9 @@ class TiledAttention:
         return weighted_mean(results, q_BGRH)
 
     def _attend_tiles(self, *operands: Tensor) -> tuple[Tensor, Tensor]:
-        """out_BGRH, and size_BGR: the logarithm of the sum of exponentials.  operands: queries, keys, values, mask.
+        """Return out_BGRH and size_BGR, log of the sum of exponentials.  operands: queries, keys, values, mask.
 
-        With a single tile and head there is one product, which torch would divide among its threads: then twice."""
+        torch would split the single product of one tile and head among its threads, so it is computed twice."""
         num_tiles, num_heads = operands[0].shape[:2]
         if num_tiles * num_heads == 1:
             operands = tuple(one.expand(2, -1, -1, -1) for one in operands)
@@ -172,8 +172,10 @@ class TiledAttention:
         count: int,
         key_tiles: list[KeyTiles],
     ) -> Run:
-        """rows_BP: which of T stand at a tile's positions.  tiles_Y, places_Y: a tile and a position in it, for each of
-        the wanted tokens, which go to written_Y of ``count`` in T."""
+        """Return the run.
+
+        rows_BP: rows of T at a tile's positions.  tiles_Y, places_Y: tile and position in it of each wanted token,
+        which is written to written_Y; count: tokens of the step."""
         heads = self.spec.num_heads
         taken = rows_BP[:, self._place_R][:, None] * heads + self._head_GR
         firsts_Y = tiles_Y * (self._rows * self.spec.num_kv_heads) + places_Y * self._position_results
@@ -187,7 +189,7 @@ class TiledAttention:
         single = np.flatnonzero(batch.host_query_lengths == 1)
         lengths = batch.host_lengths.astype(np.int64)
         positions = lengths - 1
-        # Most tiles first: those that share a step with fewer of them are then the first rows.
+        # Most tiles first: then the rows that meet a key tile number are always the first ones.
         firsts = self._first_key_tile(positions, window)
         single = single[np.argsort(firsts[single] - positions[single] // KEYS, kind="stable")]
         runs = [
@@ -196,7 +198,7 @@ class TiledAttention:
         ]
         for row in np.flatnonzero(batch.host_query_lengths > 1).tolist():
             first, last = int(starts[row]), int(starts[row + 1])
-            behind = int(lengths[row]) - last  # from a place in T to its position
+            behind = int(lengths[row]) - last  # difference between a place in T and its position
             step = self._most_positions(int(lengths[row]), last - first, window)
             for at in range(first, last, step):
                 end = min(at + step, last)
@@ -204,14 +206,14 @@ class TiledAttention:
         return runs
 
     def _most_positions(self, length: int, count: int, window: int) -> int:
-        """How many of a sequence's last ``count`` positions a run may have for ``RESULT_BYTES``."""
+        """Return how many of a sequence's last ``count`` positions a run may have within ``RESULT_BYTES``."""
         num_keys = min(length, count + window) if window else length
         row_bytes = self.spec.num_kv_heads * self.spec.head_size * self.pool.dtype.itemsize
         tile_bytes = self._rows * row_bytes * (num_keys // KEYS + 2)
         return max(1, RESULT_BYTES // tile_bytes) * self._positions
 
     def _first_key_tile(self, position: npt.NDArray[np.int64], window: int) -> npt.NDArray[np.int64]:
-        """The first key tile that any position of a position's query tile sees."""
+        """Return the first key tile that any position of a position's query tile sees."""
         if not window:
             return np.zeros_like(position)
         return np.maximum(0, position // self._positions * self._positions + 1 - window) // KEYS
@@ -225,9 +227,9 @@ class TiledAttention:
         firsts_B: npt.NDArray[np.int64],
         window: int,
     ) -> Run:
-        """rows: sequences with one query each, those with most key tiles first.  starts: where each begins in T."""
+        """Return a run.  rows: sequences with one query, most key tiles first.  starts: the place of each in T."""
         counts_B = (lengths_B - 1) // KEYS + 1 - firsts_B
-        # Of each key tile, in their order, how many rows meet it: those are the first ones.
+        # For each key tile, in order, the number of rows that meet it, which are the first ones.
         meeting = (counts_B > np.arange(counts_B[0])[:, None]).sum(1)
         of_P = np.concatenate([np.arange(count) for count in meeting])  # the row of each pair of a row and a key tile
         numbers_P = np.repeat(np.arange(len(meeting)), meeting)
@@ -236,7 +238,7 @@ class TiledAttention:
         hidden_PK = keys_PK >= ends_P1
         if window:
             hidden_PK |= keys_PK < ends_P1 - window
-        # What the other rows of the tile are does not matter: they all get this row's query and mask.
+        # The other rows of the tile do not matter: they all get this row's query and mask.
         mask_PK = torch.from_numpy(np.where(hidden_PK, np.float32(HIDDEN), np.float32(0))).to(self.pool.data.dtype)
         mask_P1RK = mask_PK[:, None, None].expand(-1, 1, self._rows, -1)
         slots_PK = self._slots(table_BP, rows[of_P, None], np.minimum(keys_PK, ends_P1 - 1)).view(-1, KEYS)
@@ -255,10 +257,10 @@ class TiledAttention:
     def _prefill_run(
         self, table_P: Int32, first_row: int, count: int, length: int, step_tokens: int, window: int
     ) -> Run:
-        """One sequence's chunk of a prompt: rows first_row on of T, which are the last ``count`` of its positions.
+        """Return the run of a chunk of a prompt: rows first_row on of T, the last ``count`` positions of the sequence.
 
-        The last query tile comes first, so that a mask, which moves on by a tile's positions each time, can be a view
-        of one strip."""
+        The last query tile comes first, so that a mask, which moves by a tile's positions each time, can be a view of
+        one strip."""
         size = self._positions
         start = length - count
         first_tile, last_tile = start // size, (length - 1) // size
@@ -274,7 +276,7 @@ class TiledAttention:
             last = int((tile_starts + size - 1 >= key).sum())
             first = int((first_keys > number).sum())
             slots = self._slots(table_P[None], np.zeros(1, np.int64), np.minimum(key + np.arange(KEYS), length - 1))
-            # In the strip, column zero + x is what a tile's first position sees of the key x places behind it.
+            # In the strip, column zero + x is the mask of a tile's first position for the key x places after it.
             offset = zero + key - (newest - first * size)
             shape, strides = (last - first, 1, len(strip_RX), KEYS), (size, 0, strip_RX.stride(0), 1)
             tiles.append(self._key_tiles(((first, last),), slots, strip_RX.as_strided(shape, strides, offset)))
@@ -282,9 +284,9 @@ class TiledAttention:
         return self._run(rows_BP, last_tile - wanted_Y // size, wanted_Y % size, written_Y, step_tokens, tiles)
 
     def _strip(self, longest: int, window: int) -> tuple[Tensor, int]:
-        """What the rows of a query tile see of keys from ``longest`` before its first position to a key tile behind it.
+        """Return the mask of a query tile's rows, and the column of its first position.
 
-        Returned with the column of the first position itself."""
+        Its keys are those from ``longest`` before that position to one key tile after it."""
         position_R1 = np.minimum(np.arange(self._rows) // self._heads, self._positions - 1)[:, None]
         distance_RX = np.arange(-longest, KEYS + self._positions) - position_R1
         hidden_RX = distance_RX > 0
@@ -294,23 +296,23 @@ class TiledAttention:
         return torch.from_numpy(strip_RX).to(self.pool.data.dtype), longest
 
     def _slots(self, table_BP: Int32, row: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]) -> Tensor:
-        """Flat: where the positions of the table's rows lie."""
+        """Return the slots, flat, of positions in the table's rows."""
         size, stride = self.pool.page_size, self.pool.page_stride
         pages = table_BP[row, positions // size].astype(np.int64)
         return torch.from_numpy((pages * stride + positions % size).ravel())
 
 
 def weighted_mean(results: list[tuple[Spans, Tensor, Tensor]], q_BGRH: Tensor) -> Tensor:
-    """out_BGRH, float32.  results: (spans, out_BGRH, size_BGR) of key tiles in their order; size: logarithm of the sum
-    of exponentials.
+    """Return out_BGRH, float32, from the results of key tiles in order: (spans, out_BGRH, size_BGR).
 
-    Each row by its own numbers, in operations that are exact or the same for every place of an element."""
+    size_BGR: logarithm of the sum of exponentials.  Each row depends on its own numbers alone, through operations that
+    are exact or the same for every place of an element."""
     largest_BGR = torch.full(q_BGRH.shape[:-1], -torch.inf)
     for spans, _, size_BGR in results:
         for (first, last), of_span in zip(spans, _split(spans, size_BGR), strict=True):
             part = largest_BGR[first:last]
             torch.maximum(part, of_span, out=part)
-    total_BGRH = torch.zeros(q_BGRH.transpose(1, 2).shape).transpose(1, 2)  # as results lie
+    total_BGRH = torch.zeros(q_BGRH.transpose(1, 2).shape).transpose(1, 2)  # in the layout of results
     weight_BGR = torch.zeros(q_BGRH.shape[:-1])
     for spans, out_BGRH, size_BGR in results:
         shares_BGR = size_BGR.sub(_of(spans, largest_BGR)).exp_()
@@ -323,7 +325,7 @@ def weighted_mean(results: list[tuple[Spans, Tensor, Tensor]], q_BGRH: Tensor) -
 
 
 def _of(spans: Spans, of_run: Tensor) -> Tensor:
-    """What the query tiles of all spans have, one span after the other."""
+    """Return the parts of the query tiles of all spans, one span after the other."""
     parts = [of_run[first:last] for first, last in spans]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
@@ -333,7 +335,7 @@ def _split(spans: Spans, of_spans: Tensor) -> Sequence[Tensor]:
 
 
 def _filled(meeting: list[int], most: int) -> list[Spans]:
-    """The first so many rows of each key tile, as spans of calls with at most ``most`` pairs; no span is divided."""
+    """Return the first rows of each key tile as spans of calls with at most ``most`` pairs; no span is split."""
     calls: list[list[tuple[int, int]]] = [[]]
     room = most
     for count in meeting:
@@ -346,12 +348,12 @@ def _filled(meeting: list[int], most: int) -> list[Spans]:
 
 
 def built(spec: AttentionSpec, pool: KVPool) -> AttentionBackend:
-    """The one in C where it serves such pages: it needs no tiles, as it has an order of sums of its own."""
+    """Return the attention in C, whose order of sums is fixed, if it serves such pages; else this one."""
     return compiled_attention(spec, pool) or TiledAttention(spec, pool)
 
 
 @hookimpl
 def callboard_attention_backend(context: AttentionContext) -> AttentionFactory:
-    """Any head size, page size and window, on the CPU.  Float32 is attended in C where there is a compiler."""
+    """Return the factory, for any head size, page size and window on the CPU; float32 uses C if there is a compiler."""
     decode_options("attention.tiles", context.options, Options)
     return built

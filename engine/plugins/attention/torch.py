@@ -1,21 +1,21 @@
-"""Attention in torch: the reference that other backends are compared with, and what runs on a CPU.
+"""Attention in torch: the reference for other backends, and the backend for CPUs.
 
 Legend: T new tokens in the step (ragged, packed) · B decode rows of a group · n queries of a sequence
-        L keys that are seen · S slots of the pool or of a page · P pages · N query heads · G KV heads · H head size
+        L visible keys · S slots of the pool or of a page · P pages · N query heads · G KV heads · H head size
         R size of a record of the pool
-Owns: reading each sequence's own slots and nothing else, the masks.  Does not know: models, the scheduler.
+Owns: the reads, of each sequence's own slots only, and the masks.  Does not know: models, the scheduler.
 
-A step's sequences are served in three ways, chosen by measurement (``benchmarks/bench_attention.py``):
-neighbouring decode rows whose keys fit a core's cache together are copied into one padded batch, as calls for each
-would take longer than the copying; a lone sequence whose pages lie side by side is read in place; any other has its
-pages copied together first.  All copies go to one buffer that sequences and layers reuse, where fresh memory for each
-would cost several times as much: over scattered pages it is 1.9 to 19 times as fast as gathering the keys of all and
-attending, on one thread.  Copying them is faster than not copying: torch's flex_attention, compiled to read pages where
-they are, takes 1.1 to 3.8 times as long, and a C++ compiler besides; a pass page by page takes 2.2 to 73 times as long.
-No stale slot is ever multiplied, not even by 0, so a NaN in one cannot leak.
+A step's sequences are served in three ways, chosen by measurement (``benchmarks/bench_attention.py``): adjacent decode
+rows whose keys together fit a core's cache are copied into one padded batch, as separate calls would take longer than
+the copies; a single sequence with adjacent pages is read in place; any other has its pages copied together first.  All
+copies go to one buffer that sequences and layers reuse, as fresh memory for each would cost several times as much: with
+scattered pages it is 1.9 to 19 times as fast as gathering all keys before attention, on one thread.  Not copying is
+slower: torch's flex_attention, compiled to read pages in place, takes 1.1 to 3.8 times as long, and needs a C++
+compiler; a pass page by page takes 2.2 to 73 times as long.
+No stale slot is ever multiplied, not even by 0, so a NaN in one cannot spread.
 
-On a CPU with a compiler, where pages keep float32, ``engine/kernels/attention.c`` attends in the place of all
-this, in a sixth to seven tenths of the time (``benchmarks/bench_cpu_attention.py``).
+On a CPU with a compiler, if pages keep float32, ``engine/kernels/attention.c`` is used instead, in a sixth to seven
+tenths of the time (``benchmarks/bench_cpu_attention.py``).
 """
 
 from dataclasses import dataclass
@@ -40,9 +40,9 @@ CALLBOARD_PLUGIN = {
     "kv_dtypes": ["float32", "bfloat16", "float16", "int8", "fp8_e4m3"],
     "supports": ["soft_cap", "sinks", "layer_windows", "latents"],
 }
-# Keys up to this size stay in a core's cache from their copy to their use, and between the heads' passes over them.
+# Keys up to this size stay in a core's cache between their copy and their use, and between the passes of heads.
 CACHED_BYTES = 1 << 20
-# Padding that a group may add to its rows' own keys.
+# Most padded keys of a group, relative to its rows' own keys.
 PADDING = 1.5
 # A block of queries reads no key past its last query: blocks of 128 save a third of a 512-token prefill.
 QUERY_BLOCK = 128
@@ -52,7 +52,7 @@ QUERY_BLOCK = 128
 class DecodeGroup:
     """Sequences with one query each, rows first_row:last_row of T, each with num_keys keys after padding.
 
-    slots: where they are, row after row; the padding repeats a row's last slot.  mask: hides the padding.
+    slots: places of the keys, row after row; the padding repeats a row's last slot.  mask: hides the padding.
     """
 
     first_row: int
@@ -75,9 +75,9 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """One sequence's part of a step: rows first_row:last_row of T, and where its num_keys keys are.
+    """One sequence's part of a step: rows first_row:last_row of T, and the places of its num_keys keys.
 
-    pages: what to copy together; None if the keys are read in place.
+    pages: pages to copy together; None if the keys are read in place.
     first_slot: of the first key, in the pool or in the copy.  blocks: empty for a single query, which sees all keys.
     """
 
@@ -90,7 +90,7 @@ class Segment:
 
 
 class TorchAttention:
-    """See ``AttentionBackend``.  Works on the CPU and on a GPU, where it never waits for the device."""
+    """An ``AttentionBackend`` for the CPU and for a GPU, where it never waits for the device."""
 
     def __init__(self, spec: AttentionSpec, pool: KVPool) -> None:
         records_SGR = pool.keys(0).view(pool.format.memory)
@@ -102,7 +102,7 @@ class TorchAttention:
         self.page_shape = (-1, pool.page_size, *records_SGR.shape[1:])
         self._plain = pool.format.plain
         self._pages_touch = pool.page_stride == pool.page_size
-        # Where torch's own would hide scores that have to be seen, or copy a latent for each of many heads.
+        # torch's own attention has no caps and sinks, and would copy a latent for each of many heads.
         self.weighs = bool(spec.soft_cap or spec.sinks or spec.latent_size)
         self.slot_bytes = spec.num_kv_heads * spec.head_size * pool.dtype.itemsize
         self._record_copy_SGR = records_SGR.new_empty((0, *records_SGR.shape[1:]))
@@ -119,7 +119,7 @@ class TorchAttention:
             self._windowed = self._plan(batch, self.spec.window)
 
     def attend(self, layer: int, q_TNH: Tensor) -> Tensor:
-        """See ``AttentionBackend.attend``."""
+        """Return out_TNH of one layer."""
         keys_SGR, values_SGR = self.pool.keys(layer), self.pool.values(layer)
         copy_SGH, latent_size = self._value_copy_SGH, self.spec.latent_size
         outs = []
@@ -130,7 +130,7 @@ class TorchAttention:
             if isinstance(part, Segment) and part.blocks:
                 outs.append(self._attend_blocks(layer, q_nNH, k_BGLH, v_BGLH, part.blocks))
             else:
-                # A group's query heads take the place of a sequence of queries: keys are read once, not N / G times.
+                # A group's query heads are passed as queries of one sequence: keys are read once, not N / G times.
                 mask = part.mask_B11L if isinstance(part, DecodeGroup) else None
                 q_BGnH = q_nNH.view(-1, *self.group)
                 if self.weighs:
@@ -149,7 +149,7 @@ class TorchAttention:
             q, keys = q_1NnH[:, :, block.first : block.last], slice(block.key_first, block.key_last)
             k, v = k_1GLH[:, :, keys], v_1GLH[:, :, keys]
             if self.weighs:
-                # The queries of a group's heads one after the other, as one sequence of queries.
+                # The queries of a group's heads in sequence, as one sequence of queries.
                 mask = block.mask.repeat(self.group[1], 1)
                 out = self._weigh(layer, q.reshape(1, self.group[0], -1, self.group[2]), k, v, mask)
                 out = out.view(*q.shape[:3], -1)
@@ -161,7 +161,7 @@ class TorchAttention:
         return outs[0] if len(outs) == 1 else torch.cat(outs)
 
     def _weigh(self, layer: int, q_BGnH: Tensor, k_BGLH: Tensor, v_BGLH: Tensor, mask: Tensor | None) -> Tensor:
-        """Attention with what torch's own does not know: capped scores, and sinks.  n: of all heads of a group."""
+        """Return attention with features that torch's own lacks: capped scores, sinks.  n: of all heads of a group."""
         scores_BGnL = (q_BGnH @ k_BGLH.mT).float().mul_(self.spec.scale)
         if cap := self.spec.soft_cap:
             scores_BGnL.div_(cap).tanh_().mul_(cap)
@@ -178,7 +178,7 @@ class TorchAttention:
         return weights_BGnL.to(v_BGLH.dtype) @ v_BGLH
 
     def _visible(self, part: DecodeGroup | Segment, slots_SGR: Tensor, copy_SGH: Tensor) -> Tensor:
-        """[B, G, L, H] of the slots that a part's sequences have filled."""
+        """Return the filled slots of a part's sequences as [B, G, L, H]."""
         if self._plain:
             found_LGH = self._found(part, slots_SGR, copy_SGH)
         else:
@@ -192,7 +192,7 @@ class TorchAttention:
         return found_LGH.transpose(0, 1)[None]
 
     def _found(self, part: DecodeGroup | Segment, slots_SGR: Tensor, copy_SGR: Tensor) -> Tensor:
-        """The same as [L, G, R], sequence after sequence, where they are or in ``copy_SGR``."""
+        """Return the filled slots as [L, G, R], sequence after sequence, in place or in ``copy_SGR``."""
         if isinstance(part, DecodeGroup):
             return torch.index_select(slots_SGR, 0, part.slots, out=copy_SGR[: len(part.slots)])
         if part.pages is not None:
@@ -203,7 +203,7 @@ class TorchAttention:
         return slots_SGR[part.first_slot : part.first_slot + part.num_keys]
 
     def _reserve(self, longest: int) -> None:
-        """Let the copies hold the longest sequence, whole pages of it, and any group."""
+        """Make the copies large enough for the longest sequence, in whole pages, and for any group."""
         num_slots = max(longest + self.pool.page_size, CACHED_BYTES // self.slot_bytes)
         if num_slots > len(self._key_copy_SGH):
             shape = (1 << num_slots.bit_length(), *self._key_copy_SGH.shape[1:])
@@ -224,7 +224,7 @@ class TorchAttention:
         return plan
 
     def _groups(self, batch: AttentionBatch, window: int) -> list[tuple[int, int]]:
-        """Cut the sequences into runs: as many single queries as are best served together, everything else alone."""
+        """Cut the sequences into runs: single queries that are best served together, all others alone."""
         groups: list[tuple[int, int]] = []
         first = num_keys = longest = 0
         single = (batch.host_query_lengths == 1).tolist()
@@ -239,7 +239,7 @@ class TorchAttention:
         return [*groups, (first, len(single))]
 
     def _decode_group(self, batch: AttentionBatch, first: int, last: int, first_row: int, window: int) -> DecodeGroup:
-        """Sequences first:last, the first of which is row first_row of T."""
+        """Return the group of sequences first:last, the first of which is row first_row of T."""
         table_BP, page_size = batch.page_table_BP[first:last], self.pool.page_size
         lengths = batch.host_lengths[first:last]
         num_keys = int(min(lengths.max(), window) if window else lengths.max())
@@ -260,7 +260,7 @@ class TorchAttention:
     ) -> Segment:
         length, num_queries = int(batch.host_lengths[row]), int(batch.host_query_lengths[row])
         page_size = self.pool.page_size
-        # No query sees a key before the first query's window; with a single query the window then needs no mask.
+        # No query sees a key before the first query's window, so a single query's window needs no mask.
         first_key = max(0, length - num_queries + 1 - window) if window else 0
         num_keys = length - first_key
         first_page, last_page = first_key // page_size, -(-length // page_size)
@@ -271,12 +271,12 @@ class TorchAttention:
             if len(own) == 1 or (self._pages_touch and own[-1] - own[0] == len(own) - 1 and (own[1:] > own[:-1]).all()):
                 pages, first_slot = None, int(own[0]) * self.pool.page_stride + first_slot
         if pages is not None and not self._pages_touch:
-            pages = pages * (self.pool.page_stride // page_size)  # of the blocks that ``_visible`` copies
+            pages = pages * (self.pool.page_stride // page_size)  # in units of the blocks that ``_found`` copies
         blocks = self._blocks(num_queries, num_keys, window, batch.page_table_BP.device)
         return Segment(first_row, first_row + num_queries, num_keys, first_slot, pages, blocks)
 
     def _blocks(self, num_queries: int, num_keys: int, window: int, device: torch.device) -> tuple[Block, ...]:
-        """Cut a segment's queries, which are the last of its keys, into blocks with their causal masks."""
+        """Cut a segment's queries, which are its last keys, into blocks with their causal masks."""
         if num_queries == 1:
             return ()
         blocks = []
@@ -295,13 +295,14 @@ class TorchAttention:
 
 
 def built(spec: AttentionSpec, pool: KVPool) -> AttentionBackend:
-    """The one in C where it serves such pages; the other where there is no compiler."""
+    """Return the attention in C if it serves such pages, else the one in torch."""
     return compiled_attention(spec, pool) or TorchAttention(spec, pool)
 
 
 @hookimpl
 def callboard_attention_backend(context: AttentionContext) -> AttentionFactory:
-    """Any head size, page size, window, cap and sinks; on the CPU and on NVIDIA GPUs.  Pages of float32 without cap and
-    sinks are attended in C on a CPU where there is a compiler."""
+    """Return the factory, for any head size, page size, window, cap and sinks, on the CPU and on NVIDIA GPUs.
+
+    On a CPU with a compiler, float32 pages without cap and sinks use C."""
     decode_options("attention.torch", context.options, Options)
     return built

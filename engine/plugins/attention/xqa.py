@@ -1,11 +1,11 @@
-"""Decode rows by XQA, NVIDIA's kernel for few queries of many heads, as FlashInfer has it; GPUs from Hopper on.
+"""Decode rows by XQA, NVIDIA's kernel for few queries of many heads, in FlashInfer; for GPUs from Hopper on.
 
 Legend: B decode rows · P page-table width · N query heads · H head size
-Owns: the hook, what is refused before the engine starts, the call.  Does not know: prompts, which it does not serve.
+Owns: the hook, refusals before the engine starts, the call.  Does not know: prompts, which it does not serve.
 
-It plans nothing: the kernel reads page tables and lengths on the device.  On Hopper it is also what FlashInfer's
-``trtllm_batch_decode_with_kv_cache`` comes to.  Whether it is the fastest on a model's heads is for a race to say.
-Importing this imports no FlashInfer.
+It plans nothing: the kernel reads page tables and lengths on the device.  On Hopper, FlashInfer's
+``trtllm_batch_decode_with_kv_cache`` calls it too.  Whether it is the fastest for a model's heads is measured at start.
+Importing this module does not import FlashInfer.
 """
 
 import logging
@@ -40,13 +40,13 @@ CALLBOARD_PLUGIN = {
 }
 PLUGIN = "attention.xqa"
 HOPPER = 9
-SEMAPHORE_BYTES = 8 << 20  # the first of the workspace, zero at first; the kernel leaves them so
-# Parts of rows: at most one for each processor, of 16 heads of 256 numbers, with room to spare.
+SEMAPHORE_BYTES = 8 << 20  # at the start of the workspace, zero at first; the kernel leaves them zero
+# Partial results of rows: at most one per processor, of 16 heads of 256 numbers, with room to spare.
 PART_BYTES = 24 << 20
 
 
 class XQAAttention:
-    """See ``AttentionBackend``.  Of decode rows alone; plans nothing and never waits for the device."""
+    """An ``AttentionBackend`` for decode rows alone; it plans nothing and never waits for the device."""
 
     capturable = True
 
@@ -61,21 +61,21 @@ class XQAAttention:
         self._lengths_B = self._table_BP[:, 0:0].flatten()
 
     def plan_step(self, batch: AttentionBatch) -> None:
-        """See ``AttentionBackend.plan_step``."""
+        """Keep the batch's page table and lengths, with padding rows on the dump page."""
         assert batch.num_decodes == len(batch.host_lengths), f"{batch.num_decodes} of {len(batch.host_lengths)} decode"
         self._table_BP = padding_on_dump_page(batch, self._pool)
         self._lengths_B = positive_lengths(batch)
 
     def attend(self, layer: int, q_TNH: Tensor) -> Tensor:
-        """See ``AttentionBackend.attend``."""
+        """Return out_TNH of one layer."""
         out_TNH = torch.empty(q_TNH.shape, dtype=q_TNH.dtype, device=q_TNH.device)
         self.attend_into(layer, q_TNH, out_TNH)
         return out_TNH
 
     def attend_into(self, layer: int, q_TNH: Tensor, out_TNH: Tensor) -> None:
-        """See ``WritingAttention``."""
+        """Write one layer's result to out_TNH."""
         if layer == 0:
-            # The kernel takes rows for neighbours.  Here, so that a graph copies the tables that a step has.
+            # The kernel needs contiguous rows.  The copy is made here, so that a graph copies each step's tables.
             self._dense_BP = self._table_BP.contiguous()
         window = self._spec.window_of(layer)
         self._decode(
@@ -87,7 +87,7 @@ class XQAAttention:
             self._dense_BP.shape[1] * self._pool.page_size,
             bmm1_scale=self._spec.scale,
             bmm2_scale=1.0,
-            # The position itself is not counted, and -1 stands for everything.
+            # The query's own position is not counted, and -1 is no limit.
             window_left=window - 1,
             out=out_TNH,
             kv_layout="NHD",
@@ -96,14 +96,15 @@ class XQAAttention:
 
 @hookimpl
 def callboard_attention_backend(context: AttentionContext) -> AttentionFactory:
-    """Decode rows of 16-bit models with pages of 16 to 128 tokens and up to 16 query heads per KV head; Hopper."""
+    """Return the factory, for decode rows of 16-bit models, pages of 16 to 128 tokens, up to 16 query heads per KV head
+    and Hopper GPUs."""
     decode_options(PLUGIN, context.options, Options)
     major, minor = torch.cuda.get_device_capability()
     if major < HOPPER:
         raise PluginError(f"{PLUGIN} needs compute capability 9.0, this GPU has {major}.{minor}; {ANYTHING_ELSE[3:]}")
     try:
         library = import_module("flashinfer")
-    except Exception as error:  # beside ImportError whatever its own libraries raise when they do not fit this CUDA
+    except Exception as error:  # ImportError, or any error of its libraries for another CUDA
         raise missing_package(PLUGIN, "the package flashinfer-python", str(error)) from None
 
     def build(spec: AttentionSpec, pool: KVPool) -> AttentionBackend:

@@ -1,6 +1,6 @@
-"""Communication of a group of one: nothing to exchange.
+"""Communication for a group of one rank: nothing is exchanged.
 
-Does not import torch: a server whose executors are processes loads this plugin too, and needs no torch itself.
+It does not import torch: a server whose executors are processes loads this plugin too, and needs no torch.
 """
 
 from typing import TYPE_CHECKING
@@ -16,26 +16,26 @@ CALLBOARD_PLUGIN = {"api": 1}
 
 
 class LocalComm:
-    """The collectives of a single rank return what they are given."""
+    """Collectives of a single rank, which return their arguments."""
 
     rank = 0
     size = 1
 
     def all_reduce(self, tensor: "Tensor") -> "Tensor":
-        """The sum over one rank."""
+        """Return the sum over one rank."""
         return tensor
 
     def all_gather(self, tensor: "Tensor", dim: int = -1) -> "Tensor":
-        """One rank's part is the whole."""
+        """Return the rank's part, which is the whole."""
         return tensor
 
     def close(self) -> None:
-        """Do nothing: nothing is held."""
+        """Do nothing: there is nothing to release."""
 
 
 @hookimpl
 def callboard_comm(context: CommContext) -> LocalComm:
-    """Takes no options.  Refuses more than one rank."""
+    """Build the communicator; takes no options.  Raises PluginError for more than one rank."""
     decode_options("comm.local", context.options, Options)
     if context.size != 1:
         raise PluginError(f"comm.local serves one rank, not {context.size}; choose a library that connects ranks")

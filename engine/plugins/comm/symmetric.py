@@ -1,11 +1,11 @@
-"""Small sums in one launch: every rank reads all ranks' parts from memory that the GPUs of a machine map of each other.
+"""Small sums in one launch: every rank reads all ranks' parts from memory shared between the GPUs of a machine.
 
-A sum of a decode step is some hundred kilobytes, and NCCL's ring or tree takes several trips for it.  One-shot, each
-rank adds all parts itself, in the order of ranks, so all have the same bits.  What is larger, of another dtype or not
-contiguous goes through NCCL, and so does everything where the memory cannot be had.
+The sum of a decode step has some hundred kilobytes, for which NCCL's ring or tree takes several trips.  One-shot, each
+rank adds all parts itself, in the order of ranks, so all have the same bits.  Tensors that are larger, of another dtype
+or not contiguous go through NCCL, and so do all if the memory is not available.
 
-Legend: S bytes that a sum may have
-Owns: which sums go which way.  Does not know: NCCL (``torch.py``), which layers call it.
+Legend: S bytes of the largest sum
+Owns: the choice of the way of a sum.  Does not know: NCCL (``torch.py``), the calling layers.
 """
 
 import logging
@@ -25,12 +25,14 @@ log = logging.getLogger(__name__)
 
 CALLBOARD_PLUGIN = {"api": 1, "devices": ["cuda"]}
 NAME = "comm.symmetric"
-DTYPES = (torch.float32, torch.bfloat16)  # that the kernel adds
-ALIGNMENT = 16  # bytes that it loads at a time
+DTYPES = (torch.float32, torch.bfloat16)  # supported by the kernel
+ALIGNMENT = 16  # bytes per load of the kernel
 
 
 class SymmetricOptions(TorchCommOptions, frozen=True):
-    """one_shot_kb: the largest sum that is done in one launch; beyond it NCCL moves less.  The others: of NCCL."""
+    """Options of the plugin, with those of NCCL.
+
+    one_shot_kb: the largest sum that is done in one launch; beyond it NCCL moves less data."""
 
     one_shot_kb: int = 512
 
@@ -44,13 +46,13 @@ class SharedMemory(Protocol):
 
 
 class PeerMemory:
-    """See ``SharedMemory``: torch's, between GPUs that can map each other's."""
+    """Symmetric memory of torch, between GPUs that can map each other's memory."""
 
     def __init__(self, store: Store, context: CommContext, num_bytes: int) -> None:
-        """All ranks together.  Raises RuntimeError or AttributeError where there is no such memory."""
+        """Allocate the memory, on all ranks together.  Raises RuntimeError or AttributeError if it is unavailable."""
         from torch.distributed._symmetric_memory import _SymmetricMemory as Memory  # not in every build
 
-        self._group = context.rendezvous  # names this group and no other of the process
+        self._group = context.rendezvous  # unique among the groups of the process
         Memory.set_group_info(self._group, context.rank, context.size, store)
         device = torch.device("cuda", torch.cuda.current_device())
         self._buffer_S = Memory.empty_strided_p2p((num_bytes,), (1,), torch.uint8, device)
@@ -63,10 +65,12 @@ class PeerMemory:
 
 
 class SymmetricComm:
-    """See ``Comm``."""
+    """A ``Comm`` with one-launch sums, and NCCL for all else."""
 
     def __init__(self, library: TorchComm, share: Callable[[], SharedMemory], limit: int, device: str) -> None:
-        """library: for what is not done in one launch.  share: makes the memory, or raises.  limit: bytes."""
+        """Set up the group, on all ranks together.
+
+        library: for all other collectives.  share: allocates the memory, or raises.  limit: bytes of a sum."""
         self.rank, self.size = library.rank, library.size
         self.capturable = library.capturable
         self._library = library
@@ -76,11 +80,11 @@ class SymmetricComm:
             memory = share()
         except (RuntimeError, AttributeError, ImportError) as error:
             problem = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-        # All or none: a rank that goes the other way waits for ever.
+        # All ranks or none: a rank that goes the other way would wait forever.
         able = library.all_reduce(torch.tensor([float(memory is not None)], device=device))
         self._memory = memory if round(float(able)) == self.size else None
         if self._memory is None:
-            log.warning("%s: every sum goes through NCCL: GPUs cannot read each other's memory (%s)", NAME, problem)
+            log.warning("%s: every sum goes through NCCL, as GPUs cannot read each other's memory (%s)", NAME, problem)
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         if self._memory is None or not self._fits(tensor):
@@ -96,7 +100,7 @@ class SymmetricComm:
         self._library.close()
 
     def _fits(self, tensor: Tensor) -> bool:
-        """By what is the same on every rank."""
+        """Whether a tensor can be summed in one launch; the answer is the same on every rank."""
         num_bytes = tensor.nbytes
         whole = 0 < num_bytes <= self._limit and num_bytes % ALIGNMENT == 0
         return whole and tensor.dtype in DTYPES and tensor.is_contiguous() and tensor.data_ptr() % ALIGNMENT == 0
@@ -104,7 +108,7 @@ class SymmetricComm:
 
 @hookimpl
 def callboard_comm(context: CommContext) -> SymmetricComm:
-    """Ranks with a GPU each, on one machine."""
+    """Build the communicator for ranks with a GPU each, on one machine."""
     options = decode_options(NAME, context.options, SymmetricOptions)
     if context.device != "cuda":
         raise PluginError(f"{NAME} connects NVIDIA GPUs, not {context.device!r}; set plugins.comm=torch")

@@ -1,10 +1,10 @@
 """Communication by torch's own libraries: NCCL between GPUs, Gloo between CPUs.
 
-The process group is an object of its own, not torch's default one of the process: so the ranks of a group may as well
-be threads, and a group can be given up and made anew.
+The process group is an object of its own, not torch's default one of the process, so the ranks of a group may also be
+threads, and a group can be dropped and made again.
 
-Owns: the group, and turning a gather along any dimension into the one the library does.
-Does not know: which layers call it.
+Owns: the group, and the conversion of a gather along any dimension to the library's.
+Does not know: the calling layers.
 """
 
 from datetime import timedelta
@@ -25,18 +25,20 @@ NAME = "comm.torch"
 
 
 class TorchCommOptions(Options, frozen=True):
-    """timeout_s: how long a rank waits for the others, at the start and in a collective.
-    interface: IP address that Gloo binds to; 'auto' for the one by which this machine reaches the place where ranks
-    meet, loopback where that is a file."""
+    """Options of the plugin.
+
+    timeout_s: how long a rank waits for the others, at the start and in a collective.
+    interface: IP address that Gloo binds to; 'auto' for this machine's address on the route to the rendezvous, loopback
+    if that is a file."""
 
     timeout_s: float = 600.0
     interface: str = "auto"
 
 
 class TorchComm:
-    """See ``Comm``.  With NCCL every collective is queued on the current stream, and the host goes on.
+    """A ``Comm`` on torch's process groups.  With NCCL collectives are queued on the current stream without waiting.
 
-    store: where the ranks have met."""
+    store: the one that the ranks met in."""
 
     def __init__(self, context: CommContext, options: TorchCommOptions) -> None:
         self.rank, self.size = context.rank, context.size
@@ -80,7 +82,7 @@ class TorchComm:
     def close(self) -> None:
         group, self._group = self._group, None
         if group is not None:
-            group.abort()  # shutdown() would first wait for what is queued, and that for ranks that may be gone
+            group.abort()  # shutdown() would wait for queued collectives, and so for ranks that may be gone
 
     def _open_group(self) -> Any:
         if self._group is None:
@@ -89,13 +91,13 @@ class TorchComm:
 
 
 def _wait(work: dist.Work | None) -> None:
-    """NCCL has queued on the current stream what is not asynchronous, and leaves nothing to wait for; Gloo does."""
+    """Wait for Gloo; NCCL has queued the collective on the current stream and needs no wait."""
     if work is not None:
         work.wait()
 
 
 def join_parts(gathered: Tensor, dim: int) -> Tensor:
-    """[ranks, ...] as each rank's part one after the other along ``dim`` of a part."""
+    """Return gathered parts, [ranks, ...], concatenated along ``dim`` of a part."""
     dim %= gathered.dim() - 1
     if dim == 0:
         return gathered.flatten(0, 1)
@@ -104,7 +106,7 @@ def join_parts(gathered: Tensor, dim: int) -> Tensor:
 
 @hookimpl
 def callboard_comm(context: CommContext) -> TorchComm:
-    """Any number of ranks; threads, processes or machines, as ``context.rendezvous`` says."""
+    """Build the communicator for any number of ranks: threads, processes or machines."""
     options = decode_options(NAME, context.options, TorchCommOptions)
     if not dist.is_available() or (context.device == "cuda" and not dist.is_nccl_available()):
         raise PluginError(f"{NAME}: this build of torch {torch.__version__} has no NCCL; install torch for CUDA")

@@ -1,4 +1,4 @@
-"""Evicts what was cached first, however often it was used since.  The cheapest to reason about."""
+"""Evicts the prefix that was cached first, however often it was used since.  The simplest order to predict."""
 
 from engine.kv.eviction import Candidate, SortKey
 from engine.plugins.hookspecs import EvictionContext, hookimpl
@@ -8,15 +8,15 @@ CALLBOARD_PLUGIN = {"api": 1}
 
 
 class FirstInFirstOut:
-    """By the step of creation."""
+    """Ranks prefixes by the step of creation."""
 
     def rank(self, candidate: Candidate) -> SortKey:
-        """Oldest first."""
+        """Return a rank that puts the oldest first."""
         return (candidate.created,)
 
 
 @hookimpl
 def callboard_eviction_strategy(context: EvictionContext) -> FirstInFirstOut:
-    """Takes no options."""
+    """Build the strategy; takes no options."""
     decode_options("eviction.fifo", context.options, Options)
     return FirstInFirstOut()

@@ -1,4 +1,4 @@
-"""Evicts what the fewest requests hit.  Keeps popular prompts through a flood of one-off requests."""
+"""Evicts the prefix with the fewest hits.  Keeps popular prompts through a flood of one-off requests."""
 
 from engine.kv.eviction import Candidate, SortKey
 from engine.plugins.hookspecs import EvictionContext, hookimpl
@@ -8,15 +8,15 @@ CALLBOARD_PLUGIN = {"api": 1}
 
 
 class LeastFrequentlyUsed:
-    """By hits; among equals, by the step of the last use."""
+    """Ranks prefixes by hits; among equals, by the step of the last use."""
 
     def rank(self, candidate: Candidate) -> SortKey:
-        """Fewest hits first."""
+        """Return a rank that puts the fewest hits first."""
         return (candidate.hits, candidate.last_used)
 
 
 @hookimpl
 def callboard_eviction_strategy(context: EvictionContext) -> LeastFrequentlyUsed:
-    """Takes no options."""
+    """Build the strategy; takes no options."""
     decode_options("eviction.lfu", context.options, Options)
     return LeastFrequentlyUsed()

@@ -1,4 +1,4 @@
-"""Evicts what nobody has used for longest.  The default: it needs no tuning and suits conversations."""
+"""Evicts the prefix that has been unused for longest.  The default: it needs no tuning and suits conversations."""
 
 from engine.kv.eviction import Candidate, SortKey
 from engine.plugins.hookspecs import EvictionContext, hookimpl
@@ -8,15 +8,15 @@ CALLBOARD_PLUGIN = {"api": 1}
 
 
 class LeastRecentlyUsed:
-    """By the step of the last use."""
+    """Ranks prefixes by the step of the last use."""
 
     def rank(self, candidate: Candidate) -> SortKey:
-        """Oldest use first."""
+        """Return a rank that puts the oldest use first."""
         return (candidate.last_used,)
 
 
 @hookimpl
 def callboard_eviction_strategy(context: EvictionContext) -> LeastRecentlyUsed:
-    """Takes no options."""
+    """Build the strategy; takes no options."""
     decode_options("eviction.lru", context.options, Options)
     return LeastRecentlyUsed()

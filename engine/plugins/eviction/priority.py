@@ -8,15 +8,15 @@ CALLBOARD_PLUGIN = {"api": 1}
 
 
 class LeastUrgent:
-    """By the priority of the most urgent request that used the pages; among equals, by the step of the last use."""
+    """Ranks prefixes by the priority of the most urgent request that used them; among equals, by the last use."""
 
     def rank(self, candidate: Candidate) -> SortKey:
-        """Largest number first: a lower priority is more urgent, as in the queue."""
+        """Return a rank that puts the largest number first: a lower priority is more urgent, as in the queue."""
         return (-candidate.priority, candidate.last_used)
 
 
 @hookimpl
 def callboard_eviction_strategy(context: EvictionContext) -> LeastUrgent:
-    """Takes no options."""
+    """Build the strategy; takes no options."""
     decode_options("eviction.priority", context.options, Options)
     return LeastUrgent()

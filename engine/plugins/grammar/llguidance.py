@@ -1,11 +1,11 @@
 """Grammars by llguidance: JSON Schema, regular expressions, GBNF and Lark, parsed by Earley's algorithm token by token.
 
-Owns: how a grammar of ours is written in llguidance's Lark, and the limits that bound its time and memory.
+Owns: the translation of a grammar to llguidance's Lark, and the limits on its time and memory.
 Does not know: requests, devices.
 
-What constrains and is not understood is refused, never left out, with the path to where it stands; but ``oneOf`` may
-be followed as ``anyOf``.  No ``$ref`` is fetched.  White space between the tokens of JSON is bounded, so that no model
-can write it for ever.
+Constraints that are not supported are refused with their path, never ignored; but ``oneOf`` may be treated as
+``anyOf``.  No ``$ref`` is fetched.  White space between the tokens of JSON is bounded, so that no model can write it
+forever.
 """
 
 import re
@@ -32,13 +32,13 @@ CALLBOARD_PLUGIN = {"api": 1, "packages": ["llguidance"]}
 _MAX_CHOICES: Final = 4096
 _MAX_CALLS: Final = 32
 _MAX_MESSAGE_CHARS: Final = 300
-# Between the tokens of JSON: at most a space, or a new line and its indentation.
+# Between the tokens of JSON: at most one space, or a new line with its indentation.
 _WHITE_SPACE: Final = "( |\\n[ \\t]{0,24})?"
 # Where only one text can follow, the model still chooses its tokens, as it would unconstrained.
 _NO_FORCING: Final = '%llguidance {"no_forcing": true}\n\n'
-# Prefixes the name of a special token in llguidance's vocabulary: no text can spell it.
+# Prefixes the name of a special token in llguidance's vocabulary; no text can contain it.
 _SPECIAL: Final = b"\xff"
-_SLASH: Final = "\\/"  # as Lark's expressions want it
+_SLASH: Final = "\\/"  # as required in Lark's expressions
 _IN_GRAMMAR: Final = re.compile(r"^at \d+\(\d+\): (failed to compile JSON schema: )?")
 _PREFIX: Final = "the grammar or schema cannot be used: "
 _BASE_BYTES: Final = 64 << 10
@@ -60,9 +60,9 @@ Branches = list[list[LLMatcher]]
 
 
 class LLGuidanceMatcher:
-    """Follows one output.  branches: the output is as one of them says, and all matchers of that one agree with it.
+    """The state of one output.  branches: the output matches at least one of them, and all matchers of that one.
 
-    Alternatives that share a grammar would share its lexer as well, whose longest match hides what is shorter.
+    Alternatives in one grammar would share its lexer, whose longest match hides shorter ones.
     """
 
     def __init__(self, branches: Branches) -> None:
@@ -85,7 +85,7 @@ class LLGuidanceMatcher:
 
 
 class LLGuidanceGrammar:
-    """A grammar whose first mask has been computed, where some grammars turn out to be too large."""
+    """A compiled grammar; its first mask has been computed, since that shows whether it is too large."""
 
     def __init__(self, branches: Branches, num_bytes: int) -> None:
         self._branches = branches
@@ -96,7 +96,7 @@ class LLGuidanceGrammar:
 
 
 class LLGuidance:
-    """One model's vocabulary as llguidance wants it."""
+    """The engine for one model's vocabulary."""
 
     def __init__(self, context: GrammarContext) -> None:
         self._vocab_size = context.vocab_size
@@ -119,7 +119,7 @@ class LLGuidance:
             raise _refused(self._place(grammar) + error.message.removeprefix(_PREFIX)) from None
 
     def _place(self, grammar: Grammar) -> str:
-        """Which part of a schema is refused, and of which function, for a message; empty if that is not known."""
+        """Return the path, for a message, of the refused part of a schema and its function; '' if unknown."""
         match grammar.kind:
             case "json_schema":
                 named = [("", msgspec.json.decode(grammar.source))]
@@ -138,7 +138,7 @@ class LLGuidance:
         return ""
 
     def _reason(self, schema: Any) -> str:
-        """Why a schema is refused; empty if it is not."""
+        """Return why a schema is refused; '' if it is not."""
         try:
             self._matcher(self._behind_thoughts(f"start: {self._json_rule(_schema(schema))}", "none"))
         except RequestError as error:
@@ -146,11 +146,11 @@ class LLGuidance:
         return ""
 
     def _limit(self, times: int) -> None:
-        """Raise RequestError for what plainly cannot be satisfied: each repetition takes a state of the lexer."""
+        """Raise RequestError for too many repetitions, as each takes a state of the lexer."""
         if times > self._options.max_lexer_states:
             raise _refused(
-                f"it demands that something is repeated {times} times; at most {self._options.max_lexer_states} "
-                "can be followed (max_lexer_states of grammar.llguidance)"
+                f"it repeats something {times} times; at most {self._options.max_lexer_states} repetitions "
+                "are supported (max_lexer_states of grammar.llguidance)"
             )
 
     def _matcher(self, text: str) -> LLMatcher:
@@ -163,7 +163,7 @@ class LLGuidance:
         matcher = LLMatcher(self._tokenizer, text, log_level=0, limits=limits)
         first = np.zeros(-(-self._vocab_size // 32), dtype=np.int32)
         if not matcher.is_error():
-            # By a copy: the original stays at the start.
+            # A copy computes it: the original stays at the start.
             trial = matcher.deep_copy()
             trial.unsafe_compute_mask_ptr(first.ctypes.data, first.nbytes)
             if trial.is_error() or not first.any():
@@ -173,8 +173,8 @@ class LLGuidance:
         return matcher
 
     def _written(self, grammar: Grammar) -> list[list[str]]:
-        """The branches of ``LLGuidanceMatcher``."""
-        # Text that could begin with a thought would swallow it, as the longer match.
+        """Return the branches of ``LLGuidanceMatcher``."""
+        # Text that could begin with a thought would consume it, as the longer match.
         thinks = grammar.thinking == "optional" and OPEN not in self._special
         not_begun = f"{SPACE}{OPEN}" if thinks else ""
         if grammar.kind == "structural_tag":
@@ -198,7 +198,7 @@ class LLGuidance:
         return [[self._behind_thoughts(lark, grammar.thinking) for lark in branch] for branch in branches]
 
     def _behind_thoughts(self, lark: str, thinking: Thinking) -> str:
-        """A list of Lark grammars, as JSON; the first is where the output starts."""
+        """Return a list of Lark grammars, as JSON; the output starts in the first."""
         answer = {"name": "answer", "lark_grammar": _NO_FORCING + lark}
         if thinking == "none":
             return msgspec.json.encode({"grammars": [answer]}).decode()
@@ -226,15 +226,15 @@ class LLGuidance:
                 return "start: " + " | ".join(_quoted(choice) for choice in choices)
             case "ebnf":
                 try:
-                    # Both the converter and some authors write options of their own; ours stand above.
+                    # The converter and some authors write options; ours are set above.
                     return re.sub(r"^%llguidance.*$", "", str(any_to_lark(grammar.source)), flags=re.MULTILINE)
-                except Exception as error:  # the converter has a tree of its own errors
+                except Exception as error:  # the converter has its own error classes
                     raise _refused(_shortened(str(error))) from None
             case "tool_calls" | "structural_tag":
-                raise AssertionError("they are written by _calls and _tags, and cannot be an answer beside calls")
+                raise AssertionError("_calls and _tags write these kinds, which cannot be the answer next to calls")
 
     def _calls(self, shape: CallsShape, not_begun: str) -> str:
-        """The grammar of calls alone, or in free text.  not_begun: matches how that text may not begin."""
+        """Return the grammar of calls, alone or in text.  not_begun: a pattern that this text does not begin with."""
         otherwise = shape.otherwise
         if otherwise is not None and otherwise.opening:
             lines = self._text_with_calls(shape.many, otherwise.opening, not_begun)
@@ -244,7 +244,7 @@ class LLGuidance:
         return "\n".join([f"start: {tag}call{more}", *self._each(shape.calls)])
 
     def _text_with_calls(self, many: bool, opening: str, not_begun: str) -> list[str]:
-        """The rules of free text in which a call must follow wherever the marker of a call is written."""
+        """Return the rules of free text in which a call must follow each marker of a call."""
         marker = self._literal(opening)
         lazy = "" if opening in self._special else "[lazy]"
         behind = "(begun call)* TEXT" if many else ""
@@ -257,11 +257,11 @@ class LLGuidance:
         ]
 
     def _tags(self, shape: TagsShape, not_begun: str) -> str:
-        """The grammar of free text in which a tag must follow wherever its trigger is written."""
+        """Return the grammar of free text in which a tag must follow each trigger."""
         lines = [f"FIRST: {_text_but(not_begun)}", f"TEXT: {_text_but()}"]
         found = []
         for number, trigger in enumerate(sorted(set(shape.triggers), key=len)):
-            # Of two triggers that begin alike the shorter one is complete first, so it has the tags of both.
+            # Of two triggers with a common beginning the shorter one is complete first, so it has the tags of both.
             tags = [tag for tag in shape.tags if tag.begin.startswith(trigger)]
             shorter = [other for other in shape.triggers if other != trigger and trigger.startswith(other)]
             if not tags or shorter:
@@ -282,7 +282,7 @@ class LLGuidance:
         rule: str = "call",
         read: Callable[[Any], dict[str, Any]] | None = None,
     ) -> list[str]:
-        """The rules of a call.  opening: what has been written of one already.  read: makes a schema of what it has."""
+        """Return the rules of a call.  opening: the part that is written already.  read: converts its schema."""
         names = [f"{rule}_{index}" for index in range(len(calls))]
         lines = [f"{rule}: {' | '.join(names)}"]
         for name, call in zip(names, calls, strict=True):
@@ -296,7 +296,7 @@ class LLGuidance:
         return f"%json {msgspec.json.encode({**schemas.simplified(schema), 'x-guidance': guidance}).decode()}"
 
     def _literal(self, text: str) -> str:
-        """The rule of a text that may name special tokens, which only they themselves can spell."""
+        """Return the rule of a text that may name special tokens, which ordinary text cannot spell."""
         if not self._special:
             return _quoted(text)
         parts = re.split("(" + "|".join(map(re.escape, sorted(self._special))) + ")", text)
@@ -304,13 +304,13 @@ class LLGuidance:
 
 
 class _Vocabulary:
-    """What ``TokenizerWrapper`` asks for."""
+    """The vocabulary in the form that ``TokenizerWrapper`` requires."""
 
     bos_token_id = None
 
     def __init__(self, context: GrammarContext) -> None:
         special = set(context.special_token_ids) | set(context.eos_token_ids)
-        # A model's vocabulary may be padded: such tokens have no text and are never allowed.
+        # A model's vocabulary may be padded: these tokens have no text and are never allowed.
         names = [*context.pieces, *[b"<unused>"] * (context.vocab_size - len(context.pieces))]
         special.update(token_id for token_id, name in enumerate(names) if token_id >= len(context.pieces) or not name)
         self.tokens = [
@@ -320,23 +320,23 @@ class _Vocabulary:
         self.eos_token_id = context.eos_token_ids[0] if context.eos_token_ids else _unused(context)
 
     def __call__(self, text: bytes) -> list[int]:
-        """No tokens: this is asked about forced text alone, and nothing is forced."""
+        """Return no tokens: this is called for forced text only, and nothing is forced."""
         return []
 
 
 def _unused(context: GrammarContext) -> int:
-    """A token that stands for the end where a model has none."""
+    """Return a token to use as the end token of a model without one."""
     return context.special_token_ids[0] if context.special_token_ids else context.vocab_size - 1
 
 
 def _text_but(*not_begun: str) -> str:
-    """Any text that does not begin as one of these expressions says."""
+    """Return an expression for any text that does not begin with a match of these expressions."""
     unlike = [f" & ~/(?s:({one.replace('/', _SLASH)}).*)/" for one in not_begun if one]
     return "/(?s:.*)/" + "".join(unlike)
 
 
 def _fill_all(branch: list[LLMatcher], mask: Mask) -> Mask:
-    """Write to the mask what all matchers of the branch allow."""
+    """Write the tokens that all matchers of the branch allow to the mask."""
     for index, matcher in enumerate(branch):
         part = np.empty_like(mask) if index else mask
         matcher.unsafe_compute_mask_ptr(part.ctypes.data, part.nbytes)
@@ -348,7 +348,7 @@ def _fill_all(branch: list[LLMatcher], mask: Mask) -> Mask:
 
 
 def _repeats(grammar: Grammar, lark: str) -> int:
-    """How often every output repeats something, as far as that is plain.  lark: what the grammar became."""
+    """Return how often every output repeats something, as far as that is evident.  lark: the translated grammar."""
     match grammar.kind:
         case "json_schema":
             return repeats.of_schema(msgspec.json.decode(grammar.source))
@@ -369,10 +369,10 @@ def _schema(schema: Any) -> dict[str, Any]:
 
 
 def _object_schema(schema: dict[str, Any]) -> dict[str, Any]:
-    """The schema of a call's arguments: they are an object, whether the schema says so or not."""
+    """Return the schema of a call's arguments, which are an object even if the schema does not require it."""
     types = schema.get("type", "object")
     if "object" not in (types if isinstance(types, list) else [types]):
-        raise _refused("the arguments of a function are an object, and the type in its parameters is another one")
+        raise _refused("the arguments of a function are an object, but its parameters have another type")
     return {**schema, "type": "object"}
 
 
@@ -381,7 +381,7 @@ def _quoted(text: str) -> str:
 
 
 def _shortened(message: str) -> str:
-    """The message without the part of the grammar that some quote."""
+    """Return the message without the quoted part of the grammar."""
     first, _, _ = message.replace("<non-verbose/>", "").partition("\n")
     return _IN_GRAMMAR.sub("", " ".join(first.split()))[:_MAX_MESSAGE_CHARS]
 
@@ -392,5 +392,5 @@ def _refused(reason: str) -> RequestError:
 
 @hookimpl
 def callboard_grammar_engine(context: GrammarContext) -> LLGuidance:
-    """Takes the options of ``LLGuidanceOptions``."""
+    """Build the engine with ``LLGuidanceOptions``."""
     return LLGuidance(context)

@@ -1,18 +1,18 @@
-"""How often a grammar demands that something is repeated, counted before a library compiles it.
+"""Repetitions that a grammar requires, counted before a library compiles it.
 
-Owns: the counts as expressions, Lark and JSON Schema write them, multiplied where they are nested.
-Does not know: any library.  Linear in the text, whatever it holds.
+Owns: counts in expressions, Lark and JSON Schema, multiplied when nested.
+Does not know: any library.  The time is linear in the text, for any content.
 
-Counts what every output plainly contains: of alternatives the least, of what may be left out nothing.  What is not
-plain counts as one thing, such as a rule by its name, a ``$ref`` or the items of an array: a count that is too high
-would refuse a grammar that works, and one that is too low leaves the refusal to the library.
+It counts what every output certainly contains: the least of several alternatives, nothing for optional parts.  Other
+parts count as one, such as a rule by its name, a ``$ref`` or the items of an array: too high a count would refuse a
+grammar that works, and too low a count leaves the refusal to the library.
 """
 
 import re
 from typing import Any, Final
 
 ENOUGH: Final = 1 << 60
-# What is left open goes on to the end, so that no character is looked at twice.
+# An unclosed group matches to the end, so that no character is read twice.
 _COUNT: Final = r"\{ {0,8}(?P<times>\d+) {0,8}(?:, {0,8}\d* {0,8})?\}"
 _CLASS: Final = r"\[\^?\]?(?:\\.|\[(?:\\.|[^\]\\])*\]?|[^\[\]\\])*\]?"  # may hold another class
 _EXPRESSION: Final = re.compile(rf"(?s)\\[xuUpP]\{{[^}}]*\}}?|\\.|{_CLASS}|{_COUNT}|.")
@@ -25,18 +25,18 @@ _RULE: Final = re.compile(
 
 
 def of_expression(source: str) -> int:
-    """The most that a regular expression repeats something in every text that it matches."""
+    """Return the most repetitions of anything in every text that a regular expression matches."""
     return 1 if re.search(r"\(\?\w*x", source) else _most(_EXPRESSION, source)
 
 
 def of_lark(source: str) -> int:
-    """The most that the rule where Lark starts repeats something in every text that it matches."""
+    """Return the most repetitions of anything in every text that Lark's start rule matches."""
     start = _START.search(source)
     return _most(_RULE, source[start.end() :]) if start else 1
 
 
 def of_schema(schema: Any) -> int:
-    """The most that the strings which a JSON Schema demands repeat something."""
+    """Return the most repetitions of anything in the strings that a JSON Schema requires."""
     if not isinstance(schema, dict):
         return 1
     found = [1]
@@ -57,8 +57,8 @@ def of_schema(schema: Any) -> int:
 
 def _most(tokens: re.Pattern[str], source: str) -> int:
     groups: list[tuple[int, int]] = []  # (least, most) of the groups around this one
-    least, most = ENOUGH, 1  # of its complete alternatives, and of this alternative so far
-    last = 1  # of the item that came last, which a count multiplies
+    least, most = ENOUGH, 1  # of the complete alternatives, and of the present one so far
+    last = 1  # of the last item, which a count multiplies
     for token in tokens.finditer(source):
         found, text = token.groupdict(), token.group()
         if found.get("space"):

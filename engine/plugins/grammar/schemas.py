@@ -1,9 +1,9 @@
-"""JSON Schemas as llguidance takes them: without words that ask for nothing, and which part of one is refused.
+"""JSON Schemas as llguidance accepts them: without keywords that require nothing; and the path to a refused part.
 
-Owns: which words those are, counts as integers, where a schema has schemas in it.  Does not know: grammars, requests.
+Owns: the list of these keywords, counts as integers, the places of nested schemas.  Does not know: grammars, requests.
 
-A word that JSON Schema does not define is an annotation, and so is a format that llguidance has no expression for, as
-the specification has it by default.  What constrains and cannot be followed is left in, so that it is refused.
+A keyword that JSON Schema does not define is an annotation, and so is a format that llguidance does not support, as by
+default in the specification.  Constraints that are not supported are kept, so that they are refused.
 """
 
 import re
@@ -20,14 +20,14 @@ _LISTS: Final = ("anyOf", "oneOf", "allOf", "prefixItems", "items")
 _MAPS: Final = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 _DEFINITIONS: Final = ("$defs", "definitions")
 _COUNTS: Final = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
-_MOST_COUNT: Final = 1 << 53  # larger ones are no integers of JSON
+_MOST_COUNT: Final = 1 << 53  # larger floats are not exact integers
 _EMPTY: Final = ("dependencies", "dependentRequired", "dependentSchemas")
 _ANNOTATIONS: Final = frozenset({"type", "title", "description", "$comment", "format", "examples", "default"})
 _MAX_TRIALS: Final = 64
 
 
 def simplified(schema: Any) -> Any:
-    """The schema without what asks for nothing, with 2.0 as the integer that it is and property names as patterns."""
+    """Return the schema without keywords that require nothing, 2.0 as an integer, and property names as patterns."""
     if not isinstance(schema, dict):
         return schema
     plain = {key: value for key, value in schema.items() if not _asks_nothing(key, value, schema)}
@@ -64,7 +64,7 @@ def _asks_nothing(key: str, value: Any, schema: dict[str, Any]) -> bool:
 
 
 def _with_named_properties(schema: dict[str, Any]) -> dict[str, Any]:
-    """An object whose names are constrained and none of whose properties is described, with those that it may have."""
+    """Return an object schema with constrained names and no described properties, with the allowed ones described."""
     names = schema["propertyNames"]
     if schema.get("properties") or schema.get("patternProperties") or not isinstance(names, dict):
         return schema
@@ -89,9 +89,9 @@ def _with_named_properties(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def refused_at(schema: Any, reason_of: Callable[[Any], str], reason: str) -> str:
-    """The path to the innermost part that is refused for this reason; empty for the schema itself.
+    """Return the path to the innermost part that is refused for this reason; '' for the schema itself.
 
-    reason_of: why a schema is refused; empty if it is not."""
+    reason_of: returns why a schema is refused; '' if it is not."""
     definitions = {key: schema[key] for key in _DEFINITIONS if isinstance(schema, dict) and key in schema}
     path: list[str] = []
     num_trials = 0
@@ -110,7 +110,7 @@ def refused_at(schema: Any, reason_of: Callable[[Any], str], reason: str) -> str
 
 
 def _parts(schema: Any) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The schemas in a schema, and how a path names each."""
+    """Yield the path and content of each schema directly inside a schema."""
     if not isinstance(schema, dict):
         return
     for key in _MAPS:

@@ -1,10 +1,10 @@
-"""Keeps KV pages as files, one a page, for every process that names the same folder, and for those that come later.
+"""Stores KV pages as files, one per page, for all processes that use the same folder, and for later ones.
 
-The folder is one that a store has made, and marked.  What else lies in it is no record by its name: it is not counted,
-and never removed.  A file is written under a name of its own, and renamed when it is whole: half of one is never
-read.  What a crash of the machine leaves damaged is found by its digest and forgotten.  A file's modification time is
-that of its last use; when all files together are too large, those used longest ago go, in one sweep at a time over all
-processes.
+The folder must have been made and marked by a store.  Other files in it are recognised by their names: they are not
+counted, and never removed.  A file is written under a temporary name and renamed when it is complete, so half a file is
+never read.  Files damaged by a crash of the machine are detected by their digest and forgotten.  A file's modification
+time is that of its last use; when all files together are too large, the least recently used are removed, in one sweep
+at a time over all processes.
 """
 
 import contextlib
@@ -27,21 +27,23 @@ from engine.types.errors import ConfigError, PluginError
 CALLBOARD_PLUGIN = {"api": 1, "packages": ["fcntl"]}
 
 DEFAULT_PATH = "~/.cache/callboard/kv_store"
-KEPT_SHARE = 0.9  # of what is allowed, after a sweep: one for each file would cost more than the files
-RECOUNTS = 16  # others write too: all is counted again whenever so large a part of what is allowed has been written
-ABANDONED_S = 600.0  # a file being written for so long is a dead process's
+KEPT_SHARE = 0.9  # of the limit, after a sweep: a sweep per file would cost more than the files
+RECOUNTS = 16  # recount after writing this fraction of the limit, since other processes write too
+ABANDONED_S = 600.0  # an unfinished file of this age belongs to a dead process
 MARK = "callboard-kv-store"
 LOCK = "sweep.lock"
 INCOMING = "incoming"
 FOLDER = re.compile(rf"[0-9a-f]{{2}}|{INCOMING}")
 RECORD = re.compile(r"[0-9a-f]{64}")
-BEGUN = re.compile(r"[0-9a-f]{64}\.[0-9a-f]{32}|.+-[0-9]+-[0-9]{9,}-[0-9]+")  # the second as earlier versions wrote it
+BEGUN = re.compile(r"[0-9a-f]{64}\.[0-9a-f]{32}|.+-[0-9]+-[0-9]{9,}-[0-9]+")  # the second: of earlier versions
 
 
 class FilesOptions(Options, frozen=True):
-    """path: the folder, made if it is not there, and refused if it has files of others; auto is
-    ~/.cache/callboard/kv_store.  max_gb: of all files together.
-    sync: have each file on the disk before it counts; else a crash of the machine, not of a process, costs some."""
+    """Options of the plugin.
+
+    path: the folder; made if missing, and refused if it has other files; auto is ~/.cache/callboard/kv_store.
+    max_gb: of all files together.
+    sync: write each file to the disk before it counts; else a crash of the machine, not of a process, loses some."""
 
     path: str = "auto"
     max_gb: Annotated[float, Meta(gt=0)] = 16.0
@@ -49,16 +51,16 @@ class FilesOptions(Options, frozen=True):
 
 
 class FileStore:
-    """``path/ab/abcd...`` by name.
+    """A store with files ``path/ab/abcd...`` by name.
 
-    Raises OSError if the folder cannot be made or written to, ConfigError if it has anything that no store wrote."""
+    Raises OSError if the folder cannot be made or written to, ConfigError if it has files that no store wrote."""
 
     def __init__(self, path: Path, max_bytes: int, *, sync: bool = False) -> None:
         self._path = path
         self._max_bytes = max_bytes
         self._sync = sync
         self._incoming = path / INCOMING
-        make_folder(path)  # for this user alone: pages tell of prompts
+        make_folder(path)  # for this user alone: pages reveal prompts
         self._mark()
         self._incoming.mkdir(exist_ok=True)
         self._lock = path / LOCK
@@ -67,14 +69,14 @@ class FileStore:
         self._sweep()
 
     def _mark(self) -> None:
-        """Mark a folder that is empty, or an earlier version's.  Another process may do the same at the same time."""
+        """Mark an empty folder, or one of an earlier version.  Another process may do so at the same time."""
         names, mark = os.listdir(self._path), self._path / MARK
         if mark.exists():
             return
         if names and (strange := self._strange(names)):
             raise ConfigError(
-                f"kv_store.files: path={str(self._path)!r} has {strange}, which no such store wrote; name an empty "
-                "folder, or one that is not there yet, since a store removes its oldest files"
+                f"kv_store.files: path={str(self._path)!r} has {strange}, which no such store wrote; name an empty or "
+                "new folder, since a store removes its oldest files"
             )
         with mark.open("w") as file:
             file.write("This folder is a page store of callboard, which removes its records when they are too many.\n")
@@ -83,7 +85,7 @@ class FileStore:
         sync_folder(self._path)
 
     def _strange(self, names: list[str]) -> str:
-        """The first thing in a folder without a mark that an earlier version did not write; '' if it wrote all."""
+        """Return the first entry of an unmarked folder that no earlier version wrote; '' if there is none."""
         if LOCK not in names or INCOMING not in names:
             return min(names)
         with os.scandir(self._path) as entries:
@@ -109,7 +111,7 @@ class FileStore:
             return False
 
     def put(self, name: bytes, record: memoryview) -> None:
-        """See ``KVStore``.  Raises OSError, a full disk's for one, and then nothing is left of it."""
+        """Keep a copy of the record.  Raises OSError, e.g. on a full disk, after removing the unfinished file."""
         path = self._place(name)
         with contextlib.suppress(OSError):
             if path.stat().st_size == len(record):
@@ -144,20 +146,20 @@ class FileStore:
         self._place(name).unlink(missing_ok=True)
 
     def close(self) -> None:
-        """See ``KVStore``."""
+        """Do nothing: there is nothing to release."""
 
     def _place(self, name: bytes) -> Path:
         text = name.hex()
         return self._path / text[:2] / text
 
     def _sweep(self, room_for: int = 0) -> None:
-        """Count all files, and remove those used longest ago if they are too many; unless another process does it."""
+        """Count all files, and remove the least recently used if they are too large, unless another process does."""
         self._num_since_count = 0
         with self._lock.open("rb") as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                self._num_bytes = 0  # the other one makes room; counted again soon
+                self._num_bytes = 0  # the other process makes room; recounted soon
                 return
             files = sorted(self._files())
             num_bytes = sum(size for _, size, _ in files)
@@ -171,7 +173,7 @@ class FileStore:
             self._num_bytes = num_bytes
 
     def _files(self) -> Iterator[tuple[int, int, str]]:
-        """Last use, size and path of every record; what dead processes have begun to write is removed."""
+        """Yield last use, size and path of every record; unfinished files of dead processes are removed."""
         for folder in os.scandir(self._path):
             for entry in os.scandir(folder.path) if _is_folder(folder) else ():
                 try:
@@ -183,16 +185,16 @@ class FileStore:
                     elif found.st_mtime < time.time() - ABANDONED_S:
                         os.unlink(entry.path)
                 except FileNotFoundError:
-                    continue  # its process was faster, or another one swept
+                    continue  # its own process or another sweep removed it
 
 
 def _is_folder(entry: os.DirEntry[str]) -> bool:
-    """Whether a store would put files there."""
+    """Whether a store puts files into this folder."""
     return FOLDER.fullmatch(entry.name) is not None and entry.is_dir(follow_symlinks=False)
 
 
 def _is_own(folder: str, entry: os.DirEntry[str]) -> bool:
-    """Whether a store wrote it, by its name: a record, or what was to be one."""
+    """Whether a store wrote this file, by its name: a record, or an unfinished one."""
     if folder == INCOMING:
         named = BEGUN.fullmatch(entry.name) is not None
     else:
@@ -202,7 +204,7 @@ def _is_own(folder: str, entry: os.DirEntry[str]) -> bool:
 
 @hookimpl
 def callboard_kv_store(context: KVStoreContext) -> FileStore:
-    """Options: see ``FilesOptions``."""
+    """Build the store with ``FilesOptions``."""
     options = decode_options("kv_store.files", context.options, FilesOptions)
     path = Path(DEFAULT_PATH if options.path == "auto" else options.path).expanduser()
     try:

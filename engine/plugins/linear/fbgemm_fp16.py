@@ -1,9 +1,9 @@
-"""Products of float32 inputs with weights kept as float16 in FBGEMM's layout: half the memory to read.
+"""Products of float32 inputs with float16 weights in FBGEMM's layout, which need half the memory reads.
 
 Legend: T rows of the input · I input features · O output features
-A bfloat16 has fewer digits than a float16, so the weights of such a checkpoint lose nothing but digits of the tiniest
-elements, less than a float32 product rounds by.  A weight that would lose more is packed by oneDNN instead, unless
-float16 was asked for.
+A bfloat16 has fewer digits than a float16, so the weights of such a checkpoint lose only digits of the tiniest
+elements, less than the rounding of a float32 product.  A weight that would lose more is packed by oneDNN instead,
+unless float16 was requested.
 """
 
 import contextlib
@@ -29,28 +29,29 @@ CALLBOARD_PLUGIN = {
     "instruction_sets": ["avx2"],
     "invariant": True,
 }
-# FBGEMM cuts rows into blocks.  With AVX-512 a row has the same bits in all of them; with AVX2 blocks of one and of two
-# give others, and multiples of six rows have none.
+# FBGEMM cuts rows into blocks.  With AVX-512 a row has the same bits in every block; with AVX2 blocks of one and of two
+# rows give other bits, and multiples of six rows have no such blocks.
 AVX2_BLOCK = 6
-TELLING_ROWS = (1, 2, 7, 31, 121)  # those that have such blocks
+TELLING_ROWS = (1, 2, 7, 31, 121)  # numbers of rows with such blocks
 
 
-# (pack, product): how FBGEMM is reached.
+# (pack, product): functions to call FBGEMM.
 Door = tuple[Callable[[Tensor], Any], Callable[[Tensor, Any], Tensor]]
 
 
 def by_schema() -> Door:
-    """Operators that torch keeps, with any number of threads.  A call costs 24 us before it multiplies: its arguments
-    are matched to a schema."""
+    """Return torch's permanent operators, for any number of threads.
+
+    A call costs 24 us before it multiplies, as its arguments are matched to a schema."""
     quantized = torch.ops.quantized
     return lambda weight_OI: quantized.linear_prepack_fp16(weight_OI, None), quantized.linear_dynamic_fp16
 
 
 def direct() -> Door:
-    """The same on one thread with the same bits, for 1 us a call: one row by 864 x 256 takes 0.7 of the time.
+    """Return functions for one thread, with the same bits, at 1 us a call: one row by 864 x 256 takes 0.7 of the time.
 
-    torch is to drop these functions some day, and says so once.  Raises AttributeError, RuntimeError or TypeError
-    where it has."""
+    torch deprecates these functions, and warns once.  Raises AttributeError, RuntimeError or TypeError if it has
+    removed them."""
 
     def product(x_TI: Tensor, packed: Tensor) -> Tensor:
         return torch.fbgemm_linear_fp16_weight_fp32_activation(x_TI, packed, None)
@@ -63,7 +64,7 @@ def direct() -> Door:
 
 
 class HalfWeight:
-    """W[O, I] as float16; sums are in float32.  row_step: products have a multiple of so many rows."""
+    """W[O, I] as float16; sums are in float32.  row_step: rows are padded to a multiple of this number."""
 
     def __init__(self, weight_OI: Tensor, door: Door, row_step: int = 1) -> None:
         pack, self._product = door
@@ -72,7 +73,7 @@ class HalfWeight:
         self.nbytes = weight_OI.numel() * torch.float16.itemsize
 
     def __call__(self, x_TI: Tensor, bias_O: Tensor | None) -> Tensor:
-        """x W^T + bias."""
+        """Return x W^T + bias."""
         num_rows = x_TI.shape[0]  # ``len`` of a tensor takes several times as long
         padding = -num_rows % self._row_step
         x_PI = F.pad(x_TI, (0, 0, 0, padding)) if padding else x_TI.contiguous()
@@ -83,7 +84,7 @@ class HalfWeight:
 
 
 def invariant_rows(door: Door) -> int:
-    """The number whose multiples of rows give each row the same bits here."""
+    """Return the number whose multiples of rows give each row the same bits on this machine."""
     drawn = torch.Generator().manual_seed(1)
     weight_OI, x_TI = torch.randn(32, 96, generator=drawn), torch.randn(max(TELLING_ROWS), 96, generator=drawn)
     expected_TO = HalfWeight(weight_OI, door, AVX2_BLOCK)(x_TI, None)
@@ -93,8 +94,10 @@ def invariant_rows(door: Door) -> int:
 
 
 class Fp16:
-    """exact: whether weights that float16 would round are left to oneDNN.  one_thread: as the model will run.
-    invariant: see ``LinearContext``."""
+    """Packs weights as float16.
+
+    exact: weights that float16 would round are left to oneDNN.  one_thread: whether the model will run on one thread.
+    invariant: as in ``LinearContext``."""
 
     def __init__(self, exact: bool, one_thread: bool = True, invariant: bool = False) -> None:
         self._exact = exact
@@ -107,7 +110,7 @@ class Fp16:
         self.element_bytes = (torch.float32 if exact else torch.float16).itemsize  # at most
 
     def pack(self, weight_OI: Tensor) -> PackedWeight | None:
-        """See ``LinearKernel.pack``.  Values beyond float16's range are left to oneDNN in any case."""
+        """Return the weight as float16, or oneDNN's if float16 rounds it too much or cannot represent a value."""
         if not fits_float16(weight_OI, self._exact):
             return onednn.pack(weight_OI, self._invariant)
         return HalfWeight(weight_OI, self._door, self._row_step)
@@ -115,7 +118,7 @@ class Fp16:
 
 @hookimpl
 def callboard_linear(context: LinearContext) -> Fp16:
-    """FBGEMM's products with float16 weights."""
+    """Build the kernel of FBGEMM's products with float16 weights; takes no options."""
     decode_options("linear.fbgemm_fp16", context.options, Options)
     return Fp16(
         exact=context.quantization == "none", one_thread=torch.get_num_threads() == 1, invariant=context.invariant

@@ -1,9 +1,9 @@
-"""Products by callboard's own C, with weights in panels of outputs: as exact as float32, or rounded to int8 in groups.
+"""Products by callboard's own C, with weights in panels of outputs, as exact as float32 or rounded to int8 in groups.
 
 Legend: T rows of the input · I input features · O output features
-A product of a small weight takes a few microseconds, where the operators of libraries take ten to forty before they
-multiply; and each output is one sum in one order, so a row has the same bits in every batch, by any number of threads.
-Owns: which kind of panels a weight gets.  Does not know: the kernels (``engine/kernels/products.c``).
+A product of a small weight takes a few microseconds, where library operators take ten to forty before they multiply.
+Each output is one sum in one order, so a row has the same bits in every batch, with any number of threads.
+Owns: the choice of panels for a weight.  Does not know: the kernels (``engine/kernels/products.c``).
 """
 
 import torch
@@ -28,7 +28,7 @@ ELEMENT_BYTES = {"none": 4.0, "float16": 2.0, "int8": 1.07}  # at most, with sca
 
 
 class Panels:
-    """Lays weights out.  kind: None for halves where these lose nothing, else floats."""
+    """A kernel that lays weights out in panels.  kind: None for halves if lossless, else floats."""
 
     def __init__(self, functions: Products, kind: Kind | None, element_bytes: float) -> None:
         self._functions = functions
@@ -36,7 +36,7 @@ class Panels:
         self.element_bytes = element_bytes
 
     def pack(self, weight_OI: Tensor) -> PanelWeight:
-        """See ``LinearKernel.pack``.  What float16 has no number for is kept in float32."""
+        """Return the weight in panels.  Values beyond float16's range are kept in float32."""
         kind = self._kind
         if kind in (None, Kind.HALVES):
             if not (weight_OI.contiguous().view(torch.int32) & LOWER_HALF).any():
@@ -47,18 +47,18 @@ class Panels:
 
     @property
     def head(self) -> "Panels":
-        """For the LM head, whose rounding is seen most: where layers are rounded, its input has twice the bits."""
+        """The kernel for the LM head, whose rounding matters most: if layers are rounded, it has twice the bits."""
         return Panels(self._functions, Kind.FINE_BYTES, self.element_bytes) if self._kind == Kind.BYTES else self
 
 
 @hookimpl
 def callboard_linear(context: LinearContext) -> Panels:
-    """Panels.  Raises PluginError where no compiler has made the kernels."""
+    """Build the kernel; takes no options.  Raises PluginError if its kernels could not be compiled."""
     decode_options("linear.panels", context.options, Options)
     functions = products()
     if functions is None:
         raise PluginError(
-            "linear.panels: its kernels are compiled on this machine, and are not (no C compiler, no AVX2 and F16C, or "
+            "linear.panels: its kernels are compiled on this machine, but are not (no C compiler, no AVX2 and F16C, or "
             "CALLBOARD_KERNELS=torch); install one (cc, or CC), or set plugins.linear to another kernel"
         )
     kinds = {"none": None, "float16": Kind.HALVES, "int8": Kind.BYTES}

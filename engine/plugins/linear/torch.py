@@ -1,4 +1,4 @@
-"""Products by torch itself, with weights as they were loaded: exact, on every device, in every dtype."""
+"""Products by torch itself, with weights as loaded: exact, on every device, in every dtype."""
 
 import torch
 from torch import Tensor
@@ -11,18 +11,18 @@ CALLBOARD_PLUGIN = {"api": 1, "traceable": True}
 
 
 class Plain:
-    """Leaves every weight as it is."""
+    """A kernel that leaves every weight unchanged."""
 
     def __init__(self, element_bytes: int) -> None:
         self.element_bytes = element_bytes
 
     def pack(self, weight_OI: Tensor) -> PackedWeight | None:
-        """See ``LinearKernel.pack``."""
+        """Return None: torch multiplies by the weight itself."""
         return None
 
 
 @hookimpl
 def callboard_linear(context: LinearContext) -> Plain:
-    """torch's own products, in the dtype of the input."""
+    """Build the kernel of torch's own products, in the dtype of the input; takes no options."""
     decode_options("linear.torch", context.options, Options)
     return Plain(getattr(torch, context.dtype).itemsize)

@@ -2,7 +2,7 @@
 
 Legend: T rows of the input · I input features · O output features
 
-torch multiplies a row-major by a column-major matrix, both sides of the weight multiples of 16, with float32 scales
+torch multiplies a row-major by a column-major matrix; both sides of the weight are multiples of 16, with float32 scales
 [T, 1] and [1, O], each without gaps.
 """
 
@@ -23,11 +23,13 @@ CALLBOARD_PLUGIN = {
     "scale_blocks": [[1, 0]],
     "traceable": True,
 }
-MULTIPLE = 16  # that both sides of the weight must be
+MULTIPLE = 16  # required of both sides of the weight
 
 
 class Float8Options(Options, frozen=True):
-    """fast_accumulation: add products as fast as Hopper's tensor cores can, with about 14 bits, and not in float32."""
+    """Options of the plugin.
+
+    fast_accumulation: add products as fast as Hopper's tensor cores can, with about 14 bits, not in float32."""
 
     fast_accumulation: bool = False
 
@@ -42,7 +44,7 @@ class Float8Weight:
         self.nbytes = self._weight_OI.nbytes + self._scales_1O.nbytes
 
     def __call__(self, x_TI: Tensor, bias_O: Tensor | None) -> Tensor:
-        """x W^T + bias."""
+        """Return x W^T + bias."""
         if not len(x_TI):
             return x_TI.new_empty((0, len(self._weight_OI)))
         rounded_TI, scales_T1 = round_rows(x_TI)
@@ -58,7 +60,7 @@ class Float8Weight:
 
 
 class Float8:
-    """Rounds every weight to float8, but those of odd sizes, which the product does not take."""
+    """A kernel that rounds every weight to float8, except those of odd sizes, which the product does not support."""
 
     element_bytes = FLOAT8.itemsize
 
@@ -66,7 +68,7 @@ class Float8:
         self._fast_accumulation = fast_accumulation
 
     def pack(self, weight_OI: Tensor) -> PackedWeight | None:
-        """See ``LinearKernel.pack``."""
+        """Return the weight in float8, or None if its size is not supported."""
         if any(size % MULTIPLE for size in weight_OI.shape):
             return None
         return Float8Weight(weight_OI, self._fast_accumulation)
@@ -74,6 +76,6 @@ class Float8:
 
 @hookimpl
 def callboard_linear(context: LinearContext) -> Float8:
-    """torch's products in float8.  Raises PluginError on a GPU before Ada, which has none."""
+    """Build the kernel of torch's float8 products.  Raises PluginError on a GPU before Ada, which has none."""
     options = decode_options("linear.torch_fp8", context.options, Float8Options)
     return Float8(options.fast_accumulation)

@@ -1,12 +1,12 @@
 """Products on Hopper in float8 (e4m3): a scale per block of 128 x 128 of the weight, and one per 128 inputs of a row.
 
 Legend: T rows of the input · I input features · O output features
-        B blocks of outputs · C blocks of inputs, L with room up to a multiple of four
+        B blocks of outputs · C blocks of inputs, L padded to a multiple of four
 
-torch (2.11, CUDA 12.9) multiplies a row-major by a column-major matrix, with float32 scales [T, C], whose columns are
-without gaps, and [L, B], likewise.  So are the weights of DeepSeek's and Qwen's FP8 checkpoints.  A block that was
-rounded so is found again with all its elements, as no scale but the one that it had fits all of them as well; the scale
-itself as near as the weights tell it in bfloat16, which is nearer than these are to what the file says.
+torch (2.11, CUDA 12.9) multiplies a row-major by a column-major matrix, with float32 scales [T, C] and [L, B], whose
+columns are contiguous.  The weights of DeepSeek's and Qwen's FP8 checkpoints have this form.  A block that was rounded
+so is restored with all its elements, as no other scale than its own fits all of them as well; the scale is as near as
+the bfloat16 weights allow, which is nearer than these are to the file's values.
 """
 
 import torch
@@ -29,18 +29,18 @@ CALLBOARD_PLUGIN = {
     "scale_blocks": [[128, 128]],
     "traceable": True,
 }
-MULTIPLE = 16  # that outputs must be; inputs are whole groups
+MULTIPLE = 16  # required of outputs; inputs are whole groups
 SCALES_MULTIPLE = 4  # columns of scales begin at 16 bytes
-ROWS_AT_ONCE = 16 * GROUP  # of a weight that is rounded, for the memory that it takes in between
-# What the largest element of a block may be: one of each mantissa, as high as it goes.
+ROWS_AT_ONCE = 16 * GROUP  # rows of a weight rounded at a time, to bound temporary memory
+# Candidates for the largest element of a block: one of each mantissa, with the largest exponent.
 TOPS = (448.0, 416.0, 384.0, 352.0, 320.0, 288.0, 256.0, 240.0)
-PLACES = (1, 3)  # of a block
-SAMPLED = 8  # every eighth row of a block tells what its largest element is
-TRIAL_ERROR = 0.05  # of a product of rounded numbers, of its size
+PLACES = (1, 3)  # the dimensions within a block
+SAMPLED = 8  # the largest element is chosen by every eighth row of a block
+TRIAL_ERROR = 0.05  # of a product of rounded numbers, relative to its size
 
 
 def in_blocks(weight_OI: Tensor) -> tuple[Tensor, Tensor]:
-    """The elements in float8, [O, I], and the float32 scales [B, C] with which they are nearest to the weight."""
+    """Return the elements in float8, [O, I], and the float32 scales [B, C] that are nearest to the weight."""
     outputs, inputs = weight_OI.shape
     elements_OI = torch.empty((outputs, inputs), dtype=FLOAT8, device=weight_OI.device)
     scales = []
@@ -54,7 +54,7 @@ def in_blocks(weight_OI: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _nearest(weight_BOCI: Tensor) -> tuple[Tensor, Tensor]:
-    """Of each block the elements, still in float32, and the scale [B, C], for the top that leaves the least error."""
+    """Return each block's elements, still in float32, and scale [B, C], for the candidate with the least error."""
     largest = weight_BOCI.abs().amax(PLACES, keepdim=True).clamp_min_(SMALLEST)
     sample = weight_BOCI[:, ::SAMPLED]
     least, scales = torch.full_like(largest, torch.inf), largest / LARGEST
@@ -69,8 +69,9 @@ def _nearest(weight_BOCI: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _fitted(wanted_BOCI: Tensor) -> tuple[Tensor, Tensor]:
-    """The elements, and the factor [B, 1, C, 1] that brings them nearest to what is wanted: all tell it better than the
-    largest one alone."""
+    """Return the elements, and the factor [B, 1, C, 1] that brings them nearest to the wanted values.
+
+    All elements determine the factor better than the largest one alone."""
     found = wanted_BOCI.clamp(-LARGEST, LARGEST).to(FLOAT8).float()
     squares = found.square().sum(PLACES, keepdim=True).clamp_min_(1.0)
     return found, (wanted_BOCI * found).sum(PLACES, keepdim=True) / squares
@@ -78,7 +79,7 @@ def _fitted(wanted_BOCI: Tensor) -> tuple[Tensor, Tensor]:
 
 @torch.library.custom_op("callboard::multiply_blocks", mutates_args=())
 def multiply_blocks(x_TI: Tensor, scales_TC: Tensor, weight_OI: Tensor, scales_LB: Tensor, num_rows: int) -> Tensor:
-    """bfloat16 [num_rows, O]; x may have more rows.  To a compiler one operation."""
+    """Return bfloat16 [num_rows, O]; x may have more rows.  A compiler sees one operation."""
     recipes = F.ScalingType
     y_TO = F.scaled_mm(
         x_TI,
@@ -107,7 +108,7 @@ class BlockWeight:
         self.nbytes = self._weight_OI.nbytes + self._scales_LB.nbytes
 
     def __call__(self, x_TI: Tensor, bias_O: Tensor | None) -> Tensor:
-        """x W^T + bias."""
+        """Return x W^T + bias."""
         num_rows = len(x_TI)
         if not num_rows:
             return x_TI.new_empty((0, len(self._weight_OI)))
@@ -116,18 +117,18 @@ class BlockWeight:
 
 
 class Float8Blocks:
-    """Rounds every weight to float8, but those of odd sizes, which the product does not take."""
+    """A kernel that rounds every weight to float8, except those of odd sizes, which the product does not support."""
 
     element_bytes = FLOAT8.itemsize
 
     def pack(self, weight_OI: Tensor) -> PackedWeight | None:
-        """See ``LinearKernel.pack``."""
+        """Return the weight in float8 blocks, or None if its size is not supported."""
         outputs, inputs = weight_OI.shape
         return None if outputs % MULTIPLE or inputs % GROUP else BlockWeight(weight_OI)
 
 
 def try_out(device: torch.device) -> None:
-    """Multiply once, with scales that differ.  Raises PluginError where torch cannot, or does not do it right."""
+    """Multiply once with different scales.  Raises PluginError if torch cannot, or the result is wrong."""
     try:
         with torch.inference_mode():
             scales_O1 = torch.logspace(-2, 2, 2 * GROUP, device=device)[:, None]
@@ -137,7 +138,7 @@ def try_out(device: torch.device) -> None:
             expected_TO = x_TI.double() @ weight_OI.double().t()
         error = float((found_TO - expected_TO).norm() / expected_TO.norm())
         problem = f"a product is off by {error:.2g} of its size" if not error <= TRIAL_ERROR else ""
-    except Exception as reason:  # torch before CUDA 12.9, another GPU than Hopper
+    except Exception as reason:  # torch before CUDA 12.9, or a GPU other than Hopper
         problem = " ".join(f"{type(reason).__name__}: {reason}".split())[:300]
     if problem:
         raise PluginError(
@@ -148,7 +149,7 @@ def try_out(device: torch.device) -> None:
 
 @hookimpl
 def callboard_linear(context: LinearContext) -> Float8Blocks:
-    """torch's products in float8 with scales of blocks.  Raises PluginError on another GPU than Hopper."""
+    """Build the kernel of torch's float8 products with block scales.  Raises PluginError unless the GPU is a Hopper."""
     decode_options(PLUGIN, context.options, Options)
     if context.device == "cuda":
         try_out(torch.device(context.device))

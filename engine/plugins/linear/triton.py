@@ -1,8 +1,8 @@
-"""Products on a GPU with the same bits for a row whatever other rows there are, by a kernel of this project's own.
+"""Products on a GPU that give a row the same bits in every batch, by a kernel of this project.
 
 Legend: T rows of the input · I input features · O output features
 
-For ``model.numerics = "invariant"``, and by name; slower than torch's where there are many rows.
+Used for ``model.numerics = "invariant"``, or by name; slower than torch's product if there are many rows.
 """
 
 from collections.abc import Callable
@@ -20,7 +20,7 @@ Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 
 class FixedWeight:
-    """W[O, I] as it was loaded."""
+    """W[O, I] as loaded."""
 
     def __init__(self, weight_OI: Tensor, product: Product) -> None:
         self._weight_OI = weight_OI.clone(memory_format=torch.contiguous_format)
@@ -28,25 +28,25 @@ class FixedWeight:
         self.nbytes = self._weight_OI.nbytes
 
     def __call__(self, x_TI: Tensor, bias_O: Tensor | None) -> Tensor:
-        """x W^T + bias."""
+        """Return x W^T + bias."""
         return self._product(x_TI, self._weight_OI, bias_O)
 
 
 class Fixed:
-    """Keeps every weight, and multiplies by it in tiles of one size."""
+    """A kernel that keeps every weight, and multiplies by it in tiles of one size."""
 
     def __init__(self, element_bytes: int, product: Product) -> None:
         self.element_bytes = element_bytes
         self._product = product
 
     def pack(self, weight_OI: Tensor) -> FixedWeight:
-        """See ``LinearKernel.pack``."""
+        """Return a copy of the weight with its product."""
         return FixedWeight(weight_OI, self._product)
 
 
 @hookimpl
 def callboard_linear(context: LinearContext) -> Fixed:
-    """In every dtype; sums are float32's.  Raises PluginError without triton."""
+    """Build the kernel, for every dtype; sums are in float32.  Raises PluginError without triton."""
     decode_options(PLUGIN, context.options, Options)
     try:
         from engine.kernels.fixed_products import fixed_product

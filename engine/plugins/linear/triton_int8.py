@@ -1,10 +1,10 @@
-"""Products on a GPU with weights kept as int8 and a scale per output; the input is not rounded.
+"""Products on a GPU with int8 weights and a scale per output; the input is not rounded.
 
 Legend: T rows of the input · I input features · O output features
 
-torch's own, ``_weight_int8pack_mm``, leaves tensor cores alone and reads the weight again for every row.  Here a kernel
-of this project's reads a tile of bytes once for 64 rows.  A product of more rows costs more than widening its weight,
-so that is done before each, and torch multiplies.
+torch's own product, ``_weight_int8pack_mm``, does not use tensor cores and reads the weight again for every row.  The
+kernel here reads a tile of bytes once for 64 rows.  For more rows, converting the weight to the input's dtype costs
+less: that is done before each product, and torch multiplies.
 """
 
 from collections.abc import Callable
@@ -26,13 +26,13 @@ CALLBOARD_PLUGIN = {
     "quantizations": ["int8"],
 }
 LARGEST_WEIGHT: Final = 127
-SMALLEST: Final = 1e-30  # instead of 0 where all elements are, so that nothing is divided by it
+SMALLEST: Final = 1e-30  # replaces a scale of 0, which must not be a divisor
 FEW_ROWS: Final = 64  # a tile of rows
 Product = Callable[[Tensor, Tensor, Tensor | None, Tensor | None], Tensor]
 
 
 class Int8Weight:
-    """W[O, I] as int8, and the largest element of each output's row as its scale."""
+    """W[O, I] as int8, with the largest element of each output's row as its scale."""
 
     def __init__(self, weight_OI: Tensor, product: Product) -> None:
         scales_O = weight_OI.float().abs().amax(1).clamp_min_(SMALLEST).div_(LARGEST_WEIGHT)
@@ -42,16 +42,16 @@ class Int8Weight:
         self.nbytes = self._integers_OI.nbytes + self._scales_O.nbytes
 
     def __call__(self, x_TI: Tensor, bias_O: Tensor | None) -> Tensor:
-        """x W^T + bias."""
+        """Return x W^T + bias."""
         if len(x_TI) <= FEW_ROWS:
             return self._product(x_TI, self._integers_OI, bias_O, self._scales_O)
-        wide_OI = self._integers_OI.to(x_TI.dtype)  # exactly: integers of 7 bits
+        wide_OI = self._integers_OI.to(x_TI.dtype)  # exact: integers of 7 bits
         y_TO = torch.nn.functional.linear(x_TI, wide_OI).mul_(self._scales_O)
         return y_TO if bias_O is None else y_TO.add_(bias_O)
 
 
 class Int8:
-    """Rounds every weight to int8."""
+    """A kernel that rounds every weight to int8."""
 
     element_bytes = torch.int8.itemsize
 
@@ -59,18 +59,18 @@ class Int8:
         self._product = product
 
     def pack(self, weight_OI: Tensor) -> Int8Weight:
-        """See ``LinearKernel.pack``."""
+        """Return the weight as int8."""
         return Int8Weight(weight_OI, self._product)
 
 
 @hookimpl
 def callboard_linear(context: LinearContext) -> Int8:
-    """Products with int8 weights.  Raises PluginError without triton."""
+    """Build the kernel of products with int8 weights.  Raises PluginError without triton."""
     decode_options(PLUGIN, context.options, Options)
     try:
         from engine.kernels.fixed_products import fixed_product
     except ImportError as error:
         raise PluginError(
-            f"{PLUGIN} needs triton, which cannot be imported ({error}); model.quantization=none does not"
+            f"{PLUGIN} needs triton, which cannot be imported ({error}); model.quantization=none does not need it"
         ) from error
     return Int8(fixed_product)

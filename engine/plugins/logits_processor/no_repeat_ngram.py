@@ -1,4 +1,4 @@
-"""No sequence of so many tokens comes twice, in prompt and output together: transformers' ``no_repeat_ngram_size``.
+"""Forbids repeated sequences of ``size`` tokens, over prompt and output: transformers' ``no_repeat_ngram_size``.
 
 Legend: n rows · L tokens · G tokens of a gram · V vocabulary
 """
@@ -20,24 +20,24 @@ MOST_TOKENS = 64
 
 
 class NoRepeatNgramParams(Options, frozen=True):
-    """size: of the grams, in tokens."""
+    """Parameters of a request.  size: tokens of a gram."""
 
     size: Annotated[int, Meta(ge=1, le=MOST_TOKENS)]
 
 
 class NoRepeatNgram:
-    """Looks for the last ``size - 1`` tokens further up, and rules out what followed them there."""
+    """Finds earlier places of the last ``size - 1`` tokens, and forbids the tokens that followed them."""
 
     params = NoRepeatNgramParams
 
     def process(self, logits_nV: "Tensor", rows: LogitsRows) -> "Tensor":
-        """Row by row: each looks at a number of tokens of its own."""
+        """Process row by row, as each row has its own length and size."""
         for index, (params, length) in enumerate(zip(rows.params, rows.host_lengths_n.tolist(), strict=True)):
             if length >= params.size:
                 token_ids_L = rows.token_ids_nL[index, :length].long()
                 grams_LG = token_ids_L.unfold(0, params.size, 1)
                 found_L = (grams_LG[:, :-1] == token_ids_L[length - params.size + 1 :]).all(1)
-                # Added, and nothing where no gram was found: so the host needs not know how many were.
+                # Added with 0 where no gram was found, so that the host does not need their number.
                 logits_nV[index].index_add_(
                     0, grams_LG[:, -1], logits_nV.new_zeros(len(found_L)).masked_fill_(found_L, -float("inf"))
                 )
@@ -46,6 +46,6 @@ class NoRepeatNgram:
 
 @hookimpl
 def callboard_logits_processor(context: LogitsProcessorContext) -> NoRepeatNgram:
-    """Takes no options; each request says how long grams are."""
+    """Build the processor; takes no options, as each request sets the size."""
     decode_options("logits_processor.no_repeat_ngram", context.options, Options)
     return NoRepeatNgram()

@@ -1,6 +1,6 @@
-"""Command R and Aya (Cohere 2024): attention and MLP side by side, both of one layer norm without a bias.
+"""Command R and Aya (Cohere 2024): attention and MLP in parallel, after one layer norm without a bias.
 
-Rotary pairs are neighbours, logits are scaled, and the larger models norm each head of queries and keys."""
+Rotary pairs are adjacent, logits are scaled, and the larger models normalise each head of queries and keys."""
 
 from msgspec.structs import replace
 
@@ -13,7 +13,7 @@ CALLBOARD_PLUGIN = {"api": 1, "architectures": {"CohereForCausalLM": "cohere"}}
 
 @hookimpl
 def callboard_model(context: ModelContext) -> DecoderShape:
-    """attention_bias covers q, k, v and the output projection alike; the LM head is the embedding."""
+    """Return the shape.  attention_bias applies to q, k, v and the output projection; the LM head is the embedding."""
     fields = context.fields
     sizes = read_sizes(fields)
     bias, eps = fields.flag("attention_bias", False), fields.number("layer_norm_eps", 1e-5)

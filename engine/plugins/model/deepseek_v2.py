@@ -1,6 +1,6 @@
-"""DeepSeek-V2 (DeepSeek-AI 2024): latent attention, and experts beside one that every token visits.
+"""DeepSeek-V2 (DeepSeek-AI 2024): latent attention, and experts next to a shared one that every token uses.
 
-Experts are in groups, of which a token visits the best ones only; the first layers have an MLP."""
+Experts are in groups, and a token uses experts of the best groups only; the first layers have an MLP."""
 
 import msgspec
 
@@ -23,13 +23,13 @@ from engine.checkpoints.shape import DecoderShape, ExpertsShape, LatentAttention
 from engine.plugins.hookspecs import ModelContext, hookimpl
 
 CALLBOARD_PLUGIN = {"api": 1, "architectures": {"DeepseekV2ForCausalLM": "deepseek_v2"}}
-LATENT_EPS = 1e-6  # of the norms within attention, whatever rms_norm_eps is: transformers passes none to them
+LATENT_EPS = 1e-6  # of the norms within attention, independent of rms_norm_eps, as in transformers
 METHODS = ("greedy", "group_limited_greedy")
 
 
 @hookimpl
 def callboard_model(context: ModelContext) -> DecoderShape:
-    """The weights of experts are their softmax over all."""
+    """Return the shape.  The weights of experts are their softmax over all experts."""
     fields = context.fields
     fields.demand("mlp_bias", False, "no released model of this family has biases there")
     fields.demand("norm_topk_prob", False, "transformers does not scale the weights of this family")
@@ -44,7 +44,7 @@ def callboard_model(context: ModelContext) -> DecoderShape:
 
 
 def read_latent_sizes(fields: Fields) -> Sizes:
-    """Sizes whose head is the part that turns: to it the rotary settings apply."""
+    """Return the sizes with the rotary part as head size, since the rotary settings apply to it."""
     rotary_size = fields.integer("qk_rope_head_dim", 64, maximum=MAX_HEADS)
     sizes = msgspec.structs.replace(read_sizes(fields, head_size=rotary_size), head_size=rotary_size)
     if rotary_size % 2:
@@ -56,10 +56,10 @@ def read_latent_sizes(fields: Fields) -> Sizes:
 
 
 def read_latent_attention(fields: Fields, sizes: Sizes, *, query_rank: int, interleaved: bool) -> LatentAttentionShape:
-    """query_rank: where config.json does not say; a null is none."""
+    """Return the attention's shape.  query_rank: the default if config.json does not set it; a null means none."""
     plain_size = fields.integer("qk_nope_head_dim", 128, maximum=MAX_HEADS)
     rotary = msgspec.structs.replace(read_rotary(fields, sizes), size=sizes.head_size, interleaved=interleaved)
-    # Twice: once would be of queries, once of keys.
+    # Applied twice: once for queries, once for keys.
     scaling = fields.section("rope_scaling" if fields.table.get("rope_scaling") else "rope_parameters")
     weight = scaling.table.get("mscale_all_dim")
     sharper = yarn_temperature(rotary.factor, scaling.number("mscale_all_dim")) if weight else 1.0
@@ -80,8 +80,10 @@ def read_latent_attention(fields: Fields, sizes: Sizes, *, query_rank: int, inte
 def read_experts(
     fields: Fields, router: RouterShape, *, number: int, shared: int, size: int, chosen: int | None = None
 ) -> ExpertsShape:
-    """number, shared, size, chosen: how many experts there are, how many every token visits beside, their width, and
-    how many it chooses, where config.json does not say."""
+    """Return the shape of the experts.
+
+    number, shared, size, chosen: defaults for the number of experts, those that every token uses, their width, and the
+    number that a token chooses."""
     num_experts = fields.integer("n_routed_experts", number, maximum=MAX_EXPERTS)
     expert_size = fields.integer("moe_intermediate_size", size, maximum=MAX_WIDTH)
     if num_experts % router.num_groups:
@@ -101,7 +103,7 @@ def read_experts(
 
 
 def grouped(fields: Fields, router: RouterShape, num_groups: int, num_chosen: int) -> RouterShape:
-    """The router of experts in groups."""
+    """Return the router for experts in groups."""
     if num_chosen > num_groups:
         raise fields.error("topk_group", num_chosen, f"at most n_group={num_groups}")
     return msgspec.structs.replace(router, num_groups=num_groups, num_chosen_groups=num_chosen)
@@ -110,7 +112,7 @@ def grouped(fields: Fields, router: RouterShape, num_groups: int, num_chosen: in
 def with_first_dense(
     fields: Fields, sizes: Sizes, attention: LatentAttentionShape, experts: ExpertsShape, *, first_experts: int
 ) -> DecoderShape:
-    """The decoder whose first layers have an MLP.  first_experts: how many, where config.json does not say."""
+    """Return the decoder whose first layers have an MLP.  first_experts: the default for their number."""
     if fields.integer("moe_layer_freq", 1) != 1:
         raise fields.error("moe_layer_freq", fields.integer("moe_layer_freq"), "1: every later layer has experts")
     first = fields.integer("first_k_dense_replace", first_experts, minimum=0)

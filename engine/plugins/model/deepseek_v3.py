@@ -1,6 +1,6 @@
-"""DeepSeek-V3 and R1 (DeepSeek-AI 2024): DeepSeek-V2 with experts chosen by corrected sigmoids.
+"""DeepSeek-V3 and R1 (DeepSeek-AI 2024): DeepSeek-V2 with experts chosen by bias-corrected sigmoids.
 
-What predicts several tokens at once lies behind the last layer in released files, and is not read."""
+Released files have layers for multi-token prediction after the last layer, which are not read."""
 
 import msgspec
 
@@ -19,11 +19,11 @@ CALLBOARD_PLUGIN = {"api": 1, "architectures": {"DeepseekV3ForCausalLM": "deepse
 
 @hookimpl
 def callboard_model(context: ModelContext) -> DecoderShape:
-    """The weights of experts are scaled to a sum of 1, unless config.json says otherwise."""
+    """Return the shape.  The weights of experts are scaled to a sum of 1, unless config.json disables that."""
     fields = context.fields
     for name, only in (("scoring_func", "sigmoid"), ("topk_method", "noaux_tc")):
-        if (said := fields.text(name, only)) != only:
-            raise fields.error(name, said, f"{only}: it is how this family chooses experts")
+        if (found := fields.text(name, only)) != only:
+            raise fields.error(name, found, f"{only}: it is how this family chooses experts")
     router = RouterShape(
         scoring="sigmoid",
         normalised=fields.flag("norm_topk_prob", True),

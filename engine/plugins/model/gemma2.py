@@ -25,7 +25,7 @@ CALLBOARD_PLUGIN = {"api": 1, "architectures": {"Gemma2ForCausalLM": "gemma2"}}
 
 @hookimpl
 def callboard_model(context: ModelContext) -> DecoderShape:
-    """Even layers have the window, where layer_types does not say otherwise."""
+    """Return the shape.  Even layers have the window, unless layer_types sets others."""
     fields = context.fields
     sizes = read_sizes(fields, head_size=256, num_kv_heads=4)
     bias = fields.flag("attention_bias", False)
@@ -55,7 +55,7 @@ def callboard_model(context: ModelContext) -> DecoderShape:
 
 
 def sandwich(fields: Fields, attention: AttentionShape, mlp: GatedShape) -> LayerShape:
-    """A layer with norms on both sides of attention and MLP, each of 1 + weight."""
+    """Return a layer with norms on both sides of attention and MLP, each of 1 + weight."""
     return LayerShape(
         attention=attention,
         mlp=mlp,

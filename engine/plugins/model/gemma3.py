@@ -27,7 +27,7 @@ CALLBOARD_PLUGIN = {"api": 1, "architectures": {"Gemma3ForCausalLM": "gemma3_tex
 
 @hookimpl
 def callboard_model(context: ModelContext) -> DecoderShape:
-    """Every sixth layer is full, where layer_types or sliding_window_pattern do not say otherwise."""
+    """Return the shape.  Every sixth layer is full, unless layer_types or sliding_window_pattern set others."""
     fields = context.fields
     sizes = read_sizes(fields, head_size=256, num_kv_heads=4)
     if fields.has("attn_logit_softcapping"):
@@ -52,7 +52,7 @@ def callboard_model(context: ModelContext) -> DecoderShape:
     window = 0 if fields.is_null("sliding_window") else fields.integer("sliding_window", 4096, minimum=MIN_WINDOW)
     windowed = read_layer_types(fields, sizes, [(layer + 1) % period != 0 for layer in range(sizes.num_layers)])
     attentions = windowed_layers(fields, sizes, attention, window, windowed)
-    # A layer keeps its frequencies where the window is wider than any sequence.
+    # Local layers keep their frequencies even if the window is wider than any sequence.
     attentions = [
         msgspec.structs.replace(one, rotary=local if is_local else whole)
         for one, is_local in zip(attentions, windowed, strict=True)
@@ -68,7 +68,7 @@ def callboard_model(context: ModelContext) -> DecoderShape:
 
 
 def _rotaries(fields: Fields, sizes: Sizes) -> tuple[RotaryShape, RotaryShape]:
-    """Of the layers with a window and of the full ones; the older rope_scaling is of the full ones alone."""
+    """Return the rotary settings of layers with a window and of full ones; rope_scaling applies to full ones alone."""
     both = fields.section("rope_parameters")
     local, whole = both.section("sliding_attention"), both.section("full_attention")
     if fields.has("rope_scaling"):

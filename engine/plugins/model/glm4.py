@@ -1,4 +1,4 @@
-"""GLM-4-0414 (Zhipu 2025): norms on both sides of attention and MLP; half of each head turns, neighbours in pairs."""
+"""GLM-4-0414 (Zhipu 2025): norms on both sides of attention and MLP; half of each head rotates, in adjacent pairs."""
 
 import msgspec
 
@@ -11,7 +11,7 @@ CALLBOARD_PLUGIN = {"api": 1, "architectures": {"Glm4ForCausalLM": "glm4"}}
 
 @hookimpl
 def callboard_model(context: ModelContext) -> DecoderShape:
-    """attention_bias covers q, k and v; the output projection has none."""
+    """Return the shape.  attention_bias applies to q, k and v; the output projection has no bias."""
     fields = context.fields.with_defaults(rms_norm_eps=1.5625e-7)
     sizes = read_sizes(fields, head_size=128, num_kv_heads=2)
     rotary = msgspec.structs.replace(read_rotary(fields, sizes, partial=0.5), interleaved=True)

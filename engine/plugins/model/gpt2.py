@@ -1,4 +1,4 @@
-"""GPT-2 (Radford et al. 2019): learned positions, layer norms with biases, one head of keys to each of queries.
+"""GPT-2 (Radford et al. 2019): learned positions, layer norms with biases, as many KV heads as query heads.
 
 Its linear layers are stored as [inputs, outputs], and q, k and v as one."""
 
@@ -12,7 +12,7 @@ ACTIVATIONS = {"gelu_new": "gelu_pytorch_tanh", "gelu_pytorch_tanh": "gelu_pytor
 
 @hookimpl
 def callboard_model(context: ModelContext) -> DecoderShape:
-    """Its config.json has names of its own for everything."""
+    """Return the shape, read from config.json's own names for every field."""
     fields = context.fields
     hidden_size = fields.integer("n_embd", 768, maximum=MAX_WIDTH)
     num_heads = fields.integer("n_head", 12, maximum=MAX_HEADS)

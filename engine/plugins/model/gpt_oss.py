@@ -1,4 +1,4 @@
-"""gpt-oss (OpenAI 2025): attention sinks, alternating windows, biases, and experts with a clamped activation."""
+"""The gpt-oss models (OpenAI 2025): attention sinks, alternating windows, biases, experts with a clamped activation."""
 
 from engine.checkpoints.reading import (
     MAX_EXPERTS,
@@ -20,7 +20,7 @@ YARN = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_po
 
 @hookimpl
 def callboard_model(context: ModelContext) -> DecoderShape:
-    """Even layers have the window, where layer_types does not say otherwise."""
+    """Return the shape.  Even layers have the window, unless layer_types sets others."""
     fields = context.fields.with_defaults(rms_norm_eps=1e-5, rope_parameters=YARN)
     sizes = read_sizes(fields, head_size=64, num_kv_heads=8)
     bias = fields.flag("attention_bias", True)

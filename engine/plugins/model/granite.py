@@ -11,7 +11,7 @@ CALLBOARD_PLUGIN = {"api": 1, "architectures": {"GraniteForCausalLM": "granite"}
 
 @hookimpl
 def callboard_model(context: ModelContext) -> DecoderShape:
-    """attention_bias covers q, k, v and the output projection alike."""
+    """Return the shape.  attention_bias applies to q, k, v and the output projection."""
     fields = context.fields
     sizes = read_sizes(fields)
     bias = fields.flag("attention_bias", False)

@@ -1,6 +1,6 @@
 """Llama 2, 3, 3.1, 3.2 (Touvron et al. 2023): the plain dense decoder.
 
-RMS norms before attention and MLP, rotary positions, grouped queries, a gated MLP with SiLU, and biases on request."""
+RMS norms before attention and MLP, rotary positions, grouped queries, a gated MLP with SiLU, and optional biases."""
 
 from engine.checkpoints.reading import alike, decoder, pre_norm, read_gated, read_rotary, read_sizes
 from engine.checkpoints.shape import AttentionShape, DecoderShape
@@ -11,11 +11,11 @@ CALLBOARD_PLUGIN = {"api": 1, "architectures": {"LlamaForCausalLM": "llama"}}
 
 @hookimpl
 def callboard_model(context: ModelContext) -> DecoderShape:
-    """attention_bias covers q, k, v and the output projection alike."""
+    """Return the shape.  attention_bias applies to q, k, v and the output projection."""
     fields = context.fields
     sizes = read_sizes(fields)
     for name in ("sliding_window", "attention_chunk_size"):
-        # transformers 5 masks nothing by it, but lets its cache forget: what it computes depends on how it is asked.
+        # transformers 5 masks nothing by it, but its cache forgets by it: the result depends on how it is called.
         if (window := fields.integer(name, sizes.max_len)) < sizes.max_len:
             raise fields.error(name, window, "null: every layer of a Llama sees the whole context")
     bias = fields.flag("attention_bias", False)

@@ -17,7 +17,7 @@ CALLBOARD_PLUGIN = {"api": 1, "architectures": {"MistralForCausalLM": "mistral"}
 
 @hookimpl
 def callboard_model(context: ModelContext) -> DecoderShape:
-    """A null sliding_window is full attention; a missing one is the family's default of 4096."""
+    """Return the shape.  A null sliding_window is full attention; a missing one is the family's default of 4096."""
     fields = context.fields
     sizes = read_sizes(fields, num_kv_heads=8)
     window = 0 if fields.is_null("sliding_window") else fields.integer("sliding_window", 4096, minimum=MIN_WINDOW)

@@ -1,4 +1,4 @@
-"""Mixtral (Jiang et al. 2024): Mistral with eight experts in the place of each MLP, two of them for each token."""
+"""Mixtral (Jiang et al. 2024): Mistral with eight experts in place of each MLP, two of them for each token."""
 
 from engine.checkpoints.reading import (
     MAX_EXPERTS,
@@ -18,7 +18,7 @@ CALLBOARD_PLUGIN = {"api": 1, "architectures": {"MixtralForCausalLM": "mixtral"}
 
 @hookimpl
 def callboard_model(context: ModelContext) -> DecoderShape:
-    """The weights of a token's experts are scaled to a sum of 1."""
+    """Return the shape.  The weights of a token's experts are scaled to a sum of 1."""
     fields = context.fields.with_defaults(rms_norm_eps=1e-5)
     sizes = read_sizes(fields, num_kv_heads=8)
     num_experts = fields.integer("num_local_experts", 8, maximum=MAX_EXPERTS)

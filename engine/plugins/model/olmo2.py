@@ -1,4 +1,4 @@
-"""OLMo 2 (Walsh et al. 2024): norms behind attention and MLP, and over all query heads and all key heads at once."""
+"""OLMo 2 (Walsh et al. 2024): norms after attention and MLP, and over all query heads and all key heads at once."""
 
 from engine.checkpoints.reading import alike, decoder, read_gated, read_norm, read_rotary, read_sizes
 from engine.checkpoints.shape import AttentionShape, DecoderShape, LayerShape, WideHeadNormShape
@@ -9,7 +9,7 @@ CALLBOARD_PLUGIN = {"api": 1, "architectures": {"Olmo2ForCausalLM": "olmo2"}}
 
 @hookimpl
 def callboard_model(context: ModelContext) -> DecoderShape:
-    """attention_bias covers q, k, v and the output projection alike."""
+    """Return the shape.  attention_bias applies to q, k, v and the output projection."""
     fields = context.fields.with_defaults(rms_norm_eps=1e-5)
     sizes = read_sizes(fields)
     bias = fields.flag("attention_bias", False)

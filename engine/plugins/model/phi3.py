@@ -1,4 +1,4 @@
-"""Phi-3, Phi-3.5, Phi-4 (Abdin et al. 2024): Llama with merged projections; maybe only a part of each head turns."""
+"""Phi-3, Phi-3.5, Phi-4 (Abdin et al. 2024): Llama with merged projections; a part of each head may stay unrotated."""
 
 from engine.checkpoints.reading import (
     MIN_WINDOW,
@@ -19,11 +19,11 @@ ORIGINAL, ORIGINAL_LEN = "original_max_position_embeddings", 4096
 
 @hookimpl
 def callboard_model(context: ModelContext) -> DecoderShape:
-    """Where the original length is not beside the rotary settings, transformers takes its own for what they say."""
+    """Return the shape.  transformers ignores an original length that is given only inside the rotary settings."""
     fields = context.fields
     inner = fields.section("rope_scaling" if fields.table.get("rope_scaling") else "rope_parameters")
     if not fields.has(ORIGINAL) and (length := inner.integer(ORIGINAL, ORIGINAL_LEN)) != ORIGINAL_LEN:
-        raise inner.error(ORIGINAL, length, f"it beside them too, where a missing one means {ORIGINAL_LEN}")
+        raise inner.error(ORIGINAL, length, f"it at the top level too, where a missing one means {ORIGINAL_LEN}")
     fields = fields.with_defaults(rms_norm_eps=1e-5, original_max_position_embeddings=ORIGINAL_LEN)
     sizes = read_sizes(fields)
     attention = AttentionShape(**sizes.heads, rotary=read_rotary(fields, sizes, partial=1.0), merged="qkv_proj")

@@ -9,7 +9,7 @@ CALLBOARD_PLUGIN = {"api": 1, "architectures": {"Qwen3ForCausalLM": "qwen3"}}
 
 @hookimpl
 def callboard_model(context: ModelContext) -> DecoderShape:
-    """A head's size is its own setting.  attention_bias covers q, k, v and the output projection alike."""
+    """Return the shape.  Head size is a setting.  attention_bias applies to q, k, v and the output projection."""
     fields = context.fields
     sizes = read_sizes(fields, head_size=128)
     bias = fields.flag("attention_bias", False)

@@ -1,4 +1,4 @@
-"""Qwen3 mixture of experts (Yang et al. 2025): Qwen3 with many small experts in the place of MLPs."""
+"""Qwen3 mixture of experts (Yang et al. 2025): Qwen3 with many small experts in place of MLPs."""
 
 from engine.checkpoints.reading import (
     MAX_EXPERTS,
@@ -21,7 +21,7 @@ CALLBOARD_PLUGIN = {"api": 1, "architectures": {"Qwen3MoeForCausalLM": "qwen3_mo
 
 @hookimpl
 def callboard_model(context: ModelContext) -> DecoderShape:
-    """Layers of mlp_only_layers, and those between the sparse steps, have an MLP as Qwen3 has."""
+    """Return the shape.  Layers of mlp_only_layers, and those between the sparse steps, have Qwen3's MLP."""
     fields = context.fields
     sizes = read_sizes(fields, num_kv_heads=4)
     bias = fields.flag("attention_bias", False)
@@ -32,7 +32,7 @@ def callboard_model(context: ModelContext) -> DecoderShape:
         qkv_bias=bias,
         output_bias=bias,
     )
-    name = "num_experts" if fields.has("num_experts") else "num_local_experts"  # transformers 5 writes the second
+    name = "num_experts" if fields.has("num_experts") else "num_local_experts"  # the name in transformers 5
     num_experts = fields.integer(name, 128, maximum=MAX_EXPERTS)
     experts = ExpertsShape(
         num_experts=num_experts,

@@ -1,4 +1,4 @@
-"""Seed-OSS (ByteDance 2025): Llama with biases on q, k and v, and a head's size as a setting of its own."""
+"""Seed-OSS (ByteDance 2025): Llama with biases on q, k and v, and a configurable head size."""
 
 from engine.checkpoints.reading import alike, decoder, pre_norm, read_gated, read_rotary, read_sizes
 from engine.checkpoints.shape import AttentionShape, DecoderShape
@@ -9,7 +9,7 @@ CALLBOARD_PLUGIN = {"api": 1, "architectures": {"SeedOssForCausalLM": "seed_oss"
 
 @hookimpl
 def callboard_model(context: ModelContext) -> DecoderShape:
-    """attention_bias covers q, k and v, attention_out_bias the output projection."""
+    """Return the shape.  attention_bias applies to q, k and v, attention_out_bias to the output projection."""
     fields = context.fields
     sizes = read_sizes(fields, head_size=128, num_kv_heads=8)
     attention = AttentionShape(

@@ -1,4 +1,4 @@
-"""SmolLM3 (Hugging Face 2025): Llama in which every fourth layer has no positions."""
+"""SmolLM3 (Hugging Face 2025): Llama with no positions in every fourth layer."""
 
 from typing import Any
 
@@ -24,7 +24,7 @@ CALLBOARD_PLUGIN = {"api": 1, "architectures": {"SmolLM3ForCausalLM": "smollm3"}
 
 @hookimpl
 def callboard_model(context: ModelContext) -> DecoderShape:
-    """attention_bias covers q, k, v and the output projection alike; a window is on layers without positions."""
+    """Return the shape.  A window applies to layers without positions, attention_bias to q, k, v and the output."""
     fields = context.fields
     sizes = read_sizes(fields, num_kv_heads=4)
     rotary = read_rotary(fields, sizes, theta=2_000_000.0)
@@ -44,7 +44,7 @@ def callboard_model(context: ModelContext) -> DecoderShape:
 
 
 def _rotated(fields: Fields, sizes: Sizes) -> list[bool]:
-    """Which layers have positions: no_rope_layers has a 1 for these."""
+    """Return for each layer whether it has positions; no_rope_layers has a 1 for these."""
     interval = fields.integer("no_rope_layer_interval", 4)
     listed: Any = fields.table.get("no_rope_layers")
     if listed is None:

@@ -1,10 +1,10 @@
-"""Every decoder whose class in transformers makes its attention calls through transformers' attention interface.
+"""Decoders whose class in transformers calls attention through transformers' attention interface.
 
-It is asked where no other family knows the architecture, and for all of them if ``plugins.models`` names it.  What
-such a class does is found out by running it without weights, which takes transformers and torch: a process of its own,
-unless this one has torch already.  The answer is kept in the user's cache.
+It is used if no other family knows the architecture, and for all architectures if ``plugins.models`` names it.  The
+class is analysed by running it without weights, which needs transformers and torch: in a separate process, unless this
+one has torch already.  The result is kept in the user's cache.
 
-Owns: asking, and keeping the answer.  Does not know: transformers, torch.
+Owns: the call of this analysis, and its cache.  Does not know: transformers, torch.
 """
 
 import hashlib
@@ -27,7 +27,7 @@ from engine.types.errors import WeightsError
 CALLBOARD_PLUGIN = {"api": 1, "packages": ["transformers"]}
 
 FACTS = "engine.models.through_transformers.facts"
-FORM = 1  # part of the name that an answer is kept by: raise it when other facts are asked for
+FORM = 1  # part of the cache key: increment it when the facts change
 TIMEOUT_S = 300.0
 
 log = logging.getLogger(__name__)
@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 
 @hookimpl
 def callboard_model(context: ModelContext) -> DecoderShape:
-    """Whatever transformers makes of it.  Raises WeightsError if that cannot be served."""
+    """Return the shape of the model in transformers.  Raises WeightsError if it is not supported."""
     config = context.fields.table
     installed = version("transformers")
     log.info("%s: %s is served through transformers %s", context.fields.origin, context.architecture, installed)
@@ -78,9 +78,9 @@ def _find(architecture: str, config: dict[str, Any], request: bytes) -> Facts:
     try:
         done = subprocess.run([sys.executable, "-m", FACTS], input=request, capture_output=True, timeout=TIMEOUT_S)
     except subprocess.TimeoutExpired:
-        raise WeightsError(f"{architecture}: transformers has not made it within {TIMEOUT_S:.0f} s") from None
+        raise WeightsError(f"{architecture}: transformers has not built it within {TIMEOUT_S:.0f} s") from None
     answer: dict[str, Any] = msgspec.json.decode(done.stdout) if done.returncode == 0 else {}
     if done.returncode or "error" in answer:
         last = (done.stderr.decode(errors="replace").strip().splitlines() or ["it wrote nothing"])[-1]
-        raise WeightsError(answer.get("error") or f"{architecture}: asking transformers about it failed: {last}")
+        raise WeightsError(answer.get("error") or f"{architecture}: building it in transformers failed: {last}")
     return msgspec.convert(answer, Facts)

@@ -1,7 +1,7 @@
-"""Logs one line for each request that has ended, and at DEBUG one for each change of the prefix cache.
+"""Logs one line per finished request, and at DEBUG one per change of the prefix cache.
 
-Owns: the format of those lines.  Does not know: where they go; that is the logging configuration's.
-A line costs the scheduler's loop about 10 us once per request, and nothing per token."""
+Owns: the format of these lines.  Does not know: their destination, which the logging configuration sets.
+A line costs the scheduler's loop about 10 us per request, and nothing per token."""
 
 import logging
 from collections.abc import Sequence
@@ -15,15 +15,15 @@ CALLBOARD_PLUGIN = {"api": 1}
 
 log = logging.getLogger(__name__)
 
-HASH_CHARACTERS = 12  # enough to tell pages apart by eye
+HASH_CHARACTERS = 12  # enough to distinguish pages by eye
 
 
 class RequestLog:
-    """What operators read."""
+    """An observer that logs finished requests."""
 
     @hookimpl
     def callboard_request_finished(self, requests: Sequence[RequestMetrics]) -> None:
-        """One line each, times in milliseconds; a dash where the request did not get that far."""
+        """Log one line per request, times in milliseconds; a dash if the request did not get that far."""
         for one in requests:
             log.info(
                 "request=%d finish=%s prompt_tokens=%d output_tokens=%d cached_tokens=%d queue_ms=%s ttft_ms=%s "
@@ -45,11 +45,11 @@ class RequestLog:
 
 
 class RequestAndPageLog(RequestLog):
-    """What people who look into the cache read as well."""
+    """An observer that logs changes of the prefix cache as well."""
 
     @hookimpl
     def callboard_kv_event(self, events: Sequence[KVEvent]) -> None:
-        """One line each; of the pages' hashes the first and the last."""
+        """Log one line per event, with the first and the last of the pages' hashes."""
         for event in events:
             log.debug(
                 "kv %s tier=%s pages=%d first=%s last=%s parent=%s",
@@ -62,7 +62,7 @@ class RequestAndPageLog(RequestLog):
 
 @hookimpl
 def callboard_observer(context: ObserverContext) -> RequestLog:
-    """Takes no options.  Looks at the log level now: pages are hashed only for somebody who reads about them."""
+    """Build the observer; takes no options.  Pages are hashed only if the log level is DEBUG at this point."""
     decode_options("observer.log", context.options, Options)
     return RequestAndPageLog() if log.isEnabledFor(logging.DEBUG) else RequestLog()
 

@@ -1,6 +1,6 @@
-"""First come, first served: pure order of arrival, whatever priority a request brings.
+"""First come, first served: the order of arrival, whatever the priorities of requests.
 
-For deployments where clients must not overtake each other by asking to."""
+Suited to deployments where clients must not overtake each other by request."""
 
 from engine.plugins.hookspecs import PolicyContext, hookimpl
 from engine.plugins.options import Options, decode_options
@@ -10,17 +10,17 @@ CALLBOARD_PLUGIN = {"api": 1}
 
 
 class FirstComeFirstServed:
-    """By arrival."""
+    """Orders requests by arrival."""
 
     looks_at_cache = False
 
     def rank(self, waiting: Waiting) -> SortKey:
-        """All are equal, and among equals who came first goes first."""
+        """Return equal ranks; the queue orders equals by arrival."""
         return ()
 
 
 @hookimpl
 def callboard_scheduling_policy(context: PolicyContext) -> FirstComeFirstServed:
-    """Takes no options."""
+    """Build the policy; takes no options."""
     decode_options("policy.fcfs", context.options, Options)
     return FirstComeFirstServed()

@@ -1,7 +1,7 @@
-"""Longest prefix match: who has most in the prefix cache runs first, while it is still there.
+"""Longest prefix match: the request with most tokens in the prefix cache runs first, while they are still cached.
 
-Priority counts before the cache, since who sends one expects it to: urgent requests come first, and the cache decides
-among equally urgent ones.  For many prompts that share a few long prefixes and do not all fit the pool at once."""
+Priority counts before the cache, since clients that send one expect that: urgent requests come first, and the cache
+orders equally urgent ones.  Suited to many prompts that share a few long prefixes and do not all fit the pool."""
 
 from typing import Annotated
 
@@ -15,15 +15,16 @@ CALLBOARD_PLUGIN = {"api": 1}
 
 
 class LPMOptions(Options, frozen=True):
-    """max_overtaken: so many later arrivals may start before a request; then it goes first among equally urgent ones.
+    """Options of the plugin.
 
-    This is what keeps a prompt that nobody shares from waiting for ever."""
+    max_overtaken: after this many later arrivals have started before it, a request goes first among equally urgent
+    ones, so that a prompt without a cached prefix does not wait forever."""
 
     max_overtaken: Annotated[int, Meta(ge=1)] = 64
 
 
 class LongestPrefixMatch:
-    """By priority, then those that were overtaken too often by arrival, then the others by cached tokens."""
+    """Orders requests by priority, then those overtaken too often by arrival, then the others by cached tokens."""
 
     looks_at_cache = True
 
@@ -31,7 +32,7 @@ class LongestPrefixMatch:
         self._max_overtaken = max_overtaken
 
     def rank(self, waiting: Waiting) -> SortKey:
-        """Most cached tokens first, within a priority."""
+        """Return a rank that puts most cached tokens first, within a priority."""
         if waiting.num_overtaken >= self._max_overtaken:
             return (waiting.priority, 0, 0)
         return (waiting.priority, 1, -waiting.num_cached_now)
@@ -39,5 +40,5 @@ class LongestPrefixMatch:
 
 @hookimpl
 def callboard_scheduling_policy(context: PolicyContext) -> LongestPrefixMatch:
-    """Options: see ``LPMOptions``."""
+    """Build the policy with ``LPMOptions``."""
     return LongestPrefixMatch(decode_options("policy.lpm", context.options, LPMOptions).max_overtaken)

@@ -1,4 +1,4 @@
-"""The most urgent request first.  The default: where nobody sends a priority it is first come, first served."""
+"""The most urgent request first.  The default: without priorities it is first come, first served."""
 
 from engine.plugins.hookspecs import PolicyContext, hookimpl
 from engine.plugins.options import Options, decode_options
@@ -8,17 +8,17 @@ CALLBOARD_PLUGIN = {"api": 1}
 
 
 class MostUrgentFirst:
-    """By priority; among equals, by arrival."""
+    """Orders requests by priority; among equals, by arrival."""
 
     looks_at_cache = False
 
     def rank(self, waiting: Waiting) -> SortKey:
-        """A lower priority is more urgent."""
+        """Return the priority: a lower one is more urgent."""
         return (waiting.priority,)
 
 
 @hookimpl
 def callboard_scheduling_policy(context: PolicyContext) -> MostUrgentFirst:
-    """Takes no options."""
+    """Build the policy; takes no options."""
     decode_options("policy.priority", context.options, Options)
     return MostUrgentFirst()

@@ -1,6 +1,6 @@
 """The findings of a series of checks: every failed case by name, not only the first.
 
-Owns: collecting failures, what a case may take, the error that lists them.  Does not know: what is checked.
+Owns: collecting failures, the time limit of a case, the error that lists them.  Does not know: the checks.
 """
 
 import sys
@@ -12,7 +12,7 @@ from pathlib import Path
 
 from engine.host.timeouts import returns_within
 
-CASE_S = 20.0  # so long a timed case may take; each takes well below a second
+CASE_S = 20.0  # limit of a timed case; each takes well below a second
 STDLIB = Path(threading.__file__).parent
 MAX_REASON = 600  # characters; a kernel's own error can be pages long
 
@@ -27,7 +27,7 @@ class ConformanceError(AssertionError):
 
 
 class Findings:
-    """Runs cases and keeps what went wrong in each."""
+    """Runs cases and records the failure of each."""
 
     def __init__(self, subject: str) -> None:
         self._subject = subject
@@ -37,7 +37,7 @@ class Findings:
 
     @contextmanager
     def case(self, name: str) -> Iterator[None]:
-        """One case.  An assertion or any other exception in the block is its failure, and the next case follows."""
+        """Run one case.  An assertion or any other exception in the block fails it, and the next case follows."""
         self._num_cases += 1
         try:
             yield
@@ -47,7 +47,7 @@ class Findings:
             self.failures[name] = f"raised {type(error).__name__}: {' '.join(str(error).split())[:MAX_REASON]}"
 
     def timed(self, name: str, check: Callable[[], object], limit_s: float = CASE_S) -> None:
-        """One case, on a thread of its own: one that hangs is its failure, and the cases behind it are not run."""
+        """Run one case on a thread of its own: if it hangs it fails, and later cases are not run."""
         if self._hangs:
             return
         with self.case(name):

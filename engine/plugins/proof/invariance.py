@@ -1,7 +1,7 @@
-"""Whether a token's attention has the same bits however its sequence is cut into steps, and whatever is beside it.
+"""Checks that a token's attention has the same bits however its sequence is cut into steps, and in any batch.
 
 Legend: T new tokens in the step · L positions of a sequence · N query heads · G KV heads · H head size · P pages
-Owns: sequences of random numbers, cut in two ways.  Does not know: kernels, what is right within rounding.
+Owns: sequences of random numbers, cut in two ways.  Does not know: kernels, the correct results.
 """
 
 from collections.abc import Sequence
@@ -14,10 +14,10 @@ from engine.layers.attention import AttentionBackend, AttentionSpec
 from engine.layers.kv_pool import KVPool
 from engine.plugins.support.paging import batch_on, windows_of
 
-# Per sequence how many tokens each step has: long chunks, single tokens, and chunks that begin anywhere.
+# For each sequence, its tokens in each step: long chunks, single tokens, and chunks with arbitrary starts.
 CUTS = ((37, 128, 1, 1, 1, 3, 100, 29), (150, *[1] * 12), (1, 1, 127, 2, 1), (4, 8, 1, 16, 11), (200, 1, 60, 1, 5))
 LENGTHS = tuple(map(sum, CUTS))
-NAN_BYTE = 0xFF  # a number of nothing else is NaN in every type, and so is a scale
+NAN_BYTE = 0xFF  # a number of these bytes is NaN in every type, and so is a scale
 
 
 def pages_needed(page_size: int) -> int:
@@ -32,9 +32,9 @@ def layers_needed(spec: AttentionSpec) -> int:
 
 @torch.inference_mode()
 def require_same_bits(backend: AttentionBackend, spec: AttentionSpec, pool: KVPool) -> None:
-    """Compare sequences that are computed alone and at once with the same ones cut into steps that they share.
+    """Compare sequences computed alone and at once with the same ones cut into shared steps.
 
-    pool: with the pages and layers that are needed.  Raises AssertionError that names the first difference."""
+    pool: with enough pages and layers.  Raises AssertionError with the first difference."""
     generator = torch.Generator().manual_seed(2)
     width = spec.num_heads + 2 * spec.num_kv_heads
     sequences = [torch.randn((length, width, spec.head_size), generator=generator) for length in LENGTHS]
@@ -52,7 +52,7 @@ def require_same_bits(backend: AttentionBackend, spec: AttentionSpec, pool: KVPo
 
 
 def _layers(spec: AttentionSpec) -> list[int]:
-    """The first layer of each window."""
+    """Return the first layer of each window."""
     windows = [spec.window_of(layer) for layer in range(spec.num_layers)]
     return [windows.index(window) for window in windows_of(spec) if window in windows]
 
@@ -66,7 +66,7 @@ def _results(
     cuts: Sequence[Sequence[int]],
     pages: list[int],
 ) -> list[Tensor]:
-    """Per sequence out_LNH.  sequences: queries, keys and values of each position."""
+    """Return out_LNH of each sequence.  sequences: queries, keys and values of each position."""
     pool.data.view(torch.uint8).fill_(NAN_BYTE)
     page_size, queries = pool.page_size, spec.num_heads
     counts = [-(-len(one) // page_size) for one in sequences]

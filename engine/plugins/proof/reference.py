@@ -16,7 +16,7 @@ def attend(
     soft_cap: float = 0.0,
     sinks_N: Tensor | None = None,
 ) -> Tensor:
-    """Causal attention of one sequence's last n positions over all its L; float64.  window, soft_cap: 0 for none."""
+    """Return causal attention of a sequence's last n positions over all L, in float64.  window, soft_cap: 0 is none."""
     q_nNH, keys_LGH, values_LGH = (one.detach().double().cpu() for one in (q_nNH, keys_LGH, values_LGH))
     group = q_nNH.shape[1] // keys_LGH.shape[1]
     keys_LNH, values_LNH = keys_LGH.repeat_interleave(group, 1), values_LGH.repeat_interleave(group, 1)

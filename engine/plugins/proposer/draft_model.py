@@ -1,8 +1,8 @@
-"""A smaller model with the same tokenizer, which the executors load beside the model and draft with.
+"""A smaller model with the same tokenizer, which the executors load next to the model to draft tokens.
 
-For text that no earlier text tells, on machines where the model itself takes most of a step's time: a draft model that
-takes a tenth of it and is right two times of three makes decoding about twice as fast.
-Source: Leviathan et al. 2022, speculative decoding; here the likeliest token is drafted, and what is sampled decides.
+Suited to text that earlier text does not predict, on machines where the model itself takes most of a step's time: a
+draft model that takes a tenth of it and is right two times of three makes decoding about twice as fast.
+Source: Leviathan et al. 2022, speculative decoding; here the likeliest token is drafted, and sampling decides.
 """
 
 from typing import Annotated
@@ -18,7 +18,7 @@ NumDrafted = Annotated[int, Meta(ge=1, le=64)]
 
 
 class DraftModelOptions(Options, frozen=True):
-    """path: of its checkpoint, as ``model.path``.  num_tokens: the most that are drafted at once."""
+    """Options of the plugin.  path: of its checkpoint, as ``model.path``.  num_tokens: most tokens drafted at once."""
 
     path: Annotated[str, Meta(min_length=1)]
     num_tokens: NumDrafted = 4
@@ -26,6 +26,6 @@ class DraftModelOptions(Options, frozen=True):
 
 @hookimpl
 def callboard_proposer(context: ProposerContext) -> DraftModel:
-    """Options: see ``DraftModelOptions``."""
+    """Return the draft model with ``DraftModelOptions``."""
     options = decode_options("proposer.draft_model", context.options, DraftModelOptions)
     return DraftModel(path=options.path, num_tokens=options.num_tokens)

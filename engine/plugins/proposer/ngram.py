@@ -1,6 +1,6 @@
-"""Prompt lookup: what came after the last few tokens when they came before, in the prompt or in the output.
+"""Prompt lookup: proposes what followed an earlier occurrence of the last few tokens, in the prompt or in the output.
 
-For answers that repeat what they were given: edits of a text or of code, summaries, extracts, answers from documents.
+Suited to answers that repeat their input: edits of text or code, summaries, extracts, answers from documents.
 Source: Saxena 2023, prompt lookup decoding.
 """
 
@@ -17,12 +17,14 @@ CALLBOARD_PLUGIN = {"api": 1}
 
 FACTOR = 0x9E3779B97F4A7C15  # odd, so that no token is multiplied away
 MASK = (1 << 64) - 1
-MANY = 32  # from so many new tokens on numpy is faster
+MANY = 32  # from this many new tokens on numpy is faster
 
 
 class NgramOptions(Options, frozen=True):
-    """num_tokens: the most that are proposed.  longest, shortest: of how many last tokens an earlier place is looked
-    for, the longest first."""
+    """Options of the plugin.
+
+    num_tokens: most tokens that are proposed.
+    longest, shortest: lengths of the last tokens to look up, the longest first."""
 
     num_tokens: Annotated[int, Meta(ge=1, le=64)] = 8
     longest: Annotated[int, Meta(ge=1, le=32)] = 4
@@ -30,28 +32,29 @@ class NgramOptions(Options, frozen=True):
 
 
 class NgramProposer:
-    """Sessions that remember where each n-gram was last."""
+    """Opens sessions that remember the last place of each n-gram."""
 
     def __init__(self, options: NgramOptions) -> None:
         self.num_tokens = options.num_tokens
         self._lengths = tuple(range(options.longest, options.shortest - 1, -1)) or (options.longest,)
 
     def open(self) -> "NgramSession":
-        """A new sequence."""
+        """Return the session of a new sequence."""
         return NgramSession(self._lengths)
 
 
 class NgramSession:
-    """places: for each length, hash of an n-gram -> the place of the token behind it, the last one if it came again.
+    """The n-grams of one sequence.
 
-    Two n-grams of one hash are taken for one: the model finds out."""
+    places: for each length, hash of an n-gram -> the place of the token after its last occurrence.  Two n-grams with
+    the same hash are treated as one; verification by the model corrects that."""
 
     def __init__(self, lengths: tuple[int, ...]) -> None:
         self._tokens: list[int] = []
         self._places: dict[int, dict[int, int]] = {length: {} for length in lengths}
 
     def extend(self, token_ids: Sequence[int]) -> None:
-        """Constant time for each token."""
+        """Add tokens, in constant time for each."""
         start = len(self._tokens)
         self._tokens += token_ids
         for length, places in self._places.items():
@@ -63,7 +66,7 @@ class NgramSession:
                     places[self._hash(place, length)] = place
 
     def propose(self, most: int) -> Sequence[int]:
-        """What followed the last tokens; where it reaches the end, it is thought to begin again."""
+        """Return what followed the last tokens; if that reaches the end, it is repeated."""
         tokens = self._tokens
         for length, places in self._places.items():
             place = places.get(self._hash(len(tokens), length)) if len(tokens) >= length else None
@@ -73,14 +76,14 @@ class NgramSession:
         return ()
 
     def _hash(self, end: int, length: int) -> int:
-        """Of the n-gram before a place."""
+        """Return the hash of the n-gram before a place."""
         value = 0
         for token in self._tokens[end - length : end]:
             value = value * FACTOR + token + 1 & MASK
         return value
 
     def _hashes(self, first: int, length: int) -> list[int]:
-        """The same for every place from ``first`` on."""
+        """Return the hashes of the n-grams before every place from ``first`` on."""
         tokens = np.array(self._tokens[first - length : -1], dtype=np.uint64)
         count = len(tokens) - length + 1
         values = np.zeros(count, dtype=np.uint64)

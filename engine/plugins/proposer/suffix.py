@@ -1,6 +1,6 @@
-"""The longest suffix that came before, and what followed it most often; as many tokens as that stays likely for.
+"""Suffix decoding: proposes what most often followed the longest earlier suffix, as long as it stays likely.
 
-Against ``ngram`` it counts every earlier place and not only the last one, and proposes less where places disagree: for
+Unlike ``ngram`` it counts every earlier place, not only the last one, and proposes less if places disagree.  Suited to
 outputs that repeat themselves with changes.  It takes three to five times as long per token.
 Source: Oliaro et al. 2024, SuffixDecoding; here each request's own tokens alone, and suffixes of bounded length.
 """
@@ -15,13 +15,15 @@ from engine.plugins.options import Options, decode_options
 
 CALLBOARD_PLUGIN = {"api": 1}
 
-MOST_TOKENS = 1 << 14  # of each of the two parts of a sequence that are remembered, about 1 kB for each token
+MOST_TOKENS = 1 << 14  # of each of the two remembered parts of a sequence, about 1 kB per token
 Followers = dict[tuple[int, ...], int | dict[int, int]]
 
 
 class SuffixOptions(Options, frozen=True):
-    """num_tokens: the most that are proposed.  longest, shortest: of the suffixes that are counted.
-    likely: proposing ends where all that was proposed is less likely than this, by what has been counted."""
+    """Options of the plugin.
+
+    num_tokens: most tokens that are proposed.  longest, shortest: lengths of the counted suffixes.
+    likely: a proposal ends when its probability, by the counts, falls below this."""
 
     num_tokens: Annotated[int, Meta(ge=1, le=64)] = 8
     longest: Annotated[int, Meta(ge=1, le=32)] = 8
@@ -30,20 +32,22 @@ class SuffixOptions(Options, frozen=True):
 
 
 class SuffixProposer:
-    """Sessions that count what follows each suffix."""
+    """Opens sessions that count what follows each suffix."""
 
     def __init__(self, options: SuffixOptions) -> None:
         self.num_tokens = options.num_tokens
         self._options = options
 
     def open(self) -> "SuffixSession":
-        """A new sequence."""
+        """Return the session of a new sequence."""
         return SuffixSession(self._options)
 
 
 class SuffixSession:
-    """followers: suffix -> the token that followed it once, or token -> how often it followed.  The later of two that
-    came equally often is preferred.  older: of the MOST_TOKENS tokens before those; what came earlier is forgotten."""
+    """The suffixes of one sequence.
+
+    followers: suffix -> the token that followed it once, or token -> how often it followed.  Of equally frequent tokens
+    the later one is preferred.  older: of the MOST_TOKENS tokens before; earlier ones are forgotten."""
 
     def __init__(self, options: SuffixOptions) -> None:
         self._likely = options.likely
@@ -54,7 +58,7 @@ class SuffixSession:
         self._num_tokens = 0
 
     def extend(self, token_ids: Sequence[int]) -> None:
-        """Time for each token: one count for each length."""
+        """Add tokens, with one count per token and length."""
         longest, tail = self._lengths[0], self._tail
         for token in token_ids:
             if self._num_tokens == MOST_TOKENS:
@@ -73,10 +77,10 @@ class SuffixSession:
             return
         if isinstance(counts, int):
             counts = self._followers[suffix] = {counts: 1}
-        counts[token] = counts.pop(token, 0) + 1  # as the last one
+        counts[token] = counts.pop(token, 0) + 1  # moves it to the end
 
     def propose(self, most: int) -> Sequence[int]:
-        """Token by token, each as if those before it had been said."""
+        """Return the proposal, token by token, each counted as output for the next."""
         tail, proposed, chance = self._tail, list[int](), 1.0
         while len(proposed) < most and (counts := self._counts(tail)) is not None:
             token, count = max(reversed(counts.items()), key=lambda item: item[1])
@@ -88,7 +92,7 @@ class SuffixSession:
         return proposed
 
     def _counts(self, tail: tuple[int, ...]) -> dict[int, int] | None:
-        """Of the longest suffix that came before."""
+        """Return the counts of the longest suffix that occurred before, or None."""
         for length in self._lengths:
             for followers in (self._followers, self._older):
                 if length <= len(tail) and (counts := followers.get(tail[-length:])) is not None:

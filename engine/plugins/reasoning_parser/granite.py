@@ -1,6 +1,6 @@
 """Granite 3: ``Here is my thought process:`` and ``Here is my response:``, in plain words.
 
-Owns: these words.  Does not know: which models write them.
+Owns: these markers.  Does not know: which models write them.
 """
 
 from engine.plugins.hookspecs import ParserContext, hookimpl
@@ -12,7 +12,7 @@ CALLBOARD_PLUGIN = {"api": 1}
 
 @hookimpl
 def callboard_reasoning_parser(context: ParserContext) -> MarkedReasoning:
-    """Takes no options."""
+    """Build the format; takes no options."""
     decode_options("reasoning_parser.granite", context.options, Options)
     return MarkedReasoning(
         opens=("Here is my thought process:", "Here's my thought process:"),

@@ -1,7 +1,7 @@
-"""gpt-oss: ``<|channel|>analysis<|message|>`` thoughts ``<|end|>``, and further messages on other channels.
+"""The format of gpt-oss: ``<|channel|>analysis<|message|>`` thoughts ``<|end|>``, and messages on other channels.
 
-Owns: which messages are thoughts, which are the answer, and which are passed on as they are since they call functions.
-Does not know: how a call is read.
+Owns: which messages are thoughts, which are the answer, and which are passed on unchanged, as they call functions.
+Does not know: the format of calls.
 """
 
 import re
@@ -25,16 +25,16 @@ _STOPS: Final = (END, CALL, START, CHANNEL)
 
 
 class HarmonySplitter:
-    """Tells one output's thoughts from its answer.  inside: whether the next text is thought."""
+    """Splits one output into thoughts and answer.  inside: whether the next text is a thought."""
 
     def __init__(self, thinking: Thinking) -> None:
         self.inside = thinking == "open"
         self._call = False  # the message calls a function: it is passed on with its markers
-        self._header: str | None = None  # of a message that begins, so far
+        self._header: str | None = None  # the part so far of a message's header
         self._held = ""
 
     def push(self, text: str) -> tuple[str, str]:
-        """(thoughts, answer) that are certain now."""
+        """Return (thoughts, answer) that are certain now."""
         text, self._held = self._held + text, ""
         parts = ("", "")
         while True:
@@ -50,9 +50,9 @@ class HarmonySplitter:
             parts = self._passed(parts, mark)
 
     def finish(self) -> tuple[str, str]:
-        """(thoughts, answer) that were held back, since no more text comes."""
+        """Return (thoughts, answer) that were held back, at the end of the text."""
         parts = self._joined(("", ""), self._held)
-        self._held, self._header = "", None  # a header without a message says nothing
+        self._held, self._header = "", None  # a header without a message is dropped
         return parts
 
     def _joined(self, parts: tuple[str, str], text: str) -> tuple[str, str]:
@@ -62,7 +62,7 @@ class HarmonySplitter:
         return (parts[0] + text, parts[1]) if self.inside else (parts[0], parts[1] + text)
 
     def _passed(self, parts: tuple[str, str], mark: str) -> tuple[str, str]:
-        """What a marker changes."""
+        """Apply a marker, and return the parts with what it adds."""
         if mark == MESSAGE:
             header, self._header = self._header or "", None
             self._call = RECIPIENT.search(header) is not None
@@ -76,7 +76,7 @@ class HarmonySplitter:
 
 
 class HarmonyReasoning(ReasoningFormat):
-    """Channels."""
+    """Thoughts in messages on a channel."""
 
     markers: Sequence[str] = (START, CHANNEL, CONSTRAIN, MESSAGE, END, CALL)
     constrains = False
@@ -85,7 +85,7 @@ class HarmonyReasoning(ReasoningFormat):
         return HarmonySplitter(thinking)
 
     def thinking_at_end(self, prompt: str, continued: str = "") -> Thinking:
-        """A prompt that ends within a header or in a message on the channel of thoughts leaves the model there."""
+        """Return 'open' if the prompt ends in a message on the channel of thoughts, else 'optional'."""
         last = prompt.rfind(MESSAGE)
         begun = prompt.rfind(CHANNEL)
         open_message = last > begun > prompt.rfind(END)
@@ -94,6 +94,6 @@ class HarmonyReasoning(ReasoningFormat):
 
 @hookimpl
 def callboard_reasoning_parser(context: ParserContext) -> HarmonyReasoning:
-    """Takes no options."""
+    """Build the format; takes no options."""
     decode_options("reasoning_parser.harmony", context.options, Options)
     return HarmonyReasoning()

@@ -1,6 +1,6 @@
 """Qwen, DeepSeek, GLM, Kimi: thoughts end with ``</think>``, and begin with ``<think>`` or where the answer begins.
 
-Owns: nothing but the choice of these markers.  Does not know: which models write them.
+Owns: the choice of these markers.  Does not know: which models write them.
 """
 
 from engine.plugins.hookspecs import ParserContext, hookimpl
@@ -12,6 +12,6 @@ CALLBOARD_PLUGIN = {"api": 1}
 
 @hookimpl
 def callboard_reasoning_parser(context: ParserContext) -> MarkedReasoning:
-    """Takes no options."""
+    """Build the format; takes no options."""
     decode_options("reasoning_parser.think", context.options, Options)
     return THINK

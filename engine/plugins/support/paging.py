@@ -1,8 +1,8 @@
-"""What backends around compiled kernels share: pages as kernels want them, windows by layer, padding, trial batches;
-and the pool that an attention needs.
+"""Helpers for backends with compiled kernels: pages in the kernels' form, windows by layer, padding, trial batches, and
+the pool that an attention needs.
 
 Legend: B sequences · P page-table width
-Owns: nothing but these few facts.  Does not know: any library.
+Owns: these conversions.  Does not know: any library.
 """
 
 import numpy as np
@@ -26,7 +26,7 @@ def new_pool(
     layout: Layout = "layer_first",
     kv_dtype: str = "",
 ) -> KVPool:
-    """A pool for this attention."""
+    """Return a pool for this attention."""
     heads = spec.num_kv_heads, spec.head_size
     return KVPool(
         spec.num_layers, num_pages, page_size, *heads, dtype, device, layout, kv_dtype, latent_size=spec.latent_size
@@ -34,32 +34,32 @@ def new_pool(
 
 
 def page_bytes(spec: AttentionSpec, page_size: int, dtype: torch.dtype, kv_dtype: str = "") -> int:
-    """Bytes that a page of such a pool takes over all layers."""
+    """Return the bytes that a page of such a pool takes over all layers."""
     heads = spec.num_kv_heads, spec.head_size
     return KVPool.page_bytes(spec.num_layers, page_size, *heads, dtype, kv_dtype, spec.latent_size)
 
 
 def pages_of(pool: KVPool) -> list[KVPages]:
-    """Per layer keys and values as [page, slot, head, size], both with the same strides."""
+    """Return keys and values per layer as [page, slot, head, size], both with the same strides."""
     return [(layer[0], layer[1]) for layer in pool.data.unbind(0)]
 
 
 def windows_of(spec: AttentionSpec) -> list[int]:
-    """The windows that the model's layers have, 0 for none; at most two."""
+    """Return the windows of the model's layers, 0 for none; at most two."""
     if not spec.window:
         return [0]
     return [0, spec.window] if spec.first_window_layer or spec.full_layers else [spec.window]
 
 
 def variant_of(spec: AttentionSpec, layer: int) -> int:
-    """Which of ``windows_of`` a layer has."""
+    """Return the index of a layer's window in ``windows_of``."""
     return windows_of(spec).index(spec.window_of(layer))
 
 
 def padding_on_dump_page(batch: AttentionBatch, pool: KVPool) -> Tensor:
-    """page_table_BP, in which rows of length 0 have the dump page instead of page 0, which belongs to a sequence.
+    """Return page_table_BP with the dump page in rows of length 0, in place of page 0, which belongs to a sequence.
 
-    The output of such rows is not used, but it goes on through the layers and must not become NaN.
+    The output of such rows is not used, but it passes through the layers and must not become NaN.
     """
     if batch.host_lengths.all():
         return batch.page_table_BP
@@ -67,14 +67,14 @@ def padding_on_dump_page(batch: AttentionBatch, pool: KVPool) -> Tensor:
 
 
 def positive_lengths(batch: AttentionBatch) -> Tensor:
-    """lengths_B, in which rows that only pad have a token, as they have a page."""
+    """Return lengths_B with 1 for padding rows, as these have one page."""
     return batch.lengths_B if batch.host_lengths.all() else batch.lengths_B.clamp(min=1)
 
 
 def batch_on(
     device: torch.device, num_decodes: int, page_table_BP: Int32, lengths: Int32, query_lengths: Int32
 ) -> AttentionBatch:
-    """A batch of sequences that the host knows, for a trial."""
+    """Return a batch on the device from sequences on the host, for a trial."""
     starts = np.concatenate(([0], query_lengths.cumsum())).astype(np.int32)
     return AttentionBatch(
         num_decodes=num_decodes,

@@ -1,6 +1,6 @@
-"""Where the ranks of a group find each other: the key-value stores of torch, by URL.
+"""Rendezvous of the ranks of a group: the key-value stores of torch, by URL.
 
-Owns: reading the URL.  Does not know: what ranks tell each other there.
+Owns: the URLs.  Does not know: the contents of the stores.
 """
 
 import errno
@@ -16,8 +16,8 @@ from torch.distributed import FileStore, PrefixStore, Store, TCPStore
 from engine.types.errors import PluginError
 
 SCHEMES = (
-    "file:///path (one machine), tcp://host:port (rank 0 listens there), env:// (what torchrun sets), "
-    "store://host:port/name (it is served already; names keep groups apart)"
+    "file:///path (one machine), tcp://host:port (rank 0 listens there), env:// (set by torchrun), "
+    "store://host:port/name (an existing store; names separate groups)"
 )
 BACKLOG = 512
 LOOPBACK = "127.0.0.1"
@@ -26,10 +26,10 @@ DISCARD_PORT = 9
 
 
 def open_store(plugin: str, url: str, rank: int, size: int, timeout_s: float) -> Store:
-    """The store that all ranks of one group share.  Rank 0 serves it where it takes a server.
+    """Return the store that all ranks of one group share.  Rank 0 serves it if it needs a server.
 
-    url: one of ``SCHEMES``; a group that is started again needs a new one.  plugin: for errors.
-    Raises PluginError if the URL is none of them, or if there is no answer within timeout_s.
+    url: one of ``SCHEMES``; a restarted group needs a new one.  plugin: for errors.
+    Raises PluginError if the URL is not one of them, or if there is no answer within timeout_s.
     """
     parts = urlsplit(url)
     try:
@@ -49,15 +49,15 @@ def open_store(plugin: str, url: str, rank: int, size: int, timeout_s: float) ->
                 raise PluginError(f"{plugin}: rendezvous {url!r}, expected one of: {SCHEMES}")
     except KeyError as error:
         raise PluginError(f"{plugin}: rendezvous env:// needs the environment variable {error}; use torchrun") from None
-    except (RuntimeError, ValueError) as error:  # torch's own errors of connecting are RuntimeErrors
+    except (RuntimeError, ValueError) as error:  # torch raises RuntimeError if it cannot connect
         reason = str(error).splitlines()[0]
         raise PluginError(f"{plugin}: rank {rank} of {size} could not meet the others at {url}: {reason}") from error
 
 
 def local_address(url: str) -> str:
-    """This machine's own address on the way to the place that ``url`` names, by which ranks there can reach it.
+    """Return this machine's address on the route to the host of ``url``, by which ranks there can reach it.
 
-    Empty if the URL names none that can be reached."""
+    '' if the URL has no reachable host."""
     parts = urlsplit(url)
     if parts.scheme == "file":
         return LOOPBACK
@@ -66,25 +66,25 @@ def local_address(url: str) -> str:
         return ""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            probe.connect((host, DISCARD_PORT))  # of datagrams: the kernel looks for a route, and sends nothing
-        except (OSError, UnicodeError):  # UnicodeError: of a text that can be no name
+            probe.connect((host, DISCARD_PORT))  # a datagram socket: the kernel finds a route and sends nothing
+        except (OSError, UnicodeError):  # UnicodeError: not a valid host name
             return ""
         return str(probe.getsockname()[0])
 
 
 def join_store(host: str, port: int, timeout_s: float) -> Store:
-    """A store that is served elsewhere.  Raises RuntimeError if it is not reached within timeout_s."""
+    """Connect to a store that is served elsewhere.  Raises RuntimeError if it is not reached within timeout_s."""
     return TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout_s), wait_for_workers=False)
 
 
 def serve_store(host: str, port: int, timeout_s: float) -> Store:
-    """Serve a store for as long as it is kept: at ``host`` alone if that is an address of this machine, else at all.
+    """Serve a store for as long as it is referenced: at ``host`` if that is an address of this machine, else at all.
 
-    It asks for no password.  Raises OSError if the port is taken."""
+    It needs no password.  Raises OSError if the port is taken."""
     listener = _listen(host, port)
     address = listener.getsockname()[0]
     return TCPStore(
-        LOOPBACK if address == EVERYWHERE else address,  # for this process; others may reach it by another one
+        LOOPBACK if address == EVERYWHERE else address,  # for this process; others may use another address
         port,
         is_master=True,
         timeout=timedelta(seconds=timeout_s),
@@ -98,7 +98,7 @@ def _listen(host: str, port: int) -> socket.socket:
     try:
         ipaddress.IPv4Address(address)
     except ValueError:
-        address = EVERYWHERE  # a name may stand for more than one address, and for others here than elsewhere
+        address = EVERYWHERE  # a name may have several addresses, and other ones here than elsewhere
     listener = socket.socket()
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -107,7 +107,7 @@ def _listen(host: str, port: int) -> socket.socket:
         except OSError as error:
             if error.errno != errno.EADDRNOTAVAIL:
                 raise
-            listener.bind((EVERYWHERE, port))  # the address is translated on its way to this machine
+            listener.bind((EVERYWHERE, port))  # the address is translated before it reaches this machine
         listener.listen(BACKLOG)
     except OSError:
         listener.close()

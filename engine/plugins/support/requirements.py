@@ -1,6 +1,6 @@
-"""What the plugins around compiled GPU kernels demand before the engine starts, and how they say what is missing.
+"""Checks of plugins with compiled GPU kernels before the engine starts, and their errors.
 
-Owns: the wording, and a first call of every kernel at start, so that what cannot run fails there and not in a request.
+Owns: the wording, and a first call of every kernel at start, so that failures occur there and not in a request.
 Does not know: any library.
 """
 
@@ -15,7 +15,7 @@ from engine.layers.kv_pool import KVPool
 from engine.plugins.support.paging import batch_on
 from engine.types.errors import PluginError
 
-MIN_CAPABILITY = (8, 0)  # Ampere: the first with bfloat16 and asynchronous copies
+MIN_CAPABILITY = (8, 0)  # Ampere, the first with bfloat16 and asynchronous copies
 ANYTHING_ELSE = "or set plugins.attention=torch, which runs everywhere"
 
 
@@ -27,7 +27,7 @@ def require_capability(plugin: str, capability: tuple[int, int]) -> None:
 
 
 def missing_package(plugin: str, packages: str, reason: str) -> PluginError:
-    """The error for a library that cannot be imported."""
+    """Return the error for a library that cannot be imported."""
     return PluginError(
         f"{plugin} needs {packages}, which cannot be imported ({reason}); "
         f"pip install 'callboard[cuda]', {ANYTHING_ELSE}"
@@ -42,10 +42,10 @@ def try_out(
     num_queries: int,
     phases: tuple[str, ...] = ("prefill", "decode"),
 ) -> None:
-    """Run a decode row and a prompt of ``num_queries`` tokens, or one of them, over the dump page, in two layers.
+    """Run a decode row, a prompt of ``num_queries`` tokens, or both, over the dump page, in two layers.
 
-    Libraries compile or load kernels at their first call, which can take minutes, and find out only then that they
-    have none for a shape.  Raises PluginError with what the library said.
+    Libraries compile or load kernels at their first call, which can take minutes and fail for some shapes.
+    Raises PluginError with the library's error.
     """
     device = pool.data.device
     sequences = [1] * ("decode" in phases) + [num_queries] * ("prefill" in phases)
@@ -56,7 +56,7 @@ def try_out(
         shape = (int(lengths.sum()), spec.num_heads, spec.head_size)
         q_TNH = torch.zeros(shape, dtype=pool.dtype, device=device)
         backend.plan_step(batch)
-        # Layers with a window have kernels of their own; what is prepared for them is in the first of them.
+        # Layers with a window have kernels of their own, which are prepared in the first of them.
         firsts = {spec.window_of(layer): layer for layer in reversed(range(spec.num_layers))}
         for layer in sorted(firsts.values()):
             backend.attend(layer, q_TNH)
@@ -64,12 +64,12 @@ def try_out(
 
 @contextmanager
 def trial(plugin: str, device: torch.device) -> Iterator[None]:
-    """Wrap a library's first calls.  Raises PluginError with what the library said if one of them fails."""
+    """Wrap a library's first calls.  Raises PluginError with the library's error if one of them fails."""
     try:
         with torch.inference_mode():
             yield
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
-    except Exception as error:  # whatever a library raises, its user needs one line and a way out
+    except Exception as error:  # for any error of a library the user needs one line and a way out
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:600]
         raise PluginError(f"{plugin} fails on a trial run ({reason}); {ANYTHING_ELSE[3:]}") from error

@@ -1,4 +1,4 @@
-"""The conformance kit for attention backends: one call proves one right, or lists every case in which it is not.
+"""The conformance kit for attention backends: one call checks a backend, and lists every case that fails.
 
     from engine.plugins.testing.attention import check_attention_backend, through_hook
     check_attention_backend(through_hook(callboard_attention_backend), Declaration(api=1, devices=("cpu",)))
@@ -34,10 +34,10 @@ CASE_TIMEOUT_S = 300.0  # kernels that are compiled at their first call take min
 def check_attention_backend(
     factory: AttentionFactory, declares: Declaration, device: str = "cpu", invariant: AttentionFactory | None = None
 ) -> None:
-    """Take a backend through everything it declares.  Raises ConformanceError with every case that fails.
+    """Check a backend in everything it declares.  Raises ConformanceError with every case that fails.
 
-    factory: what the plugin's hook returns, or ``through_hook`` of the hook, so that it is tried as well.
-    invariant: the same where its context asks for invariant results, if it gives others without.
+    factory: returned by the plugin's hook, or ``through_hook`` of the hook, to check that as well.
+    invariant: the factory for a context that asks for invariant results, if it is another one.
     A case that has not ended after CASE_TIMEOUT_S has failed, and is the last one.
     """
     findings = Findings(f"attention backend on {device}")
@@ -45,7 +45,7 @@ def check_attention_backend(
     for case in attention_cases(declares):
         with findings.case(str(case)):
             has_ended = returns_within(CASE_TIMEOUT_S, partial(check_case, case, factory, device), str(case))
-            assert has_ended, f"was not done after {CASE_TIMEOUT_S:g} s; cases behind it have not been tried"
+            assert has_ended, f"was not done after {CASE_TIMEOUT_S:g} s; later cases were not run"
         if not has_ended:
             break
     if declares.invariant and has_ended:
@@ -56,7 +56,7 @@ def check_attention_backend(
 
 
 def require_invariance(factory: AttentionFactory, declares: Declaration, dtype: str, device: str = "cpu") -> None:
-    """Cut the same sequences into other steps.  Raises AssertionError that names the first token with other bits."""
+    """Cut the same sequences into other steps.  Raises AssertionError with the first token whose bits differ."""
     head_size = next((size for size in (64, 128, 80) if not declares.head_sizes or size in declares.head_sizes), 64)
     page_size = next((size for size in (16, 64, 256, 1) if not declares.page_sizes or size in declares.page_sizes), 16)
     for num_kv_heads, ratio in ((2, 2), (1, 3), (3, 1)):
@@ -81,7 +81,7 @@ def through_hook(
     options: Mapping[str, Any] | None = None,
     invariant: bool = False,
 ) -> AttentionFactory:
-    """A factory that asks a plugin's hook, with the context that the case calls for, as an engine's start does.
+    """Return a factory that calls a plugin's hook with the context of a case, as an engine does at its start.
 
     invariant: whether results must be the same in every step."""
 

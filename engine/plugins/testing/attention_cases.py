@@ -1,6 +1,6 @@
 """All the steps that a backend must compute, by what it declares.
 
-Owns: the list of cases.  Does not know: tensors, how a case is run.
+Owns: the list of cases.  Does not know: tensors, the running of a case.
 """
 
 from collections.abc import Iterator
@@ -129,7 +129,7 @@ def _latents(base: AttentionCase, declares: Declaration, dtype: str) -> Iterator
 
 
 def _pages_of(kv_dtype: str, base: AttentionCase, declares: Declaration) -> Iterator[AttentionCase]:
-    """A pool whose pages keep another type than the queries'."""
+    """Yield cases of a pool whose pages keep another type than the queries'."""
     others = [dtype for dtype in DTYPES if dtype != kv_dtype and (not declares.dtypes or dtype in declares.dtypes)]
     for dtype in others:
         yield replace(base, dtype=dtype, kv_dtype=kv_dtype)
@@ -145,7 +145,7 @@ def _pages_of(kv_dtype: str, base: AttentionCase, declares: Declaration) -> Iter
 
 
 def _sizes(declared: Sizes, usual: tuple[int, ...]) -> list[int]:
-    """The usual sizes that are declared; if none is, the declared ones."""
+    """Return the usual sizes that are declared; if none is, the declared ones."""
     if not declared:
         return list(usual)
     among = [size for size in usual if size in declared]

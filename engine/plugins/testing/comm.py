@@ -3,7 +3,7 @@
     from engine.plugins.testing.comm import check_comm
     check_comm(lambda size: [MyComm(rank, size) for rank in range(size)])
 
-A library whose ranks have to be processes starts them itself, and calls ``check_rank`` in each.
+A library that needs processes as ranks starts them itself, and calls ``check_rank`` in each.
 
 Owns: the groups, their time limit.  Does not know: how ranks reach each other, what one rank checks.
 """
@@ -27,7 +27,7 @@ def check_comm(
     """Run ``check_rank`` on every rank of a group of each size, each on a thread of its own.
 
     make_group: size -> the ranks of a new group, in order; called on the caller's thread.
-    Raises ConformanceError with every case that fails; a group that hangs is a case.
+    Raises ConformanceError with every case that fails; a group that hangs is a failed case.
     """
     findings = Findings(f"communication on {device}")
     for size in sizes:
@@ -60,5 +60,5 @@ def _check_group(group: Sequence[Comm], size: int, device: str) -> None:
     for rank in range(1, size):
         for index, (theirs, first) in enumerate(zip(alike[rank], alike[0], strict=True)):
             assert torch.equal(theirs, first), (
-                f"result {index} is not the same to the bit on ranks 0 and {rank}, so they would sample apart"
+                f"result {index} is not the same to the bit on ranks 0 and {rank}, so they would diverge"
             )

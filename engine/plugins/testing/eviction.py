@@ -1,9 +1,9 @@
-"""The conformance kit for eviction strategies: one call proves one right, or lists every case in which it is not.
+"""The conformance kit for eviction strategies: one call checks a strategy, and lists every case that fails.
 
     from engine.plugins.testing.eviction import check_eviction_strategy
     check_eviction_strategy(MostRecentlyUsed)
 
-Owns: random candidates and a random life of the prefix tree.  Does not know: torch, which order is a good one.
+Owns: random candidates and a random life of the prefix tree.  Does not know: torch, the quality of an order.
 """
 
 from collections.abc import Callable
@@ -27,7 +27,7 @@ MOST_REQUESTS = 4
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What a strategy may look at, see ``engine.kv.eviction.Candidate``."""
+    """A candidate with everything that a strategy may read, as ``engine.kv.eviction.Candidate``."""
 
     created: int
     last_used: int
@@ -37,12 +37,12 @@ class Seen:
 
     @property
     def page_hashes(self) -> list[bytes]:
-        """Others for every other candidate."""
+        """The hashes of its pages, unique to each candidate."""
         return list(chained(repr(self).encode(), bytes(self.num_pages), 1))
 
 
 def check_eviction_strategy(make: Callable[[], EvictionStrategy]) -> None:
-    """Ranks of random candidates, then a tree that lives by them, then what it keeps of those that have left.
+    """Check the ranks of random candidates, a tree that evicts by them, and the memory kept of evicted ones.
 
     make: builds a new one each time, as the plugin's hook does, for a pool of 48 pages.
     Raises ConformanceError with all that fails."""
@@ -60,7 +60,7 @@ def _check_life(page_size: int, make: Callable[[], EvictionStrategy]) -> None:
 
 
 def _check_memory(strategy: EvictionStrategy) -> None:
-    """New candidates all the time, of which each leaves."""
+    """Check with new candidates all the time, each of which is evicted."""
 
     def come_and_go(number: int) -> None:
         candidate = Seen(number, number, 0, 0, 1)
@@ -82,7 +82,7 @@ def _candidates() -> list[Seen]:
 
 @dataclass(slots=True, eq=False)
 class _Request:
-    """A request that runs.  row: its pages, of which the tree owns the first ``handle.num_pages``."""
+    """A running request.  row: its pages, of which the tree owns the first ``handle.num_pages``."""
 
     tokens: np.ndarray
     handle: Handle
@@ -90,7 +90,7 @@ class _Request:
 
 
 class _Life:
-    """Requests that share prefixes come, publish their pages in chunks, leave, and need each other's leftovers."""
+    """Requests that share prefixes, arrive, publish their pages in chunks, end, and reuse each other's pages."""
 
     def __init__(self, page_size: int, strategy: EvictionStrategy) -> None:
         self._page_size = page_size
@@ -102,7 +102,7 @@ class _Life:
         self._evicted: list[list[int]] = []
 
     def run(self) -> list[list[int]]:
-        """The pages of every eviction, in order.  Raises AssertionError where the tree and its strategy fall out."""
+        """Return the pages of every eviction, in order.  Raises AssertionError if tree and strategy disagree."""
         for _ in range(NUM_OPERATIONS):
             self._tree.now += int(self._rng.integers(2))
             draw = int(self._rng.integers(6))
@@ -130,7 +130,7 @@ class _Life:
         self._requests.append(_Request(tokens, handle, self._tree.pages(handle).tolist()))
 
     def _chunk(self, request: _Request) -> None:
-        """Compute up to two pages more, and publish them."""
+        """Compute up to two more pages, and publish them."""
         left = len(request.tokens) // self._page_size - len(request.row)
         wanted = min(left, int(self._rng.integers(1, 3)))
         missing = wanted - self._allocator.num_free
@@ -149,7 +149,7 @@ class _Life:
         pages: Pages = self._tree.evict(count)
         needed = {page for request in self._requests for page in request.row}
         stolen = needed.intersection(pages.tolist())
-        assert not stolen, f"pages {sorted(stolen)} were evicted while a request needs them"
+        assert not stolen, f"pages {sorted(stolen)} were evicted while a request uses them"
         assert len(pages) == expected, f"{len(pages)} pages were evicted, {expected} could have been"
         self._allocator.free(pages)
         self._evicted.append(pages.tolist())

@@ -1,9 +1,9 @@
-"""The conformance kit for grammar engines: one call proves one right, or lists every case in which it is not.
+"""The conformance kit for grammar engines: one call checks an engine, and lists every case that fails.
 
     from callboard.plugins.testing import check_grammar_engine
     check_grammar_engine(WordsEngine)
 
-Owns: a small vocabulary, grammars with texts that are their outputs and texts that are not, walks along masks.
+Owns: a small vocabulary, grammars with texts that match and texts that do not, random walks along masks.
 Does not know: torch, any library.
 """
 
@@ -24,7 +24,7 @@ from engine.types.params import Grammar
 EOS, SPECIAL = 256, 257
 # Every byte, so that every text has tokens, and some longer pieces, so that it has several spellings.
 PIECES = (*(bytes([byte]) for byte in range(256)), b"<eos>", b"<special>", b'{"', b"ap", b"app", b"le", b"12", b"")
-VOCAB_SIZE = 320  # of the model: more than there are pieces
+VOCAB_SIZE = 320  # of the model; larger than the number of pieces
 LONGEST = max(map(len, PIECES[SPECIAL + 1 :]))
 NUM_WALKS, MOST_STEPS = 8, 24
 NUM_COMPILED = 50  # each takes milliseconds
@@ -34,7 +34,9 @@ Make = Callable[[GrammarContext], GrammarEngine]
 
 @dataclass(frozen=True, slots=True)
 class GrammarExample:
-    """accepts: texts that are whole outputs.  refuses: texts that are not, also those that only begin one."""
+    """A grammar with examples.
+
+    accepts: texts that are whole outputs.  refuses: texts that are not, including beginnings of outputs."""
 
     grammar: Grammar
     accepts: tuple[str, ...]
@@ -60,10 +62,10 @@ WRONG = (
 
 
 def check_grammar_engine(make: Make, examples: Sequence[GrammarExample] = EXAMPLES) -> None:
-    """Compile the examples, walk along their masks, send what is wrong.  Raises ConformanceError with all that fails.
+    """Compile the examples, walk along their masks, try wrong grammars.  Raises ConformanceError with all that fails.
 
-    make: builds a new one each time, as the plugin's hook does.  examples: also of kinds that it refuses; one at least
-    it must know."""
+    make: builds a new one each time, as the plugin's hook does.  examples: may include kinds that the engine refuses,
+    except for at least one."""
     findings = Findings("grammar engine")
     context = GrammarContext(VOCAB_SIZE, PIECES, (EOS, SPECIAL), (EOS,))
     known: list[GrammarExample] = []
@@ -71,7 +73,7 @@ def check_grammar_engine(make: Make, examples: Sequence[GrammarExample] = EXAMPL
     for example in known:
         kind = example.grammar.kind
         findings.timed(f"{kind}: outputs", partial(_check_outputs, example, make, context))
-        findings.timed(f"{kind}: every way leads on", partial(_check_walks, example.grammar, make, context))
+        findings.timed(f"{kind}: every way can continue", partial(_check_walks, example.grammar, make, context))
         findings.timed(f"{kind}: matchers", partial(_check_matchers, example, make, context))
     for grammar in WRONG:
         findings.timed(f"wrong: {grammar.kind} {grammar.source}", partial(_check_refused, grammar, make, context))
@@ -82,7 +84,7 @@ def check_grammar_engine(make: Make, examples: Sequence[GrammarExample] = EXAMPL
 
 
 def _known(engine: GrammarEngine, examples: Sequence[GrammarExample]) -> list[GrammarExample]:
-    """Those that it does not refuse."""
+    """Return the examples that the engine does not refuse."""
     found, reasons = [], []
     for example in examples:
         try:
@@ -91,7 +93,7 @@ def _known(engine: GrammarEngine, examples: Sequence[GrammarExample]) -> list[Gr
             _check_status(error)
             reasons.append(f"{example.grammar.kind}: {error}")
             continue
-        assert isinstance(compiled, CompiledGrammar), f"compile returned {compiled!r}, which is no CompiledGrammar"
+        assert isinstance(compiled, CompiledGrammar), f"compile returned {compiled!r}, which is not a CompiledGrammar"
         assert compiled.num_bytes >= 0, f"num_bytes is {compiled.num_bytes}"
         found.append(example)
     assert found, f"it refuses every example: {'; '.join(reasons)}"
@@ -124,21 +126,21 @@ class _Watched:
         self._fill = at_once(matcher.fill, "fill")
 
     def mask(self) -> Mask:
-        """What may come next, whatever was in the buffer."""
+        """Return the allowed next tokens, and check that the buffer's old content does not matter."""
         ones, zeros = (np.full(VOCAB_SIZE // 32, value, dtype=np.int32) for value in (-1, 0))
         self._fill(ones)
         self._fill(zeros)
         assert (ones == zeros).all(), (
-            "fill leaves bits of the buffer as they were, or gives another mask the second time"
+            "fill leaves bits of the buffer unchanged, or returns another mask the second time"
         )
         return ones
 
     def allowed(self) -> set[int]:
-        """The same as ids."""
+        """Return the allowed next tokens as ids."""
         ids = set(np.flatnonzero(np.unpackbits(self.mask().view(np.uint8), bitorder="little")).tolist())
         beyond = {token_id for token_id in ids if token_id >= len(PIECES) or not PIECES[token_id]}
         assert not beyond, f"tokens without text may come next: {sorted(beyond)[:5]}"
-        assert SPECIAL not in ids, "a special token may come next that the grammar does not name"
+        assert SPECIAL not in ids, "a special token that the grammar does not name may come next"
         return ids
 
 
@@ -149,11 +151,11 @@ def _follow(matcher: Matcher, pieces: Sequence[int], text: str) -> None:
         assert token_id in allowed, f"{PIECES[token_id]!r} may not follow {so_far!r} of the output {text!r}"
         watched.consume(token_id)
         so_far += PIECES[token_id]
-    assert EOS in watched.allowed(), f"the output may not end behind {text!r}"
+    assert EOS in watched.allowed(), f"the output may not end after {text!r}"
 
 
 def _spellings(text: str) -> list[list[int]]:
-    """As single bytes, and by the longest pieces."""
+    """Return the text as single bytes, and as the longest pieces."""
     raw = text.encode()
     longest, at = [], 0
     while at < len(raw):
@@ -164,7 +166,7 @@ def _spellings(text: str) -> list[list[int]]:
 
 
 def _check_walks(grammar: Grammar, make: Make, context: GrammarContext) -> None:
-    """Take any allowed token, again and again: something must always be allowed, until EOS."""
+    """Pick any allowed token repeatedly: some token must always be allowed, until EOS."""
     compiled, rng = make(context).compile(grammar), np.random.default_rng(0)
     for _ in range(NUM_WALKS):
         matcher, so_far = _Watched(compiled.matcher()), b""
@@ -179,20 +181,21 @@ def _check_walks(grammar: Grammar, make: Make, context: GrammarContext) -> None:
 
 
 def _check_matchers(example: GrammarExample, make: Make, context: GrammarContext) -> None:
-    """Two of one grammar, one a token behind the other; and a new one that is told the same tokens, as after a loss."""
+    """Check two matchers of one grammar, one a token later, and new ones that get the same tokens at once, as after
+    a loss."""
     compiled, pieces = make(context).compile(example.grammar), list(max(example.accepts, key=len).encode())
     first, second = _Watched(compiled.matcher()), _Watched(compiled.matcher())
     masks = [first.mask()]
     for token_id in pieces:
         first.consume(token_id)
         masks.append(first.mask())
-        assert (second.mask() == masks[-2]).all(), "two matchers of one grammar disturb each other"
+        assert (second.mask() == masks[-2]).all(), "two matchers of one grammar affect each other"
         second.consume(token_id)
     for length in range(len(pieces) + 1):
         again = _Watched(compiled.matcher())
         for token_id in pieces[:length]:
             again.consume(token_id)
-        assert (again.mask() == masks[length]).all(), f"a matcher that is told {length} tokens at once allows others"
+        assert (again.mask() == masks[length]).all(), f"a matcher that gets {length} tokens at once allows other tokens"
 
 
 def _check_refused(grammar: Grammar, make: Make, context: GrammarContext) -> None:
@@ -205,19 +208,19 @@ def _check_refused(grammar: Grammar, make: Make, context: GrammarContext) -> Non
 
 
 def _check_status(error: RequestError) -> None:
-    assert error.status in BAD_REQUEST, f"a grammar is refused with {error.status}, which is no client's mistake"
+    assert error.status in BAD_REQUEST, f"a grammar is refused with {error.status}, not as a client's mistake"
 
 
 def _check_threads(known: Sequence[GrammarExample], engine: GrammarEngine) -> None:
-    """Several compile at once, as the tokenizer's workers do."""
+    """Check several compilations at once, as in the tokenizer's workers."""
 
     def first_mask(example: GrammarExample) -> bytes:
         return _Watched(engine.compile(example.grammar).matcher()).mask().tobytes()
 
     alone = [first_mask(example) for example in known]
     with ThreadPoolExecutor(4) as pool:
-        beside = list(pool.map(first_mask, [*known] * 4))
-    assert beside == alone * 4, "what is compiled beside others allows other tokens"
+        parallel = list(pool.map(first_mask, [*known] * 4))
+    assert parallel == alone * 4, "a grammar that is compiled in parallel allows other tokens"
 
 
 def _check_memory(example: GrammarExample, engine: GrammarEngine) -> None:

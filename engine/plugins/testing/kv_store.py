@@ -1,9 +1,9 @@
-"""The conformance kit for stores of KV pages: one call proves one right, or lists every case in which it is not.
+"""The conformance kit for stores of KV pages: one call checks a store, and lists every case that fails.
 
     from engine.plugins.testing.kv_store import check_kv_store
     check_kv_store(lambda: FolderStore(path))
 
-Owns: random records and their names.  Does not know: torch, where a store keeps them.
+Owns: random records and their names.  Does not know: torch, the places of records.
 """
 
 import threading
@@ -20,10 +20,10 @@ NUM_ROUNDS = 400
 
 
 def check_kv_store(make: Callable[[], KVStore]) -> None:
-    """Few small records, put and read back.  Raises ConformanceError with all that fails.
+    """Write and read back a few small records.  Raises ConformanceError with all that fails.
 
-    make: builds one with room for a megabyte, as the plugin's hook does; records of one that was built before, or of
-    another one that is open, may be found in it."""
+    make: builds a store with room for a megabyte, as the plugin's hook does; it may contain records of an earlier
+    store, or of another open one."""
     findings = Findings("KV store")
     for name, check in CASES.items():
         with findings.case(name):
@@ -38,8 +38,8 @@ def check_kv_store(make: Callable[[], KVStore]) -> None:
         try:
             both = _name("both")
             first.put(both, memoryview(_record(both)))
-            # It may be found there, and may be not.
-            assert _get(second, both) in (b"", bytes(_record(both))), "one gives back what the other was never given"
+            # The other store may find it, or not.
+            assert _get(second, both) in (b"", bytes(_record(both))), "one returns a record that the other never got"
         finally:
             first.close()
             second.close()
@@ -51,12 +51,12 @@ def _name(text: str) -> bytes:
 
 
 def _record(name: bytes) -> bytearray:
-    """What belongs under a name."""
+    """Return the record that belongs to a name."""
     return bytearray(np.random.default_rng(list(name)).bytes(RECORD_BYTES))
 
 
 def _get(store: KVStore, name: bytes, size: bytes = b"\0" * RECORD_BYTES) -> bytes:
-    """What is kept under a name; nothing if nothing is."""
+    """Return the bytes stored under a name; b"" if there are none."""
     record = bytearray(size)
     found = store.get(name, memoryview(record))
     assert found is True or found is False, f"get returned {found!r}, not True or False"
@@ -67,14 +67,14 @@ def _gives_back(store: KVStore) -> None:
     names = [_name(f"gives back {number}") for number in range(NUM_RECORDS)]
     record = bytearray(RECORD_BYTES)
     for name in names:
-        record[:] = _record(name)  # the same memory again and again, as the engine may
+        record[:] = _record(name)  # reuses the same memory, as the engine may
         store.put(name, memoryview(record))
     for name in names:
         assert _get(store, name) == _record(name), "a record does not come back as it was put"
 
 
 def _misses(store: KVStore) -> None:
-    assert not _get(store, _name("never put")), "a name that nobody has put is found"
+    assert not _get(store, _name("never put")), "a name that was never put is found"
 
 
 def _minds_sizes(store: KVStore) -> None:
@@ -86,16 +86,16 @@ def _minds_sizes(store: KVStore) -> None:
 
 def _discards(store: KVStore) -> None:
     name = _name("discards")
-    store.discard(name)  # nothing is there
+    store.discard(name)  # no record exists
     store.put(name, memoryview(_record(name)[::-1]))
     store.discard(name)
     assert not _get(store, name), "a record is found after its discard"
     store.put(name, memoryview(_record(name)))
-    assert _get(store, name) == _record(name), "what is put after a discard is not there"
+    assert _get(store, name) == _record(name), "a record that is put after a discard is not found"
 
 
 def _takes_two_threads(store: KVStore) -> None:
-    """One puts while the other one reads, as the engine's do."""
+    """Put on one thread while another reads, as the engine does."""
     names = [_name(f"threads {number}") for number in range(NUM_RECORDS)]
     raised: list[Exception] = []
 
@@ -117,7 +117,7 @@ def _takes_two_threads(store: KVStore) -> None:
                 store.discard(name)
     finally:
         writer.join()
-    assert not raised, f"put raised {raised[0]!r} beside a get"
+    assert not raised, f"put raised {raised[0]!r} during a get"
 
 
 CASES: dict[str, Callable[[KVStore], None]] = {

@@ -1,10 +1,10 @@
-"""The conformance kit for linear kernels: one call proves one right, or lists every case in which it is not.
+"""The conformance kit for linear kernels: one call checks a kernel, and lists every case that fails.
 
     from engine.plugins.testing.linear import check_linear
     check_linear(callboard_linear, Declaration(api=1, devices=("cpu",), quantizations=("int8",)))
 
 Legend: T rows of the input · I input features · O output features
-Owns: weights and inputs of random and of unfortunate numbers, the comparison with float64.
+Owns: weights and inputs of random and of extreme numbers, the comparison with float64.
 Does not know: kernels, layers.
 """
 
@@ -24,17 +24,17 @@ from engine.plugins.proof.findings import Findings
 
 Hook = Callable[[LinearContext], LinearKernel | None]
 DTYPES = ("float32", "bfloat16", "float16")
-# Relative error, in the L2 norm over a row, that a product in a dtype and one with rounded weights may have.
+# Largest relative error, in the L2 norm over a row, of a product in a dtype and of one with rounded weights.
 DTYPE_ERRORS = {"float32": 3e-6, "bfloat16": 1e-2, "float16": 1.5e-3}
 ERRORS = {"none": 0.0, "float16": 5e-4, "int8": 4e-2, "fp8": 6e-2, "int4": 0.15}
-OTHER_ERROR = 0.2  # of a quantization that this page does not know
+OTHER_ERROR = 0.2  # of a quantization that is not listed
 BYTES = {"float16": 2.0, "int8": 1.0, "fp8": 1.0, "int4": 0.625}  # of an element
-# outputs, inputs: square, wide and tall ones of sizes that kernels like, and one that they do not.
+# outputs, inputs: square, wide and tall ones of convenient sizes, and one of odd sizes.
 SHAPES = ((64, 64), (48, 256), (512, 96), (37, 80))
 ROWS = (1, 2, 3, 4, 7, 8, 16, 17, 64, 200)
 MOST_ROWS = 200
-INVARIANT_SHAPES = ((512, 96), (256, 3072))  # sums that are long are made in other ways for few rows
-# For memory: so many large weights that what they take is told from what an allocator holds back.
+INVARIANT_SHAPES = ((512, 96), (256, 3072))  # long sums are computed in other ways for few rows
+# For memory: enough large weights that their memory stands out from what an allocator holds back.
 LARGE = (2048, 1024)
 NUM_LARGE = 12
 NOISE_BYTES = 32 << 20
@@ -43,9 +43,9 @@ NOISE_BYTES = 32 << 20
 def check_linear(
     hook: Hook, declares: Declaration, device: str = "cpu", options: Mapping[str, Any] | None = None
 ) -> None:
-    """Take a kernel through everything it declares on ``device``.  Raises ConformanceError with every case that fails.
+    """Check a kernel in everything it declares on ``device``.  Raises ConformanceError with every case that fails.
 
-    hook: the plugin's ``callboard_linear``.  Values are compared with float64 and the weight before it was rounded."""
+    hook: the plugin's ``callboard_linear``.  Values are compared with float64 and the unrounded weight."""
     findings = Findings(f"linear kernel on {device}")
     for quantization in declares.quantizations:
         for dtype in declares.dtypes or DTYPES:
@@ -66,14 +66,14 @@ def _check_context(hook: Hook, context: LinearContext, declares: Declaration, fi
     kernel: LinearKernel | None = None
     with findings.case(f"{what}: the hook"):
         kernel = hook(context)
-        assert isinstance(kernel, LinearKernel), f"the hook returned {kernel!r}, which is no LinearKernel"
+        assert isinstance(kernel, LinearKernel), f"the hook returned {kernel!r}, which is not a LinearKernel"
         assert kernel.element_bytes > 0, f"element_bytes is {kernel.element_bytes}"
     if kernel is None:
         return
     for outputs, inputs in SHAPES:
         with findings.case(f"{what}: values, {outputs} x {inputs}"):
             _check_values(kernel, context, outputs, inputs)
-    with findings.case(f"{what}: no row changes another's result by its size"):
+    with findings.case(f"{what}: no row changes the result of another by its size"):
         _check_outlier(kernel, context)
     with findings.case(f"{what}: the largest sums"):
         _check_saturation(kernel, context)
@@ -106,15 +106,15 @@ def _check_values(kernel: LinearKernel, context: LinearContext, outputs: int, in
 
 
 def _check_outlier(kernel: LinearKernel, context: LinearContext) -> None:
-    """One scale for a whole batch would leave the other rows nothing."""
+    """Check a batch with one large row: with one scale for the whole batch the other rows would vanish."""
     weight_OI, x_TI = _random(context, 64, 64)
     x_TI[3] *= 1000
     y_TO = _pack(kernel, weight_OI)(x_TI[:16], None)
-    _compare("beside a row 1000 times larger", y_TO, x_TI[:16], weight_OI, None, context)
+    _compare("next to a row 1000 times larger", y_TO, x_TI[:16], weight_OI, None, context)
 
 
 def _check_saturation(kernel: LinearKernel, context: LinearContext) -> None:
-    """All products of one sign and as large as they get: integers of 16 bits would be cut off."""
+    """Check products of one sign that are as large as possible: 16-bit integers would saturate."""
     weight_OI, x_TI = (torch.full_like(one, 3.0) for one in _random(context, 32, 256))
     weight_OI[::2] *= -1
     y_TO = _pack(kernel, weight_OI)(x_TI[:8], None)
@@ -138,7 +138,7 @@ def _check_memory(kernel: LinearKernel, context: LinearContext) -> None:
     kept = [kernel.pack(weight_OI) for _ in range(NUM_LARGE)]
     packed = kept[0]
     if packed is None:
-        assert context.quantization == "none", "a weight that is to be rounded is left as it is"
+        assert context.quantization == "none", "a weight that must be rounded is left unchanged"
         return
     packed(x_TI[:1], None)
     taken = _memory(context) - before
@@ -165,7 +165,7 @@ def _check_invariance(kernel: LinearKernel, context: LinearContext) -> None:
 
 
 def _pack(kernel: LinearKernel, weight_OI: Tensor) -> PackedWeight | Callable[[Tensor, Tensor | None], Tensor]:
-    """The product with a weight whose plain form is gone afterwards."""
+    """Return the product with a weight whose plain form is overwritten afterwards."""
     given = weight_OI.clone()
     packed = kernel.pack(given)
     if packed is None:
@@ -175,7 +175,7 @@ def _pack(kernel: LinearKernel, weight_OI: Tensor) -> PackedWeight | Callable[[T
 
 
 def _random(context: LinearContext, outputs: int, inputs: int) -> tuple[Tensor, Tensor]:
-    """A weight of values that the checkpoint's dtype has, and MOST_ROWS rows of input."""
+    """Return a weight whose values fit the checkpoint's dtype, and MOST_ROWS rows of input."""
     weight_OI = _normal(context, outputs, inputs)
     return weight_OI.to(getattr(torch, context.checkpoint_dtype)).to(weight_OI.dtype), _normal(
         context, MOST_ROWS, inputs
@@ -196,12 +196,12 @@ def _compare(
     allowed = DTYPE_ERRORS[context.dtype] + ERRORS.get(context.quantization, OTHER_ERROR)
     worst = int(error_T.argmax())
     assert error_T[worst] <= allowed, (
-        f"{case}: row {worst} is off by {error_T[worst]:.2g} of its size, {allowed:.2g} may be"
+        f"{case}: row {worst} is off by {error_T[worst]:.2g} of its size, the limit is {allowed:.2g}"
     )
 
 
 def _memory(context: LinearContext) -> int:
-    """Bytes in use, without what an allocator only holds back, as far as it can be told to let go."""
+    """Return the bytes in use, without those that an allocator holds back, as far as it can release them."""
     if context.device == "cuda":
         return torch.cuda.memory_allocated()
     release_freed()

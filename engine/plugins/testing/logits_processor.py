@@ -1,10 +1,10 @@
-"""The conformance kit for logits processors: one call proves one right, or lists every case in which it is not.
+"""The conformance kit for logits processors: one call checks a processor, and lists every case that fails.
 
     from callboard.plugins.testing import check_logits_processor
     check_logits_processor(NoRepeatNgram, [{"size": 1}, {"size": 3}])
 
-Legend: n rows · L the longest's tokens · V vocabulary
-Owns: random rows.  Does not know: what a processor is for.
+Legend: n rows · L tokens of the longest row · V vocabulary
+Owns: random rows.  Does not know: the purpose of a processor.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -28,10 +28,10 @@ Tables = Sequence[Mapping[str, Any]]
 
 
 def check_logits_processor(make: Callable[[], LogitsProcessor], tables: Tables, *, device: str = "cpu") -> None:
-    """Process random rows, together and alone, once and again.  Raises ConformanceError with all that fails.
+    """Process random rows, together and alone, and repeatedly.  Raises ConformanceError with all that fails.
 
-    make: builds a new one each time, as the plugin's hook does with a vocabulary of 64.  tables: parameters as
-    requests send them, one at least.  On 'cuda' waiting for the device is a failure too."""
+    make: builds a new one each time, as the plugin's hook does with a vocabulary of 64.  tables: parameters as in
+    requests, at least one.  On 'cuda', waiting for the device is a failure too."""
     findings = Findings("logits processor")
     findings.timed("parameters", lambda: _check_params(make(), tables))
     if findings.failures:
@@ -43,11 +43,9 @@ def check_logits_processor(make: Callable[[], LogitsProcessor], tables: Tables, 
         return with_clocks(make(), "process")
 
     findings.timed("rows together and alone", lambda: rows.check_alone(timed(), timed()))
-    findings.timed(
-        "rows in another order, with other rows' tokens behind their ends", lambda: rows.check_order(timed())
-    )
+    findings.timed("rows in another order, with other tokens after their ends", lambda: rows.check_order(timed()))
     findings.timed("the same again", lambda: rows.check_again(timed(), timed()))
-    findings.timed("what it leaves as it is", lambda: rows.check_inputs(timed()))
+    findings.timed("inputs stay unchanged", lambda: rows.check_inputs(timed()))
     findings.timed("memory", lambda: rows.check_memory(make()))
     if device == "cuda":
         findings.timed("it does not wait", lambda: rows.check_waits(timed()))
@@ -56,10 +54,10 @@ def check_logits_processor(make: Callable[[], LogitsProcessor], tables: Tables, 
 
 def _check_params(processor: LogitsProcessor, tables: Tables) -> None:
     assert isinstance(processor, LogitsProcessor), f"{processor!r} lacks params or process"
-    assert tables, "check it with parameters as requests send them, one table at least"
+    assert tables, "check it with parameters as in requests, at least one table"
     kind = processor.params
     is_struct = isinstance(kind, type) and issubclass(kind, msgspec.Struct)
-    assert is_struct, f"params is {kind!r}, no struct of msgspec's"
+    assert is_struct, f"params is {kind!r}, not a msgspec struct"
     for table in tables:
         msgspec.convert(dict(table), kind)
     try:
@@ -70,7 +68,7 @@ def _check_params(processor: LogitsProcessor, tables: Tables) -> None:
 
 
 class _Rows:
-    """A row of each length for each table."""
+    """Rows of each length for each table."""
 
     def __init__(self, params: Sequence[msgspec.Struct], device: torch.device) -> None:
         generator = torch.Generator().manual_seed(0)
@@ -78,7 +76,7 @@ class _Rows:
         self._params = [one for one in params for _ in LENGTHS]
         self._lengths = [length for _ in params for length in LENGTHS]
         count = len(self._params)
-        # Few different tokens, so that much comes twice.
+        # Few different tokens, so that many repeat.
         self._tokens_nL = torch.randint(0, 5, (count, max(LENGTHS)), generator=generator, dtype=torch.int32).to(device)
         self._logits_nV = torch.randn((count, VOCAB_SIZE), generator=generator).to(device)
         self._all = list(range(count))
@@ -114,41 +112,41 @@ class _Rows:
             )
 
     def check_alone(self, together: LogitsProcessor, alone: LogitsProcessor) -> None:
-        """A row's result is its own, whatever else is in the step."""
+        """Check that a row's result does not depend on the rest of the step."""
         processed_nV = self._run(together, self._all)
         for index in self._all:
             self._same(self._run(alone, [index]), processed_nV[[index]], [index], "when it is alone in a step")
 
     def check_order(self, processor: LogitsProcessor) -> None:
-        """Neither does its place count, nor what its line of tokens held before."""
+        """Check that neither a row's place counts, nor the old content of its line of tokens."""
         at = self._all[::-1]
         processed_nV = self._run(processor, self._all)[at]
         tokens_nL = self._tokens_nL.clone()
         for index, length in enumerate(self._lengths):
             tokens_nL[index, length:] = 3
         self._same(
-            self._run(processor, at, tokens_nL), processed_nV, at, "by what stands behind its end, or by its place"
+            self._run(processor, at, tokens_nL), processed_nV, at, "with other tokens after its end or in another place"
         )
 
     def check_again(self, first: LogitsProcessor, second: LogitsProcessor) -> None:
-        """A request that comes back after a loss gets what it would have got."""
+        """Check that a request that is resumed after a loss gets the same result."""
         processed_nV = self._run(first, self._all)
         for processor in (first, second):
             self._same(self._run(processor, self._all), processed_nV, self._all, "when it is processed again")
 
     def check_inputs(self, processor: LogitsProcessor) -> None:
-        """Tokens are everybody's."""
+        """Check that tokens, which all processors share, are not changed."""
         before_nL = self._tokens_nL.clone()
         self._run(processor, self._all, self._tokens_nL)
         assert torch.equal(before_nL, self._tokens_nL), "it changes the tokens"
 
     def check_memory(self, processor: LogitsProcessor) -> None:
-        """Nothing is kept of a step."""
+        """Check that no memory is kept of a step."""
         watch_memory(lambda _: self._run(processor, self._all), "a step that it processes", NUM_STEPS)
 
     def check_waits(self, processor: LogitsProcessor) -> None:
-        """The host goes on while the device works."""
-        self._run(processor, self._all)  # what is compiled may be waited for
+        """Check that the host does not wait for the device."""
+        self._run(processor, self._all)  # the host may wait for compilation
         length = max(self._lengths)
         at = [index for index in self._all if self._lengths[index] == length]
         count = torch.full((len(at),), length, device=self._device)

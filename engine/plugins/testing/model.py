@@ -1,9 +1,9 @@
-"""The conformance kit for model families: a tiny checkpoint, written by transformers, must mean the same here.
+"""The conformance kit for model families: a tiny checkpoint, written by transformers, must give the same results here.
 
     from callboard.plugins.testing import check_model
     check_model(callboard_model, AcmeForCausalLM(AcmeConfig(hidden_size=64, ...)), tmp_path)
 
-Owns: the cases.  Does not know: families, transformers' classes; it calls the reference as torch's modules are called.
+Owns: the cases.  Does not know: families, transformers' classes; it calls the reference like any torch module.
 """
 
 from collections.abc import Callable, Mapping
@@ -38,7 +38,7 @@ NUM_SEQUENCES, OUTPUT_LEN = 8, 64
 LONGEST_PROMPT = 60
 JOINS = 20  # the step in which the last sequence joins
 CHUNK = 13
-# What makes a step wait for values, or compute what it does by them: neither can be in a graph.
+# Operations that wait for values, or whose work depends on values: a graph cannot contain them.
 WAITING = ("aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::bincount")
 
 Hook = Callable[..., DecoderShape | None]
@@ -53,12 +53,12 @@ def check_model(
     captured: bool = True,
     options: Mapping[str, Any] | None = None,
 ) -> None:
-    """Take a family through everything.  Raises ConformanceError with every case that fails.
+    """Check a family in everything.  Raises ConformanceError with every case that fails.
 
     hook: the plugin's ``callboard_model``.  reference: a PreTrainedModel with a language model's head, in float32 and
     ``eval`` mode, small, with weights so large (a deviation of 0.1 to 0.2) that its logits differ.  directory: an empty
-    one, for its checkpoint.  ranks: how many share the model in one case; 1 for a family that cannot be shared.
-    captured: whether steps must be fit for CUDA graphs.  options: the plugin's own.
+    one, for its checkpoint.  ranks: number of ranks that share the model in one case; 1 if it cannot be shared.
+    captured: whether steps must be capturable as CUDA graphs.  options: the plugin's own.
     """
     findings = Findings(f"model family of {type(reference).__name__}")
     reference.save_pretrained(directory)
@@ -72,7 +72,7 @@ def check_model(
     with findings.case("logits of a prompt, in one step and by pages of 1"):
         _check_logits(reference, Driver(load(), 1, num_pages=200).step({"a": prompts[-1]})["a"], prompts[-1])
     outputs: list[list[int]] = []
-    with findings.case("greedy tokens of a ragged batch that one joins midway, pages of 16, prompts whole"):
+    with findings.case("greedy tokens of a ragged batch with one that joins midway, pages of 16, prompts whole"):
         outputs = _continued(Driver(load(), 16, num_pages=80), prompts, LONGEST_PROMPT)
         _check_greedy(reference, prompts, outputs)
     with findings.case(f"the same tokens with pages of 1 and prompts in chunks of {CHUNK}"):
@@ -85,7 +85,7 @@ def check_model(
     with findings.case("dummy weights, which do not depend on the number of ranks"):
         _check_dummy(load, prompts[-1], ranks)
     if captured:
-        with findings.case("steps that depend on shapes alone, as graphs need it"):
+        with findings.case("steps that depend on shapes alone, as required by graphs"):
             _check_operations(Driver(load()), prompts)
     _check_broken_weights(findings, load, directory)
     findings.conclude()
@@ -131,7 +131,7 @@ def _expected(reference: Any, tokens: list[int]) -> Tensor:
 
 
 def _stepwise(driver: Driver, tokens: list[int]) -> Tensor:
-    """Logits of a prompt whose last tokens come one by one."""
+    """Return logits of a prompt whose last tokens are added one by one."""
     parts = [tokens[:-5], *([token] for token in tokens[-5:])]
     return torch.cat([driver.step({"a": part})["a"] for part in parts])
 
@@ -146,7 +146,7 @@ def _check_logits(reference: Any, got: Tensor, tokens: list[int]) -> None:
 
 
 def _continued(driver: Driver, prompts: list[list[int]], chunk: int) -> list[list[int]]:
-    """OUTPUT_LEN greedy tokens of each; the last sequence joins when the others have some."""
+    """Return OUTPUT_LEN greedy tokens for each prompt; the last sequence joins when the others have some."""
     outputs: list[list[int]] = [[] for _ in prompts]
     left = [list(prompt) for prompt in prompts]
     for number in range(OUTPUT_LEN + JOINS + LONGEST_PROMPT):
@@ -165,7 +165,7 @@ def _continued(driver: Driver, prompts: list[list[int]], chunk: int) -> list[lis
 
 
 def _check_greedy(reference: Any, prompts: list[list[int]], outputs: list[list[int]]) -> None:
-    """One sequence's against ``generate``; of all, each token against the reference's choice behind those before."""
+    """Compare one sequence with ``generate``, and each token of all sequences with the reference's next choice."""
     prompt = torch.tensor([prompts[-2]])
     with torch.no_grad():
         generated = reference.generate(
@@ -198,7 +198,7 @@ def _check_dummy(load: _Loading, tokens: list[int], ranks: int) -> None:
 
 
 class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """The names of the operations that run."""
+    """Records the names of the operations that run."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -210,16 +210,16 @@ class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class _NoAttention:
-    """A backend in the place of one: graphs are broken at attention, or backends see to it themselves."""
+    """A stand-in for an attention backend: graphs are broken at attention, or backends handle capture themselves."""
 
     def __init__(self, value_size: int) -> None:
         self._value_size = value_size
 
     def plan_step(self, batch: AttentionBatch) -> None:
-        """Nothing to plan."""
+        """Do nothing: there is nothing to plan."""
 
     def attend(self, layer: int, q_TNH: Tensor) -> Tensor:
-        """The queries themselves, as wide as values."""
+        """Return the queries themselves, cut to the width of values."""
         return q_TNH[..., : self._value_size].clone()
 
 
@@ -236,7 +236,7 @@ def _check_operations(driver: Driver, prompts: list[list[int]]) -> None:
 
 
 def _check_broken_weights(findings: Findings, load: _Loading, directory: Path) -> None:
-    """Each tensor is missed when it is not there; one too many, and one of another shape, are named."""
+    """Check that each missing tensor, an extra one, and one of another shape are named in an error."""
     path = directory / SINGLE_FILE
     whole = path.read_bytes()
     tensors = load_file(path)
@@ -256,10 +256,10 @@ def _check_broken_weights(findings: Findings, load: _Loading, directory: Path) -
 
 @contextmanager
 def _refused(name: str) -> Any:
-    said = ""
+    message = ""
     try:
         yield
     except WeightsError as error:
-        said = str(error)
-    assert said, "the checkpoint was loaded all the same"
-    assert name in said, f"the error does not name {name}: {said}"
+        message = str(error)
+    assert message, "the checkpoint was loaded all the same"
+    assert name in message, f"the error does not name {name}: {message}"

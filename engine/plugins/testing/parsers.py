@@ -1,10 +1,10 @@
-"""The conformance kit for parsers: one call proves one right, or lists every case in which it is not.
+"""The conformance kit for parsers: one call checks a parser, and lists every case that fails.
 
     from engine.plugins.testing.parsers import check_tool_parser
     check_tool_parser(HermesFormat, write=lambda calls: "\\n".join(map(written, calls)))
 
-Owns: generated outputs, and the law that any way of cutting an output gives what the whole gives.
-Does not know: torch, any format; what a model writes is for the author to say.
+Owns: generated outputs, and the rule that an output in any pieces gives the same as the whole.
+Does not know: torch, any format; the author supplies what a model writes.
 """
 
 import json
@@ -20,7 +20,7 @@ from engine.text.tool_calls import CallPiece, OutputPart, ToolFormat, ToolParser
 from engine.text.tool_format import CallsShape, Tool
 
 Call = tuple[str, dict[str, Any]]  # a function's name and its arguments
-# What a parser made of an output: the text, (name, arguments as written) of each call, and ``cut_off``.
+# A parser's result for an output: the text, (name, arguments as written) of each call, and ``cut_off``.
 Read = tuple[str, list[tuple[str, str]], bool]
 
 _PROPERTIES: Final = {
@@ -59,19 +59,19 @@ def check_tool_parser(
     num_outputs: int = 300,
     seed: int = 0,
 ) -> None:
-    """Outputs with calls, text and both; cut off, damaged, and cut into pieces.  Raises ConformanceError.
+    """Parse outputs with calls, text and both; cut off, damaged, and cut into pieces.  Raises ConformanceError.
 
-    make: builds the format, as the plugin's hook does.  write: what the model writes for one or more calls.
-    alone: calls are the whole output.  escapes: strings may hold the format's markers."""
+    make: builds the format, as the plugin's hook does.  write: returns a model's text for one or more calls.
+    alone: calls are the whole output.  escapes: strings may contain the format's markers."""
     findings = Findings("tool parser")
     form = make()
     rng = random.Random(seed)
     values = _Values(rng, (*form.markers, *_WORDS) if escapes else _WORDS)
     outputs = _Outputs(rng, values, write, alone=alone)
-    with findings.case("calls are read as they were written"):
+    with findings.case("calls are parsed as they were written"):
         for text, expected, calls in outputs.whole(num_outputs):
             _check_calls(_read(form, [text]), text, expected, calls)
-    with findings.case("any way of cutting gives what the whole gives"):
+    with findings.case("any way of cutting gives the same as the whole"):
         for text, _, _ in outputs.whole(num_outputs):
             _check_cuts(form, rng, text)
     with findings.case("an output that is cut off"):
@@ -85,14 +85,14 @@ def check_tool_parser(
             text = values.text().replace("[", "(")
             found = _read(form, [text])
             assert found == (text, [], False), f"{text!r} became {found!r}"
-    with findings.case("text that ends as a call begins is text"):
+    with findings.case("text that ends like the beginning of a call is text"):
         for marker in form.markers:
             text = f"Sure {marker[: rng.randrange(1, len(marker))]}"
             assert _read(form, [text]) == (text, [], False), f"{text!r} became {_read(form, [text])!r}"
-    with findings.case("parsers do not share what they have read"):
+    with findings.case("parsers do not share state"):
         _check_apart(form, [text for text, _, _ in outputs.whole(2)])
     if form.constrains:
-        with findings.case("what its grammar writes is read"):
+        with findings.case("outputs of its grammar are parsed"):
             _check_grammar(form, values, num_outputs)
     findings.conclude()
 
@@ -100,20 +100,20 @@ def check_tool_parser(
 def check_reasoning_parser(
     make: Callable[[], ReasoningFormat], write: Callable[[str, str], str], *, num_outputs: int = 300, seed: int = 0
 ) -> None:
-    """Outputs with thoughts and an answer; cut off, damaged, and cut into pieces.  Raises ConformanceError.
+    """Parse outputs with thoughts and an answer; cut off, damaged, and cut into pieces.  Raises ConformanceError.
 
-    make: builds the format, as the plugin's hook does.  write: what the model writes for (thoughts, answer)."""
+    make: builds the format, as the plugin's hook does.  write: returns a model's text for (thoughts, answer)."""
     findings = Findings("reasoning parser")
     form = make()
     rng = random.Random(seed)
     values = _Values(rng, _WORDS)
     pairs = [(values.text().strip() or "so", values.text().strip() or "yes") for _ in range(num_outputs)]
-    with findings.case("thoughts and answers are told apart"):
+    with findings.case("thoughts and answers are separated"):
         for thoughts, answer in pairs:
             found = _split(form, "optional", [write(thoughts, answer)])
             assert tuple(map(str.strip, found)) == (thoughts, answer), f"{write(thoughts, answer)!r} became {found!r}"
     for thinking in _THOUGHTS:
-        with findings.case(f"any way of cutting gives what the whole gives, {thinking}"):
+        with findings.case(f"any way of cutting gives the same as the whole, {thinking}"):
             for thoughts, answer in pairs:
                 whole = write(thoughts, answer)
                 for text in (whole, whole[: rng.randrange(len(whole))], _damaged(rng, whole, form.markers)):
@@ -121,7 +121,7 @@ def check_reasoning_parser(
                     for pieces in _cuts(rng, text):
                         found = _split(form, thinking, pieces)
                         assert found == expected, f"{pieces!r:.300} became {found!r}, and in one piece {expected!r}"
-    with findings.case("an output that is cut off tells no thought as answer"):
+    with findings.case("an output that is cut off returns no thought as answer"):
         for thoughts, answer in pairs:
             whole = write(thoughts, answer)
             before, behind = _split(form, "optional", [whole[: rng.randrange(len(whole))]])
@@ -133,7 +133,7 @@ def check_reasoning_parser(
 
 
 class _Values:
-    """Draws texts and arguments.  scraps: what strings are made of."""
+    """Draws texts and arguments.  scraps: the parts of strings."""
 
     def __init__(self, rng: random.Random, scraps: Sequence[str]) -> None:
         self._rng = rng
@@ -185,22 +185,22 @@ class _Outputs:
         self._alone = alone
 
     def whole(self, number: int) -> Iterator[tuple[str, str, list[Call]]]:
-        """(output, the text in it, the calls in it), with text before, between and behind calls where there may be."""
+        """Yield (output, the text in it, the calls in it), with text before, between and after calls where allowed."""
         for _ in range(number):
-            said: list[str] = []
+            texts: list[str] = []
             calls: list[Call] = []
             output = ""
             for _ in range(1 if self._alone else self._rng.randrange(1, 3)):
                 text = "" if self._alone else self._values.text()
                 some = [self._values.call() for _ in range(self._rng.randrange(1, 4))]
                 output += text + self._write(some)
-                said.append(text)
+                texts.append(text)
                 calls += some
             text = "" if self._alone else self._rng.choice(("", "\n", self._values.text()))
-            yield output + text, "".join([*said, text]), calls
+            yield output + text, "".join([*texts, text]), calls
 
     def damaged(self, number: int, markers: Sequence[str]) -> Iterator[str]:
-        """Outputs of which parts are missing, doubled or replaced, mostly by markers and parts of them."""
+        """Yield outputs with parts missing, doubled or replaced, mostly by markers and parts of them."""
         for text, _, _ in self.whole(number):
             yield _damaged(self._rng, text, markers)
 
@@ -216,7 +216,7 @@ def _damaged(rng: random.Random, text: str, markers: Sequence[str]) -> str:
 
 
 def _cuts(rng: random.Random, text: str) -> Iterator[list[str]]:
-    """The text one character at a time, and cut at random, with empty pieces too."""
+    """Yield the text as single characters, and cut at random, with empty pieces too."""
     yield list(text)
     for num_cuts in (1, 4, 16):
         cuts = sorted(rng.randrange(len(text) + 1) for _ in range(num_cuts))
@@ -250,13 +250,13 @@ def _joined(parser: ToolParser, parts: Sequence[OutputPart]) -> Read:
     return content, calls, parser.cut_off
 
 
-def _check_calls(found: Read, text: str, said: str, calls: Sequence[Call]) -> None:
-    content, told, cut_off = found
-    decoded = [(name, json.loads(arguments)) for name, arguments in told]
-    assert decoded == list(calls), f"{text!r} became {told!r}"
-    assert not cut_off, f"{text!r} is whole, and cut_off says it is not"
-    # White space around calls is no text, so it is left out of both.
-    assert "".join(content.split()) == "".join(said.split()), f"the text of {text!r} became {content!r}"
+def _check_calls(found: Read, text: str, expected: str, calls: Sequence[Call]) -> None:
+    content, parsed, cut_off = found
+    decoded = [(name, json.loads(arguments)) for name, arguments in parsed]
+    assert decoded == list(calls), f"{text!r} became {parsed!r}"
+    assert not cut_off, f"{text!r} is complete, but cut_off is True"
+    # White space around calls is not text, so it is removed from both.
+    assert "".join(content.split()) == "".join(expected.split()), f"the text of {text!r} became {content!r}"
 
 
 def _check_cuts(form: ToolFormat, rng: random.Random, text: str) -> None:
@@ -267,7 +267,7 @@ def _check_cuts(form: ToolFormat, rng: random.Random, text: str) -> None:
 
 
 def _check_cut_off(form: ToolFormat, rng: random.Random, text: str) -> None:
-    """What is told of a call is the beginning of what is told of the whole, and nobody takes half a call for one."""
+    """Check that calls of a cut-off output are the beginning of those of the whole, and half a call is reported."""
     _, whole, _ = _read(form, [text])
     begun = text[: rng.randrange(len(text) + 1)]
     _check_cuts(form, rng, begun)
@@ -277,17 +277,17 @@ def _check_cut_off(form: ToolFormat, rng: random.Random, text: str) -> None:
         assert whole[index][1].startswith(arguments), f"{arguments!r} is not how {whole[index][1]!r} begins"
         if index < len(calls) - 1 or not cut_off:
             assert isinstance(json.loads(arguments), dict), f"{begun!r} has arguments {arguments!r}, not cut off"
-    assert calls or not cut_off, f"{begun!r} has no call, and cut_off says that one is not whole"
+    assert calls or not cut_off, f"{begun!r} has no call, but cut_off is True"
 
 
 def _check_apart(form: ToolFormat, texts: Sequence[str]) -> None:
     parsers = [form.parser(TOOLS, exact=False) for _ in texts]
     parts: list[list[OutputPart]] = [[] for _ in texts]
     for at in range(max(map(len, texts))):
-        for parser, text, told in zip(parsers, texts, parts, strict=True):
-            told += parser.push(text[at : at + 1])
-    for parser, text, told in zip(parsers, texts, parts, strict=True):
-        assert _joined(parser, told + parser.finish()) == _read(form, [text]), f"{text!r} beside another output"
+        for parser, text, read in zip(parsers, texts, parts, strict=True):
+            read += parser.push(text[at : at + 1])
+    for parser, text, read in zip(parsers, texts, parts, strict=True):
+        assert _joined(parser, read + parser.finish()) == _read(form, [text]), f"{text!r} next to another output"
 
 
 def _check_grammar(form: ToolFormat, values: _Values, num_outputs: int) -> None:

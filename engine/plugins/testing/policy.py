@@ -1,9 +1,9 @@
-"""The conformance kit for scheduling policies: one call proves one right, or lists every case in which it is not.
+"""The conformance kit for scheduling policies: one call checks a policy, and lists every case that fails.
 
     from engine.plugins.testing.policy import check_scheduling_policy
     check_scheduling_policy(lambda: ShortestFirst(group=64))
 
-Owns: random queues and the least fortunate request.  Does not know: torch, which order is a good one.
+Owns: random queues and the least fortunate request.  Does not know: torch, the quality of an order.
 """
 
 from collections.abc import Callable
@@ -21,7 +21,7 @@ NUM_NEWCOMERS = 2000
 
 @dataclass(frozen=True, slots=True)
 class Waits:
-    """What a policy may look at, see ``engine.scheduling.policy.Waiting``."""
+    """A request with everything that a policy may read, as ``engine.scheduling.policy.Waiting``."""
 
     arrival: int
     priority: int = 0
@@ -33,7 +33,7 @@ class Waits:
 
 
 def check_scheduling_policy(make: Callable[[], SchedulingPolicy]) -> None:
-    """Ranks of random requests, then whether one can wait for ever, or is kept for ever.
+    """Check the ranks of random requests, that none waits forever, and that none is kept forever.
 
     make: builds a new one each time, as the plugin's hook does.  Raises ConformanceError with all that fails."""
 
@@ -44,12 +44,12 @@ def check_scheduling_policy(make: Callable[[], SchedulingPolicy]) -> None:
     waiting = _waiting()
     findings.timed("looks_at_cache", lambda: _check_flag(make()))
     findings.timed("ranks", lambda: check_ranks(make().rank, waiting))
-    findings.timed("two of the same rank alike, in any order", lambda: _check_order(timed(), timed(), waiting))
-    findings.timed("ranks that do not follow the cache", lambda: _check_unmoved(timed(), waiting))
-    findings.timed("nobody waits for ever", lambda: _check_patience(timed()))
+    findings.timed("two policies rank alike, in any order", lambda: _check_order(timed(), timed(), waiting))
+    findings.timed("ranks do not depend on the cache", lambda: _check_unmoved(timed(), waiting))
+    findings.timed("no request waits forever", lambda: _check_patience(timed()))
     findings.timed("memory", lambda: _check_memory(make()))
     if isinstance(make(), TenantPolicy):
-        findings.timed("no tenant waits for ever", lambda: _check_turns(_sharing(make)))
+        findings.timed("no tenant waits forever", lambda: _check_turns(_sharing(make)))
         findings.timed("memory of tenants", lambda: _check_tenants(_sharing(make)))
     findings.conclude()
 
@@ -60,7 +60,7 @@ def _check_flag(policy: SchedulingPolicy) -> None:
 
 
 def _check_order(first: SchedulingPolicy, second: SchedulingPolicy, waiting: list[Waits]) -> None:
-    """A request's rank is its own, whoever else was ranked before it."""
+    """Check that a request's rank does not depend on requests ranked before."""
     backwards = [second.rank(one) for one in reversed(waiting)]
     assert [first.rank(one) for one in waiting] == backwards[::-1], "their ranks differ"
 
@@ -79,7 +79,7 @@ def _waiting() -> list[Waits]:
 
 
 def _check_unmoved(policy: SchedulingPolicy, waiting: list[Waits]) -> None:
-    """Check that a policy which is asked once, when a request joins, does not look at what changes later."""
+    """Check that a policy that ranks a request once, when it joins, does not read what changes later."""
     if policy.looks_at_cache:
         return
     for one in waiting:
@@ -90,11 +90,11 @@ def _check_unmoved(policy: SchedulingPolicy, waiting: list[Waits]) -> None:
 
 
 def _check_patience(policy: SchedulingPolicy) -> None:
-    """Queue a long prompt that is not cached among short cached ones, all equally urgent; one starts at a time."""
+    """Queue a long uncached prompt among short cached ones, all equally urgent; one starts at a time."""
     waiting = [Waits(0, num_tokens=1 << 20)]
     for arrival in range(1, NUM_NEWCOMERS):
         waiting.append(Waits(arrival, num_tokens=2, num_cached_now=1))
-        if arrival % 4:  # a queue that never gets empty
+        if arrival % 4:  # keeps the queue from becoming empty
             continue
         first = min(waiting, key=lambda one: (policy.rank(one), one.arrival))
         if first.arrival == 0:
@@ -113,7 +113,7 @@ def _sharing(make: Callable[[], SchedulingPolicy]) -> TenantPolicy:
 
 
 def _check_turns(policy: TenantPolicy) -> None:
-    """Let one that was served a lot wait behind two that always want more; the turn of who waits must not fall."""
+    """Let a well-served tenant wait for two that always want more; the turn of a waiting tenant must not fall."""
     tenants = ("patient", "greedy", "grim")
     for tenant in tenants:
         policy.returned(tenant, 0.0)

@@ -1,9 +1,9 @@
-"""The conformance kit for proposers: one call proves one right, or lists every case in which it is not.
+"""The conformance kit for proposers: one call checks a proposer, and lists every case that fails.
 
     from engine.plugins.testing.proposer import check_proposer
     check_proposer(lambda: PromptLookup(longest=4), vocab_size=32_000)
 
-Owns: texts and how they are cut.  Does not know: torch, what a good guess is.
+Owns: texts and their pieces.  Does not know: torch, the quality of a proposal.
 """
 
 import gc
@@ -14,13 +14,13 @@ from collections.abc import Callable, Sequence
 from engine.plugins.proof.findings import Findings
 from engine.scheduling.proposer import Proposer
 
-SLOW_S = 0.05  # for 1,024 tokens, or for one proposal: every request waits for it
+SLOW_S = 0.05  # for 1,024 tokens, or for one proposal: every request waits meanwhile
 
 
 def check_proposer(make: Callable[[], Proposer], vocab_size: int = 1000) -> None:
-    """Sessions over texts of many kinds, told in pieces of many sizes.  Raises ConformanceError with all that fails.
+    """Run sessions over texts of many kinds, in pieces of many sizes.  Raises ConformanceError with all that fails.
 
-    make: builds a new one each time, as the plugin's hook does.  vocab_size: of the ids that it is told."""
+    make: builds a new one each time, as the plugin's hook does.  vocab_size: bound of the token ids."""
     findings = Findings("proposer")
     with findings.case("num_tokens"):
         num = make().num_tokens
@@ -29,11 +29,11 @@ def check_proposer(make: Callable[[], Proposer], vocab_size: int = 1000) -> None
     for name, text in _texts(vocab_size).items():
         with findings.case(f"bounded: {name}"):
             _check_bounded(make(), text, vocab_size)
-        with findings.case(f"the same however it is told: {name}"):
+        with findings.case(f"the same in any pieces: {name}"):
             _check_cuts(make(), text)
-        with findings.case(f"asking changes nothing: {name}"):
+        with findings.case(f"propose changes nothing: {name}"):
             _check_asking(make(), text)
-    with findings.case("sessions do not know each other"):
+    with findings.case("sessions are independent"):
         _check_apart(make())
     with findings.case("time"):
         _check_time(make(), vocab_size)
@@ -54,7 +54,7 @@ def _texts(vocab_size: int) -> dict[str, list[int]]:
     }
 
 
-def _told(proposer: Proposer, pieces: Sequence[Sequence[int]], most: int) -> list[int]:
+def _proposed(proposer: Proposer, pieces: Sequence[Sequence[int]], most: int) -> list[int]:
     session = proposer.open()
     for piece in pieces:
         session.extend(piece)
@@ -68,18 +68,18 @@ def _check_bounded(proposer: Proposer, text: list[int], vocab_size: int) -> None
             session.extend([token])
         for most in (1, proposer.num_tokens):
             proposed = session.propose(most)
-            assert len(proposed) <= most, f"{len(proposed)} tokens are proposed, {most} were asked for"
+            assert len(proposed) <= most, f"{len(proposed)} tokens are proposed, at most {most} are allowed"
             assert all(type(one) is int for one in proposed), f"not ints: {list(proposed)!r:.100}"
             assert all(0 <= one < vocab_size for one in proposed), f"no token of {vocab_size}: {list(proposed)!r:.100}"
 
 
 def _check_cuts(proposer: Proposer, text: list[int]) -> None:
     most = proposer.num_tokens
-    whole = _told(proposer, [text], most)
+    whole = _proposed(proposer, [text], most)
     for size in (1, 2, 3, 31, 32, 33, 100):
         pieces = [text[at : at + size] for at in range(0, len(text), size)]
-        cut = _told(proposer, pieces, most)
-        assert cut == whole, f"told {size} at a time it proposes {cut}, told at once {whole}"
+        cut = _proposed(proposer, pieces, most)
+        assert cut == whole, f"given {size} at a time it proposes {cut}, given at once {whole}"
 
 
 def _check_asking(proposer: Proposer, text: list[int]) -> None:
@@ -89,23 +89,23 @@ def _check_asking(proposer: Proposer, text: list[int]) -> None:
         session.extend([token])
         silent.extend([token])
     first, again = list(session.propose(proposer.num_tokens)), list(session.propose(proposer.num_tokens))
-    assert first == again, f"asked twice it proposes {first}, then {again}"
+    assert first == again, f"called twice it proposes {first}, then {again}"
     other = list(silent.propose(proposer.num_tokens))
-    assert first == other, f"asked at every token it proposes {first}, asked once {other}"
+    assert first == other, f"called at every token it proposes {first}, called once {other}"
 
 
 def _check_apart(proposer: Proposer) -> None:
-    alone = _told(proposer, [[1, 2, 3, 1, 2]], proposer.num_tokens)
+    alone = _proposed(proposer, [[1, 2, 3, 1, 2]], proposer.num_tokens)
     session, other = proposer.open(), proposer.open()
     for token, else_ in zip([1, 2, 3, 1, 2], [1, 2, 4, 1, 2], strict=True):
         session.extend([token])
         other.extend([else_])
-    beside = list(session.propose(proposer.num_tokens))
-    assert beside == alone, f"beside another one a session proposes {beside}, alone {alone}"
+    parallel = list(session.propose(proposer.num_tokens))
+    assert parallel == alone, f"next to another session it proposes {parallel}, alone {alone}"
 
 
 def _check_time(proposer: Proposer, vocab_size: int) -> None:
-    """The thread's own time, without collections of garbage: neither other programs nor what else lives here count."""
+    """Check the thread's own CPU time, without garbage collection, so that other programs and objects do not count."""
     rng = random.Random(1)
     session, slowest = proposer.open(), 0.0
     collects = gc.isenabled()
@@ -115,9 +115,9 @@ def _check_time(proposer: Proposer, vocab_size: int) -> None:
             piece = [rng.randrange(min(vocab_size, 50)) for _ in range(1024)]
             began = time.thread_time()
             session.extend(piece)
-            told = time.thread_time()
+            extended = time.thread_time()
             session.propose(proposer.num_tokens)
-            slowest = max(slowest, told - began, time.thread_time() - told)
+            slowest = max(slowest, extended - began, time.thread_time() - extended)
     finally:
         if collects:
             gc.enable()

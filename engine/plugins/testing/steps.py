@@ -1,6 +1,6 @@
-"""Drives a model step by step without an engine: pages, slots and batches from a plain description of sequences.
+"""Drives a model step by step without an engine: it makes pages, slots and batches from plain lists of tokens.
 
-Owns: the translation of (sequence, tokens) pairs into StepTensors, with pages dealt out in shuffled order.
+Owns: the translation of (sequence, tokens) pairs into StepTensors, with pages assigned in shuffled order.
 Does not know: the scheduler, sampling, graphs.
 """
 
@@ -21,28 +21,28 @@ from engine.plugins.support.paging import new_pool
 
 @dataclass
 class Sequence:
-    """Tokens that are in the pool already, and the pages they are in."""
+    """A sequence: its tokens that are in the pool already, and their pages."""
 
     tokens: list[int] = field(default_factory=list)
     pages: list[int] = field(default_factory=list)
 
 
 class Driver:
-    """A pool full of NaN, a backend, and any number of sequences by name."""
+    """A pool full of NaN, a backend, and any number of named sequences."""
 
     def __init__(self, model: Model, page_size: int = 16, num_pages: int = 64, shuffled: bool = True) -> None:
         spec = model.attention_spec
         device = torch.device("cpu")
         self.model = model
         self.pool = new_pool(spec, num_pages, page_size, model.dtype, device)
-        self.pool.data.fill_(torch.nan)  # Whatever is read without having been written shows up.
+        self.pool.data.fill_(torch.nan)  # A read of an unwritten slot shows up.
         self.attention: AttentionBackend = TorchAttention(spec, self.pool)
         order = np.random.default_rng(0).permutation(num_pages) if shuffled else np.arange(num_pages)[::-1]
         self.free = [int(page) for page in order]
         self.sequences: dict[str, Sequence] = {}
 
     def step(self, new_tokens: dict[str, list[int]], rows: Literal["all", "last", "none"] = "all") -> dict[str, Tensor]:
-        """Run one step; logits of all of each sequence's new tokens, of the last one, or of none.
+        """Run one step; returns logits of all new tokens of each sequence, of the last one, or of none.
 
         Sequences with one new token go first, as decodes.
         """

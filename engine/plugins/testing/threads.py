@@ -1,6 +1,6 @@
-"""A tensor-parallel group whose ranks are threads of the test: what a real library does, without processes.
+"""A tensor-parallel group whose ranks are threads of the test: a stand-in for a real library, without processes.
 
-Owns: the exchange, and running a function on every rank.  Does not know: models, what is exchanged.
+Owns: the exchange, and running a function on every rank.  Does not know: models, the exchanged data.
 """
 
 import threading
@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 Result = TypeVar("Result")
-TIMEOUT_S = 300.0  # for a rank on a machine with far more ranks than cores
+TIMEOUT_S = 300.0  # enough on a machine with far more ranks than cores
 
 
 class ThreadComm:
-    """One rank.  Ranks that do not make the same call fail at the barrier instead of waiting for ever."""
+    """One rank.  Ranks that do not make the same call fail at the barrier instead of waiting forever."""
 
     def __init__(self, rank: int, posted: list[Tensor | None], barrier: threading.Barrier) -> None:
         self.rank = rank
@@ -25,25 +25,25 @@ class ThreadComm:
         self._barrier = barrier
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        """Sum in rank order, so that every rank gets the same bits."""
-        everyone = self._exchange(tensor)
-        return tensor.copy_(torch.stack(everyone).sum(0))
+        """Return the sum in rank order, so that every rank gets the same bits."""
+        parts = self._exchange(tensor)
+        return tensor.copy_(torch.stack(parts).sum(0))
 
     def all_gather(self, tensor: Tensor, dim: int = -1) -> Tensor:
-        """Concatenation in rank order."""
+        """Return the concatenation in rank order."""
         return torch.cat(self._exchange(tensor), dim)
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: there is nothing to release."""
 
     def _exchange(self, tensor: Tensor) -> list[Tensor]:
-        assert not tensor.is_meta, "no library exchanges what has no numbers"
-        # A copy: a rank that goes on may overwrite its tensor before the others have read it.
+        assert not tensor.is_meta, "a meta tensor has no numbers to exchange"
+        # A copy, since a rank that continues may overwrite its tensor before the others have read it.
         self._posted[self.rank] = tensor.clone()
         self._barrier.wait(TIMEOUT_S)
-        everyone = [one for one in self._posted if one is not None]
+        parts = [one for one in self._posted if one is not None]
         self._barrier.wait(TIMEOUT_S)
-        return everyone
+        return parts
 
 
 def on_ranks(size: int, work: Callable[[ThreadComm], Result]) -> list[Result]:

@@ -1,6 +1,6 @@
 """DeepSeek V3 and R1: ``function<sep>f\\n```json\\n{...}\\n``` `` between markers; V3.1 and later: ``f<sep>{...}``.
 
-Owns: these formats.  Does not know: which models write them.
+Owns: these formats.  Does not know: the models that use them.
 """
 
 from collections.abc import Sequence
@@ -20,12 +20,12 @@ CALLS_END: Final = "<｜tool▁calls▁end｜>"
 BEGIN: Final = "<｜tool▁call▁begin｜>"
 END: Final = "<｜tool▁call▁end｜>"
 SEPARATOR: Final = "<｜tool▁sep｜>"
-TYPE: Final = "function"  # of a call, where the older models name one
+TYPE: Final = "function"  # type of a call in older models
 FENCE: Final = "```"
 
 
 class DeepSeekParser(CallReader):
-    """Reads one output."""
+    """Parses one output."""
 
     def read(self) -> Reading[None]:
         while marker := (yield from self.text_until(CALLS_BEGIN, CALLS_END, BEGIN)):
@@ -52,7 +52,7 @@ class DeepSeekParser(CallReader):
 
 
 class DeepSeekFormat(ToolFormat):
-    """Calls between markers, as JSON.  older: with a type and a fence around the JSON."""
+    """Calls between markers, as JSON.  older: with a type, and a fence around the JSON."""
 
     markers = (CALLS_BEGIN, CALLS_END, BEGIN, END, SEPARATOR)
     constrains = True
@@ -61,7 +61,7 @@ class DeepSeekFormat(ToolFormat):
         self._older = older
 
     def parser(self, tools: Sequence[Tool], *, exact: bool) -> DeepSeekParser:
-        """Reads both ways to write a call, whether a grammar holds or not."""
+        """Return the parser, which reads both forms of a call, with a grammar or without."""
         return DeepSeekParser()
 
     def grammar(self, tools: Sequence[Tool], answer: Grammar | None, *, many: bool, forced: bool) -> Grammar:
@@ -77,6 +77,6 @@ class DeepSeekFormat(ToolFormat):
 
 @hookimpl
 def callboard_tool_parser(context: ParserContext) -> DeepSeekFormat:
-    """Takes no options."""
+    """Build the format; takes no options."""
     decode_options("tool_parser.deepseek_v3", context.options, Options)
     return DeepSeekFormat(older=not context.template or f"{FENCE}json" in context.template)

@@ -1,7 +1,7 @@
-"""GLM-4.5 and later: ``<tool_call>f<arg_key>x</arg_key><arg_value>1</arg_value></tool_call>``, perhaps on lines.
+"""GLM-4.5 and later: ``<tool_call>f<arg_key>x</arg_key><arg_value>1</arg_value></tool_call>``, optionally on lines.
 
-Owns: this format.  Does not know: which models write it.
-Values are text.  The schema of the parameter says which of them are strings.
+Owns: this format.  Does not know: the models that use it.
+Values are text; the schema of a parameter determines whether it is a string.
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ VALUE_END: Final = "</arg_value>"
 
 
 class GLMParser(CallReader):
-    """Reads one output.  schemas: of every function's parameters, by both names."""
+    """Parses one output.  schemas: function name -> parameter name -> schema."""
 
     def __init__(self, schemas: dict[str, dict[str, object]]) -> None:
         self._schemas = schemas
@@ -43,7 +43,7 @@ class GLMParser(CallReader):
                 self.cut_off = True
 
     def _arguments(self, schemas: dict[str, object]) -> Reading[bool]:
-        """Tell them.  Returns whether their end came."""
+        """Emit the arguments.  Returns whether their end was reached."""
         self.argue("{")
         first = True
         while True:
@@ -69,12 +69,12 @@ class GLMFormat(ToolFormat):
     markers = (OPEN, CLOSE, KEY, KEY_END, VALUE, VALUE_END)
 
     def parser(self, tools: Sequence[Tool], *, exact: bool) -> GLMParser:
-        """There is no grammar of this format, so ``exact`` is never asked for."""
+        """Return the parser.  The format has no grammar, so ``exact`` is never set."""
         return GLMParser({tool.name: properties(tool) for tool in tools})
 
 
 @hookimpl
 def callboard_tool_parser(context: ParserContext) -> GLMFormat:
-    """Takes no options."""
+    """Build the format; takes no options."""
     decode_options("tool_parser.glm4", context.options, Options)
     return GLMFormat()

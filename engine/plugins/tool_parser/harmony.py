@@ -1,7 +1,7 @@
-"""gpt-oss: ``<|channel|>commentary to=functions.f <|constrain|>json<|message|>{...}<|call|>``.
+"""The format of gpt-oss: ``<|channel|>commentary to=functions.f <|constrain|>json<|message|>{...}<|call|>``.
 
-Owns: the messages of this format that are calls.  Does not know: the other messages, which are the reasoning parser's.
-The recipient may also stand before the channel: ``<|start|>assistant to=functions.f<|channel|>commentary``.
+Owns: the messages of this format that are calls.  Does not know: the other messages, which the reasoning parser reads.
+The recipient may also come before the channel: ``<|start|>assistant to=functions.f<|channel|>commentary``.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ CALLBOARD_PLUGIN = {"api": 1}
 
 
 class HarmonyParser(CallReader):
-    """Reads one output."""
+    """Parses one output."""
 
     def read(self) -> Reading[None]:
         while marker := (yield from self.text_until(START, CHANNEL)):
@@ -34,17 +34,17 @@ class HarmonyParser(CallReader):
 
 
 class HarmonyFormat(ToolFormat):
-    """Messages to functions."""
+    """Messages to functions on a channel."""
 
     markers = (START, CHANNEL, CONSTRAIN, MESSAGE, CALL)
 
     def parser(self, tools: Sequence[Tool], *, exact: bool) -> HarmonyParser:
-        """There is no grammar of this format, so ``exact`` is never asked for."""
+        """Return the parser.  The format has no grammar, so ``exact`` is never set."""
         return HarmonyParser()
 
 
 @hookimpl
 def callboard_tool_parser(context: ParserContext) -> HarmonyFormat:
-    """Takes no options."""
+    """Build the format; takes no options."""
     decode_options("tool_parser.harmony", context.options, Options)
     return HarmonyFormat()

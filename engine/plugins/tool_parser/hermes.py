@@ -1,6 +1,6 @@
-"""Hermes and Qwen: ``<tool_call>\\n{"name": "f", "arguments": {...}}\\n</tool_call>``, as often as there are calls.
+"""Hermes and Qwen: ``<tool_call>\\n{"name": "f", "arguments": {...}}\\n</tool_call>``, once per call.
 
-Owns: this format.  Does not know: which models write it.
+Owns: this format.  Does not know: the models that use it.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ CLOSE: Final = "</tool_call>"
 
 
 class HermesParser(CallReader):
-    """Reads one output."""
+    """Parses one output."""
 
     def read(self) -> Reading[None]:
         while (yield from self.text_until(OPEN)):
@@ -34,17 +34,17 @@ class HermesParser(CallReader):
 
 
 class HermesFormat(ToolFormat):
-    """``<tool_call>`` with JSON in it."""
+    """Calls as JSON inside ``<tool_call>``."""
 
     markers = (OPEN, CLOSE)
     constrains = True
 
     def parser(self, tools: Sequence[Tool], *, exact: bool) -> HermesParser:
-        """What a grammar allows beside calls is no call for this parser either, so ``exact`` makes no difference."""
+        """Return the parser.  Text that a grammar allows next to calls cannot be one, so ``exact`` is unused."""
         return HermesParser()
 
     def grammar(self, tools: Sequence[Tool], answer: Grammar | None, *, many: bool, forced: bool) -> Grammar:
-        """In the strings of an answer in JSON the quotation mark is escaped, so they may name the marker."""
+        """Return the grammar.  Strings of a JSON answer may contain the marker, as their quotes are escaped."""
         calls = [
             CallShape(
                 f'{OPEN}\n{{"name": {json_name(tool.name)}, "arguments": ', tool.parameters, f"}}\n{CLOSE}", tool.name
@@ -57,6 +57,6 @@ class HermesFormat(ToolFormat):
 
 @hookimpl
 def callboard_tool_parser(context: ParserContext) -> HermesFormat:
-    """Takes no options."""
+    """Build the format; takes no options."""
     decode_options("tool_parser.hermes", context.options, Options)
     return HermesFormat()

@@ -1,6 +1,6 @@
 """Kimi K2: the id ``functions.f:0``, then the arguments as JSON, between markers.
 
-Owns: this format.  Does not know: which models write it.
+Owns: this format.  Does not know: the models that use it.
 """
 
 import re
@@ -25,7 +25,7 @@ _ID: Final = re.compile(r"\s*(?:functions\.)?([\w.-]+?)(?::\d+)?\s*")
 
 
 class KimiParser(CallReader):
-    """Reads one output."""
+    """Parses one output."""
 
     def read(self) -> Reading[None]:
         while marker := (yield from self.text_until(CALLS_BEGIN, CALLS_END, BEGIN)):
@@ -50,11 +50,11 @@ class KimiFormat(ToolFormat):
     constrains = True
 
     def parser(self, tools: Sequence[Tool], *, exact: bool) -> KimiParser:
-        """Every marker begins a call, so ``exact`` makes no difference."""
+        """Return the parser.  Every marker begins a call, so ``exact`` makes no difference."""
         return KimiParser()
 
     def grammar(self, tools: Sequence[Tool], answer: Grammar | None, *, many: bool, forced: bool) -> Grammar:
-        """Every call is written with the index 0, as a grammar of one call does not know of the others."""
+        """Return the grammar, in which every call has the index 0, as a call's grammar cannot count the others."""
         calls = [
             CallShape(f"{BEGIN}functions.{tool.name}:0{ARGUMENTS}", tool.parameters, END, tool.name) for tool in tools
         ]
@@ -63,6 +63,6 @@ class KimiFormat(ToolFormat):
 
 @hookimpl
 def callboard_tool_parser(context: ParserContext) -> KimiFormat:
-    """Takes no options."""
+    """Build the format; takes no options."""
     decode_options("tool_parser.kimi_k2", context.options, Options)
     return KimiFormat()

@@ -1,7 +1,7 @@
-"""Llama 3: ``{"name": "f", "parameters": {...}}``, several joined by ``; ``, perhaps behind ``<|python_tag|>``.
+"""Llama 3: ``{"name": "f", "parameters": {...}}``, several joined by ``; ``, optionally after ``<|python_tag|>``.
 
-Owns: this format.  Does not know: which models write it.
-Calls are the whole answer: nothing marks one that stands in text.
+Owns: this format.  Does not know: the models that use it.
+Calls are the whole answer, as no marker distinguishes a call in text.
 """
 
 import re
@@ -22,7 +22,7 @@ SEPARATOR: Final = "; "
 
 
 class Llama3Parser(CallReader):
-    """Reads one output.  starts: texts of which one begins every call."""
+    """Parses one output.  starts: texts; every call begins with one of them."""
 
     def __init__(self, names: frozenset[str], starts: Sequence[str]) -> None:
         self._names = names
@@ -60,13 +60,13 @@ class Llama3Format(ToolFormat):
     constrains = True
 
     def parser(self, tools: Sequence[Tool], *, exact: bool) -> Llama3Parser:
-        """Where a grammar holds only what it writes is a call; otherwise much that models write is forgiven."""
+        """Return the parser: with a grammar only its own form is a call, otherwise many deviations are accepted."""
         return Llama3Parser(
             frozenset(tool.name for tool in tools), [_start(tool.name) for tool in tools] if exact else ["{"]
         )
 
     def grammar(self, tools: Sequence[Tool], answer: Grammar | None, *, many: bool, forced: bool) -> Grammar:
-        """An answer cannot begin as a call does."""
+        """Return the grammar, in which an answer cannot begin like a call."""
         calls = [CallShape(f'{_start(tool.name)}, "parameters": ', tool.parameters, "}", tool.name) for tool in tools]
         if forced:
             return shaped_calls(calls, SEPARATOR, many=many)
@@ -77,12 +77,12 @@ class Llama3Format(ToolFormat):
 
 
 def _start(name: str) -> str:
-    """The text that begins a call where a grammar holds.  An output that begins so can only go on as a call."""
+    """Return the beginning of a call in a grammar.  An output with this beginning must continue as a call."""
     return f'{{"name": {json_name(name)}'
 
 
 @hookimpl
 def callboard_tool_parser(context: ParserContext) -> Llama3Format:
-    """Takes no options."""
+    """Build the format; takes no options."""
     decode_options("tool_parser.llama3_json", context.options, Options)
     return Llama3Format()

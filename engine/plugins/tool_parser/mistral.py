@@ -1,7 +1,7 @@
-"""Mistral: ``[TOOL_CALLS]f[ARGS]{...}``, of older models ``[TOOL_CALLS] [{"name": "f", "arguments": {...}}, ...]``.
+"""Mistral: ``[TOOL_CALLS]f[ARGS]{...}``, in older models ``[TOOL_CALLS] [{"name": "f", "arguments": {...}}, ...]``.
 
-Owns: these formats.  Does not know: which models write them.
-The newer one may leave out ``[ARGS]``, and name the call's id between ``[CALL_ID]`` and ``[ARGS]``.
+Owns: these formats.  Does not know: the models that use them.
+The newer one may omit ``[ARGS]``, and name the call's id between ``[CALL_ID]`` and ``[ARGS]``.
 """
 
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ ARGUMENTS: Final = "[ARGS]"
 
 
 class MistralParser(CallReader):
-    """Reads one output."""
+    """Parses one output."""
 
     def read(self) -> Reading[None]:
         while (yield from self.text_until(OPEN)):
@@ -66,13 +66,13 @@ class MistralParser(CallReader):
 
 
 class MistralFormat(ToolFormat):
-    """``[TOOL_CALLS]`` with JSON behind it."""
+    """Calls as JSON after ``[TOOL_CALLS]``."""
 
     markers = (OPEN, ID, ARGUMENTS)
     constrains = True
 
     def parser(self, tools: Sequence[Tool], *, exact: bool) -> MistralParser:
-        """Every marker begins a call, so ``exact`` makes no difference."""
+        """Return the parser.  Every marker begins a call, so ``exact`` makes no difference."""
         return MistralParser()
 
     def grammar(self, tools: Sequence[Tool], answer: Grammar | None, *, many: bool, forced: bool) -> Grammar:
@@ -82,6 +82,6 @@ class MistralFormat(ToolFormat):
 
 @hookimpl
 def callboard_tool_parser(context: ParserContext) -> MistralFormat:
-    """Takes no options."""
+    """Build the format; takes no options."""
     decode_options("tool_parser.mistral", context.options, Options)
     return MistralFormat()

@@ -1,7 +1,7 @@
-"""Llama 3.2 and 4: ``[f(x=1, y="a"), g()]``, perhaps between ``<|python_start|>`` and ``<|python_end|>``.
+"""Llama 3.2 and 4: ``[f(x=1, y="a"), g()]``, optionally between ``<|python_start|>`` and ``<|python_end|>``.
 
-Owns: this format.  Does not know: which models write it.
-Calls are the whole answer.  Every argument is told when it is complete, as JSON.
+Owns: this format.  Does not know: the models that use it.
+Calls are the whole answer.  Every argument is emitted as JSON when it is complete.
 """
 
 import ast
@@ -24,7 +24,7 @@ END: Final = "<|python_end|>"
 
 
 class PythonicParser(CallReader):
-    """Reads one output."""
+    """Parses one output."""
 
     def __init__(self, names: frozenset[str]) -> None:
         self._names = names
@@ -63,7 +63,7 @@ class PythonicParser(CallReader):
             self.begin()
 
     def _arguments(self) -> Reading[bool]:
-        """Tell them.  Returns whether their end came, and all could be read."""
+        """Emit the arguments.  Returns whether their end was reached and all could be parsed."""
         self.argue("{")
         first = True
         while True:
@@ -80,7 +80,7 @@ class PythonicParser(CallReader):
             yield from self.accept(",")
 
     def _argument(self) -> Reading[str | None]:
-        """The next ``key=value`` as JSON; None if it does not end or is none."""
+        """Return the next ``key=value`` as JSON; None if it is invalid or does not end."""
         written = yield from self.scan(_ArgumentEnd().find)
         key, assigned, value = (written or "").partition("=")
         if not assigned or not key.strip().isidentifier():
@@ -89,7 +89,7 @@ class PythonicParser(CallReader):
 
 
 class _ArgumentEnd:
-    """Finds the comma or bracket behind an argument that comes in pieces: strings and brackets are followed."""
+    """Finds the comma or bracket after an argument that arrives in pieces, skipping strings and nested brackets."""
 
     def __init__(self) -> None:
         self._depth = 0
@@ -97,7 +97,7 @@ class _ArgumentEnd:
         self._escaped = False
 
     def find(self, text: str) -> int | None:
-        """Where the argument ends, exclusive; None if it goes on."""
+        """Return the end of the argument, exclusive; None if it continues."""
         for at, character in enumerate(text):
             if self._quote:
                 if not self._escaped and character == self._quote:
@@ -118,7 +118,7 @@ def _as_json_pair(key: str, value: str) -> str | None:
     for decode in (json.loads, ast.literal_eval):  # some models write ``true`` and ``null``
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # of the compiler: a model's backslashes are none of the operator's
+                warnings.simplefilter("ignore")  # the compiler warns about a model's backslashes
                 return f"{as_json(key)}: {as_json(decode(value))}"
         except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
             continue
@@ -131,12 +131,12 @@ class PythonicFormat(ToolFormat):
     markers = (TAG, START, END)
 
     def parser(self, tools: Sequence[Tool], *, exact: bool) -> PythonicParser:
-        """There is no grammar of this format, so ``exact`` is never asked for."""
+        """Return the parser.  The format has no grammar, so ``exact`` is never set."""
         return PythonicParser(frozenset(tool.name for tool in tools))
 
 
 @hookimpl
 def callboard_tool_parser(context: ParserContext) -> PythonicFormat:
-    """Takes no options."""
+    """Build the format; takes no options."""
     decode_options("tool_parser.pythonic", context.options, Options)
     return PythonicFormat()

@@ -1,7 +1,7 @@
 """Qwen3-Coder: ``<tool_call><function=f><parameter=x>`` value ``</parameter></function></tool_call>``, on lines.
 
-Owns: this format.  Does not know: which models write it.
-Values are text.  The schema of the parameter says which of them are strings.
+Owns: this format.  Does not know: the models that use it.
+Values are text; the schema of a parameter determines whether it is a string.
 """
 
 from collections.abc import Sequence
@@ -24,14 +24,14 @@ PARAMETER_END: Final = "</parameter>"
 
 
 class Qwen3CoderParser(CallReader):
-    """Reads one output.  schemas: of every function's parameters, by both names."""
+    """Parses one output.  schemas: function name -> parameter name -> schema."""
 
     def __init__(self, schemas: dict[str, dict[str, object]]) -> None:
         self._schemas = schemas
         super().__init__()
 
     def read(self) -> Reading[None]:
-        while marker := (yield from self.text_until(OPEN, FUNCTION)):  # some models forget the first
+        while marker := (yield from self.text_until(OPEN, FUNCTION)):  # some models omit the first
             self.begin(marker)
             if marker == OPEN:
                 yield from self.space()
@@ -49,7 +49,7 @@ class Qwen3CoderParser(CallReader):
             yield from self.close(CLOSE)
 
     def _arguments(self, schemas: dict[str, object]) -> Reading[bool]:
-        """Tell them.  Returns whether their end came."""
+        """Emit the arguments.  Returns whether their end was reached."""
         self.argue("{")
         first = True
         while True:
@@ -75,12 +75,12 @@ class Qwen3CoderFormat(ToolFormat):
     markers = (OPEN, CLOSE)
 
     def parser(self, tools: Sequence[Tool], *, exact: bool) -> Qwen3CoderParser:
-        """There is no grammar of this format, so ``exact`` is never asked for."""
+        """Return the parser.  The format has no grammar, so ``exact`` is never set."""
         return Qwen3CoderParser({tool.name: properties(tool) for tool in tools})
 
 
 @hookimpl
 def callboard_tool_parser(context: ParserContext) -> Qwen3CoderFormat:
-    """Takes no options."""
+    """Build the format; takes no options."""
     decode_options("tool_parser.qwen3_coder", context.options, Options)
     return Qwen3CoderFormat()

@@ -1,11 +1,11 @@
 """Attention by FlashAttention (https://github.com/Dao-AILab/flash-attention): FA3 on Hopper, else FA2.
 
-    __init__.py    the hook: options, and what is refused before the engine starts
-    backend.py     what happens in a step, eager or captured
+    __init__.py    the hook: options, and refusals before the engine starts
+    backend.py     the work of a step, eager or captured
     kernels.py     the calls into the libraries
-    libraries.py   which builds there are, and their rules
+    libraries.py   the available builds, and their rules
 
-Importing this imports no FlashAttention.
+Importing this module does not import FlashAttention.
 """
 
 import logging
@@ -44,7 +44,9 @@ GENERATIONS = {"auto": (3, 2), "fa3": (3,), "fa2": (2,)}
 
 
 class FlashAttentionOptions(Options, frozen=True):
-    """implementation: which generation.  whole_pages: let FA3 read pages as a whole, see ``libraries.py``."""
+    """Options of the plugin.
+
+    implementation: the generation to use.  whole_pages: let FA3 read whole pages, as described in ``refusal``."""
 
     implementation: Literal["auto", "fa3", "fa2"] = "auto"
     whole_pages: bool = False
@@ -52,8 +54,9 @@ class FlashAttentionOptions(Options, frozen=True):
 
 @hookimpl
 def callboard_attention_backend(context: AttentionContext) -> AttentionFactory:
-    """16-bit models with heads of up to 256; FA3 with pages below 128, also of float8, FA2 with pages of 256 and its
-    multiples."""
+    """Return the factory, for 16-bit models with heads of up to 256.
+
+    FA3 serves pages below 128 tokens, also in float8; FA2 serves pages of a multiple of 256."""
     options = decode_options(PLUGIN, context.options, FlashAttentionOptions)
     capability = torch.cuda.get_device_capability()
     require_capability(PLUGIN, capability)
@@ -89,7 +92,7 @@ def _build(
         kernels = FA3(spec, pool, num_sms, library.with_kvcache, library.scheduler_metadata, invariant)
     attention = FlashAttention(spec, pool, kernels, invariant)
     log.info("FlashAttention %d: %s %s", library.generation, library.module, library.version)
-    # Few queries, whose keys are divided, and as many as it takes to fill the GPU, whose are not.
+    # Few queries, whose keys are split, and enough to fill the GPU, whose keys are not.
     many = QUERY_TILE * -(-num_sms // spec.num_heads)
     for num_queries in (2, many) if "prefill" in phases else (2,):
         try_out(PLUGIN, attention, spec, pool, num_queries, phases)

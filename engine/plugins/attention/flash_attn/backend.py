@@ -1,8 +1,8 @@
-"""Attention by FlashAttention: a step's decode rows and its prompts, each by one call a layer.
+"""Attention by FlashAttention: one call per layer for a step's decode rows, and one for its prompts.
 
 Legend: T new tokens in the step · B sequences · D decode rows (the first D of B)
         P page-table width · N query heads · H head size
-Owns: what happens in a step, and which rows and layers go where.  Does not know: how a kernel is called.
+Owns: the work of a step, and the split of rows and layers.  Does not know: the kernels' arguments.
 """
 
 from collections.abc import Iterator
@@ -19,11 +19,11 @@ MASKED_QUERIES = 2
 
 
 class FlashAttention:
-    """See ``AttentionBackend``.  Plans nothing on the host and never waits for the device.
+    """An ``AttentionBackend`` that plans nothing on the host and never waits for the device.
 
-    Decode rows and prompts are never one call: a kernel for long queries wastes 127 of 128 rows of a tile on a decode
-    row, and what divides the keys of one in many would do so to all tokens of a prompt.  invariant: they are, as
-    prompts, so that a token's result is the same in every step.
+    Decode rows and prompts are never in one call: a kernel for long queries wastes 127 of 128 rows of a tile on a
+    decode row, and splitting the keys of one row would apply to all tokens of a prompt.  invariant: both are in one
+    call, as prompts, so that a token's result is the same in every step.
     """
 
     capturable = True
@@ -40,25 +40,25 @@ class FlashAttention:
         self._prepared: dict[int, list[Prepared]] = {}
 
     def plan_step(self, batch: AttentionBatch) -> None:
-        """See ``AttentionBackend.plan_step``."""
+        """Split the batch into parts."""
         self._parts = cut(batch, self._spec, self._pool, self._invariant)
         self._prepared = {}
 
     def attend(self, layer: int, q_TNH: Tensor) -> Tensor:
-        """See ``AttentionBackend.attend``."""
+        """Return out_TNH of one layer."""
         outs = [out_TNH for _, out_TNH in self._results(layer, q_TNH)]
         return outs[0] if len(outs) == 1 else torch.cat(outs)
 
     def attend_into(self, layer: int, q_TNH: Tensor, out_TNH: Tensor) -> None:
-        """See ``WritingAttention``: libraries allocate what they return, so it is copied, each part to its place."""
+        """Write one layer's result to out_TNH: the libraries allocate their results, so each part is copied."""
         for rows, part_TNH in self._results(layer, q_TNH):
             out_TNH[rows] = part_TNH
 
     def _results(self, layer: int, q_TNH: Tensor) -> Iterator[tuple[slice, Tensor]]:
-        """Which queries each part has, and its result."""
+        """Yield the rows of each part, and its result."""
         variant = variant_of(self._spec, layer)
         if layer == self._firsts[variant]:
-            # Here, so that a graph repeats it: it is work of the device, by the lengths that the step has there.
+            # Here, so that a graph repeats it: it runs on the device, on the lengths that a step has there.
             self._prepared[variant] = [self._kernels.prepare(part, self._windows[variant]) for part in self._parts]
         first = 0
         for part, prepared in zip(self._parts, self._prepared[variant], strict=True):
@@ -68,7 +68,7 @@ class FlashAttention:
 
 
 def cut(batch: AttentionBatch, spec: AttentionSpec, pool: KVPool, invariant: bool = False) -> list[Part]:
-    """The decode rows and the prompts of a step; at least one part.  invariant: all in one, as prompts."""
+    """Return the decode rows and the prompts of a step as parts, at least one.  invariant: all in one, as prompts."""
     count, parts = 0 if invariant else batch.num_decodes, []
     table_BP, lengths_B = padding_on_dump_page(batch, pool), positive_lengths(batch)
     if count:
@@ -91,9 +91,9 @@ def cut(batch: AttentionBatch, spec: AttentionSpec, pool: KVPool, invariant: boo
                 decode=False,
                 page_table_BP=table_BP[count:],
                 lengths_B=lengths_B[count:],
-                # Every decode row has one query, so the host knows where the prompts begin.
+                # Every decode row has one query, so the host knows where the prompts start.
                 query_starts_B1=batch.query_starts_B1[count:] - count,
-                # FA3 may take another kernel, without a mask, where no sequence has more than one.
+                # FA3 may use another kernel, without a mask, if no sequence has more than one query.
                 max_queries=max(int(query_lengths.max()), MASKED_QUERIES if invariant else 1),
                 max_length=int(batch.host_lengths[count:].max()),
                 num_tiles=int(num_tiles.sum()) * spec.num_kv_heads,

@@ -1,7 +1,7 @@
-"""FlashAttention 2 and 3: what a part of a step has to look like for each, and every call into them.
+"""FlashAttention 2 and 3: the arguments of each for a part of a step, and every call into them.
 
 Legend: B sequences · T tokens · P page-table width · N query heads · H head size
-Owns: the arguments.  Does not know: which library offers a function, batches, layers.
+Owns: the arguments.  Does not know: which library has a function, batches, layers.
 """
 
 from collections.abc import Callable
@@ -15,15 +15,15 @@ from engine.layers.attention import AttentionSpec
 from engine.layers.kv_pool import KVPool
 from engine.plugins.support.paging import KVPages
 
-QUERY_TILE = 128  # queries, of all heads that share a key head, that one block of FA3 works on
+QUERY_TILE = 128  # queries per block of FA3, over all heads that share a key head
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Neighbouring sequences of a step that one call serves: decode rows, or segments of prompts.
+    """Adjacent sequences of a step that one call serves: decode rows, or segments of prompts.
 
-    page_table_BP, lengths_B, query_starts_B1: as in ``AttentionBatch``, but the starts count from the part's own first.
-    max_queries, max_length: of one sequence.  num_tiles: pieces of work, if no keys are divided.
+    page_table_BP, lengths_B, query_starts_B1: as in ``AttentionBatch``, with starts relative to the part's first query.
+    max_queries, max_length: of one sequence.  num_tiles: pieces of work, if no keys are split.
     """
 
     decode: bool
@@ -37,10 +37,11 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """What a part's calls share in all layers of a window.  window: (left, right) of a query, -1 for everything.
+    """The arguments that a part's calls share in all layers of a window.
 
-    num_splits: into how many pieces keys are divided, 0 to let the kernel choose.
-    key_starts_B1: cumulative lengths, for FA2's prefill.  metadata: which block does what, for FA3.
+    window: (left, right) of a query, -1 for no limit.
+    num_splits: number of pieces that keys are split into, 0 for the kernel's choice.
+    key_starts_B1: cumulative lengths, for FA2's prefill.  metadata: the work of each block, for FA3.
     """
 
     window: tuple[int, int]
@@ -57,14 +58,15 @@ class Kernels(Protocol):
         ...
 
     def run(self, q_TNH: Tensor, pages: KVPages, part: Part, prepared: Prepared) -> Tensor:
-        """out_TNH of the part's queries in one layer."""
+        """Return out_TNH of the part's queries in one layer."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class FA2:
-    """Pages of a multiple of 256 tokens.  Decides by the width of the page table into how many pieces it divides keys,
-    so a table should not be wider than its longest row."""
+    """FlashAttention 2, with pages of a multiple of 256 tokens.
+
+    It splits keys by the width of the page table, so a table should not be wider than its longest row."""
 
     spec: AttentionSpec
     with_kvcache: Callable[..., Any]
@@ -107,11 +109,12 @@ class FA2:
 
 @dataclass(frozen=True, slots=True)
 class FA3:
-    """Pages of any size.  Decides on the GPU which block does what: once a step if ``scheduler_metadata`` is there.
+    """FlashAttention 3, with pages of any size.  The GPU assigns work to blocks, once a step with
+    ``scheduler_metadata``.
 
-    invariant: no keys are divided, whatever that costs a decode row whose context is long.
-    Of pages in float8 it computes in float8: queries are rounded as keys and values are, without a scale; the kernel
-    rounds weights, and gives bfloat16."""
+    invariant: keys are never split, at a cost for decode rows with a long context.
+    With float8 pages it computes in float8: queries are rounded like keys and values, without a scale; the kernel
+    rounds weights, and returns bfloat16."""
 
     spec: AttentionSpec
     pool: KVPool
@@ -121,7 +124,7 @@ class FA3:
     invariant: bool = False
 
     def prepare(self, part: Part, window: int) -> Prepared:
-        # Divided keys leave partial results of (pieces x heads x queries) in float32: for a long prompt, gigabytes.
+        # Split keys have partial results of (pieces x heads x queries) in float32: for a long prompt, gigabytes.
         fills = not part.decode and part.num_tiles >= self.num_sms
         num_splits = 1 if fills or self.invariant else 0
         if self.scheduler_metadata is None:
@@ -130,7 +133,7 @@ class FA3:
         metadata = self.scheduler_metadata(
             len(part.lengths_B),
             part.max_queries,
-            # What the kernel takes for the longest sequence; from another number it would follow another layout.
+            # The kernel's own bound on the longest sequence; another number would give another layout.
             part.page_table_BP.shape[1] * page_size,
             spec.num_heads,
             spec.num_kv_heads,
@@ -166,5 +169,5 @@ class FA3:
 
 
 def window_size(window: int) -> tuple[int, int]:
-    """(left, right): a window counts the query's own position, and these do not.  -1 is everything."""
+    """Return (left, right) for the library, which does not count the query's own position.  -1 is no limit."""
     return (window - 1, 0) if window else (-1, -1)

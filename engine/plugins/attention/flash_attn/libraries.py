@@ -1,6 +1,6 @@
-"""Which builds of FlashAttention are installed, and which of them can serve here.
+"""The installed builds of FlashAttention, and the choice of one that can run here.
 
-Owns: the order in which they are tried, and their rules.  Does not know: how their functions are called.
+Owns: the order in which they are tried, and their rules.  Does not know: the arguments of their functions.
 """
 
 from collections.abc import Callable, Sequence
@@ -8,23 +8,23 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
-# Upstream's own builds of FA3, in the two places where they are found, and the one in SGLang's kernels.
+# Upstream's own builds of FA3, under two names, and the one in SGLang's kernels.
 FA3_MODULES = ("flash_attn_interface", "flash_attn_3.flash_attn_interface", "sgl_kernel.flash_attn")
 FA2_MODULES = ("flash_attn",)
 HOPPER = 9
 FA2_PAGE = 256
-# Keys that one block of FA3 works on at a time, by the largest head size that it is for; several, as it depends on
-# more than that.  A page that such a tile divides is read as a whole.
+# Keys that one block of FA3 works on at a time, by the largest head size that this holds for; several if it depends on
+# more than the head size.  If the page size is a multiple of the tile, pages are read whole.
 FA3_KEY_TILES = {64: (128,), 96: (128, 144), 128: (128,), 192: (96, 112, 128), 256: (64, 80)}
 FA3_KEY_TILES_FP8 = {64: (160,), 96: (128,), 128: (160, 192, 224), 192: (128, 160), 256: (64, 128)}
 FP8_ALIGNMENT = 16
-# Up to this head size it takes the same tiles of keys whether or not a window hides any key of a step.
+# Up to this head size FA3 uses the same tiles of keys whether or not a window hides any key of a step.
 WINDOW_ALIKE = 192
 
 
 @dataclass(frozen=True, slots=True)
 class Library:
-    """A module with the functions that are needed.  scheduler_metadata: None for FA2 and for early builds of FA3."""
+    """A module with the required functions.  scheduler_metadata: None for FA2 and for early builds of FA3."""
 
     generation: int
     module: str
@@ -36,8 +36,10 @@ class Library:
 
 @dataclass(frozen=True, slots=True)
 class Situation:
-    """What the rules are about.  whole_pages: FA3 may read slots that were never written, see ``refusal``.
-    kv_dtype: of pages, '' for the queries' own.  invariant: see ``AttentionContext``.
+    """The inputs of the rules.
+
+    whole_pages: FA3 may read slots that were never written, as described in ``refusal``.
+    kv_dtype: of pages, '' for the queries' own.  invariant: as in ``AttentionContext``.
     window: whether layers have one."""
 
     hopper: bool
@@ -50,7 +52,7 @@ class Situation:
 
 
 def find(generations: Sequence[int], situation: Situation) -> tuple[Library | None, list[str]]:
-    """The first library that can serve, or None, and why those before it cannot."""
+    """Return the first library that can serve, or None, and the reasons against those before it."""
     reasons = []
     for generation in generations:
         if reason := refusal(generation, situation):
@@ -59,13 +61,13 @@ def find(generations: Sequence[int], situation: Situation) -> tuple[Library | No
         for module in FA3_MODULES if generation == 3 else FA2_MODULES:
             try:
                 return load(generation, module), reasons
-            except Exception as error:  # a library for another CUDA fails in ways of its own
+            except Exception as error:  # a library for another CUDA may raise any error
                 reasons.append(f"{module}: {' '.join(str(error).split())[:200]}")
     return None, reasons
 
 
 def load(generation: int, module: str) -> Library:
-    """The library in a module.  Raises whatever the import does, and AttributeError if it lacks a function."""
+    """Return the library in a module.  Raises any error of the import, and AttributeError if it lacks a function."""
     library = import_module(module)
     return Library(
         generation=generation,
@@ -78,24 +80,24 @@ def load(generation: int, module: str) -> Library:
 
 
 def refusal(generation: int, situation: Situation) -> str:
-    """Why a generation cannot serve, or ''.
+    """Return why a generation cannot serve, or ''.
 
-    Of a page that a key tile divides, FA3 reads all slots.  Those that were not written have a weight of 0, but 0 times
-    NaN is NaN, and a NaN may be there from a sequence that had the page before.
+    If the page size is a multiple of the key tile, FA3 reads all slots of a page.  Unwritten slots have a weight of 0,
+    but 0 times NaN is NaN, and a previous sequence may have left a NaN in the page.
     """
     size = situation.page_size
     if generation == 2 and situation.kv_dtype:
-        return f"FA2 reads no {situation.kv_dtype} pages"
+        return f"FA2 does not read {situation.kv_dtype} pages"
     if generation == 2 and situation.invariant:
-        return "FA2 divides the keys of a decode row by what else is in a step"
+        return "FA2 splits the keys of a decode row depending on the rest of a step"
     if generation == 2:
         return "" if size % FA2_PAGE == 0 else f"FA2 needs pages of a multiple of {FA2_PAGE} tokens"
     if not situation.hopper:
         return "FA3 is for Hopper GPUs"
     if situation.invariant and situation.window and situation.head_size > WINDOW_ALIKE:
-        return f"FA3 takes other tiles for windows of heads above {WINDOW_ALIKE} once a step has a longer context"
+        return f"FA3 uses other tiles for windows of heads above {WINDOW_ALIKE} once a step has a longer context"
     if situation.kv_dtype and situation.head_size % FP8_ALIGNMENT:
-        return f"FA3 reads {situation.kv_dtype} pages of heads of a multiple of {FP8_ALIGNMENT}"
+        return f"FA3 reads {situation.kv_dtype} pages only with head sizes of a multiple of {FP8_ALIGNMENT}"
     by_head_size = FA3_KEY_TILES_FP8 if situation.kv_dtype else FA3_KEY_TILES
     tiles = next(tiles for head_size, tiles in by_head_size.items() if situation.head_size <= head_size)
     for tile in tiles:

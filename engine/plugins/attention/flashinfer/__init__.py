@@ -1,13 +1,13 @@
 """Attention by FlashInfer (https://github.com/flashinfer-ai/flashinfer), on NVIDIA GPUs from Ampere on.
 
-    __init__.py   the hook: options, and what is refused before the engine starts
-    backend.py    what happens in a step, eager or captured
+    __init__.py   the hook: options, and refusals before the engine starts
+    backend.py    the work of a step, eager or captured
     kernels.py    the calls into the library
-    arguments.py  what all layers of a step are called with
-    lists.py      where a step's keys are
-    staging.py    when page-locked memory may be written again
+    arguments.py  the arguments that all layers of a step share
+    lists.py      the lists of a step's pages
+    staging.py    page-locked memory, and when it may be rewritten
 
-Importing this imports no FlashInfer.
+Importing this module does not import FlashInfer.
 """
 
 import logging
@@ -50,16 +50,18 @@ CALLBOARD_PLUGIN = {
     ],
 }
 PLUGIN = "attention.flashinfer"
-CUDA_CORE_GROUPS = (1, 2, 3, 4, 6, 8, 16)  # query heads per key head that the kernel without tensor cores is built for
-# From here on a group fills enough of a tensor core's tile; mini-sglang draws the same line.
+CUDA_CORE_GROUPS = (1, 2, 3, 4, 6, 8, 16)  # query heads per key head with a kernel without tensor cores
+# From here on a group fills enough of a tensor core's tile; mini-sglang uses the same limit.
 TENSOR_CORE_GROUP = 4
 HOPPER = 9
 PLANS_IN_A_STEP = 2  # decode rows and prefill segments, for every window
 
 
 class FlashInferOptions(Options, frozen=True):
-    """prefill_backend: kernels for prompts.  tensor_cores: whether decode rows use them.
-    workspace_mb: for parts of results; FlashInfer recommends 128 and says so if it is too little."""
+    """Options of the plugin.
+
+    prefill_backend: kernels for prompts.  tensor_cores: whether decode rows use them.
+    workspace_mb: for partial results; FlashInfer recommends 128 and fails with a message if it is too little."""
 
     prefill_backend: Literal["auto", "fa2", "fa3"] = "auto"
     tensor_cores: Literal["auto", "always", "never"] = "auto"
@@ -68,12 +70,12 @@ class FlashInferOptions(Options, frozen=True):
 
 @hookimpl
 def callboard_attention_backend(context: AttentionContext) -> AttentionFactory:
-    """16-bit models with heads of 64, 128 or 256, any page size and window; NVIDIA GPUs from Ampere on."""
+    """Return the factory, for 16-bit models with heads of 64, 128 or 256; any page size and window; from Ampere on."""
     options = decode_options(PLUGIN, context.options, FlashInferOptions)
     tensor_cores = choose_tensor_cores(options, context.num_heads // context.num_kv_heads)
     try:
         library = import_module("flashinfer")
-    except Exception as error:  # beside ImportError whatever its own libraries raise when they do not fit this CUDA
+    except Exception as error:  # ImportError, or any error of its libraries for another CUDA
         raise missing_package(PLUGIN, "the package flashinfer-python", str(error)) from None
     capability = torch.cuda.get_device_capability()
     require_capability(PLUGIN, capability)
@@ -81,7 +83,7 @@ def callboard_attention_backend(context: AttentionContext) -> AttentionFactory:
         raise PluginError(f"{PLUGIN}: prefill_backend='fa3' is for Hopper GPUs; set it to 'auto' or 'fa2'")
     if options.prefill_backend == "fa3" and context.kv_dtype:
         raise PluginError(
-            f"{PLUGIN}: prefill_backend='fa3' reads no {context.kv_dtype} pages with queries in {context.dtype}; "
+            f"{PLUGIN}: prefill_backend='fa3' does not read {context.kv_dtype} pages with queries in {context.dtype}; "
             "set it to 'auto' or 'fa2'"
         )
     prefill_backend = options.prefill_backend
@@ -93,7 +95,7 @@ def callboard_attention_backend(context: AttentionContext) -> AttentionFactory:
 def choose_tensor_cores(options: FlashInferOptions, group: int) -> bool:
     """Whether decode rows of ``group`` query heads per key head use tensor cores.
 
-    Raises PluginError if they must not and there is no kernel without."""
+    Raises PluginError if the option forbids them and there is no kernel without."""
     if options.tensor_cores == "never" and group not in CUDA_CORE_GROUPS:
         raise PluginError(
             f"{PLUGIN}: without tensor cores there are kernels for {', '.join(map(str, CUDA_CORE_GROUPS))} query "
@@ -130,19 +132,19 @@ def _build(
         "with" if tensor_cores else "without",
         prefill_backend,
     )
-    # Both kernels that 'auto' may choose: few queries, and as many as it takes to fill the GPU.
+    # Both kernels that 'auto' may choose: few queries, and enough to fill the GPU.
     many = FA3_TILE * -(-setup.num_sms // spec.num_heads)
     for num_queries in (2, many) if prefill_backend == "auto" and "prefill" in phases else (2,):
         try_out(PLUGIN, attention, spec, pool, num_queries, phases)
-    # Else one kernel normalises, rotates and stores; the library's own rounds nothing, and page-first, slots are no
-    # positions in a list of all pages.
+    # With callboard's kernels, one kernel normalises, rotates and stores.  The library's does not round, and with
+    # page-first pools a slot is not a position in a list of all pages.
     if choose_kernels(device) is None and pool.format.plain and pool.layout == "layer_first":
         store_by_library(library, pool)
     return attention
 
 
 def store_by_library(library: ModuleType, pool: KVPool) -> None:
-    """Make FlashInfer write the pool from now on.  Raises PluginError if it cannot; the pool is then as before."""
+    """Make FlashInfer write the pool from now on.  Raises PluginError on failure; the pool is then unchanged."""
     append, device = PagedAppend(library, pool), pool.data.device
     with trial(PLUGIN, device):
         nothing_1GH = torch.zeros((1, *pool.keys(0).shape[1:]), dtype=pool.data.dtype, device=device)

@@ -1,12 +1,12 @@
-"""The arguments of a wrapper's kernel: put together once for each plan, and given with each layer's tensors.
+"""The arguments of a wrapper's kernel: collected once per plan, and passed with each layer's tensors.
 
 Legend: T tokens · N query heads · H head size
-Owns: which of the arguments are a layer's.  Does not know: plans, what the other arguments are.
+Owns: which arguments belong to a layer.  Does not know: plans, the other arguments.
 
-``run`` of a wrapper checks and collects some thirty arguments, of which four differ from layer to layer; between the
-graphs of a step with prompts that takes longer than the kernel.  So the first layer behind a plan goes through it while
-a stand-in of the compiled module notes the call, and the others make the same call with their own four tensors.  They
-are found as the objects that ``run`` was given, so nothing here depends on their order.
+``run`` of a wrapper checks and collects some thirty arguments, of which four differ between layers; between the graphs
+of a step with prompts that takes longer than the kernel.  So the first layer after a plan uses ``run`` while a proxy of
+the compiled module records the call, and the others make the same call with their own four tensors.  These are found as
+the objects that ``run`` was given, so nothing depends on their order.
 """
 
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from engine.plugins.support.paging import KVPages
 
-MODULE = "_cached_module"  # of a wrapper: what its plan has chosen; a wrapper without it is asked to run every layer
+MODULE = "_cached_module"  # a wrapper's planned kernel; without this attribute every layer calls ``run``
 
 Call = tuple[Callable[..., Any], tuple[Any, ...]]
 
@@ -34,7 +34,7 @@ class PlannedKernel:
     def __call__(self, q_TNH: Tensor, pages: KVPages, out_TNH: Tensor) -> None:
         """Compute one layer."""
         if self._kernel is not None:
-            arguments = self._arguments.copy()  # a captured layer's tensors must not be kept
+            arguments = self._arguments.copy()  # do not keep a captured layer's tensors
             for place, tensor in zip(self._places, (q_TNH, *pages, out_TNH), strict=True):
                 arguments[place] = tensor
             self._kernel(*arguments)
@@ -45,7 +45,7 @@ class PlannedKernel:
             self._bind(self._noted(q_TNH, pages, out_TNH), (q_TNH, *pages, out_TNH))
 
     def _noted(self, q_TNH: Tensor, pages: KVPages, out_TNH: Tensor) -> list[Call]:
-        """Run one layer, and return what of the compiled module was called."""
+        """Run one layer, and return the calls to the compiled module."""
         module = getattr(self._wrapper, MODULE, None)
         noting = Noting(module)
         if module is not None:
@@ -58,7 +58,7 @@ class PlannedKernel:
         return noting.calls
 
     def _bind(self, calls: list[Call], tensors: tuple[Tensor, ...]) -> None:
-        """Keep the call if it was the only one and has each of the tensors once."""
+        """Keep the call if it was the only one and has each of the tensors exactly once."""
         if len(calls) != 1:
             return
         ((kernel, arguments),) = calls
@@ -70,7 +70,7 @@ class PlannedKernel:
 
 
 class Noting:
-    """In the place of a compiled module.  calls: what was called of it, with which arguments."""
+    """A proxy of a compiled module.  calls: the functions that were called, with their arguments."""
 
     def __init__(self, module: Any) -> None:
         self._module = module

@@ -1,8 +1,8 @@
-"""Attention by FlashInfer: a step's decode rows and its prefill segments, each by the kernel for it.
+"""Attention by FlashInfer: one kernel for a step's decode rows, and one for its prefill segments.
 
 Legend: T new tokens in the step · B sequences · D decode rows (the first D of B) · R rows of a captured graph
         I entries of page lists · P page-table width · N query heads · H head size
-Owns: what happens in a step, and which rows and layers go where.  Does not know: how a kernel is planned or called.
+Owns: the work of a step, and the split of rows and layers.  Does not know: the planning and calls of kernels.
 """
 
 import numpy as np
@@ -16,14 +16,16 @@ from engine.plugins.attention.flashinfer.staging import StagingRing
 from engine.plugins.support.paging import padding_on_dump_page, pages_of, variant_of, windows_of
 
 STEPS_IN_FLIGHT = 2  # the engine's deepest overlap
-BUFFERS = STEPS_IN_FLIGHT + 1  # of every kind: one per step that may be queued, and the one that is filled
+BUFFERS = STEPS_IN_FLIGHT + 1  # of each kind: one per queued step, and one that is being filled
 
 
 class FlashInferAttention:
-    """See ``AttentionBackend``.  Never waits for the device unless more than ``STEPS_IN_FLIGHT`` steps are queued."""
+    """An ``AttentionBackend`` that waits for the device only if more than ``STEPS_IN_FLIGHT`` steps are queued."""
 
     def __init__(self, setup: Setup, lists: StagingRing, prefill_backend: str, phases: tuple[str, ...]) -> None:
-        """phases: 'prefill', 'decode' or both; a wrapper takes memory, and its kernels may have to be compiled."""
+        """Make the planners.
+
+        phases: 'prefill', 'decode' or both; a wrapper needs memory, and its kernels may have to be compiled."""
         self._setup = setup
         self._lists = lists
         self._decode: list[Planner] = []
@@ -38,7 +40,7 @@ class FlashInferAttention:
         self._graph_pages: Tensor | None = None
 
     def plan_step(self, batch: AttentionBatch) -> None:
-        """See ``AttentionBackend.plan_step``."""
+        """Plan the decode rows and the prefill segments."""
         count = self._num_decodes = batch.num_decodes
         table_BP = padding_on_dump_page(batch, self._setup.pool)
         lengths, query_lengths = batch.host_lengths, batch.host_query_lengths
@@ -57,14 +59,14 @@ class FlashInferAttention:
         host.staging.sent()
 
     def attend(self, layer: int, q_TNH: Tensor) -> Tensor:
-        """See ``AttentionBackend.attend``."""
-        # Not left to the library: it would fill prefill results with zeros first, in every layer.
+        """Return out_TNH of one layer."""
+        # Allocated here: the library would fill prefill results with zeros first, in every layer.
         out_TNH = torch.empty(q_TNH.shape, dtype=q_TNH.dtype, device=q_TNH.device)
         self.attend_into(layer, q_TNH, out_TNH)
         return out_TNH
 
     def attend_into(self, layer: int, q_TNH: Tensor, out_TNH: Tensor) -> None:
-        """See ``WritingAttention``."""
+        """Write one layer's result to out_TNH."""
         variant = variant_of(self._setup.spec, layer)
         if count := self._num_decodes:
             self._decode[variant].run(q_TNH[:count], self._pages[layer], out_TNH[:count])
@@ -72,9 +74,9 @@ class FlashInferAttention:
             self._prefill[variant].run(q_TNH[count:], self._pages[layer], out_TNH[count:])
 
     def for_graph(self, batch: AttentionBatch) -> AttentionBackend:
-        """See ``GraphAttentionBuilder``.  ``attend`` runs before its capture.
+        """Return a backend for one graph of these rows.  ``attend`` runs once before its capture.
 
-        Graphs run one after the other, so one list of pages serves all; the largest should come first."""
+        Graphs run one at a time, so one list of pages serves all; the largest graph should be built first."""
         num_entries = batch.page_table_BP.numel() + 1
         if self._graph_pages is None or len(self._graph_pages) < num_entries:
             pool = self._setup.pool
@@ -83,13 +85,13 @@ class FlashInferAttention:
 
 
 class GraphAttention(FlashInferAttention):
-    """See ``FlashInferAttention.for_graph``.  All that its kernels read lies where it lay at the capture.
+    """The backend of one graph.  All memory that its kernels read stays where it was at the capture.
 
-    The lists are made in the graph, from the tables and lengths that the step has written; the host does nothing while
-    every row has as many pages as in the plan before."""
+    The graph itself makes the lists from the step's tables and lengths; the host does nothing as long as every row has
+    as many pages as in the previous plan."""
 
     def __init__(self, setup: Setup, lists: StagingRing, batch: AttentionBatch, pages_I1: Tensor) -> None:
-        """pages_I1: int32, room for every page of every row and one more."""
+        """Make the planners, with lists in pages_I1: int32, with room for every page of every row and one more."""
         super().__init__(setup, lists, prefill_backend="", phases=())
         num_rows, max_pages = batch.page_table_BP.shape
         self._num_decodes = num_rows
@@ -101,7 +103,7 @@ class GraphAttention(FlashInferAttention):
         self._begun = False
 
     def plan_step(self, batch: AttentionBatch) -> None:
-        """See ``GraphAttentionBuilder``."""
+        """Plan again if the numbers of pages have changed."""
         lengths, page_size = batch.host_lengths, self._setup.pool.page_size
         assert len(lengths) == self._num_decodes, f"{len(lengths)} rows, captured for {self._num_decodes}"
         counts = (lengths + (page_size - 1)) // page_size
@@ -111,7 +113,7 @@ class GraphAttention(FlashInferAttention):
             f"{int(counts.max())} pages of a row, captured for {self._device_lists.max_pages}"
         )
         stale = [rows for rows in self._graph_rows if self._planned is None or rows.splits]
-        self._planned = None  # a plan that fails may be half made
+        self._planned = None  # a plan that fails may be incomplete
         if stale:
             host = HostLists(self._lists, lengths, batch.host_query_lengths, page_size)
             for rows in stale:
@@ -120,13 +122,12 @@ class GraphAttention(FlashInferAttention):
         self._planned = counts
 
     def begin_step(self) -> None:
-        """See ``BeginningAttention``: FlashInfer's kernels read the lists before they wait for what is in front of
-        them."""
+        """Fill the lists, before the layers: FlashInfer's kernels read them before they wait for preceding work."""
         self._device_lists.fill(self._batch.page_table_BP, self._batch.lengths_B)
         self._begun = True
 
     def attend_into(self, layer: int, q_TNH: Tensor, out_TNH: Tensor) -> None:
-        """See ``WritingAttention``.  Where ``begin_step`` was not called, in a trial, the first layer does it."""
+        """Write one layer's result to out_TNH.  In a trial, without ``begin_step``, the first layer fills the lists."""
         if layer == 0 and not self._begun:
             self.begin_step()
         self._begun = False

@@ -1,12 +1,12 @@
 """Every call into FlashInfer: planning and running decode rows and prefill segments, and storing keys and values.
 
 Legend: T tokens · B sequences · N query heads · G KV heads · H head size
-Owns: the arguments, which buffer a plan is written to.  Does not know: batches, layers, which rows of a step these are.
+Owns: the arguments, the buffer of each plan.  Does not know: batches, layers, the place of rows in a step.
 
-A plan says which block of the GPU works on which part of which sequence.  FlashInfer computes it on the host, writes
-it to page-locked memory and queues a copy of it to the device.  It has one such buffer per wrapper and no way to say
-when it may be written again, so every plan is given a buffer from a ring instead.  On the device one buffer is enough:
-its copy is queued behind the kernels that read the plan before.
+A plan assigns parts of sequences to blocks of the GPU.  FlashInfer computes it on the host, writes it to page-locked
+memory and queues a copy to the device.  It has one such buffer per wrapper and does not report when the buffer may be
+rewritten, so every plan is given a buffer from a ring instead.  On the device one buffer is enough: the copy is queued
+after the kernels that read the previous plan.
 """
 
 from collections.abc import Iterator
@@ -26,19 +26,19 @@ from engine.plugins.attention.flashinfer.staging import StagingRing
 from engine.plugins.support.paging import KVPages, pages_of
 from engine.types.errors import PluginError
 
-PLAN_BYTES = 8 << 20  # what a wrapper allocates for a plan
+PLAN_BYTES = 8 << 20  # bytes that a wrapper allocates for a plan
 GRAPH_PLAN_BYTES = 1 << 20  # decode rows alone need at most 40 bytes each, and there is a wrapper per captured size
-STAGING = "_pin_memory_int_workspace_buffer"  # no public way leads to it; its name is checked at start
-DECODE_PLAN_LENGTH = 10  # of a plan of the kernel without tensor cores; its last entry says whether rows are split
-FA3_TILE = 128  # queries that one block of FA3 works on
+STAGING = "_pin_memory_int_workspace_buffer"  # a private attribute, checked at start
+DECODE_PLAN_LENGTH = 10  # length of a plan without tensor cores; its last entry is whether rows are split
+FA3_TILE = 128  # queries per block of FA3
 
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What all wrappers share.
+    """The values that all wrappers share.
 
-    workspace: parts of results go there, uint8, zero at first.  One is enough: kernels of a stream do not overlap.
-    window: as in ``AttentionSpec``, 0 for all.  tensor_cores: of the decode kernel.
+    workspace: memory for partial results, uint8, zero at first.  One is enough: kernels of a stream do not overlap.
+    window: as in ``AttentionSpec``, 0 for none.  tensor_cores: whether the decode kernel uses them.
     """
 
     library: ModuleType
@@ -50,13 +50,13 @@ class Setup:
     num_sms: int
 
     def problem(self, window: int) -> dict[str, Any]:
-        """What does not change from step to step, as every decode plan wants it."""
+        """Return the arguments of every decode plan that do not change between steps."""
         return {
             "num_qo_heads": self.spec.num_heads,
             "num_kv_heads": self.spec.num_kv_heads,
             "head_dim": self.spec.head_size,
             "page_size": self.pool.page_size,
-            # The position itself is not counted, and -1 stands for everything.
+            # The query's own position is not counted, and -1 is no limit.
             "window_left": window - 1,
             "sm_scale": self.spec.scale,
             "q_data_type": self.pool.dtype,
@@ -66,7 +66,7 @@ class Setup:
 
     @contextmanager
     def staging(self, wrapper: Any) -> Iterator[None]:
-        """Give the wrapper a buffer that no queued copy reads, for the plan that is made inside."""
+        """Give the wrapper a buffer that no queued copy reads, for a plan made inside the block."""
         staging = self.plans.take(PLAN_BYTES)
         setattr(wrapper, STAGING, staging.data[:PLAN_BYTES])
         try:
@@ -115,8 +115,8 @@ class DecodeRows(Planner):
 class PrefillSegments(Planner):
     """Sequences with any number of queries each.
 
-    backend: 'fa3' keeps Hopper's tensor cores busiest, but a block works on all keys of its queries: with few queries
-    it leaves most of the GPU idle.  'fa2' cuts the keys as well then, and alone reads pages of another type than its
+    backend: 'fa3' uses Hopper's tensor cores best, but a block works on all keys of its queries: with few queries most
+    of the GPU is idle.  'fa2' splits the keys as well then, and is the only one to read pages of another type than the
     queries'.  'auto' decides for each step.
     """
 
@@ -147,7 +147,7 @@ class PrefillSegments(Planner):
         self._kernel = PlannedKernel(wrapper)
 
     def choose(self, query_lengths: Int32) -> str:
-        """'fa3' if its blocks can fill the GPU."""
+        """Return the backend for these queries: 'fa3' if its blocks can fill the GPU."""
         if self._backend != "auto":
             return self._backend
         num_tiles = int((-(-query_lengths // FA3_TILE)).sum()) * self._setup.spec.num_heads
@@ -155,14 +155,15 @@ class PrefillSegments(Planner):
 
 
 class GraphRows(DecodeRows):
-    """A fixed number of decode rows whose kernels have been captured: they read the buffers that were there then.
+    """A fixed number of decode rows with captured kernels, which read the buffers of the capture.
 
-    A plan depends on how many pages each row has, not on which, nor on tokens.  Without tensor cores it does not even
-    depend on that once the rows fill the GPU and none is split: ``splits`` is False then, and one plan is enough.
+    A plan depends on the number of pages of each row, not on which pages, nor on tokens.  Without tensor cores, once
+    the rows fill the GPU and none is split, it does not depend on that either: then ``splits`` is False, and one plan
+    is enough.
     """
 
     def __init__(self, setup: Setup, window: int, lists: DeviceLists) -> None:
-        """lists: filled by the caller, before these rows run."""
+        """Make the wrapper.  lists: the caller fills them before these rows run."""
         super().__init__(
             setup,
             window,
@@ -178,7 +179,7 @@ class GraphRows(DecodeRows):
         self.splits = True
 
     def plan(self, host: HostLists, pages_I: Tensor, query_lengths: Int32) -> None:
-        is_planned, self._is_planned = self._is_planned, False  # a plan that fails may be half made
+        is_planned, self._is_planned = self._is_planned, False  # a plan that fails may be incomplete
         if is_planned:
             with self._setup.staging(self._wrapper):
                 self._setup.library.decode.fast_decode_plan(
@@ -197,27 +198,27 @@ class GraphRows(DecodeRows):
 
 
 def splits_rows(wrapper: Any) -> bool:
-    """Whether the plan of a decode kernel without tensor cores cuts sequences; True if this cannot be told."""
+    """Whether the plan of a decode kernel without tensor cores splits sequences; True if unknown."""
     plan = getattr(wrapper, "_plan_info", None)
     return plan is None or len(plan) != DECODE_PLAN_LENGTH or bool(plan[DECODE_PLAN_LENGTH - 1])
 
 
 def with_staging(wrapper: Any, library: ModuleType) -> Any:
-    """The wrapper, if it keeps its staging buffer where it is expected.  Raises PluginError."""
+    """Return the wrapper if it has its staging buffer in the expected attribute.  Raises PluginError."""
     if not isinstance(getattr(wrapper, STAGING, None), Tensor):
         raise PluginError(
             f"attention.flashinfer: FlashInfer {getattr(library, '__version__', '(unknown version)')} keeps plans in "
-            "other buffers than 0.7 does, and they would be overwritten while a step runs; install flashinfer-python "
+            "other buffers than 0.7 does, which would be overwritten while a step runs; install flashinfer-python "
             "0.7, or set plugins.attention=torch"
         )
     return wrapper
 
 
 class PagedAppend:
-    """Writes a step's keys and values, see ``KVPool.store_by``.  Its own tensors never change, so it may be captured.
+    """Writes a step's keys and values, for ``KVPool.store_by``.  Its own tensors never change, so it may be captured.
 
-    FlashInfer finds a token's place by its sequence's page list.  Told that there is one sequence, which has all pages
-    of the pool in their order, it takes slots for positions: they are known already, and no list has to be made.
+    FlashInfer finds a token's place by its sequence's page list.  With a single sequence that has all pages of the pool
+    in order, positions are slots: these are known already, and no list has to be made.
     """
 
     def __init__(self, library: ModuleType, pool: KVPool) -> None:
@@ -229,7 +230,7 @@ class PagedAppend:
         self._last_1 = torch.tensor([page_size], dtype=torch.int32, device=device)
 
     def __call__(self, layer: int, k_TGH: Tensor, v_TGH: Tensor, slots_T: Tensor) -> None:
-        """k_TGH and v_TGH may be parts of wider tensors.  slots_T: int64; below 2**31, as page_size * pages is."""
+        """Store one layer.  k_TGH and v_TGH may be parts of wider tensors.  slots_T: int64, below 2**31."""
         positions_T = slots_T.int()
         self._append(
             append_key=k_TGH,

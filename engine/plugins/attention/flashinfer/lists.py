@@ -1,4 +1,4 @@
-"""Where a step's keys are, in the form that FlashInfer reads: all page lists, one behind the other.
+"""Page lists of a step's sequences in the form that FlashInfer reads: all lists in one array.
 
 Legend: B sequences · I entries of all their page lists · P page-table width
 Owns: the arithmetic on the host and, for a captured step, on the device.  Does not know: wrappers, plans.
@@ -14,18 +14,18 @@ from engine.layers.kv_pool import KVPool
 from engine.plugins.attention.flashinfer.staging import StagingRing
 
 Int32 = npt.NDArray[np.int32]
-ALIGNMENT = 64  # int32s; arrays that share a buffer start at multiples of 256 bytes, as separate tensors would
+ALIGNMENT = 64  # int32s; arrays in a shared buffer start at multiples of 256 bytes, like separate tensors
 
 
 class HostLists:
-    """What planning reads: int32 arrays in page-locked memory, so that their copies to the device wait for nothing.
+    """The input of planning: int32 arrays in page-locked memory, so that their copies to the device do not wait.
 
-    starts_B1: where each sequence's pages begin in the list of all.  last_B: tokens in its last page.
-    lengths_B: tokens.  query_starts_B1: where its queries begin.  num_pages: entries of the list.
+    starts_B1: the start of each sequence's pages in the list of all.  last_B: tokens in its last page.
+    lengths_B: tokens.  query_starts_B1: the start of its queries.  num_pages: entries of the list.
     """
 
     def __init__(self, ring: StagingRing, lengths: Int32, query_lengths: Int32, page_size: int) -> None:
-        """Count a length of 0, which a padded row may have, as 1: FlashInfer wants at least one token of each row."""
+        """Fill the arrays.  A length of 0, of a padding row, counts as 1, as FlashInfer needs a token in every row."""
         num_rows = len(lengths)
         stride = stride_of(num_rows)
         self.staging = ring.take(4 * stride * 4)
@@ -46,9 +46,9 @@ class HostLists:
 
 
 class DeviceLists:
-    """The same on the device, in memory that never moves, for rows of up to ``max_pages`` pages each.
+    """The lists on the device, in memory that never moves, for rows of up to ``max_pages`` pages each.
 
-    starts_B1, last_B: as in ``HostLists``.  pages_I1: the list of all, and one place that belongs to none.  int32."""
+    starts_B1, last_B: as in ``HostLists``.  pages_I1: the list of all, and one unused place.  int32."""
 
     def __init__(self, num_rows: int, max_pages: int, pool: KVPool, pages_I1: Tensor) -> None:
         device = pool.data.device
@@ -61,14 +61,14 @@ class DeviceLists:
         self._list_pages = list_pages if kernels is None else kernels.list_pages
 
     def fill(self, table_BP: Tensor, lengths_B: Tensor) -> None:
-        """Write the lists of these rows; asks the device nothing, so it may be captured.  lengths_B: at least 1."""
+        """Write the lists of these rows; it does not wait, so it may be captured.  lengths_B: at least 1."""
         self._list_pages(table_BP, lengths_B, self._page_size, self.starts_B1, self.last_B, self.pages_I1)
 
 
 def list_pages(
     table_BP: Tensor, lengths_B: Tensor, page_size: int, starts_B1: Tensor, last_B: Tensor, pages_I1: Tensor
 ) -> None:
-    """See ``engine/kernels/page_lists.py``, which does it in one launch."""
+    """Write the lists by torch operators; ``engine/kernels/page_lists.py`` does so in one launch."""
     full_B = (lengths_B - 1) // page_size
     torch.cumsum(full_B + 1, 0, dtype=torch.int32, out=starts_B1[1:])
     last_B.copy_(lengths_B - full_B * page_size)
@@ -76,14 +76,14 @@ def list_pages(
 
 
 def stride_of(num_rows: int) -> int:
-    """int32s from one array of ``HostLists`` to the next."""
+    """Return the number of int32s from one array of ``HostLists`` to the next."""
     return -(-(num_rows + 1) // ALIGNMENT) * ALIGNMENT
 
 
 def gather_pages(table_BP: Tensor, starts_B1: Tensor, pages_I1: Tensor) -> None:
-    """Write each row's pages to pages_I1[starts[b]:starts[b + 1]], on the device and without asking it anything.
+    """Write each row's pages to pages_I1[starts[b]:starts[b + 1]], on the device and without waiting for it.
 
-    All int32.  The last place of pages_I1 belongs to no list: the rest of each row goes there.
+    All int32.  The last place of pages_I1 belongs to no list: the unused entries of each row go there.
     """
     starts_B1 = starts_B1[:, None]
     column_P = torch.arange(table_BP.shape[1], device=table_BP.device)

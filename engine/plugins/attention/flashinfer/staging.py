@@ -1,9 +1,9 @@
 """Page-locked memory that the host fills now and the device copies from later.
 
-Owns: when a buffer may be written again.  Does not know: what is in it.
+Owns: when a buffer may be rewritten.  Does not know: its contents.
 
-A copy that has been queued reads its source when the stream gets there, perhaps two steps later.  Writing the buffer
-before that gives a kernel the next step's plan, without any error.
+A queued copy reads its source when the stream reaches it, perhaps two steps later.  Writing the buffer before that
+gives a kernel the next step's plan, without any error.
 """
 
 from collections.abc import Callable
@@ -30,7 +30,7 @@ class Staging:
         self._sent = False
 
     def sent(self) -> None:
-        """Note that every copy that reads this buffer has been queued on the current stream."""
+        """Note that every copy that reads this buffer is queued on the current stream."""
         if self._event is not None:
             self._event.record()
             self._sent = True
@@ -43,10 +43,12 @@ class Staging:
 
 
 class StagingRing:
-    """Buffers that are taken in turn: with one more than can be queued at a time, ``take`` never waits."""
+    """Buffers that are used in turn: with one more than can be queued at a time, ``take`` never waits."""
 
     def __init__(self, num_buffers: int, device: torch.device, new_event: Callable[[], Event] | None = None) -> None:
-        """new_event: None for CUDA's own, or none on a CPU, where a copy has run when it returns."""
+        """Make the buffers.
+
+        new_event: None for CUDA's own events, or for none on a CPU, where a copy has run when it returns."""
         if new_event is None and device.type == "cuda":
             new_event = torch.cuda.Event
         self._page_locked = device.type == "cuda"
@@ -54,7 +56,7 @@ class StagingRing:
         self._next = 0
 
     def take(self, num_bytes: int) -> Staging:
-        """A buffer of at least this size, which nothing reads any more.  Call its ``sent`` when it is filled."""
+        """Return a buffer of at least this size that is no longer read.  Call its ``sent`` after filling it."""
         staging = self._buffers[self._next]
         self._next = (self._next + 1) % len(self._buffers)
         staging.wait()

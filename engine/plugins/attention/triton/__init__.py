@@ -1,8 +1,8 @@
 """The triton backend: this project's own kernels, for NVIDIA GPUs of compute capability 8.0 and later.
 
-Owns: what it refuses, its option.  The kernels are in ``triton_kernels``, imported once this backend is chosen.
+Owns: its refusals and its option.  The kernels' modules are imported only if this backend is chosen.
 
-Under TRITON_INTERPRET=1, set before Python starts, the kernels run on the CPU, thousands of times slower: to test them.
+Under TRITON_INTERPRET=1, set before Python starts, the kernels run on the CPU, thousands of times slower, for tests.
 """
 
 import torch
@@ -29,24 +29,26 @@ CALLBOARD_PLUGIN = {
     "invariant": True,
 }
 
-FLOAT8_CAPABILITY = (8, 9)  # Ada: the first with instructions that turn e4m3 into other types
-MAX_LATENT = 512  # of which a tile, and a program's results, still fit
+FLOAT8_CAPABILITY = (8, 9)  # Ada, the first with instructions that convert e4m3 to other types
+MAX_LATENT = 512  # the largest whose tile, and a program's results, fit
 
 
 class TritonOptions(Options, frozen=True):
-    """tune: measure at start which tiles are fastest for this model here, once; the file with the result is read by
-    every later start, with the option or without, but for invariant numerics."""
+    """Options of the plugin.
+
+    tune: measure once, at start, which tiles are fastest for this model here; every later start reads the file with the
+    result, with the option or without, except with invariant numerics."""
 
     tune: bool = False
 
 
 @hookimpl
 def callboard_attention_backend(context: AttentionContext) -> AttentionFactory:
-    """Any page size and window; on NVIDIA GPUs, and for tests of the kernels on the CPU."""
+    """Return the factory, for any page size and window, on NVIDIA GPUs; and on the CPU for tests of the kernels."""
     options = decode_options(PLUGIN, context.options, TritonOptions)
     if context.invariant and options.tune:
         raise PluginError(
-            f"{PLUGIN}: tiles that were measured may be others at the next start, with other bits; set its option "
+            f"{PLUGIN}: measured tiles may differ at the next start, and with them the bits; set its option "
             "tune=false, or model.numerics=fast"
         )
     if context.device == "cuda":

@@ -2,15 +2,15 @@
 
 Legend: T new tokens in the step (ragged, packed) · B sequences · D decode rows (the first D of B) · P page-table width
         N query heads · G KV heads · H head size
-Owns: launches and what they need of memory, the choice of tiles.  Does not know: models, the scheduler.
+Owns: launches and their memory, the choice of tiles.  Does not know: models, the scheduler.
 
-There is no plan: kernels read lengths and page tables on the device, and the host chooses launches by shapes alone.
-So a captured step may be replayed with other lengths and tables in the same tensors, without another ``plan_step``.
+There is no plan: kernels read lengths and page tables on the device, and the host chooses launches by shapes alone.  So
+a captured step may be replayed with other lengths and tables in the same tensors, without another ``plan_step``.
 Decode rows of length 0 read nothing, and their output is 0.
 
-Where results are to be the same in every step, decode rows are prompts of one query: a query meets tiles of keys of one
-size, in the order of positions, and the keys are not divided.  Tiles are the default ones, as measured ones may be
-others at the next start.  A long context then costs a lone decode row more, as one program per KV head reads it.
+If results must be the same in every step, decode rows are prompts of one query: a query meets tiles of keys of one size
+in the order of positions, and the keys are not split.  Tiles are the default ones, as measured ones may differ at the
+next start.  A long context then costs a single decode row more, as one program per KV head reads it.
 """
 
 import math
@@ -35,20 +35,21 @@ from engine.plugins.attention.triton.tiles import (
 )
 from engine.plugins.attention.triton.tuning import TileTable, nearest
 
-ROWS_AT_ONCE = 256  # whose lengths a program reads together
-PARTS_AT_ONCE = 16  # of one row
-LATENT_HEADS = 16  # that a program takes at most: the least that tensor cores take
-# Up to here a program merges one head, so that a long row's parts are read side by side; beyond, launching that many
-# programs, most of which have nothing to do, takes longer.
+ROWS_AT_ONCE = 256  # rows whose lengths a program reads together
+PARTS_AT_ONCE = 16  # parts of one row
+LATENT_HEADS = 16  # most heads of a program: the least that tensor cores support
+# Up to here a program merges one head, so that a long row's parts are read in parallel; beyond, launching that many
+# programs, most of them with nothing to do, takes longer.
 MAX_MERGE_PROGRAMS = 4096
-# A product and a sum as one instruction.  Stated, because triton's default depends on its version.
+# A product and a sum as one instruction; set explicitly, as triton's default depends on its version.
 FUSION = True
 
 
 class TritonAttention:
-    """See ``AttentionBackend``.  tuned: tiles by size, see ``trials.py``; where it has none, a default serves.
+    """An ``AttentionBackend`` on triton kernels.
 
-    invariant: see ``AttentionContext``."""
+    tuned: tiles by size, from ``trials.py``; a default is used for other sizes.  invariant: as in
+    ``AttentionContext``."""
 
     capturable = True
 
@@ -57,7 +58,7 @@ class TritonAttention:
     ) -> None:
         slots_SGH = pool.keys(0)
         assert slots_SGH.shape[1:] == (spec.num_kv_heads, spec.head_size), f"pool {slots_SGH.shape} is not for {spec}"
-        assert spec.scale > 0, f"scale {spec.scale}: the highest score must have the highest weight"
+        assert spec.scale > 0, f"scale {spec.scale}: the highest score must get the highest weight"
         self.spec = spec
         self.pool = pool
         self._invariant = invariant
@@ -73,7 +74,7 @@ class TritonAttention:
         # The kernels use powers of 2.  A cap times the tanh of (score / cap), by a sigmoid of twice that.
         self._scale_log2 = (spec.soft_cap or spec.scale) * math.log2(math.e)
         self._squash = 2 * spec.scale / spec.soft_cap if spec.soft_cap else 0.0
-        # What tiles take of a processor's memory: float8 becomes the queries' type there.
+        # The memory of tiles in a processor: float8 is converted to the queries' type there.
         itemsize = pool.dtype.itemsize
         self._default_decode = default_decode(spec.value_size, itemsize, self.processors, not pool.format.plain)
         self._default_prefill = default_prefill(spec.value_size, itemsize, self.processors)
@@ -87,16 +88,16 @@ class TritonAttention:
         )
         self._part_weight = torch.empty((max_shares, 2, spec.num_heads), dtype=torch.float32, device=slots_SGH.device)
         self._batch: AttentionBatch | None = None
-        self._num_decodes = 0  # of the batch, that decode kernels take
+        self._num_decodes = 0  # rows of the batch for decode kernels
         self._decode: DecodeTiles = self._default_decode
         self._prefill: PrefillTiles = self._default_prefill
 
     def plan_step(self, batch: AttentionBatch, tiles: DecodeTiles | PrefillTiles | None = None) -> None:
-        """Choose tiles by the shapes of the batch, without waiting for the device or starting anything on it.
+        """Choose tiles by the shapes of the batch, without waiting for the device or starting work on it.
 
-        tiles: used instead, for a trial of them."""
+        tiles: used instead, to try them."""
         table_BP = batch.page_table_BP
-        assert table_BP.stride(1) == 1, "a sequence's pages must stand side by side"
+        assert table_BP.stride(1) == 1, "a sequence's pages must be contiguous"
         context = table_BP.shape[1] * self.pool.page_size
         self._num_decodes = 0 if self._invariant else batch.num_decodes
         if isinstance(tiles, DecodeTiles):
@@ -111,15 +112,15 @@ class TritonAttention:
         self._batch = batch
 
     def attend(self, layer: int, q_TNH: Tensor) -> Tensor:
-        """See ``AttentionBackend.attend``."""
+        """Return out_TNH of one layer."""
         out_TNH = q_TNH.new_empty((*q_TNH.shape[:2], self.spec.value_size))
         self.attend_into(layer, q_TNH, out_TNH)
         return out_TNH
 
     def attend_into(self, layer: int, q_TNH: Tensor, out_TNH: Tensor) -> None:
-        """See ``WritingAttention``."""
+        """Write one layer's result to out_TNH."""
         batch, spec = self._batch, self.spec
-        assert batch is not None, "plan_step comes first"
+        assert batch is not None, "plan_step must be called first"
         window = spec.window_of(layer)
         if q_TNH.stride()[1:] != (spec.head_size, 1):
             q_TNH = q_TNH.contiguous()
@@ -135,7 +136,7 @@ class TritonAttention:
             q_TNH, out_TNH, self.pool.keys(layer), self.pool.values(layer), batch.page_table_BP, batch.lengths_B,
             self._part_out, self._part_weight, num_rows, self._scale_log2, q_TNH.stride(0),
             batch.page_table_BP.stride(0), self._squash, self._sinks(layer),
-            BLOCK_M=max(16, padded(self._group)),  # the least that tensor cores take
+            BLOCK_M=max(16, padded(self._group)),  # the least that tensor cores support
             **self._constants(tiles, window),
         )  # fmt: skip
         heads = 1 if num_rows * spec.num_heads <= MAX_MERGE_PROGRAMS else self._group
@@ -151,7 +152,7 @@ class TritonAttention:
         tiles, first = self._prefill, self._num_decodes
         num_rows = len(batch.lengths_B) - first
         block_rows = max(tiles.block_rows, padded(self._group))
-        # What is free of the last tile of each sequence makes room for this bound: no length is looked at.
+        # The free rows in the last tile of each sequence make room for this bound, which needs no lengths.
         num_tiles = (len(q_TNH) - first) // (block_rows // self._group) + num_rows
         prefill_attention[(self._num_groups, num_tiles)](
             q_TNH, out_TNH, self.pool.keys(layer), self.pool.values(layer), batch.page_table_BP[first:],
@@ -162,11 +163,11 @@ class TritonAttention:
         )  # fmt: skip
 
     def _sinks(self, layer: int) -> Tensor | None:
-        """The layer's; None for a model without."""
+        """Return the layer's sinks; None for a model without."""
         return self.spec.sinks[layer] if self.spec.sinks else None
 
     def _constants(self, tiles: DecodeTiles | PrefillTiles, window: int) -> dict[str, int]:
-        """The constants that a kernel which reads keys and values is compiled for."""
+        """Return the constants that a kernel which reads keys and values is compiled for."""
         spec = self.spec
         tail = spec.head_size - spec.value_size
         return {
@@ -183,7 +184,7 @@ class TritonAttention:
             "BLOCK_B": ROWS_AT_ONCE,
             "BLOCK_N": tiles.block_keys,
             "BLOCK_H": padded(spec.value_size),
-            "BLOCK_R": max(16, padded(tail)),  # the least that tensor cores take
+            "BLOCK_R": max(16, padded(tail)),  # the least that tensor cores support
             "INTERPRETED": self._interpreted,
             "num_warps": tiles.num_warps,
             "num_stages": tiles.num_stages,
@@ -192,5 +193,5 @@ class TritonAttention:
         }
 
     def _num_shares(self, programs: int) -> int:
-        """How many shares the rows' keys are cut into, each taken by one program per KV head."""
+        """Return the number of shares that the rows' keys are cut into, one per program and KV head."""
         return max(1, self.processors.count * programs // self._num_groups)

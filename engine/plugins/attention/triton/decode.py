@@ -1,13 +1,13 @@
-"""Decode: one query per row over its paged keys, by programs that each take an equal share of all rows' keys.
+"""Decode: one query per row over its paged keys, by programs that each work on an equal share of all rows' keys.
 
 Legend: B decode rows, some of them · M query heads of one KV head, padded · N keys of a tile · H value size, padded
-        R what a key has beyond its value, padded · S parts of one row
-Owns: which program gets which tiles, one pass over keys and values, and putting together the parts of a row.
-Does not know: prompts, how large tiles are.
+        R numbers of a key beyond its value, padded · S parts of one row
+Owns: the assignment of tiles to programs, one pass over keys and values, and merging the parts of a row.
+Does not know: prompts, the sizes of tiles.
 
-Row b's visible keys lie in tiles of BLOCK_N positions.  The tiles of all rows stand in one line, and each of a fixed
-number of programs takes the same number of neighbours: however ragged the lengths, all end together.  The host looks at
-no length to launch them, so a captured launch stays right when it is replayed with other lengths.
+Row b's visible keys lie in tiles of BLOCK_N positions.  The tiles of all rows form one line, and each of a fixed number
+of programs works on the same number of adjacent tiles: however ragged the lengths, all end together.  The host reads no
+lengths to launch them, so a captured launch stays correct when it is replayed with other lengths.
 """
 
 import triton
@@ -19,7 +19,8 @@ from engine.kernels.products import join_sink, multiply, squashed
 
 @triton.jit
 def visible_tiles(length, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
-    """(first tile, number of tiles) that a row's last position sees; no tiles for length 0.  Scalars or vectors."""
+    """Return (first tile, number of tiles) visible from a row's last position; no tiles for length 0.  Scalars or
+    vectors."""
     first_tile = length * 0
     if WINDOW > 0:
         first_tile = tl.maximum(length - WINDOW, 0) // BLOCK_N
@@ -28,7 +29,7 @@ def visible_tiles(length, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def count_tiles(lengths, num_rows, WINDOW: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_N: tl.constexpr):
-    """How many tiles the first num_rows rows have."""
+    """Return the number of tiles of the first num_rows rows."""
     count_B = tl.zeros([BLOCK_B], tl.int32)
     for first_row in range(0, num_rows, BLOCK_B):
         row_B = first_row + tl.arange(0, BLOCK_B)
@@ -40,7 +41,7 @@ def count_tiles(lengths, num_rows, WINDOW: tl.constexpr, BLOCK_B: tl.constexpr, 
 
 @triton.jit
 def find_row(lengths, num_rows, tile, WINDOW: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_N: tl.constexpr):
-    """(row that a tile of the line belongs to, number of that row's first tile).  Passes over rows without tiles."""
+    """Return (row of a tile of the line, number of that row's first tile).  Rows without tiles are skipped."""
     row = tile * 0
     row_begin = tile * 0
     passed = tile * 0
@@ -57,11 +58,11 @@ def find_row(lengths, num_rows, tile, WINDOW: tl.constexpr, BLOCK_B: tl.constexp
 
 @triton.jit
 def share_size(num_tiles, num_shares):
-    """How many tiles are in one share; the last shares may get fewer, or none."""
+    """Return the number of tiles in one share; the last shares may have fewer, or none."""
     return tl.maximum(tl.cdiv(num_tiles, num_shares), 1)
 
 
-# Whatever varies from step to step must not make another variant: compiling one takes a second, while clients wait.
+# Values that vary between steps must not make another variant: compiling one takes a second, while clients wait.
 @triton.jit(do_not_specialize=["num_rows", "table_stride"], do_not_specialize_on_alignment=["page_table", "lengths"])
 def decode_attention(
     q, out, keys, values, page_table, lengths, part_out, part_weight, num_rows, scale_log2, q_stride, table_stride,
@@ -71,14 +72,14 @@ def decode_attention(
     SINKS: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_H: tl.constexpr,
     BLOCK_R: tl.constexpr, INTERPRETED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (head, share): all query heads of one KV head, so that a key is read once for all of them.
+    """Compute program (head, share): all query heads of one KV head, so that a key is read once for all of them.
 
-    q, out: row b at b * q_stride and b * heads * HEAD_SIZE. SLOT: numbers of a slot. TAIL: 0, or how many numbers a
-    latent has behind its value; all heads then share one, and a program takes GROUP of them. CAPPED: scores go
-    through ``squashed``, and scale_log2 is the cap's. sinks: a score of each head, where SINKS. part_out,
-    part_weight: float32 [share, 2, heads, HEAD_SIZE] and [share, 2, heads]; place 0 takes what continues a row that
-    an earlier share began, place 1 what begins one that a later share ends. part_weight is log2 of the sum of
-    weights. A row within one share goes to out directly. keys, values: of q's type, or float8 that becomes it here.
+    q, out: row b at b * q_stride and b * heads * HEAD_SIZE. SLOT: numbers of a slot. TAIL: 0, or the numbers of a
+    latent after its value; all heads then share one, and a program works on GROUP of them. CAPPED: scores go through
+    ``squashed``, and scale_log2 is the cap's. sinks: a score of each head, if SINKS. part_out, part_weight: float32
+    [share, 2, heads, HEAD_SIZE] and [share, 2, heads]; place 0 is for the continuation of a row of an earlier share,
+    place 1 for the beginning of a row that a later share ends. part_weight is log2 of the sum of weights. A row within
+    one share is written to out directly. keys, values: of q's type, or float8, converted to it here.
     """
     head = tl.program_id(0)  # fastest: neighbours read neighbouring 256-byte pieces of the same slots
     share = tl.program_id(1)
@@ -122,12 +123,12 @@ def decode_attention(
         out_MH = tl.zeros([BLOCK_M, BLOCK_H], tl.float32)
         highest_M = tl.full([BLOCK_M], -float("inf"), tl.float32)
         weight_M = tl.zeros([BLOCK_M], tl.float32)
-        # Pages are looked up one tile ahead and carried over: where a load's address comes from a load in the same
+        # Pages are looked up one tile ahead and carried over: if a load's address comes from a load in the same
         # iteration, the compiler spends the pipeline's stages on the first and keeps only one tile of keys in flight.
         next_N = first_index * BLOCK_N + n_N
         page_N = tl.load(pages + next_N // PAGE_SIZE, mask=next_N < length, other=0)
-        # From 0: of a counter that begins at a number loaded from memory the compiler assumes nothing, not even that
-        # neighbouring addresses are neighbours, and then neither loads keys in one go nor ahead of their use.
+        # From 0: about a counter that starts at a loaded number the compiler assumes nothing, not even that adjacent
+        # addresses are adjacent, and then it neither loads keys in one go nor ahead of their use.
         for step in range(0, last - tile):
             position_N = (first_index + step) * BLOCK_N + n_N
             seen_N = position_N < length
@@ -137,7 +138,7 @@ def decode_attention(
             next_N = position_N + BLOCK_N
             page_N = tl.load(pages + next_N // PAGE_SIZE, mask=next_N < length, other=0)
             place_NH = slot_N[:, None] * SLOT + place_1H
-            # Stale slots may hold NaN, and 0 * NaN is NaN: they are not read at all.
+            # Stale slots may hold NaN, and 0 * NaN is NaN, so they are not read at all.
             k_NH = tl.load(keys + place_NH, mask=seen_N[:, None] & live_1H, other=0.0).to(q.dtype.element_ty)
             score_MN = multiply(q_MH, tl.trans(k_NH), tl.zeros([BLOCK_M, BLOCK_N], tl.float32), INTERPRETED)
             if TAIL > 0:
@@ -147,7 +148,7 @@ def decode_attention(
             if CAPPED:
                 score_MN = squashed(score_MN, squash)
             score_MN = tl.where(seen_N[None, :], score_MN, -float("inf"))
-            # Every tile of a share has a key that is seen, so this is finite from the first one on.
+            # Every tile of a share has a visible key, so this is finite from the first one on.
             new_highest_M = tl.maximum(highest_M, tl.max(score_MN, 1) * scale_log2)
             weight_MN = tl.exp2(score_MN * scale_log2 - new_highest_M[:, None])
             shrink_M = tl.exp2(highest_M - new_highest_M)
@@ -158,7 +159,7 @@ def decode_attention(
             out_MH = multiply(weight_MN.to(v_NH.dtype), v_NH, out_MH * shrink_M[:, None], INTERPRETED)
             highest_M = new_highest_M
         whole = (tile == row_begin) & (last == row_stop)
-        if SINKS:  # it joins once: here, or where the parts of a row do
+        if SINKS:  # added once: here, or when the parts of a row are merged
             shrink_M, sum_M = join_sink(highest_M, weight_M, tl.where(whole, sink_M, -float("inf")))
             out_MH = out_MH * shrink_M[:, None]
             weight_M = sum_M
@@ -183,7 +184,7 @@ def merge_parts(
     NUM_HEADS: tl.constexpr, HEAD_SIZE: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr,
     BLOCK_B: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_H: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (i, row): query heads i * heads ... of one row.  num_shares: the decode launch's.
+    """Merge parts, as program (i, row): query heads i * heads ... of one row.  num_shares: the decode launch's.
 
     Most programs of a large batch find that their row was within one share, and end.
     """
@@ -208,7 +209,7 @@ def merge_parts(
             if row_tiles > 0:
                 for done in range(0, last_share - first_share + 1, BLOCK_S):
                     share_S = first_share + done + s_S
-                    # A row begins in place 1 of its first share, and goes on in place 0 of the others.
+                    # A row begins in place 1 of its first share, and continues in place 0 of the others.
                     part_S = (share_S * 2 + (share_S == first_share).to(tl.int32)) * NUM_HEADS + head
                     mine_S = share_S <= last_share
                     log_weight_S = tl.load(part_weight + part_S, mask=mine_S, other=-float("inf"))

@@ -1,10 +1,10 @@
 """Prefill: the last positions of each sequence, causally, over all of its paged keys.
 
 Legend: B sequences, some of them · M query rows of a tile · N keys of a tile · H value size, padded
-        R what a key has beyond its value, padded
-Owns: which program takes which queries, the masks, one pass over keys and values.  Does not know: decode rows.
+        R numbers of a key beyond its value, padded
+Owns: the assignment of queries to programs, the masks, one pass over keys and values.  Does not know: decode rows.
 
-A tile's rows are neighbouring queries times the query heads of one KV head, so that short chunks fill it too and
+A tile's rows are adjacent queries times the query heads of one KV head, so that short chunks fill it too and
 its queries end at nearly the same key.
 """
 
@@ -23,9 +23,9 @@ def _attend_tile(
     SLOT: tl.constexpr, PAGE_SIZE: tl.constexpr, PAGE_STRIDE: tl.constexpr, WINDOW: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, INTERPRETED: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """One more tile of keys: (output, highest score, sum of weights, pages of the next tile).
+    """Process one more tile of keys, and return (output, highest score, sum of weights, pages of the next tile).
 
-    MASKED: some query does not see some key.  Without, every key is every query's.
+    MASKED: some query does not see some key; otherwise every query sees every key.
     """
     key_N = index * BLOCK_N + tl.arange(0, BLOCK_N)
     slot_N = page_N.to(tl.int64) * PAGE_STRIDE + key_N % PAGE_SIZE
@@ -35,7 +35,7 @@ def _attend_tile(
     place_NH = slot_N[:, None] * SLOT + place_1H
     live_NH = live_1H
     if MASKED:
-        # Stale slots may hold NaN, and 0 * NaN is NaN: they are not read at all.
+        # Stale slots may hold NaN, and 0 * NaN is NaN, so they are not read at all.
         live_NH = (key_N < num_keys)[:, None] & live_1H
     k_NH = tl.load(keys + place_NH, mask=live_NH, other=0.0).to(q_MH.dtype)
     score_MN = multiply(q_MH, tl.trans(k_NH), tl.zeros([BLOCK_M, BLOCK_N], tl.float32), INTERPRETED)
@@ -56,7 +56,7 @@ def _attend_tile(
     new_highest_M = tl.maximum(highest_M, tl.max(score_MN, 1) * scale_log2)
     base_M = new_highest_M
     if MASKED:
-        # A query that has seen no key yet: -inf minus itself would be NaN.
+        # For a query that has seen no key yet, -inf minus itself would be NaN.
         base_M = tl.where(new_highest_M == -float("inf"), 0.0, new_highest_M)
     weight_MN = tl.exp2(score_MN * scale_log2 - base_M[:, None])
     shrink_M = tl.exp2(highest_M - base_M)
@@ -68,7 +68,7 @@ def _attend_tile(
     return out_MH, new_highest_M, weight_M, page_N
 
 
-# Whatever varies from step to step must not make another variant: compiling one takes a second, while clients wait.
+# Values that vary between steps must not make another variant: compiling one takes a second, while clients wait.
 @triton.jit(
     do_not_specialize=["num_rows", "table_stride"],
     do_not_specialize_on_alignment=["page_table", "lengths", "query_starts"],
@@ -81,13 +81,13 @@ def prefill_attention(
     SINKS: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_H: tl.constexpr,
     BLOCK_R: tl.constexpr, INTERPRETED: tl.constexpr, PDL: tl.constexpr, ONE_LOOP: tl.constexpr,
 ):  # fmt: skip
-    """Program (head, i): a tile of queries of one sequence, over the keys that any of them sees.
+    """Compute program (head, i): a tile of queries of one sequence, over the keys that any of them sees.
 
-    q, out: query t at t * q_stride and t * heads * HEAD_SIZE. SLOT, TAIL, CAPPED, SINKS, keys, values: as of decode.
-    query_starts: where in them each sequence's queries are. Sequence b's tiles begin at number (its first query) //
+    q, out: query t at t * q_stride and t * heads * HEAD_SIZE. SLOT, TAIL, CAPPED, SINKS, keys, values: as for decode.
+    query_starts: the start of each sequence's queries in q. Sequence b's tiles begin at number (its first query) //
     QUERIES + b, which leaves room for the part-filled last tile of every sequence before it; so T // QUERIES +
-    num_rows programs suffice, whatever the lengths. ONE_LOOP: all tiles of keys go through the same instructions: two
-    loops may be compiled to other ones, and where the first ends depends on where in its tile a query stands.
+    num_rows programs suffice for any lengths. ONE_LOOP: all tiles of keys use the same instructions; two loops may be
+    compiled differently, and the end of the first depends on a query's place in its tile.
     """
     QUERIES: tl.constexpr = BLOCK_M // GROUP
     head = tl.program_id(0)
@@ -136,7 +136,7 @@ def prefill_attention(
         index = tl.maximum(first_position - WINDOW + 1, 0) // BLOCK_N
     masked_index = index
     if WINDOW == 0 and not ONE_LOOP:
-        masked_index = tl.maximum(first_position + 1, 0) // BLOCK_N  # the tiles before it end where the first query is
+        masked_index = tl.maximum(first_position + 1, 0) // BLOCK_N  # tiles before it end by the first query
     out_MH = tl.zeros([BLOCK_M, BLOCK_H], tl.float32)
     highest_M = tl.full([BLOCK_M], -float("inf"), tl.float32)
     weight_M = tl.zeros([BLOCK_M], tl.float32)

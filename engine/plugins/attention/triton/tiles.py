@@ -1,6 +1,6 @@
-"""How large the pieces are that a kernel works on: the choices that cost time when they are wrong, and nothing else.
+"""Tile sizes of the kernels: choices that affect the time, and nothing else.
 
-Owns: what a GPU has of processors and shared memory, the defaults and the candidates among which tuning chooses.
+Owns: a GPU's processors and shared memory, the defaults, and the candidates for tuning.
 Does not know: kernels, measurements.
 """
 
@@ -13,12 +13,12 @@ import torch
 TILE_BYTES = 16 << 10
 MAX_PROGRAMS_PER_PROCESSOR = 8
 INTERPRETED = "interpreter"
-MAX_HEAD_SIZE = 256  # of keys and values of their own; beyond are latents
+MAX_HEAD_SIZE = 256  # of separate keys and values; larger ones are latents
 
 
 @dataclass(frozen=True, slots=True)
 class Processors:
-    """What the kernels run on.  shared_bytes: of memory that one processor has for its programs' tiles."""
+    """The processors that run the kernels.  shared_bytes: memory of one processor for its programs' tiles."""
 
     name: str
     count: int
@@ -26,17 +26,21 @@ class Processors:
 
 
 class DecodeTiles(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """block_keys: per tile.  programs: launched per processor; their shares of the work are equal."""
+    """Tiles of decode kernels.
+
+    block_keys: per tile.  programs: launched per processor; their shares of the work are equal."""
 
     block_keys: int
     num_warps: int
     num_stages: int
-    # Room for parts of results is made for so many.
+    # Memory for partial results is allocated for this many.
     programs: Annotated[int, msgspec.Meta(ge=1, le=MAX_PROGRAMS_PER_PROCESSOR)]
 
 
 class PrefillTiles(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """block_rows: queries times the query heads of a KV head.  block_keys: per tile."""
+    """Tiles of prefill kernels.
+
+    block_rows: queries times the query heads of a KV head.  block_keys: per tile."""
 
     block_rows: int
     block_keys: int
@@ -45,7 +49,7 @@ class PrefillTiles(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def processors_of(device: torch.device) -> Processors:
-    """The processors of a GPU; on the CPU few, so that what is shared among programs is shared among few."""
+    """Return the processors of a GPU; few on the CPU, so that work is shared among few programs."""
     if device.type == "cpu":
         return Processors(INTERPRETED, count=4, shared_bytes=227 << 10)
     properties = torch.cuda.get_device_properties(device)
@@ -54,16 +58,16 @@ def processors_of(device: torch.device) -> Processors:
 
 
 def padded(size: int) -> int:
-    """The next power of two."""
+    """Return the next power of two."""
     return 1 << (size - 1).bit_length()
 
 
 def default_decode(head_size: int, itemsize: int, processors: Processors, converted: bool = False) -> DecodeTiles:
-    """Three programs per processor of an H200, each with two tiles of 16 KB keys and 16 KB values on their way.
+    """Return three programs per processor of an H200, each with two tiles of 16 KB keys and 16 KB values in flight.
 
-    Decoding is reading.  A processor's part of 4.3 TB/s takes 26 KB under way at 800 ns, so 192 KB leave room for
-    programs that begin, end or compute.  Registers allow three programs of four warps too, and all of them run at once.
-    converted: whether keys and values become another type on their way, for which registers hold them twice.
+    Decoding is bound by reads.  A processor's share of 4.3 TB/s needs 26 KB in flight at 800 ns, so 192 KB leave room
+    for programs that begin, end or compute.  Registers allow three programs of four warps, which all run at once.
+    converted: keys and values are converted to another type, so that registers hold them twice.
     """
     block_keys = min(128, max(16, TILE_BYTES // (padded(head_size) * itemsize)))
     for num_stages in (3, 2):
@@ -71,14 +75,14 @@ def default_decode(head_size: int, itemsize: int, processors: Processors, conver
         fitting = processors.shared_bytes // decode_bytes(tiles, head_size, itemsize)
         if fitting > 1:
             break
-    most = 2 if head_size > MAX_HEAD_SIZE or converted else 3  # that registers allow
+    most = 2 if head_size > MAX_HEAD_SIZE or converted else 3  # the most that registers allow
     return msgspec.structs.replace(tiles, programs=max(1, min(most, fitting)))
 
 
 def decode_candidates(
     head_size: int, itemsize: int, processors: Processors, converted: bool = False
 ) -> list[DecodeTiles]:
-    """The default first, then smaller, larger and more tiles, as far as they fit."""
+    """Return the default first, then smaller, larger and more tiles, as far as they fit."""
     default = default_decode(head_size, itemsize, processors, converted)
     keys = default.block_keys
     others = [
@@ -100,7 +104,7 @@ def decode_candidates(
 
 
 def default_prefill(head_size: int, itemsize: int, processors: Processors) -> PrefillTiles:
-    """The first candidate that fits; float32, which tensor cores would round, gets tiles that fit into registers."""
+    """Return the first candidate that fits; float32, which tensor cores would round, gets tiles that fit registers."""
     if itemsize > 2:
         return PrefillTiles(block_rows=16, block_keys=16, num_warps=4, num_stages=2)
     candidates = prefill_candidates(head_size, itemsize, processors)
@@ -108,9 +112,9 @@ def default_prefill(head_size: int, itemsize: int, processors: Processors) -> Pr
 
 
 def prefill_candidates(head_size: int, itemsize: int, processors: Processors) -> list[PrefillTiles]:
-    """Best guess first; empty where there is nothing to choose.
+    """Return candidates, the best guess first; [] if there is no choice.
 
-    128 rows first: with fewer, all programs together would ask more keys of the L2 cache than it delivers.
+    128 rows come first: with fewer, all programs together would read more keys from the L2 cache than it delivers.
     """
     if itemsize > 2:
         return []
@@ -131,10 +135,10 @@ def prefill_candidates(head_size: int, itemsize: int, processors: Processors) ->
 
 
 def decode_bytes(tiles: DecodeTiles, head_size: int, itemsize: int) -> int:
-    """Shared memory of one program, with what it needs beside its tiles; the pipeline's last stage needs none."""
+    """Return the shared memory of one program, with extra beyond its tiles; the pipeline's last stage needs none."""
     return 2 * (tiles.num_stages - 1) * tiles.block_keys * padded(head_size) * itemsize + (8 << 10)
 
 
 def prefill_bytes(tiles: PrefillTiles, head_size: int, itemsize: int) -> int:
-    """Shared memory of one program: its queries, and keys and values of every stage."""
+    """Return the shared memory of one program: its queries, and keys and values of every stage."""
     return (tiles.block_rows + 2 * tiles.num_stages * tiles.block_keys) * padded(head_size) * itemsize + (1 << 10)

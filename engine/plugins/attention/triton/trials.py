@@ -1,7 +1,7 @@
-"""Tuning: each candidate's time for each size, before the first request and never after.
+"""Tuning: measures each candidate for each size, before the first request and never after.
 
 Legend: B sequences · P page-table width · T queries · N query heads · H head size
-Owns: what stands for a size while it is timed.  Does not know: how the winner is kept, see ``tuning.py``.
+Owns: the sample batches for each size.  Does not know: the storage of results (``tuning.py``).
 """
 
 import logging
@@ -32,14 +32,14 @@ log = logging.getLogger(__name__)
 BATCH_SIZES = (1, 4, 16, 64, 256)
 CONTEXTS = (1024, 4096, 16384)
 MAX_QUERIES = 4096
-MAX_LAYERS = 32  # one after the other, so that keys come from memory and not from the cache, as in a step
+MAX_LAYERS = 32  # in sequence, so that keys are read from memory and not from the cache, as in a step
 
 Tiles = TypeVar("Tiles", DecodeTiles, PrefillTiles)
 Measure = Callable[[Callable[[], None]], float]
 
 
 def use_known(attention: TritonAttention) -> None:
-    """Give ``attention`` the tiles that an earlier ``tune`` has found, if there was one here."""
+    """Give ``attention`` the tiles that an earlier ``tune`` found on this machine, if any."""
     if attention.processors.name == INTERPRETED:
         return
     table = kept_table(attention.processors.name).load() or TileTable()
@@ -47,7 +47,7 @@ def use_known(attention: TritonAttention) -> None:
         _compile(attention, table)
     attention.tuned = table
     known = sum(key.startswith(f"{attention.shape} ") for key in (*table.decode, *table.prefill))
-    log.info("attention.triton: tiles of %d sizes known from before; [option tune] measures what is missing", known)
+    log.info("attention.triton: tiles of %d sizes known from before; option tune=true measures the missing ones", known)
 
 
 def tune(
@@ -56,9 +56,9 @@ def tune(
     contexts: Sequence[int] = CONTEXTS,
     measure: Measure | None = None,
 ) -> TileTable:
-    """Give ``attention`` the fastest tiles for these sizes: from the file, or else measured and written there.
+    """Give ``attention`` the fastest tiles for these sizes: from the file, or measured and written there.
 
-    measure: milliseconds that work takes; by default those of a captured graph.  Sizes beyond the pool are left out.
+    measure: returns the milliseconds of work; by default in a captured graph.  Sizes beyond the pool are skipped.
     """
     if attention.processors.name == INTERPRETED and measure is None:
         log.info("attention.triton: the interpreter is not tuned")
@@ -121,7 +121,7 @@ def _keep_fastest(
 
 
 def _work(attention: TritonAttention, batch: AttentionBatch, tiles: DecodeTiles | PrefillTiles) -> Callable[[], None]:
-    """A function that runs some layers of attention with these tiles."""
+    """Return a function that runs some layers of attention with these tiles."""
     spec, pool = attention.spec, attention.pool
     num_queries = int(batch.host_query_lengths.sum())
     q_TNH = torch.zeros((num_queries, spec.num_heads, spec.head_size), dtype=pool.dtype, device=pool.data.device)
@@ -136,7 +136,7 @@ def _work(attention: TritonAttention, batch: AttentionBatch, tiles: DecodeTiles 
 
 
 def _compile(attention: TritonAttention, table: TileTable) -> None:
-    """Run once with all tiles of this shape, so that nothing is compiled in a step; those that cannot run are out."""
+    """Run all tiles of this shape once, so that nothing is compiled in a step; those that fail are dropped."""
     _try_each(attention, _decode_batch(attention, 1, 1), table.decode)
     _try_each(attention, _prefill_batch(attention, 1), table.prefill)
 
@@ -146,7 +146,7 @@ def _try_each(attention: TritonAttention, batch: AttentionBatch, table: dict[str
     for tiles in dict.fromkeys(mine.values()):
         try:
             _work(attention, batch, tiles)()
-        except Exception as error:  # the file may come from elsewhere
+        except Exception as error:  # the file may come from another machine
             log.warning("attention.triton: %s cannot be used: %s", tiles, _short(error))
             for key in [key for key, value in mine.items() if value == tiles]:
                 del table[key]
@@ -157,20 +157,20 @@ def _short(error: Exception) -> str:
 
 
 def _decode_batch(attention: TritonAttention, batch_size: int, context: int) -> AttentionBatch:
-    """Decode rows whose lengths go from a quarter of the context to all of it."""
+    """Return decode rows with lengths from a quarter of the context to all of it."""
     lengths = np.linspace(context, max(1, context // 4), batch_size).astype(np.int32)
     return _batch(attention, np.random.default_rng(0).permutation(lengths), np.ones(batch_size, np.int32), batch_size)
 
 
 def _prefill_batch(attention: TritonAttention, context: int) -> AttentionBatch:
-    """One prompt, or its last part."""
+    """Return one prompt, or its last part."""
     return _batch(attention, np.array([context], np.int32), np.array([min(context, MAX_QUERIES)], np.int32), 0)
 
 
 def _batch(
     attention: TritonAttention, lengths: np.ndarray, query_lengths: np.ndarray, num_decodes: int
 ) -> AttentionBatch:
-    """A batch over random pages of the pool: what is in them does not matter."""
+    """Return a batch over random pages of the pool; their contents do not matter."""
     pool = attention.pool
     shape = (len(lengths), -(-int(lengths.max()) // pool.page_size))
     table_BP = np.random.default_rng(0).integers(0, max(1, pool.num_pages), shape, dtype=np.int32)
@@ -178,5 +178,5 @@ def _batch(
 
 
 def _milliseconds(work: Callable[[], None]) -> float:
-    """The time of work in a graph: launching from Python takes longer than most of what is timed."""
+    """Return the time of work in a graph: launching from Python takes longer than most of the work."""
     return float(triton.testing.do_bench_cudagraph(work, rep=20, return_mode="median"))

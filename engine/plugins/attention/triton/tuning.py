@@ -26,7 +26,7 @@ class TileTable(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def bucket(count: int) -> int:
-    """The next power of ``STEP``: sizes that are served alike."""
+    """Return the next power of ``STEP``; sizes up to it share tiles."""
     size = 1
     while size < count:
         size *= STEP
@@ -41,7 +41,7 @@ def size_key(shape: str, batch_size: int, context: int) -> str:
 
 
 def nearest(tiles: Mapping[str, T], shape: str, batch_size: int, context: int) -> T | None:
-    """The tiles of this size, or of the next smaller one that has some: first of the batch, then of the context."""
+    """Return the tiles of this size, or of the next smaller one that has some: first in batch, then in context."""
     if not tiles:
         return None
     context = bucket(context)

@@ -1,9 +1,9 @@
-"""Communication by a thin binding of our own to the NCCL that torch ships: fewer layers than torch's process group.
+"""Communication by a thin binding to the NCCL that torch ships, with fewer layers than torch's process group.
 
-Against ``comm.torch``: no stream of its own and no event between streams, so a captured graph holds the bare
-collectives; no watchdog thread.
+Unlike ``comm.torch`` it has no stream of its own and no event between streams, so a captured graph holds the bare
+collectives; and no watchdog thread.
 
-Owns: the options, and how a group starts.  Does not know: NCCL's functions (``library.py``).
+Owns: the options, and the start of a group.  Does not know: NCCL's functions (``library.py``).
 """
 
 from engine.plugins.comm.pynccl.group import NcclComm
@@ -18,8 +18,10 @@ NAME = "comm.pynccl"
 
 
 class NcclOptions(Options, frozen=True):
-    """library: path of libnccl.so.2; 'auto' for the one that torch was installed with.
-    timeout_s: how long a rank waits at the start for the others."""
+    """Options of the plugin.
+
+    library: path of libnccl.so.2; 'auto' for the one that torch was installed with.
+    timeout_s: how long a rank waits for the others at the start."""
 
     library: str = "auto"
     timeout_s: float = 600.0
@@ -27,7 +29,7 @@ class NcclOptions(Options, frozen=True):
 
 @hookimpl
 def callboard_comm(context: CommContext) -> NcclComm:
-    """Ranks with a GPU each, on one machine or several."""
+    """Build the communicator for ranks with a GPU each, on one machine or several."""
     options = decode_options(NAME, context.options, NcclOptions)
     if context.device != "cuda":
         raise PluginError(f"{NAME} connects NVIDIA GPUs, not {context.device!r}; set plugins.comm=torch")

@@ -1,6 +1,6 @@
-"""A rank's place in an NCCL group: collectives queued on the current stream, which graphs may capture.
+"""A rank's membership in an NCCL group: collectives are queued on the current stream, which graphs may capture.
 
-Owns: the communicator, and what of a tensor NCCL is given.  Does not know: layers, other streams.
+Owns: the communicator, and the conversion of tensors to NCCL's arguments.  Does not know: layers, other streams.
 """
 
 import ctypes
@@ -17,20 +17,20 @@ ID_KEY = "callboard/nccl"
 
 
 def current_stream() -> int:
-    """The stream that torch works on now, as NCCL takes it."""
+    """Return torch's current stream as NCCL's argument."""
     stream: int = torch.cuda.current_stream().cuda_stream
     return stream
 
 
 class NcclComm:
-    """See ``Comm``.  stream: called by every collective, so that it is captured where a graph is."""
+    """A ``Comm`` on NCCL.  stream: called by every collective, so that a graph captures it on its own stream."""
 
     capturable = True
 
     def __init__(
         self, library: NcclLibrary, store: Store, rank: int, size: int, stream: Callable[[], int] = current_stream
     ) -> None:
-        """Join the group; returns when all ranks have.  Raises NcclError."""
+        """Join the group; returns when all ranks have joined.  Raises NcclError."""
         self.rank, self.size = rank, size
         self._library = library
         self._stream = stream
@@ -51,7 +51,7 @@ class NcclComm:
         return join_parts(gathered, dim)
 
     def close(self) -> None:
-        """See ``Comm``.  What is queued ends with an error; ncclCommDestroy would wait for it."""
+        """Leave the group.  Queued collectives end with an error; ncclCommDestroy would wait for them."""
         comm, self._comm = self._comm, None
         if comm is not None:
             self._library.call("ncclCommAbort", comm)
@@ -63,7 +63,7 @@ class NcclComm:
 
 
 def _share_id(library: NcclLibrary, store: Store, rank: int) -> UniqueId:
-    """The group's id: rank 0 makes it, the others wait for it in the store."""
+    """Return the group's id: rank 0 makes it, the others wait for it in the store."""
     shared = UniqueId()
     if rank == 0:
         library.call("ncclGetUniqueId", ctypes.byref(shared))

@@ -1,8 +1,8 @@
-"""NCCL's C functions through ctypes: the ones that are called here, with their types, and errors as exceptions.
+"""NCCL's C functions through ctypes: those called here, with their types, and errors as exceptions.
 
 NCCL's ABI is stable within a major version: the numbers below are those of nccl.h 2.x.
 
-Owns: finding the library, the signatures, what a result code means.  Does not know: tensors, ranks' order.
+Owns: finding the library, the signatures, the meaning of result codes.  Does not know: tensors, the order of ranks.
 """
 
 import ctypes
@@ -24,11 +24,11 @@ SUM = 0
 
 
 class NcclError(CallboardError):
-    """A call of NCCL has failed; the message has its name and NCCL's words."""
+    """A call of NCCL has failed; the message has its name and NCCL's own text."""
 
 
 class UniqueId(ctypes.Structure):
-    """The id that rank 0 makes and every rank of a group must have to join it; passed by value."""
+    """The id that rank 0 makes and every rank needs to join the group; passed by value."""
 
     _fields_ = (("internal", ctypes.c_byte * UNIQUE_ID_BYTES),)
 
@@ -46,7 +46,7 @@ SIGNATURES = {
 
 
 class NcclLibrary:
-    """The library, loaded.  path: of libnccl.so.2.  Raises NcclError if it, or one of its functions, is not there."""
+    """The loaded library.  path: of libnccl.so.2.  Raises NcclError if it, or one of its functions, is missing."""
 
     def __init__(self, path: str) -> None:
         try:
@@ -69,17 +69,17 @@ class NcclLibrary:
             what: bytes = self._library.ncclGetErrorString(result)
             why: bytes | None = self._library.ncclGetLastError(None)
             details = why.decode().strip() if why else "no details"
-            raise NcclError(f"{name} failed: {what.decode()} ({details}; NCCL_DEBUG=INFO says more)")
+            raise NcclError(f"{name} failed: {what.decode()} ({details}; NCCL_DEBUG=INFO prints more)")
 
     def version(self) -> str:
-        """The library's version, for example 2.28.3."""
+        """Return the library's version, for example 2.28.3."""
         number = _INT()
         self.call("ncclGetVersion", ctypes.byref(number))
         return f"{number.value // 10000}.{number.value // 100 % 100}.{number.value % 100}"
 
 
 def find_library() -> str:
-    """The path of the NCCL that torch was installed with, or else the name of the system's, which may not be there."""
+    """Return the path of the NCCL that torch was installed with, or the name of the system's, which may not exist."""
     for distribution in ("nvidia-nccl-cu13", "nvidia-nccl-cu12"):
         try:
             found = [Path(str(file.locate())) for file in files(distribution) or () if file.name == LIBRARY]
