@@ -43,7 +43,7 @@ from engine.recording.blueprint import Blueprint, without_secrets
 from engine.recording.recorder import RecordedScheduler, Recorder
 from engine.scheduling.planner import Planner
 from engine.scheduling.policy import SchedulingPolicy
-from engine.scheduling.proposer import DraftModel
+from engine.scheduling.proposer import DraftModel, Proposer
 from engine.scheduling.rows import PlannerLimits
 from engine.text.codec import TextCodec, warn_of_unknown_tokens
 from engine.text.grammar import Grammars
@@ -126,7 +126,7 @@ class System:
         self._draft = proposer if isinstance(proposer, DraftModel) else None
         self._features = planner_features(FeatureContext(config, proposer, self.spec.vocab_size))
         self.watchers: dict[str, object] = planner_watchers(time.monotonic) if before is None else before.watchers
-        self._num_proposed = 0 if proposer is None else proposer.num_tokens
+        self._given = _given_to_ranks(proposer)
         self._observers, self._grammars = self._watched_by(before), self._grammars_of(before)
         self._traffic = self._traffic_by(before)
         self.recorder: Recorder | None = self._new_recorder() if before is None else before.recorder
@@ -296,8 +296,7 @@ class System:
                 capacity=capacity,
                 progress=self._progress,
                 machines=self._machines,
-                draft=self._draft,
-                num_proposed=self._num_proposed,
+                given=self._given,
             )
         return InlineExecutors(num_ranks=num_ranks, capacity=capacity, load=self._load_runner)
 
@@ -314,7 +313,7 @@ class System:
             progress=self._progress and not rank,
             num_pages=settings.num_pages,
             grammars=self._grammars,
-            given={"draft": self._draft, "num_proposed": self._num_proposed},
+            given=self._given,
         )
         return StepSplitter(runner, alone=self.config.device.tensor_parallel == 1, most_tokens=settings.most_tokens)
 
@@ -390,7 +389,7 @@ class System:
         self.config, self.spec, self.directory = new.config, new.spec, new.directory
         self.num_parameters, self._plugins, self._grammars = new.num_parameters, new._plugins, new._grammars
         self.policy, self._draft, self._features = new.policy, new._draft, new._features
-        self._num_proposed = new._num_proposed
+        self._given = new._given
         if self._traffic is not None and (planner := self.scheduler.planner) is not None:
             self._traffic.begin(self.planner_limits(planner.requests.limits.num_pages), self.config)
         if self.recorder is not None:
@@ -433,3 +432,11 @@ def _max_len(config: Config, spec: ModelSpec) -> int:
             -(-max_len // kv.page_size),
         )
     return max_len
+
+
+def _given_to_ranks(proposer: Proposer | DraftModel | None) -> dict[str, bytes]:
+    """Return the facts that features on ranks need, see ``RankContext``."""
+    if proposer is None:
+        return {}
+    draft = proposer if isinstance(proposer, DraftModel) else None
+    return {"speculation": msgspec.msgpack.encode({"draft": draft, "num_proposed": proposer.num_tokens})}

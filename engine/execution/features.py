@@ -35,7 +35,7 @@ class RankContext:
     max_len: tokens of the longest row.
     place: equal on ranks that share memory, see ``fair_share``.
     model, rows: the rank's own.
-    given: values that the planner's half of a feature has for the rank's half, by name."""
+    given: facts that features need and the engine has found, msgpack by the feature's name."""
 
     config: Config
     spec: ModelSpec
@@ -48,7 +48,7 @@ class RankContext:
     progress: bool
     model: Model
     rows: DeviceRows
-    given: Mapping[str, Any]
+    given: Mapping[str, bytes]
 
 
 class RankFeature:

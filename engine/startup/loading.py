@@ -7,7 +7,6 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -86,7 +85,7 @@ def load_runner(
     progress: bool,
     num_pages: int = 0,
     grammars: Grammars | None = None,
-    given: Mapping[str, Any] | None = None,
+    given: Mapping[str, bytes] | None = None,
 ) -> ModelRunner:
     """Return a runner that is ready for its first step.  Runs on the device thread, of all ranks at the same time.
 
@@ -214,7 +213,7 @@ def _prove(start: Start, model: Model, attention: RankAttention, sampler: Sample
         )
 
 
-def _context(start: Start, model: Model, rows: DeviceRows, given: Mapping[str, Any]) -> RankContext:
+def _context(start: Start, model: Model, rows: DeviceRows, given: Mapping[str, bytes]) -> RankContext:
     return RankContext(
         config=start.config,
         spec=start.spec,

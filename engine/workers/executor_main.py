@@ -77,7 +77,7 @@ def load_rank(assignment: ExecutorAssignment) -> Runner:
         rendezvous=assignment.rendezvous,
         progress=assignment.progress,
         num_pages=assignment.num_pages,
-        given={"draft": assignment.draft, "num_proposed": assignment.num_proposed},
+        given=assignment.given,
     )
     return StepSplitter(runner, alone=assignment.num_ranks == 1, most_tokens=assignment.most_tokens)
 

@@ -23,7 +23,6 @@ from engine.messages import (
     Tokenize,
     TokenizerInbox,
 )
-from engine.scheduling.proposer import DraftModel
 from engine.types.errors import (
     CallboardError,
     ConfigError,
@@ -71,7 +70,7 @@ class ExecutorAssignment(Assignment, frozen=True, kw_only=True):
     rendezvous: where the ranks meet to form their communicator, an ``init_method`` of torch.distributed; '' for one
     rank.  num_pages: of the pool, once known, or 0.  most_tokens: steps with more tokens are cut; 0 for no limit.
     fingerprint: of the checkpoint, which may have another path on another machine; '' for no check.
-    local_rank: its GPU; None for the one of its rank's number.  draft, num_proposed: as in ``load_runner``.
+    local_rank: its GPU; None for the one of its rank's number.  given: see ``RankContext``.
     """
 
     rank: int
@@ -83,8 +82,7 @@ class ExecutorAssignment(Assignment, frozen=True, kw_only=True):
     progress: bool
     fingerprint: str = ""
     local_rank: int | None = None
-    draft: DraftModel | None = None
-    num_proposed: int = 0
+    given: dict[str, bytes] = msgspec.field(default_factory=dict)
 
 
 class TokenizerAssignment(Assignment, frozen=True, kw_only=True):

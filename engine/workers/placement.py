@@ -19,7 +19,6 @@ from engine.config import Config, without_cluster_key
 from engine.host.logs import LogSettings
 from engine.messages import ExecutorInbox, FromExecutor, TokenizerInbox
 from engine.plugins.families import read_model
-from engine.scheduling.proposer import DraftModel
 from engine.types.errors import ConfigError
 from engine.types.notices import Message
 from engine.workers.child import Child, Ticket
@@ -123,7 +122,7 @@ class ProcessExecutors:
 
     max_len: longest sequence.  capacity: of an executor's mailbox.  num_ranks: tensor-parallel size.
     module: the module of a rank's process.  machines: None if all ranks are on this one.
-    draft, num_proposed: as in ``load_runner``.
+    given: see ``RankContext``.
     """
 
     can_kill = True
@@ -138,8 +137,7 @@ class ProcessExecutors:
         progress: bool,
         module: str = "engine.workers.executor_main",
         machines: Machines | None = None,
-        draft: DraftModel | None = None,
-        num_proposed: int = 0,
+        given: dict[str, bytes] | None = None,
     ) -> None:
         _require_linux("executor=process", "'inline'")
         self.silence_s = config.placement.silence_timeout_s
@@ -151,8 +149,7 @@ class ProcessExecutors:
         self._progress = progress
         self._module = module
         self._machines = machines
-        self._draft = draft
-        self._num_proposed = num_proposed
+        self._given = given or {}
 
     @contextmanager
     def generation(self, settings: GenerationSettings) -> Iterator[Start[FromExecutor, ExecutorInbox]]:
@@ -213,8 +210,7 @@ class ProcessExecutors:
             most_tokens=settings.most_tokens,
             max_len=self._max_len,
             progress=self._progress,
-            draft=self._draft,
-            num_proposed=self._num_proposed,
+            given=self._given,
             fingerprint=""
             if self._machines is None
             else fingerprint(read_model(path, config.plugins, config.model), config.model.load_format),

@@ -204,7 +204,7 @@ def test_what_attention_keeps_is_no_memory_for_pages(checkpoint, monkeypatch, nu
         plugins,
         rank=0,
         progress=False,
-        given={} if draft is None else {"draft": draft},
+        given={} if draft is None else {"speculation": msgspec.msgpack.encode({"draft": draft, "num_proposed": 2})},
     )
     assert seen[0].attention_bytes == num_backends * 128 << 20
 

@@ -20,11 +20,19 @@ from engine.features.speculation.drafting import Drafted, Drafter
 from engine.features.speculation.eagle_head import RankHead
 from engine.layers.kv_pool import KVPool
 from engine.messages import Step
+from engine.scheduling.proposer import DraftModel
 
 log = logging.getLogger(__name__)
 
 CPU_ALLOCATOR = "DefaultCPUAllocator"  # what torch names in a RuntimeError, which is no OutOfMemoryError on a CPU
 NO_TOKENS = {"proposed_rows": b"", "proposed_positions": b"", "proposed_tokens": b""}
+
+
+class Terms(msgspec.Struct, frozen=True):
+    """The proposer of the engine.  draft: the model that drafts; None if the planner does.  num_proposed: of a row."""
+
+    num_proposed: int
+    draft: DraftModel | None = None
 
 
 class SpeculationRank(RankFeature):
@@ -94,8 +102,10 @@ def rank_feature(context: RankContext) -> SpeculationRank | None:
     """Return what drafts or verifies tokens here, or None if no proposer is configured.
 
     Raises ConfigError, WeightsError, PluginError, as for the model itself."""
-    draft, num_proposed = context.given.get("draft"), context.given.get("num_proposed", 0)
-    if draft is not None:
+    if (given := context.given.get("speculation")) is None:
+        return None
+    terms = msgspec.msgpack.decode(given, type=Terms)
+    if (draft := terms.draft) is not None:
         kind = RankHead if draft.reads_states else RankDraft
-        return DraftRank(context, kind(draft, context), num_proposed)
-    return SpeculationRank(num_proposed) if num_proposed else None
+        return DraftRank(context, kind(draft, context), terms.num_proposed)
+    return SpeculationRank(terms.num_proposed)
