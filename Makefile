@@ -10,12 +10,13 @@ comma := ,
 CONFIG ?= examples/demo.toml
 SEEDS ?= 20000
 SECONDS ?= 600
+# torch is not in requirements.txt: its build for CPUs has hashes of its own.
 # The CPU build of torch is a tenth of the CUDA build that Linux gets by default.
 TORCH_INDEX ?= $(if $(filter Linux,$(shell uname -s)),$(if $(shell command -v nvidia-smi),,https://download.pytorch.org/whl/cpu))
 PIP := $(BIN)/pip --disable-pip-version-check
 PIP_INSTALL := $(PIP) install --constraint constraints.txt
 
-.PHONY: serve test slow machines check reliability sanitize fuzz signatures newest conformance simulate snippets docs format demo-model clean
+.PHONY: hashes sbom serve test slow machines check reliability sanitize fuzz signatures newest conformance simulate snippets docs format demo-model clean
 
 serve: $(SERVES)  ## install what serving needs, then serve the demo model on 127.0.0.1:8000; CONFIG=FILE.toml ARGS="--port 8001"
 	$(BIN)/callboard serve $(CONFIG) $(ARGS)
@@ -81,18 +82,26 @@ format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+hashes: $(STAMP)  ## write requirements.txt, the hashes of what serving needs; INDEX=URL of a package index with PEP 691's JSON
+	$(BIN)/python -m tests.hashes $(INDEX)
+
+sbom: $(STAMP)  ## write sbom.json (CycloneDX): every package that serving needs here, with its version, license and hashes
+	$(BIN)/python -m tests.sbom
+
 demo-model: $(STAMP)  ## train the demo model again: Python, then conversations (two hours on two cores)
 	$(BIN)/python examples/demo_model/train.py
 	OMP_NUM_THREADS=1 $(BIN)/python examples/demo_model/teach.py
 
-$(SERVES): pyproject.toml constraints.txt
+$(SERVES): pyproject.toml constraints.txt requirements.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "callboard needs Python 3.11 or later, this is " + sys.version.split()[0])'
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { echo "Python's venv module is missing: apt-get install python3-venv"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
-	@echo "1 of 2: torch, $(if $(TORCH_INDEX),the CPU build,the build of the package index; on Linux the one for CUDA$(comma) several GB)"
+	@echo "1 of 3: what callboard imports, each file with its hash"
+	$(PIP) install --require-hashes --only-binary :all: --requirement requirements.txt
+	@echo "2 of 3: torch, $(if $(TORCH_INDEX),the CPU build,the build of the package index; on Linux the one for CUDA$(comma) several GB)"
 	$(PIP_INSTALL) --retries 2 $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) "torch==$$(sed -n 's/^torch==//p' constraints.txt)"
-	@echo "2 of 2: callboard and what it imports"
-	$(PIP_INSTALL) --editable .
+	@echo "3 of 3: callboard"
+	$(PIP) install --no-deps --no-build-isolation --editable .
 	@touch $(SERVES)
 
 $(STAMP): $(SERVES)

@@ -30,6 +30,8 @@ from machine import keep, new_parser
 from rich.console import Console
 from rich.table import Table
 
+from server.local_token import read_token
+
 ROOT = Path(__file__).parents[1]
 MODEL = "callboard-demo"
 SLOW_READ_BYTES, SLOW_READ_S = 200, 0.2
@@ -88,7 +90,9 @@ class Server:
         self.port, self.pid = int(found[1]), self._process.pid
 
     def stats(self) -> dict[str, Any]:
-        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/stats", timeout=30) as response:
+        headers = {"Authorization": f"Bearer {read_token()}"}
+        request = urllib.request.Request(f"http://127.0.0.1:{self.port}/stats", headers=headers)
+        with urllib.request.urlopen(request, timeout=30) as response:
             stats: dict[str, Any] = json.load(response)
         return stats
 

@@ -16,9 +16,9 @@ from machine import keep, new_parser
 from rich.console import Console
 from rich.table import Table
 
-from engine.execution.copy_stream import copies_on
-from engine.execution.host_pool import HostPool
-from engine.execution.landings import Landings
+from engine.features.host_tier.copy_stream import copies_on
+from engine.features.host_tier.landings import Landings
+from engine.features.host_tier.pool import HostPool
 from engine.layers.kv_pool import KVPool, Layout
 from engine.messages import Step
 

@@ -27,9 +27,9 @@ from rich.console import Console
 from rich.table import Table
 from safetensors.torch import save_file
 
-from engine.checkpoints.adapter import AdapterRules, adaptable_modules, read_adapter, tensor_name
 from engine.config import Config, build_config
 from engine.control.system import System
+from engine.features.lora.files import AdapterRules, adaptable_modules, read_adapter, tensor_name
 from engine.messages import Admission, Step
 from engine.startup.loading import load_runner
 from engine.types.params import SamplingParams

@@ -21,7 +21,8 @@ from machine import keep, new_parser
 from rich.console import Console
 from rich.table import Table
 
-from engine.actors.executor import Executor, PendingStep, Runner
+from engine.actors.executor import Executor
+from engine.actors.runner import PendingStep, Runner
 from engine.messages import Step, Stop
 
 IN_FLIGHT = 2

@@ -29,6 +29,7 @@ from machine import keep, new_parser
 from rich.console import Console
 from rich.table import Table
 
+from engine.actors.runner import Runner
 from engine.config import Config
 from engine.messages import Step, StepDone
 from engine.traffic.sizes import StepSize, StepSizes
@@ -64,12 +65,11 @@ def formula(size: StepSize) -> float:
     return max(32e-3 + 4e-7 * (size.context + size.pairs), computed) + 600e-6 * (size.decodes + size.prefills)
 
 
-class PacedRunner:
+class PacedRunner(Runner):
     """A device that computes nothing and takes its time: steps queue behind each other, and the host waits for none."""
 
     def __init__(self, num_pages: int, max_running: int, token: int) -> None:
         self.num_pages = num_pages
-        self.stored = None
         self._token = token
         self._sizes = StepSizes(max_running)
         self._rng = np.random.default_rng(0)

@@ -6,6 +6,7 @@ The model's name in the configuration is the device's time for a step, in millis
 import time
 from dataclasses import dataclass
 
+from engine.actors.runner import Runner
 from engine.messages import Step, StepDone
 from engine.workers.executor_main import main
 from engine.workers.messages import ExecutorAssignment
@@ -29,11 +30,10 @@ class Pending:
         return StepDone(rank=0, step_id=self.step.step_id, token_ids=self.step.decode_rows)
 
 
-class EchoRunner:
+class EchoRunner(Runner):
     """Steps run one after the other, ``step_s`` each, as on a device with a queue."""
 
     num_pages = 1
-    stored = None
 
     def __init__(self, step_s: float) -> None:
         self._step_s = step_s

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from engine.actors.actor import Actor, Link
-from engine.actors.executor import Runner
+from engine.actors.runner import Runner
 from engine.config import Config
 from engine.control.system import System
 from engine.messages import Deltas, Logprobs, Step, StepDone, StepExtras
@@ -87,7 +87,7 @@ class Delivery:
             self._num_due += count
 
 
-class NullRunner:
+class NullRunner(Runner):
     """token: what every row samples.  turns: what a step waits for, after ``step_s`` asleep, and ``delivery`` too.
     num_logprobs: alternatives whose log probabilities every token comes with; 0 for no log probabilities."""
 
@@ -101,7 +101,6 @@ class NullRunner:
         num_logprobs: int = 0,
     ) -> None:
         self.num_pages = num_pages
-        self.stored = None
         tops = np.arange(300, 300 + num_logprobs, dtype=np.int32)
         self._logprobs = Logprobs(
             logprob=-1.0, top_ids=tops.tobytes(), top_logprobs=np.full(num_logprobs, -3.0, dtype=np.float32).tobytes()

@@ -17,6 +17,8 @@ from typing import IO, Any
 
 import aiohttp
 
+from server.local_token import read_token
+
 DEMO = Path(__file__).parents[1] / "examples" / "demo.toml"
 TIMEOUT_S = 180.0
 POLL_EVERY_S = 0.02
@@ -57,7 +59,7 @@ class Cluster:
 
     async def replicas(self, session: aiohttp.ClientSession) -> list[dict[str, Any]]:
         """GET /replicas."""
-        async with session.get(f"{self.url}/replicas") as response:
+        async with session.get(f"{self.url}/replicas", headers={"Authorization": f"Bearer {read_token()}"}) as response:
             found: list[dict[str, Any]] = (await response.json())["replicas"]
             return found
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from engine.features.host_tier.planner import HostTierPlanner
 from engine.messages import Admit, Step, StepDone, Tokens
 from engine.plugins.hookspecs import EvictionContext, PolicyContext
 from engine.plugins.manager import Plugins
@@ -34,6 +35,7 @@ def new_planner(clock: Callable[[], float], policy: str = "priority", **limits: 
         hook.callboard_eviction_strategy(context=EvictionContext(PAGE_SIZE, given["num_pages"])),
         hook.callboard_scheduling_policy(context=PolicyContext(given["max_running"], PAGE_SIZE)),
         clock,
+        features=[HostTierPlanner] if given.get("num_host_pages") else [],
     )
 
 

@@ -38,7 +38,8 @@ MAX_FILE_BYTES = 1 << 20
 UNKNOWN_FIELD = re.compile("unknown field `(.*)`")  # as msgspec says it
 PATTERN = "Expected `str` matching regex"  # likewise
 MIN_CLUSTER_KEY = 32
-SECRETS = frozenset({"api_key", "cluster_key"})
+MIN_KEY = 16  # characters of a key of clients or operators
+SECRETS = frozenset({"api_key", "operator_key", "cluster_key"})
 # Keys that callboard.toml once had -> what to set instead; nothing where nobody has to choose any more.
 OLD_KEYS = {
     "model.thinks": "plugins.reasoning_parser",
@@ -358,8 +359,21 @@ def _check(config: Config) -> None:
             f"placement.cluster_key: {len(config.placement.cluster_key)} characters, expected at least "
             f"{MIN_CLUSTER_KEY}: openssl rand -hex 32 makes some"
         )
+    given = config.server.api_key
+    keys = {"api_key": [given] if isinstance(given, str) else given, "operator_key": [config.server.operator_key]}
+    for name, values in keys.items():
+        if short := [len(value) for value in values if 0 < len(value) < MIN_KEY]:
+            raise ConfigError(
+                f"server.{name}: {short[0]} characters, expected at least {MIN_KEY}: openssl rand -hex 32 makes some"
+            )
     if config.storage.trace_mb and not config.storage.folder:
         raise ConfigError(f"storage.trace_mb={config.storage.trace_mb}: traces need storage.folder to lie below")
+    if "*" in config.server.cors_origins and not config.server.needs_key:
+        reason = "every page of the web could use the server; name pages, or set server.api_key or server.key_file"
+        raise ConfigError(f"server.cors_origins={config.server.cors_origins}: {reason}")
+    server = config.server
+    if bool(server.tls_cert) != bool(server.tls_key) or (server.tls_client_ca and not server.tls_cert):
+        raise ConfigError("server.tls_cert and server.tls_key go together, and server.tls_client_ca needs both")
     loopback = config.server.host in ("127.0.0.1", "::1", "localhost")
     if not loopback and not config.server.needs_key:
         needs = "listening beyond loopback needs server.api_key or server.key_file"

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from engine.checkpoints.adapter import CONFIG, AdapterRules, read_adapter
+from engine.features.lora.files import CONFIG, AdapterRules, read_adapter
 from engine.types.errors import FieldError, RequestError, WeightsError
 from engine.types.prompt import Adapter
 

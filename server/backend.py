@@ -10,7 +10,7 @@ from typing import Protocol
 
 from engine.actors.admission import Admitting
 from engine.actors.operations import Operate, SettingsChanged
-from engine.actors.snapshot import Snapshot
+from engine.actors.snapshot import NO_VIEWS, Snapshot, Views
 from engine.actors.supervisor import Entrance
 from engine.messages import DEFAULT_OPTIONS, Delta, Profile, RequestOptions, Stats
 from engine.text.codec import TextCodec
@@ -62,10 +62,10 @@ class Monitor(Protocol):
     """What the engine shows of itself."""
 
     async def look(
-        self, *, meter: bool = False, board: bool = False, explain: tuple[int, ...] = (), patience_s: float = 1.0
+        self, *, meter: bool = False, board: bool = False, views: Views = NO_VIEWS, patience_s: float = 1.0
     ) -> Snapshot:
         """Returns the engine's gauges.  meter: with what has been counted.  board: with where every request is.
-        explain: with where the time of these requests went.
+        views: with what features show, by name; see ``GetSnapshot``.
 
         To be read before the next wait.  Raises RequestError: 503 if the engine has not answered in time."""
 

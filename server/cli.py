@@ -30,6 +30,7 @@ from engine.host.logs import LogSettings
 from engine.plugins.families import THROUGH, list_families
 from engine.plugins.hookspecs import API_VERSION
 from engine.plugins.listing import list_plugins
+from engine.settings.sections import ServerSection
 from engine.types.errors import CallboardError, ConfigError, PluginError, RequestError
 from engine.types.params import SamplingParams
 from engine.workers.cluster.environment import Cluster, check_cluster, read_cluster
@@ -38,7 +39,9 @@ from server.backend import Backend
 from server.bench.command import add_bench
 from server.foreign_flags import answers
 from server.http.listener import bind, url_of
+from server.http.tls import Tls
 from server.keys import read_keys
+from server.local_token import read_token
 from server.model_card import ModelCard
 from server.operators.apply_command import add_arguments, apply
 from server.operators.replay import add_replay_arguments, replay
@@ -301,6 +304,8 @@ async def _serve_until_stopped(config: Config, source: ConfigSource, head: "Head
 
     read_keys(config.server)  # a file that cannot be used is said before a model is loaded
     check_storage(config.storage)
+    if config.server.tls_cert:
+        Tls(config.server)  # likewise
     # The port first: finding it taken must not cost the time of loading a model.
     with bind(config.server.host, config.server.port) as listener:
         frontend = FrontendCommand(FRONT_MODULE, listener.fileno()) if config.placement.ingress == "process" else None
@@ -310,7 +315,7 @@ async def _serve_until_stopped(config: Config, source: ConfigSource, head: "Head
             head.follow(lambda: system.entrance.draining)
         card = ModelCard.of(system, config.server)
         operations = LocalOperations(system, source, card)
-        engine = asyncio.create_task(_run_engine(system, url_of(listener), config.server.needs_key))
+        engine = asyncio.create_task(_run_engine(system, url_of(listener, config.server.scheme), config.server))
         ways: dict[str, Any] = {"listener": listener, "engine": engine, "reload": operations.reload}
         try:
             if isinstance(system.entrance, RemoteIngress):
@@ -324,14 +329,15 @@ async def _serve_until_stopped(config: Config, source: ConfigSource, head: "Head
             engine.cancel()
 
 
-async def _run_engine(system: "System", url: str, needs_key: bool) -> None:
+async def _run_engine(system: "System", url: str, server: ServerSection) -> None:
     started = time.perf_counter()
     await system.start()
     took_s = time.perf_counter() - started
     # What loading has left lives as long as the process: the collector need not look at it again and again.
     gc.collect()
     gc.freeze()
-    greet(system, url, needs_key=needs_key, took_s=took_s)
+    token = "" if server.needs_key or server.operator_key else read_token()
+    greet(system, url, needs_key=server.needs_key, token=token, took_s=took_s)
     await system.wait()
 
 

@@ -1,6 +1,6 @@
 """Who the clients are: what each may have open at once and use in a minute, and which cached prefixes it sees.
 
-Owns: which routes need which key, a salt for each, open requests and rates per client, their names.
+Owns: a salt for each key, open requests and rates per client, their names.
 Does not know: where keys come from, bodies, what a request costs.
 A client is an API key, or an address where there are no keys.  A handler opens requests in the engine through the
 ``ClientRequest`` of its HTTP request; when that has been answered, the client's share is free again.
@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 from aiohttp import web
-from aiohttp.typedefs import Middleware
 
 from engine.actors.admission import RETRY_AFTER_S, check_admission
 from engine.messages import DEFAULT_OPTIONS, RequestOptions
@@ -24,50 +23,13 @@ from engine.types.params import SamplingParams
 from engine.types.prompt import Origin, Prompt
 from server.backend import Ingress, Stream
 from server.http.exchange import EXCHANGE, Exchange, Handler
-from server.keys import Key, Keys
+from server.keys import Key
 
 SALT_BYTES = 16
-# Asked by orchestrators, which have no key.
-OPEN_ROUTES = frozenset({"/health", "/ready", "/ping"})
-# What they tell is of all clients, so where operators have keys of their own, only those open them.
-OPERATORS_ROUTES = frozenset(
-    {
-        "/metrics", "/stats", "/server_info", "/get_server_info", "/load",
-        "/replicas", "/replicas/restart", *(f"/replicas/{{name}}/{what}" for what in ("drain", "undrain", "restart")),
-        "/start_profile", "/stop_profile", "/debug/recording", "/apply", "/sleep", "/wake_up", "/is_sleeping",
-        "/v1/load_lora_adapter", "/v1/unload_lora_adapter",
-    }
-)  # fmt: skip
 MAX_IDLE_ALLOWANCES = 4096
 MOST_ENDED = 4096  # requests of all clients that are remembered after their end, 2 KB each
 LEAST_OUTPUT = 256  # tokens that a choice is expected to give, unless it may give fewer
 MOST_CHOICES = 32  # of them, the first and the last ones
-
-
-def require_key(keys: Keys, open_routes: frozenset[str] = OPEN_ROUTES) -> Middleware:
-    """Returns a middleware that lets only the open routes through without one of the keys, and notes which it was.
-
-    It looks at the route that was matched, never at the URL: what is not matched is closed as well.
-    """
-
-    @web.middleware
-    async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
-        resource = request.match_info.route.resource
-        route = "" if resource is None else resource.canonical
-        if route not in open_routes:
-            # Anthropic's clients send the key in a header of its own.
-            bearer = f"Bearer {request.headers.get('X-Api-Key', '')}"
-            scheme, _, given = request.headers.get("Authorization", bearer).partition(" ")
-            key = keys.find(given.strip().encode("utf-8", "surrogateescape"))
-            if scheme.lower() != "bearer" or key is None:
-                raise RequestError("a valid API key is required", status=401, code="invalid_api_key")
-            request[EXCHANGE].key = key
-            if route in OPERATORS_ROUTES and keys.has_operators and not key.is_operator:
-                reason = "this needs a key of [operators] in server.key_file"
-                raise RequestError(reason, status=403, code="operators_only")
-        return await handler(request)
-
-    return check
 
 
 class CacheSalts:
@@ -216,13 +178,11 @@ class ClientRequest:
         """Count a request whose work has limits of its own.  Raises RequestError (429) for a client over its rates."""
         self._clients.rates.admit(self._client)
 
-    def open(
-        self, prompt: Prompt, params: SamplingParams, options: RequestOptions = DEFAULT_OPTIONS, *, counted: bool = True
-    ) -> Stream:
-        """Open a choice as the engine's ingress does.  counted: against what the client may ask in a minute.
+    def open(self, prompt: Prompt, params: SamplingParams, options: RequestOptions = DEFAULT_OPTIONS) -> Stream:
+        """Open a choice as the engine's ingress does.
 
         Raises RequestError, also a 429 if the client has its share."""
-        if counted and not self.streams:
+        if not self.streams:
             self._charge = self._clients.rates.admit(self._client)
         self._clients.check_share(self._client)
         # Both have a fixed place, so that no client's own salt can make it another's.

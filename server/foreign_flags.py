@@ -70,7 +70,7 @@ ADVICE = {
         "--enable-prefix-caching --enable-chunked-prefill --enable-auto-tool-choice --enable-sleep-mode "
         "--enable-metrics --metrics --cont-batching -cb --jinja"
     ),
-    "a proxy in front has the certificate": "--ssl-keyfile --ssl-certfile --ssl-key-file --ssl-cert-file",
+    "set server.tls_key and server.tls_cert": "--ssl-keyfile --ssl-certfile --ssl-key-file --ssl-cert-file",
 }
 
 

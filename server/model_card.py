@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from engine.checkpoints.adapter import AdapterRules
 from engine.checkpoints.fingerprint import fingerprint
 from engine.checkpoints.pooling import GENERATING, Pooling
+from engine.features.lora.files import AdapterRules
 from engine.settings.own_kernels import kernels_here
 from engine.settings.sections import ServerSection
 from server.adapters import ServedAdapter, adapters_below

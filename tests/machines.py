@@ -5,8 +5,9 @@
     python -m tests.machines haswell+no-compiler  both at once
 
 A row sets variables that the libraries below read: which of its kernels OpenBLAS, torch and oneDNN choose, how many
-threads torch has, whether there is a C compiler, whether the home folder can be written.  A processor without AVX-512
-cannot run the rows for it; they are left out there.
+threads torch has, whether there is a C compiler, whether the home folder can be written.  The libraries' variables that
+a row does not set are unset in it, whatever this machine sets, and torch has one thread then.  A processor without
+AVX-512 cannot run the rows for it; they are left out there.
 
 Owns: the rows, the table, the file of ``--output``.  Does not know: what is tested.
 """
@@ -20,6 +21,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+import pytest
 from rich.console import Console
 from rich.table import Table
 
@@ -27,6 +29,8 @@ from server.bench.machine import describe_machine
 
 ROOT = Path(__file__).parents[1]
 AVX512 = ("skylakex", "aten-avx512", "onednn-avx512")
+CHOICES = ("OPENBLAS_CORETYPE", "ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "OMP_NUM_THREADS")
+COMPILERS = re.compile(r"(.+-)?(cc|c\+\+|gcc|g\+\+|clang|clang\+\+|c89|c99|cpp)(-[\d.]+)?")
 ROWS: dict[str, dict[str, str]] = {
     "as it is": {},
     "haswell": {"OPENBLAS_CORETYPE": "Haswell"},
@@ -50,21 +54,33 @@ def has_avx512() -> bool:
     return cpu.exists() and "avx512f" in cpu.read_text()
 
 
+def without_compilers(folder: Path) -> str:
+    """A PATH of one folder, with a link to each program of this machine that compiles no C or C++."""
+    for place in map(Path, os.get_exec_path()):
+        for program in place.iterdir() if place.is_dir() else ():
+            link = folder / program.name
+            if not COMPILERS.fullmatch(program.name) and not link.is_symlink():
+                link.symlink_to(program)
+    return str(folder)
+
+
 def run(row: str, options: list[str]) -> dict[str, object]:
-    """The suite's counts in a row of the table; "+" joins rows."""
+    """The suite's counts in a row of the table, and whether all is right; "+" joins rows."""
     variables = {name: value for part in row.split("+") for name, value in ROWS[part].items()}
-    with tempfile.TemporaryFile("w+") as output:
+    environment = {name: value for name, value in os.environ.items() if name not in CHOICES} | variables
+    with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryDirectory() as programs:
+        if "CC" in variables:
+            environment["PATH"] = without_compilers(Path(programs))
         command = [sys.executable, "-m", "pytest", *options]
-        subprocess.run(command, cwd=ROOT, env={**os.environ, **variables}, stdout=output, stderr=subprocess.STDOUT)
+        code = subprocess.run(command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT).returncode
         output.seek(0)
         text = output.read()
     counts = {
         word: int(number) for number, word in re.findall(r"(\d+) (passed|failed|skipped|errors?)\b", text[-2000:])
     }
     failed = re.findall(r"^(?:FAILED|ERROR) (\S+)", text, re.MULTILINE)
-    return {"row": row, "variables": variables, **counts, "which": failed} | (
-        {} if counts else {"output": text[-2000:]}
-    )
+    found = {"row": row, "variables": variables, **counts, "which": failed, "ok": code == pytest.ExitCode.OK}
+    return found if counts else found | {"output": text[-2000:]}
 
 
 def main() -> None:
@@ -86,7 +102,7 @@ def main() -> None:
         if chosen.output:
             chosen.output.write_text(json.dumps({"machine": describe_machine(), "rows": results}, indent=1) + "\n")
     Console(width=160).print(table)
-    sys.exit(any(result.get("failed") or result.get("output") for result in results))
+    sys.exit(not all(result.get("ok", True) for result in results))
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ Values come from, the later ones first: `--set section.key=value` on the command
 
 ```console
 $ callboard serve my.toml --set kv.page_size=64 --set 'plugins.attention={ decode = "torch" }'
-$ CALLBOARD_SERVER__API_KEY=secret callboard serve my.toml --host 0.0.0.0
+$ CALLBOARD_SERVER__API_KEY="$(openssl rand -hex 32)" callboard serve my.toml --host 0.0.0.0
 ```
 
 A server that runs takes most changes under its streams: `callboard apply my.toml`, or a SIGHUP, which reads its file

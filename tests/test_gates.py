@@ -36,8 +36,8 @@ QUEUES = {"Queue", "PriorityQueue", "LifoQueue"}
 BOUNDED = {
     "engine/actors/executor.py: self._steps": "scheduler.overlap_depth steps in flight",
     "engine/actors/executor.py: self._waiting": "scheduler.overlap_depth steps in flight",
-    "engine/execution/stored_pages.py: self._to_read": "those that wait for it, of whom the scheduler has a limit",
-    "engine/execution/stored_pages.py: self._to_write": "kv.store_buffer_mb of pages",
+    "engine/features/kv_store/pages.py: self._to_read": "those that wait for it, of whom the scheduler has a limit",
+    "engine/features/kv_store/pages.py: self._to_write": "kv.store_buffer_mb of pages",
     "engine/workers/cluster/node.py: self._words": "what one generation of a rank has to say: here, met, lost",
 }
 

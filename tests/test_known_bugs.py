@@ -57,7 +57,7 @@ def test_an_abort_beside_a_batch_in_flight_frees_pages_and_row_once(steps_in_fli
     bench.finish()
     assert bench.ends[1] == [Finish.ABORT]
     assert (bench.streams[2], bench.streams[3]) == (bench.expected[2], bench.expected[3])
-    assert bench.planner._rows.num_free == 2
+    assert bench.planner.table.num_free == 2
 
 
 def test_a_late_token_of_an_ended_request_does_not_land_in_the_prompt_of_the_rows_next_one() -> None:

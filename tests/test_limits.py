@@ -65,11 +65,20 @@ def rate(**limits: int) -> None:
 
 
 def max_connections() -> None:
-    with LiveServer(server=ServerSection(max_connections=1)) as live, RawClient(live.port) as first:
-        first.send(http_bytes("GET", "/health"))
-        assert first.read_reply().status == 200
-        with RawClient(live.port) as second:
-            assert second.read_reply().error["code"] == "too_many_connections"
+    """Beyond them, but for probes, a connection is refused while requests are answered in all."""
+    section = ServerSection(max_connections=1, max_connections_per_address=9)
+    with LiveServer(server=section) as live, RawClient(live.port) as first:
+        first.send(http_bytes("POST", "/v1/completions", json.dumps({"model": MODEL, "prompt": "!hang"}).encode()))
+        assert live.wait_until(lambda: live.ingress.num_open == 1, 2)
+        assert ask(live.port, "POST", "/v1/completions", BODY).error["code"] == "too_many_connections"
+        assert ask(live.port, "GET", "/health").status == 200
+
+
+def max_connections_per_address() -> None:
+    """The connection of the address that has rested longest is closed for a new one."""
+    with LiveServer(server=ServerSection(max_connections_per_address=1)) as live, RawClient(live.port) as first:
+        assert ask(live.port, "GET", "/health").status == 200
+        assert first.seconds_until_closed() < 5
 
 
 def max_body_bytes() -> None:
@@ -150,6 +159,7 @@ REACH: dict[str, Callable[[], Awaitable[None] | None]] = {
     "limits.first_token_timeout_s": lambda: expires("queue_timeout", first_token_timeout_s=0.02),
     "limits.request_timeout_s": lambda: expires("request_timeout", request_timeout_s=0.02),
     "server.max_connections": max_connections,
+    "server.max_connections_per_address": max_connections_per_address,
     "server.max_body_bytes": max_body_bytes,
     "server.client_timeout_s": client_timeout,
     "server.ping_after_s": ping_after,

@@ -133,7 +133,7 @@ def test_every_command_of_ours_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def check_instead(file: Path | None, overrides: list[str]) -> None:
         known = None if file is None or str(file) == "my.toml" else ROOT / file
-        load_served(known, overrides, {"CALLBOARD_SERVER__API_KEY": "k"})
+        load_served(known, overrides, {"CALLBOARD_SERVER__API_KEY": "k" * 16})
         raise SystemExit(0)
 
     for load in ("load_config", "load_served"):

@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
-from engine.checkpoints.adapter import AdapterRules, adaptable_modules, read_adapter, tensor_name
 from engine.config import Config, build_config
 from engine.control.system import System
+from engine.features.lora.files import AdapterRules, adaptable_modules, read_adapter, tensor_name
 from engine.messages import RequestOptions
 from engine.types.params import SamplingParams
 from gpu_sections.rows import Row

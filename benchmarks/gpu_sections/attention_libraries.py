@@ -21,7 +21,8 @@ from engine.plugins.attention.flashinfer.kernels import PagedAppend
 from engine.plugins.attention.torch import TorchAttention
 from engine.plugins.declaration import convert_declaration
 from engine.plugins.hookspecs import AttentionContext
-from engine.plugins.testing.attention import check_case, through_hook
+from engine.plugins.proof.attention import check_case
+from engine.plugins.testing.attention import through_hook
 from engine.plugins.testing.attention_cases import attention_cases
 from gpu_sections.rows import Row, captured, seconds_of, skipped
 

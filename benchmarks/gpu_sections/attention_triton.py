@@ -15,9 +15,10 @@ from engine.layers.attention import AttentionBatch, AttentionSpec
 from engine.layers.kv_pool import KVPool
 from engine.plugins.attention.triton import callboard_attention_backend
 from engine.plugins.declaration import read_declaration
-from engine.plugins.testing.attention import check_case, through_hook
+from engine.plugins.proof.attention import check_case
+from engine.plugins.proof.reference import attend
+from engine.plugins.testing.attention import through_hook
 from engine.plugins.testing.attention_cases import attention_cases
-from engine.plugins.testing.reference import attend
 from engine.types.errors import PluginError
 from gpu_sections.rows import Row, captured, skipped
 

@@ -10,7 +10,8 @@ import torch
 from device_rates import copied_bytes_per_s
 
 from callboard import LLM, SamplingParams
-from engine.execution.runner import LaunchedStep, ModelRunner
+from engine.execution.launched_step import LaunchedStep
+from engine.execution.runner import ModelRunner
 from engine.layers.attention import is_capturable
 from engine.types.errors import PluginError
 from gpu_sections.rows import Row, seconds_of, skipped

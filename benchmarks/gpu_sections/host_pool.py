@@ -3,9 +3,9 @@
 import numpy as np
 import torch
 
-from engine.execution.copy_stream import copies_on
-from engine.execution.host_pool import HostPool
-from engine.execution.landings import Landings
+from engine.features.host_tier.copy_stream import copies_on
+from engine.features.host_tier.landings import Landings
+from engine.features.host_tier.pool import HostPool
 from engine.layers.kv_pool import KVPool
 from engine.messages import Step
 from gpu_sections.rows import Row, seconds_of

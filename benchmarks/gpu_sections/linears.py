@@ -10,7 +10,7 @@ from engine.plugins.declaration import read_declaration
 from engine.plugins.hookspecs import LinearContext
 from engine.plugins.linears import INVARIANT, PREFERRED
 from engine.plugins.manager import BUILTIN
-from engine.plugins.testing.findings import ConformanceError
+from engine.plugins.proof.findings import ConformanceError
 from engine.plugins.testing.linear import check_linear
 from engine.types.errors import PluginError
 from gpu_sections.rows import Row, device_seconds, skipped

@@ -11,7 +11,7 @@ from engine.plugins.comm import symmetric
 from engine.plugins.comm import torch as torch_comm
 from engine.plugins.comm.pynccl.library import NcclLibrary, find_library
 from engine.plugins.hookspecs import CommContext
-from engine.plugins.testing.comm import check_rank
+from engine.plugins.proof.comm import check_rank
 from engine.startup.gpu_checks import check_captured
 from gpu_sections.rows import Row, seconds_of, skipped
 

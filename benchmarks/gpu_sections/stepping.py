@@ -15,7 +15,8 @@ import torch
 
 from engine.config import Config, build_config
 from engine.control.system import System
-from engine.execution.runner import LaunchedStep, ModelRunner
+from engine.execution.launched_step import LaunchedStep
+from engine.execution.runner import ModelRunner
 from engine.graphs import rank
 from engine.messages import Admission, Step
 from engine.startup.loading import load_runner

@@ -5,9 +5,9 @@ import threading
 import numpy as np
 import torch
 
-from engine.execution.stored_pages import StoredPages
+from engine.features.kv_store.pages import StoredPages
+from engine.features.kv_store.records import PageRecords
 from engine.kv.node import chained
-from engine.kv.store import PageRecords
 from engine.layers.kv_pool import KVPool
 from engine.messages import FetchPages, Landing, PagesFetched, Step
 from gpu_sections.rows import Row

@@ -8,9 +8,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from engine.plugins.declaration import Declaration, read_declaration
-from engine.plugins.testing.attention_cases import AttentionCase, attention_cases
+from engine.plugins.proof.attention_cases import AttentionCase
+from engine.plugins.proof.findings import ConformanceError
+from engine.plugins.testing.attention_cases import attention_cases
 from engine.plugins.testing.eviction import check_eviction_strategy
-from engine.plugins.testing.findings import ConformanceError
 from engine.plugins.testing.grammar import GrammarExample, check_grammar_engine
 from engine.plugins.testing.kv_store import check_kv_store
 from engine.plugins.testing.observer import check_observer
@@ -19,12 +20,14 @@ from engine.plugins.testing.policy import check_scheduling_policy
 from engine.plugins.testing.proposer import check_proposer
 
 if TYPE_CHECKING:
-    from engine.plugins.testing.attention import TOLERANCES, check_attention_backend, check_case, through_hook
-    from engine.plugins.testing.comm import check_comm, check_rank
+    from engine.plugins.proof.attention import TOLERANCES, check_case
+    from engine.plugins.proof.comm import check_rank
+    from engine.plugins.proof.reference import attend
+    from engine.plugins.testing.attention import check_attention_backend, through_hook
+    from engine.plugins.testing.comm import check_comm
     from engine.plugins.testing.linear import check_linear
     from engine.plugins.testing.logits_processor import check_logits_processor
     from engine.plugins.testing.model import check_model
-    from engine.plugins.testing.reference import attend
 
 __all__ = [
     "TOLERANCES",
@@ -53,15 +56,21 @@ __all__ = [
     "through_hook",
 ]
 
-_NEED_TORCH = (
-    dict.fromkeys(("TOLERANCES", "check_attention_backend", "check_case", "through_hook"), "attention")
-    | dict.fromkeys(("check_comm", "check_rank"), "comm")
-    | {"attend": "reference", "check_linear": "linear", "check_model": "model"}
-    | {"check_logits_processor": "logits_processor"}
-)
+_NEED_TORCH = {
+    "TOLERANCES": "proof.attention",
+    "attend": "proof.reference",
+    "check_attention_backend": "testing.attention",
+    "check_case": "proof.attention",
+    "check_comm": "testing.comm",
+    "check_linear": "testing.linear",
+    "check_logits_processor": "testing.logits_processor",
+    "check_model": "testing.model",
+    "check_rank": "proof.comm",
+    "through_hook": "testing.attention",
+}
 
 
 def __getattr__(name: str) -> Any:
     if name in _NEED_TORCH:
-        return getattr(import_module(f"engine.plugins.testing.{_NEED_TORCH[name]}"), name)
+        return getattr(import_module(f"engine.plugins.{_NEED_TORCH[name]}"), name)
     raise AttributeError(f"module 'callboard.plugins.testing' has no attribute {name!r}")

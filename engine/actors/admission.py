@@ -107,17 +107,20 @@ def read_prompt(
     return None, _token_ids(prompt, max_model_len, vocab_size).tobytes(), None  # type: ignore[arg-type]
 
 
-def prompt_cost(text: str | None, token_ids: bytes | None, turns: Iterable[ChatTurn] | None) -> int:
-    """Return the number of tokens of a prompt, estimated if it is text."""
+def prompt_cost(text: str | None, token_ids: bytes | None, turns: Iterable[ChatTurn] | None, tools: str = "") -> int:
+    """How many tokens a prompt has, estimated where it is text.  tools: as ``ChatOptions`` has them."""
     if token_ids is not None:
         return len(token_ids) // 4
-    return (len(text) if text is not None else num_chars(turns or ())) // CHARS_PER_TOKEN + 1
+    return (len(text) if text is not None else num_chars(turns or ()) + len(tools)) // CHARS_PER_TOKEN + 1
 
 
 def num_chars(turns: Iterable[ChatTurn]) -> int:
-    """Return the number of characters of a conversation."""
+    """Characters of a conversation; each turn and call has a token at least, whatever is in it."""
     return sum(
-        len(turn.content) + len(turn.reasoning) + sum(len(call.name) + len(call.arguments) for call in turn.tool_calls)
+        CHARS_PER_TOKEN
+        + len(turn.content)
+        + len(turn.reasoning)
+        + sum(CHARS_PER_TOKEN + len(call.name) + len(call.arguments) for call in turn.tool_calls)
         for turn in turns
     )
 

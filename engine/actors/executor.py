@@ -1,7 +1,7 @@
 """The executor actor: one rank's device, driven from a thread of its own.
 
-consumes: Step, FetchPages (scheduler) · Profile (an operator, through their group) · Stop (system)
-produces: StepDone, PagesFetched, and the number of pages once it has loaded (scheduler, through its group)
+consumes: Step, messages of features (scheduler) · Profile (an operator, by way of their group) · Stop (system)
+produces: StepDone, answers of features, and the number of pages once it has loaded (scheduler, by way of its group)
 waits for: a message; the collector waits for the device.   owns: the device thread and the collector's.
 
 Only plain steps and their results cross between the loop and the threads.  The device thread launches a step as soon
@@ -15,52 +15,17 @@ import queue
 import threading
 from collections.abc import Callable
 from functools import partial
-from typing import Protocol, assert_never
 
 from engine.actors.actor import Actor
-from engine.kv.store import PageFetcher
-from engine.messages import ExecutorInbox, FetchPages, FromExecutor, Profile, Step, StepDone
+from engine.actors.runner import PendingStep, Runner
+from engine.messages import ExecutorInbox, FromExecutor, Profile, Step, StepDone
+from engine.types.notices import Message
 
 log = logging.getLogger(__name__)
 
 
-class PendingStep(Protocol):
-    """A launched step.  Its methods are called from any thread, one at a time."""
-
-    def ready(self) -> bool:
-        """Whether ``collect`` would return at once."""
-        ...
-
-    def collect(self) -> StepDone:
-        """Wait for the device and return the result."""
-        ...
-
-
-class Runner(Protocol):
-    """The device side of a step; every call is made on the device thread."""
-
-    num_pages: int
-
-    @property
-    def stored(self) -> PageFetcher | None:
-        """The rank's side of the store; None without a store."""
-        ...
-
-    def launch(self, step: Step) -> PendingStep:
-        """Start a step without waiting for it; earlier ones may still run, and be collected meanwhile."""
-        ...
-
-    def profile(self, ask: Profile) -> None:
-        """Start or stop recording the next steps.  Errors of the profiler are logged and not raised."""
-        ...
-
-    def leave(self) -> None:
-        """Abort the communicator after a failure, so that ranks that wait for this one fail at once too."""
-        ...
-
-
 class Executor(Actor[ExecutorInbox]):
-    """The actor of one rank's device.  rank: its number.  load: builds the runner, on the device thread."""
+    """The executor of one rank.  load: builds the runner, on the device thread."""
 
     def __init__(
         self,
@@ -73,12 +38,12 @@ class Executor(Actor[ExecutorInbox]):
         self._load = load
         self._steps: queue.SimpleQueue[Step | Profile | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._stored: PageFetcher | None = None
+        self._runner: Runner | None = None
         self._abandoned = False
         self.loaded = False
 
     def connect(self, *, ready: Callable[[int], None], done: Callable[[FromExecutor], None]) -> None:
-        """Set the receivers of results on the event loop.  ready: called with the number of pages when loaded."""
+        """Set where results go, on the event loop.  ready: gets the number of pages once the model is loaded."""
         self._ready = ready
         self._done = done
 
@@ -119,16 +84,13 @@ class Executor(Actor[ExecutorInbox]):
         match message:
             case Step() | Profile():
                 self._steps.put(message)
-            case FetchPages():
-                self._fetch(message)
             case _:
-                assert_never(message)
+                self._receive(message)
 
-    def _fetch(self, message: FetchPages) -> None:
-        stored, loop = self._stored, asyncio.get_running_loop()
-        assert stored is not None, "a fetch of pages arrived without a store"
-        loop.call_later(message.timeout_s, stored.give_up, message.fetch_id)
-        stored.fetch(message, lambda fetched: _call_soon(loop, partial(self._done, fetched)))
+    def _receive(self, message: Message) -> None:
+        loop = asyncio.get_running_loop()
+        assert self._runner is not None, f"{type(message).__name__} before there is a runner"
+        self._runner.receive(message, lambda answer: _call_soon(loop, partial(self._done, answer)))
 
     def close(self) -> None:
         """End the device thread after its queued steps; a load that still runs ends with the process."""
@@ -141,7 +103,7 @@ class Executor(Actor[ExecutorInbox]):
         self._abandoned = True
 
     def _serve(self, runner: Runner, loop: asyncio.AbstractEventLoop) -> None:
-        self._stored = runner.stored
+        self._runner = runner
         _call_soon(loop, partial(self._ready, runner.num_pages))
         self.loaded = True
         collector = Collector(
@@ -158,8 +120,7 @@ class Executor(Actor[ExecutorInbox]):
         finally:
             collector.end()
         collector.join()
-        if runner.stored is not None:
-            runner.stored.close()
+        runner.close()
 
 
 class Collector:
@@ -186,7 +147,7 @@ class Collector:
             self._waiting.put(pending)
 
     def end(self) -> None:
-        """Accept no more steps."""
+        """End after the steps that were taken."""
         self._waiting.put(None)
 
     def join(self) -> None:
@@ -206,7 +167,7 @@ class Collector:
 
 
 def _call_soon(loop: asyncio.AbstractEventLoop, callback: Callable[[], None]) -> None:
-    """Call back on the loop from a thread; does nothing if the loop has closed meanwhile."""
+    """Call back on the loop, from a thread.  A loop that has closed meanwhile needs no call."""
     try:
         loop.call_soon_threadsafe(callback)
     except RuntimeError:

@@ -116,7 +116,7 @@ class Ingress(Actor[IngressInbox | SettingsChanged]):
         check_admission(self, self._limits.max_requests)
         params = read_params(params, self._pooling, self._vocab_size)
         text, token_ids, turns = read_prompt(prompt, options, self._max_model_len, self._vocab_size)
-        estimated = prompt_cost(text, token_ids, turns) + len(options.resumed) // 4
+        estimated = prompt_cost(text, token_ids, turns, options.chat.tools) + len(options.resumed) // 4
         self._check_room(estimated)
         if params.seed is None:
             params = params.replace(seed=self._rng.randint(0, MAX_SEED))

@@ -68,7 +68,7 @@ class Scheduler(Actor[SchedulerInbox]):
             case Admit():
                 self._admit(message)
             case PagesFetched():
-                self._planned.fetched(message)
+                self._planned.received(message)
             case Abort(request_id=request_id, finish=finish):
                 self._planned.abort(request_id, finish)
             case ExecutorsReady(num_pages=num_pages):
@@ -88,9 +88,9 @@ class Scheduler(Actor[SchedulerInbox]):
                 break
             for executor in self._executors:
                 executor.put(step)
-        for fetch in planner.take_fetches():
+        for request in planner.outgoing():
             for executor in self._executors:
-                executor.put(fetch)
+                executor.put(request)
         for message in planner.outbox:
             self._tokenizer.put(message)
         planner.outbox.clear()

@@ -3,10 +3,12 @@
 Owns: the form of these messages.  Does not know: the sources and readers of the numbers.
 """
 
+from collections.abc import Mapping
+from typing import Final
+
 import msgspec
 
 from engine.scheduling.board import Board
-from engine.scheduling.explanation import Explained
 from engine.scheduling.meter import Meter, RequestMetrics
 from engine.types.notices import Message
 
@@ -26,11 +28,10 @@ class MailboxGauges(msgspec.Struct, frozen=True):
 class Gauges(msgspec.Struct, frozen=True):
     """The state of the engine.  Free, cached and used pages add up to the pool; each holds ``page_size`` tokens.
 
-    num_in_flight: steps planned and not yet completed.
-    stalled_s: how long steps have been due without one completing; 0 if nothing runs.
-    num_late_events: output for clients that had left.  num_tokenizers: those that accept requests now.
-    process: the engine's process id.  num_adapter_slots: adapters that executors hold at once.
-    running_adapters, waiting_adapters: digests of the adapters of requests in and outside the batch.
+    num_in_flight: steps planned and not yet completed.  stalled_s: how long steps have been due and none completed, 0
+    where nothing runs.  num_late_events: output for clients that had left.  num_tokenizers: that take requests now.
+    process: the engine's.  of_features: numbers of features, by name.
+    running_adapters, waiting_adapters: digests of the adapters of requests in and out of the batch.
     """
 
     num_open: int = 0
@@ -51,22 +52,27 @@ class Gauges(msgspec.Struct, frozen=True):
     num_late_events: int = 0
     recovering: bool = False
     process: int = 0
-    num_adapter_slots: int = 0
+    of_features: dict[str, int] = {}
     running_adapters: frozenset[str] = frozenset()
     waiting_adapters: frozenset[str] = frozenset()
     mailboxes: tuple[MailboxGauges, ...] = ()
 
 
+Views = Mapping[str, bytes]
+NO_VIEWS: Final[Views] = {}
+
+
 class GetSnapshot(Message, frozen=True, kw_only=True):
     """A request for the engine's state.  The answer, a ``Snapshot``, has the same number.
 
-    meter: include all counters.  board: include the place of every request and the content of every page.
-    explain: include the time spent by these requests."""
+    meter: include all counters.
+    board: include the place of every request and the content of every page.
+    views: include views of features: name -> its argument, as MessagePack."""
 
     number: int = 0
     meter: bool = False
     board: bool = False
-    explain: tuple[int, ...] = ()
+    views: dict[str, bytes] = msgspec.field(default_factory=dict)
 
 
 class Subscribe(Message, frozen=True, kw_only=True):
@@ -76,15 +82,16 @@ class Subscribe(Message, frozen=True, kw_only=True):
 class Snapshot(Message, frozen=True, kw_only=True):
     """The answer to ``GetSnapshot``.  number: that of the request.  now: seconds on the clock of the meter's times.
 
-    meter: the counters, None until the model is loaded or if not requested.
-    board: empty until then or if not requested.  explained: the requested ones that are known."""
+    meter: what has been counted, None until the model is loaded, or where it was not asked for.
+    board: empty until then, or where it was not asked for.
+    views: the requested views of features that there are, as MessagePack."""
 
     number: int
     now: float
     gauges: Gauges
     meter: Meter | None = None
     board: Board = Board()
-    explained: tuple[Explained, ...] = ()
+    views: dict[str, bytes] = msgspec.field(default_factory=dict)
 
 
 class RequestsFinished(Message, frozen=True, kw_only=True):

@@ -13,9 +13,10 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from engine.actors.executor import PendingStep, Runner
+from engine.actors.runner import Answer, PendingStep, Runner
 from engine.messages import Profile, PromptLogprobs, Step, StepDone, StepExtras
 from engine.types.errors import StepTooLarge
+from engine.types.notices import Message
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +32,6 @@ class StepSplitter:
 
     def __init__(self, runner: Runner, *, alone: bool = True, most_tokens: int = 0) -> None:
         self.num_pages = runner.num_pages
-        self.stored = runner.stored
         self._runner = runner
         self._alone = alone
         self._most_tokens = most_tokens
@@ -58,11 +58,19 @@ class StepSplitter:
         return _Parts([self.launch(first), self.launch(second)])
 
     def profile(self, ask: Profile) -> None:
-        """Start or stop recording steps, as ``Runner.profile``."""
+        """Record the next steps, whole ones or parts."""
         self._runner.profile(ask)
 
+    def receive(self, message: Message, answer: Answer) -> None:
+        """Pass the message on."""
+        self._runner.receive(message, answer)
+
+    def close(self) -> None:
+        """Close the runner."""
+        self._runner.close()
+
     def leave(self) -> None:
-        """Abort the communicator after a failure, as ``Runner.leave``."""
+        """Leave the group of ranks."""
         self._runner.leave()
 
     def _note(self, num_tokens: int, error: MemoryError) -> None:

@@ -1,6 +1,6 @@
-"""Finding a checkpoint and reading what it says about itself, before any weight or torch is loaded.
+"""Finding a checkpoint and reading its description, before any weight or torch is loaded.
 
-Owns: where a model path leads, and ModelSpec.  Does not know: torch, tensors, ranks.
+Owns: resolving a model path, and ModelSpec.  Does not know: torch, tensors, ranks.
 """
 
 import logging
@@ -23,19 +23,19 @@ log = logging.getLogger(__name__)
 
 DEMO = "demo"
 DEMO_NAME = "callboard-demo"
-"""Under which name the demo model is served."""
+"""Name under which the demo model is served."""
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 HUB_ADDRESS = re.compile(r"https?://[^/]+/([\w.-]+/[\w.-]+)")
 HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "*.model", "merges.txt", "vocab.txt"]
-# Second copies of the weights in other layouts, which some repositories carry along.  A folder with a number is one of
-# sentence-transformers' modules.
+# Second copies of the weights in other layouts, which some repositories contain.  A folder whose name begins with a
+# number is a module of sentence-transformers.
 HUB_COPIES = ["[!0-9]*/*", "consolidated*"]
 MAX_SHOWN_IDS = 8
 DTYPES = ("float32", "bfloat16", "float16")
 
 
 class SamplingDefaults(msgspec.Struct, frozen=True):
-    """What generation_config.json recommends; None where it says nothing."""
+    """Recommendations of generation_config.json; None for those that it does not have."""
 
     temperature: float | None = None
     top_k: int | None = None
@@ -44,12 +44,12 @@ class SamplingDefaults(msgspec.Struct, frozen=True):
 
 
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything a checkpoint directory says about its model.
+    """The description of a model by its checkpoint directory.
 
-    dtype: what the weights were saved as.  quantization: how they were rounded before that, if they were.
-    eos_token_ids: every id that ends a text, sorted, maybe none.
-    Each token id here is one that the model has.  config: config.json as it is.
-    pooling: what the model is for, and how a prompt becomes that where it is not text.
+    dtype: type in which the weights were saved.  quantization: how they are rounded, if they are.
+    eos_token_ids: every id that ends a text, sorted, maybe none.  All token ids here are in the vocabulary.
+    config: config.json as it is.
+    pooling: the model's use, and how prompts are pooled if it is not text.
     """
 
     directory: Path
@@ -69,12 +69,12 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def max_len(self) -> int:
-        """Longest sequence the model was trained for."""
+        """Longest sequence that the model was trained for."""
         return min(self.shape.max_len, self.pooling.max_len or self.shape.max_len)
 
 
 def resolve_checkpoint(path: str, revision: str) -> Path:
-    """The directory behind ``model.path``: an existing one, 'demo', one made for a GGUF file, or a hub id's download.
+    """Return the directory of ``model.path``: a directory, 'demo', one made for a GGUF file, or a hub id's download.
 
     Raises WeightsError, in one sentence, if there is none.
     """
@@ -98,7 +98,7 @@ def resolve_checkpoint(path: str, revision: str) -> Path:
 
 
 def is_hub_id(path: str) -> bool:
-    """Whether ``resolve_checkpoint`` looks for it on the hub: it is 'org/name', and nothing here has that name."""
+    """Return whether ``resolve_checkpoint`` looks for it on the hub: it is 'org/name', and no local path."""
     named = HUB_ID.fullmatch(path) is not None and ".." not in path and not path.endswith(SUFFIX)
     return named and not Path(path).exists()
 
@@ -111,8 +111,8 @@ def read_spec(
 ) -> ModelSpec:
     """Read config.json and generation_config.json.  Raises WeightsError naming the file, field and expectation.
 
-    read_shape: from an architecture's name and config.json to what the model is made of.
-    score_tokens, token_id: see ``read_pooling``."""
+    read_shape: returns the shape for an architecture's name and config.json.
+    score_tokens, token_id: for ``read_pooling``."""
     fields = read_fields(directory / "config.json")
     architecture = _architecture(fields)
     quantization = read_quantization(fields)
@@ -128,7 +128,7 @@ def read_spec(
     if not has_labels:
         shape = msgspec.structs.replace(shape, pooled_head=_pooled_head(architecture, shape, pooling))
     if quantization is not None and shape.unlike_rounded:
-        expected = f"none: {architecture} has {shape.unlike_rounded}, which is read only as it is"
+        expected = f"none: {architecture} has {shape.unlike_rounded}, which is read only if it is not rounded"
         raise fields.error("quantization_config", str(quantization), expected)
     path = directory / "generation_config.json"
     generation = read_fields(path) if path.exists() else Fields({}, str(path))
@@ -148,7 +148,7 @@ def read_spec(
 
 
 def _pooled_head(architecture: str, shape: DecoderShape, pooling: Pooling) -> PartShape | None:
-    """What the model has in the LM head's place, by what it is for."""
+    """Return the head that the model has in place of the LM head, by its use."""
     if pooling.score_ids:
         name = shape.names.embedding if shape.tied else shape.names.head
         return TokenScoreShape(
@@ -193,7 +193,7 @@ def _download(hub_id: str, revision: str) -> Path:
     except (RepositoryNotFoundError, HFValidationError):
         reason = "neither a directory here nor a model on the hub (private ones need HF_TOKEN)"
     except Exception as error:
-        # What the hub client raises without a network has changed with every major version of it.
+        # The hub client's errors without a network have changed with every major version.
         first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
         reason = f"no such directory here, and the hub could not be reached ({first_line[:120]})"
     raise WeightsError(f"{where}: {reason}")
@@ -207,12 +207,12 @@ def _architecture(fields: Fields) -> str:
 
 
 def _token_ids(fields: Fields, name: str, vocab_size: int) -> list[int]:
-    """The ids of a field that the model has; it can never give the others, and transformers ignores them."""
+    """Return a field's ids in the vocabulary; the model cannot produce others, and transformers ignores them."""
     token_ids = fields.integers(name)
     if unknown := [one for one in token_ids if one >= vocab_size]:
         shown = ", ".join(map(str, unknown[:MAX_SHOWN_IDS]))
         num, last = len(unknown), vocab_size - 1
-        log.warning("%s: %s has %d ids past the model's last, %d; left out: %s", fields.origin, name, num, last, shown)
+        log.warning("%s: %s has %d ids past the model's last, %d; ignored: %s", fields.origin, name, num, last, shown)
     return [one for one in token_ids if one < vocab_size]
 
 
@@ -228,7 +228,7 @@ def _sampling(fields: Fields) -> SamplingDefaults:
     def number(name: str) -> float | None:
         return fields.number(name) if fields.has(name) else None
 
-    # Temperature 0 is how some files spell greedy, so it is allowed here and nowhere else.
+    # Some files have a temperature of 0 for greedy, so 0 is allowed for this field alone.
     greedy = fields.table.get("temperature") in (0, 0.0)
     return SamplingDefaults(
         temperature=0.0 if greedy else number("temperature"),

@@ -1,7 +1,7 @@
-"""The SHA-256 of files of weights: it takes as long as reading them, so it is kept for later starts.
+"""The SHA-256 of files of weights; computing it takes as long as reading them, so it is kept for later starts.
 
-Owns: what tells that a file is still the one that was read, and where its digest is kept.
-Does not know: what is in the files.
+Owns: how an unchanged file is recognised, and where its digest is kept.
+Does not know: the content of the files.
 """
 
 import functools
@@ -23,7 +23,7 @@ SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 def file_digests(paths: Sequence[Path]) -> list[str]:
-    """The SHA-256 of each file in hexadecimal digits.  Raises OSError."""
+    """Return the SHA-256 of each file in hexadecimal digits.  Raises OSError."""
     with ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1)) as threads:
         return list(threads.map(_file_digest, paths))
 
@@ -31,15 +31,15 @@ def file_digests(paths: Sequence[Path]) -> list[str]:
 def _file_digest(path: Path) -> str:
     path = path.resolve()
     if path.parent.name == "blobs" and SHA256.fullmatch(path.name):
-        return path.name  # the hub's cache names what it downloads so
+        return path.name  # the hub's cache names a download by its SHA-256
     facts = path.stat()
-    # The time of the last change of the inode as well: images and archives may give all their files one mtime_ns.
+    # The inode's change time counts, too: images and archives may give all their files one mtime_ns.
     return _digest_of(path, (facts.st_size, facts.st_mtime_ns, facts.st_ctime_ns, facts.st_ino))
 
 
 @functools.cache
 def _digest_of(path: Path, facts: tuple[int, ...]) -> str:
-    """The digest of a file with these facts: kept by this process, or by one before it, or computed."""
+    """Return the digest of a file with these facts: kept by this process or an earlier one, or computed."""
     folder = cache_folder("weights") if facts[0] >= KEPT_BYTES else None
     if folder is None:
         return _computed(path)
@@ -49,7 +49,7 @@ def _digest_of(path: Path, facts: tuple[int, ...]) -> str:
             return known
     except OSError:
         pass  # nothing is kept yet
-    log.info("%s: %.1f GB are read for their SHA-256, once", path, facts[0] / 1e9)
+    log.info("%s: %.1f GB are read once for their SHA-256", path, facts[0] / 1e9)
     digest = _computed(path)
     try:
         replace_file(kept, digest.encode())

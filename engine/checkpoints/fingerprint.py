@@ -1,7 +1,7 @@
-"""What tells one checkpoint from another, byte for byte: for stored pages, journaled streams, answers and ranks.
+"""The fingerprint of a checkpoint, which compares it byte for byte: for stored pages, journals, answers and ranks.
 
-Owns: which files and facts count.  Does not know: torch, what compares.
-All bytes of the weights count: fine-tunes of one base may differ in a few matrices alone.  The directory's name and
+Owns: which files and facts count.  Does not know: torch, callers.
+All bytes of the weights count, since fine-tunes of one base may differ in a few matrices.  The directory's name and
 files of other kinds do not count.
 """
 
@@ -17,7 +17,7 @@ from engine.types.errors import ConfigError, WeightsError
 
 
 def fingerprint(spec: ModelSpec, load_format: str) -> str:
-    """Hashes of the shape and of the weights, if there are any, joined by a colon.  Raises WeightsError."""
+    """Return hashes of the shape and of the weights, if there are any, joined by a colon.  Raises WeightsError."""
     what = (spec.architecture, spec.shape, spec.dtype, spec.eos_token_ids)
     shape = hashlib.blake2b(msgspec.msgpack.encode(what), digest_size=16).hexdigest()
     return f"{shape}:{_weights(spec.directory) if load_format != 'dummy' else ''}"
@@ -28,8 +28,8 @@ def check_fingerprint(expected: str, spec: ModelSpec, load_format: str, rank: in
     found = fingerprint(spec, load_format)
     if found != expected:
         same_shape = found.partition(":")[0] == expected.partition(":")[0]
-        what = "its weights are others" if same_shape else "its shape is another"
-        raise ConfigError(f"rank {rank}: model.path={spec.directory}: not the checkpoint that rank 0 has; {what}")
+        what = "its weights differ" if same_shape else "its shape differs"
+        raise ConfigError(f"rank {rank}: model.path={spec.directory}: not the checkpoint of rank 0; {what}")
 
 
 def _weights(directory: Path) -> str:
@@ -40,6 +40,6 @@ def _weights(directory: Path) -> str:
     except OSError as error:
         raise WeightsError(f"{error.filename}: {error.strerror or error}") from None
     contents = [(path.name, digest) for path, digest in zip(files, digests, strict=True)]
-    # Two files may hold a tensor of one name; the index says which of them counts.
+    # A tensor may be in two files; the index decides which one counts.
     places = sorted((name, tensor.file.name) for name, tensor in tensors.items())
     return hashlib.blake2b(msgspec.msgpack.encode((contents, places)), digest_size=16).hexdigest()

@@ -1,8 +1,8 @@
 """GGUF files: one file with weights, the model's shape and its tokenizer, as llama.cpp reads it.
 
-Owns: what of a file is read and by which names; a directory for it in Hugging Face format, in the user's cache, whose
-``model.gguf`` leads to the file.  Does not know: torch, how blocks of numbers are stored (the gguf package does), the
-tokenizer, which is written there when it is first read.
+Owns: the part of a file that is read, and its names; a directory for it in Hugging Face format, in the user's cache,
+whose ``model.gguf`` links to the file.  Does not know: torch, how blocks of numbers are stored (the gguf package does),
+the tokenizer, which is written to that directory when it is first read.
 """
 
 import hashlib
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 LINK = "model.gguf"
 SUFFIX = ".gguf"
-UNFOLDING = 2  # part of the directory's name: raise it when what is written there changes
-# general.architecture -> what Hugging Face calls it.  A Mistral is a Llama to llama.cpp.
+UNFOLDING = 2  # part of the directory's name: raise it when its content changes
+# general.architecture -> Hugging Face's name.  llama.cpp treats a Mistral as a Llama.
 ARCHITECTURES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
 # Key below the architecture's name -> field of config.json.
 FIELDS = {
@@ -44,12 +44,12 @@ NAMES = {
     "attn_output": "self_attn.o_proj", "attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm",
     "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj",
 }  # fmt: skip
-DIVISORS = "rope_freqs.weight"  # of rotary frequencies: how llama.cpp has what Llama 3.1 and later call llama3
+DIVISORS = "rope_freqs.weight"  # divisors of rotary frequencies: llama.cpp's form of the type llama3
 TENSOR = re.compile(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)")
 
 
 def open_gguf(path: Path) -> "GGUFReader":
-    """A file's metadata and tensors, mapped and not read.  Raises WeightsError naming the file."""
+    """Map a file, and return a reader of its metadata and tensors.  Raises WeightsError naming the file."""
     try:
         from gguf import GGUFReader
     except ImportError:
@@ -58,7 +58,7 @@ def open_gguf(path: Path) -> "GGUFReader":
         ) from None
 
     class Bounded(GGUFReader):  # type: ignore[misc]
-        """One that does not count beyond the end of a truncated or hostile file."""
+        """A reader that stops at the end of a truncated or hostile file."""
 
         def _get(self, offset: Any, dtype: Any, count: Any = 1, override_order: Any = None) -> Any:
             if not 0 <= int(offset) <= int(offset) + int(count) <= len(self.data):
@@ -74,7 +74,7 @@ def open_gguf(path: Path) -> "GGUFReader":
 
 
 def unfold(path: Path) -> Path:
-    """The directory that stands for a file, made if it is not there.  Raises WeightsError."""
+    """Return the directory for a GGUF file; make it if it is missing.  Raises WeightsError."""
     path = path.resolve()
     facts = path.stat()
     what = f"{UNFOLDING} {path} {facts.st_size} {facts.st_mtime_ns}"
@@ -96,21 +96,21 @@ def unfold(path: Path) -> Path:
         except OSError:  # another process was faster
             shutil.rmtree(partial)
     except OSError as error:
-        raise WeightsError(f"{base}: {error.strerror or error}, where {path.name} was to be unfolded") from None
+        raise WeightsError(f"{base}: {error.strerror or error}; {path.name} needs a directory there") from None
     return directory
 
 
 def read_tensors(path: Path, reader: "GGUFReader") -> dict[str, tuple[StoredTensor, Any]]:
-    """The tensors by the names that they have in Hugging Face format, with the reader's own.
+    """Return the tensors by their names in Hugging Face format, together with the reader's own.
 
-    They count as float32, which their blocks stand for.  Raises WeightsError for one that has no such name."""
+    Their dtype is float32, to which blocks are decoded.  Raises WeightsError for a tensor without such a name."""
     tensors: dict[str, tuple[StoredTensor, Any]] = {}
     for tensor in reader.tensors:
         if tensor.name == DIVISORS:
             continue  # part of the configuration
         found = TENSOR.fullmatch(tensor.name)
         if found is None or found[2] not in NAMES:
-            raise WeightsError(f"{path}: tensor {tensor.name!r} is none that is known")
+            raise WeightsError(f"{path}: tensor {tensor.name!r} is not known")
         layer = "" if found[1] is None else f"model.layers.{found[1]}."
         name = f"{layer}{NAMES[found[2]]}.{found[3]}"
         shape = tuple(int(size) for size in reversed(tensor.shape))
@@ -119,7 +119,7 @@ def read_tensors(path: Path, reader: "GGUFReader") -> dict[str, tuple[StoredTens
 
 
 def stored_tensors(directory: Path) -> dict[str, StoredTensor]:
-    """All tensors of a checkpoint, whatever files it has, by the names that they have in Hugging Face format.
+    """Return all tensors of a checkpoint of either format, by their names in Hugging Face format.
 
     Raises WeightsError naming the file and the tensor at fault."""
     path = directory / LINK
@@ -129,7 +129,7 @@ def stored_tensors(directory: Path) -> dict[str, StoredTensor]:
 
 
 def _config(path: Path, reader: "GGUFReader") -> dict[str, Any]:
-    """config.json of a file.  Raises WeightsError for what a table here does not have."""
+    """Return a config.json for the file.  Raises WeightsError for a value that the tables here do not have."""
 
     def value(key: str) -> Any:
         field = reader.get_field(key)
@@ -139,7 +139,7 @@ def _config(path: Path, reader: "GGUFReader") -> dict[str, Any]:
             raise WeightsError(f"{path}: {key} cannot be read: {error}") from None
 
     family = value("general.architecture")
-    if family not in tuple(ARCHITECTURES):  # which may be anything, a list too
+    if family not in tuple(ARCHITECTURES):  # a tuple, as the value may be unhashable
         expected = ", ".join(ARCHITECTURES)
         raise WeightsError(f"{path}: general.architecture is {family!r}, expected one of {expected}")
     if experts := value(f"{family}.expert_count"):
@@ -187,8 +187,8 @@ def _rotary(path: Path, family: str, value: Any, divisors: list[float] | None) -
     parameters: dict[str, Any] = {"rope_theta": 10000.0 if theta is None else theta, "rope_type": "default"}
     if divisors is not None:
         if kind != "none":
-            raise WeightsError(f"{path}: {family}.rope.scaling.type is {kind!r}, expected none beside {DIVISORS!r}")
-        # The same for short and long sequences, and without what longrope does to scores.
+            raise WeightsError(f"{path}: {family}.rope.scaling.type is {kind!r}, expected none with {DIVISORS!r}")
+        # The same divisors for short and long sequences, and no factor for scores.
         context = value(f"{family}.context_length")
         tables = {"short_factor": divisors, "long_factor": divisors, "attention_factor": 1.0}
         return parameters | {"rope_type": "longrope", "original_max_position_embeddings": context, **tables}

@@ -1,4 +1,4 @@
-"""What a checkpoint's model is for: text, an embedding of a prompt, or logits of labels; and how a prompt becomes that.
+"""The use of a checkpoint's model: generating text, embedding a prompt, or classifying it; and how it is pooled.
 
 Owns: reading it from config.json and from the files that sentence-transformers writes.
 Does not know: torch, tokenizers, weights, endpoints.
@@ -25,14 +25,14 @@ MODULES = ("Transformer", "Pooling", "Normalize", "LogitScore")
 
 
 class Pooling(msgspec.Struct, frozen=True, kw_only=True):
-    """How a prompt's last states become the output.
+    """The way from a prompt's last states to the output.
 
-    method: the last token's state, or the mean over all.  normalized: an embedding has length 1.
-    labels: of a classifier, in the order of its logits.  activation: from its logits to what they stand for.
-    score_ids: tokens whose logits are a score, the one for yes and, if there are two, the one for no.
-    max_len: longest prompt in tokens; 0 for the model's.  pad_token_id: at the end of a prompt it is no part of it.
-    prompts: name -> text to put before another, and default_prompt, the name of the one that is put if none is named.
-    dimensions: to which an embedding may be cut; empty for any.
+    method: the last token's state, or the mean over all.  normalized: whether an embedding is scaled to length 1.
+    labels: of a classifier, in the order of its logits.  activation: turns its logits into scores.
+    score_ids: tokens whose logits are a score: the one for yes and, if there are two, the one for no.
+    max_len: longest prompt in tokens; 0 for the model's.  pad_token_id: not counted at the end of a prompt.
+    prompts: name -> text to put before another.  default_prompt: the name used if a request names none.
+    dimensions: sizes to which an embedding may be cut; empty for any.
     """
 
     kind: Kind = "generate"
@@ -49,7 +49,7 @@ class Pooling(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def tasks(self) -> frozenset[Task]:
-        """What may be asked of the model."""
+        """Tasks that the model can do."""
         if self.kind == "generate":
             return frozenset(("generate", "embed", "pool"))
         if self.kind == "embed":
@@ -68,7 +68,7 @@ GENERATING: Final = Pooling()
 
 
 def causal_names(architecture: str) -> tuple[str, ...]:
-    """The architectures whose decoder one has under another head, or under none; () if it names no such."""
+    """Return causal-LM architectures whose decoder this one shares, with another head or none; () if there are none."""
     for suffix in (CLASSIFIER, REWARD, BARE):
         if architecture.endswith(suffix) and not architecture.endswith(LM_HEAD):
             stem = architecture.removesuffix(suffix).removesuffix("Text")
@@ -85,10 +85,10 @@ def read_pooling(
     *,
     has_labels: bool = False,
 ) -> Pooling:
-    """What the files say.  score_tokens: those of ``model.score_tokens``, whose ids ``token_id`` knows.
-    has_labels: whether the family has a head for them, whatever the architecture is called.
+    """Read how prompts are pooled.  Raises WeightsError naming the file, what it says and what is known.
 
-    Raises WeightsError naming the file, what it says and what is known."""
+    score_tokens: ``model.score_tokens``.  token_id: returns a token's id.
+    has_labels: whether the family has a head for labels, whatever the architecture is called."""
     if score_tokens:
         ids = tuple(map(token_id, score_tokens))
         return _classifier(directory, fields, ("score",), "sigmoid", score_ids=ids)
@@ -143,7 +143,7 @@ def _embedding(directory: Path, fields: Fields, modules: dict[str, str]) -> Pool
 
 
 def _modules(directory: Path) -> dict[str, str]:
-    """Kind -> folder, of what sentence-transformers puts behind one another; {} for a checkpoint of no such thing."""
+    """Return kind -> folder of sentence-transformers' modules; {} if there are none."""
     path = directory / "modules.json"
     if not path.exists():
         return {}
@@ -176,13 +176,13 @@ def _method(path: Path) -> Literal["last", "mean"]:
 
 
 def _max_len(directory: Path) -> int:
-    """What sentence-transformers cuts texts to; 0 if it does not say."""
+    """Return the length to which sentence-transformers cuts texts; 0 if there is none."""
     fields = _optional(directory / "sentence_bert_config.json")
     return fields.integer("max_seq_length") if fields.has("max_seq_length") else 0
 
 
 def _labels(fields: Fields) -> tuple[str, ...]:
-    """As transformers has them: of ``id2label``, else as many as ``num_labels``, else two."""
+    """Return the labels as transformers does: from ``id2label``, else ``num_labels`` many, else two."""
     names = fields.section("id2label").table
     if not names:
         return tuple(f"LABEL_{index}" for index in range(fields.integer("num_labels", 2, maximum=1 << 16)))

@@ -1,7 +1,7 @@
-"""How a checkpoint's weights were rounded, as ``quantization_config`` in config.json says it.
+"""The rounding of a checkpoint's weights, as ``quantization_config`` in config.json describes it.
 
-Owns: reading it, and refusing what cannot be read.  Does not know: torch, tensors.
-Which layers were left as they were shows in the names of their tensors, so lists of them are not read.
+Owns: reading it, and refusing formats that cannot be read.  Does not know: torch, tensors.
+The names of tensors show which layers are not rounded, so lists of those layers are not read.
 """
 
 from typing import Any, Literal
@@ -18,8 +18,10 @@ MAX_SIZE = 1 << 20  # of a group or block
 
 
 class Quantization(msgspec.Struct, frozen=True, kw_only=True):
-    """bits: of an element.  kind: int or float.  block: (outputs, inputs) that share a scale, 0 for all that are left.
-    zero_offset: what GPTQ's first format left out of its zero points."""
+    """The format of rounded weights.
+
+    bits: of an element.  kind: int or float.  block: (outputs, inputs) that share a scale, 0 for all of them.
+    zero_offset: what GPTQ's first format subtracts from its zero points."""
 
     method: Method
     bits: int
@@ -32,7 +34,7 @@ class Quantization(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def scales(self) -> str:
-        """What shares a scale, as text for people."""
+        """Text for people: what shares a scale."""
         outputs, inputs = self.block
         if not inputs:
             return "a scale per output" if outputs else "a scale per tensor"
@@ -40,7 +42,7 @@ class Quantization(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_quantization(fields: Fields) -> Quantization | None:
-    """fields: of config.json.  None for weights as they are.  Raises WeightsError naming what is not read."""
+    """Read it from config.json's fields; None if weights are not rounded.  Raises WeightsError naming the fault."""
     if not fields.has("quantization_config"):
         return None
     config = fields.section("quantization_config")
@@ -87,7 +89,7 @@ def _compressed_tensors(config: Fields) -> Quantization:
 
 
 def _weights(group: Fields) -> Quantization:
-    """One of compressed-tensors' groups of layers.  How their inputs would be rounded is not read: they are not."""
+    """Read one of compressed-tensors' groups of layers.  Settings for inputs are ignored: inputs are not rounded."""
     weights = group.section("weights")
     kind = weights.text("type", "int")
     if kind not in ("int", "float"):
@@ -114,7 +116,7 @@ def _bits(fields: Fields, name: str, allowed: tuple[int, ...]) -> int:
 
 
 def _group(fields: Fields, name: str) -> tuple[int, int]:
-    """So many inputs of one output; -1 for all of them."""
+    """Return a block of some inputs of one output; -1 in the file means all of them."""
     size = fields.integer(name, minimum=-1, maximum=MAX_SIZE)
     if size == 0:
         raise fields.error(name, size, "a number of inputs, or -1 for all")

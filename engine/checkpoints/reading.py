@@ -1,6 +1,6 @@
-"""What most families spell alike in config.json: sizes, activations, rotary settings, the kinds of layers.
+"""Fields of config.json that most families share: sizes, activations, rotary settings, the kinds of layers.
 
-Owns: those fields and their checks.  Does not know: torch, which family reads, how parts are put together.
+Owns: those fields and their checks.  Does not know: torch, families, how parts are composed.
 """
 
 import math
@@ -21,20 +21,20 @@ from engine.checkpoints.shape import (
     RotaryShape,
 )
 
-# Far beyond any model, and small enough that no product of two or three of them overflows a size in bytes.
+# Far above any model, and small enough that the product of two or three of them fits a size in bytes.
 MAX_LAYERS = 1 << 14
 MAX_HEADS = 1 << 16
 MAX_WIDTH = 1 << 20
 MAX_VOCAB = 1 << 28
 MAX_EXPERTS = 1 << 12
-MIN_WINDOW = 2  # in one of 1 a query would see itself alone, and transformers' cache then keeps everything
+MIN_WINDOW = 2  # with 1 a query would see only itself, and transformers' cache then keeps everything
 ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh")
 ROTARY_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 SLIDING, FULL = "sliding_attention", "full_attention"
 
 
 class HeadSizes(TypedDict):
-    """What attention is built from, as keywords of ``AttentionShape``."""
+    """Sizes of attention, as keywords of ``AttentionShape``."""
 
     num_heads: int
     num_kv_heads: int
@@ -55,14 +55,14 @@ class Sizes(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def heads(self) -> HeadSizes:
-        """What attention is built from, as keywords of ``AttentionShape``."""
+        """Sizes of attention, as keywords of ``AttentionShape``."""
         return {"num_heads": self.num_heads, "num_kv_heads": self.num_kv_heads, "head_size": self.head_size}
 
 
 def read_sizes(fields: Fields, *, head_size: int = 0, num_kv_heads: int = 0) -> Sizes:
-    """head_size, num_kv_heads: what the family takes where config.json does not say; 0 for hidden_size / heads, heads.
+    """Read the sizes.  Raises WeightsError naming the field.
 
-    Raises WeightsError naming the field."""
+    head_size, num_kv_heads: the family's values if config.json has none; 0 for hidden_size / heads, and heads."""
     num_heads = fields.integer("num_attention_heads", maximum=MAX_HEADS)
     kv_heads = fields.integer("num_key_value_heads", num_kv_heads or num_heads)
     if num_heads % kv_heads:
@@ -88,24 +88,24 @@ def read_sizes(fields: Fields, *, head_size: int = 0, num_kv_heads: int = 0) -> 
 
 
 def read_activation(fields: Fields, name: str = "hidden_act", default: str = "silu") -> str:
-    """The activation of the MLPs."""
+    """Return the activation of the MLPs."""
     return fields.choice(name, default, ACTIVATIONS)
 
 
 def read_gated(fields: Fields, sizes: Sizes, *, bias: bool = False, merged: str = "") -> GatedShape:
-    """The gated MLP of most families."""
+    """Return the gated MLP of most families."""
     return GatedShape(
         intermediate_size=sizes.intermediate_size, activation=read_activation(fields), bias=bias, merged=merged
     )
 
 
 def read_norm(fields: Fields, name: str, *, offset: float = 0.0, default_eps: float = 1e-6) -> RMSNormShape:
-    """An RMS norm by its name in the checkpoint."""
+    """Return an RMS norm by its name in the checkpoint."""
     return RMSNormShape(name=name, eps=fields.number("rms_norm_eps", default_eps), offset=offset)
 
 
 def pre_norm(fields: Fields, attention: AttentionShape | LatentAttentionShape, mlp: PartShape) -> LayerShape:
-    """A layer as Llama's: an RMS norm before attention and one before the MLP, by the names most families use."""
+    """Return a layer like Llama's: an RMS norm before attention and one before the MLP, with the usual names."""
     return LayerShape(
         attention=attention,
         mlp=mlp,
@@ -115,9 +115,9 @@ def pre_norm(fields: Fields, attention: AttentionShape | LatentAttentionShape, m
 
 
 def decoder(fields: Fields, sizes: Sizes, layers: Sequence[LayerShape], *, tied: bool = False) -> DecoderShape:
-    """The decoder around the layers, as most families have it.  tied: where config.json does not say.
+    """Return the decoder around the layers, as in most families.  tied: value if config.json has none.
 
-    With longrope a sequence ends at the original length: a longer one would need other keys from its first token on."""
+    With longrope a sequence ends at the original length: a longer one would change all its keys."""
     rotaries = [layer.attention.rotary for layer in layers]
     ends = [one.original_max_len for one in rotaries if one is not None and one.kind == "longrope"]
     return DecoderShape(
@@ -131,7 +131,7 @@ def decoder(fields: Fields, sizes: Sizes, layers: Sequence[LayerShape], *, tied:
 
 
 def alike(fields: Fields, sizes: Sizes, layer: LayerShape) -> list[LayerShape]:
-    """The layers of a family that has one kind of them, without a window; ``layer_types`` must agree."""
+    """Return the layers of a family with one kind of layers and no window; ``layer_types`` must agree."""
     _check_layer_types(fields, [False] * sizes.num_layers)
     return [layer] * sizes.num_layers
 
@@ -139,9 +139,9 @@ def alike(fields: Fields, sizes: Sizes, layer: LayerShape) -> list[LayerShape]:
 def windowed_layers(
     fields: Fields, sizes: Sizes, attention: AttentionShape, window: int, windowed: Sequence[bool]
 ) -> list[AttentionShape]:
-    """The attention of each layer.  windowed: which have the window, by the family's rule; ``layer_types`` must agree.
+    """Return the attention of each layer.  windowed: which layers have the window, by the family's rule.
 
-    A window that no query can reach past is none.
+    ``layer_types`` must agree.  A window that covers the longest sequence counts as none.
     """
     _check_layer_types(fields, windowed if window else [False] * sizes.num_layers)
     if window >= sizes.max_len or not window:
@@ -151,20 +151,20 @@ def windowed_layers(
 
 
 def upper_window(fields: Fields, sizes: Sizes, attention: AttentionShape) -> list[AttentionShape]:
-    """The attention of each layer of a Qwen: the layers from max_window_layers on have the window, if it is used."""
+    """Return the attention of each layer of a Qwen: layers from max_window_layers on have the window, if it is used."""
     window, first = used_window(fields), fields.integer("max_window_layers", 28, minimum=0)
     return windowed_layers(fields, sizes, attention, window, [layer >= first for layer in range(sizes.num_layers)])
 
 
 def used_window(fields: Fields) -> int:
-    """The window of a Qwen, 0 if it is not used; a null is none, a missing one is the families' default of 4096."""
+    """Return the window of a Qwen; 0 if it is unused or null.  A missing one is the families' default of 4096."""
     if not fields.flag("use_sliding_window", False) or fields.is_null("sliding_window"):
         return 0
     return fields.integer("sliding_window", 4096, minimum=MIN_WINDOW)
 
 
 def read_layer_types(fields: Fields, sizes: Sizes, default: Sequence[bool]) -> list[bool]:
-    """Which layers have a window, by ``layer_types``; default: the family's rule, where config.json does not say."""
+    """Return which layers have a window, by ``layer_types``.  default: the family's rule if config.json has none."""
     kinds = fields.table.get("layer_types")
     if kinds is None:
         return list(default)
@@ -178,7 +178,7 @@ def read_layer_types(fields: Fields, sizes: Sizes, default: Sequence[bool]) -> l
 
 
 def _check_layer_types(fields: Fields, windowed: Sequence[bool]) -> None:
-    """Refuse a list of the layers' kinds, as transformers 5 writes it, that contradicts the window."""
+    """Refuse a ``layer_types``, as transformers 5 writes it, that contradicts the window."""
     kinds = fields.table.get("layer_types")
     expected = [SLIDING if one else FULL for one in windowed]
     if kinds is None or kinds == expected:
@@ -192,18 +192,18 @@ def _check_layer_types(fields: Fields, windowed: Sequence[bool]) -> None:
 
 
 def read_rotary(fields: Fields, sizes: Sizes, *, theta: float = 10000.0, partial: float | None = None) -> RotaryShape:
-    """Rotary settings, from ``rope_parameters`` or from the older ``rope_theta`` and ``rope_scaling``.
+    """Return rotary settings from ``rope_parameters`` or from the older ``rope_theta`` and ``rope_scaling``.
 
-    Where both are, the older one that says anything stands for all of the newer one, as in transformers 5.
-    theta: the base where config.json does not say.  partial: likewise which part of a head is turned; None for a family
-    that turns all of it.
+    If both are there, a ``rope_scaling`` that is not empty replaces ``rope_parameters``, as in transformers 5.
+    theta: base if config.json has none.  partial: rotated part of a head if config.json has none; None for a family
+    that rotates all of it.
     """
     name = "rope_scaling" if fields.table.get("rope_scaling") else "rope_parameters"
     scaling = fields.section(name)
     read_theta = scaling.number("rope_theta", fields.number("rope_theta", theta))
     replaced = fields.section("rope_parameters").number("rope_theta", read_theta)
     if replaced != read_theta and not scaling.has("rope_theta"):
-        # transformers 5 would go on with the default base, which a file that only adds a stretch cannot mean.
+        # transformers 5 would use the default base, which cannot be what a file that only adds a stretch means.
         expected = f"it to repeat rope_theta {replaced} of rope_parameters, which it replaces"
         raise fields.error("rope_scaling", scaling.table, expected)
     kind = scaling.text("rope_type", scaling.text("type", "default"))
@@ -215,7 +215,7 @@ def read_rotary(fields: Fields, sizes: Sizes, *, theta: float = 10000.0, partial
 
 
 def read_stretch(fields: Fields, scaling: Fields, sizes: Sizes, theta: float, size: int = 0) -> RotaryShape:
-    """How one set of rotary settings stretches the frequencies of base ``theta``."""
+    """Return one set of rotary settings: how it stretches the frequencies of base ``theta``."""
     kind = scaling.text("rope_type", scaling.text("type", "default"))
     max_len = sizes.max_len
     if kind == "default":
@@ -225,7 +225,7 @@ def read_stretch(fields: Fields, scaling: Fields, sizes: Sizes, theta: float, si
     if kind == "linear":
         return RotaryShape(kind=kind, theta=theta, factor=scaling.number("factor"))
     if kind == "dynamic":
-        # It stretches nothing before a sequence is longer than the model was trained for, which none becomes here.
+        # It only stretches when a sequence is longer than in training, which never happens here.
         scaling.number("factor")
         return RotaryShape(theta=theta)
     if kind == "llama3":
@@ -246,7 +246,7 @@ def read_stretch(fields: Fields, scaling: Fields, sizes: Sizes, theta: float, si
 
 
 def _rotated(fields: Fields, scaling: Fields, head_size: int, partial: float | None) -> int:
-    """How many numbers of a head are turned; 0 for all."""
+    """Return the number of a head's elements that rotate; 0 for all."""
     share = 1.0 if partial is None else partial
     for where in (fields, scaling):
         share = where.number("partial_rotary_factor", share)
@@ -260,13 +260,13 @@ def _rotated(fields: Fields, scaling: Fields, head_size: int, partial: float | N
 
 
 def yarn_temperature(factor: float, weight: float = 1.0) -> float:
-    """By what scores are sharpened in a context that is factor times as long.  weight: mscale in config.json."""
+    """Return the factor that sharpens scores in a context ``factor`` times as long.  weight: mscale of config.json."""
     return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
 def _read_yarn(scaling: Fields, theta: float, original: int, max_len: int) -> RotaryShape:
     factor = scaling.number("factor", max_len / original)
-    # The temperature that Peng et al. 2023 (YaRN, eq. 22) fit, applied to cos and sin; DeepSeek has two of it.
+    # The temperature of Peng et al. 2023 (YaRN, eq. 22), applied to cos and sin; DeepSeek divides two of them.
     temperature = yarn_temperature(factor)
     if scaling.has("mscale") and scaling.has("mscale_all_dim"):
         temperature = yarn_temperature(factor, scaling.number("mscale"))
@@ -284,9 +284,9 @@ def _read_yarn(scaling: Fields, theta: float, original: int, max_len: int) -> Ro
 
 
 def _read_longrope(scaling: Fields, theta: float, original: int, max_len: int, pairs: int) -> RotaryShape:
-    """The factors of sequences up to the original length, Ding et al. 2024; ``decoder`` ends them there.
+    """Return the factors of sequences up to the original length (Ding et al. 2024); ``decoder`` ends them there.
 
-    Where the factors of longer ones are the same, as a GGUF file has them, sequences are as long as the context.
+    If longer ones have the same factors, as in a GGUF file, sequences may be as long as the context.
     """
     tables = {}
     for name in ("short_factor", "long_factor"):

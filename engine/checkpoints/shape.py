@@ -1,28 +1,28 @@
-"""The shape of a decoder, part by part: what a model family says of a checkpoint, and what the model is built from.
+"""The shape of a decoder, part by part: a model family reads it from a checkpoint, and the model is built from it.
 
-Each part is a record without torch; ``built_by`` names the class that computes it.  A family's file puts the parts
-together, ``engine/plugins/model/`` has one for each, and a family of another package may bring parts of its own.
+Each part is a record without torch; ``built_by`` names the class that computes it.  A family's file composes the parts;
+``engine/plugins/model/`` has one file per family, and a family of another package may add parts of its own.
 
-Owns: the parts, and how a decoder is made of them.  Does not know: torch, weights, ranks, config.json.
-It is long because the parts refer to each other, and a family's author finds them in one place.
+Owns: the parts, and how they form a decoder.  Does not know: torch, weights, ranks, config.json.
+The file is long because the parts refer to each other, and a family's author finds them in one place.
 """
 
 from typing import ClassVar, Literal
 
 import msgspec
 
-# What a family may demand of an attention backend beside causal attention with one window; see ``Declaration``.
+# Features that a family may need of an attention backend besides causal attention with one window (``Declaration``).
 SOFT_CAP, SINKS, LAYER_WINDOWS, LATENTS = "soft_cap", "sinks", "layer_windows", "latents"
 
 
 class RotaryShape(msgspec.Struct, frozen=True, kw_only=True):
-    """Rotary position embedding: base frequencies and how they are stretched to longer contexts.
+    """Rotary position embedding: base frequencies, and how they are stretched to longer contexts.
 
-    size: how many of a head's numbers are turned, the first ones; 0 for all.  interleaved: pairs are neighbours, not
-    half of the turned numbers apart.
-    factor: by how much the context was extended.  original_max_len: what it was extended from.
-    low_freq_factor, high_freq_factor: llama3.  beta_fast, beta_slow, truncate: yarn.  factors: longrope, a divisor for
-    each pair.  attention_factor multiplies cos and sin.
+    size: number of a head's first elements that rotate; 0 for all.
+    interleaved: whether pairs are neighbours; otherwise they are half of the rotated elements apart.
+    factor: by how much the context was extended.  original_max_len: its length before.
+    low_freq_factor, high_freq_factor: for llama3.  beta_fast, beta_slow, truncate: for yarn.
+    factors: for longrope, a divisor for each pair.  attention_factor: factor of cos and sin.
     """
 
     kind: str = "default"
@@ -43,25 +43,25 @@ class RotaryShape(msgspec.Struct, frozen=True, kw_only=True):
 class PartShape(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """A part of a decoder.
 
-    built_by: "module:callable", called with (shape, hidden_size, comm, device, dtype).  What it returns has
-    ``pack(kernels)`` and ``slices(prefix)`` beside what its place in the layer asks for, see ``engine/layers/part.py``.
+    built_by: "module:callable", called with (shape, hidden_size, comm, device, dtype).  Its result has the methods
+    ``pack(kernels)`` and ``slices(prefix)``, and those of its protocol in ``engine/layers/part.py``.
     """
 
     built_by: ClassVar[str] = ""
 
     @property
     def width(self) -> int:
-        """How many numbers of a token there are within it at once, over all ranks: what a step's memory is made of."""
+        """Most numbers of a token inside of the part at once, over all ranks; a step's memory follows from it."""
         return 0
 
     @property
     def unlike_rounded(self) -> str:
-        """What sets its tensors apart from those that formats of rounded weights know; '' for nothing."""
+        """The property of its tensors that formats of rounded weights cannot have; '' for none."""
         return ""
 
 
 class Unchanged(PartShape, frozen=True):
-    """The place of a norm that a family does not have."""
+    """An absent norm."""
 
     built_by: ClassVar[str] = "engine.layers.norm:unchanged"
 
@@ -74,7 +74,7 @@ class Scaling(PartShape, frozen=True, kw_only=True):
 
 
 class RMSNormShape(PartShape, frozen=True, kw_only=True):
-    """x / sqrt(mean(x^2) + eps) * (offset + weight), Zhang and Sennrich 2019.  name: of its weight, in its layer."""
+    """The norm x / sqrt(mean(x^2) + eps) * (offset + weight), Zhang and Sennrich 2019.  name: of its weight."""
 
     built_by: ClassVar[str] = "engine.layers.norm:rms_norm"
     name: str
@@ -83,7 +83,7 @@ class RMSNormShape(PartShape, frozen=True, kw_only=True):
 
 
 class LayerNormShape(PartShape, frozen=True, kw_only=True):
-    """(x - mean) / sqrt(variance + eps) * weight + bias, Ba et al. 2016."""
+    """The norm (x - mean) / sqrt(variance + eps) * weight + bias, Ba et al. 2016."""
 
     built_by: ClassVar[str] = "engine.layers.norm:layer_norm"
     name: str
@@ -92,20 +92,20 @@ class LayerNormShape(PartShape, frozen=True, kw_only=True):
 
 
 class HeadNormShape(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """An RMS norm over each query head and each key head by itself: q_norm and k_norm."""
+    """An RMS norm over each query head and over each key head: q_norm and k_norm."""
 
     eps: float
     offset: float = 0.0
 
 
 class WideHeadNormShape(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """An RMS norm over all query heads at once, and one over all key heads: q_norm and k_norm of OLMo 2."""
+    """An RMS norm over all query heads together, and one over all key heads: q_norm and k_norm of OLMo 2."""
 
     eps: float
 
 
 class HeadLayerNormShape(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """A layer norm, without a bias, over each query head and each key head by itself, each with a weight of its own."""
+    """A layer norm without a bias over each query head and each key head, which each have a weight of their own."""
 
     eps: float
 
@@ -113,11 +113,11 @@ class HeadLayerNormShape(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 class AttentionShape(PartShape, frozen=True, kw_only=True):
     """Grouped-query attention over paged keys and values.
 
-    scale: multiplies the scores; 0 for 1 / sqrt(head_size).  rotary: None for a layer without positions.
-    window: how many tokens back a query sees, itself included, 0 for all.
-    soft_cap: scores become cap * tanh(score / cap); 0 for none.  sinks: a learned score of each head, of no key.
+    scale: factor of the scores; 0 for 1 / sqrt(head_size).  rotary: None for a layer without positions.
+    window: tokens that a query sees, counted back and including itself; 0 for all.
+    soft_cap: scores become cap * tanh(score / cap); 0 for none.  sinks: whether each head has a learned extra score.
     merged: the one tensor that holds q, k and v, in this order; '' for one each.  transposed: tensors are [in, out].
-    input_size: numbers of a token that queries, keys and values are made from; 0 for the model's width.
+    input_size: size of the input of queries, keys and values; 0 for the model's width.
     """
 
     built_by: ClassVar[str] = "engine.layers.self_attention:SelfAttention"
@@ -145,12 +145,13 @@ class AttentionShape(PartShape, frozen=True, kw_only=True):
 
 
 class LatentAttentionShape(PartShape, frozen=True, kw_only=True):
-    """Multi-head latent attention (DeepSeek-AI 2024): of a token one latent is kept, from which all heads' keys and
-    values are made, and one key with its position, which all heads share.
+    """Multi-head latent attention (DeepSeek-AI 2024): a token is stored as one latent, from which all heads' keys and
+    values are computed, and one rotated key that all heads share.
 
-    latent_size, rotary_size: of these.  plain_size: of the part of a head's query without positions; rotary_size: of
-    the other.  value_size: of a head.  query_rank: queries are made through so few numbers; 0 for straight.
-    scale: multiplies the scores.  bias: of the products from the model's width, and of the output.
+    latent_size: of the latent.  rotary_size: of the rotated key, and of that part of a head's query.
+    plain_size: of the other part of a head's query.  value_size: of a head's value.
+    query_rank: size of compressed queries; 0 for none.  scale: factor of the scores.
+    bias: whether the products from the model's width and the output have biases.
     """
 
     built_by: ClassVar[str] = "engine.layers.latent_attention:LatentAttention"
@@ -172,12 +173,12 @@ class LatentAttentionShape(PartShape, frozen=True, kw_only=True):
 
     @property
     def head_size(self) -> int:
-        """Of what is kept of a token, and of the queries that are compared with it."""
+        """Size of a token's stored vector, and of the queries that are compared with it."""
         return self.latent_size + self.rotary_size
 
 
 class MLPShape(PartShape, frozen=True, kw_only=True):
-    """down(activation(up(x))); see ``GatedShape``."""
+    """A plain MLP: down(activation(up(x))).  activation: as in ``GatedShape``."""
 
     built_by: ClassVar[str] = "engine.layers.mlp:MLP"
     intermediate_size: int
@@ -190,7 +191,7 @@ class MLPShape(PartShape, frozen=True, kw_only=True):
 
     @property
     def width(self) -> int:
-        """Between the two products."""
+        """Size between the two products."""
         return self.intermediate_size
 
     @property
@@ -199,7 +200,7 @@ class MLPShape(PartShape, frozen=True, kw_only=True):
 
 
 class GatedShape(PartShape, frozen=True, kw_only=True):
-    """down(activation(gate(x)) * up(x)), Shazeer 2020.
+    """A gated MLP: down(activation(gate(x)) * up(x)), Shazeer 2020.
 
     activation: silu; gelu (Hendrycks and Gimpel 2016) by the error function; gelu_pytorch_tanh, its approximation.
     merged: the one tensor that holds gate and up, in this order; '' for one each.
@@ -214,17 +215,17 @@ class GatedShape(PartShape, frozen=True, kw_only=True):
 
     @property
     def width(self) -> int:
-        """Between the products."""
+        """Size between the products."""
         return self.intermediate_size
 
 
 class RouterShape(msgspec.Struct, frozen=True, kw_only=True):
-    """How a token's experts are chosen, and their weights: a product, a score for each expert, the highest scores.
+    """The choice of a token's experts and their weights: a product gives each expert's score, and the highest win.
 
     scoring: "softmax" over all experts, or "sigmoid" of each.  normalised: the weights are scaled to a sum of 1.
-    corrected: a number of each expert is added to its score to choose by, but not to its weight.
-    num_groups: experts are in so many groups, and come from the num_chosen_groups best: those with the highest score,
-    or with the highest sum of two if ``corrected``.  scale: multiplies the weights.  exact: all of it in float32.
+    corrected: a learned number per expert is added to its score for the choice, but not for the weight.
+    num_groups: number of groups of experts; the chosen come from the num_chosen_groups best: those with the highest
+    score, or the highest sum of two if ``corrected``.  scale: factor of the weights.  exact: compute in float32.
     """
 
     name: str = "gate"
@@ -239,13 +240,13 @@ class RouterShape(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ExpertsShape(PartShape, frozen=True, kw_only=True):
-    """A router sends each token to some of many gated MLPs, whose results are added up by its weights.
+    """A mixture of experts: a router sends each token to some of many gated MLPs; their weighted results are summed.
 
-    shared_size: of one more, for all tokens and without a weight; 0 for none.
-    activation: as of ``GatedShape``; or "clamped_swish", gpt-oss's, with ``limit`` and ``slope``.
-    stacked: all experts of a layer in one tensor [experts, in, out], gate and up interleaved, with biases.
-    gate, up, down: their names, with one tensor for each expert.
-    divided: a rank has some of the experts whole, not a part of each.
+    shared_size: size of a further expert, for all tokens and without a weight; 0 for none.
+    activation: as in ``GatedShape``; or "clamped_swish" of gpt-oss, with ``limit`` and ``slope``.
+    stacked: all experts of a layer are one tensor [experts, in, out], with gate and up interleaved, and with biases.
+    gate, up, down: names of the products, if each expert has its own tensors.
+    divided: whether a rank has some of the experts whole, instead of a part of each.
     """
 
     built_by: ClassVar[str] = "engine.layers.experts:Experts"
@@ -266,7 +267,7 @@ class ExpertsShape(PartShape, frozen=True, kw_only=True):
 
     @property
     def width(self) -> int:
-        """Between the products, of all of a token's experts."""
+        """Size between the products, over all of a token's experts."""
         return self.num_chosen * self.expert_size + self.shared_size
 
     @property
@@ -275,13 +276,13 @@ class ExpertsShape(PartShape, frozen=True, kw_only=True):
 
 
 class NoHeadShape(PartShape, frozen=True):
-    """In the LM head's place: nothing, for a model whose last states are all that is wanted."""
+    """No head, for a model whose output is its last states."""
 
     built_by: ClassVar[str] = "engine.layers.pooled_head:NoHead"
 
 
 class ClassifierShape(PartShape, frozen=True, kw_only=True):
-    """In the LM head's place: a logit for each of ``num_labels`` labels.  name: of its weight."""
+    """A head with a logit for each of ``num_labels`` labels.  name: of its weight."""
 
     built_by: ClassVar[str] = "engine.layers.pooled_head:Classifier"
     num_labels: int
@@ -289,9 +290,9 @@ class ClassifierShape(PartShape, frozen=True, kw_only=True):
 
 
 class RewardShape(PartShape, frozen=True, kw_only=True):
-    """In the LM head's place: one logit of an MLP as wide as the model, out(relu(inner(x))), with biases.
+    """A head with one logit from an MLP as wide as the model, out(relu(inner(x))), with biases.
 
-    inner, out: their names."""
+    inner, out: names of the products."""
 
     built_by: ClassVar[str] = "engine.layers.pooled_head:Reward"
     inner: str = "score.0"
@@ -299,10 +300,10 @@ class RewardShape(PartShape, frozen=True, kw_only=True):
 
 
 class TokenScoreShape(PartShape, frozen=True, kw_only=True):
-    """In the LM head's place: the logit of one token, less that of a second where there is one.
+    """A head with the logit of one token, minus that of a second one if there are two.
 
-    name: of the table of ``vocab_size`` rows that would be the LM head.  scale, cap: ``logit_scale`` and ``logit_cap``
-    of the decoder."""
+    name: of the table of ``vocab_size`` rows that would be the LM head.
+    scale, cap: ``logit_scale`` and ``logit_cap`` of the decoder."""
 
     built_by: ClassVar[str] = "engine.layers.pooled_head:TokenScore"
     token_ids: tuple[int, ...]
@@ -315,8 +316,8 @@ class TokenScoreShape(PartShape, frozen=True, kw_only=True):
 class LayerShape(msgspec.Struct, frozen=True, kw_only=True):
     """One layer: x += behind_attention(attention(before_attention(x))), then the same with the MLP.
 
-    parallel: the MLP gets what attention gets, before_attention(x), and what both give is added to x (Wang and
-    Komatsuzaki 2021); before_mlp has no place then."""
+    parallel: the MLP has the same input as attention, before_attention(x), and both results are added to x (Wang and
+    Komatsuzaki 2021); before_mlp is not used then."""
 
     attention: AttentionShape | LatentAttentionShape
     mlp: PartShape
@@ -328,7 +329,7 @@ class LayerShape(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Names(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a checkpoint has its tensors; the layers' names end in their number."""
+    """Names of a checkpoint's tensors; a layer's index follows ``layers``."""
 
     embedding: str = "model.embed_tokens"
     positions: str = ""
@@ -339,14 +340,14 @@ class Names(msgspec.Struct, frozen=True, kw_only=True):
 class DecoderShape(msgspec.Struct, frozen=True, kw_only=True):
     """A decoder: embedding, layers, a norm, the LM head.
 
-    built_by: as of ``PartShape``, called with (shape, comm, device, dtype); it returns a ``Model``.
-    max_len: tokens of the longest sequence.  tied: the LM head is the embedding table.
-    embedding_scale: multiplies the embedding; rounded_scale: after it has been rounded to the model's dtype.
+    built_by: as in ``PartShape``, called with (shape, comm, device, dtype); it returns a ``Model``.
+    max_len: tokens of the longest sequence.  tied: whether the LM head is the embedding table.
+    embedding_scale: factor of the embedding.  rounded_scale: whether it is rounded to the model's dtype first.
     learned_positions: rows of a table of positions that is added to the embedding; 0 for none.
-    logit_scale multiplies logits, and logit_cap caps them, as ``AttentionShape.soft_cap`` does scores.
-    unread: patterns of the names of tensors that a checkpoint may have and that nothing here reads.
-    pooled_head: what stands in the LM head's place; a family says it of labels by another name than transformers', of
-    any other model the checkpoint's files do.  None for the LM head.
+    logit_scale: factor of the logits.  logit_cap: caps logits as ``AttentionShape.soft_cap`` caps scores.
+    unread: patterns for the names of stored tensors that are not read.
+    pooled_head: head in place of the LM head; None for the LM head.  A family sets it if labels have another name than
+    in transformers; for other models it follows from the checkpoint's files.
     """
 
     built_by: ClassVar[str] = "engine.models.decoder:Decoder"
@@ -367,18 +368,18 @@ class DecoderShape(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def num_outputs(self) -> int:
-        """How many logits a sampler sees: the vocabulary, or one that says nothing where nothing is generated."""
+        """Number of logits per row: the vocabulary, or 1 for a model that generates nothing."""
         return self.vocab_size if self.pooled_head is None else 1
 
     @property
     def unlike_rounded(self) -> str:
-        """Why no checkpoint of rounded weights is read for it, see ``PartShape``; '' where one may be."""
+        """The reason that its weights cannot be read from a rounded checkpoint (``PartShape``); '' if they can."""
         parts = (part for layer in self.layers for part in (layer.attention, layer.mlp))
         return next((part.unlike_rounded for part in parts if part.unlike_rounded), "")
 
     @property
     def num_layers(self) -> int:
-        """Each has its keys and values."""
+        """Number of layers; each has its keys and values."""
         return len(self.layers)
 
     @property
@@ -393,32 +394,32 @@ class DecoderShape(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def head_size(self) -> int:
-        """The same in every layer."""
+        """Size of a head, the same in every layer."""
         return self.layers[0].attention.head_size
 
     @property
     def intermediate_size(self) -> int:
-        """Of the widest MLP."""
+        """Width of the widest MLP."""
         return max(layer.mlp.width for layer in self.layers)
 
     @property
     def window(self) -> int:
-        """Of the layers that have one, 0 if none has."""
+        """Window of the layers that have one; 0 if there are none."""
         return max(layer.attention.window for layer in self.layers)
 
     @property
     def windowed(self) -> tuple[bool, ...]:
-        """Which layers see a window only."""
+        """Whether each layer sees only a window."""
         return tuple(layer.attention.window > 0 for layer in self.layers)
 
     @property
     def first_window_layer(self) -> int:
-        """The first of the layers that have the window, 0 if none has; see ``attention_needs`` for those behind it."""
+        """Index of the first layer with the window; 0 if there is none.  ``full_layers`` are exceptions after it."""
         return self.windowed.index(True) if self.window else 0
 
     @property
     def full_layers(self) -> tuple[int, ...]:
-        """The layers behind ``first_window_layer`` that see everything."""
+        """Layers after ``first_window_layer`` that see everything."""
         first = self.first_window_layer
         return (
             tuple(index for index, one in enumerate(self.windowed) if index > first and not one) if self.window else ()
@@ -426,7 +427,7 @@ class DecoderShape(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def attention_needs(self) -> tuple[str, ...]:
-        """What an attention backend must be able to do beside the usual."""
+        """Features that the model needs of its attention backend."""
         attentions = [layer.attention for layer in self.layers]
         needs = {
             SOFT_CAP: any(one.soft_cap for one in attentions),

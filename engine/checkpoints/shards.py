@@ -1,4 +1,4 @@
-"""The safetensors files of a checkpoint: which tensors they hold, checked in full before a weight is read.
+"""The safetensors files of a checkpoint and their tensors, checked in full before a weight is read.
 
 A file is 8 bytes header length (little endian), the header as JSON, then the tensors' bytes without gaps
 (https://github.com/huggingface/safetensors#format).
@@ -21,9 +21,9 @@ from engine.types.errors import WeightsError
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 PICKLED = (".bin", ".pt", ".pth", ".ckpt")
-# What the reference implementation allows; 100 MB of JSON describe about a million tensors.
+# The limit of the reference implementation; 100 MB of JSON describe about a million tensors.
 MAX_HEADER_BYTES = 100_000_000
-# Of a tensor: what torch allows.
+# Limits of a torch tensor.
 MAX_DIMENSIONS = 64
 MAX_DIMENSION = (1 << 63) - 1
 DTYPE_BYTES = {
@@ -35,7 +35,7 @@ DTYPE_BYTES = {
 
 
 class StoredTensor(msgspec.Struct, frozen=True):
-    """A tensor of a checkpoint: where it is and what it looks like.  dtype: as safetensors spells it, e.g. BF16."""
+    """A tensor of a checkpoint: its place and its form.  dtype: in safetensors' spelling, e.g. BF16."""
 
     file: Path
     name: str
@@ -45,27 +45,27 @@ class StoredTensor(msgspec.Struct, frozen=True):
 
 
 def read_shards(directory: Path) -> dict[str, StoredTensor]:
-    """All tensors of a checkpoint by name.  Raises WeightsError naming the file and the tensor at fault.
+    """Return all tensors of a checkpoint by name.  Raises WeightsError naming the file and the tensor at fault.
 
-    A single file counts before shards, as in transformers: they may be left over from before it was written.
+    A single file takes precedence over shards, as in transformers: they may be older than it.
     """
     if (directory / SINGLE_FILE).is_file():
         return read_header(directory / SINGLE_FILE)
     if (directory / INDEX_FILE).is_file():
         return _read_sharded(directory)
-    said = f"{directory}: no weights; expected {SINGLE_FILE}, or {INDEX_FILE} and its shards"
+    problem = f"{directory}: no weights; expected {SINGLE_FILE}, or {INDEX_FILE} and its shards"
     if pickled := sorted(one.name for one in directory.glob("*") if one.suffix in PICKLED):
-        said += (
+        problem += (
             f"; {pickled[0]} is a format that is not read, since loading it may run what is in it; to convert a model "
             "that you trust: AutoModelForCausalLM.from_pretrained(DIRECTORY).save_pretrained(NEW) of transformers"
         )
     elif others := sorted(one.name for one in directory.glob("*.gguf")):
-        said += f"; to read {others[0]}, name that file instead of its directory"
-    raise WeightsError(said)
+        problem += f"; to read {others[0]}, name that file instead of its directory"
+    raise WeightsError(problem)
 
 
 def read_header(path: Path) -> dict[str, StoredTensor]:
-    """The tensors of one safetensors file, every offset checked against the file's size."""
+    """Return the tensors of one safetensors file; every offset is checked against the file's size."""
     try:
         with path.open("rb") as file:
             size = path.stat().st_size
@@ -93,7 +93,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
 
 
 def _read_entry(path: Path, name: str, entry: Any) -> tuple[StoredTensor, int]:
-    """One header entry and the offset it starts at."""
+    """Return one header entry and the offset at which it starts."""
     where = f"{path}: tensor {name!r}"
     if not isinstance(entry, dict):
         raise WeightsError(f"{where}: header entry is not an object")
@@ -136,7 +136,7 @@ def _read_sharded(directory: Path) -> dict[str, StoredTensor]:
         raise WeightsError(f"{index}: weight_map is missing or empty, expected tensor names and their files")
     names_by_file: defaultdict[str, list[str]] = defaultdict(list)
     for name, file_name in weight_map.items():
-        # A plain file name cannot leave the directory; a path could.
+        # A file name cannot leave the directory; a path could.
         if (
             not isinstance(file_name, str)
             or Path(file_name).name != file_name
@@ -152,7 +152,7 @@ def _read_sharded(directory: Path) -> dict[str, StoredTensor]:
         for name in names:
             if name not in held:
                 raise WeightsError(
-                    f"{directory / file_name}: tensor {name!r} is missing, but {INDEX_FILE} says it is here"
+                    f"{directory / file_name}: tensor {name!r} is missing, but {INDEX_FILE} names this file for it"
                 )
             tensors[name] = held[name]
     return tensors

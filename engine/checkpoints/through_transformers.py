@@ -1,6 +1,6 @@
-"""The shape of a decoder that transformers computes: what transformers was found to do, as plain data.
+"""The shape of a decoder that transformers computes, from facts about its class, as plain data.
 
-Owns: the facts that are asked for, and the shape that follows from them.  Does not know: torch, transformers.
+Owns: the facts, and the shape that follows from them.  Does not know: torch, transformers.
 """
 
 from typing import Any, ClassVar
@@ -11,7 +11,7 @@ from engine.checkpoints.shape import AttentionShape, DecoderShape, LayerShape, N
 
 
 class AttentionFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """One call of the attention function, over all ranks; see ``AttentionShape``."""
+    """One call of the attention function, over all ranks.  The fields are those of ``AttentionShape``."""
 
     num_heads: int
     num_kv_heads: int
@@ -23,10 +23,10 @@ class AttentionFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Facts(msgspec.Struct, frozen=True, kw_only=True):
-    """What a model class of transformers says and does for one config.json.
+    """Properties and calls of a model class of transformers for one config.json.
 
-    width: numbers of a token between the products of its widest layer.  layers: the calls of attention in their order.
-    embedding, head: their names in a checkpoint, without ``.weight``.  unread: see ``DecoderShape``.
+    width: numbers of a token between the products of its widest layer.  layers: the calls of attention in order.
+    embedding, head: their names in a checkpoint, without ``.weight``.  unread: as in ``DecoderShape``.
     """
 
     vocab_size: int
@@ -41,7 +41,7 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WholeLayer(PartShape, frozen=True, kw_only=True):
-    """What transformers computes of a layer beside attention: nothing of it is built here."""
+    """The part of a layer besides attention, which transformers computes."""
 
     size: int
 
@@ -51,7 +51,7 @@ class WholeLayer(PartShape, frozen=True, kw_only=True):
 
 
 class ThroughTransformers(DecoderShape, frozen=True, kw_only=True):
-    """A decoder that a class of transformers computes, but for attention and linear layers.
+    """A decoder that a class of transformers computes, except for attention and linear layers.
 
     architecture: the class.  config: config.json, from which it is made."""
 
@@ -61,7 +61,7 @@ class ThroughTransformers(DecoderShape, frozen=True, kw_only=True):
 
 
 def shape_of(facts: Facts, architecture: str, config: dict[str, Any]) -> ThroughTransformers:
-    """The shape of a checkpoint with that config.json."""
+    """Return the shape of a checkpoint with that config.json."""
     layers = [
         LayerShape(
             attention=AttentionShape(

@@ -9,9 +9,9 @@ from typing import Any, Final
 
 import msgspec
 
-from engine.checkpoints.adapter import AdapterRules
 from engine.checkpoints.checkpoint import ModelSpec
 from engine.config import SECRETS, Config
+from engine.features.lora.files import AdapterRules
 from engine.settings.sections import Changed, PluginsSection, Section
 from engine.types.errors import ConfigError
 

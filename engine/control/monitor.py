@@ -6,18 +6,17 @@ Nothing is prepared for it while steps are planned: whoever looks pays for it.
 """
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
 from engine.actors.ingress import Ingress
 from engine.actors.scheduler import Scheduler
-from engine.actors.snapshot import Gauges, GetSnapshot, MailboxGauges, Snapshot
+from engine.actors.snapshot import NO_VIEWS, Gauges, GetSnapshot, MailboxGauges, Snapshot, Views
 from engine.actors.tokenizer import Tokenizer
 from engine.messages import Profile
 from engine.plugins.observers import Observers
 from engine.scheduling.board import Board
-from engine.scheduling.explanation import explain
 from engine.scheduling.meter import Meter
 from engine.scheduling.rows import PlannerLimits
 from engine.workers.executors import Executors
@@ -26,7 +25,9 @@ from engine.workers.tokenizers import TokenizerPool
 
 
 class Monitor:
-    """Reads one engine's actors.  decode: turns token ids into text.  clock: the planner's, in seconds."""
+    """Reads one engine's actors.
+
+    watchers: of its planners, by name.  decode: turns token ids into text.  clock: the planner's, in seconds."""
 
     def __init__(
         self,
@@ -37,6 +38,7 @@ class Monitor:
         executors: Executors,
         observers: Observers,
         limits: PlannerLimits,
+        watchers: Mapping[str, object],
         decode: Callable[[Sequence[int]], str],
         clock: Callable[[], float],
     ) -> None:
@@ -46,6 +48,7 @@ class Monitor:
         self._executors = executors
         self._observers = observers
         self._limits = limits  # until there is a planner, which has its own
+        self._watchers = watchers
         self.decode = decode
         self._clock = clock
 
@@ -91,7 +94,7 @@ class Monitor:
         if planner is None:
             return outside
         stats = planner.stats()
-        adapted = [(one.adapter.digest, one.row >= 0) for one in planner.requests.open.values() if one.adapter]
+        adapted = [(one.weights, one.row >= 0) for one in planner.requests.open.values() if one.weights]
         return msgspec.structs.replace(
             outside,
             num_running=stats.running,
@@ -101,7 +104,7 @@ class Monitor:
             pages_used=stats.pages_used,
             host_pages_used=planner.num_host_pages_used,
             num_in_flight=planner.num_in_flight,
-            num_adapter_slots=limits.num_slots,
+            of_features=planner.gauges(),
             running_adapters=frozenset(digest for digest, is_running in adapted if is_running),
             waiting_adapters=frozenset(digest for digest, is_running in adapted if not is_running),
             stalled_s=max(0.0, self._clock() - planner.due_since) if planner.num_open else 0.0,
@@ -110,23 +113,28 @@ class Monitor:
     def snapshot(self, ask: GetSnapshot) -> Snapshot:
         """Return what ``ask`` asks for.  Parts of it go on changing: read or encode it at once."""
         board = self.board() if ask.board else Board()
-        planner = self._scheduler.planner
-        found = [explain(planner.requests, number, self.now) for number in ask.explain] if planner is not None else []
-        explained = tuple(one for one in found if one is not None)
         return Snapshot(
             number=ask.number,
             now=self.now,
             gauges=self.gauges(),
             meter=self.meter if ask.meter else None,
             board=board,
-            explained=explained,
+            views=self._view(ask.views),
         )
 
+    def _view(self, views: Views) -> dict[str, bytes]:
+        """Return the views of features that there are.  Each is worked out now."""
+        planner = self._scheduler.planner
+        if planner is None:
+            return {}
+        known = {name: view for name in views if (view := getattr(self._watchers.get(name), "view", None)) is not None}
+        return {name: view(views[name], planner.requests, self.now) for name, view in known.items()}
+
     async def look(
-        self, *, meter: bool = False, board: bool = False, explain: tuple[int, ...] = (), patience_s: float = 0.0
+        self, *, meter: bool = False, board: bool = False, views: Views = NO_VIEWS, patience_s: float = 0.0
     ) -> Snapshot:
         """Return a snapshot; the same call works where the engine is in another process."""
-        return self.snapshot(GetSnapshot(meter=meter, board=board, explain=explain))
+        return self.snapshot(GetSnapshot(meter=meter, board=board, views=dict(views)))
 
     def profile(self, ask: Profile) -> None:
         """Have the executors record steps, or stop it."""

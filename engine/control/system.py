@@ -17,22 +17,23 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import msgspec
 
 from engine.actors.actor import Actor, Link
-from engine.actors.executor import Runner
 from engine.actors.ingress import Ingress, Part
+from engine.actors.runner import Runner
 from engine.actors.scheduler import Scheduler
 from engine.actors.step_splitting import StepSplitter
 from engine.actors.supervisor import Supervisor
 from engine.actors.tokenizer import Tokenizer
-from engine.checkpoints.adapter import AdapterRules, adapter_rules
 from engine.checkpoints.checkpoint import DEMO, DEMO_NAME, ModelSpec, resolve_checkpoint
 from engine.checkpoints.gguf import stored_tensors
 from engine.config import Config, build_config, without_cluster_key
 from engine.control.monitor import Monitor
+from engine.features.lora.files import AdapterRules, adapter_rules
 from engine.host.device_defaults import runs_on_cpu, with_device_defaults
-from engine.plugins.deciders import plugin_drafts, plugin_policy, plugin_proposer, plugin_strategy, policy_choice
+from engine.plugins.deciders import plugin_policy, plugin_proposer, plugin_strategy, policy_choice
 from engine.plugins.families import read_model
+from engine.plugins.features import FeatureContext, planner_features, planner_watchers
 from engine.plugins.linears import check_linear_fits, linear_context
-from engine.plugins.manager import KV_STORE, Plugins
+from engine.plugins.manager import Plugins
 from engine.plugins.observers import Observers
 from engine.plugins.parsers import plugin_codec
 from engine.plugins.selection import check_named, expected_context
@@ -125,7 +126,8 @@ class System:
         )
         proposer = plugin_proposer(self._plugins, config, self.spec, self.max_len, self.codec.vocabulary)
         self._draft = proposer if isinstance(proposer, DraftModel) else None
-        self._drafts = plugin_drafts(proposer, self.spec.vocab_size)
+        self._features = planner_features(FeatureContext(config, proposer, self.spec.vocab_size))
+        self.watchers: dict[str, object] = planner_watchers(time.monotonic) if before is None else before.watchers
         self._num_proposed = 0 if proposer is None else proposer.num_tokens
         self._observers, self._grammars = self._watched_by(before), self._grammars_of(before)
         self._traffic = self._traffic_by(before)
@@ -201,6 +203,7 @@ class System:
             executors=self.executors,
             observers=self._observers,
             limits=self.planner_limits(0),
+            watchers=self.watchers,
             decode=self.codec.decode,
             clock=time.monotonic,
         )
@@ -314,8 +317,7 @@ class System:
             progress=self._progress and not rank,
             num_pages=settings.num_pages,
             grammars=self._grammars,
-            draft=self._draft,
-            num_proposed=self._num_proposed,
+            given={"draft": self._draft, "num_proposed": self._num_proposed},
         )
         return StepSplitter(runner, alone=self.config.device.tensor_parallel == 1, most_tokens=settings.most_tokens)
 
@@ -333,10 +335,8 @@ class System:
             num_host_pages=kv.num_host_pages,
             itl_target_s=scheduler.itl_target_ms / 1000,
             record_events=self._observers.wants_kv_events,
-            store_timeout_s=kv.store_timeout_s if KV_STORE in self._plugins.names else 0.0,
             num_ranks=self.config.device.tensor_parallel,
             bigram=self._draft is not None and self._draft.reads_states,
-            num_slots=self.config.lora.max_adapters if self.config.lora.folder else 0,
             scored_chunk=max(MIN_SCORED_CHUNK, SCORED_LOGITS // self.spec.vocab_size),
         )
 
@@ -373,7 +373,7 @@ class System:
             self._traffic.begin(limits, self.config)
         strategy = plugin_strategy(self._plugins, self.config, num_pages)
         clock = time.monotonic if self.recorder is None else self.recorder.clock
-        return Planner(limits, strategy, self.policy, clock, self._drafts)
+        return Planner(limits, strategy, self.policy, clock, features=self._features, watchers=self.watchers.values())
 
     @property
     def is_head(self) -> bool:
@@ -392,7 +392,7 @@ class System:
         """Have the configuration of another one, and what follows from it."""
         self.config, self.spec, self.directory = new.config, new.spec, new.directory
         self.num_parameters, self._plugins, self._grammars = new.num_parameters, new._plugins, new._grammars
-        self.policy, self._draft, self._drafts = new.policy, new._draft, new._drafts
+        self.policy, self._draft, self._features = new.policy, new._draft, new._features
         self._num_proposed = new._num_proposed
         if self._traffic is not None and (planner := self.scheduler.planner) is not None:
             self._traffic.begin(self.planner_limits(planner.requests.limits.num_pages), self.config)

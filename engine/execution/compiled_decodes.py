@@ -1,7 +1,7 @@
 """Decode steps on a CPU, each by one call of C: rows in, logits or the next tokens out.
 
 Legend: B decode rows · D model dim · S slots of the pool · N rows of the engine · M tokens, W pages of a row
-Owns: which decoders the call computes, telling it of their weights, pages and rows.  Does not know: what is computed.
+Owns: which decoders the call computes, the weights, pages and rows that it gets.  Does not know: what is computed.
 
 An operation of a small model's layer costs more to call than to compute, and so does laying a step out.
 """
@@ -22,9 +22,9 @@ from engine.layers.attention import AttentionBackend
 from engine.layers.comm import Comm
 from engine.layers.kv_pool import KVPool
 from engine.layers.linear import Linear, VocabLinear
-from engine.layers.lora import AdaptedWeight
 from engine.layers.mlp import GatedMLP
 from engine.layers.norm import HeadNorm, RMSNorm, Unchanged
+from engine.layers.packing import WrappedWeight
 from engine.layers.rotary import Rotary
 from engine.layers.self_attention import SelfAttention
 from engine.messages import Step
@@ -37,7 +37,7 @@ POINTER, SIZE, FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 
 
 class Layer(ctypes.Structure):
-    """See ``decodes.c``.  Who fills it keeps the tensors that it points to."""
+    """A layer as ``decodes.c`` has it.  The code that fills it keeps the tensors that it points to."""
 
     _fields_ = (
         *((name, POINTER) for name in ("before_attention_D", "heads_RH", "before_mlp_D")),
@@ -62,7 +62,7 @@ class Stack(ctypes.Structure):
 
 
 class CompiledDecodes:
-    """See ``CapturedDecodes``: steps of any number of rows by torch's number of threads, while nobody reads states."""
+    """Decode steps of any number of rows, by torch's number of threads, while no tap reads states."""
 
     def __init__(
         self, decoder: Decoder, pool: KVPool, attention: CompiledAttention, rows: DeviceRows, sampler: Sampler
@@ -106,19 +106,19 @@ class CompiledDecodes:
         self._logits_BV = torch.empty((1, self._stack.head.O))
 
     def fits(self, num_rows: int) -> bool:
-        """See ``CapturedDecodes``."""
+        """Return whether there is a call for so many rows."""
         return num_rows > 0 and self._decoder.tap is None
 
     def variant_of(self, rows_N: Int64, positions_N: Int64) -> Variant:
-        """See ``CapturedDecodes``."""
+        """Return how a step of these rows will be sampled."""
         return Variant.GREEDY if self._sampler.takes_likeliest(rows_N, positions_N) else Variant.LOGITS
 
     def tell(self, step: Step) -> None:
-        """See ``CapturedDecodes``."""
+        """Take in what has changed since the last step."""
         self._rows.apply(step)
 
     def launch(self, rows_N: Int64, lengths_N: Int32, variant: Variant) -> Decoded:
-        """See ``CapturedDecodes``; when it returns all is done.
+        """Run the step; when this returns it is done.
 
         Raises MemoryError, and IndexError for a row that cannot be."""
         num = len(rows_N)
@@ -161,7 +161,7 @@ class CompiledDecodes:
 def compiled_decodes(
     model: object, pool: KVPool, attention: AttentionBackend, rows: DeviceRows, sampler: Sampler, comm: Comm
 ) -> CompiledDecodes | None:
-    """None where C does not compute what the model does, or there is none."""
+    """Return decode steps in C, or None where C does not compute what the model does, or is missing."""
     if type(model) is not Decoder or not isinstance(attention, CompiledAttention) or comm.size > 1:
         return None  # a decoder that a plugin has derived from ours may compute something else
     if not _ends_are_told(model) or not all(_is_told(layer, model) for layer in model.layers):
@@ -210,9 +210,9 @@ def _inputs(layer: DecoderLayer) -> list[int]:
 
 
 def _panels(linear: object) -> PanelWeight | None:
-    """Its weight if that is in panels; what adapters add is left to them, who take the steps that have some."""
+    """Return its weight if that is in panels.  A feature that wraps weights keeps the steps that need the wrapping."""
     packed = linear.packed if isinstance(linear, Linear) else None
-    plain = packed.plain if isinstance(packed, AdaptedWeight) else packed
+    plain = packed.plain if isinstance(packed, WrappedWeight) else packed
     return plain if isinstance(plain, PanelWeight) else None
 
 

@@ -1,4 +1,4 @@
-"""How many CPU threads decode steps run with, when the machine is no longer what it was at the start.
+"""The number of CPU threads of decode steps, when the machine is no longer what it was at the start.
 
 Owns: what steps of each shape usually take, and trials of other numbers of threads on steps that are to be run anyway.
 Does not know: what a step computes, how the first number was chosen (``engine/startup/thread_race.py``).
@@ -14,8 +14,9 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
+from engine.execution.features import RankFeature
+from engine.execution.launched_step import LaunchedStep
 from engine.execution.rows import DeviceRows
-from engine.execution.runner import LaunchedStep, ModelRunner
 from engine.messages import Step
 
 log = logging.getLogger(__name__)
@@ -43,7 +44,7 @@ def fastest(seconds: Mapping[int, float]) -> int:
 
 
 class StepThreads:
-    """Told of every decode step, between steps, on the thread that runs them.
+    """Chooses a number of threads by the times of decode steps.  It is called between steps, on their thread.
 
     choices: numbers that may be taken.  chosen: the one of the start, which is in force.
     """
@@ -74,7 +75,7 @@ class StepThreads:
         return self._trial is not None
 
     def took(self, num_rows: int, num_tokens: int, seconds: float) -> None:
-        """num_tokens: of all contexts together."""
+        """Note the time of a step.  num_tokens: the tokens of all contexts together."""
         shape = (num_rows, num_tokens.bit_length())
         if self._trial is not None:
             self._go_on(self._trial, shape, seconds)
@@ -122,30 +123,28 @@ class StepThreads:
         )
 
 
-class WatchedRunner:
-    """See ``Runner``: one whose decode steps are timed.  rows: of ``runner``."""
+class TimedSteps(RankFeature):
+    """Times decode steps for ``StepThreads``.  rows: the runner's."""
 
-    def __init__(self, runner: ModelRunner, rows: DeviceRows, threads: StepThreads) -> None:
-        self.num_pages = runner.num_pages
-        self.stored = runner.stored
-        self.profile = runner.profile
-        self._runner = runner
+    order = 100  # what other features do in a step is not the step's time
+
+    def __init__(self, rows: DeviceRows, threads: StepThreads) -> None:
         self._rows = rows
         self._threads = threads
+        self._start = 0.0
 
-    def launch(self, step: Step) -> LaunchedStep:
-        """On a CPU a step is done when it is launched."""
-        start = time.perf_counter()
-        launched = self._runner.launch(step)
+    def apply(self, step: Step) -> Step:
+        """The step begins."""
+        self._start = time.perf_counter()
+        return step
+
+    def launched(self, step: Step, launched: LaunchedStep) -> None:
+        """The step is done: on a CPU it is when it is launched."""
         if not step.prefill_rows:
+            seconds = time.perf_counter() - self._start
             launched.note = TRYING if self._threads.are_tried else ""
             num_tokens = int(self._rows.computed[launched.rows_N].sum())
-            self._threads.took(len(launched.rows_N), num_tokens, time.perf_counter() - start)
-        return launched
-
-    def leave(self) -> None:
-        """See ``Runner``."""
-        self._runner.leave()
+            self._threads.took(len(launched.rows_N), num_tokens, seconds)
 
 
 class Trial:
@@ -159,7 +158,7 @@ class Trial:
 
     @property
     def threads(self) -> int:
-        """To run the next step with."""
+        """The number of threads for the next step."""
         return self._left[0]
 
     @property

@@ -22,10 +22,10 @@ from engine.layers.attention import (
     is_capturable,
 )
 from engine.layers.kv_pool import KVPool, Layout
+from engine.plugins.proof.attention import NUM_LAYERS, check_steps
+from engine.plugins.proof.attention_cases import trial_cases
+from engine.plugins.proof.findings import ConformanceError, Findings
 from engine.plugins.selection import AttentionChoice
-from engine.plugins.testing.attention import NUM_LAYERS, check_steps
-from engine.plugins.testing.attention_cases import trial_cases
-from engine.plugins.testing.findings import ConformanceError, Findings
 from engine.types.errors import PluginError
 
 log = logging.getLogger(__name__)
@@ -45,14 +45,14 @@ class NamedAttention:
             self.for_graph = backend.for_graph
 
     def plan_step(self, batch: AttentionBatch) -> None:
-        """See ``AttentionBackend.plan_step``."""
+        """Plan a step; errors name the plugin."""
         try:
             self._backend.plan_step(batch)
         except BaseException as error:  # sys.exit as well, which would end the server without a word
             raise self._named(error, "plan_step") from error
 
     def attend(self, layer: int, q_TNH: Tensor) -> Tensor:
-        """See ``AttentionBackend.attend``."""
+        """Attend in one layer; errors name the plugin."""
         try:
             return self._attend(layer, q_TNH)
         except BaseException as error:

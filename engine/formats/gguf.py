@@ -1,4 +1,4 @@
-"""Weights of a GGUF file, each block as the float32 numbers that it stands for.
+"""Weights of a GGUF file as float32.
 
 Legend: O outputs · I inputs · H head size
 Owns: the numbers and their order.  Does not know: which tensors a model needs, how blocks are stored.
@@ -15,12 +15,12 @@ from engine.checkpoints.gguf import LINK, open_gguf, read_tensors
 from engine.checkpoints.shards import StoredTensor
 from engine.types.errors import WeightsError
 
-# Of these families llama.cpp's converter moves the rows of queries and keys, so that pairs that rotate lie together.
+# For these families llama.cpp's converter reorders the rows of queries and keys: pairs that rotate become neighbours.
 PAIRED = ("LlamaForCausalLM", "MistralForCausalLM")
 
 
 class GGUFWeights:
-    """Tensors of a file.  A part of one is cut out before its blocks are turned into numbers, where rows allow it."""
+    """Tensors of a GGUF file.  If rows allow it, only the blocks of a requested part are decoded."""
 
     def __init__(self, spec: ModelSpec) -> None:
         self._path = spec.directory / LINK
@@ -31,7 +31,7 @@ class GGUFWeights:
         self.tensors = {name: tensor for name, (tensor, _) in self._found.items()}
 
     def part(self, name: str, dim: int, start: int, length: int, member: int | None = None) -> Tensor:
-        """See ``WeightReader.part``.  No family that is read from GGUF files has stacks."""
+        """Return a part of a tensor.  No family that is read from GGUF files has stacks."""
         from gguf.quants import dequantize
 
         _, source = self._found[name]
@@ -39,8 +39,8 @@ class GGUFWeights:
         whole = dim != 0 or heads
         try:
             data = source.data if whole else source.data[start : start + length]
-            with np.errstate(all="ignore"):  # the loader refuses what is no number
-                # A copy: what is no block of numbers is given as the mapped file, which cannot be written.
+            with np.errstate(all="ignore"):  # the loader refuses NaN and infinity
+                # A copy: plain numbers are returned as the mapped file, which cannot be written.
                 weight = torch.from_numpy(np.array(dequantize(data, source.tensor_type), dtype=np.float32))
         except (NotImplementedError, ValueError) as error:
             kind = source.tensor_type.name
@@ -54,5 +54,5 @@ class GGUFWeights:
 
 
 def _unpaired(weight: Tensor, heads: int) -> Tensor:
-    """Rows (0 1 2 3 ...) of each head, which are its (0 H/2 1 H/2+1 ...), back in their own order."""
+    """Return the rows of each head, stored as (0 H/2 1 H/2+1 ...), in their own order."""
     return weight.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2)

@@ -1,8 +1,8 @@
-"""Small integers that are stored several in one int32, and the weights that they, their zero points and scales give.
+"""Small integers packed into int32, and the weights that result from them, their zero points and their scales.
 
 Legend: O outputs · I inputs · G groups of inputs with a scale of their own · P integers in an int32
 Owns: the order of the integers in each format, the arithmetic.  Does not know: files, names of tensors.
-Results are float32: the products of integers and scales are exact in it.
+Results are float32, in which the products of integers and scales are exact.
 """
 
 from collections.abc import Sequence
@@ -11,15 +11,15 @@ import torch
 from torch import Tensor
 
 INT32_BITS = 32
-# AWQ writes columns 0 2 4 6 1 3 5 7 into one int32, lowest bits first: so column 1 is found in the fifth place.
+# AWQ writes columns 0 2 4 6 1 3 5 7 into one int32, lowest bits first, so that column 1 is in the fifth place.
 AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 
 
 def unpack(packed: Tensor, bits: int, dim: int, places: Sequence[int] = ()) -> Tensor:
-    """Integers from 0 to 2^bits - 1, lowest bits first, along ``dim`` of a matrix of int32; int32.
+    """Unpack integers from 0 to 2^bits - 1, lowest bits first, along ``dim`` of a matrix of int32; returns int32.
 
-    places: which of an int32's integers is the first, the second and so on, if they are in no order.
-    Raises RuntimeError for 3 bits in int32s that do not come by threes: two integers of 32 are cut by their borders."""
+    places: the place of the first, second, ... integer in an int32, if they are not in order.
+    Raises RuntimeError for 3 bits if the int32s are no multiple of 3: 32 integers take three of them."""
     shape = (1, -1, 1) if dim == 0 else (1, 1, -1)
     if INT32_BITS % bits:
         return _unpack_cut(packed.unflatten(dim, (-1, bits)), bits, dim, shape)
@@ -30,7 +30,7 @@ def unpack(packed: Tensor, bits: int, dim: int, places: Sequence[int] = ()) -> T
 
 
 def _unpack_cut(words: Tensor, bits: int, dim: int, shape: tuple[int, ...]) -> Tensor:
-    """Of 32 integers in a row of ``bits`` int32s, one long number: above the bits of one are those of the next."""
+    """Unpack 32 integers from each ``bits`` int32s, which form one long number, lowest bits first."""
     first = torch.arange(0, INT32_BITS * bits, bits)
     low, shifts = first // INT32_BITS, first % INT32_BITS
     unsigned = words.long().bitwise_and_((1 << INT32_BITS) - 1)
@@ -41,8 +41,8 @@ def _unpack_cut(words: Tensor, bits: int, dim: int, shape: tuple[int, ...]) -> T
 
 
 def awq(qweight: Tensor, qzeros: Tensor, scales_GO: Tensor, block: tuple[int, int]) -> Tensor:
-    """weight_OI.  qweight: [I, O / P].  qzeros: [G, O / P]."""
-    # Turned while they are packed, they are an eighth as much to turn.
+    """Return weight_OI.  qweight: [I, O / P].  qzeros: [G, O / P]."""
+    # Transposed before unpacking, when they have an eighth as many elements.
     weight_OI, zeros_OG = (unpack(one.t().contiguous(), 4, 0, AWQ_PLACES) for one in (qweight, qzeros))
     return scaled(weight_OI, scales_GO.t(), zeros_OG, block)
 
@@ -56,7 +56,7 @@ def gptq(
     bits: int,
     zero_offset: int,
 ) -> Tensor:
-    """weight_OI.  qweight: [I / P, O].  qzeros: [G, O / P].  groups_I: of each input; None for all in order."""
+    """Return weight_OI.  qweight: [I / P, O].  qzeros: [G, O / P].  groups_I: group of each input; None if in order."""
     zeros_OG = unpack(qzeros.t().contiguous(), bits, 0) + zero_offset
     return scaled(unpack(qweight.t().contiguous(), bits, 1), scales_GO.t(), zeros_OG, block, groups_I)
 
@@ -69,9 +69,9 @@ def packed(
     block: tuple[int, int],
     bits: int,
 ) -> Tensor:
-    """weight_OI of compressed-tensors.  packed_OI: [O, I / P].  zeros: [O / P, G]; None where they are all 0.
+    """Return a weight_OI of compressed-tensors.  packed_OI: [O, I / P].  zeros: [O / P, G]; None if all are 0.
 
-    Integers are stored from 0 and stand for those from -2^(bits - 1)."""
+    Integers are stored with an offset of 2^(bits - 1)."""
     middle = 1 << bits - 1
     zeros_OG = None if zeros is None else (unpack(zeros, bits, 0) - middle)[: len(scales_OG)]
     return scaled(unpack(packed_OI, bits, 1) - middle, scales_OG, zeros_OG, block, groups_I)
@@ -80,31 +80,32 @@ def packed(
 def scaled(
     weight_OI: Tensor, scales: Tensor, zeros: Tensor | None, block: tuple[int, int], groups_I: Tensor | None = None
 ) -> Tensor:
-    """weight_OI, whose elements are numbers already, less their zero points and times their scales.
+    """Subtract zero points from weight_OI, which is unpacked, and multiply it by its scales; return float32.
 
     scales, zeros: one, one per output, or a matrix with one per block.  block: its outputs and inputs, 0 for all.
-    groups_I: the group of each input, where they are in no order.  Raises ValueError if they do not fit each other."""
+    groups_I: group of each input, if they are not in order.  Raises ValueError if the operands do not fit each other.
+    """
     outputs, inputs = weight_OI.shape
     if not weight_OI.numel():
         raise ValueError(f"a weight of {outputs} x {inputs} has no elements")
     height, width = (length or size for length, size in zip(block, (outputs, inputs), strict=True))
     fit = (-(-outputs // height), -(-inputs // width))
-    # Blocks that are whole and in order are a view of the weight, over which scales need not be spread.
+    # Whole blocks in order are a view of the weight, to which scales are broadcast.
     in_blocks = groups_I is None and outputs % height == inputs % width == 0
 
     def spread(one: Tensor) -> Tensor:
         one = one.float()
         if one.dim() < 2:
-            one = one.reshape(-1, 1)  # of the tensor, or of each output
+            one = one.reshape(-1, 1)  # one per tensor, or one per output
         if one.dim() > 2 or any(there not in (1, wanted) for there, wanted in zip(one.shape, fit, strict=True)):
-            raise ValueError(f"{' x '.join(map(str, fit))} scales and zero points wanted")
+            raise ValueError(f"expected {' x '.join(map(str, fit))} scales and zero points")
         if in_blocks:
             return one[:, None, :, None]
         columns_I = torch.arange(inputs) // width
         if groups_I is not None and one.shape[1] > 1:
             columns_I = groups_I.long()
             if len(columns_I) != inputs or columns_I.min() < 0:
-                raise ValueError("groups of inputs wanted, one for each input")
+                raise ValueError("expected a group for each input")
         return one.expand(fit)[:, columns_I][torch.arange(outputs) // height]
 
     weight_OI = torch.empty(weight_OI.shape).copy_(weight_OI)

@@ -1,4 +1,4 @@
-"""Which reader a checkpoint takes.
+"""The choice of a checkpoint's reader.
 
 Owns: the choice.  Does not know: how tensors are stored.
 """
@@ -17,18 +17,18 @@ log = logging.getLogger(__name__)
 
 
 def open_reader(spec: ModelSpec) -> WeightReader:
-    """The weights of a checkpoint.  Raises WeightsError naming the file and the tensor at fault."""
+    """Return a reader of a checkpoint's weights.  Raises WeightsError naming the file and the tensor at fault."""
     if (spec.directory / LINK).exists():
         return GGUFWeights(spec)
     stored = _with_prefix(spec.shape, read_shards(spec.directory))
     if spec.quantization is None:
         return SafetensorsReader(stored)
-    log.info("%s: weights in %s are read as the floats that they stand for", spec.directory, spec.quantization)
+    log.info("%s: weights in %s are decoded to float32", spec.directory, spec.quantization)
     return QuantizedReader(stored, spec.quantization)
 
 
 def _with_prefix(shape: DecoderShape, stored: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """The tensors by the names that the shape has; of a model saved without its head, the prefix is missing."""
+    """Return the tensors by the shape's names; a model saved without its head lacks the prefix of the names."""
     table = f"{shape.names.embedding}.weight"
     prefix, _, bare = table.partition(".")
     if table in stored or bare not in stored:

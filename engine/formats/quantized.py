@@ -1,7 +1,7 @@
 """Weights that a checkpoint stores rounded: AWQ, GPTQ, compressed-tensors, and float8 with scales.
 
-Owns: which tensors make up one weight in each format, and the check that they fit each other.
-Does not know: which layers a model has.  What is not rounded is read as it is, so no list of skipped layers is needed.
+Owns: the tensors that make up a weight in each format, and the check that they fit each other.
+Does not know: which layers a model has.  Tensors that are not rounded are read as they are, without a list of them.
 """
 
 from collections.abc import Callable, Mapping
@@ -15,15 +15,15 @@ from engine.formats import integers
 from engine.formats.reader import SafetensorsReader
 from engine.types.errors import WeightsError
 
-# What belongs to rounded inputs and to a rounded KV cache: here neither is rounded.
+# Tensors for rounded inputs and a rounded KV cache; here neither is rounded.
 UNUSED = ("input_scale", "input_zero_point", "activation_scale", "output_scale", "k_scale", "v_scale", "weight_shape")
 FLOAT8 = ("F8_E4M3", "F8_E5M2")
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """One way to store a weight.  main: the tensor with its elements.  needed, optional: those beside it.
-    shape: (outputs, inputs) from the main tensor's."""
+    """One way to store a weight.  main: the tensor with its elements.  needed, optional: the tensors that belong to it.
+    shape: computes (outputs, inputs) from the main tensor's shape."""
 
     main: str
     needed: tuple[str, ...]
@@ -32,20 +32,20 @@ class Layout:
 
 
 class QuantizedReader:
-    """Tensors of a quantized checkpoint, a rounded one as the float32 that it stands for.
+    """Tensors of a quantized checkpoint; a rounded weight is read as its float32 values.
 
-    A rounded weight is read as a whole, also for a part of it: its elements are not in the order of its rows.
-    Raises WeightsError if tensors are missing beside one, or do not fit it.
+    A rounded weight is read whole even for a part of it, since its elements are not in the order of its rows.
+    Raises WeightsError if tensors of a weight are missing or do not fit each other.
     """
 
     def __init__(self, stored: Mapping[str, StoredTensor], quantization: Quantization) -> None:
         self._plain = SafetensorsReader(stored)
         self._quantization = quantization
-        self._parts: dict[str, dict[str, str]] = {}  # of a rounded weight: kind -> name of the stored tensor
+        self._parts: dict[str, dict[str, str]] = {}  # for each rounded weight: kind -> name of the stored tensor
         self.tensors = self._gather(stored)
 
     def part(self, name: str, dim: int, start: int, length: int, member: int | None = None) -> Tensor:
-        """See ``WeightReader.part``.  A stack is never rounded: no format has them."""
+        """Return a part of a tensor.  Stacks are never rounded: no format has them."""
         if name not in self._parts:
             return self._plain.part(name, dim, start, length, member)
         return self._weight(name).narrow(dim, start, length)
@@ -65,7 +65,7 @@ class QuantizedReader:
             names = {one: f"{prefix}.{one}" for one in (layout.main, *layout.needed, *layout.optional)}
             parts = {one: full for one, full in names.items() if full in stored}
             if missing := [names[one] for one in layout.needed if one not in parts]:
-                raise WeightsError(f"{tensor.file}: tensor {name!r} needs {missing[0]!r} beside it, which is missing")
+                raise WeightsError(f"{tensor.file}: tensor {name!r} needs the tensor {missing[0]!r}, which is missing")
             weight = f"{prefix}.weight"
             shape = layout.shape(tensor.shape)
             num_bytes = sum(stored[one].num_bytes for one in parts.values())
@@ -76,7 +76,7 @@ class QuantizedReader:
         left = {name: one for name, one in stored.items() if name not in taken and not name.endswith(unused)}
         for name, one in left.items():
             if one.dtype in FLOAT8:
-                raise WeightsError(f"{one.file}: tensor {name!r} has dtype {one.dtype} and no scale beside it")
+                raise WeightsError(f"{one.file}: tensor {name!r} has dtype {one.dtype}, but its scale is missing")
         return left | seen
 
     def _weight(self, name: str) -> Tensor:
@@ -90,7 +90,7 @@ class QuantizedReader:
             raise WeightsError(f"{self._where(name)}: its tensors do not fit each other: {shapes} ({reason})") from None
         if tuple(weight.shape) != self.tensors[name].shape:
             expected = list(self.tensors[name].shape)
-            raise WeightsError(f"{self._where(name)}: gives shape {list(weight.shape)}, expected {expected}")
+            raise WeightsError(f"{self._where(name)}: its tensors give shape {list(weight.shape)}, expected {expected}")
         return weight
 
     def _where(self, name: str) -> str:
@@ -98,7 +98,7 @@ class QuantizedReader:
 
 
 def _dequantized(parts: Mapping[str, Tensor], method: Quantization) -> Tensor:
-    """Raises what torch raises, or ValueError, if they do not fit each other."""
+    """Return the weight.  Raises torch's errors, or ValueError, if tensors do not fit each other."""
     if method.method == "awq":
         return integers.awq(parts["qweight"], parts["qzeros"], parts["scales"], method.block)
     if method.method == "gptq":
@@ -135,7 +135,7 @@ def _layouts(quantization: Quantization) -> list[Layout]:
 
 
 def _fits(layout: Layout, prefix: str, tensor: StoredTensor, stored: Mapping[str, StoredTensor]) -> bool:
-    """Whether a tensor is the main one of this layout: one of floats that happens to be named so is not."""
+    """Return whether a tensor is the main one of this layout, and not a tensor of floats with the same name."""
     if len(tensor.shape) != 2:
         return False
     if layout.main != "weight":

@@ -1,4 +1,4 @@
-"""The weights of a checkpoint by the names that a model has for them, whatever they were stored in.
+"""The weights of a checkpoint under the names that the model has for them, whatever their format.
 
 Owns: reading plain tensors from safetensors files.  Does not know: which tensors a model needs, other formats.
 """
@@ -14,12 +14,12 @@ from torch import Tensor
 from engine.checkpoints.shards import StoredTensor
 from engine.types.errors import WeightsError
 
-# Every float that a weight may be stored in; those of 8 bits without a scale beside them are numbers like others.
+# Every float type of a weight; 8-bit floats without a scale are ordinary numbers.
 LOADABLE = ("F64", "F32", "BF16", "F16", "F8_E4M3", "F8_E5M2")
 
 
 class WeightReader(Protocol):
-    """Tensors by name.  tensors: as the model is to see them; file and num_bytes are those that they are read from."""
+    """Tensors by name.  tensors: as the model sees them, but with the file and num_bytes of the stored ones."""
 
     @property
     def tensors(self) -> Mapping[str, StoredTensor]: ...
@@ -27,16 +27,16 @@ class WeightReader(Protocol):
     def part(self, name: str, dim: int, start: int, length: int, member: int | None = None) -> Tensor:
         """Return [start : start + length] along ``dim`` as floats.  Raises WeightsError naming file and tensor.
 
-        member: which matrix, of a tensor that is a stack of them; ``dim`` is then one of the matrix."""
+        member: index of the matrix in a stack of matrices; ``dim`` is then one of the matrix."""
 
     def close(self) -> None:
         """Close all files."""
 
 
 class SafetensorsReader:
-    """Tensors as they are in safetensors files, which are opened once and when they are needed.
+    """Tensors as they are in safetensors files; a file is opened once, when it is needed.
 
-    A tensor's name in its file is that of ``StoredTensor``, which may be another than the model's."""
+    A tensor's name in its file is ``StoredTensor.name``, which may differ from the model's."""
 
     def __init__(self, stored: Mapping[str, StoredTensor]) -> None:
         self.tensors = stored
@@ -44,7 +44,7 @@ class SafetensorsReader:
         self._open = ExitStack()
 
     def part(self, name: str, dim: int, start: int, length: int, member: int | None = None) -> Tensor:
-        """See ``WeightReader.part``.  Only these rows or columns leave the file."""
+        """Return a part of a tensor.  Only these rows or columns are read from the file."""
         where = slice(start, start + length)
         place = (where,) if dim == 0 else (slice(None), where)
         stored = self.tensors[name]
@@ -57,7 +57,7 @@ class SafetensorsReader:
         return part.float() if part.dtype.itemsize == 1 else part
 
     def whole(self, name: str) -> Tensor:
-        """Return a tensor as it is stored, integers too."""
+        """Return a tensor as it is stored; it may be one of integers."""
         stored = self.tensors[name]
         try:
             tensor: Tensor = self._file(stored.file).get_tensor(stored.name)

@@ -2,7 +2,7 @@
 
 SOURCE is a GGUF file, or a checkpoint whose tokenizer is in another format.
 
-Owns: asking transformers for it.  Does not know: weights.
+Owns: the call of transformers that converts it.  Does not know: weights.
 """
 
 import sys
@@ -15,14 +15,14 @@ def main(source: Path, directory: Path) -> None:
     """Write tokenizer.json, tokenizer_config.json and the chat template of ``source`` into ``directory``."""
     folder, file = (source.parent, source.name) if source.is_file() else (source, None)
     try:
-        # Not told, transformers asks on the terminal whether to run code that a checkpoint brings along.
+        # By default, transformers prompts on the terminal whether to run code that a checkpoint contains.
         tokenizer = AutoTokenizer.from_pretrained(
             folder, gguf_file=file, local_files_only=True, trust_remote_code=False
         )
     except ValueError as error:
         if "trust_remote_code" not in str(error):
             raise
-        sys.exit("it has code of its own, which is not run")
+        sys.exit("it needs code of its own, which is not run")
     tokenizer.save_pretrained(directory)
 
 

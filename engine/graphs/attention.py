@@ -1,11 +1,11 @@
-"""Attention inside a captured run: always a break, never a part of a graph.
+"""Attention inside a captured run: it always breaks the capture and is never part of a graph.
 
 Legend: T rows of the run, padding included (ragged, packed) · M most rows of any run · N query heads · H head size
 Owns: the one buffer that attention writes to, the padding of its result.
 Does not know: which backend runs, how captures are broken.
 
-A backend's plan depends on the lengths that the host knows.  Captured, it would go on working with those of the capture
-and give fluent nonsense, so every way to get there is an error.
+A backend's plan depends on the lengths that the host knows.  A captured attention would repeat the lengths of the
+capture and produce fluent nonsense, so every way to that is an error.
 """
 
 from functools import partial
@@ -22,10 +22,10 @@ ATTENTION = "attention"  # the kind of break
 
 
 class BreakingAttention:
-    """See ``AttentionBackend``: the chosen backend, for a model whose run may be captured.
+    """An ``AttentionBackend`` around the chosen backend, for a model whose run may be captured.
 
-    max_tokens: rows of the largest run; 0 if ``attend`` is not used, only ``attend_into``.
-    out_MNH: what ``attend`` writes to.  All layers and sizes share it: a layer's result is used up before the next
+    max_tokens: rows of the largest run; 0 if only ``attend_into`` is used.
+    out_MNH: output of ``attend``.  All layers and sizes share it: a layer's result has been read before the next
     layer's attention.
     """
 
@@ -45,18 +45,18 @@ class BreakingAttention:
         self.out_MNH = device.buffer((max_tokens, spec.num_heads, spec.value_size), dtype)
 
     def plan_step(self, batch: AttentionBatch) -> None:
-        """See ``AttentionBackend.plan_step``; called by whoever plans the step, before it is run or replayed."""
+        """Plan the step; called before it is run or replayed."""
         self._backend.plan_step(batch)
 
     def attend(self, layer: int, q_TNH: Tensor) -> Tensor:
-        """See ``AttentionBackend.attend``.  Valid until the next layer's call."""
+        """Return the attention of one layer, valid until the next layer's call."""
         out_TNH = self.out_MNH[: len(q_TNH)]
-        # One buffer for all layers: what pads the step is zero from the first layer on.
+        # One buffer for all layers: padding that is zero in the first layer stays zero.
         self._break(layer, q_TNH, out_TNH, zeroed=layer == 0)
         return out_TNH
 
     def attend_into(self, layer: int, q_TNH: Tensor, out_TNH: Tensor) -> None:
-        """The same with the result written to ``out_TNH``, whose address must be the same at every replay."""
+        """Compute ``attend`` into ``out_TNH``, which must be at the same address at every replay."""
         self._break(layer, q_TNH, out_TNH, zeroed=True)
 
     def _break(self, layer: int, q_TNH: Tensor, out_TNH: Tensor, zeroed: bool) -> None:
@@ -66,8 +66,8 @@ class BreakingAttention:
     def _attend_eagerly(self, layer: int, q_TNH: Tensor, out_TNH: Tensor, zeroed: bool) -> None:
         if self._device.is_capturing():
             raise GraphError(
-                f"attention of layer {layer} was about to be captured instead of broken at; its work depends on the "
-                "step's lengths and would be repeated with those of the capture"
+                f"attention of layer {layer} was about to be captured instead of breaking the capture; its work "
+                "depends on the step's lengths, and replays would repeat those of the capture"
             )
         num_tokens = self._recorder.num_tokens
         self._write(layer, q_TNH[:num_tokens], out_TNH[:num_tokens])

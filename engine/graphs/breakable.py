@@ -1,11 +1,11 @@
-"""A run of the model as a row of graphs with eager work between them.
+"""A run of the model as a sequence of graphs with eager work between them.
 
-A capture runs the model once.  Wherever something must not be captured (attention, whose work depends on lengths that
+A capture runs the model once.  At an operation that must not be captured (attention, whose work depends on lengths that
 the host knows; a collective that cannot be recorded; any operation that a plugin names) the capture ends, the graph
-so far is replayed, the eager body runs on what the graph has computed, and the next capture begins.  A replay does the
-same again without the model's Python: graph, body, graph, body, graph.
+so far is replayed, the eager body runs on its results, and the next capture begins.  A replay does the same without the
+model's Python: graph, body, graph, body, graph.
 
-Owns: where one graph ends and the next begins, the buffers that eager results are written to.
+Owns: where one graph ends and the next begins, the buffers for eager results.
 Does not know: models, attention, which sizes there are.
 """
 
@@ -24,11 +24,11 @@ from engine.graphs.device import GraphDevice, Pool
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """One size, captured.
+    """The capture of one size.
 
-    parts: graphs and eager bodies in their order.  result: what the run returns, overwritten by every replay and by
-    replays of other recordings of the pool, so it is to be used up before those.  breaks: how many there are of each
-    kind.
+    parts: graphs and eager bodies in order.
+    result: the run's result.  Every replay of this recording, and of others of the pool, overwrites it.
+    breaks: number of breaks of each kind.
     """
 
     size: int
@@ -37,20 +37,20 @@ class Recording:
     breaks: Mapping[str, int]
 
     def replay(self) -> Tensor:
-        """Run all parts on what the input buffers hold now."""
+        """Run all parts on the current content of the input buffers."""
         for part in self.parts:
             part()
         return self.result
 
 
 class SegmentRecorder:
-    """Breaks captures.  One for each rank, shared by everything that must not be captured.
+    """Records runs and breaks their captures.  A rank has one, shared by everything that must not be captured.
 
-    num_tokens: how many rows of the run at hand are no padding; eager bodies read it at every replay.
+    num_tokens: number of the current run's rows that are not padding; eager bodies read it at every replay.
     """
 
     def __init__(self, device: GraphDevice, pool: Pool, named: Sequence[str] = ()) -> None:
-        """named: see ``break_at``."""
+        """Start without a recording.  named: the operations for ``break_at``."""
         self.named: tuple[str, ...] = ()
         self.num_tokens = 0
         self.size = 0
@@ -63,31 +63,31 @@ class SegmentRecorder:
         self.break_at(named)
 
     def use(self, pool: Pool) -> None:
-        """Capture into another pool from now on; what has been recorded so far is not used any more."""
+        """Capture into another pool from now on; earlier recordings are not used any more."""
         self._pool = pool
         self._outputs.clear()
 
     def break_at(self, operations: Sequence[str]) -> None:
-        """Operations that are not to be captured from now on, as torch spells them: 'library::operation'."""
+        """Set the operations that are not captured from now on, in torch's spelling: 'library::operation'."""
         self.named = tuple(operations)
         self._named = _NamedBreaks(self, frozenset(operations)) if operations else None
 
     @property
     def recording(self) -> bool:
-        """Whether a run is being recorded, of which captures are parts."""
+        """Whether a run is being recorded."""
         return self._parts is not None
 
     def record(self, size: int, run: Callable[[], Tensor]) -> Recording:
         """Capture one run of ``size`` rows.  Its result is valid at once: every part has run when this returns.
 
-        ``run`` must have run outside a capture before, on the capturing stream: kernels and libraries load then.
-        After a failure nothing is left of it.
+        ``run`` must have run before, outside a capture, on the capturing stream: kernels and libraries load then.
+        After a failure nothing of the recording remains.
         """
         assert self._parts is None, "a run is being recorded already"
         self._parts, self._breaks, self.size = [], Counter(), size
         try:
             self._begin_graph()
-            # Weak inside the capture: from here on the memory of the result is the next, smaller size's as well.
+            # Weak inside the capture: the next, smaller size shares the memory of the result.
             result = self._device.weak(run())
             self._end_graph()
             return Recording(size, tuple(self._parts), result, self._breaks)
@@ -100,9 +100,9 @@ class SegmentRecorder:
             self._parts = None
 
     def run(self, kind: str, body: Callable[[], None]) -> None:
-        """Run ``body`` eagerly, here and at every replay; outside a recording that is a plain call.
+        """Run ``body`` eagerly, now and at every replay; outside a recording, just call it.
 
-        It must find its inputs by weak references, and leave its results where it found them, or in a buffer.
+        The body must refer to its inputs weakly, and write its results in place or to a buffer.
         """
         if self._parts is None:
             body()
@@ -112,9 +112,9 @@ class SegmentRecorder:
         self._resume(kind, body)
 
     def call(self, kind: str, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """What ``function`` returns, run eagerly here and at every replay, on all rows: padding too.
+        """Return the result of ``function``, run eagerly now and at every replay, on all rows, padding included.
 
-        What it makes is copied to buffers that all sizes share; what it changes in place stays where it is.
+        New results are copied to buffers that all sizes share; results in an argument's memory stay there.
         """
         if self._parts is None:
             return function(*args, **kwargs)
@@ -128,7 +128,7 @@ class SegmentRecorder:
             if not isinstance(one, Tensor):
                 continue
             if (owner := owners.get(_address(one))) is not None:
-                # The same memory as an argument, which the model must keep: ``one`` itself is weak.
+                # The same memory as an argument.  Return a view of the argument itself, since ``one`` is weak.
                 results[index] = owner.as_strided(one.size(), one.stride(), one.storage_offset())
             else:
                 results[index] = buffers[index] = self._buffer((place, index), one)
@@ -136,7 +136,7 @@ class SegmentRecorder:
         return tree_unflatten(results, layout)
 
     def weak(self, tensor: Tensor) -> Tensor:
-        """How an eager body may refer to a tensor of the run: a strong reference would keep the pool's memory."""
+        """Return a weak reference for an eager body; a strong one would keep the pool's memory."""
         return tensor if self._parts is None else self._device.weak(tensor)
 
     def _begin_graph(self) -> None:
@@ -145,7 +145,7 @@ class SegmentRecorder:
             self._named.enter()
 
     def _resume(self, kind: str, body: Callable[[], None]) -> None:
-        """Go on capturing behind a body that has run."""
+        """Continue the capture after a body that has run."""
         assert self._parts is not None
         self._parts.append(body)
         self._breaks[kind] += 1
@@ -156,14 +156,14 @@ class SegmentRecorder:
         if self._named is not None:
             self._named.leave()
         graph = self._device.end()
-        # Work that is recorded is not done: without this the body would get uninitialised memory.
+        # Recorded work has not run yet: without a replay the body would read uninitialised memory.
         graph.replay()
         self._parts.append(graph.replay)
 
     def _buffer(self, place: tuple[int, int], made: Tensor) -> Tensor:
-        """The memory for one eager result, with its first value.  Sizes come in descending order: the first is enough.
+        """Return the memory for one eager result, with its first value.  The largest size comes first and allocates it.
 
-        One for each place of a run, since nobody knows how long a result is read.
+        Each place in a run has its own, since it is unknown for how long a result is read.
         """
         buffer = self._outputs.get(place)
         if buffer is None or buffer.dtype != made.dtype or buffer.numel() < made.numel():
@@ -172,9 +172,9 @@ class SegmentRecorder:
 
 
 class _NamedBreaks(TorchDispatchMode):
-    """Breaks at operations by their names, wherever in the model they are called.
+    """Breaks captures at operations by name, wherever the model calls them.
 
-    Entered anew for each graph, so that whatever a device puts around a capture lies inside.
+    Entered anew for each graph, inside of any mode that the device enters for a capture.
     """
 
     def __init__(self, recorder: SegmentRecorder, named: frozenset[str]) -> None:
@@ -185,13 +185,13 @@ class _NamedBreaks(TorchDispatchMode):
         self._handling = False
 
     def enter(self) -> None:
-        """See operations from here on.  While one is handled torch has this mode aside and brings it back by itself."""
+        """Intercept operations from here on.  While one is handled, torch itself suspends and restores this mode."""
         if not self._handling:
             self.__enter__()
             self._entered = True
 
     def leave(self) -> None:
-        """The opposite; does nothing outside."""
+        """Stop intercepting; no effect if not entered."""
         if self._entered and not self._handling:
             self._entered = False
             self.__exit__(None, None, None)
@@ -216,5 +216,5 @@ def _call_into(
 
 
 def _address(tensor: Tensor) -> int:
-    """Of the whole storage, whatever part of it the tensor is."""
+    """Return the address of the tensor's whole storage."""
     return tensor.untyped_storage().data_ptr()

@@ -1,7 +1,7 @@
-"""How captures are done: in which sizes and order, together with other ranks, what is shown, what a failure says.
+"""The procedure of capturing: sizes and their order, agreement with other ranks, progress, errors.
 
 Owns: that procedure, the same for every kind of graph; sizes few enough to capture at start and close enough that
-padding costs little.  Does not know: what is captured.
+padding costs little.  Does not know: the captured work.
 """
 
 import gc
@@ -22,17 +22,17 @@ log = logging.getLogger(__name__)
 
 
 class AnotherRankFailed(GraphError):
-    """A vote has said so: this rank votes no more."""
+    """A vote has shown the failure of another rank, so this rank does not vote again."""
 
 
 class PlansDiffer(GraphError):
-    """Every rank has seen it: there is nothing to vote on."""
+    """The ranks' plans differ; every rank has seen it, so there is no vote."""
 
 
 class Capturing:
-    """One rank's.  where: a tensor's device, to vote on with the other ranks.
+    """The captures of one rank.  where: device of the tensors by which ranks vote.
 
-    descending, rehearsal: False only to measure what they are good for, see ``benchmarks/bench_graphs.py``.
+    descending, rehearsal: False only in ``benchmarks/bench_graphs.py``, to measure what they gain.
     """
 
     def __init__(
@@ -56,35 +56,35 @@ class Capturing:
         advice: str,
         progress: bool,
     ) -> None:
-        """Warm up and record every size, the largest first: smaller ones then fit into the memory that it has taken.
+        """Warm up and record every size, the largest first, so that smaller ones fit into its memory.
 
-        warm_up: runs a size as it is, so that kernels and libraries load outside of captures.  record: captures it.
-        forget: drops all captures.
-        The largest is captured once more in front: what only a first capture does is not done between others then, and
-        one that cannot be captured at all fails at once.
-        Raises GraphError, on every rank if it is one that failed; it says ``advice``, and all captures are dropped.
+        warm_up: runs a size eagerly, so that kernels and libraries load outside of captures.
+        record: captures a size.  forget: drops all captures.
+        The largest size is captured twice, the first time as a rehearsal: it does the work that only a first capture
+        does, and a model that cannot be captured fails at once.
+        Raises GraphError, on every rank if one fails; the text ends with ``advice``, and all captures are dropped.
         """
         with self._together(f"graphs of {what} cannot be captured", forget, advice):
             self._compare_plans(what, sizes)
             self._capture(what, sizes, warm_up, record, progress)
 
     @contextmanager
-    def _together(self, said: str, forget: Callable[[], object], advice: str) -> Iterator[None]:
-        """What all ranks do or none: each votes whether it has come through, unless it was told of a failure before.
+    def _together(self, problem: str, forget: Callable[[], object], advice: str) -> Iterator[None]:
+        """Run a block on all ranks or on none: each rank votes on its success, unless a vote has shown a failure.
 
         So all ranks vote equally often, and a vote never waits for a rank that has stopped voting."""
         failure: Exception | None = None
         try:
             yield
-        except Exception as error:  # torch, the driver and plugins each have their own
+        except Exception as error:  # torch, the driver and plugins each raise their own
             failure = error
-        told = isinstance(failure, AnotherRankFailed)
+        voted = isinstance(failure, AnotherRankFailed)
         if isinstance(failure, PlansDiffer):
-            raise GraphError(f"{said} ({failure})") from None
-        if told or self.num_agreeing(failure is None) < self._comm.size:
+            raise GraphError(f"{problem} ({failure})") from None
+        if voted or self.num_agreeing(failure is None) < self._comm.size:
             forget()
-            cause = f"{type(failure).__name__}: {failure}" if failure and not told else "another rank failed"
-            raise GraphError(f"{said} ({cause}); {advice}") from failure
+            cause = f"{type(failure).__name__}: {failure}" if failure and not voted else "another rank failed"
+            raise GraphError(f"{problem} ({cause}); {advice}") from failure
 
     def _capture(
         self,
@@ -119,10 +119,10 @@ class Capturing:
         *,
         advice: str,
     ) -> int:
-        """Bytes that ``capture`` will take, by capturing the two largest sizes, which are dropped at the end.
+        """Return the bytes that ``capture`` will take, from captures of the two largest sizes, dropped at the end.
 
-        The largest one's memory serves all others, which add what a graph itself takes.
-        Raises GraphError, on every rank if it is one that failed.
+        The memory of the largest serves all others, which add only what a graph itself takes.
+        Raises GraphError, on every rank if one fails.
         """
         taken = []
         with self._together("a trial capture failed", forget, advice), self._device.stream():
@@ -140,9 +140,9 @@ class Capturing:
         return taken[0] + (len(sizes) - 1) * (taken[1] if len(taken) > 1 else 0)
 
     def _compare_plans(self, what: str, sizes: Sequence[int]) -> None:
-        """All ranks capture the same in the same order, or the collectives in their graphs would meet others'.
+        """Check that all ranks capture the same in the same order; else collectives of different graphs would meet.
 
-        Raises GraphError, on every rank, that says who would do what, before anything is captured."""
+        Raises GraphError with the plan of each rank, on every rank, before anything is captured."""
         if self._comm.size == 1:
             return
         ordered = sorted(sizes, reverse=self._descending)
@@ -150,23 +150,23 @@ class Capturing:
         plan = torch.tensor([[digest, len(ordered), max(ordered, default=0)]], dtype=torch.int64, device=self._where)
         plans = self._comm.all_gather(plan, 0).tolist()
         if any(one != plans[0] for one in plans):
-            told = "; ".join(f"rank {rank}: {num} up to {largest}" for rank, (_, num, largest) in enumerate(plans))
-            raise PlansDiffer(f"ranks would capture other sizes than each other ({told}); give all one configuration")
+            each = "; ".join(f"rank {rank}: {num} up to {largest}" for rank, (_, num, largest) in enumerate(plans))
+            raise PlansDiffer(f"ranks would capture different sizes ({each}); give all ranks the same configuration")
 
     def wait_for_all(self) -> None:
-        """A capture holds no collective that another rank has not reached.  Raises AnotherRankFailed instead of going
-        on alone."""
+        """Wait until all ranks are here, so that no captured collective waits for a rank.  Raises AnotherRankFailed if
+        one has failed."""
         if self._comm.size > 1 and self.num_agreeing(True) < self._comm.size:
             raise AnotherRankFailed("another rank failed")
 
     def num_agreeing(self, yes: bool) -> int:
-        """How many ranks say yes; all of them must ask."""
+        """Return the number of ranks that vote yes; all ranks must call it."""
         vote = torch.full((1,), int(yes), dtype=torch.float32, device=self._where)
         return round(self._comm.all_reduce(vote).item())
 
     def _bar(self, what: str, sizes: Sequence[int], progress: bool) -> Iterator[int]:
-        """The sizes, with those that are left and the memory on a progress bar."""
-        off = None if progress else True  # None: where there is no terminal
+        """Yield the sizes and show the remaining ones and the memory on a progress bar."""
+        off = None if progress else True  # None: off without a terminal
         with tqdm(sizes, desc=what, unit="size", disable=off) as bar:
             for size in bar:
                 memory = self._device.memory()
@@ -178,10 +178,10 @@ class Capturing:
 
 @contextmanager
 def frozen_garbage() -> Iterator[None]:
-    """No garbage collection inside; afterwards everything is as it was.
+    """Disable garbage collection inside, and restore its state afterwards.
 
-    In the middle of a capture one would free tensors at a moment nobody chose, and walk every object of the process for
-    each of hundreds of captures: others measured 12 s of capture becoming 2 s without it."""
+    During a capture, a collection would free tensors at an unplanned moment.  It would also walk every object of the
+    process for each of hundreds of captures: others measured 12 s of capture becoming 2 s without it."""
     was_enabled, was_frozen = gc.isenabled(), gc.get_freeze_count() > 0
     gc.collect()
     gc.freeze()
@@ -189,40 +189,40 @@ def frozen_garbage() -> Iterator[None]:
     try:
         yield
     finally:
-        gc.collect()  # what the captures have left behind holds graph memory; all that is older is still left out
+        gc.collect()  # garbage of the captures holds graph memory; older objects are still frozen
         if not was_frozen:
             gc.unfreeze()
         if was_enabled:
             gc.enable()
 
 
-# (up to, in steps of): small batches are common and small sizes are cheap to capture, so that is where they are dense.
+# (up to, in steps of).  Small batches are common and small sizes are cheap to capture, so small sizes are dense.
 TOKEN_STEPS = ((32, 4), (256, 16), (512, 32), (1024, 64), (4096, 256))
 TOKEN_STEP_BEYOND = 512
-# A batch of 1 to 8 pays for every padded row; from there on a row costs less than the step it is padded to.
+# In a batch of 1 to 8, every padded row costs time; in larger ones a row costs less than the steps between sizes.
 SMALL_BATCHES = (1, 2, 3, 4, 6, 8)
 ROW_STEPS = ((64, 8), (256, 16), (512, 32))
 ROW_STEP_BEYOND = 64
 
 
 def decode_sizes(largest: int) -> tuple[int, ...]:
-    """Rows of a captured decode step, ascending; the last one is ``largest``."""
+    """Return the numbers of rows of captured decode steps, ascending; the last one is ``largest``."""
     return _capped([*SMALL_BATCHES, *_ladder(SMALL_BATCHES[-1], ROW_STEPS, ROW_STEP_BEYOND, largest)], largest)
 
 
 def piecewise_sizes(largest: int) -> tuple[int, ...]:
-    """Tokens of a captured step with prefill, ascending; the last one is ``largest``."""
+    """Return the numbers of tokens of captured steps with prefill, ascending; the last one is ``largest``."""
     return _capped(_ladder(0, TOKEN_STEPS, TOKEN_STEP_BEYOND, largest), largest)
 
 
 def round_up(sizes: Sequence[int], count: int) -> int | None:
-    """The smallest of the ascending ``sizes`` that holds ``count``; None past the largest."""
+    """Return the smallest of the ascending ``sizes`` that holds ``count``; None if ``count`` is larger than all."""
     index = bisect_left(sizes, count)
     return sizes[index] if index < len(sizes) else None
 
 
 def _ladder(start: int, steps: Sequence[tuple[int, int]], step_beyond: int, largest: int) -> list[int]:
-    """Past ``start`` up to ``largest``, in the step of the range that each size lies in."""
+    """Return the sizes after ``start`` up to ``largest``, in the step of the range that each size is in."""
     sizes: list[int] = []
     for last, step in (*steps, (largest, step_beyond)):
         sizes += range(start + step, min(last, largest) + 1, step)
@@ -231,5 +231,5 @@ def _ladder(start: int, steps: Sequence[tuple[int, int]], step_beyond: int, larg
 
 
 def _capped(sizes: Sequence[int], largest: int) -> tuple[int, ...]:
-    """Without those past ``largest``, and with it: every count up to it must have a size."""
+    """Return the sizes below ``largest``, and ``largest``, so that every count up to it has a size."""
     return (*(size for size in sizes if size < largest), largest)

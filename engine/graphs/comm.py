@@ -1,4 +1,4 @@
-"""Collectives inside a captured run: part of a graph where the library can be captured, a break where it cannot.
+"""Collectives inside a captured run: part of a graph if the library can be captured, a break if it cannot.
 
 Legend: T rows of the run, padding included
 Owns: that choice.  Does not know: which library runs, which layers call it.
@@ -18,7 +18,7 @@ COLLECTIVE = "collective"  # the kind of break
 
 
 class BreakingComm:
-    """See ``Comm``: the chosen library, for a model whose run may be captured."""
+    """A ``Comm`` around the chosen library, for a model whose run may be captured."""
 
     def __init__(self, comm: Comm, recorder: SegmentRecorder) -> None:
         self.rank = comm.rank
@@ -29,7 +29,7 @@ class BreakingComm:
         self._traced = False
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        """See ``Comm``.  tensor: a row per token.  Of a captured run only real rows travel; padding becomes zeros."""
+        """Sum over ranks, in place.  tensor: a row per token; a captured run sends real rows and zeroes padding."""
         if self._traced:
             torch.ops.callboard.all_reduce(tensor)
             return tensor
@@ -40,9 +40,9 @@ class BreakingComm:
 
     @contextmanager
     def traced(self) -> Iterator[None]:
-        """Sums leave a mark inside, and are not done.
+        """Make sums leave a mark instead of summing.
 
-        torch's own ``is_compiling`` says it of the whole process, in which other ranks may be running."""
+        torch's own ``is_compiling`` is true for the whole process, in which other ranks may be running."""
         self._traced = True
         try:
             yield

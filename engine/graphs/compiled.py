@@ -2,12 +2,12 @@
 
 1. The model is traced once, with a symbol for the number of tokens, and the trace is split at attention, at
    collectives and at the operations that plugins and the configuration name.
-2. Pieces that do the same, as all layers but the first and the last do, go through the passes and share one
+2. Pieces with equal operations, as all layers but the first and the last have, go through the passes and share one
    compilation, for any number of tokens.
-3. For numbers of tokens that are worth it there is another one each, with autotuning, when a piece first meets it.
+3. Each number of tokens that is worth it gets its own compilation, with autotuning, when a piece first meets it.
 
-The result is an ordinary function of a step.  Run directly it is a model with fewer, larger operations; recorded by a
-SegmentRecorder, its split operations are breaks and everything between them is captured.
+The result is an ordinary function of a step.  Run directly it is a model with fewer, larger operations.  When a
+SegmentRecorder records it, its split operations are breaks and everything between them is captured.
 
 Legend: T tokens of the run, padding included · D model dim
 Owns: the trace and the compiled pieces.  Does not know: capturing, which sizes there are.
@@ -46,21 +46,21 @@ from engine.types.errors import GraphError
 log = logging.getLogger(__name__)
 
 CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
-AUTOTUNING_S = 600.0  # of one rank, for all sizes; on a GPU they are all met at start
+AUTOTUNING_S = 600.0  # for all sizes of a rank; on a GPU all sizes are compiled at start
 OUR_PASSES = (("of packed products", hide_packed_products), ("of norms in float8", round_behind_norms))
-TRACED_TOKENS = 7  # any number but 0 and 1, which tracing takes for constants
+TRACED_TOKENS = 7  # any number but 0 and 1, which tracing treats as constants
 Compiled = Callable[..., Any]
-# Tracing and compilers keep state of the whole process, and it may run an engine in each of several threads.
+# Tracing and compilers keep state per process, which may run engines in several threads.
 _compiling = threading.RLock()
 
 
 class CompiledModel:
-    """``hidden`` of a model in compiled pieces.  Run it under ``torch.inference_mode``, as the model itself.
+    """``hidden`` of a model in compiled pieces.  Run it under ``torch.inference_mode``, like the model itself.
 
     compiler: a torch.compile backend: 'inductor', or 'eager' for the split alone.
-    autotuned: numbers of tokens that are compiled for by themselves; the others share what serves any, from two on.
-    autotuning_s: when these took so long together, those that are left share it as well.  clock: seconds.
-    passes: for each piece before it is compiled, with their names.
+    autotuned: numbers of tokens with their own compilation; others share one that serves any number from two on.
+    autotuning_s: total time after which the remaining ones share it, too.  clock: returns seconds.
+    passes: (name, pass), run on each piece before it is compiled.
     """
 
     def __init__(
@@ -100,13 +100,13 @@ class CompiledModel:
         if autotuned:
             log.info(
                 "graphs: each of %d sizes is autotuned when it is first met, for at most %g s in all; later starts "
-                "find what these have compiled",
+                "find the compiled results of this one",
                 len(self._autotuned),
                 autotuning_s,
             )
 
     def hidden(self, step: StepTensors) -> Tensor:
-        """See ``Model.hidden``; ``step.attention`` and ``step.pool`` are those given at the start."""
+        """Return x_TD for a step whose attention and pool are those given at the start (``Model.hidden``)."""
         if self._stitched is None:
             self._trace()
         assert self._stitched is not None
@@ -121,17 +121,17 @@ class CompiledModel:
 
     @property
     def parts(self) -> tuple[nn.Module, ...]:
-        """Pieces and split operations in their order; none before the first step is run."""
+        """Pieces and split operations in order; empty before the first step."""
         return () if self._stitched is None else tuple(self._stitched.children())
 
     def autotunes(self, num_tokens: int) -> bool:
-        """Whether so many are compiled for by themselves, and there is time left for it."""
+        """Whether this number of tokens has its own compilation, and there is time left to make it."""
         return num_tokens in self._autotuned and self._spent_s < self._autotuning_s
 
     def compiled(self, key: object, piece: GraphModule, arguments: Sequence[Any], autotune: bool = False) -> Compiled:
-        """The piece's function for ``arguments``, real or traced ones, compiled if it has not been."""
+        """Return the piece's function for real or traced ``arguments``; compile it if needed."""
         if key not in self._compiled:
-            piece = deepcopy(piece)  # passes and compilers change what they are given
+            piece = deepcopy(piece)  # passes and compilers change their input
             self._passes.run(piece)
             self.num_compilations += 1
             # Packed weights have no strides to assert.
@@ -147,13 +147,13 @@ class CompiledModel:
         self._spent_s += seconds
         if had_time and self._spent_s >= self._autotuning_s:
             log.warning(
-                "graphs: autotuning has taken its %g s; the sizes that are left run what was compiled for any, and the "
-                "next start goes on with them",
+                "graphs: autotuning has taken its %g s; the remaining sizes run the code for any size, and the next "
+                "start continues with them",
                 self._autotuning_s,
             )
 
     def _trace(self) -> None:
-        """Phases 1 and 2.  Raises GraphError if the model cannot be traced as one graph."""
+        """Trace, split and compile (phases 1 and 2).  Raises GraphError if the trace is not one graph."""
         device = self._pool.data.device
         inputs = tuple(torch.zeros(TRACED_TOKENS, dtype=torch.int64, device=device) for _ in range(3))
         for tensor in inputs:
@@ -172,7 +172,7 @@ class CompiledModel:
 
             return called_once
 
-        # Traces are cached by code object, and so is the decision that there have been too many of them.
+        # A new code object: torch caches traces per code object, and also the decision that there were too many.
         own = FunctionType(run.__code__.replace(), run.__globals__, "run", None, run.__closure__)
         try:
             with _compiling, self._comm.traced() if isinstance(self._comm, BreakingComm) else nullcontext():
@@ -196,7 +196,7 @@ class CompiledModel:
             setattr(stitched, part.name, self._replacement(part))
         absent = set(self._named) - {part.operation for part in parts}
         if absent:
-            log.warning("graphs: the model calls no %s, which it was to be split at", " and no ".join(sorted(absent)))
+            log.warning("graphs: the model never calls %s, so it is not split there", " or ".join(sorted(absent)))
         log.info("traced: %d parts, %d to compile", len(parts), sum(part.operation is None for part in parts))
         return stitched
 
@@ -210,7 +210,7 @@ class CompiledModel:
         return NamedPart(self._recorder, part.operation, part.module)
 
     def _remember(self, arguments: Sequence[Any], inputs: Sequence[Tensor]) -> None:
-        """What the trace takes besides a step: weights and the pool, always the same objects."""
+        """Keep the other inputs of the trace, weights and pool, which are the same objects in every step."""
         self._arguments = list(arguments)
         self._counts = [place for place, one in enumerate(arguments) if isinstance(one, int)]
         assert all(arguments[place] == TRACED_TOKENS for place in self._counts), "a second symbol in the trace"
@@ -219,8 +219,8 @@ class CompiledModel:
 
 
 class Piece(nn.Module):
-    """What lies between two split operations; compiled at once, while the trace still checks what a compiler assumes
-    of its symbols."""
+    """The operations between two split operations, compiled at once, while the trace still checks the compiler's
+    assumptions about its symbols."""
 
     def __init__(self, owner: CompiledModel, module: GraphModule) -> None:
         super().__init__()
@@ -244,7 +244,7 @@ class Piece(nn.Module):
 
 
 class AttendPart(nn.Module):
-    """Attention in the place of its mark."""
+    """Attention in place of its mark."""
 
     def __init__(self, attention: BreakingAttention, module: GraphModule) -> None:
         super().__init__()
@@ -259,7 +259,7 @@ class AttendPart(nn.Module):
 
 
 class AllReducePart(nn.Module):
-    """The sum over ranks in the place of its mark."""
+    """The sum over ranks in place of its mark."""
 
     def __init__(self, comm: Comm, module: GraphModule) -> None:
         super().__init__()
@@ -273,7 +273,7 @@ class AllReducePart(nn.Module):
 
 
 class NamedPart(nn.Module):
-    """An operation that a plugin or the configuration names, as it was traced."""
+    """A traced operation that a plugin or the configuration names."""
 
     def __init__(self, recorder: SegmentRecorder, operation: str, module: GraphModule) -> None:
         super().__init__()
@@ -286,9 +286,9 @@ class NamedPart(nn.Module):
 
 
 def keep_compilations() -> None:
-    """Have the compiler keep its results where the next start finds them, not where a reboot clears them away.
+    """Make the compiler keep its results where the next start finds them, and not in a folder that a reboot clears.
 
-    An environment that says where, in TORCHINDUCTOR_CACHE_DIR, has its way.
+    A TORCHINDUCTOR_CACHE_DIR of the environment takes precedence.
     """
     # Importing the compiler sets the variable to its default.
     folder = cache_folder("inductor")

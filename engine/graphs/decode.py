@@ -1,12 +1,12 @@
 """Decode steps as one graph each: inputs, embedding, layers, logits, sampling and the write-back of the tokens.
 
-    step of n rows -> size B >= n, variant by what the rows ask for -> (one packed copy, if anything changed) -> replay
+    step of n rows -> size B >= n, variant by the rows' sampling -> (one packed copy, if anything changed) -> replay
 
-A step needs nothing of the host: rows' lengths live on the device and advance inside the graph, which reads the last
-token of every row and its pages from where they are kept, and writes the new token there.  Only what the scheduler
-changes is told: which rows there are, what they ask of the sampler, which pages they got, all of it by one copy and
-only when it changed.  Tokens come back by a copy into page-locked memory that nobody waits for, so the next step can be
-queued behind this one.  Rows that pad a batch read and write the pool's dump page.
+A step needs nothing from the host: rows' lengths are on the device and advance inside the graph, which reads each row's
+last token and pages where they are kept, and writes the new token there.  The host sends only the scheduler's changes:
+the rows of the step, their sampling parameters and new pages, in one copy, and only after a change.  Tokens are copied
+back into page-locked memory without waiting, so the next step can be queued after this one.  Rows that pad a batch read
+and write the pool's dump page.
 
 Legend: M rows of the largest graph · B rows of a graph, padding included · N real rows · W pages of the batch's table
 Owns: static inputs, which graph serves a step, what is copied.  Does not know: how captures are done, the scheduler.
@@ -38,14 +38,14 @@ from engine.sampling.captured import NO_ROW, CapturedSampler, Variant, array_col
 from engine.sampling.sampler import Sampler
 
 DECODES = "decode steps"
-LETTERS = 4  # steps in flight are at most 2, and the one that is launched is a third
+NUM_BUFFERS = 4  # on the host: one more than the 2 steps in flight and the step that is launched
 
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
 
 
 class DecodeGraphs:
-    """sizes: ascending, rows of the graphs.  Every rank makes the same decisions: they depend on the steps alone."""
+    """Captured decode steps.  sizes: numbers of rows, ascending.  Choices depend on steps alone, so ranks agree."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class DecodeGraphs:
         capturing: Capturing,
         sizes: Sequence[int],
     ) -> None:
-        """attention: one that can be captured, see ``can_capture``."""
+        """Allocate static inputs.  attention: a backend for which ``can_capture`` is true."""
         self.sizes = tuple(sizes)
         self._model = model
         self._pool = pool
@@ -71,7 +71,7 @@ class DecodeGraphs:
         self._input_ops = choose_inputs(pool.data.device)
         self._lengths_R = rows.keep_lengths()
         largest = self.sizes[-1]
-        # Two blocks: columns of the batch, then room for a page for each row.
+        # Two blocks: the columns of the batch, then space for one new page per row.
         self._columns_end = columns_bytes(largest)
         self._packed = device.buffer((self._columns_end + largest * (8 + 4),), torch.uint8)
         self._columns = tensor_columns(self._packed[: self._columns_end], largest)
@@ -83,7 +83,7 @@ class DecodeGraphs:
         self._all_rows_M.copy_(torch.arange(largest))
         self._inputs = self._static_inputs(largest, rows.pages_RP.shape[1])
         self._attention = DecodeAttention(attention, self._inputs, self.sizes)
-        self._outgoing = PinnedRing(device, LETTERS, self._packed.nbytes)
+        self._outgoing = PinnedRing(device, NUM_BUFFERS, self._packed.nbytes)
         self._incoming = PinnedReceiver(device, self._tokens_M.nbytes)
         self._recordings: dict[tuple[int, Variant], Recording] = {}
         self._sent: tuple[int, bytes] | None = None
@@ -92,20 +92,20 @@ class DecodeGraphs:
 
     @property
     def captured(self) -> tuple[int, ...]:
-        """The sizes that have been captured, ascending."""
+        """Captured sizes, ascending."""
         return tuple(sorted({size for size, _ in self._recordings}))
 
     @property
     def _advice(self) -> str:
         return (
             f"lower graphs.max_rows (now {self.sizes[-1]}), scheduler.max_running or kv.memory_fraction, turn off "
-            "those of steps with prefill with graphs.mode=decode, or all graphs with graphs.mode=off"
+            "graphs of steps with prefill with graphs.mode=decode, or all graphs with graphs.mode=off"
         )
 
     def capture(self, progress: bool = False) -> None:
         """Capture all sizes in all variants.
 
-        Raises GraphError, on every rank if it is one that failed; nothing is captured then.
+        Raises GraphError, on every rank if one fails; then no graph remains.
         """
         self._capturing.capture(
             DECODES,
@@ -118,28 +118,28 @@ class DecodeGraphs:
         )
 
     def measure(self) -> int:
-        """Bytes that all captures will take; nothing is captured afterwards.  Raises GraphError."""
+        """Return the bytes that all captures will take; no graph remains.  Raises GraphError."""
         return self._capturing.measure(
             self.sizes, self._warm_up, self._record, self._recordings.clear, advice=self._advice
         )
 
     def fits(self, num_rows: int) -> bool:
-        """Whether there is a graph for so many rows."""
+        """Return whether there is a graph for so many rows."""
         size = round_up(self.sizes, num_rows) if num_rows else None
         return size is not None and (size, Variant.GREEDY) in self._recordings
 
     def variant_of(self, rows_N: Int64, positions_N: Int64) -> Variant:
-        """How a step of these rows will be sampled.  positions_N: of the tokens that are sampled."""
+        """Return how a step of these rows will be sampled.  positions_N: of the sampled tokens."""
         key = (self._sampler.version, rows_N.tobytes())
         if self._decided is not None and self._decided[0] == key:
             return self._decided[1]
         variant = self._sampler.variant_of(rows_N, positions_N)
-        # Stop tokens are held off for a while only, so what is sampled elsewhere is asked about again in each step.
+        # Stop tokens are suppressed only for a while, so rows that are sampled elsewhere are checked in each step.
         self._decided = None if variant is Variant.LOGITS else (key, variant)
         return variant
 
     def launch(self, rows_N: Int64, lengths_N: Int32, variant: Variant) -> Decoded:
-        """Queue the step that was told of last, of rows that ``fits``.
+        """Queue the step of the last ``tell``, for rows that ``fits``.
 
         rows_N: its decode rows.  lengths_N: their lengths, the new token included."""
         num = len(rows_N)
@@ -155,7 +155,7 @@ class DecodeGraphs:
         return Decoded(token_ids_N, event, None, write_at_N)
 
     def tell(self, step: Step) -> None:
-        """Take in what has changed since the last step, also which pages rows got: one copy, none if nothing has."""
+        """Send the changes since the last step, new pages included: one copy, or none if nothing has changed."""
         rows_N = decode_rows(step)
         first = self._packed.nbytes
         end = num_appends = 0
@@ -165,7 +165,7 @@ class DecodeGraphs:
             columns = np.empty(self._columns_end, dtype=np.uint8)
             self._sampler.fill(array_columns(columns, self.sizes[-1]), rows_N)
             self._sent = key
-            if not np.array_equal(columns, self._sent_columns):  # else a row was admitted that is not in this batch
+            if not np.array_equal(columns, self._sent_columns):  # equal if a row outside of this batch was admitted
                 self._sent_columns = columns
                 buffer = self._outgoing.take()
                 buffer.data[: self._columns_end].numpy()[:] = columns
@@ -174,7 +174,7 @@ class DecodeGraphs:
             places_A, pages_A = self._rows.appends(step)
             num_appends = len(pages_A)
             if num_appends > self.sizes[-1]:
-                # More than a page for each row: never from this project's scheduler.
+                # More than one page per row: this project's scheduler never sends that.
                 self._rows.apply(step)
                 num_appends = 0
             else:
@@ -216,7 +216,7 @@ class DecodeGraphs:
             self._recordings[size, variant] = self._recorder.record(size, run)
 
     def _run(self, size: int, variant: Variant, attention: AttentionBackend) -> Tensor:
-        """One step of the rows that the columns name; the logits, or the tokens."""
+        """Run one step of the rows that the columns name; return the logits, or the tokens."""
         rows, static = self._rows, self._inputs
         inputs = DecodeInputs(
             token_ids_B=static.token_ids_B[:size],
@@ -256,5 +256,5 @@ class DecodeGraphs:
 
 
 def _appends_of(packed: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
-    """Places, int64, and pages, int32, in a uint8 tensor."""
+    """Return views of a uint8 tensor: places, int64, and pages, int32."""
     return packed[: num_rows * 8].view(torch.int64), packed[num_rows * 8 :].view(torch.int32)

@@ -1,9 +1,9 @@
-"""Attention inside a decode graph: captured with the rest, where the backend can be.
+"""Attention inside a decode graph: captured with the rest if the backend can be.
 
 Legend: M rows of the largest graph · B rows of a graph, padding included · N real rows
-Owns: the batch of each size, what ``plan_step`` is told before a replay.  Does not know: kernels, captures.
+Owns: the batch of each size, the input of ``plan_step`` before a replay.  Does not know: kernels, captures.
 
-Tables and lengths are the static inputs that the captured step writes itself, so nothing is gathered or copied here.
+Tables and lengths are the static inputs, which the captured step writes itself, so nothing is gathered or copied here.
 """
 
 from collections.abc import Sequence
@@ -19,10 +19,10 @@ Int32 = npt.NDArray[np.int32]
 
 
 class DecodeAttention:
-    """One backend for all sizes, whose kernels plan nothing; or one for each size, which is told the lengths."""
+    """One backend for all sizes, whose kernels need no plan; or one for each size, planned with the lengths."""
 
     def __init__(self, backend: AttentionBackend, inputs: DecodeInputs, sizes: Sequence[int]) -> None:
-        """backend: one that ``can_capture``."""
+        """Build a backend per size if needed.  backend: one for which ``can_capture`` is true."""
         device = inputs.lengths_B.device
         self._inputs = inputs
         self._starts_M1 = torch.arange(max(sizes) + 1, dtype=torch.int32, device=device)
@@ -34,13 +34,13 @@ class DecodeAttention:
         self._backend = backend
 
     def prepare(self, size: int) -> AttentionBackend:
-        """What a step of so many rows calls, ready for it to be run or captured."""
+        """Return the backend for a step of so many rows, planned so that the step can be run or captured."""
         backend = self._planned.get(size, self._backend)
         backend.plan_step(self._batches[size])
         return backend
 
     def plan(self, size: int, lengths_N: Int32) -> None:
-        """Called before each replay.  lengths_N: of the real rows, the new token included."""
+        """Plan a replay.  lengths_N: of the real rows, the new token included."""
         if not self._planned:
             return
         batch = self._batches[size]
@@ -58,7 +58,7 @@ class DecodeAttention:
         )
 
     def _batch(self, size: int) -> AttentionBatch:
-        """Rows of one token each."""
+        """Return a batch of rows of one token each."""
         ones = np.ones(size, dtype=np.int32)
         return AttentionBatch(
             num_decodes=size,
@@ -71,5 +71,5 @@ class DecodeAttention:
 
 
 def can_capture(backend: AttentionBackend) -> bool:
-    """Whether a decode step with this backend can be captured whole."""
+    """Return whether a decode step with this backend can be captured whole."""
     return is_capturable(backend) or isinstance(backend, GraphAttentionBuilder)

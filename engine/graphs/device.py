@@ -1,7 +1,7 @@
-"""The seam between capturing and the device that captures: what the rest of this package needs of CUDA, and no more.
+"""The interface between capturing and the device that captures: the operations of CUDA that this package uses.
 
-Owns: GraphDevice and its CUDA form.  Does not know: models, what is captured, in which order.
-``tests/graphs/recording.py`` is the same seam on a CPU: it records operations and replays them.
+Owns: GraphDevice and its CUDA form.  Does not know: models, the captured work and its order.
+``tests/graphs/recording.py`` implements the same interface on a CPU: it records operations and replays them.
 """
 
 import gc
@@ -17,93 +17,92 @@ from torch import Tensor
 from engine.execution.captured_steps import Event
 from engine.host.memory import available_bytes
 
-Pool = Any  # an opaque handle: memory that graphs take their tensors from, and may share
+Pool = Any  # an opaque handle of memory that graphs allocate tensors from, and may share
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceMemory:
-    """free_bytes: of the whole device.  reserved_bytes: what this process has taken from it, used or not."""
+    """Memory of a device.  free_bytes: of the whole device.  reserved_bytes: taken by this process, used or not."""
 
     free_bytes: int
     reserved_bytes: int
 
 
 class Graph(Protocol):
-    """What a capture leaves behind."""
+    """The result of a capture."""
 
     def replay(self) -> None:
-        """Run it again on the same addresses; queued on the current stream."""
+        """Queue the captured work on the current stream again, on the same addresses."""
         ...
 
 
 class GraphDevice(Protocol):
     """Captures work of the calling thread into graphs.
 
-    Graphs of one pool may share its memory: a tensor that nobody holds any more when a capture goes on is
+    Graphs of one pool share its memory: a tensor that is no longer referenced when a capture continues may be
     overwritten at replay.  So graphs of one pool are replayed one after the other, on one stream.
 
-    captures: whether it can; if not, only ``buffer``, ``stream``, ``is_capturing`` and ``memory`` are of use.
-
-    What the host and the device tell each other goes through ``host``, ``copy`` and ``event``, where it can be counted.
+    captures: whether the device can capture; if not, only ``buffer``, ``stream``, ``is_capturing`` and ``memory`` are
+    useful.  All traffic between host and device goes through ``host``, ``copy`` and ``event``, where it can be counted.
     """
 
     captures: bool
 
     def pool(self) -> Pool:
-        """New memory for graphs."""
+        """Return new memory for graphs."""
         ...
 
     def drop(self, pool: Pool) -> None:
-        """Give the memory of a pool back; nobody holds a graph of it any more."""
+        """Free the memory of a pool; no graph of it may be referenced any more."""
         ...
 
     def buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Zeros that stay where they are, outside every pool: what graphs and eager work hand each other."""
+        """Return zeros at a fixed address outside every pool: memory that graphs and eager work share."""
         ...
 
     def stream(self) -> AbstractContextManager[None]:
-        """The stream that captures happen on: after all work queued before, and before all that is queued after."""
+        """Enter the capturing stream, which is ordered after earlier work and before later work of other streams."""
         ...
 
     def begin_capture(self, pool: Pool, size: int) -> None:
-        """From here on work is recorded and not done.  Inside ``stream()``.  size: rows that are captured."""
+        """Record work from here on, without running it.  Call it inside ``stream()``.  size: rows of the run."""
         ...
 
     def end(self) -> Graph:
-        """Stop recording."""
+        """Stop recording and return the graph."""
         ...
 
     def abandon(self) -> None:
-        """Stop recording after a failure and forget what was recorded; does nothing outside a capture.  Raises nothing,
-        which would hide that failure."""
+        """Stop recording after a failure and forget what was recorded; no effect outside a capture.  Raises nothing, as
+        that would hide the failure."""
         ...
 
     def discard(self) -> None:
-        """Every graph is gone, whoever still refers to it, and nothing is replayed any more."""
+        """Destroy every graph, even if it is still referenced; afterwards nothing is replayed."""
         ...
 
     def is_capturing(self) -> bool:
-        """Whether work of this thread is being recorded."""
+        """Return whether work of this thread is being recorded."""
         ...
 
     def weak(self, tensor: Tensor) -> Tensor:
-        """The same memory, not kept: the pool may give it to others."""
+        """Return a tensor on the same memory that does not keep it: the pool may reuse it."""
         ...
 
     def memory(self) -> DeviceMemory:
-        """How much there is and how much is taken."""
+        """Return how much memory is free and how much is taken."""
         ...
 
     def peak(self, run: Callable[[], object]) -> int:
-        """Bytes that ``run`` takes at its peak, beside what is taken now."""
+        """Run and return the peak of bytes taken by it, in addition to what is taken now."""
         ...
 
     def trim(self) -> None:
-        """Wait until the device is idle and give back what nobody uses, so that ``memory`` tells what is needed."""
+        """Wait until the device is idle and free unused memory, so that ``memory`` returns what is needed."""
         ...
 
     def host(self, num_bytes: int) -> Tensor:
-        """uint8 memory of the host that ``copy`` can reach without waiting; what is in it is not defined."""
+        """Return uninitialised uint8 memory of the host that ``copy`` reaches without waiting."""
         ...
 
     def copy(self, target: Tensor, source: Tensor) -> None:
@@ -111,12 +110,12 @@ class GraphDevice(Protocol):
         ...
 
     def event(self) -> Event:
-        """A new one, which counts as reached until it is recorded."""
+        """Return a new event, which counts as reached until it is recorded."""
         ...
 
 
 class CudaDevice:
-    """See ``GraphDevice``.  One side stream for all captures, so that they can reuse each other's memory."""
+    """The ``GraphDevice`` of an NVIDIA GPU.  All captures use one side stream, so that they can share memory."""
 
     captures = True
 
@@ -131,7 +130,7 @@ class CudaDevice:
 
     def pool(self) -> Pool:
         pool = torch.cuda.graph_pool_handle()
-        # A pool dies with its last graph, and no capture may use it again: one that does next to nothing keeps it.
+        # A pool dies with its last graph and cannot be used again, so a graph that does almost nothing keeps it alive.
         nothing = self.buffer((1,), torch.float32)
         with self.stream():
             nothing.add_(0)  # loads the kernel, which must not happen in a capture
@@ -163,8 +162,8 @@ class CudaDevice:
 
     def begin_capture(self, pool: Pool, size: int) -> None:
         assert self._graph is None, "a capture is under way"
-        self._graph, self._pool = torch.cuda.CUDAGraph(), pool  # before: a beginning that fails may be half made
-        # Other threads of the process may allocate memory meanwhile; only this one is held to the rules.
+        self._graph, self._pool = torch.cuda.CUDAGraph(), pool  # set first: a failed start may have begun the capture
+        # Other threads of the process may allocate memory during a capture; only this one must follow its rules.
         self._graph.capture_begin(pool=pool, capture_error_mode="thread_local")
 
     def end(self) -> Graph:
@@ -181,18 +180,18 @@ class CudaDevice:
         try:
             graph.capture_end()
         except RuntimeError:
-            # CUDA refuses to end a capture that broke its rules, and torch then leaves its allocators in it.
+            # CUDA refuses to end a capture that broke its rules, and torch's allocators then stay in capture mode.
             try:
                 torch._C._cuda_endAllocateToPool(self._device.index, self._pool)
             except RuntimeError:
-                return  # it had ended, and only instantiating failed: the graph itself gives its share of the pool back
+                return  # the capture had ended, and only instantiation failed: the graph frees its share of the pool
             torch._C._cuda_releasePool(self._device.index, self._pool)
-            # That of page-locked memory cannot be reached from here.  It goes on asking this graph whether a stream is
-            # its own, which no stream ever is again.
+            # The allocator of page-locked memory cannot be reset from here.  It keeps asking this graph whether a
+            # stream is being captured, which is never true again, so the graph is kept.
             self._refused.append(graph)
 
     def discard(self) -> None:
-        """See ``GraphDevice``.  One that runs is freed when it is done."""
+        """Destroy every graph; a running one is freed when it is done."""
         with torch.cuda.device(self._device):
             for graph in self._graphs:
                 graph.reset()
@@ -230,16 +229,16 @@ class CudaDevice:
 
 
 class HostDevice:
-    """See ``GraphDevice``.  A CPU has no graphs: what would be captured runs directly."""
+    """The ``GraphDevice`` of a CPU, which has no graphs: work runs directly."""
 
     captures = False
 
     def pool(self) -> Pool:
-        """There is none."""
+        """Return None: there is no pool."""
         return None
 
     def drop(self, pool: Pool) -> None:
-        """There is none."""
+        """Do nothing: there is no pool."""
 
     def buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return torch.zeros(shape, dtype=dtype)
@@ -248,18 +247,18 @@ class HostDevice:
         return nullcontext()
 
     def begin_capture(self, pool: Pool, size: int) -> None:
-        """Not here."""
+        """Raise AssertionError."""
         raise AssertionError("a CPU has no graphs to capture")
 
     def end(self) -> Graph:
-        """Not here."""
+        """Raise AssertionError."""
         raise AssertionError("a CPU has no graphs to capture")
 
     def abandon(self) -> None:
-        """See ``GraphDevice``."""
+        """Do nothing: there are no captures."""
 
     def discard(self) -> None:
-        """There are none."""
+        """Do nothing: there are no graphs."""
 
     def is_capturing(self) -> bool:
         return False
@@ -271,11 +270,11 @@ class HostDevice:
         return DeviceMemory(available_bytes(), 0)
 
     def peak(self, run: Callable[[], object]) -> int:
-        """Not known here: a pool on a CPU takes its memory as it is written."""
+        """Return 0: the peak is unknown, as a pool on a CPU takes its memory as it is written."""
         return 0
 
     def trim(self) -> None:
-        """See ``GraphDevice``."""
+        """Do nothing."""
 
     def host(self, num_bytes: int) -> Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8)
@@ -284,17 +283,17 @@ class HostDevice:
         target.copy_(source)
 
     def event(self) -> Event:
-        """Not here: nothing is ever queued."""
+        """Raise AssertionError: nothing is ever queued."""
         raise AssertionError("a CPU has no queue to wait for")
 
 
 def device_for_graphs(device: torch.device) -> GraphDevice:
-    """What captures on a device, if anything does."""
+    """Return the interface to the device."""
     return CudaDevice(device) if device.type == "cuda" else HostDevice()
 
 
 def weak_reference(tensor: Tensor) -> Tensor:
-    """A tensor over the same memory that does not keep it: use it only while somebody else guarantees the memory."""
+    """Return a tensor on the same memory that does not keep it; the memory must be kept by other means."""
     storage = tensor.untyped_storage()
     borrowed = torch._C._construct_storage_from_data_pointer(storage.data_ptr(), tensor.device, storage.nbytes())
     empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)

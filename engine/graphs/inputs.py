@@ -1,4 +1,4 @@
-"""The inputs of a decode step in torch, for devices without this project's kernels; see ``engine/kernels/inputs.py``.
+"""The inputs of a decode step in torch, for devices without this project's kernels (``engine/kernels/inputs.py``).
 
 Legend: R rows · M longest sequence and one · P page-table width · B rows of the batch, padding included
         W pages of the batch's table
@@ -17,14 +17,14 @@ from engine.layers.step import DecodeInputs
 
 @dataclass(frozen=True, slots=True)
 class InputOps:
-    """What a decode step does with its inputs: ``fill_inputs`` and ``write_tokens`` of ``engine/kernels/inputs.py``."""
+    """Operations on a decode step's inputs: ``fill_inputs`` and ``write_tokens`` of ``engine/kernels/inputs.py``."""
 
     fill: Callable[[Tensor, Tensor, Tensor, Tensor, int, int, DecodeInputs, int], None]
     write: Callable[[Tensor, Tensor, Tensor], None]
 
 
 def choose_inputs(device: torch.device) -> InputOps:
-    """The fastest way that the device has."""
+    """Return the fastest operations that the device has."""
     kernels = choose_kernels(device)
     if kernels is None:
         return InputOps(fill_inputs, write_tokens)
@@ -43,7 +43,7 @@ def fill_inputs(
 ) -> None:
     """Write ``inputs`` for one more token of each row, and add 1 to those rows' lengths.  A negative row is padding.
 
-    page_stride: the pool's; 0 for page_size."""
+    page_stride: of the pool; 0 for page_size."""
     real_B, row_B = rows_B >= 0, rows_B.clamp(min=0)
     position_B = torch.where(real_B, lengths_R.index_select(0, row_B), 0).to(torch.int64)
     page_at_B = row_B * pages_RP.shape[1] + position_B // page_size
@@ -63,8 +63,8 @@ def fill_inputs(
 
 
 def write_tokens(write_at_N: Tensor, token_ids_N: Tensor, tokens_RM: Tensor) -> None:
-    """tokens_RM.view(-1)[write_at] = token id, 0 for a negative id; a negative place is passed over.  Both int64."""
+    """Write each token id, or 0 if it is negative, to tokens_RM.view(-1)[write_at], unless that is negative."""
     flat, at_N = tokens_RM.view(-1), write_at_N.clamp(min=0)
-    # What is passed over writes the first token of the first row as it is: no sampled token ever goes there.
+    # A negative place rewrites the first token of the first row as it is: no sampled token ever goes there.
     new_N = torch.where(write_at_N < 0, flat[:1], token_ids_N.clamp(min=0).to(flat.dtype))
     flat.index_copy_(0, at_N, new_N)

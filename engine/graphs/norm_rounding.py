@@ -1,6 +1,6 @@
 """A graph pass: residual add, norm and rounding to float8, three operations of a traced piece, become one launch.
 
-Owns: what such a run looks like, and when it has to be left alone.  Does not know: kernels, products.
+Owns: the pattern of such a run, and its exceptions.  Does not know: kernels, products.
 """
 
 from typing import Any
@@ -18,7 +18,7 @@ ADDITION = "add_"
 
 
 def round_behind_norms(piece: GraphModule) -> None:
-    """See ``GraphPass``.  The sum is still written in place, so whoever reads the residual stream later finds it."""
+    """Fuse such runs (``GraphPass``).  The sum is still written in place, for later readers of the residual stream."""
     for rounding in piece.graph.nodes:
         if operation_name(rounding) != ROUND:
             continue
@@ -26,7 +26,7 @@ def round_behind_norms(piece: GraphModule) -> None:
         if (found := _norm_of_a_sum(norm)) is None:
             continue
         added, weight, eps = found
-        # In the place of the sum: between it and the rounding somebody may read or write the residual stream.
+        # In the place of the sum: between it and the rounding, the residual stream may be read or written.
         with piece.graph.inserting_before(added):
             arguments = (*added.args, weight, eps, group)
             fused = piece.graph.call_function(torch.ops.callboard.add_norm_round.default, arguments)
@@ -37,7 +37,7 @@ def round_behind_norms(piece: GraphModule) -> None:
 
 
 def _norm_of_a_sum(norm: Any) -> tuple[Node, Any, Any] | None:
-    """(the sum, the weight, epsilon) of a norm over the last dimension that nobody else reads."""
+    """Return (sum, weight, epsilon) of a norm over the last dimension that only the rounding reads; None otherwise."""
     if not isinstance(norm, Node) or norm.target not in NORMS or len(norm.users) != 1:
         return None
     arguments = {**dict(zip(ARGUMENTS, norm.args, strict=False)), **norm.kwargs}

@@ -1,10 +1,9 @@
-"""Passes over the pieces of a traced model, before they are compiled: ours first, then those that plugins bring.
+"""Passes over the pieces of a traced model, before they are compiled: the engine's first, then those of plugins.
 
-A piece is in torch's own operations, those that write in place included: nothing has been made functional yet, so a
-pass may put in an operation that writes in place, and Inductor, which makes pieces functional and takes that back
-again, copies nothing for it.
+A piece consists of torch's own operations, in-place ones included: nothing has been made functional yet.  So a pass may
+insert an operation that writes in place; Inductor makes pieces functional and reverts that later, without a copy.
 
-Owns: their order, what they must leave as it is, the products that a compiler is not to see.
+Owns: their order, what they must not change, the products that are hidden from a compiler.
 Does not know: where pieces come from, compilers.
 """
 
@@ -26,23 +25,23 @@ log = logging.getLogger(__name__)
 
 @runtime_checkable
 class GraphPass(Protocol):
-    """What a graph pass plugin's hook returns."""
+    """The result of a graph pass plugin's hook."""
 
     def __call__(self, piece: GraphModule) -> None:
-        """Change ``piece.graph`` in place, by the graph alone: equal pieces, as layers are, are given once.
+        """Change ``piece.graph`` in place, using the graph alone: equal pieces, such as layers, are passed once.
 
-        Inputs and outputs stay as they are; a node's ``meta["example_value"]`` has its shape and dtype."""
+        Inputs and outputs must not change.  A node's ``meta["example_value"]`` has its shape and dtype."""
         ...
 
 
 class PassManager:
-    """passes: with the name that an error gives, in their order."""
+    """Runs passes in order.  passes: (name for errors, pass)."""
 
     def __init__(self, passes: Sequence[tuple[str, GraphPass]]) -> None:
         self._passes = tuple(passes)
 
     def run(self, piece: GraphModule) -> None:
-        """Take a piece through all of them.  Raises GraphError that names the pass that failed, or broke the piece."""
+        """Run all passes on a piece.  Raises GraphError that names the pass that failed, or broke the piece."""
         for name, one in self._passes:
             interface, num_before = _interface(piece), len(piece.graph.nodes)
             try:
@@ -50,7 +49,7 @@ class PassManager:
                 piece.graph.lint()
                 piece.recompile()
                 assert _interface(piece) == interface, "it changed what the piece takes or returns"
-            except Exception as error:  # whatever another's code raises
+            except Exception as error:  # a plugin's code may raise any error
                 problem = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
                 raise GraphError(
                     f"graphs.mode=compiled: graph pass {name} failed ({problem}); take it out of plugins.graph_passes"
@@ -59,7 +58,7 @@ class PassManager:
 
 
 def build_passes(plugins: Plugins, device: torch.device, dtype: torch.dtype) -> list[tuple[str, GraphPass]]:
-    """Build those that the configuration names.  Raises PluginError."""
+    """Build the passes that the configuration names.  Raises PluginError."""
     passes = []
     for name in plugins.graph_passes:
         options = plugins.options.get(name, {})
@@ -75,8 +74,8 @@ def _interface(piece: GraphModule) -> tuple[object, ...]:
     return inputs, len(returned) if isinstance(returned, (tuple, list)) else None
 
 
-# Products with weights in oneDNN's layout, as one operation that a compiler leaves alone.  Inductor knows the product,
-# but only with weights that are constants of the graph, and those would have to be compiled anew for every layer.
+# Products with weights in oneDNN's layout, as one operation that a compiler leaves alone.  Inductor compiles them only
+# if weights are constants of the graph, and then each layer by itself.
 _library = torch.library.Library("callboard_packed", "FRAGMENT")
 _library.define("linear(Tensor x, Tensor packed, Tensor? bias, int outputs) -> Tensor")
 
@@ -95,7 +94,7 @@ _library.impl("linear", _linear_traced, "Meta")
 
 
 def hide_packed_products(piece: GraphModule) -> None:
-    """See ``GraphPass``.  Weights' shapes are still known here."""
+    """Replace packed products (``GraphPass``); here the shapes of weights are still known."""
     if not torch.backends.mkldnn.is_available():
         return
     product = torch.ops.mkldnn._linear_pointwise.default

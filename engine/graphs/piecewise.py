@@ -1,4 +1,4 @@
-"""Steps with prefill, by replaying what was captured for the next larger number of tokens.
+"""Steps with prefill: each replays the capture for the next larger number of tokens.
 
     step of n tokens -> size T >= n -> copy into static buffers, pad -> replay -> rows that sample -> logits
 
@@ -6,7 +6,7 @@ Between the captured parts, attention runs eagerly on the n real tokens; padding
 the pool's dump page.  The LM head and sampling come after, on the rows that need them.
 
 Legend: T tokens of a run, padding included · M most tokens of any run · N rows whose logits are wanted · D model dim
-Owns: the static inputs, the choice of size, when and in which order sizes are captured.
+Owns: the static inputs, the choice of size, the time and order of captures.
 Does not know: how the model is cut (``breakable.py`` alone, or with ``compiled.py``), the scheduler.
 """
 
@@ -27,16 +27,17 @@ from engine.models.model import Model
 from engine.types.errors import GraphError
 
 PREFILL = "steps with prefill"
-FEWEST_DIRECT = 2  # a compiled trace takes a single token for a constant
+FEWEST_DIRECT = 2  # a compiled trace treats a single token as a constant
 
 
 class Piecewise:
-    """Runs what has prefill in it; the same interface as the model's own ``forward``.
+    """Runs steps with prefill; it has the interface of the model's ``forward``.
 
     hidden: the model's, or that of its compiled form; called with ``attention``.
-    sizes: ascending.  any_size: whether ``hidden`` is more than the model's own, and is called directly, without
-    padding, for steps past the largest size, and for all where the device cannot capture.
-    inputs_3M: token ids, positions and slots of the largest run, int64; smaller ones use the beginnings.
+    sizes: ascending.
+    any_size: whether ``hidden`` is compiled; then it also runs, directly and without padding, steps past the largest
+    size, and all steps if the device cannot capture.
+    inputs_3M: token ids, positions and slots of the largest run, int64; smaller ones use the first columns.
     Every rank makes the same decisions: they depend on the step alone.
     """
 
@@ -70,7 +71,7 @@ class Piecewise:
 
     @property
     def captured(self) -> tuple[int, ...]:
-        """The sizes that have been captured, ascending."""
+        """Captured sizes, ascending."""
         return tuple(sorted(self._recordings))
 
     @property
@@ -84,7 +85,7 @@ class Piecewise:
         return self._model.logits(self.hidden(step, step.sample_at_N))
 
     def hidden(self, step: StepTensors, wanted_N: Tensor) -> Tensor:
-        """x_ND of the wanted rows of T; see ``Model.hidden``."""
+        """Return x_ND of the wanted rows of T (``Model.hidden``)."""
         num_tokens = len(step.token_ids_T)
         size = round_up(self.sizes, num_tokens)
         if size is None or not self._device.captures:
@@ -96,9 +97,9 @@ class Piecewise:
 
     @torch.inference_mode()
     def capture(self, progress: bool = False) -> None:
-        """Capture every size that is missing, or compile where nothing is captured.
+        """Capture every missing size; on a device without captures, compile.
 
-        Raises GraphError, on every rank if it is one that failed; nothing is captured then.
+        Raises GraphError, on every rank if one fails; then no graph remains.
         """
         if not self._device.captures:
             self._warm_up_direct_runs()
@@ -111,12 +112,12 @@ class Piecewise:
 
     @torch.inference_mode()
     def measure(self) -> int:
-        """Bytes that all captures will take; nothing is captured afterwards.  Raises GraphError."""
+        """Return the bytes that all captures will take; no graph remains.  Raises GraphError."""
         self._plan_nothing()
         return self._capturing.measure(self.sizes, self._run, self._record, self._recordings.clear, advice=self._advice)
 
     def _capture_late(self, size: int) -> Tensor:
-        """Capture a size when a step needs it, on the step's own tokens: the result is the step's."""
+        """Capture a size when a step needs it, on the step's own tokens, and return the step's result."""
         with self._device.stream():
             self._run(size)
             with frozen_garbage():
@@ -124,7 +125,7 @@ class Piecewise:
                 return self._record(size).result
 
     def _warm_up_direct_runs(self) -> None:
-        """Let what is compiled be compiled now and not in somebody's first step."""
+        """Compile now, so that no step has to wait for it."""
         if self.sizes[-1] >= FEWEST_DIRECT:
             self._plan_nothing()
             self._run(FEWEST_DIRECT)
@@ -135,13 +136,13 @@ class Piecewise:
         if broken != layers:
             raise GraphError(
                 f"{size} tokens: the capture was broken at {broken} attention calls, the model has {layers} layers; "
-                "whatever attention was captured would repeat the lengths of the capture"
+                "attention that was captured would repeat the lengths of the capture"
             )
         self._recordings[size] = recording
         return recording
 
     def _run(self, size: int) -> Tensor:
-        """The model on the static inputs; as a warm-up it loads what cannot be loaded inside a capture."""
+        """Run the model on the static inputs; a warm-up loads what cannot be loaded inside a capture."""
         token_ids_T, positions_T, slots_T = self.inputs_3M[:, :size]
         return self._hidden(StepTensors(token_ids_T, positions_T, slots_T, self._rows_0, self._attention, self._pool))
 
@@ -156,14 +157,14 @@ class Piecewise:
         return x_TD.index_select(0, wanted_N)
 
     def _fill(self, size: int, inputs: Sequence[Tensor], num_tokens: int) -> None:
-        """Real tokens first; padding has token 0 at position 0 and belongs in the dump page."""
+        """Copy the real tokens, then padding: token 0 at position 0, in the dump page."""
         self._recorder.num_tokens = num_tokens
         torch._foreach_copy_(list(self.inputs_3M[:, :num_tokens]), list(inputs))
         if num_tokens < size:
             self.inputs_3M[:, num_tokens:size] = self._padding_31
 
     def _plan_nothing(self) -> None:
-        """Inputs of padding only, and one token in the dump page for attention, which must have been planned."""
+        """Set all inputs to padding, and plan attention for one token in the dump page."""
         self._recorder.num_tokens = 1
         self.inputs_3M.copy_(self._padding_31)
         one = torch.ones(1, dtype=torch.int32, device=self._pool.data.device)

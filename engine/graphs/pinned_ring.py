@@ -1,6 +1,6 @@
-"""What the host tells the device between decode steps, and what it gets back, in page-locked memory.
+"""Page-locked buffers for copies between host and device around decode steps.
 
-Owns: when such memory may be written again.  Does not know: what is in it.
+Owns: when such memory may be written again.  Does not know: its content.
 """
 
 import weakref
@@ -14,26 +14,26 @@ from engine.graphs.device import GraphDevice
 
 @dataclass(slots=True)
 class PinnedBuffer:
-    """data: uint8, page-locked.  event: behind the last copy that was queued from or to it."""
+    """A page-locked buffer.  data: uint8.  event: recorded after the last copy that was queued from or to it."""
 
     data: Tensor
     event: Event
 
     def wait(self) -> None:
-        """Until no copy uses it any more."""
+        """Wait until no copy uses the buffer."""
         if not self.event.query():
             self.event.synchronize()
 
 
 class PinnedRing:
-    """Letters to the device, taken in turn: with one more than steps in flight, ``take`` waits for nothing."""
+    """Buffers for copies to the device, used in turn: with more buffers than steps in flight, ``take`` never waits."""
 
     def __init__(self, device: GraphDevice, num_buffers: int, num_bytes: int) -> None:
         self._buffers = [PinnedBuffer(device.host(num_bytes), device.event()) for _ in range(num_buffers)]
         self._next = 0
 
     def take(self) -> PinnedBuffer:
-        """The one that was taken the longest ago.  Record its event behind the copy."""
+        """Return the least recently taken buffer.  The caller must record its event after the copy."""
         buffer = self._buffers[self._next]
         self._next = (self._next + 1) % len(self._buffers)
         buffer.wait()
@@ -41,7 +41,7 @@ class PinnedRing:
 
 
 class PinnedReceiver:
-    """Letters from the device: each is somebody's until its content is dropped, however many there are."""
+    """Buffers for copies from the device: one is in use until the returned tensor is freed; more are made as needed."""
 
     def __init__(self, device: GraphDevice, num_bytes: int) -> None:
         self._device = device
@@ -49,7 +49,7 @@ class PinnedReceiver:
         self._free: list[PinnedBuffer] = []
 
     def receive(self, source: Tensor) -> tuple[Tensor, Event]:
-        """Queue a copy of ``source``, one dimension; it can be read once the event is reached."""
+        """Queue a copy of a one-dimensional ``source``; the result can be read once the event is reached."""
         if self._free:
             buffer = self._free.pop()
             buffer.wait()

@@ -1,7 +1,7 @@
-"""One rank's graphs, put together in the order in which a rank is loaded: communicator, model, pool, captures.
+"""One rank's graphs, set up in the order in which a rank is loaded: communicator, model, pool, captures.
 
-Owns: what graphs.mode comes to on this device, the memory pool that all graphs of the rank share.
-Does not know: how anything is captured.
+Owns: the effective graphs.mode on this device, the memory pool that all graphs of the rank share.
+Does not know: how captures are done.
 """
 
 import logging
@@ -39,7 +39,7 @@ COMPILED = "compiled"
 
 @dataclass(frozen=True, slots=True)
 class StepParts:
-    """What a rank runs its steps with."""
+    """The objects that run a rank's steps."""
 
     model: Model
     pool: KVPool
@@ -49,9 +49,11 @@ class StepParts:
 
 
 class RankGraphs:
-    """comm: the communicator to load the model with.  device: for every capture of this rank.
+    """The graphs of one rank.
 
-    passes: for compiled pieces.  Raises ConfigError for what the device cannot do, or what the mode has no use for."""
+    comm: communicator to load the model with.  device: interface for every capture of this rank.
+    passes: for compiled pieces.
+    Raises ConfigError for a mode that the device cannot do, and for passes that the mode does not use."""
 
     def __init__(
         self, section: GraphsSection, device: torch.device, comm: Comm, passes: Sequence[tuple[str, GraphPass]] = ()
@@ -68,7 +70,7 @@ class RankGraphs:
         self._passes = tuple(passes)
         self._recorder: SegmentRecorder | None = None
         self._pool: Pool = None
-        self._pool_serves = False  # whether graphs that are kept have been captured into it
+        self._pool_serves = False  # whether kept graphs have been captured into it
         if self.mode != OFF:
             self._pool = self.device.pool()
             self._recorder = SegmentRecorder(self.device, self._pool)
@@ -76,8 +78,8 @@ class RankGraphs:
                 self.comm = BreakingComm(comm, self._recorder)
 
     def break_at(self, operations: Sequence[str]) -> None:
-        """Keep operations that plugins name, and those of graphs.split_ops, out of graphs; called before anything is
-        captured, and when all plugins are loaded.  Raises ConfigError for a setting that names none."""
+        """Keep operations that plugins name, and those of graphs.split_ops, out of graphs.  Call it after all plugins
+        are loaded and before any capture.  Raises ConfigError for an unknown operation in graphs.split_ops."""
         for name in self._section.split_ops:
             library, _, operation = name.partition("::")
             if not operation or not hasattr(getattr(torch.ops, library), operation):
@@ -89,27 +91,27 @@ class RankGraphs:
             self._recorder.break_at(list(dict.fromkeys([*operations, *self._section.split_ops])))
 
     def piecewise(self, parts: StepParts, scheduler: SchedulerSection, progress: bool) -> Piecewise | None:
-        """Captured, or compiled, up to the largest step; None where that is off, or has failed under 'auto'.
+        """Return steps with prefill, captured or compiled up to the largest step; None if off, or failed under 'auto'.
 
-        Raises GraphError where the mode was asked for by name.
+        Raises GraphError on failure if the configuration names the mode.
         """
         piecewise = self._new_piecewise(parts, scheduler)
         return piecewise if piecewise is not None and self._captured(piecewise, PREFILL, progress) else None
 
     def decode(self, parts: StepParts, scheduler: SchedulerSection, progress: bool) -> DecodeGraphs | None:
-        """Captured, up to the largest batch; None where that is off, cannot be, or has failed under 'auto'.
+        """Return decode steps captured up to the largest batch; None if off, impossible, or failed under 'auto'.
 
-        Raises GraphError where the mode was asked for by name.
+        Raises GraphError on failure if the configuration names the mode.
         """
         if self._recorder is not None and self.device.captures and not can_capture(parts.attention):
-            log.info("%s are not captured whole: this attention backend works out on the host what to do", DECODES)
+            log.info("%s are not captured whole: this attention backend plans its work on the host", DECODES)
         graphs = self._new_decode(parts, scheduler)
         return graphs if graphs is not None and self._captured(graphs, DECODES, progress) else None
 
     def measure(self, parts: StepParts, scheduler: SchedulerSection) -> int:
-        """Bytes that ``piecewise`` and ``decode`` will take, by throwaway captures over a pool of any size.
+        """Return the bytes that ``piecewise`` and ``decode`` will take, by trial captures over a pool of any size.
 
-        Raises GraphError where the mode was asked for by name; else graphs are off after a failure.
+        On failure, raises GraphError if the configuration names the mode; else graphs are off.
         """
         if self._recorder is None or not self.device.captures:
             return 0
@@ -129,7 +131,7 @@ class RankGraphs:
             self.device.drop(trial)
 
     def _measure(self, parts: StepParts, scheduler: SchedulerSection) -> int:
-        # By themselves, so that nothing of them is left when this returns.
+        # A method of its own, so that the trials are freed when it returns.
         trials = (self._new_piecewise(parts, scheduler), self._new_decode(parts, scheduler))
         return sum(graphs.measure() for graphs in trials if graphs is not None)
 
@@ -148,7 +150,7 @@ class RankGraphs:
         )
         hidden: Callable[[StepTensors], Tensor] = model.hidden
         if self.mode == COMPILED:
-            # Here, because importing a compiler takes seconds that nobody else should wait.
+            # Imported here: a compiler takes seconds to import, and other modes do not need it.
             from engine.graphs.compiled import CompiledModel
 
             hidden = CompiledModel(
@@ -178,7 +180,7 @@ class RankGraphs:
         if self._recorder is None or not self.device.captures or not can_capture(parts.attention):
             return None
         if parts.model.pooled_head is not None:
-            return None  # it generates nothing, so no step decodes
+            return None  # a model that generates nothing never decodes
         return DecodeGraphs(
             model=parts.model,
             pool=parts.pool,
@@ -204,12 +206,12 @@ class RankGraphs:
         if not self._pool_serves and self._recorder is not None:
             failed, self._pool = self._pool, self.device.pool()
             self._recorder.use(self._pool)
-            self.device.drop(failed)  # else what it took before it failed would be lost
+            self.device.drop(failed)  # else the memory that it took before it failed would be lost
         return False
 
 
 def choose_mode(setting: str, captures: bool) -> str:
-    """graphs.mode, or for 'auto' what suits the device.  Raises ConfigError for what it cannot do."""
+    """Return graphs.mode, or for 'auto' the device's default.  Raises ConfigError if the device cannot capture."""
     if setting == "auto":
         mode = "breakable" if captures else OFF
         log.info("graphs: %s (%s)", mode, "a GPU is present" if captures else "a CPU has no graphs to replay")

@@ -1,8 +1,8 @@
-"""A traced model cut at its split operations: pieces to compile, and between them what runs as it is.
+"""A traced model cut at its split operations: pieces to compile, and between them operations that run as they are.
 
 Legend: T rows of the run · N query heads · H head size
-Owns: the marks for attention and collectives, which do nothing and stand where the trace is cut; when two pieces are
-the same.  Does not know: compilers, what replaces an operation.
+Owns: the marks for attention and collectives, which do nothing and show where to cut; the equality of pieces.
+Does not know: compilers, what replaces an operation.
 """
 
 from collections.abc import Collection
@@ -19,13 +19,13 @@ from engine.layers.attention import AttentionBatch
 
 @torch.library.custom_op("callboard::attend", mutates_args=("out",))
 def _attend(q: Tensor, out: Tensor, layer: int) -> None:
-    """Attention of a layer writes ``out``."""
+    """Mark attention of a layer, which writes ``out``."""
     raise AssertionError("a mark was run: the traced model was not split here")
 
 
 @torch.library.custom_op("callboard::all_reduce", mutates_args=("tensor",))
 def _all_reduce(tensor: Tensor) -> None:
-    """The sum over ranks, in place."""
+    """Mark the sum over ranks, in place."""
     raise AssertionError("a mark was run: the traced model was not split here")
 
 
@@ -44,16 +44,16 @@ ALL_REDUCE = "callboard::all_reduce"
 
 
 class MarkedAttention:
-    """See ``AttentionBackend``: puts a mark where each layer's attention belongs.  value_size: of its results."""
+    """An ``AttentionBackend`` that puts a mark at each layer's attention.  value_size: size of its results."""
 
     def __init__(self, value_size: int) -> None:
         self._value_size = value_size
 
     def plan_step(self, batch: AttentionBatch) -> None:
-        """Nothing is planned for a trace."""
+        """Do nothing: a trace has no plan."""
 
     def attend(self, layer: int, q_TNH: Tensor) -> Tensor:
-        """A result that the piece before allocates, and that whoever replaces the mark writes."""
+        """Return an empty tensor, which the operation in place of the mark will write."""
         shape = (*q_TNH.shape[:2], self._value_size)
         out_TNH = torch.empty(shape, dtype=q_TNH.dtype, device=q_TNH.device)
         torch.ops.callboard.attend(q_TNH, out_TNH, layer)
@@ -70,7 +70,7 @@ class Part:
 
 
 def split(trace: GraphModule, operations: Collection[str]) -> tuple[GraphModule, list[Part]]:
-    """The stitched module, which calls the parts in order, and the parts."""
+    """Return the stitched module, which calls the parts in order, and the parts."""
     numbers: dict[Node, int] = {}
     split_at: dict[int, str] = {}
     number = 0
@@ -79,7 +79,7 @@ def split(trace: GraphModule, operations: Collection[str]) -> tuple[GraphModule,
             continue
         producer = node.args[0] if node.op == "call_function" and node.target.__name__ == "getitem" else None
         if isinstance(producer, Node) and numbers.get(producer) in split_at:
-            numbers[node] = numbers[producer]  # one of several results: what it is taken from stays in its part
+            numbers[node] = numbers[producer]  # one of several results stays in the part of its operation
             continue
         name = operation_name(node)
         if name in operations:
@@ -88,7 +88,7 @@ def split(trace: GraphModule, operations: Collection[str]) -> tuple[GraphModule,
             number += 2
         else:
             numbers[node] = number
-    # In the order of the trace: operations that write in place would otherwise change places with those that read.
+    # In the order of the trace, so that in-place writes do not move past reads.
     stitched = split_module(trace, trace, lambda node: numbers[node], keep_original_order=True)
     parts = [
         Part(name, module, split_at.get(int(name.rpartition("_")[2])))
@@ -99,7 +99,7 @@ def split(trace: GraphModule, operations: Collection[str]) -> tuple[GraphModule,
 
 
 def operation_name(node: Node) -> str:
-    """'library::operation' of a call of a torch operation, whichever overload; '' for anything else."""
+    """Return 'library::operation' of a call of a torch operation, for any overload; '' for anything else."""
     if node.op != "call_function":
         return ""
     packet = getattr(node.target, "overloadpacket", node.target)
@@ -107,12 +107,12 @@ def operation_name(node: Node) -> str:
 
 
 def fingerprint(piece: GraphModule) -> object:
-    """Equal for pieces that do the same with inputs of the same shapes: the layers of a model, all but the ends."""
+    """Return a value that is equal for pieces with equal operations and input shapes, such as the middle layers."""
     numbers = {node: number for number, node in enumerate(piece.graph.nodes)}
     lines = []
     for node in piece.graph.nodes:
         if node.op in ("get_attr", "call_module"):
-            return id(piece)  # holds something of its own
+            return id(piece)  # it holds a module or tensor of its own
         described: object = None
         if node.op == "placeholder":
             described = _describe(node.meta["example_value"])

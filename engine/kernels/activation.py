@@ -19,18 +19,18 @@ COLUMNS = 1024
 
 
 def gated(gate_up_T2I: Tensor, kind: str = "silu") -> Tensor:
-    """activation(gate) * up as [T, I], in the dtype of gate_up, computed in float32.
+    """Return activation(gate) * up as [T, I], in the dtype of gate_up, computed in float32.
 
-    gate_up_T2I: [T, 2 I], contiguous, first all of gate.  kind: silu; gelu (Hendrycks and Gimpel 2016), exact by the
-    error function, or gelu_pytorch_tanh, their approximation by tanh.
+    gate_up_T2I: [T, 2 I], contiguous, all of gate first.  kind: silu; gelu (Hendrycks and Gimpel 2016), exact by the
+    error function; or gelu_pytorch_tanh, its approximation by tanh.
     """
     num_tokens, both = gate_up_T2I.shape
-    assert gate_up_T2I.is_contiguous(), "gate and up must stand side by side"
+    assert gate_up_T2I.is_contiguous(), "gate and up must be contiguous"
     out_TI = torch.empty((num_tokens, both // 2), dtype=gate_up_T2I.dtype, device=gate_up_T2I.device)
     if num_tokens:
         block = min(COLUMNS, triton.next_power_of_2(both // 2))
         per_token = triton.cdiv(both // 2, block)
-        # On one axis: only the first of a grid takes more than 65,535.
+        # On one axis, since only the first axis of a grid may exceed 65,535.
         gate_columns[(num_tokens * per_token,)](
             gate_up_T2I, out_TI,
             WIDTH=both // 2, KIND=KINDS[kind], PROGRAMS=per_token, BLOCK_I=block,
@@ -58,7 +58,7 @@ def gate_columns(
 
 @triton.jit
 def activated(gate, KIND: tl.constexpr):
-    """The activation of float32 numbers."""
+    """Return the activation of float32 numbers."""
     if KIND == 0:
         out = gate * tl.sigmoid(gate)
     elif KIND == 1:

@@ -1,11 +1,11 @@
-/* Attention of float32 queries over paged keys and values: for decode rows and for prompts, in one way.
+/* Attention of float32 queries over paged keys and values; decode rows and prompts are computed in the same way.
 
-   A result depends on nothing but the query, its position, and the keys and values that it sees: never on the chunk
-   that it came in, on what else is in the step, or on threads.  A score is four sums over every fourth number of a
-   head, each in the order of the head, then (s0 + s2) + (s1 + s3).  Keys are met in blocks from position 0 on: a
-   block's highest score, its weights, and what was found before scaled to that score.  Sums of weights are one for
-   each of W lanes, in the order of positions; each number of a result is one sum in the order of positions.  So this
-   file must be compiled without leave to reorder sums.
+   A result depends only on the query, its position, and the keys and values that it sees; not on the chunk that it came
+   in, other rows of the step, or threads.  A score is four sums over every fourth number of a head, each in the order
+   of the head, then (s0 + s2) + (s1 + s3).  Keys are read in blocks from position 0 on; each block brings its highest
+   score and its weights, and earlier results are scaled to the new highest score.  Sums of weights are one for each of
+   W lanes, in the order of positions; each number of a result is one sum in the order of positions.  So this file must
+   be compiled without permission to reorder sums.
 
    Legend: T tokens, B sequences, P pages of a sequence, Q query heads, G key/value heads, H head size, S slots,
    I items, R rows of a tile, K keys of a block.  A row is a query of one head. */
@@ -18,8 +18,8 @@
 #if defined(__AVX512F__)
 #include <immintrin.h>
 #define W 16       /* floats of a vector */
-#define TOGETHER 6 /* rows whose scores are summed in registers: so many times four vectors */
-#define COLUMNS 4  /* vectors of a result that are summed in registers, for each of TILE rows */
+#define TOGETHER 6 /* rows whose scores are summed in registers, four vectors each */
+#define COLUMNS 4  /* vectors of a result that are summed in registers for each of TILE rows */
 #elif defined(__AVX2__)
 #include <immintrin.h>
 #define W 8
@@ -32,7 +32,7 @@
 #endif
 #define TILE 6
 #define KEYS 128 /* of a block */
-#define ROWS 96  /* of an item: what packing a block of keys is shared by */
+#define ROWS 96  /* of an item: they share the packing of a block of keys */
 
 typedef float V __attribute__((vector_size(4 * W)));
 typedef float Loose __attribute__((vector_size(4 * W), aligned(4), may_alias));
@@ -47,13 +47,13 @@ INLINE V all(float x) { return x - (V){0}; }
 #if W == 16
 INLINE V four_times(const float *x) { return _mm512_broadcast_f32x4(_mm_loadu_ps(x)); }
 INLINE V higher(V x, V than) { return _mm512_max_ps(x, than); } /* ``than`` where x is NaN */
-/* Lane 4i + j: of the j-th, the sum of lanes 4i to 4i + 3. */
+/* Lane 4i + j: the sum of lanes 4i to 4i + 3 of x[j]. */
 INLINE V sums_of_fours(const V *x) {
     V a = _mm512_unpacklo_ps(x[0], x[1]) + _mm512_unpackhi_ps(x[0], x[1]);
     V b = _mm512_unpacklo_ps(x[2], x[3]) + _mm512_unpackhi_ps(x[2], x[3]);
     return (V)_mm512_shuffle_ps(a, b, 0x44) + (V)_mm512_shuffle_ps(a, b, 0xee);
 }
-/* Of every fourth of W keys the next W numbers: the i-th four of all of them to out[i]. */
+/* Loads the next W numbers of every fourth of W keys: the i-th four of each key go to out[i]. */
 INLINE void pack(const float *keys, const int64_t *at, V *out) {
     V a = load(keys + at[0]), b = load(keys + at[4]), c = load(keys + at[8]), d = load(keys + at[12]);
     V even = _mm512_shuffle_f32x4(a, b, 0x88), odd = _mm512_shuffle_f32x4(a, b, 0xdd);
@@ -87,9 +87,9 @@ INLINE V sums_of_fours(const V *x) {
 INLINE void pack(const float *keys, const int64_t *at, V *out) { out[0] = load(keys + at[0]); }
 #endif
 
-/* e to the x, which is at most 0; 0 where x is less than -86.  NaN stays NaN. */
+/* e to the x, for x of at most 0; 0 if x is below -86.  NaN stays NaN. */
 INLINE V exponential(V x) {
-    const V round = all(12582912.0f); /* behind whose units there are no bits */
+    const V round = all(12582912.0f); /* a float of this size has no bits below its units */
     V whole = x * 1.44269504f + round;
     Bits power = ((Bits)whole << 23) + (127 << 23), small = (Bits)(x < -86.0f);
     whole -= round;
@@ -104,15 +104,15 @@ INLINE V exponential(V x) {
     return (V)((Bits)(sum * (V)power) & ~small);
 }
 
-/* What a thread works in, and what it works on. */
+/* A thread's memory and its current operands. */
 typedef struct {
-    V *packed;     /* [K / W][H / 4][4] vectors of fours: lanes 4i to 4i + 3 of the j-th are of key 4i + j */
+    V *packed;     /* [K / W][H / 4][4] vectors of fours: lanes 4i to 4i + 3 of the j-th vector are of key 4i + j */
     float *queries, *results; /* of ROWS */
-    float *wide_values; /* [K][H rounded up], where H is no multiple of W */
+    float *wide_values; /* [K][H rounded up], if H is no multiple of W */
     int64_t wide_at_K[KEYS];
     float *scores; /* [TILE][K] */
     float *weights, *highest; /* of ROWS: sums of W lanes; the highest score */
-    int64_t at_K[KEYS];       /* where a key and its value lie in the pool */
+    int64_t at_K[KEYS];       /* offset of a key and its value in the pool */
     const float *keys;        /* of a group of heads, if they are not packed */
     const float *values;      /* of a group of heads; the k-th is at values_at_K[k] */
     const int64_t *values_at_K;
@@ -120,7 +120,7 @@ typedef struct {
 
 static int64_t whole(int64_t size) { return (size + W - 1) / W * W; }
 
-/* Floats that a thread works in: whole lines of a cache. */
+/* Floats of a thread's memory: whole cache lines. */
 int64_t attention_scratch(int64_t H) {
     return whole(H) * (2 * KEYS + 2 * ROWS) + ROWS * (KEYS + W + 1);
 }
@@ -138,7 +138,7 @@ static Scratch scratch_at(float *at, int64_t H) {
     return is;
 }
 
-/* Where a block's keys from:to lie in the pool.  A key's neighbours that nobody sees lie where it does. */
+/* Finds the offsets in the pool of a block's keys from:to.  Keys of the same vectors outside of it repeat an end. */
 static void find(const Attention *is, Scratch *in, const int32_t *pages_P, int64_t block, int64_t from, int64_t to) {
     int64_t size = is->page_size, D = is->G * is->H, last;
     for (int64_t l = block + from; l < block + to; l = last) {
@@ -168,7 +168,7 @@ static void pack_keys(const Scratch *in, const float *keys, int64_t H, int64_t f
     }
 }
 
-/* Values as wide as vectors are. */
+/* Copies values, padded to whole vectors. */
 static void widen(Scratch *in, int64_t H, int64_t from, int64_t to) {
     int64_t wide = whole(H);
     for (int64_t k = from; k < to; k++) {
@@ -179,7 +179,7 @@ static void widen(Scratch *in, int64_t H, int64_t from, int64_t to) {
     in->values = in->wide_values, in->values_at_K = in->wide_at_K;
 }
 
-/* The same scores as of packed keys, for one or two rows, which are too few to share the packing. */
+/* Computes the scores of one or two rows without packing the keys, as so few do not repay it; the bits are the same. */
 INLINE void score_unpacked(const int rows, const Scratch *in, const float *q, int64_t wide, float *scores,
                            int64_t from, int64_t to) {
     for (int64_t strip = from / W; strip * W < to; strip++) {
@@ -216,7 +216,7 @@ INLINE void score(const int rows, const Scratch *in, const float *q, int64_t wid
     }
 }
 
-/* Scores to weights, whose sum and highest are brought up to date.  Returns what all before shrinks to. */
+/* Turns scores into weights and updates their sum and the highest score.  Returns the factor of all earlier results. */
 static float weigh(float *scores, float *weights, float *highest, int64_t from, int64_t to) {
     int64_t first = from / W * W, last = whole(to);
     for (int64_t k = first; k < from; k++) scores[k] = -INFINITY;
@@ -298,7 +298,7 @@ static void score_rows(int rows, const Scratch *in, const float *q, int64_t wide
     }
 }
 
-/* A tile's rows, the first of which is ``row`` of the item's, meet a block.  from, to: which of its keys each sees. */
+/* Processes a block for a tile of rows; the first is ``row`` of the item.  from, to: keys that each row sees. */
 static void meet(int rows, int64_t row, const Scratch *in, int64_t wide, const int64_t *from, const int64_t *to) {
     int64_t first = KEYS, last = 0, all_from = 0, all_to = KEYS;
     for (int r = 0; r < rows; r++) {
@@ -322,7 +322,7 @@ static void meet(int rows, int64_t row, const Scratch *in, int64_t wide, const i
         add(1, in, in->scores + r * KEYS, results + r * wide, wide, all_to, to[r]);
 }
 
-/* The rows of one position meet a block: all groups of heads a few keys, and then the next ones, as they lie. */
+/* Processes a block for the rows of one position: a few keys for all groups of heads, then the next, as they lie. */
 static void meet_together(int64_t heads, int64_t groups, Scratch *in, const float *keys, const float *values, int64_t H,
                           int64_t from, int64_t to) {
     int64_t step = groups == 1 ? KEYS : W, size;
@@ -358,13 +358,13 @@ static void meet_together(int64_t heads, int64_t groups, Scratch *in, const floa
     }
 }
 
-/* Of the groups of heads first_g:last_g, which have ROWS rows together at most. */
+/* Computes an item for the groups of heads first_g:last_g, which together have at most ROWS rows. */
 static void attend_item(const Attention *is, const float *q_TQH, const float *keys_SGH, const float *values_SGH,
                         float *out_TQH, int64_t window, int64_t item, int64_t first_g, int64_t last_g, Scratch *in) {
     int64_t H = is->H, wide = whole(H), heads = is->Q / is->G, b = is->items_I2[2 * item];
     int64_t first_token = is->query_starts_B1[b], count = is->query_starts_B1[b + 1] - first_token;
     int64_t first_row = (int64_t)is->items_I2[2 * item + 1] * ROWS, rows = count * heads - first_row;
-    int64_t behind = is->lengths_B[b] - count; /* from a query's number to its position */
+    int64_t before = is->lengths_B[b] - count; /* tokens before the first query */
     if (rows > ROWS) rows = ROWS;
     int64_t all_rows = rows * (last_g - first_g), place_R[ROWS];
     for (int64_t r = 0; r < all_rows; r++) {
@@ -378,7 +378,7 @@ static void attend_item(const Attention *is, const float *q_TQH, const float *ke
     }
     memset(in->results, 0, sizeof(float) * all_rows * wide);
     memset(in->weights, 0, sizeof(float) * all_rows * W);
-    int64_t end = behind + (first_row + rows - 1) / heads + 1, first_end = behind + first_row / heads + 1;
+    int64_t end = before + (first_row + rows - 1) / heads + 1, first_end = before + first_row / heads + 1;
     int64_t start = window && first_end > window ? first_end - window : 0;
     for (int64_t block = start / KEYS * KEYS; block < end; block += KEYS) {
         int64_t first = start > block ? start - block : 0, last = end - block < KEYS ? end - block : KEYS;
@@ -395,7 +395,7 @@ static void attend_item(const Attention *is, const float *q_TQH, const float *ke
             for (int64_t tile = 0; tile < rows; tile += TILE) {
                 int64_t from[TILE], to[TILE], size = rows - tile < TILE ? rows - tile : TILE;
                 for (int64_t r = 0; r < size; r++) {
-                    int64_t row_end = behind + (first_row + tile + r) / heads + 1 - block;
+                    int64_t row_end = before + (first_row + tile + r) / heads + 1 - block;
                     from[r] = window && row_end > window ? row_end - window : 0;
                     to[r] = row_end < KEYS ? row_end : KEYS;
                 }
@@ -411,9 +411,9 @@ static void attend_item(const Attention *is, const float *q_TQH, const float *ke
     }
 }
 
-/* Cuts a step, whose pages, lengths and starts are told, into items, of which there may be more than there is room for.
-   window: as of the layer that sees most.  threads: at most, for as many of which there is scratch.
-   Returns the first sequence with a page or a length that cannot be, or -1. */
+/* Cuts a step, whose pages, lengths and starts are set, into items.  is->I counts all; ``room`` of them are written.
+   window: that of the layer that sees most.  threads: at most; there must be scratch for as many.
+   Returns the first sequence with an impossible page or length, or -1. */
 int64_t attention_plan(Attention *is, int64_t window, int64_t threads, int32_t *items_I2, int64_t room) {
     int64_t heads = is->Q / is->G, products = 0;
     is->I = 0;
@@ -434,7 +434,7 @@ int64_t attention_plan(Attention *is, int64_t window, int64_t threads, int32_t *
     return -1;
 }
 
-/* Writes out_TQH of all sequences' tokens.  window: how many keys back a query sees, 0 for all. */
+/* Writes out_TQH for the tokens of all sequences.  window: keys that a query sees, counted back; 0 for all. */
 void attend(const Attention *is, const float *q_TQH, const float *keys_SGH, const float *values_SGH, float *out_TQH,
             int64_t window) {
     int64_t next = 0;
@@ -445,7 +445,7 @@ void attend(const Attention *is, const float *q_TQH, const float *keys_SGH, cons
         own = next++;
         Scratch in = scratch_at(is->scratch + own * attention_scratch(is->H), is->H);
 #pragma omp for schedule(dynamic)
-        for (int64_t i = is->I * is->G - 1; i >= 0; i--) { /* the last of a prompt see most keys */
+        for (int64_t i = is->I * is->G - 1; i >= 0; i--) { /* a prompt's last items see most keys, so they go first */
             int64_t item = i / is->G, g = i % is->G, b = is->items_I2[2 * item];
             int64_t rows = (is->query_starts_B1[b + 1] - is->query_starts_B1[b]) * is->Q;
             if (!is->together || rows > ROWS)

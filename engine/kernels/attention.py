@@ -1,8 +1,8 @@
-"""Attention over pages of float32 on a CPU with a C compiler: prompts and decode rows, the same bits in every step.
+"""Attention over pages of float32 on a CPU with a C compiler: the same bits for prompts and decode rows in every step.
 
 Legend: T new tokens in the step (ragged, packed) · B sequences · P pages of a sequence · Q query heads · G KV heads
         H head size · I items, each a part of a sequence's queries
-Owns: what ``attention.c`` is told of a step, and calling it.  Does not know: the compiler, which plugin it serves.
+Owns: the description of a step for ``attention.c``, and calling it.  Does not know: the compiler, plugins.
 """
 
 import ctypes
@@ -16,12 +16,12 @@ from engine.kernels.compiled import compiled
 from engine.layers.attention import AttentionBatch, AttentionSpec
 from engine.layers.kv_pool import KVPool
 
-# Products of a layer, below which waking a thread takes longer than it saves.
+# Number of products of a layer below which waking a thread takes longer than it saves.
 WORTH_THREADS = 1 << 20
 
 
 class Step(ctypes.Structure):
-    """``Attention`` of ``cpu.h``: a step, for all of its layers."""
+    """The C struct ``Attention`` of ``cpu.h``: a step, for all of its layers."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("pages_BP", "lengths_B", "query_starts_B1", "items_I2", "scratch")),
@@ -32,9 +32,9 @@ class Step(ctypes.Structure):
 
 
 class CompiledAttention:
-    """See ``AttentionBackend``.  A token's bits depend on its sequence's own tokens alone, see ``attention.c``.
+    """An ``AttentionBackend`` in C.  A token's bits depend only on the tokens of its sequence (``attention.c``).
 
-    windows: of each layer; widest: of the one that sees most.  step: the planned one."""
+    windows: of each layer.  widest: window of the layer that sees most.  step: the planned step."""
 
     def __init__(self, library: ctypes.CDLL, spec: AttentionSpec, pool: KVPool) -> None:
         pointer, size = ctypes.c_void_p, ctypes.c_int64
@@ -61,23 +61,23 @@ class CompiledAttention:
         )
 
     def another(self) -> "CompiledAttention":
-        """One whose steps C itself plans: with what is the same in all of them."""
+        """Return a backend with the same model and pool, for steps that C itself plans."""
         return CompiledAttention(self._library, self._spec, self._pool)
 
     def have_scratch(self, threads: int) -> None:
-        """For so many of them at once."""
+        """Allocate memory for so many threads at once."""
         if threads > self._threads:
             self._threads = threads
             self._scratch = torch.empty(threads * self._scratch_floats)
             self.step.scratch = self._scratch.data_ptr()
 
     def plan_step(self, batch: AttentionBatch) -> None:
-        """See ``AttentionBackend.plan_step``.  Raises IndexError for a page that the pool does not have."""
+        """Plan a step.  Raises IndexError for a page that the pool does not have."""
         tensors = (batch.page_table_BP.contiguous(), batch.lengths_B.contiguous(), batch.query_starts_B1.contiguous())
         assert all(one.dtype == torch.int32 for one in tensors), "pages and lengths must be int32"
         step, threads = self.step, torch.get_num_threads()
         self.have_scratch(threads)
-        self._read = tensors  # so that they stay where the kernel is told that they are
+        self._read = tensors  # keeps the memory that ``step`` points to
         step.pages_BP, step.lengths_B, step.query_starts_B1 = map(Tensor.data_ptr, tensors)
         step.B, step.P = tensors[0].shape
         wrong = self._cut(threads)
@@ -97,7 +97,7 @@ class CompiledAttention:
         return wrong
 
     def attend(self, layer: int, q_TQH: Tensor) -> Tensor:
-        """See ``AttentionBackend.attend``."""
+        """Return out_TQH (``AttentionBackend.attend``)."""
         q_TQH = q_TQH.contiguous()
         assert q_TQH.dtype == torch.float32, f"{q_TQH.dtype} is not float32"
         out_TQH = torch.empty_like(q_TQH)
@@ -107,13 +107,13 @@ class CompiledAttention:
 
 
 def attends_in_c(needs: Collection[str], dtype: torch.dtype) -> bool:
-    """Whether pages that keep this type are, of a model that needs this of its backend (``AttentionSpec.needs``)."""
+    """Return whether C attends over pages of this type, for a model with these ``AttentionSpec.needs``."""
     return dtype == torch.float32 and not {*needs} - {LAYER_WINDOWS} and compiled() is not None
 
 
 def compiled_attention(spec: AttentionSpec, pool: KVPool) -> CompiledAttention | None:
-    """The backend for such a pool; None where pages keep something else, where it lacks what the model needs, and
-    where nothing can be compiled."""
+    """Return the backend for such a pool; None if its pages keep another type, if the model needs a feature that the
+    backend lacks, and if nothing can be compiled."""
     is_plain = pool.data.device.type == "cpu" and pool.format.plain
     library = compiled() if is_plain and attends_in_c(spec.needs, pool.dtype) else None
     return None if library is None else CompiledAttention(library, spec, pool)

@@ -1,8 +1,8 @@
-"""What does the work between the large products on a device: this project's kernels, or torch one operation at a time.
+"""Choice of what computes a device's operations between the large products: this project's kernels, or torch.
 
 Owns: the choice, its reasons, and the way to force it.  Does not know: kernels, before they are chosen.
 
-Kernels are taken on an NVIDIA GPU on which triton can be imported and one small kernel runs.  For debugging, the
+Kernels are chosen on an NVIDIA GPU if triton can be imported and one small kernel runs.  For debugging, the
 environment variable CALLBOARD_KERNELS=torch turns all of them off; CALLBOARD_KERNELS=triton turns a missing triton into
 an error, and with TRITON_INTERPRET=1, set before Python starts, runs them on the CPU, thousands of times slower.
 """
@@ -24,9 +24,9 @@ log = logging.getLogger(__name__)
 
 
 def choose_kernels(device: torch.device) -> "FusedKernels | None":
-    """The kernels to use on a device; None for torch.  Asked whenever something is built, told once.
+    """Return the kernels to use on a device; None for torch.  The first call for a device logs the choice.
 
-    Raises ConfigError if the environment asks for what cannot be had.
+    Raises ConfigError if the environment requires kernels that cannot run.
     """
     return _choose(device.type, os.environ.get(VARIABLE, ""))
 
@@ -36,7 +36,7 @@ def _choose(device_type: str, wanted: str) -> "FusedKernels | None":
     if wanted not in ("", "torch", "triton"):
         raise ConfigError(f"{VARIABLE}={wanted}: must be torch or triton, or not be set")
     if device_type != "cuda" and wanted != "triton":
-        return None  # as on every CPU: nothing to tell
+        return None  # the normal case on a CPU: nothing to log
     if wanted == "torch":
         log.info("kernels: torch (%s=torch)", VARIABLE)
         return None

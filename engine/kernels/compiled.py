@@ -1,6 +1,6 @@
 """The C sources of this folder, compiled once for this kind of CPU.
 
-Owns: the compiler, its flags, the file that is kept.  Does not know: what the functions compute.
+Owns: the compiler, its flags, the cached file.  Does not know: what the functions compute.
 """
 
 import ctypes
@@ -24,10 +24,10 @@ from engine.settings.own_kernels import VARIABLE, c_compiler
 log = logging.getLogger(__name__)
 
 FOLDER = Path(__file__).parent
-# NaN and infinity stay what they are: a row that fails must be seen to.
+# Without -ffinite-math: NaN and infinity must survive, so that a failed row is noticed.
 FLAGS = ("-O3", "-fPIC", "-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros")
-# Sums of the first may be taken in another order; those of the others say in which they are taken, and of the last to
-# the bit.  Tiles of products say all that -O3 would find, and it takes three times as long.
+# Sums in cpu.c may be reordered.  The other sources fix the order of their sums, draw.c to the bit.  The tiles of
+# products.c spell out what -O3 would find, in a third of its time.
 SOURCES = {
     "cpu.c": ("-fassociative-math",),
     "attention.c": (),
@@ -38,22 +38,22 @@ SOURCES = {
 HEADER = "cpu.h"
 LEVELS = {"AVX2": ("-march=x86-64-v3",), "AVX512": ("-march=x86-64-v4", "-mprefer-vector-width=512")}
 COMPILE_S = 180.0
-# Threads are those of torch, whose OpenMP every library of the process finds; so it is not linked again.  A compiler
-# that has none, or another one than torch, makes functions that take one thread.
+# Threads come from torch's OpenMP, which every library of the process finds, so it is not linked again.  A compiler
+# without OpenMP, or with another one than torch, makes functions of one thread.
 THREADS = (("-fopenmp",), ())
 
 
 @functools.cache
 def compiled() -> ctypes.CDLL | None:
-    """All functions, compiled at the first start on this CPU; None, and torch does the work, if that fails.
+    """Return the library, compiled at the first start on this CPU; None, so that torch computes, if that fails.
 
-    None as well where the environment variable CALLBOARD_KERNELS is torch or triton."""
+    Also None if the environment variable CALLBOARD_KERNELS is torch or triton."""
     compiler = c_compiler()
     if not compiler:
         if os.environ.get(VARIABLE):
             return None
         if given := os.environ.get("CC"):
-            log.warning("kernels: torch (CC=%r names no program that is here; correct it, or unset it for cc)", given)
+            log.warning("kernels: torch (CC=%r names no program here; correct it, or unset it to use cc)", given)
         else:
             log.info("kernels: torch (there is no C compiler; with one a small model's steps are shorter)")
         return None
@@ -67,7 +67,7 @@ def compiled() -> ctypes.CDLL | None:
 
 
 def _library(compiler: list[str]) -> ctypes.CDLL:
-    """The compiled sources, from the user's cache if they are there.  Raises OSError, SubprocessError."""
+    """Return the compiled sources, from the user's cache if possible.  Raises OSError, SubprocessError."""
     level = LEVELS.get(torch.backends.cpu.get_cpu_capability(), ())
     if level == LEVELS["AVX512"] and torch.cpu._is_vnni_supported():
         level = (*level, "-mavx512vnni")
@@ -88,32 +88,32 @@ def _library(compiler: list[str]) -> ctypes.CDLL:
 
 
 def _kept(folder: Path, kind: str) -> ctypes.CDLL | None:
-    """The library of this kind that an earlier start kept.  A file's name has its digest, since code that is damaged
-    may end the process when it is loaded, or in any request."""
+    """Return the library of this kind that an earlier start cached; None if there is none.  The file name contains its
+    digest, since damaged code may end the process when it is loaded, or during any request."""
     for path in sorted(folder.glob(f"{kind}-*.so")):
         try:
             if path.name == f"{kind}-{_digest(path.read_bytes())}.so":
                 return ctypes.CDLL(str(path))
             log.warning("kernels: %s is damaged; it is removed, and compiled again", path)
             path.unlink(missing_ok=True)
-        except OSError as error:  # of a machine with other libraries that shares the folder
+        except OSError as error:  # it is from a machine with other libraries that shares the folder
             log.info("kernels: %s cannot be loaded here: %s", path, error)
     return None
 
 
 def _loaded(made: bytes, folder: Path | None, kind: str) -> ctypes.CDLL:
-    """A library that was just compiled, kept if it can be.  Raises OSError."""
+    """Load a library that was just compiled, and cache it if possible.  Raises OSError."""
     if folder is not None:
         kept = folder / f"{kind}-{_digest(made)}.so"
         try:
             replace_file(kept, made)
-            return ctypes.CDLL(str(kept))  # code may run there and not among temporary files
+            return ctypes.CDLL(str(kept))  # a folder for temporary files may forbid running code
         except OSError as error:
             log.info("%s are compiled at each start: %s", ", ".join(SOURCES), error)
     with tempfile.NamedTemporaryFile(suffix=".so") as file:
         file.write(made)
         file.flush()
-        return ctypes.CDLL(file.name)  # stays when the file is gone
+        return ctypes.CDLL(file.name)  # it stays loaded without the file
 
 
 def _digest(content: bytes) -> str:
@@ -121,7 +121,7 @@ def _digest(content: bytes) -> str:
 
 
 def _made(compiler: Sequence[str], flags: Sequence[str]) -> bytes:
-    """The library of the sources, compiled.  Raises OSError, SubprocessError."""
+    """Compile the sources and return the library's bytes.  Raises OSError, SubprocessError."""
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as made_in:
         made = Path(made_in) / "kernels.so"
         objects = [f"{made_in}/{name}.o" for name in SOURCES]

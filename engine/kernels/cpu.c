@@ -1,5 +1,5 @@
-/* What stands between the products of a small model on a CPU, each as one pass over float32 rows.
-   engine/kernels/cpu.py calls them; each computes what the method of its name says, a row by its own numbers alone.
+/* A small model's operations between the products on a CPU, each in one pass over float32 rows.
+   engine/kernels/cpu.py calls these functions and documents them.  A row depends on no other row.
 
    Legend: T tokens, D model dim, A query, key and value heads, Q query heads, G key/value heads, H head size,
    I intermediate size. */
@@ -9,7 +9,7 @@
 
 #include "cpu.h"
 
-#define WORTH_THREADS 32768 /* numbers, below which waking a thread takes longer than it saves */
+#define WORTH_THREADS 32768 /* numbers below which waking a thread takes longer than it saves */
 
 static float scale_of(const float *x, int64_t size, float eps) {
     float sum = 0;
@@ -17,7 +17,7 @@ static float scale_of(const float *x, int64_t size, float eps) {
     return 1 / sqrtf(sum / size + eps);
 }
 
-/* update_TD: NULL for nothing to add. */
+/* update_TD: NULL to add nothing. */
 void add_norm(float *x_TD, const float *update_TD, const float *weight_D, float *out_TD, int64_t T, int64_t D,
               float eps, int64_t threads) {
 #pragma omp parallel for num_threads(threads) if (threads > 1 && T * D > WORTH_THREADS)
@@ -45,7 +45,7 @@ void turn(const int64_t *positions_T, const float *frequencies_R, float *angles_
 }
 
 /* weight_RH: of each query and key head; NULL if heads are not normalised.  angles_TH: cosines, then sines.
-   S: slots that there are.  Returns the first token whose slot is none of them, before anything is written, or -1. */
+   S: slots of the pool.  Returns the first token whose slot does not exist, before anything is written, or -1. */
 int64_t rotate_and_store(const float *qkv_TAH, const float *weight_RH, const float *angles_TH,
                          const int64_t *slots_T, float *q_TQH, float *keys_SGH, float *values_SGH, int64_t T,
                          int64_t Q, int64_t G, int64_t H, int64_t S, float eps, int64_t threads) {
@@ -75,7 +75,7 @@ int64_t rotate_and_store(const float *qkv_TAH, const float *weight_RH, const flo
     return -1;
 }
 
-/* e to the x, which is at most 0; to the -87, above the least normal number, where x is less.  NaN stays NaN. */
+/* e to the x, for x of at most 0; below -87, e to the -87, which is above the smallest normal number.  NaN stays NaN. */
 static inline float exp_below_one(float x) {
     x = x < -87.0f ? -87.0f : x;
     float whole = rintf(x * 1.44269504f), rest = x - whole * 0.693145752f - whole * 1.42860677e-6f;
@@ -87,7 +87,7 @@ static inline float exp_below_one(float x) {
     sum = sum * rest + 0.5f;
     sum = sum * rest + 1;
     sum = sum * rest + 1;
-    int32_t bits = (int32_t)(whole > -127 ? whole + 127 : 0) << 23; /* of NaN there is no integer */
+    int32_t bits = (int32_t)(whole > -127 ? whole + 127 : 0) << 23; /* NaN has no integer, so it becomes 0 here */
     float power;
     memcpy(&power, &bits, sizeof power);
     return sum * power;

@@ -1,8 +1,8 @@
-/* What the sources of this folder call of each other; each says what its functions do. */
+/* Functions that the sources of this folder call of each other; each source documents its own. */
 
 #include <stdint.h>
 
-/* products.c.  panels: in the layout of ``pack``. */
+/* products.c.  panels: memory in the layout of ``pack``. */
 typedef struct {
     const void *panels;
     int64_t O, I, kind;
@@ -21,11 +21,12 @@ int64_t rotate_and_store(const float *qkv_TAH, const float *weight_RH, const flo
                          int64_t S, float eps, int64_t threads);
 void gate(const float *gate_up_T2I, float *out_TI, int64_t T, int64_t I, int64_t threads);
 
-/* attention.c.  What a step is, for all of its layers.  items_I2: (sequence, which ROWS of its rows), for all G each.
-   query_starts_B1: of the sequences' last positions, in T.  num_pages: that there are.
-   page_stride: from the first slot of a page to that of the next.  scratch: for each thread ``attention_scratch``.
-   together: whether one thread computes all G of an item, where those have ROWS rows at most: they lie side by side.
-   worth: products of a layer, from which on more threads than one compute it. */
+/* attention.c.  A step, for all of its layers.
+   items_I2: (sequence, number of a group of ROWS of its rows); each item is computed for all G.
+   query_starts_B1: index in T of each sequence's first query.  num_pages: pages of the pool.
+   page_stride: distance of the first slots of two successive pages.  scratch: ``attention_scratch`` for each thread.
+   together: whether one thread computes all G of an item with at most ROWS rows in total, as these are contiguous.
+   worth: number of products of a layer from which on several threads compute it. */
 typedef struct {
     const int32_t *pages_BP, *lengths_B, *query_starts_B1, *items_I2;
     float *scratch;

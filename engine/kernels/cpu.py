@@ -1,11 +1,11 @@
-"""Kernels for a CPU with a C compiler: what stands between the products of a model.
+"""Kernels for a CPU with a C compiler: the operations between the products of a model.
 
 Legend: T tokens · D model dim · A query, key and value heads · Q query heads · G KV heads · S slots of the pool
         H head size · R rotated pairs of a head, H / 2
 Owns: calling ``cpu.c`` and ``draw.c``.  Does not know: the compiler, the model.
 
-A step of a small model is many operations of torch, of which each costs more than what it computes.  These take two
-calls of a few microseconds in a layer in the place of seventeen operations.
+A step of a small model is many operations of torch, each of which costs more than what it computes.  These kernels
+replace seventeen operations of a layer by two calls of a few microseconds.
 """
 
 import ctypes
@@ -18,7 +18,7 @@ from engine.layers.mlp import activated_by_rows, gated
 
 
 class CPUKernels:
-    """See ``LayerKernels``.  All tensors are float32 and contiguous; a row's bits depend on no other row."""
+    """The ``LayerKernels`` of a CPU.  All tensors are float32 and contiguous; a row's bits depend on no other row."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         pointer, size = ctypes.c_void_p, ctypes.c_int64
@@ -35,9 +35,9 @@ class CPUKernels:
         self._draw.restype = self._likeliest.restype = None
 
     def add_norm(self, x_TD: Tensor, update_TD: Tensor | None, weight_D: Tensor, eps: float) -> Tensor:
-        """See ``LayerKernels.add_norm``."""
+        """Add ``update_TD`` in place, if it is given, and return the norm of the sum."""
         given = (x_TD,) if update_TD is None else (x_TD, update_TD)
-        assert all(map(Tensor.is_contiguous, given)), "a row's numbers must stand side by side"
+        assert all(map(Tensor.is_contiguous, given)), "operands must be contiguous"
         assert all(one.dtype == torch.float32 for one in given), f"{x_TD.dtype} is not float32"
         out_TD = torch.empty_like(x_TD)
         update = None if update_TD is None else update_TD.data_ptr()
@@ -46,9 +46,9 @@ class CPUKernels:
         return out_TD
 
     def angle_table(self, positions_T: Tensor, frequencies_R: Tensor, scale: float) -> Tensor:
-        """angles_TH: R cosines, then R sines."""
+        """Return angles_TH: R cosines, then R sines."""
         assert positions_T.dtype == torch.int64, f"{positions_T.dtype} is not int64"
-        assert all(map(Tensor.is_contiguous, (positions_T, frequencies_R))), "numbers must stand side by side"
+        assert all(map(Tensor.is_contiguous, (positions_T, frequencies_R))), "operands must be contiguous"
         num_tokens, pairs = len(positions_T), len(frequencies_R)
         angles_TH = frequencies_R.new_empty((num_tokens, 2 * pairs))
         pointers = (positions_T.data_ptr(), frequencies_R.data_ptr(), angles_TH.data_ptr())
@@ -66,12 +66,12 @@ class CPUKernels:
         slots_T: Tensor,
         limit: float = 0.0,
     ) -> Tensor:
-        """See ``LayerKernels.rotate_and_store``.  limit: 0, as pages keep float32.  Raises IndexError for a slot that
-        the pool does not have."""
+        """Return normed, rotated queries and store keys and values.  limit: 0, since pages keep float32.
+        Raises IndexError for a slot that the pool does not have."""
         num_tokens, num_heads, head_size = qkv_TAH.shape
         num_keys = keys_SGH.shape[1]
         num_queries = num_heads - 2 * num_keys
-        assert all(map(Tensor.is_contiguous, (qkv_TAH, keys_SGH))), "heads and slots must stand side by side"
+        assert all(map(Tensor.is_contiguous, (qkv_TAH, keys_SGH))), "heads and slots must be contiguous"
         assert qkv_TAH.dtype == keys_SGH.dtype == torch.float32, f"{qkv_TAH.dtype} and {keys_SGH.dtype}, not float32"
         assert not limit, "pages that keep float32 have no largest number"
         q_TQH = qkv_TAH.new_empty((num_tokens, num_queries, head_size))
@@ -85,7 +85,7 @@ class CPUKernels:
         return q_TQH
 
     def gated(self, gate_up_T2I: Tensor, kind: str = "silu") -> Tensor:
-        """See ``LayerKernels.gated``.  torch has those of other kinds in two operations."""
+        """Return activation(gate) * up.  Kinds but silu are left to torch, which takes two operations."""
         if kind != "silu" or not gate_up_T2I.is_contiguous():
             return gated(gate_up_T2I, kind, None, activated_by_rows)
         num_rows, outputs = gate_up_T2I.shape
@@ -95,10 +95,10 @@ class CPUKernels:
         return out_TI
 
     def draw(self, weights_nW: Tensor, sums_nC: Tensor, starts_n: Tensor, positions_n: Tensor) -> Tensor:
-        """As ``engine/sampling/draw.py``, to the bit: ``draw`` by the ``uniforms`` of these streams and positions.
+        """Return the tokens that ``engine/sampling/draw.py`` draws for these streams and positions, to the bit.
 
         sums_nC: its ``block_sums``."""
-        assert weights_nW.is_contiguous(), "a row's weights must stand side by side"
+        assert weights_nW.is_contiguous(), "weights must be contiguous"
         (n, width), num_blocks = weights_nW.shape, sums_nC.shape[1]
         token_ids_n = torch.empty(n, dtype=torch.int64)
         operands = (weights_nW, sums_nC.contiguous(), starts_n.contiguous(), positions_n.contiguous(), token_ids_n)
@@ -106,7 +106,7 @@ class CPUKernels:
         return token_ids_n
 
     def likeliest(self, logits_nV: Tensor) -> Tensor:
-        """int64: the first of the likeliest tokens of each row; -1 where the largest logit is not finite, or is NaN."""
+        """Return each row's first likeliest token, int64; -1 if the largest logit is not finite or one is NaN."""
         logits_nV = logits_nV.contiguous()
         assert logits_nV.dtype == torch.float32, f"{logits_nV.dtype} is not float32"
         token_ids_n = torch.empty(len(logits_nV), dtype=torch.int64)
@@ -115,6 +115,6 @@ class CPUKernels:
 
 
 def cpu_kernels() -> CPUKernels | None:
-    """The kernels for this CPU; None, and torch does the work, where nothing can be compiled."""
+    """Return the kernels for this CPU; None, so that torch computes, if nothing can be compiled."""
     library = compiled()
     return None if library is None else CPUKernels(library)

@@ -1,6 +1,6 @@
-/* A decode step of a model in one call, from the rows' tokens and pages to logits, and to the next
-   token where every row takes its likeliest: what engine/execution/runner.py does with engine/models/decoder.py, layer
-   by layer.  engine/execution/compiled_decodes.py tells it of a model.
+/* A decode step of a model in one call, from the rows' tokens and pages to logits, and to the next token if every row
+   takes its likeliest.  It does layer by layer what engine/execution/runner.py does with engine/models/decoder.py.
+   engine/execution/compiled_decodes.py describes a model to it.
 
    Legend: B decode rows, D model dim, A query, key and value heads, R query and key heads or rotated pairs of a head,
    Q query heads, G key/value heads, H head size, P pages of the longest row, J items of attention, I intermediate
@@ -12,7 +12,7 @@
 
 #include "cpu.h"
 
-/* heads_RH: the norm's weights of each query and key head; NULL for none, as biases may be. */
+/* heads_RH: norm weights of each query and key head; NULL for none.  Biases may be NULL, too. */
 typedef struct {
     const float *before_attention_D, *heads_RH, *before_mlp_D;
     Weight qkv, output, gate_up, down;
@@ -23,7 +23,7 @@ typedef struct {
     float attention_eps, heads_eps, mlp_eps, angle_scale;
 } Layer;
 
-/* tokens_NM, pages_NW: of all rows, as they are kept between steps.  attention: what is the same in every step.
+/* tokens_NM, pages_NW: of all rows, kept between steps.  attention: the fields that are the same in every step.
    widest: window of the layer that sees most, 0 for all. */
 typedef struct {
     const Layer *layers;
@@ -38,14 +38,14 @@ typedef struct {
 
 enum { DONE, NO_MEMORY, WRONG_TOKEN, WRONG_ROW };
 
-/* What a step works in, one block.  pages_BP, items_J2: as ``Attention`` reads them.  gate_up_B2I: merged. */
+/* Memory of a step, one block.  pages_BP, items_J2: as in ``Attention``.  gate_up_B2I: merged. */
 typedef struct {
     int64_t *positions_B, *slots_B;
     int32_t *starts_B1, *pages_BP, *items_J2;
     float *x_BD, *normed_BD, *update_BD, *qkv_BAH, *q_BQH, *attended_BQH, *angles_BH, *gate_up_B2I, *gated_BI;
 } Memory;
 
-/* One layer, from normed_BD to update_BD, with the update of attention added to x_BD between. */
+/* Computes one layer, from normed_BD to update_BD, and adds the attention's update to x_BD on the way. */
 static int64_t run(const Decoder *is, const Layer *layer, const Attention *rows, const Memory *in, int64_t threads,
                    int64_t *wrong) {
     int64_t B = rows->B, D = is->D, I = is->I, Q = rows->Q, G = rows->G, H = rows->H;
@@ -61,15 +61,15 @@ static int64_t run(const Decoder *is, const Layer *layer, const Attention *rows,
     return product(&layer->down, in->gated_BI, I, layer->down_bias, in->update_BD, B, threads) ? NO_MEMORY : DONE;
 }
 
-/* The next part of a block.  numbers: of 4 bytes, for each of the step's rows; those of 8 bytes come first, as two. */
+/* The next part of a block: 4-byte numbers per row of the step.  8-byte numbers come first and count as two. */
 #define PART(numbers) (void *)(block + end), end += 4 * B * (numbers)
 
-/* Cuts a block into what a step works in.  Returns its size in bytes; block: 0 to be told that alone. */
+/* Cuts a block into a step's arrays.  Returns its size in bytes; block: 0 to compute only that. */
 static int64_t cut(uintptr_t block, const Decoder *is, const Attention *rows, Memory *in) {
     int64_t B = rows->B, D = is->D, Q = rows->Q, H = rows->H, end = 0;
     in->positions_B = PART(2);
     in->slots_B = PART(2);
-    in->starts_B1 = PART(2); /* B + 1 of them, of at least one row */
+    in->starts_B1 = PART(2); /* B + 1 numbers fit if there is at least one row */
     in->pages_BP = PART(rows->P);
     in->items_J2 = PART(2 * Q);
     in->x_BD = PART(D);
@@ -84,8 +84,8 @@ static int64_t cut(uintptr_t block, const Decoder *is, const Attention *rows, Me
     return end;
 }
 
-/* Of each row's last token the position, the slot that its key and value go to, and its state before the first layer.
-   Attention is planned.  Nothing of the rows is changed. */
+/* Sets each row's last position, the slot of its key and value, and its state before the first layer, and plans
+   attention.  Changes nothing of the rows. */
 static int64_t begin(const Decoder *is, Attention *rows, const int64_t *rows_B, const Memory *in, int64_t threads,
                      int64_t *wrong) {
     for (int64_t b = *wrong = 0; b < rows->B; *wrong = ++b) {
@@ -107,9 +107,9 @@ static int64_t begin(const Decoder *is, Attention *rows, const int64_t *rows_B, 
     return *wrong < 0 ? DONE : WRONG_ROW;
 }
 
-/* Writes logits_BV of rows_B, which have lengths_B tokens.  token_ids_B: the likeliest, -1 where there is none; each is
-   the row's next token as well, 0 in the place of -1.  NULL where somebody else samples.  wrong: which of the B cannot
-   be, if one cannot; then nothing is written.  threads: at most, for as many of which attention has scratch. */
+/* Writes logits_BV of rows_B, which have lengths_B tokens.  token_ids_B: gets the likeliest tokens, or -1; each is also
+   written as its row's next token, with 0 in place of -1.  NULL if the caller samples.  wrong: gets the index in B of
+   an impossible row; then nothing is written.  threads: at most; attention must have scratch for as many. */
 int64_t decode(const Decoder *is, const int64_t *rows_B, const int32_t *lengths_B, int64_t B, float *logits_BV,
                int64_t *token_ids_B, int64_t threads, int64_t *wrong) {
     Attention rows = *is->attention;

@@ -1,16 +1,16 @@
-"""Programmatic dependent launch (PDL): a kernel begins while the one in front of it in the stream still ends.
+"""Programmatic dependent launch (PDL): a kernel begins while its predecessor in the stream still ends.
 
-Owns: where it is used, and what a kernel says for it.  Does not know: which kernels there are.
+Owns: where it is used, and the calls that a kernel makes for it.  Does not know: which kernels there are.
 
-On GPUs from Hopper on a kernel that is launched so is set up, and reads what no kernel writes, while its predecessor
-runs; then it waits for that to be complete.  Three rules keep the order of a stream:
+From Hopper on, a kernel launched in this way is set up, and reads data that no kernel writes, while its predecessor
+runs; then it waits until that is complete.  Three rules keep the order of a stream:
 
-- Every program waits, before it reads what a kernel may have written and before it writes anything, also if it has
-  nothing to do: a grid that ended earlier would let the next one pass the kernels in front of it.
-- The wait stands at the top, outside of loops: a pipelined load of a loop is begun in front of the loop.
-- A kernel lets the next one begin only if that may read its results early nowhere.  Libraries read lists of pages and
-  lengths before they wait (FlashInfer's decode kernel does), so what makes such lists never says ``let_next_begin``;
-  the next kernel then begins when all of it is done.
+- Every program waits before it reads what a kernel may have written and before it writes anything, even if it has
+  nothing to do: a grid that ended earlier would let the next kernel overtake those before it.
+- The wait is at the top, outside of loops: the compiler starts a loop's pipelined load before the loop.
+- A kernel lets the next one begin only if no successor may read its results too early.  Libraries read lists of pages
+  and lengths before they wait (FlashInfer's decode kernel does), so kernels that make such lists never call
+  ``let_next_begin``; the next kernel then begins when all of it is done.
 """
 
 import functools
@@ -27,25 +27,25 @@ IN_ORDER: Mapping[str, bool] = {"PDL": False}
 
 
 def launch_options(device: torch.device) -> Mapping[str, bool]:
-    """What a launch on the device is given beside its arguments: the constant PDL, and triton's option."""
+    """Return the PDL options of a launch on the device: the kernel's constant, and triton's option."""
     return LAUNCHED_EARLY if has_dependent_launch(device) else IN_ORDER
 
 
 @functools.cache
 def has_dependent_launch(device: torch.device) -> bool:
-    """Whether it is a GPU from Hopper on."""
+    """Return whether the device is a GPU from Hopper on."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= HOPPER
 
 
 @triton.jit
 def wait_for_previous(PDL: tl.constexpr):
-    """Wait until the kernels in front are complete, and what they wrote can be read."""
+    """Wait until earlier kernels are complete, so that their results can be read."""
     if PDL:
         gdc_wait()
 
 
 @triton.jit
 def let_next_begin(PDL: tl.constexpr):
-    """Let the next kernel be set up once every program of this one has come here.  It comes after the wait."""
+    """Allow the setup of the next kernel once every program of this one has called it.  Call it after the wait."""
     if PDL:
         gdc_launch_dependents()

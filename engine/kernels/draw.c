@@ -1,6 +1,6 @@
-/* What is left of sampling a row once its weights are there, and of a row that takes its likeliest token.
-   engine/kernels/cpu.py calls them.  Numbers are those of engine/sampling/draw.py to the bit: compiled.py keeps the
-   compiler from other orders of additions, and from multiplying and adding at once.
+/* The last part of sampling: drawing a row's token from its weights, or taking its likeliest token.
+   engine/kernels/cpu.py calls these functions.  Results equal those of engine/sampling/draw.py to the bit: flags in
+   compiled.py forbid other orders of additions and fused multiplications and additions.
 
    Legend: n rows, V vocabulary, C blocks of the padded vocabulary, B tokens of a block. */
 
@@ -16,7 +16,7 @@ static uint64_t mixed(uint64_t x) {
     return x ^ (x >> 31);
 }
 
-/* The first place at which the sum exceeds the target, or the last one that added to it; the sum there in *end. */
+/* Returns the first index whose sum exceeds the target, or the last that added to the sum; *end gets the sum there. */
 static int64_t first_above(const float *x, int64_t size, double total, double target, double *end) {
     int64_t above = 0, last = 0;
     double sum = 0;
@@ -37,7 +37,7 @@ static double sum_of(const float *x, int64_t size) {
     return sum;
 }
 
-/* starts_n: of the stream of each row's seed; the number at its position is that of uniforms(). */
+/* starts_n: start of the stream of each row's seed; a number of a stream is that of uniforms(). */
 void draw(const float *weights_nCB, const float *sums_nC, const int64_t *starts_n, const int64_t *positions_n,
           int64_t *token_ids_n, int64_t n, int64_t C, int64_t B) {
     for (int64_t r = 0; r < n; r++) {
@@ -51,7 +51,7 @@ void draw(const float *weights_nCB, const float *sums_nC, const int64_t *starts_
     }
 }
 
-/* The first of the likeliest tokens of each row; -1 where the largest logit is not finite, or one is NaN. */
+/* Writes the first of each row's likeliest tokens; -1 if the largest logit is not finite, or one is NaN. */
 void likeliest(const float *logits_nV, int64_t *token_ids_n, int64_t n, int64_t V) {
     for (int64_t r = 0; r < n; r++) {
         const float *logits = logits_nV + r * V;

@@ -1,4 +1,4 @@
-"""Rows of a vocabulary table that is cut over ranks: one launch, zeros for what other ranks hold.
+"""Lookup in a vocabulary table that is cut over ranks: one launch, with zeros for rows of other ranks.
 
 Legend: T tokens · D model dim · V rows of this rank
 Owns: the gather.  Does not know: the sum over ranks.
@@ -15,13 +15,13 @@ COLUMNS = 1024
 
 
 def embed_shard(token_ids_T: Tensor, table_VD: Tensor, first: int) -> Tensor:
-    """x_TD: row ``id - first`` of the table, or zeros where that is not one of its rows.  token_ids_T: int64."""
+    """Return x_TD: row ``id - first`` of the table, or zeros if it has no such row.  token_ids_T: int64."""
     (num_tokens,), (num_rows, width) = token_ids_T.shape, table_VD.shape
     x_TD = torch.empty((num_tokens, width), dtype=table_VD.dtype, device=table_VD.device)
     if num_tokens:
         block = min(COLUMNS, triton.next_power_of_2(width))
         per_token = triton.cdiv(width, block)
-        # On one axis: only the first of a grid takes more than 65,535.
+        # On one axis, since only the first axis of a grid may exceed 65,535.
         gather_rows[(num_tokens * per_token,)](
             token_ids_T, table_VD, x_TD, first, num_rows,
             WIDTH=width, PROGRAMS=per_token, BLOCK_D=block,

@@ -1,14 +1,13 @@
-"""A mixture of experts in four launches, whose number and sizes follow from the number of tokens alone.
+"""A mixture of experts in four launches, whose sizes depend only on the number of tokens.
 
 Legend: T tokens · D model dim · E experts · K experts of a token · P pairs of token and expert, T K · I intermediate
-        features · O outputs of gate and up, 2 I · M pairs of a tile · N outputs of a tile · C of what is summed over
-Owns: the order of pairs by expert, the two products over the experts that have any, the sum of a token's results.
-Does not know: who chose the experts, ranks.
+        features · O outputs of gate and up, 2 I · M pairs of a tile · N outputs of a tile · C inputs of a tile
+Owns: the order of pairs by expert, the two products over experts that have pairs, the sum of a token's results.
+Does not know: how experts are chosen, ranks.
 
-Pairs are put in the order of their experts, of one expert in the order of tokens, and cut into tiles of one expert
-each.  How many tiles there are only the device knows, so programs are launched for the most there can be, and those
-that find no tile end.  A pair's result does not depend on what else is in its tile, and a token's are added up in
-one order: a token gets the same bits in any batch that takes the same tiles.
+Pairs are sorted by expert, then by token, and cut into tiles of one expert each.  Only the device knows the number of
+tiles, so programs are launched for the most there can be, and those without a tile end.  A pair's result does not
+depend on the rest of its tile, and a token's results are added up in one order: a token gets the same bits in any batch
 """
 
 from typing import Final
@@ -21,10 +20,10 @@ from torch import Tensor
 from engine.kernels.activation import KINDS, activated
 from engine.kernels.products import multiply
 
-CLAMPED: Final = 3  # beside the kinds of ``activation.py``: gates and ups that alternate, see ``clamped_swish``
+CLAMPED: Final = 3  # in addition to the kinds of ``activation.py``: alternating gates and ups (``clamped_swish``)
 PAIRS_AT_ONCE = 1024
-FEW_PAIRS = 32  # of an expert, on average; beyond, wide tiles read weights less often
-TILE_BYTES = 128  # of a row of what is summed over, a cache line
+FEW_PAIRS = 32  # per expert, on average; with more, wide tiles read weights less often
+TILE_BYTES = 128  # of a row of a tile's inputs, a cache line
 
 
 def mix_experts(
@@ -40,13 +39,13 @@ def mix_experts(
     slope: float = 1.0,
     first_expert: int | None = None,
 ) -> Tensor:
-    """[T, D] in x's dtype: the sum over a token's experts of weight * down(activation(gate(x)) * up(x)).
+    """Return the sum of weight * down(activation(gate(x)) * up(x)) over a token's experts, [T, D] in x's dtype.
 
-    first_expert: the first one that gate_up and down are of; what is not here adds nothing.  None: all are here.
-
-    x, gate_up and down of one dtype, contiguous; weights in any; experts int64, none of them twice for a token.
-    kind: of ``KINDS``, with all of gate first; or "clamped_swish", whose gates and ups alternate, with limit and slope.
-    Sums are float32; what lies between the products and each expert's weighted result are rounded to x's dtype.
+    first_expert: number of the first expert in gate_up and down; experts that are not there add nothing.  None: all
+    are there.
+    x, gate_up, down: of one dtype, contiguous.  weights: any dtype.  experts: int64, distinct for a token.
+    kind: a name in ``KINDS``, with all of gate first; or "clamped_swish" with limit and slope, alternating.
+    Sums are float32; activations and each expert's weighted result are rounded to x's dtype.
     """
     num_tokens, width = x_TD.shape
     num_experts, both, _ = gate_up_EOD.shape
@@ -76,7 +75,7 @@ def mix_experts(
         INNER=width, WIDTH=inner, KIND=CLAMPED if kind == "clamped_swish" else KINDS[kind],
         BIASED=gate_up_bias_EO is not None, BLOCK_N=columns, **shared,
     )  # fmt: skip
-    new = torch.empty if first_expert is None else torch.zeros  # nobody writes the results of those that are not here
+    new = torch.empty if first_expert is None else torch.zeros  # no program writes results of experts of other ranks
     results_PD = new((num_pairs, width), dtype=x_TD.dtype, device=device)
     columns = 64
     down_pairs[(num_tiles, triton.cdiv(width, columns))](
@@ -86,10 +85,10 @@ def mix_experts(
     return results_PD.view(num_tokens, num_chosen, width).sum(1)
 
 
-# The number of tokens must not make another variant: compiling one takes a second, while clients wait.
+# The number of tokens must not make another variant: compiling one takes a second, during which clients wait.
 @triton.jit(do_not_specialize=["num_pairs", "first_expert"])
 def place_pairs(experts, order, counts, num_pairs, first_expert, BLOCK_P: tl.constexpr):
-    """Program e lists the pairs of the e-th expert that is here, behind those of experts before it, and counts them."""
+    """List the pairs of one expert per program, after those of earlier experts, and count them."""
     expert = first_expert + tl.program_id(0)
     p_P = tl.arange(0, BLOCK_P)
     before_P = tl.zeros([BLOCK_P], tl.int32)
@@ -108,7 +107,7 @@ def place_pairs(experts, order, counts, num_pairs, first_expert, BLOCK_P: tl.con
 
 @triton.jit
 def find_tile(counts, tile, NUM_EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr):
-    """(expert, first pair, behind the last pair) of a tile; past the last tile there are no pairs."""
+    """Return (expert, first pair, end of its pairs) of a tile; after the last tile there are no pairs."""
     e_E = tl.arange(0, BLOCK_E)
     count_E = tl.load(counts + e_E, mask=e_E < NUM_EXPERTS, other=0)
     tiles_E = tl.cdiv(count_E, BLOCK_M)
@@ -126,7 +125,7 @@ def gate_pairs(
     NUM_EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_C: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """Program (tile, i): some columns of activation(gate(x)) * up(x) of a tile's pairs, in their order."""
+    """Compute some columns of activation(gate(x)) * up(x) for a tile's pairs, in order; program (tile, columns)."""
     expert, first, stop = find_tile(counts, tl.program_id(0), NUM_EXPERTS, BLOCK_E, BLOCK_M)
     if first >= stop:
         return
@@ -173,7 +172,7 @@ def down_pairs(
     NUM_EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_C: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """Program (tile, i): some columns of weight * down(...) of a tile's pairs, to where their tokens' pairs are."""
+    """Compute some columns of weight * down(...) for a tile's pairs, to the pairs' places; program (tile, columns)."""
     expert, first, stop = find_tile(counts, tl.program_id(0), NUM_EXPERTS, BLOCK_E, BLOCK_M)
     if first >= stop:
         return

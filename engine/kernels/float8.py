@@ -1,7 +1,7 @@
-"""Rows in float8 (e4m3), with a scale for each row or for each group of its elements: what products in float8 read.
+"""Rows in float8 (e4m3) with a scale per row or per group of elements, as float8 products read them.
 
 Legend: T rows · I features · G groups of a row
-Owns: the arithmetic in torch.  Does not know: products, weights, who else rounds on a device: ``float8_ops.py`` does.
+Owns: the arithmetic in torch.  Does not know: products, weights, the kernels of ``float8_ops.py``.
 """
 
 import torch
@@ -10,23 +10,23 @@ from torch import Tensor
 
 FLOAT8 = torch.float8_e4m3fn
 LARGEST = torch.finfo(FLOAT8).max
-SMALLEST = 1e-12  # instead of 0 where all elements are, so that nothing is divided by it
+SMALLEST = 1e-12  # in place of a largest element of 0, so that nothing is divided by 0
 GROUP = 128
-# Rows with scales of groups come in fours: libraries want each column of such scales to begin at 16 bytes.
+# Rows with scales per group come in fours: libraries want each column of scales to begin at a multiple of 16 bytes.
 ROWS_MULTIPLE = 4
 
 Rounded = tuple[Tensor, Tensor]
 
 
 def num_rounded(num_rows: int, group: int) -> int:
-    """How many rows there are after rounding; what is in those beyond ``num_rows`` does not matter."""
+    """Return the number of rows after rounding; the content of those after ``num_rows`` does not matter."""
     return -(-num_rows // ROWS_MULTIPLE) * ROWS_MULTIPLE if group else num_rows
 
 
 def rounded(x_TI: Tensor, group: int = 0) -> Rounded:
-    """Rows in float8, without gaps, and the float32 scales that give each its size back.
+    """Return rows in float8, contiguous, and the float32 scales that restore their size.
 
-    group: 0 for one scale per row, [T, 1]; else one for so many elements, [T, G], column by column, I a multiple of it.
+    group: 0 for one scale per row, [T, 1]; else elements per scale, a divisor of I: [T, G], stored by columns.
     """
     num_rows = num_rounded(len(x_TI), group)
     if num_rows > len(x_TI):

@@ -1,7 +1,7 @@
-"""Rounding to float8 on a device: by a kernel or by torch, and as operations that a compiler leaves alone.
+"""Rounding to float8 on a device, by a kernel or by torch, as operations that a compiler leaves alone.
 
 Legend: T rows · I features · D model dim
-Owns: who does it.  Does not know: products, weights, the arithmetic.
+Owns: the choice between the two.  Does not know: products, weights, the arithmetic.
 """
 
 import torch
@@ -16,7 +16,7 @@ ADD_NORM_ROUND = "callboard::add_norm_round"
 
 
 def round_rows(x_TI: Tensor, group: int = 0) -> Rounded:
-    """See ``rounded``: in one launch where kernels run, in which torch takes seven.  To be traced as one operation."""
+    """Return ``rounded`` rows: by one launch if kernels run, by seven of torch if not.  Traced as one operation."""
     if torch.compiler.is_dynamo_compiling():
         return torch.ops.callboard.round_rows(x_TI, group)
     kernels = choose_kernels(x_TI.device)
@@ -32,7 +32,7 @@ def _round(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
 
 @torch.library.custom_op(ADD_NORM_ROUND, mutates_args=("x",))
 def _add_norm_round(x: Tensor, update: Tensor, weight: Tensor, eps: float, group: int) -> tuple[Tensor, Tensor]:
-    """``x += update``, and the RMS norm of the sum, rounded; see ``engine/graphs/norm_rounding.py``."""
+    """Add ``update`` to x; return the sum's RMS norm, rounded (``engine/graphs/norm_rounding.py``)."""
     kernels = choose_kernels(x.device)
     if kernels is None or x.shape[1] > kernels.widest_rounded:
         return rounded(F.rms_norm(x.add_(update), weight.shape, weight, eps), group)

@@ -1,6 +1,6 @@
-"""The kernels as one object, which is handed to the layers that have work for them.
+"""All fused kernels as one object, which layers and inputs get.
 
-Owns: the list.  Does not know: when they are used, see ``choice.py``.
+Owns: the list.  Does not know: when they are used; ``choice.py`` decides that.
 """
 
 import torch
@@ -11,7 +11,7 @@ SILU_OF_ONE = 0.731059
 
 
 class FusedKernels:
-    """Each does in one launch what torch needs several for, on tensors of one device."""
+    """Kernels for tensors of one device; each is one launch where torch needs several."""
 
     add_norm = staticmethod(norm.add_norm)
     angle_table = staticmethod(rotary.angle_table)
@@ -30,7 +30,7 @@ class FusedKernels:
         self._device_type = device_type
 
     def try_out(self) -> None:
-        """Compile and run one.  Raises whatever triton raises if it cannot; RuntimeError if the result is wrong."""
+        """Compile and run one kernel.  Raises triton's error if that fails; RuntimeError if the result is wrong."""
         found = float(self.gated(torch.ones((1, 2), device=self._device_type))[0, 0])
         if abs(found - SILU_OF_ONE) > 1e-3:
             raise RuntimeError(f"silu(1) gave {found}")

@@ -1,4 +1,4 @@
-"""From the merged projection to attention in one launch: heads are normalised, rotated, and keys and values stored.
+"""The step from the merged projection to attention, in one launch: norm and rotation of heads, storing keys and values.
 
 Legend: T tokens · A query, key and value heads · Q query heads · G KV heads · S slots of the pool · H head size
         R rotated pairs of a head, H / 2 · P heads of a program
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from engine.kernels.dependent_launch import launch_options, let_next_begin, wait_for_previous
 
-HEADS_OF_A_PROGRAM = 8  # 2 KB of 128 bfloat16 numbers each: 16 bytes for each of 64 threads, twice
+HEADS_OF_A_PROGRAM = 8  # 2 KB as heads of 128 bfloat16 numbers: 16 bytes for each of 64 threads, twice
 
 
 def rotate_and_store(
@@ -25,19 +25,20 @@ def rotate_and_store(
     slots_T: Tensor,
     limit: float = 0.0,
 ) -> Tensor:
-    """Queries as q_TQH, contiguous; keys and values go to their slots.
+    """Return queries as q_TQH, contiguous; store keys and values to their slots.
 
-    qkv_TAH: contiguous, A = Q + 2 G.  weight_QGH: [Q + G, H], the norm's weight of each query and key head; None if
-    heads are not normalised.  angles_TH: see ``angle_table``.  keys_SGH, values_SGH: one layer of the pool, contiguous.
-    They may be of a narrower type than qkv; limit: its largest number, which larger ones become; 0 to store all as is.
-    slots_T: int64; a token whose slot is negative stores nothing.
-    All arithmetic is in float32, rounded once: for bfloat16 closer to the definition than one rounding per operation.
+    qkv_TAH: contiguous, A = Q + 2 G.
+    weight_QGH: [Q + G, H], the norm's weight of each query and key head; None if heads are not normalised.
+    angles_TH: from ``angle_table``.  slots_T: int64; a token with a negative slot stores nothing.
+    keys_SGH, values_SGH: one layer of the pool, contiguous; their type may be narrower than qkv's.
+    limit: largest number of that type, to which larger ones are clamped; 0 to store all as is.
+    Arithmetic is float32 and rounded once: for bfloat16, closer to the definition than a rounding per operation.
     """
     num_tokens, num_heads, head_size = qkv_TAH.shape
     num_keys = keys_SGH.shape[1]
     num_queries = num_heads - 2 * num_keys
-    assert qkv_TAH.is_contiguous(), "heads of a token must stand side by side"
-    assert keys_SGH.is_contiguous(), "slots must stand side by side"
+    assert qkv_TAH.is_contiguous(), "qkv must be contiguous"
+    assert keys_SGH.is_contiguous(), "slots must be contiguous"
     assert angles_TH.shape == (num_tokens, head_size), f"angles {angles_TH.shape} are not for {qkv_TAH.shape}"
     q_TQH = torch.empty((num_tokens, num_queries, head_size), dtype=qkv_TAH.dtype, device=qkv_TAH.device)
     if num_tokens:
@@ -58,7 +59,7 @@ def rotate_heads(
     QUERIES: tl.constexpr, KEYS: tl.constexpr, HALF: tl.constexpr, NORMALISED: tl.constexpr, LIMIT: tl.constexpr,
     PROGRAMS: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_R: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Some heads of one token per program; they may be of all three kinds."""
+    """Process some heads of one token per program; they may be of all three kinds."""
     program = tl.program_id(0)
     token = (program // PROGRAMS).to(tl.int64)
     head_P = (program % PROGRAMS) * BLOCK_P + tl.arange(0, BLOCK_P)
@@ -86,7 +87,7 @@ def rotate_heads(
     of_angles = angles + token * (2 * HALF) + r_R
     cos_1R = tl.load(of_angles, mask=r_R < HALF, other=0.0)[None, :]
     sin_1R = tl.load(of_angles + HALF, mask=r_R < HALF, other=0.0)[None, :]
-    # A value head passes through as it came, whatever stands in the other branch.
+    # A value head passes through unchanged, whatever the other branch computes.
     first_PR = tl.where(turned_P1, x_PR * cos_1R - y_PR * sin_1R, first_PR)
     second_PR = tl.where(turned_P1, y_PR * cos_1R + x_PR * sin_1R, second_PR)
 

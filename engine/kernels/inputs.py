@@ -1,11 +1,11 @@
-"""The inputs of a decode step, made on the device from the rows that live there: nothing is asked of the host.
+"""The inputs of a decode step, made on the device from the rows kept there, without reading from the host.
 
 Legend: R rows · M longest sequence and one · P page-table width · B decode rows of the batch, padding included
         W pages of the batch's table
 Owns: the reads before a decode step and the write after it.  Does not know: scheduling, sampling, graphs.
 
-Positions are read from the device's own lengths, which are advanced in the same launch, so a captured step can be
-replayed step after step: between two replays the host changes at most which rows run.
+Positions come from the lengths on the device, which the same launch advances.  So a captured step can be replayed step
+after step, and between two replays the host changes at most the list of running rows.
 """
 
 import triton
@@ -32,8 +32,8 @@ def fill_inputs(
     """Write ``inputs`` for one more token of each row in rows_B, and add 1 to those rows' lengths_R.
 
     rows_B: int64, distinct; a negative one is padding: one token of id 0 at position 0 of the dump page.
-    tokens_RM, pages_RP, lengths_R: int32, contiguous.  lengths_R: positions of each row that have K/V.
-    page_stride: the pool's; 0 for page_size.
+    tokens_RM, pages_RP, lengths_R: int32, contiguous.  lengths_R: number of positions of each row that have K/V.
+    page_stride: of the pool; 0 for page_size.
     """
     page_table_BW = inputs.page_table_BW
     if len(rows_B):
@@ -47,7 +47,9 @@ def fill_inputs(
 
 
 def write_tokens(write_at_N: Tensor, token_ids_N: Tensor, tokens_RM: Tensor) -> None:
-    """tokens_RM.view(-1)[write_at] = token id, 0 for a negative id; a negative place is passed over.  Both int64."""
+    """Write each token id, or 0 if it is negative, to tokens_RM.view(-1)[write_at], unless that is negative.
+
+    write_at_N, token_ids_N: int64."""
     if len(write_at_N):
         write_places[(triton.cdiv(len(write_at_N), PLACES_AT_ONCE),)](
             write_at_N, token_ids_N, tokens_RM, len(write_at_N),
@@ -56,7 +58,7 @@ def write_tokens(write_at_N: Tensor, token_ids_N: Tensor, tokens_RM: Tensor) -> 
         )  # fmt: skip
 
 
-# The width of the table and the row list change from step to step: none of it may make another variant.
+# The width of the table and the row list change from step to step; neither may make another variant.
 @triton.jit(
     do_not_specialize=["row_len", "row_pages", "num_pages", "table_stride", "dump_page"],
     do_not_specialize_on_alignment=[
@@ -68,7 +70,7 @@ def fill_row(
     row_pages, num_pages, table_stride, dump_page,
     PAGE_SIZE: tl.constexpr, PAGE_STRIDE: tl.constexpr, BLOCK_W: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One row of the batch per program."""
+    """Write one row of the batch per program."""
     place = tl.program_id(0).to(tl.int64)
     wait_for_previous(PDL)
     row = tl.load(rows + place)
@@ -96,7 +98,7 @@ def fill_row(
 
 @triton.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=["write_at", "token_ids"])
 def write_places(write_at, token_ids, tokens, num_tokens, BLOCK_N: tl.constexpr, PDL: tl.constexpr):
-    """Some tokens per program."""
+    """Write some tokens per program."""
     n_N = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     wait_for_previous(PDL)
     at_N = tl.load(write_at + n_N, mask=n_N < num_tokens, other=-1)

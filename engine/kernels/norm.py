@@ -15,10 +15,10 @@ MAX_WIDTH = 1 << 15  # a row is held in registers
 
 
 def add_norm(x_TD: Tensor, update_TD: Tensor | None, weight_D: Tensor, eps: float) -> Tensor:
-    """``x += update`` in place, and x / sqrt(mean(x^2) + eps) * weight of the sum, in x's dtype.
+    """Add ``update`` to x in place; return x / sqrt(mean(x^2) + eps) * weight of the sum, in x's dtype.
 
-    All of one floating-point dtype, but for the weight, which may be float32; rows contiguous, D up to MAX_WIDTH.  The
-    mean is taken in float32, of the sum as it is stored, so that the result fits what the residual stream holds.
+    All are of one floating-point dtype, but the weight may be float32; rows are contiguous, D is up to MAX_WIDTH.  The
+    mean is float32, of the sum as it is stored, so that the result fits the residual stream.
     """
     assert update_TD is not None, "a GPU's kernels add"
     num_tokens, width = x_TD.shape
@@ -37,7 +37,7 @@ def add_norm(x_TD: Tensor, update_TD: Tensor | None, weight_D: Tensor, eps: floa
 
 @triton.jit
 def add_norm_rows(x, update, weight, out, eps, WIDTH: tl.constexpr, BLOCK_D: tl.constexpr, PDL: tl.constexpr):
-    """One row per program."""
+    """Process one row per program."""
     at = tl.program_id(0).to(tl.int64) * WIDTH
     d_D = tl.arange(0, BLOCK_D)
     live_D = d_D < WIDTH
@@ -50,7 +50,7 @@ def add_norm_rows(x, update, weight, out, eps, WIDTH: tl.constexpr, BLOCK_D: tl.
 
 @triton.jit
 def sum_and_norm(x, update, weight_D, d_D, live_D, eps, WIDTH: tl.constexpr):
-    """One row, x += update, and the norm of the sum in float32.  d_D: the places of its elements, in any shape."""
+    """Add ``update`` to one row of x and return the sum's norm in float32.  d_D: its indices, in any shape."""
     before_D = tl.load(x + d_D, mask=live_D, other=0.0).to(tl.float32)
     update_D = tl.load(update + d_D, mask=live_D, other=0.0).to(tl.float32)
     stored_D = (before_D + update_D).to(x.dtype.element_ty)

@@ -1,7 +1,7 @@
-"""The pages of a batch's rows as one list, made on the device: what FlashInfer reads instead of a page table.
+"""The pages of a batch's rows as one list, made on the device; FlashInfer reads it instead of a page table.
 
 Legend: B rows · P page-table width · I entries of all lists
-Owns: one launch.  Does not know: who reads the list, which rows these are.
+Owns: one launch.  Does not know: readers of the list, which rows these are.
 """
 
 import triton
@@ -17,9 +17,9 @@ PAGES_AT_ONCE = 256
 def list_pages(
     table_BP: Tensor, lengths_B: Tensor, page_size: int, starts_B1: Tensor, last_B: Tensor, pages_I1: Tensor
 ) -> None:
-    """Write each row's pages to pages_I1[starts[b]:starts[b + 1]], and how many tokens the last of them has.
+    """Write each row's pages to pages_I1[starts[b]:starts[b + 1]], and the number of tokens in its last page.
 
-    All int32, contiguous but for the table's rows.  lengths_B: tokens, at least 1.  starts_B1[0] must be 0.
+    All are int32 and contiguous, but table rows may have gaps.  lengths_B: tokens, at least 1.  starts_B1[0] must be 0.
     """
     num_rows = len(lengths_B)
     list_row[(num_rows,)](
@@ -34,7 +34,7 @@ def list_row(
     table, lengths, starts, last, pages, num_rows, table_stride,
     PAGE_SIZE: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_W: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One row per program; each counts the pages of the rows in front of its own."""
+    """Write one row's list per program; each program counts the pages of the rows before its own."""
     place = tl.program_id(0).to(tl.int64)
     wait_for_previous(PDL)
     before_B = tl.zeros([BLOCK_B], dtype=tl.int32)

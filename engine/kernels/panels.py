@@ -1,7 +1,7 @@
-"""Weights in panels of outputs, and products of float32 rows by them: ``products.c`` for one weight.
+"""Weights in panels of outputs, and products of float32 rows with them: ``products.c`` for one weight.
 
 Legend: T rows of the input · I input features · O output features
-Owns: the memory of a packed weight, calling the functions.  Does not know: which model, what is worth rounding.
+Owns: the memory of a packed weight, calling the functions.  Does not know: the model, which weights may be rounded.
 """
 
 import ctypes
@@ -12,14 +12,15 @@ from torch import Tensor
 
 from engine.kernels.compiled import compiled
 
-ALIGNMENT = 64  # of a cache's line
+ALIGNMENT = 64  # a cache line
 
 
 class Kind(IntEnum):
-    """How an element is kept.  UPPER_HALVES: as bfloat16, what floats whose lower half is 0 lose nothing by.
+    """The type of a stored element.
 
-    BYTES: 64 inputs of an output share a scale, and so do as many elements of a row of the
-    input, which has 8 bits (7 without VNNI); with FINE_BYTES it has twice as many."""
+    UPPER_HALVES: bfloat16, lossless for floats whose lower 16 bits are zero.
+    BYTES: int8 with a scale per 64 inputs of an output.  A row of the input is rounded with a scale per 64 elements,
+    to 8 bits (7 without VNNI).  FINE_BYTES: the same with twice as many bits for the input."""
 
     FLOATS = 0
     HALVES = 1
@@ -29,7 +30,7 @@ class Kind(IntEnum):
 
 
 class Weight(ctypes.Structure):
-    """See ``products.c``.  Who makes it keeps the memory that panels points to."""
+    """The C struct ``Weight`` of ``cpu.h``.  Its maker owns the memory that ``panels`` points to."""
 
     _fields_ = (("panels", ctypes.c_void_p), *((name, ctypes.c_int64) for name in ("O", "I", "kind")))
 
@@ -46,10 +47,10 @@ class Products:
 
 
 class PanelWeight:
-    """W[O, I] in panels.  A row has the same bits whatever other rows and threads there are."""
+    """W[O, I] in panels.  A row has the same bits whatever the other rows and the number of threads."""
 
     def __init__(self, products: Products, weight_OI: Tensor, kind: Kind) -> None:
-        """weight_OI: float32, on a CPU; its values must fit halves of the kind."""
+        """Pack the weight.  weight_OI: float32, on a CPU; its values must fit the kind."""
         assert weight_OI.dtype == torch.float32, f"{weight_OI.dtype} is not float32"
         weight_OI = weight_OI.contiguous()
         self.outputs, self.inputs = weight_OI.shape
@@ -62,7 +63,7 @@ class PanelWeight:
         self._product = products.product
 
     def __call__(self, x_TI: Tensor, bias_O: Tensor | None) -> Tensor:
-        """x W^T + bias.  Raises MemoryError."""
+        """Return x W^T + bias.  Raises MemoryError."""
         num_rows, inputs = x_TI.shape
         assert inputs == self.inputs, f"a row has {inputs} elements, not {self.inputs}"
         assert x_TI.dtype == torch.float32, f"{x_TI.dtype} is not float32"
@@ -80,7 +81,7 @@ class PanelWeight:
 
 
 def products() -> Products | None:
-    """None where there is no C compiler, or no vector instructions that ``products.c`` has."""
+    """Return the functions; None without a C compiler, or without vector instructions that ``products.c`` supports."""
     library = compiled()
     if library is None or not library.panel_width():
         return None

@@ -13,7 +13,7 @@
 
 #include "cpu.h"
 
-/* UPPER_HALVES: of floats, bfloat16.  FINE_BYTES: as BYTES, with twice the bits of the input. */
+/* UPPER_HALVES: bfloat16, the upper halves of floats.  FINE_BYTES: as BYTES, with twice the bits of the input. */
 enum { FLOATS, HALVES, UPPER_HALVES, BYTES, FINE_BYTES };
 
 #define G 64
@@ -73,7 +73,7 @@ typedef __m256i Integers;
 #ifndef V
 int64_t panel_width(void) { return 0; }
 
-/* decodes.c names it, and a library that lacks it would not be loaded; nobody has a weight to call it with. */
+/* decodes.c refers to it, so the library would not load without it; it is never called, as no weight can be made. */
 int64_t product(const Weight *weight, const float *x_TI, int64_t x_step, const float *bias_O, float *y_TO, int64_t T,
                 int64_t threads) {
     (void)weight, (void)x_TI, (void)x_step, (void)bias_O, (void)y_TO, (void)T, (void)threads;
@@ -81,7 +81,7 @@ int64_t product(const Weight *weight, const float *x_TI, int64_t x_step, const f
 }
 #else
 
-/* The input as bytes: 8 bits where products of bytes are summed in 32, else 7, as two of 8 do not fit 16. */
+/* Bits of an input byte: 8 if products of bytes are summed in 32 bits, else 7, as a sum of two with 8 exceeds 16. */
 #ifdef __AVX512VNNI__
 #define BITS 8
 #define dot(sum, x, w) _mm512_dpbusd_epi32(sum, x, w)
@@ -98,13 +98,13 @@ int64_t product(const Weight *weight, const float *x_TI, int64_t x_step, const f
 #define MOST_BYTE_ROWS (V == 8 ? 3 : 6)
 
 #define P (2 * V)
-/* Of a group in a panel of bytes: P scales, the upper half of a float each; P sums of bytes; the bytes, by fours. */
+/* A group of a panel of bytes: P scales, each the upper half of a float; P sums of bytes; the bytes, by fours. */
 #define MOST_PANELS 4
 #define GROUP_BYTES (P * (2 + 2 + G))
 #define ROW_BLOCK_BYTES (384 << 10)
-#define SMALL_PRODUCT (1 << 17) /* multiplications that are not worth a second thread */
+#define SMALL_PRODUCT (1 << 17) /* multiplications below which a second thread does not pay */
 
-/* Bytes of an element of the input, and what stands for its 0. */
+/* Number of bytes of an input element, and the integer that represents 0. */
 static int64_t parts_of(int64_t kind) { return kind == FINE_BYTES ? 2 : 1; }
 static int32_t zero_of(int64_t parts) { return 1 << (BITS * parts - 1); }
 
@@ -117,7 +117,7 @@ static int64_t panel_bytes(const Weight *weight) {
     return weight->I * P * (weight->kind == FLOATS ? 4 : 2);
 }
 
-/* Tiles have up to MOST_PANELS panels, so there are a multiple of them. */
+/* Tiles have up to MOST_PANELS panels, so the number of panels is a multiple of that. */
 static int64_t panels_in(const Weight *weight) {
     return (weight->O + MOST_PANELS * P - 1) / (MOST_PANELS * P) * MOST_PANELS;
 }
@@ -126,14 +126,14 @@ int64_t packed_bytes(const Weight *weight) { return panels_in(weight) * panel_by
 
 static uint16_t half_of(float x) { return _cvtss_sh(x, _MM_FROUND_TO_NEAREST_INT); }
 
-/* Loops over a group are worth what -O3 makes of them. */
+/* Loops over a group profit from -O3. */
 #if defined(__GNUC__) && !defined(__clang__)
 #define OF_VECTORS __attribute__((optimize("O3")))
 #else
 #define OF_VECTORS
 #endif
 
-/* The bits of the largest magnitude of a group, of which ``size`` numbers are there; all of it to numbers, 0 behind. */
+/* Returns the bits of a group's largest magnitude and copies its ``size`` numbers to ``numbers``, padded with 0. */
 OF_VECTORS static uint32_t highest_of(const float *x, int64_t size, float *numbers) {
     uint32_t bits[G] = {0}, highest = 0;
     memcpy(bits, x, size * sizeof *bits);
@@ -155,12 +155,12 @@ OF_VECTORS static void pack_bytes(const float *w_OI, char *panel, int64_t first,
             int64_t size = first + o >= O ? 0 : I - g * G < G ? I - g * G : G;
             uint32_t bits = highest_of(size ? w_OI + (first + o) * I + g * G : w_OI, size, numbers);
             memcpy(&scale, &bits, sizeof scale);
-            scale = bits > 0x7f800000 ? NAN : scale / 127; /* what has no number makes its outputs NaN, as in float32 */
+            scale = bits > 0x7f800000 ? NAN : scale / 127; /* a NaN weight makes its outputs NaN, as in float32 */
             memcpy(&bits, &scale, sizeof bits);
             bits = (bits + 0xffff) & 0xffff0000; /* up, so that the largest still fits */
             memcpy(&scale, &bits, sizeof scale);
             scales[o] = bits >> 16;
-            float inverse = scale >= FLT_MIN ? 1 / scale : 0; /* of less it would be infinite, and NaN has no bytes */
+            float inverse = scale >= FLT_MIN ? 1 / scale : 0; /* of a smaller scale it would be infinite; NaN gives 0 */
             int8_t whole[G];
             int32_t sum = 0;
             for (int i = 0; i < G; i++) {
@@ -174,7 +174,7 @@ OF_VECTORS static void pack_bytes(const float *w_OI, char *panel, int64_t first,
     }
 }
 
-/* panels: ``packed_bytes`` of memory, which is written. */
+/* panels: ``packed_bytes`` of memory, which this fills. */
 void pack(const Weight *weight, const float *w_OI, char *panels, int64_t threads) {
     int64_t O = weight->O, I = weight->I, count = panels_in(weight), size = panel_bytes(weight);
 #pragma omp parallel for schedule(static) num_threads(threads)
@@ -189,7 +189,7 @@ void pack(const Weight *weight, const float *w_OI, char *panels, int64_t threads
                 float w = p * P + o < O ? w_OI[(p * P + o) * I + i] : 0;
                 if (weight->kind == HALVES)
                     ((uint16_t *)panel)[i * P + o] = half_of(w);
-                else if (weight->kind == UPPER_HALVES)  /* outputs o and o + V side by side */
+                else if (weight->kind == UPPER_HALVES)  /* outputs o and o + V are neighbours */
                     memcpy((uint16_t *)panel + i * P + o % V * 2 + o / V, (char *)&w + 2, 2);
                 else
                     ((float *)panel)[i * P + o] = w;
@@ -197,14 +197,14 @@ void pack(const Weight *weight, const float *w_OI, char *panels, int64_t threads
     }
 }
 
-/* The rows of a tile: x[I,M]; or scales[M,I/G] and bytes[M,I/G,parts,G], the upper part first. */
+/* The rows of a tile: x[I,M]; or scales[M,I/G] and bytes[M,I/G,parts,G], with the upper part first. */
 typedef struct {
     const float *x;
     const float *scales;
     const uint8_t *bytes;
 } Input;
 
-/* One panel of sums to y, of which the last may be cut. */
+/* Writes one panel of sums to y; the last panel may be cut. */
 INLINE void finish(const Floats *sum, const float *bias, float *y, int64_t width) {
     float kept[P];
     EACH(v, 2) {
@@ -309,7 +309,7 @@ static const Tile TILES[4][13] = {
 #endif
 };
 
-/* A row as bytes with a scale for each group; one with NaN or infinity gets scales that make its outputs NaN. */
+/* Rounds a row to bytes with a scale per group; NaN or infinity gives scales that make the outputs NaN. */
 OF_VECTORS static void round_row(const float *x, int64_t I, int64_t parts, float *scales, uint8_t *bytes) {
     int32_t zero = zero_of(parts);
     for (int64_t g = 0; g < groups(I); g++) {
@@ -333,7 +333,7 @@ static void transpose(const float *x_MI, int64_t x_step, float *restrict out_IM,
         for (int64_t i = 0; i < I; i++) out_IM[i * M + m] = x_MI[m * x_step + i];
 }
 
-/* x_step: from one row to the next.  bias_O: NULL for none.  threads: at most.  Returns 0, or -1 without memory. */
+/* x_step: distance of two rows.  bias_O: NULL for none.  threads: at most.  Returns 0, or -1 if memory is lacking. */
 int64_t product(const Weight *weight, const float *x_TI, int64_t x_step, const float *bias_O, float *y_TO, int64_t T,
                 int64_t threads) {
     int64_t O = weight->O, I = weight->I, count = (O + P - 1) / P, size = panel_bytes(weight);
@@ -348,8 +348,8 @@ int64_t product(const Weight *weight, const float *x_TI, int64_t x_step, const f
         if (!rounded) return -1;
         scales = (float *)(rounded + T * padded);
     }
-    /* Rows in tiles of one size or one less, for which as many panels are taken at once; tiles in blocks that stay in a
-       core's cache with these. */
+    /* Rows form tiles of two sizes that differ by one; the larger size sets the number of panels at once.  Tiles form
+       blocks that fit a core's cache together with those panels. */
     int64_t most = bytes ? MOST_BYTE_ROWS : MOST_ROWS, tiles = (T + most - 1) / most;
     int64_t rows = tiles ? (T - 1) / tiles + 1 : 0;
     int64_t step = bytes ? byte_panels_of(rows) : panels_of(rows);

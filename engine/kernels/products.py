@@ -1,7 +1,7 @@
-"""What several kernels compute alike.
+"""Functions that several kernels share.
 
-Owns: products in float32 whatever their operands are, with a way around the interpreter, which multiplies the bits of
-bfloat16 numbers as if they were integers; caps and sinks of attention's scores.
+Owns: products in float32 for operands of any type, also in the interpreter, which by itself multiplies the bits of
+bfloat16 numbers as integers; caps and sinks of attention scores.
 """
 
 import triton
@@ -10,7 +10,7 @@ import triton.language as tl
 
 @triton.jit
 def multiply(a, b, sums, INTERPRETED: tl.constexpr):
-    """sums + a @ b.  float32 operands are not rounded to what tensor cores take."""
+    """Return sums + a @ b.  float32 operands are not rounded for tensor cores."""
     if INTERPRETED:
         a = a.to(tl.float32)
         b = b.to(tl.float32)
@@ -19,15 +19,15 @@ def multiply(a, b, sums, INTERPRETED: tl.constexpr):
 
 @triton.jit
 def squashed(score, squash):
-    """tanh(score squash / 2), from -1 to 1."""
+    """Return tanh(score squash / 2), from -1 to 1."""
     return 2.0 * tl.sigmoid(score * squash) - 1.0
 
 
 @triton.jit
 def join_sink(highest, weight, sink_log2):
-    """(by what a result shrinks, sum of weights) when a score without a value joins; of -inf, nothing changes.
+    """Add a score without a value; return (factor of results so far, new sum of weights).  -inf changes nothing.
 
-    highest, sink_log2: scores times log2(e).  Scalars or vectors."""
+    highest, sink_log2: scores times log2(e), scalars or vectors."""
     top = tl.maximum(highest, sink_log2)
     shrink = tl.exp2(highest - top)
     return shrink, weight * shrink + tl.exp2(sink_log2 - top)

@@ -1,4 +1,4 @@
-"""Cosines and sines of a step's positions, in one launch; every layer reads them.
+"""Cosines and sines of a step's positions, made in one launch and read by every layer.
 
 Legend: T tokens · R rotated pairs of a head, H / 2 · H head size
 Owns: the table of a step.  Does not know: rotation, how frequencies are chosen.
@@ -13,7 +13,7 @@ from engine.kernels.dependent_launch import launch_options, let_next_begin, wait
 
 
 def angle_table(positions_T: Tensor, frequencies_R: Tensor, scale: float) -> Tensor:
-    """angles_TH float32: R cosines, then R sines, of position * frequency, both times ``scale``.
+    """Return angles_TH, float32: R cosines, then R sines, of position * frequency, multiplied by ``scale``.
 
     positions_T: int64.  frequencies_R: float32.  The product is rounded to float32 as torch rounds it.
     """
@@ -28,10 +28,10 @@ def angle_table(positions_T: Tensor, frequencies_R: Tensor, scale: float) -> Ten
     return angles_TH
 
 
-# Where a step's positions begin in a packed upload changes from step to step: their alignment must not make variants.
+# A packed upload puts a step's positions at changing addresses: their alignment must not make variants.
 @triton.jit(do_not_specialize_on_alignment=["positions"])
 def tabulate_angles(positions, frequencies, out, scale, HALF: tl.constexpr, BLOCK_R: tl.constexpr, PDL: tl.constexpr):
-    """One token per program."""
+    """Process one token per program."""
     token = tl.program_id(0).to(tl.int64)
     r_R = tl.arange(0, BLOCK_R)
     live_R = r_R < HALF

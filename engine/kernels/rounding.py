@@ -1,7 +1,7 @@
-"""Rows in float8 (e4m3) in one launch, by themselves or behind a residual add and a norm.
+"""Rounding of rows to float8 (e4m3) in one launch, alone or together with a residual add and a norm.
 
 Legend: T rows · I features · D model dim · G groups of a row that have a scale each
-Owns: one pass over the rows.  Does not know: products, weights.  ``float8.py`` has the same in torch.
+Owns: one pass over the rows.  Does not know: products, weights.  ``float8.py`` computes the same in torch.
 """
 
 import torch
@@ -19,8 +19,8 @@ MAX_WIDTH = 1 << 15  # a row is held in registers
 
 
 def round_rows(x_TI: Tensor, group: int = 0) -> tuple[Tensor, Tensor]:
-    """See ``float8.rounded``.  x_TI: any float dtype and strides between rows, elements of a row side by side, at most
-    MAX_WIDTH.  group: a power of two, or 0."""
+    """Return what ``float8.rounded`` returns.  x_TI: any float dtype and any strides, at most MAX_WIDTH wide; rows that
+    are not contiguous are copied.  group: a power of two, or 0."""
     num_rows, width = x_TI.shape
     x_TI = x_TI if x_TI.stride(1) == 1 else x_TI.contiguous()
     rounded_TI, scales_TG = _outputs(x_TI, group)
@@ -35,7 +35,7 @@ def round_rows(x_TI: Tensor, group: int = 0) -> tuple[Tensor, Tensor]:
 def add_norm_round(
     x_TD: Tensor, update_TD: Tensor, weight_D: Tensor, eps: float, group: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """``x += update`` in place, and its norm as ``norm.add_norm`` returns it, rounded as by ``round_rows``."""
+    """Add ``update`` to x in place and return ``norm.add_norm``'s result, rounded as by ``round_rows``."""
     num_rows, width = x_TD.shape
     assert x_TD.is_contiguous(), "the residual stream is written in place"
     rounded_TD, scales_TG = _outputs(x_TD, group)
@@ -70,8 +70,8 @@ def _constants(x_TI: Tensor, group: int) -> dict[str, int]:
 
 @triton.jit
 def store_rounded(x_GI, place_GI, live_GI, out, scales, group_stride, GROUP: tl.constexpr, WIDTH: tl.constexpr):
-    """One row, x_GI in float32, and the scale of each of its groups."""
-    # Divided as torch divides, so that both round alike.
+    """Store one row, given in float32, and the scale of each of its groups."""
+    # The divisions are torch's, so that both round alike.
     largest_G = tl.maximum(tl.max(tl.abs(x_GI), 1), SMALLEST)
     scale_G = tl.div_rn(largest_G, tl.zeros_like(largest_G) + LARGEST)
     rounded_GI = tl.div_rn(x_GI, tl.zeros_like(x_GI) + scale_G[:, None])
@@ -85,7 +85,7 @@ def round_row(
     x, out, scales, stride, row_stride, group_stride,
     WIDTH: tl.constexpr, GROUP: tl.constexpr, BLOCK_G: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One row per program."""
+    """Process one row per program."""
     row = tl.program_id(0).to(tl.int64)
     place_GI = tl.arange(0, BLOCK_G)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     live_GI = place_GI < WIDTH
@@ -100,7 +100,7 @@ def add_norm_round_row(
     x, update, weight, out, scales, eps, row_stride, group_stride,
     WIDTH: tl.constexpr, GROUP: tl.constexpr, BLOCK_G: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One row per program."""
+    """Process one row per program."""
     row = tl.program_id(0).to(tl.int64)
     place_GD = tl.arange(0, BLOCK_G)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     live_GD = place_GD < WIDTH
@@ -108,6 +108,6 @@ def add_norm_round_row(
     wait_for_previous(PDL)
     let_next_begin(PDL)
     norm_GD = sum_and_norm(x + row * WIDTH, update + row * WIDTH, weight_GD, place_GD, live_GD, eps, WIDTH)
-    # As the norm by itself would be stored, so that both ways round the same numbers.
+    # Rounded as the norm alone would be stored, so that both ways round the same numbers to float8.
     norm_GD = norm_GD.to(x.dtype.element_ty).to(tl.float32)
     store_rounded(norm_GD, place_GD, live_GD, out + row * WIDTH, scales + row * row_stride, group_stride, GROUP, WIDTH)

@@ -9,6 +9,8 @@ A request's way through it, with ``key = tree.key(tokens)``:
     publish(handle, ...)  after every chunk and at the end         unlock(handle)    it may go again
 """
 
+from collections.abc import Callable
+
 import numpy as np
 import numpy.typing as npt
 
@@ -30,7 +32,8 @@ class RadixTree:
     now: the step that is being planned; set it before each.  bigram: a key's elements are pairs of neighbours, for
     EAGLE heads, whose K/V depend on the next token too.
     num_host_pages: size of the host tier, 0 for none.
-    record_events, record_saves: collect what ``drain_events`` and ``drain_saves`` return; somebody must call them then.
+    record_events: collect what ``drain_events`` returns, which must be called then.
+    new_pages: called with pages that the tree has got from a request: their node, the first of them in it, the pages.
     """
 
     def __init__(
@@ -41,16 +44,15 @@ class RadixTree:
         bigram: bool = False,
         num_host_pages: int = 0,
         record_events: bool = False,
-        record_saves: bool = False,
     ) -> None:
         self.page_size = page_size
         self.now = 0
         self._bigram = bigram
-        self._page_bytes = page_size * TOKEN_BYTES * (2 if bigram else 1)
+        self.page_bytes = page_size * TOKEN_BYTES * (2 if bigram else 1)
         self._strategy = strategy
         self._num_host_pages = num_host_pages
-        self._events = EventLog(self._page_bytes, bigram=bigram) if record_events else None
-        self._record_saves = record_saves
+        self._events = EventLog(self.page_bytes, bigram=bigram) if record_events else None
+        self.new_pages: Callable[[Node, int, Pages], None] | None = None
         self._version = 0
         self._clear()
 
@@ -58,7 +60,6 @@ class RadixTree:
         self._roots: dict[Namespace, Root] = {}
         self._lock_counts = LockCounts(self._strategy)
         self._host = HostTier(self._num_host_pages, self._detach, self._events) if self._num_host_pages else None
-        self._saves: list[tuple[bytes, Pages]] = []
         self._num_handles = 0
 
     @property
@@ -77,6 +78,11 @@ class RadixTree:
         return self._lock_counts.num_evictable + self._lock_counts.num_protected
 
     @property
+    def num_handles(self) -> int:
+        """Number of handles that are locked."""
+        return self._num_handles
+
+    @property
     def num_on_host(self) -> int:
         """Host pages in use."""
         return self._host.num_used if self._host is not None else 0
@@ -88,16 +94,16 @@ class RadixTree:
         if self._bigram:
             tokens = np.stack((tokens[:-1], tokens[1:]), axis=1)
         raw = tokens.tobytes()
-        return raw[: len(raw) // self._page_bytes * self._page_bytes]
+        return raw[: len(raw) // self.page_bytes * self.page_bytes]
 
     def match(self, key: bytes, namespace: Namespace = SHARED) -> Match:
         """Find the longest cached prefix.  Changes nothing."""
         match = Match(key, namespace, self._version)
         root = self._roots.get(namespace)
         if root is not None:
-            match_on_device(match, root, self._page_bytes)
+            match_on_device(match, root, self.page_bytes)
             if self._host is not None:
-                match_on_host(match, self._page_bytes)
+                match_on_host(match, self.page_bytes)
         return match
 
     def hash_before(self, match: Match) -> bytes:
@@ -107,7 +113,7 @@ class RadixTree:
             return namespace_seed(match.namespace)
         start, above = match.num_pages + match.num_host_pages, node.parent
         while above is not None:
-            start -= len(above.key) // self._page_bytes
+            start -= len(above.key) // self.page_bytes
             above = above.parent
         return node.page_hashes[start - 1]
 
@@ -131,7 +137,7 @@ class RadixTree:
         node = match.end
         if node is None:
             node = self._roots.setdefault(match.namespace, Root(match.namespace))
-        elif match.num_end_pages * self._page_bytes < len(node.key):
+        elif match.num_end_pages * self.page_bytes < len(node.key):
             node = self._split(node, match.num_end_pages)
         if self._host is not None and match.host_end is not None:
             self._host.touch(match.host_end, self.now)
@@ -149,10 +155,10 @@ class RadixTree:
         page of the key.  From then on the request owns none of these: it uses the tree's, see ``Published``.
         """
         start = handle.num_pages
-        assert len(key) == len(pages) * self._page_bytes, f"{len(pages)} pages for a key of {len(key)} bytes"
+        assert len(key) == len(pages) * self.page_bytes, f"{len(pages)} pages for a key of {len(key)} bytes"
         node, at, found = self._descend(handle, key, pages[start:], transfer=False)
         if at < len(key):
-            node = self._extend(handle, node, key[at:], pages[at // self._page_bytes :])
+            node = self._extend(handle, node, key[at:], pages[at // self.page_bytes :])
         self._move(handle, node, len(pages))
         if not found:
             return Published(start, NO_PAGES, NO_PAGES)
@@ -175,18 +181,18 @@ class RadixTree:
         Returns how many of them it took, from the front; the handle keeps these too.  ``drain_transfers`` has what
         fills them."""
         start = handle.num_pages
-        key = key[: (start + len(pages)) * self._page_bytes]
+        key = key[: (start + len(pages)) * self.page_bytes]
         node, at, _ = self._descend(handle, key, pages, transfer=True)
-        self._move(handle, node, at // self._page_bytes)
+        self._move(handle, node, at // self.page_bytes)
         return handle.num_pages - start
 
     def adopt(self, handle: Handle, key: bytes, pages: Pages) -> None:
         """Take pages for ``key`` beyond the handle, of which the tree has nothing, to be filled from the store."""
-        node, start, size = handle.node, handle.num_pages, self._page_bytes
+        node, start, size = handle.node, handle.num_pages, self.page_bytes
         assert node is not None, "a handle was used after its unlock"
         assert key[start * size : (start + 1) * size] not in node.children, "the tree has these pages"
         tail = key[start * size : (start + len(pages)) * size]
-        self._move(handle, self._extend(handle, node, tail, pages, saved=True), start + len(pages))
+        self._move(handle, self._extend(handle, node, tail, pages, stored=True), start + len(pages))
 
     def evict(self, count: int) -> Pages:
         """Take ``count`` pages out of the tree, the worst candidates' first, or all evictable ones if those are fewer.
@@ -226,13 +232,6 @@ class RadixTree:
         """Copies between the tiers since the last call; they must happen in order, before the next step runs."""
         return self._host.drain_transfers() if self._host is not None else []
 
-    def drain_saves(self) -> list[tuple[bytes, Pages]]:
-        """Pages computed since the last call with their chained hashes, joined; nothing unless ``record_saves``.
-
-        What they hold stays there until the next step runs, whoever owns them by then."""
-        saves, self._saves = self._saves, []
-        return saves
-
     def outline(self, max_nodes: int, holders: Pages | None = None) -> Outline:
         """A picture of its hottest part, at a bounded cost.  holders: see ``engine/kv/outline.py``."""
         return outline(reversed(self._roots.values()), self.now, max_nodes, holders, stride=2 if self._bigram else 1)
@@ -248,7 +247,7 @@ class RadixTree:
         key, and the pages that were on the device; with ``transfer`` it stops before those."""
         node = handle.node
         assert node is not None, "a handle was used after its unlock"
-        page_bytes = self._page_bytes
+        page_bytes = self.page_bytes
         at = handle.num_pages * page_bytes
         assert key.startswith(node.key, at - len(node.key)), "the key does not continue what the handle keeps"
         found: list[bytearray] = []
@@ -267,8 +266,8 @@ class RadixTree:
             node = child
         return node, at, found
 
-    def _extend(self, handle: Handle, node: Node, tail: bytes, pages: Pages, *, saved: bool = False) -> Node:
-        """Add ``tail`` below ``node``; returns the node it ends in.  saved: the pages come from where saves go."""
+    def _extend(self, handle: Handle, node: Node, tail: bytes, pages: Pages, *, stored: bool = False) -> Node:
+        """Add ``tail`` below ``node``.  Return the node it ends in.  stored: the pages come from a store."""
         self._version += 1
         raw = bytearray(pages.tobytes())
         # What only this request ever used grows in place: a prompt in twenty chunks is one node, not twenty.
@@ -280,13 +279,13 @@ class RadixTree:
             self._lock_counts.grow(node, len(pages))
         else:
             first_page, parent = 0, node
-            node = Node(parent, tail[: self._page_bytes], bytearray(tail), raw, self.now, handle.priority)
+            node = Node(parent, tail[: self.page_bytes], bytearray(tail), raw, self.now, handle.priority)
             parent.children[node.first] = node
             self._lock_counts.arrive(node)
         if self._events is not None:
             self._events.stored(node, "device", first_page)
-        if self._record_saves and not saved:
-            self._saves.append((b"".join(node.page_hashes[first_page:]), pages.copy()))
+        if self.new_pages is not None and not stored:
+            self.new_pages(node, first_page, pages)
         return node
 
     def _move(self, handle: Handle, node: Node, num_pages: int) -> None:
@@ -360,7 +359,7 @@ class RadixTree:
         for namespace, root in self._roots.items():
             assert root.namespace == namespace, f"{namespace}: a root of another namespace"
             assert root.children or root.locks, f"{namespace}: an empty root"
-            nodes += check_nodes(root, self._page_bytes)
+            nodes += check_nodes(root, self.page_bytes)
         roots = list(self._roots.values())
         check_locks([*roots, *nodes], self._num_handles)
         check_pages(nodes, host=self._host is not None)

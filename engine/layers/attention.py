@@ -1,8 +1,8 @@
-"""The seam between a model and an attention kernel: what a step tells the backend, and what it must do.
+"""The interface between a model and an attention kernel: the batch that a step passes, and what a backend must do.
 
 Legend: T new tokens in the step (ragged, packed) · B sequences · D decode rows (the first D of B)
         P page-table width · N query heads · G KV heads · H head size
-Owns: the Protocol and the batch description.  Does not know: kernels, models, the scheduler.
+Owns: the protocols and the batch description.  Does not know: kernels, models, the scheduler.
 """
 
 from collections.abc import Callable
@@ -19,15 +19,17 @@ from engine.layers.kv_pool import KVPool
 
 @dataclass(frozen=True, slots=True)
 class AttentionSpec:
-    """What the attention of a model looks like on one rank, known before the pool is allocated.
+    """The shape of a model's attention on one rank, known before the pool is allocated.
 
-    scale multiplies the scores.  window: how many tokens back a query sees, itself included; 0 for all.
-    first_window_layer: the layers before it see everything, whatever the window; full_layers: those behind it that do.
+    scale: factor of the scores.
+    window: tokens that a query sees, counted back and including itself; 0 for all.
+    first_window_layer: first layer with the window; the layers before it see everything.
+    full_layers: layers after ``first_window_layer`` that see everything.
     soft_cap: a score becomes soft_cap * tanh(score / soft_cap), before masks; 0 for none.
-    sinks: for each layer a score for each query head, [N], that takes part in the softmax and has no value; or empty.
-    latent_size: values are the first so many numbers of their keys, which the pool has once; 0 for values of their own.
+    sinks: for each layer a score per query head, [N], that enters the softmax without a value; () for none.
+    latent_size: a value is the first ``latent_size`` numbers of its key and is not stored again; 0 for separate values.
 
-    The last four are for backends that declare them, see ``Declaration.supports``.
+    A backend must declare full_layers, soft_cap, sinks and latent_size in ``Declaration.supports`` to get them.
     """
 
     num_layers: int
@@ -44,21 +46,21 @@ class AttentionSpec:
 
     @property
     def value_size(self) -> int:
-        """Numbers of a value, and of a head's result."""
+        """Size of a value, and of a head's result."""
         return self.latent_size or self.head_size
 
     @property
     def needs(self) -> tuple[str, ...]:
-        """What of the last four there is, by the names that ``Declaration.supports`` has for it."""
+        """Names, as in ``Declaration.supports``, of the optional features that this attention uses."""
         there = {SOFT_CAP: self.soft_cap, SINKS: self.sinks, LAYER_WINDOWS: self.full_layers, LATENTS: self.latent_size}
         return tuple(name for name, value in there.items() if value)
 
     def window_of(self, layer: int) -> int:
-        """The layer's window; 0 if it sees everything."""
+        """Return the layer's window; 0 if it sees everything."""
         return 0 if layer < self.first_window_layer or layer in self.full_layers else self.window
 
     def shortened(self, num_layers: int) -> "AttentionSpec":
-        """The attention of a model with fewer layers, in which there is one of each kind: what trials run on."""
+        """Return the spec of a model with fewer layers that keeps one layer of each kind; trials run on it."""
         num_layers = min(num_layers, self.num_layers)
         first = min(self.first_window_layer, num_layers - 1)
         full_layers = tuple(layer for layer in self.full_layers if layer < num_layers)
@@ -75,14 +77,14 @@ class AttentionSpec:
 
 @dataclass(frozen=True, slots=True)
 class AttentionBatch:
-    """The sequences of one step: first the decode rows (one query each), then the prefill segments.
+    """The sequences of one step: the decode rows (one query each), then the prefill segments.
 
     page_table_BP: int32 on the device; entry [b, i] is the page of positions i*page_size ... of sequence b.
         Entries past a sequence's last page are 0 and must not be read as its content.
     lengths_B: int32 on the device; context length including this step's tokens.
     query_starts_B1: int32 [B + 1] on the device; sequence b's queries are rows starts[b]:starts[b+1] of T.
         They are its last ``starts[b+1] - starts[b]`` positions, and attend causally.
-    host_lengths, host_query_lengths: int32 [B] numpy copies, so that no backend has to ask the device.
+    host_lengths, host_query_lengths: int32 [B] numpy copies, so that backends need not read from the device.
     """
 
     num_decodes: int
@@ -97,9 +99,9 @@ class AttentionBackend(Protocol):
     """Causal attention of a step's new tokens over their sequences' paged context.
 
     Scores and sums are accumulated in float32.  A result may depend only on the sequence's own first
-    ``lengths[b]`` positions: whatever else lies in the pool, NaN included, must not reach it.
+    ``lengths[b]`` positions: other content of the pool, NaN included, must not reach it.
 
-    A decode step is captured whole only with a backend that is ``CapturableAttention`` or ``GraphAttentionBuilder``.
+    A whole decode step is captured only if the backend is a ``CapturableAttention`` or ``GraphAttentionBuilder``.
     """
 
     def plan_step(self, batch: AttentionBatch) -> None:
@@ -107,60 +109,61 @@ class AttentionBackend(Protocol):
         ...
 
     def attend(self, layer: int, q_TNH: Tensor) -> Tensor:
-        """out_TNH in q's dtype, H of a value.  The step's own K/V of this layer are in the pool already.
+        """Return out_TNH in q's dtype, where H is a value's size.  The pool already holds the step's K/V of this layer.
 
-        Layers come in their order, each once a step: what all layers share on the device can be made in the first."""
+        Called once per layer and step, in layer order: the first call can prepare what all layers share on the device.
+        """
         ...
 
 
 @runtime_checkable
 class WritingAttention(Protocol):
-    """What a backend has beside, if it can leave its result where it is wanted."""
+    """A backend that can write its result into a given tensor."""
 
     def attend_into(self, layer: int, q_TNH: Tensor, out_TNH: Tensor) -> None:
-        """``attend``, with the result in ``out_TNH``: contiguous, as ``attend`` returns it."""
+        """Compute ``attend`` into ``out_TNH``, which is contiguous, as a tensor that ``attend`` returns."""
         ...
 
 
 @runtime_checkable
 class CapturableAttention(Protocol):
-    """What a backend has beside, if a graph may hold its ``attend``; the attribute may also say that it must not.
+    """A backend whose ``attend`` a graph may hold, if ``capturable`` is true.
 
-    ``plan_step`` looks at shapes alone, and kernels read page tables and lengths where the batch has them whenever they
-    run.  So after one ``plan_step`` a captured ``attend`` may be replayed for ever."""
+    ``plan_step`` depends on shapes alone, and at each run the kernels read page tables and lengths where the batch has
+    them.  So after one ``plan_step`` a captured ``attend`` may be replayed any number of times."""
 
     capturable: bool
 
 
 @runtime_checkable
 class GraphAttentionBuilder(Protocol):
-    """What a backend has beside, if it builds another one for each graph."""
+    """A backend that builds another backend for each graph."""
 
     def for_graph(self, batch: AttentionBatch) -> AttentionBackend:
-        """A backend for one graph, of the decode rows of ``batch``.
+        """Return a backend for one graph, for the decode rows of ``batch``.
 
-        The batch's tensors stay where they are: the captured step writes them before its first layer, so kernels and
-        what ``attend`` does on the device read the step's own tables and lengths.  ``plan_step`` is called before the
-        capture and each replay with the same tensors, whose content is that of the step before, and the step's
-        ``host_lengths``; it may queue copies into its own memory.  Rows that only pad have one token, of the dump
+        The batch's tensors keep their addresses: the captured step writes them before its first layer, so ``attend``
+        reads the step's own tables and lengths on the device.  ``plan_step`` is called before the capture and before
+        each replay, with the same tensors, which then still hold the content of the previous step, and with the new
+        step's ``host_lengths``; it may queue copies into its own memory.  Padding rows have one token, of the dump
         page."""
         ...
 
 
 @runtime_checkable
 class BeginningAttention(Protocol):
-    """What a graph's backend has beside, if it makes something of the step's tables on the device for all layers."""
+    """A graph's backend that computes something from the step's tables on the device for all layers."""
 
     def begin_step(self) -> None:
-        """Called in the graph once tables and lengths are written, in front of the model's first kernel.
+        """Queue that work in the graph: after tables and lengths are written, before the model's first kernel.
 
-        So other kernels lie between what it makes and the first that reads it: one that begins before the kernel in
-        front of it has ended may see what the kernels before that one have written, and not what that one writes."""
+        Other kernels then lie between this work and the first kernel that reads it.  A kernel that starts before its
+        predecessor has ended sees what earlier kernels wrote, but maybe not what the predecessor writes."""
         ...
 
 
 def writer_of(backend: AttentionBackend) -> Callable[[int, Tensor, Tensor], None]:
-    """``attend_into`` of a backend, or for one that has none a copy of what it returns."""
+    """Return the backend's ``attend_into``; if it has none, a function that copies the result of ``attend``."""
     if isinstance(backend, WritingAttention):
         return backend.attend_into
 
@@ -171,11 +174,11 @@ def writer_of(backend: AttentionBackend) -> Callable[[int, Tensor, Tensor], None
 
 
 def is_capturable(backend: AttentionBackend) -> bool:
-    """Whether a graph may hold the backend's ``attend``."""
+    """Return whether a graph may hold the backend's ``attend``."""
     return isinstance(backend, CapturableAttention) and backend.capturable
 
 
 class AttentionFactory(Protocol):
-    """What an attention plugin's hook returns: builds the backend for one rank, or says why it cannot."""
+    """The result of an attention plugin's hook: builds one rank's backend, or raises an error that says why not."""
 
     def __call__(self, spec: AttentionSpec, pool: KVPool) -> AttentionBackend: ...

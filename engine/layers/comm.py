@@ -1,4 +1,4 @@
-"""What a layer needs from the communication library, as a Protocol; and a place in a group that is not there."""
+"""The collectives that layers need, as a Protocol, and a stand-in for a group that does not exist."""
 
 from typing import Protocol, runtime_checkable
 
@@ -14,7 +14,7 @@ class Comm(Protocol):
     size: int
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        """Sum over ranks, in place; returns ``tensor``.  The same bits on every rank, or they would sample apart."""
+        """Sum over ranks, in place, and return ``tensor``: the same bits on every rank, so that all sample the same."""
         ...
 
     def all_gather(self, tensor: Tensor, dim: int = -1) -> Tensor:
@@ -22,33 +22,33 @@ class Comm(Protocol):
         ...
 
     def close(self) -> None:
-        """Leave the group after a failure, and give up what is queued: ranks that wait for this one shall fail, too.
+        """Leave the group after a failure and discard queued work, so that ranks waiting for this one fail, too.
 
-        It waits for no other rank.  No graph holds a collective of the group any more.  Again: no effect."""
+        Waits for no other rank.  By then no graph holds a collective of the group.  A second call has no effect."""
         ...
 
 
 @runtime_checkable
 class CapturableComm(Protocol):
-    """What a library has beside, if it knows whether its collectives can be recorded into a CUDA graph."""
+    """A library that declares whether a CUDA graph can hold its collectives."""
 
     capturable: bool
 
 
 class Unconnected:
-    """A rank's place in a group that is not there: for a plan of a model, on the meta device, nobody need answer."""
+    """A rank of a group that does not exist: a model planned on the meta device needs shapes and no answers."""
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank = rank
         self.size = size
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        """What it is given: a sum has the same shape."""
+        """Return ``tensor``: a sum has the same shape."""
         return tensor
 
     def all_gather(self, tensor: Tensor, dim: int = -1) -> Tensor:
-        """Of the shape that all ranks' parts have together."""
+        """Return a tensor of the gathered shape."""
         return torch.cat([tensor] * self.size, dim)
 
     def close(self) -> None:
-        """Do nothing: nothing is held."""
+        """Do nothing: there is nothing to release."""

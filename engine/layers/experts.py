@@ -2,10 +2,10 @@
 
 Legend: T new tokens in the step · D model dim · E experts · K experts of a token · P pairs of token and expert, T K
         O outputs of gate and up on this rank · I intermediate features of this rank
-Owns: one product for each expert that has tokens, and where all experts' weights lie, for a kernel that takes them at
-once.  Does not know: how experts are chosen, which model it is in, files.
-Every rank has a part of every expert, as it has of a dense MLP, or some of the experts whole; each computes for all
-tokens what it has, and what all ranks computed is added up.
+Owns: one product for each expert that has tokens, and the stacked weights of all experts, for a kernel that computes
+them in one launch.  Does not know: how experts are chosen, which model it is in, files.
+Every rank has either a part of every expert, as of a dense MLP, or some whole experts.  Each rank computes its share
+for all tokens, and the shares are summed over ranks.
 """
 
 from collections.abc import Iterator, Sequence
@@ -25,7 +25,7 @@ from engine.types.errors import ConfigError
 
 
 class PartialLinear(RowLinear):
-    """This rank's part of the sum that ``RowLinear`` makes: it is added up over ranks once, for all experts."""
+    """This rank's partial sum of a ``RowLinear``: ``Experts`` sums over ranks once, for all experts."""
 
     may_cut_outputs = False
 
@@ -34,7 +34,7 @@ class PartialLinear(RowLinear):
 
 
 class Expert:
-    """One gated MLP, whose result is a partial sum.  size: its intermediate features over all ranks."""
+    """One gated MLP, whose result is a partial sum.  size: intermediate features over all ranks."""
 
     def __init__(
         self, shape: ExpertsShape, size: int, hidden_size: int, comm: Comm, device: torch.device, dtype: torch.dtype
@@ -53,16 +53,16 @@ class Expert:
         return self.down(gated(gate_up, self.shape.activation, kernels))
 
     def slices(self, name: str) -> Iterator[WeightSlice]:
-        """What it reads from a checkpoint that has it in tensors of its own."""
+        """Yield the slices of a checkpoint that has this expert in its own tensors."""
         yield from self.gate_up.slices(name)
         yield from self.down.slices(f"{name}.{self.shape.down}")
 
 
 class Experts:
-    """The sum over a token's experts of weight * expert(x), and an expert for all tokens if there is one.
+    """The sum over a token's experts of weight * expert(x), plus a shared expert for all tokens if the model has one.
 
-    On a GPU one kernel has all experts' weights, and ``linears`` has none of them: they are not rounded there.
-    Those of other ranks have no memory here."""
+    On a GPU one kernel reads all experts' weights, and ``linears`` leaves them out, so they are not rounded there.
+    Experts of other ranks have no memory here."""
 
     def __init__(
         self, shape: ExpertsShape, hidden_size: int, comm: Comm, device: torch.device, dtype: torch.dtype
@@ -76,8 +76,8 @@ class Experts:
         self.every = [
             Expert(shape, shape.expert_size, hidden_size, cut, nowhere, dtype) for _ in range(shape.num_experts)
         ]
-        self.first, behind = _held(shape, comm)
-        self.experts = self.every[self.first : behind]
+        self.first, end = _held(shape, comm)
+        self.experts = self.every[self.first : end]
         pairs = zip(*(expert.linears for expert in self.experts), strict=True)
         self._stacks = [Stack(linears, device) for linears in pairs]
         self.on_gpu = device.type == "cuda"
@@ -96,7 +96,7 @@ class Experts:
         return self.comm.all_reduce(out_TD) if self.comm.size > 1 else out_TD
 
     def _mixed_by(self, kernels: DeviceKernels, x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor) -> Tensor:
-        """The same as ``_mixed`` without a look at the choice, as a graph needs it."""
+        """Return what ``_mixed`` returns, computed without reading the choice on the host, as a graph needs it."""
         shape, (gate_up, down) = self.shape, self._stacks
         biases = (gate_up.biases, down.biases if shape.divided or self.comm.rank == 0 else None)
         kind = "clamped_swish" if shape.stacked else shape.activation
@@ -106,9 +106,9 @@ class Experts:
         )
 
     def _mixed(self, x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor) -> Tensor:
-        """This rank's part of the sum over the chosen experts, expert by expert."""
-        # Pairs by expert, of each expert in the order of tokens: what a token gets is added up in the experts' order,
-        # whatever else is in the batch.
+        """Return this rank's part of the sum over the chosen experts, computed expert by expert."""
+        # Pairs are sorted by expert, then by token, so a token's results are added in the order of experts, whatever
+        # else is in the batch.
         order_P = experts_TK.flatten().argsort(stable=True)
         tokens_P = order_P // self.shape.num_chosen
         weights_P1 = weights_TK.flatten()[order_P][:, None]
@@ -124,9 +124,9 @@ class Experts:
         return out_TD
 
     def pack(self, kernels: LayerKernels | None) -> None:
-        """Take the kernel of a GPU; called once, after loading.  Raises ConfigError if there is none."""
+        """Set the GPU's kernel; called once, after loading.  Raises ConfigError on a GPU without kernels."""
         if not self.on_gpu:
-            self._stacks = []  # each expert has a layout of its own by now
+            self._stacks = []  # each expert has its own layout by now
         elif not isinstance(kernels, DeviceKernels):
             raise ConfigError(
                 "a mixture of experts on a GPU needs this project's Triton kernels, which cannot be used here; the log "
@@ -136,7 +136,7 @@ class Experts:
             self._kernels = kernels
 
     def slices(self, prefix: str) -> Iterator[WeightSlice]:
-        """What this part reads from a checkpoint."""
+        """Yield the slices of the checkpoint that this part reads."""
         shape = self.shape
         name = joined(prefix, shape.name)
         yield from self.router.slices(name)
@@ -158,7 +158,7 @@ class Experts:
 
 
 def _held(shape: ExpertsShape, comm: Comm) -> tuple[int, int]:
-    """Numbers of the first expert of this rank and of the one behind its last; the first ranks may have one more."""
+    """Return this rank's range of experts as (first, end); the first ranks may have one more."""
     total = shape.num_experts
     if not shape.divided:
         return 0, total
@@ -173,7 +173,7 @@ def _held(shape: ExpertsShape, comm: Comm) -> tuple[int, int]:
 
 
 class Stack:
-    """Memory side by side for one linear layer of all experts: weights_EOI, and biases_EO or None."""
+    """Contiguous memory for one linear layer of all experts: weights_EOI, and biases_EO or None."""
 
     def __init__(self, linears: Sequence[Linear], device: torch.device) -> None:
         like, bias = linears[0].weight, linears[0].bias

@@ -1,6 +1,6 @@
-"""What fused kernels do for layers, each in one launch where torch needs several.
+"""Fused kernels for layers: each is one launch where torch needs several.
 
-Owns: the protocol.  Does not know: kernels; ``engine/kernels/`` has them, and says what each computes.
+Owns: the protocol.  Does not know: the kernels themselves, which are in ``engine/kernels/``.
 """
 
 from typing import Protocol, runtime_checkable
@@ -9,14 +9,14 @@ from torch import Tensor
 
 
 class LayerKernels(Protocol):
-    """Kernels on tensors of one device; layers that are given None compute the same in torch."""
+    """Kernels for tensors of one device; a layer that gets None instead computes the same in torch."""
 
     def add_norm(self, x_TD: Tensor, update_TD: Tensor | None, weight_D: Tensor, eps: float) -> Tensor:
-        """Add in place, and return the norm of the sum.  update_TD: None, which a GPU's are not given, for no sum."""
+        """Add ``update_TD`` in place and return the norm of the sum.  None, which adds nothing, is for CPUs alone."""
         ...
 
     def angle_table(self, positions_T: Tensor, frequencies_R: Tensor, scale: float) -> Tensor:
-        """Cosines and sines of the positions' angles."""
+        """Return cosines and sines of the positions' angles."""
         ...
 
     def rotate_and_store(
@@ -30,17 +30,17 @@ class LayerKernels(Protocol):
         slots_T: Tensor,
         limit: float = 0.0,
     ) -> Tensor:
-        """Return normed and rotated queries; store keys and values, at most ``limit`` large unless that is 0."""
+        """Return normed, rotated queries; store keys and values, clamped to +-``limit`` unless that is 0."""
         ...
 
     def gated(self, gate_up_T2I: Tensor, kind: str = "silu") -> Tensor:
-        """The activation of gates times what they let through."""
+        """Return activation(gate) * up."""
         ...
 
 
 @runtime_checkable
 class DeviceKernels(LayerKernels, Protocol):
-    """What those of a GPU do beside."""
+    """Further kernels that only a GPU has."""
 
     def mix_experts(
         self,
@@ -56,9 +56,9 @@ class DeviceKernels(LayerKernels, Protocol):
         slope: float = 1.0,
         first_expert: int | None = None,
     ) -> Tensor:
-        """The sum over those of a token's experts that are here of weight * expert(x)."""
+        """Return the sum of weight * expert(x) over a token's experts that are on this rank."""
         ...
 
     def embed_shard(self, token_ids_T: Tensor, table_VD: Tensor, first: int) -> Tensor:
-        """Rows of a part of the embedding, zeros for tokens of other parts."""
+        """Return rows of this rank's part of the embedding; zeros for tokens of other parts."""
         ...

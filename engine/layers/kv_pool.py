@@ -1,8 +1,8 @@
 """The KV pool: one allocation per rank that holds every cached key and value.
 
 Legend: L layers · P pages · S page size · G KV heads (of this rank) · H head size · T tokens of a step
-        R size of a record, which is H where pages keep no scales
-Owns: the memory and its layout.  Does not know: which page belongs to whom.
+        R size of a record, which is H if pages keep no scales
+Owns: the memory and its layout.  Does not know: which sequence a page belongs to.
 """
 
 import math
@@ -20,18 +20,18 @@ StoreKernel = Callable[[int, Tensor, Tensor, Tensor], None]
 
 
 class KVPool:
-    """K and V of all layers.  data: [L, C, P + 1, S, G, R]; all have equal strides.
+    """Keys and values of all layers.
 
-    C is 2, keys and values; 1 where values are the first latent_size numbers of their keys, see ``AttentionSpec``.
-
-    format: how ``data`` keeps them, by ``kv_dtype``, see ``PageFormat``.  dtype: as the model computes and reads them.
-    layout: what lies side by side in memory.  'layer_first': a layer's pages.  'page_first': a page's layers, so that a
-    page is one block, which goes to another tier as one copy.
-    by_page: [P + 1, L, C, S, G, R] view of all of it as ``format.memory``: what each page holds; contiguous if
-    page-first.
-    page_stride: from the first slot of a page to that of the next; slot = page * page_stride + offset, in every layer.
-    The last page is the dump: padded rows of a captured batch write there, nobody reads it, and it
-    starts as zeros so that a masked read of it is harmless.
+    data: [L, C, P + 1, S, G, R]; all layers have equal strides.  C is 2, for keys and values, or 1 if a value is the
+    first latent_size numbers of its key (``AttentionSpec``).
+    format: the ``PageFormat`` that ``kv_dtype`` selects.  dtype: type in which the model computes and reads.
+    layout: order in memory.  'layer_first': the pages of a layer are contiguous.  'page_first': the layers of a page
+    are contiguous, so that one copy moves a page to another tier.
+    by_page: [P + 1, L, C, S, G, R] view of all memory as ``format.memory``; contiguous if page-first.
+    page_stride: distance of the first slots of two successive pages; slot = page * page_stride + offset, in every
+    layer.
+    The last page is the dump page: padded rows of a captured batch write there, and it is never read unmasked.  It
+    starts as zeros, so that a masked read of it is harmless.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class KVPool:
             self._value_slots = [slots[layer, -1] for layer in range(num_layers)]
         else:
             self.by_page = _zeros((num_pages + 1, num_layers, num_kinds, *block), self.format.memory, device)
-            # A layer's slots begin where its part of the first page does, and others' lie between its own pages.
+            # A layer's slots begin at its part of the first page; slots of other layers lie between its pages.
             slots = self.by_page.view(-1, *block[1:])
             self._key_slots = [slots[num_kinds * layer * page_size :] for layer in range(num_layers)]
             self._value_slots = [slots[(num_kinds * (layer + 1) - 1) * page_size :] for layer in range(num_layers)]
@@ -79,15 +79,15 @@ class KVPool:
         self._store_by: StoreKernel | None = None
 
     def keys(self, layer: int) -> Tensor:
-        """[slots, G, R] view of a layer's keys, contiguous; slot = page * page_stride + offset."""
+        """Return a layer's keys as a [slots, G, R] view, contiguous; slot = page * page_stride + offset."""
         return self._keys[layer]
 
     def values(self, layer: int) -> Tensor:
-        """[slots, G, R] view of a layer's values; of latents [slots, 1, latent_size], the first numbers of the keys."""
+        """Return a layer's values, a [slots, G, R] view; with latents [slots, 1, latent_size], a part of the keys."""
         return self._values[layer]
 
     def read(self, layer: int, slots_T: Tensor) -> tuple[Tensor, Tensor]:
-        """k_TGH and v_TGH, copies of what pages keep of these tokens; a latent's value is its first numbers."""
+        """Return k_TGH and v_TGH, copies of what pages keep of these tokens."""
         k_TGR, v_TGR = self._key_slots[layer][slots_T], self._value_slots[layer][slots_T]
         shape = (*k_TGR.shape[:-1], self.head_size)
         k_TGH, v_TGH = k_TGR.new_empty(shape, dtype=self.dtype), v_TGR.new_empty(shape, dtype=self.dtype)
@@ -95,13 +95,13 @@ class KVPool:
         return self.format.decode(k_TGR, k_TGH), v_TGH
 
     def store_latents(self, layer: int, latents_T1H: Tensor, slots_T: Tensor) -> None:
-        """Write a step's new latents, keys whose first numbers are the values, to their slots."""
+        """Write a step's new latents to their slots; a latent is a key, and its first numbers are the value."""
         latents_T1R = latents_T1H if self._encode is None else self._encode(latents_T1H)
         self._key_slots[layer].index_copy_(0, slots_T, latents_T1R)
 
     def store(self, layer: int, k_TGH: Tensor, v_TGH: Tensor, slots_T: Tensor) -> None:
-        """Write a step's new keys and values to their slots, rounded to what pages keep."""
-        # A compiler knows what an index_copy_ is, and nothing of a library's kernel.
+        """Write a step's new keys and values to their slots, rounded to the format of the pages."""
+        # A compiler can trace index_copy_, but not the kernel of a library.
         if self._store_by is not None and not torch.compiler.is_dynamo_compiling():
             self._store_by(layer, k_TGH, v_TGH, slots_T)
             return
@@ -111,17 +111,17 @@ class KVPool:
         self._value_slots[layer].index_copy_(0, slots_T, v_TGH)
 
     def store_by(self, kernel: StoreKernel) -> None:
-        """Have ``store`` call ``kernel(layer, k_TGH, v_TGH, slots_T)``: an attention library may have a faster one."""
+        """Make ``store`` call ``kernel(layer, k_TGH, v_TGH, slots_T)``: an attention library may have a faster one."""
         self._store_by = kernel
 
     @staticmethod
     def num_kinds(latent_size: int) -> int:
-        """C: keys and values, or latents that are both."""
+        """Return C: 2 for keys and values, 1 for latents that are both."""
         return 1 if latent_size else 2
 
     @staticmethod
     def page_stride_of(layout: Layout, num_layers: int, page_size: int, latent_size: int = 0) -> int:
-        """``page_stride`` of such a pool."""
+        """Return the ``page_stride`` of such a pool."""
         return page_size if layout == "layer_first" else num_layers * KVPool.num_kinds(latent_size) * page_size
 
     @staticmethod
@@ -134,7 +134,7 @@ class KVPool:
         kv_dtype: str = "",
         latent_size: int = 0,
     ) -> int:
-        """Bytes one page takes over all layers."""
+        """Return the bytes that one page takes over all layers."""
         form = PageFormat(dtype, kv_dtype)
         num_vectors = num_layers * KVPool.num_kinds(latent_size) * page_size * num_kv_heads
         return num_vectors * form.record_size(head_size) * form.memory.itemsize
@@ -142,7 +142,7 @@ class KVPool:
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     if device.type == "cpu":
-        # calloc: pages that were never written take no memory, so a roomy pool costs nothing on a small box.
+        # calloc: pages that were never written take no memory, so a large pool costs nothing on a small machine.
         num_bytes = math.prod(shape) * dtype.itemsize
         return torch.from_numpy(np.zeros(num_bytes, dtype=np.uint8)).view(dtype).view(shape)
     return torch.zeros(shape, dtype=dtype, device=device)

@@ -2,11 +2,11 @@
 
 Legend: T new tokens in the step (ragged, packed) · D model dim · Q query heads of this rank · C latent size
         R rotary size · P plain size of a query · V value size · H of what is compared, C + R
-Owns: projections, rotation, storing latents, the way into the space of latents and out of it.
+Owns: projections, rotation, storing latents, and the maps into and out of the space of latents.
 Does not know: which backend attends, the residual stream, which model it is in.
 
-A head's key is W_k times the latent, so its score with a query is that of the latent with W_k^T times the query; and a
-sum of values is W_v times the sum of latents.  So all heads share one key of H numbers, whose first C are the value.
+A head's key is W_k times the latent, so the score of a query q is that of W_k^T q with the latent; and a sum of values
+is W_v times the sum of latents.  So all heads share one key of H numbers, whose first C are the value.
 Every rank keeps the latents of all tokens.
 """
 
@@ -28,7 +28,7 @@ LATENT = "kv_a_proj_with_mqa"
 
 
 class LatentAttention:
-    """See ``Attention``.  expand_QEC: W_k and W_v of each head, one above the other; it is never rounded."""
+    """An ``Attention`` over latents.  expand_QEC: W_k and W_v of each head, stacked along E; it is never rounded."""
 
     num_keys = 1
     sinks_Q: Tensor | None = None
@@ -42,7 +42,7 @@ class LatentAttention:
         place = (device, dtype)
         query = ("q_b_proj" if shape.query_rank else "q_proj", shape.num_heads * (shape.plain_size + shape.rotary_size))
         latent = (LATENT, shape.head_size)
-        # Its first outputs are what queries are made of, if there is such a step.
+        # With a query_rank, the first outputs of this product are the compressed queries.
         inward = [("q_a_proj", shape.query_rank), latent] if shape.query_rank else [latent]
         self.inward = ColumnLinear(hidden_size, inward, shape.bias, None, *place)
         self.query_norm: RMSNorm | None = None
@@ -64,7 +64,7 @@ class LatentAttention:
         step: StepTensors,
         kernels: LayerKernels | None,
     ) -> Tensor:
-        """See ``Attention.project``."""
+        """Return the queries in the space of latents and store the step's latents (``Attention.project``)."""
         assert rotary is not None, "latents have no positions of their own"
         shape = self.shape
         inward_TI = self.inward(normed_TD)
@@ -78,7 +78,7 @@ class LatentAttention:
         return torch.cat((latent_QTC.transpose(0, 1), rotary.rotate(turned_TQR, angles)), -1)
 
     def output(self, attended_TQH: Tensor) -> Tensor:
-        """See ``Attention.output``."""
+        """Map sums of latents to values and project them (``Attention.output``)."""
         values_QTV = attended_TQH.transpose(0, 1) @ self.expand_QEC[:, self.shape.plain_size :].mT
         return self.output_linear(values_QTV.transpose(0, 1).flatten(1))
 
@@ -89,7 +89,7 @@ class LatentAttention:
         self.latent_norm.pack(kernels)
 
     def slices(self, prefix: str) -> Iterator[WeightSlice]:
-        """What this part reads from a checkpoint."""
+        """Yield the slices of the checkpoint that this part reads."""
         name, rank = joined(prefix, self.shape.name), self.comm.rank
         yield from self.inward.slices(name)
         if self.query_norm is not None:

@@ -1,8 +1,8 @@
-"""Linear layers cut over the tensor-parallel ranks, several checkpoint matrices merged into one product.
+"""Linear layers, cut over the tensor-parallel ranks; several checkpoint matrices can be merged into one product.
 
 Legend: T new tokens in the step · I input features · O output features of this rank
   N rows whose logits are wanted · D model dim · V vocabulary
-Owns: the cut, the merge, and the one place where a loaded weight is laid out for the device (``pack``).
+Owns: the cut, the merge, and ``pack``, the one place that lays a loaded weight out for the device.
 Does not know: which model it is in, files.
 Layers are plain objects: nn.Module's attribute lookups and calls cost 0.5 us each, a tenth of a small model's step.
 """
@@ -21,7 +21,7 @@ from engine.layers.weights import WeightSlice, parameter, share
 
 
 class Linear:
-    """y = x W^T + b with this rank's part of W: the product that every linear layer here comes down to."""
+    """The product y = x W^T + b with this rank's part of W; every linear layer here is one."""
 
     def __init__(self, inputs: int, outputs: int, bias: bool, device: torch.device, dtype: torch.dtype) -> None:
         self.weight: Tensor = parameter(outputs, inputs, device=device, dtype=dtype)
@@ -33,21 +33,21 @@ class Linear:
 
     @property
     def nbytes(self) -> int:
-        """Memory of the weight: in its kernel's layout, plain, or both where somebody else reads it too."""
+        """Memory of the weight: in its kernel's layout, plain, or both if another object reads the plain one."""
         plain = self.weight.nbytes if hasattr(self, "weight") else 0
         return plain if self.packed is None else plain + self.packed.nbytes
 
     def pack(self, kernel: LinearKernel, keep_weight: bool = False) -> None:
         """Lay the weight out for its kernel; called once, after loading.
 
-        The plain weight is freed if another layout replaces it, unless somebody else reads it too.
+        The plain weight is freed if another layout replaces it, unless ``keep_weight`` says that it is still read.
         """
         self.packed = kernel.pack(self.weight)
         if self.packed is not None and not keep_weight:
             del self.weight
 
     def adapt(self, adapted: Callable[[PackedWeight], PackedWeight]) -> None:
-        """Put what adds to the product into its place; called once, after ``pack``."""
+        """Replace the product by ``adapted(product)``, which adds to it; called once, after ``pack``."""
         self.packed = adapted(self.packed or PlainWeight(self.weight))
 
     def _product(self, x_TI: Tensor, bias: Tensor | None) -> Tensor:
@@ -57,7 +57,7 @@ class Linear:
 
 
 class PlainWeight:
-    """A weight as it was loaded, whose memory counts where it is kept."""
+    """A weight as it was loaded; its memory is counted where it is kept."""
 
     nbytes = 0
 
@@ -65,7 +65,7 @@ class PlainWeight:
         self._weight_OI = weight_OI
 
     def __call__(self, x_TI: Tensor, bias_O: Tensor | None) -> Tensor:
-        """See ``PackedWeight``."""
+        """Return x W^T + bias (``PackedWeight``)."""
         return F.linear(x_TI, self._weight_OI, bias_O)
 
 
@@ -88,7 +88,7 @@ class ColumnLinear(Linear):
         super().__init__(inputs, sum(length for *_, length in self.parts), bias, device, dtype)
 
     def slices(self, prefix: str) -> Iterator[WeightSlice]:
-        """What this layer reads from a checkpoint."""
+        """Yield the slices of the checkpoint that this layer reads."""
         yield from _row_slices(self, prefix, self.parts)
 
 
@@ -125,15 +125,15 @@ class QKVLinear(Linear):
         super().__init__(inputs, queries + 2 * keys, bias, device, dtype)
 
     def slices(self, prefix: str) -> Iterator[WeightSlice]:
-        """What this layer reads from a checkpoint."""
+        """Yield the slices of the checkpoint that this layer reads."""
         yield from _row_slices(self, prefix, self.parts)
 
 
 class RowLinear(Linear):
-    """Each rank has a part of the inputs; all get all outputs.
+    """A linear layer whose inputs are cut over ranks; every rank gets all outputs.
 
-    Inputs are cut over ranks, the partial sums are added up over ranks, and the bias once.  With an ``OrderedComm``
-    outputs are cut instead, and inputs gathered: sums are those of one rank then."""
+    The partial sums are added over ranks, and the bias once.  With an ``OrderedComm`` the outputs are cut instead and
+    the inputs gathered, so that sums are those of a single rank."""
 
     may_cut_outputs = True
 
@@ -158,7 +158,7 @@ class RowLinear(Linear):
         return y_TO if self.bias is None else y_TO.add_(self.bias)
 
     def slices(self, prefix: str) -> Iterator[WeightSlice]:
-        """What this layer reads from a checkpoint."""
+        """Yield the slices of the checkpoint that this layer reads."""
         cut = 0 if self.cuts_outputs else 1
         mine = self.weight.shape[cut]
         first, sizes = self.comm.rank * mine, (self.outputs, self.inputs)
@@ -169,7 +169,7 @@ class RowLinear(Linear):
 
 
 def _cut(name: str, total: int, comm: Comm | None) -> tuple[int, int]:
-    """(first output, number of outputs) of this rank."""
+    """Return (first output, number of outputs) of this rank."""
     if comm is None:
         return 0, total
     mine = share(total, comm.size, f"outputs of {name}")
@@ -177,7 +177,10 @@ def _cut(name: str, total: int, comm: Comm | None) -> tuple[int, int]:
 
 
 def _row_slices(layer: Linear, prefix: str, parts: Sequence[tuple[str, int, int, int]]) -> Iterator[WeightSlice]:
-    """parts: (name, outputs over all ranks, first output, outputs of this rank), in the order of the merged rows."""
+    """Yield the slices of a layer.
+
+    parts: (name, outputs over all ranks, first output, outputs of this rank), in the order of the merged rows.
+    """
     row, inputs = 0, layer.weight.shape[1]
     for name, total, start, length in parts:
         source = f"{prefix}.{name}"
@@ -190,7 +193,7 @@ def _row_slices(layer: Linear, prefix: str, parts: Sequence[tuple[str, int, int,
 class VocabLinear(Linear):
     """A table of one row per token id.  Rows are padded with zeros up to a multiple of the number of ranks.
 
-    The embedding and the LM head are the same kind of table, and with tied weights the same object.
+    The embedding and the LM head are such tables, and with tied weights the same object.
     """
 
     def __init__(self, vocab_size: int, size: int, comm: Comm, device: torch.device, dtype: torch.dtype) -> None:
@@ -202,7 +205,7 @@ class VocabLinear(Linear):
         self.rows = rows
 
     def embed(self, token_ids_T: Tensor, kernels: LayerKernels | None = None) -> Tensor:
-        """Hidden states of token ids; ids below 0 or past the vocabulary are a bug of the caller."""
+        """Return the hidden states of token ids, which must be in the vocabulary."""
         if self.comm.size == 1:
             return F.embedding(token_ids_T, self.weight)
         if isinstance(kernels, DeviceKernels):
@@ -213,14 +216,14 @@ class VocabLinear(Linear):
         return self.comm.all_reduce(x_TD.masked_fill_(elsewhere_T[:, None], 0))
 
     def logits(self, x_ND: Tensor, as_float32: bool = True) -> Tensor:
-        """Logits_NV, whole on every rank; in float32, or in the model's dtype, half the memory and as exact."""
+        """Return logits_NV, whole on every rank: as float32, or in the model's dtype, as exact in half the memory."""
         logits_NV = self(x_ND)
         if self.comm.size > 1:
             logits_NV = self.comm.all_gather(logits_NV)[:, : self.vocab_size]
         return logits_NV.float() if as_float32 else logits_NV
 
     def slices(self, prefix: str) -> Iterator[WeightSlice]:
-        """What this layer reads from a checkpoint."""
+        """Yield the slices of the checkpoint that this layer reads."""
         first = min(self.first, self.vocab_size)
         held = min(self.rows, self.vocab_size - first)
         yield WeightSlice(f"{prefix}.weight", (self.vocab_size, self.weight.shape[1]), 0, first, held, self.weight)

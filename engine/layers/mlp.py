@@ -16,24 +16,33 @@ from engine.layers.kernels import LayerKernels
 from engine.layers.linear import ColumnLinear, RowLinear
 from engine.layers.weights import WeightSlice, joined, merged, transposed
 
-# torch divides an operation on so many elements among threads, at places that depend on how many there are; what is
-# left at the end of a thread's part it computes by other instructions.
+# torch divides an operation on at least so many elements among threads, at places that depend on their number.  It
+# computes the remainder at the end of a thread's part, or of a row with a gap after it, by other instructions, and so
+# all of gelu of rows with gaps.
 DIVIDED = 32768
+VECTORS = 128  # a multiple of so many elements has no remainder
 
 
 def activated(x_TI: Tensor, kind: str) -> Tensor:
-    """[T, I].  kind: see ``GatedShape.activation``."""
+    """Return the activation of x, [T, I].  kind: one of ``GatedShape.activation``."""
     if kind == "silu":
         return F.silu(x_TI)
     return F.gelu(x_TI, approximate="tanh" if kind == "gelu_pytorch_tanh" else "none")
 
 
 def activated_by_rows(x_TI: Tensor, kind: str) -> Tensor:
-    """``activated``, with the same bits for a row whatever other rows there are: no thread begins within one."""
-    rows = max(1, (DIVIDED - 1) // x_TI.shape[1])
-    if len(x_TI) <= rows:
-        return activated(x_TI, kind)
-    return torch.cat([activated(part, kind) for part in x_TI.split(rows)])
+    """Return ``activated``, with the same bits for an element whatever other rows and features there are.
+
+    No thread begins within a row, zeros fill a row's last vectors, and rows have no gaps."""
+    width = x_TI.shape[1]
+    left = -width % VECTORS
+    filled = F.pad(x_TI, (0, left)) if left else x_TI.contiguous()
+    rows = max(1, (DIVIDED - 1) // (width + left))
+    if len(x_TI) > rows:
+        whole = torch.cat([activated(part, kind) for part in filled.split(rows)])
+    else:
+        whole = activated(filled, kind)
+    return whole[:, :width] if left else whole
 
 
 def gated(
@@ -42,7 +51,7 @@ def gated(
     kernels: LayerKernels | None,
     activate: Callable[[Tensor, str], Tensor] = activated,
 ) -> Tensor:
-    """[T, I] from the merged projections, first all of gate.  kind: see ``GatedShape.activation``."""
+    """Return activation(gate) * up, [T, I].  gate_up_T2I: all of gate, then all of up.  kind: as for ``activated``."""
     if kernels is not None:
         return kernels.gated(gate_up_T2I, kind)
     gate_TI, up_TI = gate_up_T2I.chunk(2, -1)
@@ -50,14 +59,14 @@ def gated(
 
 
 def clamped_swish(gate_up_TI2: Tensor, limit: float, slope: float) -> Tensor:
-    """[T, I] from gates and ups that alternate: (up + 1) gate sigmoid(slope gate), of values cut at the limit."""
+    """Return (up + 1) gate sigmoid(slope gate), [T, I], of clamped gates and ups, which alternate in the input."""
     gate_TI, up_TI = gate_up_TI2.unflatten(-1, (-1, 2)).unbind(-1)
     gate_TI, up_TI = gate_TI.clamp(max=limit), up_TI.clamp(-limit, limit)
     return (up_TI + 1) * (gate_TI * torch.sigmoid(gate_TI * slope))
 
 
 class GatedMLP:
-    """down(activation(gate(x)) * up(x))."""
+    """A gated MLP: down(activation(gate(x)) * up(x))."""
 
     def __init__(
         self, shape: GatedShape, hidden_size: int, comm: Comm, device: torch.device, dtype: torch.dtype
@@ -73,14 +82,14 @@ class GatedMLP:
         return self.down(gated(self.gate_up(x_TD), self.shape.activation, kernels, self._activate))
 
     def by_rows(self) -> None:
-        """See ``RowwisePart``."""
+        """Compute the activation by rows (``RowwisePart``)."""
         self._activate = activated_by_rows
 
     def pack(self, kernels: LayerKernels | None) -> None:
-        """Nothing to prepare beside the linear layers."""
+        """Do nothing: there are only linear layers."""
 
     def slices(self, prefix: str) -> Iterator[WeightSlice]:
-        """What this part reads from a checkpoint."""
+        """Yield the slices of the checkpoint that this part reads."""
         name = joined(prefix, self.shape.name)
         gate_up = self.gate_up.slices(name)
         yield from merged(gate_up, f"{name}.{self.shape.merged}") if self.shape.merged else gate_up
@@ -88,7 +97,7 @@ class GatedMLP:
 
 
 class MLP:
-    """down(activation(up(x)))."""
+    """A plain MLP: down(activation(up(x)))."""
 
     def __init__(self, shape: MLPShape, hidden_size: int, comm: Comm, device: torch.device, dtype: torch.dtype) -> None:
         self.shape = shape
@@ -101,14 +110,14 @@ class MLP:
         return self.down(self._activate(self.up(x_TD), self.shape.activation))
 
     def by_rows(self) -> None:
-        """See ``RowwisePart``."""
+        """Compute the activation by rows (``RowwisePart``)."""
         self._activate = activated_by_rows
 
     def pack(self, kernels: LayerKernels | None) -> None:
-        """Nothing to prepare beside the linear layers."""
+        """Do nothing: there are only linear layers."""
 
     def slices(self, prefix: str) -> Iterator[WeightSlice]:
-        """What this part reads from a checkpoint."""
+        """Yield the slices of the checkpoint that this part reads."""
         name = joined(prefix, self.shape.name)
         for linear, source in ((self.up, name), (self.down, f"{name}.{self.shape.down}")):
             slices = linear.slices(source)

@@ -1,7 +1,7 @@
 """Normalisation of hidden states and of attention heads.
 
 Legend: T new tokens in the step · D model dim · A query and key heads · Q query heads · H head size
-Owns: the formulas and their quick form on a CPU.  Does not know: which model they are in.
+Owns: the formulas and their fast form on a CPU.  Does not know: which model they are in.
 """
 
 import math
@@ -18,25 +18,25 @@ from engine.layers.weights import WeightSlice, joined, parameter, whole
 
 
 class Unchanged:
-    """No norm at all, in the place of one."""
+    """A norm that returns its input."""
 
     def __call__(self, x_TD: Tensor) -> Tensor:
         return x_TD
 
     def added(self, x_TD: Tensor, update_TD: Tensor | None, kernels: LayerKernels | None) -> Tensor:
-        """``x += update``, in place."""
+        """Add ``update`` to x in place and return x."""
         return x_TD if update_TD is None else x_TD.add_(update_TD)
 
     def pack(self, kernels: LayerKernels | None = None) -> None:
-        """Nothing to prepare."""
+        """Do nothing."""
 
     def slices(self, prefix: str) -> Iterator[WeightSlice]:
-        """Nothing to read."""
+        """Yield nothing: there is no weight."""
         yield from ()
 
 
 class Scaled(Unchanged):
-    """x * factor, in place: only behind attention and MLPs, whose results are nobody else's."""
+    """A product x * factor, in place: only after attention and MLPs, whose results nothing else reads."""
 
     def __init__(self, factor: float) -> None:
         self.factor = factor
@@ -46,7 +46,7 @@ class Scaled(Unchanged):
 
 
 class RMSNorm:
-    """x / sqrt(mean(x^2) + eps) * (offset + weight) over the last dimension; the mean is taken in float32.
+    """The norm x / sqrt(mean(x^2) + eps) * (offset + weight) over the last dimension, with the mean in float32.
 
     A weight with an offset is kept in float32: bfloat16 would round the sum of the two."""
 
@@ -61,7 +61,7 @@ class RMSNorm:
         name: str = "",
         rows: tuple[int, ...] = (),
     ) -> None:
-        """name: of the weight below the prefix of ``slices``.  rows: how many weights there are, for heads."""
+        """Allocate the weight.  name: its name below the prefix of ``slices``.  rows: number of weights, for heads."""
         self.eps = eps
         self.size = size
         self.offset = offset
@@ -69,7 +69,7 @@ class RMSNorm:
         self.weight = parameter(*rows, size, device=device, dtype=torch.float32 if offset else dtype)
         self._mixed = self.weight.dtype != dtype
         self._by_length: tuple[Tensor, Tensor] | None = None
-        self._alone = False  # whether kernels take the norm where there is nothing to add
+        self._alone = False  # whether kernels also compute a norm that has nothing to add
 
     def __call__(self, x_TD: Tensor) -> Tensor:
         if self._by_length is not None:
@@ -79,13 +79,13 @@ class RMSNorm:
         return self._plain(x_TD)
 
     def added(self, x_TD: Tensor, update_TD: Tensor | None, kernels: LayerKernels | None) -> Tensor:
-        """``x += update``, in place, and the norm of the sum."""
+        """Add ``update`` to x in place and return the norm of the sum."""
         if kernels is not None and (update_TD is not None or self._alone):
             return kernels.add_norm(x_TD, update_TD, self.weight, self.eps)
         return self(x_TD if update_TD is None else x_TD.add_(update_TD))
 
     def pack(self, kernels: LayerKernels | None = None) -> None:
-        """Prepare for the device; called once, after loading.  Kernels take the weight as it is.
+        """Prepare for the device; called once, after loading.  Kernels read the weight as it is.
 
         On a CPU torch computes the formula in seven small operations.  Written with the vector's length,
         x / hypot(|x|, sqrt(D eps)) * (weight sqrt(D)), it takes four and 1.3 to 1.9 times less time.
@@ -99,7 +99,7 @@ class RMSNorm:
             self._by_length = (floor, self.weight * math.sqrt(self.size))
 
     def slices(self, prefix: str) -> Iterator[WeightSlice]:
-        """What this layer reads from a checkpoint."""
+        """Yield the slices of the checkpoint that this layer reads."""
         yield whole(joined(joined(prefix, self.name), "weight"), self.weight)
 
     def _plain(self, x_TD: Tensor) -> Tensor:
@@ -111,7 +111,7 @@ class RMSNorm:
 
 
 class LayerNorm:
-    """(x - mean) / sqrt(variance + eps) * weight + bias over the last dimension."""
+    """The norm (x - mean) / sqrt(variance + eps) * weight + bias over the last dimension."""
 
     def __init__(
         self, size: int, eps: float, device: torch.device, dtype: torch.dtype, *, name: str = "", bias: bool = True
@@ -126,14 +126,14 @@ class LayerNorm:
         return F.layer_norm(x_TD, (self.size,), self.weight, self.bias, self.eps)
 
     def added(self, x_TD: Tensor, update_TD: Tensor | None, kernels: LayerKernels | None) -> Tensor:
-        """``x += update``, in place, and the norm of the sum."""
+        """Add ``update`` to x in place and return the norm of the sum."""
         return self(x_TD if update_TD is None else x_TD.add_(update_TD))
 
     def pack(self, kernels: LayerKernels | None = None) -> None:
-        """Nothing to prepare: torch has it in one operation."""
+        """Do nothing: torch computes this norm in one operation."""
 
     def slices(self, prefix: str) -> Iterator[WeightSlice]:
-        """What this layer reads from a checkpoint."""
+        """Yield the slices of the checkpoint that this layer reads."""
         name = joined(prefix, self.name)
         yield whole(f"{name}.weight", self.weight)
         if self.bias is not None:
@@ -141,7 +141,7 @@ class LayerNorm:
 
 
 class HeadNorm(RMSNorm):
-    """RMSNorm over each query and key head, all heads in one call: the two weights are spread over the heads."""
+    """RMSNorm over each query and key head, in one call: ``weight`` repeats the two weights for the heads."""
 
     def __init__(
         self,
@@ -158,7 +158,7 @@ class HeadNorm(RMSNorm):
         self.num_queries = num_queries
 
     def slices(self, prefix: str) -> Iterator[WeightSlice]:
-        """What this layer reads from a checkpoint."""
+        """Yield the slices of the checkpoint that this layer reads."""
         for head, weight_H in enumerate(self.weight):
             yield whole(f"{prefix}.{'q_norm' if head < self.num_queries else 'k_norm'}.weight", weight_H)
 
@@ -167,7 +167,7 @@ class HeadNorm(RMSNorm):
 
 
 class WideHeadNorm:
-    """RMSNorm over all query heads at once and over all key heads; squares are added up over ranks."""
+    """RMSNorm over all query heads together and over all key heads together; squares are summed over ranks."""
 
     def __init__(
         self,
@@ -179,7 +179,7 @@ class WideHeadNorm:
         device: torch.device,
         dtype: torch.dtype,
     ) -> None:
-        """counts: query and key heads of this rank.  totals: over all ranks."""
+        """Allocate the weights.  counts: (query heads, key heads) of this rank.  totals: the same over all ranks."""
         self.eps = eps
         self.comm = comm
         self.size = size
@@ -193,17 +193,17 @@ class WideHeadNorm:
         sums_T2 = torch.stack((squares_TA[:, :queries].sum(-1), squares_TA[:, queries:].sum(-1)), -1)
         if self.comm.size > 1:
             sums_T2 = self.comm.all_reduce(sums_T2)
-        # Ranks that hold copies of one key head have each counted it.
+        # Each rank that holds a copy of a key head has counted it.
         widths = [count * self.comm.size * self.size for count in self.counts]
         roots = [torch.rsqrt(sums_T2[:, side] / width + self.eps) for side, width in enumerate(widths)]
         scale_TA = torch.cat([root[:, None].expand(-1, n) for root, n in zip(roots, self.counts, strict=True)], -1)
         return (x_TAH.float() * scale_TA[..., None]).to(x_TAH.dtype) * self.weight
 
     def pack(self, kernels: LayerKernels | None = None) -> None:
-        """Nothing to prepare."""
+        """Do nothing."""
 
     def slices(self, prefix: str) -> Iterator[WeightSlice]:
-        """What this layer reads from a checkpoint."""
+        """Yield the slices of the checkpoint that this layer reads."""
         first = 0
         for name, count, total in zip(("q_norm", "k_norm"), self.counts, self.totals, strict=True):
             copies = max(1, count * self.comm.size // total)
@@ -214,13 +214,13 @@ class WideHeadNorm:
 
 
 class HeadLayerNorm(WideHeadNorm):
-    """A layer norm over each head by itself, in float32; a weight for each head, without a bias."""
+    """LayerNorm over each head, in float32, with a weight per head and no bias."""
 
     def __call__(self, x_TAH: Tensor) -> Tensor:
         return (F.layer_norm(x_TAH.float(), (self.size,), None, None, self.eps) * self.weight).to(x_TAH.dtype)
 
     def slices(self, prefix: str) -> Iterator[WeightSlice]:
-        """What this layer reads from a checkpoint: [heads, H], where ``WideHeadNorm`` has all heads in a row."""
+        """Yield ``WideHeadNorm``'s slices as [heads, H], where that has all heads in one dimension."""
         for one in super().slices(prefix):
             heads = one.target.view(-1, self.size)
             shape = (one.shape[0] // self.size, self.size)
@@ -228,22 +228,22 @@ class HeadLayerNorm(WideHeadNorm):
 
 
 def unchanged(shape: PartShape, *_: object) -> Unchanged:
-    """Build what ``engine.checkpoints.shape.Unchanged`` stands for."""
+    """Build the layer of ``engine.checkpoints.shape.Unchanged``."""
     return Unchanged()
 
 
 def scaled(shape: Scaling, *_: object) -> Scaled:
-    """Build what ``Scaling`` stands for."""
+    """Build the layer of a ``Scaling``."""
     return Scaled(shape.factor)
 
 
 def rms_norm(shape: RMSNormShape, hidden_size: int, comm: Comm, device: torch.device, dtype: torch.dtype) -> RMSNorm:
-    """Build what ``RMSNormShape`` stands for."""
+    """Build the layer of an ``RMSNormShape``."""
     return RMSNorm(hidden_size, shape.eps, device, dtype, offset=shape.offset, name=shape.name)
 
 
 def layer_norm(
     shape: LayerNormShape, hidden_size: int, comm: Comm, device: torch.device, dtype: torch.dtype
 ) -> LayerNorm:
-    """Build what ``LayerNormShape`` stands for."""
+    """Build the layer of a ``LayerNormShape``."""
     return LayerNorm(hidden_size, shape.eps, device, dtype, name=shape.name, bias=shape.bias)

@@ -1,7 +1,7 @@
-"""A group of ranks for ``model.numerics = "invariant"``: sums have one order, whatever is added up.
+"""A group of ranks for ``model.numerics = "invariant"``: every sum has the same order, that of the ranks.
 
-Owns: that order, and what tells linear layers to add nothing up over ranks.  Does not know: libraries, whose own sums
-begin at a rank that depends on an element's place.
+Owns: that order, and the type by which linear layers know that they must not sum over ranks.  Does not know: libraries;
+their own sums begin at a rank that depends on an element's place.
 """
 
 from torch import Tensor
@@ -10,16 +10,17 @@ from engine.layers.comm import Comm
 
 
 class OrderedComm:
-    """See ``Comm``.  A sum is in the order of ranks: each gets all parts, as many times what a sum would send.
+    """A ``Comm`` that sums in the order of ranks: each rank gathers all parts, so more is sent than for a sum.
 
-    ``RowLinear`` needs none: it gathers inputs and cuts outputs, so each output is the sum that one rank would make."""
+    ``RowLinear`` needs no sum: it gathers inputs and cuts outputs, so each output is the sum that one rank would make.
+    """
 
     def __init__(self, comm: Comm) -> None:
         self.rank, self.size = comm.rank, comm.size
         self._comm = comm
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        """See ``Comm``."""
+        """Sum over ranks in rank order, in place, and return ``tensor``."""
         parts = self._comm.all_gather(tensor[None], 0)
         tensor.copy_(parts[0])
         for part in parts[1:]:
@@ -27,9 +28,9 @@ class OrderedComm:
         return tensor
 
     def all_gather(self, tensor: Tensor, dim: int = -1) -> Tensor:
-        """See ``Comm``."""
+        """Concatenate every rank's ``tensor`` along ``dim``."""
         return self._comm.all_gather(tensor, dim)
 
     def close(self) -> None:
-        """See ``Comm``."""
+        """Close the wrapped group."""
         self._comm.close()

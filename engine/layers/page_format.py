@@ -1,8 +1,8 @@
-"""How pages keep keys and values: as the model computes them, rounded to fewer bits, or as int8 with a scale.
+"""The formats in which pages keep keys and values: as computed, rounded to fewer bits, or as int8 with a scale.
 
 Legend: T tokens · L any number of tokens · G KV heads · H head size
-        R size of a record: what is kept of one token's key or value in one head
-Owns: the rounding, once, when a token is written, and the way back.  Does not know: pages, layers, who reads.
+        R size of a record: one token's key or value in one head
+Owns: the rounding, once, when a token is written, and the way back.  Does not know: pages, layers, readers.
 """
 
 from dataclasses import dataclass, field
@@ -19,23 +19,24 @@ STORED = {
     "int8": torch.int8,
     "fp8_e4m3": torch.float8_e4m3fn,
 }
-LARGEST = {"float16": 65504.0, "fp8_e4m3": 448.0}  # of those that are too narrow for what models compute
+LARGEST = {"float16": 65504.0, "fp8_e4m3": 448.0}  # of the types whose range is narrower than that of the models'
 SCALED = "int8"
 SCALE = torch.float32
 LARGEST_INT8 = 127
-SMALLEST_SCALE = 1e-30  # of a vector of zeros, which has to be divided by something
+SMALLEST_SCALE = 1e-30  # for a vector of zeros, which must not be divided by 0
 
 
 @dataclass(frozen=True, slots=True)
 class PageFormat:
-    """dtype: of keys and values as a model computes and reads them.
-    kv_dtype: what pages keep, a name in ``STORED``; '' for the same.
-    scaled: whether a record ends with a scale; if not, it is H numbers of the type ``stored``.
-    limit: the largest number that is kept; 0 for all that there are.
+    """The type and layout of a key or value in a page.
 
-    'int8' has one scale for each token and head, which makes its largest number 127.  It follows the H numbers in the
-    same record, so whatever copies pages copies scales.  The other types have no scale: a number that is too large for
-    'float16' or 'fp8_e4m3' becomes their largest.
+    dtype: type in which a model computes and reads them.
+    kv_dtype: type in the page, a name in ``STORED``; '' for ``dtype``.
+    scaled: whether a record ends with a scale; otherwise it is H numbers of the type ``stored``.
+    limit: largest number that is kept; 0 for no limit.
+
+    'int8' has one scale per token and head, which makes the largest number 127.  It follows the H numbers in the same
+    record, so a copy of pages copies scales.  The other types have no scale: 'float16' and 'fp8_e4m3' clamp.
     """
 
     dtype: torch.dtype
@@ -49,34 +50,34 @@ class PageFormat:
 
     @property
     def plain(self) -> bool:
-        """Whether records are keys and values as the model computes them."""
+        """Whether records are keys and values in the model's own type."""
         return self.stored == self.dtype
 
     @property
     def stored(self) -> torch.dtype:
-        """The type of the numbers."""
+        """Type of the numbers in a record."""
         return STORED[self.kv_dtype] if self.kv_dtype else self.dtype
 
     @property
     def memory(self) -> torch.dtype:
-        """The type to copy records by: torch copies bytes where it does not copy numbers of 8 bits."""
+        """Type by which records are copied: bytes for 8-bit numbers, which torch cannot copy as such."""
         return torch.uint8 if self.stored.itemsize == 1 else self.stored
 
     def record_size(self, head_size: int) -> int:
-        """R, in elements of ``memory``.  Raises ConfigError if a scale cannot stand behind so many numbers."""
+        """Return R, in elements of ``memory``.  Raises ConfigError if a scale would not be aligned after H numbers."""
         if self.scaled and head_size % SCALE.itemsize:
             raise ConfigError(
-                f"kv.dtype={self.kv_dtype}: heads of {head_size} leave no room for their scale, it takes multiples of "
+                f"kv.dtype={self.kv_dtype}: a scale cannot follow heads of {head_size} elements, only multiples of "
                 f"{SCALE.itemsize}; set kv.dtype to 'auto' or 'bfloat16'"
             )
         return head_size + (SCALE.itemsize if self.scaled else 0)
 
     def numbers(self, records: Tensor) -> Tensor:
-        """A view of records as numbers of the type ``stored``; as they are, if there are scales among them."""
+        """Return a view of records as numbers of the type ``stored``; the records themselves if they have scales."""
         return records if self.scaled else records.view(self.stored)
 
     def encode(self, x_TGH: Tensor) -> Tensor:
-        """x_TGR, as ``memory``.  x_TGH may be a part of a wider tensor."""
+        """Return x_TGR, as ``memory``.  x_TGH may be a part of a wider tensor."""
         if self.scaled:
             x_TGH = x_TGH.to(SCALE)
             scale_TG1 = (x_TGH.abs().amax(-1, keepdim=True) / LARGEST_INT8).clamp_min(SMALLEST_SCALE)
@@ -87,7 +88,7 @@ class PageFormat:
         return x_TGH.to(self.stored).view(self.memory)
 
     def decode(self, x_LGR: Tensor, out_LGH: Tensor) -> Tensor:
-        """What ``encode`` was given, rounded; written to ``out_LGH``, which is returned.  x_LGR: as ``memory``."""
+        """Write the rounded numbers of the records x_LGR to ``out_LGH`` and return it."""
         if not self.scaled:
             return out_LGH.copy_(x_LGR.view(self.stored))
         numbers_LGH, scale_LG1 = x_LGR.split((x_LGR.shape[-1] - SCALE.itemsize, SCALE.itemsize), -1)

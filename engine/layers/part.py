@@ -1,6 +1,6 @@
-"""From a part's shape to what computes it: ``PartShape.built_by`` names what builds it.
+"""The parts of a layer, and how they are built from their shapes: ``PartShape.built_by`` names the builder.
 
-Owns: that look-up, and what every part can do.  Does not know: which parts there are, families.
+Owns: that look-up, and the protocols of parts.  Does not know: which parts there are, families.
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,34 +22,35 @@ Built = TypeVar("Built", bound="Part")
 
 
 class Part(Protocol):
-    """Built with (shape, hidden_size, comm, device, dtype)."""
+    """A part of a layer, built with (shape, hidden_size, comm, device, dtype)."""
 
     def pack(self, kernels: LayerKernels | None) -> None:
-        """Prepare what is no linear layer for the device and its kernels; called once, after loading."""
+        """Prepare everything but the linear layers for the device and its kernels; called once, after loading."""
         ...
 
     def slices(self, prefix: str) -> Iterator[WeightSlice]:
-        """What this part reads from a checkpoint.  prefix: of its layer's tensors."""
+        """Yield the slices of the checkpoint that this part reads.  prefix: of its layer's tensors."""
         ...
 
 
 class Norm(Part, Protocol):
-    """What stands before attention, an MLP or the LM head."""
+    """The norm before attention, an MLP or the LM head."""
 
     def __call__(self, x_TD: Tensor) -> Tensor:
-        """[T, D]; x is left as it is, and may be the result."""
+        """Return the norm of x, [T, D]; x is not changed, and may be the result."""
         ...
 
     def added(self, x_TD: Tensor, update_TD: Tensor | None, kernels: LayerKernels | None) -> Tensor:
-        """``x += update``, in place, where there is one, and the norm of the sum."""
+        """Add ``update``, if there is one, to x in place and return the norm of the sum."""
         ...
 
 
 class Attention(Part, Protocol):
-    """The attention part of a layer, in two halves around the backend's call, so that each can be captured as a graph.
+    """The attention part of a layer, in two halves around the backend's call, so that a graph can capture each.
 
-    num_queries, num_keys: heads of this rank, as the backend sees them.  sinks_Q: see ``AttentionSpec``; None for none.
-    linears: as of ``FeedForward``."""
+    num_queries, num_keys: heads of this rank, as the backend sees them.
+    sinks_Q: one entry of ``AttentionSpec.sinks``; None for none.
+    linears: as in ``FeedForward``."""
 
     num_queries: int
     num_keys: int
@@ -67,42 +68,42 @@ class Attention(Part, Protocol):
         step: StepTensors,
         kernels: LayerKernels | None,
     ) -> Tensor:
-        """q_TQH of layer ``index``; what is kept of the tokens is in the pool afterwards.
+        """Return q_TQH of layer ``index`` and store the tokens' keys and values, or latents, in the pool.
 
-        rotary: None for a layer without positions.  angles: of ``rotary`` for the step."""
+        rotary: None for a layer without positions.  angles: the step's angles from ``rotary``."""
         ...
 
     def output(self, attended_TQH: Tensor) -> Tensor:
-        """[T, D] of what the backend returned, whole on every rank."""
+        """Return the layer's output, [T, D], whole on every rank, from the backend's result."""
         ...
 
 
 class FeedForward(Part, Protocol):
-    """An MLP, or what has its place.
+    """An MLP, or another part in its place.
 
-    linears: what the model's linear kernel multiplies by; it is laid out for it, and may be rounded."""
+    linears: layers that the model's linear kernel computes; it lays their weights out and may round them."""
 
     @property
     def linears(self) -> Sequence[Linear]: ...
 
     def __call__(self, x_TD: Tensor, kernels: LayerKernels | None) -> Tensor:
-        """[T, D], a tensor of its own, whole on every rank."""
+        """Return the output, [T, D], a new tensor, whole on every rank."""
         ...
 
 
 @runtime_checkable
 class RowwisePart(Protocol):
-    """What a part has beside, if torch computes a row otherwise where there are many."""
+    """A part that can compute a row in the same way whatever the number of rows; torch by itself does not."""
 
     def by_rows(self) -> None:
-        """Give a row the same bits whatever other rows there are; called once, at the latest before the first step."""
+        """Make a row's bits independent of other rows; called once, before the first step."""
         ...
 
 
 def build(
     kind: type[Built], shape: PartShape, hidden_size: int, comm: Comm, device: torch.device, dtype: torch.dtype
 ) -> Built:
-    """The part of that shape.  kind: what its place in the layer asks for; it is the author's promise."""
+    """Build the part of that shape.  kind: protocol that the caller expects of it, which is not checked."""
     module, _, name = shape.built_by.partition(":")
     built: Any = getattr(import_module(module), name)
     part: Built = built(shape, hidden_size, comm, device, dtype)

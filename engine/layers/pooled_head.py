@@ -1,4 +1,4 @@
-"""What stands in the LM head's place in a model that generates nothing: a classifier, a reward, two rows, nothing.
+"""The head of a model that generates nothing, in place of an LM head: a classifier, a reward, two rows, or nothing.
 
 Legend: N rows of normed states · D model dim · L labels · R rows of the weight
 Owns: those products, whole on every rank, since they are small.  Does not know: how a prompt is pooled, requests.
@@ -18,7 +18,7 @@ from engine.layers.weights import WeightSlice, parameter, whole
 
 
 class PooledHead:
-    """Its weight, of R rows, is plain: a handful of rows gains nothing by a layout."""
+    """A head with a plain weight of R rows: so few rows gain nothing by another layout."""
 
     def __init__(self, rows: int, hidden_size: int, device: torch.device, dtype: torch.dtype) -> None:
         self.weight = parameter(rows, hidden_size, device=device, dtype=dtype)
@@ -29,23 +29,23 @@ class PooledHead:
         return self.weight.nbytes
 
     def labels(self, states_ND: Tensor) -> Tensor:
-        """Logits [N, L] in float32."""
+        """Return logits [N, L] in float32."""
         return F.linear(states_ND, self.weight).float()
 
     def logits(self, x_ND: Tensor, as_float32: bool = True) -> Tensor:
-        """[N, 1]: nothing is generated, so there is one choice, whose logit is finite if the row is."""
+        """Return [N, 1] zeros: the only choice, as nothing is generated; NaN where the row is not finite."""
         return (x_ND.float() * 0.0).sum(dim=1, keepdim=True)
 
     def slices(self, prefix: str) -> Iterator[WeightSlice]:
-        """It reads nothing."""
+        """Return nothing: there is no weight."""
         return iter(())
 
     def pack(self, kernel: LinearKernel | LayerKernels | None, keep_weight: bool = False) -> None:
-        """It stays as it is."""
+        """Do nothing."""
 
 
 class NoHead(PooledHead):
-    """The states are the result."""
+    """No head: the states are the result."""
 
     def __init__(
         self, shape: NoHeadShape, hidden_size: int, comm: Comm, device: torch.device, dtype: torch.dtype
@@ -63,7 +63,7 @@ class Classifier(PooledHead):
         self._name = shape.name
 
     def slices(self, prefix: str) -> Iterator[WeightSlice]:
-        """All of its weight."""
+        """Yield the whole weight."""
         yield whole(f"{self._name}.weight", self.weight)
 
 
@@ -80,12 +80,12 @@ class Reward(PooledHead):
         self._inner_bias = parameter(hidden_size, device=device, dtype=dtype)
 
     def labels(self, states_ND: Tensor) -> Tensor:
-        """See ``PooledHead.labels``: one logit."""
+        """Return one logit per row, [N, 1] in float32."""
         inner_ND = F.linear(states_ND, self._inner, self._inner_bias).relu_()
         return F.linear(inner_ND, self.weight, self._bias).float()
 
     def slices(self, prefix: str) -> Iterator[WeightSlice]:
-        """All of both products."""
+        """Yield the weights and biases of both products."""
         yield whole(f"{self._shape.inner}.weight", self._inner)
         yield whole(f"{self._shape.inner}.bias", self._inner_bias)
         yield whole(f"{self._shape.out}.weight", self.weight)
@@ -93,7 +93,7 @@ class Reward(PooledHead):
 
 
 class TokenScore(PooledHead):
-    """The logit of one token, less that of another: sigmoid makes of it what softmax makes of the two."""
+    """The logit of one token minus that of another: its sigmoid is the softmax over the two."""
 
     def __init__(
         self, shape: TokenScoreShape, hidden_size: int, comm: Comm, device: torch.device, dtype: torch.dtype
@@ -109,7 +109,7 @@ class TokenScore(PooledHead):
         return (yes_N - no_N[0] if no_N else yes_N)[:, None]
 
     def slices(self, prefix: str) -> Iterator[WeightSlice]:
-        """A row for each token, of what would be the LM head."""
+        """Yield a row of the LM head's table for each token."""
         table = (self._shape.vocab_size, self.weight.shape[1])
         for row, token_id in enumerate(self._shape.token_ids):
             target = self.weight[row : row + 1]

@@ -11,10 +11,10 @@ from engine.layers.kernels import LayerKernels
 
 
 class Rotary:
-    """Turns pair (i, i + R) of each head, or pair (2 i, 2 i + 1), by position * frequency_i; what is left stays.
+    """Rotates pair (i, i + R) of each head, or pair (2 i, 2 i + 1), by position * frequency_i; the rest stays.
 
     ``angles`` runs once per step, ``rotate`` once per layer.
-    whole: whether all of a head is turned in pairs half a head apart, as ``rotate_and_store`` does it.
+    whole: whether all of a head is rotated in pairs half a head apart, as ``rotate_and_store`` does it.
     """
 
     def __init__(
@@ -26,7 +26,7 @@ class Rotary:
         head_size: int = 0,
         interleaved: bool = False,
     ) -> None:
-        """frequencies_R: float32, radians per position.  scale multiplies cos and sin.  head_size: 0 for 2 R."""
+        """Keep the frequencies: float32, radians per position.  scale: factor of cos and sin.  head_size: 0 for 2 R."""
         self.frequencies_R = frequencies_R
         self.scale = scale
         self.half = len(frequencies_R)
@@ -36,9 +36,9 @@ class Rotary:
         self.whole = self.turned >= head_size and not interleaved
 
     def angles(self, positions_T: Tensor, kernels: LayerKernels | None = None) -> tuple[Tensor, ...]:
-        """cos_T1H and sin_T1H in the model's dtype; sin is negated where ``rotate`` wants it.
+        """Return cos_T1H and sin_T1H in the model's dtype, with the signs that ``rotate`` expects.
 
-        With kernels one tensor, as ``rotate_and_store`` wants it, if they can rotate like this.
+        With kernels that can rotate like this, return one tensor, the input of ``rotate_and_store``.
         """
         if kernels is not None and self.whole:
             return (kernels.angle_table(positions_T, self.frequencies_R, self.scale),)
@@ -54,7 +54,7 @@ class Rotary:
         return cos_TH.to(self.dtype)[:, None], sin_TH.to(self.dtype)[:, None]
 
     def rotate(self, x_TAH: Tensor, angles: tuple[Tensor, ...]) -> Tensor:
-        """x rotated: heads, or the part of them that is turned."""
+        """Return x with its heads, or their rotated part, turned."""
         if self.turned < x_TAH.shape[-1]:
             turned, kept = x_TAH[..., : self.turned], x_TAH[..., self.turned :]
             return torch.cat((self._turn(turned, angles), kept), -1)
@@ -65,7 +65,7 @@ class Rotary:
         return torch.addcmul(x_TAH * cos_T1H, self._swapped(x_TAH), sin_T1H)
 
     def _swapped(self, x_TAH: Tensor) -> Tensor:
-        """x with the two sides of each pair exchanged."""
+        """Return x with the two sides of each pair exchanged."""
         if self.interleaved:
             return x_TAH.reshape(*x_TAH.shape[:-1], self.half, 2).flip(-1).flatten(-2)
-        return x_TAH.roll(self.half, -1)  # by half of them: one operation
+        return x_TAH.roll(self.half, -1)  # a roll by half a head exchanges the sides in one operation

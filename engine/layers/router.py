@@ -1,7 +1,7 @@
-"""What sends each token to its experts (Shazeer et al. 2017; DeepSeek-AI 2024 for groups and corrections).
+"""The router that sends each token to its experts (Shazeer et al. 2017; groups, corrections: DeepSeek-AI 2024).
 
 Legend: T new tokens in the step · D model dim · E experts · K experts of a token · G groups of experts
-Owns: scores, the choice, the weights.  Does not know: experts, ranks: every rank chooses for itself, and the same.
+Owns: scores, the choice, the weights.  Does not know: experts, ranks: every rank computes the same choice.
 """
 
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ from engine.layers.weights import WeightSlice, parameter, whole
 
 
 class Router:
-    """weights_TK and experts_TK of tokens.  No linear kernel rounds it: that would send tokens to other experts."""
+    """Chooses each token's experts and their weights.  It is never rounded: tokens would go to other experts."""
 
     def __init__(
         self,
@@ -34,16 +34,16 @@ class Router:
             self.correction_E = parameter(num_experts, device=device, dtype=torch.float32)
 
     def __call__(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
-        """weights_TK in x's dtype, experts_TK."""
+        """Return weights_TK in x's dtype, and experts_TK."""
         shape = self.shape
         scores_TE = self.linear(x_TD.float() if shape.exact else x_TD).float()
         if shape.scoring == "softmax" and shape.normalised:
-            # The same as scaling the softmax over all of them, without having it.
+            # The same as normalising the softmax over all experts, without computing it.
             scores_TK, experts_TK = self._grouped(scores_TE, -torch.inf).topk(self.num_chosen, -1)
             weights_TK = scores_TK.softmax(-1)
         else:
             scores_TE = scores_TE.sigmoid() if shape.scoring == "sigmoid" else scores_TE.softmax(-1)
-            # No score is below 0, but a corrected one may be.
+            # Scores are at least 0, but a corrected score may be negative.
             hidden = 0.0 if self.correction_E is None else -torch.inf
             chosen_by_TE = scores_TE if self.correction_E is None else scores_TE + self.correction_E
             experts_TK = self._grouped(chosen_by_TE, hidden).topk(self.num_chosen, -1).indices
@@ -53,7 +53,7 @@ class Router:
         return weights_TK.mul_(shape.scale).to(x_TD.dtype), experts_TK
 
     def slices(self, prefix: str) -> Iterator[WeightSlice]:
-        """What it reads from a checkpoint."""
+        """Yield the slices of the checkpoint that the router reads."""
         name = f"{prefix}.{self.shape.name}"
         yield whole(f"{name}.weight", self.linear.weight)
         if self.linear.bias is not None:
@@ -62,7 +62,7 @@ class Router:
             yield whole(f"{name}.e_score_correction_bias", self.correction_E)
 
     def _grouped(self, scores_TE: Tensor, hidden: float) -> Tensor:
-        """The scores, with ``hidden`` in the place of those whose group is none of the best."""
+        """Return the scores, with ``hidden`` for experts outside the best groups."""
         shape = self.shape
         if shape.num_chosen_groups == shape.num_groups:
             return scores_TE

@@ -1,4 +1,4 @@
-"""The attention part of a layer, in two halves around the attention call, so that each can be captured as a graph.
+"""The attention part of a layer, in two halves around the attention call, so that a graph can capture each.
 
 Legend: T new tokens in the step (ragged, packed) · D model dim · A query and key heads · Q query heads
         G key/value heads (of this rank) · H head size
@@ -22,7 +22,7 @@ from engine.layers.weights import WeightSlice, joined, merged, parameter, transp
 
 
 class SelfAttention:
-    """See ``Attention``: grouped queries over keys and values."""
+    """An ``Attention`` with grouped queries over keys and values."""
 
     def __init__(
         self, shape: AttentionShape, hidden_size: int, comm: Comm, device: torch.device, dtype: torch.dtype
@@ -67,7 +67,7 @@ class SelfAttention:
         step: StepTensors,
         kernels: LayerKernels | None,
     ) -> Tensor:
-        """See ``Attention.project``: heads are normalised, then rotated."""
+        """Return rotated queries and store keys and values (``Attention.project``).  Norms come before rotation."""
         heads = self.qkv(normed_TD).view(-1, *self.head_shape)
         norm = self.head_norm
         if isinstance(norm, WideHeadNorm):
@@ -88,7 +88,7 @@ class SelfAttention:
         return qk_TAH[:, : self.num_queries]
 
     def output(self, attended_TQH: Tensor) -> Tensor:
-        """See ``Attention.output``."""
+        """Project the backend's result (``Attention.output``)."""
         return self.output_linear(attended_TQH.flatten(1))
 
     def pack(self, kernels: LayerKernels | None) -> None:
@@ -97,7 +97,7 @@ class SelfAttention:
             self.head_norm.pack(kernels)
 
     def slices(self, prefix: str) -> Iterator[WeightSlice]:
-        """What this part reads from a checkpoint."""
+        """Yield the slices of the checkpoint that this part reads."""
         shape, name = self.shape, joined(prefix, self.shape.name)
         qkv = self.qkv.slices(name)
         if shape.merged:

@@ -1,4 +1,4 @@
-"""One step's tensors, handed from the executor down through the model: no global holds them.
+"""One step's tensors, passed from the executor down through the model; no global holds them.
 
 Legend: T new tokens in the step (ragged, packed) · B decode rows of a batch, padding included · W pages of its table
         D model dim
@@ -18,9 +18,11 @@ from engine.layers.kv_pool import KVPool
 class StepTensors:
     """Inputs of ``model.forward``.
 
-    token_ids_T, positions_T: int64.  slots_T: int64, where each token's K/V go (page * pool.page_stride + offset).
+    token_ids_T, positions_T: int64.
+    slots_T: int64, the slot of each token's K/V (page * pool.page_stride + offset).
     sample_at_N: int64, the rows of T whose logits are wanted.
-    attention has had ``plan_step`` called for this step; pool is where K/V are stored.
+    attention: backend whose ``plan_step`` has been called for this step.
+    pool: where K/V are stored.
     """
 
     token_ids_T: Tensor
@@ -32,22 +34,23 @@ class StepTensors:
 
 
 class StateTap(Protocol):
-    """Who reads a model's hidden states of every token that it computes.  layers: those whose inputs are wanted."""
+    """A reader of the hidden states of every token that a model computes.  layers: those whose inputs it reads."""
 
     layers: Collection[int]
 
     def keep(self, states: Sequence[Tensor], step: StepTensors) -> None:
-        """Keep what is wanted of them.  states: a copy of x_TD for each of the layers, in their order."""
+        """Keep some of the states.  states: a copy of x_TD for each of ``layers``, in their order."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeInputs:
-    """What a decode batch reads; new, or static tensors of a captured step.
+    """The inputs of a decode batch: new tensors, or the static ones of a captured step.
 
-    token_ids_B, positions_B, slots_B, write_at_B: int64.  write_at_B: where in the flat token table the sampled token
-    goes; -1 for padding.  lengths_B: int32, the new token included.  page_table_BW: int32, 0 past a sequence's last
-    page, the dump page wherever there is padding.
+    token_ids_B, positions_B, slots_B, write_at_B: int64.
+    write_at_B: index in the flat token table for the sampled token; -1 for padding.
+    lengths_B: int32, the new token included.
+    page_table_BW: int32, 0 after a sequence's last page; padding rows have the dump page.
     """
 
     token_ids_B: Tensor

@@ -1,6 +1,6 @@
-"""Many small host arrays on the device by one copy.
+"""Upload of many small host arrays to the device in one copy.
 
-Owns: where each lies in the packed bytes.  Does not know: what they mean.
+Owns: the place of each array in the packed bytes.  Does not know: what the arrays mean.
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ _DTYPES: Final = {
 
 
 def upload(arrays: Sequence[npt.NDArray[np.generic]], device: torch.device) -> list[Tensor]:
-    """Every array as a tensor on the device.  int32, int64, float32 or float64, one dimension, contiguous."""
+    """Return every array as a device tensor.  Arrays: int32, int64, float32 or float64, one dimension, contiguous."""
     starts, end = [], 0
     for array in arrays:
         starts.append(end)

@@ -1,6 +1,6 @@
-"""How a rank's parameter is cut from a checkpoint tensor: layers describe it, the loader obeys.
+"""Slices of checkpoint tensors, from which a rank's parameters are made: layers describe them, the loader copies.
 
-Owns: the description.  Does not know: files, which layer is asking.
+Owns: the description.  Does not know: files, which layer a slice is for.
 """
 
 from collections import defaultdict
@@ -15,11 +15,11 @@ from engine.types.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class WeightSlice:
-    """``source``[start : start + length along ``dim``] of the checkpoint goes to ``target``.
+    """A slice of a checkpoint tensor: ``source``[start : start + length along ``dim``] goes to ``target``.
 
-    shape: of the whole tensor in the checkpoint.  target: a view of a parameter; where it is longer than
-    ``length`` along ``dim``, the rest is padding and becomes zero.
-    member: which one of a stack, whose shape is ``shape`` with their number before it; None if the tensor is no stack.
+    shape: of the whole tensor in the checkpoint.
+    target: a view of a parameter; if it is longer than ``length`` along ``dim``, the rest is padding and becomes zero.
+    member: index in a stack of ``num_members`` tensors of this shape; None if the tensor is no stack.
     """
 
     source: str
@@ -33,28 +33,28 @@ class WeightSlice:
 
     @property
     def whole_length(self) -> int:
-        """Of the whole tensor along ``dim``; 1 for a single number."""
+        """Length of the whole tensor along ``dim``; 1 for a single number."""
         return self.shape[self.dim] if self.shape else 1
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
-        """Of the tensor in the file."""
+        """Shape of the tensor in the file."""
         return self.shape if self.member is None else (self.num_members, *self.shape)
 
 
 def whole(source: str, target: Tensor) -> WeightSlice:
-    """A tensor that every rank holds in full."""
+    """Return the slice of a tensor that every rank holds in full."""
     rows = target if target.dim() else target.view(1)
     return WeightSlice(source, tuple(target.shape), 0, 0, rows.shape[0], rows)
 
 
 def joined(prefix: str, name: str) -> str:
-    """A tensor's name from two parts, each of which may be missing."""
+    """Return a tensor's name from two parts; either may be empty."""
     return ".".join(part for part in (prefix, name) if part)
 
 
 def merged(parts: Iterable[WeightSlice], name: str) -> Iterator[WeightSlice]:
-    """The same for a checkpoint that has the parts one after the other in ``name``.weight and ``name``.bias."""
+    """Change slices for a checkpoint that has the parts one after the other in ``name``.weight and ``name``.bias."""
     by_kind: defaultdict[str, list[WeightSlice]] = defaultdict(list)
     for part in parts:
         by_kind[part.source.rpartition(".")[2]].append(part)
@@ -67,7 +67,7 @@ def merged(parts: Iterable[WeightSlice], name: str) -> Iterator[WeightSlice]:
 
 
 def transposed(slices: Iterable[WeightSlice]) -> Iterator[WeightSlice]:
-    """The same for a checkpoint that has its matrices as [inputs, outputs]."""
+    """Change slices for a checkpoint that has its matrices as [inputs, outputs]."""
     for one in slices:
         if len(one.shape) == 1:
             yield one
@@ -76,18 +76,18 @@ def transposed(slices: Iterable[WeightSlice]) -> Iterator[WeightSlice]:
 
 
 def not_here(slices: Iterable[WeightSlice]) -> Iterator[WeightSlice]:
-    """The same tensors, of which this rank reads nothing."""
+    """Change slices to empty ones: this rank reads nothing of those tensors."""
     for one in slices:
         yield replace(one, start=0, length=0, target=one.target.narrow(one.dim, 0, 0))
 
 
 def parameter(*shape: int, device: torch.device, dtype: torch.dtype) -> nn.Parameter:
-    """Memory for a weight, not initialised: the loader fills every element."""
+    """Return uninitialised memory for a weight; the loader fills every element."""
     return nn.Parameter(torch.empty(shape, device=device, dtype=dtype), requires_grad=False)
 
 
 def share(total: int, size: int, what: str) -> int:
-    """One rank's part of ``total``.  Raises ConfigError if it cannot be divided evenly."""
+    """Return one rank's part of ``total``.  Raises ConfigError if it cannot be divided evenly."""
     if total % size:
         raise ConfigError(f"the model has {what}={total}, which {size} ranks cannot share evenly")
     return total // size

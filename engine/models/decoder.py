@@ -26,9 +26,9 @@ from engine.models.model import attention_spec_of
 
 
 class DecoderLayer:
-    """One layer, in two halves around the attention call, so that each half can be captured as a graph.
+    """One layer, in two halves around the attention call, so that a graph can capture each half.
 
-    rotary: which of the decoder's rotary embeddings it uses; None for a layer without positions."""
+    rotary: index of its rotary embedding in the decoder; None for a layer without positions."""
 
     def __init__(
         self,
@@ -52,8 +52,8 @@ class DecoderLayer:
         self.parts = (*first, self.before_mlp, self.mlp, self.behind_mlp)
 
     def finish(self, x_TD: Tensor, normed_TD: Tensor, attended_TQH: Tensor, kernels: LayerKernels | None) -> Tensor:
-        """Add the attention's result to the residual stream, in place, and return the MLP's, which is to be added; both
-        if they are parallel.  normed_TD: what attention was made of."""
+        """Add the attention's result to the residual stream, in place, and return the MLP's result, not yet added.  If
+        both are parallel, return their sum.  normed_TD: the attention's input."""
         update_TD = self.behind_attention(self.attention.output(attended_TQH))
         if self.parallel:
             return self.behind_mlp(self.mlp(normed_TD, kernels)).add_(update_TD)
@@ -61,7 +61,7 @@ class DecoderLayer:
 
     @property
     def linears(self) -> tuple[Linear, ...]:
-        """What multiplies by the kernel for layers, in the order of its products."""
+        """Layers that the linear kernel computes, in the order of their products."""
         return *self.attention.linears, *self.mlp.linears
 
     def pack(self, kernels: LayerKernels | None, kernel: LinearKernel) -> None:
@@ -72,7 +72,7 @@ class DecoderLayer:
             part.pack(kernels)
 
     def slices(self, prefix: str) -> Iterator[WeightSlice]:
-        """What this layer reads from a checkpoint."""
+        """Yield the slices of the checkpoint that this layer reads."""
         for part in self.parts:
             yield from part.slices(prefix)
 
@@ -80,10 +80,10 @@ class DecoderLayer:
 class Decoder:
     """One rank's part of the model.  Run it under ``torch.inference_mode``: it writes in place and keeps no gradients.
 
-    attention_spec: what the attention backend and the KV pool of this rank must fit.
-    parameter_bytes: memory of this rank's weights as they are loaded.  weight_bytes: as they are laid out afterwards.
-    tap: who reads hidden states beside, None for nobody.
-    kernels: what computes between the products; None before ``load``, and where it is torch.
+    attention_spec: the attention that the backend and the KV pool of this rank must fit.
+    parameter_bytes: memory of this rank's weights as loaded.  weight_bytes: memory once they are laid out.
+    tap: reader of hidden states; None for none.
+    kernels: fused kernels; None before ``load``, and if torch computes.
     """
 
     def __init__(self, shape: DecoderShape, comm: Comm, device: torch.device, dtype: torch.dtype) -> None:
@@ -117,26 +117,26 @@ class Decoder:
 
     @property
     def pooled_head(self) -> PooledHead | None:
-        """See ``Model``."""
+        """The head of a model that generates nothing; None if it generates."""
         return self.head if isinstance(self.head, PooledHead) else None
 
     @property
     def doubled_bytes(self) -> int:
-        """See ``Model``."""
+        """Memory of the table that a tied LM head keeps in two layouts; 0 if the head is not tied."""
         return self.embedding.weight.nbytes if self.head is self.embedding else 0
 
     @property
     def linears_per_layer(self) -> int:
-        """See ``Model``."""
+        """Number of linear layers in the first layer."""
         return len(self.layers[0].linears)
 
     def forward(self, step: StepTensors) -> Tensor:
-        """Store the step's keys and values and return logits_NV for ``step.sample_at_N``; see ``logits``."""
+        """Store the step's keys and values and return logits_NV for ``step.sample_at_N`` (``logits``)."""
         return self.logits(self.hidden(step, step.sample_at_N))
 
     def hidden(self, step: StepTensors, wanted_N: Tensor | None = None) -> Tensor:
-        """Store the step's keys and values and return x_TD of all tokens for ``logits``, or of the wanted rows of T."""
-        # A compiler fuses by itself, and better what it can see.
+        """Store the step's keys and values and return x_TD, the input of ``logits``, or its ``wanted_N`` rows."""
+        # A compiler fuses by itself, and does it better with operations that it can trace.
         kernels = None if self.kernels is None or torch.compiler.is_dynamo_compiling() else self.kernels
         x_TD = self._embed(step, kernels)
         angles = [rotary.angles(step.positions_T, kernels) for rotary in self.rotaries]
@@ -145,13 +145,13 @@ class Decoder:
         for index, layer in enumerate(self.layers):
             normed_TD = layer.before_attention.added(x_TD, update_TD, kernels)
             if self.tap is not None and index in self.tap.layers:
-                states.append(x_TD.clone())  # what follows is added in place
+                states.append(x_TD.clone())  # later layers add to it in place
             turn = layer.rotary
             rotary, of_step = (None, ()) if turn is None else (self.rotaries[turn], angles[turn])
             q_TQH = layer.attention.project(index, normed_TD, rotary, of_step, step, kernels)
             attended_TQH = step.attention.attend(index, q_TQH)
             if index == last and wanted_N is not None:
-                # Nothing reads the other rows any more: a prefill saves most of its last layer.
+                # Nothing reads the other rows after this: a prefill saves most of its last layer.
                 x_TD = x_TD.index_select(0, wanted_N)
                 attended_TQH = attended_TQH.index_select(0, wanted_N)
                 if layer.parallel:
@@ -162,7 +162,7 @@ class Decoder:
         return x_TD if update_TD is None else x_TD.add_(update_TD)
 
     def logits(self, x_ND: Tensor) -> Tensor:
-        """logits_NV of rows that ``hidden`` has returned; float32, but where kernels sample, which read any dtype."""
+        """Return logits_NV of rows from ``hidden``: float32, or the model's dtype if kernels sample."""
         normed_ND = self.normed(x_ND)
         if self.shape.logit_scale != 1.0:
             normed_ND = normed_ND * self.shape.logit_scale
@@ -172,11 +172,11 @@ class Decoder:
         return logits_NV
 
     def normed(self, x_ND: Tensor) -> Tensor:
-        """What the LM head reads of rows that ``hidden`` has returned: the model's last representation of them."""
+        """Return the LM head's input for rows from ``hidden``: the model's last representation of them."""
         return self.norm.added(x_ND, None, self.kernels)
 
     def slices(self) -> Iterator[WeightSlice]:
-        """What this rank reads from a checkpoint.  Together the targets are all parameters, each element once."""
+        """Yield the slices that this rank reads.  Together the targets are all parameters, each element once."""
         names = self.shape.names
         yield from self._table_slices()
         for index, layer in enumerate(self.layers):
@@ -186,14 +186,14 @@ class Decoder:
             yield from self.head.slices(names.head)
 
     def by_rows(self) -> None:
-        """Let every part that can give a token the same bits whatever else is in a step; see ``model.numerics``."""
-        self._rowwise = True  # float32 logits for whoever samples: sums of another type have another order
-        on_cpu = self.embedding.weight.device.type == "cpu"  # only there a thread takes a piece of an activation
+        """Make the parts compute a token with the same bits whatever else is in a step (``model.numerics``)."""
+        self._rowwise = True  # the sampler gets float32 logits: sums in another dtype have another order
+        on_cpu = self.embedding.weight.device.type == "cpu"  # only there threads divide an activation
         for part in (one for layer in self.layers for one in layer.parts if on_cpu and isinstance(one, RowwisePart)):
             part.by_rows()
 
     def linear_shapes(self) -> tuple[list[tuple[int, int]], tuple[int, int]]:
-        """(outputs, inputs) of all weights of the layers in their order, and of the LM head; before they are packed."""
+        """Return (outputs, inputs) of all weights of the layers in order, and of the LM head; call before ``load``."""
 
         def shape(linear: Linear | PooledHead) -> tuple[int, int]:
             outputs, inputs = linear.weight.shape
@@ -204,10 +204,10 @@ class Decoder:
     def load(
         self, read: Callable[[Iterator[WeightSlice]], None], kernels: LayerKernels | None, linears: Linears
     ) -> None:
-        """Have ``read`` fill the slices of one layer after the other, each laid out for its kernels before the next:
-        what was read is freed then if another layout replaces it.  ``slices`` is meaningless afterwards.
+        """Fill the slices with ``read``, one layer after the other, and lay each layer out for its kernels before the
+        next: the plain weights are freed if another layout replaces them.  Do not use ``slices`` afterwards.
 
-        The LM head is packed as well although a tied one, whose rows the embedding reads, is then there twice:
+        The LM head is laid out, too, although a tied one is then there twice, since the embedding reads its rows:
         it is a quarter of a small model's work.
         """
         self.kernels = kernels

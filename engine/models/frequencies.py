@@ -1,4 +1,4 @@
-"""Rotary frequencies of a checkpoint: the plain ones and the ways to stretch them to longer contexts.
+"""Rotary frequencies of a checkpoint: the plain ones, and the ways to stretch them to longer contexts.
 
 Legend: R rotated pairs of a head, H / 2
 Owns: the formulas.  Does not know: positions, rotation.
@@ -13,7 +13,7 @@ from engine.checkpoints.shape import RotaryShape
 
 
 def frequencies(shape: RotaryShape, head_size: int) -> Tensor:
-    """Radians per position of each pair, float32 [R].  head_size: how many numbers of a head are turned."""
+    """Return radians per position of each pair, float32 [R].  head_size: number of a head's elements that rotate."""
     exponents_R = torch.arange(0, head_size, 2, dtype=torch.float32) / head_size
     plain_R = 1.0 / shape.theta**exponents_R
     if shape.kind == "linear":
@@ -28,7 +28,7 @@ def frequencies(shape: RotaryShape, head_size: int) -> Tensor:
 
 
 def _llama3(plain_R: Tensor, shape: RotaryShape) -> Tensor:
-    """Slow pairs are stretched, fast ones kept, those between blended by how often they turn in the original context.
+    """Stretch slow pairs, keep fast ones, and blend the others by their number of turns in the original context.
 
     Source: Llama 3.1 model card and reference code.
     """
@@ -39,7 +39,7 @@ def _llama3(plain_R: Tensor, shape: RotaryShape) -> Tensor:
 
 
 def _yarn(plain_R: Tensor, shape: RotaryShape, head_size: int) -> Tensor:
-    """Like llama3, but blended linearly over the pair's index.  Source: Peng et al. 2023 (YaRN), sec. 3.2."""
+    """Blend as llama3 does, but linearly in the pair's index.  Source: Peng et al. 2023 (YaRN), sec. 3.2."""
 
     def pair_that_turns(times: float) -> float:
         wavelength = shape.original_max_len / (times * 2 * math.pi)

@@ -1,4 +1,4 @@
-"""Filling a model's parameters from a checkpoint, tensor by tensor, each rank only its own part.
+"""Loading of a model's parameters from a checkpoint, tensor by tensor; each rank reads only its own part.
 
 Owns: the order of reading, the checks that everything fits, the progress bar.
 Does not know: what a layer computes, how a checkpoint is found.
@@ -34,7 +34,7 @@ from engine.types.errors import WeightsError
 
 log = logging.getLogger(__name__)
 
-# Tables that older exports saved and that are computed here.
+# Tables that older exports saved; they are computed here.
 HARMLESS = re.compile(r".*\.(rotary_emb\.(inv_freq|cos_cached|sin_cached)|attn\.(bias|masked_bias))")
 DUMMY_SCALE = 0.02
 COMPARED_ROWS = 4096
@@ -55,10 +55,13 @@ def load_model(
 ) -> Model:
     """Build this rank's part of the model and fill it.
 
-    load_format 'dummy' draws every tensor from ``seed`` and its name, so all ranks and all numbers of ranks
-    agree.  linears: what multiplies.  progress shows a bar on stderr.  All names, shapes and files are checked before
-    memory is allocated, and check_room is told how much that will be; it raises what says that there is too little.
-    kernels: instead of those that the device has for every model.
+    load_format: 'dummy' draws every tensor from ``seed`` and its name, so the result is the same for all ranks and all
+    numbers of ranks.
+    progress: whether to show a bar on stderr.
+    linears: kernels of the linear layers.
+    check_room: called with the bytes that loading needs, after all names, shapes and files are checked and before
+    memory is allocated; it raises an error if that is too much.
+    kernels: fused kernels in place of the device's own.
     Raises WeightsError naming file and tensor; ConfigError if the ranks cannot share the model.
     """
     shape, reader, kernels = spec.shape, None, kernels or choose_kernels(device)
@@ -69,10 +72,10 @@ def load_model(
             if shape.pooled_head is not None:
                 shape = _with_stored_head(shape, reader)
             elif shape.tied and _has_own_head(shape, reader, dtype):
-                what = "%s: tie_word_embeddings is true, but %s is another than %s: not tied"
+                what = "%s: tie_word_embeddings is true, but %s differs from %s: the LM head is not tied"
                 log.warning(what, spec.directory, shape.names.head, shape.names.embedding)
                 shape = msgspec.structs.replace(shape, tied=False)
-        # On the meta device a model has shapes and no memory.
+        # On the meta device a model has shapes but no memory.
         plan = build_model(shape, comm, torch.device("meta"), dtype)
         if reader is not None:
             _check_names(spec, plan.slices(), reader.tensors)
@@ -80,7 +83,7 @@ def load_model(
             check_room(loading_bytes(plan, device, load_format, linears.layers.element_bytes))
         try:
             model = build_model(shape, comm, device, dtype)
-        except RuntimeError as error:  # What torch raises when it cannot allocate, on every device.
+        except RuntimeError as error:  # torch raises it on every device when it cannot allocate
             needed = plan.parameter_bytes / 2**30
             raise WeightsError(f"{spec.directory}: its weights need {needed:.1f} GiB, too much for {device}") from error
         with torch.inference_mode():
@@ -98,12 +101,12 @@ def load_model(
 def loading_bytes(
     plan: Model, device: torch.device, load_format: Literal["safetensors", "dummy"], element_bytes: float
 ) -> int:
-    """What loading takes of the device's memory at its worst.  plan: of one rank, on the meta device.
+    """Return the peak of device memory during loading.  plan: of one rank, on the meta device.
 
-    Beside the parameters: the largest tensor once more, drawn as a whole, or as much as the rank wants of it, read and
-    laid out on a CPU; and on a CPU the table of a tied LM head, which is kept in both layouts.  What a GPU has beside
-    them, two buffers as they arrive, is little.  On a CPU memory is taken as it is written, and layers are laid out one
-    by one: of what they are rounded to, element_bytes each."""
+    Added to the parameters: one more copy of the largest tensor (drawn whole; or, read on a CPU, the rank's part while
+    it is laid out), and on a CPU the table of a tied LM head, which is kept in both layouts.  A GPU's two buffers are
+    small.  On a CPU memory is taken as it is written, and layers are laid out one by one, so all but the first take
+    only ``element_bytes`` per element."""
     on_cpu = device.type == "cpu"
     largest = 0
     if load_format == "dummy":
@@ -119,7 +122,7 @@ def loading_bytes(
 
 
 def _check_names(spec: ModelSpec, slices: Iterable[WeightSlice], stored: Mapping[str, StoredTensor]) -> None:
-    """Every tensor the model wants is there in the right shape and type, and there is none it does not know."""
+    """Check that every tensor of the model is stored in the right shape and type, and that no stored one is unknown."""
     wanted = {one.source: one.stored_shape for one in slices}
     for name, shape in wanted.items():
         if name not in stored:
@@ -140,7 +143,7 @@ def _check_names(spec: ModelSpec, slices: Iterable[WeightSlice], stored: Mapping
 
 
 def _with_stored_head(shape: DecoderShape, reader: WeightReader) -> DecoderShape:
-    """The shape of a tied model whose LM head is there as well: tokens are scored by that, as transformers 5 does."""
+    """Return a tied model's shape, which scores tokens by a stored LM head if there is one, as in transformers 5."""
     head = shape.pooled_head
     if not isinstance(head, TokenScoreShape) or f"{shape.names.head}.weight" not in reader.tensors:
         return shape
@@ -148,16 +151,16 @@ def _with_stored_head(shape: DecoderShape, reader: WeightReader) -> DecoderShape
 
 
 def _has_own_head(shape: DecoderShape, reader: WeightReader, dtype: torch.dtype) -> bool:
-    """Whether the LM head of a tied model is there and is not the embedding once more.  transformers 5 unties it then.
+    """Return whether a tied model's checkpoint has an LM head unlike the embedding; transformers 5 unties it.
 
-    An equal one is common, and loading it would cost its memory for nothing."""
+    An equal one is common, and loading it would waste its memory."""
     table, own = f"{shape.names.embedding}.weight", f"{shape.names.head}.weight"
     stored = reader.tensors
     if table not in stored or own not in stored:
         return False
     expected = (shape.vocab_size, shape.hidden_size)
     if any(stored[name].shape != expected or stored[name].dtype not in LOADABLE for name in (table, own)):
-        return True  # and so ``_check_names`` sees it
+        return True  # so that ``_check_names`` reports it
     for start in range(0, shape.vocab_size, COMPARED_ROWS):
         length = min(COMPARED_ROWS, shape.vocab_size - start)
         ours, theirs = (reader.part(name, 0, start, length).to(dtype) for name in (table, own))
@@ -167,24 +170,24 @@ def _has_own_head(shape: DecoderShape, reader: WeightReader, dtype: torch.dtype)
 
 
 class Filling:
-    """Fills slices from a reader, a few at a time, with a progress bar and lines in the log."""
+    """Fills slices from a reader, layer by layer, with a progress bar and log lines."""
 
     def __init__(
         self, slices: Sequence[WeightSlice], reader: WeightReader, copies: WeightCopies, progress: bool, rank: int
     ) -> None:
-        """slices: all that will be read.  rank: what the log calls it."""
+        """Start the bar.  slices: all that will be read.  rank: number for the log."""
         self._reader = reader
         self._copies = copies
         self._rank = rank
         self._num_read, self._total = 0, sum(self._num_bytes(one) for one in slices)
         self._began_at = time.monotonic()
-        off = None if progress else True  # None: where there is no terminal
+        off = None if progress else True  # None: off without a terminal
         self._bar = tqdm(total=self._total, desc="loading weights", unit="B", unit_scale=True, disable=off)
         self.say()
 
     def fill(self, slices: Iterable[WeightSlice]) -> None:
         """Read each slice into its target.  Raises WeightsError naming file and tensor."""
-        release_freed()  # the layer before this one, which has been laid out anew
+        release_freed()  # the plain weights of the layer before, which has another layout now
         for one in slices:
             if not one.length:
                 continue
@@ -197,9 +200,9 @@ class Filling:
             raise WeightsError(f"{path}: tensor {name!r} contains NaN or infinity; the file is damaged")
 
     def say(self) -> None:
-        """Log how far it is."""
-        self._said_at = time.monotonic()
-        took_s = self._said_at - self._began_at
+        """Log the progress."""
+        self._logged_at = time.monotonic()
+        took_s = self._logged_at - self._began_at
         log.info(
             "rank %d: %.1f of %.1f MB of weights after %.1f s",
             self._rank,
@@ -215,7 +218,7 @@ class Filling:
     def _note(self, num_bytes: int) -> None:
         self._num_read += num_bytes
         self._bar.update(num_bytes)
-        if time.monotonic() - self._said_at >= SAY_EVERY_S:
+        if time.monotonic() - self._logged_at >= SAY_EVERY_S:
             self.say()
 
     def _num_bytes(self, one: WeightSlice) -> int:
@@ -237,6 +240,6 @@ def _draw(slices: Iterable[WeightSlice], seed: int) -> None:
         generator = torch.Generator(one.target.device).manual_seed(int.from_bytes(digest[:7], "little"))
         drawn = torch.empty(one.shape or (1,), device=one.target.device).normal_(0, DUMMY_SCALE, generator=generator)
         if len(one.shape) == 1 and one.source.endswith(".weight"):
-            drawn += 1  # A norm's weight: around 0 it would silence its layer.
+            drawn += 1  # a norm's weight: around 0 it would silence its layer
         one.target.narrow(one.dim, 0, one.length).copy_(drawn.narrow(one.dim, one.start, one.length))
         _pad(one)

@@ -1,7 +1,7 @@
-"""What a rank runs: the surface that the loader, the runner and the graphs ask of a model, whoever computes it.
+"""The interface of a model on one rank, which the loader, the runner and the graphs use.
 
 Legend: T new tokens in the step (ragged, packed) · N rows whose logits are wanted · D model dim · V vocabulary
-Owns: the Protocol, and building what a shape names.  Does not know: layers, families, files.
+Owns: the Protocol, and building the class that a shape names.  Does not know: layers, families, files.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -25,10 +25,10 @@ from engine.layers.weights import WeightSlice
 class Model(Protocol):
     """One rank's part of a model.  Run it under ``torch.inference_mode``.
 
-    attention_spec: what the attention backend and the KV pool of this rank must fit.
-    parameter_bytes: memory of this rank's weights as they are loaded.  weight_bytes: as they are laid out afterwards.
-    doubled_bytes: of a table that is kept plain beside the layout that the LM head's kernel makes of it.
-    linears_per_layer: how many of ``linear_shapes`` the first layer has.
+    attention_spec: the attention that the backend and the KV pool of this rank must fit.
+    parameter_bytes: memory of this rank's weights as loaded.  weight_bytes: memory once they are laid out.
+    doubled_bytes: memory of a table that stays plain although the LM head's kernel has it in another layout, too.
+    linears_per_layer: number of the first layer's entries in ``linear_shapes``.
     """
 
     dtype: torch.dtype
@@ -39,7 +39,7 @@ class Model(Protocol):
 
     @property
     def pooled_head(self) -> PooledHead | None:
-        """What stands in the LM head's place in a model that generates nothing; None in one that does."""
+        """The head of a model that generates nothing; None if it generates."""
         ...
 
     @property
@@ -49,39 +49,39 @@ class Model(Protocol):
     def linears_per_layer(self) -> int: ...
 
     def forward(self, step: StepTensors) -> Tensor:
-        """Store the step's keys and values and return logits_NV for ``step.sample_at_N``; see ``logits``."""
+        """Store the step's keys and values and return logits_NV for ``step.sample_at_N`` (``logits``)."""
         ...
 
     def hidden(self, step: StepTensors, wanted_N: Tensor | None = None) -> Tensor:
-        """Store the step's keys and values and return x_TD of all tokens for ``logits``, or of the wanted rows of T."""
+        """Store the step's keys and values and return x_TD, the input of ``logits``, or its ``wanted_N`` rows."""
         ...
 
     def logits(self, x_ND: Tensor) -> Tensor:
-        """logits_NV of rows that ``hidden`` has returned; float32, but where kernels sample: they read any dtype."""
+        """Return logits_NV of rows from ``hidden``: float32, or the model's dtype if kernels sample."""
         ...
 
     def normed(self, x_ND: Tensor) -> Tensor:
-        """What the LM head reads of rows that ``hidden`` has returned: the model's last representation of them."""
+        """Return the LM head's input for rows from ``hidden``: the model's last representation of them."""
         ...
 
     def slices(self) -> Iterator[WeightSlice]:
-        """What this rank reads from a checkpoint.  Together the targets are all parameters, each element once."""
+        """Yield the slices that this rank reads.  Together the targets are all parameters, each element once."""
         ...
 
     def linear_shapes(self) -> tuple[list[tuple[int, int]], tuple[int, int]]:
-        """(outputs, inputs) of all weights of the layers in their order, and of the LM head; before they are packed."""
+        """Return (outputs, inputs) of all weights of the layers in order, and of the LM head; call before ``load``."""
         ...
 
     def load(
         self, read: Callable[[Iterator[WeightSlice]], None], kernels: LayerKernels | None, linears: Linears
     ) -> None:
-        """Have ``read`` fill the slices of one layer after the other, each laid out for its kernels before the next:
-        what was read is freed then if another layout replaces it.  ``slices`` is meaningless afterwards."""
+        """Fill the slices with ``read``, one layer after the other, and lay each layer out for its kernels before the
+        next: the plain weights are freed if another layout replaces them.  Do not use ``slices`` afterwards."""
         ...
 
 
 def build_model(shape: DecoderShape, comm: Comm, device: torch.device, dtype: torch.dtype) -> Model:
-    """This rank's part of the model of that shape, its parameters not initialised.  On the meta device it is a plan."""
+    """Build this rank's part of the model of that shape, not initialised; on the meta device it only plans."""
     module, _, name = shape.built_by.partition(":")
     built: Any = getattr(import_module(module), name)
     model: Model = built(shape, comm, device, dtype)
@@ -89,7 +89,7 @@ def build_model(shape: DecoderShape, comm: Comm, device: torch.device, dtype: to
 
 
 def attention_spec_of(shape: DecoderShape, attentions: Sequence[Attention]) -> AttentionSpec:
-    """What a rank's attention backend must compute.  attentions: of all layers."""
+    """Return the attention that a rank's backend must compute.  attentions: of all layers."""
     attention = shape.layers[0].attention
     sinks = [one.sinks_Q for one in attentions]
     return AttentionSpec(

@@ -1,11 +1,11 @@
-"""How a part of a checkpoint gets from the host's memory into a parameter, and that it holds numbers.
+"""Copies of checkpoint parts from the host's memory into parameters, with a check for NaN and infinity.
 
-Owns: page-locked buffers, when they may be filled again, when the device is asked what it has found.
+Owns: page-locked buffers, when they may be filled again, when the results of checks are read from the device.
 Does not know: files, which part goes where.
 
-A GPU copies from page-locked memory without the host, and looks for NaN and infinity a hundred times as fast as a core
-does.  So a part goes through two buffers in turn, is checked where it arrives, and nobody waits for the answer until
-all parts of a layer are queued.
+A GPU copies from page-locked memory without the host, and finds NaN and infinity a hundred times as fast as a CPU core.
+So parts go through two buffers in turn and are checked on the device; the host reads the results once all parts of a
+layer are queued.
 """
 
 from collections.abc import Callable
@@ -19,7 +19,7 @@ NUM_BUFFERS: Final = 2
 
 
 class Event(Protocol):
-    """The part of ``torch.cuda.Event`` that is used here."""
+    """The methods of ``torch.cuda.Event`` that are used here."""
 
     def record(self) -> None: ...
 
@@ -27,36 +27,36 @@ class Event(Protocol):
 
 
 class WeightCopies(Protocol):
-    """Copies of a layer's parts."""
+    """Copies of the parts of a layer."""
 
     def copy(self, target: Tensor, part: Tensor, name: str) -> None:
         """Write ``part`` of the tensor ``name``, on the host, to ``target`` of the same shape, in its dtype."""
         ...
 
     def damaged(self) -> str | None:
-        """Wait for all copies; the name of a tensor that has NaN or infinity, the first one, if any has."""
+        """Wait for all copies; return the name of the first tensor with NaN or infinity, None if there is none."""
         ...
 
 
 class HostCopies:
-    """See ``WeightCopies``.  To parameters in the host's memory."""
+    """The ``WeightCopies`` to parameters in the host's memory."""
 
     def __init__(self) -> None:
         self._damaged: str | None = None
 
     def copy(self, target: Tensor, part: Tensor, name: str) -> None:
-        """See ``WeightCopies``."""
+        """Check ``part`` and write it to ``target``."""
         if self._damaged is None and part.numel() and not is_finite(part):
             self._damaged = name
         target.copy_(part)
 
     def damaged(self) -> str | None:
-        """See ``WeightCopies``."""
+        """Return the name of the first tensor with NaN or infinity, None if there is none."""
         return self._damaged
 
 
 class PinnedCopies:
-    """See ``WeightCopies``.  To a GPU's.  The buffers serve one layer after the other."""
+    """The ``WeightCopies`` to parameters of a GPU.  Its buffers are reused from layer to layer."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class PinnedCopies:
         new_buffer: Callable[[int], Tensor] | None = None,
         new_event: Callable[[], Event] = torch.cuda.Event,
     ) -> None:
-        """new_buffer: uint8 memory of so many bytes; None for page-locked memory."""
+        """Allocate buffers.  new_buffer: returns uint8 memory of so many bytes; None for page-locked memory."""
         self._device = device
         self._new_buffer = new_buffer or page_locked
         self._buffers = [self._new_buffer(BUFFER_BYTES) for _ in range(NUM_BUFFERS)]
@@ -73,7 +73,7 @@ class PinnedCopies:
         self._found: list[tuple[str, Tensor]] = []
 
     def copy(self, target: Tensor, part: Tensor, name: str) -> None:
-        """See ``WeightCopies``."""
+        """Queue a write of ``part`` to ``target``, and its check."""
         if not part.numel():
             return
         num_rows = max(1, BUFFER_BYTES // part[0].nbytes)
@@ -89,7 +89,7 @@ class PinnedCopies:
             self._buffers[index] = self._new_buffer(rows.nbytes)
         staged = self._buffers[index][: rows.nbytes].view(rows.dtype).view(rows.shape)
         staged.copy_(rows)
-        # In the file's dtype: what is infinite only in the parameter's is no damage.
+        # Checked in the file's dtype: a value that is infinite only in the parameter's dtype is not damage.
         arrived = staged.to(self._device, non_blocking=True)
         event.record()
         self._num_copies += 1
@@ -97,7 +97,7 @@ class PinnedCopies:
         self._found.append((name, torch.stack(arrived.aminmax()).isfinite().all()))
 
     def damaged(self) -> str | None:
-        """See ``WeightCopies``."""
+        """Wait for all copies; return the name of the first tensor with NaN or infinity, None if there is none."""
         found, self._found = self._found, []
         if not found:
             return None
@@ -106,15 +106,15 @@ class PinnedCopies:
 
 
 def is_finite(part: Tensor) -> bool:
-    """One pass without a temporary: a NaN wins in aminmax."""
+    """Return whether all numbers are finite, in one pass without a temporary: aminmax returns NaN if there is one."""
     return all(bound.isfinite().item() for bound in part.aminmax())
 
 
 def page_locked(num_bytes: int) -> Tensor:
-    """uint8 memory that a GPU copies from by itself."""
+    """Return page-locked uint8 memory, which a GPU reads without the host."""
     return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
 
 
 def copies_to(device: torch.device) -> WeightCopies:
-    """What suits the device."""
+    """Return the copies for parameters on the device."""
     return PinnedCopies(device) if device.type == "cuda" else HostCopies()

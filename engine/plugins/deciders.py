@@ -3,7 +3,7 @@
 Owns: the calls to these plugins, and a guard around those of other packages.  Does not know: their decisions.
 """
 
-from functools import partial
+from importlib import import_module
 
 from engine.checkpoints.checkpoint import ModelSpec
 from engine.config import Config
@@ -11,7 +11,6 @@ from engine.kv.eviction import EvictionStrategy
 from engine.plugins.guards import GuardedStrategy, guarded
 from engine.plugins.hookspecs import EvictionContext, PolicyContext, ProposerContext
 from engine.plugins.manager import PROPOSER, Plugins
-from engine.scheduling.planner import NewDrafts
 from engine.scheduling.policy import SchedulingPolicy
 from engine.scheduling.proposer import DraftModel, Proposer
 from engine.text.vocabulary import Vocabulary
@@ -52,11 +51,9 @@ def plugin_proposer(
         return None
     built = built_proposer(plugins, config, spec.vocab_size, max_len)
     if isinstance(built, DraftModel):
-        from engine.plugins.draft_models import fitting_draft, fitting_head  # as below
-
-        if built.reads_states:
-            return fitting_head(built, plugins.names[PROPOSER], config, spec, max_len)
-        return fitting_draft(built, plugins.names[PROPOSER], config, spec, vocabulary)
+        fitting = import_module("engine.features.speculation.fitting")  # no folder of the engine imports a feature
+        fitted: DraftModel = fitting.fitting_model(built, plugins.names[PROPOSER], config, spec, max_len, vocabulary)
+        return fitted
     return built
 
 
@@ -70,12 +67,3 @@ def built_proposer(plugins: Plugins, config: Config, vocab_size: int, max_len: i
         observed = f"num_tokens is {built.num_tokens!r:.100}"
         raise PluginError(f"plugin {name}: {observed}, expected an int from 1 to {MOST_PROPOSED}")
     return built
-
-
-def plugin_drafts(proposer: Proposer | DraftModel | None, vocab_size: int) -> NewDrafts | None:
-    """Return the constructor of ``Drafts``, or None without a proposer.  vocab_size: of the model."""
-    if proposer is None:
-        return None
-    from engine.scheduling.drafts import Drafts  # only needed with a proposer
-
-    return partial(Drafts, proposer=proposer, vocab_size=vocab_size)

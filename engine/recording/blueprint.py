@@ -12,15 +12,16 @@ from pathlib import Path
 import msgspec
 
 from engine.config import SECRETS, Config
-from engine.plugins.deciders import built_proposer, plugin_drafts, plugin_policy, plugin_strategy
+from engine.plugins.deciders import built_proposer, plugin_policy, plugin_strategy
+from engine.plugins.features import FeatureContext, planner_features
 from engine.plugins.manager import PROPOSER, Plugins
 from engine.scheduling.planner import Planner
 from engine.scheduling.policy import SchedulingPolicy
-from engine.scheduling.proposer import DraftModel
+from engine.scheduling.proposer import DraftModel, Proposer
 from engine.scheduling.rows import PlannerLimits
 
 DECIDERS = ("eviction", "policy", PROPOSER)  # the kinds of plugins that have a part in plans
-PLANS = ("actors/scheduler.py", "scheduling/*.py", "kv/*.py")  # the code that plans
+PLANS = ("actors/scheduler.py", "scheduling/*.py", "kv/*.py", "features/*/planner.py")  # the code that plans
 
 
 class Blueprint(msgspec.Struct, frozen=True):
@@ -45,14 +46,12 @@ class Blueprint(msgspec.Struct, frozen=True):
     ) -> Planner:
         """Return a planner with other plugins of its own.  Raises PluginError if one cannot be built."""
         limits = replace(self.limits, num_pages=num_pages, record_events=False)
-        proposer = self.draft
+        proposer: Proposer | DraftModel | None = self.draft
         if proposer is None and PROPOSER in self.names:
-            built = built_proposer(plugins, self.config, self.vocab_size, self.max_len)
-            drafts = plugin_drafts(built, self.vocab_size)
-        else:
-            drafts = plugin_drafts(proposer, self.vocab_size)
+            proposer = built_proposer(plugins, self.config, self.vocab_size, self.max_len)
+        features = planner_features(FeatureContext(self.config, proposer, self.vocab_size))
         strategy = plugin_strategy(plugins, self.config, num_pages)
-        return Planner(limits, strategy, policy, clock, drafts)
+        return Planner(limits, strategy, policy, clock, features=features)
 
     def plugins(self) -> Plugins:
         """Return the plugins that planned, loaded.  Raises PluginError if one is not installed."""

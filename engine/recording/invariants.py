@@ -26,11 +26,10 @@ class Invariants:
         if planner is None or self._num_turns % self._every:
             return
         planner.check()
-        stats, pages = planner.stats(), planner._page_manager
-        num_locks, num_rows = pages._tree._num_handles, len(pages._handles)
+        stats, pages = planner.stats(), planner.pages
+        num_locks, num_rows = pages.tree.num_handles, pages.num_handles
         assert num_locks == num_rows, f"{num_locks} prefixes are locked, and {num_rows} rows have one"
-        waits_for_store = len(planner._fetches)
-        if scheduler.is_ready and not planner.num_in_flight and not waits_for_store:
+        if scheduler.is_ready and not planner.num_in_flight and not planner.num_held:
             assert not planner.num_open, f"{planner.num_open} requests are open, and nothing is planned for them"
         if not planner.num_open and not planner.num_in_flight:
             assert not stats.pages_used, f"no request is open, and {stats.pages_used} pages are in use"

@@ -83,7 +83,7 @@ class _Device:
     def _places(self, step: Step) -> Iterator[Place]:
         planner = self.scheduler.planner
         assert planner is not None
-        table = planner._rows
+        table = planner.table
         for row in _ints(step.decode_rows):
             yield int(table.request_ids[row]), int(table.num_computed[row])
         columns = (step.prefill_rows, step.prefill_starts, step.prefill_lengths, step.prefill_samples)
@@ -134,7 +134,7 @@ def _listen(story: Story, device: _Device, message: SchedulerInbox) -> None:
         story.tokens.update(zip(step.places, _ints(message.token_ids), strict=True))
         firsts = dict(reversed(step.places))
         for row, extras in message.extras.items():
-            request = int(planner._rows.request_ids[row])
+            request = int(planner.table.request_ids[row])
             if request in firsts:
                 story.extras[request, firsts[request]] = extras
 

@@ -25,10 +25,7 @@ DICTS: dict[str, type[dict[Any, Any]]] = {"dict": dict, "counter": Counter, "ord
 NUMBERS = "biuf"  # kinds of arrays
 # What rings and records of a planner are made of, beside the modules of its plugins.
 MODULES = ("engine.scheduling", "engine.kv", "engine.recording", "engine.messages", "engine.types",
-           "engine.plugins.guards", "engine.actors.scheduler")  # fmt: skip
-# What is kept for those who ask and decides nothing: a recording has it empty.
-ASKED = {"engine.scheduling.timelines:Timelines": ("ended",), "engine.scheduling.timelines:Evictions": ("_evictors",)}
-ASKED_KINDS = ("engine.scheduling.timelines:StepLog",)
+           "engine.features", "engine.plugins.guards", "engine.actors.scheduler")  # fmt: skip
 BUILTINS = ("time.perf_counter",)  # a guard's clock
 
 Entry = tuple[Any, ...]
@@ -90,16 +87,9 @@ def _entry(one: object, value: Callable[[object], object]) -> Entry:
     names = _fields(kind)
     if kind.__module__ == "builtins" or not names:
         raise StateError(f"an object of type {kind.__module__}.{kind.__qualname__} has no form in a recording")
-    if (named := _name(kind)) in ASKED_KINDS:
-        return ("new", named)
     there = [name for name in names if hasattr(one, name)] if "__dict__" not in names else list(vars(one))
     fields = ((name, getattr(one, name)) for name in there)
-    empty = ASKED.get(named, ())
-    return (
-        "object",
-        named,
-        *(part for name, at in fields for part in (name, value(type(at)() if name in empty else at))),
-    )
+    return ("object", _name(kind), *(part for name, at in fields for part in (name, value(at))))
 
 
 def _name(one: Any) -> str:
@@ -241,8 +231,6 @@ class _Reader:
                 return getattr(owner, values[1])
             case "named":
                 return self._named(values[0])
-            case "new" if values[0] in ASKED_KINDS:
-                return self._named(values[0])()
         raise StateError(f"an entry of kind {kind!r}")
 
     def _struct(self, kind: type[msgspec.Struct], values: list[Any]) -> msgspec.Struct:

@@ -1,11 +1,11 @@
-"""Batches of one shape: what up to M rows asked of the sampler, in tensors that stay where they are.
+"""Sampling of fixed batches: the parameters of up to M rows, in tensors at fixed addresses.
 
-A captured step samples by these.  Whatever rows it has, the same operations run on the same memory; only the variant is
-chosen by what the rows ask for, so that a greedy batch does not pay for cuts.
+Captured steps sample with these.  Whatever rows a batch has, the same operations run on the same memory; only the
+variant depends on the rows' parameters, so that a greedy batch does not pay for cuts.
 
 Legend: M most rows of a batch · B rows of a batch, padding included · N rows of a batch, without · V vocabulary
 Owns: the columns, which variant a batch needs, sampling by columns.  Does not know: graphs, steps, copies.
-What a row's token is, is said in ``sampler.py``; this gives the same ones.
+``sampler.py`` defines a row's token; this module picks the same ones.
 """
 
 from collections.abc import Callable
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from engine.sampling.triton.parts import KernelPart
     from engine.sampling.triton.sampler import KernelSampler
 
-NO_ROW: Final = -1  # what stands in the batch for padding
+NO_ROW: Final = -1  # padding
 _OFF: Final = -1
 
 C = TypeVar("C", Tensor, npt.NDArray[Any])
@@ -35,7 +35,7 @@ Int64 = npt.NDArray[np.int64]
 
 
 class Variant(StrEnum):
-    """How a batch is sampled.  logits: not at all; somebody else does it, from the logits."""
+    """A way to sample a batch.  logits: not here; the step returns logits, and the ``Sampler`` picks from them."""
 
     GREEDY = "greedy"
     TEMPERATURE = "temperature"
@@ -46,12 +46,12 @@ class Variant(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Columns(Generic[C]):
-    """One entry for each row of a batch, in this order in memory.
+    """Sampling parameters with one entry per row of a batch; in memory they follow each other in this order.
 
-    rows: int64, which row of the engine it is, NO_ROW for padding.  From ``seed`` to ``top_k``: as in SamplingState;
-    ``penalties`` alone has several numbers for each row.
-    cut: int32, the row's place in its group (see ``group``) if it has cuts, else -1.
-    line: int32, its line of token counts, -1 without penalties.
+    rows: int64, number of the row in the engine, NO_ROW for padding.
+    seed to top_k: as in SamplingState; ``penalties`` has several numbers for each row.
+    cut: int32, the row's index in its group (``CapturedSampler.group``) if it has cuts, else -1.
+    line: int32, the row's line of token counts, -1 without penalties.
     """
 
     rows: C
@@ -71,17 +71,17 @@ _WIDTHS: Final = (*[1] * 4, len(NO_PENALTIES), *[1] * 4)  # numbers of one row i
 
 
 def columns_bytes(max_rows: int) -> int:
-    """What columns of so many rows take."""
+    """Return the memory of columns of so many rows."""
     return max_rows * sum(np.dtype(dtype).itemsize * width for dtype, width in zip(_DTYPES, _WIDTHS, strict=True))
 
 
 def tensor_columns(packed: Tensor, max_rows: int) -> Columns[Tensor]:
-    """Columns in a uint8 tensor."""
+    """Return columns in a uint8 tensor."""
     return _columns(lambda part, dtype: part.view(getattr(torch, dtype)), packed, max_rows)
 
 
 def array_columns(packed: npt.NDArray[np.uint8], max_rows: int) -> Columns[npt.NDArray[Any]]:
-    """Columns in a uint8 array."""
+    """Return columns in a uint8 array."""
     return _columns(lambda part, dtype: part.view(dtype), packed, max_rows)
 
 
@@ -99,18 +99,18 @@ class CapturedSampler:
     """Samples batches of one rank's rows by columns; built once, for batches of up to ``max_rows``."""
 
     def __init__(self, state: SamplingState, kernels: "KernelSampler | None", columns: Columns[Tensor]) -> None:
-        """columns: on the device of ``state``."""
+        """Take memory for batches of as many rows as ``columns`` has, which are on the device of ``state``."""
         self._state = state
         self._kernels = kernels
         self._columns = columns
         self.max_rows = len(columns.rows)
-        # Rows with cuts or penalties take memory by the vocabulary, so kernels work on groups of them.
+        # Rows with cuts or penalties take memory per vocabulary entry, so kernels work on groups of them.
         self.group = self.max_rows
         if kernels is not None:
             from engine.sampling.triton.sampler import rows_at_once  # triton is needed for it
 
             self.group = min(self.group, rows_at_once(state.vocab_size))
-        # Captured kernels keep the address of the counts, so all rows' lines are taken now, and one for rows without.
+        # Captured kernels keep the address of the counts, so the lines of all rows are allocated now, plus a spare one.
         self._spare_line = state.counts.reserve()
         device = state.device
         self._places_M = torch.arange(self.max_rows, device=device)
@@ -121,17 +121,17 @@ class CapturedSampler:
 
     @property
     def version(self) -> int:
-        """Changes whenever any row's parameters do."""
+        """Version of the rows' parameters, which changes with any row."""
         return self._state.version
 
     @property
     def static(self) -> tuple[Tensor, ...]:
-        """What captured sampling reads and writes, beside the columns and its arguments."""
+        """Tensors that captured sampling reads and writes, besides the columns and its arguments."""
         mine = (self._places_M, self._places32_M, self._starts_M1, self._no_ids, self._no_bias)
         return (*mine, self._state.counts.table_CV)
 
     def variant_of(self, rows_N: Int64, positions_N: Int64) -> Variant:
-        """The cheapest variant that serves these rows.  positions_N: of the tokens that are to be sampled."""
+        """Return the cheapest variant that serves these rows.  positions_N: of the tokens that will be sampled."""
         state = self._state
         if (
             state.biased[rows_N].any()
@@ -147,7 +147,7 @@ class CapturedSampler:
         return Variant.GREEDY if state.greedy[rows_N].all() else Variant.TEMPERATURE
 
     def fill(self, columns: Columns[npt.NDArray[Any]], rows_N: Int64) -> None:
-        """Write the columns of a batch of these rows; the rest of them is padding, which is greedy."""
+        """Write the columns of a batch of these rows; the remaining entries are padding, which is greedy."""
         state, num = self._state, len(rows_N)
         for field in fields(columns):
             getattr(columns, field.name)[num:] = _PADDING.get(field.name, 0)
@@ -161,9 +161,9 @@ class CapturedSampler:
             columns.line[:num][penalised_N] = state.counts.lines(rows_N[penalised_N])
 
     def pick(self, variant: Variant, logits_BV: Tensor, positions_B: Tensor) -> Tensor:
-        """token_ids_B, int64, by the first B columns; -1 where a row's logits have no finite maximum.
+        """Return token_ids_B, int64, by the first B columns; -1 if a row's logits have no finite maximum.
 
-        positions_B: int64, of the tokens that are sampled.  Nothing here waits for the device or depends on values.
+        positions_B: int64, of the sampled tokens.  Nothing here waits for the device or depends on values.
         """
         size = len(logits_BV)
         if self._kernels is not None:
@@ -176,7 +176,7 @@ class CapturedSampler:
         return token_ids_B
 
     def _lines(self, size: int) -> Tensor:
-        """The lines to count in; rows without penalties are counted where nobody looks."""
+        """Return the lines to count in; rows without penalties count in the spare line, which is never read."""
         line_B = self._columns.line[:size].to(torch.int64)
         return torch.where(line_B < 0, self._spare_line, line_B)
 
@@ -188,7 +188,7 @@ class CapturedSampler:
 
         parts = []
         cuts = variant in (Variant.CUT, Variant.FULL)
-        group = self.group if cuts else size  # rows with cuts or penalties take memory by the vocabulary
+        group = self.group if cuts else size  # rows with cuts or penalties take memory per vocabulary entry
         for first in range(0, size, group):
             here = slice(first, min(first + group, size))
             num = here.stop - first
@@ -229,7 +229,7 @@ class CapturedSampler:
         return torch.where(finite_B & top_B.isfinite(), token_ids_B, -1)
 
     def _cuts(self, size: int) -> Cuts:
-        """Every row has every cut, most of which cut nothing."""
+        """Return cuts for every row; most of them cut nothing."""
         columns, vocab_size = self._columns, self._state.vocab_size
         top_k_B1 = columns.top_k[:size, None].to(torch.int64)
         return Cuts(
@@ -244,7 +244,7 @@ class CapturedSampler:
         )
 
 
-# What a column holds for a row that is none; 0 in the others.
+# Content of a column for padding; 0 in the columns that are not listed.
 _PADDING: Final[dict[str, Any]] = {
     "rows": NO_ROW,
     "top_p": 1.0,

@@ -1,17 +1,19 @@
-"""Rows whose output follows a grammar or may not take every token: where each stands, and what it may take next.
+"""Rows whose output follows a grammar or may not take every token: their matchers, and masks of allowed tokens.
 
 Legend: N sampled rows of the step · R of them with a grammar · V vocabulary · W words of a mask
-Owns: a matcher per row and the thread that moves them.  Does not know: steps, how tokens are picked.
+Owns: a matcher per row and the thread that advances them.  Does not know: steps, how tokens are picked.
 
 A mask depends on the token before it, which may still be on the device when the next step is launched.  So the thread
-waits for that token and computes the mask while the forward pass of the next step runs, and the caller asks for the
-mask only when it has queued that pass.  The scheduler plans ahead as it always does.
+waits for that token and computes the mask while the forward pass of the next step runs; the caller reads the mask after
+it has queued that pass.  The scheduler plans ahead as usual.
 """
 
 import logging
+import time
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -29,21 +31,28 @@ Int64 = npt.NDArray[np.int64]
 Int32 = npt.NDArray[np.int32]
 
 
+BUDGET_TOKENS = 16  # over so many the time of a row is added up
+BUDGET_S = 0.02  # a token, of all rows of a step together
+LEAST_BUDGET_S = 0.005  # of one row, however many there are
+
+
 @dataclass(frozen=True, slots=True)
 class Masks:
-    """What R rows of a step may take.  at_R: int64, which of the N.  words_RW: int32; a row of zeros fails.
-    failures: index into N -> why its grammar cannot go on."""
+    """Allowed tokens of R rows of a step.
+
+    at_R: int64, indices into the N rows.  words_RW: int32 bits, set for allowed tokens; a row of zeros fails.
+    failures: index into N -> why its grammar cannot continue."""
 
     at_R: Tensor
     words_RW: Tensor
     failures: dict[int, str]
 
     def apply(self, logits_NV: Tensor) -> Tensor:
-        """Forbid tokens in place; returns the rows as they were, raw_RV."""
+        """Forbid tokens in place and return the unchanged rows, raw_RV."""
         raw_RV = logits_NV.index_select(0, self.at_R)
         bits = torch.arange(32, dtype=torch.int32, device=raw_RV.device)
         allowed_RV = ((self.words_RW[:, :, None] >> bits) & 1).flatten(1)[:, : raw_RV.shape[1]] != 0
-        # Added and not filled in: a NaN must stay one, wherever it is, so that the row fails.
+        # Added, not filled in: a NaN anywhere in a row must survive, so that the row fails.
         penalty_RV = torch.zeros_like(raw_RV).masked_fill_(~allowed_RV, -torch.inf)
         logits_NV.index_copy_(0, self.at_R, raw_RV + penalty_RV)
         return raw_RV
@@ -56,15 +65,17 @@ class Masks:
 @dataclass(slots=True)
 class _Row:
     """matcher: being built.  last: gives the token that was sampled last and that it has not seen.
-    failure: why the matcher cannot go on; kept, since a step that finds no memory asks for its masks again."""
+    failure: why the matcher cannot go on; kept, since a step that finds no memory asks for its masks again.
+    took_s: time of the processor for its last tokens."""
 
     matcher: "Future[Matcher]"
     last: Callable[[], int] | None = None
     failure: str = ""
+    took_s: deque[float] = field(default_factory=lambda: deque(maxlen=BUDGET_TOKENS))
 
 
 class PendingMasks:
-    """Masks that are being computed."""
+    """Masks in computation."""
 
     def __init__(self, at: Int64, future: "Future[tuple[Int32, dict[int, str]]]", device: torch.device) -> None:
         self._at = at
@@ -72,7 +83,7 @@ class PendingMasks:
         self._device = device
 
     def result(self) -> Masks:
-        """Wait for them."""
+        """Wait for the masks and return them."""
         words, failures = self._future.result()
         return Masks(
             self._upload(self._at), self._upload(words), {int(self._at[index]): why for index, why in failures.items()}
@@ -86,11 +97,19 @@ class PendingMasks:
 
 
 class Constraints:
-    """All rows of one rank.  Equal calls on every rank give equal masks.
+    """The grammars of all rows of one rank.  Equal calls on every rank give equal masks.
 
-    rows: those that have a grammar or limits, or had; while there are none, nothing has to be asked here."""
+    rows: those that have a grammar or limits, or had; while there are none, nothing has to be asked here.
+    clock: seconds of this thread's work; None where ranks must agree, which see different times."""
 
-    def __init__(self, grammars: Grammars, vocab_size: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        grammars: Grammars,
+        vocab_size: int,
+        device: torch.device,
+        clock: Callable[[], float] | None = time.thread_time,
+    ) -> None:
+        self._clock = clock
         self._grammars = grammars
         self._num_words = -(-vocab_size // 32)
         self._device = device
@@ -98,14 +117,14 @@ class Constraints:
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="grammar")
 
     def admit(self, row: int, params: SamplingParams, token_ids: Int32, num_prompt_tokens: int) -> None:
-        """A sequence takes a row.  token_ids: its prompt, then output kept over a retraction."""
+        """Assign a row to a sequence.  token_ids: its prompt, then output kept over a retraction."""
         self.rows.pop(row, None)
         if params.grammar is not None or params.limits_tokens:
             output = token_ids[num_prompt_tokens:].tolist()
             self.rows[row] = _Row(self._worker.submit(self._open, params, output))
 
     def begin(self, rows_N: Int64) -> PendingMasks | None:
-        """Compute the masks of the rows that have a grammar; None if none has."""
+        """Start the masks of the rows that have a grammar or limits; return None if there are none."""
         if not self.rows:
             return None
         at = np.array([index for index, row in enumerate(rows_N.tolist()) if row in self.rows], dtype=np.int64)
@@ -115,7 +134,7 @@ class Constraints:
         return PendingMasks(at, self._worker.submit(self._fill, rows), self._device)
 
     def sampled(self, rows_N: Int64, tokens: Callable[[], Int64]) -> None:
-        """What a step has sampled is to be seen before the next mask.  tokens: waits for the device, int64[N]."""
+        """Register a step's samples, to be consumed before the next mask.  tokens: waits for the device, int64[N]."""
         for index, number in enumerate(rows_N.tolist()):
             row = self.rows.get(number)
             if row is not None:
@@ -138,24 +157,39 @@ class Constraints:
         failures: dict[int, str] = {}
         for index, row in enumerate(rows):
             if not row.failure:
-                token_id = row.last() if row.last is not None else -1  # waits for the device, whose errors are not ours
+                token_id = row.last() if row.last is not None else -1  # waits for the device, and may raise its errors
                 row.last = None
+                began = self._clock() if self._clock is not None else 0.0
                 row.failure = self._advance(row, token_id, words[index])
+                if self._clock is not None and not row.failure:
+                    row.took_s.append(self._clock() - began)
+                    row.failure = _overdue(row, len(rows))
             if row.failure:
                 words[index] = 0
                 failures[index] = f"the grammar of this request cannot go on{row.failure}"
         return words, failures
 
     def _advance(self, row: _Row, token_id: int, words: Int32) -> str:
-        """Move its matcher over a token, and write what may follow.  Returns why not, or nothing."""
+        """Advance the row's matcher by a token and write the next mask.  Returns why that failed, or ''."""
         try:
             matcher = row.matcher.result()
-            if token_id >= 0:  # else the row has failed, and nobody reads it any more
+            if token_id >= 0:  # a row with a negative token has failed and is not read any more
                 matcher.consume(token_id)
             matcher.fill(words)
         except (GrammarFailure, RequestError) as error:
             return f": {error}"
-        except BaseException:  # of a plugin
-            log.exception("a matcher of plugin %s raised; its request ends", self._grammars.name)
+        except BaseException:  # a plugin may raise any error
+            log.exception("a matcher of plugin %s raised an error; its request ends", self._grammars.name)
             return "; the server log has the details"
         return ""
+
+
+def _overdue(row: _Row, num_rows: int) -> str:
+    """Returns why a row's grammar is too slow for the step that all rows share, or nothing."""
+    budget_s = max(BUDGET_S / num_rows, LEAST_BUDGET_S) * BUDGET_TOKENS
+    if (took_s := sum(row.took_s)) <= budget_s:
+        return ""
+    return (
+        f": it is too ambiguous to follow, {took_s * 1e3:.0f} ms for the last {len(row.took_s)} tokens, at most "
+        f"{budget_s * 1e3:.0f} ms are allowed"
+    )

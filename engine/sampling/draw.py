@@ -1,16 +1,16 @@
-"""Pick one index per row with probability proportional to its weight: inverse CDF in vocabulary order.
+"""Drawing of one index per row with probability proportional to its weight: inverse CDF in vocabulary order.
 
 Legend: N sampled rows · n rows of a part · V vocabulary · W vocabulary rounded up to whole blocks · C blocks
   B block size
 Owns: the uniform number of each token, the padded layout and the search.  Does not know: which tokens were cut.
 
-The uniform number is a pure function of (seed, position): SplitMix64 (Steele, Lea, Flood 2014) used as a counter.
-Output number ``position`` of the stream that starts at the mixed seed.  No state is kept, so a sequence that is moved
-to another row, retracted and resumed, or sampled on another rank draws the same numbers.
+The uniform number is a pure function of (seed, position): SplitMix64 (Steele, Lea, Flood 2014) used as a counter, and
+the number is output ``position`` of the stream that starts at the hashed seed.  No state is kept, so a sequence that is
+moved to another row, retracted and resumed, or sampled on another rank draws the same numbers.
 
-A cumulative sum over the vocabulary would write and read every weight again.  Block sums are read once, the
-search runs over them, and only the block that holds the answer is summed in full.  Each row is handled by
-row-wise arithmetic alone, so what a row draws does not depend on the rows beside it.
+A cumulative sum over the vocabulary would write and read every weight again.  Here block sums are computed in one read,
+the search runs over them, and only the block with the answer is summed in full.  All arithmetic is per row, so a draw
+does not depend on the other rows.
 """
 
 from typing import Final
@@ -24,21 +24,21 @@ STRIDE: Final = 0x9E3779B97F4A7C15 - (1 << 64)
 FACTOR_1: Final = 0xBF58476D1CE4E5B9 - (1 << 64)
 FACTOR_2: Final = 0x94D049BB133111EB - (1 << 64)
 BLOCK: Final = 512
-# Weights are zero below e**-80, which no uniform number of 52 bits can tell from zero.
+# Weights below e**-80 are zero; a uniform number of 52 bits cannot resolve them.
 _LOWEST_SCORE: Final = -80.0
 _LOWEST_WEIGHT: Final = 1.9e-35
 
 
 def stream_starts(seeds_N: Tensor) -> Tensor:
-    """Where each seed's stream starts; int64 to int64.
+    """Return where each seed's stream starts; int64 to int64.
 
-    A hash of the seed: with raw seeds, two that differ by a multiple of the stride would share a shifted stream.
+    It is a hash of the seed: of raw seeds, two that differ by a multiple of the stride would share a shifted stream.
     """
     return _mixed(seeds_N)
 
 
 def uniforms(starts_N: Tensor, positions_N: Tensor) -> Tensor:
-    """float64 numbers strictly between 0 and 1, the same on every device.  Both arguments are int64."""
+    """Return float64 numbers strictly between 0 and 1, equal on every device.  Both arguments are int64."""
     bits_N = (_mixed(starts_N + positions_N * STRIDE) >> 12) & ((1 << 52) - 1)
     # 52 bits and a half fit a float64 exactly, so no draw rounds to 0 or 1.
     return (bits_N.to(torch.float64) + 0.5) * 2.0**-52
@@ -52,9 +52,9 @@ def _mixed(x_N: Tensor) -> Tensor:
 
 
 def padded_scores(logits_nV: Tensor, top_n: Tensor, inverse_temperature_n: Tensor) -> Tensor:
-    """scores_nW = (logit - top) / temperature in float32, at most 0; -inf in the padding.
+    """Return scores_nW = (logit - top) / temperature in float32, at most 0; -inf in the padding.
 
-    top_n: each row's largest logit.  Rows whose top is not finite come out as NaN or -inf and disturb no other.
+    top_n: each row's largest logit.  Rows whose top is not finite become NaN or -inf; other rows are not affected.
     """
     n, vocab_size = logits_nV.shape
     width = -(-vocab_size // BLOCK) * BLOCK
@@ -67,21 +67,21 @@ def padded_scores(logits_nV: Tensor, top_n: Tensor, inverse_temperature_n: Tenso
 
 
 def weights(scores_nW: Tensor) -> Tensor:
-    """exp(score): the probabilities up to a factor per row."""
+    """Return exp(score): the probabilities up to a factor per row."""
     if scores_nW.device.type != "cpu":
         return scores_nW.exp()
     # A result that underflows costs the CPU's exp up to 30 times as much: 2.9 instead of 0.1 ms for 152 k scores,
-    # which temperatures of 0.3 and less run into.  The clamp and the threshold cost 0.03.
+    # which temperatures of 0.3 and less produce.  The clamp and the threshold cost 0.03.
     return torch.threshold_(scores_nW.clamp(min=_LOWEST_SCORE).exp_(), _LOWEST_WEIGHT, 0.0)
 
 
 def block_sums(weights_nW: Tensor) -> Tensor:
-    """sums_nC, float32, in the order in which torch adds."""
+    """Return sums_nC, float32, added in torch's order."""
     return weights_nW.view(len(weights_nW), -1, BLOCK).sum(dim=-1)
 
 
 def draw(weights_nW: Tensor, uniforms_n: Tensor) -> Tensor:
-    """int64 index per row; never one of weight 0, never out of range (0 for a row of NaN)."""
+    """Return an int64 index per row, in range and never of weight 0; 0 for a row of NaN."""
     n, width = weights_nW.shape
     weights_nCB = weights_nW.view(n, width // BLOCK, BLOCK)
     sums_nC = block_sums(weights_nW).to(torch.float64)
@@ -95,10 +95,10 @@ def draw(weights_nW: Tensor, uniforms_n: Tensor) -> Tensor:
 
 
 def _first_above(cumulative_nK: Tensor, target_n1: Tensor) -> Tensor:
-    """First index whose cumulative sum exceeds the target, or the last one that added weight.
+    """Return the first index whose cumulative sum exceeds the target, else the last one that added weight.
 
-    Such an index has weight > 0: the sum grew there.  The second case is rounding: a block's float32 sum and
-    the float64 sum of its members differ in the last digits, so a target may lie beyond both.
+    Such an index has weight > 0: the sum grew there.  The second case is due to rounding: a block's float32 sum and
+    the float64 sum of its members differ in the last digits, so a target may exceed both.
     """
     above_n1 = (cumulative_nK <= target_n1).sum(dim=-1, keepdim=True)
     last_n1 = (cumulative_nK < cumulative_nK[:, -1:]).sum(dim=-1, keepdim=True)

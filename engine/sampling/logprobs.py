@@ -1,6 +1,6 @@
-"""Log probabilities of sampled tokens, as the model gave them: before any adjustment, cut or temperature.
+"""Log probabilities of sampled tokens under the model itself: before any adjustment, cut or temperature.
 
-Legend: N sampled rows of the batch · L rows that asked · V vocabulary · K alternatives computed · W most named tokens
+Legend: N sampled rows of the batch · L rows with logprobs · V vocabulary · K alternatives · W most named tokens
 Owns: computing them on the device, and their form in messages.  Does not know: how tokens were picked.
 """
 
@@ -17,13 +17,15 @@ from torch import Tensor
 from engine.messages import Logprobs
 from engine.types.params import MAX_LOGPROBS
 
-ALIGNED = 8  # of 16-bit logits 16 bytes, which a GPU loads at once
+ALIGNED = 8  # 16-bit logits of a 16-byte load of a GPU
 
 
 @dataclass(frozen=True, slots=True)
 class Named:
-    """Tokens that rows name, in place of the most likely ones.  ids: int64, for each row, of which some name none.
-    ids_LW: the same on the device, filled up with 0.  values_LW: float32, their log probabilities, once known."""
+    """Tokens that requests name, returned in place of the most likely ones.
+
+    ids: int64, one array per row, empty if the row names none.
+    ids_LW: the same on the device, padded with 0.  values_LW: float32, their log probabilities, once computed."""
 
     ids: Sequence[npt.NDArray[np.int64]]
     ids_LW: Tensor
@@ -31,7 +33,7 @@ class Named:
 
 
 def named_tokens(ids: Sequence[npt.NDArray[np.int64]], device: torch.device) -> Named | None:
-    """None if no row names any."""
+    """Return the named tokens; None if no row names any."""
     longest = max(map(len, ids), default=0)
     if not longest:
         return None
@@ -43,7 +45,9 @@ def named_tokens(ids: Sequence[npt.NDArray[np.int64]], device: torch.device) -> 
 
 @dataclass(frozen=True, slots=True)
 class BatchLogprobs:
-    """at, num_top: int64 on the host, per asking row its place in the batch and how many alternatives it wants.
+    """Log probabilities of the rows of a batch that request them.
+
+    at, num_top: int64 on the host, index in the batch and number of alternatives of each such row.
     chosen_L: float32.  top_ids_LK: int32, top_LK: float32, most likely first.  named: None if no row names tokens."""
 
     at: npt.NDArray[np.int64]
@@ -54,7 +58,7 @@ class BatchLogprobs:
     named: Named | None = None
 
     def to_host(self) -> "BatchLogprobs":
-        """Queue the copy to pinned memory; read it only behind an event recorded after this call."""
+        """Queue the copy to pinned memory; it can be read after an event recorded after this call."""
         named = self.named
         if named is not None and named.values_LW is not None:
             named = replace(named, values_LW=pinned_copy(named.values_LW))
@@ -67,7 +71,7 @@ class BatchLogprobs:
         )
 
     def messages(self) -> dict[int, Logprobs]:
-        """Place in the batch -> its log probabilities.  The tensors must be on the host."""
+        """Return index in the batch -> log probabilities.  The tensors must be on the host."""
         chosen, top_ids, top = self.chosen_L.tolist(), self.top_ids_LK.numpy(), self.top_LK.numpy()
         messages = {
             at: Logprobs(logprob=chosen[i], top_ids=top_ids[i, :num].tobytes(), top_logprobs=top[i, :num].tobytes())
@@ -83,7 +87,7 @@ class BatchLogprobs:
         return messages
 
     def by_row(self, rows_N: npt.NDArray[np.int64]) -> dict[str, dict[int, Any]]:
-        """As ``StepExtras`` names them: row -> those of its first token, and of the others where it has several."""
+        """Return the fields of ``StepExtras``: row -> those of its first token, and of later tokens if it has any."""
         first: dict[int, Logprobs] = {}
         later: dict[int, tuple[Logprobs, ...]] = {}
         for at, one in self.messages().items():
@@ -102,15 +106,15 @@ def batch_logprobs(
     num_top: npt.NDArray[np.int64],
     named: Named | None = None,
 ) -> BatchLogprobs:
-    """A row that failed (token -1) gets numbers without meaning."""
+    """Compute the log probabilities of rows ``at``.  The numbers of a failed row (token -1) have no meaning."""
     at_L = torch.from_numpy(at).to(logits_NV.device, non_blocking=True)
     asked_LV, vocab_size = logits_NV.index_select(0, at_L), logits_NV.shape[1]
     if odd := -vocab_size % ALIGNED:
-        # A GPU adds up a row in an order that begins where its memory does, so that its place would count.
+        # A GPU's order of additions depends on a row's alignment in memory, so rows are padded to be aligned.
         asked_LV = F.pad(asked_LV, (0, odd), value=-torch.inf)
     logprobs_LV = torch.log_softmax(asked_LV, dim=-1, dtype=torch.float32)[:, :vocab_size]
     chosen_L1 = logprobs_LV.gather(1, token_ids_N.index_select(0, at_L).clamp(min=0)[:, None])
-    # Always the same number, so that which of several equal tokens are listed does not depend on other rows.
+    # A constant number, so that the choice among equal tokens does not depend on other rows.
     top_LK, top_ids_LK = logprobs_LV.topk(min(MAX_LOGPROBS, vocab_size), dim=-1)
     if named is not None:
         named = replace(named, values_LW=logprobs_LV.gather(1, named.ids_LW))
@@ -118,7 +122,7 @@ def batch_logprobs(
 
 
 def joined_logprobs(parts: Sequence[BatchLogprobs]) -> BatchLogprobs:
-    """Those of rows that were all asked for, part by part, as of one batch."""
+    """Join parts, in which every row has log probabilities, to one batch."""
     num_top = np.concatenate([part.num_top for part in parts])
     return BatchLogprobs(
         at=np.arange(len(num_top)),
@@ -130,5 +134,5 @@ def joined_logprobs(parts: Sequence[BatchLogprobs]) -> BatchLogprobs:
 
 
 def pinned_copy(tensor: Tensor) -> Tensor:
-    """A copy on the host, queued."""
+    """Return a copy on the host, queued."""
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)

@@ -1,10 +1,10 @@
-"""Which tokens a sequence has seen, per row, and the penalties computed from that.
+"""Counts of the tokens that each row's sequence has, and the penalties computed from them.
 
 Legend: p rows of a part that have a penalty · V vocabulary
 Owns: the counts, on the device.  Does not know: the other sampling parameters, batches.
 
 Memory: one integer per vocabulary entry for each row that has a penalty at the same time (152 k entries: 0.6 MB,
-half of that when max_len is below 16,384), taken when the first such sequence is admitted and reused afterwards.
+half of that when max_len is below 16,384), allocated when the first such sequence is admitted and reused afterwards.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,8 +21,8 @@ from engine.layers.upload import upload
 if TYPE_CHECKING:
     from engine.sampling.state import Newcomer
 
-# The penalties in the order of their columns, and what a row without one has.  Each is ``{name}_penalty`` of
-# SamplingParams; ``Penalties.apply`` and ``engine/sampling/triton/adjusted.py`` say what it does.
+# The penalties in the order of their columns, with the value that means none.  Each is ``{name}_penalty`` of
+# SamplingParams; ``Penalties.apply`` and ``engine/sampling/triton/adjusted.py`` compute them.
 NO_PENALTIES: Final = {"repetition": 1.0, "presence": 0.0, "frequency": 0.0}
 
 _FIRST_CAPACITY: Final = 4
@@ -32,7 +32,7 @@ _IN_OUTPUT: Final = 2
 
 
 class TokenCounts:
-    """Counts of the rows that need them.  A row's counts live in a line of one device tensor."""
+    """Counts of the rows that need them.  A row's counts are a line of one device tensor."""
 
     def __init__(self, max_rows: int, vocab_size: int, max_len: int, device: torch.device) -> None:
         self._max_rows = max_rows
@@ -62,18 +62,18 @@ class TokenCounts:
         counts.index_add_(0, output_at, counts.new_full((1,), _IN_OUTPUT).expand(len(output_at)))
 
     def release(self, row: int) -> None:
-        """The row's line may be given to another row."""
+        """Free the row's line."""
         line = self._line_of_row.pop(row, None)
         if line is not None:
             self._free_lines.append(line)
 
     def lines(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """The line of every row; all of them must be held."""
+        """Return the line of every row; all of them must be held."""
         return np.array([self._line_of_row[row] for row in rows.tolist()], dtype=np.int64)
 
     def reserve(self) -> int:
-        """Take the memory of all rows now, so that the table never moves; returns the number of one more line, which is
-        nobody's."""
+        """Allocate the lines of all rows now, so that the table keeps its address, plus a spare line; return the
+        number of the spare line."""
         while self._counts_CV.shape[0] < self._max_rows:
             self._grow()
         if self._counts_CV.shape[0] == self._max_rows:
@@ -82,11 +82,11 @@ class TokenCounts:
 
     @property
     def table_CV(self) -> Tensor:
-        """All lines; another tensor once more are held."""
+        """All lines; growing replaces the tensor."""
         return self._counts_CV
 
     def read(self, lines_p: Tensor) -> Tensor:
-        """A copy of some lines, counts_pV."""
+        """Return a copy of some lines, counts_pV."""
         return self._counts_CV.index_select(0, lines_p)
 
     def add(self, lines_p: Tensor, token_ids_p: Tensor) -> None:
@@ -105,8 +105,10 @@ class TokenCounts:
 
 @dataclass(frozen=True, slots=True)
 class Penalties:
-    """The penalties of some rows of a part.  at_p: int64, which of the part's rows.  lines_p: int64, their counts.
-    columns: name -> float32 [p, 1]; without those that no row has."""
+    """The penalties of some rows of a part.
+
+    at_p: int64, indices into the part's rows.  lines_p: int64, their lines of counts.
+    columns: name -> float32 [p, 1]; a penalty that no row has is missing."""
 
     at_p: Tensor
     lines_p: Tensor
@@ -115,8 +117,8 @@ class Penalties:
     def apply(self, logits_nV: Tensor, counts: TokenCounts) -> None:
         """Change the rows' float32 logits in place.
 
-        Repetition (Keskar et al. 2019, section 4.1, with the sign rule of transformers): a token of prompt or
-        output has a positive logit divided, a negative one multiplied.  Then frequency and presence (OpenAI API
+        Repetition (Keskar et al. 2019, section 4.1, with the sign rule of transformers): for a token of prompt or
+        output, a positive logit is divided and a negative one multiplied.  Then frequency and presence (OpenAI API
         reference): minus frequency for every time a token is in the output, minus presence if it is there at all.
         """
         logits_pV = logits_nV.index_select(0, self.at_p)
@@ -133,5 +135,5 @@ class Penalties:
 
 
 def by_name(penalties_pP: Tensor) -> dict[str, Tensor]:
-    """The columns of all penalties, as ``Penalties`` has them."""
+    """Return the columns of all penalties, as in ``Penalties``."""
     return dict(zip(NO_PENALTIES, penalties_pP.split(1, dim=1), strict=True))

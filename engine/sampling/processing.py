@@ -1,8 +1,8 @@
-"""Logits processors of plugins: which rows asked for which, and the copies of logits that they may change.
+"""Logits processors of plugins: the rows that use them, and the copies of logits that they may change.
 
 Legend: N sampled rows of the step · n rows of one processor · V vocabulary · R rows · M most tokens of a row
-Owns: what each row's request asked for.  Does not know: what a processor does, how a token is picked.
-Steps with such rows sample outside of captured graphs; the forward pass is replayed as ever.
+Owns: the processors of each row's request.  Does not know: what a processor does, how a token is picked.
+Steps with such rows sample outside of captured graphs; the forward pass is still replayed.
 """
 
 import logging
@@ -26,14 +26,14 @@ Int64 = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """params: by the processor's name."""
+    """A row with processors.  params: by the processor's name."""
 
     params: dict[str, msgspec.Struct]
     num_prompt: int
 
 
 class Processing:
-    """The rows of one rank.  tokens_RM: their tokens on the device, as steps leave them there."""
+    """The processors of the rows of one rank.  tokens_RM: the rows' tokens on the device, which steps write."""
 
     def __init__(self, processors: Processors, tokens_RM: Tensor) -> None:
         self._processors = processors
@@ -41,7 +41,7 @@ class Processing:
         self._rows: dict[int, _Row] = {}
 
     def admit(self, newcomers: Sequence[Newcomer]) -> None:
-        """Sequences take rows; nothing of the rows' last owners stays."""
+        """Assign rows to sequences; nothing of the rows' former sequences remains."""
         for one in newcomers:
             self._rows.pop(one.row, None)
             if one.params.logits_processors:
@@ -49,15 +49,15 @@ class Processing:
                 self._rows[one.row] = _Row(params, one.num_prompt_tokens)
 
     def apply(self, logits_NV: Tensor, rows_N: Int64, positions_N: Int64) -> Tensor:
-        """Return what to pick from: the logits as they are if no row asked, else a float32 copy.
+        """Return the logits to pick from: the logits themselves if no row has processors, else a float32 copy.
 
-        positions_N: how many tokens come before the one that is picked."""
-        asked = [(index, self._rows[row]) for index, row in enumerate(rows_N.tolist()) if row in self._rows]
-        if not asked:
+        positions_N: number of tokens before the picked one."""
+        named = [(index, self._rows[row]) for index, row in enumerate(rows_N.tolist()) if row in self._rows]
+        if not named:
             return logits_NV
         logits_NV = logits_NV.to(torch.float32, copy=True)
         for name in self._processors.by_name:
-            if mine := [(index, row) for index, row in asked if name in row.params]:
+            if mine := [(index, row) for index, row in named if name in row.params]:
                 self._process(name, mine, logits_NV, rows_N, positions_N)
         return logits_NV
 
@@ -83,9 +83,9 @@ class Processing:
             if seen != expected:
                 raise TypeError(f"it returned {seen}, not {expected}")
         except torch.OutOfMemoryError:
-            raise  # the step is tried again in parts
+            raise  # the step is retried in parts
         except Exception:
-            log.exception("plugin logits_processor.%s failed; the requests that asked for it end", name)
+            log.exception("plugin logits_processor.%s failed; the requests that use it end", name)
             processed_nV = torch.full_like(logits_nV, torch.nan)  # a row without a finite maximum fails
         logits_NV.index_copy_(0, at_n, processed_nV)
 

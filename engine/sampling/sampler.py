@@ -4,18 +4,18 @@ Legend: N sampled rows of the batch · n rows of a part · V vocabulary · W pad
 Owns: the order of operations.  Does not know: requests, the model, when a sequence ends.
 
 For each row, in this order:
-  1. log probabilities are taken from the logits as they came; the logits processors that it asks for change a copy, and
-     tokens that its grammar forbids are ruled out;
+  1. log probabilities are taken from the unchanged logits; the row's logits processors change a copy, and tokens that
+     its grammar forbids are excluded;
   2. logit_bias is added (OpenAI);
   3. repetition, then presence and frequency penalty (``penalties.py``);
-  4. EOS and stop tokens are held off until min_tokens exist;
+  4. EOS and stop tokens are suppressed until min_tokens exist;
   5. temperature: logits are divided by it; 0 takes the most likely token, the lowest id among equals;
   6. min_p: tokens less likely than min_p times the most likely one are cut (Nguyen et al. 2024);
   7. top_k: all but the k most likely are cut (Fan et al. 2018);
-  8. top_p: of what is left, renormalised, the smallest set that holds top_p is kept (Holtzman et al. 2020);
-  9. one is drawn by inverse CDF from the uniform number of (seed, position) (``draw.py``).
-Whatever else is in the batch, a row's token is the same.  Nothing here waits for the device.
-On a GPU kernels do 2 to 9 (``engine/sampling/triton/sampler.py``), in two launches for a batch of plain rows.
+  8. top_p: of the rest, renormalised, the smallest set that holds top_p is kept (Holtzman et al. 2020);
+  9. one token is drawn by inverse CDF with the uniform number of (seed, position) (``draw.py``).
+A row's token does not depend on the rest of the batch.  Nothing here waits for the device.
+On a GPU kernels do steps 2 to 9 (``engine/sampling/triton/sampler.py``), in two launches for a batch of plain rows.
 
 Measured on one CPU core, milliseconds per row of 151,936 float32 logits in a batch of 8: greedy 0.08, temperature
 0.18, with min_p 0.33, with top_k 0.45, with top_k and top_p 0.55, with top_p alone 1.4; penalties add 0.25.
@@ -50,13 +50,13 @@ Int64 = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class SampledTokens:
-    """token_ids_N: int64; as ``StepDone`` has them where there is none.  logprobs: None if no row asked."""
+    """The tokens of a step.  token_ids_N: int64, a code of ``StepDone`` if there is none.  logprobs: None for none."""
 
     token_ids_N: Tensor
     logprobs: BatchLogprobs | None
 
     def to_host(self) -> "SampledTokens":
-        """Queue the copy to pinned memory; read it only behind an event recorded after this call."""
+        """Queue the copy to pinned memory; it can be read after an event recorded after this call."""
         logprobs = None if self.logprobs is None else self.logprobs.to_host()
         return SampledTokens(pinned_copy(self.token_ids_N), logprobs)
 
@@ -64,8 +64,8 @@ class SampledTokens:
 class Sampler:
     """Samples for the rows of one rank; equal calls on every rank give equal tokens.
 
-    kernels: what does the work where they are chosen, also inside of a captured step; None where torch does it.
-    on_cpu: what does some of it in torch's place where a CPU runs a model in float32; logits are float32 then.
+    kernels: sample on a GPU, also inside of a captured step; None if torch samples.
+    on_cpu: do some of the work on a CPU whose model is float32; logits are then float32.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class Sampler:
         self.kernels = None if choose_kernels(device) is None else _kernel_sampler(self._state)
         self._batch_key: tuple[int, bytes, bytes] | None = None
         self._batch: SampleBatch | None = None
-        self.processing: Processing | None = None  # set where plugins.logits_processors names some
+        self.processing: Processing | None = None  # set if plugins.logits_processors names any
 
     def admit(
         self,
@@ -91,26 +91,28 @@ class Sampler:
         num_prompt_tokens: int,
         eos_token_ids: Sequence[int],
     ) -> None:
-        """A sequence takes a row, and nothing of the row's last owner stays.
+        """Assign a row to a sequence; nothing of the row's former sequence remains.
 
-        token_ids: all that is known of it, the prompt and then output kept over a retraction.
+        token_ids: its known tokens, the prompt and then output kept over a retraction.
         """
         self.admit_all((Newcomer(row, params, token_ids, num_prompt_tokens),), eos_token_ids)
 
     def admit_all(self, newcomers: Sequence[Newcomer], eos_token_ids: Sequence[int]) -> None:
-        """The same for some sequences, of different rows; what the device must know of them is one copy."""
+        """Assign different rows to several sequences, with one copy to the device."""
         self._state.admit_all(newcomers, eos_token_ids)
         if self.processing is not None:
             self.processing.admit(newcomers)
 
     def captured(self, columns: Columns[Tensor]) -> CapturedSampler:
-        """The same rows, sampled in batches of one shape; see ``captured.py``."""
+        """Return a sampler of the same rows in fixed batches (``captured.py``)."""
         return CapturedSampler(self._state, self.kernels, columns)
 
     def sample(self, logits_NV: Tensor, rows_N: Int64, positions_N: Int64, masks: Masks | None = None) -> SampledTokens:
-        """One token per entry.  logits_NV: floating point, left as it is.  rows_N: a row may come at several positions,
-        unless it has penalties or a grammar: these need the tokens before each position.
-        positions_N: the position each sampled token will have, i.e. how many tokens come before it.
+        """Sample one token per entry.
+
+        logits_NV: floating point, unchanged afterwards.
+        rows_N: a row may be at several positions, unless it has penalties or a grammar, which need the tokens before.
+        positions_N: the position of each sampled token, i.e. the number of tokens before it.
         masks: of rows that follow a grammar."""
         batch = self._batch_for(rows_N, positions_N)
         positions = _upload(positions_N, logits_NV.device) if batch.draws_any else None
@@ -127,17 +129,17 @@ class Sampler:
         logprobs = None
         if len(batch.logprobs_at):
             logprobs = batch_logprobs(logits_NV, token_ids_N, batch.logprobs_at, batch.num_logprobs, batch.named)
-        # Last, so that a step for which memory ran out has counted nothing, and may be tried again.
+        # Last, so that a step that runs out of memory has counted nothing and can be retried.
         if batch.counted_at is not None and batch.counted_lines is not None:
             self._state.counts.add(batch.counted_lines, token_ids_N.index_select(0, batch.counted_at))
         return SampledTokens(token_ids_N, logprobs)
 
     def takes_likeliest(self, rows_N: Int64, positions_N: Int64) -> bool:
-        """Whether these rows want nothing but their likeliest tokens, the first ones among equals."""
+        """Return whether these rows need only their likeliest tokens, the first ones among equals."""
         return self.processing is None and self._batch_for(rows_N, positions_N).is_plain
 
     def _pick_all(self, batch: SampleBatch, logits_NV: Tensor, positions_N: Tensor | None) -> Tensor:
-        """Token per row, part by part."""
+        """Return a token per row, computed part by part."""
         if self.kernels is not None:
             return self.kernels.pick(batch.parts, logits_NV, positions_N)
         if len(batch.parts) == 1:
@@ -152,7 +154,7 @@ class Sampler:
         return token_ids_N
 
     def _batch_for(self, rows_N: Int64, positions_N: Int64) -> SampleBatch:
-        """The batch of the last step, if nothing has changed: a steady decode step builds nothing."""
+        """Return the batch, built anew only if it has changed since the last step: a steady decode step builds none."""
         holding_N = positions_N < self._state.stop_from[rows_N]
         key = (self._state.version, rows_N.tobytes(), holding_N.tobytes())
         if self._batch is None or self._batch_key != key:
@@ -161,7 +163,7 @@ class Sampler:
         return self._batch
 
     def _pick(self, part: Part, logits_nV: Tensor, positions_N: Tensor | None) -> Tensor:
-        """Token per row of a part, -1 where the maximum of the logits, as they came or adjusted, is not finite."""
+        """Return a token per row of a part; -1 if the maximum of the logits, unchanged or adjusted, is not finite."""
         raw_top_n = None
         if part.adjustments is not None:
             raw_top_n = logits_nV.amax(dim=-1)
@@ -180,31 +182,31 @@ class Sampler:
                 token_ids_n = self._on_cpu.draw(weights_nW, block_sums(weights_nW), starts_n, positions_n)
             else:
                 token_ids_n = draw(weights_nW, uniforms(starts_n, positions_n))
-        # A NaN anywhere in a row is its maximum, so one test on n numbers covers the vocabulary.
+        # The maximum of a row with a NaN is NaN, so one test on n numbers covers the vocabulary.
         finite_n = top_n.abs() < torch.inf
         if raw_top_n is not None:
             finite_n &= raw_top_n.abs() < torch.inf
         return torch.where(finite_n, token_ids_n, -1)
 
     def _adjusted(self, adjustments: Adjustments, logits_nV: Tensor) -> Tensor:
-        """A float32 copy of the logits with bias, penalties and held-off stop tokens."""
+        """Return a float32 copy of the logits with bias, penalties and suppressed stop tokens."""
         logits_nV = logits_nV.to(torch.float32, copy=True)
         if adjustments.bias_at is not None and adjustments.bias is not None:
             logits_nV.view(-1).index_add_(0, adjustments.bias_at, adjustments.bias)
         if adjustments.penalties is not None:
             adjustments.penalties.apply(logits_nV, self._state.counts)
         if adjustments.hold_at is not None:
-            # The lowest finite number, not -inf: a row that allows nothing but EOS then ends instead of failing.
+            # The lowest finite number, not -inf: a row that allows only EOS then ends instead of failing.
             logits = logits_nV.view(-1)
             held = logits.index_select(0, adjustments.hold_at)
-            # One that is forbidden stays so.
+            # A forbidden token stays at -inf.
             held = torch.where(held.isfinite(), torch.finfo(torch.float32).min, held)
             logits.index_copy_(0, adjustments.hold_at, held)
         return logits_nV
 
 
 def candidate_weights(draws: Draws, logits_nV: Tensor, top_n: Tensor) -> Tensor:
-    """weights_nW: what each token is drawn in proportion to, after temperature and cuts."""
+    """Return weights_nW, to which the draw is proportional, after temperature and cuts."""
     scores_nW = padded_scores(logits_nV, top_n, draws.inverse_temperature_n)
     weights_nW = weights(scores_nW)
     if draws.cuts is not None:
@@ -218,6 +220,6 @@ def _upload(values: Int64, device: torch.device) -> Tensor:
 
 
 def _kernel_sampler(state: SamplingState) -> "KernelSampler":
-    from engine.sampling.triton.sampler import KernelSampler  # triton may be missing where torch samples
+    from engine.sampling.triton.sampler import KernelSampler  # triton may be missing if torch samples
 
     return KernelSampler(state)

@@ -1,14 +1,14 @@
-"""What every row's current sequence asked of the sampler, and batches of such rows with their parameters on the device.
+"""Sampling parameters of every row's current sequence, and batches of rows with their parameters on the device.
 
 Legend: N sampled rows of the batch · n rows of a part · r, p rows of a part that a parameter applies to
-Owns: one line of host arrays per row, overwritten as a whole when a sequence takes the row; token counts; how a batch
+Owns: one entry of host arrays per row, overwritten as a whole when a sequence gets the row; token counts; how a batch
 is split, and the copies to the device.  Does not know: logits, why rows change hands.
 
-Arrays hold what samplers compute with, derived here and nowhere else, whether torch, kernels or a captured step sample.
-A parameter that rules out tokens by how far they are below the most likely one is one more bound in ``floor``.
+Arrays hold derived numbers, ready for torch, kernels and captured steps, and are computed here alone.  A parameter that
+excludes tokens by their distance to the most likely one is one more bound in ``floor``.
 
-A part of a batch is either greedy or random, and either adjusted (bias, penalty or held-off stop tokens) or not, so the
-parameters of one row cost the other rows nothing.  Parts are built when the batch changes, not every step.
+A part of a batch is either greedy or random, and either adjusted (bias, penalty or suppressed stop tokens) or not, so
+the parameters of one row cost the other rows nothing.  Parts are built when the batch changes, not every step.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,14 +26,12 @@ from engine.sampling.logprobs import Named, named_tokens
 from engine.sampling.penalties import NO_PENALTIES, Penalties, TokenCounts
 from engine.types.params import SamplingParams
 
-# Below this the most likely token is taken: 1 / temperature would push every other weight to 0 in float32 or
-# overflow, so the two cannot be told apart.
 NO_LOGPROBS: Final = -1
 _NO_CUTS: Final = (0, 1.0, np.inf)
 _NO_PENALTIES: Final = tuple(NO_PENALTIES.values())
 
-# Most scores a part holds at once.  On CPU its passes then stay inside the cache: 64 rows of 152 k tokens take under
-# a third of the time that one piece takes.  On a GPU it bounds memory: 64 MB for each float32 copy of the scores.
+# Most scores in a part.  On a CPU its passes then stay inside the cache: 64 rows of 152 k tokens take under a third of
+# the time of a single part.  On a GPU it bounds memory: 64 MB for each float32 copy of the scores.
 PART_SCORES_CPU: Final = 1 << 19
 PART_SCORES_GPU: Final = 1 << 24
 
@@ -44,7 +42,7 @@ _NO_BIAS: Final = (np.empty(0, dtype=np.int64), np.empty(0, dtype=np.float32))
 
 @dataclass(frozen=True, slots=True)
 class Newcomer:
-    """A sequence that takes a row.  token_ids: its prompt, then output kept over a retraction."""
+    """A sequence that gets a row.  token_ids: its prompt, then output kept over a retraction."""
 
     row: int
     params: SamplingParams
@@ -53,7 +51,7 @@ class Newcomer:
 
 
 class SamplingState:
-    """Parameters by row, and ``version``, which changes whenever any row does."""
+    """Parameters by row, and ``version``, which changes with any row."""
 
     def __init__(self, max_rows: int, vocab_size: int, max_len: int, device: torch.device) -> None:
         self.version = 0
@@ -63,16 +61,16 @@ class SamplingState:
         self.greedy = np.ones(max_rows, dtype=np.bool_)
         self.penalised = np.zeros(max_rows, dtype=np.bool_)
         self.inverse_temperature = np.zeros(max_rows, dtype=np.float32)  # 0 is greedy
-        self.cut = np.zeros(max_rows, dtype=np.bool_)  # whether one of the next three is on; of greedy rows, none is
+        self.cut = np.zeros(max_rows, dtype=np.bool_)  # whether one of the next three is on; False for greedy rows
         self.top_k = np.zeros(max_rows, dtype=np.int32)  # 0 is off
         self.top_p = np.ones(max_rows, dtype=np.float64)  # 1 is off
         self.floor = np.full(max_rows, np.inf, dtype=np.float32)  # magnitude of the lowest score that may be drawn
-        self.penalties = np.tile(np.array(_NO_PENALTIES, dtype=np.float32), (max_rows, 1))  # as NO_PENALTIES has them
+        self.penalties = np.tile(np.array(_NO_PENALTIES, dtype=np.float32), (max_rows, 1))  # in NO_PENALTIES' order
         self.seed = np.zeros(max_rows, dtype=np.int64)
         self.logprobs = np.full(max_rows, NO_LOGPROBS, dtype=np.int64)
-        # Tokens whose log probabilities are wanted in place of the most likely ones'.
+        # Tokens whose log probabilities are returned in place of the most likely ones'.
         self.named: list[Int64] = [_NO_BIAS[0]] * max_rows
-        self.processed = np.zeros(max_rows, dtype=np.bool_)  # by a logits processor
+        self.processed = np.zeros(max_rows, dtype=np.bool_)  # whether a logits processor changes its logits
         self.biased = np.zeros(max_rows, dtype=np.bool_)
         self.bias: list[tuple[Int64, npt.NDArray[np.float32]]] = [_NO_BIAS] * max_rows
         # A token at a position below ``stop_from`` must not be one of ``stop_ids``.
@@ -87,11 +85,11 @@ class SamplingState:
         num_prompt_tokens: int,
         eos_token_ids: Sequence[int],
     ) -> None:
-        """A sequence takes a row; see ``Newcomer``."""
+        """Assign a row to a sequence (``Newcomer``)."""
         self.admit_all((Newcomer(row, params, token_ids, num_prompt_tokens),), eos_token_ids)
 
     def admit_all(self, newcomers: Sequence[Newcomer], eos_token_ids: Sequence[int]) -> None:
-        """Sequences take rows, each another one."""
+        """Assign different rows to sequences."""
         self.version += 1
         for one in newcomers:
             row, params = one.row, one.params
@@ -127,7 +125,7 @@ class SamplingState:
     def _admit_stops(
         self, row: int, params: SamplingParams, num_prompt_tokens: int, eos_token_ids: Sequence[int]
     ) -> None:
-        # With ignore_eos an EOS token does not end the sequence, so there is nothing to hold off.
+        # With ignore_eos an EOS token does not end the sequence, so it is not suppressed.
         ids = {*params.stop_token_ids, *(() if params.ignore_eos else eos_token_ids)}
         self.stop_ids[row] = np.array(sorted(ids), dtype=np.int64)
         self.stop_from[row] = num_prompt_tokens + params.min_tokens if ids else 0
@@ -140,7 +138,7 @@ class SamplingState:
         self.penalised[row] = given != _NO_PENALTIES
 
     def adjusted(self, rows_N: Int64, holding_N: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
-        """Whether a row has bias, penalties or stop tokens that are held off.  holding_N: the latter."""
+        """Return whether a row has bias, penalties or suppressed stop tokens.  holding_N: those with the last."""
         adjusted_N: npt.NDArray[np.bool_] = self.biased[rows_N] | self.penalised[rows_N] | holding_N
         return adjusted_N
 
@@ -157,7 +155,7 @@ class Adjustments:
 
 @dataclass(frozen=True, slots=True)
 class Draws:
-    """How the tokens of a random part are drawn.  inverse_temperature_n: float32.  stream_starts_n: int64."""
+    """Parameters of the draws of a random part.  inverse_temperature_n: float32.  stream_starts_n: int64."""
 
     inverse_temperature_n: Tensor
     stream_starts_n: Tensor
@@ -166,7 +164,7 @@ class Draws:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """at: the part's rows within the batch; a slice where they are neighbours, so that no logits are copied."""
+    """Rows of a batch that are sampled alike.  at: their indices; a slice for neighbours, to avoid a copy of logits."""
 
     at: slice | Tensor
     adjustments: Adjustments | None
@@ -175,10 +173,12 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class SampleBatch:
-    """parts: ``Part``, or those of ``engine/sampling/triton/sampler.py``.
-    counted_at, counted_lines: int64, rows whose sampled token must be counted, and where.
-    logprobs_at: int64, rows that want log probabilities; num_logprobs: how many each; named: of which tokens, for those
-    that want certain ones."""
+    """A batch of rows with their parameters.
+
+    parts: ``Part``, or those of ``engine/sampling/triton/sampler.py``.
+    counted_at, counted_lines: int64, rows whose sampled token must be counted, and their lines of counts.
+    logprobs_at: int64, rows with log probabilities.  num_logprobs: number of alternatives for each.
+    named: the tokens that rows name in place of the most likely ones."""
 
     parts: tuple[Any, ...]
     draws_any: bool
@@ -190,7 +190,7 @@ class SampleBatch:
 
     @property
     def is_plain(self) -> bool:
-        """Whether every row takes its likeliest token, and nothing else is wanted."""
+        """Whether every row needs its likeliest token and nothing else."""
         one = self.parts[0]
         return one.draws is None and one.adjustments is None and len(self.parts) == 1 and not len(self.logprobs_at)
 
@@ -198,7 +198,9 @@ class SampleBatch:
 def build_batch(
     state: SamplingState, rows_N: Int64, holding_N: npt.NDArray[np.bool_], split: Split | None = None
 ) -> SampleBatch:
-    """holding_N: rows that have not yet produced their min_tokens.  split: instead of into ``Part``."""
+    """Build the batch of these rows.
+
+    holding_N: rows that have not yet produced their min_tokens.  split: makes the parts, in place of ``Part``."""
     counted_at = np.flatnonzero(state.penalised[rows_N])
     logprobs_at = np.flatnonzero(state.logprobs[rows_N] != NO_LOGPROBS)
     return SampleBatch(

@@ -7,46 +7,20 @@ them has completed.
 
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from engine.messages import RULED_OUT, Failed, Finish, StepDone, StepExtras, Tokens
 from engine.scheduling.decodes import Decodes
+from engine.scheduling.events import PlannerEvents
+from engine.scheduling.feature import PlannerFeatures
 from engine.scheduling.meter import StepRecord
 from engine.scheduling.pages import PageManager
 from engine.scheduling.prefills import Prefills
 from engine.scheduling.requests import Requests
 from engine.scheduling.rows import Rows, RowTable, TokenIds
-
-if TYPE_CHECKING:
-    from engine.scheduling.drafts import Drafts
-
-
-@dataclass(frozen=True, slots=True)
-class InFlight:
-    """What a planned step will bring.  prefill_ends: how many tokens of each prefilling row are then computed.
-
-    drafts: row -> tokens proposed for it; each such row is sampled once more than that, behind those that decode.
-    num_draft_tokens: that these rows compute in all."""
-
-    sampled_rows: Rows
-    num_decodes: int
-    launched_at: float
-    prefill_rows: tuple[int, ...] = ()
-    prefill_ends: tuple[int, ...] = ()
-    num_prefill_tokens: int = 0
-    drafts: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
-    num_draft_tokens: int = 0
-
-
-class Wave(NamedTuple):
-    """Tokens of different rows, to be taken in before those of the next wave.  extras: by row."""
-
-    rows: Rows
-    tokens: TokenIds
-    extras: Mapping[int, StepExtras]
+from engine.scheduling.step_builder import InFlight, Wave
+from engine.types.errors import RequestError
 
 
 class Completions:
@@ -62,7 +36,8 @@ class Completions:
         prefills: Prefills,
         requests: Requests,
         clock: Callable[[], float],
-        drafts: "Drafts | None",
+        features: PlannerFeatures,
+        events: PlannerEvents,
     ) -> None:
         self.in_flight: deque[InFlight] = deque()
         self.last_completed = -1
@@ -73,7 +48,8 @@ class Completions:
         self._prefills = prefills
         self._requests = requests
         self._clock = clock
-        self._drafts = drafts
+        self._features = features
+        self._events = events
         self._ended: list[int] = []
 
     def forget(self, last_launched: int) -> None:
@@ -91,35 +67,47 @@ class Completions:
         self.num_completed += 1
         now = self._clock()
         completed_before = self._requests.meter.last_completed_at
-        began_at = max(record.launched_at, completed_before)
-        num_decodes, num_prefills = record.num_decodes + record.num_draft_tokens, len(record.prefill_rows)
-        budget = self._prefills.budget
-        if budget.learns:
-            budget.observe(num_decodes, record.num_prefill_tokens, now - began_at)
         some_ended = bool(self._ended)
-        if done.extras:
-            some_ended |= self._fail_adapted(done.extras)
-        wave = Wave(record.sampled_rows, np.frombuffer(done.token_ids, dtype=np.int32), done.extras)
-        later: list[Wave] = []
-        if self._drafts is not None and record.drafts:
-            wave, *later = self._drafts.verified(record, wave)
-        rows, tokens, extras = self._sound(wave, some_ended=some_ended)
+        for examine in self._features.examine:
+            some_ended |= examine(done)
+        waves = [Wave(record.sampled_rows, np.frombuffer(done.token_ids, dtype=np.int32), done.extras)]
+        if record.notes:
+            for split in self._features.waves:
+                waves = [part for wave in waves for part in split(record, wave)]
+        rows, tokens, extras = self._keep_valid(waves[0], some_ended=some_ended)
         first = self._confirm_prefills(record) if record.prefill_rows else {}
-        step = StepRecord(done.step_id, began_at, now, num_decodes, num_prefills, record.num_prefill_tokens)
-        self._requests.meter.completed(step, len(rows) - len(first), len(first))
-        self._requests.timelines.steps.completed(step, done.note)
+        self._note_completed(record, done, max(record.launched_at, completed_before), now, len(rows), len(first))
         if len(rows) or extras:
             self._commit(rows, tokens, first, extras)
-        for wave in later:
-            rows, tokens, extras = self._sound(wave, some_ended=True)
+        for wave in waves[1:]:
+            rows, tokens, extras = self._keep_valid(wave, some_ended=True)
             self._requests.meter.came_along(len(rows))
             self._commit(rows, tokens, {}, extras)
-        if self._drafts is not None:
-            self._drafts.completed(record, now - completed_before)
+        for completed in self._features.completed:
+            completed(record, now - completed_before)
         self._release_ended()
 
-    def _sound(self, wave: Wave, *, some_ended: bool) -> tuple[Rows, TokenIds, dict[int, StepExtras]]:
-        """Of those that still run, and with a token; who has none ends.  The extras by request id."""
+    def _note_completed(
+        self, record: InFlight, done: StepDone, began_at: float, now: float, num_sampled: int, num_first: int
+    ) -> None:
+        step = StepRecord(
+            step_id=done.step_id,
+            began_at=began_at,
+            completed_at=now,
+            num_decodes=record.num_decodes + record.num_extra_tokens,
+            num_prefills=len(record.prefill_rows),
+            num_prefill_tokens=record.num_prefill_tokens,
+            num_next=num_sampled - num_first,
+            num_first=num_first,
+            note=done.note,
+        )
+        for completed in self._events.completed:
+            completed(step)
+
+    def _keep_valid(self, wave: Wave, *, some_ended: bool) -> tuple[Rows, TokenIds, dict[int, StepExtras]]:
+        """Return the rows of a wave that still run and have a token, their tokens, and the extras by request id.
+
+        A row without a token ends."""
         ids, running = self._table.request_ids, self._table.running
         rows, tokens, by_row = wave
         if some_ended:
@@ -141,18 +129,19 @@ class Completions:
             sequence = table.sequences[row]
             if sequence is None or not table.running[row]:
                 continue
-            self._requests.timelines.steps.chunks.note(
-                self.last_completed, sequence.request_id, end - table.num_confirmed[row]
-            )
+            for computed in self._events.computed:
+                computed(sequence, self.last_completed, int(end - table.num_confirmed[row]))
             table.num_confirmed[row] = end
             self._page_manager.publish(row, end)
             self._prefills.published(row, end)
             if end == len(sequence.tokens):
-                self._requests.timelines.mark(sequence, "decode")
+                for decodes in self._events.decodes:
+                    decodes(sequence)
             if end == sequence.num_prompt == len(sequence.tokens):
                 first[sequence.request_id] = sequence.num_cached_at_start
                 sequence.first_token_at = now
-                self._requests.meter.ttft_s.note(now - sequence.arrived_at)
+                for first_token in self._events.first_token:
+                    first_token(sequence, now)
         return first
 
     def _commit(self, rows: Rows, tokens: Rows, cached_tokens: dict[int, int], extras: dict[int, StepExtras]) -> None:
@@ -194,24 +183,15 @@ class Completions:
             elif not reason:
                 status, code = 500, "nonfinite_logits"
                 reason = "the model's logits were not finite (NaN or infinity) for this request; it was ended"
-            self.end(row, Finish.ERROR, share=False)
-            self._requests.outbox.append(
-                Failed(request_id=int(self._table.request_ids[row]), message=reason, status=status, code=code)
-            )
+            self.fail(row, RequestError(reason, status=status, code=code))
 
-    def _fail_adapted(self, extras: dict[int, StepExtras]) -> bool:
-        """End rows whose adapter could not be read, whether they have a token or not; returns whether there are any."""
-        lost = {row: one.lost_adapter for row, one in extras.items() if one.lost_adapter}
-        for row in lost:  # of those that have ended meanwhile too: nobody may find in a slot what is not there
-            self._table.slots.forget(row)
-        for row, reason in lost.items():
-            if self._table.running[row]:
-                self.end(row, Finish.ERROR, share=False)
-                request_id = int(self._table.request_ids[row])
-                self._requests.outbox.append(
-                    Failed(request_id=request_id, message=reason, status=500, code="adapter_lost")
-                )
-        return bool(lost)
+    def fail(self, row: int, error: RequestError) -> None:
+        """End a request with an error.  What it has computed may be wrong, and is not shared."""
+        request_id = int(self._table.request_ids[row])
+        self.end(row, Finish.ERROR, share=False)
+        self._requests.outbox.append(
+            Failed(request_id=request_id, message=error.message, status=error.status, code=error.code)
+        )
 
     def end(self, row: int, finish: Finish, *, share: bool = True) -> None:
         """End the request that has this row.  share: see ``leave``."""
@@ -230,8 +210,8 @@ class Completions:
             self._page_manager.publish(row, self.num_done(row))
         self._prefills.leave(row)
         self._decodes.leave(row)
-        if self._drafts is not None:
-            self._drafts.leave(row)
+        for left in self._features.left:
+            left(row)
         table.running[row] = False
         self._ended.append(row)
         self._release_ended()

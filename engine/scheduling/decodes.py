@@ -5,8 +5,9 @@ Owns: who decodes.  Does not know: prompts, why a row ends, what is done when pa
 
 import numpy as np
 
-from engine.scheduling.pages import NO_APPENDS, NO_ROWS, Appends, PageManager
+from engine.scheduling.pages import PageManager
 from engine.scheduling.rows import Rows, RowTable
+from engine.scheduling.step_builder import NO_APPENDS, NO_ROWS, Appends
 
 AHEAD = 3  # Where pages are plenty, rows that need one within so many steps get it together: fewer plans that do more.
 

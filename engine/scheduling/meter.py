@@ -13,6 +13,7 @@ from typing import NamedTuple
 import msgspec
 
 from engine.messages import Finish
+from engine.scheduling.rows import Sequence
 
 NUM_RECENT_STEPS = 256
 SPAN_S = 5.0
@@ -76,7 +77,13 @@ class RequestMetrics:
 
 
 class StepRecord(NamedTuple):
-    """A step that has completed.  Seconds of the planner's clock; began_at: when the device was free for it."""
+    """A step that has completed.  Times are seconds of the planner's clock.
+
+    began_at: when the device was free for it.
+    num_decodes: tokens of rows that decode, proposed ones included.
+    num_prefills: prompts in it.  num_prefill_tokens: their tokens.
+    num_next: sampled tokens of requests that had one before.  num_first: those of requests that had none.
+    note: the executor's explanation of a step that took longer; '' for none."""
 
     step_id: int
     began_at: float
@@ -84,6 +91,9 @@ class StepRecord(NamedTuple):
     num_decodes: int
     num_prefills: int
     num_prefill_tokens: int
+    num_next: int = 0
+    num_first: int = 0
+    note: str = ""
 
 
 class Span(msgspec.Struct):
@@ -137,26 +147,37 @@ class Meter(msgspec.Struct):
     recent_steps: list[StepRecord] = []
     history: list[Span] = []
 
-    def started(self, num_prompt_tokens: int, num_cached_tokens: int, queue_s: float) -> None:
-        """A request computes for the first time."""
-        self.num_prompt_tokens += num_prompt_tokens
-        self.num_cached_tokens += num_cached_tokens
-        self.prompt_tokens.note(num_prompt_tokens)
-        self.queue_s.note(queue_s)
+    # ---- events, see ``PlannerWatcher`` -----------------------------------------------------
 
-    def completed(self, step: StepRecord, num_next_tokens: int, num_first_tokens: int) -> None:
-        """A step is done.  num_next_tokens: of requests that had one in the step before; num_first_tokens: others'."""
-        if num_next_tokens:
-            self.itl_s.note(step.completed_at - self.last_completed_at, num_next_tokens)
+    def started(self, sequence: Sequence, *, is_first: bool) -> None:
+        """Count a request that computes for the first time."""
+        if is_first and sequence.started_at is not None:
+            self.num_prompt_tokens += sequence.num_prompt
+            self.num_cached_tokens += sequence.num_cached_at_start
+            self.prompt_tokens.note(sequence.num_prompt)
+            self.queue_s.note(sequence.started_at - sequence.arrived_at)
+
+    def first_token(self, sequence: Sequence, now: float) -> None:
+        """Count the time to a first token."""
+        self.ttft_s.note(now - sequence.arrived_at)
+
+    def retracted(self, sequence: Sequence) -> None:
+        """Count a retraction."""
+        self.num_retractions += 1
+
+    def completed(self, step: StepRecord) -> None:
+        """Count a step and its tokens."""
+        if step.num_next:
+            self.itl_s.note(step.completed_at - self.last_completed_at, step.num_next)
         self.last_completed_at = step.completed_at
         self.num_steps += 1
-        self.num_output_tokens += num_next_tokens + num_first_tokens
+        self.num_output_tokens += step.num_next + step.num_first
         self.step_s.note(step.completed_at - step.began_at)
         self.step_tokens.note(step.num_decodes + step.num_prefill_tokens)
         self.recent_steps.append(step)
         if len(self.recent_steps) > NUM_RECENT_STEPS:
             del self.recent_steps[0]
-        self._remember(step, num_next_tokens + num_first_tokens)
+        self._remember(step, step.num_next + step.num_first)
 
     def _remember(self, step: StepRecord, num_tokens: int) -> None:
         number = int(step.completed_at // SPAN_S)
@@ -179,12 +200,12 @@ class Meter(msgspec.Struct):
                 counts[place] += 1
 
     def came_along(self, num_tokens: int) -> None:
-        """Tokens that a step brought beside its first for the same requests."""
+        """Count tokens of a step after its first one for the same requests."""
         self.num_output_tokens += num_tokens
         self.itl_s.note(0.0, num_tokens)
 
-    def ended(self, request: RequestMetrics) -> None:
-        """A request is over."""
+    def finished(self, sequence: Sequence, request: RequestMetrics) -> None:
+        """Count a request that has ended."""
         self.num_ended[request.finish] += 1
         self.e2e_s.note(request.e2e_s)
         self.output_tokens.note(request.num_output_tokens)

@@ -1,47 +1,43 @@
 """The planner: which rows compute which tokens in the next step.
 
 Owns: the order of planning, retractions, what is done after executors were lost.
-Does not know: tensors, text, actors.
-Plans without token values: a step may be planned while the one before it still runs, so an EOS is noticed one
+Does not know: tensors, text, actors, which features there are.
+It plans without token values: a step may be planned while the one before it still runs, so an EOS is noticed one
 step late and the token sampled after it is dropped.
 
-The halves of a step are planned by ``Decodes`` and ``Prefills``, what it has brought is the work of ``Completions``;
-``Requests`` has who is there, and ``PageManager`` who holds which page.
+``Decodes`` and ``Prefills`` plan the halves of a step, and ``Completions`` takes in its result; ``Requests`` has the
+open requests, and ``PageManager`` the pages.  Optional parts are features (``feature.py``) or watchers (``events.py``).
 """
 
-from collections.abc import Callable
-from operator import add
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable
 
-import msgspec
 import numpy as np
 
 from engine.kv.events import KVEvent
 from engine.kv.eviction import EvictionStrategy
 from engine.messages import Admit, FetchPages, Finish, PagesFetched, Stats, Step, StepDone
 from engine.scheduling.board import Board, draw_board
-from engine.scheduling.completions import Completions, InFlight
+from engine.scheduling.completions import Completions
 from engine.scheduling.decodes import Decodes
-from engine.scheduling.fetches import Fetches
-from engine.scheduling.pages import Appends, PageManager
+from engine.scheduling.events import PlannerEvents
+from engine.scheduling.feature import NewFeature, PlannerFeatures, PlannerParts
+from engine.scheduling.meter import Meter
+from engine.scheduling.pages import PageManager
 from engine.scheduling.policy import SchedulingPolicy, TenantPolicy
 from engine.scheduling.prefills import Prefills, Segments
 from engine.scheduling.queue import Quarantine, waiting_queue
 from engine.scheduling.requests import OutputForecast, Requests
-from engine.scheduling.rows import PlannerLimits, Rows, RowTable, Sequence
+from engine.scheduling.rows import PlannerLimits, RowTable, Sequence
+from engine.scheduling.step_builder import Columns, StepBuilder, column
 from engine.types.notices import LossExplained
-
-if TYPE_CHECKING:
-    from engine.scheduling.drafts import Drafts
-
-NewDrafts = Callable[[PlannerLimits, RowTable, PageManager, Decodes, Requests], "Drafts"]
 
 
 class Planner:
     """Continuous batching over rows and pages.
 
     clock: seconds, for metrics, the adaptive budget and whether speculation pays; no other decision depends on it.
-    drafts: builds what speculates; None if nobody does.  outbox, finished, meter: see ``Requests``."""
+    features: build the optional parts of this planner.  watchers: objects that outlive it, see ``PlannerWatcher``.
+    outbox, finished, meter: see ``Requests``.  table, pages: to be read by others."""
 
     def __init__(
         self,
@@ -49,27 +45,36 @@ class Planner:
         strategy: EvictionStrategy,
         policy: SchedulingPolicy,
         clock: Callable[[], float],
-        drafts: NewDrafts | None = None,
+        *,
+        features: Iterable[NewFeature] = (),
+        watchers: Iterable[object] = (),
     ) -> None:
         self._clock = clock
         self._policy = policy
-        self._rows = RowTable(limits.max_running, limits.max_len, limits.page_size, limits.num_slots)
-        self._page_manager = PageManager(limits, self._rows, strategy)
+        self.table = RowTable(limits.max_running, limits.max_len, limits.page_size)
+        self._features = PlannerFeatures()
+        self._events = PlannerEvents()
+        self.pages = PageManager(limits, self.table, strategy, self._features, self._events)
         self._forecast = OutputForecast()
-        self._decodes = Decodes(self._rows, self._page_manager)
-        self._quarantine = Quarantine(waiting_queue(policy, self._rows), clock)
-        timelines = self._quarantine.timelines
-        self._fetches = Fetches(limits, self._page_manager, self._quarantine.lets_wait, timelines)
+        self._decodes = Decodes(self.table, self.pages)
+        self._quarantine = Quarantine(waiting_queue(policy, self.table))
         self._prefills = Prefills(
-            limits, self._rows, self._page_manager, self._quarantine, self._forecast, self._fetches
+            limits, self.table, self.pages, self._quarantine, self._forecast, self._features, self._events
         )
-        self.requests = Requests(limits, self._forecast, self._quarantine, clock)
-        self.outbox, self.finished, self.meter = self.requests.outbox, self.requests.finished, self.requests.meter
-        parts = (limits, self._rows, self._page_manager, self._decodes, self.requests)
-        self._drafts = drafts(*parts) if drafts is not None else None
+        meter = Meter(clock())
+        self._watchers = (self._prefills, *watchers)
+        self._events.install((meter, *self._watchers))
+        self.requests = Requests(limits, self._forecast, self._quarantine, clock, meter, self._events)
+        self.outbox, self.finished, self.meter = self.requests.outbox, self.requests.finished, meter
         self._completions = Completions(
-            self._rows, self._page_manager, self._decodes, self._prefills, self.requests, clock, self._drafts
-        )
+            self.table, self.pages, self._decodes, self._prefills, self.requests, clock,
+            self._features, self._events,
+        )  # fmt: skip
+        parts = PlannerParts(
+            limits, self.table, self.pages, self._decodes, self._prefills, self.requests, self._completions,
+            self._events,
+        )  # fmt: skip
+        self._features.install([build(parts) for build in features])
         self._num_steps = 0
         self._completed_at_blame = 0
 
@@ -78,8 +83,12 @@ class Planner:
     def admit(self, message: Admit) -> None:
         """Queue a request.  Raises RequestError if it could never run."""
         sequence = self.requests.take_in(message)
-        self._prefills.wait(sequence)
+        for admit in self._features.admit:
+            admit(sequence, message)
+        self._prefills.wait(sequence)  # first: a policy's plugin may raise
         self.requests.add(sequence)
+        for arrived in self._events.arrived:
+            arrived(sequence, message)
 
     def abort(self, request_id: int, finish: Finish = Finish.ABORT) -> None:
         """End a request wherever it is; an unknown id (it ended already) is no error.  finish: what to call it."""
@@ -97,81 +106,60 @@ class Planner:
 
     def next_step(self) -> Step | None:
         """Plan one step: every decode row first, then prefill chunks within the token budget.  None: nothing to do."""
-        drafts, in_flight = self._drafts, self._completions.in_flight
-        if in_flight and (self._quarantine.is_on or (drafts is not None and drafts.await_tokens)):
+        features, in_flight = self._features, self._completions.in_flight
+        if in_flight and (self._quarantine.is_on or any(awaits() for awaits in features.awaits_tokens)):
             return None
-        if (step := self._next_step()) is None:
+        if (builder := self._begin_step()) is None:
             return None
-        if drafts is not None and len(in_flight) == 1:
-            step, in_flight[0] = drafts.added_to(step, in_flight[0])
-        return self.requests.timelines.steps.planned(self._page_manager.moves.added_to(step))
+        for plan in features.plan:
+            plan(builder)
+        builder.appends += self.pages.take_rewrites()
+        for attach in features.attach:
+            attach(builder)
+        step, record = builder.build()
+        in_flight.append(record)
+        for planned in self._events.planned:
+            planned(step)
+        return step
 
-    def _next_step(self) -> Step | None:
-        self._page_manager.tick(self._num_steps)
+    def _begin_step(self) -> StepBuilder | None:
+        """Return a step with its decode rows and prompts; None for nothing to do."""
+        self.pages.tick(self._num_steps)
         while self._decodes.lack_pages() and self._retract_one():
             pass
         decode_rows, appends = self._decodes.plan()
-        if self._prefills.may_go_on:
-            segments = self._prefills.plan(len(decode_rows))
-            if segments.rows:
-                return self._launch_mixed(decode_rows, appends, segments)
-        if not len(decode_rows):
+        segments = self._prefills.plan(len(decode_rows)) if self._prefills.may_go_on else None
+        if segments is not None and not segments.rows:
+            segments = None
+        if segments is None and not len(decode_rows):
             return None
-        return self._launch(appends, InFlight(decode_rows, len(decode_rows), self._clock()), decode_rows)
-
-    def _launch_mixed(self, decode_rows: Rows, appends: Appends, segments: Segments) -> Step:
-        """A step with prefills, whose last chunks decode from the next step on."""
-        now = self._clock()
-        self.requests.started(segments.started, now)
-        rows = np.array(segments.rows, dtype=np.int32)
-        samples = np.array(segments.samples, dtype=np.int32)
-        first_rows = rows[samples == 1]
-        for row in first_rows.tolist():
-            if self._rows.num_planned[row] < self._rows.max_total[row]:
-                self._decodes.join(row)
-        sampled = np.concatenate((decode_rows, first_rows))
-        ends = tuple(map(add, segments.starts, segments.lengths))
-        record = InFlight(sampled, len(decode_rows), now, tuple(segments.rows), ends, sum(segments.lengths))
-        step = self._launch(appends, record, decode_rows)
-        self._rows.last_step[rows] = step.step_id
-        return msgspec.structs.replace(
-            step,
-            admissions=tuple(segments.admissions),
-            prefill_rows=rows.tobytes(),
-            prefill_starts=np.array(segments.starts, dtype=np.int32).tobytes(),
-            prefill_lengths=np.array(segments.lengths, dtype=np.int32).tobytes(),
-            prefill_samples=samples.tobytes(),
-        )
-
-    def _launch(self, appends: Appends, record: InFlight, decode_rows: Rows) -> Step:
-        """Note a step as in flight; returns it without its prefills and what moves between the tiers."""
-        step_id = self._num_steps
+        overlaps = bool(self._completions.in_flight)
+        builder = StepBuilder(self._num_steps, self._clock(), decode_rows, overlaps, [appends])
         self._num_steps += 1
-        self._rows.last_step[decode_rows] = step_id
-        self._completions.in_flight.append(record)
-        if rewrites := self._page_manager.take_rewrites():
-            every = [*rewrites, appends]
-            appends = Appends(
-                np.concatenate([one.rows for one in every]),
-                np.concatenate([one.indexes for one in every]),
-                np.concatenate([one.pages for one in every]),
-            )
-        return Step(
-            step_id=step_id,
-            table_rows=appends.rows.tobytes(),
-            table_indexes=appends.indexes.tobytes(),
-            table_pages=appends.pages.tobytes(),
-            decode_rows=decode_rows.tobytes(),
-        )
+        self.table.last_step[decode_rows] = builder.step_id
+        if segments is not None:
+            self._add_prompts(builder, segments)
+        return builder
 
-    def take_fetches(self) -> list[FetchPages]:
-        """What the executors are to get from the store, since the last call."""
-        return self._fetches.take_asked()
+    def _add_prompts(self, builder: StepBuilder, segments: Segments) -> None:
+        """Add prompts, whose rows decode from the next step on if this chunk is their last."""
+        self.requests.started(segments.started, builder.launched_at)
+        table, rows, samples = self.table, column(segments.rows), column(segments.samples)
+        for row in rows[samples == 1].tolist():
+            if table.num_planned[row] < table.max_total[row]:
+                self._decodes.join(row)
+        table.last_step[rows] = builder.step_id
+        builder.admissions = segments.admissions
+        builder.prompts = Columns(rows, column(segments.starts), column(segments.lengths), samples)
 
-    def fetched(self, message: PagesFetched) -> None:
-        """A rank has pages from the store: who waits for them may start once every rank has them."""
-        if (sequence := self._fetches.arrived(message)) is not None:
-            self._prefills.wait(sequence)
+    def outgoing(self) -> list[FetchPages]:
+        """Return the messages of features to the executors since the last call."""
+        return [message for outgoing in self._features.outgoing for message in outgoing()]
+
+    def received(self, message: PagesFetched) -> None:
+        """Give a feature's answer from an executor to it."""
+        for received in self._features.received:
+            received(message)
 
     @property
     def num_in_flight(self) -> int:
@@ -190,7 +178,7 @@ class Planner:
         """Send the least urgent, youngest running sequence back to the queue, keeping its tokens.
 
         False if only one is left: it fits alone, by the check at admission."""
-        table = self._rows
+        table = self.table
         stays = np.flatnonzero(table.running & (table.num_planned < table.max_total)).tolist()
         running = [sequence for row in stays if (sequence := table.sequences[row]) is not None]
         if len(running) < 2:
@@ -202,7 +190,7 @@ class Planner:
         return True
 
     def _retract(self, victim: Sequence) -> None:
-        row, table = victim.row, self._rows
+        row, table = victim.row, self.table
         self._completions.leave(row)
         victim.tokens = table.tokens[row, : table.num_known[row]].copy()
         victim.row = -1
@@ -217,40 +205,39 @@ class Planner:
         self._prefills.unblock()
 
     def restart(self, *, is_fault: bool = True) -> LossExplained | None:
-        """The device is a new one: steps in flight never come back, no page holds anything, whoever ran waits again.
+        """Begin with new executors: steps in flight never come back, no page holds anything, what ran waits again.
 
-        Everybody keeps the tokens they have, so that every stream goes on where it is.  is_fault: as in
+        Requests keep the tokens that they have, so that every stream goes on where it is.  is_fault: as in
         ``ExecutorsLost``.  Returns what explains the losses, if one request was found to bring them and has ended."""
         culprit = self._note_loss() if is_fault else None
         self._quarantine.begin()
         if not is_fault:
             self._quarantine.acquit_all()
         running = [sequence for sequence in self.requests.open.values() if sequence.row >= 0]
-        self.requests.timelines.lost(running)
+        for lost in self._events.lost:
+            lost(running)
         for sequence in running:
-            sequence.tokens = self._rows.tokens[sequence.row, : self._rows.num_known[sequence.row]].copy()
+            sequence.tokens = self.table.tokens[sequence.row, : self.table.num_known[sequence.row]].copy()
             sequence.row = -1
         self._completions.forget(last_launched=self._num_steps - 1)
-        self._page_manager.forget()
+        self.pages.forget()
         self._decodes.clear()
         self._prefills.clear()
-        if self._drafts is not None:
-            self._drafts.clear()
         for sequence in running:
             if sequence is not culprit:
                 self._prefills.wait(sequence)
         return self._end_culprit(culprit) if culprit is not None else None
 
     def _note_loss(self) -> Sequence | None:
-        """Of every sequence in flight.  Returns the culprit, if there is one now."""
+        """Note a loss for every sequence in flight.  Return the one that brings the losses, if that is known now."""
         culprit = None
         in_flight = self._completions.in_flight
         under_way = {row for record in in_flight for row in (*record.sampled_rows.tolist(), *record.prefill_rows)}
         for row in sorted(under_way):
-            sequence = self._rows.sequences[row]
-            if sequence is None or not self._rows.running[row]:
+            sequence = self.table.sequences[row]
+            if sequence is None or not self.table.running[row]:
                 continue
-            if self._quarantine.note_loss(sequence, self._completions.num_done(row), int(self._rows.num_computed[row])):
+            if self._quarantine.note_loss(sequence, self._completions.num_done(row), int(self.table.num_computed[row])):
                 culprit = sequence
         return culprit
 
@@ -267,8 +254,9 @@ class Planner:
         self._completions.forget(last_launched=self._num_steps - 1)
         for sequence in self.requests.take_over(other.requests):
             self._prefills.wait(sequence)
-        other._quarantine.rerank(lambda sequence: 0)  # a policy that stays hears what has been served
+        other._quarantine.rerank(lambda sequence: 0)  # a policy that stays learns what has been served
         self.meter = self.requests.meter
+        self._events.install((self.meter, *self._watchers))
         return self
 
     def retune(self, limits: PlannerLimits, policy: SchedulingPolicy) -> None:
@@ -277,7 +265,7 @@ class Planner:
         self._prefills.retune(limits)
         if policy is not self._policy:
             self._policy = policy
-            self._quarantine.reorder(waiting_queue(policy, self._rows))
+            self._quarantine.reorder(waiting_queue(policy, self.table))
 
     # ---- views ------------------------------------------------------------------------------
 
@@ -287,22 +275,36 @@ class Planner:
         return len(self.requests.open)
 
     @property
+    def num_held(self) -> int:
+        """Number of sequences that features hold."""
+        return self._features.num_held
+
+    @property
     def num_host_pages_used(self) -> int:
-        """Pages of the host tier that hold something."""
-        return self._page_manager.num_on_host
+        """Number of pages of the host tier that hold something."""
+        return self.pages.num_on_host
+
+    def watch(self, watcher: object) -> None:
+        """Add a watcher, which is called from now on."""
+        self._watchers = (*self._watchers, watcher)
+        self._events.install((self.meter, *self._watchers))
+
+    def gauges(self) -> dict[str, int]:
+        """Return the features' numbers of the present state, by name."""
+        return {name: number for one in self._features.all for name, number in one.gauges().items()}
 
     @property
     def due_since(self) -> float:
-        """Since when a step's completion has been waited for, provided that requests are open."""
+        """Time from which on the completion of a step is due, provided that requests are open."""
         return max(self.requests.open_since, self.meter.last_completed_at)
 
     def board(self) -> Board:
-        """Where every request is, and what every page holds."""
-        return draw_board(self.requests, self._rows, self._page_manager, self._clock())
+        """Return the place of every request and the content of every page."""
+        return draw_board(self.requests, self.table, self.pages, self._clock())
 
     def drain_kv_events(self) -> list[KVEvent]:
-        """What happened to cached pages since the last call; nothing unless ``limits.record_events``."""
-        return self._page_manager.drain_events()
+        """Return the events of cached pages since the last call; none unless ``limits.record_events``."""
+        return self.pages.drain_events()
 
     def stats(self) -> Stats:
         """Gauges of this moment."""
@@ -311,12 +313,12 @@ class Planner:
             step_id=self._completions.last_completed,
             running=len(self.requests.open) - waiting,
             waiting=waiting,
-            pages_free=self._page_manager.num_free,
-            pages_cached=self._page_manager.num_cached,
-            pages_used=self._page_manager.num_used,
+            pages_free=self.pages.num_free,
+            pages_cached=self.pages.num_cached,
+            pages_used=self.pages.num_used,
         )
 
     def check(self) -> None:
         """Raise AssertionError unless every page has exactly one owner and no row runs ahead of its end."""
-        self._page_manager.check()
+        self.pages.check()
         self._decodes.check()

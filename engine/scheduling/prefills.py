@@ -12,7 +12,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from engine.messages import Admission
-from engine.scheduling.fetches import Fetches
+from engine.scheduling.events import PlannerEvents, Why
+from engine.scheduling.feature import PlannerFeatures
+from engine.scheduling.meter import StepRecord
 from engine.scheduling.pages import PageManager
 from engine.scheduling.queue import Quarantine
 from engine.scheduling.requests import OutputForecast, peak_growth
@@ -27,7 +29,7 @@ Stem = tuple[str, str, bytes]
 
 @dataclass(slots=True)
 class Segments:
-    """The prefill half of one step.  started: who got a row for it."""
+    """The prefill half of one step.  started: sequences that got a row for it."""
 
     rows: list[int] = field(default_factory=list)
     starts: list[int] = field(default_factory=list)
@@ -38,7 +40,7 @@ class Segments:
 
 
 class Prefills:
-    """Rows between their first step and their first token.  budget: learns from whoever completes steps."""
+    """Rows between their first step and their first token.  budget: learns from completed steps."""
 
     def __init__(
         self,
@@ -47,7 +49,8 @@ class Prefills:
         page_manager: PageManager,
         waiting: Quarantine,
         forecast: OutputForecast,
-        fetches: Fetches,
+        features: PlannerFeatures,
+        events: PlannerEvents,
     ) -> None:
         self.budget = StepBudget(limits.max_step_tokens, limits.itl_target_s)
         self._limits = limits
@@ -55,11 +58,12 @@ class Prefills:
         self._page_manager = page_manager
         self._waiting = waiting
         self._forecast = forecast
-        self._fetches = fetches
+        self._features = features
+        self._events = events
         self._turns: deque[int] = deque([QUEUE])
         # Rows whose prompt is not in the tree yet, by what it begins with: others may want to share it.
         self._unshared: dict[Stem, set[int]] = {}
-        # Who stands aside for which of them, until how many of its tokens are in the tree.
+        # Sequences that wait for one of these rows, and for how many of its tokens in the tree.
         self._aside: dict[int, list[tuple[int, Sequence]]] = {}
         self._blocked = False
 
@@ -68,33 +72,53 @@ class Prefills:
         self.budget = StepBudget(limits.max_step_tokens, limits.itl_target_s)
         self._limits = limits
 
+    def completed(self, step: StepRecord) -> None:
+        """Let the budget learn how long a step took: an event, see ``PlannerWatcher``."""
+        if self.budget.learns:
+            self.budget.observe(step.num_decodes, step.num_prefill_tokens, step.completed_at - step.began_at)
+
     def __len__(self) -> int:
-        """Prompts under way."""
+        """Number of prompts under way."""
         return len(self._turns) - 1
 
     @property
     def num_waiting(self) -> int:
         """Sequences without a row."""
-        return len(self._waiting) + sum(map(len, self._aside.values())) + len(self._fetches)
+        return len(self._waiting) + sum(map(len, self._aside.values())) + self._features.num_held
 
     @property
     def may_go_on(self) -> bool:
-        """Whether ``plan`` could find anything to do."""
+        """Whether ``plan`` may find something to do."""
         return len(self._turns) > 1 or self._may_start
 
     @property
     def _may_start(self) -> bool:
-        return not self._blocked and len(self._waiting) > 0 and self._table.num_free > 0 and not self._fetches.are_full
+        if self._blocked or not len(self._waiting) or not self._table.num_free:
+            return False
+        return not any(blocks() for blocks in self._features.blocks)
 
     def wait(self, sequence: Sequence) -> None:
-        """A sequence wants a row."""
-        self._waiting.push(sequence)
+        """Queue a sequence that needs a row."""
+        self._push(sequence)
         self._blocked = False
 
+    def _push(self, sequence: Sequence) -> None:
+        self._waiting.push(sequence)
+        self._note_wait(sequence, "queue")
+
+    def _note_wait(self, sequence: Sequence, why: Why) -> None:
+        for waits in self._events.waits:
+            waits(sequence, why)
+
+    def lets_wait(self) -> bool:
+        """Return whether a sequence may give up its turn for a while."""
+        return self._waiting.lets_wait()
+
     def forget(self, sequence: Sequence) -> None:
-        """A sequence that waits wants nothing any more."""
-        if self._fetches.forget(sequence):
-            return
+        """Remove a sequence that waits."""
+        for forget in self._features.forget:
+            if forget(sequence):
+                return
         for aside in self._aside.values():
             for entry in aside:
                 if entry[1] is sequence:
@@ -103,19 +127,19 @@ class Prefills:
         self._waiting.remove(sequence)
 
     def clear(self) -> None:
-        """No prompt is under way any more; who stood aside for one waits like everybody else."""
+        """Forget every prompt under way.  Sequences that waited for one are queued like all others."""
         self._turns = deque([QUEUE])
         self._unshared.clear()
         for aside in self._aside.values():
             for _, sequence in aside:
-                self._waiting.push(sequence)
-        for sequence in self._fetches.clear():
-            self._waiting.push(sequence)
+                self._push(sequence)
+        for sequence in self._features.reset():
+            self._push(sequence)
         self._aside.clear()
         self._blocked = False
 
     def unblock(self) -> None:
-        """Something came or went: whoever found no room may find some now."""
+        """Try again to start the first sequence, which has found no room."""
         self._blocked = False
 
     def leave(self, row: int) -> None:
@@ -127,7 +151,7 @@ class Prefills:
         self._publishes_no_more(row, sequence)
 
     def published(self, row: int, num_tokens: int) -> None:
-        """So much of the row's prompt is in the tree: whoever waited for no more than that may start."""
+        """Queue sequences that waited for this much of the row's prompt to be in the tree."""
         sequence = self._table.sequences[row]
         assert sequence is not None, f"row {row} is free"
         self._blocked = False
@@ -139,7 +163,7 @@ class Prefills:
                 self._aside[row] = still
             for awaited, other in aside:
                 if awaited <= num_tokens:
-                    self._waiting.push(other)
+                    self._push(other)
 
     def _publishes_no_more(self, row: int, sequence: Sequence) -> None:
         rows = self._unshared.get(stem := _stem(sequence))
@@ -148,7 +172,7 @@ class Prefills:
             if not rows:
                 del self._unshared[stem]
         for _, other in self._aside.pop(row, ()):
-            self._waiting.push(other)
+            self._push(other)
 
     # ---- planning ---------------------------------------------------------------------------
 
@@ -194,16 +218,16 @@ class Prefills:
         Goes on as far as rows, pages and ``budget`` allow, but starts nobody once ``turn`` tokens are used."""
         used = 0
         while used < min(turn, budget) and self._may_start and (sequence := self._waiting.first()) is not None:
-            if self._stands_aside(sequence) or self._fetches.ask(sequence):
+            if why := self._hold_back(sequence):
                 self._waiting.pop(starts=False)
+                self._note_wait(sequence, why)
                 continue
-            row = self._page_manager.start(sequence, self._reserve(sequence), self._fetches.of(sequence))
+            row = self._page_manager.start(sequence, self._reserve(sequence))
             if row is None:
                 self._blocked = True
-                self._waiting.found_no_room(sequence)
+                self._note_wait(sequence, "no_room")
                 break
             self._waiting.pop(starts=True)
-            self._fetches.started(sequence)
             self._turns.append(row)  # behind all others, who have not had their turn yet
             self._unshared.setdefault(_stem(sequence), set()).add(row)
             segments.started.append(sequence)
@@ -247,14 +271,18 @@ class Prefills:
             num_computed_tokens=num_computed,
             pages=table.page_table[row, : table.num_pages[row]].tobytes(),
             params=sequence.params,
-            slot=int(table.adapter_slots[row]),
-            adapter=table.to_place.pop(row, None),
         )
 
-    def _stands_aside(self, sequence: Sequence) -> bool:
-        """Whether a running prefill will soon share more of the sequence's prefix than is cached now.
+    def _hold_back(self, sequence: Sequence) -> Why | None:
+        """Let a sequence whose turn has come wait elsewhere if that saves work.  Return why, None if it may start."""
+        if self._defer_for_shared_prefix(sequence):
+            return "aside"
+        return "fetch" if any(hold(sequence) for hold in self._features.hold) else None
 
-        Then it waits until that is published, instead of computing the same a second time beside it."""
+    def _defer_for_shared_prefix(self, sequence: Sequence) -> bool:
+        """Let a sequence wait if a running prefill will soon share more of its prefix than is cached now.
+
+        It waits until that is published, instead of computing the same a second time.  Return whether it waits."""
         rows = self._unshared.get(_stem(sequence))
         if rows is None or sequence.params.needs_whole_prompt:
             return False

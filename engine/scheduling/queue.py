@@ -19,7 +19,6 @@ import numpy as np
 
 from engine.scheduling.policy import SchedulingPolicy, SortKey, TenantPolicy
 from engine.scheduling.rows import RowTable, Sequence
-from engine.scheduling.timelines import Timelines
 
 WINDOW = 128  # How many are ranked anew by policies that look at the cache: a look-up each, 2 us.
 LOSSES_TO_SUSPECT = 2
@@ -255,12 +254,11 @@ class _Record:
 class Quarantine:
     """A ``WaitingQueue`` in front of another one: as long as there are suspects it gives rows to one of them at a time.
 
-    alone: the suspect that has its row; nothing else runs beside it.  timelines: of all that wait and have waited."""
+    alone: the suspect that has its row; nothing else runs then."""
 
-    def __init__(self, waiting: WaitingQueue, clock: Callable[[], float]) -> None:
+    def __init__(self, waiting: WaitingQueue) -> None:
         self.alone: Sequence | None = None
         self._waiting = waiting
-        self.timelines = Timelines(clock)
         self._records: dict[int, _Record] = {}
         self._suspects: deque[Sequence] = deque()
 
@@ -331,7 +329,6 @@ class Quarantine:
         return len(self._waiting) + len(self._suspects)
 
     def push(self, sequence: Sequence) -> None:
-        self.timelines.mark(sequence, "queue")
         if self.num_losses(sequence) >= LOSSES_TO_SUSPECT:
             self._suspects.append(sequence)
         else:
@@ -358,13 +355,4 @@ class Quarantine:
             sequence = self._suspects.popleft()
             if starts:
                 self.alone = sequence
-        if starts:
-            self.timelines.mark(sequence, "prefill")
-        elif sequence.marks[-1].state != "fetch":  # which is marked where it is asked for
-            self.timelines.mark(sequence, "aside")
         return sequence
-
-    def found_no_room(self, sequence: Sequence) -> None:
-        """The first in turn stays, since there are no pages for it now."""
-        if sequence.marks[-1].state != "no_room":
-            self.timelines.mark(sequence, "no_room")

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from engine.messages import Admit, Failed, Finish, Tokens
+from engine.scheduling.events import PlannerEvents
 from engine.scheduling.meter import Meter, RequestMetrics
 from engine.scheduling.queue import Quarantine
 from engine.scheduling.rows import PlannerLimits, Sequence
@@ -90,17 +91,23 @@ class Requests:
     them.  open_since: when the first of those that are open now arrived."""
 
     def __init__(
-        self, limits: PlannerLimits, forecast: OutputForecast, quarantine: Quarantine, clock: Callable[[], float]
+        self,
+        limits: PlannerLimits,
+        forecast: OutputForecast,
+        quarantine: Quarantine,
+        clock: Callable[[], float],
+        meter: Meter,
+        events: PlannerEvents,
     ) -> None:
         self.open: dict[int, Sequence] = {}
         self.outbox: list[Tokens | Failed] = []
         self.finished: list[RequestMetrics] = []
-        self.meter = Meter(clock())
+        self.meter = meter
         self.open_since = 0.0
         self.limits = limits
         self._forecast = forecast
         self._quarantine = quarantine
-        self.timelines = quarantine.timelines
+        self._events = events
         self._clock = clock
         self._num_arrived = 0
 
@@ -114,7 +121,6 @@ class Requests:
 
         ``most_total`` tells before whether that is everybody; the others end with an error."""
         self.open, self.meter = other.open, other.meter
-        self.timelines.take_over(other.timelines)
         self.outbox += other.outbox
         self.finished += other.finished
         self.open_since, self._num_arrived = other.open_since, other._num_arrived
@@ -152,8 +158,6 @@ class Requests:
             arrived_at=self._clock(),
             cache_salt=message.cache_salt,
             origin=message.origin,
-            adapter=message.adapter,
-            grammar_s=message.grammar_s,
         )
         self._num_arrived += 1
         return sequence
@@ -165,17 +169,19 @@ class Requests:
         self.open[sequence.request_id] = sequence
 
     def started(self, sequences: Iterable[Sequence], now: float) -> None:
-        """Requests compute; what is counted is the first time."""
+        """Note that requests have rows from now on."""
         for sequence in sequences:
-            if sequence.started_at is None:
+            is_first = sequence.started_at is None
+            if is_first:
                 sequence.started_at = now
-                self.meter.started(sequence.num_prompt, sequence.num_cached_at_start, now - sequence.arrived_at)
+            for started in self._events.started:
+                started(sequence, is_first=is_first)
 
     def retracted(self, sequence: Sequence) -> None:
         """A request has lost its row to others."""
         sequence.num_retractions += 1
-        self.meter.num_retractions += 1
-        self.timelines.mark(sequence, "retracted")
+        for retracted in self._events.retracted:
+            retracted(sequence)
 
     def tell_end(self, request_id: int, finish: Finish) -> None:
         """A request has ended without a token."""
@@ -225,6 +231,6 @@ class Requests:
             client=sequence.origin.client,
             client_request_id=sequence.origin.request,
         )
-        self.meter.ended(metrics)
-        self.timelines.end(sequence, metrics)
+        for finished in self._events.finished:
+            finished(sequence, metrics)
         self.finished.append(metrics)

@@ -14,19 +14,15 @@ has completed.  num_shared: pages that it found in the cache when it started.
 """
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from engine.kv.pages import Pages
-from engine.scheduling.adapters import AdapterSlots
 from engine.types.errors import RequestError
 from engine.types.params import SamplingParams
-from engine.types.prompt import NOBODY, Adapter, Origin
-
-if TYPE_CHECKING:
-    from engine.scheduling.timelines import Mark
+from engine.types.prompt import NOBODY, Origin
 
 TokenIds = npt.NDArray[np.int32]
 Rows = npt.NDArray[np.int32]
@@ -42,10 +38,10 @@ class Sequence:
     tokens: prompt and output known when the sequence last stood in the queue (the row table has newer ones).
     num_prompt: how many of them are the prompt.  max_total: prompt plus most output tokens.
     stop_ids: token ids that end it.  row: its line in the row table, -1 while it waits.
-    cache_salt: only sequences with the same one share pages.  adapter: likewise, by its content; None for none.
+    cache_salt, weights: only sequences with equal ones share pages.  weights: name what computes keys and values
+    besides the model; '' for nothing.  notes: what features keep of it, by name.
     num_cached_at_start: prompt tokens that needed no computing when it first ran, -1 until then.
     arrived_at, started_at, first_token_at: by the scheduler's clock; None until then.
-    marks, missed, grammar_s: see ``engine/scheduling/timelines.py``.
     """
 
     request_id: int
@@ -66,15 +62,8 @@ class Sequence:
     num_cached_now: int = 0
     num_overtaken: int = 0
     origin: Origin = NOBODY
-    adapter: Adapter | None = None
-    marks: "list[Mark]" = field(default_factory=list)
-    missed: dict[int, int] = field(default_factory=dict)
-    grammar_s: float = 0.0
-
-    @property
-    def weights(self) -> str:
-        """What its keys and values are computed with beside the model: the adapter's digest, '' for nothing."""
-        return "" if self.adapter is None else self.adapter.digest
+    weights: str = ""
+    notes: dict[str, Any] = field(default_factory=dict)
 
     @property
     def tenant(self) -> str:
@@ -101,10 +90,9 @@ class PlannerLimits:
     eos_token_ids: of the model.  num_host_pages: pages in the host tier, 0 for none.
     itl_target_s: prefills are cut so that running requests get a token this often; 0 for no such target.
     record_events: collect what happens to cached pages; somebody must drain it then.
-    store_timeout_s: how long a prompt waits for pages from the store; 0 where there is none.
-    num_ranks: executors, each of which has a part of every page.
+    num_ranks: number of executors, each of which has a part of every page.
     scored_chunk: most tokens of a prompt in a step if log probabilities of all of them are wanted, which take memory of
-    vocabulary size each.  num_slots: adapters that executors hold at once.
+    vocabulary size each.
     bigram: pages are shared where the token behind them is the same too, see ``RadixTree``."""
 
     max_running: int
@@ -118,9 +106,7 @@ class PlannerLimits:
     itl_target_s: float = 0.0
     record_events: bool = False
     scored_chunk: int = 64
-    store_timeout_s: float = 0.0
     num_ranks: int = 1
-    num_slots: int = 0
     bigram: bool = False
 
     @property
@@ -151,16 +137,10 @@ class PlannerLimits:
 
 
 class RowTable:
-    """``max_running`` rows of at most ``max_len`` tokens.
+    """A table of ``max_running`` rows of at most ``max_len`` tokens."""
 
-    slots: of the executors, for adapters.  adapter_slots: which of them a row reads, 0 for none.  to_place: row -> the
-    adapter that its slot gets before its first step, unless the executors have it there."""
-
-    def __init__(self, max_running: int, max_len: int, page_size: int, num_slots: int = 0) -> None:
+    def __init__(self, max_running: int, max_len: int, page_size: int) -> None:
         self.page_size = page_size
-        self.slots = AdapterSlots(num_slots)
-        self.adapter_slots = np.zeros(max_running, dtype=np.int32)
-        self.to_place: dict[int, Adapter] = {}
         self.sequences: list[Sequence | None] = [None] * max_running
         self.request_ids = np.zeros(max_running, dtype=np.int64)
         self.tokens = np.zeros((max_running, max_len), dtype=np.int32)
@@ -183,17 +163,9 @@ class RowTable:
         """Rows that no sequence holds."""
         return len(self._free)
 
-    def has_slot(self, sequence: Sequence) -> bool:
-        """Whether there is a slot for the sequence's adapter, if it has one."""
-        return sequence.adapter is None or self.slots.has_room(sequence.adapter)
-
     def take(self, sequence: Sequence, pages: Pages, num_shared: int) -> int:
         """Give a sequence a row and its first pages, ``num_shared`` of which hold K/V already; returns the row."""
         row = self._free.pop()
-        if sequence.adapter is not None:
-            self.adapter_slots[row], is_new = self.slots.take(row, sequence.adapter)
-            if is_new:
-                self.to_place[row] = sequence.adapter
         count = len(sequence.tokens)
         self.sequences[row] = sequence
         self.request_ids[row] = sequence.request_id
@@ -214,26 +186,20 @@ class RowTable:
     def release(self, row: int) -> Pages:
         """Take the row back; returns the pages it held."""
         pages = self.page_table[row, : self.num_pages[row]].copy()
-        if self.adapter_slots[row]:
-            self.slots.release(row)
-            self.adapter_slots[row] = 0
         self.sequences[row] = None
         self.num_pages[row] = 0
         self._free.append(row)
         return pages
 
     def clear(self) -> None:
-        """Every row is free, and no executor holds an adapter."""
-        self.slots = AdapterSlots(self.slots.num_slots)
-        self.adapter_slots[:] = 0
-        self.to_place.clear()
+        """Every row is free."""
         self.sequences = [None] * len(self.sequences)
         self.running[:] = False
         self.num_pages[:] = 0
         self._free = list(range(len(self.sequences) - 1, -1, -1))
 
     def params_of(self, row: int) -> SamplingParams:
-        """Of the sequence that has the row."""
+        """Return the parameters of the sequence that has the row."""
         sequence = self.sequences[row]
         assert sequence is not None, f"row {row} is free"
         return sequence.params

@@ -311,11 +311,28 @@ class ServerSection(Section, frozen=True):
         "TOML file of more keys, [clients] and [operators] with lines of name = 'key', read again when it changes",
         is_place=True
     )] = ""
+    operator_key: Annotated[str, key(
+        "Key of an operator, for what changes or shows the whole server; beside [operators] of key_file. With neither, "
+        "and without keys of clients, it is the token that the server writes below its cache folder"
+    )] = ""
+    tls_cert: Annotated[str, key(
+        "PEM file of the server's certificate and what leads to its authority; HTTPS alone is served then. It and the "
+        "next two are read again when they change", is_place=True
+    )] = ""
+    tls_key: Annotated[str, key("PEM file of the certificate's private key, without a password", is_place=True)] = ""
+    tls_client_ca: Annotated[str, key(
+        "PEM file of the authorities whose certificates clients must have, probes too; empty: they need none",
+        is_place=True
+    )] = ""
     max_connections: Annotated[int, key("Most open connections", ge=1)] = 2048
+    max_connections_per_address: Annotated[int, key(
+        "Most open connections of one address, which all clients have behind a proxy; 0 for a quarter of "
+        "max_connections", ge=0
+    )] = 0
     max_body_bytes: Annotated[int, key("Largest request body", ge=1024)] = 4 << 20
     client_timeout_s: Annotated[float, key(
-        "Longest time for a client to send headers, to send a body (one second more for each 64 KiB), or to read "
-        "nothing of a response", gt=0
+        "How long a client may take to send its first byte and headers, to send a body (and a second more for each "
+        "64 KiB), or read nothing of an answer", gt=0
     )] = 15.0
     ping_after_s: Annotated[float, key(
         "An idle stream sends a ping after this time, the first one with its status 200; 0 for never",
@@ -326,7 +343,7 @@ class ServerSection(Section, frozen=True):
         "Whether clients with different keys share cached prefixes; timing then reveals other clients' prompts"
     )] = False
     cors_origins: Annotated[list[str], key(
-        "Origins of web pages that may call the server, e.g. ['https://chat.example.org']; '*' for any"
+        "Web pages that browsers may call from, e.g. ['https://chat.example.org']; '*' for any, with keys alone"
     )] = []
     allowed_hosts: Annotated[list[str], key(
         "Public names by which clients without a key may call the server, e.g. ['llm.example.org'] behind a "
@@ -344,6 +361,16 @@ class ServerSection(Section, frozen=True):
         "Most memory that loaded [[models]] may use together; the least recently used idle one is unloaded for "
         "another; 0 for no limit", ge=0
     )] = 0
+
+    @property
+    def scheme(self) -> str:
+        """Of the server's address."""
+        return "https" if self.tls_cert else "http"
+
+    @property
+    def without_tls(self) -> "ServerSection":
+        """The same for a server behind another one of ours, which speaks plain HTTP."""
+        return msgspec.structs.replace(self, tls_cert="", tls_key="", tls_client_ca="")
 
     @property
     def needs_key(self) -> bool:

@@ -26,7 +26,7 @@ from engine.layers.comm import Comm
 from engine.layers.norm import RMSNorm
 from engine.plugins.hookspecs import CommContext
 from engine.plugins.manager import ATTENTION, Plugins
-from engine.plugins.testing.comm import check_rank
+from engine.plugins.proof.comm import check_rank
 from engine.startup.race import Race
 from engine.types.errors import PluginError
 

@@ -29,8 +29,8 @@ from engine.layers.part import Norm
 from engine.layers.step import StepTensors
 from engine.models.decoder import Decoder, DecoderLayer
 from engine.models.model import Model
+from engine.plugins.proof.invariance import layers_needed, pages_needed, require_same_bits
 from engine.plugins.support.paging import batch_on, new_pool
-from engine.plugins.testing.invariance import layers_needed, pages_needed, require_same_bits
 from engine.sampling.captured import Variant
 from engine.sampling.logprobs import batch_logprobs
 from engine.sampling.sampler import Sampler

@@ -27,9 +27,9 @@ from engine.layers.attention import (
 from engine.layers.kv_pool import Layout
 from engine.plugins.declaration import Phase
 from engine.plugins.manager import Plugins
+from engine.plugins.proof.attention import NUM_LAYERS, check_steps
+from engine.plugins.proof.attention_cases import trial_cases
 from engine.plugins.selection import Contender, ask
-from engine.plugins.testing.attention import NUM_LAYERS, check_steps
-from engine.plugins.testing.attention_cases import trial_cases
 from engine.startup.trial_steps import Load, TrialSteps
 from engine.types.errors import PluginError
 

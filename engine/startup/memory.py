@@ -1,11 +1,10 @@
-"""What a rank's memory goes to: the KV pool gets what weights, the largest step and graphs leave.
+"""The memory of a rank: the KV pool gets what weights, the largest step and graphs leave.
 
 Owns: how large that step is, its estimate for a CPU, the arithmetic, the refusals, the report.
 Does not know: how a step is run, how graphs are measured.
 """
 
 import logging
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -13,6 +12,7 @@ import torch
 from engine.checkpoints.checkpoint import ModelSpec
 from engine.checkpoints.shape import DecoderShape
 from engine.config import Config
+from engine.execution.needs import Needs, gigabytes
 from engine.execution.prompts import SCORED_ROWS
 from engine.kernels.attention import attends_in_c
 from engine.layers.kv_pool import KVPool
@@ -31,7 +31,7 @@ MAX_HOST_SHARE = 0.9  # of the available host memory: page-locked memory cannot 
 PROCESS_BYTES = 64 << 20
 # Per token of the vocabulary and row of the part that is sampled: what top_p makes of it (``engine/sampling/cuts.py``).
 SAMPLING_BYTES = 40
-# Likewise per row or position of a prompt whose log probabilities are wanted, of which there are no parts: with 151,936
+# The same per row or position of a prompt whose log probabilities are wanted, of which there are no parts: with 151,936
 # tokens 16 to 256 rows take 14 to 12 bytes, the part included.
 SCORING_BYTES = 12
 # Where scores are capped or have sinks, a block of queries has its scores in memory, and copies of them.
@@ -39,40 +39,6 @@ SCORED_QUERIES = 128
 POOL_SEQUENCES = 4  # a pool beyond this many full batches buys nothing until prefixes are shared
 # What takes the most memory of all that is sampled without a line of token counts.
 SAMPLED = SamplingParams(temperature=1.0, top_k=50, top_p=0.9, min_p=0.01, logprobs=1)
-
-
-@dataclass(frozen=True, slots=True)
-class Needs:
-    """Bytes that must stay free beside the pool.
-
-    activation_bytes: of the largest step.  graph_bytes: of all graphs.
-    product_bytes: of the products that oneDNN compiles.  process_bytes: of what else runs in the same memory.
-    adapter_bytes: of slots for adapters, which take it as they are filled.
-    attention_bytes: of what attention backends keep, a draft model's included."""
-
-    activation_bytes: int = 0
-    graph_bytes: int = 0
-    product_bytes: int = 0
-    process_bytes: int = 0
-    adapter_bytes: int = 0
-    attention_bytes: int = 0
-
-    @property
-    def total(self) -> int:
-        """All of them."""
-        mine = self.activation_bytes + self.graph_bytes + self.product_bytes
-        return mine + self.process_bytes + self.adapter_bytes + self.attention_bytes
-
-    def __str__(self) -> str:
-        parts = {
-            "a step": self.activation_bytes,
-            "graphs": self.graph_bytes,
-            "compiled products": self.product_bytes,
-            "processes": self.process_bytes,
-            "adapters": self.adapter_bytes,
-            "attention": self.attention_bytes,
-        }
-        return ", ".join(f"{_gigabytes(num_bytes)} for {what}" for what, num_bytes in parts.items() if num_bytes)
 
 
 def pool_pages(config: Config, max_len: int, page_bytes: int, free_bytes: int, needs: Needs) -> int:
@@ -88,16 +54,14 @@ def pool_pages(config: Config, max_len: int, page_bytes: int, free_bytes: int, n
         if needs.graph_bytes:
             levers.append("graphs.max_tokens")
         raise ConfigError(
-            f"kv.memory_fraction={fraction}: of {_gigabytes(free_bytes)} it leaves room for {fitting} pages of "
+            f"kv.memory_fraction={fraction}: of {gigabytes(free_bytes)} it leaves room for {fitting} pages of "
             f"{page_size} tokens{reserved}, one sequence of {max_len} tokens needs {per_sequence}; raise it, lower "
             f"{' or '.join(levers)}, or set kv.num_pages"
         )
     return min(fitting, per_sequence * config.scheduler.max_running * POOL_SEQUENCES)
 
 
-def require_room(
-    asked: str, num_pages: int, page_bytes: int, available: int, share: float, needs: Needs = Needs()
-) -> None:
+def require_room(asked: str, num_pages: int, page_bytes: int, available: int, share: float, needs: Needs) -> None:
     """Raise ConfigError if pages need more than ``share`` of what is available and not needed for something else.
     asked: the setting and its bytes."""
     fitting = int(max(0, available - needs.total) * share) // page_bytes
@@ -109,23 +73,24 @@ def require_room(
         )
 
 
-def most_sampled(config: Config, num_tokens: int, num_proposed: int) -> int:
-    """Positions of a step of ``num_tokens`` that are sampled at most.  num_proposed: the most that are proposed for a
-    row, which is sampled behind each of them."""
-    return min(config.scheduler.max_running * (1 + num_proposed), num_tokens)
+def most_sampled(config: Config, num_tokens: int, more_samples: int) -> int:
+    """Return the most positions of a step of ``num_tokens`` that are sampled.
+
+    more_samples: positions of one row that are sampled in a step, besides its last one."""
+    return min(config.scheduler.max_running * (1 + more_samples), num_tokens)
 
 
-def host_needs(config: Config, shape: DecoderShape, max_len: int, dtype: torch.dtype, num_proposed: int = 0) -> Needs:
-    """On a CPU the largest step cannot be tried: what passes a container's limit is killed, and it may take minutes.
+def host_needs(config: Config, shape: DecoderShape, max_len: int, dtype: torch.dtype, more_samples: int = 0) -> Needs:
+    """Estimate for a CPU, where the largest step cannot be tried: a process beyond its container's limit is killed.
 
     So this adds up, for one rank, what a step can hold at once: all that a layer computes of T tokens, half of it
     again for padded copies, a mask of T queries against the longest context and a copy of that context's keys and
     values, where ``attention.torch`` does not attend in C, the sampler's and prompt log probabilities' work on the
     vocabulary, and the host's
-    tables.  num_proposed: see ``most_sampled``."""
+    tables.  more_samples: see ``most_sampled``."""
     scheduler, ranks = config.scheduler, config.device.tensor_parallel
     num_tokens = min(scheduler.max_step_tokens, max_len * scheduler.max_running)
-    num_sampled = most_sampled(config, num_tokens, num_proposed)
+    num_sampled = most_sampled(config, num_tokens, more_samples)
     heads = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_size
     layer = 4 * shape.hidden_size + (4 * heads + 4 * shape.intermediate_size) // ranks
     context = 4 * max_len * shape.num_kv_heads * shape.head_size  # a power of two that holds it, keys and values
@@ -135,7 +100,7 @@ def host_needs(config: Config, shape: DecoderShape, max_len: int, dtype: torch.d
     if shape.attention_needs:
         masks += 3 * shape.num_heads // ranks * SCORED_QUERIES * max_len
     if attends_in_c(shape.attention_needs, dtype) and not config.kv.kept_as(str(dtype).removeprefix("torch.")):
-        context = masks = 0  # it reads pages where they are, and knows who sees whom
+        context = masks = 0  # it reads pages where they are, and needs no mask
     in_dtype = (num_tokens * layer * 3 // 2 + context + masks) * dtype.itemsize
     part = min(num_sampled * shape.num_outputs, max(shape.num_outputs, PART_SCORES_CPU))
     scored = (num_sampled + min(num_tokens, SCORED_ROWS)) * shape.num_outputs
@@ -149,14 +114,14 @@ def host_needs(config: Config, shape: DecoderShape, max_len: int, dtype: torch.d
     )
 
 
-def run_largest_step(config: Config, max_len: int, steps: ModelSteps, num_proposed: int = 0) -> None:
+def run_largest_step(config: Config, max_len: int, steps: ModelSteps, more_samples: int = 0) -> None:
     """A step of scheduler.max_step_tokens, of sequences as long as can be: it takes more memory than any other.
-    num_proposed: see ``most_sampled``."""
+    more_samples: see ``most_sampled``."""
     scheduler = config.scheduler
     full, rest = divmod(min(scheduler.max_step_tokens, max_len * scheduler.max_running), max_len)
     queries = np.array([max_len] * full + [rest] * bool(rest), dtype=np.int32)
     lengths = np.full(len(queries), max_len, dtype=np.int32)
-    num_sampled = most_sampled(config, int(queries.sum()), num_proposed)
+    num_sampled = most_sampled(config, int(queries.sum()), more_samples)
     steps.run(lengths, queries, num_sampled, SAMPLED, num_rows=scheduler.max_running)
 
 
@@ -169,8 +134,8 @@ def check_weights(spec: ModelSpec, needed_bytes: int, dtype: torch.dtype, availa
     share = "" if ranks == 1 else f" for each of {ranks} ranks"
     halved = ", set model.dtype = 'bfloat16'" if dtype == torch.float32 else ""
     raise ConfigError(
-        f"model.path={spec.directory}: its weights need {_gigabytes(needed_bytes)} in {name}{share}, "
-        f"{_gigabytes(available)} are available; free some, raise the container's limit{halved}, or choose a "
+        f"model.path={spec.directory}: its weights need {gigabytes(needed_bytes)} in {name}{share}, "
+        f"{gigabytes(available)} are available; free some, raise the container's limit{halved}, or choose a "
         "smaller model"
     )
 
@@ -181,18 +146,14 @@ def report(rank: int, model: Model, pool: KVPool, needs: Needs, graph_bytes: int
         "rank %d memory: weights %s, activations %s, graphs %s (expected %s), compiled products %s, processes %s, "
         "KV pool %s (%d pages, %d tokens), left %s",
         rank,
-        _gigabytes(model.weight_bytes),
-        _gigabytes(needs.activation_bytes),
-        _gigabytes(graph_bytes),
-        _gigabytes(needs.graph_bytes),
-        _gigabytes(needs.product_bytes),
-        _gigabytes(needs.process_bytes),
-        _gigabytes(pool.data.nbytes),
+        gigabytes(model.weight_bytes),
+        gigabytes(needs.activation_bytes),
+        gigabytes(graph_bytes),
+        gigabytes(needs.graph_bytes),
+        gigabytes(needs.product_bytes),
+        gigabytes(needs.process_bytes),
+        gigabytes(pool.data.nbytes),
         pool.num_pages,
         pool.num_pages * pool.page_size,
-        _gigabytes(left_bytes),
+        gigabytes(left_bytes),
     )
-
-
-def _gigabytes(num_bytes: int) -> str:
-    return f"{num_bytes / 1e9:.2f} GB"

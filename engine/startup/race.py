@@ -1,6 +1,6 @@
 """Attention measured: every backend that can run here, and every variant that it declares, on the model's own heads.
 
-Owns: who is measured, for how long, what is kept for the next start.
+Owns: which backends are measured, for how long, what is kept for the next start.
 Does not know: which backends there are, how one is measured (``measurement.py``) and in what process
 (``race_process.py``), which one is taken (``standings.py``), how a rank is put together.
 
@@ -8,14 +8,11 @@ A backend that raises, computes something else than attention or is not done in 
 and is never chosen.  Rank 0 measures, and all ranks take its choice.
 """
 
-import hashlib
 import logging
-import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from importlib import metadata
-from pathlib import Path
 from typing import Protocol
 
 import msgspec
@@ -24,7 +21,7 @@ from rich.console import Console
 
 from engine.config import Config
 from engine.execution.attention import context_of
-from engine.host.cache_folder import cache_folder, replace_file
+from engine.host.kept_results import KeptResults
 from engine.host.timeouts import named_while_slow
 from engine.layers.attention import AttentionSpec
 from engine.layers.comm import Comm
@@ -32,6 +29,7 @@ from engine.layers.kv_pool import Layout
 from engine.plugins.declaration import Phase
 from engine.plugins.manager import ATTENTION, Plugins
 from engine.plugins.selection import BOTH, NOT_MEASURED, Contender, Measured, contenders
+from engine.settings.own_kernels import missing_for_flashinfer
 from engine.startup.measurement import Entry
 from engine.startup.preview import preview_attention
 from engine.startup.race_process import Answer, RaceProcess
@@ -60,7 +58,7 @@ class Measurer(Protocol):
         ...
 
     def end(self) -> None:
-        """Nothing of it goes on."""
+        """End everything that it has begun."""
         ...
 
 
@@ -103,7 +101,9 @@ class Race:
             }
 
     def decide(self, progress: bool) -> Measured:
-        """What 'auto' takes, where it has a choice and may measure."""
+        """Return the choice of 'auto', where it has one and may measure."""
+        if self._device.type == "cuda" and self._left_to_auto() and (advice := missing_for_flashinfer()):
+            log.warning("attention: FlashInfer cannot run, and slower kernels take its place. %s", advice)
         if not self._limit_s or not self._undecided():
             return NOT_MEASURED
         known = self.known()
@@ -123,21 +123,16 @@ class Race:
 
     def _undecided(self) -> bool:
         """Whether 'auto' has more than one to choose from, for a phase that was left to it."""
+        return any(len(self._contenders[phase][0]) > 1 for phase in self._left_to_auto())
+
+    def _left_to_auto(self) -> list[Phase]:
         wanted = self._plugins.attention
         names = (wanted.prefill, wanted.decode)
-        auto = [phase for phase, name in zip(BOTH, names, strict=True) if name == "auto"]
-        return any(len(self._contenders[phase][0]) > 1 for phase in auto)
+        return [phase for phase, name in zip(BOTH, names, strict=True) if name == "auto"]
 
     def known(self) -> Report:
-        """What earlier races of the same contenders on the same heads, device and versions have found."""
-        path = self._path()
-        if path is None or not path.exists():
-            return self._report({})
-        try:
-            return msgspec.json.decode(path.read_bytes(), type=Report)
-        except (OSError, msgspec.DecodeError) as error:
-            log.warning("what attention backends were measured in %s is not used: %s", path, error)
-            return self._report({})
+        """Return the results of earlier races of the same contenders on the same heads, device and versions."""
+        return Report(self._about(), self._kept().load() or self._report({}).results)
 
     def run(self, known: Report | None = None) -> Report:
         """Measure whatever ``known`` lacks, and keep each result as it comes: the next start goes on from there.
@@ -153,12 +148,12 @@ class Race:
             options = dict(entry.contender.options)
             found[key] = Result(entry.contender.name, options, answer.us, answer.problem, late, tries)
             known = self._report(found)
-            self._keep(known)
+            self._kept().keep(known.results)
         log.info("attention: the race took %.1f s", time.monotonic() - began)
         return known
 
     def _left(self, known: Report) -> list[Entry]:
-        """Those who have no result, in every phase that they can run in."""
+        """Return the contenders without a result, in every phase that they can run in."""
         spec = replace(self._spec, sinks=tuple(one.cpu() for one in self._spec.sinks))
         place = (spec, self._page_size, self._device, self._dtype, self._layout, self._kv_dtype, self._loads)
         options = {name: dict(table) for name, table in self._plugins.options.items()}
@@ -171,7 +166,7 @@ class Race:
         ]
 
     def _answers(self, entries: Sequence[Entry]) -> Iterator[tuple[Entry, Answer]]:
-        """What each has come to.  A few at once are compiled, and then measured one after the other."""
+        """Measure each entry.  A few at once are compiled, and then measured one after the other."""
         compile_s, measure_s = self._compile_s, self._limit_s
         for first in range(0, len(entries), AT_ONCE):
             group = entries[first : first + AT_ONCE]
@@ -203,19 +198,12 @@ class Race:
                     process.end()
 
     def _report(self, found: Mapping[tuple[str, str], Result]) -> Report:
-        """In the order of preference; who cannot run here comes last."""
+        """Return the results in the order of preference; backends that cannot run here come last."""
         results: dict[str, list[Result]] = {}
         for phase, (entrants, passed_over) in self._contenders.items():
             results[phase] = [found[phase, str(one)] for one in entrants if (phase, str(one)) in found]
             results[phase] += [Result(name, {}, {}, reason) for name, reason in passed_over.items()]
         return Report(self._about(), results)
-
-    def _keep(self, report: Report) -> None:
-        if (path := self._path()) is not None:
-            try:
-                replace_file(path, msgspec.json.format(msgspec.json.encode(report), indent=1))
-            except OSError as error:
-                log.warning("what attention backends were measured is not kept for the next start: %s", error)
 
     def _about(self) -> str:
         spec = self._spec
@@ -228,20 +216,18 @@ class Race:
             + (f", {self._kv_dtype} pages" if self._kv_dtype else "")
         )
 
-    def _path(self) -> Path | None:
-        """Named by all that a result depends on."""
-        folder = cache_folder("attention.race")
+    def _kept(self) -> KeptResults[dict[str, list[Result]]]:
+        """The results on the disk, by all that they depend on."""
         entrants = {phase: [str(one) for one in found] for phase, (found, _) in self._contenders.items()}
         names = sorted({one.name for found, _ in self._contenders.values() for one in found})
         packages = [_version(self._plugins, name) for name in names]
         options = {name: dict(self._plugins.options.get(f"attention.{name}", {})) for name in names}
-        holds_for = (self._about(), torch.__version__, torch.version.cuda, packages, entrants, options, self._loads)
-        digest = hashlib.sha256(repr(holds_for).encode()).hexdigest()[:16]
-        return folder and folder / f"{re.sub(r'[^A-Za-z0-9]+', '_', self._about())[:80]}-{digest}.json"
+        holds_for = (torch.__version__, torch.version.cuda, packages, entrants, options, self._loads)
+        return KeptResults("attention", self._about(), holds_for, dict[str, list[Result]])
 
 
 def _version(plugins: Plugins, name: str) -> str:
-    """Of the plugin, and of every package that it may take, none of which is imported."""
+    """Return the versions of the plugin and of every package that it may use, none of which is imported."""
     info = plugins.known[f"attention.{name}"]
     found = [f"{info.distribution} {info.version}"]
     for distribution in ("flashinfer-python", "flash-attn", "flash-attn-3", "sgl-kernel", "triton"):
@@ -273,7 +259,7 @@ def race_for(config: Config) -> Race:
 
 
 def measured_attention(race: Race, comm: Comm, device: torch.device, progress: bool) -> Measured:
-    """What 'auto' takes on every rank: by rank 0's race, or an earlier one.  progress: show a race that is run."""
+    """Return the choice of 'auto' on every rank, by rank 0's race or an earlier one.  progress: show the race."""
     measured: Measured = race.decide(progress) if comm.rank == 0 else NOT_MEASURED
     if comm.size == 1:
         return measured

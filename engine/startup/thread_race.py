@@ -1,6 +1,6 @@
-"""How many CPU threads a model's steps run with: measured with decode steps of its own, once it is loaded.
+"""The number of CPU threads of a model's steps, measured with decode steps of its own once it is loaded.
 
-Owns: the measurement.  Nothing is kept for the next start: it takes under a second, and a neighbour who was busy then
+Owns: the measurement.  Nothing is kept for the next start: it takes under a second, and a neighbour that was busy then
 may be gone.
 Does not know: what a step computes, what is done when the machine changes (``engine/execution/step_threads.py``).
 """
@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from engine.execution.step_threads import HOPELESS, fastest
+from engine.host.contest import Contest
 from engine.layers.comm import Comm
 
 log = logging.getLogger(__name__)
@@ -23,8 +24,6 @@ LIMIT_S = 0.8  # no turn begins later; one is made in any case
 # Of what lies between steps, the event loop's share takes about as long as such a step: it is left a core, as threads
 # wait for one that the event loop has displaced.
 SHORT_S = 1e-3
-# Threads -> seconds of a step of each of ROWS, each the median of the turns.
-Times = dict[int, list[float]]
 
 
 def common_choices(choices: Sequence[int], comm: Comm) -> Sequence[int]:
@@ -60,8 +59,18 @@ class ThreadRace:
         self._set_threads = set_threads
 
     def run(self, choices: Sequence[int]) -> int:
-        """Measure, say so, and leave the threads at the fastest."""
-        times = self._measure(choices)
+        """Measure, log the times, and leave the threads at the fastest."""
+        began = self._clock()
+        contest = Contest(
+            self._seconds,
+            ROWS,
+            turns=TURNS,
+            middle=statistics.median,
+            hopeless=HOPELESS,
+            is_over=lambda: self._largest(self._clock() - began) > LIMIT_S,
+        )
+        # Most threads first: where few are slow, fewer are not even tried.
+        times = contest.run(sorted(choices, reverse=True))
         means = {threads: statistics.geometric_mean(of_rows) for threads, of_rows in times.items()}
         short = len(means) > 1 and min(means.values()) < SHORT_S
         if short:
@@ -73,35 +82,16 @@ class ThreadRace:
         log.info("threads: %d (measured, ms of steps of %s rows: %s%s)", chosen, rows, table, left)
         return chosen
 
-    def _measure(self, choices: Sequence[int]) -> Times:
-        """Most threads first: where few are slow they are not even tried, and where many are hopeless, once."""
-        began = self._clock()
-        left = sorted(choices, reverse=True)
-        samples: dict[int, list[list[float]]] = {}
-        times: Times = {}
-        for turn in range(TURNS):
-            for threads in left:
-                self._set_threads(threads)
-                found = [self._seconds(rows) for rows in ROWS]
-                samples.setdefault(threads, []).append(found)
-                times[threads] = [statistics.median(of_rows) for of_rows in zip(*samples[threads], strict=True)]
-                if not turn and times[threads][0] > HOPELESS * min(of_rows[0] for of_rows in times.values()):
-                    break  # fewer still would take longer still
-            best = min(map(statistics.geometric_mean, times.values()))
-            left = [one for one in times if statistics.geometric_mean(times[one]) <= HOPELESS * best]
-            if self._told(self._clock() - began) > LIMIT_S or len(left) == 1:
-                break
-        return times
-
-    def _seconds(self, rows: int) -> float:
-        """Of the slowest rank, for a step behind another of its kind: threads are awake then, products compiled."""
+    def _seconds(self, threads: int, rows: int) -> float:
+        """Time the slowest rank's step, after another of its kind: threads are awake then, products compiled."""
+        self._set_threads(threads)
         self._step(rows)
         start = self._clock()
         self._step(rows)
-        return self._told(self._clock() - start)
+        return self._largest(self._clock() - start)
 
-    def _told(self, value: float) -> float:
-        """The largest of all ranks' values."""
+    def _largest(self, value: float) -> float:
+        """Return the largest of all ranks' values."""
         if self._comm.size == 1:
             return value
         return float(self._comm.all_gather(torch.tensor([value], dtype=torch.float64), 0).max())

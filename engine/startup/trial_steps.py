@@ -16,9 +16,9 @@ from engine.execution.device import free_bytes
 from engine.layers.attention import AttentionBatch, AttentionSpec
 from engine.layers.kv_pool import Layout
 from engine.plugins.declaration import Phase
+from engine.plugins.proof.attention import TOLERANCES
+from engine.plugins.proof.reference import attend
 from engine.plugins.support.paging import batch_on, new_pool, page_bytes
-from engine.plugins.testing.attention import TOLERANCES
-from engine.plugins.testing.reference import attend
 
 POOL_BYTES = {"cuda": 4 << 30, "cpu": 128 << 20}
 SHARE_OF_FREE = 4  # the pool takes one part of so many

@@ -1,9 +1,9 @@
-"""A tool parser written as one function that reads the output from its beginning to its end.
+"""A base for tool parsers: one function reads the output from its beginning to its end.
 
-Owns: waiting for text that has not come, and giving back as text what turns out to be no call.
+Owns: waiting for text, and returning as text what turns out to be no call.
 Does not know: any format.
-Every reading function decides by what the whole output says and never by where a piece ends.  So a parser made of
-them gives the same for any way of cutting the output.
+Every reading function decides by the whole output and never by where a piece ends.  So a parser made of them gives the
+same result for any way of cutting the output.
 """
 
 import json
@@ -18,14 +18,14 @@ from engine.text.reasoning import num_begun
 from engine.text.tool_calls import CallPiece, OutputPart
 
 Result = TypeVar("Result")
-Reading = Generator[None, None, Result]  # ``yield from`` it; it pauses where it needs more text
+Reading = Generator[None, None, Result]  # use it with ``yield from``; it pauses until there is more text
 
 MAX_NAME_CHARS: Final = 256
 _NAME: Final = re.compile(r"[\w.-]+")
 
 
 class CallReader:
-    """A tool parser; a subclass implements ``read``.  cut_off: as ``ToolParser`` has it."""
+    """A tool parser; a subclass implements ``read``.  cut_off: as in ``ToolParser``."""
 
     def __init__(self) -> None:
         self.cut_off = False
@@ -33,8 +33,8 @@ class CallReader:
         self._pending = ""
         self._ended = False
         self._parts: list[OutputPart] = []
-        self._raw: list[str] | None = None  # what was read since ``begin``: it may turn out to be text
-        self._in_text = False  # white space is text, too
+        self._raw: list[str] | None = None  # text read since ``begin``, which may turn out to be no call
+        self._in_text = False  # whether white space now belongs to the text
         self._reading = self.read()
         next(self._reading, None)
 
@@ -43,14 +43,14 @@ class CallReader:
         raise NotImplementedError
 
     def push(self, text: str) -> list[OutputPart]:
-        """The parts that are certain now, in order."""
+        """Return the parts that are certain now, in order."""
         if text:
             self._pending += text
             next(self._reading, None)
         return self._take_parts()
 
     def finish(self) -> list[OutputPart]:
-        """The parts that were held back, since no more text comes."""
+        """Return the parts that were held back, since no more text comes."""
         self._ended = True
         next(self._reading, None)
         return self._take_parts()
@@ -59,31 +59,31 @@ class CallReader:
         parts, self._parts = self._parts, []
         return parts
 
-    # ---- telling what was read --------------------------------------------------------------
+    # ---- output -----------------------------------------------------------------------------
 
     def say(self, text: str) -> None:
-        """Tell text of the answer."""
+        """Append text of the answer to the output."""
         if text:
             self._parts.append(text)
 
     def call(self, name: str) -> None:
-        """Tell that a call begins.  Nothing of it can be taken back."""
+        """Append the beginning of a call, which cannot be taken back."""
         self._raw, self._in_text = None, False
         self._parts.append(CallPiece(self.num_calls, name, ""))
         self.num_calls += 1
 
     def argue(self, arguments: str) -> None:
-        """Tell a part of the last call's arguments."""
+        """Append a part of the last call's arguments."""
         if arguments:
             self._parts.append(CallPiece(self.num_calls - 1, None, arguments))
 
     def begin(self, marker: str = "") -> None:
-        """From here on what is read may become a call.  marker: what has been read of it already."""
+        """Start what may become a call.  marker: its part that has been read already."""
         self._raw = [marker]
 
     def give_back(self) -> None:
-        """It was no call: its marker is text, and what follows is read again."""
-        assert self._raw is not None, "nothing can be given back after its name was told"
+        """Undo ``begin``: the marker is text, and the text after it is read again."""
+        assert self._raw is not None, "a call that was named cannot be taken back"
         marker, *read = self._raw
         self.say(marker)
         self._pending = "".join(read) + self._pending
@@ -98,7 +98,7 @@ class CallReader:
         return text
 
     def more(self) -> Reading[bool]:
-        """Wait until there is text to read.  Returns False at the end."""
+        """Wait for text.  Returns False at the end."""
         while not self._pending:
             if self._ended:
                 return False
@@ -106,7 +106,7 @@ class CallReader:
         return True
 
     def space(self, besides: str = "") -> Reading[str]:
-        """Read white space.  besides: characters that are passed over as well."""
+        """Read white space.  besides: characters to skip as well."""
         read = []
         while (yield from self.more()):
             text = self._pending.lstrip()
@@ -118,7 +118,7 @@ class CallReader:
         return "".join(read)
 
     def next_is(self, *literals: str) -> Reading[str]:
-        """Return the longest of the literals that comes next, without reading it; '' if none does."""
+        """Return the longest of the literals that the text begins with, without reading it; '' if there is none."""
         ordered = sorted(literals, key=len, reverse=True)
         while not self._ended and any(
             len(one) > len(self._pending) and one.startswith(self._pending) for one in ordered
@@ -127,11 +127,11 @@ class CallReader:
         return next((one for one in ordered if self._pending.startswith(one)), "")
 
     def accept(self, *literals: str) -> Reading[str]:
-        """Read the longest of the literals that comes next.  Returns '' if none does."""
+        """Read and return the longest of the literals that the text begins with; '' if there is none."""
         return self._consume(len((yield from self.next_is(*literals))))
 
     def until(self, *markers: str) -> Reading[str]:
-        """Read over the first of the markers, telling what stands before it as text.  Returns '' at the end.
+        """Read up to and including the first marker; append the text before it.  Returns the marker, '' at the end.
 
         No marker may be the beginning of another one."""
         while True:
@@ -144,7 +144,7 @@ class CallReader:
                 return ""
 
     def word(self, *ends: str, at_most: int | None = MAX_NAME_CHARS) -> Reading[str | None]:
-        """Return what stands before the first of ``ends``, which is not read.  None if none comes soon enough."""
+        """Read and return the text before the first of ``ends``; None if none comes within ``at_most`` characters."""
         read: list[str] = []
         while True:
             before, end = self._certain(ends)
@@ -157,21 +157,21 @@ class CallReader:
                 return None
 
     def skip(self, end: str) -> Reading[bool]:
-        """Read over ``end`` and tell nothing.  Returns False if it does not come."""
+        """Read up to and including ``end`` and drop it.  Returns False if ``end`` does not come."""
         return (yield from self.value_until(end)) is not None
 
     def drop_rest(self) -> Reading[None]:
-        """Read all that follows and tell nothing."""
+        """Read the remaining output and drop it."""
         while (yield from self.more()):
             self._consume(len(self._pending))
 
     def rest(self) -> Reading[None]:
-        """Tell all that follows as text."""
+        """Append the remaining output as text."""
         while (yield from self.more()):
             self.say(self._consume(len(self._pending)))
 
     def text_until(self, *markers: str) -> Reading[str]:
-        """``until``, where white space before the first call and around later ones is no text."""
+        """Do as ``until``, but drop white space before the first call and around later ones."""
         if not self._in_text:
             space = yield from self.space()
             if marker := (yield from self.accept(*markers)):
@@ -183,21 +183,21 @@ class CallReader:
         return (yield from self.until(*markers))
 
     def close(self, *ends: str) -> Reading[None]:
-        """Read over the marks behind a call, each of which may be missing, or cut off where the output ends."""
+        """Read the marks after a call; each may be missing, or cut off by the end of the output."""
         for end in ends:
             yield from self.space()
             if not (yield from self.accept(end)):
                 self.drop_begun(end)
 
     def drop_begun(self, *markers: str) -> None:
-        """Drop the beginning of a marker where the output ends behind a call."""
+        """Drop the beginning of a marker if the output ends there after a call."""
         if self._ended and any(one.startswith(self._pending) for one in markers):
             self._consume(len(self._pending))
 
     # ---- calls in JSON ----------------------------------------------------------------------
 
     def json_arguments(self) -> Reading[None]:
-        """Tell a JSON object as the arguments, as it is written; an empty one if anything else follows."""
+        """Append a JSON object, as it is written, as the arguments; an empty one if anything else follows."""
         yield from self.space()
         if not (yield from self.more()):
             self.cut_off = True
@@ -214,21 +214,21 @@ class CallReader:
         self.cut_off = True
 
     def named_object(self, *, strict: bool, known: frozenset[str] | None = None) -> Reading[bool]:
-        """Tell a call written as an object with a name and arguments.  Returns whether it was whole.
+        """Read a call written as an object with a name and arguments.  Returns whether it was whole.
 
-        strict: see ``CallScanner``.  known: an object that names another function is no call.
-        Where none was told, the caller gives back what was read."""
+        strict: as in ``CallScanner``.  known: an object that names another function is no call.
+        If the call was not named, the caller must undo ``begin``."""
         scanner = CallScanner(strict=strict)
-        told = False
+        named = False
         while (yield from self.more()):
             arguments, rest = scanner.push(self._pending)
             self._consume(len(self._pending) - len(rest))
-            if scanner.name is not None and not told:
+            if scanner.name is not None and not named:
                 if known is not None and scanner.name not in known:
                     return False
-                told = True
+                named = True
                 self.call(scanner.name)
-            if told:
+            if named:
                 self.argue(arguments)
             if scanner.broken or scanner.done:
                 return not scanner.broken
@@ -240,9 +240,9 @@ class CallReader:
         return self._raw is None
 
     def scan(self, find: Callable[[str], int | None]) -> Reading[str | None]:
-        """Return what stands before the place that ``find`` names.  None if it names none up to the end.
+        """Return the text before the place that ``find`` finds; None if there is none up to the end.
 
-        find: is given what follows, piece by piece, and returns how much of the piece belongs to it; None for all."""
+        find: returns how much of the next piece belongs to the text; None for all of it."""
         read = []
         while (yield from self.more()):
             end = find(self._pending)
@@ -254,9 +254,9 @@ class CallReader:
     # ---- values that are no JSON ------------------------------------------------------------
 
     def argument(self, key: str, schema: object, end: str, *, first: bool, trim: str = "") -> Reading[bool]:
-        """Tell an argument whose value is the text up to ``end``.  Returns whether ``end`` came.
+        """Append an argument whose value is the text up to ``end``.  Returns whether ``end`` came.
 
-        schema: of the value; a string is told as it comes.  trim: dropped once before ``end``."""
+        schema: of the value; a string is appended as it comes.  trim: dropped once before ``end``."""
         self.argue(f"{'' if first else ', '}{as_json(key)}: ")
         types = _types(schema)
         ends = (trim + end, end) if trim else (end,)
@@ -279,7 +279,7 @@ class CallReader:
         return True
 
     def value_until(self, end: str) -> Reading[str | None]:
-        """Return the text up to ``end``, which is read too.  None if ``end`` does not come."""
+        """Read up to and including ``end``; return the text before it, None if ``end`` does not come."""
         text = yield from self.word(end, at_most=None)
         self._consume(len(self._pending if text is None else end))
         return text
@@ -287,10 +287,10 @@ class CallReader:
     # ---- what is certain --------------------------------------------------------------------
 
     def _certain(self, markers: tuple[str, ...]) -> tuple[str, str]:
-        """(text that stands before any marker, the marker behind it or '')."""
+        """Return (text before any marker, the marker after it or '')."""
         text = self._pending
         found = [(at, -len(one), one) for one in markers if (at := text.find(one)) >= 0]
-        # A marker that is still coming may begin before one that is there.
+        # An incomplete marker at the end may begin before a complete one.
         held = max(num_begun(text, one) for one in markers)
         if found:
             at, _, marker = min(found)
@@ -298,7 +298,7 @@ class CallReader:
         return text[: len(text) - held], ""
 
     def _grown(self) -> Reading[bool]:
-        """Wait until more text has come than is pending.  Returns False at the end."""
+        """Wait until there is more text than now.  Returns False at the end."""
         num_chars = len(self._pending)
         while len(self._pending) == num_chars:
             if self._ended:
@@ -308,12 +308,12 @@ class CallReader:
 
 
 def is_name(text: str) -> bool:
-    """Whether a function could have this name."""
+    """Return whether a function could have this name."""
     return _NAME.fullmatch(text) is not None
 
 
 def as_json(value: object) -> str:
-    """Return a value as JSON.  Raises ValueError or TypeError for one that JSON does not have."""
+    """Return a value as JSON.  Raises ValueError or TypeError for one that JSON cannot hold."""
     text = json.dumps(value, ensure_ascii=False, allow_nan=False)
     return text if _is_text(text) else json.dumps(value, allow_nan=False)
 
@@ -321,7 +321,7 @@ def as_json(value: object) -> str:
 def _is_text(text: str) -> bool:
     try:
         text.encode()
-    except UnicodeEncodeError:  # half of a surrogate pair, which JSON may only name
+    except UnicodeEncodeError:  # half of a surrogate pair, which JSON can only escape
         return False
     return True
 
@@ -334,7 +334,7 @@ _JSON_TYPES: Final = {
 
 
 def _types(schema: object) -> set[str]:
-    """The types that a schema plainly allows; empty if it does not say."""
+    """Return the types that a schema plainly allows; empty if it has none."""
     if not isinstance(schema, dict):
         return set()
     given = schema.get("type")
@@ -346,7 +346,7 @@ def _types(schema: object) -> set[str]:
 
 
 def _value(text: str, types: set[str]) -> str:
-    """The JSON of a value that was written as text: a string, unless it is JSON of an allowed type."""
+    """Return the JSON of a value that was written as text: a string, unless the text is JSON of an allowed type."""
     written = _WORDS.get(text.strip(), text.strip())
     try:
         value = msgspec.json.decode(written)

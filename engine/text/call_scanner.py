@@ -1,8 +1,8 @@
 """One function call as JSON, read while it arrives: ``{"name": "f", "arguments": {"x": 1}}``.
 
-Owns: where the name and the arguments begin and end.  Does not know: what stands around it, which functions exist.
-Arguments are passed on as they are written, not parsed and written anew, so a client that joins the pieces has the
-model's own text.  Every character is looked at once.
+Owns: where the name and the arguments begin and end.  Does not know: the text around it, which functions exist.
+Arguments are passed on as they are written, without parsing, so a client that joins the pieces has the model's own
+text.  Every character is read once.
 """
 
 import re
@@ -19,7 +19,7 @@ _IN_STRING: Final = re.compile(r'["\\]')
 
 
 class _Broken(Exception):
-    """Raised where the text is not a call.  at: what breaks it begins there, if not with the step."""
+    """Raised if the text is not a call.  at: where the faulty text begins, if not at the step."""
 
     def __init__(self, at: int | None = None) -> None:
         super().__init__()
@@ -27,7 +27,7 @@ class _Broken(Exception):
 
 
 class ValueEnd:
-    """Finds the end of a JSON value that comes in pieces: strings and brackets are followed."""
+    """Finds the end of a JSON value that arrives in pieces by following strings and brackets."""
 
     def __init__(self) -> None:
         self._depth = 0
@@ -35,7 +35,7 @@ class ValueEnd:
         self._escaped = False
 
     def find(self, text: str, at: int) -> int | None:
-        """Where the value ends, exclusive; None if it goes on."""
+        """Return where the value ends, exclusive; None if it continues."""
         while at < len(text):
             if self._escaped:
                 self._escaped = False
@@ -72,9 +72,10 @@ class _Expect(Enum):
 
 
 class CallScanner:
-    """Reads one call.  strict: an object with any other key before its name is no call, as nothing else marks one.
+    """Reads one call.
 
-    name: None until it has been read.  done: the object has ended.  broken: it is no call; what was told of it stays.
+    strict: whether an object with an unknown key before its name is no call; for objects without a marker.
+    name: None until it has been read.  done: the object has ended.  broken: it is no call; output so far stands.
     """
 
     def __init__(self, *, strict: bool) -> None:
@@ -90,7 +91,7 @@ class CallScanner:
         self._has_arguments = False
 
     def push(self, text: str) -> tuple[str, str]:
-        """(arguments that are certain now, what follows the object or breaks it)."""
+        """Return (arguments that are certain now, text from the end of the object or from the fault)."""
         at = 0
         try:
             while at < len(text) and not self.done:
@@ -109,7 +110,7 @@ class CallScanner:
         return arguments, text[at:]
 
     def _step(self, text: str, at: int) -> int:
-        """Read some of the text; returns where the rest begins."""
+        """Read some of the text; return where the rest begins."""
         if self._expect is _Expect.REST:
             return self._read_value(text, at)
         character = text[at]
@@ -141,11 +142,11 @@ class CallScanner:
         return at + 1
 
     def _read_value(self, text: str, at: int) -> int:
-        """Read a key or a value; strings and brackets are followed, so that their inside cannot end it."""
+        """Read a part of a key or value, following strings and brackets to find its end."""
         end = self._end.find(text, at)
         piece = text[at : end if end is not None else len(text)]
         if self._key in ARGUMENT_KEYS and (self._value or piece[:1] == "{"):
-            # An object is passed on at once; ``_value`` only says that it has begun.
+            # An object is passed on at once; ``_value`` only marks that it has begun.
             self._value = self._value or [""]
             if self._value == [""]:
                 self._waiting.append(piece)
@@ -162,7 +163,7 @@ class CallScanner:
         try:
             self._take_value("".join(self._value))
         except _Broken:
-            raise _Broken(end) from None  # not where this piece of it begins, which depends on the cuts
+            raise _Broken(end) from None  # not at the beginning of the piece, which depends on the cuts
         return end
 
     def _take_value(self, value: str) -> None:

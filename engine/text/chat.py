@@ -1,11 +1,11 @@
-"""Chat templates: a conversation to the text a model was trained on.
+"""Chat templates, which turn a conversation into the text format that a model was trained on.
 
 Owns: compiling a checkpoint's Jinja template in a sandbox, and turning its failures into refusals of one request.
 Does not know: tokens, HTTP.  Clients cannot bring templates.
 
 The environment is the one transformers gives templates (``apply_chat_template``): block trimming, loop controls,
 ``tojson`` without HTML escapes, ``raise_exception``, ``strftime_now``, and ``generation`` blocks, which only matter
-for training.  Rendering is not bounded in time, so it belongs into a worker thread.
+for training.  Rendering is bounded in time and in what it makes, and belongs into a worker thread.
 """
 
 import json
@@ -21,14 +21,16 @@ from jinja2 import nodes
 from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
+from engine.text.bounded_jinja import BoundedEnvironment
 from engine.text.tool_format import explains_tools, explanation
 from engine.types.errors import RequestError, WeightsError
 from engine.types.prompt import ChatOptions, ChatTurn
 
 _MAX_REASON_CHARS: Final = 500
+OUTPUT_PER_INPUT: Final = 4  # characters that a template may make of one that it is given
+LEAST_OUTPUT_CHARS: Final = 1 << 20
 _END: Final = "\ue000end\ue000"  # of a private plane of Unicode: no template writes it
 _SYSTEM: Final = frozenset({"system", "developer"})
 _ROLES: Final = re.compile(r"""\brole['"\]]*\s*(?:==|!=|in)\s*[\[(]?((?:\s*,?\s*['"]\w+['"])+)""")
@@ -41,16 +43,18 @@ class ChatTemplate:
     def __init__(
         self, source: str, *, origin: str, variables: Mapping[str, str], now: Callable[[], datetime] = datetime.now
     ) -> None:
-        """origin: the file, for messages.  variables: bos_token and the like.  now: the clock of ``strftime_now``.
+        """Compile the template.  Raises WeightsError if it is not valid Jinja.
 
         Raises WeightsError if the template is not valid Jinja."""
-        environment = ImmutableSandboxedEnvironment(
+        environment = BoundedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols]
         )
         environment.filters["tojson"] = _to_json
         environment.globals["namespace"] = _PlainNamespace
         environment.globals["raise_exception"] = _raise
         environment.globals["strftime_now"] = lambda layout: now().strftime(layout)
+        environment.bound_filters()
+        self._environment = environment
         try:
             self._template = environment.from_string(source)
         except jinja2.TemplateSyntaxError as error:
@@ -63,15 +67,15 @@ class ChatTemplate:
 
     @property
     def roles(self) -> tuple[str, ...]:
-        """The roles that it asks for by name."""
+        """Roles that the template compares a message's role with."""
         named = (role for found in _ROLES.findall(self.source) for role in re.findall(r"\w+", found))
         return tuple(dict.fromkeys(named))
 
     def render(self, turns: Sequence[ChatTurn], options: ChatOptions = PLAIN) -> str:
-        """The text up to where the assistant's answer begins or goes on.  Raises RequestError if the template fails.
+        """Return the text up to where the assistant's answer begins or continues.
 
-        A template may refuse system messages behind the first, or all of them, or leave them out in silence; then it
-        gets them as ``_arrangements`` has them."""
+        A template may refuse system messages after the first, or all of them, or silently drop them; then it gets
+        the turns of ``_arrangements``.  Raises RequestError if the template fails."""
         if options.continue_final:
             turns = [*turns[:-1], _marked(turns[-1])]
         tools = msgspec.json.decode(options.tools) if options.tools else None
@@ -83,9 +87,9 @@ class ChatTemplate:
         return _up_to_mark(text) if options.continue_final else text
 
     def _arranged(self, turns: Sequence[ChatTurn], variables: Mapping[str, Any]) -> str:
-        """The text of the first arrangement that the template takes as a whole.
+        """Return the text of the first arrangement that the template accepts and shows in full.
 
-        Where it takes none, it is what the template makes of the turns as they are."""
+        If there is none, return the text, or raise the error, of the first one."""
         outcome: str | RequestError | None = None
         for arranged in _arrangements(turns):
             try:
@@ -101,11 +105,13 @@ class ChatTemplate:
         return outcome or ""
 
     def _rendered(self, variables: Mapping[str, Any]) -> str:
+        given = msgspec.json.encode(variables)
+        self._environment.begin(OUTPUT_PER_INPUT * len(given) + len(self.source) + LEAST_OUTPUT_CHARS)
         try:
-            return self._template.render(variables)
+            return self._environment.joined(self._template.generate(variables))
         except Exception as error:
-            # Templates check the conversation by raising, or just fail on one they did not expect: either way it is
-            # this request that the model cannot take.
+            # Templates check the conversation by raising, or fail on one that they do not expect.  In both cases the
+            # model cannot take this request.
             reason = str(error) or type(error).__name__
             raise RequestError(
                 f"messages: the model's chat template refuses them: {reason[:_MAX_REASON_CHARS]}", param="messages"
@@ -113,7 +119,7 @@ class ChatTemplate:
 
 
 def _message(turn: ChatTurn) -> dict[str, Any]:
-    """The message as transformers gives it to templates.  A field that is not set has no key, as templates ask."""
+    """Return the message as transformers passes it to templates.  A field that is not set has no key."""
     message: dict[str, Any] = {"role": turn.role, "content": turn.content}
     if turn.reasoning:
         message["reasoning_content"] = turn.reasoning
@@ -141,10 +147,10 @@ def _with_system_text(turns: Sequence[ChatTurn], text: str) -> Sequence[ChatTurn
 
 
 def _arrangements(turns: Sequence[ChatTurn]) -> Iterator[Sequence[ChatTurn]]:
-    """The turns as they are; with a single system message, at the start; and with none.
+    """Yield the turns as they are; then with one system message, at the start; then with none.
 
-    A system message that has no place as one is text of the user where it stands: so the prompts of a conversation
-    that grows go on beginning alike, and what is cached of them counts."""
+    Other system messages become text of the user at the same place, so that the prompts of a growing conversation keep
+    their beginning, and the cache serves them."""
     yield turns
     if any(turn.role in _SYSTEM for turn in turns):
         leading = list(takewhile(lambda turn: turn.role in _SYSTEM, turns))
@@ -156,7 +162,7 @@ def _arrangements(turns: Sequence[ChatTurn]) -> Iterator[Sequence[ChatTurn]]:
 
 
 def _without_system(turns: Sequence[ChatTurn]) -> list[ChatTurn]:
-    """The turns with system messages as text of the user, which is joined: templates may want turns to alternate."""
+    """Return the turns with system messages as text of the user, joined, as templates may want turns to alternate."""
     others: list[ChatTurn] = []
     for turn in turns:
         if turn.role in _SYSTEM:
@@ -169,7 +175,7 @@ def _without_system(turns: Sequence[ChatTurn]) -> list[ChatTurn]:
 
 
 def _marked(turn: ChatTurn) -> ChatTurn:
-    """The turn with a mark where its text ends: the template's own words may contain the same text.
+    """Return the turn with a mark at the end of its text, which may also occur elsewhere in the template's output.
 
     Raises RequestError if there is no text."""
     if not turn.content.strip():
@@ -178,7 +184,7 @@ def _marked(turn: ChatTurn) -> ChatTurn:
 
 
 def _up_to_mark(text: str) -> str:
-    """The text up to the mark of the last message.  Raises RequestError if the template does not show the mark."""
+    """Return the text up to the mark of the last message.  Raises RequestError if the mark is missing."""
     at = text.rfind(_END)
     if at < 0:
         raise _cannot_continue()
@@ -193,7 +199,7 @@ def _cannot_continue() -> RequestError:
 
 
 class _GenerationBlock(Extension):
-    """``{% generation %}...{% endgeneration %}`` marks what a model is trained on; for us it is only its content."""
+    """``{% generation %}...{% endgeneration %}`` marks text that a model is trained on; here it is just its content."""
 
     tags = {"generation"}  # noqa: RUF012 (jinja2 declares it so)
 
@@ -204,10 +210,10 @@ class _GenerationBlock(Extension):
 
 
 class _PlainNamespace(Namespace):
-    """A namespace that cannot be given Python's own hooks, such as ``__html__``, by a hostile template."""
+    """A namespace on which a hostile template cannot set Python's own hooks, such as ``__html__``."""
 
     def __init__(*args: Any, **kwargs: Any) -> None:
-        # Without a ``self``, as jinja2 does it, so that a template may use that name too.
+        # Without a ``self``, as in jinja2, so that a template may use that name too.
         Namespace.__init__(*args, **kwargs)
         for name in dict(*args[1:], **kwargs):
             _refuse_private(name)

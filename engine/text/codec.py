@@ -1,11 +1,11 @@
-"""Between text and token ids, for one model: prompts and chats on the way in, each output's text on the way out.
+"""Conversion between text and token ids for one model: prompts and chats to ids, each output's ids to text.
 
-Owns: the tokenizer, and which one a configuration means; the bytes of a character that is not complete yet, and how
-many tokens the visible text of an output took.
+Owns: the tokenizer, and the choice of it by a configuration; the bytes of an incomplete character, and the number of
+tokens in the visible text of an output.
 Does not know: messages, open requests, event loops, what a model does with the ids, why a request ends.
 
-An output becomes visible in three steps: it is detokenised, told apart from thoughts, cut at a stop string.
-Detokenising costs 0.5 us a token on one core when pushed one by one, 0.04 us in large groups.
+An output becomes visible in three steps: it is detokenised, separated from thoughts, and cut at a stop string.
+Detokenising costs 0.5 us per token on one core when tokens are pushed one by one, 0.04 us in large groups.
 
 ``encode`` and ``encode_chat`` take 10 ms for a long prompt and seconds for a hostile one: call them in a worker
 thread, after a bound on the number of characters.  They encode by ``encode_batch_fast``, which releases the GIL;
@@ -43,7 +43,7 @@ TokenIds = Sequence[int] | npt.NDArray[np.int32]
 
 
 class Detokenizer:
-    """One sequence's text.  The pushed texts joined are the text of all tokens after the prompt's.
+    """The text of one sequence.  All pushed texts, joined, are the text of the tokens after the prompt.
 
     Bytes that are not UTF-8 come out as U+FFFD, one per maximal invalid part (Unicode 15, section 3.9).
     """
@@ -51,16 +51,16 @@ class Detokenizer:
     __slots__ = ("_leading_spaces", "_pending", "_pieces", "_prompt_only")
 
     def __init__(self, vocabulary: Vocabulary, *, skip_special_tokens: bool, prompt_ids: TokenIds = ()) -> None:
-        """prompt_ids: what came before.  It decides whether a leading space belongs to the text, and may end within
-        a character that the first tokens complete."""
+        """Start after a prompt.  prompt_ids: they decide whether a leading space belongs to the text.  They may end in
+        the middle of a character that the first tokens complete."""
         self._pieces = vocabulary.visible_pieces if skip_special_tokens else vocabulary.all_pieces
         before = self._last_bytes(prompt_ids)
         self._leading_spaces = 0 if before else vocabulary.leading_spaces
         self._pending = before[codecs.utf_8_decode(before, "replace", False)[1] :]
-        self._prompt_only = True  # nothing but the prompt is pending
+        self._prompt_only = True  # whether the pending bytes are all of the prompt
 
     def push(self, token_ids: TokenIds) -> str:
-        """The text that these tokens complete."""
+        """Return the text that these tokens complete."""
         pieces = self._pieces
         data = b"".join([pieces[token_id] for token_id in token_ids if 0 <= token_id < len(pieces)])
         if not data:
@@ -75,12 +75,12 @@ class Detokenizer:
         return text
 
     def finish(self) -> str:
-        """The text that is left: U+FFFD for a character that will never be complete."""
+        """Return the remaining text: U+FFFD for a character that will never be complete."""
         pending, self._pending = self._pending, b""
         return "" if self._prompt_only else codecs.utf_8_decode(pending, "replace", True)[0]
 
     def _last_bytes(self, token_ids: TokenIds) -> bytes:
-        """The end of a text: enough to hold any incomplete character; empty only if all of the text is."""
+        """Return the last bytes of a text, enough for any incomplete character; empty only if the whole text is."""
         data = b""
         for token_id in reversed(token_ids):
             if 0 <= token_id < len(self._pieces):
@@ -90,7 +90,7 @@ class Detokenizer:
         return data[-_LONGEST_CHARACTER_BYTES:]
 
     def _without_leading_spaces(self, data: bytes, token_ids: TokenIds) -> bytes:
-        """The data without the spaces that the tokenizer puts in front of the first word, in the first piece alone."""
+        """Return the data without the spaces that the tokenizer puts before the first word; only of the first piece."""
         in_range = (token_id for token_id in token_ids if 0 <= token_id < len(self._pieces))
         first = next(piece for token_id in in_range if (piece := self._pieces[token_id]))
         num_spaces = min(self._leading_spaces, len(first) - len(first.lstrip(b" ")))
@@ -99,10 +99,10 @@ class Detokenizer:
 
 
 class TextStream:
-    """The text of one output.  Stop strings are not looked for in thoughts.
+    """The text of one output.  Stop strings are not searched in thoughts.
 
-    num_tokens: how many were taken; with a stop string, up to the one that completed it.
-    num_reasoning_tokens: how many of them the model thought with.
+    num_tokens: number of tokens used; with a stop string, up to the one that completed it.
+    num_reasoning_tokens: number of them that belong to thoughts.
     Everything returned by ``push`` and ``finish``, joined, is the same however the tokens are grouped.
     """
 
@@ -117,7 +117,7 @@ class TextStream:
         params: SamplingParams,
         thoughts: ReasoningParser | None = None,
     ) -> None:
-        """prompt_ids: what the output continues, also where it is not shown.  thoughts: tells them from the answer."""
+        """Start the text.  prompt_ids: tokens that the output continues.  thoughts: separates them from the answer."""
         self.num_tokens = 0
         self.num_reasoning_tokens = 0
         self._splitter = thoughts
@@ -130,11 +130,11 @@ class TextStream:
 
     @property
     def matched(self) -> str | None:
-        """The stop string that has ended the text; from then on nothing more becomes visible."""
+        """The stop string that has ended the text; after it nothing becomes visible."""
         return self._matcher.matched if self._matcher else None
 
     def push(self, token_ids: TokenIds) -> str:
-        """The text that is visible now.  A token that ends the sequence and is not to be shown must not be pushed."""
+        """Return the text that is visible now.  A last token that must not be shown must not be pushed."""
         if self._matcher is None and self._splitter is None:
             self.num_tokens += len(token_ids)
             return self._detokenizer.push(token_ids)
@@ -154,7 +154,7 @@ class TextStream:
         return "".join(visible)
 
     def finish(self) -> str:
-        """The text that was held back, since no more tokens come.  It may still hold a stop string."""
+        """Return the text that was held back, since no more tokens come.  It may still hold a stop string."""
         text = self._detokenizer.finish()
         if self._splitter is not None:
             text = self._without_thoughts(self._splitter, text, more=False)
@@ -163,13 +163,13 @@ class TextStream:
         return self._matcher.push(text) + self._matcher.finish()
 
     def take_thoughts(self) -> str:
-        """The thoughts since the last call."""
+        """Return the thoughts since the last call."""
         thoughts = "".join(self._thoughts)
         self._thoughts.clear()
         return thoughts
 
     def _without_thoughts(self, splitter: ReasoningParser, text: str, *, more: bool = True) -> str:
-        """The answer's part of a token's text; without ``more`` also what was held back."""
+        """Return the answer's part of a token's text; without ``more``, also the text that was held back."""
         was_inside = splitter.inside
         thoughts, answer = splitter.push(text)
         if more:
@@ -190,9 +190,9 @@ MAX_SHOWN_TOKENS = 8
 
 @dataclass(frozen=True, slots=True)
 class Formats:
-    """How a model writes what is no plain text.  Of each: the name of its parser, and the parser's plugin.
+    """The formats of a model's output other than plain text: the name of each parser, and the parser's plugin.
 
-    tools: None for a model whose calls nobody looks for.  reasoning: None for one whose thoughts are text.
+    tools: None if calls are not parsed.  reasoning: None if thoughts are part of the text.
     """
 
     tool_parser: str = ""
@@ -201,18 +201,18 @@ class Formats:
     reasoning: ReasoningFormat | None = None
 
     def thinking_of_grammar(self, thinking: Thinking) -> Thinking:
-        """Where a grammar's output begins.  thinking: where the prompt leaves the model."""
+        """Return where a grammar's output begins.  thinking: the state in which the prompt leaves the model."""
         return thinking if self.reasoning is not None and self.reasoning.constrains else "none"
 
     @property
     def markers(self) -> tuple[str, ...]:
-        """What an answer shows, even if it is a special token."""
+        """Special tokens that an answer shows."""
         return (*(self.tools.markers if self.tools else ()), *(self.reasoning.markers if self.reasoning else ()))
 
 
 @dataclass(frozen=True, slots=True)
 class EncodedChat:
-    """A conversation as token ids, and whether it leaves the model in the middle of its thoughts."""
+    """A conversation as token ids.  thinking: the state in which it leaves the model's thoughts."""
 
     token_ids: Int32
     thinking: Thinking
@@ -221,7 +221,7 @@ class EncodedChat:
 class TextCodec:
     """Encodes and decodes for one model.  Immutable after construction, so any thread may use it.
 
-    formats: how the model writes function calls and thoughts.  vocabulary: what every token is as bytes.
+    formats: how the model writes function calls and thoughts.  vocabulary: the bytes of every token.
     named_tokens: the text of bos_token and the like, by that name.
     """
 
@@ -233,11 +233,12 @@ class TextCodec:
         pad_token_id: int | None = None,
         pair_template: Path | None = None,
     ) -> None:
-        """files: None for a model that takes and gives token ids only.
+        """Build the codec.  files: None for a model that takes and returns token ids only.
 
-        formats: tells the model's by its chat template, which is empty where there is none; None for no formats.
-        pad_token_id: what a prompt loses at its end; None for nothing.  pair_template: of a query and a document; None
-        for the chat template if it knows these roles.  Raises WeightsError that names the file."""
+        formats: returns the model's formats by its chat template, '' if there is none; None for no formats.
+        pad_token_id: removed from the end of a prompt; None for nothing.
+        pair_template: for a query and a document; None for the chat template if it knows these roles.
+        Raises WeightsError that names the file."""
         self._pad_token_id = pad_token_id
         self._tokenizer = files.tokenizer if files else None
         template = self._template = files.template if files else None
@@ -249,7 +250,7 @@ class TextCodec:
 
     @classmethod
     def load(cls, directory: Path, formats: Callable[[str], Formats] | None = None, **pooling: Any) -> "TextCodec":
-        """The codec of a checkpoint directory.  pooling: as the constructor has it.
+        """Return the codec of a checkpoint directory.  pooling: keywords of the constructor.
 
         Raises WeightsError that names the file."""
         return cls(TokenizerFiles(directory), formats, **pooling)
@@ -258,22 +259,22 @@ class TextCodec:
     def without_tokenizer(
         cls, formats: Callable[[str], Formats] | None = None, pad_token_id: int | None = None
     ) -> "TextCodec":
-        """A codec that takes and gives token ids only: it refuses text prompts, and output has no text."""
+        """Return a codec that takes and returns token ids only: text prompts are refused, and output has no text."""
         return cls(None, formats, pad_token_id=pad_token_id)
 
     @property
     def vocab_size(self) -> int:
-        """One more than the largest token id that encoding can give."""
+        """One more than the largest token id that encoding can return."""
         return len(self.vocabulary)
 
     @property
     def roles(self) -> tuple[str, ...]:
-        """The roles that the chat template asks for by name."""
+        """Roles that the chat template knows by name."""
         return self._template.roles if self._template else ()
 
     @property
     def template_source(self) -> str:
-        """The text of the chat template; empty where there is none."""
+        """Text of the chat template; empty if there is none."""
         return self._template.source if self._template else ""
 
     @cached_property
@@ -281,9 +282,9 @@ class TextCodec:
         return self.vocabulary.showing(self.formats.markers)
 
     def encode(self, text: str, *, add_special_tokens: bool = True, truncate_to: int = 0) -> Int32:
-        """The token ids of a prompt, with the special tokens (BOS) that the model expects around a text.
+        """Return the token ids of a prompt, with the special tokens (BOS) that the model expects around a text.
 
-        truncate_to: a longer text loses its end; 0 for no limit.  Raises RequestError if there is nothing to encode."""
+        truncate_to: number of tokens to which a text is cut; 0 for no limit.  Raises RequestError for an empty text."""
         ids = self._encode(text, add_special_tokens=add_special_tokens, param="prompt")
         if truncate_to and len(ids) > truncate_to:
             assert self._tokenizer is not None, "a text was encoded without a tokenizer"
@@ -291,19 +292,19 @@ class TextCodec:
         return ids if self._pad_token_id is None else self._without_padding(ids)
 
     def trimmed(self, token_ids: bytes, truncate_to: int = 0) -> Int32:
-        """A prompt of token ids, int32, without what is too much or no part of it."""
+        """Return an int32 prompt of token ids without excess tokens and padding."""
         ids = np.frombuffer(token_ids, dtype=np.int32)[: truncate_to or None]
         return ids if self._pad_token_id is None else self._without_padding(ids)
 
     def _without_padding(self, ids: Int32) -> Int32:
-        """Without the padding at its end: transformers classifies by the last token that is none."""
+        """Return the ids without padding at the end: transformers classifies by the last token that is not padding."""
         (others,) = np.nonzero(ids != self._pad_token_id)
         return ids[: others[-1] + 1] if len(others) else ids[:1]
 
     def encode_chat(self, turns: Sequence[ChatTurn], options: ChatOptions = PLAIN, truncate_to: int = 0) -> EncodedChat:
-        """The token ids of a conversation up to the assistant's answer; the template writes its special tokens itself.
+        """Return the token ids of a conversation up to the assistant's answer; the template adds special tokens itself.
 
-        turns may be a query and a document, see ``pairs.py``.  truncate_to: as ``encode`` has it.
+        turns may be a query and a document (``pairs.py``).  truncate_to: as in ``encode``.
         Raises RequestError if the model has no template or the template refuses."""
         if tuple(turn.role for turn in turns) == ROLES:
             if self._pairs is None:
@@ -322,7 +323,7 @@ class TextCodec:
         return EncodedChat(token_ids, reasoning.thinking_at_end(text, continued))
 
     def spelt(self, params: SamplingParams) -> SamplingParams:
-        """The parameters with the token ids of their bad words, each as it is and behind a space.
+        """Return the parameters with the token ids of their bad words, each word as it is and after a space.
 
         Raises RequestError (param bad_words)."""
         if not params.bad_words:
@@ -337,28 +338,29 @@ class TextCodec:
         try:
             (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         except TypeError:
-            # A str that the library cannot take: half of a surrogate pair, which is no character.
+            # A str that the library cannot take: it contains half of a surrogate pair.
             raise RequestError(f"{param}: not valid Unicode (lone surrogate)", param=param) from None
         if not encoding.ids:
             raise RequestError(f"{param}: empty, there is nothing to continue", param=param)
         return np.array(encoding.ids, dtype=np.int32)
 
     def decode(self, token_ids: TokenIds, *, skip_special_tokens: bool = True) -> str:
-        """The text of a whole sequence."""
+        """Return the text of a whole sequence."""
         detokenizer = Detokenizer(self.vocabulary, skip_special_tokens=skip_special_tokens)
         return detokenizer.push(token_ids) + detokenizer.finish()
 
     def open_stream(
         self, prompt_ids: TokenIds, params: SamplingParams, *, chat: bool = False, thinking: Thinking = "none"
     ) -> TextStream:
-        """The stream of one request's output.  prompt_ids: what it continues.  chat: its text shows markers.
-        thinking: where the prompt leaves the model."""
+        """Return the stream of one request's output.  prompt_ids: tokens that it continues.
+
+        chat: whether its text shows markers.  thinking: the state in which the prompt leaves the model."""
         reasoning = self.formats.reasoning
         parser = reasoning.parser(thinking) if reasoning is not None and thinking != "none" else None
         return TextStream(self._chat_vocabulary if chat else self.vocabulary, prompt_ids, params, parser)
 
     def token_text(self, token_id: int, logprob: float) -> TokenText:
-        """The token by itself, as lists of log probabilities show it."""
+        """Return the token by itself, as lists of log probabilities show it."""
         piece = self.vocabulary.piece(token_id)
         return TokenText(token_id=token_id, text=piece.decode("utf-8", "replace"), utf8=piece, logprob=logprob)
 
@@ -366,10 +368,9 @@ class TextCodec:
 def load_codec(
     model: ModelSection, directory: Path, formats: Callable[[str], Formats] | None = None, pooling: Pooling = GENERATING
 ) -> TextCodec:
-    """The codec that ``model`` asks for.  directory: the checkpoint's.  formats: as ``TextCodec`` takes it.
-    pooling: what the model is for.
+    """Return the codec that ``model`` configures.  Raises WeightsError that names the file.
 
-    Raises WeightsError that names the file."""
+    directory: the checkpoint's.  formats: as in ``TextCodec``.  pooling: the model's use."""
     setting = model.tokenizer
     dummy = model.load_format == "dummy" and not (directory / "tokenizer.json").exists()
     if setting == "none" or (dummy and not setting):
@@ -384,7 +385,7 @@ def load_codec(
 
 
 def warn_of_unknown_tokens(codec: TextCodec, vocab_size: int) -> None:
-    """Log which tokens a text may have and the model does not.  vocab_size: rows of its embedding."""
+    """Log the tokens of the tokenizer that the model does not have.  vocab_size: rows of its embedding."""
     unknown = [piece.decode("utf-8", "replace") for piece in codec.vocabulary.all_pieces[vocab_size:] if piece]
     if unknown:
         log.warning(

@@ -1,9 +1,9 @@
-"""A checkpoint without tokenizer.json: transformers writes one from the files that it has instead.
+"""Conversion of a checkpoint without tokenizer.json: transformers writes one from the checkpoint's other files.
 
-transformers imports torch, so it runs in a process of its own, once: what it writes is kept in the user's cache, by the
-content of the files that it was made of; that of a GGUF file in the directory that stands for the file.
+transformers imports torch, so it runs once, in its own process.  The result is kept in the user's cache, named by the
+content of the source files; that of a GGUF file is kept in the directory made for the file.
 
-Owns: which files those are, and asking.  Does not know: what is in them.
+Owns: which files are sources, and running the conversion.  Does not know: their content.
 """
 
 import hashlib
@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 CONVERTER = "engine.formats.tokenizer_json"
 WRITTEN = "tokenizer.json"
-# Vocabularies of sentencepiece, tiktoken, Mistral and plain text; the first two are read by packages of these names.
+# Vocabularies of sentencepiece, tiktoken, Mistral and plain text; packages of the first two names read their files.
 SOURCES = (
     *("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "tiktoken.model", "tekken.json"),
     *("vocab.json", "vocab.txt"),
@@ -34,7 +34,7 @@ TIMEOUT_S = 300.0
 
 
 def convert_tokenizer(directory: Path) -> Path | None:
-    """A tokenizer.json for a checkpoint that has none; None if it has nothing to make one of.
+    """Return a tokenizer.json made for a checkpoint that has none; None if it has no source for one.
 
     Raises WeightsError naming the file and the reason if it cannot be made; the next call tries again."""
     source = next((directory / name for name in (LINK, *SOURCES) if (directory / name).is_file()), None)
@@ -43,7 +43,7 @@ def convert_tokenizer(directory: Path) -> Path | None:
     if is_gguf := source.name == LINK:
         source = source.resolve()
     if find_spec("transformers") is None:
-        raise WeightsError(f"{source}: without a {WRITTEN} beside it it is converted by transformers: {ADVICE}")
+        raise WeightsError(f"{source}: without a {WRITTEN} next to it, transformers must convert it: {ADVICE}")
     try:
         folder = cache_folder("tokenizers")
         if folder is None:
@@ -55,7 +55,7 @@ def convert_tokenizer(directory: Path) -> Path | None:
             with tempfile.TemporaryDirectory(dir=folder) as partial:
                 _convert(source, source if is_gguf else directory, Path(partial))
                 kept.parent.mkdir(exist_ok=True)
-                # The checkpoint has the other files itself, unless it is one file.
+                # A checkpoint directory has the other files itself; a GGUF file does not.
                 for path in Path(partial).iterdir() if is_gguf else ():
                     if path.name != WRITTEN:
                         shutil.move(path, directory / path.name)

@@ -1,9 +1,9 @@
-"""A checkpoint's tokenizer files: where they are, what they say, what is wrong with them.
+"""A checkpoint's tokenizer files: their places, their content, and their faults.
 
-Owns: reading tokenizer.json, or what stands for it, tokenizer_config.json and the chat template into one object.
+Owns: reading tokenizer.json, or its substitute, tokenizer_config.json and the chat template into one object.
 Does not know: text, requests.
 
-They are read here and not by transformers' AutoTokenizer, since importing that imports torch: 1.7 s and 247 MB
+They are read here and not by transformers' AutoTokenizer, since its import imports torch: 1.7 s and 247 MB
 for a process that only handles text, against 0.05 s and 24 MB for tokenizers and jinja2.
 """
 
@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 class _TokenizerJson(msgspec.Struct):
-    """The part of tokenizer.json that the tokenizers library does not hand out."""
+    """The part of tokenizer.json that the tokenizers library does not return."""
 
     decoder: dict[str, Any] | None = None
 
@@ -38,7 +38,7 @@ class _Token(msgspec.Struct):
 
 
 class _NamedTokens(msgspec.Struct):
-    """special_tokens_map.json: only older checkpoints have it."""
+    """The file special_tokens_map.json, which only older checkpoints have."""
 
     bos_token: str | _Token | None = None
     eos_token: str | _Token | None = None
@@ -49,7 +49,7 @@ class _NamedTokens(msgspec.Struct):
     mask_token: str | _Token | None = None
 
     def texts(self) -> dict[str, str]:
-        """Name -> the token's text, for the names that are set."""
+        """Return name -> the token's text, for the names that are set."""
         named = ((name, getattr(self, name)) for name in _NamedTokens.__struct_fields__)
         return {
             name: token.content if isinstance(token, _Token) else token for name, token in named if token is not None
@@ -62,20 +62,20 @@ class _NamedTemplate(msgspec.Struct):
 
 
 class _TokenizerConfig(_NamedTokens):
-    """tokenizer_config.json.  Which special tokens go around a text is in tokenizer.json: add_bos_token and
-    add_eos_token are for checkpoints without one, and transformers 5 reads them so, too."""
+    """The file tokenizer_config.json.  Its add_bos_token and add_eos_token are not read: tokenizer.json decides which
+    special tokens go around a text, and transformers 5 does the same."""
 
     added_tokens_decoder: dict[int, _Token] | None = None
     chat_template: str | list[_NamedTemplate] | None = None
 
 
 class TokenizerFiles:
-    """What the files say.  tokenizer: ready to encode.  decoder: its "decoder" object.  template: None if missing.
+    """The content of the files.  tokenizer: ready to encode.  decoder: its "decoder" object.  template: None for none.
 
     named: the text of bos_token and the like, by that name."""
 
     def __init__(self, directory: Path) -> None:
-        """Raises WeightsError that names the file."""
+        """Read the files.  Raises WeightsError that names the file."""
         path = directory / "tokenizer.json"
         data = _read(path)
         if data is None and (converted := convert_tokenizer(directory)):
@@ -90,7 +90,7 @@ class TokenizerFiles:
             self.tokenizer = Tokenizer.from_buffer(data)
         except Exception as error:  # the library raises nothing more specific
             raise WeightsError(f"{path}: not a tokenizer: {error}") from None
-        # These are what the tokenizer was trained with, not limits of the model.
+        # These are settings of the tokenizer's training, not limits of the model.
         self.tokenizer.no_truncation()
         self.tokenizer.no_padding()
         config_path = directory / "tokenizer_config.json"
@@ -101,7 +101,7 @@ class TokenizerFiles:
         self.template = _template(directory / "chat_template.jinja", config_path, config.chat_template, named)
 
     def _add_tokens(self, path: Path, declared: dict[int, _Token], named: dict[str, str]) -> None:
-        """Add the tokens that only the configuration knows, or knows to be special."""
+        """Add the tokens that are only in the configuration, or only there special."""
         known = {token.content: token.special for token in self.tokenizer.get_added_tokens_decoder().values()}
         for token_id, token in sorted(declared.items()):
             if token.content in known and known[token.content] >= token.special:
@@ -119,7 +119,7 @@ class TokenizerFiles:
 
 
 def token_id(directory: Path, text: str) -> int:
-    """The id of a token of the tokenizer in a directory.  Raises WeightsError naming the file if it has none."""
+    """Return the id of a token of a directory's tokenizer.  Raises WeightsError naming the file if there is none."""
     found: int | None = TokenizerFiles(directory).tokenizer.token_to_id(text)
     if found is None:
         raise WeightsError(f"{directory / 'tokenizer.json'}: has no token {text!r}, which model.score_tokens names")
@@ -127,7 +127,7 @@ def token_id(directory: Path, text: str) -> int:
 
 
 def read_template(path: Path) -> ChatTemplate:
-    """The template in a file that the configuration names.  Raises WeightsError naming it."""
+    """Return the template in a file that the configuration names.  Raises WeightsError naming it."""
     template = _template(path, path, None, {})
     if template is None:
         raise WeightsError(f"{path}: no such file; model.score_template names it")
@@ -137,7 +137,7 @@ def read_template(path: Path) -> ChatTemplate:
 def _template(
     path: Path, config_path: Path, configured: str | list[_NamedTemplate] | None, variables: dict[str, str]
 ) -> ChatTemplate | None:
-    """The chat template, from its own file or else from the configuration: of several, the one named 'default'."""
+    """Return the chat template from its own file, else from the configuration: of several, the one named 'default'."""
     data = _read(path)
     if data is not None:
         try:
@@ -152,7 +152,7 @@ def _template(
 
 
 def _read_json(path: Path, kind: type[T]) -> T:
-    """The file decoded; defaults if there is no such file."""
+    """Return the decoded file; defaults if there is no such file."""
     data = _read(path)
     return kind() if data is None else _decode(path, data, kind)
 
@@ -165,7 +165,7 @@ def _decode(path: Path, data: bytes, kind: type[T]) -> T:
 
 
 def _read(path: Path) -> bytes | None:
-    """The bytes of the file; None if there is no such file."""
+    """Return the bytes of the file; None if there is no such file."""
     try:
         if path.stat().st_size > _MAX_FILE_BYTES:
             raise WeightsError(f"{path}: larger than {_MAX_FILE_BYTES >> 20} MiB, so it is no tokenizer file")

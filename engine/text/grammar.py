@@ -1,4 +1,4 @@
-"""What a grammar plugin must do, from a grammar to the tokens that may come next, and the grammars it has compiled.
+"""The protocols of a grammar plugin, from a grammar to the tokens that may come next, and a cache of compiled grammars.
 
 Owns: the protocols, the plugin's engine, the cache.  Does not know: any library, requests, devices.
 A mask has a bit per token of the model's vocabulary, packed into int32 words: token t is bit t % 32 of word t // 32.
@@ -25,18 +25,18 @@ Mask = npt.NDArray[np.int32]
 
 
 class GrammarFailure(CallboardError):
-    """A matcher cannot go on, for a limit of its library: its request ends, and nothing unconstrained is given out."""
+    """Raised by a matcher that has met a limit of its library: its request ends, instead of unconstrained output."""
 
 
 class Matcher(Protocol):
-    """Where one output stands in its grammar.  Used by one thread at a time."""
+    """The position of one output in its grammar.  Used by one thread at a time."""
 
     def consume(self, token_id: int) -> None:
-        """Take the next token, one that the last mask allowed.  Raises GrammarFailure."""
+        """Advance by the next token, which the last mask allowed.  Raises GrammarFailure."""
         ...
 
     def fill(self, mask: Mask) -> None:
-        """Write which tokens may come next, EOS among them where the output may end.  mask: int32[words], overwritten.
+        """Write which tokens may come next, EOS included if the output may end.  mask: int32[words], overwritten.
 
         Raises GrammarFailure."""
         ...
@@ -44,12 +44,12 @@ class Matcher(Protocol):
 
 @runtime_checkable
 class CompiledGrammar(Protocol):
-    """A grammar that has been checked.  num_bytes: about how much memory it holds."""
+    """A grammar that has been checked.  num_bytes: its memory, approximately."""
 
     num_bytes: int
 
     def matcher(self) -> Matcher:
-        """A matcher at the grammar's start."""
+        """Return a matcher at the grammar's start."""
         ...
 
 
@@ -57,18 +57,18 @@ class CompiledGrammar(Protocol):
 class GrammarEngine(Protocol):
     """Compiles grammars for one model; any thread may call it.
 
-    It ends within seconds and bounded memory whatever it is given, and so do its matchers."""
+    Whatever its input, it ends within seconds and bounded memory, and so do its matchers."""
 
     def compile(self, grammar: Grammar) -> CompiledGrammar:
-        """The grammar, checked.  Raises RequestError (400) that says what is wrong with it."""
+        """Return the checked grammar.  Raises RequestError (400) with its fault."""
         ...
 
 
 class Grammars:
     """The grammars of open requests: each is compiled once, and kept while there is room.
 
-    The tokenizer asks from its worker threads, to refuse what is wrong; the executor asks again from its own and finds
-    it.  new_engine: builds the plugin's engine at the first request that needs it; that takes a second for a large
+    The tokenizer compiles a grammar in a worker thread, to refuse a wrong one; the executor then finds it in its cache.
+    new_engine: builds the plugin's engine at the first request that needs it, which takes a second for a large
     vocabulary.  max_cache_bytes, num_cached_bytes: of compiled grammars.  name: of the plugin, for the log.
     """
 
@@ -85,13 +85,13 @@ class Grammars:
         self._caching = threading.Lock()
 
     def check(self, grammar: Grammar) -> float:
-        """Compile the grammar; returns the seconds that it took.  Raises RequestError if it is wrong or too large."""
+        """Compile the grammar; return the seconds that it took.  Raises RequestError if it is wrong or too large."""
         began = time.perf_counter()
         self._compiled(grammar)
         return time.perf_counter() - began
 
     def matcher(self, grammar: Grammar) -> Matcher:
-        """A new matcher at the grammar's start.  Raises RequestError as ``check`` does."""
+        """Return a new matcher at the grammar's start.  Raises RequestError as ``check`` does."""
         return self._compiled(grammar).matcher()
 
     def _compiled(self, grammar: Grammar) -> CompiledGrammar:
@@ -120,7 +120,7 @@ class Grammars:
         except CallboardError:
             raise
         except (Exception, SystemExit) as error:
-            log.exception("plugin %s raised over a grammar; its request ends", self.name)
+            log.exception("plugin %s raised an error for a grammar; its request ends", self.name)
             raise RequestError(
                 "the grammar of this request could not be read; the server log has the details",
                 status=500,

@@ -1,6 +1,6 @@
 """Log probabilities with their tokens as text, as clients see them.
 
-Owns: those of a prompt, while their parts come in.  Does not know: requests, how they are computed.
+Owns: those of a prompt, while its parts arrive.  Does not know: requests, how they are computed.
 """
 
 import numpy as np
@@ -11,7 +11,7 @@ from engine.text.codec import TextCodec
 
 
 class PromptLogprobTexts:
-    """Of every token of a prompt.  The first one has none."""
+    """The log probabilities of a prompt's tokens.  The first token has none."""
 
     def __init__(self, codec: TextCodec, token_ids: npt.NDArray[np.int32]) -> None:
         self._codec = codec
@@ -19,11 +19,11 @@ class PromptLogprobTexts:
         self._logprobs: list[Logprobs | None] = [None] * len(token_ids)
 
     def take(self, part: PromptLogprobs) -> None:
-        """A part, of a step that may be computed again after a retraction: with the same numbers."""
+        """Keep a part.  After a retraction a step computes it again, with the same numbers."""
         self._logprobs[part.first : part.first + len(part.entries)] = part.entries
 
     def entries(self) -> tuple[TokenLogprobs, ...]:
-        """All of them."""
+        """Return the entries of all tokens."""
         return tuple(
             TokenLogprobs(sampled=self._codec.token_text(token_id, 0.0), top=())
             if logprobs is None
@@ -33,7 +33,7 @@ class PromptLogprobTexts:
 
 
 def logprob_texts(codec: TextCodec, token_id: int, logprobs: Logprobs) -> TokenLogprobs:
-    """The log probability of a token that was sampled or given, and those of the likeliest ones in its place."""
+    """Return the log probability of a sampled or given token, and those of the likeliest tokens at its place."""
     ids = np.frombuffer(logprobs.top_ids, dtype=np.int32).tolist()
     values = np.frombuffer(logprobs.top_logprobs, dtype=np.float32).tolist()
     return TokenLogprobs(

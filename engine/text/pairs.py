@@ -1,7 +1,7 @@
 """A query and a document as one prompt, which a reranker scores.
 
-Owns: the two ways to join them, by a template or as the tokenizer joins two texts, and cutting a document that is too
-long.  Does not know: requests, scores.
+Owns: the two ways to join them, by a template or by the tokenizer, and cutting a document that is too long.
+Does not know: requests, scores.
 """
 
 from collections.abc import Sequence
@@ -17,39 +17,39 @@ from engine.types.prompt import ChatTurn
 
 QUERY: Final = "query"
 DOCUMENT: Final = "document"
-ROLES: Final = (QUERY, DOCUMENT)  # of a pair's messages; conversations may have documents among other messages
+ROLES: Final = (QUERY, DOCUMENT)  # exactly a pair's messages; a conversation may have documents among others
 Int32 = npt.NDArray[np.int32]
 
 
 def pair(query: str, document: str) -> tuple[ChatTurn, ...]:
-    """A query and a document as a prompt."""
+    """Return a query and a document as a prompt."""
     return ChatTurn(QUERY, query), ChatTurn(DOCUMENT, document)
 
 
 def knows_pairs(template: ChatTemplate | None) -> bool:
-    """Whether a chat template names the roles that a pair has."""
+    """Return whether a chat template names the roles of a pair."""
     return template is not None and all(
         f"'{role}'" in template.source or f'"{role}"' in template.source for role in ROLES
     )
 
 
 class Pairs:
-    """Encodes pairs.  template: None for a model that reads two texts as its tokenizer joins them."""
+    """Encodes pairs.  template: None if the tokenizer joins the two texts."""
 
     def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None) -> None:
         self._tokenizer = tokenizer
         self._template = template
 
     def encode(self, turns: Sequence[ChatTurn], truncate_to: int) -> Int32:
-        """The token ids of a pair.  truncate_to: the document loses its end so that there are no more; 0 for no limit.
+        """Return the token ids of a pair.  truncate_to: limit to which the document is cut; 0 for no limit.
 
-        Raises RequestError if the template refuses, or the query alone is longer."""
+        Raises RequestError if the template refuses, or the query alone exceeds the limit."""
         query, document = turns[0].content, turns[-1].content
         ids = self._joined(query, document)
         if not truncate_to or len(ids) <= truncate_to:
             return ids
         encoding = self._encoding(document)
-        # Where texts meet tokens may merge or split, so the first guess may still be a few too long.
+        # At the border of two texts tokens may merge or split, so the first cut may leave a few too many.
         keep = len(encoding.ids) - (len(ids) - truncate_to)
         while keep > 0:
             cut = self._joined(query, document[: encoding.offsets[keep - 1][1]])
@@ -57,7 +57,7 @@ class Pairs:
                 return cut
             keep -= len(cut) - truncate_to
         raise RequestError(
-            f"truncate_prompt_tokens={truncate_to}: the query and what goes around it have more tokens; shorten it",
+            f"truncate_prompt_tokens={truncate_to}: the query and the text around it have more tokens; shorten it",
             code="context_length_exceeded",
             param="truncate_prompt_tokens",
         )
@@ -81,7 +81,7 @@ class Pairs:
 
 
 def cut_text(tokenizer: Tokenizer, text: str, truncate_to: int) -> list[int]:
-    """The token ids of a text with its special tokens, without so much of its end that there are ``truncate_to``."""
+    """Return the token ids of a text with its special tokens, cut at its end to ``truncate_to`` tokens."""
     (encoding,) = tokenizer.encode_batch([text], add_special_tokens=False)
     encoding.truncate(max(0, truncate_to - tokenizer.num_special_tokens_to_add(False)))
     ids: list[int] = tokenizer.post_process(encoding).ids

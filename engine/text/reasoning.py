@@ -1,4 +1,4 @@
-"""What a model thinks before it answers, told apart from the answer while both arrive in pieces.
+"""Separation of a model's thoughts from its answer while both arrive in pieces.
 
 Owns: the markers, and which text must wait because it may be the start of one.  Does not know: tokens, requests.
 The result does not depend on how the text is cut into pieces.
@@ -16,48 +16,48 @@ Thinking = Literal["none", "open", "optional"]
 
 
 class _Place(Enum):
-    BEFORE = "before"  # nothing but white space so far: it may still begin to think
+    BEFORE = "before"  # only white space so far: thoughts may still begin
     INSIDE = "inside"
-    BEHIND = "behind"  # the thoughts are over; the white space behind them is no part of the answer
+    BEHIND = "behind"  # the thoughts have ended; white space after them is not part of the answer
     ANSWER = "answer"
 
 
 @runtime_checkable
 class ReasoningParser(Protocol):
-    """Tells the thoughts of one output from its answer.  Any way of cutting the output gives the same of both."""
+    """Separates the thoughts of one output from its answer.  The result does not depend on how the output is cut."""
 
     @property
     def inside(self) -> bool:
-        """Whether the next text is thought, as far as is known."""
+        """Whether the next text belongs to thoughts, as far as is known."""
 
     def push(self, text: str) -> tuple[str, str]:
-        """Return (thoughts, answer) that are certain now."""
+        """Return the (thoughts, answer) that are certain now."""
 
     def finish(self) -> tuple[str, str]:
-        """Return (thoughts, answer) that were held back, since no more text comes."""
+        """Return the (thoughts, answer) that were held back, since no more text comes."""
 
 
 @runtime_checkable
 class ReasoningFormat(Protocol):
-    """How one model writes thoughts; what a reasoning parser plugin builds.
+    """The way in which one model writes thoughts; a reasoning parser plugin builds it.
 
-    markers: special tokens of the model that stand around thoughts, which are shown to the parser.
-    constrains: whether a grammar can hold behind thoughts; if not, it holds from the start, and none are thought."""
+    markers: special tokens of the model around thoughts, which are shown to the parser.
+    constrains: whether a grammar can apply after thoughts; if not, it applies from the start, without thoughts."""
 
     markers: Sequence[str]
     constrains: bool
 
     def parser(self, thinking: "Thinking") -> ReasoningParser:
-        """Return a new parser of one output.  thinking: what ``thinking_at_end`` said of the prompt."""
+        """Return a new parser of one output.  thinking: the prompt's ``thinking_at_end``."""
 
     def thinking_at_end(self, prompt: str, continued: str) -> "Thinking":
-        """Return where a prompt leaves the model: in its thoughts, behind them, or before either.
+        """Return where a prompt leaves the model: in its thoughts, after them, or before either.
 
-        continued: the assistant's message at the end of the prompt that goes on; empty if an answer begins."""
+        continued: the assistant's message at the end of the prompt, if it continues; empty if an answer begins."""
 
 
 class MarkedReasoning:
-    """Thoughts at the beginning, between markers.  Each of ``opens`` begins them, each of ``closes`` ends them."""
+    """Thoughts at the beginning, between markers.  Any of ``opens`` begins them, any of ``closes`` ends them."""
 
     def __init__(self, opens: Sequence[str], closes: Sequence[str], *, constrains: bool = False) -> None:
         self.markers = (*opens, *closes)
@@ -74,7 +74,7 @@ class MarkedReasoning:
             return "open"
         if closed >= 0 and prompt[closed:].strip() == "":
             return "none"
-        # Elsewhere a user may have written the markers.
+        # Elsewhere the markers may be text of a user.
         opened, closed = _last(continued, self._opens), _last(continued, self._closes)
         if opened < 0 and closed < 0:
             return "optional" if not continued.strip() else "none"
@@ -82,12 +82,12 @@ class MarkedReasoning:
 
 
 def _last(text: str, markers: Sequence[str]) -> int:
-    """Where the last marker in the text ends; -1 if there is none."""
+    """Return where the last marker in the text ends; -1 if there is none."""
     return max((at + len(one) for one in markers if (at := text.rfind(one)) >= 0), default=-1)
 
 
 class ReasoningSplitter:
-    """Tells thoughts from the answer.  thinking: where the prompt leaves the model."""
+    """Separates thoughts from the answer.  thinking: the state in which the prompt leaves the model."""
 
     __slots__ = ("_closes", "_held", "_opens", "_place")
 
@@ -99,11 +99,11 @@ class ReasoningSplitter:
 
     @property
     def inside(self) -> bool:
-        """Whether the next text is thought, as far as is known."""
+        """Whether the next text belongs to thoughts, as far as is known."""
         return self._place is _Place.INSIDE
 
     def push(self, text: str) -> tuple[str, str]:
-        """(thoughts, answer) that are certain now."""
+        """Return the (thoughts, answer) that are certain now."""
         text, self._held = self._held + text, ""
         thoughts = ""
         if self._place is _Place.BEFORE:
@@ -123,7 +123,7 @@ class ReasoningSplitter:
                 self._held = text[num_certain:]
                 return text[:num_certain], ""
             self._place = _Place.BEHIND
-            # No more space is stripped than is held back, so that pieces cannot differ from the whole.
+            # At most as much space is stripped as is held back, so that pieces give the same as the whole.
             before = text[:end]
             num_space = min(len(before) - len(before.rstrip()), _MAX_HELD_SPACE)
             thoughts, text = before[: len(before) - num_space], text[end + len(marker) :]
@@ -134,13 +134,13 @@ class ReasoningSplitter:
         return thoughts, text
 
     def finish(self) -> tuple[str, str]:
-        """(thoughts, answer) that were held back, since no more text comes."""
+        """Return the (thoughts, answer) that were held back, since no more text comes."""
         held, self._held = self._held, ""
         return (held, "") if self.inside else ("", held)
 
 
 def num_begun(text: str, marker: str) -> int:
-    """How many characters at the end of the text may be the beginning of the marker."""
+    """Return how many characters at the end of the text may be the beginning of the marker."""
     at = text.find(marker[0], max(0, len(text) - len(marker) + 1))
     while at >= 0 and not marker.startswith(text[at:]):
         at = text.find(marker[0], at + 1)
@@ -148,7 +148,7 @@ def num_begun(text: str, marker: str) -> int:
 
 
 def _num_held(text: str, marker: str) -> int:
-    """How much of the end may be part of the closing marker or of the white space before it."""
+    """Return how much of the end may be part of the closing marker or of white space before it."""
     num_marker = num_begun(text, marker)
     before = text[max(0, len(text) - num_marker - _MAX_HELD_SPACE) : len(text) - num_marker]
     return num_marker + len(before) - len(before.rstrip())

@@ -1,7 +1,7 @@
-"""Which tokens an output may take whatever it says: a list of them, and words that must not be spelt.
+"""Limits on an output's tokens whatever its text: a list of allowed tokens, and words that must not be spelt.
 
-Owns: a mask of what is allowed, and how far the output has come with each word.  Does not know: text, rows, devices.
-It is a matcher like that of a grammar, in front of one or alone, so every way of sampling obeys it.
+Owns: a mask of allowed tokens, and the progress of the output within each word.  Does not know: text, rows, devices.
+It is a matcher like that of a grammar, around one or alone, so every way of sampling obeys it.
 """
 
 from collections import deque
@@ -15,15 +15,15 @@ _WORD_BITS = 32
 
 
 class TokenLimits:
-    """Follows one output.  inner: the matcher of its grammar, if it has one."""
+    """The limits of one output.  inner: the matcher of its grammar, if it has one."""
 
     def __init__(self, params: SamplingParams, num_words: int, inner: Matcher | None = None) -> None:
-        """num_words: int32 words of a mask."""
+        """Build the masks.  num_words: int32 words of a mask."""
         self._inner = inner
         self._allowed = _mask_of(params.allowed_token_ids, num_words) if params.allowed_token_ids else None
-        # A tokenizer may know more tokens than the model has: a word with one of those never comes.
+        # A tokenizer may have more tokens than the model; a word with one of those is never produced.
         self._banned = [ids for ids in params.bad_token_ids if ids and max(ids) < num_words * _WORD_BITS]
-        # As much of the output as decides whether the next token would complete a word.
+        # Enough of the output to decide whether the next token would complete a word.
         self._last: deque[int] = deque(maxlen=max(map(len, self._banned), default=1))
 
     def consume(self, token_id: int) -> None:

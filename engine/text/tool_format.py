@@ -1,4 +1,4 @@
-"""What a model is told about functions, and the grammar that demands calls of them.
+"""The explanation of functions to a model, and the grammar that requires calls of them.
 
 Owns: how such a grammar is described.  Does not know: any model's own format, parsing, requests.
 """
@@ -11,7 +11,7 @@ import msgspec
 
 from engine.types.params import Grammar
 
-SPACE: Final = r"[\s\x1c-\x1f]*"  # an expression for what ``str.lstrip`` takes away
+SPACE: Final = r"[\s\x1c-\x1f]*"  # an expression for the white space that ``str.lstrip`` removes
 
 _EXPLANATION: Final = """\
 You may call one or more functions to assist with the user query.
@@ -35,7 +35,7 @@ class Tool(msgspec.Struct, frozen=True):
 
 
 class CallShape(msgspec.Struct, frozen=True):
-    """One way to write a call: what comes before the arguments, their schema, what comes after.
+    """One way to write a call: the text before the arguments, their schema, and the text after them.
 
     name: of the function, for messages."""
 
@@ -46,10 +46,11 @@ class CallShape(msgspec.Struct, frozen=True):
 
 
 class Otherwise(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What an output may be that is no call.
+    """The output that a grammar allows instead of calls.
 
-    kind, source: of a grammar, or 'text' for free text.  opening: where it stands in free text, a call begins; empty
-    if calls are the whole output.  not_begun: an expression that matches how it may not begin then; empty for any way.
+    kind, source: of a grammar, or 'text' for free text.
+    opening: marker in free text at which a call begins; empty if calls are the whole output.
+    not_begun: expression for the beginnings that such an output must not have; empty for any.
     """
 
     kind: str
@@ -61,7 +62,7 @@ class Otherwise(msgspec.Struct, frozen=True, omit_defaults=True):
 class CallsShape(msgspec.Struct, frozen=True, omit_defaults=True):
     """The source of a grammar of kind 'tool_calls': one or several of ``calls``, joined by ``separator``.
 
-    tag: may stand in front of them all.  otherwise: None if there must be a call."""
+    tag: text that may come before them all.  otherwise: None if there must be a call."""
 
     calls: list[CallShape]
     separator: str
@@ -73,8 +74,8 @@ class CallsShape(msgspec.Struct, frozen=True, omit_defaults=True):
 class TagsShape(msgspec.Struct, frozen=True, omit_defaults=True):
     """The source of a grammar of kind 'structural_tag': free text, in which a trigger begins one of the tags.
 
-    triggers: every tag's ``begin`` starts with one.  at_least_one: there must be a tag.  stop_after_first: which ends
-    the output."""
+    triggers: every tag's ``begin`` starts with one.  at_least_one: whether there must be a tag.
+    stop_after_first: whether the first tag ends the output."""
 
     triggers: list[str]
     tags: list[CallShape]
@@ -83,19 +84,19 @@ class TagsShape(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 def explains_tools(template: str) -> bool:
-    """Whether a chat template tells the model which functions there are."""
+    """Return whether a chat template describes the available functions to the model."""
     return "tools" in template
 
 
 def explanation(tools: Sequence[object]) -> str:
-    """A system message that tells a model which functions there are, for templates that do not."""
+    """Return a system message that describes the functions to a model, for templates that do not."""
     return _EXPLANATION.format(tools="\n".join(msgspec.json.encode(tool).decode() for tool in tools))
 
 
 def shaped_calls(
     calls: Sequence[CallShape], separator: str, *, many: bool, tag: str = "", otherwise: Otherwise | None = None
 ) -> Grammar:
-    """The grammar of an output that is calls, or what ``otherwise`` says; see ``CallsShape``."""
+    """Return the grammar of an output that is calls, or what ``otherwise`` allows (``CallsShape``)."""
     return Grammar("tool_calls", msgspec.json.encode(CallsShape(list(calls), separator, many, tag, otherwise)).decode())
 
 
@@ -109,10 +110,10 @@ def marked_calls(
     separator: str = "",
     called: str = "",
 ) -> Grammar:
-    """The grammar of calls that each begin with the marker ``opening``, which stands nowhere else.
+    """Return the grammar of calls that each begin with the marker ``opening``, which is nowhere else.
 
-    answer, many, forced: as ``ToolFormat.grammar`` has them.
-    called: an expression for what is read as a call, if that is not every marker."""
+    answer, many, forced: as in ``ToolFormat.grammar``.
+    called: expression for text that is read as a call, if not every marker is."""
     if forced:
         otherwise = None
     elif answer is None:
@@ -124,11 +125,11 @@ def marked_calls(
 
 
 def json_name(name: str) -> str:
-    """A function's name as a JSON string."""
+    """Return a function's name as a JSON string."""
     return msgspec.json.encode(name).decode()
 
 
 def properties(tool: Tool) -> dict[str, object]:
-    """The schemas of a function's arguments by their names; empty where the schema is no plain list of them."""
+    """Return the schemas of a function's arguments by name; empty if the schema has no plain table of them."""
     given = tool.parameters.get("properties")
     return given if isinstance(given, dict) else {}

@@ -1,6 +1,6 @@
 """Messages of a conversation as Python programs write them: dictionaries like those of the OpenAI API.
 
-Owns: which keys are read, and the refusal of what is no message.  Does not know: chat templates, HTTP.
+Owns: which keys are read, and the refusal of anything else.  Does not know: chat templates, HTTP.
 """
 
 from typing import Any
@@ -32,7 +32,7 @@ class _Message(msgspec.Struct):
 
 
 def read_turn(message: object) -> ChatTurn:
-    """Turn a message into the engine's terms.  Raises RequestError for what is none."""
+    """Turn a message into a ``ChatTurn``.  Raises RequestError if it is no message."""
     try:
         read = msgspec.json.decode(msgspec.json.encode(message, enc_hook=_as_plain_text), type=_Message)
         calls = tuple(map(_read_call, read.tool_calls or ()))
@@ -52,7 +52,7 @@ def read_turn(message: object) -> ChatTurn:
 
 
 def _as_plain_text(value: object) -> str:
-    """Return the text of a ``str`` of another class, which messages between processes cannot hold."""
+    """Return the text of a subclass of ``str``, which messages between processes cannot hold."""
     if isinstance(value, str):
         return str.__str__(value)
     raise TypeError(f"a {type(value).__name__} is neither text nor a table")

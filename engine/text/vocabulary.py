@@ -1,11 +1,11 @@
-"""What every token is as bytes, so that text can be put together without asking the tokenizer.
+"""The bytes of every token, so that text can be composed without the tokenizer.
 
 Owns: reading a tokenizer's decoder once, as a table.  Does not know: requests, streams, encoding.
 
 A stream cannot be built from the tokenizer's own ``decode``, which returns text and so has already replaced the
 halves of a character by U+FFFD; nor from its ``DecodeStream``, which raises "Invalid prefix" on byte sequences that
-are not UTF-8 and drops an incomplete end.  Bytes of single tokens simply join.  The text is the one ``decode`` gives,
-with one exception: where byte tokens (``<0xE4>``) spell invalid UTF-8, ``decode`` loses the whole run of byte tokens;
+are not UTF-8 and drops an incomplete end.  Bytes of single tokens can just be joined.  The text is that of ``decode``,
+with one exception: if byte tokens (``<0xE4>``) spell invalid UTF-8, ``decode`` loses the whole run of byte tokens;
 here only the invalid bytes become U+FFFD, since the valid ones before them may have been sent already.
 """
 
@@ -21,10 +21,10 @@ _ALL_SPACES: Final = 1 << 30
 
 
 class Vocabulary:
-    """token id -> bytes.
+    """A table of token id -> bytes.
 
     visible_pieces: special tokens, those of special_ids, are empty.  all_pieces: they are their names.  Both by id.
-    leading_spaces: how many spaces a text loses at its start, since the tokenizer put them there.
+    leading_spaces: number of spaces that a text loses at its start, since the tokenizer added them.
     """
 
     def __init__(self, pieces: list[bytes], special_ids: Iterable[int] = (), leading_spaces: int = 0) -> None:
@@ -37,7 +37,7 @@ class Vocabulary:
 
     @classmethod
     def read(cls, tokenizer: Tokenizer, decoder: Mapping[str, Any] | None) -> "Vocabulary":
-        """A tokenizer's vocabulary.  decoder: as in tokenizer.json.  Raises WeightsError if its kind is unknown."""
+        """Return a tokenizer's vocabulary.  decoder: as in tokenizer.json.  Raises WeightsError for an unknown kind."""
         reader = _PieceReader(decoder)
         by_id = {token_id: token for token, token_id in tokenizer.get_vocab(with_added_tokens=True).items()}
         pieces = [b""] * (max(by_id, default=-1) + 1)
@@ -47,7 +47,7 @@ class Vocabulary:
         return cls(pieces, special_ids, reader.leading_spaces)
 
     def showing(self, names: Iterable[str]) -> "Vocabulary":
-        """A vocabulary in which these tokens are visible although they are special."""
+        """Return a vocabulary in which these special tokens are visible."""
         wanted = {name.encode() for name in names}
         hidden = [token_id for token_id in self.special_ids if self.all_pieces[token_id] not in wanted]
         return (
@@ -55,11 +55,11 @@ class Vocabulary:
         )
 
     def __len__(self) -> int:
-        """One more than the largest token id."""
+        """Return one more than the largest token id."""
         return len(self.all_pieces)
 
     def piece(self, token_id: int) -> bytes:
-        """A token's bytes, special or not; none for an id that a padded model can produce but no token has."""
+        """Return a token's bytes, special or not; none for an id that a padded model can produce but no token has."""
         return self.all_pieces[token_id] if 0 <= token_id < len(self.all_pieces) else b""
 
 
@@ -103,7 +103,7 @@ class _PieceReader:
                 )
 
     def read(self, token: str) -> bytes:
-        """A token's bytes."""
+        """Return a token's bytes."""
         for old, new in self._replacements:
             token = token.replace(old, new)
         if token in self._byte_tokens:
@@ -117,7 +117,7 @@ class _PieceReader:
 
 
 def _byte_alphabet() -> dict[int, str]:
-    """Code point of a letter -> the character with the byte's value; for other code points below 256 an invalid one.
+    """Return code point of a letter -> character with the byte's value; an invalid one for others below 256.
 
     Byte-level BPE (Radford et al. 2019, GPT-2) writes printable Latin-1 bytes as themselves and the others, in order,
     as the characters from U+0100 on.

@@ -246,7 +246,8 @@ def relevant_settings(config: Config) -> dict[str, dict[str, Any]]:
     names = [f"{kind}.{name}" for kind, name in kinds.items()]
     options = {name: table for name, table in config.plugins.options.items() if name in names}
     sections = {name: msgspec.to_builtins(getattr(config, name)) for name in ("kv", "scheduler", "limits")}
-    return {**sections, "plugins": {**kinds, "options": options}}
+    lora = {"folder": "recorded" if config.lora.folder else "", "max_adapters": config.lora.max_adapters}
+    return {**sections, "lora": lora, "plugins": {**kinds, "options": options}}
 
 
 class _Files:

@@ -1,7 +1,7 @@
-"""The process of one executor: ``python -m engine.workers.executor_main``, started only by the engine.
+"""The process of one executor: ``python -m engine.workers.executor_main``, which only the engine starts.
 
 Owns: its life, from the ticket to its exit code.  Does not know: other ranks, restarts.
-It ends when it receives Stop, when it fails, and when its parent dies.
+It ends when the engine stops it, when it fails, and when its parent dies.
 """
 
 from collections.abc import Callable
@@ -10,7 +10,8 @@ from pathlib import Path
 
 from msgspec import structs
 
-from engine.actors.executor import Executor, Runner
+from engine.actors.executor import Executor
+from engine.actors.runner import Runner
 from engine.actors.step_splitting import StepSplitter
 from engine.workers.child import Ticket, enter
 from engine.workers.main import Outgoing, WorkerProcess
@@ -75,8 +76,7 @@ def load_rank(assignment: ExecutorAssignment) -> Runner:
         rendezvous=assignment.rendezvous,
         progress=assignment.progress,
         num_pages=assignment.num_pages,
-        draft=assignment.draft,
-        num_proposed=assignment.num_proposed,
+        given={"draft": assignment.draft, "num_proposed": assignment.num_proposed},
     )
     return StepSplitter(runner, alone=assignment.num_ranks == 1, most_tokens=assignment.most_tokens)
 

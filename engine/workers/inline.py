@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 
-from engine.actors.executor import Executor, Runner
+from engine.actors.executor import Executor
+from engine.actors.runner import Runner
 from engine.messages import ExecutorInbox, FromExecutor, Stop
 from engine.workers.executors import GenerationSettings
 from engine.workers.group import Start, WorkerSlot

@@ -12,6 +12,7 @@ from engine.settings.sections import ServerSection
 from engine.text.codec import TextCodec
 from engine.types.errors import FieldError, RequestError
 from engine.types.prompt import ChatOptions
+from server.access import access
 from server.anthropic.conversation import continues, read_conversation
 from server.anthropic.objects import TokenCountAnswer
 from server.anthropic.requests import CountBody, MessagesBody
@@ -90,6 +91,7 @@ class CountRoute:
         self._translator = translator
         self._reader = BodyReader(CountBody, self._check, server)
 
+    @access("client")
     async def post(self, request: web.Request) -> web.Response:
         body = await self._reader.read(request)
         return json_reply(TokenCountAnswer(await asyncio.to_thread(self._count, body)))

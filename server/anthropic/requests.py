@@ -8,7 +8,19 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from server.openai.requests import MAX_TOOLS, FunctionName, Int, Priority, Salt, Scalar, Short, TokenCount, not_given
+from server.openai.requests import (
+    MAX_PARTS,
+    MAX_TOOLS,
+    MAX_TURNS,
+    FunctionName,
+    Int,
+    Priority,
+    Salt,
+    Scalar,
+    Short,
+    TokenCount,
+    not_given,
+)
 
 
 class BlockSource(msgspec.Struct, frozen=True):
@@ -43,7 +55,7 @@ class MessageBody(msgspec.Struct, frozen=True):
     """A turn of the conversation."""
 
     role: Literal["user", "assistant", "system"]
-    content: str | list[BlockBody]
+    content: str | Annotated[list[BlockBody], Meta(max_length=MAX_PARTS)]
 
 
 class MessageTool(msgspec.Struct, frozen=True):
@@ -89,7 +101,7 @@ class CountBody(msgspec.Struct, frozen=True, kw_only=True):
     """POST /v1/messages/count_tokens: what a prompt is made of."""
 
     model: str
-    messages: list[MessageBody]
+    messages: Annotated[list[MessageBody], Meta(max_length=MAX_TURNS)]
     system: str | list[BlockBody] | None = None
     tools: Annotated[list[MessageTool], Meta(max_length=MAX_TOOLS)] | None = None
     tool_choice: MessageToolChoice | None = None

@@ -10,6 +10,7 @@ from aiohttp import web
 
 from engine.settings.sections import ServerSection
 from engine.types.errors import FieldError
+from server.access import access
 from server.batches.objects import BatchBody, BatchObject
 from server.batches.runner import BatchRunner
 from server.batches.table import BatchTable
@@ -46,6 +47,7 @@ class BatchRoutes:
             web.post(one + "/cancel", self.cancel),
         ]
 
+    @access("client")
     async def create(self, request: web.Request) -> web.Response:
         """Begin a batch.  Raises RequestError: 400, 404, 429 or 507."""
         request[CLIENT].admit()
@@ -64,15 +66,18 @@ class BatchRoutes:
         self._runner.begin(batch.id)
         return json_reply(batch)
 
+    @access("client")
     async def all(self, request: web.Request) -> web.Response:
         """Tell of the client's batches.  Raises RequestError: 400."""
         asked = Asked.by(request.query, default=LISTED, most=MAX_LISTED)
         return json_reply(await self._table.listed(owner_of(request), asked))
 
+    @access("client")
     async def get(self, request: web.Request) -> web.Response:
         """Tell of one.  Raises RequestError: 404."""
         return json_reply(await self._table.get(owner_of(request), request.match_info["id"]))
 
+    @access("client")
     async def cancel(self, request: web.Request) -> web.Response:
         """Run no more of a batch; what was answered stays.  Raises RequestError: 403, 404, 409."""
         refuse_foreign_page(request)

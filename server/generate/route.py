@@ -19,6 +19,7 @@ from engine.messages import Delta, Finish, RequestOptions
 from engine.settings.sections import ServerSection
 from engine.types.errors import FieldError, RequestError
 from engine.types.params import SamplingParams
+from server.access import access
 from server.backend import Stream
 from server.clients import CLIENT, ClientRequest
 from server.generate.endpoint import Endpoint, Writer
@@ -186,6 +187,7 @@ class GenerateRoute(Generic[B]):
         except RequestError as error:
             raise self.renamed(error, body) from None
 
+    @access("client")
     async def post(self, request: web.Request) -> web.StreamResponse:
         """Answer a request.  Raises RequestError or EngineDied as long as nothing was sent."""
         request[CLIENT].check_admission()

@@ -18,6 +18,7 @@ from aiohttp import web
 
 from engine.settings.sections import ServerSection
 from engine.types.errors import FieldError, RequestError
+from server.http.exchange import EXCHANGE
 
 B = TypeVar("B", bound=msgspec.Struct)
 T = TypeVar("T")
@@ -203,6 +204,8 @@ async def collect(request: web.Request, server: ServerSection, num_more_bytes: i
     Its time grows with what has come: an upload over a slow line is served, and a drip gains nothing by each byte."""
     most, timeout_s = server.max_body_bytes + num_more_bytes, server.client_timeout_s
     body = bytearray()
+    exchange = request[EXCHANGE]
+    share = exchange.bodies.share(exchange.client, server)
     try:
         if request.content_length is not None and request.content_length > most:
             raise _too_large(most)
@@ -212,6 +215,7 @@ async def collect(request: web.Request, server: ServerSection, num_more_bytes: i
                 body += chunk
                 if len(body) > most:
                     raise _too_large(most)
+                share.hold(len(body))
                 timeout.reschedule(deadline + len(body) / LEAST_BYTES_PER_S)
     except TimeoutError:
         raise RequestError(
@@ -221,6 +225,8 @@ async def collect(request: web.Request, server: ServerSection, num_more_bytes: i
         ) from None
     except web.RequestPayloadError:
         raise RequestError("the body is not framed as HTTP demands", code="malformed_body") from None
+    finally:
+        share.close()
     return bytes(body)
 
 

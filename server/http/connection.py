@@ -1,7 +1,8 @@
 """Connections with the deadlines and the cap that aiohttp's own do not have.
 
-Owns: from a request's first byte to the end of its headers; writes that get nowhere; how many connections there are;
-what is said about bytes that are not HTTP.  Does not know: routes, bodies, the engine.
+Owns: from a connection's beginning, or a request's first byte, to the end of its headers; writes that get nowhere; how
+many connections there are, of whom, and which goes for another; what is said about bytes that are not HTTP.
+Does not know: routes, bodies, the engine.
 
 Relies on what aiohttp 3.14.2 to 3.14.5 have and do not document: RequestHandler._messages, _request_count,
 _request_in_progress, _loop, _close; Server._connections, _kwargs; AppRunner._make_server.
@@ -11,14 +12,16 @@ import asyncio
 import fcntl
 import logging
 import socket
+import ssl
 import struct
 import sys
 import termios
 import time
-from collections import deque
+import warnings
+from collections import Counter, deque
 from typing import Any, cast
 
-from aiohttp import web
+from aiohttp import BadContentDispositionHeader, web
 from aiohttp.http_exceptions import LineTooLong
 from aiohttp.streams import EMPTY_PAYLOAD, StreamReader
 from aiohttp.web_protocol import RequestHandler
@@ -28,6 +31,8 @@ from engine.types.errors import ConfigError, RequestError
 from server.http.exchange import EXCHANGE, Exchange, OutermostHandler, Traffic
 from server.http.listener import BACKLOG
 from server.http.replies import error_response, raw_response
+from server.http.tls import LOOK_EVERY_S as LOOK_AT_TLS_EVERY_S
+from server.http.tls import Tls
 
 log = logging.getLogger(__name__)
 
@@ -37,6 +42,9 @@ MOST_WAITS = 16  # of a connection's writes, remembered
 LAST_DATA_RECV = slice(52, 56)  # of struct tcp_info: milliseconds since then
 MOST_WATCHED = 64  # clients that have not read an answer to its end, to know when they have
 LOOK_EVERY_S, LOOK_SHARE = 0.005, 0.01  # and how often: at first, and as a share of the time since
+SHARE_OF_AN_ADDRESS = 4  # of all places, unless it is configured: one in so many
+PLACES_FOR_PROBES = 16
+PROBES = frozenset({"/health", "/ready", "/ping"})
 LINGERING_S = 2.0  # for a body that the handler has not read
 
 
@@ -61,26 +69,39 @@ class Connection(RequestHandler):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._wire = cast("asyncio.Transport", transport)
-        if self._connections.num_open >= self._settings.max_connections:
+        if not self._connections.take(self, _address(self._wire)):
             log.warning("connection refused: %d are open", self._connections.num_open)
             self._traffic.cuts["too_many"] += 1
             self._close = True  # whatever it sends is dropped
-            error = RequestError("too many connections", status=503, code="too_many_connections", retry_after_s=1)
-            self._wire.write(raw_response(error))
+            self._wire.write(raw_response(_too_many()))
             self._wire.close()
             return
         self._wire.set_write_buffer_limits(high=WRITE_BUFFER_BYTES)
         self._traffic.num_connections += 1
         self._is_counted = True
         super().connection_made(transport)
+        self._watch_header()  # for its first byte as well
 
     def connection_lost(self, error: BaseException | None) -> None:
         self._wire = None
+        self._connections.let_go(self)
         if self._is_counted:
             self._traffic.num_connections -= 1
         self._stop_header_timer()
         self._stop_write_timer()
         super().connection_lost(error)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a request is being answered, or waits for that."""
+        return bool(self._request_in_progress or self._messages)
+
+    def evict(self) -> None:
+        """Close it, in which nothing is asked, to make room for another one."""
+        self._traffic.cuts["evicted"] += 1
+        self.force_close()
+        if self._wire is not None:
+            self._wire.abort()
 
     async def start(self) -> None:
         """Serve requests until the connection ends; what is then still unsent has its deadline too."""
@@ -128,7 +149,7 @@ class Connection(RequestHandler):
 
     def _header_expired(self) -> None:
         self._header_timer = None
-        if self._request_in_progress or self._messages:
+        if self.is_busy:
             self._watch_header()  # pipelined behind a request that still runs, which must not suffer
             return
         self._traffic.cuts["header_timeout"] += 1
@@ -167,6 +188,7 @@ class Connection(RequestHandler):
         try:
             return await super().finish_response(request, resp, start_time)
         finally:
+            self._connections.rest(self)
             exchange = request[EXCHANGE]
             exchange.ended_at = written_at = time.monotonic()
             exchange.waits = tuple(wait for wait in self._waits if wait[1] > exchange.arrived_at)
@@ -247,11 +269,15 @@ class Connection(RequestHandler):
 
 
 class ConnectionServer(web.Server):
-    """Makes the connections and knows how many there are.  num_watched: of them, clients that read their last bytes."""
+    """Makes the connections and gives them places.  num_watched: of them, clients that read their last bytes.
+
+    When all places are taken, or all of an address, the connection goes in which nothing has been asked for longest.
+    A few places more are for probes, so that a server full of requests is not taken for a dead one."""
 
     def __init__(self, plain: web.Server, server: ServerSection, traffic: Traffic) -> None:
+        self._outermost = OutermostHandler(plain.request_handler, traffic, server)
         super().__init__(
-            OutermostHandler(plain.request_handler, traffic, server).handle,
+            self._handle,
             request_factory=plain.request_factory,
             handler_cancellation=plain.handler_cancellation,
             **plain._kwargs,
@@ -259,11 +285,59 @@ class ConnectionServer(web.Server):
         self._section = server
         self.traffic = traffic
         self.num_watched = 0
+        self._places: dict[Connection, str] = {}  # its address; those that have rested longest are first
+        self._num_from: Counter[str] = Counter()
+        self._for_probes: set[Connection] = set()
 
     @property
     def num_open(self) -> int:
         """Connections that are served now."""
-        return len(self._connections)
+        return len(self._places)
+
+    def take(self, connection: Connection, address: str) -> bool:
+        """Give a new connection a place.  Returns whether there is one."""
+        section = self._section
+        most = section.max_connections_per_address or max(1, section.max_connections // SHARE_OF_AN_ADDRESS)
+        if self._num_from[address] >= most and not self._evict(address):
+            return False
+        if self.num_open >= section.max_connections and not self._evict():
+            if len(self._for_probes) >= PLACES_FOR_PROBES:
+                return False
+            self._for_probes.add(connection)
+        self._places[connection] = address
+        self._num_from[address] += 1
+        return True
+
+    def let_go(self, connection: Connection) -> None:
+        """Give the place of a connection to another."""
+        self._for_probes.discard(connection)
+        if (address := self._places.pop(connection, None)) is not None:
+            self._num_from[address] -= 1
+            if not self._num_from[address]:
+                del self._num_from[address]
+
+    def rest(self, connection: Connection) -> None:
+        """Nothing is asked in a connection from now on."""
+        if connection in self._places:
+            self._places[connection] = self._places.pop(connection)
+
+    def _evict(self, address: str = "") -> bool:
+        """Close the connection that has rested longest, of an address or of all.  Returns whether one rests."""
+        resting = (one for one, of in self._places.items() if not one.is_busy and address in ("", of))
+        connection = next(resting, None)
+        if connection is None:
+            return False
+        self.let_go(connection)
+        connection.evict()
+        return True
+
+    async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
+        if request.protocol in self._for_probes and request.path not in PROBES:
+            request[EXCHANGE] = Exchange.of(request)
+            response = error_response(_too_many())
+            response.force_close()
+            return response
+        return await self._outermost.handle(request)
 
     def __call__(self) -> RequestHandler:
         return Connection(self, self._section, loop=asyncio.get_running_loop(), **self._kwargs)
@@ -279,6 +353,8 @@ class HttpRunner(web.AppRunner):
 
     def __init__(self, app: web.Application, server: ServerSection, traffic: Traffic | None = None) -> None:
         require_c_parser()
+        # It prints what a client has sent, up to 8 KB of it for each part of a form.
+        warnings.simplefilter("ignore", BadContentDispositionHeader)
         super().__init__(
             app,
             access_log=None,
@@ -291,15 +367,60 @@ class HttpRunner(web.AppRunner):
         )
         self._section = server
         self._traffic = Traffic() if traffic is None else traffic
+        self._looking: asyncio.Task[None] | None = None
 
     async def listen(self, listener: socket.socket) -> None:
         """Set the application up, and accept connections from now on."""
         await self.setup()
-        await web.SockSite(self, listener, backlog=BACKLOG).start()
+        if self._section.tls_cert:
+            tls = Tls(self._section)
+            await TlsSite(self, listener, tls.context, self._section.client_timeout_s).start()
+            self._looking = asyncio.create_task(_look_again(tls), name="tls")
+        else:
+            await web.SockSite(self, listener, backlog=BACKLOG).start()
         log.info("listening on %s", self.addresses[0])
+
+    async def cleanup(self) -> None:
+        """Serve no more."""
+        if self._looking is not None:
+            self._looking.cancel()
+        await super().cleanup()
 
     async def _make_server(self) -> web.Server:
         return ConnectionServer(await super()._make_server(), self._section, self._traffic)
+
+
+class TlsSite(web.SockSite):
+    """A site whose clients have so long to agree on keys.  aiohttp's own gives them a minute."""
+
+    def __init__(self, runner: HttpRunner, listener: socket.socket, context: ssl.SSLContext, timeout_s: float) -> None:
+        super().__init__(runner, listener, ssl_context=context, backlog=BACKLOG)
+        self._timeout_s = timeout_s
+
+    async def start(self) -> None:
+        """Accept connections from now on."""
+        await web.BaseSite.start(self)
+        server = self._runner.server
+        assert server is not None
+        self._server = await asyncio.get_running_loop().create_server(
+            server, sock=self._sock, ssl=self._ssl_context, backlog=BACKLOG, ssl_handshake_timeout=self._timeout_s
+        )
+
+
+async def _look_again(tls: Tls) -> None:
+    while True:
+        await asyncio.sleep(LOOK_AT_TLS_EVERY_S)
+        tls.look()
+
+
+def _address(wire: asyncio.Transport) -> str:
+    """Returns where a connection is from."""
+    peer = wire.get_extra_info("peername")
+    return str(peer[0]) if isinstance(peer, tuple) else "-"
+
+
+def _too_many() -> RequestError:
+    return RequestError("too many connections", status=503, code="too_many_connections", retry_after_s=1)
 
 
 def _unreadable() -> RequestError:

@@ -29,6 +29,7 @@ from engine.host.logs import FIELDS
 from engine.scheduling.meter import LONG_S, Distribution
 from engine.settings.sections import ServerSection
 from engine.types.errors import CallboardError, RequestError
+from server.http.bodies import Bodies
 from server.http.replies import ErrorFormat, as_request_error, error_body, error_response
 from server.keys import Key
 
@@ -38,7 +39,8 @@ REQUEST_ID_HEADER = "X-Request-Id"
 ANTHROPICS_ID_HEADER = "request-id"  # what its clients call the same
 USAGE_HEADER = "X-Callboard-Usage"  # prompt and completion tokens, for a router
 MAX_REQUEST_ID_CHARS = 128
-PRINTABLE = frozenset(string.ascii_letters + string.digits + string.punctuation + " ")
+# No space: what follows it would be a field of its own in a log.
+PRINTABLE = frozenset(string.ascii_letters + string.digits + string.punctuation)
 # Asked every second: no news while all is well, nor that the server is still not ready.
 WATCHED = frozenset({"/health", "/ready", "/ping", "/metrics", "/stats", "/load"})
 CLIENT_LEFT = 499  # what nginx logs for a client that left before the response
@@ -50,7 +52,10 @@ CORS_MAX_AGE_S = 600
 PRIVATE_NAMES = (".localhost", ".internal")  # no public DNS has names that end so
 OWN_PAGES = frozenset({"none", "same-origin"})  # of Sec-Fetch-Site; 'none' is what a user typed
 
-Cut = Literal["too_many", "header_timeout", "write_timeout", "malformed"]
+HARMLESS = frozenset({"GET", "HEAD", "OPTIONS"})  # no route does anything for them
+NO_SNIFF = {"X-Content-Type-Options": "nosniff"}  # no browser takes an answer for a script
+
+Cut = Literal["too_many", "evicted", "header_timeout", "write_timeout", "malformed"]
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 BaseHandler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 
@@ -62,7 +67,10 @@ class Exchange:
     names: what else the client may call it by.  parts: names of some of its choices -> which they are.
     usage: prompt and completion tokens.  Handlers that generate set these three.  tells_usage: a router wants to know.
     replica: which one has answered.
-    key: which of the API keys it brought, where there are any.  cors: what a browser must be told.
+    key: which of the API keys it brought, where there are any.
+    cors: what a browser must be told.
+    bodies: those under way of all requests of its server, if a server has it.
+    changed: names of the settings that an operator has changed by it.
     error_format: what errors look like to the route's clients.
     arrived_at, received_at, ended_at: when its first bytes were there, its headers were read, and the last byte of the
     answer was out, None until then; monotonic seconds.
@@ -81,6 +89,8 @@ class Exchange:
         self.key: Key | None = None
         self._address = address
         self.cors: dict[str, str] = {}
+        self.changed: tuple[str, ...] = ()
+        self.bodies = Bodies()
         self.error_format: ErrorFormat = error_body
         self.received_at = time.monotonic()
         self.arrived_at = self.received_at
@@ -105,7 +115,13 @@ class Exchange:
     @property
     def headers(self) -> dict[str, str]:
         """What every response carries.  The server is named without versions, which only help an attacker."""
-        told = {REQUEST_ID_HEADER: self.id, ANTHROPICS_ID_HEADER: self.id, "Server": "callboard", **self.cors}
+        told = {
+            REQUEST_ID_HEADER: self.id,
+            ANTHROPICS_ID_HEADER: self.id,
+            "Server": "callboard",
+            **NO_SNIFF,
+            **self.cors,
+        }
         if self.tells_usage and self.usage is not None:
             told[USAGE_HEADER] = f"{self.usage[0]} {self.usage[1]}"
         return told
@@ -219,7 +235,10 @@ class Hosts:
         if self._takes_all or (host := request.headers.get(hdrs.HOST)) is None:
             return
         name = _host_name(host)
-        if "." in name and not name.endswith(PRIVATE_NAMES) and name not in self._names and not _is_address(name):
+        address = _address(name)
+        # The unspecified address leads to loopback, and is the name of no server.
+        is_foreign = ("." in name and not name.endswith(PRIVATE_NAMES)) if address is None else address.is_unspecified
+        if is_foreign and name not in self._names:
             raise RequestError(
                 f"this server is not known as '{name[:100]}'; name it in server.allowed_hosts, or set server.api_key",
                 status=403,
@@ -234,12 +253,23 @@ def _host_name(host: str) -> str:
     return host.partition(":")[0].rstrip(".").lower()
 
 
-def _is_address(name: str) -> bool:
+def _address(name: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    """Returns the address that a name is, if it is one."""
     try:
-        ipaddress.ip_address(name)
+        return ipaddress.ip_address(name)
     except ValueError:
-        return False
-    return True
+        return None
+
+
+def refuse_foreign_origin(request: web.BaseRequest) -> None:
+    """Raise RequestError (403) for what a page of another origin sends, unless ``server.cors_origins`` names it.
+
+    All browsers say where such a request is from; few of old, and none on http://0.0.0.0, say ``Sec-Fetch-Site``."""
+    origin = request.headers.get(hdrs.ORIGIN)
+    if request.method in HARMLESS or origin is None or request[EXCHANGE].cors:
+        return
+    if origin.partition("://")[2].lower() != request.headers.get(hdrs.HOST, "").lower():
+        raise _foreign()
 
 
 def refuse_foreign_page(request: web.Request) -> None:
@@ -247,11 +277,15 @@ def refuse_foreign_page(request: web.Request) -> None:
 
     A browser sends a request without a body of JSON before it asks whether it may, and says where it comes from."""
     if request.headers.get("Sec-Fetch-Site", "none") not in OWN_PAGES and not request[EXCHANGE].cors:
-        raise RequestError(
-            "a page of another site may not ask for this; name its origin in server.cors_origins",
-            status=403,
-            code="foreign_page",
-        )
+        raise _foreign()
+
+
+def _foreign() -> RequestError:
+    return RequestError(
+        "a page of another site may not ask for this; name its origin in server.cors_origins",
+        status=403,
+        code="foreign_page",
+    )
 
 
 class Traffic:
@@ -282,13 +316,14 @@ class OutermostHandler:
         self._inner = inner
         self._cors = Cors(server.cors_origins)
         self._hosts = Hosts(server)
+        self._bodies = Bodies()
         self._traffic = traffic
         self._watched: dict[str, int] = {}  # route -> the status it was last answered with
 
     async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
         """Answer a request; raises only what ends the connection."""
         exchange = request[EXCHANGE] = Exchange.of(request)
-        exchange.cors = self._cors.headers(request)
+        exchange.cors, exchange.bodies = self._cors.headers(request), self._bodies
         clock = asyncio.get_running_loop().time
         started = clock()
         status = CLIENT_LEFT
@@ -314,6 +349,7 @@ class OutermostHandler:
     async def _respond(self, request: web.BaseRequest, exchange: Exchange) -> web.StreamResponse:
         try:
             self._hosts.check(request)
+            refuse_foreign_origin(request)
             response = self._cors.preflight(request) or await self._inner(request)
         except ConnectionError:
             raise  # aiohttp closes what is left of the connection

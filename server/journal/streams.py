@@ -21,6 +21,7 @@ from aiohttp import web
 from engine.actors.admission import unavailable
 from engine.settings.sections import StorageSection
 from engine.types.errors import ConfigError, RequestError
+from server.access import access
 from server.backend import Stream
 from server.clients import CLIENT, Clients
 from server.generate.generation import Generation, new_seed
@@ -57,6 +58,7 @@ def open_streams(
     return Streams(journal, clients, keys, rejoin_s=storage.rejoin_s, model=model)
 
 
+@access("client")
 async def no_streams(request: web.Request) -> web.StreamResponse:
     """Answer who wants to rejoin a stream where none is kept.  Raises RequestError: 404."""
     raise RequestError(
@@ -103,6 +105,7 @@ class Streams:
             return None
         return await self._tell(request, self._begin(request, body, understood), 0)
 
+    @access("client")
     async def rejoin(self, request: web.Request) -> web.StreamResponse:
         """GET /v1/streams/{id}: tell what follows the event that Last-Event-ID names, or everything.
 

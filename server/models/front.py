@@ -17,8 +17,9 @@ from aiohttp import web
 from engine.config import SeveralModels
 from engine.settings.sections import ServerSection
 from engine.types.errors import ConfigError
+from server.access import access, check_access
 from server.anthropic.objects import COUNT, ERROR_FORMATS
-from server.clients import OPEN_ROUTES, Rates, require_key
+from server.clients import Rates
 from server.http.connection import HttpRunner
 from server.http.exchange import Traffic, note_route
 from server.http.listener import bind, url_of
@@ -32,7 +33,7 @@ from server.operators.administration import administration_routes
 from server.operators.explain import EXPLAIN
 from server.operators.recording import PATH as RECORDING
 from server.operators.settings import IS_SLEEPING, PATHS, refuse_settings
-from server.operators.site import FILES, SITE_ROUTES, Site
+from server.operators.site import FILES, Site
 from server.operators.status import Load
 from server.replicas.administration import FleetAdministration
 from server.replicas.affinity import PrefixAffinity
@@ -47,19 +48,17 @@ from server.storage.routes import known_routes, refuse_storage
 
 log = logging.getLogger(__name__)
 
-POSTED = (
-    "/tokenize", "/v1/tokenize", "/detokenize", "/v1/detokenize", COUNT, "/start_profile", "/stop_profile", RECORDING,
-)  # fmt: skip
-LOOKED_AT = (
-    "/stats", "/tokenizer_info", "/server_info", "/get_server_info", "/model_info", "/get_model_info",
-    "/health_generate",
-)  # fmt: skip
+POSTED = ("/tokenize", "/v1/tokenize", "/detokenize", "/v1/detokenize", COUNT)
+POSTED_BY_OPERATORS = ("/start_profile", "/stop_profile", RECORDING)
+LOOKED_AT = ("/tokenizer_info", "/model_info", "/get_model_info")
+LOOKED_AT_BY_OPERATORS = ("/stats", "/server_info", "/get_server_info", "/health_generate")
 
 
 def serve_several(config: SeveralModels) -> None:
     """Serve until stopped.  Raises ConfigError."""
     with bind(config.server.host, config.server.port) as listener:
-        print(f"{len(config.models)} models at {url_of(listener)}; GET /v1/models says which are loaded", flush=True)
+        where = url_of(listener, config.server.scheme)
+        print(f"{len(config.models)} models at {where}; GET /v1/models says which are loaded", flush=True)
         uvloop.run(_serve(config, listener))
 
 
@@ -119,23 +118,20 @@ def _application(
     observation = Observation(models, session, lambda: counts(models))
     administration = FleetAdministration(server, models, session)
 
+    @access("client")
     async def tell_version(request: web.Request) -> web.Response:
         return json_reply({"version": version})
 
+    @access("operator")
     async def load(request: web.Request) -> web.StreamResponse:
         """Of all models together, unless one is named."""
         if "model" in request.query:
-            return await routes.look(request)
+            return await routes.inspect(request)
         if any(one.is_ready for one in models.all):
             return await observation.stats(request)
         return json_reply(Load(models.num_open, 0, models.num_open))
 
-    app = web.Application(
-        middlewares=[
-            note_route(ERROR_FORMATS),
-            *([require_key(keys, OPEN_ROUTES | SITE_ROUTES)] if server.needs_key else []),
-        ]
-    )
+    app = web.Application(middlewares=[note_route(ERROR_FORMATS), check_access(keys)])
     app.add_routes(
         [
             web.get("/", site.index),
@@ -153,7 +149,9 @@ def _application(
             web.get(EXPLAIN, administration.explain),
             *(web.post(path, routes.generate) for path in GENERATING),
             *(web.post(path, routes.post) for path in POSTED),
+            *(web.post(path, routes.operate) for path in POSTED_BY_OPERATORS),
             *(web.get(path, routes.look) for path in LOOKED_AT),
+            *(web.get(path, routes.inspect) for path in LOOKED_AT_BY_OPERATORS),
             web.route("*", STORED, refuse_stored),
             *known_routes(refuse_storage),
             web.get(STREAM, no_streams),

@@ -22,6 +22,7 @@ from engine.host.logs import LogSettings
 from engine.types.errors import CallboardError
 from engine.workers.child import begin, die_with, end, wait_for_end
 from server.backend import Backend
+from server.http import exchange
 from server.model_card import ModelCard
 from server.run.app import create_runner
 
@@ -51,6 +52,7 @@ def main() -> None:
     die_with(ticket.parent)
     config = build_config(Config(), msgspec.json.decode(ticket.config))
     ticket.logs.apply(config.model.name)
+    logging.getLogger(exchange.__name__).setLevel(logging.WARNING)  # the front's log has a line for each request
     end(uvloop.run(_serve(ticket, config)))
 
 
@@ -84,7 +86,8 @@ async def _run(ticket: ModelTicket, config: Config) -> None:
     """Load the model, say so, and serve it until the engine ends.  Raises CallboardError."""
     system = System(config)
     card = ModelCard.of(system, config.server)
-    runner = create_runner(config.server, config.limits, Backend(system.ingress, system.monitor, card, system.codec))
+    server = config.server.without_tls  # the front has the certificate
+    runner = create_runner(server, config.limits, Backend(system.ingress, system.monitor, card, system.codec))
     with socket.socket(fileno=ticket.listener) as listener:
         listener.setblocking(False)
         await runner.listen(listener)

@@ -19,6 +19,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from engine.actors.admission import RETRY_LATER_S, queue_full
 from engine.settings.sections import LimitsSection, ServerSection
 from engine.types.errors import RequestError
+from server.access import access
 from server.clients import Charge, Rates, check_share
 from server.http.body import check_headers, collect, name_field
 from server.http.exchange import EXCHANGE, refuse_foreign_page
@@ -66,17 +67,30 @@ class ModelsRoutes:
 
     # ---- for one model ----------------------------------------------------------------------
 
+    @access("client")
     async def generate(self, request: web.Request) -> web.StreamResponse:
         """Send on what costs tokens, once its model is loaded.  Raises RequestError: 400, 404, 429 or 503."""
         self._check_admission()
         self._rates.check(request[EXCHANGE].client)
         return await self._send(request, counted=True)
 
+    @access("client")
     async def post(self, request: web.Request) -> web.StreamResponse:
         """Send on any other request that a model does something for.  Raises RequestError as ``generate`` does."""
         self._check_admission()
         return await self._send(request, counted=False)
 
+    @access("operator")
+    async def operate(self, request: web.Request) -> web.StreamResponse:
+        """Send on what an operator has a model do.  Raises RequestError as ``generate`` does."""
+        return await self.post(request)
+
+    @access("operator")
+    async def inspect(self, request: web.Request) -> web.StreamResponse:
+        """Send on what an operator asks of a model.  Raises RequestError as ``look`` does."""
+        return await self.look(request)
+
+    @access("client")
     async def look(self, request: web.Request) -> web.StreamResponse:
         """Send a GET on to the model of ``?model=``, or else to the first that is loaded.
 
@@ -140,19 +154,23 @@ class ModelsRoutes:
 
     # ---- of all models ----------------------------------------------------------------------
 
+    @access("client")
     async def list(self, request: web.Request) -> web.Response:
         """GET /v1/models."""
         return json_reply(model_list([self._body(one) for one in self._models.all]))
 
+    @access("client")
     async def one(self, request: web.Request) -> web.Response:
         """GET /v1/models/{id}.  Raises RequestError (404)."""
         return json_reply(self._body(self._models.find(request.match_info["id"])))
 
+    @access("open")
     async def health(self, request: web.Request) -> web.Response:
         """GET /health: that the front answers, and the models' states."""
         states = {one.name: one.state.value for one in self._models.all}
         return json_reply({"status": "draining" if self.is_leaving else "ok", "models": states})
 
+    @access("open")
     async def ready(self, request: web.Request) -> web.Response:
         """GET /ready: whether requests are taken, and the models of the start are loaded."""
         if self.is_leaving or not self.started:

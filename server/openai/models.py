@@ -7,6 +7,7 @@ from datetime import UTC, datetime
 
 from aiohttp import web
 
+from server.access import access
 from server.http.replies import json_reply
 from server.openai.answers import ModelBody, model_list
 from server.openai.translator import Translator
@@ -18,10 +19,12 @@ class ModelRoutes:
     def __init__(self, translator: Translator) -> None:
         self._translator = translator
 
+    @access("client")
     async def all(self, request: web.Request) -> web.Response:
         names = (self._translator.card.name, *self._translator.adapters)
         return json_reply(model_list([self._body(name) for name in names]))
 
+    @access("client")
     async def one(self, request: web.Request) -> web.Response:
         name = request.match_info["id"]
         self._translator.check_model(name)

@@ -189,6 +189,8 @@ class ToolBody(msgspec.Struct, frozen=True):
     function: FunctionBody
 
 
+MAX_TURNS = 16_384  # of one conversation
+MAX_PARTS = 4096  # of one message
 MAX_TOOLS = 1024  # agents with several MCP servers have hundreds
 Tools = Annotated[list[ToolBody], Meta(max_length=MAX_TOOLS)]
 
@@ -233,9 +235,9 @@ class ChatMessage(msgspec.Struct, frozen=True):
     """One message of the conversation.  reasoning_content and reasoning are two names of one thing."""
 
     role: str
-    content: str | list[ContentPart] | None = None
+    content: str | Annotated[list[ContentPart], Meta(max_length=MAX_PARTS)] | None = None
     name: Short | None = None
-    tool_calls: list[CallBody] | None = None
+    tool_calls: Annotated[list[CallBody], Meta(max_length=MAX_TOOLS)] | None = None
     tool_call_id: Short | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
@@ -245,7 +247,7 @@ class ChatMessage(msgspec.Struct, frozen=True):
 class ChatBody(GenerationBody, frozen=True, kw_only=True):
     """POST /v1/chat/completions.  max_completion_tokens is the newer name of max_tokens and goes first."""
 
-    messages: list[ChatMessage]
+    messages: Annotated[list[ChatMessage], Meta(max_length=MAX_TURNS)]
     max_completion_tokens: TokenCount | None = None
     logprobs: bool | None = None
     top_logprobs: TopLogprobs | None = None

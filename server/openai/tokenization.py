@@ -15,6 +15,7 @@ from engine.settings.sections import ServerSection
 from engine.text.codec import TextCodec
 from engine.types.errors import FieldError
 from engine.types.prompt import ChatOptions
+from server.access import access
 from server.http.body import BodyReader
 from server.http.replies import json_reply
 from server.openai.conversation import HERMES, read_end, read_tools, read_turns, read_variables
@@ -78,15 +79,18 @@ class TokenizationRoutes:
         self._tokenize_reader = BodyReader(TokenizeBody, self._check_tokenize, server)
         self._detokenize_reader = BodyReader(DetokenizeBody, self._check_detokenize, server)
 
+    @access("client")
     async def tokenize(self, request: web.Request) -> web.Response:
         body = await self._tokenize_reader.read(request)
         return json_reply(await asyncio.to_thread(self._encode, body))
 
+    @access("client")
     async def detokenize(self, request: web.Request) -> web.Response:
         body = await self._detokenize_reader.read(request)
         text = await asyncio.to_thread(self._codec.decode, body.tokens, skip_special_tokens=False)
         return json_reply(DetokenizeAnswer(text))
 
+    @access("client")
     async def info(self, request: web.Request) -> web.Response:
         named = self._codec.named_tokens
         return json_reply(

@@ -7,6 +7,7 @@ import msgspec
 from aiohttp import web
 
 from engine.settings.sections import ServerSection
+from server.access import access
 from server.adapters import Adapters
 from server.http.body import BodyReader
 from server.http.replies import json_reply
@@ -45,12 +46,14 @@ class AdapterRoutes:
         self._loading = BodyReader(LoadBody, lambda body: body, server)
         self._unloading = BodyReader(UnloadBody, lambda body: body, server)
 
+    @access("operator")
     async def load(self, request: web.Request) -> web.Response:
         """Serve an adapter from now on.  Raises RequestError: 400 to 415."""
         body = await self._loading.read(request)
         await self._adapters.load(body.lora_name, body.lora_path, in_place=bool(body.load_inplace))
         return json_reply(AdapterAnswer(body.lora_name))
 
+    @access("operator")
     async def unload(self, request: web.Request) -> web.Response:
         """Serve it no more; its open requests go on.  Raises RequestError: 400 to 415."""
         body = await self._unloading.read(request)

@@ -13,6 +13,7 @@ from msgspec import Meta
 
 from engine.settings.sections import ServerSection
 from engine.types.errors import FieldError, RequestError
+from server.access import access
 from server.clients import Clients
 from server.http.body import BodyReader
 from server.http.exchange import EXCHANGE, Handler, refuse_foreign_page
@@ -29,7 +30,6 @@ def administration_routes(abort: Handler, reset: Handler) -> list[web.RouteDef]:
     return [
         *(web.post(path, abort) for path in ABORT_PATHS),
         *(web.post(path, reset) for path in RESET_PATHS),
-        *(web.get(path, reset, allow_head=False) for path in RESET_PATHS),
     ]
 
 
@@ -63,6 +63,7 @@ class AdministrationRoutes:
         self._clients = clients
         self._abort_reader = BodyReader(AbortBody, _names, server)
 
+    @access("client")
     async def abort(self, request: web.Request) -> web.Response:
         """End the requests that have a name.  Raises RequestError: 404 if none has."""
         names = await self._abort_reader.read(request)
@@ -79,6 +80,7 @@ class AdministrationRoutes:
             )
         return json_reply(AbortAnswer(num_aborted=num_aborted, unknown=unknown))
 
+    @access("client")
     async def reset(self, request: web.Request) -> web.Response:
         """Forget what is cached for the client.  The request's body is not read.  Raises RequestError: 403."""
         refuse_foreign_page(request)

@@ -15,10 +15,12 @@ import aiohttp
 import msgspec
 from rich.console import Console
 from rich.table import Table
+from yarl import URL
 
 from engine.config import Config
 from engine.control.changeover import Outcome
 from engine.types.errors import CallboardError, ConfigError
+from server.local_token import read_token
 
 DESCRIPTION = """\
 Gives a server that runs another configuration, under its streams.  The file is a whole configuration: what it leaves
@@ -35,6 +37,7 @@ examples:
 `callboard config FILE.toml` prints a whole configuration; docs/operations.md says what can change, and how.
 Exit codes: 0 done, 1 no answer, or the server failed, 2 refused.
 """
+LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})
 TIMEOUT_S = 3600.0  # loading a large model takes its time
 ROADS = {
     "none": "nothing differs",
@@ -51,7 +54,10 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("target", nargs="?", metavar="FILE.toml", help="the settings that are to be")
     command.add_argument("--dry-run", action="store_true", help="only say what would change")
     command.add_argument("--url", help="the server's address (default: server.host and server.port of the file)")
-    command.add_argument("--key", help="API key of an operator (default: server.api_key)")
+    command.add_argument(
+        "--key",
+        help="key of an operator (default: server.operator_key, or on this machine its server's token)",
+    )
 
 
 def apply(file: str | None, config: Config, *, url: str | None, key: str | None, dry_run: bool) -> None:
@@ -62,9 +68,8 @@ def apply(file: str | None, config: Config, *, url: str | None, key: str | None,
         raise ConfigError("callboard apply needs a .toml file, with all settings that are to be")
     host = f"[{config.server.host}]" if ":" in config.server.host else config.server.host
     base = url or f"{host}:{config.server.port}"
-    base = base if "://" in base else f"http://{base}"
-    given = config.server.api_key
-    key = key or (given if isinstance(given, str) else next(iter(given), ""))
+    base = base if "://" in base else f"{config.server.scheme}://{base}"
+    key = key or config.server.operator_key or (read_token() if _is_here(base) else "")
     ask = {"dry_run": dry_run} if file is None else {"toml": Path(file).read_text(), "dry_run": dry_run}
     try:
         outcome = asyncio.run(_ask(f"{base.rstrip('/')}/apply", ask, key))
@@ -76,6 +81,11 @@ def apply(file: str | None, config: Config, *, url: str | None, key: str | None,
     except (aiohttp.ClientError, TimeoutError, ValueError) as error:
         raise CallboardError(f"{base}: {error or 'no answer'}; --url says where the server is") from None
     _show(outcome)
+
+
+def _is_here(url: str) -> bool:
+    """Whether it is this machine's server, which the token is for."""
+    return URL(url).host in LOOPBACK
 
 
 async def _ask(url: str, ask: dict[str, Any], key: str) -> Outcome:

@@ -18,10 +18,10 @@ from typing import Literal
 
 from rich.console import Console
 
-from engine.checkpoints.adapter import adapter_rules
 from engine.checkpoints.checkpoint import ModelSpec, is_hub_id, resolve_checkpoint
 from engine.checkpoints.gguf import stored_tensors
 from engine.config import Config
+from engine.features.lora.files import adapter_rules
 from engine.host.memory import available_bytes
 from engine.plugins.families import read_model
 from engine.settings.own_kernels import missing_for_flashinfer, missing_for_triton

@@ -1,7 +1,7 @@
 """GET /explain/{id}: where the time of one request went, in parts that add up to it.
 
 Owns: the parts outside of the engine, the shape of the JSON, a sentence for each part, and who may see what.
-Does not know: how the engine works its parts out (``engine/scheduling/explanation.py``).
+Does not know: how the engine works its parts out (``engine/features/explain/explanation.py``).
 The parts cut the time from a request's first byte to the last one of its answer: they overlap nowhere and leave nothing
 out.  Of several choices the one that ended last is explained.  A viewer sees the requests of their own key, an operator
 all; other clients' requests that had a share in one are counted with it, and not named.
@@ -14,9 +14,11 @@ from typing import Literal
 import msgspec
 from aiohttp import web
 
+from engine.features.explain.explanation import Explained, Part, PartName
+from engine.features.explain.watcher import asked_for, explained_in
 from engine.messages import Finish
-from engine.scheduling.explanation import Explained, Part, PartName
 from engine.types.errors import RequestError
+from server.access import access
 from server.backend import Backend
 from server.clients import MOST_ENDED, ClientRequest, Clients
 from server.http.exchange import EXCHANGE
@@ -102,6 +104,7 @@ class ExplainRoute:
         self._clients = clients
         self._clock = clock
 
+    @access("client")
     async def get(self, request: web.Request) -> web.Response:
         """Explain a request.  Raises RequestError: 404 if it is not known here, or not to this client."""
         name = request.match_info["id"]
@@ -115,9 +118,9 @@ class ExplainRoute:
                 code="request_not_found",
                 param="id",
             )
-        seen = await self._monitor.look(explain=tuple(number for number, _ in one.choices))
+        seen = await self._monitor.look(views=asked_for([number for number, _ in one.choices]))
         names = {number: other.exchange.id for other in mine for number, _ in other.choices}
-        response = json_reply(explained(one, seen.explained, names, self._clock(), seen.gauges.max_running))
+        response = json_reply(explained(one, explained_in(seen.views), names, self._clock(), seen.gauges.max_running))
         response.headers["Cache-Control"] = "no-store"
         return response
 

@@ -20,6 +20,7 @@ from engine.actors.admission import unavailable
 from engine.actors.snapshot import Gauges, Snapshot
 from engine.messages import Finish
 from engine.scheduling.meter import Distribution, Meter
+from server.access import access
 from server.adapters import ServedAdapter
 from server.backend import Backend, Ingress
 from server.http.exchange import Traffic
@@ -133,9 +134,9 @@ class VllmCollector(EngineCollector):
         num_pages = gauges.pages_free + gauges.pages_cached + gauges.pages_used
         pool = {"block_size": str(gauges.page_size), "num_gpu_blocks": str(num_pages)}
         yield self._info("cache_config_info", "The KV pool: tokens per page, and pages.", pool, 1)
-        if gauges.num_adapter_slots:
+        if num_slots := gauges.of_features.get("num_adapter_slots"):
             adapters = {
-                "max_lora": str(gauges.num_adapter_slots),
+                "max_lora": str(num_slots),
                 "running_lora_adapters": self._named(gauges.running_adapters),
                 "waiting_lora_adapters": self._named(gauges.waiting_adapters),
             }
@@ -255,6 +256,7 @@ class MetricsRoute:
         self._about = {"version": version, "model_name": backend.card.name}
         self._process = ProcessCollector(registry=None)
 
+    @access("operator")
     async def get(self, request: web.Request) -> web.Response:
         """Answer in the format that the scraper asks for."""
         seen = await self._monitor.look(meter=True)

@@ -13,6 +13,7 @@ from msgspec import Meta
 from engine.messages import Profile
 from engine.settings.sections import ServerSection
 from engine.types.errors import RequestError
+from server.access import access
 from server.backend import Monitor
 from server.http.body import BodyReader
 from server.http.exchange import refuse_foreign_page
@@ -43,11 +44,13 @@ class ProfileRoutes:
         self._folder = server.profile_folder
         self._reader = BodyReader(ProfileBody, lambda body: body.num_steps or MAX_STEPS, server)
 
+    @access("operator")
     async def start(self, request: web.Request) -> web.Response:
         """Record from the next step on; what is being recorded is written first.  Raises RequestError: 400 to 415."""
         refuse_foreign_page(request)
         return self._ask(await self._reader.read(request) if request.can_read_body else MAX_STEPS)
 
+    @access("operator")
     async def stop(self, request: web.Request) -> web.Response:
         """Write what has been recorded, if anything is.  The body is not read.  Raises RequestError: 403, 404."""
         refuse_foreign_page(request)

@@ -12,6 +12,7 @@ from aiohttp import web
 from engine.actors.operations import Operate
 from engine.recording.file import file_name
 from engine.types.errors import RequestError
+from server.access import access
 from server.backend import Operations
 from server.http.exchange import refuse_foreign_page
 from server.http.replies import json_reply
@@ -32,6 +33,7 @@ class RecordingRoute:
         self._operations = operations
         self._folder = folder
 
+    @access("operator")
     async def post(self, request: web.Request) -> web.Response:
         """Have the engine write a file, and answer when it is there.  Raises RequestError: 403, 404, 429, 507."""
         refuse_foreign_page(request)

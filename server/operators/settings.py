@@ -15,9 +15,10 @@ from engine.config import MAX_FILE_BYTES
 from engine.control.changeover import Outcome
 from engine.settings.sections import ServerSection
 from engine.types.errors import FieldError, RequestError
+from server.access import access
 from server.backend import Backend, Operations
 from server.http.body import BodyReader
-from server.http.exchange import refuse_foreign_page
+from server.http.exchange import EXCHANGE, refuse_foreign_page
 from server.http.replies import json_reply
 
 PATHS = ("/apply", "/sleep", "/wake_up")
@@ -58,12 +59,15 @@ class SettingsRoutes:
             web.get(IS_SLEEPING, self.is_sleeping),
         ]
 
+    @access("operator")
     async def apply(self, request: web.Request) -> web.Response:
         """Returns what has changed.  Raises RequestError: 400 for settings that cannot be, with their names."""
         ask = await self._reader.read(request)
-        outcome = await self._operations.operate(ask)
-        return json_reply(msgspec.json.decode(outcome, type=Outcome))
+        outcome = msgspec.json.decode(await self._operations.operate(ask), type=Outcome)
+        request[EXCHANGE].changed = tuple(one.key for one in outcome.changes) if outcome.applied else ()
+        return json_reply(outcome)
 
+    @access("operator")
     async def sleep(self, request: web.Request) -> web.Response:
         """Returns when the engine sleeps.  The request's body is not read.  Raises RequestError."""
         refuse_foreign_page(request)
@@ -72,12 +76,14 @@ class SettingsRoutes:
         await self._operations.operate(Operate(what="sleep", level=level))
         return json_reply(Sleeping(True))
 
+    @access("operator")
     async def wake_up(self, request: web.Request) -> web.Response:
         """Returns when the engine takes requests again.  The request's body is not read.  Raises RequestError."""
         refuse_foreign_page(request)
         await self._operations.operate(Operate(what="wake_up"))
         return json_reply(Sleeping(False))
 
+    @access("operator")
     async def is_sleeping(self, request: web.Request) -> web.Response:
         return json_reply(Sleeping(self._backend.ingress.asleep))
 
@@ -88,6 +94,7 @@ class SettingsRoutes:
         return self._backend.operations
 
 
+@access("operator")
 async def refuse_settings(request: web.Request) -> web.StreamResponse:
     """Refuse what is for one engine, where several are served.  Raises RequestError: 404."""
     raise _operations_off()

@@ -9,10 +9,11 @@ from pathlib import Path
 
 from aiohttp import hdrs, web
 
+from server.access import access
+
 FOLDER = Path(__file__).parents[1] / "page"
 TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
 FILES = "/page/{name}"
-SITE_ROUTES = frozenset({"/", FILES})
 HEADERS = {
     # Its own files and its own API, nothing else: no inline code, no other host, in no other page's frame.
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
@@ -32,9 +33,11 @@ class Site:
         self._files = {file.name: (file.read_bytes(), TYPES[file.suffix]) for file in sorted(FOLDER.iterdir())}
         self._tags = {name: f'"{hashlib.sha256(data).hexdigest()[:16]}"' for name, (data, _) in self._files.items()}
 
+    @access("open")
     async def index(self, request: web.Request) -> web.Response:
         return self._give(request, "index.html")
 
+    @access("open")
     async def file(self, request: web.Request) -> web.Response:
         name = request.match_info["name"]
         if name not in self._files:

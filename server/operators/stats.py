@@ -15,6 +15,7 @@ from aiohttp import web
 from engine.kv.outline import OutlinedNode
 from engine.messages import Finish
 from engine.scheduling.meter import Distribution, Meter, StepRecord
+from server.access import access
 from server.backend import Backend
 from server.clients import Clients
 from server.http.exchange import EXCHANGE
@@ -114,6 +115,7 @@ class StatsRoute:
         self._version = version
         self._shows_text = shows_text
 
+    @access("operator")
     async def get(self, request: web.Request) -> web.Response:
         """Answer within a few milliseconds, whatever the engine holds."""
         seen = await self._monitor.look(meter=True, board=True)

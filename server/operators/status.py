@@ -3,8 +3,8 @@
 Owns: what they say.  Does not know: how the server comes into these states; the configuration as a whole, which is not
 a client's business.
 /health is 200 as long as the process can do its work, now or soon; /ready only while it takes requests.
-/health_generate generates a token, and answers whether it came: that costs a step, so it needs the key like any
-request; /ready costs nothing and knows of a stall as well.
+/health_generate generates a token, before all that waits, and answers whether it came: it is an operator's, and one
+probe runs at a time, whose answer all that wait share.  /ready costs nothing and knows of a stall as well.
 """
 
 import asyncio
@@ -14,14 +14,15 @@ import msgspec
 from aiohttp import web
 from msgspec import UNSET, UnsetType
 
-from engine.actors.admission import RETRY_LATER_S, unavailable
+from engine.actors.admission import RETRY_LATER_S, check_admission, unavailable
 from engine.actors.snapshot import Gauges
 from engine.checkpoints.pooling import GENERATING, Kind, Pooling
 from engine.messages import Finish, RequestOptions
 from engine.types.errors import RequestError
 from engine.types.params import Method, SamplingParams
+from server.access import access
 from server.backend import Backend, Ingress, Stream
-from server.clients import CLIENT, Clients
+from server.clients import Clients
 from server.generate.generation import MAX_CHOICES
 from server.http.replies import error_response, json_reply
 
@@ -103,6 +104,7 @@ class StatusRoutes:
         self._clients = clients
         self._version = version
 
+    @access("open")
     async def health(self, request: web.Request) -> web.Response:
         error = unavailable(self._ingress)
         if error is None or error.code in LIVE:
@@ -113,6 +115,7 @@ class StatusRoutes:
             return error_response(error)
         return json_reply(self._with_gauges(LIVE[error.code]))
 
+    @access("open")
     async def ready(self, request: web.Request) -> web.Response:
         error = unavailable(self._ingress)
         if error is None:
@@ -121,9 +124,11 @@ class StatusRoutes:
             return error_response(error)
         return json_reply({"status": "ready"})
 
+    @access("client")
     async def version(self, request: web.Request) -> web.Response:
         return json_reply({"version": self._version})
 
+    @access("operator")
     async def info(self, request: web.Request) -> web.Response:
         card, limits, gauges = self._card, self._clients.limits, (await self._monitor.look()).gauges
         return json_reply(
@@ -144,6 +149,7 @@ class StatusRoutes:
             )
         )
 
+    @access("client")
     async def model(self, request: web.Request) -> web.Response:
         card = self._card
         defaults = card.chat_defaults or None
@@ -156,6 +162,7 @@ class StatusRoutes:
             )
         )
 
+    @access("operator")
     async def load(self, request: web.Request) -> web.Response:
         gauges = (await self._monitor.look()).gauges
         return json_reply(Load(self._ingress.num_open, gauges.num_running, gauges.num_waiting))
@@ -184,32 +191,40 @@ def trouble(ingress: Ingress, gauges: Gauges) -> RequestError | None:
 
 
 class ProbeRoute:
-    """Handles the probe.  pooling: what the model is for."""
+    """Handles the probe, of which one runs at a time.  pooling: what the model is for."""
 
-    def __init__(self, pooling: Pooling = GENERATING, limit_s: float = PROBE_LIMIT_S) -> None:
+    def __init__(self, clients: Clients, pooling: Pooling = GENERATING, limit_s: float = PROBE_LIMIT_S) -> None:
+        self._clients = clients
+        self._probe: asyncio.Task[Finish] | None = None
         methods: dict[Kind, Method] = {"generate": "", "embed": "last", "classify": "classify"}
         self._params = ONE_TOKEN.replace(pooling=methods[pooling.kind])
         self._limit_s = limit_s
 
+    @access("operator")
     async def get(self, request: web.Request) -> web.Response:
-        """Generate a token, or what the model gives in its place.
+        """Generate a token, or what the model gives in its place; all that wait for it get the same answer.
 
         Raises RequestError: 503 if nothing came, 429 if the queue is full."""
-        client = request[CLIENT]
-        client.check_admission()
-        stream = client.open(PROBE_PROMPT, self._params, FIRST, counted=False)
+        if self._probe is None or self._probe.done():
+            check_admission(self._clients.ingress, self._clients.limits.max_requests)
+            stream = self._clients.ingress.open(PROBE_PROMPT, self._params, FIRST)
+            self._probe = asyncio.create_task(self._run(stream), name="probe")
+        finish = await asyncio.shield(self._probe)
+        if finish == Finish.ABORT:
+            raise RequestError("the probe was aborted", status=503, code="aborted", retry_after_s=RETRY_LATER_S)
+        return json_reply({"status": "ok"})
+
+    async def _run(self, stream: Stream) -> Finish:
+        """Returns how it has ended.  Raises RequestError (503) if nothing came."""
         try:
             async with asyncio.timeout(self._limit_s):
-                finish = await _end_of(stream)
+                return await _end_of(stream)
         except TimeoutError:
             raise RequestError(
                 f"no token within {self._limit_s:g} s", status=503, code="stalled", retry_after_s=RETRY_LATER_S
             ) from None
         finally:
             stream.close()
-        if finish == Finish.ABORT:
-            raise RequestError("the probe was aborted", status=503, code="aborted", retry_after_s=RETRY_LATER_S)
-        return json_reply({"status": "ok"})
 
 
 async def _end_of(stream: Stream) -> Finish:

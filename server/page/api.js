@@ -14,6 +14,14 @@ export function setKey(key) {
   sessionStorage.setItem(KEY, key);
 }
 
+// A server on a laptop prints the page's address with a key behind it, which no browser sends anywhere.
+export function takeKey() {
+  const found = /^#key=([\w-]+)$/.exec(location.hash);
+  if (!found) return;
+  setKey(found[1]);
+  history.replaceState(null, "", location.pathname + location.search);
+}
+
 export function hasKey() {
   return sessionStorage.getItem(KEY) !== null;
 }

@@ -1,6 +1,6 @@
 // Puts the page together: views, theme, key, and the one timer that asks for news.
 
-import { getModels, getStats, hasKey, setKey } from "/page/api.js";
+import { getModels, getStats, hasKey, setKey, takeKey } from "/page/api.js";
 import { EngineView } from "/page/engine.js";
 import { explainTerms } from "/page/help.js";
 import { Load } from "/page/load.js";
@@ -12,6 +12,7 @@ const byId = (id) => document.getElementById(id);
 const EVERY_MS = 1000;
 const THEME = "callboard-theme";
 
+takeKey();
 let model = "";
 let chosen = null; // of several models and adapters, as the server lists it
 let models = null; // until the server has said which there are

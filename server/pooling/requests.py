@@ -33,7 +33,8 @@ class PooledFields(msgspec.Struct, frozen=True, kw_only=True):
     """What all of them take.  truncate_prompt_tokens: a longer prompt loses its end; -1 for what fits.
 
     use_activation: false for what the model gives before the last function (of length 1, softmax, sigmoid).
-    normalize, softmax, activation: what vLLM called it for one kind of model each."""
+    normalize, softmax, activation: what vLLM called it for one kind of model each.
+    add_special_tokens: may be false for token ids and conversations alone."""
 
     model: str | None = None
     truncate_prompt_tokens: Int | None = None
@@ -45,6 +46,7 @@ class PooledFields(msgspec.Struct, frozen=True, kw_only=True):
     normalize: bool | None = None
     softmax: bool | None = None
     activation: bool | None = None
+    add_special_tokens: bool | None = None
 
     @property
     def activated(self) -> bool:
@@ -108,6 +110,8 @@ class PooledTranslator:
     ) -> Generation:
         """counted: the field that has the prompts.  Raises RequestError."""
         self._translator.check_model(body.model)
+        if body.add_special_tokens is False and (counted != "input" or any(isinstance(one, str) for one in prompts)):
+            raise FieldError("add_special_tokens", "false, but texts are read with the tokenizer's own; send token ids")
         if len(prompts) > MAX_INPUTS:
             raise FieldError(counted, f"{len(prompts)} of them; at most {MAX_INPUTS} are allowed in one request")
         options = self.requests.options(body.truncate_prompt_tokens, body.priority or 0, body.cache_salt or "")

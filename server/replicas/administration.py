@@ -12,6 +12,7 @@ from aiohttp import web
 from yarl import URL
 
 from engine.settings.sections import ServerSection
+from server.access import access
 from server.http.body import collect
 from server.http.exchange import EXCHANGE, REQUEST_ID_HEADER, refuse_foreign_page
 from server.http.replies import error_body
@@ -60,6 +61,7 @@ class FleetAdministration:
         self._replicas = replicas
         self._session = session
 
+    @access("client")
     async def abort(self, request: web.Request) -> web.Response:
         """POST /abort_request: aborted is what some replica had, unknown is what none has."""
         answers = await self._ask_all(request)
@@ -70,11 +72,13 @@ class FleetAdministration:
         whole = AbortAnswer(num_aborted=sum(one.num_aborted for one in told), unknown=unknown)
         return web.Response(body=msgspec.json.encode(whole), content_type=JSON)
 
+    @access("client")
     async def reset(self, request: web.Request) -> web.Response:
         """POST /reset_prefix_cache: done if all have done it."""
         refuse_foreign_page(request)
         return _worst(await self._ask_all(request))
 
+    @access("client")
     async def explain(self, request: web.Request) -> web.Response:
         """GET /explain/{id}: what a replica says that had the request; times are those that it took there."""
         answers = await self._ask_all(request)

@@ -20,6 +20,7 @@ from prometheus_client.registry import Collector
 
 from engine.scheduling.board import FIRST_ROW
 from engine.scheduling.meter import SPAN_S
+from server.access import access
 from server.http.replies import json_reply
 from server.replicas.administration import Answer, ask_all
 from server.replicas.replica import Group, Replicas, State, unavailable
@@ -38,6 +39,7 @@ class Observation:
         self._session = session
         self._own = own
 
+    @access("operator")
     async def metrics(self, request: web.Request) -> web.Response:
         """Answer in the format that the scraper asks for: also where no replica answers."""
         told = await self._ask_all(request)
@@ -47,6 +49,7 @@ class Observation:
         encode, content_type = choose_encoder(request.headers.get("Accept", ""))
         return web.Response(body=encode(registry), headers={"Content-Type": content_type})
 
+    @access("operator")
     async def stats(self, request: web.Request) -> web.Response:
         """What all say, as one; each one's own is in ``replicas``.  Raises RequestError (503) if none answers."""
         told = {name: msgspec.json.decode(body) for name, body in (await self._ask_all(request)).items()}

@@ -10,9 +10,10 @@ from what the client has of it.
 
 import asyncio
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from http import HTTPStatus
+from types import MappingProxyType
 from urllib.parse import unquote
 
 import aiohttp
@@ -24,6 +25,7 @@ from yarl import URL
 from engine.actors.admission import CHARS_PER_TOKEN
 from engine.settings.sections import ServerSection
 from engine.types.errors import RequestError
+from server.access import access
 from server.clients import LEAST_OUTPUT, Charge, Rates
 from server.http.body import JSON_TYPE, ROUTED_TYPE, collect, is_object, media_type
 from server.http.exchange import CLIENT_LEFT, EXCHANGE, REQUEST_ID_HEADER, USAGE_HEADER
@@ -44,6 +46,7 @@ NOT_SENT_ON = frozenset(
 )  # fmt: skip
 TRY_ELSEWHERE = frozenset({429, 503})  # this one is full or leaving; another one may not be
 REFUSED = frozenset({*range(400, CLIENT_LEFT), 503})  # before anything was done for a prompt, unless there is a usage
+NO_HEADERS: Mapping[str, str] = MappingProxyType({})
 EVENT_STREAM = "text/event-stream"
 MOST_LOSSES = 3  # of replicas, in one stream: it may be what ends them
 GO_ON_WITHIN_S = 30.0
@@ -51,10 +54,13 @@ CONNECT_TIMEOUT_S = 5.0
 LOOK_EVERY_S = 0.2
 
 
-def new_session() -> aiohttp.ClientSession:
-    """What requests are sent on with.  Generating takes as long as its server's limits let it; reaching it does not."""
+def new_session(headers: Mapping[str, str] = NO_HEADERS) -> aiohttp.ClientSession:
+    """What requests are sent on with.  headers: of each.
+
+    Generating takes as long as its server's limits let it; reaching it does not."""
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S)
-    return aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout, auto_decompress=False)
+    connector = aiohttp.TCPConnector(limit=0)
+    return aiohttp.ClientSession(connector=connector, timeout=timeout, auto_decompress=False, headers=headers)
 
 
 class Proxy:
@@ -76,10 +82,12 @@ class Proxy:
         self._rates = rates
         self._go_on_within_s = go_on_within_s
 
+    @access("client")
     async def handle(self, request: web.Request) -> web.StreamResponse:
         """Send a request on.  Raises RequestError if no replica can answer."""
         return await self.send_on(request, await collect(request, self._server))
 
+    @access("client")
     async def generate(self, request: web.Request) -> web.StreamResponse:
         """Send on what costs tokens: they are counted, and a stream outlives its replica.
 

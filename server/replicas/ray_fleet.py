@@ -7,19 +7,21 @@ import asyncio
 import logging
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
 import uvloop
 
 from engine.config import Config, build_config
+from engine.settings.sections import ServerSection
 from engine.types.errors import ConfigError
 from server.backend import Backend
 from server.http.listener import bind, url_of
 from server.keys import read_keys
 from server.model_card import ModelCard
 from server.replicas.router import route
+from server.replicas.secret import FleetSecret, require_secret, with_hashed_keys
 
 log = logging.getLogger(__name__)
 
@@ -34,16 +36,35 @@ def serve_on_ray(config: Config, size: int) -> None:
         raise ConfigError("placement.ingress = 'process': a replica has its HTTP with it; use 'inline' here")
     with bind(config.server.host, config.server.port) as listener:
         fleet = RayFleet(config, size)
-        print(f"router of {size} replicas at {url_of(listener)}; GET /replicas says how they are", flush=True)
+        where = url_of(listener, config.server.scheme)
+        print(f"router of {size} replicas at {where}; GET /replicas says how they are", flush=True)
         uvloop.run(route(config, fleet, listener))
+
+
+def host_of_replica(server: ServerSection, host: str) -> str:
+    """Returns where a replica listens.  Raises ConfigError for an address beyond loopback where clients need no key.
+
+    It is asked where the replica is: nodes join, and Ray moves actors, after the router has started."""
+    if host != LOOPBACK and not server.needs_key:
+        raise ConfigError(f"a replica at {host} listens on its network: set server.api_key or server.key_file")
+    return host
+
+
+def config_of_replicas(config: Config) -> bytes:
+    """Returns the configuration as Ray gets to keep it: with digests for keys, and without what replicas need not."""
+    server = with_hashed_keys(config.server).without_tls
+    placement = msgspec.structs.replace(config.placement, cluster_key="")
+    return msgspec.json.encode(msgspec.structs.replace(config, server=server, placement=placement))
 
 
 class EngineReplica:
     """One engine and its HTTP server.  Ray makes an actor of it; when the engine ends, so does the actor's process.
 
-    config: as JSON.  on_node: Ray's id of the router's node; there loopback is enough."""
+    config: as JSON, without secrets.  on_node: Ray's id of the router's node; there loopback is enough.
+    digest: of the fleet's secret."""
 
-    def __init__(self, config: bytes, on_node: str) -> None:
+    def __init__(self, config: bytes, on_node: str, digest: str) -> None:
+        self._digest = digest
         self._config = build_config(Config(), msgspec.json.decode(config))
         self._on_node = on_node
         self._url: str | None = None
@@ -70,12 +91,12 @@ class EngineReplica:
         from server.run.app import create_runner
 
         here = ray.get_runtime_context().get_node_id() == self._on_node
-        host = LOOPBACK if here else ray.util.get_node_ip_address()
         config = self._config
+        host = host_of_replica(config.server, LOOPBACK if here else ray.util.get_node_ip_address())
         system = System(config)
         backend = Backend(system.ingress, system.monitor, ModelCard.of(system, config.server), system.codec)
         with bind(host, 0) as listener:
-            runner = create_runner(config.server, config.limits, backend)
+            runner = create_runner(config.server, config.limits, backend, guard=require_secret(self._digest))
             await runner.listen(listener)
             self._url = url_of(listener)
             self._listening.set()
@@ -106,8 +127,10 @@ class RayFleet:
         node = ray.get_runtime_context().get_node_id()
         # What a client may use in a minute is counted once, by the router.
         limits = msgspec.structs.replace(config.limits, requests_per_minute=0, tokens_per_minute=0)
-        encoded = msgspec.json.encode(msgspec.structs.replace(config, limits=limits))
-        self._new_actor: Callable[[], Any] = lambda: actor.remote(encoded, node)
+        secret = FleetSecret()
+        self.headers: Mapping[str, str] = secret.headers
+        encoded = config_of_replicas(msgspec.structs.replace(config, limits=limits))
+        self._new_actor: Callable[[], Any] = lambda: actor.remote(encoded, node, secret.digest)
         self._actors = [self._new_actor() for _ in range(size)]
         log.info("ray: %d replicas on %d nodes", size, len(ray.nodes()))
 

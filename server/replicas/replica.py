@@ -5,7 +5,7 @@ Owns: each one's state, the choice, watching them.  Does not know: how one is st
 
 import asyncio
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
@@ -43,9 +43,10 @@ class State(Enum):
 
 
 class Fleet(Protocol):
-    """What runs the replicas, each known by its number."""
+    """What runs the replicas, each known by its number.  headers: what they want with each request."""
 
     size: int
+    headers: Mapping[str, str]
 
     async def url(self, number: int) -> str:
         """Where the replica listens.  Waits until it has been started, or started again."""

@@ -15,8 +15,9 @@ from aiohttp import web
 
 from engine.config import Config
 from engine.types.errors import RequestError
+from server.access import access, check_access
 from server.anthropic.objects import ERROR_FORMATS
-from server.clients import Rates, require_key
+from server.clients import Rates
 from server.http.connection import HttpRunner
 from server.http.exchange import Traffic, note_route, refuse_foreign_page
 from server.http.replies import json_reply
@@ -66,6 +67,7 @@ class RouterRoutes:
         self._replicas = replicas
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
+    @access("operator")
     async def all(self, request: web.Request) -> web.Response:
         """GET /replicas."""
         replicas = self._replicas
@@ -75,6 +77,7 @@ class RouterRoutes:
         ]
         return json_reply(ReplicasBody(rows, replicas.num_requests, replicas.num_with_prefix))
 
+    @access("operator")
     async def drain(self, request: web.Request) -> web.Response:
         """POST /replicas/{name}/drain: 202, and the replica ends when its requests have."""
         refuse_foreign_page(request)
@@ -85,6 +88,7 @@ class RouterRoutes:
             state = replica.state
         return self._accepted(replica, state)
 
+    @access("operator")
     async def undrain(self, request: web.Request) -> web.Response:
         """POST /replicas/{name}/undrain: 202, and the replica takes requests again, or is started again."""
         refuse_foreign_page(request)
@@ -96,6 +100,7 @@ class RouterRoutes:
         await self._replicas.undrain(replica)
         return self._accepted(replica, replica.state)
 
+    @access("operator")
     async def restart(self, request: web.Request) -> web.Response:
         """POST /replicas/restart and /replicas/{name}/restart: 202; all of them one after another, or one."""
         refuse_foreign_page(request)
@@ -128,18 +133,21 @@ class RouterRoutes:
     def _accepted(self, replica: Replica, state: State) -> web.Response:
         return json_reply({"name": replica.name, "state": state.value}, status=202)
 
+    @access("open")
     async def ready(self, request: web.Request) -> web.Response:
         """GET /ready: whether a replica could take a request."""
         if not any(one.state is State.READY for one in self._replicas.all):
             raise unavailable("no replica is ready", "not_ready")
         return json_reply({"status": "ready"})
 
+    @access("open")
     async def health(self, request: web.Request) -> web.Response:
         """GET /health: that the router answers, and its replicas' states."""
         states = {one.name: one.state.value for one in self._replicas.all}
         return json_reply({"status": "ok", "replicas": states})
 
 
+@access("operator")
 async def refuse_adapters(request: web.Request) -> web.StreamResponse:
     """Raise RequestError (400): a name that one replica knows alone would be there for some requests only."""
     reason = "replicas serve the adapters that they find in lora.folder as they start: put it there, then restart them"
@@ -177,16 +185,14 @@ async def route(config: Config, fleet: Fleet, listener: socket.socket) -> None:
 async def routing(config: Config, fleet: Fleet, listener: socket.socket) -> AsyncIterator[Replicas]:
     """Let the router listen for as long as the context lasts; gives the replicas."""
     server = config.server
-    async with new_session() as session, AsyncExitStack() as stack:
+    async with new_session(fleet.headers) as session, AsyncExitStack() as stack:
         affinity = PrefixAffinity()
         replicas = Replicas(fleet, session, affinity, server.drain_timeout_s)
         observation = Observation(replicas, session, lambda: routed(replicas))
         routes, proxy = RouterRoutes(replicas), Proxy(server, replicas, session, affinity, Rates(config.limits))
         administration = FleetAdministration(server, replicas, session)
         keys = Keys(server)
-        app = web.Application(
-            middlewares=[note_route(ERROR_FORMATS), *([require_key(keys)] if server.needs_key else [])]
-        )
+        app = web.Application(middlewares=[note_route(ERROR_FORMATS), check_access(keys)])
         app.add_routes(
             [
                 web.get("/health", routes.health),

@@ -15,6 +15,7 @@ from msgspec import UnsetType
 from engine.messages import Delta, Finish
 from engine.types.errors import FieldError, RequestError
 from engine.types.prompt import ChatOptions
+from server.access import access
 from server.generate.endpoint import Endpoint, Writer
 from server.generate.generation import Generation
 from server.generate.output import Output, UsageBody, UsageCounter
@@ -85,6 +86,7 @@ class Responses(Endpoint[ResponsesBody]):
         return ResponsesWriter(body, generation, usage, body.model)
 
 
+@access("client")
 async def refuse_stored(request: web.Request) -> web.StreamResponse:
     """Answer whatever is asked about a response that was given before.  Raises RequestError: 404."""
     raise RequestError(

@@ -10,7 +10,9 @@ import msgspec
 from msgspec import Meta
 
 from server.openai.requests import (
+    MAX_PARTS,
     MAX_TOOLS,
+    MAX_TURNS,
     ContentPart,
     FunctionName,
     GenerationBody,
@@ -87,7 +89,7 @@ class InputItem(msgspec.Struct, frozen=True):
 
     type: Short | None = None
     role: str | None = None
-    content: str | list[ContentPart] | None = None
+    content: str | Annotated[list[ContentPart], Meta(max_length=MAX_PARTS)] | None = None
     id: Short | None = None
     call_id: Short | None = None
     name: Short | None = None
@@ -103,7 +105,7 @@ class InputItem(msgspec.Struct, frozen=True):
 class ResponsesBody(GenerationBody, frozen=True, kw_only=True):
     """POST /v1/responses.  Sampling fields as in the other endpoints."""
 
-    input: str | list[InputItem]
+    input: str | Annotated[list[InputItem], Meta(max_length=MAX_TURNS)]
     instructions: str | None = None
     max_output_tokens: TokenCount | None = None
     text: TextOptions | None = None

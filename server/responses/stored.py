@@ -17,6 +17,7 @@ from msgspec import structs
 from engine.settings.sections import ServerSection
 from engine.types.errors import CallboardError, FieldError
 from engine.types.params import MAX_SEED
+from server.access import access
 from server.clients import CLIENT, ClientRequest, Clients
 from server.generate.generation import Generation, Origin
 from server.generate.pace import Pace
@@ -87,6 +88,7 @@ class StoredResponses:
 
     # ---- routes -----------------------------------------------------------------------------
 
+    @access("client")
     async def post(self, request: web.Request) -> web.StreamResponse:
         """Answer a request, or take one for later.  Raises RequestError as any generating route, 404 and 507."""
         request[CLIENT].check_admission()
@@ -123,12 +125,14 @@ class StoredResponses:
         self._begin(response.id, owner)
         return json_reply(response)
 
+    @access("client")
     async def get(self, request: web.Request) -> web.Response:
         """Give a response as it is now.  Raises RequestError: 400, 404."""
         if request.query.get("stream", "false") not in ("false", "0"):
             raise FieldError("stream", "events are not stored; ask without it", code="unsupported_parameter")
         return json_reply(await self._table.get(owner_of(request), request.match_info["id"]))
 
+    @access("client")
     async def delete(self, request: web.Request) -> web.Response:
         """Let go of a response, and make it no more.  Raises RequestError: 404."""
         response_id = request.match_info["id"]
@@ -136,6 +140,7 @@ class StoredResponses:
         self._end(response_id)
         return json_reply(Deleted(response_id, "response"))
 
+    @access("client")
     async def cancel(self, request: web.Request) -> web.Response:
         """Make a response of the background no more.  Raises RequestError: 400, 403, 404."""
         refuse_foreign_page(request)
@@ -144,6 +149,7 @@ class StoredResponses:
         self._end(response_id)
         return json_reply(response)
 
+    @access("client")
     async def input(self, request: web.Request) -> web.Response:
         """List what a response was the answer to, the last first.  Raises RequestError: 400, 404."""
         asked = Asked.by(request.query, default=LISTED, most=MAX_LISTED)

@@ -8,16 +8,18 @@ from typing import Any
 
 import msgspec
 from aiohttp import web
+from aiohttp.typedefs import Middleware
 
 from engine.actors.operations import SettingsChanged
 from engine.pooling import check_task
 from engine.settings.sections import LimitsSection, ServerSection, StorageSection
 from engine.text.codec import TextCodec
+from server.access import access, check_access
 from server.adapters import Adapters
 from server.anthropic.endpoint import CountRoute, Messages
 from server.anthropic.objects import COUNT, ERROR_FORMATS
 from server.backend import Backend
-from server.clients import OPEN_ROUTES, CacheSalts, Clients, require_key
+from server.clients import CacheSalts, Clients
 from server.generate.endpoint import Endpoint
 from server.generate.route import GenerateRoute
 from server.http.connection import HttpRunner
@@ -39,7 +41,7 @@ from server.operators.profiling import ProfileRoutes
 from server.operators.recording import PATH as RECORDING
 from server.operators.recording import RecordingRoute
 from server.operators.settings import SettingsRoutes
-from server.operators.site import FILES, SITE_ROUTES, Site
+from server.operators.site import FILES, Site
 from server.operators.stats import StatsRoute
 from server.operators.status import ProbeRoute, StatusRoutes
 from server.operators.traces import Traces, open_provider
@@ -67,9 +69,11 @@ def create_runner(
     adapters: Adapters | None = None,
     *,
     storage: StorageSection = NO_STORAGE,
+    guard: Middleware | None = None,
 ) -> HttpRunner:
     """Returns aiohttp's runner for the whole API, to be set up on the event loop that ingress runs on.
 
+    guard: what every request must pass first.
     salts: None for new ones.  adapters: None for those of the model's card.  Raises ConfigError for a folder of
     ``storage`` that cannot be used."""
     version = own_version()
@@ -89,7 +93,8 @@ def create_runner(
     keys = Keys(server)
     middlewares = [
         note_route(ERROR_FORMATS),
-        *([require_key(keys, OPEN_ROUTES | SITE_ROUTES)] if server.needs_key else []),
+        *([] if guard is None else [guard]),
+        check_access(keys),
         clients.middleware,
     ]
     if traces is not None:
@@ -148,6 +153,7 @@ def _pooled_endpoints(translator: PooledTranslator) -> dict[str, Endpoint[Any]]:
 def refused(endpoint: Endpoint[Any], card: ModelCard) -> Handler:
     """Returns the handler of an endpoint that the model is not for.  It raises RequestError: 400."""
 
+    @access("client")
     async def refuse(request: web.Request) -> web.StreamResponse:
         check_task(card.pooling, endpoint.task)
         raise AssertionError(f"{card.name} serves {endpoint.task}")
@@ -181,7 +187,7 @@ def _operators_routes(server: ServerSection, backend: Backend, clients: Clients,
         *(web.get(path, status.info) for path in ("/server_info", "/get_server_info")),
         *(web.get(path, status.model) for path in ("/model_info", "/get_model_info")),
         web.get("/load", status.load),
-        web.get("/health_generate", ProbeRoute(backend.card.pooling).get),
+        web.get("/health_generate", ProbeRoute(clients, backend.card.pooling).get),
         web.get("/stats", stats.get),
         web.get(EXPLAIN, ExplainRoute(backend, clients).get),
         *administration_routes(administration.abort, administration.reset),

@@ -21,7 +21,7 @@ from engine.actors.actor import Actor, Link
 from engine.actors.admission import RETRY_LATER_S
 from engine.actors.ingress import Ingress
 from engine.actors.operations import Operated
-from engine.actors.snapshot import GetSnapshot, RequestsFinished, Snapshot, Subscribe
+from engine.actors.snapshot import NO_VIEWS, GetSnapshot, RequestsFinished, Snapshot, Subscribe, Views
 from engine.messages import Abort, Failed, Profile, Stop, Tokenize
 from engine.plugins.manager import Plugins
 from engine.plugins.observers import Observers
@@ -75,7 +75,7 @@ class RemoteMonitor:
         self._observers: Observers | None = None
 
     async def look(
-        self, *, meter: bool = False, board: bool = False, explain: tuple[int, ...] = (), patience_s: float = 1.0
+        self, *, meter: bool = False, board: bool = False, views: Views = NO_VIEWS, patience_s: float = 1.0
     ) -> Snapshot:
         """Returns what the engine's own monitor sees.  Raises RequestError: 503 if it does not answer in time."""
         if len(self._asked) >= MAX_ASKED:
@@ -84,7 +84,7 @@ class RemoteMonitor:
         answer: asyncio.Future[Snapshot] = asyncio.get_running_loop().create_future()
         self._asked[number] = answer
         try:
-            self._engine.put(GetSnapshot(number=number, meter=meter, board=board, explain=explain))
+            self._engine.put(GetSnapshot(number=number, meter=meter, board=board, views=dict(views)))
             async with asyncio.timeout(patience_s):
                 snapshot = await answer
         except TimeoutError:

@@ -5,6 +5,7 @@ Owns: the words.  Does not know: how the engine was started.
 
 import json
 import logging
+import sys
 from typing import TYPE_CHECKING, Any
 
 from engine.checkpoints.pooling import Kind
@@ -24,8 +25,10 @@ FIRST_REQUESTS: dict[Kind, tuple[str, dict[str, Any]]] = {
 }
 
 
-def greet(system: "System", url: str, *, needs_key: bool, took_s: float) -> None:
-    """Print it to standard output, as an object where logs are objects."""
+def greet(system: "System", url: str, *, needs_key: bool, token: str = "", took_s: float) -> None:
+    """Print it to standard output, as an object where logs are objects.
+
+    token: opens the operators' routes on this machine; it is printed on a terminal alone, for the page."""
     kind = system.spec.pooling.kind
     path, fields = FIRST_REQUESTS[kind]
     toy = about(system.num_parameters)
@@ -41,4 +44,5 @@ def greet(system: "System", url: str, *, needs_key: bool, took_s: float) -> None
         said = log.makeRecord(log.name, logging.INFO, "", 0, ready, (), None, extra={FIELDS: {"url": url, "try": curl}})
         print(JSONFormatter().format(said), flush=True)
     else:
-        print(f"\n{ready}\ntry:\n  {curl}\n", flush=True)
+        page = f"page:\n  {url}/#key={token}\n" if token and sys.stdout.isatty() else ""
+        print(f"\n{ready}\n{page}try:\n  {curl}\n", flush=True)

@@ -9,6 +9,7 @@ import msgspec
 from aiohttp import web
 
 from engine.control.changeover import Outcome
+from server.access import access
 from server.anthropic.objects import MessageError, MessageEvent, MessageObject, TokenCountAnswer
 from server.anthropic.requests import CountBody, MessagesBody
 from server.batches.objects import BatchBody, BatchObject
@@ -194,6 +195,7 @@ def openapi_handler(version: str) -> Handler:
     """Returns the handler of GET /openapi.json."""
     body = msgspec.json.encode(document(version))
 
+    @access("client")
     async def handle(request: web.Request) -> web.Response:
         return web.Response(body=body, content_type=JSON)
 

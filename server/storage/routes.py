@@ -9,6 +9,7 @@ from aiohttp import web
 
 from engine.settings.sections import ServerSection
 from engine.types.errors import FieldError, RequestError
+from server.access import access
 from server.http.exchange import EXCHANGE, Handler, refuse_foreign_page
 from server.http.replies import json_reply
 from server.storage.files import Deleted, FileObject, Files
@@ -25,6 +26,7 @@ LEAST_EXPIRY_S, MOST_EXPIRY_S = 3600, 2_592_000
 FORM_BYTES = 64 << 10  # that a multipart body may have beside its file
 
 
+@access("client")
 async def refuse_storage(request: web.Request) -> web.StreamResponse:
     """Answer for every file and batch where none is kept.  Raises RequestError: 404."""
     raise RequestError(
@@ -60,6 +62,7 @@ class FileRoutes:
             web.get(one + "/content", self.content),
         ]
 
+    @access("client")
     async def create(self, request: web.Request) -> web.Response:
         """Store a file.  Raises RequestError: 400, 403, 408, 413, 415 or 507."""
         refuse_foreign_page(request)  # a form of another site's page could be sent without asking first
@@ -89,20 +92,24 @@ class FileRoutes:
             await self._files.add(owner, file, part)
         return json_reply(file)
 
+    @access("client")
     async def all(self, request: web.Request) -> web.Response:
         """Tell of the client's files.  Raises RequestError: 400."""
         asked = Asked.by(request.query, default=MAX_LISTED, most=MAX_LISTED)
         return json_reply(await self._files.listed(owner_of(request), asked, request.query.get("purpose")))
 
+    @access("client")
     async def get(self, request: web.Request) -> web.Response:
         """Tell of one.  Raises RequestError: 404."""
         return json_reply(await self._files.get(owner_of(request), request.match_info["id"]))
 
+    @access("client")
     async def content(self, request: web.Request) -> web.StreamResponse:
         """Give what is in one.  Raises RequestError: 404."""
         file = await self._files.get(owner_of(request), request.match_info["id"])
         return web.FileResponse(self._store.content(file.id), headers={"Content-Type": "application/octet-stream"})
 
+    @access("client")
     async def delete(self, request: web.Request) -> web.Response:
         """Let go of one.  Raises RequestError: 404, 409."""
         file_id = request.match_info["id"]

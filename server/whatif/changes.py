@@ -10,6 +10,7 @@ import msgspec
 
 from engine.config import Config, with_overrides
 from engine.plugins.deciders import plugin_policy, plugin_strategy
+from engine.plugins.features import FeatureContext, planner_features
 from engine.plugins.manager import Plugins
 from engine.scheduling.planner import Planner
 from engine.scheduling.rows import PlannerLimits
@@ -41,7 +42,8 @@ class Case:
         plugins = self.config.plugins
         chosen = Plugins({"eviction": plugins.eviction, "policy": plugins.policy}, (), plugins.options)
         strategy = plugin_strategy(chosen, self.config, self.limits.num_pages)
-        return Planner(self.limits, strategy, plugin_policy(chosen, self.config), clock)
+        features = planner_features(FeatureContext(self.config, None, 0))
+        return Planner(self.limits, strategy, plugin_policy(chosen, self.config), clock, features=features)
 
 
 def as_recorded(head: TraceHead, name: str = "as it was") -> Case:

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 
 from engine.actors.executor import Executor
-from engine.kv.store import PageFetcher
+from engine.actors.runner import Answer, Runner
 from engine.messages import FetchPages, PagesFetched, Step, StepDone, Stop
 from engine.types.errors import WeightsError
+from engine.types.notices import Message
 from engine.workers.messages import WorkerReady
 from tests.pace import far
 
@@ -31,12 +32,11 @@ class FakePending:
 
 
 @dataclass
-class FakeRunner:
+class FakeRunner(Runner):
     """Notes the threads and the order of launches; ``slow`` pretends that a device works on."""
 
     slow: bool = False
     num_pages: int = 7
-    stored: PageFetcher | None = None
     launched: list[int] = field(default_factory=list)
     threads: set[str] = field(default_factory=set)
     has_left: bool = False
@@ -105,38 +105,36 @@ async def test_steps_run_in_order_on_one_thread_and_every_result_comes_back(slow
         await task
 
 
-class HangingStore:
-    """A store that never gives anything."""
+class Answering(FakeRunner):
+    """A device that answers a message on a thread of its own."""
 
-    def fetch(self, message: FetchPages, answer: Callable[[PagesFetched], None]) -> None:
-        self.answer = answer
-
-    def give_up(self, fetch_id: int) -> None:
-        self.answer(PagesFetched(rank=0, fetch_id=fetch_id, num_pages=0))
-
-    def close(self) -> None:
-        pass
+    def receive(self, message: Message, answer: Answer) -> None:
+        assert isinstance(message, FetchPages)
+        fetched = PagesFetched(rank=0, fetch_id=message.fetch_id, num_pages=3)
+        threading.Thread(target=answer, args=(fetched,)).start()
 
 
-async def test_a_fetch_is_given_up_in_time_and_steps_go_on_meanwhile() -> None:
-    async with with_executor(lambda: FakeRunner(stored=HangingStore())) as (executor, collected, task):
+async def test_a_message_that_is_no_step_goes_to_the_runner_and_its_answer_comes_back() -> None:
+    async with with_executor(Answering) as (executor, collected, task):
         await collected.wait_for(1)
         executor.inbox.put(FetchPages(fetch_id=5, parent=b"", tokens=b"", timeout_s=0.05))
-        executor.inbox.put(Step(step_id=0))
-        _, done, fetched = await collected.wait_for(3)
-        assert (done.step_id, fetched) == (0, PagesFetched(rank=0, fetch_id=5, num_pages=0))
+        assert (await collected.wait_for(2))[1] == PagesFetched(rank=0, fetch_id=5, num_pages=3)
         executor.inbox.put(Stop())
         await task
 
 
-class Timeline:
+def test_a_runner_takes_no_messages_unless_it_says_so() -> None:
+    with pytest.raises(AssertionError, match="takes no FetchPages"):
+        FakeRunner().receive(FetchPages(fetch_id=5, parent=b"", tokens=b"", timeout_s=0.05), list[Any]().append)
+
+
+class Timeline(Runner):
     """A device with a clock of its own: a step takes until the next one is queued behind it, or until none has come
     for so long that none will; then it has idled.
 
     num_overlapped: steps that were queued while the one before them ran."""
 
     num_pages = 7
-    stored = None
 
     def __init__(self, num_steps: int) -> None:
         self.num_overlapped = 0

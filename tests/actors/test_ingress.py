@@ -220,7 +220,7 @@ async def test_a_request_without_a_token_is_told_to_come_back_and_one_with_some_
         ([2**70], "invalid_value", "list of token ids"),
         ([1] * 33, "context_length_exceeded", "33 tokens, the context is 32"),
         ("x" * 257, "context_length_exceeded", "257 characters; at most 256"),
-        ((ChatTurn("user", "x" * 257),), "context_length_exceeded", "257 characters"),
+        ((ChatTurn("user", "x" * 257),), "context_length_exceeded", "261 characters"),
     ],
 )
 async def test_a_bad_prompt_is_refused_before_any_work(prompt: Any, code: str, said: str) -> None:

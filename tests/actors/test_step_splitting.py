@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine.actors.runner import Runner
 from engine.actors.step_splitting import IN_PARTS, StepSplitter, halves, merged, num_tokens, together
-from engine.execution.runner import extras_by_row
+from engine.execution.launched_step import extras_by_row
 from engine.messages import Logprobs, PromptLogprobs, Step, StepDone, StepExtras
 from engine.types.errors import StepTooLarge
 from tests.scheduling.bench import Bench, prompt_of
@@ -35,11 +36,10 @@ class Done:
         return self.result
 
 
-class TightRunner:
+class TightRunner(Runner):
     """A device with room for ``most`` tokens in a step."""
 
     num_pages = 64
-    stored = None
 
     def __init__(self, device: FakeDevice, most: int) -> None:
         self.device = device
@@ -191,6 +191,6 @@ SAMPLES = {
 
 @pytest.mark.parametrize("name", [field.name for field in msgspec.structs.fields(StepExtras)])
 def test_every_field_of_the_extras_stays_whichever_part_of_the_step_has_it(name: str) -> None:
-    extras = extras_by_row(**{name: {2: SAMPLES[name]}})
+    extras = extras_by_row({name: {2: SAMPLES[name]}})
     assert extras == {2: StepExtras(**{name: SAMPLES[name]})}
     assert together(extras[2], StepExtras()) == together(StepExtras(), extras[2]) == extras[2]

@@ -23,9 +23,10 @@ from engine.plugins.attention.flashinfer.staging import StagingRing
 from engine.plugins.attention.xqa import XQAAttention
 from engine.plugins.declaration import read_declaration
 from engine.plugins.manager import BUILTIN
+from engine.plugins.proof.attention import check_case
+from engine.plugins.proof.attention_cases import AttentionCase
 from engine.plugins.support.paging import windows_of
-from engine.plugins.testing.attention import check_case
-from engine.plugins.testing.attention_cases import AttentionCase, attention_cases
+from engine.plugins.testing.attention_cases import attention_cases
 from tests.attention.fake_device import FakeStream
 from tests.attention.fake_flash_attn import FakeFlashAttention
 from tests.attention.fake_flashinfer import fake_flashinfer

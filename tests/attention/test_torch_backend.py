@@ -1,6 +1,5 @@
 """The torch backend against the definition of attention, with everything it must not read poisoned by NaN."""
 
-import shutil
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -17,6 +16,7 @@ from engine.layers.kv_pool import KVPool, Layout
 from engine.plugins.attention import torch as backend_module
 from engine.plugins.attention.torch import TorchAttention, callboard_attention_backend
 from engine.plugins.hookspecs import AttentionContext
+from engine.settings.own_kernels import c_compiler
 from engine.types.errors import PluginError
 from tests.attention.reference import attend_one
 
@@ -221,7 +221,7 @@ def test_scores_that_are_far_apart_are_weighed_as_torch_weighs_them():
     check(case, 1e-4)
 
 
-@pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler")
+@pytest.mark.skipif(not c_compiler(), reason="there is no C compiler")
 def test_pages_of_float32_are_attended_in_c_and_others_by_torch():
     factory, spec = callboard_attention_backend(context()), spec_of(4, 2, 8)
 

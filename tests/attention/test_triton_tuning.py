@@ -1,9 +1,9 @@
 """Tuning of the triton backend: its host side, with a clock of the test's own and kernels that only note launches."""
 
-import logging
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 
@@ -25,16 +25,13 @@ from engine.plugins.attention.triton.trials import tune, use_known
 from engine.plugins.attention.triton.tuning import (
     TileTable,
     bucket,
-    load_table,
+    kept_table,
     nearest,
-    save_table,
     size_key,
-    table_path,
 )
 from tests.attention.recorded_launches import H200, Recorder
 
 CPU = torch.device("cpu")
-TOO_MANY = b'{"decode": {"a": {"block_keys": 64, "num_warps": 4, "num_stages": 2, "programs": 9}}}'
 DECODE, PREFILL = DecodeTiles(64, 4, 3, 3), PrefillTiles(128, 64, 8, 3)
 
 
@@ -139,62 +136,36 @@ def test_the_interpreter_is_not_tuned(recorder: Recorder) -> None:
     assert recorder.launches == []
 
 
-def test_the_file_is_of_one_gpu_one_triton_and_these_kernels(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_table_is_of_one_gpu_one_triton_and_these_kernels(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    first = table_path("NVIDIA H200")
-    assert first is not None
-    assert first.parent == tmp_path / "callboard" / "attention.triton"
+    first = kept_table("NVIDIA H200").path
     monkeypatch.setattr(tuning.triton, "__version__", "9.9")
-    paths = {first, table_path("NVIDIA H200"), table_path("NVIDIA A100-SXM4")}
+    paths = {first, kept_table("NVIDIA H200").path, kept_table("NVIDIA A100-SXM4").path}
     (tmp_path / "source").mkdir()
     (tmp_path / "source" / "decode.py").write_text("other kernels")
     monkeypatch.setattr(tuning, "__file__", str(tmp_path / "source" / "tuning.py"))
-    paths.add(table_path("NVIDIA H200"))
+    paths.add(kept_table("NVIDIA H200").path)
     assert len(paths) == 4
-    assert any(path is not None and "NVIDIA_A100_SXM4-9.9-" in path.name for path in paths)
+    assert any(path is not None and "NVIDIA_A100_SXM4_9_9-" in path.name for path in paths)
 
 
-def test_without_a_home_nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_home() -> Path:
-        raise RuntimeError("Could not determine home directory.")
-
-    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    monkeypatch.setattr(tuning.Path, "home", no_home)
-    assert table_path("NVIDIA H200") is None
-    save_table(None, TileTable())
-    assert load_table(None) == TileTable()
-
-
-def test_a_table_survives_the_file(tmp_path: Path) -> None:
-    path = tmp_path / "callboard" / "tiles.json"
+def test_a_table_survives_the_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     table = TileTable({"a": DECODE}, {"b": PREFILL})
-    save_table(path, table)
-    assert load_table(path) == table
-    assert [one.name for one in path.parent.iterdir()] == ["tiles.json"]
+    kept_table("NVIDIA H200").keep(table)
+    assert kept_table("NVIDIA H200").load() == table
 
 
-@pytest.mark.parametrize(
-    "content",
-    [b"", b"\xff\x00", b'{"decode": {"a', b'{"decode": {"a": {"block_keys": 64}}}', b'{"other": 1}', b"[]", TOO_MANY],
-)
-def test_a_broken_file_is_ignored_with_a_line_in_the_log(
-    tmp_path: Path, content: bytes, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("tiles", [{"block_keys": 64}, {"block_keys": 64, "num_warps": 4, "programs": 9}])
+def test_a_table_of_other_fields_is_not_used(
+    tiles: dict[str, int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    path = tmp_path / "tiles.json"
-    path.write_bytes(content)
-    assert load_table(path) == TileTable()
-    assert f"tiles in {path} are not used: " in caplog.text
-
-
-def test_a_file_that_cannot_be_written_or_read_is_a_line_in_the_log(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    (tmp_path / "file").write_text("in the way")
-    save_table(tmp_path / "file" / "tiles.json", TileTable())
-    assert "tiles are not kept for the next start: " in caplog.text
-    assert load_table(tmp_path) == TileTable()
-    assert "are not used: " in caplog.text
-    assert all(record.levelno == logging.WARNING for record in caplog.records)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    kept = kept_table("NVIDIA H200")
+    assert kept.path is not None
+    kept.path.parent.mkdir(parents=True)
+    kept.path.write_bytes(msgspec.json.encode({"about": "", "results": {"decode": {"a": tiles}}}))
+    assert kept.load() is None
 
 
 def test_sizes_go_in_powers_of_four() -> None:

@@ -16,7 +16,8 @@ import numpy as np
 import pytest
 import torch
 
-from engine.execution.runner import LaunchedStep, ModelRunner
+from engine.execution.launched_step import LaunchedStep
+from engine.execution.runner import ModelRunner
 from engine.graphs import compiled
 from engine.layers.attention import AttentionFactory, AttentionSpec
 from engine.layers.kv_pool import KVPool

@@ -61,8 +61,8 @@ def test_ids_that_the_model_does_not_have_are_left_out_and_named(tmp_path: Path,
     assert spec.eos_token_ids == (2, 258)
     config, generation = tmp_path / "config.json", tmp_path / "generation_config.json"
     assert [record.getMessage() for record in caplog.records] == [
-        f"{config}: eos_token_id has 41 ids past the model's last, 258; left out: {', '.join(map(str, many[:8]))}",
-        f"{generation}: eos_token_id has 1 ids past the model's last, 258; left out: 1099511627776",
+        f"{config}: eos_token_id has 41 ids past the model's last, 258; ignored: {', '.join(map(str, many[:8]))}",
+        f"{generation}: eos_token_id has 1 ids past the model's last, 258; ignored: 1099511627776",
     ]
 
 

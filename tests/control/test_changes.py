@@ -45,7 +45,7 @@ def test_what_differs_is_named(tables: Tables, found: dict[str, Changed]) -> Non
 
 
 def test_no_secret_is_told() -> None:
-    told = changes(Config(), build_config(Config(), {"server": {"api_key": "sk-secret"}}))
+    told = changes(Config(), build_config(Config(), {"server": {"api_key": "sk-secret-and-long"}}))
     assert [(one.key, one.before, one.after) for one in told] == [("server.api_key", "***", "***")]
     assert b"sk-secret" not in msgspec.json.encode(told)
 

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from engine.actors.executor import PendingStep
+from engine.actors.runner import PendingStep
 from engine.actors.step_splitting import StepSplitter
 from engine.messages import Step
 from tests.pace import far

@@ -6,7 +6,7 @@ import pytest
 
 from callboard import LLM, SamplingParams
 from engine.types.errors import PluginError
-from tests.engine.test_kv_store import serve
+from tests.features.kv_store.test_engine import serve
 from tests.models.checkpoints import build, random_tokens, save
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)

@@ -13,17 +13,17 @@ import torch
 from transformers import PreTrainedModel
 
 from engine.actors.stream import Stream
-from engine.checkpoints.adapter import read_adapter
 from engine.config import Config, build_config
 from engine.control.changeover import Changeover, Road
 from engine.control.system import System
+from engine.features.lora.files import read_adapter
+from engine.features.speculation.payoff import Payoff
 from engine.messages import Finish, RequestOptions
 from engine.plugins.proposer.ngram import NgramProposer
-from engine.scheduling.payoff import Payoff
 from engine.types.errors import ConfigError
 from engine.types.params import SamplingParams
-from tests.adapters.made import greedy, make_adapter, merged
 from tests.engine.held_steps import hold_steps
+from tests.features.lora.made import greedy, make_adapter, merged
 from tests.models.checkpoints import VOCAB, build, configuration, random_tokens, reference_logits, save
 from tests.pace import far
 from tests.scheduling.liars import Everything, Liar, LiarSession

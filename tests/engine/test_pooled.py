@@ -169,7 +169,7 @@ def test_a_language_model_scores_pairs_by_two_tokens(reranker: tuple[Path, Any, 
         fits = len(tokenizer("Q: sum (True)\nD: def add\nfits:", add_special_tokens=False).input_ids)
         cut = llm.score("sum", ["def add" + " again" * 5000], truncate_prompt_tokens=fits)
         assert cut == pytest.approx(llm.score("sum", ["def add"]), abs=1e-6)
-        with pytest.raises(RequestError, match="the query and what goes around it have more tokens"):
+        with pytest.raises(RequestError, match="the query and the text around it have more tokens"):
             llm.score("sum", documents, truncate_prompt_tokens=3)
 
 

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from callboard import LLM, SamplingParams
+from engine.features.speculation.payoff import Payoff
 from engine.plugins.proposer.ngram import NgramProposer
-from engine.scheduling.payoff import Payoff
 from server.operators.verify import Way, verify_numerics
 from tests.engine.test_invariance import BASE, BY_NAME
 from tests.models.checkpoints import build, random_tokens, save

@@ -193,7 +193,7 @@ def test_frequencies_of_llama_3_are_those_of_their_tensor(tmp_path: Path) -> Non
         ({"rope_freqs.weight": llama3_divisors().astype(np.float16)}, "has type F16, expected F32"),
         (
             {"rope_freqs.weight": llama3_divisors(), "rope.scaling.type": "yarn"},
-            "scaling.type is 'yarn', expected none beside 'rope_freqs.weight'",
+            "scaling.type is 'yarn', expected none with 'rope_freqs.weight'",
         ),
     ],
 )
@@ -330,7 +330,7 @@ def entry(name: bytes, *sizes: int) -> bytes:
         (file_of(8, LLAMA, entry(b"token_embd.weight")), "there is no matrix 'token_embd.weight'"),
         (file_of(8, LLAMA, entry(b"token_embd.weight", 1 << 32, 1 << 32)), "cannot reshape array of size 0"),
         (file_of(8, LLAMA, entry(b"token_embd.weight", 1 << 40, 64)), "it is truncated"),
-        (file_of(8, LLAMA, entry(b"../../escaped.weight", 4)), "'../../escaped.weight' is none that is known"),
+        (file_of(8, LLAMA, entry(b"../../escaped.weight", 4)), "'../../escaped.weight' is not known"),
     ],
 )
 def test_hostile_files_end_in_one_line(file: bytes, said: str, tmp_path: Path, cache: Path) -> None:

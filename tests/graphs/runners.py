@@ -13,7 +13,8 @@ import numpy as np
 
 from engine.config import Config, build_config
 from engine.control.system import System
-from engine.execution.runner import LaunchedStep, ModelRunner
+from engine.execution.launched_step import LaunchedStep
+from engine.execution.runner import ModelRunner
 from engine.messages import Admission, Step
 from engine.plugins.manager import Plugins
 from engine.startup import loading

@@ -2,6 +2,7 @@
 
 import operator
 import os
+import shutil
 from dataclasses import replace
 
 import pytest
@@ -120,7 +121,7 @@ def test_a_step_past_the_largest_size_runs_the_compiled_pieces(cases: Cases, mon
     batch = {"long": random_tokens(SIZES[-1] + 3, 1)}
     expected = plain.step(batch)["long"]
     monkeypatch.setattr(type(driver.plain), "forward", lambda *_: pytest.fail("the model itself was run"))
-    assert torch.equal(driver.step(batch)["long"], expected)
+    assert torch.equal(driver.step(batch)["long"], expected)  # bits of the same calls of torch, made twice
     assert driver.compiled.num_compilations == known == 3
 
 
@@ -159,7 +160,7 @@ def test_a_pass_that_fails_or_breaks_a_piece_is_named(direct, change, said):
 def test_operations_that_a_model_does_not_have_are_told(direct, caplog):
     driver = direct(named=["callboard_test::halves"])
     driver.step({"a": random_tokens(5, 1)})
-    assert "graphs: the model calls no callboard_test::halves, which it was to be split at" in caplog.messages
+    assert "graphs: the model never calls callboard_test::halves, so it is not split there" in caplog.messages
 
 
 def test_two_models_do_not_share_a_trace(cases: Cases, direct):
@@ -265,6 +266,7 @@ def residual_by_kernel(piece):
         piece.graph.erase_node(node)
 
 
+@pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="inductor finds no C++ compiler")
 @pytest.mark.filterwarnings("ignore")  # what a compiler says of itself
 def test_inductor_pieces_give_the_eager_logits(cases: Cases, monkeypatch, tmp_path):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))

@@ -391,8 +391,6 @@ def rank_runner(model, comm, device=None, recorder=None):
         graphs=device or HostDevice(),
         model=model,
         pool=pool,
-        host_pool=None,
-        stored=None,
         attention=attention,
         piecewise=None,
         whole_decodes=graphs,

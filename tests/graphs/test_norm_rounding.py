@@ -97,6 +97,7 @@ def passed(function: Piece) -> GraphModule:
 
 
 def compare(function: Piece, piece: GraphModule) -> None:
+    """The bits are those of the same calls of torch, since ``callboard.add_norm_round`` makes them on a CPU."""
     ours, theirs = inputs(), inputs()
     for found, expected in zip((*piece(*ours), *ours), (*function(*theirs), *theirs), strict=True):
         assert torch.equal(found.float(), expected.float())
@@ -161,7 +162,7 @@ def test_a_model_in_float8_is_traced_and_keeps_its_numbers(tmp_path: Path) -> No
     batch = {"a": random_tokens(5, 1)}
     with torch.inference_mode():
         found, expected = (one.step(batch)["a"] for one in (driver, Driver(driver.plain, page_size=4, num_pages=100)))
-    assert torch.equal(found, expected)
+    assert torch.equal(found, expected)  # bits of the same calls of torch, made twice
     # The first piece has a norm that nothing is added before; the last one ends with the residual stream.
     outputs = [ROUND, ADD_NORM_ROUND, ROUND]
     assert seen == [[ROUND], [*outputs, ADD_NORM_ROUND], outputs]

@@ -66,7 +66,7 @@ def server(folder: Path, *, delay_s: float = 0.0, limits: LimitsSection | None =
     return LiveServer(
         FakeIngress(delay_s=delay_s),
         storage=storage(folder, **changed),
-        server=ServerSection(api_key=("mine", "yours")),
+        server=ServerSection(api_key=("mine", "yours"), operator_key="an operator's"),
         limits=limits,
     )
 
@@ -370,19 +370,19 @@ def test_a_key_that_is_gone_takes_its_streams_along(tmp_path: Path, caplog: pyte
 def test_a_key_that_is_changed_keeps_its_streams_as_it_keeps_what_is_stored(tmp_path: Path) -> None:
     path, keys = STREAMS["completion"][0], tmp_path / "keys.toml"
     section = ServerSection(key_file=str(keys))
-    keys.write_text('[clients]\nalice = "old"\nbob = "other"\n')
+    keys.write_text('[clients]\nalice = "old-------------"\nbob = "other-----------"\n')
     with LiveServer(storage=storage(tmp_path / "first"), server=section) as live:
-        events = events_of(ask(live, path, STREAMS["completion"][1], key="old"))
-        keys.write_text('[clients]\nalice = "new"\nbob = "other"\n')
+        events = events_of(ask(live, path, STREAMS["completion"][1], key="old-------------"))
+        keys.write_text('[clients]\nalice = "new-------------"\nbob = "other-----------"\n')
         time.sleep(1.1)  # the file is looked at once a second
-        assert events_of(rejoin(live, 2, key="new")) == events[2:]
-        assert [rejoin(live, 2, key=key).status for key in ("old", "other")] == [401, 404]
+        assert events_of(rejoin(live, 2, key="new-------------")) == events[2:]
+        assert [rejoin(live, 2, key=key).status for key in ("old-------------", "other-----------")] == [401, 404]
     folder = crash(tmp_path / "first", tmp_path / "second", 4)
-    keys.write_text('[clients]\nalice = "newest"\nbob = "other"\n')
+    keys.write_text('[clients]\nalice = "newest----------"\nbob = "other-----------"\n')
     with LiveServer(storage=storage(folder), server=section) as live:
-        again = rejoin(live, 2, key="newest")
+        again = rejoin(live, 2, key="newest----------")
         assert len(events_of(again)) == len(events) - 2
-        assert rejoin(live, 2, key="other").status == 404
+        assert rejoin(live, 2, key="other-----------").status == 404
 
 
 def test_what_a_client_may_have_open_counts_streams_that_run_on(tmp_path: Path) -> None:
@@ -406,7 +406,7 @@ def test_a_journal_that_cannot_be_written_is_no_reason_to_refuse(
         assert b"id: " not in plain.body, "what cannot be rejoined has no ids"
         assert rejoin(live, 1, name="b").status == 404
         assert events_of(rejoin(live, 1)) == first[1:], "from memory"
-        metrics = ask(live, "/metrics").body
+        metrics = ask(live, "/metrics", key="an operator's").body
         assert b"callboard_journal_failing 1.0" in metrics
 
 

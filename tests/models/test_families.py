@@ -15,7 +15,7 @@ from engine.checkpoints.shape import DecoderShape
 from engine.plugins.declaration import read_declaration
 from engine.plugins.manager import BUILTIN
 from engine.plugins.model.transformers import callboard_model
-from engine.plugins.testing.findings import ConformanceError
+from engine.plugins.proof.findings import ConformanceError
 from engine.plugins.testing.model import check_model
 from tests.models.checkpoints import NOT_PLAIN, build
 from tests.models.through_transformers import KINDS, architecture_of, build_kind, has_experts, num_ranks

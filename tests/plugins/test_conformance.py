@@ -18,9 +18,11 @@ from engine.plugins.kv_store.files import FileStore
 from engine.plugins.logits_processor.no_repeat_ngram import NoRepeatNgram
 from engine.plugins.manager import BUILTIN, Plugins
 from engine.plugins.observer.log import RequestAndPageLog, RequestLog
+from engine.plugins.proof.attention import check_case
+from engine.plugins.proof.attention_cases import AttentionCase
 from engine.plugins.proposer import suffix
-from engine.plugins.testing.attention import check_case, through_hook
-from engine.plugins.testing.attention_cases import AttentionCase, attention_cases
+from engine.plugins.testing.attention import through_hook
+from engine.plugins.testing.attention_cases import attention_cases
 from engine.plugins.testing.comm import check_comm
 from engine.plugins.testing.eviction import check_eviction_strategy
 from engine.plugins.testing.grammar import check_grammar_engine

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from engine.config import Config, build_config
-from engine.kv.store import DIGEST_BYTES, PageRecords
+from engine.features.kv_store.records import DIGEST_BYTES, PageRecords
 from engine.plugins.hookspecs import KVStoreContext
 from engine.plugins.kv_store.files import FileStore, callboard_kv_store
 from engine.types.errors import ConfigError, PluginError

@@ -16,17 +16,19 @@ from engine.layers.attention import AttentionBackend, AttentionBatch, AttentionS
 from engine.layers.kv_pool import KVPool
 from engine.plugins.attention.torch import TorchAttention
 from engine.plugins.declaration import Declaration, Multiples
+from engine.plugins.proof import comm as comm_proof
+from engine.plugins.proof.attention_cases import trial_cases
+from engine.plugins.proof.findings import ConformanceError, Findings
+from engine.plugins.proof.reference import attend
 from engine.plugins.testing import attention as kit
 from engine.plugins.testing import comm as comm_kit
 from engine.plugins.testing import promises
 from engine.plugins.testing.attention import check_attention_backend
-from engine.plugins.testing.attention_cases import attention_cases, trial_cases
+from engine.plugins.testing.attention_cases import attention_cases
 from engine.plugins.testing.comm import check_comm
 from engine.plugins.testing.eviction import check_eviction_strategy
-from engine.plugins.testing.findings import ConformanceError, Findings
 from engine.plugins.testing.kv_store import check_kv_store
 from engine.plugins.testing.policy import check_scheduling_policy
-from engine.plugins.testing.reference import attend
 from engine.plugins.testing.threads import ThreadComm
 from engine.scheduling.policy import Waiting
 from tests.attention.reference import attend_one
@@ -495,7 +497,7 @@ def test_a_broken_group_is_named(kind: type[ThreadComm], said: str, monkeypatch:
         return [kind(rank, posted, barrier) for rank in range(size)]
 
     monkeypatch.setattr(comm_kit, "TIMEOUT_S", 3.0)
-    monkeypatch.setattr(comm_kit, "SHAPES", ((5, 7),))
+    monkeypatch.setattr(comm_proof, "SHAPES", ((5, 7),))
     with pytest.raises(ConformanceError, match=said):
         check_comm(group, sizes=[3])
 

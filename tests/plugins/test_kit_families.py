@@ -12,7 +12,7 @@ from engine.checkpoints.shape import AttentionShape, DecoderShape
 from engine.layers.self_attention import SelfAttention
 from engine.plugins.hookspecs import ModelContext
 from engine.plugins.model.qwen3 import callboard_model
-from engine.plugins.testing.findings import ConformanceError
+from engine.plugins.proof.findings import ConformanceError
 from engine.plugins.testing.model import check_model
 from tests.models.checkpoints import build
 

@@ -14,8 +14,8 @@ from torch import Tensor
 from engine.kv.events import KVEvent
 from engine.plugins.hookspecs import GrammarContext, hookimpl
 from engine.plugins.options import Options
+from engine.plugins.proof.findings import ConformanceError, Findings
 from engine.plugins.testing import promises
-from engine.plugins.testing.findings import ConformanceError, Findings
 from engine.plugins.testing.grammar import check_grammar_engine
 from engine.plugins.testing.logits_processor import check_logits_processor
 from engine.plugins.testing.observer import check_observer

@@ -28,7 +28,7 @@ from engine.plugins.hookspecs import LinearContext
 from engine.plugins.linear import fbgemm_fp16, fbgemm_int8, onednn, panels, torch_fp8, torch_int4, triton_int8
 from engine.plugins.linears import INVARIANT, PREFERRED, check_linear_fits, linear_context
 from engine.plugins.manager import BUILTIN, Plugins
-from engine.plugins.testing.findings import ConformanceError
+from engine.plugins.proof.findings import ConformanceError
 from engine.plugins.testing.linear import check_linear
 from engine.plugins.testing.steps import Driver
 from engine.startup.linear_race import Race
@@ -139,7 +139,7 @@ def test_float16_takes_what_it_does_not_round_and_leaves_the_rest_to_onednn() ->
 AS_WITH_AVX2 = """
 from engine.plugins.declaration import read_declaration
 from engine.plugins.linear import fbgemm_int8
-from engine.plugins.testing.findings import ConformanceError
+from engine.plugins.proof.findings import ConformanceError
 from engine.plugins.testing.linear import check_linear
 
 declares = read_declaration(fbgemm_int8.__name__)
@@ -169,13 +169,15 @@ def test_float16_gives_the_same_bits_through_both_doors(rows: int) -> None:
     seed = torch.Generator().manual_seed(1)
     weight, x = torch.randn(48, 32, generator=seed), torch.randn(rows, 32, generator=seed)
     directly, by_schema = (fbgemm_fp16.HalfWeight(weight, one()) for one in (fbgemm_fp16.direct, fbgemm_fp16.by_schema))
-    assert torch.equal(directly(x, None), by_schema(x, None))
+    assert torch.equal(directly(x, None), by_schema(x, None))  # bits of one call of FBGEMM, made twice
 
 
 @needs_avx2
 @pytest.mark.parametrize("cut_by", [0, 3])
 def test_float16_pads_rows_where_blocks_of_few_give_other_bits(cut_by: int) -> None:
-    """cut_by: last rows of a number that is no multiple of six, which get other bits: as with AVX2, or 0 for none."""
+    """cut_by: last rows of a number that is no multiple of six, which get other bits: as with AVX2, or 0 for none.
+
+    It relies on FBGEMM, whose blocks of six rows have the same bits wherever they are."""
     pack, product = fbgemm_fp16.direct()
 
     def with_other_bits(x, packed):
@@ -357,8 +359,11 @@ class Counted:
         self.num_packed += 1
 
 
-def test_kernels_are_measured_once_and_only_for_models_worth_it(tmp_path: Path) -> None:
-    race = Race(torch.device("cpu"), torch.float32, tmp_path / "cache" / "linear.json")
+def test_kernels_are_measured_once_and_only_for_models_worth_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    race = Race(torch.device("cpu"), torch.float32)
     assert race.seconds({"a": Counted()}, [(64, 64)]) == {}
     kernels = {"a": Counted(), "b": Counted()}
     shapes = [(1024, 1024), (1024, 600)]
@@ -367,7 +372,8 @@ def test_kernels_are_measured_once_and_only_for_models_worth_it(tmp_path: Path) 
     assert all(0 < one < 1 for one in first.values())
     assert race.seconds(kernels, shapes) == first
     assert {kernel.num_packed for kernel in kernels.values()} == {2}
-    (tmp_path / "cache" / "linear.json").write_text("{")
+    (kept,) = (tmp_path / "callboard" / "measured").iterdir()
+    kept.write_text("{")
     race.seconds(kernels, shapes)
     assert {kernel.num_packed for kernel in kernels.values()} == {4}
 
@@ -375,7 +381,8 @@ def test_kernels_are_measured_once_and_only_for_models_worth_it(tmp_path: Path) 
 def test_what_one_kind_of_gpu_is_best_at_is_not_taken_for_another(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    race = Race(torch.device("cuda"), torch.bfloat16, tmp_path / "linear.json")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    race = Race(torch.device("cuda"), torch.bfloat16)
     took = {"H100": {"a": 1.0}, "L40S": {"b": 2.0}}
     for name in ("H100", "L40S"):
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: name)

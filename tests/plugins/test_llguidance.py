@@ -296,6 +296,17 @@ def test_bombs_end_in_bounded_time(engine: LLGuidance, name: str) -> None:
     assert time.process_time() - started < LIMIT_S
 
 
+def test_a_grammar_that_can_be_read_in_ever_more_ways_ends_its_request() -> None:
+    """Each token takes longer than the one before."""
+    engine = LLGuidance(GrammarContext(VOCAB, PIECES, SPECIAL, [EOS], options={"max_items_in_row": 200}))
+    matcher = engine.compile(Grammar("ebnf", 'root ::= root root root | root root | "a" | "aa" | "aaa"')).matcher()
+    mask = np.zeros(-(-VOCAB // 32), dtype=np.int32)
+    with pytest.raises(GrammarFailure, match="items; max is 200"):
+        for _ in range(1900):
+            matcher.consume(ord("a"))
+            matcher.fill(mask)
+
+
 def test_compiled_grammars_are_kept_within_a_size() -> None:
     built = []
 

@@ -177,7 +177,7 @@ async def test_no_event_is_recorded_when_nobody_is_told(checkpoint: Path, spies:
         await system.ingress.open(random_tokens(40, 0), GREEDY).collect()
         planner = system.scheduler._planner
         assert planner is not None
-        assert planner._page_manager._tree._events is None
+        assert planner.pages.tree._events is None
     import counting
 
     assert len(counting.requests) == 1

@@ -8,7 +8,7 @@ import pytest
 from engine.config import Config, build_config
 from engine.plugins.manager import BUILTIN
 from engine.plugins.parsers import plugin_formats
-from engine.plugins.testing.findings import ConformanceError
+from engine.plugins.proof.findings import ConformanceError
 from engine.plugins.testing.parsers import check_reasoning_parser, check_tool_parser
 from engine.plugins.tool_parser.hermes import HermesFormat, HermesParser
 from engine.text.call_reader import CallReader

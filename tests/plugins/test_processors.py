@@ -155,7 +155,7 @@ def test_one_that_fails_ends_the_requests_that_asked_for_it_alone(
             assert [np.frombuffer(one.token_ids, dtype=np.int32).tolist() for one in (first, second)] == expected[:2]
             assert isinstance(failed, RequestError)
             assert failed.code == "nonfinite_logits"
-            assert "plugin logits_processor.odd failed; the requests that asked for it end" in caplog.text
+            assert "plugin logits_processor.odd failed; the requests that use it end" in caplog.text
             assert said in caplog.text
 
 

@@ -125,7 +125,7 @@ def test_a_compiler_traces_it_once_for_any_number_of_rows(product: None) -> None
         traced = torch.compile(lambda x: packed(x, None), backend=look, fullgraph=True, dynamic=True)
         for rows in (5, 8):
             x = numbers(rows, 256, seed=rows)
-            assert torch.equal(traced(x), packed(x, None))
+            assert torch.equal(traced(x), packed(x, None))  # bits of one call of torch, made twice
     assert traces == [["callboard::round_rows", "callboard::multiply_blocks"]]
 
 

@@ -27,7 +27,7 @@ EOS = 3
 PAGE = 4
 NUM_PAGES = 96
 SIZES: dict[str, Any] = {"max_running": 8, "max_len": 160}
-SECRET = "sesame"
+SECRET = "sesame, open now"
 
 
 class Mailman:
@@ -63,10 +63,17 @@ class Driver:
         self._rng = random.Random(seed)
         limits = PlannerLimits(
             **SIZES, max_step_tokens=64, prefill_chunk=16, page_size=PAGE, num_pages=0, eos_token_ids=(EOS,),
-            num_host_pages=32, itl_target_s=0.02, num_slots=2,
+            num_host_pages=32, itl_target_s=0.02,
         )  # fmt: skip
         full = {kind: f"{kind}.{name}" for kind, name in names.items()}
-        given = build_config(Config(), {"kv": {"page_size": PAGE}, "server": {"api_key": SECRET}})
+        given = build_config(
+            Config(),
+            {
+                "kv": {"page_size": PAGE, "num_host_pages": 32},
+                "server": {"api_key": SECRET},
+                "lora": {"folder": "/adapters", "max_adapters": 2},
+            },
+        )
         self.blueprint = Blueprint(limits, 2, VOCAB, SIZES["max_len"], full, without_secrets(given, full))
         plugins = self.blueprint.plugins()
         self.recorder = Recorder(

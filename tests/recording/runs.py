@@ -51,11 +51,21 @@ def blueprint_of(scenario: Scenario, proposer: str = "") -> Blueprint:
     limits = PlannerLimits(
         max_running=setup.max_running, max_step_tokens=setup.max_step_tokens, prefill_chunk=setup.prefill_chunk,
         page_size=setup.page_size, num_pages=setup.num_pages, max_len=setup.max_len, eos_token_ids=setup.eos_token_ids,
-        num_host_pages=setup.num_host_pages, itl_target_s=setup.itl_target_s, store_timeout_s=setup.store_timeout_s,
-        num_slots=setup.num_slots,
+        num_host_pages=setup.num_host_pages, itl_target_s=setup.itl_target_s,
     )  # fmt: skip
     names = {"eviction": f"eviction.{setup.eviction}", "policy": f"policy.{setup.policy}"}
-    config = build_config(Config(), {"kv": {"page_size": setup.page_size}})
+    config = build_config(
+        Config(),
+        {
+            "kv": {
+                "page_size": setup.page_size,
+                "num_host_pages": setup.num_host_pages,
+                "store_timeout_s": setup.store_timeout_s or 1.0,
+            },
+            "lora": {"folder": "/adapters", "max_adapters": setup.num_slots},
+            "plugins": {"kv_store": "files" if setup.store_timeout_s else "none"},
+        },
+    )
     if proposer:
         names["proposer"] = f"proposer.{proposer}"
         return Blueprint(limits, setup.overlap, VOCAB, setup.max_len, names, config)

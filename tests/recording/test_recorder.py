@@ -84,7 +84,7 @@ def test_pages_that_nobody_uses_and_nobody_gives_back_leave_a_file(
     release = PageManager.release
 
     def leak(self: PageManager, row: int) -> None:
-        self._rows.num_pages[row] -= self._rows.num_pages[row] > self._handles[row].num_pages
+        self._table.num_pages[row] -= self._table.num_pages[row] > self._handles[row].num_pages
         release(self, row)
 
     driver.run(1)

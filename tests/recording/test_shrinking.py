@@ -100,7 +100,7 @@ def test_a_bug_that_a_change_of_settings_brings_is_found_and_the_change_stays(
 
     def noted(planner: Planner, limits: PlannerLimits) -> None:
         if limits.prefill_chunk == 8:
-            broken.append(planner._page_manager)
+            broken.append(planner.pages)
 
     def retuned(self: Planner, limits: PlannerLimits, policy: SchedulingPolicy) -> None:
         retune(self, limits, policy)

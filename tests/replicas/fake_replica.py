@@ -2,6 +2,7 @@
 
 import asyncio
 from collections import Counter
+from typing import ClassVar
 
 from aiohttp import web
 from multidict import CIMultiDictProxy
@@ -77,6 +78,8 @@ class FakeReplica:
 
 class FakeFleet:
     """See ``Fleet``."""
+
+    headers: ClassVar[dict[str, str]] = {}
 
     def __init__(self, size: int) -> None:
         self.size = size

@@ -5,7 +5,7 @@ import json
 import re
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, suppress
-from typing import Any
+from typing import Any, ClassVar
 
 import aiohttp
 import pytest
@@ -106,6 +106,8 @@ class Wire:
 
 class WiredFleet:
     """See ``Fleet``."""
+
+    headers: ClassVar[dict[str, str]] = {}
 
     def __init__(self, ports: list[int]) -> None:
         self.size = len(ports)

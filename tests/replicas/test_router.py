@@ -26,6 +26,7 @@ from server.replicas.router import GENERATING, routing
 from server.run.app import create_runner
 from tests.pace import far
 from tests.replicas.fake_replica import FakeFleet
+from tests.server.http_client import as_operator
 from tests.server.live_server import LiveServer
 
 LONG = "the quick brown fox jumps over the lazy dog. " * 40
@@ -56,7 +57,7 @@ async def routed(size: int = 2, config: Config | None = None) -> AsyncIterator[R
         port = listener.getsockname()[1]
         async with (
             routing(config or Config(), fleet, listener) as replicas,
-            aiohttp.ClientSession(f"http://127.0.0.1:{port}") as client,
+            aiohttp.ClientSession(f"http://127.0.0.1:{port}", headers=as_operator()) as client,
         ):
             one = Routed(fleet, replicas, client)
             await one.until(lambda: all(replica.state is State.READY for replica in replicas.all))

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from engine.sampling.constraints import Constraints, Masks
+from engine.sampling.constraints import BUDGET_TOKENS, Constraints, Masks
 from engine.sampling.sampler import Sampler
 from engine.text.grammar import GrammarFailure, Grammars, Mask
 from engine.types.errors import RequestError
@@ -181,6 +181,48 @@ def test_a_grammar_that_cannot_go_on_fails_its_row_alone(constraints: Constraint
         sampler.admit(row, SamplingParams(temperature=0.0, min_tokens=3), known(7), 1, [5])
     logits = torch.randn(2, VOCAB, generator=torch.Generator().manual_seed(1))
     assert sampler.sample(logits, rows(1, 0), rows(1, 1), masks).token_ids_N.tolist() == [0, -1]
+
+
+def test_a_row_whose_grammar_takes_too_long_fails_and_leaves_the_step_to_the_others(engine: CountingEngine) -> None:
+    """One row takes 30 ms a token, the others a millisecond."""
+    now = [0.0]
+    constraints = Constraints(Grammars(lambda: engine), VOCAB, CPU, lambda: now[0])
+    for row in range(3):
+        constraints.admit(row, follows(), known(7), 1)
+        constraints.rows[row].matcher.result()
+    for number, matcher in enumerate(engine.made):
+
+        def fill(mask: Mask, number: int = number, fill: Callable[[Mask], None] = matcher.fill) -> None:
+            now[0] += 0.03 if number == 1 else 0.001
+            fill(mask)
+
+        matcher.fill = fill  # type: ignore[method-assign]
+    steps, failures = 0, {}
+    while not failures and steps < BUDGET_TOKENS:
+        pending = constraints.begin(rows(0, 1, 2))
+        assert pending is not None
+        failures, steps = pending.result().failures, steps + 1
+        constraints.sampled(rows(0, 1, 2), lambda: rows(1, 1, 1))
+    assert list(failures) == [1]
+    assert "too ambiguous to follow" in failures[1]
+    assert 0 < steps < BUDGET_TOKENS / 2
+    before = now[0]
+    pending = constraints.begin(rows(0, 1, 2))
+    assert pending is not None
+    assert list(pending.result().failures) == [1]
+    assert now[0] - before < 0.01, "it costs the step nothing any more"
+
+
+def test_a_slow_token_now_and_then_is_no_reason_and_ranks_that_must_agree_count_no_time(engine: CountingEngine) -> None:
+    now = [0.0]
+    for clock, first_s in ((lambda: now[0], 0.2), (None, 9.0)):
+        constraints = Constraints(Grammars(lambda: engine), VOCAB, CPU, clock)
+        constraints.admit(0, follows(), known(7), 1)
+        constraints.rows[0].matcher.result()
+        engine.made[-1].fill = lambda mask, first_s=first_s: now.__setitem__(0, now[0] + first_s)  # type: ignore
+        pending = constraints.begin(rows(0))
+        assert pending is not None
+        assert pending.result().failures == {}
 
 
 def sampled(change: Callable[[torch.Tensor], None] = lambda logits: None, **params: float) -> list[int]:

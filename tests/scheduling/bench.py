@@ -1,15 +1,14 @@
 """A planner, a fake device and every stream that comes out: what the tests of scheduling work at."""
 
 from collections import Counter
-from functools import partial
 
 import numpy as np
 
+from engine.features.explain.timelines import Timelines
 from engine.kv.eviction import EvictionStrategy
 from engine.messages import Admit, Failed, Finish, Step
 from engine.plugins.eviction.lru import LeastRecentlyUsed
 from engine.plugins.policy.priority import MostUrgentFirst
-from engine.scheduling.drafts import Drafts
 from engine.scheduling.meter import RequestMetrics
 from engine.scheduling.planner import Planner
 from engine.scheduling.policy import SchedulingPolicy
@@ -19,6 +18,7 @@ from engine.types.notices import LossExplained
 from engine.types.params import SamplingParams
 from engine.types.prompt import Adapter, Origin
 from tests.scheduling.fake_device import VOCAB, FakeDevice, expected_output
+from tests.scheduling.features import features_of
 
 EOS = 3
 
@@ -29,14 +29,17 @@ class Bench:
     def __init__(self, *, depth: int = 2, max_running: int = 4, max_step_tokens: int = 64, prefill_chunk: int = 16,
                  page_size: int = 4, num_pages: int = 64, max_len: int = 128,
                  strategy: EvictionStrategy | None = None, policy: SchedulingPolicy | None = None,
-                 proposer: Proposer | DraftModel | None = None, **limits: object) -> None:  # fmt: skip
+                 proposer: Proposer | DraftModel | None = None, num_slots: int = 0, store_timeout_s: float = 0.0,
+                 **limits: object) -> None:  # fmt: skip
         self.now = 0.0
+        self.timelines = Timelines(lambda: self.now)
         self.planner = Planner(
             PlannerLimits(max_running, max_step_tokens, prefill_chunk, page_size, num_pages, max_len, (EOS,), **limits),
             strategy or LeastRecentlyUsed(),
             policy or MostUrgentFirst(),
             lambda: self.now,
-            None if proposer is None else partial(Drafts, proposer=proposer, vocab_size=VOCAB),
+            features=features_of(proposer, num_slots, store_timeout_s, has_host=bool(limits.get("num_host_pages"))),
+            watchers=(self.timelines,),
         )
         self.device = FakeDevice(
             max_running=max_running,
@@ -100,7 +103,7 @@ class Bench:
         self.planner.check()
         self.device.run(step)
         self.steps.append(step)
-        request_ids = self.planner._rows.request_ids
+        request_ids = self.planner.table.request_ids
         self.started += [int(request_ids[admission.row]) for admission in step.admissions]
         self.turns += request_ids[np.frombuffer(step.prefill_rows, dtype=np.int32)].tolist()
         return True

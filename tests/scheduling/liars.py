@@ -3,7 +3,7 @@
 import random
 from collections.abc import Callable, Sequence
 
-from engine.scheduling.payoff import Chance, Payoff
+from engine.features.speculation.payoff import Chance, Payoff
 
 
 class Liar:

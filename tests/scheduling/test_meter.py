@@ -23,7 +23,7 @@ def test_a_distribution_has_every_value_in_the_bucket_of_the_edge_above_it() -> 
 def test_only_the_last_steps_are_kept() -> None:
     meter = Meter(0.0)
     for number in range(NUM_RECENT_STEPS + 50):
-        meter.completed(StepRecord(number, number, number + 1, 1, 0, 0), 1, 0)
+        meter.completed(StepRecord(number, number, number + 1, 1, 0, 0, num_next=1, num_first=0))
     assert [step.step_id for step in meter.recent_steps] == list(range(50, NUM_RECENT_STEPS + 50))
     assert meter.num_steps == NUM_RECENT_STEPS + 50
     assert meter.itl_s.counts[meter.itl_s.edges.index(1.0)] == NUM_RECENT_STEPS + 50
@@ -31,12 +31,12 @@ def test_only_the_last_steps_are_kept() -> None:
 
 def test_the_past_is_kept_in_spans_that_had_steps() -> None:
     meter = Meter(0.0)
-    meter.completed(StepRecord(0, 1.0, 1.5, 3, 1, 40), 3, 1)
-    meter.completed(StepRecord(1, 2.0, 2.25, 4, 0, 0), 4, 0)
-    meter.completed(StepRecord(2, 61.0, 61.5, 2, 0, 0), 2, 0)
+    meter.completed(StepRecord(0, 1.0, 1.5, 3, 1, 40, num_next=3, num_first=1))
+    meter.completed(StepRecord(1, 2.0, 2.25, 4, 0, 0, num_next=4, num_first=0))
+    meter.completed(StepRecord(2, 61.0, 61.5, 2, 0, 0, num_next=2, num_first=0))
     assert meter.history == [Span(0, 2, 8, 40, 4, 0.75), Span(12, 1, 2, 0, 2, 0.5)]
     for number in range(20, 20 + NUM_SPANS):
-        meter.completed(StepRecord(number, number * SPAN_S, number * SPAN_S + 1, 1, 0, 0), 1, 0)
+        meter.completed(StepRecord(number, number * SPAN_S, number * SPAN_S + 1, 1, 0, 0, num_next=1, num_first=0))
     assert [span.number for span in meter.history] == list(range(20, 20 + NUM_SPANS))
 
 

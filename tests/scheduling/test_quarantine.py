@@ -14,11 +14,11 @@ def run_until_lost(bench: Bench, poison: int, at_output: int) -> bool:
     while True:
         if bench.planner.num_in_flight < bench.depth and (step := bench.planner.next_step()) is not None:
             rows = np.frombuffer(step.decode_rows + step.prefill_rows, dtype=np.int32).tolist()
-            requests = bench.planner._rows.request_ids[rows].tolist()
+            requests = bench.planner.table.request_ids[rows].tolist()
             bench.groups.append(requests)  # type: ignore[attr-defined]
             if poison in requests:
                 row = rows[requests.index(poison)]
-                samples = bench.planner._rows.num_computed[row] >= bench.prompts[poison] + at_output  # type: ignore[attr-defined]
+                samples = bench.planner.table.num_computed[row] >= bench.prompts[poison] + at_output  # type: ignore[attr-defined]
                 if samples:
                     return True
             bench.device.run(step)
@@ -93,7 +93,7 @@ def test_a_request_that_fails_wherever_it_decodes_is_found_although_each_prefill
         while True:
             if bench.planner.num_in_flight < bench.depth and (step := bench.planner.next_step()) is not None:
                 decoding = np.frombuffer(step.decode_rows, dtype=np.int32)
-                if poison in bench.planner._rows.request_ids[decoding]:
+                if poison in bench.planner.table.request_ids[decoding]:
                     break
                 bench.device.run(step)
             else:

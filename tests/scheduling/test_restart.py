@@ -154,13 +154,13 @@ def test_the_oracle_would_notice_a_page_kept_over_the_loss() -> None:
     bench = Bench()
     bench.submit(1, prompt_of(24), max_tokens=2, ignore_eos=True)
     bench.finish()
-    kept = bench.planner._page_manager._tree
+    kept = bench.planner.pages.tree
     lose_the_device(bench)
     poisoned = expected_output(prompt_of(24), 2)
     assert kept.num_cached == 0
     # As if the tree had survived: its pages would be read from a device that has never seen them.
     tree_key = kept.key(prompt_of(24)[:20])
-    insert(kept, tree_key, bench.planner._page_manager.allocator.allocate(5))
+    insert(kept, tree_key, bench.planner.pages.allocator.allocate(5))
     bench.submit(2, prompt_of(24), max_tokens=2, ignore_eos=True)
     while bench.plan() or bench.deliver():
         pass

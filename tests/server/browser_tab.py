@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from engine.scheduling.board import CACHED, FIRST_ROW, FREE, SHARED, BoardRow, Pool
+from server.local_token import make_token
 from tests.server.http_client import RawClient, http_bytes
 from tests.server.live_server import MODEL, LiveServer
 
@@ -46,8 +47,12 @@ def launched() -> Iterator["playwright.Browser"]:
 class Tab:
     """A page and everything that went wrong on it."""
 
-    def __init__(self, browser: "playwright.Browser", url: str, view: str = "", **options: object) -> None:
+    def __init__(
+        self, browser: "playwright.Browser", url: str, view: str = "", *, key: str | None = None, **options: object
+    ) -> None:
+        """key: for the page; None for this user's token, which a keyless server takes."""
         self.context = browser.new_context(**options)
+        token = make_token() if key is None else key
         self.context.set_default_timeout(10_000)
         self.page = self.context.new_page()
         self.errors: list[str] = []
@@ -55,6 +60,8 @@ class Tab:
         self.page.on("console", lambda message: self.errors.append(message.text) if message.type == "error" else None)
         self.page.on("pageerror", lambda error: self.errors.append(str(error)))
         self.page.on("request", lambda request: self.hosts.add(request.url.split("/")[2]))
+        if token:
+            self.context.add_init_script(f"sessionStorage.setItem('callboard-key', '{token}')")
         self.page.goto(f"{url}/{view}")
 
     def __enter__(self) -> "playwright.Page":

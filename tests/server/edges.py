@@ -28,6 +28,7 @@ from engine.llm import LLM
 from engine.types.errors import RequestError
 from engine.types.params import Grammar, SamplingParams
 from tests.pace import far
+from tests.server.http_client import as_operator
 from tests.workers.server import MODEL, ROOT, Server
 
 MAX_LEN = 96
@@ -301,7 +302,7 @@ async def storm(url: str, result: Result, requests: Iterator[tuple[str, dict[str
         done.set()
         await beside
         for _ in range(200):
-            async with session.get("/stats") as response:
+            async with session.get("/stats", headers=as_operator()) as response:
                 stats = await response.json()
             left = {name: stats["requests"][name] for name in ("open", "running", "waiting")}
             if not any(left.values()):

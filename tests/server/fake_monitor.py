@@ -5,13 +5,14 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 
-from engine.actors.snapshot import Gauges, MailboxGauges, Snapshot
+from engine.actors.snapshot import NO_VIEWS, Gauges, MailboxGauges, Snapshot, Views
+from engine.features.explain.explanation import Explained
+from engine.features.explain.watcher import NAME
 from engine.kv.node import Namespace
 from engine.kv.radix import RadixTree
 from engine.messages import Finish, Profile
 from engine.plugins.eviction.lru import LeastRecentlyUsed
 from engine.scheduling.board import MAX_NODES, Board, BoardRow, Pool
-from engine.scheduling.explanation import Explained
 from engine.scheduling.meter import Meter, RequestMetrics, StepRecord
 from tests.kv.inserting import insert
 from tests.server.fake_ingress import FakeIngress
@@ -36,14 +37,24 @@ class FakeMonitor:
         self._ingress = ingress
 
     async def look(
-        self, *, meter: bool = False, board: bool = False, explain: tuple[int, ...] = (), patience_s: float = 0.0
+        self, *, meter: bool = False, board: bool = False, views: Views = NO_VIEWS, patience_s: float = 0.0
     ) -> Snapshot:
         shown = Board(self.rows, 0, self.pool, self.tree.outline(MAX_NODES))
-        explained = tuple(one for one in self.explained if one.request_id in explain)
         meter_shown, board_shown = self.meter if meter else None, shown if board else Board()
         return Snapshot(
-            number=0, now=self.now, gauges=self._gauges(), meter=meter_shown, board=board_shown, explained=explained
+            number=0,
+            now=self.now,
+            gauges=self._gauges(),
+            meter=meter_shown,
+            board=board_shown,
+            views=self._views(views),
         )
+
+    def _views(self, views: Views) -> dict[str, bytes]:
+        if NAME not in views:
+            return {}
+        asked = msgspec.msgpack.decode(views[NAME])
+        return {NAME: msgspec.msgpack.encode([one for one in self.explained if one.request_id in asked])}
 
     def _gauges(self) -> Gauges:
         return msgspec.structs.replace(self._usual_gauges(), **self.changed)

@@ -6,6 +6,7 @@ import time
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from server.local_token import make_token
 from tests.pace import far
 
 
@@ -111,9 +112,19 @@ def http_bytes(method: str, path: str, body: bytes = b"", headers: Mapping[str, 
     return "\r\n".join([*lines, "", ""]).encode("latin-1") + body
 
 
+def as_operator() -> dict[str, str]:
+    """Returns the header that opens the operators' routes of a server without keys."""
+    return {"Authorization": f"Bearer {make_token()}"}
+
+
 def ask(port: int, method: str, path: str, body: Any = b"", headers: Mapping[str, str] | None = None) -> Reply:
-    """One request on a connection of its own.  A body that is not bytes is sent as JSON."""
+    """One request on a connection of its own, with the local token unless it brings a key.
+
+    A body that is not bytes is sent as JSON."""
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    given = dict(headers or {})
+    if not {"Authorization", "X-Api-Key"} & given.keys():
+        given |= as_operator()
     with RawClient(port) as client:
-        client.send(http_bytes(method, path, data, {"Connection": "close", **(headers or {})}))
+        client.send(http_bytes(method, path, data, {"Connection": "close", **given}))
         return client.read_reply()

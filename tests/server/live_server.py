@@ -7,7 +7,6 @@ from typing import Any, TypeVar
 
 import openai
 import uvloop
-from aiohttp import web
 
 from engine.settings.sections import LimitsSection, ServerSection, StorageSection
 from engine.text.codec import Formats, TextCodec
@@ -93,8 +92,7 @@ class LiveServer:
         self._loop.set_exception_handler(lambda _, context: self.loop_errors.append(context))
         self._stopping = asyncio.Event()
         self.runner = create_runner(self._server, self._limits, self.backend, storage=self._storage)
-        await self.runner.setup()
-        await web.SockSite(self.runner, self._listener, backlog=1024).start()
+        await self.runner.listen(self._listener)
         self._started.set()
         await self._stopping.wait()
         self.ingress.abort_all()

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from benchmarks.null_engine import NullSystem
-from engine.actors.executor import PendingStep, Runner
+from engine.actors.runner import PendingStep, Runner
 from engine.config import Config
 from engine.messages import Step
 from tests.server.http_client import RawClient, Reply, http_bytes
@@ -51,14 +51,13 @@ class Gate:
             self._changed.notify_all()
 
 
-class _GatedRunner:
+class _GatedRunner(Runner):
     """A device behind a gate."""
 
     def __init__(self, inner: Runner, gate: Gate) -> None:
         self._inner = inner
         self._gate = gate
         self.num_pages = inner.num_pages
-        self.stored = inner.stored
 
     def launch(self, step: Step) -> PendingStep:
         """See ``Runner``."""

@@ -26,6 +26,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tests.pace import far
+from tests.server.http_client import as_operator
 from tests.server.misuse import KINDS, MODEL, Misuse
 from tests.workers.server import Server
 
@@ -134,7 +135,8 @@ def num_files(pid: int) -> int:
 
 def read_metrics(port: int) -> dict[str, float]:
     """Those without labels."""
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=far(30)) as response:
+    request = urllib.request.Request(f"http://127.0.0.1:{port}/metrics", headers=as_operator())
+    with urllib.request.urlopen(request, timeout=far(30)) as response:
         lines = response.read().decode().splitlines()
     pairs = (line.removeprefix("callboard_").rsplit(" ", 1) for line in lines if not line.startswith("#"))
     return {name.partition("{")[0]: float(value) for name, value in pairs}

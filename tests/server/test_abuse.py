@@ -44,7 +44,11 @@ def configured(**sections: dict[str, Any]) -> Config:
         "scheduler": {"max_running": 256},
         **sections,
     }
-    tables["server"] = {"max_connections": 2 * NUM_IDLE, **tables.get("server", {})}
+    tables["server"] = {
+        "max_connections": 2 * NUM_IDLE,
+        "max_connections_per_address": 2 * NUM_IDLE,
+        **tables.get("server", {}),
+    }
     return build_config(Config(), tables)
 
 

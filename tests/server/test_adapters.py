@@ -13,6 +13,7 @@ import pytest
 from transformers import PreTrainedModel
 
 from engine.config import Config, build_config
+from engine.features.lora.planner import LoraPlanner
 from engine.messages import EngineReady
 from engine.settings.sections import ServerSection
 from engine.types.errors import RequestError
@@ -20,7 +21,7 @@ from engine.types.prompt import Adapter
 from engine.workers.messages import FrontendState, Handover
 from server.adapters import MAX_NAMES, Adapters, ServedAdapter
 from server.openai.translator import Translator
-from tests.adapters.made import greedy, make_adapter, merged
+from tests.features.lora.made import greedy, make_adapter, merged
 from tests.models.checkpoints import build, random_tokens, save
 from tests.server.http_client import RawClient, Reply, ask, http_bytes
 from tests.server.live_server import CARD, LiveServer
@@ -211,8 +212,9 @@ async def test_a_thousand_loads_and_unloads_leave_nothing(scene: Scene) -> None:
         assert scene.says(f"a{number}")[0] == scene.expected(scene.good)
         assert scene.post(UNLOAD, f"a{number}").status == 200
     assert set(scene.names()) == {MODEL, "good"}
-    assert not planner._rows.slots._of_row
-    assert not planner._rows.to_place
+    slots = next(one for one in planner._features.all if isinstance(one, LoraPlanner))
+    assert not slots._slots._of_row
+    assert not slots._to_place
 
 
 def test_only_operators_load_and_only_where_there_is_a_folder(tmp_path: Path) -> None:
@@ -220,12 +222,12 @@ def test_only_operators_load_and_only_where_there_is_a_folder(tmp_path: Path) ->
     with LiveServer() as live:
         assert ask(live.port, "POST", LOAD, bodies[LOAD]).error["code"] == "adapters_off"
     keys = tmp_path / "keys.toml"
-    keys.write_text('[clients]\nteam = "theirs"\n[operators]\nme = "mine"\n')
+    keys.write_text('[clients]\nteam = "theirs----------"\n[operators]\nme = "mine------------"\n')
     with LiveServer(server=ServerSection(key_file=str(keys))) as live:
         for path, body in bodies.items():
             assert ask(live.port, "POST", path, body).status == 401
-            assert ask(live.port, "POST", path, body, bearer("theirs")).error["code"] == "operators_only"
-            assert ask(live.port, "POST", path, body, bearer("mine")).error["code"] == "adapters_off"
+            assert ask(live.port, "POST", path, body, bearer("theirs----------")).error["code"] == "operators_only"
+            assert ask(live.port, "POST", path, body, bearer("mine------------")).error["code"] == "adapters_off"
 
 
 def test_names_have_a_limit(scene: Scene) -> None:

@@ -245,12 +245,12 @@ def test_another_keys_batches_are_not_there(storage: StorageSection) -> None:
 
 def test_a_key_that_is_gone_ends_its_batches(tmp_path: Path, storage: StorageSection) -> None:
     keys = tmp_path / "keys.toml"
-    keys.write_text("[clients]\nalice = 'one'\nbob = 'two'\n")
+    keys.write_text("[clients]\nalice = 'one-------------'\nbob = 'two-------------'\n")
     server = ServerSection(key_file=str(keys))
-    with LiveServer(server=server, storage=storage) as live, connect(live, "one") as client:
+    with LiveServer(server=server, storage=storage) as live, connect(live, "one-------------") as client:
         batch = begin(client, line("a"), *(line(f"h{number}", prompt="!hang") for number in range(200)))
         wait_for_counts(client, batch, 1)
-    keys.write_text("[clients]\nbob = 'two'\n")
+    keys.write_text("[clients]\nbob = 'two-------------'\n")
     with LiveServer(server=server, storage=storage) as live:
         database = f"file:{storage.folder}/store/index.sqlite3?mode=ro"
 
@@ -260,8 +260,8 @@ def test_a_key_that_is_gone_ends_its_batches(tmp_path: Path, storage: StorageSec
 
         assert live.wait_until(has_failed, 10)
     # A name may get another key: what it has stored is its own still.
-    keys.write_text("[clients]\nalice = 'three'\nbob = 'two'\n")
-    with LiveServer(server=server, storage=storage) as live, connect(live, "three") as client:
+    keys.write_text("[clients]\nalice = 'three-----------'\nbob = 'two-------------'\n")
+    with LiveServer(server=server, storage=storage) as live, connect(live, "three-----------") as client:
         done = client.batches.retrieve(batch.id)
         assert (done.status, done.errors.data[0].code) == ("failed", "key_revoked")
         assert list(read(client, done.output_file_id)) == ["a"]
@@ -269,14 +269,14 @@ def test_a_key_that_is_gone_ends_its_batches(tmp_path: Path, storage: StorageSec
 
 def test_lines_that_wait_are_not_run_for_a_key_that_is_gone(tmp_path: Path, storage: StorageSection) -> None:
     keys = tmp_path / "keys.toml"
-    both = "[clients]\nalice = 'one'\nbob = 'two'\n"
+    both = "[clients]\nalice = 'one-------------'\nbob = 'two-------------'\n"
     keys.write_text(both)
     slow = FakeIngress(delay_s=0.02)
     kept = ServerSection(key_file=str(keys))
-    with LiveServer(slow, server=kept, storage=storage) as live, connect(live, "one") as client:
+    with LiveServer(slow, server=kept, storage=storage) as live, connect(live, "one-------------") as client:
         batch = begin(client, *(line(f"l{number}", prompt=f"p {number}") for number in range(500)))
         wait_for_counts(client, batch, 1)
-        keys.write_text("[clients]\nbob = 'two'\n")
+        keys.write_text("[clients]\nbob = 'two-------------'\n")
         database = f"file:{storage.folder}/store/index.sqlite3?mode=ro"
         with closing(sqlite3.connect(database, uri=True)) as connection:
             deadline = time.monotonic() + far(20)

@@ -28,7 +28,8 @@ def test_without_configuration_no_page_is_let_in(live: LiveServer) -> None:
     preflight = ask(live.port, "OPTIONS", "/v1/completions", headers=ASK_FIRST)
     assert preflight.status == 405
     assert not allowed(preflight)
-    assert not allowed(ask(live.port, "POST", "/v1/completions", COMPLETION, {"Origin": PAGE}))
+    refused = ask(live.port, "POST", "/v1/completions", COMPLETION, {"Origin": PAGE})
+    assert (refused.status, refused.error["code"], allowed(refused)) == (403, "foreign_page", False)
 
 
 def test_a_page_that_was_named_may_ask_stream_and_read_errors() -> None:

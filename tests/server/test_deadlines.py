@@ -213,12 +213,14 @@ def test_a_stalled_reader_does_not_slow_the_others(pace: float) -> None:
 
 
 def test_connections_beyond_the_cap_are_told_so() -> None:
-    with LiveServer(server=ServerSection(max_connections=3)) as live:
+    section = ServerSection(max_connections=3, max_connections_per_address=3)
+    with LiveServer(server=section) as live:
         clients = [RawClient(live.port) for _ in range(3)]
         for client in clients:
-            client.send(GET)
-            assert client.read_reply().status == 200
+            client.send(http_bytes("POST", "/v1/completions", json.dumps({"model": MODEL, "prompt": "!hang"}).encode()))
+        assert live.wait_until(lambda: live.ingress.num_open == 3, 5)
         with RawClient(live.port) as client:
+            client.send(http_bytes("GET", "/v1/models"))
             reply = client.read_reply()
             assert (reply.status, reply.error["code"]) == (503, "too_many_connections")
             assert reply.headers["retry-after"] == "1"
@@ -227,8 +229,6 @@ def test_connections_beyond_the_cap_are_told_so() -> None:
         assert live.wait_until(lambda: len(live.runner.server.connections) == 2, 1)
         assert ask(live.port, "GET", "/health").status == 200
         for client in clients:
-            client.send(GET)
-            assert client.read_reply().status == 200
             client.socket.close()
 
 

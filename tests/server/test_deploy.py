@@ -15,14 +15,15 @@ import yaml
 from engine.config import Config, load_config
 from engine.types.errors import ConfigError, GraphError, WeightsError
 from engine.workers.cluster.environment import Cluster, check_cluster, link_place
-from server.clients import OPERATORS_ROUTES
+from server.access import paths_for
 from server.http.listener import ListenError
 from tests.server.http_client import ask
 from tests.server.live_server import LiveServer
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 TOML = sorted(DEPLOY.glob("*.toml"))
-KEY = {"CALLBOARD_SERVER__API_KEY": "secret"}
+KEY = {"CALLBOARD_SERVER__API_KEY": "the key of clients"}
+BOTH = {**KEY, "CALLBOARD_SERVER__OPERATOR_KEY": "the key of operators"}
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +60,7 @@ def test_kubernetes_asks_the_routes_that_are_open_and_lets_the_server_drain(
         assert all(ask(live.port, "GET", path).status == 200 for path in probes.values())
     waits = int(container["lifecycle"]["preStop"]["exec"]["command"][-1])
     assert pod["terminationGracePeriodSeconds"] > waits + config.server.drain_timeout_s + config.server.client_timeout_s
-    assert container["env"][0]["name"] == "CALLBOARD_SERVER__API_KEY"
+    assert {one["name"] for one in container["env"] if "valueFrom" in one} == set(BOTH)
     assert container["securityContext"]["allowPrivilegeEscalation"] is False
     assert pod["securityContext"]["runAsNonRoot"] is True
     labels = manifest["Deployment"]["spec"]["template"]["metadata"]["labels"]
@@ -69,7 +70,7 @@ def test_kubernetes_asks_the_routes_that_are_open_and_lets_the_server_drain(
 
 
 def test_two_machines_have_a_configuration_that_goes_with_how_they_are_started(tmp_path: Path) -> None:
-    keys = {**KEY, "CALLBOARD_PLACEMENT__CLUSTER_KEY": 32 * "k"}
+    keys = {**BOTH, "CALLBOARD_PLACEMENT__CLUSTER_KEY": 32 * "k"}
     documents = list(yaml.safe_load_all((DEPLOY / "kubernetes_two_machines.yaml").read_text()))
     by_name = {(one["kind"], one["metadata"]["name"]): one for one in documents}
     stateful = by_name["StatefulSet", "callboard-ranks"]["spec"]
@@ -104,6 +105,15 @@ def test_two_machines_have_a_configuration_that_goes_with_how_they_are_started(t
     among_themselves, others = policy["ingress"]
     assert among_themselves == {"from": [{"podSelector": {"matchLabels": labels}}]}
     assert others == {"ports": [{"port": container["ports"][0]["containerPort"]}]}
+
+
+def test_whatever_is_deployed_has_a_secret_for_clients_and_another_for_operators() -> None:
+    for name in ("compose.yaml", "kubernetes.yaml", "kubernetes_two_machines.yaml", "callboard.service", "Dockerfile"):
+        text = (DEPLOY / name).read_text()
+        assert all(one in text for one in BOTH), name
+    monitor = yaml.safe_load((DEPLOY / "monitoring" / "servicemonitor.yaml").read_text())
+    (endpoint,) = monitor["spec"]["endpoints"]
+    assert endpoint["authorization"]["credentials"]["key"] == "operator-key", "/metrics is an operator's"
 
 
 def test_systemd_waits_for_the_drain_and_does_not_repeat_what_cannot_mend() -> None:
@@ -219,8 +229,8 @@ def test_compose_starts_what_is_there_and_caddy_finds_it() -> None:
         for volume in service["volumes"]:
             source = volume.split(":")[0]
             assert not source.startswith(".") or (DEPLOY / source).is_file(), source
-    server = load_config(DEPLOY / "cpu.toml", [], {**dict.fromkeys(ours["environment"], "k"), **KEY}).server
-    assert server.api_key
+    server = load_config(DEPLOY / "cpu.toml", [], {name: BOTH[name] for name in ours["environment"]}).server
+    assert all((server.api_key, server.operator_key))
     assert int(ours["stop_grace_period"].removesuffix("s")) > server.drain_timeout_s + server.client_timeout_s
     assert "ports" not in ours, "only the proxy is reached from outside"
     caddy = (DEPLOY / "Caddyfile").read_text()
@@ -235,4 +245,4 @@ def test_compose_starts_what_is_there_and_caddy_finds_it() -> None:
             assert passed(path)
             assert ask(live.port, "GET", path).status == 200
     assert passed("/v1/streams/one")
-    assert not any(map(passed, OPERATORS_ROUTES))
+    assert not any(map(passed, paths_for(live.runner.app, "operator")))

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from engine.config import Config, build_config
+from engine.features.explain.explanation import Explained, Part
 from engine.messages import Finish
-from engine.scheduling.explanation import Explained, Part
 from server import clients
 from tests.pace import at_some_pace, far
 from tests.server.http_client import RawClient, Reply, ask, http_bytes
@@ -101,7 +101,7 @@ def test_the_compiling_of_a_grammar_is_a_part(system: LiveSystem) -> None:
 
 
 def post(name: str, key: str = "", **fields: Any) -> bytes:
-    headers = {"X-Request-Id": name} | ({"Authorization": f"Bearer {key}"} if key else {})
+    headers = {"X-Request-Id": name} | ({"Authorization": f"Bearer {key.ljust(16, '-')}"} if key else {})
     body = {"model": MODEL, "prompt": "p", **fields}
     return http_bytes("POST", "/v1/completions", json.dumps(body).encode(), headers)
 

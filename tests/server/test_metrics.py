@@ -130,7 +130,7 @@ def test_an_endpoint_picker_reads_the_pool_and_the_adapters_by_their_names() -> 
     with LiveServer(card=msgspec.structs.replace(CARD, adapters=served)) as live:
         assert not [name for name, _ in scrape(live) if name == "vllm:lora_requests_info"]
         live.monitor.changed = {
-            "num_adapter_slots": 8,
+            "of_features": {"num_adapter_slots": 8},
             "running_adapters": frozenset("2"),
             "waiting_adapters": frozenset({"1", "unloaded"}),
         }
@@ -192,7 +192,7 @@ def test_scrapers_that_ask_for_openmetrics_get_it(live: LiveServer) -> None:
 
 
 def test_the_numbers_need_the_key() -> None:
-    with LiveServer(server=ServerSection(api_key="s3cret")) as live:
+    with LiveServer(server=ServerSection(api_key="a client", operator_key="s3cret")) as live:
         for path in ("/metrics", "/stats"):
             assert ask(live.port, "GET", path).status == 401
             assert ask(live.port, "GET", path, headers={"Authorization": "Bearer s3cret"}).status == 200

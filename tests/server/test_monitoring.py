@@ -110,7 +110,8 @@ def test_the_monitor_and_the_autoscaler_find_the_deployment() -> None:
     (endpoint,) = monitor["endpoints"]
     assert endpoint["port"] in [port["name"] for port in service["spec"]["ports"]]
     (container,) = deployment["spec"]["template"]["spec"]["containers"]
-    key = container["env"][0]["valueFrom"]["secretKeyRef"]
+    secrets = {one["name"]: one["valueFrom"]["secretKeyRef"] for one in container["env"] if "valueFrom" in one}
+    key = secrets["CALLBOARD_SERVER__OPERATOR_KEY"]
     assert endpoint["authorization"]["credentials"] == key
     aim = autoscaler()["scaleTargetRef"]
     assert (aim["kind"], aim["name"]) == ("Deployment", deployment["metadata"]["name"])

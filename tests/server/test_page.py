@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 
+from engine.features.explain.explanation import Explained, Part
 from engine.messages import Finish
-from engine.scheduling.explanation import Explained, Part
 from engine.settings.sections import ServerSection
 from engine.types.prompt import Adapter
 from server.adapters import ServedAdapter

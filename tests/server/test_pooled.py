@@ -86,11 +86,13 @@ def test_inputs_of_every_kind_are_embedded(embedder: EngineServer) -> None:
     assert np.frombuffer(base64.b64decode(encoded["data"][0]["embedding"]), "<f4") == pytest.approx(plain, abs=1e-5)
     ids = post(embedder, "/tokenize", prompt="Query: " + QUERY)["tokens"]
     assert vector(input=ids) == pytest.approx(plain, abs=1e-5)
+    assert vector(input=ids, add_special_tokens=False) == pytest.approx(plain, abs=1e-5)
     assert vector(input=QUERY * 3, truncate_prompt_tokens=4) != pytest.approx(plain, abs=1e-3)
     assert post(embedder, "/pooling", input="Query: " + QUERY, task="embed")["data"][0]["data"] == pytest.approx(plain)
     raw = post(embedder, "/pooling", input="Query: " + QUERY, use_activation=False)["data"][0]["data"]
     assert np.array(raw) / np.linalg.norm(raw) == pytest.approx(plain, abs=1e-5)
     assert vector(input="Query: " + QUERY, normalize=False) == pytest.approx(raw, abs=1e-5)
+    assert vector(input="Query: " + QUERY, add_special_tokens=True) == pytest.approx(plain, abs=1e-5)
     assert vector(input="") == pytest.approx(vector(input=[""]), abs=1e-6)
     error = refused(embedder, "/v1/embeddings", messages=CONVERSATION)
     assert error["code"] == "no_chat_template"
@@ -170,6 +172,8 @@ def test_models_say_what_they_are_for(embedder: EngineServer, classifier: Engine
         ("/v1/embeddings", {"input": "x", "truncate_prompt_tokens": -2}, "truncate_prompt_tokens"),
         ("/v1/embeddings", {"input": "x", "truncation_side": "left"}, "truncation_side"),
         ("/v1/embeddings", {"input": [4000]}, "input"),
+        ("/v1/embeddings", {"input": "x", "add_special_tokens": False}, "add_special_tokens"),
+        ("/rerank", {"query": "x", "documents": ["x"], "add_special_tokens": False}, "add_special_tokens"),
         ("/pooling", {"input": "x", "task": "token_embed"}, "task"),
         ("/score", {"text_1": "x"}, "text_1"),
         ("/score", {"query": "x", "items": ["y"]}, "items"),

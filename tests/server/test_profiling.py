@@ -74,14 +74,17 @@ def test_who_may_ask_and_for_what(tmp_path: Path) -> None:
     with LiveServer() as live:
         assert ask(live.port, "POST", "/start_profile", {}).error["code"] == "profiles_off"
     keys = tmp_path / "keys.toml"
-    keys.write_text('[clients]\nteam = "theirs"\n[operators]\nme = "mine"\n')
+    keys.write_text('[clients]\nteam = "theirs----------"\n[operators]\nme = "mine------------"\n')
     with LiveServer(server=ServerSection(key_file=str(keys), profile_folder=str(tmp_path))) as live:
         for path in ("/start_profile", "/stop_profile"):
             assert ask(live.port, "POST", path, {}).status == 401
-            assert ask(live.port, "POST", path, {}, bearer("theirs")).error["code"] == "operators_only"
-            assert ask(live.port, "POST", path, {}, bearer("mine")).status == 200
+            assert ask(live.port, "POST", path, {}, bearer("theirs----------")).error["code"] == "operators_only"
+            assert ask(live.port, "POST", path, {}, bearer("mine------------")).status == 200
         for wrong in ({"num_steps": 0}, {"num_steps": 1001}, {"num_steps": "x"}):
-            assert ask(live.port, "POST", "/start_profile", wrong, bearer("mine")).error["param"] == "num_steps"
-        foreign = bearer("mine") | TEXT | {"Sec-Fetch-Site": "cross-site"}
+            assert (
+                ask(live.port, "POST", "/start_profile", wrong, bearer("mine------------")).error["param"]
+                == "num_steps"
+            )
+        foreign = bearer("mine------------") | TEXT | {"Sec-Fetch-Site": "cross-site"}
         assert ask(live.port, "POST", "/stop_profile", b"", foreign).error["code"] == "foreign_page"
     assert [(ask.num_steps, ask.folder) for ask in live.monitor.profiles] == [(1000, str(tmp_path)), (0, str(tmp_path))]

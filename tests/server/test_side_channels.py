@@ -4,6 +4,7 @@ import json
 import statistics
 import time
 from collections.abc import Sequence
+from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +18,7 @@ from engine.plugins.hookspecs import hookimpl
 from engine.scheduling.meter import RequestMetrics
 from engine.settings.sections import ServerSection
 from engine.types.errors import RequestError
-from server.clients import require_key
+from server.access import WrongKeys, check_access
 from server.keys import Keys
 from tests.engine.held_steps import hold_steps
 from tests.figures import Figure
@@ -39,7 +40,8 @@ def distance(samples: list[int], base: list[int]) -> float:
 
 @pytest.mark.reliability("H9", "1,000 wrong keys of each kind: nothing right, all right but the end")
 async def test_how_long_a_wrong_key_takes_says_nothing_about_the_right_one(figure: Figure) -> None:
-    check = require_key(Keys(ServerSection(api_key=KEYS)))
+    minutes = count(step=60)  # no guess is slowed
+    check = check_access(Keys(ServerSection(api_key=KEYS)), WrongKeys(lambda: next(minutes)))
 
     async def handler(request: object) -> web.Response:
         raise AssertionError("a wrong key was let through")
@@ -52,7 +54,7 @@ async def test_how_long_a_wrong_key_takes_says_nothing_about_the_right_one(figur
         for name in order:
             route = SimpleNamespace(resource=None)
             headers = {"Authorization": f"Bearer {guesses[name]}"}
-            request: Any = SimpleNamespace(match_info=SimpleNamespace(route=route), headers=headers)
+            request: Any = SimpleNamespace(match_info=SimpleNamespace(route=route), headers=headers, remote="127.0.0.1")
             started = time.perf_counter_ns()
             try:
                 await check(request, handler)  # type: ignore[arg-type]

@@ -48,9 +48,9 @@ def test_the_prefix_cache_is_drawn_parents_first() -> None:
 
 
 def test_prompts_are_not_shown_where_others_may_look() -> None:
-    with LiveServer(server=ServerSection(api_key=["one", "two"])) as live:
+    with LiveServer(server=ServerSection(api_key=["one", "two"], operator_key="three")) as live:
         live.call(lambda: live.monitor.cache(SHARED))
-        reply = ask(live.port, "GET", "/stats", headers={"Authorization": "Bearer one"})
+        reply = ask(live.port, "GET", "/stats", headers={"Authorization": "Bearer three"})
         assert [node["text"] for node in reply.json["prefixes"]] == [None]
     with LiveServer() as live:
         live.call(lambda: live.monitor.cache(SHARED))

@@ -22,6 +22,7 @@ from server.run.app import create_runner
 from tests.pace import far
 from tests.server.fake_ingress import FakeIngress
 from tests.server.fake_monitor import FakeMonitor
+from tests.server.http_client import as_operator
 from tests.server.live_server import CARD
 from tests.several.fake_model import FakeModel
 
@@ -83,7 +84,7 @@ async def fronted(monkeypatch: pytest.MonkeyPatch, **sections: dict) -> AsyncIte
         async with (
             asyncio.timeout(far(20)),
             front.fronting(config, listener) as (routes, models),
-            aiohttp.ClientSession(url) as client,
+            aiohttp.ClientSession(url, headers=as_operator()) as client,
         ):
             await front.start(routes, models)
             yield Front(routes, models, client)
@@ -217,13 +218,13 @@ async def test_a_load_that_lasts_longer_than_a_first_token_may_is_a_503(monkeypa
 
 
 async def test_keys_hold_for_the_front_and_for_every_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with fronted(monkeypatch, server=msgspec.to_builtins(ServerSection(api_key="k"))) as one:
+    async with fronted(monkeypatch, server=msgspec.to_builtins(ServerSection(api_key="k" * 16))) as one:
         assert (await one.get("/health"))[0] == 200
         for path in ("/v1/models", "/stats", "/metrics"):
             assert (await one.get(path))[0] == 401
         assert (await one.post({"model": "b", "prompt": "p"}))[0] == 401
         assert one.model("b").began == []
-        assert (await one.post({"model": "b", "prompt": "p"}, Authorization="Bearer k"))[0] == 200
+        assert (await one.post({"model": "b", "prompt": "p"}, Authorization="Bearer " + "k" * 16))[0] == 200
         async with one.client.post(one.model("b").url + "/v1/completions", json={"prompt": "p"}) as response:
             assert response.status == 401
 

@@ -127,6 +127,8 @@ def test_the_official_client_chooses_by_name(served: Served) -> None:
     assert (answer.model, answer.usage.completion_tokens) == ("demo", 8)
     with pytest.raises(openai.NotFoundError, match="this server has 'demo', 'demo-int8', 'llama', 'qwen3'"):
         served.client.completions.create(model="other", prompt="p")
+    (line,) = [line for line in served.log.read_text().splitlines() if f"request={answer._request_id} " in line]
+    assert line.endswith(" completion_tokens=8 replica=demo"), "its process has no line of its own"
 
 
 def test_the_page_offers_all_and_shows_the_one_that_is_chosen(served: Served) -> None:

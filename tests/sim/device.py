@@ -13,9 +13,9 @@ import msgspec
 import numpy as np
 
 from engine.actors.actor import Actor, Link
+from engine.features.kv_store.records import DIGEST_BYTES, PageRecords
 from engine.kv.node import chained
 from engine.kv.pages import Pages
-from engine.kv.store import DIGEST_BYTES, PageRecords
 from engine.messages import (
     DRAFTED,
     ExecutorInbox,

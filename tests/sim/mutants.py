@@ -12,24 +12,26 @@ from typing import Any
 import engine.scheduling.pages as holdings_module
 from engine.actors.ingress import Ingress, _Open
 from engine.actors.tokenizer import Tokenizer
+from engine.features.kv_store.planner import StorePlanner
+from engine.features.kv_store.records import PageRecords
+from engine.features.lora.planner import LoraPlanner
+from engine.features.lora.slots import AdapterSlots
+from engine.features.speculation.planner import NAME, SpeculationPlanner
 from engine.kv.host_tier import Transfer
 from engine.kv.match import Match
 from engine.kv.node import SHARED, Namespace, Node
 from engine.kv.radix import RadixTree
-from engine.kv.store import PageRecords
 from engine.messages import Abort, StepDone
 from engine.plugins.policy.fair import FairShare
-from engine.scheduling.adapters import AdapterSlots
-from engine.scheduling.completions import Completions, InFlight, Wave
+from engine.scheduling.completions import Completions
 from engine.scheduling.decodes import Decodes
-from engine.scheduling.drafts import Drafts
-from engine.scheduling.fetches import Fetches
-from engine.scheduling.pages import Appends, Fetched, PageManager, PageMoves
+from engine.scheduling.pages import PageManager
 from engine.scheduling.planner import Planner
 from engine.scheduling.prefills import Prefills
 from engine.scheduling.queue import Quarantine, RankedQueue
 from engine.scheduling.requests import Requests
 from engine.scheduling.rows import Rows, RowTable, Sequence
+from engine.scheduling.step_builder import Appends, InFlight, StepBuilder, Wave
 
 Mutant = Callable[[Callable[..., Any]], Callable[..., Any]]
 """Gets the method as it is and returns the one that stands in its place."""
@@ -62,8 +64,8 @@ def a_page_is_freed_twice(release: Callable[..., None]) -> Callable[..., None]:
 
 def a_page_leaks_when_a_row_is_released(release: Callable[..., None]) -> Callable[..., None]:
     def mutant(self: PageManager, row: int) -> None:
-        if self._rows.num_pages[row] > self._handles[row].num_pages:
-            self._rows.num_pages[row] -= 1
+        if self._table.num_pages[row] > self._handles[row].num_pages:
+            self._table.num_pages[row] -= 1
         release(self, row)
 
     return mutant
@@ -125,7 +127,7 @@ def an_unfinished_page_is_published(publish: Callable[..., None]) -> Callable[..
     def mutant(self: PageManager, row: int, num_tokens: int) -> None:
         size = self._page_size
         whole = -(-num_tokens // size) * size
-        publish(self, row, whole if whole <= self._rows.num_pages[row] * size else num_tokens)
+        publish(self, row, whole if whole <= self._table.num_pages[row] * size else num_tokens)
 
     return mutant
 
@@ -167,20 +169,21 @@ def an_adapter_is_not_put_where_its_row_reads(take: Callable[..., Any]) -> Calla
     return lambda self, row, adapter: (take(self, row, adapter)[0], not self._num_uses % 3)
 
 
-def slots_outlive_the_device(clear: Callable[..., None]) -> Callable[..., None]:
-    def mutant(self: RowTable) -> None:
-        slots = self.slots
-        clear(self)
+def slots_outlive_the_device(reset: Callable[..., Any]) -> Callable[..., Any]:
+    def mutant(self: LoraPlanner) -> Any:
+        slots = self._slots
+        held = reset(self)
         for slot in slots._slots:
             slot.rows.clear()
-        self.slots = slots
+        self._slots = slots
+        return held
 
     return mutant
 
 
 def the_look_ahead_ignores_the_salt(_: Callable[..., int]) -> Callable[..., int]:
     def mutant(self: PageManager, sequence: Sequence) -> int:
-        match = self._tree.match(self._prefix_key(sequence), SHARED)
+        match = self.tree.match(self._prefix_key(sequence), SHARED)
         return (match.num_pages + match.num_host_pages) * self._page_size
 
     return mutant
@@ -200,25 +203,27 @@ def the_store_does_not_know_salts(hash_before: Callable[..., bytes]) -> Callable
     return mutant
 
 
-def fetched_pages_land_off_by_one(land: Callable[..., None]) -> Callable[..., None]:
-    def mutant(self: PageMoves, handle: Any, key: bytes, fetched: Fetched, pages: Any) -> None:
-        first_page = fetched.first_page - (fetched.num_pages > 1)
-        land(self, handle, key, Fetched(fetched.fetch_id, first_page, fetched.num_pages), pages)
+def fetched_pages_land_off_by_one(adopt: Callable[..., None]) -> Callable[..., None]:
+    def mutant(self: StorePlanner, sequence: Sequence, *others: Any) -> None:
+        if (fetched := self._answered.get(sequence.request_id)) is not None:
+            first_page = fetched.first_page - (fetched.num_pages > 1)
+            self._answered[sequence.request_id] = replace(fetched, first_page=first_page)
+        adopt(self, sequence, *others)
 
     return mutant
 
 
-def pages_are_saved_a_step_late(drain: Callable[..., Any]) -> Callable[..., Any]:
-    def mutant(self: RadixTree) -> Any:
-        saves = drain(self)
-        self.late, saves = saves, getattr(self, "late", [])  # type: ignore[attr-defined]
-        return saves
+def pages_are_saved_a_step_late(attach: Callable[..., None]) -> Callable[..., None]:
+    def mutant(self: StorePlanner, step: StepBuilder) -> None:
+        late, self._saves = self._saves, getattr(self, "late", [])
+        attach(self, step)
+        self.late = late  # type: ignore[attr-defined]
 
     return mutant
 
 
 def who_waits_for_the_store_cannot_be_cancelled(forget: Callable[..., bool]) -> Callable[..., bool]:
-    def mutant(self: Fetches, sequence: Sequence) -> bool:
+    def mutant(self: StorePlanner, sequence: Sequence) -> bool:
         waits = any(fetch.sequence is sequence for fetch in self._waiting.values())
         return waits or forget(self, sequence)
 
@@ -283,18 +288,18 @@ def who_stands_aside_is_forgotten(_: Callable[..., None]) -> Callable[..., None]
 
 
 def whatever_was_proposed_is_accepted(verified: Callable[..., Any]) -> Callable[..., Any]:
-    def mutant(self: Drafts, record: InFlight, sampled: Wave) -> Any:
+    def mutant(self: SpeculationPlanner, record: InFlight, sampled: Wave) -> Any:
         drafts, at = {}, record.num_decodes
-        for row, proposed in record.drafts.items():
+        for row, proposed in record.notes.get(NAME, {}).items():
             drafts[row] = tuple(sampled.tokens[at : at + len(proposed)].tolist())
             at += len(proposed) + 1
-        return verified(self, replace(record, drafts=drafts), sampled)
+        return verified(self, replace(record, notes={NAME: drafts}), sampled)
 
     return mutant
 
 
 def a_row_goes_on_a_token_too_late(completed: Callable[..., None]) -> Callable[..., None]:
-    def mutant(self: Drafts, record: InFlight, seconds: float) -> None:
+    def mutant(self: SpeculationPlanner, record: InFlight, seconds: float) -> None:
         completed(self, record, seconds)
         self._table.num_known[list(self._overrun)] += 1
 
@@ -302,7 +307,7 @@ def a_row_goes_on_a_token_too_late(completed: Callable[..., None]) -> Callable[.
 
 
 def the_device_is_not_told_where_a_row_goes_on(completed: Callable[..., None]) -> Callable[..., None]:
-    def mutant(self: Drafts, record: InFlight, seconds: float) -> None:
+    def mutant(self: SpeculationPlanner, record: InFlight, seconds: float) -> None:
         completed(self, record, seconds)
         self._overrun.clear()
 
@@ -312,7 +317,8 @@ def the_device_is_not_told_where_a_row_goes_on(completed: Callable[..., None]) -
 def a_rejected_page_is_published(num_done: Callable[..., int]) -> Callable[..., int]:
     def mutant(self: Completions, row: int) -> int:
         # Where the row goes on, keys and values are still those of the token that was rejected there.
-        return num_done(self, row) + (self._drafts is not None and row in self._drafts._guesses._lines)
+        speculating = [one for one in self._features.all if isinstance(one, SpeculationPlanner)]
+        return num_done(self, row) + any(row in one._guesses._lines for one in speculating)
 
     return mutant
 
@@ -373,7 +379,7 @@ def who_ran_is_lost_with_the_device(restart: Callable[..., None]) -> Callable[..
 
 def what_was_said_is_lost_with_the_device(restart: Callable[..., None]) -> Callable[..., None]:
     def mutant(self: Planner, **how: bool) -> None:
-        self._rows.num_known[:] = self._rows.num_prompt
+        self.table.num_known[:] = self.table.num_prompt
         restart(self, **how)
 
     return mutant
@@ -411,24 +417,24 @@ MUTANTS: dict[Mutant, tuple[Any, str]] = {
     pages_are_cached_under_the_wrong_adapter: (holdings_module, "Namespace"),
     a_slot_is_filled_while_a_row_reads_it: (AdapterSlots, "has_room"),
     an_adapter_is_not_put_where_its_row_reads: (AdapterSlots, "take"),
-    slots_outlive_the_device: (RowTable, "clear"),
+    slots_outlive_the_device: (LoraPlanner, "reset"),
     the_look_ahead_ignores_the_salt: (PageManager, "num_cached_tokens"),
     damaged_pages_are_used: (PageRecords, "load"),
     the_store_does_not_know_salts: (RadixTree, "hash_before"),
-    fetched_pages_land_off_by_one: (PageMoves, "land"),
-    pages_are_saved_a_step_late: (RadixTree, "drain_saves"),
-    who_waits_for_the_store_cannot_be_cancelled: (Fetches, "forget"),
+    fetched_pages_land_off_by_one: (StorePlanner, "adopt"),
+    pages_are_saved_a_step_late: (StorePlanner, "attach"),
+    who_waits_for_the_store_cannot_be_cancelled: (StorePlanner, "forget"),
     a_row_is_reused_while_a_step_uses_it: (Completions, "_release_ended"),
     more_counts_as_computed_than_is: (RowTable, "take"),
     a_retraction_forgets_a_token: (Prefills, "wait"),
     the_youngest_goes_first: (RankedQueue, "push"),
     a_tenant_is_served_for_nothing: (FairShare, "served"),
     who_stands_aside_is_forgotten: (Prefills, "_publishes_no_more"),
-    whatever_was_proposed_is_accepted: (Drafts, "verified"),
-    a_row_goes_on_a_token_too_late: (Drafts, "completed"),
-    the_device_is_not_told_where_a_row_goes_on: (Drafts, "completed"),
+    whatever_was_proposed_is_accepted: (SpeculationPlanner, "waves"),
+    a_row_goes_on_a_token_too_late: (SpeculationPlanner, "completed"),
+    the_device_is_not_told_where_a_row_goes_on: (SpeculationPlanner, "completed"),
     a_rejected_page_is_published: (Completions, "num_done"),
-    more_is_proposed_than_a_request_may_say: (Drafts, "_room"),
+    more_is_proposed_than_a_request_may_say: (SpeculationPlanner, "_room"),
     a_token_after_the_end_is_shown: (Completions, "complete"),
     a_request_ends_twice: (Ingress, "_end"),
     a_cancel_is_lost: (Tokenizer, "_abort"),

@@ -12,6 +12,8 @@ import numpy as np
 from engine.actors.ingress import Ingress
 from engine.actors.supervisor import Supervisor
 from engine.actors.tokenizer import Tokenizer
+from engine.features.kv_store.planner import StorePlanner
+from engine.features.speculation.planner import SpeculationPlanner
 from engine.kv.eviction import EvictionStrategy
 from engine.kv.node import Namespace, Node
 from engine.kv.pages import Pages
@@ -26,11 +28,13 @@ from engine.plugins.policy.fair import FairOptions, FairShare
 from engine.plugins.policy.fcfs import FirstComeFirstServed
 from engine.plugins.policy.lpm import LongestPrefixMatch
 from engine.plugins.policy.priority import MostUrgentFirst
-from engine.scheduling.drafts import Drafts
+from engine.scheduling.feature import PlannerParts
 from engine.scheduling.planner import Planner
 from engine.scheduling.policy import SchedulingPolicy
 from engine.scheduling.proposer import DraftModel
 from engine.scheduling.rows import PlannerLimits, Sequence
+from engine.scheduling.step_builder import StepBuilder
+from tests.scheduling.features import features_of
 from tests.scheduling.liars import Everything, Liar
 from tests.sim.oracle import VOCAB, Oracle, as_prompt
 from tests.sim.scenario import Setup
@@ -64,15 +68,15 @@ def build_planner(setup: Setup, num_pages: int, clock: Callable[[], float], befo
         num_host_pages=setup.num_host_pages,
         itl_target_s=setup.itl_target_s,
         record_events=setup.record_events,
-        store_timeout_s=setup.store_timeout_s,
-        num_slots=setup.num_slots,
         bigram=bool(setup.proposer) and setup.drafted and not setup.store_timeout_s,
     )
     liar = liar_of(setup)
     drafted = DraftModel(path="", num_tokens=liar.num_tokens, max_len=setup.max_len)
-    drafts = partial(_drafts, proposer=drafted if setup.drafted else liar)
+    features = features_of(None, setup.num_slots, setup.store_timeout_s, has_host=bool(setup.num_host_pages))
+    if setup.proposer:
+        features.append(partial(_speculation, proposer=drafted if setup.drafted else liar))
     policy = POLICIES[setup.policy](setup.max_overtaken) if before is None else before._policy
-    return Planner(limits, STRATEGIES[setup.eviction](), policy, clock, drafts if setup.proposer else None)
+    return Planner(limits, STRATEGIES[setup.eviction](), policy, clock, features=features)
 
 
 def liar_of(setup: Setup) -> Liar:
@@ -85,11 +89,16 @@ def next_token(tokens: list[int]) -> int:
     return Oracle(as_prompt(tokens)).next()
 
 
-def _drafts(*arguments: Any, proposer: Liar | DraftModel) -> Drafts:
-    drafts = Drafts(*arguments, proposer=proposer, vocab_size=VOCAB)
+def _speculation(parts: PlannerParts, proposer: Liar | DraftModel) -> SpeculationPlanner:
+    speculation = SpeculationPlanner(parts, proposer=proposer, vocab_size=VOCAB)
     if proposer.num_tokens != 2:  # else what is verified is what the simulated clock says that it pays
-        drafts._payoff = Everything()
-    return drafts
+        speculation._payoff = Everything()
+    return speculation
+
+
+def store_of(planner: Planner) -> StorePlanner | None:
+    """The planner's part of the store; None if it has none."""
+    return next((one for one in planner._features.all if isinstance(one, StorePlanner)), None)
 
 
 class Probe:
@@ -109,14 +118,17 @@ class Probe:
         self._mark = mark
         self._poison = poison
         self._save = save
-        self._page_manager = planner._page_manager
-        self._allocator = planner._page_manager.allocator
-        self._tree = planner._page_manager._tree
-        self._rows = planner._rows
+        self._page_manager = planner.pages
+        self._allocator = planner.pages.allocator
+        self._tree = planner.pages.tree
+        self._rows = planner.table
         wrap(self._allocator, "free", self._watch_free)
         wrap(self._tree, "evict", self._watch_evict)
         wrap(self._tree, "publish", self._watch_publish)
-        wrap(self._tree, "drain_saves", self._watch_saves)
+        self._store = store_of(planner)
+        if self._store is not None:
+            wrap(self._store, "attach", self._watch_saves)
+            planner._features.install(planner._features.all)  # whose hooks it is now
         wrap(planner, "abort", self._watch_abort)
         wrap(planner, "complete", self._watch_complete)
 
@@ -124,7 +136,7 @@ class Probe:
 
     def _watch_free(self, free: Callable[[Pages], None], pages: Pages) -> None:
         free(pages)
-        saving = [pages for _, pages in self._tree._saves]
+        saving = [as_pages(pages) for _, pages in self._store._saves] if self._store is not None else []
         if saving:
             pages = pages[~np.isin(pages, np.concatenate(saving))]  # the next step still copies what is in them
         host = self._tree._host
@@ -146,11 +158,11 @@ class Probe:
             self._mark("duplicates rewritten")
         return published
 
-    def _watch_saves(self, drain: Callable[[], list[tuple[bytes, Pages]]]) -> list[tuple[bytes, Pages]]:
-        saves = drain()
-        for _, pages in saves:
-            self._save(pages)
-        return saves
+    def _watch_saves(self, attach: Callable[[StepBuilder], None], step: StepBuilder) -> None:
+        assert self._store is not None
+        for _, pages in self._store._saves:
+            self._save(as_pages(pages))
+        attach(step)
 
     def _watch_abort(self, abort: Callable[..., None], request_id: int, finish: Finish = Finish.ABORT) -> None:
         planner = self.planner
@@ -198,7 +210,7 @@ class Probe:
     @property
     def num_fetches(self) -> int:
         """Requests that wait for pages from the store, or have got some and not started."""
-        return len(self.planner._fetches._waiting) + len(self.planner._fetches._answered)
+        return len(self._store._waiting) + len(self._store._answered) if self._store is not None else 0
 
     @property
     def is_in_quarantine(self) -> bool:
@@ -216,7 +228,8 @@ class Probe:
         aside = {sequence.arrival for entries in self.planner._prefills._aside.values() for _, sequence in entries}
         if aside:
             self._mark("stood aside to share")
-        aside |= {fetch.sequence.arrival for fetch in self.planner._fetches._waiting.values()}
+        if self._store is not None:
+            aside |= {fetch.sequence.arrival for fetch in self._store._waiting.values()}
         return (one for one in self.planner.requests.open.values() if one.row < 0 and one.arrival not in aside)
 
     def looked_ahead(self, sequence: Sequence) -> int:
@@ -225,7 +238,7 @@ class Probe:
 
     def cached_tokens(self, sequence: Sequence) -> int:
         """The same, page by page through what the tree has under the sequence's own salt."""
-        key, page_bytes = self._page_manager._prefix_key(sequence), self._tree._page_bytes
+        key, page_bytes = self._page_manager.match(sequence).key, self._tree.page_bytes
         node: Node | None = self._tree._roots.get(Namespace(sequence.cache_salt, sequence.weights))
         at = 0
         while node is not None:
@@ -235,6 +248,11 @@ class Probe:
                 at += page_bytes
             node = next((one for one in node.children.values() if key.startswith(one.first, at)), None)
         return at // page_bytes * self._tree.page_size
+
+
+def as_pages(raw: bytes) -> Pages:
+    """Page indices out of their bytes."""
+    return np.frombuffer(raw, dtype=np.int32)
 
 
 def wrap(owner: Any, name: str, watcher: Callable[..., Any]) -> None:

@@ -3,7 +3,7 @@
 Owns: what it keeps, and what it does wrong.  Does not know: what is right.
 """
 
-from engine.kv.store import DIGEST_BYTES
+from engine.features.kv_store.records import DIGEST_BYTES
 from tests.sim.luck import luck
 
 FAULTS = ("raises", "misses", "torn", "foreign")

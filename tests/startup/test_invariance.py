@@ -1,6 +1,5 @@
 """model.numerics=invariant: a start proves every part, and names the one that does not hold."""
 
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -40,6 +39,7 @@ from engine.plugins.selection import expected_context, first_fit
 from engine.sampling import sampler
 from engine.sampling.captured import Variant
 from engine.sampling.sampler import Sampler
+from engine.settings.own_kernels import c_compiler
 from engine.settings.sections import PluginsSection
 from engine.startup import invariance
 from engine.startup.invariance import pieces, prove_decodes, prove_invariance, require_provable
@@ -102,7 +102,7 @@ def test_what_auto_takes_holds(monkeypatch: pytest.MonkeyPatch) -> None:
     decoder = model()
     rank = RankAttention(Plugins({"attention": "auto"}), decoder.attention_spec, 16, CPU, torch.float32, invariant=True)
     pool = KVPool(5, 8, 16, 2, 64, torch.float32, CPU)
-    if shutil.which("cc") is not None:
+    if c_compiler():
         assert isinstance(rank.build(pool), CompiledAttention)
         prove(decoder, tiles.built)
         prove(model(kernels=cpu_kernels()), tiles.built)
@@ -185,7 +185,7 @@ def test_a_long_chunk_is_added_up_in_parts_with_the_same_bits(window: int, monke
     monkeypatch.setattr(tiles, "weighted_mean", within := Within(limit))
     in_parts = TiledAttention(spec, pool)
     in_parts.plan_step(batch)
-    assert torch.equal(in_parts.attend(0, q_TNH), expected_TNH)
+    assert torch.equal(in_parts.attend(0, q_TNH), expected_TNH)  # bits of torch's products of one tile, made twice
     assert within.calls > 1
 
 
@@ -214,7 +214,24 @@ def test_activations_are_cut_where_no_thread_begins() -> None:
     width = 432
     x_TI = torch.randn(200, 2 * width).chunk(2, -1)[0]
     assert x_TI.numel() > DIVIDED
-    assert torch.equal(activated_by_rows(x_TI, "silu"), F.silu(x_TI))
+    found = activated_by_rows(x_TI, "silu")
+    torch.testing.assert_close(found, F.silu(x_TI))
+    for first, last in ((0, 1), (3, 100), (199, 200)):
+        assert torch.equal(activated_by_rows(x_TI[first:last], "silu"), found[first:last])
+
+
+@pytest.mark.parametrize("kind", ["silu", "gelu", "gelu_pytorch_tanh"])
+@pytest.mark.parametrize(("width", "parts"), [(432, (216, 108)), (512, (256, 64))])
+def test_an_activation_has_the_same_bits_on_any_number_of_ranks(width: int, parts: tuple[int, int], kind: str) -> None:
+    gate_up = torch.randn(12, 2 * width, generator=torch.Generator().manual_seed(1)) * 3
+    whole = activated_by_rows(gate_up.chunk(2, -1)[0], kind)
+    for part in parts:
+        for rows in (12, 1):
+            mine = torch.cat((gate_up[:rows, :part], gate_up[:rows, -part:]), 1).chunk(2, -1)[0]
+            assert torch.equal(activated_by_rows(mine, kind), whole[:rows, :part])
+
+
+def test_activations_of_a_model_are_by_rows() -> None:
     assert isinstance(model().layers[0].mlp, GatedMLP)
 
 

@@ -15,6 +15,7 @@ from callboard import LLM
 from engine.config import Config, build_config
 from engine.control.system import System
 from engine.execution.attention import RankAttention
+from engine.execution.needs import Needs
 from engine.graphs.capturing import Capturing
 from engine.graphs.decode import DecodeGraphs
 from engine.graphs.device import DeviceMemory
@@ -24,9 +25,11 @@ from engine.models import loader
 from engine.models.decoder import Decoder
 from engine.plugins.comm.local import LocalComm
 from engine.plugins.families import read_model
+from engine.plugins.manager import Plugins
 from engine.sampling.sampler import Sampler
-from engine.startup import loading, memory
-from engine.startup.memory import Needs, host_needs, pool_pages
+from engine.scheduling.proposer import DraftModel
+from engine.startup import loading, memory, pools
+from engine.startup.memory import host_needs, pool_pages
 from engine.types.errors import ConfigError, GraphError
 from engine.workers.executor_main import load_rank
 from engine.workers.executors import GenerationSettings
@@ -144,10 +147,8 @@ def checkpoint(tmp_path_factory):
 def test_an_engine_measures_before_it_allocates_and_says_so(checkpoint, monkeypatch, caplog):
     devices = install(monkeypatch)
     seen = []
-    monkeypatch.setattr("engine.startup.loading.free_bytes", lambda device: 10 * GB)
-    monkeypatch.setattr(
-        "engine.startup.loading.pool_pages", lambda *args: (seen.append(args[-1]), pool_pages(*args))[1]
-    )
+    monkeypatch.setattr("engine.startup.pools.free_bytes", lambda device: 10 * GB)
+    monkeypatch.setattr("engine.startup.pools.pool_pages", lambda *args: (seen.append(args[-1]), pool_pages(*args))[1])
     monkeypatch.setattr(RecordingDevice, "peak", lambda self, run: (run(), 7)[1])
     with caplog.at_level(logging.INFO):
         runner = load(checkpoint, "breakable", max_running=2, num_pages=0)
@@ -164,7 +165,9 @@ def test_an_engine_measures_before_it_allocates_and_says_so(checkpoint, monkeypa
     assert device.trims
 
 
-def test_what_attention_keeps_is_no_memory_for_pages(checkpoint, monkeypatch):
+@pytest.mark.parametrize("num_backends", [1, 2])
+def test_what_attention_keeps_is_no_memory_for_pages(checkpoint, monkeypatch, num_backends):
+    """Of the model, and of a draft model beside it."""
     install(monkeypatch)
     taken, seen = [0], []
     build = RankAttention.build
@@ -177,12 +180,32 @@ def test_what_attention_keeps_is_no_memory_for_pages(checkpoint, monkeypatch):
 
     monkeypatch.setattr(RankAttention, "build", with_a_workspace)
     monkeypatch.setattr(RecordingDevice, "memory", lambda self: DeviceMemory(10 * GB - taken[0], 0))
-    monkeypatch.setattr("engine.startup.loading.free_bytes", lambda device: 10 * GB)
-    monkeypatch.setattr(
-        "engine.startup.loading.pool_pages", lambda *args: (seen.append(args[-1]), pool_pages(*args))[1]
+    monkeypatch.setattr("engine.startup.pools.free_bytes", lambda device: 10 * GB)
+    monkeypatch.setattr("engine.startup.pools.pool_pages", lambda *args: (seen.append(args[-1]), pool_pages(*args))[1])
+    system = System(
+        build_config(
+            Config(),
+            {
+                "model": {"path": str(checkpoint), "tokenizer": "none", "max_model_len": 64},
+                "device": {"kind": "cpu"},
+                "scheduler": {"max_running": 2, "max_step_tokens": 32},
+                "graphs": {"mode": "breakable"},
+                "plugins": {"attention": "torch"},
+            },
+        )
     )
-    load(checkpoint, "breakable", max_running=2, num_pages=0)
-    assert seen[0].attention_bytes == 128 << 20
+    draft = DraftModel(path=str(checkpoint), num_tokens=2) if num_backends == 2 else None
+    plugins = Plugins(system.config.chosen_plugins())
+    loading.load_runner(
+        system.config,
+        system.spec,
+        system.max_len,
+        plugins,
+        rank=0,
+        progress=False,
+        given={} if draft is None else {"draft": draft},
+    )
+    assert seen[0].attention_bytes == num_backends * 128 << 20
 
 
 class StepSplitter(RecordingDevice):
@@ -234,7 +257,7 @@ def test_a_step_without_room_is_refused_at_start(checkpoint, monkeypatch):
     def fail(*_):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr("engine.startup.loading.run_largest_step", fail)
+    monkeypatch.setattr("engine.startup.pools.run_largest_step", fail)
     with pytest.raises(ConfigError, match=r"scheduler\.max_step_tokens=32: no room for a step of that size"):
         load(checkpoint, "breakable", num_pages=0)
 
@@ -291,8 +314,8 @@ PAGE_BYTES = 3 * 2 * 4 * 2 * 32 * 4  # 3 layers x keys and values x 4 tokens x 2
 
 
 def test_what_a_step_needs_on_a_cpu_is_kept_free_beside_a_given_number_of_pages(checkpoint, monkeypatch):
-    monkeypatch.setattr(loading, "host_needs", lambda *_: Needs(GB))
-    monkeypatch.setattr(loading, "free_bytes", lambda device: GB + 100 * PAGE_BYTES)
+    monkeypatch.setattr(pools, "host_needs", lambda *_: Needs(GB))
+    monkeypatch.setattr(pools, "free_bytes", lambda device: GB + 100 * PAGE_BYTES)
     assert load(checkpoint, "off", num_pages=90).num_pages == 90
     with pytest.raises(ConfigError, match=r"^kv\.num_pages=91: .* after 1\.00 GB for a step; lower it to 90 or less"):
         load(checkpoint, "off", num_pages=91)
@@ -304,7 +327,7 @@ def test_a_runner_that_comes_back_with_its_pages_is_not_asked_whether_they_fit(c
     sections = {"model": model, "device": {"kind": "cpu"}, "placement": {"executor": executor}}
     system = System(build_config(Config(), sections))
     terms = GenerationSettings(num_pages=100)
-    monkeypatch.setattr(loading, "require_room", lambda *_: pytest.fail("asked"))
+    monkeypatch.setattr(pools, "require_room", lambda *_: pytest.fail("asked"))
     if executor == "inline":
         assert system._load_runner(0, terms).num_pages == 100
         return
@@ -319,7 +342,7 @@ def test_a_pool_that_the_system_then_denies_is_one_line_as_well(checkpoint, monk
     def deny(*_):
         raise MemoryError("cannot allocate")
 
-    monkeypatch.setattr(loading, "new_pool", deny)
+    monkeypatch.setattr(pools, "new_pool", deny)
     with pytest.raises(
         ConfigError, match=r"KV pool of 160 pages cannot be had \(cannot allocate\); lower kv\.num_pages"
     ):
@@ -330,7 +353,7 @@ def test_the_pool_of_a_cpu_takes_its_share_of_what_the_container_leaves(checkpoi
     spec = read_model(checkpoint)
     sections = {"scheduler": {"max_running": 8, "max_step_tokens": 32}, "graphs": {"mode": "off"}}
     needs = host_needs(build_config(Config(), sections), spec.shape, 64, torch.float32)
-    monkeypatch.setattr(loading, "free_bytes", lambda device: int((needs.total + 100 * PAGE_BYTES) / 0.85) + 1)
+    monkeypatch.setattr(pools, "free_bytes", lambda device: int((needs.total + 100 * PAGE_BYTES) / 0.85) + 1)
     assert load(checkpoint, "off", num_pages=0).num_pages == 100
     # A process more that tokenizes has the room that these pages had.
     tokenizing = build_config(Config(), {**sections, "placement": {"tokenizers": 1}})

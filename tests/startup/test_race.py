@@ -329,7 +329,7 @@ def test_a_result_is_kept_for_the_same_heads_options_and_contenders(enter: Enter
     assert race().decide(progress=False)["decode"] == Contender("b")
     assert acme_clock.now == before  # nothing ran
     assert race(tables={"attention.a": {"slower": 2}}).known().results == {"prefill": [], "decode": []}
-    (kept,) = (tmp_path / "cache" / "callboard" / "attention.race").iterdir()
+    (kept,) = (tmp_path / "cache" / "callboard" / "measured").iterdir()
     kept.write_text("{torn")
     assert race().known().results["decode"] == []
     enter("c", 0.5, 0.5)
@@ -343,6 +343,17 @@ def test_nothing_is_measured_where_there_is_no_choice_or_no_time(enter: Enter) -
     assert race(limit_s=0).decide(progress=True) == {}
     assert race("a").decide(progress=True) == {}
     assert race(AttentionNames(prefill="a")).decide(progress=True)["decode"] == Contender("b")
+
+
+@pytest.mark.parametrize("attention, device, lines", [("auto", "cuda", 1), ("torch", "cuda", 0), ("auto", "cpu", 0)])
+def test_a_gpu_on_which_flashinfer_cannot_be_compiled_is_a_warning_that_says_what_to_install(
+    attention: str, device: str, lines: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("engine.startup.race.missing_for_flashinfer", lambda: "Install flashinfer-jit-cache")
+    plugins = Plugins({"attention": attention})
+    Race(plugins, SPEC, 16, torch.device(device), torch.bfloat16, limit_s=0).decide(progress=False)
+    said = "attention: FlashInfer cannot run, and slower kernels take its place. Install flashinfer-jit-cache"
+    assert [one.getMessage() for one in caplog.records if one.levelname == "WARNING"] == [said] * lines
 
 
 def test_decode_is_measured_as_a_graph_has_it(enter: Enter) -> None:

@@ -74,14 +74,14 @@ def test_what_transformers_cannot_convert_is_said_with_its_reason(
     with pytest.raises(WeightsError, match="not converted it within 300 s"):
         TokenizerFiles(tmp_path)
     monkeypatch.setattr(conversion, "find_spec", lambda name: None)
-    with pytest.raises(WeightsError, match=r"converted by transformers: pip install 'callboard\[transformers\]'"):
+    with pytest.raises(WeightsError, match=r"transformers must convert it: pip install 'callboard\[transformers\]'"):
         TokenizerFiles(tmp_path)
 
 
 def test_code_that_a_checkpoint_brings_along_is_not_run(checkpoint: Path, tmp_path: Path):
     (checkpoint / "tokenizer_config.json").write_text('{"auto_map": {"AutoTokenizer": ["own.OwnTokenizer", null]}}')
     (checkpoint / "own.py").write_text("raise SystemExit('it was run')")
-    with pytest.raises(SystemExit, match="it has code of its own, which is not run"):
+    with pytest.raises(SystemExit, match="it needs code of its own, which is not run"):
         tokenizer_json.main(checkpoint, tmp_path)
 
 

@@ -4,7 +4,7 @@ import os
 import sys
 from dataclasses import dataclass
 
-from engine.actors.executor import Runner
+from engine.actors.runner import Runner
 from engine.actors.step_splitting import StepSplitter
 from engine.messages import Step, StepDone
 from engine.types.errors import WeightsError
@@ -28,9 +28,8 @@ class Result:
         return StepDone(rank=self.rank, step_id=self.step.step_id, token_ids=bytes(size))
 
 
-class OddRunner:
+class OddRunner(Runner):
     num_pages = 5
-    stored = None
 
     def __init__(self, rank: int) -> None:
         self.rank = rank

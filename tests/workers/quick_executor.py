@@ -9,7 +9,7 @@ from zlib import crc32
 
 import numpy as np
 
-from engine.actors.executor import Runner
+from engine.actors.runner import Runner
 from engine.config import Config
 from engine.messages import Step, StepDone
 from engine.workers.executor_main import main
@@ -31,9 +31,7 @@ class Result:
         return self._done
 
 
-class QuickRunner:
-    stored = None
-
+class QuickRunner(Runner):
     def __init__(self, num_pages: int) -> None:
         self.num_pages = num_pages
         self._sums: dict[int, int] = {}

@@ -6,7 +6,7 @@ Owns: which executors it has.  Does not know: what they say.
 """
 
 import engine.control.system
-from engine.actors.executor import Runner
+from engine.actors.runner import Runner
 from engine.control.system import System
 from engine.workers.executors import ExecutorPlacement, GenerationSettings
 from engine.workers.placement import ProcessExecutors

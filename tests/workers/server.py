@@ -17,6 +17,7 @@ from typing import Any
 import aiohttp
 
 from tests.pace import far
+from tests.server.http_client import as_operator
 from tests.workers.executors import within
 
 ROOT = Path(__file__).parents[2]
@@ -92,7 +93,8 @@ class Server:
     def get(self, path: str) -> tuple[int, dict]:
         """Status and body."""
         try:
-            with urllib.request.urlopen(f"{self.url}{path}", timeout=far(5)) as response:
+            request = urllib.request.Request(self.url + path, headers=as_operator())
+            with urllib.request.urlopen(request, timeout=far(5)) as response:
                 return response.status, json.load(response)
         except urllib.error.HTTPError as error:
             with error:

@@ -32,7 +32,7 @@ def test_a_rank_takes_its_own_machines_checkpoint_and_gpu_and_looks_whether_it_i
     here = resolve_checkpoint("demo", "")
     settled = settle(assignment, Place(3, str(here), "none"))
     assert (settled.local_rank, settled.config.model.path, settled.config.model.tokenizer) == (3, str(here), "none")
-    with pytest.raises(ConfigError, match=f"^rank 1: model.path={here}: not the checkpoint that rank 0 has"):
+    with pytest.raises(ConfigError, match=f"^rank 1: model.path={here}: not the checkpoint of rank 0"):
         load_rank(settled)
     assert settle(assignment, Place(0)).config == assignment.config, "the head's own rank has the head's"
 

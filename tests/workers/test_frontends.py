@@ -19,6 +19,7 @@ import openai
 import pytest
 
 from tests.pace import far
+from tests.server.http_client import as_operator
 from tests.workers.executors import alive, children, within
 from tests.workers.server import MODEL, QUICK, Client, Server, stream_all
 
@@ -47,7 +48,7 @@ def front_of(server: Server) -> int:
 def fetch(server: Server, path: str, body: dict | None = None) -> tuple[int, bytes]:
     """Status and body of a GET, or of a POST with one."""
     data = None if body is None else json.dumps(body).encode()
-    request = urllib.request.Request(server.url + path, data, {"Content-Type": "application/json"})
+    request = urllib.request.Request(server.url + path, data, {"Content-Type": "application/json"} | as_operator())
     try:
         with urllib.request.urlopen(request, timeout=far(15)) as response:
             return response.status, response.read()

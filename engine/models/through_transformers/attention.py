@@ -1,9 +1,9 @@
-"""Attention calls of a model of transformers: who answers them, and what the calls of one forward pass ask for.
+"""Attention calls of a model of transformers, answered by this engine, and a probe of what they need.
 
-transformers calls ``attend`` with the attention module; who answers was put there as ``module.callboard``.
+transformers calls ``attend`` with the attention module, whose attribute ``callboard`` holds the function that answers.
 
 Legend: T tokens of the step (ragged, packed) · Q query heads · G key/value heads · H head size · V size of a value head
-Owns: what a call's arguments mean, which of them can be answered.  Does not know: which model it is, backends.
+Owns: what a call's arguments mean, and which calls can be answered.  Does not know: which model it is, backends.
 """
 
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from engine.types.errors import WeightsError
 
 ANSWERER = "callboard"
-# Arguments that do not change what is computed for a model that is not trained.
+# Arguments that change nothing for a model that is not trained.
 IDLE = {
     "dropout",
     "position_ids",
@@ -55,14 +55,14 @@ class Call:
 
 
 def attend(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **asked: Any
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **options: Any
 ) -> tuple[Tensor, None]:
-    """What is registered with transformers: [1, T, Q, V] for q [1, Q, T, H], k [1, G, T, H] and v [1, G, T, V]."""
-    return module.__dict__[ANSWERER](module, query, key, value, attention_mask, **asked), None
+    """Answer a call of transformers: return [1, T, Q, V] for q [1, Q, T, H], k [1, G, T, H] and v [1, G, T, V]."""
+    return module.__dict__[ANSWERER](module, query, key, value, attention_mask, **options), None
 
 
-class ToldMask:
-    """In place of a mask the function of indices that would fill it.  A model may hand it on, and nothing else."""
+class StandInMask:
+    """A stand-in for a mask: the function of indices that would fill it.  A model may only pass it on."""
 
     def __init__(self, function: MaskFunction) -> None:
         self.function = function
@@ -73,21 +73,21 @@ class ToldMask:
     __getitem__ = __radd__ = __add__ = __getattr__
 
 
-def tell_mask(*, mask_function: MaskFunction, **_: Any) -> ToldMask:
-    """Registered in place of what makes masks."""
-    return ToldMask(mask_function)
+def stand_in_mask(*, mask_function: MaskFunction, **_: Any) -> StandInMask:
+    """Return the stand-in for a mask; registered with transformers in place of its mask builder."""
+    return StandInMask(mask_function)
 
 
 def probe(model: nn.Module, body: nn.Module, max_len: int) -> tuple[Call, ...]:
-    """The calls of one forward pass, in their order.  model: on the meta device, with masks told.
+    """Return the calls of one forward pass, in order.  model: on the meta device, with stand-ins for masks.
 
-    Raises WeightsError for a call that no attention backend here answers; whatever else the model raises."""
+    Raises WeightsError for a call that no attention backend here can answer, and whatever the model raises."""
     calls: list[Call] = []
 
     def record(
-        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, scaling: Any = None, **asked: Any
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, scaling: Any = None, **options: Any
     ) -> Tensor:
-        calls.append(_read_call(module, query, key, value, mask, scaling, asked, max_len))
+        calls.append(_read_call(module, query, key, value, mask, scaling, options, max_len))
         return query.new_empty(1, query.shape[2], query.shape[1], value.shape[-1])
 
     modules = list(body.modules())
@@ -96,7 +96,7 @@ def probe(model: nn.Module, body: nn.Module, max_len: int) -> tuple[Call, ...]:
     try:
         ids = torch.zeros((1, NUM_PROBED), dtype=torch.int64, device="meta")
         with torch.no_grad():
-            # With a mask of ones: without one, transformers looks for several sequences in the positions.
+            # With a mask of ones: without a mask, transformers looks for several sequences in the positions.
             model(input_ids=ids, position_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)
     finally:
         for one in modules:
@@ -111,16 +111,16 @@ def _read_call(
     value: Tensor,
     mask: Any,
     scaling: float | None,
-    asked: dict[str, Any],
+    options: dict[str, Any],
     max_len: int,
 ) -> Call:
-    soft_cap, sinks = asked.pop("softcap", None), asked.pop("s_aux", None)
-    window = window_of(mask, asked.pop("sliding_window", None) or 0, max_len)
-    causal = asked.pop("is_causal", None)
+    soft_cap, sinks = options.pop("softcap", None), options.pop("s_aux", None)
+    window = window_of(mask, options.pop("sliding_window", None) or 0, max_len)
+    causal = options.pop("is_causal", None)
     if causal is False or (mask is None and getattr(module, "is_causal", True) is False):
         raise WeightsError("its attention is not causal")
-    if unknown := [name for name, given in asked.items() if given is not None and name not in IDLE]:
-        raise WeightsError(f"its attention asks for {', '.join(unknown)}, which no backend here knows")
+    if unknown := [name for name, given in options.items() if given is not None and name not in IDLE]:
+        raise WeightsError(f"its attention needs {', '.join(unknown)}, which no backend here supports")
     expected = (1, NUM_PROBED)
     if {(one.shape[0], one.shape[2]) for one in (query, key, value)} != {expected} or key.shape[1] != value.shape[1]:
         shapes = " and ".join(str(list(one.shape)) for one in (query, key, value))
@@ -139,12 +139,12 @@ def _read_call(
 
 
 def window_of(mask: Any, claimed: int, max_len: int) -> int:
-    """The sliding window of a mask; 0 for a causal one.  claimed: by the call, which decides where no mask was made.
+    """Return a mask's sliding window; 0 if it is causal.  claimed: the call's own window, used if there is no mask.
 
     Raises WeightsError for any other mask."""
     if mask is None:
         return claimed if claimed < max_len else 0
-    if not isinstance(mask, ToldMask):
+    if not isinstance(mask, StandInMask):
         raise WeightsError(f"it makes masks of its own ({type(mask).__name__})")
     keys, windows = torch.arange(max_len), set()
     for query in {max_len - 1, max_len // 2, min(2, max_len - 1)}:
@@ -160,9 +160,9 @@ def window_of(mask: Any, claimed: int, max_len: int) -> int:
 
 
 def _row(mask: MaskFunction, query: int, keys: Tensor) -> Tensor:
-    """Which keys a query sees, [len(keys)]."""
+    """Return which keys a query sees, [len(keys)]."""
     zero = torch.zeros((), dtype=torch.int64)
     seen = mask(zero, zero, torch.tensor(query), keys)
     if seen.device.type == "meta":
-        raise WeightsError("its masks depend on what is in the batch, or go by chunks")
+        raise WeightsError("its masks depend on the content of the batch, or on chunks")
     return seen.broadcast_to(keys.shape)

@@ -1,7 +1,7 @@
-"""A decoder computed by transformers' own class, on our pages: its attention calls and linear layers are ours.
+"""A decoder computed by transformers' own class, with this engine's pages, attention and linear layers.
 
-All tokens of a step are one row of a batch of one, with their positions.  What depends on other tokens is attention
-alone; its calls, which transformers makes by our name, are answered here, one for each layer.
+All tokens of a step are one row of a batch of one, with their positions.  Only attention depends on other tokens; its
+calls, which transformers makes under this engine's name, are answered here, by one object per layer.
 
 Legend: T new tokens in the step (ragged, packed) · N rows whose logits are wanted · D model dim · V vocabulary
         Q query heads · G key/value heads · H head size
@@ -44,7 +44,7 @@ NUMBERED = re.compile(r".*?\.\d+(?=\.)")  # the name of a layer, at the beginnin
 
 
 class TransformersDecoder:
-    """See ``Model``."""
+    """A ``Model`` that runs a class of transformers."""
 
     def __init__(self, shape: ThroughTransformers, comm: Comm, device: torch.device, dtype: torch.dtype) -> None:
         self.dtype = dtype
@@ -70,38 +70,38 @@ class TransformersDecoder:
         module.config._attn_implementation = ATTENTION
         body = body_of(module)
         self._body: Callable[..., Any] = body.forward
-        # The head's class is called with what the body has computed: whatever it does with logits stays its own.
+        # The head's class runs with the body's output as its body, so its own changes to logits still apply.
         body.forward = _given
         self.parameter_bytes = self.weight_bytes = sum(one.target.nbytes for one in self.slices())
         self._kernels: LayerKernels | None = None
 
     @property
     def step(self) -> StepTensors:
-        """The step that runs."""
+        """The running step."""
         assert self._step is not None, "attention was called outside of a step"
         return self._step
 
     @property
     def pooled_head(self) -> PooledHead | None:
-        """See ``Model``; a checkpoint that has one is refused when it is read."""
+        """Always None: a checkpoint with a pooled head is refused when it is read."""
         return None
 
     @property
     def doubled_bytes(self) -> int:
-        """See ``Model``."""
+        """Memory of the table that a tied LM head keeps in two layouts; 0 if the head is not tied."""
         return self._head.linear.weight.nbytes if self._tied else 0
 
     @property
     def linears_per_layer(self) -> int:
-        """See ``Model``."""
+        """Number of linear layers per layer."""
         return len(self._linears) // self.attention_spec.num_layers
 
     def forward(self, step: StepTensors) -> Tensor:
-        """See ``Model.forward``."""
+        """Store keys and values and return logits_NV for ``step.sample_at_N``."""
         return self.logits(self.hidden(step, step.sample_at_N))
 
     def hidden(self, step: StepTensors, wanted_N: Tensor | None = None) -> Tensor:
-        """See ``Model.hidden``; the body's last norm has been applied."""
+        """Store keys and values and return x_TD, or its ``wanted_N`` rows, with the body's last norm applied."""
         self._step = step
         output = self._body(input_ids=step.token_ids_T[None], position_ids=step.positions_T[None], use_cache=False)
         self._step = None
@@ -109,21 +109,21 @@ class TransformersDecoder:
         return x_TD if wanted_N is None else x_TD.index_select(0, wanted_N)
 
     def logits(self, x_ND: Tensor) -> Tensor:
-        """See ``Model.logits``."""
+        """Return logits_NV of rows from ``hidden``."""
         logits_NV: Tensor = self._module(inputs_embeds=x_ND[None], use_cache=False).logits[0]
         return logits_NV.float() if self._kernels is None else logits_NV
 
     def normed(self, x_ND: Tensor) -> Tensor:
-        """See ``Model.normed``."""
+        """Return the rows, which are normed already."""
         return x_ND
 
     def slices(self) -> Iterator[WeightSlice]:
-        """See ``Model.slices``."""
+        """Yield the slices of the checkpoint that this rank reads."""
         for _, slices in self._groups():
             yield from slices
 
     def linear_shapes(self) -> tuple[list[tuple[int, int]], tuple[int, int]]:
-        """See ``Model.linear_shapes``."""
+        """Return (outputs, inputs) of the layers' weights, and of the LM head; call before ``load``."""
 
         def shape(one: Product) -> tuple[int, int]:
             outputs, inputs = one.linear.weight.shape
@@ -134,7 +134,7 @@ class TransformersDecoder:
     def load(
         self, read: Callable[[Iterator[WeightSlice]], None], kernels: LayerKernels | None, linears: Linears
     ) -> None:
-        """See ``Model.load``."""
+        """Fill the weights with ``read`` and lay them out for their kernels (``Model.load``)."""
         self._kernels = kernels
         plain_bytes = self._linear_bytes()
         for group, slices in self._groups():
@@ -149,7 +149,7 @@ class TransformersDecoder:
         return sum(one.linear.nbytes for one in (self._head, *self._linears.values()))
 
     def _groups(self) -> Iterator[tuple[str, list[WeightSlice]]]:
-        """What is read, by the layers that it is for; '' for the rest of the model."""
+        """Yield the slices of each layer with the layer's name; '' for the rest of the model."""
         groups: dict[str, dict[str, WeightSlice]] = {}
         linears = (*self._linears.values(), *(() if self._tied else (self._head,)))
         own = (one for linear in linears for one in linear.slices())
@@ -162,10 +162,11 @@ class TransformersDecoder:
 
 
 class _Plan:
-    """The module of a rank before its tensors are allocated, its linear layers swapped.
+    """A rank's module before its tensors are allocated, with its linear layers swapped.
 
-    linears: by the name of the first of those that they are, the head's among them.  head: its name.
-    tied: whether its weight is the embedding's.  joined: see ``same_inputs``."""
+    linears: products by the name of their first linear layer, the head's included.
+    head: name of the head.  tied: whether its weight is the embedding's.
+    joined: the result of ``same_inputs``."""
 
     def __init__(
         self,
@@ -176,7 +177,7 @@ class _Plan:
         dtype: torch.dtype,
         joined: list[tuple[str, ...]] | None = None,
     ) -> None:
-        """joined: None to find it by running the module, which is on the meta device then."""
+        """Make the module.  joined: None to find it by running the module, which must then be on the meta device."""
         self.module = make_module(shape.architecture, {**shape.config, "tie_word_embeddings": shape.tied}, origin)
         if joined is None:
             with refusals(shape.architecture, "it cannot be run without weights"), same_inputs(self.module) as joined:
@@ -188,7 +189,7 @@ class _Plan:
         self.linears = swap_linears(self.module, comm, device, dtype, self.joined)
 
     def calls(self, shape: ThroughTransformers) -> tuple[Call, ...]:
-        """Those of attention on this rank; on the meta device."""
+        """Return this rank's attention calls; the module must be on the meta device."""
         with refusals(shape.architecture, "with its linear layers swapped it fails"):
             calls = probe(self.module, body_of(self.module), shape.max_len)
         assert len(calls) == shape.num_layers, f"{len(calls)} calls of attention, {shape.num_layers} were expected"
@@ -205,7 +206,7 @@ class _Layer:
         self._value_size, self._padding = call.value_size, spec.head_size - call.value_size
 
     def __call__(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **_: Any) -> Tensor:
-        """[1, T, Q, value size]; keys and values are in the pool afterwards.  See ``attention.attend``."""
+        """Store keys and values and return [1, T, Q, value size] (``attention.attend``)."""
         step = self._decoder.step
         q_TQH, k_TGH, v_TGH = (one[0].transpose(0, 1).to(self._dtype) for one in (query, key, value))
         if self._padding:
@@ -218,7 +219,7 @@ class _Layer:
 
 
 class _Output(BaseModelOutputWithPast):
-    """What a body returns; of all the rest that a head's class may look for there is None."""
+    """A body's output; every attribute that a head's class may look for besides is None."""
 
     def __getattr__(self, name: str) -> None:
         if name.startswith("__"):
@@ -226,7 +227,7 @@ class _Output(BaseModelOutputWithPast):
 
 
 def _given(*_: Any, inputs_embeds: Tensor, **__: Any) -> _Output:
-    """The forward pass of a body that has run already."""
+    """Return the output of a body that has run already, as its forward pass."""
     return _Output(last_hidden_state=inputs_embeds)
 
 
@@ -254,7 +255,7 @@ def _attention_spec(
 
 
 def _group(name: str) -> str:
-    """The layer that a tensor belongs to, by its name."""
+    """Return the name of a tensor's layer; '' if it is in none."""
     found = NUMBERED.match(name)
     return found.group() if found else ""
 

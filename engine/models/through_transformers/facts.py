@@ -1,6 +1,6 @@
-"""What transformers says and does for one config.json: python -m engine.models.through_transformers.facts < REQUEST
+"""Facts about the model of a config.json: python -m engine.models.through_transformers.facts < REQUEST
 
-REQUEST is [architecture, config.json] as JSON; the answer, on stdout, is ``Facts`` as JSON, or {"error": ...}.
+REQUEST is [architecture, config.json] as JSON; stdout gets ``Facts`` as JSON, or {"error": ...}.
 
 Owns: finding the facts on the meta device.  Does not know: weights, ranks.
 """
@@ -20,11 +20,11 @@ from engine.models.through_transformers.module import body_of, head_of, make_mod
 from engine.models.through_transformers.names import in_checkpoint
 from engine.types.errors import WeightsError
 
-ATTENDING = {"full_attention", "sliding_attention"}  # of what a configuration may call layers
+ATTENDING = {"full_attention", "sliding_attention"}  # kinds of layers that are served
 
 
 def find_facts(architecture: str, config: dict[str, Any]) -> Facts:
-    """Raises WeightsError, naming the architecture, if it cannot be served through transformers."""
+    """Return the facts.  Raises WeightsError, naming the architecture, if transformers cannot serve it here."""
     module = make_module(architecture, config, torch.device("meta"))
     with refusals(architecture, "it cannot be run without weights"):
         _check_kinds(module)
@@ -48,7 +48,7 @@ def find_facts(architecture: str, config: dict[str, Any]) -> Facts:
 
 
 def _check_kinds(module: PreTrainedModel) -> None:
-    """What is recurrent says so in a list that configurations of mixed layers have."""
+    """Check the kinds of layers; a configuration with recurrent layers lists them in ``layer_types``."""
     kinds = set(getattr(module.config, "layer_types", None) or ATTENDING)
     if strange := sorted(kinds - ATTENDING):
         raise WeightsError(f"it has layers of kind {', '.join(strange)}, not only {' and '.join(sorted(ATTENDING))}")
@@ -87,7 +87,7 @@ def _facts(call: Call) -> AttentionFacts:
 
 
 def _width(body: nn.Module) -> int:
-    """Of the widest product in a layer; experts, of which a token has several, count as they are stored."""
+    """Return the outputs of the widest product in a layer; an expert counts as it is stored, not per token."""
     widths = [one.shape[-2] for one in body.parameters() if one.dim() == 3]
     return max([*widths, *(one.out_features for one in body.modules() if isinstance(one, nn.Linear)), 1])
 
@@ -99,7 +99,7 @@ def _stored_name(module: PreTrainedModel, part: nn.Module) -> str:
 
 
 def main() -> None:
-    """Answer the request on stdin."""
+    """Read a request from stdin and write the answer to stdout."""
     logging.set_verbosity_error()
     architecture, config = msgspec.json.decode(sys.stdin.buffer.read(), type=tuple[str, dict[str, Any]])
     try:

@@ -1,8 +1,8 @@
-"""Linear layers of transformers, computed by ours: cut over ranks, multiplied by the chosen kernel, and in one product
-where several layers of a module get the same input, as those for queries, keys and values do.
+"""Linear layers of transformers replaced by this engine's: cut over ranks, computed by the chosen kernel, and merged
+if several layers of a module get the same input, as those for queries, keys and values do.
 
 Legend: T tokens of the step · I input features · O output features of this rank
-Owns: the exchange, which layers a tensor-parallel plan cuts, which get the same input.
+Owns: the exchange, which layers a tensor-parallel plan cuts, which layers get the same input.
 Does not know: models, kernels, files.
 """
 
@@ -22,15 +22,15 @@ from engine.layers.linear import ColumnLinear, RowLinear
 from engine.layers.weights import WeightSlice
 from engine.types.errors import ConfigError
 
-# Styles of transformers' plans.  What has another one is held whole by each rank, which is always right.
+# Styles of transformers' plans.  Each rank holds a layer of another style whole, which is always correct.
 BY_OUTPUTS, BY_INPUTS = "colwise", "rowwise"
 ROUTERS = {"gate", "router", "shared_expert_gate", "wg"}  # they choose experts, and are never rounded
 
 
 class Product:
-    """What one ``nn.Linear`` computes, or several of one module that are called with the same tensor.
+    """The product of one ``nn.Linear``, or of several in one module that are called with the same tensor.
 
-    names: of their tensors in the model, without ``.weight``, in the order of their calls."""
+    names: the layers' names in the model, in the order of their calls."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class Product:
         self._outputs: list[Tensor] = []
 
     def part(self, number: int, x: Tensor) -> Tensor:
-        """[..., O] of one of them.  All are computed when the first is asked for, and given up with the last."""
+        """Return [..., O] of one layer.  The first call computes all of them, and the last one drops them."""
         if len(self._sizes) == 1:
             y_TO = self.linear(x.flatten(0, -2))
             return y_TO.view(*x.shape[:-1], -1)
@@ -70,21 +70,21 @@ class Product:
         return found
 
     def slices(self) -> Iterator[WeightSlice]:
-        """What this rank reads, by the model's names."""
+        """Yield the slices that this rank reads, by the model's names."""
         (name, *_) = self.names
         for one in self.linear.slices(name if isinstance(self.linear, RowLinear) else _parent(name)):
-            yield replace(one, source=one.source.removeprefix("."))  # a layer of the model itself has no parent's name
+            yield replace(one, source=one.source.removeprefix("."))  # layers of the model itself have no prefix
 
 
 class SwappedLinear(nn.Module):
-    """Takes the place of an ``nn.Linear``: one part of a product."""
+    """A stand-in for an ``nn.Linear``: one part of a product."""
 
     def __init__(self, product: Product, number: int) -> None:
         super().__init__()
         self._product, self._number = product, number
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., O]."""
+        """Return [..., O]."""
         return self._product.part(self._number, x)
 
 
@@ -95,10 +95,10 @@ def swap_linears(
     dtype: torch.dtype,
     joined: Collection[tuple[str, ...]] = (),
 ) -> dict[str, Product]:
-    """Swap each plain ``nn.Linear`` of a model, and return what computes them, by the first one's name.
+    """Swap each plain ``nn.Linear`` of a model; return the products by the name of their first layer.
 
-    joined: names of ``same_inputs``.
-    Raises ConfigError if there are several ranks and transformers has no plan how they share the model."""
+    joined: the result of ``same_inputs``.
+    Raises ConfigError if there are several ranks and transformers has no plan by which they share the model."""
     plan = model._tp_plan
     if comm.size > 1 and not plan:
         raise ConfigError(
@@ -125,8 +125,8 @@ def swap_linears(
 
 @contextmanager
 def same_inputs(model: PreTrainedModel) -> Iterator[list[tuple[str, ...]]]:
-    """Within it the model is called once; afterwards the list has the names of plain linear layers that one module
-    called with the same tensor, unchanged between the calls, each once."""
+    """Record one call of the model, made within the context.  Afterwards the list has groups of names: plain linear
+    layers that one module called with the same tensor, unchanged between the calls, each once."""
     found: list[tuple[str, ...]] = []
     calls: list[tuple[str, Tensor, int, bool]] = []
 
@@ -139,7 +139,7 @@ def same_inputs(model: PreTrainedModel) -> Iterator[list[tuple[str, ...]]]:
 
     hooks = [one.register_forward_pre_hook(record(name)) for name, one in _plain_linears(model)]
     try:
-        with torch.inference_mode(False):  # where tensors know how often they were changed
+        with torch.inference_mode(False):  # only outside of inference mode tensors count their changes
             yield found
     finally:
         for one in hooks:
@@ -159,7 +159,7 @@ def _plain_linears(model: PreTrainedModel) -> Iterator[tuple[str, nn.Linear]]:
 
 
 def _style(plan: Mapping[str, str], name: str) -> str:
-    """A name's style: patterns have ``*`` where names have a number."""
+    """Return a name's style; patterns have ``*`` in place of numbers."""
     return plan.get(name) or plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name), "")
 
 

@@ -1,6 +1,6 @@
-"""A model class of transformers, made from config.json: nothing is read and no weight is written.
+"""A model class of transformers, made from config.json without reading or writing a weight.
 
-Owns: which classes are taken, how they are made, what of them must not run here.  Does not know: steps, checkpoints.
+Owns: which classes are accepted, how they are made, and what must be switched off.  Does not know: steps, checkpoints.
 """
 
 import inspect
@@ -18,23 +18,23 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from engine.layers.weights import parameter
-from engine.models.through_transformers.attention import attend, tell_mask
+from engine.models.through_transformers.attention import attend, stand_in_mask
 from engine.types.errors import WeightsError
 
-# The names that attention goes by in transformers.  With the second, which is known to make masks, a layer is told what
-# its mask would be; with the first none is made.
+# Names of this engine's attention in transformers.  Under the second, which is also registered for masks, a layer gets
+# a stand-in for its mask; under the first it gets no mask.
 ATTENTION, ATTENTION_AND_MASKS = "callboard", "callboard_masks"
 RANDOM = {"normal_", "uniform_", "trunc_normal_", "kaiming_uniform_", "kaiming_normal_", "xavier_uniform_"}
 RANDOM |= {"xavier_normal_", "orthogonal_"}
-STRETCHES = ("dynamic", "longrope")  # rotary embeddings that look at the step's positions and may change by them
+STRETCHES = ("dynamic", "longrope")  # rotary embeddings that read the step's positions and may change by them
 
 AttentionInterface.register(ATTENTION, attend)
 AttentionInterface.register(ATTENTION_AND_MASKS, attend)
-AttentionMaskInterface.register(ATTENTION_AND_MASKS, tell_mask)
+AttentionMaskInterface.register(ATTENTION_AND_MASKS, stand_in_mask)
 
 
 class _Unwritten(TorchFunctionMode):
-    """Leaves weights as they were allocated: memory that is never written takes none on a CPU."""
+    """Leaves weights uninitialised: on a CPU, memory that is never written takes none."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if getattr(func, "__name__", "") in RANDOM:
@@ -43,30 +43,30 @@ class _Unwritten(TorchFunctionMode):
 
 
 def make_module(architecture: str, config: dict[str, Any], device: torch.device) -> PreTrainedModel:
-    """The model, with masks told.  device: meta, or the CPU, where the weights are not written.
+    """Make the model, with stand-ins for masks.  device: meta, or the CPU, where weights stay uninitialised.
 
     Raises WeightsError if transformers has no such class or its class does not take this configuration."""
     made = _make_config(architecture, config)
     if _has_alibi(made):
-        what = "its scores are biased by distance (ALiBi, Press et al. 2022), which no attention backend here knows"
+        what = "its scores are biased by distance (ALiBi, Press et al. 2022), which no attention backend here supports"
         raise WeightsError(f"{architecture} cannot be served: {what}")
     made._attn_implementation = ATTENTION_AND_MASKS
     if device.type == "meta":
-        made._experts_implementation = "batched_mm"  # the one that does not look at which experts were chosen
+        made._experts_implementation = "batched_mm"  # the one that does not read which experts were chosen
     try:
         with torch.no_grad(), _Unwritten(), device:
             module: PreTrainedModel = getattr(transformers, architecture)(made)
-    except Exception as error:  # whatever a class of transformers raises for a configuration that it does not take
+    except Exception as error:  # a class may raise any error for a configuration that it does not accept
         raise WeightsError(
-            f"{architecture}: transformers cannot make it of this config.json: {_said(error)}"
+            f"{architecture}: transformers cannot make it from this config.json: {_reason(error)}"
         ) from error
     for one in module.modules():
-        _settle_rotary(one)
+        _fix_rotary(one)
     return module.eval()
 
 
 def max_len_of(module: PreTrainedModel) -> int:
-    """Tokens of the longest sequence.  With longrope up to the original length: beyond it all keys would be others."""
+    """Return the longest sequence in tokens.  With longrope, the original length: beyond it all keys would change."""
     config = module.config
     longest = getattr(config, "max_position_embeddings", None)
     if not isinstance(longest, int) or longest < 1:
@@ -81,7 +81,7 @@ def max_len_of(module: PreTrainedModel) -> int:
 
 
 def body_of(module: PreTrainedModel) -> PreTrainedModel:
-    """What computes hidden states from token ids; the rest of the module is the head."""
+    """Return the part that computes hidden states from token ids; the rest of the module is the head."""
     body: PreTrainedModel = module.get_decoder()
     parameters = inspect.signature(body.forward).parameters
     if body is module or "position_ids" not in parameters:
@@ -90,7 +90,7 @@ def body_of(module: PreTrainedModel) -> PreTrainedModel:
 
 
 def head_of(module: PreTrainedModel) -> nn.Linear:
-    """The LM head."""
+    """Return the LM head."""
     head = module.get_output_embeddings()
     if type(head) is not nn.Linear:
         raise WeightsError(f"its head is {type(head).__name__}, not one linear layer")
@@ -98,7 +98,7 @@ def head_of(module: PreTrainedModel) -> nn.Linear:
 
 
 def tensors_of(module: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """The parameters and buffers that a checkpoint has, by the module's names; what is tied comes once."""
+    """Yield the parameters and buffers that a checkpoint has, by the module's names; tied tensors come once."""
     yield from module.named_parameters()
     for prefix, one in module.named_modules():
         for name, buffer in one._buffers.items():
@@ -107,7 +107,7 @@ def tensors_of(module: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
 
 
 def allocate(module: PreTrainedModel, device: torch.device, dtype: torch.dtype) -> None:
-    """Give the parameters memory of their own, not written; bring buffers, which have been computed, to the device."""
+    """Give each parameter uninitialised memory of its own, and move the computed buffers to the device."""
     allocated: dict[int, nn.Parameter] = {}
     for prefix, one in module.named_modules():
         for name, tensor in one._parameters.items():
@@ -122,7 +122,7 @@ def allocate(module: PreTrainedModel, device: torch.device, dtype: torch.dtype) 
 
 
 def _keeps_float32(module: PreTrainedModel, name: str, dtype: torch.dtype) -> bool:
-    """Whether transformers would keep a parameter of a model of 16 bits as float32."""
+    """Return whether transformers would keep a parameter of a 16-bit model as float32."""
     kept = set(module._keep_in_fp32_modules_strict or ())
     if dtype == torch.float16:
         kept |= set(module._keep_in_fp32_modules or ())
@@ -131,13 +131,13 @@ def _keeps_float32(module: PreTrainedModel, name: str, dtype: torch.dtype) -> bo
 
 @contextmanager
 def refusals(architecture: str, what: str) -> Iterator[None]:
-    """Turn whatever transformers raises into a refusal of the model."""
+    """Turn any error of transformers into a refusal of the model."""
     try:
         yield
     except WeightsError as error:
         raise WeightsError(f"{architecture} cannot be served through transformers: {error}") from error
     except Exception as error:
-        raise WeightsError(f"{architecture} cannot be served through transformers: {what}: {_said(error)}") from error
+        raise WeightsError(f"{architecture} cannot be served through transformers: {what}: {_reason(error)}") from error
 
 
 def _make_config(architecture: str, table: dict[str, Any]) -> Any:
@@ -152,7 +152,7 @@ def _make_config(architecture: str, table: dict[str, Any]) -> Any:
     if architecture not in _classes(str(kind)):
         expected = " or ".join(_classes(str(kind)))
         raise WeightsError(f"{architecture}: not the causal language model of model_type {kind!r}, which is {expected}")
-    # What weights were rounded by is the reader's.  A copy: transformers writes its own names into the inner objects.
+    # Quantization is the reader's work.  A deep copy, as transformers writes its own names into nested objects.
     given = {
         name: deepcopy(value)
         for name, value in table.items()
@@ -161,11 +161,11 @@ def _make_config(architecture: str, table: dict[str, Any]) -> Any:
     try:
         return CONFIG_MAPPING[kind].from_dict(given)
     except Exception as error:
-        raise WeightsError(f"{architecture}: transformers does not take its config.json: {_said(error)}") from error
+        raise WeightsError(f"{architecture}: transformers does not take its config.json: {_reason(error)}") from error
 
 
 def _has_alibi(config: Any) -> bool:
-    """Bloom always has it, MPT and Falcon where their configurations say so."""
+    """Return whether a model has ALiBi: Bloom always, MPT and Falcon if their configurations enable it."""
     asked = getattr(config, "alibi", False) or getattr(getattr(config, "attn_config", None), "alibi", False)
     return bool(asked) or config.model_type == "bloom"
 
@@ -175,8 +175,8 @@ def _classes(kind: str) -> tuple[str, ...]:
     return (names,) if isinstance(names, str) else tuple(names)
 
 
-def _settle_rotary(module: nn.Module) -> None:
-    """Within the length that a model serves its frequencies stay, so no step need ask the device for positions."""
+def _fix_rotary(module: nn.Module) -> None:
+    """Fix a module's frequencies, constant within the served length, so that no step reads positions back."""
     kind = getattr(module, "rope_type", None)
     if isinstance(kind, str) and kind in STRETCHES:
         module.rope_type = "default"  # type: ignore[assignment]
@@ -184,7 +184,7 @@ def _settle_rotary(module: nn.Module) -> None:
         module.rope_type = {name: "default" if one in STRETCHES else one for name, one in kind.items()}  # type: ignore[assignment]
 
 
-def _said(error: Exception) -> str:
+def _reason(error: Exception) -> str:
     if ATTENTION_AND_MASKS in str(error):
         return "its attention is not called through transformers' attention interface"
     return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"

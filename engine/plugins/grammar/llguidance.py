@@ -46,13 +46,13 @@ _BYTES_PER_CHARACTER: Final = 64
 
 
 class LLGuidanceOptions(Options, frozen=True):
-    """Options of the plugin.
-
-    max_lexer_states: of one grammar, about 2 kB each; a request with more fails.  max_grammar_size: symbols.
-    coerce_one_of: treat a oneOf whose branches may overlap as anyOf; if false, it is refused."""
+    """max_lexer_states: of one grammar, about 2 kB each; beyond it a request fails.  max_grammar_size: symbols.
+    max_items_in_row: ways in which the text so far can be read; beyond it a request fails, as work grows with them.
+    coerce_one_of: a oneOf whose branches may overlap is an anyOf; if not, it is refused."""
 
     max_lexer_states: int = 20_000
     max_grammar_size: int = 100_000
+    max_items_in_row: int = 2_000
     coerce_one_of: bool = True
 
 
@@ -157,6 +157,7 @@ class LLGuidance:
         limits = llguidance.LLParserLimits(
             max_lexer_states=self._options.max_lexer_states,
             max_grammar_size=self._options.max_grammar_size,
+            max_items_in_row=self._options.max_items_in_row,
             verbose_errors=False,
         )
         matcher = LLMatcher(self._tokenizer, text, log_level=0, limits=limits)

@@ -1,11 +1,11 @@
-"""The conformance kit for communication libraries: every collective, on every rank, compared with local sums.
+"""The conformance kit for communication libraries: all collectives, on every rank of groups of several sizes.
 
     from engine.plugins.testing.comm import check_comm
     check_comm(lambda size: [MyComm(rank, size) for rank in range(size)])
 
 A library that needs processes as ranks starts them itself, and calls ``check_rank`` in each.
 
-Owns: the inputs of every rank, the comparison.  Does not know: how ranks are connected.
+Owns: the groups, their time limit.  Does not know: how ranks reach each other, what one rank checks.
 """
 
 import threading
@@ -15,13 +15,10 @@ import torch
 from torch import Tensor
 
 from engine.layers.comm import Comm
-from engine.plugins.testing.findings import Findings
+from engine.plugins.proof.comm import check_rank
+from engine.plugins.proof.findings import Findings
 
 TIMEOUT_S = 60.0  # for all of one group's cases
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-SHAPES = ((1, 8), (5, 7), (3, 2, 4), (33, 1024))
-# A sum may be rounded to its type once per rank.
-RELATIVE = {torch.float32: 1e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
 
 
 def check_comm(
@@ -37,33 +34,6 @@ def check_comm(
         with findings.case(f"{size} ranks"):
             _check_group(make_group(size), size, device)
     findings.conclude()
-
-
-def check_rank(comm: Comm, device: str = "cpu") -> list[Tensor]:
-    """Check everything one rank does; all ranks of the group must call this at once.
-
-    Every rank runs all cases even after failures, so that no rank waits for another that has stopped.
-    Returns results that must be equal on every rank, to the bit.  Raises ConformanceError, at the end.
-    """
-    findings = Findings(f"rank {comm.rank} of {comm.size}")
-    alike: list[Tensor] = []
-    for dtype in DTYPES:
-        for shape in SHAPES:
-            name = f"{str(dtype).removeprefix('torch.')} {'x'.join(map(str, shape))}"
-            for strided in (False, True):
-                what = f"{name}{', not contiguous' if strided else ''}"
-                with findings.case(f"all_reduce {what}"):
-                    alike.append(_check_all_reduce(comm, shape, dtype, strided, device))
-                for dim in range(-1, len(shape)):
-                    with findings.case(f"all_gather {what}, dim {dim}"):
-                        alike.append(_check_all_gather(comm, shape, dtype, strided, dim, device))
-    with findings.case("all_gather of int64"):
-        alike.append(_check_all_gather(comm, (4, 3), torch.int64, False, 0, device))
-    with findings.case("close twice"):
-        comm.close()
-        comm.close()
-    findings.conclude()
-    return alike
 
 
 def _check_group(group: Sequence[Comm], size: int, device: str) -> None:
@@ -92,43 +62,3 @@ def _check_group(group: Sequence[Comm], size: int, device: str) -> None:
             assert torch.equal(theirs, first), (
                 f"result {index} is not the same to the bit on ranks 0 and {rank}, so they would diverge"
             )
-
-
-def _inputs(comm: Comm, shape: tuple[int, ...], dtype: torch.dtype, strided: bool, device: str) -> list[Tensor]:
-    """Return every rank's input: each rank can make those of the others, so that nothing is exchanged to compare."""
-    made = []
-    for rank in range(comm.size):
-        generator = torch.Generator().manual_seed(1000 * rank + len(shape))
-        values = torch.randn((*shape[:-1], 2 * shape[-1]), generator=generator).mul(8).to(dtype)
-        values = values[..., ::2] if strided else values[..., : shape[-1]].contiguous()
-        moved = values.to(device)
-        assert moved.is_contiguous() != strided or values.numel() == 1, "the kit's own input has the wrong strides"
-        made.append(moved)
-    return made
-
-
-def _check_all_reduce(comm: Comm, shape: tuple[int, ...], dtype: torch.dtype, strided: bool, device: str) -> Tensor:
-    inputs = _inputs(comm, shape, dtype, strided, device)
-    exact = torch.stack([one.double() for one in inputs])
-    own = inputs[comm.rank]
-    result = comm.all_reduce(own)
-    assert result is own, "all_reduce must sum in place and return the tensor it was given"
-    error = (own.double() - exact.sum(0)).abs()
-    allowed = exact.abs().sum(0) * RELATIVE[dtype] * comm.size
-    assert (error <= allowed).all(), f"the sum is off by up to {error.max():.3g}"
-    return own
-
-
-def _check_all_gather(
-    comm: Comm, shape: tuple[int, ...], dtype: torch.dtype, strided: bool, dim: int, device: str
-) -> Tensor:
-    inputs = _inputs(comm, shape, dtype, strided, device)
-    own = inputs[comm.rank]
-    before = own.clone()
-    gathered = comm.all_gather(own, dim)
-    expected = torch.cat(inputs, dim)
-    assert gathered.shape == expected.shape, f"its shape is {tuple(gathered.shape)}, not {tuple(expected.shape)}"
-    assert gathered.dtype == dtype, f"its type is {gathered.dtype}"
-    assert torch.equal(gathered, expected), "it is not every rank's part in rank order"
-    assert torch.equal(own, before), "it changed its input"
-    return gathered

@@ -16,7 +16,7 @@ from engine.kv.eviction import EvictionListener, EvictionStrategy
 from engine.kv.node import Handle, chained
 from engine.kv.pages import PageAllocator, Pages
 from engine.kv.radix import RadixTree
-from engine.plugins.testing.findings import Findings
+from engine.plugins.proof.findings import Findings
 from engine.plugins.testing.promises import watch_memory, with_clocks
 from engine.plugins.testing.ranks import check_ranks
 

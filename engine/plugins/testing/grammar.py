@@ -15,7 +15,7 @@ from functools import partial
 import numpy as np
 
 from engine.plugins.hookspecs import GrammarContext
-from engine.plugins.testing.findings import Findings
+from engine.plugins.proof.findings import Findings
 from engine.plugins.testing.promises import at_once, watch_memory
 from engine.text.grammar import CompiledGrammar, GrammarEngine, Mask, Matcher
 from engine.types.errors import RequestError

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import numpy as np
 
 from engine.kv.store import KVStore
-from engine.plugins.testing.findings import Findings
+from engine.plugins.proof.findings import Findings
 
 RECORD_BYTES = 1000
 NUM_RECORDS = 40

@@ -20,7 +20,7 @@ from engine.host.memory import release_freed
 from engine.layers.packing import LinearKernel, PackedWeight
 from engine.plugins.declaration import Declaration
 from engine.plugins.hookspecs import LinearContext
-from engine.plugins.testing.findings import Findings
+from engine.plugins.proof.findings import Findings
 
 Hook = Callable[[LinearContext], LinearKernel | None]
 DTYPES = ("float32", "bfloat16", "float16")

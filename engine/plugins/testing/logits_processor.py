@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from engine.layers.upload import upload
-from engine.plugins.testing.findings import Findings
+from engine.plugins.proof.findings import Findings
 from engine.plugins.testing.promises import watch_memory, with_clocks
 from engine.text.processors import LogitsProcessor, LogitsRows
 

@@ -27,7 +27,7 @@ from engine.models.model import Model
 from engine.plugins.comm.local import LocalComm
 from engine.plugins.hookspecs import ModelContext
 from engine.plugins.linear.onednn import onednn_linears
-from engine.plugins.testing.findings import Findings
+from engine.plugins.proof.findings import Findings
 from engine.plugins.testing.steps import Driver
 from engine.plugins.testing.threads import on_ranks
 from engine.types.errors import WeightsError

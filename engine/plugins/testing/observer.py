@@ -19,7 +19,7 @@ from engine.kv.events import KVEvent
 from engine.kv.node import Namespace
 from engine.messages import Finish
 from engine.plugins import hookspecs
-from engine.plugins.testing.findings import Findings
+from engine.plugins.proof.findings import Findings
 from engine.plugins.testing.promises import at_once, watch_memory
 from engine.scheduling.meter import RequestMetrics
 

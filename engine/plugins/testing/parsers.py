@@ -14,7 +14,7 @@ from typing import Any, Final, cast
 
 import msgspec
 
-from engine.plugins.testing.findings import Findings
+from engine.plugins.proof.findings import Findings
 from engine.text.reasoning import ReasoningFormat, Thinking
 from engine.text.tool_calls import CallPiece, OutputPart, ToolFormat, ToolParser
 from engine.text.tool_format import CallsShape, Tool

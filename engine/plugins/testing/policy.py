@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from engine.plugins.testing.findings import Findings
+from engine.plugins.proof.findings import Findings
 from engine.plugins.testing.promises import watch_memory, with_clocks
 from engine.plugins.testing.ranks import check_ranks
 from engine.scheduling.policy import SchedulingPolicy, TenantPolicy

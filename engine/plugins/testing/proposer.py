@@ -11,7 +11,7 @@ import random
 import time
 from collections.abc import Callable, Sequence
 
-from engine.plugins.testing.findings import Findings
+from engine.plugins.proof.findings import Findings
 from engine.scheduling.proposer import Proposer
 
 SLOW_S = 0.05  # for 1,024 tokens, or for one proposal: every request waits meanwhile

@@ -1,7 +1,7 @@
-"""Logits of the rows that ask for it, with bias, penalties and held-off stop tokens: one read, one write.
+"""Logits of adjusted rows, with bias, penalties and suppressed stop tokens: one read, one write.
 
 Legend: n rows of a part · P penalties · V vocabulary · C lines of token counts · E entries of all rows' lists
-Owns: the formulas, in the order that ``engine/sampling/sampler.py`` gives.  Does not know: what is drawn afterwards.
+Owns: the formulas, in the order of ``engine/sampling/sampler.py``.  Does not know: what is drawn afterwards.
 """
 
 from typing import NamedTuple
@@ -18,10 +18,10 @@ ENTRIES_AT_ONCE = 128
 
 
 class Adjustment(NamedTuple):
-    """What is changed in the logits, in the order of the kernel's arguments.
+    """Changes to the logits of n rows, in the order of the kernel's arguments.
 
-    lines_n: int32, each row's line of counts, -1 for none.  penalties_nP: float32, one row behind the other.
-    bias_starts_m, hold_starts_m: int32 [n + 1], where each row's entries begin in bias_ids_E and hold_ids_E, int32;
+    lines_n: int32, each row's line of counts, -1 for none.  penalties_nP: float32, row by row.
+    bias_starts_m, hold_starts_m: int32 [n + 1], start of each row's entries in bias_ids_E and hold_ids_E, int32.
     bias_E: float32.
     """
 
@@ -35,11 +35,11 @@ class Adjustment(NamedTuple):
 
 
 def adjusted_logits(logits_NV: Tensor, at_n: Tensor, counts_CV: Tensor, adjustment: Adjustment) -> Tensor:
-    """float32 [n, V]: row at_n[i] of the logits with what ``adjustment`` says of row i.
+    """Return float32 [n, V]: row at_n[i] of the logits with the changes of row i.
 
     at_n: int64.  counts_CV: see ``engine/sampling/penalties.py``; may have no lines if no row is penalised.
-    A row that had no finite maximum before has none afterwards: a NaN or an infinite logit stays, even of a token that
-    is held off.
+    A row without a finite maximum still has none afterwards: a NaN or infinite logit stays, even of a suppressed
+    token.
     """
     vocab_size = logits_NV.shape[1]
     adjusted_nV = torch.empty((len(at_n), vocab_size), dtype=torch.float32, device=logits_NV.device)
@@ -60,7 +60,7 @@ def adjust_tokens(
     logits, row_stride, at, counts, lines, penalties, bias_starts, bias_ids, bias, hold_starts, hold_ids, out,
     vocab_size, NUM_PENALTIES: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
-    """Some neighbouring tokens of one row per program, and of the row's lists the entries among them."""
+    """Adjust some neighbouring tokens of one row per program, with the entries of the row's lists among them."""
     n = tl.program_id(1)
     first = tl.program_id(0) * BLOCK_V
     of_row = logits + tl.load(at + n) * row_stride
@@ -97,14 +97,14 @@ def adjust_tokens(
         v_E = tl.load(hold_ids + e_E, mask=e_E < end, other=-1)
         here_E = (v_E >= first) & (v_E < first + BLOCK_V)
         logit_E = tl.load(of_row + v_E, mask=here_E, other=0.0).to(tl.float32)
-        # The lowest finite number, not -inf: a row that allows nothing but EOS then ends instead of failing.
+        # The lowest finite number, not -inf: a row that allows only EOS then ends instead of failing.
         finite_E = tl.abs(logit_E) < float("inf")
         tl.store(of_out + v_E, tl.where(finite_E, -3.4028234663852886e38, logit_E), mask=here_E)
 
 
 @triton.jit
 def penalised(logit, count, factor, once, each):
-    """Repetition, frequency, presence; see ``Penalties.apply``.  count: as ``TokenCounts`` has it."""
+    """Apply repetition, frequency and presence as ``Penalties.apply`` does.  count: an entry of ``TokenCounts``."""
     scaled = tl.where(logit > 0, tl.div_rn(logit, factor), logit * factor)
     logit = tl.where(count > 0, scaled, logit)
     times = count >> 1

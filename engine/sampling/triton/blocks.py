@@ -1,9 +1,9 @@
-"""The one pass over all logits: each block's largest logit, and its sum of weights.
+"""The pass over all logits: each block's largest logit and its sum of weights.
 
 Legend: n rows of a part · V vocabulary · C blocks of a row · B block size
 Owns: the pass.  Does not know: what is drawn.
 
-What comes after needs no more than these numbers and one block of the row, unless the row has cuts.
+The later kernels need only these numbers and one block of the row, unless the row has cuts.
 """
 
 import torch
@@ -19,12 +19,12 @@ BLOCKS_OF_A_PROGRAM = 8
 def measure_blocks(
     logits_NV: Tensor, at_n: Tensor, inverse_temperature_n: Tensor, with_sums: bool
 ) -> tuple[Tensor, Tensor]:
-    """(top_nC, sum_nC), float32: the largest logit of each block, NaN if one of them is; the sum of
+    """Return (top_nC, sum_nC), float32: the largest logit of each block, NaN if it has one; and the sum of
     exp((logit - the block's largest) * inverse temperature), not written without ``with_sums``.
 
-    at_n: int64, the rows of logits_NV.  Logits of any floating-point dtype, tokens of a row side by side.
+    at_n: int64, the rows of logits_NV.  logits_NV: any floating-point dtype, contiguous within a row.
     """
-    assert logits_NV.stride(1) == 1, "the tokens of a row must stand side by side"
+    assert logits_NV.stride(1) == 1, "the tokens of a row must be contiguous"
     num_rows, vocab_size = len(at_n), logits_NV.shape[1]
     num_blocks = triton.cdiv(vocab_size, BLOCK)
     measured = torch.empty((2, num_rows, num_blocks), dtype=torch.float32, device=logits_NV.device)
@@ -42,19 +42,19 @@ def measure_some_blocks(
     logits, row_stride, at, inverse_temperature, tops, sums, vocab_size, num_blocks,
     WITH_SUMS: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_B: tl.constexpr,
 ):  # fmt: skip
-    """Some neighbouring blocks of one row per program."""
+    """Measure some neighbouring blocks of one row per program."""
     n = tl.program_id(1)
     block_C = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
     v_CB = block_C[:, None] * BLOCK_B + tl.arange(0, BLOCK_B)[None, :]
     of_row = logits + tl.load(at + n) * row_stride
     logit_CB = tl.load(of_row + v_CB, mask=v_CB < vocab_size, other=-float("inf")).to(tl.float32)
     top_C = tl.max(logit_CB, 1)
-    # A maximum passes over NaN.
+    # tl.max ignores NaN.
     broken_C = tl.max((logit_CB != logit_CB).to(tl.int32), 1) > 0
     place_C = n.to(tl.int64) * num_blocks + block_C
     tl.store(tops + place_C, tl.where(broken_C, float("nan"), top_C), mask=block_C < num_blocks)
     if WITH_SUMS:
-        # -inf - -inf would be NaN where a whole block is -inf.
+        # If a whole block is -inf, -inf - -inf would be NaN.
         base_C = tl.where(top_C == -float("inf"), 0.0, top_C)
         weight_CB = tl.exp((logit_CB - base_C[:, None]) * tl.load(inverse_temperature + n))
         tl.store(sums + place_C, tl.sum(weight_CB, 1), mask=block_C < num_blocks)

@@ -1,15 +1,15 @@
-"""Rows with a floor, top_k or top_p: their few likely tokens are gathered, cut and drawn from.
+"""Sampling of rows with a floor, top_k or top_p: their few likely tokens are gathered, cut and drawn from.
 
 Legend: r rows with cuts · V vocabulary · K room for candidates of a row · T candidates at once
 Owns: the second pass over those rows' logits, the cuts, the draw.  Does not know: parameters, other rows.
 
-A sort of the vocabulary would move 152 k tokens to find a floor that a few hundred decide.  ``picks.py`` has a bound
-that no drawn token can lie below, so candidates are gathered first, in any order, and every question (which magnitude
-has k candidates up to it, which has top_p of the weight, which id has the drawn number) is answered digit by digit,
-each by a histogram: at most 10 passes over the candidates, however they are distributed, 6 for top_p alone.  With a
-flat distribution the candidates are the whole vocabulary; with that of a language model they are few.
+A sort of the vocabulary would move 152 k tokens to find a floor that a few hundred decide.  ``picks.py`` computes a
+bound below which no token can be drawn.  So candidates above it are gathered first, in any order, and every search
+(the magnitude up to which there are k candidates, or top_p of the weight; the id at the drawn number) goes digit by
+digit, with a histogram for each: at most 10 passes over the candidates, however they are distributed, 6 for top_p
+alone.  With a flat distribution the candidates are the whole vocabulary; with that of a language model they are few.
 
-Where this may differ from torch's sampler: if rounding exp's last digit moves a cut or the drawn number across the
+The result may differ from torch's sampler if rounding exp's last digit moves a cut or the drawn number across the
 border between two tokens.  Tokens of less than 2**-40 of the most likely one's weight are never drawn; torch draws them
 once in 1e12.
 """
@@ -46,9 +46,9 @@ def pick_candidates(
     last: int,
     token_ids_N: Tensor,
 ) -> None:
-    """Write the tokens of cut rows ``first`` to ``last``, exclusive; a failed row's stays as it is.
+    """Write the tokens of cut rows ``first`` to ``last``, exclusive; the token of a failed row is not changed.
 
-    The arguments are those of ``pick``, and what it has returned.  Takes 8 V bytes of memory for each of the rows.
+    The arguments are those of ``pick``, and its result.  Takes 8 V bytes of memory for each of the rows.
     """
     cut_rows = part.cut_rows
     assert cut_rows is not None, "only a part with cuts has bounds"
@@ -83,7 +83,7 @@ def gather_candidates(
     vocab_size,
     BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """Some neighbouring tokens of one row per program."""
+    """Gather the candidates among some neighbouring tokens of one row per program."""
     r = first + tl.program_id(1)
     n = tl.load(cut_at + r)
     bound = tl.load(bounds + r)
@@ -92,7 +92,7 @@ def gather_candidates(
     of_row = logits + tl.load(at + n) * row_stride
     logit_V = tl.load(of_row + v_V, mask=v_V < tl.where(bound >= 0, vocab_size, 0), other=-float("inf")).to(tl.float32)
     magnitude_V = magnitude((logit_V - tl.load(tops + r)) * tl.load(inverse_temperature + n))
-    # COUNTED and all that others have added to it meanwhile is below 0.
+    # COUNTED plus all that other programs have added to it is below 0.
     if tl.load(totals + r) < 0:
         tl.atomic_add(totals + r, tl.sum(tl.where(live_V, units(magnitude_V), 0), 0))
     kept_V = live_V & (magnitude_V <= bound)
@@ -116,7 +116,7 @@ def draw_candidate(
     first, vocab_size,
     TILE: tl.constexpr,
 ):  # fmt: skip
-    """One row per program: floor and top_k, of what they leave top_p, of what that leaves one token."""
+    """Draw one row's token per program: apply floor and top_k, then top_p to the rest, then draw from the rest."""
     r = first + tl.program_id(0)
     num = tl.load(counts + r)
     if num > 0:

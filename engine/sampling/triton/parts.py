@@ -1,7 +1,7 @@
-"""A batch's sampling parameters as tensors, cut into parts that are sampled alike.
+"""A batch's sampling parameters as tensors, split into parts that are sampled alike.
 
 Legend: N sampled rows of the batch · n rows of a part · r rows of it with cuts
-Owns: which row needs what, the columns that are uploaded.  Does not know: logits, kernels' insides, steps.
+Owns: the needs of each row, the columns that are uploaded.  Does not know: logits, kernels, steps.
 """
 
 from collections.abc import Sequence
@@ -29,8 +29,9 @@ Arrays = list[npt.NDArray[np.generic]]
 
 @dataclass(frozen=True, slots=True)
 class KernelPart:
-    """A part on the device.  at_n: int64, its rows of the batch.  own_n: int64, 0 ... n - 1, its rows once adjusted.
+    """A part on the device.
 
+    at_n: int64, its rows of the batch.  own_n: int64, 0 ... n - 1, its rows of the adjusted logits.
     inverse_temperature_n: float32, 0 for greedy rows.  seeds_n: int64.  draws: whether any row is random.
     """
 
@@ -46,7 +47,7 @@ class KernelPart:
 @dataclass(frozen=True, slots=True)
 class HostPart:
     """A part before its upload.  columns, adjustment, cuts: arrays in the order of ``KernelPart``'s first four fields,
-    of ``Adjustment`` and of ``CutRows``; empty where the part has none."""
+    of ``Adjustment`` and of ``CutRows``; empty if the part has none."""
 
     columns: Arrays
     draws: bool
@@ -55,7 +56,7 @@ class HostPart:
 
 
 def plan_part(state: SamplingState, rows_N: Int64, holding_N: Bools, at: Int64, adjusted: bool) -> HostPart:
-    """The part of the batch's rows ``at``, on the host.  holding_N: see ``build_batch``."""
+    """Return the part of the batch's rows ``at``, on the host.  holding_N: as in ``build_batch``."""
     rows_n = rows_N[at]
     return HostPart(
         columns=[at, np.arange(len(at)), state.inverse_temperature[rows_n], state.seed[rows_n]],
@@ -66,7 +67,7 @@ def plan_part(state: SamplingState, rows_N: Int64, holding_N: Bools, at: Int64, 
 
 
 def place(parts: Sequence[HostPart], device: torch.device) -> tuple[KernelPart, ...]:
-    """The parts on the device, by one copy."""
+    """Return the parts on the device, uploaded in one copy."""
     arrays = [array for part in parts for array in (*part.columns, *part.adjustment, *part.cuts)]
     tensors = iter(upload(arrays, device))
     placed = []

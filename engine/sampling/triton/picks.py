@@ -1,12 +1,12 @@
-"""One token per row from its blocks' numbers: the most likely one, or one drawn by temperature alone.
+"""One token per row from its blocks' numbers: the most likely one, or one drawn with a temperature.
 
 Legend: n rows of a part · V vocabulary · C blocks of a row, padded · B block size · r rows with cuts
-Owns: the end of rows without cuts; for those with cuts, a bound below which nothing can be drawn.
-Does not know: candidates, see ``candidates.py``.
+Owns: the tokens of rows without cuts; for rows with cuts, a bound below which no token can be drawn.
+Does not know: candidates (``candidates.py``).
 
-Where this may differ from torch's sampler: greedy rows never do.  A draw is by the same uniform number over the same
-weights in the same order, but sums of weights are rounded elsewhere, so a number within about 1e-7 of the border
-between two tokens may fall on its other side.
+Greedy rows are the same as torch's.  A draw uses the same uniform number over the same weights in the same order, but
+sums of weights are rounded at other places, so a number within about 1e-7 of the border between two tokens may fall on
+its other side.
 """
 
 from dataclasses import dataclass
@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class CutRows:
-    """Rows with cuts, and perhaps room for more of them.
+    """Rows with cuts; a captured batch has entries for more of them.
 
-    index_n: int32, per row of the part its number among these, -1 for none.  at_r: int32, the reverse.
-    floor_r: int32, magnitude of the lowest score that may be drawn.  top_k_r: int32, 0 is off.
-    top_p_r: float64, 1 is off.
+    index_n: int32, the index in the following arrays of each row of the part, -1 for none.  at_r: int32, the reverse.
+    floor_r: int32, magnitude of the lowest score that may be drawn.
+    top_k_r: int32, 0 is off.  top_p_r: float64, 1 is off.
     """
 
     index_n: Tensor
@@ -42,10 +42,11 @@ class CutRows:
 
 
 class Bounds(NamedTuple):
-    """What rows with cuts go on with, in the order of the kernels' arguments.
+    """Intermediate results of rows with cuts, in the order of the kernels' arguments.
 
-    top_r: float32, the largest logit.  bound_r: int32, no token of a larger magnitude can be drawn; -1 if the row
-    failed or there is none.  counts_r: int32, 0 candidates so far, -1 where there is no row.
+    top_r: float32, the largest logit.
+    bound_r: int32, largest magnitude that can be drawn; -1 if the row failed or there is none.
+    counts_r: int32, number of candidates, 0 at first; -1 if there is no row.
     totals_r: int64, COUNTED or 0.
     """
 
@@ -63,10 +64,10 @@ def pick(
     positions_N: Tensor | None,
     token_ids_N: Tensor,
 ) -> Bounds | None:
-    """Write token_ids_N[part.at_n], int64: -1 where a row has no finite largest logit.  Returns bounds if it has cuts.
+    """Write token_ids_N[part.at_n], int64: -1 if a row has no finite largest logit.  Returns bounds if it has cuts.
 
-    at_n: int64, rows of logits_NV.  blocks: see ``measure_blocks``.  positions_N: int64, by the rows of the batch, as
-    token_ids_N; None if all are greedy.
+    at_n: int64, rows of logits_NV.  blocks: from ``measure_blocks``.  positions_N: int64, indexed like token_ids_N by
+    the rows of the batch; None if all are greedy.
     """
     num_rows, num_blocks = blocks[0].shape
     unused = token_ids_N  # never read or written: without cuts the kernel's variant has no access to it
@@ -100,7 +101,7 @@ def pick_row(
     top_ks, top_ps, cut_tops, bounds, counts, totals, vocab_size, num_blocks,
     DRAWS: tl.constexpr, CUTS: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_B: tl.constexpr,
 ):  # fmt: skip
-    """One row per program."""
+    """Pick one row's token per program."""
     n = tl.program_id(0)
     c_C = tl.arange(0, BLOCK_C)
     inside_C = c_C < num_blocks
@@ -119,7 +120,7 @@ def pick_row(
     logit_B = tl.load(of_row + v_B, mask=v_B < vocab_size, other=-float("inf")).to(tl.float32)
     token = tl.min(tl.where(logit_B == top, v_B, vocab_size), 0)
     if DRAWS:
-        # A greedy row, of inverse 0, goes through this for nothing: less than a branch for each row.
+        # A greedy row, with inverse 0, runs this in vain, which costs less than a branch for each row.
         inverse = tl.load(inverse_temperature + n)
         number = uniform(tl.load(seeds + n), tl.load(positions + out_row))
         sum_C = tl.load(sums + place_C, mask=inside_C, other=0.0)
@@ -140,12 +141,12 @@ def pick_row(
     if CUTS:
         cut = tl.load(cut_index + n)
         if cut >= 0:
-            # Its token is still to be found: for now it is what a failed row gets.
+            # Its token is not found yet, so it gets -1 for now.
             failing = cut >= 0
             bound = tl.minimum(tl.load(floors + cut), LEAST)
             top_k = tl.load(top_ks + cut)
             if (top_k > 0) & (top_k <= num_blocks):
-                # As many tokens as there are blocks of that magnitude are at least as likely.
+                # The k blocks with the likeliest tops have k tokens that are at least as likely as the bound.
                 magnitude_C = tl.where(inside_C, magnitude((top_C - top) * inverse), 0x7FFFFFFF)
                 low = top_k * 0
                 while low < bound:
@@ -157,8 +158,8 @@ def pick_row(
             top_p = tl.load(top_ps + cut)
             whole = (top_p < 1.0) & (top_k == 0) & (tl.load(floors + cut) >= LEAST) & (failed == 0)
             if whole:
-                # All tokens of less than (1 - top_p) / V of the weight have less than 1 - top_p of it together, so
-                # what is kept ends above them.  The factor e makes room for every rounding.
+                # All tokens with less than (1 - top_p) / V of the weight have less than 1 - top_p of it together, so
+                # every kept token has more.  The factor e covers every rounding.
                 share = (1.0 - top_p) * total / vocab_size
                 score = tl.log(tl.maximum(share.to(tl.float32), 1e-30)) - 1.0
                 bound = tl.minimum(bound, magnitude(tl.minimum(score, 0.0)))
@@ -171,10 +172,10 @@ def pick_row(
 
 @triton.jit
 def first_above(total_K, weight_K, target, k_K, NUM: tl.constexpr):
-    """Index of the first running total above the target, else of the last weight; see ``engine/sampling/draw.py``.
+    """Return the index of the first running total above the target, else of the last weight, as in ``draw.py``.
 
-    Totals that are summed by many threads may differ in the last bit where nothing is added, so an index without weight
-    is passed over whatever its total is.  0 if there is no weight at all, as in a row of NaN.
+    Totals that many threads sum may differ in the last bit even if nothing is added, so an index without weight is
+    skipped.  0 if there is no weight at all, as in a row of NaN.
     """
     weighs_K = weight_K > 0
     first = tl.min(tl.where(weighs_K & (total_K > target), k_K, NUM), 0)

@@ -1,12 +1,12 @@
-"""The sampler's parts as kernels: two launches for a batch without cuts and adjustments, whatever its temperatures.
+"""The sampler in kernels: two launches for a batch without cuts and adjustments, whatever its temperatures.
 
     logits -> (adjusted) -> blocks -> picks -> (candidates)
 
 Legend: N sampled rows of the batch · n rows of a part · r rows of it with cuts · V vocabulary
 Owns: the one copy of a batch's parameters to the device, the order of launches.
-Does not know: logits, kernels' insides, when a batch is built anew.
+Does not know: logits, the content of kernels, when a batch is built anew.
 
-Adjusted rows, and of all parts those with cuts, take memory by the vocabulary, so only some are worked on at a time.
+Adjusted rows, and rows with cuts, take memory per vocabulary entry, so only some are processed at a time.
 """
 
 from typing import Final
@@ -23,20 +23,20 @@ from engine.sampling.triton.candidates import pick_candidates
 from engine.sampling.triton.parts import KernelPart, place, plan_part
 from engine.sampling.triton.picks import pick
 
-# Most tokens of rows that take memory of their own: 134 MB for candidates, half of that for adjusted logits.
+# Most tokens of rows that need memory of their own: 134 MB for candidates, half of that for adjusted logits.
 TOKENS_AT_ONCE: Final = 1 << 24
 
 Int64 = npt.NDArray[np.int64]
 
 
 class KernelSampler:
-    """Picks the tokens of one rank's batches; ``engine/sampling/sampler.py`` says by which rules."""
+    """Picks the tokens of one rank's batches, by the rules of ``engine/sampling/sampler.py``."""
 
     def __init__(self, state: SamplingState) -> None:
         self._state = state
 
     def plan(self, rows_N: Int64, holding_N: npt.NDArray[np.bool_]) -> tuple[KernelPart, ...]:
-        """The parts that ``pick`` takes for a batch, until one of its rows changes; see ``build_batch``."""
+        """Return a batch's parts for ``pick``, valid until one of its rows changes; see ``build_batch``."""
         state = self._state
         adjusted_N = state.adjusted(rows_N, holding_N)
         plain, adjusted = np.flatnonzero(~adjusted_N), np.flatnonzero(adjusted_N)
@@ -47,10 +47,10 @@ class KernelSampler:
         return place(parts, state.device)
 
     def pick(self, parts: tuple[KernelPart, ...], logits_NV: Tensor, positions_N: Tensor | None) -> Tensor:
-        """Token per row of the batch, int64; -1 where a row's logits have no finite maximum.
+        """Return a token per row of the batch, int64; -1 if a row's logits have no finite maximum.
 
-        logits_NV: any floating-point dtype, rows may be apart.  positions_N: int64, the position each token will
-        have; None if all rows are greedy.  Nothing here depends on what tensors hold, so it can be captured.
+        logits_NV: any floating-point dtype; there may be gaps between rows.  positions_N: int64, the position of each
+        token; None if all rows are greedy.  Nothing here depends on the content of tensors, so it can be captured.
         """
         token_ids_N = torch.empty(len(logits_NV), dtype=torch.int64, device=logits_NV.device)
         for part in parts:
@@ -71,5 +71,5 @@ class KernelSampler:
 
 
 def rows_at_once(vocab_size: int) -> int:
-    """Rows that may take memory by the vocabulary at the same time."""
+    """Return the number of rows that may take memory per vocabulary entry at the same time."""
     return max(1, TOKENS_AT_ONCE // vocab_size)

@@ -1,12 +1,12 @@
-"""How candidates are compared and weighed: magnitudes of scores, and weights as integers.
+"""The number formats of candidates: magnitudes of scores, and weights as integers.
 
 Legend: a score is (logit - the row's largest) * inverse temperature, at most 0
 Owns: the two number formats, sums over a row's candidates, and where such a sum reaches a number.
 Does not know: which cuts there are.
 
-The bits of a score's magnitude, as an integer, order scores from the most likely down.  Weights are counted in units
-of 2**-40 of the most likely token's, as ``engine/sampling/cuts.py`` counts them: sums of integers do not depend on the
-order of summation, so candidates may lie in any order, and no draw depends on which program was first.
+The bits of a score's magnitude, as an integer, order scores from the most likely down.  Weights are in units of 2**-40
+of the most likely token's, as in ``engine/sampling/cuts.py``: sums of integers do not depend on their order, so
+candidates may be in any order, and no draw depends on which program ran first.
 """
 
 import triton
@@ -15,26 +15,26 @@ import triton.language as tl
 UNITS: tl.constexpr = tl.constexpr(float(1 << 40))
 # The magnitude of -27.8: below e**-27.8 a weight is 0 units.
 LEAST: tl.constexpr = tl.constexpr(0x41DE6666)
-# Where a row's total of units starts if all its tokens are counted, not its candidates alone: below 0 with all of them.
+# Start of a row's total of units if all its tokens are counted, not just candidates; it stays below 0 with all of them.
 COUNTED: tl.constexpr = tl.constexpr(-(1 << 62))
 BINS: tl.constexpr = tl.constexpr(1 << 11)
 
 
 @triton.jit
 def magnitude(score):
-    """int32: the smaller, the likelier."""
+    """Return the score's magnitude, int32: smaller is likelier."""
     return tl.abs(score).to(tl.int32, bitcast=True)
 
 
 @triton.jit
 def units(magnitudes):
-    """int64: exp(score) in units."""
+    """Return exp(score) in units, int64."""
     return (tl.exp(-magnitudes.to(tl.float32, bitcast=True)) * UNITS).to(tl.int64)
 
 
 @triton.jit
 def units_up_to(magnitudes, num_candidates, limit, TILE: tl.constexpr):
-    """Units of the candidates of at most that magnitude; int64."""
+    """Return the units of the candidates of at most that magnitude, int64."""
     units_T = tl.zeros([TILE], tl.int64)
     for start in range(0, num_candidates, TILE):
         t_T = start + tl.arange(0, TILE)
@@ -48,13 +48,13 @@ def digit_reaching(
     keys, magnitudes, num_candidates, limit, prefix, target, histogram,
     SHIFT: tl.constexpr, BITS: tl.constexpr, WEIGHED: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """(digit, before): of the candidates whose key begins with ``prefix``, the digit behind it at which their sum, from
-    digit 0 on, reaches the target, the largest if it does not; and the sum below that digit.  int32, int64.
+    """Return (digit, sum below it), int32 and int64, for the candidates whose key begins with ``prefix``.
 
-    keys: int32, not negative.  limit: candidates of larger magnitudes do not count.  WEIGHED: units are summed, else
-    candidates are counted.  histogram: int64, room for BINS, this program's own."""
+    It is the next digit of the key at which the sum from digit 0 on reaches the target; the largest if it does not.
+    keys: int32, not negative.  limit: candidates of larger magnitudes do not count.
+    WEIGHED: whether units are summed; else candidates are counted.  histogram: int64, BINS long, of this program."""
     b_B = tl.arange(0, 1 << BITS)
-    # Every thread has read what was there before.
+    # All threads must have read the former content.
     tl.debug_barrier()
     tl.store(histogram + b_B, tl.zeros([1 << BITS], tl.int64))
     tl.debug_barrier()
@@ -74,9 +74,9 @@ def digit_reaching(
 
 @triton.jit
 def magnitude_reaching(magnitudes, num_candidates, limit, target, histogram, WEIGHED: tl.constexpr, TILE: tl.constexpr):
-    """The least magnitude up to which the candidates' sum is the target; ``limit`` if they have less.
+    """Return the least magnitude up to which the candidates' sum is the target; ``limit`` if their sum is less.
 
-    31 bits are three digits, each by one pass over the candidates; see ``digit_reaching``."""
+    The 31 bits are three digits, found in one pass over the candidates each (``digit_reaching``)."""
     high, below = digit_reaching(
         magnitudes, magnitudes, num_candidates, limit, 0, target, histogram, 20, 11, WEIGHED, TILE
     )
@@ -94,7 +94,7 @@ def magnitude_reaching(magnitudes, num_candidates, limit, target, histogram, WEI
 
 @triton.jit
 def id_reaching(ids, magnitudes, num_candidates, limit, target, histogram, TILE: tl.constexpr):
-    """The least id up to which the candidates' units are the target.  Ids have two digits, so 2**22 are enough."""
+    """Return the least id up to which the candidates' units are the target.  Ids have two digits, up to 2**22."""
     high, below = digit_reaching(ids, magnitudes, num_candidates, limit, 0, target, histogram, 11, 11, True, TILE)
     low, below = digit_reaching(
         ids, magnitudes, num_candidates, limit, high, target - below, histogram, 0, 11, True, TILE

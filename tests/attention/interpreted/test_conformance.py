@@ -15,8 +15,10 @@ from engine.layers.attention import AttentionBackend, AttentionSpec
 from engine.layers.kv_pool import KVPool
 from engine.plugins.attention.triton import callboard_attention_backend
 from engine.plugins.declaration import read_declaration
-from engine.plugins.testing.attention import check_case, through_hook
-from engine.plugins.testing.attention_cases import AttentionCase, attention_cases
+from engine.plugins.proof.attention import check_case
+from engine.plugins.proof.attention_cases import AttentionCase
+from engine.plugins.testing.attention import through_hook
+from engine.plugins.testing.attention_cases import attention_cases
 
 LARGE = 400  # queries times heads
 

@@ -9,8 +9,8 @@ from engine.layers.attention import AttentionSpec
 from engine.plugins.attention.triton import callboard_attention_backend
 from engine.plugins.attention.triton.backend import TritonAttention
 from engine.plugins.hookspecs import AttentionContext
+from engine.plugins.proof import invariance
 from engine.plugins.support.paging import new_pool
-from engine.plugins.testing import invariance
 from engine.plugins.testing.attention import through_hook
 from engine.types.errors import PluginError
 from tests.attention.batches import batch_of

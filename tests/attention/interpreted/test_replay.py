@@ -12,7 +12,7 @@ from torch import Tensor
 from engine.layers.attention import AttentionBatch, AttentionSpec
 from engine.layers.kv_pool import KVPool
 from engine.plugins.attention.triton.backend import TritonAttention
-from engine.plugins.testing.reference import attend
+from engine.plugins.proof.reference import attend
 from tests.attention.batches import batch_of
 
 CPU = torch.device("cpu")

@@ -9,8 +9,8 @@ from engine.layers.kv_pool import KVPool
 from engine.plugins.attention.triton import backend as backend_module
 from engine.plugins.attention.triton.backend import TritonAttention
 from engine.plugins.attention.triton.tiles import DecodeTiles, Processors
-from engine.plugins.testing.attention import check_case
-from engine.plugins.testing.attention_cases import AttentionCase
+from engine.plugins.proof.attention import check_case
+from engine.plugins.proof.attention_cases import AttentionCase
 from tests.attention.batches import batch_of
 
 KEYS = 16  # of a tile

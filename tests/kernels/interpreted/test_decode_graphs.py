@@ -84,8 +84,6 @@ def runner_of(model, captured):
         graphs=device,
         model=model,
         pool=pool,
-        host_pool=None,
-        stored=None,
         attention=attention,
         piecewise=None,
         whole_decodes=graphs,

@@ -8,8 +8,8 @@ from engine.kernels.fixed_products import fixed_product
 from engine.plugins.declaration import read_declaration
 from engine.plugins.linear import triton_int8
 from engine.plugins.linear.triton import callboard_linear
+from engine.plugins.proof.findings import ConformanceError
 from engine.plugins.testing import linear as kit
-from engine.plugins.testing.findings import ConformanceError
 
 
 @pytest.fixture

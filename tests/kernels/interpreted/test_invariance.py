@@ -12,7 +12,7 @@ from engine.plugins.attention.triton.backend import TritonAttention
 from engine.plugins.comm.local import LocalComm
 from engine.plugins.families import read_model
 from engine.plugins.linear.triton import Fixed
-from engine.plugins.testing import invariance as kit
+from engine.plugins.proof import invariance as kit
 from engine.sampling.sampler import Sampler
 from engine.settings import own_kernels
 from engine.startup.invariance import prove_invariance

@@ -5,6 +5,7 @@ Owns: the sample batches for each size.  Does not know: the storage of results (
 """
 
 import logging
+import math
 import time
 from collections.abc import Callable, Sequence
 from typing import TypeVar
@@ -13,6 +14,7 @@ import numpy as np
 import torch
 import triton
 
+from engine.host.contest import Contest
 from engine.layers.attention import AttentionBatch
 from engine.plugins.attention.triton.backend import TritonAttention
 from engine.plugins.attention.triton.tiles import (
@@ -22,7 +24,7 @@ from engine.plugins.attention.triton.tiles import (
     decode_candidates,
     prefill_candidates,
 )
-from engine.plugins.attention.triton.tuning import TileTable, load_table, save_table, size_key, table_path
+from engine.plugins.attention.triton.tuning import TileTable, kept_table, size_key
 from engine.plugins.support.paging import batch_on
 
 log = logging.getLogger(__name__)
@@ -40,7 +42,7 @@ def use_known(attention: TritonAttention) -> None:
     """Give ``attention`` the tiles that an earlier ``tune`` found on this machine, if any."""
     if attention.processors.name == INTERPRETED:
         return
-    table = load_table(table_path(attention.processors.name))
+    table = kept_table(attention.processors.name).load() or TileTable()
     with torch.inference_mode():
         _compile(attention, table)
     attention.tuned = table
@@ -62,8 +64,8 @@ def tune(
         log.info("attention.triton: the interpreter is not tuned")
         return TileTable()
     start = time.perf_counter()
-    path = table_path(attention.processors.name)
-    table = load_table(path)
+    kept = kept_table(attention.processors.name)
+    table = kept.load() or TileTable()
     known = len(table.decode) + len(table.prefill)
     spec, itemsize = attention.spec, attention.pool.dtype.itemsize
     decodes = decode_candidates(spec.head_size, itemsize, attention.processors, not attention.pool.format.plain)
@@ -85,7 +87,7 @@ def tune(
         attention.tuned = table
     measured = len(table.decode) + len(table.prefill) - known
     if measured:
-        save_table(path, table)
+        kept.keep(table)
     log.info(
         "attention.triton: tiles of %d sizes measured, %d known before, %.1f s",
         measured,
@@ -103,14 +105,17 @@ def _keep_fastest(
     key: str,
     measure: Measure,
 ) -> None:
-    """Write the best of the candidates to fastest[key]; failing ones are dropped, and the size too if all fail."""
-    times: dict[Tiles, float] = {}
-    for tiles in candidates:
+    """Write the best of the candidates to fastest[key]; one that cannot run is out, and so is a size if none can."""
+
+    def milliseconds(tiles: Tiles, size: str) -> float:
         try:
-            times[tiles] = measure(_work(attention, batch, tiles))
-        except Exception as error:  # too much shared memory, no memory for the trial: others may run
-            log.info("attention.triton: %s: %s is out: %s", key, tiles, _short(error))
-    if times:
+            return measure(_work(attention, batch, tiles))
+        except Exception as error:  # too much shared memory, no memory for the trial: the others may do
+            log.info("attention.triton: %s: %s is out: %s", size, tiles, _short(error))
+            return math.inf
+
+    times = {tiles: took for tiles, (took,) in Contest(milliseconds, (key,), turns=1).run(candidates).items()}
+    if any(took < math.inf for took in times.values()):
         fastest[key] = min(times, key=lambda tiles: times[tiles])
         log.info("attention.triton: %s: %s, %.3f ms", key, fastest[key], times[fastest[key]])
 

@@ -1,13 +1,9 @@
-"""Measured tiles: the fastest for each size on this machine, kept in a file so that they are measured once.
+"""Tiles by measurement: the fastest for each size, kept so that it is measured once.
 
-Owns: the file and its validity.  Does not know: kernels, the measured work.
-A missing, broken or unwritable file costs time, but does not fail the start: defaults are used.
+Owns: the sizes, and what a table is valid for.  Does not know: kernels, what is timed, files.
 """
 
 import hashlib
-import logging
-import os
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TypeVar
@@ -15,16 +11,15 @@ from typing import TypeVar
 import msgspec
 import triton
 
+from engine.host.kept_results import KeptResults
 from engine.plugins.attention.triton.tiles import DecodeTiles, PrefillTiles
-
-log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 STEP = 4
 
 
 class TileTable(msgspec.Struct, forbid_unknown_fields=True):
-    """A table of size -> its fastest tiles; ``size_key`` makes the keys."""
+    """The fastest tiles by size, see ``size_key``."""
 
     decode: dict[str, DecodeTiles] = {}
     prefill: dict[str, PrefillTiles] = {}
@@ -39,7 +34,9 @@ def bucket(count: int) -> int:
 
 
 def size_key(shape: str, batch_size: int, context: int) -> str:
-    """Return the key of a size.  shape: all that is constant over steps.  context: positions in a row's page table."""
+    """Return the key of a size.
+
+    shape: all that does not change from step to step.  context: positions that a row's page table has room for."""
     return f"{shape} batch {bucket(batch_size)} context {bucket(context)}"
 
 
@@ -58,38 +55,9 @@ def nearest(tiles: Mapping[str, T], shape: str, batch_size: int, context: int) -
     return None
 
 
-def table_path(device_name: str) -> Path | None:
-    """Return the path of the table for this device, triton and kernel source; None without a home."""
-    try:
-        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    except RuntimeError:
-        return None
+def kept_table(device_name: str) -> KeptResults[TileTable]:
+    """Return the table of this device, triton and kernel source, as it is kept for the next start."""
     digest = hashlib.sha256()
     for source in sorted(Path(__file__).parent.glob("*.py")):
         digest.update(source.read_bytes())
-    device = re.sub(r"\W+", "_", device_name)
-    return base / "callboard" / "attention.triton" / f"{device}-{triton.__version__}-{digest.hexdigest()[:16]}.json"
-
-
-def load_table(path: Path | None) -> TileTable:
-    """Return the table in the file, or an empty one."""
-    if path is None or not path.exists():
-        return TileTable()
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=TileTable)
-    except (OSError, msgspec.DecodeError) as error:
-        log.warning("attention.triton: tiles in %s are not used: %s", path, error)
-        return TileTable()
-
-
-def save_table(path: Path | None, table: TileTable) -> None:
-    """Replace the file as a whole, so that a reader sees the old one or the new one."""
-    if path is None:
-        return
-    partial = path.with_name(f"{path.name}.{os.getpid()}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_bytes(msgspec.json.format(msgspec.json.encode(table), indent=1))
-        partial.replace(path)
-    except OSError as error:
-        log.warning("attention.triton: tiles are not kept for the next start: %s", error)
+    return KeptResults("attention.triton tiles", f"{device_name} {triton.__version__}", digest.hexdigest(), TileTable)

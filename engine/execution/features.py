@@ -1,0 +1,122 @@
+"""The optional parts of a rank: what each may do, and what it is built from.
+
+Owns: the hooks of a feature.  Does not know: which features there are (``engine/startup/features.py`` finds them).
+A feature lies in a folder of ``engine/features``; its module ``rank`` has a function ``rank_feature``, which returns
+the feature of one rank, or None if the configuration does not use it.  The runner looks the hooks of steps up once,
+when it is built: a hook that no feature has costs nothing.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from engine.actors.runner import Answer
+from engine.checkpoints.checkpoint import ModelSpec
+from engine.config import Config
+from engine.execution.captured_steps import CapturedDecodes
+from engine.execution.launched_step import LaunchedStep
+from engine.execution.needs import Needs
+from engine.execution.rows import DeviceRows
+from engine.layers.attention import AttentionBackend
+from engine.layers.comm import Comm
+from engine.layers.kv_pool import KVPool
+from engine.messages import Step
+from engine.models.model import Model
+from engine.plugins.manager import Plugins
+from engine.types.notices import Message
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankContext:
+    """A rank whose weights are loaded, for the features that are built next.
+
+    max_len: tokens of the longest row.
+    place: equal on ranks that share memory, see ``fair_share``.
+    model, rows: the rank's own.
+    given: values that the planner's half of a feature has for the rank's half, by name."""
+
+    config: Config
+    spec: ModelSpec
+    max_len: int
+    plugins: Plugins
+    comm: Comm
+    device: torch.device
+    dtype: torch.dtype
+    place: int
+    progress: bool
+    model: Model
+    rows: DeviceRows
+    given: Mapping[str, Any]
+
+
+class RankFeature:
+    """An optional part of one rank.  A subclass overrides the hooks that it needs.
+
+    order: features of lower order come first.
+    more_samples: positions of one row that are sampled in a step, besides its last one.
+    page_bytes: memory that the feature takes for each page of the KV pool.
+    pools: pools with as many pages as the KV pool, whose pages move between the tiers with those of the KV pool."""
+
+    order = 0
+    more_samples = 0
+    page_bytes = 0
+    pools: tuple[KVPool, ...] = ()
+
+    # ---- while the rank is loaded -----------------------------------------------------------
+
+    def needs(self, needs: Needs) -> Needs:
+        """Return the memory that must stay free next to the pool, this feature's included."""
+        return needs
+
+    def prepare(self, num_pages: int) -> None:
+        """Allocate what goes with a KV pool of so many pages, in place of what the call before has allocated.
+
+        0: free it."""
+
+    def attention(self, backend: AttentionBackend) -> AttentionBackend:
+        """Return the attention backend, or one in its place."""
+        return backend
+
+    def build(self, pool: KVPool, pools: Sequence[KVPool], needs: Needs) -> None:
+        """Build the rest.  pool: the KV pool of the model.  pools: all features' ``pools``.  needs: of the device."""
+
+    def around(self, model: Any) -> Any:
+        """Return the model, or one in its place; also called with captures of the model."""
+        return model
+
+    def decodes(self, whole: CapturedDecodes) -> CapturedDecodes:
+        """Return what runs whole decode steps, or something in its place."""
+        return whole
+
+    # ---- steps ------------------------------------------------------------------------------
+
+    def begin(self, step: Step) -> None:
+        """A step is next.  Pages still hold what the steps before it have left there."""
+
+    def apply(self, step: Step) -> Step:
+        """Take in what a step changes.  Return the step as the rest of the rank is to see it."""
+        return step
+
+    def launched(self, step: Step, launched: LaunchedStep) -> None:
+        """The step is launched.  Its result can be extended by ``LaunchedStep.extend``."""
+
+    # ---- beside the steps -------------------------------------------------------------------
+
+    def receive(self, message: Message, answer: Answer) -> bool:
+        """Take a message that is no step, and return True; False if it is another feature's.
+
+        Called on the event loop, and returns at once.  answer: sends messages to the scheduler, from any thread."""
+        return False
+
+    def close(self) -> None:
+        """No step comes any more.  Finish the work beside the steps, within limits."""
+
+    def leave(self) -> None:
+        """The rank has failed.  Start to end the work beside the steps, and wait for nothing."""
+
+
+def hooks(features: Iterable[RankFeature], name: str) -> tuple[Callable[..., Any], ...]:
+    """Return the methods of this name that features have overridden."""
+    return tuple(getattr(one, name) for one in features if getattr(type(one), name) is not getattr(RankFeature, name))

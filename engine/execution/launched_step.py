@@ -1,0 +1,77 @@
+"""A step whose kernels are queued, and the result that it becomes.
+
+Owns: the wait for the device, the columns of a result.  Does not know: how a step is launched, features.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from engine.execution.captured_steps import Event
+from engine.execution.prompts import PromptResults
+from engine.messages import StepDone, StepExtras
+from engine.sampling.sampler import SampledTokens
+
+T = TypeVar("T")
+Columns = dict[str, Mapping[int, Any]]  # field of ``StepExtras`` -> row -> its value
+
+
+def extras_by_row(columns: Columns) -> dict[int, StepExtras]:
+    """Return row -> its extras, from one mapping of rows for each field."""
+    rows = {row for values in columns.values() for row in values}
+    return {row: StepExtras(**{name: of[row] for name, of in columns.items() if row in of}) for row in sorted(rows)}
+
+
+@dataclass(slots=True)
+class LaunchedStep:
+    """A step whose kernels are queued.
+
+    rows_N: the rows that sample.
+    event: recorded behind the step's copies to the host; None on a CPU.
+    prompts: results for prompts.
+    failures: index into N -> why there is no token.
+    note: the note of ``StepDone``."""
+
+    rank: int
+    step_id: int
+    rows_N: npt.NDArray[np.int64]
+    sampled: SampledTokens
+    event: Event | None
+    prompts: PromptResults | None
+    failures: dict[int, str]
+    note: str = ""
+    _extensions: tuple[Callable[[], Columns], ...] = ()
+
+    def extend(self, columns: Callable[[], Columns]) -> None:
+        """Add columns to the extras of the result.  They are called once the device is done with the step."""
+        self._extensions += (columns,)
+
+    def ready(self) -> bool:
+        """Return whether the device is done with the step."""
+        return self.event is None or self.event.query()
+
+    def collect(self) -> StepDone:
+        """Wait for the device and return the result, its tokens as bytes."""
+        token_ids = self.tokens().astype(np.int32, copy=False).tobytes()
+        columns: Columns = {
+            **(self.sampled.logprobs.by_row(self.rows_N) if self.sampled.logprobs is not None else {}),
+            "prompt_logprobs": self.prompts.prompt_logprobs() if self.prompts is not None else {},
+            "pooled": self.prompts.pooled_bytes() if self.prompts is not None else {},
+            "failure": self._by_row(self.failures),
+        }
+        for extension in self._extensions:
+            columns.update(extension())
+        extras = extras_by_row(columns)
+        return StepDone(rank=self.rank, step_id=self.step_id, token_ids=token_ids, extras=extras, note=self.note)
+
+    def _by_row(self, by_index: dict[int, T]) -> dict[int, T]:
+        return {int(self.rows_N[index]): value for index, value in by_index.items()}
+
+    def tokens(self) -> npt.NDArray[np.int64]:
+        """Wait for the device; int64[N].  From any thread."""
+        if self.event is not None:
+            self.event.synchronize()
+        return self.sampled.token_ids_N.numpy()

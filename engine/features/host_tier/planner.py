@@ -1,0 +1,32 @@
+"""The host tier in the planner: copies between the KV pool and host memory travel with the next step.
+
+Owns: the columns of a step that hold them.  Does not know: which pages are copied; the radix tree's host tier decides.
+"""
+
+import numpy as np
+
+from engine.plugins.features import FeatureContext
+from engine.scheduling.feature import NewFeature, PlannerFeature, PlannerParts
+from engine.scheduling.step_builder import StepBuilder
+
+
+class HostTierPlanner(PlannerFeature):
+    """The host tier's part of one planner."""
+
+    def __init__(self, parts: PlannerParts) -> None:
+        self._tree = parts.pages.tree
+
+    def attach(self, step: StepBuilder) -> None:
+        """Add the copies since the last step, in the order in which they must happen."""
+        if transfers := self._tree.drain_transfers():
+            directions = [np.full(len(one.host_pages), one.to_host, dtype=np.int32) for one in transfers]
+            step.fields.update(
+                transfer_to_host=np.concatenate(directions).tobytes(),
+                transfer_device_pages=np.concatenate([one.device_pages for one in transfers]).tobytes(),
+                transfer_host_pages=np.concatenate([one.host_pages for one in transfers]).tobytes(),
+            )
+
+
+def planner_feature(context: FeatureContext) -> NewFeature | None:
+    """Return what builds the feature; None without host pages."""
+    return HostTierPlanner if context.config.kv.num_host_pages else None

@@ -1,0 +1,207 @@
+"""Pages on their way between one rank's KV pool and the store, beside the steps.
+
+Owns: a thread that reads and one that writes, what was fetched and not used yet, the limit on all of it.
+Does not know: what a store is, whose pages these are.
+The device thread only copies pages out of the pool and into it.  Whatever the store does, a fetch is answered in time,
+and what finds the writer too far behind is not saved.
+"""
+
+import logging
+import queue
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.features.kv_store.records import DIGEST_BYTES, PageRecords
+from engine.kv.node import chained
+from engine.layers.kv_pool import KVPool
+from engine.messages import FetchPages, PagesFetched, Step
+
+log = logging.getLogger(__name__)
+
+CLOSE_TIMEOUT_S = 2.0  # less than an executor's process has to end in
+TOKEN_BYTES = 4
+
+
+@dataclass(slots=True)
+class _Fetch:
+    """A fetch and what it has read.  records: each a digest and its page.  is_closed: no more records count."""
+
+    message: FetchPages
+    answer: Callable[[PagesFetched], None]
+    records: list[Tensor] = field(default_factory=list)
+    is_answered: bool = False
+    is_closed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Save:
+    """Pages to be written.  records: [n, record bytes], on the host once ``event``, if there is one, has come."""
+
+    hashes: list[bytes]
+    records: Tensor
+    event: torch.cuda.Event | None
+
+
+class StoredPages:
+    """The pages of one rank on their way to a store and back.
+
+    most_bytes: limit on pages that were read and not used yet, and as much again for those that wait to be written."""
+
+    def __init__(self, records: PageRecords, pool: KVPool, rank: int, most_bytes: int) -> None:
+        self._records = records
+        self._pages = pool.by_page
+        self._page_bytes = pool.page_size * TOKEN_BYTES
+        self._rank = rank
+        self._most_bytes = most_bytes
+        self._on_cuda = pool.data.is_cuda
+        self._changing = threading.Lock()
+        self._fetches: dict[int, _Fetch] = {}
+        self._num_read_bytes = self._num_write_bytes = 0
+        self._num_failed = self._num_skipped = 0
+        self._reading: _Fetch | None = None
+        self._to_read: queue.SimpleQueue[_Fetch | None] = queue.SimpleQueue()
+        self._to_write: queue.SimpleQueue[_Save | None] = queue.SimpleQueue()
+        self._is_closed = False
+        self._reader = threading.Thread(target=self._read_all, name=f"kv_store.read{rank}", daemon=True)
+        self._writer = threading.Thread(target=self._write_all, name=f"kv_store.write{rank}", daemon=True)
+        self._reader.start()
+        self._writer.start()
+
+    # ---- the device thread ------------------------------------------------------------------
+
+    def save(self, step: Step) -> None:
+        """Copy what the step saves out of the pool, before anything else of the step touches it."""
+        pages = np.frombuffer(step.save_pages, dtype=np.int32)
+        num_bytes = len(pages) * self._records.record_bytes
+        if not len(pages):
+            return
+        if self._num_write_bytes + num_bytes > self._most_bytes:
+            self._note_skipped(len(pages))
+            return
+        with self._changing:
+            self._num_write_bytes += num_bytes
+        records = torch.empty((len(pages), self._records.record_bytes), dtype=torch.uint8, pin_memory=self._on_cuda)
+        index = torch.from_numpy(pages.astype(np.int64))
+        if self._on_cuda:
+            index = index.pin_memory().to(self._pages.device, non_blocking=True)
+        found = self._pages.index_select(0, index)
+        records[:, DIGEST_BYTES:].copy_(found.reshape(len(pages), -1).view(torch.uint8), non_blocking=self._on_cuda)
+        event = None
+        if self._on_cuda:
+            event = torch.cuda.Event()
+            event.record()
+        size = len(step.save_hashes) // len(pages)
+        hashes = [step.save_hashes[at : at + size] for at in range(0, len(step.save_hashes), size)]
+        self._to_write.put(_Save(hashes, records, event))
+
+    def land(self, step: Step) -> None:
+        """Copy what was fetched into the pool, and let go of it."""
+        for landing in step.landings:
+            with self._changing:
+                fetch = self._fetches.pop(landing.fetch_id, None)
+                if fetch is None:
+                    assert not landing.pages, f"fetch {landing.fetch_id} lands and was never made"
+                    continue
+                fetch.is_closed = True
+                self._num_read_bytes -= len(fetch.records) * self._records.record_bytes
+            pages = np.frombuffer(landing.pages, dtype=np.int32).tolist()
+            records = fetch.records[landing.first : landing.first + len(pages)]
+            for page, record in zip(pages, records, strict=True):
+                into = self._pages[page]
+                into.copy_(record[DIGEST_BYTES:].view(into.dtype).view(into.shape), non_blocking=self._on_cuda)
+
+    # ---- any thread -------------------------------------------------------------------------
+
+    def fetch(self, message: FetchPages, answer: Callable[[PagesFetched], None]) -> None:
+        """Begin to read; ``answer`` is called once, from any thread, at ``give_up`` at the latest."""
+        fetch = _Fetch(message, answer)
+        with self._changing:
+            self._fetches[message.fetch_id] = fetch
+        reading = self._reading
+        if reading is not None and reading.is_answered:  # too late: a fetch that comes now would wait for nothing
+            self._answer(fetch)
+        else:
+            self._to_read.put(fetch)
+
+    def give_up(self, fetch_id: int) -> None:
+        """Answer a fetch whose time is over with what has come."""
+        fetch = self._fetches.get(fetch_id)
+        if fetch is not None:
+            self._answer(fetch)
+
+    def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
+        """Write what waits to be written, as far as there is time for it, and end the threads."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._to_read.put(None)
+        self._to_write.put(None)
+        self._writer.join(timeout_s)
+        if self._writer.is_alive() and timeout_s:
+            log.warning("rank %d: the store takes too long; %d bytes are not saved", self._rank, self._num_write_bytes)
+
+    # ---- inside -----------------------------------------------------------------------------
+
+    def _answer(self, fetch: _Fetch) -> None:
+        with self._changing:
+            if fetch.is_answered:
+                return
+            fetch.is_answered = fetch.is_closed = True
+            num_pages = len(fetch.records)
+        fetch.answer(PagesFetched(rank=self._rank, fetch_id=fetch.message.fetch_id, num_pages=num_pages))
+
+    def _read_all(self) -> None:
+        while (fetch := self._to_read.get()) is not None:
+            self._reading = fetch
+            try:
+                self._read(fetch)
+            except Exception as error:  # whatever a store raises is a miss
+                self._note_failure("read", error)
+            self._reading = None
+            self._answer(fetch)
+
+    def _read(self, fetch: _Fetch) -> None:
+        """Page by page, as far as they follow each other without a gap."""
+        size = self._records.record_bytes
+        for page_hash in chained(fetch.message.parent, fetch.message.tokens, self._page_bytes):
+            if fetch.is_closed or self._num_read_bytes + size > self._most_bytes:
+                return
+            record = torch.empty(size, dtype=torch.uint8, pin_memory=self._on_cuda)
+            if not self._records.load(page_hash, record.numpy().data):
+                return
+            with self._changing:
+                if fetch.is_closed:
+                    return
+                fetch.records.append(record)
+                self._num_read_bytes += size
+
+    def _write_all(self) -> None:
+        while (save := self._to_write.get()) is not None:
+            try:
+                if save.event is not None:
+                    save.event.synchronize()
+                for page_hash, record in zip(save.hashes, save.records.numpy(), strict=True):
+                    self._records.save(page_hash, record.data)
+            except Exception as error:  # what is not saved is computed again
+                self._note_failure("write", error)
+            with self._changing:
+                self._num_write_bytes -= save.records.nbytes
+        try:
+            self._records.store.close()
+        except Exception as error:
+            self._note_failure("close", error)
+
+    def _note_failure(self, what: str, error: Exception) -> None:
+        self._num_failed += 1
+        if self._num_failed & (self._num_failed - 1) == 0:  # the first, second, fourth, ...: it may fail each time
+            log.warning("rank %d: the store failed to %s (failure %d): %r", self._rank, what, self._num_failed, error)
+
+    def _note_skipped(self, count: int) -> None:
+        before, self._num_skipped = self._num_skipped, self._num_skipped + count
+        if before.bit_length() != self._num_skipped.bit_length():
+            log.warning("rank %d: the store is behind; %d pages were not saved so far", self._rank, self._num_skipped)

@@ -1,0 +1,171 @@
+"""The KV store in the planner: sequences that wait for pages from it, and computed pages that go to it.
+
+Owns: what was requested from the executors, what each of them has answered, pages that the next step saves.
+Does not know: the store, rows, the queue.
+A sequence whose turn has come is held once before each start if the store may have more of its prefix than the cache.
+The executors answer within the limit of time, with the pages that they have by then; they keep these for the sequence
+until it starts or ends.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+
+from engine.kv.node import Handle, Node
+from engine.kv.pages import Pages
+from engine.kv.radix import TOKEN_BYTES
+from engine.messages import FetchPages, Landing, PagesFetched
+from engine.plugins.features import FeatureContext
+from engine.plugins.manager import KV_STORE
+from engine.scheduling.feature import NewFeature, PlannerFeature, PlannerParts
+from engine.scheduling.rows import WORTH_WAITING_TOKENS, Sequence
+from engine.scheduling.step_builder import StepBuilder
+
+MOST_WAITING = 8  # so many at once keep a store busy; those after them keep their places in the queue
+
+
+@dataclass(slots=True)
+class _Fetch:
+    """A request to every rank.
+
+    num_pages: the pages that every rank has that has answered.  num_unanswered: ranks that have not."""
+
+    fetch_id: int
+    sequence: Sequence
+    first_page: int
+    num_pages: int
+    num_unanswered: int
+
+
+@dataclass(frozen=True, slots=True)
+class Fetched:
+    """Pages from the store that the executors keep: ``num_pages`` of a prompt, from its page ``first_page`` on."""
+
+    fetch_id: int
+    first_page: int
+    num_pages: int
+
+
+class StorePlanner(PlannerFeature):
+    """The store's part of one planner.  timeout_s: how long a prompt waits for its pages."""
+
+    def __init__(self, parts: PlannerParts, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._limits = parts.limits
+        self._pages = parts.pages
+        self._prefills = parts.prefills
+        self._tree = parts.pages.tree
+        self._tree.new_pages = self._note_new
+        self._requested: list[FetchPages] = []
+        self._waiting: dict[int, _Fetch] = {}  # by fetch
+        self._answered: dict[int, Fetched] = {}  # by request
+        self._landings: list[Landing] = []
+        self._saves: list[tuple[bytes, bytes]] = []
+        self._num_requested = 0
+
+    # ---- pages that go to the store ---------------------------------------------------------
+
+    def _note_new(self, node: Node, first_page: int, pages: Pages) -> None:
+        """Save pages that the tree has got.  Their content stays until the next step runs, whatever owns them then."""
+        self._saves.append((b"".join(node.page_hashes[first_page:]), pages.tobytes()))
+
+    def attach(self, step: StepBuilder) -> None:
+        """Add the saves and landings since the last step."""
+        if self._saves:
+            hashes, pages = zip(*self._saves, strict=True)
+            step.fields.update(save_hashes=b"".join(hashes), save_pages=b"".join(pages))
+            self._saves = []
+        if self._landings:
+            step.fields["landings"] = tuple(self._landings)
+            self._landings = []
+
+    # ---- pages that come from it ------------------------------------------------------------
+
+    @property
+    def num_held(self) -> int:
+        """Number of sequences that wait for the store."""
+        return len(self._waiting)
+
+    def blocks(self) -> bool:
+        """Return whether no other sequence may wait now."""
+        return len(self._waiting) >= MOST_WAITING
+
+    def hold(self, sequence: Sequence) -> bool:
+        """Request the pages that the cache lacks of a sequence's prefix, unless that was done."""
+        if sequence.request_id in self._answered or not self._prefills.lets_wait():
+            return False
+        first_page, parent, tokens = self._missing(sequence)
+        if len(tokens) < WORTH_WAITING_TOKENS * TOKEN_BYTES:
+            return False
+        fetch_id = self._num_requested
+        self._num_requested += 1
+        num_pages = len(tokens) // (TOKEN_BYTES * self._limits.page_size)
+        self._waiting[fetch_id] = _Fetch(fetch_id, sequence, first_page, num_pages, self._limits.num_ranks)
+        self._requested.append(FetchPages(fetch_id=fetch_id, parent=parent, tokens=tokens, timeout_s=self._timeout_s))
+        return True
+
+    def _missing(self, sequence: Sequence) -> tuple[int, bytes, bytes]:
+        """Return the first page that the cache lacks, the hash of the page before it, and the tokens from there on."""
+        match = self._pages.match(sequence)
+        first_page = match.num_pages + match.num_host_pages
+        tokens = match.key[first_page * self._limits.page_size * TOKEN_BYTES :]
+        return first_page, self._tree.hash_before(match) if tokens else b"", tokens
+
+    def outgoing(self) -> list[FetchPages]:
+        requested, self._requested = self._requested, []
+        return requested
+
+    def received(self, message: PagesFetched) -> None:
+        """Take one rank's answer.  The last one gives the sequence back to the queue."""
+        fetch = self._waiting.get(message.fetch_id)
+        if fetch is None:
+            return  # the sequence has ended, or the executors that were asked are gone
+        fetch.num_pages = min(fetch.num_pages, message.num_pages)
+        fetch.num_unanswered -= 1
+        if fetch.num_unanswered:
+            return
+        del self._waiting[fetch.fetch_id]
+        self._answered[fetch.sequence.request_id] = Fetched(fetch.fetch_id, fetch.first_page, fetch.num_pages)
+        self._prefills.wait(fetch.sequence)
+
+    def adopt(self, sequence: Sequence, handle: Handle, key: bytes, pages: Pages) -> None:
+        """Let the tree adopt the pages that were fetched, as far as they continue what the handle keeps."""
+        if (fetched := self._answered.pop(sequence.request_id, None)) is None:
+            return
+        first, end = handle.num_pages, fetched.first_page + fetched.num_pages
+        if not fetched.first_page <= first < end:
+            self._drop(fetched.fetch_id)
+            return
+        pages = pages[: end - first]
+        self._tree.adopt(handle, key, pages)
+        self._landings.append(
+            Landing(fetch_id=fetched.fetch_id, first=first - fetched.first_page, pages=pages.tobytes())
+        )
+
+    def _drop(self, fetch_id: int) -> None:
+        """Let the executors discard pages that were fetched or are on their way."""
+        self._landings.append(Landing(fetch_id=fetch_id))
+
+    def forget(self, sequence: Sequence) -> bool:
+        if (fetched := self._answered.pop(sequence.request_id, None)) is not None:
+            self._drop(fetched.fetch_id)
+        for fetch in self._waiting.values():
+            if fetch.sequence is sequence:
+                del self._waiting[fetch.fetch_id]
+                self._drop(fetch.fetch_id)
+                return True
+        return False
+
+    def reset(self) -> list[Sequence]:
+        sequences = [fetch.sequence for fetch in self._waiting.values()]
+        self._waiting.clear()
+        self._answered.clear()
+        self._requested.clear()
+        self._landings.clear()
+        self._saves.clear()
+        return sequences
+
+
+def planner_feature(context: FeatureContext) -> NewFeature | None:
+    """Return what builds the feature; None where no store is chosen."""
+    is_on = KV_STORE in context.config.chosen_plugins()
+    return partial(StorePlanner, timeout_s=context.config.kv.store_timeout_s) if is_on else None

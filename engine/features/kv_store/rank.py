@@ -1,0 +1,93 @@
+"""The KV store on a rank: pages that leave for it, pages that come from it.
+
+Owns: when pages are copied, and what names the pages of this rank.  Does not know: how a store keeps them.
+"""
+
+import asyncio
+import hashlib
+from collections.abc import Sequence
+
+import torch
+
+from engine.actors.runner import Answer
+from engine.checkpoints.fingerprint import fingerprint
+from engine.execution.features import RankContext, RankFeature
+from engine.execution.needs import Needs
+from engine.features.kv_store.pages import StoredPages
+from engine.features.kv_store.records import DIGEST_BYTES, PageRecords
+from engine.kv.store import KVStore
+from engine.layers.kv_pool import KVPool
+from engine.messages import FetchPages, Step
+from engine.plugins.hookspecs import KVStoreContext
+from engine.plugins.manager import KV_STORE
+from engine.settings.own_kernels import kernels_here
+from engine.types.notices import Message
+
+
+class StoreRank(RankFeature):
+    """The pages of one rank on their way to the store and back, once ``build`` has opened it."""
+
+    order = 10  # a landing may go into a page that the same step moves to the host
+
+    def __init__(self, context: RankContext) -> None:
+        self._context = context
+        self.pages: StoredPages
+
+    def build(self, pool: KVPool, pools: Sequence[KVPool], needs: Needs) -> None:
+        """Open the store.  Raises PluginError."""
+        context, page = self._context, pool.by_page[0]
+        name, namespace = context.plugins.names[KV_STORE], page_namespace(context, pool)
+        store_context = KVStoreContext(
+            record_bytes=DIGEST_BYTES + page.nbytes,
+            namespace=namespace.hex(),
+            rank=context.comm.rank,
+            size=context.comm.size,
+            options=context.config.plugins.options.get(name, {}),
+        )
+        store = context.plugins.build(name, "callboard_kv_store", store_context, KVStore)
+        records = PageRecords(store, namespace, page.nbytes)
+        self.pages = StoredPages(records, pool, context.comm.rank, context.config.kv.store_buffer_mb << 20)
+
+    def begin(self, step: Step) -> None:
+        """Copy what the step saves out of the pool, before anything else of the step changes it."""
+        self.pages.save(step)
+
+    def apply(self, step: Step) -> Step:
+        """Copy what was fetched into the pool."""
+        self.pages.land(step)
+        return step
+
+    def receive(self, message: Message, answer: Answer) -> bool:
+        """Begin to fetch pages, and give up when the message's time is over."""
+        if not isinstance(message, FetchPages):
+            return False
+        asyncio.get_running_loop().call_later(message.timeout_s, self.pages.give_up, message.fetch_id)
+        self.pages.fetch(message, answer)
+        return True
+
+    def close(self) -> None:
+        """Write what waits to be written, within limits."""
+        self.pages.close()
+
+    def leave(self) -> None:
+        """End the threads without a wait."""
+        self.pages.close(timeout_s=0.0)
+
+
+def page_namespace(context: RankContext, pool: KVPool) -> bytes:
+    """Return a digest of all that the bytes of a page depend on, except its tokens."""
+    config, comm, page = context.config, context.comm, pool.by_page[0]
+    load_format = config.model.load_format
+    seed = config.device.seed if load_format == "dummy" else None
+    shape = (str(pool.dtype), pool.format.kv_dtype, tuple(page.shape))
+    arithmetic: tuple[object, ...] = (config.model.quantization, config.model.numerics)
+    if config.model.numerics == "invariant":
+        place = (pool.data.device.type, kernels_here(), torch.__version__)
+        arithmetic += (*place, config.plugins.attention, config.plugins.linear)
+    what = (2, fingerprint(context.spec, load_format), seed, *arithmetic, *shape, comm.rank, comm.size)
+    return hashlib.sha256(repr(what).encode()).digest()
+
+
+def rank_feature(context: RankContext) -> StoreRank | None:
+    """Return the rank's side of the store, or None if the configuration names no store."""
+    return StoreRank(context) if KV_STORE in context.plugins.names else None

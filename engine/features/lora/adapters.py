@@ -1,0 +1,221 @@
+"""A rank's adapters: files read into slots, and the steps whose rows read them.
+
+Legend: T new tokens in the step (ragged, packed) · N rows whose logits are wanted
+Owns: which slot each row reads, what is in the slots, that other steps run as if there were no adapters.
+Does not know: what the products compute, which slot an adapter gets, names.
+
+A step with an adapter runs without graphs.  In its last layer only wanted rows are computed behind attention, so the
+products there get other rows.  Ranks agree on whether all could read an adapter, or they would sample apart.
+"""
+
+import json
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from safetensors.torch import load
+from torch import Tensor
+
+from engine.checkpoints.fields import Fields
+from engine.execution.captured_steps import CapturedDecodes, CapturedModel
+from engine.features.lora.files import Product, digest_of, layer_products, module_scale, read_files, tensor_name
+from engine.features.lora.layers import AdaptedRows, AdaptedWeight
+from engine.layers.comm import Comm
+from engine.layers.linear import ColumnLinear, Linear, QKVLinear, RowLinear
+from engine.layers.packing import PackedWeight
+from engine.layers.step import StepTensors
+from engine.layers.upload import upload
+from engine.messages import Step
+from engine.models.decoder import Decoder
+from engine.models.model import Model
+from engine.types.errors import WeightsError
+from engine.types.prompt import Adapter
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """A module's part of a product.  matrix: which of those merged.  inputs, outputs: of the module, this rank's."""
+
+    weight: AdaptedWeight
+    matrix: int
+    inputs: slice
+    outputs: slice
+
+
+class RankAdapters:
+    """Slots for adapters beside the weights of a decoder, which is packed.  num_slots: adapters at once.
+
+    Raises MemoryError, or what torch has for it, if there is no room for the slots."""
+
+    def __init__(self, decoder: Decoder, comm: Comm, num_slots: int, max_rank: int, max_rows: int) -> None:
+        self._comm = comm
+        self._dtype = decoder.dtype
+        self._device = decoder.embedding.weight.device
+        self._slot_of_row = np.zeros(max_rows, dtype=np.int64)
+        self._lost: dict[int, str] = {}
+        self._slots_T: npt.NDArray[np.int64] | None = None
+        self._rows, self._last_rows = AdaptedRows(), AdaptedRows()
+        self._weights: list[AdaptedWeight] = []
+        self._places: dict[str, _Place] = {}
+        last = len(decoder.layers) - 1
+        for index, layer in enumerate(decoder.layers):
+            of_attention, of_mlp = layer_products(decoder.shape, index)
+            pairs = [*zip(layer.attention.linears, of_attention, strict=bool(of_attention))]
+            pairs += zip(layer.mlp.linears, of_mlp, strict=bool(of_mlp))
+            for linear, product in pairs:
+                # Behind attention the last layer computes wanted rows only.
+                rows = self._last_rows if index == last and not isinstance(linear, QKVLinear) else self._rows
+                self._adapt(linear, product, rows, num_slots, max_rank)
+
+    def _adapt(self, linear: Linear, product: Product, rows: AdaptedRows, num_slots: int, max_rank: int) -> None:
+        whole = slice(0, product.inputs)
+        if isinstance(linear, RowLinear):
+            mine = product.inputs // self._comm.size
+            whole = slice(self._comm.rank * mine, (self._comm.rank + 1) * mine)
+            outputs = [slice(0, size) for _, size in product.modules]
+        else:
+            assert isinstance(linear, ColumnLinear | QKVLinear), f"{type(linear).__name__} takes no adapter"
+            outputs = [slice(start, start + length) for _, _, start, length in linear.parts]
+        built: list[AdaptedWeight] = []
+
+        def around(plain: PackedWeight) -> PackedWeight:
+            sizes = [one.stop - one.start for one in outputs]
+            inputs = whole.stop - whole.start
+            built.append(AdaptedWeight(plain, rows, inputs, sizes, num_slots, max_rank, self._device, self._dtype))
+            return built[0]
+
+        linear.adapt(around)
+        self._weights += built
+        for matrix, ((name, _), part) in enumerate(zip(product.modules, outputs, strict=True)):
+            self._places[name] = _Place(built[0], matrix, whole, part)
+
+    # ---- steps ------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def take(self, step: Step) -> dict[int, str]:
+        """Read what the step's admissions bring, and note whose rows the step has.
+
+        Returns the rows of the step that should have an adapter which could not be read, and why."""
+        for admission in step.admissions:
+            self._slot_of_row[admission.row] = admission.slot
+            if admission.adapter is not None:
+                self._fill(admission.slot, admission.adapter)
+        rows = np.frombuffer(step.decode_rows, dtype=np.int32)
+        lengths = np.ones(len(rows), dtype=np.int64)
+        if step.prefill_rows:
+            rows = np.concatenate((rows, np.frombuffer(step.prefill_rows, dtype=np.int32)))
+            lengths = np.concatenate((lengths, np.frombuffer(step.prefill_lengths, dtype=np.int32)))
+        slots = self._slot_of_row[rows]
+        self._slots_T = np.repeat(slots, lengths) if slots.any() else None
+        if not self._lost:
+            return {}
+        lost = self._lost
+        return {row: lost[slot] for row, slot in zip(rows.tolist(), slots.tolist(), strict=True) if slot in lost}
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of all slots."""
+        return sum(weight.slot_bytes for weight in self._weights)
+
+    @property
+    def in_step(self) -> bool:
+        """Whether a row of the step has an adapter."""
+        return self._slots_T is not None
+
+    def begin(self, wanted_N: Tensor | None) -> None:
+        """The products of the step are next.  wanted_N: which rows of T the last layer goes on with; None for all."""
+        slots_T = self._slots_T
+        assert slots_T is not None, "the step has no adapters"
+        used = slots_T[slots_T > 0]
+        first, end = int(used.min()) - 1, int(used.max())
+        (on_device_T,) = upload((slots_T - 1,), self._device)
+        self._rows.set(on_device_T, first, end, self._dtype)
+        self._last_rows.set(on_device_T if wanted_N is None else on_device_T[wanted_N], first, end, self._dtype)
+
+    def end(self) -> None:
+        """No product has an adapter any more."""
+        self._rows.clear()
+        self._last_rows.clear()
+
+    # ---- files ------------------------------------------------------------------------------
+
+    def _fill(self, slot: int, adapter: Adapter) -> None:
+        reason = ""
+        try:
+            self._read(slot - 1, adapter)
+        except Exception:  # of files that are not what they were when they were checked
+            log.exception("adapter %s cannot be read", adapter.path)
+            reason = "the adapter of this request can no longer be read; the server log has the details"
+        if self._comm.size > 1:
+            all_fine = self._comm.all_gather(torch.tensor([not reason], dtype=torch.float32, device=self._device), 0)
+            if not reason and all_fine.min() == 0:
+                reason = "the adapter of this request can no longer be read by another rank, whose log has the details"
+        self._lost.pop(slot, None)
+        if reason:
+            self._lost[slot] = reason
+
+    def _read(self, slot: int, adapter: Adapter) -> None:
+        for weight in self._weights:
+            weight.empty(slot)
+        config, stored = read_files(Path(adapter.path))
+        if digest_of(config, stored) != adapter.digest:
+            raise WeightsError(f"{adapter.path}: its files have changed; load it again")
+        fields, tensors = Fields(json.loads(config), adapter.path), load(stored)
+        for name, place in self._places.items():
+            if (a_RI := tensors.get(tensor_name(name, "A"))) is None:
+                continue
+            b_OR = tensors[tensor_name(name, "B")].float() * module_scale(fields, name, len(a_RI))
+            a_RI, b_OR = a_RI.to(self._dtype), b_OR.to(self._dtype)
+            # The mask multiplies by zero what other rows do not get, which leaves NaN of what is not finite.
+            if not (a_RI.isfinite().all() and b_OR.isfinite().all()):
+                raise WeightsError(f"{adapter.path}: {name} has numbers that are not finite in {self._dtype}")
+            place.weight.put(slot, place.matrix, a_RI[:, place.inputs], b_OR[place.outputs])
+
+
+class AdaptedModel:
+    """A model whose products ask ``adapters``.  usual: what runs steps without any; the rest of it is the usual's."""
+
+    def __init__(self, plain: Decoder, usual: Model | CapturedModel, adapters: RankAdapters) -> None:
+        self._plain = plain
+        self._usual = usual
+        self._adapters = adapters
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._usual, name)
+
+    def forward(self, step: StepTensors) -> Tensor:
+        """Return logits_NV."""
+        if not self._adapters.in_step:
+            return self._usual.forward(step)
+        return self._plain.logits(self.hidden(step, step.sample_at_N))
+
+    def hidden(self, step: StepTensors, wanted_N: Tensor) -> Tensor:
+        """Return x of the wanted rows."""
+        if not self._adapters.in_step:
+            return self._usual.hidden(step, wanted_N)
+        self._adapters.begin(wanted_N)
+        try:
+            return self._plain.hidden(step, wanted_N)
+        finally:
+            self._adapters.end()
+
+
+class AdaptedDecodes:
+    """Captured decode steps, for steps without an adapter; the rest of it is theirs."""
+
+    def __init__(self, captured: CapturedDecodes, adapters: RankAdapters) -> None:
+        self._captured = captured
+        self._adapters = adapters
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._captured, name)
+
+    def fits(self, num_rows: int) -> bool:
+        """Return whether there is a captured step for so many rows, none of which has an adapter."""
+        return not self._adapters.in_step and self._captured.fits(num_rows)

@@ -1,0 +1,109 @@
+"""Low-rank adapters (Hu et al. 2021) of a linear layer: all adapters of a step add to its product at once.
+
+Legend: T rows of the input · I input features of this rank · O output features of this rank · S slots in use
+        P matrices that are merged into the product · R rank of a slot · C = S R
+Owns: the stacked matrices and the two products with them.  Does not know: files, which adapter is in a slot.
+
+All slots' A are one matrix, so one product sends all rows through all adapters in use.  A row keeps the numbers of its
+own adapter and has zeros for the others, so one product with all slots' B adds the right update to each row.  SGMV
+(Chen et al. 2023) and similar methods avoid the superfluous work by special kernels; for few adapters of low rank it is
+a small part of the layer's time, and it needs only the matrix products that every device has.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from engine.layers.packing import PackedWeight
+
+
+class AdaptedRows:
+    """The adapter of each row of a product's input.
+
+    first, end: range of the slots in use.  reads_TS1 is None if no row has an adapter."""
+
+    def __init__(self) -> None:
+        self.first = self.end = 0
+        self.reads_TS1: Tensor | None = None
+
+    def set(self, slots_T: Tensor, first: int, end: int, dtype: torch.dtype) -> None:
+        """Set the adapter of each row.  slots_T: from 0, or below for none.  first, end: at least those in use."""
+        self.first, self.end = first, end
+        numbers_S = torch.arange(first, end, device=slots_T.device)
+        self.reads_TS1 = (slots_T[:, None] == numbers_S).to(dtype)[:, :, None]
+
+    def clear(self) -> None:
+        """Set all rows to no adapter."""
+        self.reads_TS1 = None
+
+
+class AdaptedWeight:
+    """A packed weight plus the products of the adapters.
+
+    plain: the weight.
+    rows: the adapter of each row, set before the step.
+    inputs: of this rank.  outputs: of this rank, for each merged matrix."""
+
+    def __init__(
+        self,
+        plain: PackedWeight,
+        rows: AdaptedRows,
+        inputs: int,
+        outputs: Sequence[int],
+        num_slots: int,
+        max_rank: int,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        self.plain = plain
+        self._rows = rows
+        self._rank = max_rank
+        # On a CPU a slot takes memory only when an adapter is put there.
+        self._a_SPRI = torch.zeros(num_slots, len(outputs), max_rank, inputs, device=device, dtype=dtype)
+        self._b_PCO = [torch.zeros(num_slots * max_rank, size, device=device, dtype=dtype) for size in outputs]
+        ends = [sum(outputs[: index + 1]) for index in range(len(outputs))]
+        self._places = [slice(end - size, end) for end, size in zip(ends, outputs, strict=True)]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the weight and of all slots."""
+        return self.plain.nbytes + self.slot_bytes
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of all slots."""
+        return self._a_SPRI.nbytes + sum(b_CO.nbytes for b_CO in self._b_PCO)
+
+    def empty(self, slot: int) -> None:
+        """Make a slot add nothing."""
+        self._a_SPRI[slot].zero_()
+        for b_CO in self._b_PCO:
+            b_CO[slot * self._rank : (slot + 1) * self._rank].zero_()
+
+    def put(self, slot: int, matrix: int, a_RI: Tensor, b_OR: Tensor) -> None:
+        """Fill an emptied slot for one of the merged matrices.  b_OR is scaled already; R is the adapter's own rank."""
+        rank, first = len(a_RI), slot * self._rank
+        self._a_SPRI[slot, matrix, :rank].copy_(a_RI)
+        self._b_PCO[matrix][first : first + rank].copy_(b_OR.t())
+
+    def __call__(self, x_TI: Tensor, bias_O: Tensor | None) -> Tensor:
+        """Return the product, with what the adapters of the rows add to it."""
+        y_TO = self.plain(x_TI, bias_O)
+        rows = self._rows
+        if rows.reads_TS1 is None:
+            return y_TO
+        a_SPRI = self._a_SPRI[rows.first : rows.end]
+        num_slots, num_matrices, rank, inputs = a_SPRI.shape
+        h_TSPR = F.linear(x_TI, a_SPRI.view(-1, inputs)).view(-1, num_slots, num_matrices, rank)
+        # The masked product also makes the numbers of each matrix contiguous.
+        h_PTSR = h_TSPR.new_empty(num_matrices, len(h_TSPR), num_slots, rank)
+        torch.mul(h_TSPR.permute(2, 0, 1, 3), rows.reads_TS1, out=h_PTSR)
+        h_PTC = h_PTSR.view(num_matrices, -1, num_slots * rank)
+        first, end = rows.first * rank, rows.end * rank
+        if num_matrices == 1:
+            return y_TO.addmm_(h_PTC[0], self._b_PCO[0][first:end])
+        for h_TC, place, b_CO in zip(h_PTC.unbind(), self._places, self._b_PCO, strict=True):
+            y_TO[:, place].addmm_(h_TC, b_CO[first:end])
+        return y_TO

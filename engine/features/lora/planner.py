@@ -1,0 +1,92 @@
+"""LoRA in the planner: which adapter lies in which slot of the executors, and which rows read it.
+
+Owns: a planner's slots, and what a step says of them.  Does not know: what an adapter computes, names, files.
+"""
+
+from functools import partial
+from typing import Final
+
+import msgspec
+
+from engine.features.lora.slots import AdapterSlots
+from engine.messages import Admit, StepDone
+from engine.plugins.features import FeatureContext
+from engine.scheduling.feature import NewFeature, PlannerFeature, PlannerParts
+from engine.scheduling.rows import Sequence
+from engine.scheduling.step_builder import StepBuilder
+from engine.types.errors import RequestError
+from engine.types.prompt import Adapter
+
+NAME: Final = "lora"
+NO_SLOT: Final = 0
+
+
+class LoraPlanner(PlannerFeature):
+    """The slots of one planner's executors.  num_slots: adapters that the executors hold at once."""
+
+    def __init__(self, parts: PlannerParts, num_slots: int) -> None:
+        self._table = parts.table
+        self._completions = parts.completions
+        self._slots = AdapterSlots(num_slots)
+        self._of_row: dict[int, int] = {}
+        self._to_place: dict[int, Adapter] = {}  # by row that is admitted in the next step
+
+    def admit(self, sequence: Sequence, message: Admit) -> None:
+        if message.adapter is not None:
+            sequence.weights = message.adapter.digest
+            sequence.notes[NAME] = message.adapter
+
+    def has_room(self, sequence: Sequence) -> bool:
+        """Return whether there is a slot for the sequence's adapter, if it has one."""
+        adapter = sequence.notes.get(NAME)
+        return adapter is None or self._slots.has_room(adapter)
+
+    def started(self, sequence: Sequence) -> None:
+        """Take a slot for the row."""
+        if (adapter := sequence.notes.get(NAME)) is None:
+            return
+        self._of_row[sequence.row], is_new = self._slots.take(sequence.row, adapter)
+        if is_new:
+            self._to_place[sequence.row] = adapter
+
+    def attach(self, step: StepBuilder) -> None:
+        """Add slots, and adapters that the executors lack, to the step's admissions."""
+        if self._of_row:
+            step.admissions = [
+                msgspec.structs.replace(
+                    one, slot=self._of_row.get(one.row, NO_SLOT), adapter=self._to_place.pop(one.row, None)
+                )
+                for one in step.admissions
+            ]
+
+    def examine(self, done: StepDone) -> bool:
+        """End rows whose adapter could not be read, whether they have a token or not."""
+        lost = {row: one.lost_adapter for row, one in done.extras.items() if one.lost_adapter}
+        for row in lost:  # also of rows that have ended meanwhile: no row may find in a slot what is not there
+            self._slots.forget(row)
+        for row, reason in lost.items():
+            if self._table.running[row]:
+                self._completions.fail(row, RequestError(reason, status=500, code="adapter_lost"))
+        return bool(lost)
+
+    def released(self, row: int) -> None:
+        """Give the row's slot back."""
+        if self._of_row.pop(row, NO_SLOT):
+            self._slots.release(row)
+
+    def gauges(self) -> dict[str, int]:
+        """Return the number of slots."""
+        return {"num_adapter_slots": self._slots.num_slots}
+
+    def reset(self) -> list[Sequence]:
+        """Forget every slot: new executors hold no adapter."""
+        self._slots = AdapterSlots(self._slots.num_slots)
+        self._of_row.clear()
+        self._to_place.clear()
+        return []
+
+
+def planner_feature(context: FeatureContext) -> NewFeature | None:
+    """Return what builds the feature; None where no adapters are served."""
+    lora = context.config.lora
+    return partial(LoraPlanner, num_slots=lora.max_adapters) if lora.folder else None

@@ -1,0 +1,68 @@
+"""Adapters on a rank: slots next to the weights, and what a step with an adapter does without.
+
+Owns: when slots are filled, and which steps run without graphs.  Does not know: what the products compute, files.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+from engine.execution.captured_steps import CapturedDecodes
+from engine.execution.features import RankContext, RankFeature
+from engine.execution.launched_step import LaunchedStep
+from engine.execution.needs import Needs
+from engine.features.lora.adapters import AdaptedDecodes, AdaptedModel, RankAdapters
+from engine.messages import Step
+from engine.models.decoder import Decoder
+from engine.types.errors import ConfigError
+
+
+class LoraRank(RankFeature):
+    """The adapters of one rank.  on_cpu: the slots take their memory when they are filled."""
+
+    order = 20
+
+    def __init__(self, decoder: Decoder, adapters: RankAdapters, *, on_cpu: bool) -> None:
+        self._decoder = decoder
+        self._adapters = adapters
+        self._on_cpu = on_cpu
+        self._lost: dict[int, str] = {}
+
+    def needs(self, needs: Needs) -> Needs:
+        """Return the needs with those of all slots."""
+        if not self._on_cpu:
+            return needs
+        return replace(needs, feature_bytes=(*needs.feature_bytes, ("adapters", self._adapters.nbytes)))
+
+    def around(self, model: Any) -> Any:
+        """Return a model that steps with adapters can use."""
+        return AdaptedModel(self._decoder, model, self._adapters)
+
+    def decodes(self, whole: CapturedDecodes) -> CapturedDecodes:
+        """Return decode steps that leave out those with an adapter."""
+        return AdaptedDecodes(whole, self._adapters)
+
+    def apply(self, step: Step) -> Step:
+        """Fill slots, and note which rows of the step read one."""
+        self._lost = self._adapters.take(step)
+        return step
+
+    def launched(self, step: Step, launched: LaunchedStep) -> None:
+        """Add to the result why rows had none of their adapter."""
+        if lost := self._lost:
+            launched.extend(lambda: {"lost_adapter": lost})
+
+
+def rank_feature(context: RankContext) -> LoraRank | None:
+    """Return slots for adapters, or None if none are served.  Raises ConfigError if there is no memory for them."""
+    lora, model = context.config.lora, context.model
+    if not lora.folder:
+        return None
+    assert isinstance(model, Decoder), f"{type(model).__name__} takes no adapters"
+    max_running = context.config.scheduler.max_running
+    try:
+        adapters = RankAdapters(model, context.comm, lora.max_adapters, lora.max_rank, max_running)
+    except (MemoryError, RuntimeError) as error:  # what torch raises when it cannot allocate, on every device
+        raise ConfigError(
+            f"lora.max_adapters={lora.max_adapters}, lora.max_rank={lora.max_rank}: no memory ({error}); lower them"
+        ) from None
+    return LoraRank(model, adapters, on_cpu=context.device.type == "cpu")

@@ -1,0 +1,104 @@
+"""A rank's draft model: its weights, attention and pool next to those of the model that it drafts for.
+
+Owns: how they are put together, what they take of the rank's memory.  Does not know: steps, why it was chosen.
+"""
+
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from msgspec import structs
+
+from engine.checkpoints.checkpoint import ModelSpec
+from engine.execution.attention import RankAttention
+from engine.execution.device import fair_share, free_bytes
+from engine.execution.features import RankContext
+from engine.execution.needs import Needs
+from engine.execution.rows import DeviceRows
+from engine.features.speculation.drafting import Drafter
+from engine.layers.attention import AttentionBackend
+from engine.layers.kv_pool import KVPool
+from engine.models.loader import load_model
+from engine.models.model import build_model
+from engine.plugins.families import read_model
+from engine.plugins.support.paging import new_pool, page_bytes
+from engine.scheduling.proposer import DraftModel
+from engine.startup.linears import choose_linears
+from engine.startup.memory import check_weights, host_needs
+from engine.types.errors import ConfigError
+
+
+class RankDraft:
+    """A draft model with its weights, and with a pool once ``prepare`` was called.
+
+    page_bytes: memory of a page of that pool.
+    kept_pools: pools of what the draft reads of the model.
+
+    Raises ConfigError, WeightsError, PluginError, as for the model itself."""
+
+    def __init__(self, draft: DraftModel, context: RankContext) -> None:
+        comm, device, dtype, plugins = context.comm, context.device, context.dtype, context.plugins
+        section = structs.replace(context.config.model, path=draft.path, numerics="fast", experts="cut")
+        self._config = config = structs.replace(context.config, model=section)
+        self._target = context.model
+        self._draft = draft
+        self._spec = self._read_spec(Path(draft.path))
+        self._device, self._dtype = device, dtype
+        room = fair_share(free_bytes(device), context.place, comm, device)
+        try:
+            plan = build_model(self._spec.shape, comm, torch.device("meta"), dtype)
+        except ConfigError as error:
+            raise ConfigError(f"the draft model {draft.path}: {error}") from None
+        self.model = load_model(
+            self._spec,
+            comm,
+            device,
+            dtype,
+            load_format=section.load_format,
+            seed=config.device.seed,
+            progress=context.progress,
+            linears=choose_linears(config, self._spec, plugins, plan, device),
+            check_room=lambda needed: check_weights(self._spec, needed, dtype, room, comm.size),
+        )
+        self._kv_dtype = config.kv.kept_as(str(dtype).removeprefix("torch."))
+        spec, kv = self.model.attention_spec, config.kv
+        self._attention = RankAttention(plugins, spec, kv.page_size, device, dtype, kv.layout, self._kv_dtype)
+        self.page_bytes = page_bytes(spec, kv.page_size, dtype, self._kv_dtype)
+        self.kept_pools: tuple[KVPool, ...] = ()
+        self._own: tuple[KVPool, AttentionBackend] | None = None
+
+    def _read_spec(self, directory: Path) -> ModelSpec:
+        return read_model(directory, self._config.plugins, self._config.model)
+
+    def needs(self, model: Needs, max_len: int) -> Needs:
+        """Return what must stay free for both models, one of which computes at a time.  model: the needs of that alone.
+
+        On a GPU passes are no larger than the model's steps, whose memory they find free."""
+        if self._device.type != "cpu":
+            return model
+        own = host_needs(self._config, self._spec.shape, max_len, self._dtype)
+        return replace(
+            model,
+            activation_bytes=max(model.activation_bytes, own.activation_bytes),
+            product_bytes=model.product_bytes + own.product_bytes,
+        )
+
+    def prepare(self, num_pages: int) -> None:
+        """Allocate a pool of so many pages, and attention over it; for 0, free those that there are."""
+        self._own = None
+        if num_pages:
+            spec, kv = self.model.attention_spec, self._config.kv
+            pool = new_pool(spec, num_pages, kv.page_size, self._dtype, self._device, kv.layout, self._kv_dtype)
+            self._own = pool, self._attention.build(pool)
+
+    def drafter(self, rows: DeviceRows, vocab_size: int) -> Drafter:
+        """Return what drafts with the pool.  rows, vocab_size: of the model."""
+        assert self._own is not None, "the draft model has no pool"
+        return Drafter(
+            self.model,
+            *self._own,
+            rows,
+            vocab_size=min(vocab_size, self.model.vocab_size),
+            num_tokens=self._draft.num_tokens,
+            most_tokens=self._config.scheduler.prefill_chunk,
+        )

@@ -1,0 +1,199 @@
+"""A draft model beside the model: it decodes the tokens that a step is to verify, just before the step.
+
+Legend: R rows · P pages · B rows that are drafted for · K drafted tokens, those of a row side by side · N sampled rows
+Owns: which keys and values of the draft model there are, its passes.  Does not know: what becomes of its tokens.
+
+It has a pool of its own with as many pages as the model's, under the same page tables, and reads and writes the same
+tokens.  It computes only when it is asked, and then all that it lacks of a row, so requests without speculation cost
+nothing.  What it lacks is known by page, so prompts that share pages share what it has computed of them as well.
+Ranks divide it as they divide the model, so that all of them draft the same tokens.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from engine.execution.batch import Int32, lay_out
+from engine.execution.rows import DeviceRows
+from engine.layers.attention import AttentionBackend
+from engine.layers.kv_pool import KVPool
+from engine.messages import Admission, Step
+from engine.models.model import Model
+
+
+def _ints(column: bytes) -> Int32:
+    return np.frombuffer(column, dtype=np.int32)
+
+
+@dataclass(frozen=True, slots=True)
+class Drafted:
+    """Drafted tokens on their way to the host.  drafted_K: whether a place has a token, and not only 0."""
+
+    rows_K: Int32
+    drafted_K: npt.NDArray[np.bool_]
+    tokens_K: Tensor
+
+    def by_row(self) -> dict[int, bytes]:
+        """Row -> its tokens; once the device is done with the step."""
+        rows_K, tokens_K = self.rows_K[self.drafted_K], self.tokens_K.numpy()[self.drafted_K]
+        return {int(row): tokens_K[rows_K == row].tobytes() for row in np.unique(rows_K)}
+
+
+class Drafter:
+    """Drafts tokens with a model of its own.
+
+    filled_P: slots of each page, from the first on, of which the draft model has keys and values.
+    pages_RP: the page table once more, on the host.
+
+    rows: the model's, for the draft model's pool.  vocab_size: tokens that both models have.
+    num_tokens: the most that are drafted for a row.  most_tokens: of one pass, unless more rows are drafted for.
+    ahead: see ``DeviceRows.for_pool``; positions that steps name are then those of the model less ``ahead``."""
+
+    def __init__(
+        self,
+        model: Model,
+        pool: KVPool,
+        attention: AttentionBackend,
+        rows: DeviceRows,
+        *,
+        vocab_size: int,
+        num_tokens: int,
+        most_tokens: int,
+        ahead: int = 0,
+    ) -> None:
+        self._model = model
+        self._pool = pool
+        self._attention = attention
+        self._rows = rows.for_pool(pool.page_stride, ahead)
+        self._vocab_size = vocab_size
+        self._num_tokens = num_tokens
+        self._most_tokens = most_tokens
+        self._filled_P = np.zeros(pool.num_pages, dtype=np.int32)
+        self._pages_RP = np.zeros(tuple(rows.pages_RP.shape), dtype=np.int32)
+
+    # ---- what the draft model has -----------------------------------------------------------
+
+    def follow(self, step: Step, computed: Int32) -> None:
+        """Take in what pages hold from this step on, and where rows go on.  computed: [R], by the model before it."""
+        if step.transfer_to_host:
+            self._filled_P[_ints(step.transfer_device_pages)[_ints(step.transfer_to_host) == 0]] = 0
+        for landing in step.landings:
+            self._filled_P[_ints(landing.pages)] = 0
+        for admission in step.admissions:
+            self._admit(admission)
+        if step.table_rows:
+            self._note_pages(step, computed)
+        if step.prefill_rows:
+            # What was drafted behind it, and was wrong, does not count.
+            rows, starts = _ints(step.prefill_rows), _ints(step.prefill_starts)
+            self._rows.computed[rows] = np.minimum(self._rows.computed[rows], starts)
+
+    def _admit(self, admission: Admission) -> None:
+        row, size, pages = admission.row, self._pool.page_size, _ints(admission.pages)
+        num_shared = admission.num_computed_tokens // size
+        self._pages_RP[row, : len(pages)] = pages
+        self._filled_P[pages[num_shared:]] = 0
+        filled = self._filled_P[pages[:num_shared]]
+        num_whole = int(np.argmin(np.append(filled, 0) == size))
+        self._rows.computed[row] = num_whole * size + (filled[num_whole] if num_whole < num_shared else 0)
+
+    def _note_pages(self, step: Step, computed: Int32) -> None:
+        """New pages are empty; one in the place of another one has what the draft model has computed of it."""
+        rows, pages, size = _ints(step.table_rows), _ints(step.table_pages), self._pool.page_size
+        indexes = _ints(step.table_indexes)
+        self._pages_RP[rows, indexes] = pages
+        starts = indexes * size
+        self._filled_P[pages[starts >= computed[rows]]] = 0
+        filled = self._filled_P[pages]
+        short = (filled < size) & (starts < computed[rows])
+        np.minimum.at(self._rows.computed, rows[short], starts[short] + filled[short])
+
+    def _note_filled(self, row: int, before: int, end: int) -> None:
+        """The draft model has computed all before ``end``; of what comes before ``before``, that which was drafted and
+        was right has not been noted yet."""
+        size = self._pool.page_size
+        indexes = np.arange(max(0, before - self._num_tokens) // size, -(-end // size))
+        pages = self._pages_RP[row, indexes]
+        self._filled_P[pages] = np.maximum(self._filled_P[pages], np.minimum(size, end - indexes * size))
+
+    # ---- drafting ---------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def draft(self, step: Step) -> Drafted:
+        """Write what may come into the places that a step names; 0 for a row of which too much has to be read first."""
+        computed = self._rows.computed.copy()
+        try:
+            return self._draft(step)
+        except Exception:
+            self._rows.computed[:] = computed  # no pass counts of which it is not known how far it came
+            raise
+
+    def _draft(self, step: Step) -> Drafted:
+        rows_K, positions_K = _ints(step.proposed_rows), _ints(step.proposed_positions)
+        self._rows.apply(
+            Step(
+                step_id=step.step_id,
+                table_rows=step.table_rows,
+                table_indexes=step.table_indexes,
+                table_pages=step.table_pages,
+                proposed_rows=step.proposed_rows,
+                proposed_positions=step.proposed_positions,
+                proposed_tokens=bytes(len(step.proposed_tokens)),
+            )
+        )
+        rows_B, first_B, counts_B = np.unique(rows_K, return_index=True, return_counts=True)
+        ends_B = positions_K[first_B]
+        drafting_B = self._read(step.step_id, rows_B, ends_B)
+        for nth in range(1, int(counts_B.max())):
+            more = rows_B[drafting_B & (counts_B > nth)]
+            if len(more):
+                self._pass(Step(step_id=step.step_id, decode_rows=more.tobytes()))
+        tokens_K = self._rows.tokens_at(rows_K, positions_K)
+        if tokens_K.is_cuda:
+            tokens_K = torch.empty_like(tokens_K, device="cpu", pin_memory=True).copy_(tokens_K, non_blocking=True)
+        return Drafted(rows_K, np.isin(rows_K, rows_B[drafting_B]), tokens_K)
+
+    def _read(self, step_id: int, rows_B: Int32, ends_B: Int32) -> npt.NDArray[np.bool_]:
+        """Compute what is lacking of each row before ``ends_B``, as far as one pass goes.
+
+        Returns for which of them that was all: their first token is drafted."""
+        computed_B = np.minimum(self._rows.computed[rows_B], ends_B - 1)
+        self._rows.computed[rows_B] = computed_B
+        lacking_B = ends_B - computed_B
+        order = np.argsort(
+            lacking_B, kind="stable"
+        )  # rows that have read their prompts do not wait for those that have not
+        most = max(self._most_tokens, len(rows_B) * (self._num_tokens + 2))
+        lengths_B = np.empty_like(lacking_B)
+        before_B = np.cumsum(lacking_B[order]) - lacking_B[order]
+        lengths_B[order] = np.minimum(np.maximum(most - before_B, 0), lacking_B[order])
+        is_whole_B = lengths_B == lacking_B
+        one_B = is_whole_B & (lengths_B == 1)
+        more_B = (lengths_B > 0) & ~one_B
+        self._pass(
+            Step(
+                step_id=step_id,
+                decode_rows=rows_B[one_B].tobytes(),
+                prefill_rows=rows_B[more_B].tobytes(),
+                prefill_starts=computed_B[more_B].tobytes(),
+                prefill_lengths=lengths_B[more_B].tobytes(),
+                prefill_samples=is_whole_B[more_B].astype(np.int32).tobytes(),
+            )
+        )
+        for row, start, length in zip(rows_B.tolist(), computed_B.tolist(), lengths_B.tolist(), strict=True):
+            self._note_filled(row, start, start + length)
+        return is_whole_B
+
+    def _pass(self, step: Step) -> None:
+        """One forward pass; the likeliest tokens are written where the next pass, and the model, read them."""
+        batch = lay_out(step, self._rows.computed)
+        inputs = self._rows.inputs(batch)
+        tensors = inputs.planned(batch, self._attention, self._pool)
+        # A model's vocabulary may be padded to another size than that of the other.
+        tensors.token_ids_T.clamp_(max=self._model.vocab_size - 1)
+        logits_NV = self._model.forward(tensors)[:, : self._vocab_size]
+        if len(batch.sample_rows_N):
+            self._rows.write_sampled(inputs.write_at_N, logits_NV.argmax(-1))

@@ -1,0 +1,120 @@
+"""An EAGLE-3 head beside the model: what it reads of the model's steps, and its guesses, drafted as by a model.
+
+Legend: T tokens of a pass · N of them that are guessed behind · D model dim · V tokens that the head can guess
+Owns: the states, by page; the head's passes.  Does not know: how a head computes, which rows are drafted for.
+
+Each step of the model leaves the fused states of its tokens beside their keys and values, in a pool with as many pages.
+So the head computes only when it is asked, as a draft model does, and finds what other requests' prefixes left.
+
+At position i it reads the state there and token i + 1, and guesses token i + 2: one place ahead of a model.  While it
+guesses on, the state of a position is what it has computed itself at the one before.  That is written where the model
+will write the true one when it verifies the guess, and the head then computes the position once more.
+"""
+
+from collections.abc import Collection, Sequence
+
+import msgspec
+import numpy as np
+from torch import Tensor
+
+from engine.execution.batch import lay_out
+from engine.execution.rows import DeviceRows
+from engine.features.speculation.drafting import Drafted, Drafter
+from engine.features.speculation.head_model import EagleHead
+from engine.layers.attention import AttentionBackend
+from engine.layers.kv_pool import KVPool
+from engine.layers.step import StepTensors
+from engine.messages import Step
+
+
+class KeptStates:
+    """The fused states of all tokens in the pages of a pool, as a tap of the model keeps them.
+
+    pool: of one layer, whose latents they are.  layers: of the model."""
+
+    def __init__(self, head: EagleHead, pool: KVPool, layers: Sequence[int]) -> None:
+        self.layers: Collection[int] = layers
+        self.pool = pool
+        self._head = head
+
+    def keep(self, states: Sequence[Tensor], step: StepTensors) -> None:
+        """Keep the states of a step's tokens."""
+        self.store(self._head.fused(states), self._slots(step))
+
+    def store(self, states_TD: Tensor, slots_T: Tensor) -> None:
+        """Store states.  slots_T: slots of ``pool``."""
+        self.pool.store_latents(0, states_TD[:, None], slots_T)
+
+    def read(self, slots_T: Tensor) -> Tensor:
+        """[T, D], a copy."""
+        return self.pool.keys(0).index_select(0, slots_T).flatten(1)
+
+    def _slots(self, step: StepTensors) -> Tensor:
+        """Here of what the step names by slots of the model's pool."""
+        stride, size = step.pool.page_stride, self.pool.page_size
+        slots_T = step.slots_T
+        if stride == size:
+            return slots_T
+        return slots_T.div(stride, rounding_mode="floor") * size + slots_T % stride
+
+
+class HeadDrafter(Drafter):
+    """Drafts tokens with a head.
+
+    rows: the model's.
+    to_model_V: int64, the model's token of each of the head's; None if they are the same."""
+
+    def __init__(
+        self,
+        head: EagleHead,
+        pool: KVPool,
+        attention: AttentionBackend,
+        rows: DeviceRows,
+        *,
+        states: KeptStates,
+        to_model_V: Tensor | None,
+        num_tokens: int,
+        most_tokens: int,
+    ) -> None:
+        super().__init__(
+            head,
+            pool,
+            attention,
+            rows,
+            vocab_size=head.vocab_size,
+            num_tokens=num_tokens,
+            most_tokens=most_tokens,
+            ahead=1,
+        )
+        self._head = head
+        self._states = states
+        self._to_model_V = to_model_V
+
+    def draft(self, step: Step) -> Drafted:
+        """Draft for the places that a step names, one position earlier than a model does."""
+        rows_K = np.frombuffer(step.proposed_rows, dtype=np.int32)
+        positions_K = np.frombuffer(step.proposed_positions, dtype=np.int32) - 1
+        drafted = super().draft(msgspec.structs.replace(step, proposed_positions=positions_K.tobytes()))
+        # What it has computed behind the last known token is from states of its own, and does not count.
+        rows_B, first_B = np.unique(rows_K, return_index=True)
+        computed = self._rows.computed
+        computed[rows_B] = np.minimum(computed[rows_B], positions_K[first_B])
+        return drafted
+
+    def _pass(self, step: Step) -> None:
+        """Run one forward pass; each guessed token gets a state as well."""
+        batch = lay_out(step, self._rows.computed)
+        inputs = self._rows.inputs(batch)
+        tensors = inputs.planned(batch, self._attention, self._pool)
+        x_ND = self._head.hidden(tensors, tensors.sample_at_N)
+        if not len(batch.sample_rows_N):
+            return
+        tokens_N = self._head.logits(x_ND).argmax(-1)
+        self._rows.write_sampled(
+            inputs.write_at_N, tokens_N if self._to_model_V is None else self._to_model_V.index_select(0, tokens_N)
+        )
+        rows, size = self._rows, self._pool.page_size
+        page_N, offset_N = np.divmod(batch.sample_positions_N, size)
+        columns = np.concatenate((batch.sample_rows_N * rows.pages_RP.shape[1] + page_N, offset_N))
+        page_at_N, offsets_N = rows.upload(columns).split(len(page_N))
+        self._states.store(x_ND, offsets_N.add(rows.pages_RP.view(-1).index_select(0, page_at_N), alpha=size))

@@ -1,0 +1,136 @@
+"""An EAGLE-3 head, a draft model of one layer.  It reads a token's embedding and the target model's hidden states at
+the token before.
+
+Legend: T tokens of a pass · N rows that a draft token is sampled for · D model dim · V tokens that the head can propose
+        L layers of the model whose states are read
+Owns: the order of operations.  Does not know: where states are kept, how its tokens map to the model's.
+Source: Li et al. 2025, EAGLE-3; here drafts are chains of the likeliest token each.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from engine.features.speculation.head_files import EagleHeadShape
+from engine.layers.comm import Comm
+from engine.layers.kernels import LayerKernels
+from engine.layers.linear import Linear, VocabLinear
+from engine.layers.packing import Linears
+from engine.layers.part import Norm, build
+from engine.layers.pooled_head import PooledHead
+from engine.layers.step import StepTensors
+from engine.layers.weights import WeightSlice, whole
+from engine.models.decoder import DecoderLayer, build_rotary
+from engine.models.model import attention_spec_of
+
+
+class States(Protocol):
+    """Return the kept states of the model."""
+
+    def read(self, slots_T: Tensor) -> Tensor:
+        """Return fused states, [T, D]."""
+        ...
+
+
+class EagleHead:
+    """A head as a model.
+
+    A pass's token_ids_T are the tokens behind its positions, and states are those at the positions.
+
+    embedding: the target model's.
+    states: of the tokens in the pool's pages.  Both are set before the first pass."""
+
+    embedding: VocabLinear
+    states: States
+    pooled_head: PooledHead | None = None
+    doubled_bytes = 0
+
+    def __init__(self, shape: EagleHeadShape, comm: Comm, device: torch.device, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        self.shape = shape
+        self.vocab_size = shape.vocab_size
+        (layer,) = shape.layers
+        place = (shape.hidden_size, comm, device, dtype)
+        self.layer = DecoderLayer(layer, shape.hidden_size, 0, comm, device, dtype)
+        self.state_norm = build(Norm, shape.state_norm, *place)
+        self.fuse = Linear(shape.num_states * shape.state_size, shape.hidden_size, False, device, dtype)
+        assert layer.attention.rotary is not None
+        self.rotary = build_rotary(layer.attention.rotary, shape.head_size, device, dtype)
+        self.norm = build(Norm, shape.norm, *place)
+        self.head = VocabLinear(shape.draft_vocab_size, shape.hidden_size, comm, device, dtype)
+        self.attention_spec = attention_spec_of(shape, [self.layer.attention])
+        self.linears = (*self.layer.linears, self.fuse)
+        self.parameter_bytes = self.weight_bytes = sum(one.target.nbytes for one in self.slices())
+        self._kernels: LayerKernels | None = None
+
+    @property
+    def linears_per_layer(self) -> int:
+        """The number of linear layers, which are all in one layer."""
+        return len(self.linears)
+
+    def fused(self, states: Sequence[Tensor]) -> Tensor:
+        """Return what the head reads of the model's states at a token, [T, D].  states: x_TD for each of the layers."""
+        return self.fuse(torch.cat([*states], dim=-1))
+
+    def forward(self, step: StepTensors) -> Tensor:
+        """Return logits_NV of the positions that are sampled."""
+        return self.logits(self.hidden(step, step.sample_at_N))
+
+    def hidden(self, step: StepTensors, wanted_N: Tensor | None = None) -> Tensor:
+        """Return x of the wanted rows, which is the state of the token that is guessed there as well."""
+        layer, kernels = self.layer, self._kernels
+        states_TD = self.states.read(step.slots_T)
+        embedded_TD = layer.before_attention(self.embedding.embed(step.token_ids_T, kernels))
+        normed_TD = self.state_norm(states_TD)
+        angles = self.rotary.angles(step.positions_T, kernels)
+        both_TI = torch.cat((embedded_TD, normed_TD), dim=-1)
+        q_TQH = layer.attention.project(0, both_TI, self.rotary, angles, step, kernels)
+        attended_TQH = step.attention.attend(0, q_TQH)
+        residual_TD = normed_TD if self.shape.norm_before_residual else states_TD
+        if wanted_N is not None:
+            residual_TD, attended_TQH = (one.index_select(0, wanted_N) for one in (residual_TD, attended_TQH))
+        return residual_TD.add_(layer.finish(residual_TD, residual_TD, attended_TQH, kernels))
+
+    def logits(self, x_ND: Tensor) -> Tensor:
+        """Return logits_NV of what ``hidden`` has returned, of the head's own tokens."""
+        return self.head.logits(self.norm(x_ND), as_float32=self._kernels is None)
+
+    def normed(self, x_ND: Tensor) -> Tensor:
+        """Return the last representation of rows that ``hidden`` has returned."""
+        return self.norm(x_ND)
+
+    def slices(self) -> Iterator[WeightSlice]:
+        """Return what this rank reads from a checkpoint."""
+        return chain(self._layer_slices(), self.norm.slices(""), self.head.slices(self.shape.names.head))
+
+    def linear_shapes(self) -> tuple[list[tuple[int, int]], tuple[int, int]]:
+        """Return (outputs, inputs) of all weights of the layer, and of the LM head."""
+        shapes = [(linear.weight.shape[0], linear.weight.shape[1]) for linear in (*self.linears, self.head)]
+        return shapes[:-1], shapes[-1]
+
+    def load(
+        self, read: Callable[[Iterator[WeightSlice]], None], kernels: LayerKernels | None, linears: Linears
+    ) -> None:
+        """Have ``read`` fill the slices, and lay the weights out for their kernels."""
+        self._kernels = kernels
+        plain_bytes = self._linear_bytes()
+        read(self._layer_slices())
+        self.layer.pack(kernels, linears.layers)
+        self.fuse.pack(linears.layers)
+        read(chain(self.norm.slices(""), self.head.slices(self.shape.names.head)))
+        self.head.pack(linears.head)
+        for norm in (self.state_norm, self.norm):
+            norm.pack(kernels)
+        self.weight_bytes += self._linear_bytes() - plain_bytes
+
+    def _linear_bytes(self) -> int:
+        return sum(linear.nbytes for linear in (*self.linears, self.head))
+
+    def _layer_slices(self) -> Iterator[WeightSlice]:
+        names = self.shape.names
+        yield from self.layer.slices(names.layers)
+        yield from self.state_norm.slices(names.layers)
+        yield whole("fc.weight", self.fuse.weight)

@@ -1,0 +1,229 @@
+"""Speculation in the planner: rows that decode get proposed tokens, and one step verifies all of a row.
+
+Owns: how many guesses of which row a step verifies, which rows the device knows too far, when tokens are waited for.
+Does not know: where guesses come from, how a step is planned otherwise, what a token's end means.
+
+A token is drawn by seed and position, and by the tokens before it.  So a token that is sampled after a proposed one is
+what decoding would sample, as long as every proposal before it was what was sampled there: those tokens stay, and the
+rest is dropped.  Their keys and values lie after the row's end, where nothing reads, until they are overwritten.
+
+A row whose tokens are waited for has no step in flight, so steps do not overlap while a row speculates.
+"""
+
+from collections.abc import Iterable
+from functools import partial
+from typing import Final
+
+import msgspec
+import numpy as np
+
+from engine.features.speculation.drafted import DraftedGuesses
+from engine.features.speculation.guesses import Guesses, SessionGuesses
+from engine.features.speculation.payoff import Chance, Payoff
+from engine.messages import DRAFTED, StepExtras
+from engine.plugins.features import FeatureContext
+from engine.scheduling.feature import NewFeature, PlannerFeature, PlannerParts
+from engine.scheduling.proposer import DraftModel, Proposer
+from engine.scheduling.rows import Rows, Sequence
+from engine.scheduling.step_builder import Appends, Columns, InFlight, StepBuilder, Wave
+
+NAME: Final = "speculation"
+Drafts = dict[int, tuple[int, ...]]
+"""Row -> proposals that a step verifies; none for a row that has only overrun."""
+
+
+class SpeculationPlanner(PlannerFeature):
+    """The proposals for one planner's rows.  vocab_size: of the model."""
+
+    def __init__(self, parts: PlannerParts, *, proposer: Proposer | DraftModel, vocab_size: int) -> None:
+        self._awaits_tokens = False
+        self._max_step_tokens = parts.limits.max_step_tokens
+        self._table = table = parts.table
+        self._page_manager = parts.pages
+        self._decodes = parts.decodes
+        self._requests = parts.requests
+        self._guesses: Guesses = (
+            DraftedGuesses(table, proposer)
+            if isinstance(proposer, DraftModel)
+            else SessionGuesses(table, proposer, vocab_size)
+        )
+        self._payoff = Payoff()
+        # Rows of which the device counts more tokens as computed than are: their next step must say where it begins.
+        self._overrun: set[int] = set()
+        self._is_steady = self._reads_first = False
+
+    # ---- planning ---------------------------------------------------------------------------
+
+    def awaits_tokens(self) -> bool:
+        return self._awaits_tokens
+
+    def plan(self, step: StepBuilder) -> None:
+        """Add proposals for rows that decode in a step, if no other step is in flight."""
+        if step.overlaps:
+            return
+        decode_rows = step.decode_rows
+        room = self._max_step_tokens - len(decode_rows) - step.num_prompt_tokens
+        drafts = self._draft(decode_rows.tolist(), room)
+        self._awaits_tokens = any(drafts.values())
+        self._overrun.difference_update(drafts)
+        if not drafts:
+            return
+        rows = np.array(list(drafts), dtype=np.int32)
+        counts = np.array([len(proposed) for proposed in drafts.values()], dtype=np.int32)
+        table = self._table
+        starts = table.num_known[rows] - 1
+        table.num_computed[rows] += counts
+        table.num_planned[rows] += counts
+        step.appends.append(self._grow(rows))
+        if self._awaits_tokens:
+            self._decodes.recount()
+        # Position of each proposed token: after its row's last known one.
+        nth = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+        step.decode_rows = decode_rows[~np.isin(decode_rows, rows)]
+        step.inserted = Columns(rows, starts, counts + 1, counts + 1)
+        step.notes[NAME] = drafts
+        step.fields.update(
+            proposed_rows=np.repeat(rows, counts).tobytes(),
+            proposed_positions=(np.repeat(starts, counts) + 1 + nth).astype(np.int32).tobytes(),
+            proposed_tokens=np.array([one for proposed in drafts.values() for one in proposed], np.int32).tobytes(),
+        )
+
+    def _draft(self, decode_rows: list[int], most: int) -> Drafts:
+        counts = self._counts(self._chances(decode_rows, in_flight=False), len(decode_rows), most)
+        self._reads_first = any(self._guesses.reads_first(row) for row in counts)
+        drafts: Drafts = {row: () for row in decode_rows if row in self._overrun}
+        return drafts | {row: self._guesses.of(row, count) for row, count in counts.items()}
+
+    def _chances(self, rows: Iterable[int], *, in_flight: bool) -> dict[int, Chance]:
+        """Of those for which something is guessed.  in_flight: behind their tokens that are being sampled."""
+        chances: dict[int, Chance] = {}
+        if self._guesses.rest:
+            return chances
+        table = self._table
+        for row in rows:
+            ahead = int(table.num_planned[row] - table.num_known[row]) if in_flight else 0
+            if (chance := self._guesses.chance(row, ahead)) is not None:
+                chances[row] = chance._replace(num=self._room(row, chance.num) - ahead)
+        return chances
+
+    def _counts(self, chances: dict[int, Chance], num_rows: int, most: int) -> dict[int, int]:
+        """How many proposals to verify, of the rows that get any."""
+        has_room = most > 0 and any(chance.num > 0 for chance in chances.values())
+        if not has_room or not (self._guesses.free or self._payoff.knows(num_rows)):
+            return {}
+        chosen = self._payoff.counts([*chances.values()], num_rows, most)
+        counts = {row: count for row, count in zip(chances, chosen, strict=True) if count}
+        if not counts and (row := self._guesses.probe(chances)) is not None:
+            return {row: min(chances[row].num, most)}
+        self._guesses.decided(pays=bool(counts))
+        return counts
+
+    def _room(self, row: int, num: int) -> int:
+        """How many of so many proposals fit the row: its request, its pages, and others if pages are plenty."""
+        table = self._table
+        known = int(table.num_known[row])
+        num = min(num, int(table.max_total[row]) - known - 1)
+        if self._page_manager.num_available <= len(self._decodes) * (2 + self._guesses.num_tokens):
+            num = min(num, int(table.num_pages[row]) * table.page_size - known)
+        return max(0, num)
+
+    def _grow(self, rows: Rows) -> Appends:
+        """Append pages for the tokens that the rows will have computed."""
+        table = self._table
+        missing = np.maximum(-(-table.num_computed[rows] // table.page_size) - table.num_pages[rows], 0)
+        first = int(table.request_ids[rows[0]]) if len(rows) else -1
+        pages = self._page_manager.allocate(int(missing.sum()), first)
+        grown, indexes = np.repeat(rows, missing), np.zeros(len(pages), dtype=np.int32)
+        for at, row in enumerate(grown.tolist()):
+            indexes[at] = table.append_pages(np.array([row]), pages[at : at + 1])[0]
+        return Appends(grown, indexes, pages)
+
+    # ---- completion -------------------------------------------------------------------------
+
+    def waves(self, record: InFlight, wave: Wave) -> list[Wave]:
+        """Return the sampled tokens of a step with proposals, as far as decoding would have sampled the same."""
+        drafts = drafts_of(record)
+        if not drafts:
+            return [wave]
+        rows, tokens, extras = wave
+        places: list[list[int]] = [list(range(record.num_decodes))]
+        later: list[dict[int, StepExtras]] = [dict(extras)]
+        at = record.num_decodes
+        for row, asked in drafts.items():
+            first = extras.get(row, StepExtras())
+            proposed = asked if DRAFTED not in asked else np.frombuffer(first.drafted, dtype=np.int32).tolist()
+            said = tokens[at : at + len(proposed)].tolist()
+            num_right = next((nth for nth, one in enumerate(proposed) if said[nth] != one), len(proposed))
+            for nth in range(num_right + 1):
+                if nth == len(places):
+                    places.append([])
+                    later.append({})
+                places[nth].append(at + nth)
+                one = first
+                if nth:
+                    one = StepExtras(logprobs=first.later_logprobs[nth - 1] if first.later_logprobs else None)
+                # Counted token by token: the request may end before the last one.
+                num_settled = 1 if nth < num_right else len(proposed) - num_right
+                later[nth][row] = msgspec.structs.replace(
+                    one, later_logprobs=(), drafted=b"", num_proposed=num_settled, num_accepted=int(nth < num_right)
+                )
+            at += len(asked) + 1
+            if self._table.running[row]:
+                self._guesses.verified(row, len(proposed), num_right)
+                self._requests.meter.verified(len(proposed), num_right)
+        places[0] += range(at, len(tokens))
+        return [Wave(rows[place], tokens[place], of_row) for place, of_row in zip(places, later, strict=True)]
+
+    def completed(self, record: InFlight, seconds: float) -> None:
+        table, drafts = self._table, drafts_of(record)
+        for row, proposed in drafts.items():
+            if proposed and table.running[row]:
+                table.num_planned[row] = table.num_known[row]
+                table.num_computed[row] = table.num_known[row] - 1
+                self._overrun.add(row)
+                self._decodes.recount()
+        self._measure(record, drafts, seconds)
+        for row in dict.fromkeys(record.sampled_rows.tolist()):
+            if table.running[row]:
+                self._guesses.told(row)
+        self._awaits_tokens = bool(self._overrun) or bool(self._promised(self._decodes.rows.tolist()))
+
+    def _measure(self, record: InFlight, drafts: Drafts, seconds: float) -> None:
+        num_proposed = sum(map(len, drafts.values()))
+        num_rows = record.num_decodes + len(drafts)
+        self._guesses.stepped(drafted=num_proposed > 0)
+        if num_proposed and self._reads_first:
+            pass
+        elif num_proposed and not record.prefill_rows:
+            self._payoff.note_verification(num_rows + num_proposed, num_rows, seconds)
+        # The first step that overlaps with the one before it shows what steps cost that do.
+        elif self._is_steady and not drafts and not record.prefill_rows:
+            self._payoff.note_decode(num_rows, seconds)
+        self._is_steady = not drafts and not record.prefill_rows
+
+    def _promised(self, rows: list[int]) -> dict[int, int]:
+        """What would be verified if the tokens in flight were known, and as guessed."""
+        return self._counts(self._chances(rows, in_flight=True), len(rows), self._max_step_tokens - len(rows))
+
+    def left(self, row: int) -> None:
+        self._guesses.leave(row)
+        self._overrun.discard(row)
+
+    def reset(self) -> list[Sequence]:
+        self._guesses.clear()
+        self._overrun.clear()
+        self._awaits_tokens = self._is_steady = False
+        return []
+
+
+def drafts_of(record: InFlight) -> Drafts:
+    """Return the proposals that a step in flight verifies."""
+    drafts: Drafts = record.notes.get(NAME, {})
+    return drafts
+
+
+def planner_feature(context: FeatureContext) -> NewFeature | None:
+    """Return what builds the feature; None without a proposer."""
+    if context.proposer is None:
+        return None
+    return partial(SpeculationPlanner, proposer=context.proposer, vocab_size=context.vocab_size)

@@ -1,0 +1,101 @@
+"""Speculation on a rank: a draft model or a head next to the model, and the tokens that it drafts for a step.
+
+Owns: when tokens are drafted, and what a step loses where there is no memory for that.
+Does not know: how tokens are drafted, what becomes of them.
+A proposer that runs in the planner has nothing on a rank: its tokens are in the step.
+"""
+
+import logging
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+import torch
+
+from engine.execution.features import RankContext, RankFeature
+from engine.execution.launched_step import LaunchedStep
+from engine.execution.needs import Needs
+from engine.features.speculation.draft_model import RankDraft
+from engine.features.speculation.drafting import Drafted, Drafter
+from engine.features.speculation.eagle_head import RankHead
+from engine.layers.kv_pool import KVPool
+from engine.messages import Step
+
+log = logging.getLogger(__name__)
+
+CPU_ALLOCATOR = "DefaultCPUAllocator"  # what torch names in a RuntimeError, which is no OutOfMemoryError on a CPU
+NO_TOKENS = {"proposed_rows": b"", "proposed_positions": b"", "proposed_tokens": b""}
+
+
+class SpeculationRank(RankFeature):
+    """Verifies proposed tokens: of each row ``num_proposed`` at most."""
+
+    def __init__(self, num_proposed: int) -> None:
+        self.more_samples = num_proposed
+
+
+class DraftRank(SpeculationRank):
+    """Drafts the tokens that a step verifies, just before the step.  draft: what drafts, with its weights."""
+
+    order = 30
+
+    def __init__(self, context: RankContext, draft: RankDraft, num_proposed: int) -> None:
+        super().__init__(num_proposed)
+        self.page_bytes = draft.page_bytes
+        self._context = context
+        self._draft = draft
+        self._drafter: Drafter
+        self._drafted: Drafted | None = None
+
+    def needs(self, needs: Needs) -> Needs:
+        """Return what must stay free for both models."""
+        return self._draft.needs(needs, self._context.max_len)
+
+    def prepare(self, num_pages: int) -> None:
+        """Allocate the draft's own pool, and let the model keep what the draft reads of it."""
+        self._draft.prepare(num_pages)
+        self.pools = self._draft.kept_pools
+
+    def build(self, pool: KVPool, pools: Sequence[KVPool], needs: Needs) -> None:
+        """Build the drafter over the pool that is there."""
+        self._drafter = self._draft.drafter(self._context.rows, self._context.spec.vocab_size)
+
+    def apply(self, step: Step) -> Step:
+        """Draft the tokens that the step names.  A step that is launched again in parts has lost them."""
+        self._drafted = None
+        self._drafter.follow(step, self._context.rows.computed)
+        if not step.proposed_rows:
+            return step
+        self._drafted = self._draft_for(step)
+        return msgspec.structs.replace(step, **NO_TOKENS)
+
+    def launched(self, step: Step, launched: LaunchedStep) -> None:
+        """Add the drafted tokens to the result: its event comes after their copy to the host."""
+        if (drafted := self._drafted) is not None:
+            launched.extend(lambda: {"drafted": drafted.by_row()})
+
+    def _draft_for(self, step: Step) -> Drafted:
+        """Return the drafted tokens, or none where the device has no memory for that: the step verifies what it finds.
+
+        Raises MemoryError where other ranks may be in the middle of it."""
+        try:
+            return self._drafter.draft(step)
+        except (MemoryError, RuntimeError) as error:
+            if not isinstance(error, (MemoryError, torch.OutOfMemoryError)) and CPU_ALLOCATOR not in str(error):
+                raise
+            if self._context.comm.size > 1:
+                raise MemoryError(str(error)) from None
+            rows_K = np.frombuffer(step.proposed_rows, dtype=np.int32)
+            log.warning("the device has no room to draft for %d rows (%s)", len(np.unique(rows_K)), error)
+            return Drafted(rows_K, np.zeros(len(rows_K), dtype=np.bool_), torch.zeros(len(rows_K), dtype=torch.int32))
+
+
+def rank_feature(context: RankContext) -> SpeculationRank | None:
+    """Return what drafts or verifies tokens here, or None if no proposer is configured.
+
+    Raises ConfigError, WeightsError, PluginError, as for the model itself."""
+    draft, num_proposed = context.given.get("draft"), context.given.get("num_proposed", 0)
+    if draft is not None:
+        kind = RankHead if draft.reads_states else RankDraft
+        return DraftRank(context, kind(draft, context), num_proposed)
+    return SpeculationRank(num_proposed) if num_proposed else None

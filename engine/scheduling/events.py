@@ -1,0 +1,99 @@
+"""The planner's events: what happens to requests and steps, for the objects that watch.
+
+Owns: the list of events, and who gets which.  Does not know: what a watcher does with them.
+The meter, explanations, traces and recordings are watchers.  An event costs one call for each watcher that has a method
+for it, and nothing where none has one.  A watcher changes nothing that the planner reads and never reads the planner's
+clock, so a planner plans alike with and without it.
+"""
+
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Items
+from typing import Any, Literal
+
+from engine.kv.eviction import Candidate
+from engine.kv.node import Handle
+from engine.messages import Admit, Step
+from engine.scheduling.meter import RequestMetrics, StepRecord
+from engine.scheduling.rows import Sequence
+
+Why = Literal["queue", "no_room", "aside", "fetch"]
+"""The reason why a sequence has no row: others come first; too few pages; a running prefill computes its prefix; a
+feature holds it."""
+
+
+class PlannerWatcher:
+    """An object that is called when something happens in a planner.  A subclass overrides what it needs."""
+
+    def arrived(self, sequence: Sequence, message: Admit) -> None:
+        """A request is open from now on.  It waits already."""
+
+    def waits(self, sequence: Sequence, why: Why) -> None:
+        """A sequence has no row.  The event may come again with the same reason."""
+
+    def matched(self, sequence: Sequence, handle: Handle, key: bytes, page_bytes: int) -> None:
+        """A sequence is about to start with the cached pages that its handle keeps.
+
+        key: of its whole prefix.  page_bytes: length of a page's part of the key."""
+
+    def started(self, sequence: Sequence, *, is_first: bool) -> None:
+        """A sequence has a row.  is_first: it had none before."""
+
+    def computed(self, sequence: Sequence, step_id: int, num_tokens: int) -> None:
+        """A completed step has computed tokens of a sequence's prompt."""
+
+    def decodes(self, sequence: Sequence) -> None:
+        """All known tokens of a sequence are computed, and its next one is sampled."""
+
+    def first_token(self, sequence: Sequence, now: float) -> None:
+        """A request has its first token."""
+
+    def retracted(self, sequence: Sequence) -> None:
+        """A sequence has lost its row to others."""
+
+    def evicted(self, request_id: int, candidate: Candidate) -> None:
+        """Cached pages have left the pool to make room for a request."""
+
+    def planned(self, step: Step) -> None:
+        """A step is about to be sent."""
+
+    def completed(self, step: StepRecord) -> None:
+        """A step has completed."""
+
+    def finished(self, sequence: Sequence, metrics: RequestMetrics) -> None:
+        """A request has ended."""
+
+    def lost(self, running: Items[Sequence]) -> None:
+        """The executors are gone, with the rows of these sequences."""
+
+
+class PlannerEvents:
+    """The callbacks of each event, in the order of the watchers."""
+
+    def __init__(self, watchers: Iterable[object] = ()) -> None:
+        self.install(watchers)
+
+    def install(self, watchers: Iterable[object]) -> None:
+        """Call these watchers from now on."""
+        watchers = tuple(watchers)
+        self.arrived: Callbacks = callbacks(watchers, PlannerWatcher, "arrived")
+        self.waits: Callbacks = callbacks(watchers, PlannerWatcher, "waits")
+        self.matched: Callbacks = callbacks(watchers, PlannerWatcher, "matched")
+        self.started: Callbacks = callbacks(watchers, PlannerWatcher, "started")
+        self.computed: Callbacks = callbacks(watchers, PlannerWatcher, "computed")
+        self.decodes: Callbacks = callbacks(watchers, PlannerWatcher, "decodes")
+        self.first_token: Callbacks = callbacks(watchers, PlannerWatcher, "first_token")
+        self.retracted: Callbacks = callbacks(watchers, PlannerWatcher, "retracted")
+        self.evicted: Callbacks = callbacks(watchers, PlannerWatcher, "evicted")
+        self.planned: Callbacks = callbacks(watchers, PlannerWatcher, "planned")
+        self.completed: Callbacks = callbacks(watchers, PlannerWatcher, "completed")
+        self.finished: Callbacks = callbacks(watchers, PlannerWatcher, "finished")
+        self.lost: Callbacks = callbacks(watchers, PlannerWatcher, "lost")
+
+
+Callbacks = tuple[Callable[..., Any], ...]
+
+
+def callbacks(objects: Iterable[object], base: type, name: str) -> Callbacks:
+    """Return the bound methods of that name, of the objects that do more than ``base`` does."""
+    default = getattr(base, name)
+    return tuple(getattr(one, name) for one in objects if getattr(type(one), name, default) is not default)

@@ -1,0 +1,158 @@
+"""What an optional part of the planner may do, and how the planner reaches it.
+
+Owns: the hooks of a feature, and the parts of the planner that it gets.  Does not know: which features there are.
+A feature lies in a folder of ``engine/features`` and is built with each planner.  The hooks are looked up once, when
+the planner is built: a hook that no feature has costs nothing.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from engine.kv.node import Handle
+from engine.kv.pages import Pages
+from engine.messages import Admit, FetchPages, PagesFetched, StepDone
+from engine.scheduling.events import Callbacks, PlannerEvents, callbacks
+from engine.scheduling.rows import PlannerLimits, RowTable, Sequence
+from engine.scheduling.step_builder import InFlight, StepBuilder, Wave
+
+if TYPE_CHECKING:
+    from engine.scheduling.completions import Completions
+    from engine.scheduling.decodes import Decodes
+    from engine.scheduling.pages import PageManager
+    from engine.scheduling.prefills import Prefills
+    from engine.scheduling.requests import Requests
+
+
+@dataclass(frozen=True, slots=True)
+class PlannerParts:
+    """The parts of one planner, for its features."""
+
+    limits: PlannerLimits
+    table: RowTable
+    pages: "PageManager"
+    decodes: "Decodes"
+    prefills: "Prefills"
+    requests: "Requests"
+    completions: "Completions"
+    events: PlannerEvents
+
+
+class PlannerFeature:
+    """An optional part of one planner.  A subclass overrides the hooks that it needs."""
+
+    def admit(self, sequence: Sequence, message: Admit) -> None:
+        """A request arrives.  Raises RequestError to refuse it."""
+
+    def hold(self, sequence: Sequence) -> bool:
+        """Return True to keep a sequence whose turn has come; ``Prefills.wait`` gives it back."""
+        return False
+
+    def blocks(self) -> bool:
+        """Return True to start no sequence now."""
+        return False
+
+    def has_room(self, sequence: Sequence) -> bool:
+        """Return whether a sequence may start now, as far as the feature is concerned."""
+        return True
+
+    def adopt(self, sequence: Sequence, handle: Handle, key: bytes, pages: Pages) -> None:
+        """A sequence is about to start.  pages: free ones behind those of the handle, which the tree may adopt."""
+
+    def started(self, sequence: Sequence) -> None:
+        """A sequence has a row."""
+
+    def awaits_tokens(self) -> bool:
+        """Return True to plan nothing before every step in flight has completed."""
+        return False
+
+    def plan(self, step: StepBuilder) -> None:
+        """Change the batch of a step that is being planned."""
+
+    def attach(self, step: StepBuilder) -> None:
+        """Add to a step whose batch is complete."""
+
+    def examine(self, done: StepDone) -> bool:
+        """Look at a step's result first of all.  Return whether a row has ended by it."""
+        return False
+
+    def waves(self, record: InFlight, wave: Wave) -> list[Wave]:
+        """Return the sampled tokens of a step as waves, at most one token of a row in each."""
+        return [wave]
+
+    def completed(self, record: InFlight, seconds: float) -> None:
+        """The tokens of a step are noted.  seconds: since the completion of the step before it."""
+
+    def left(self, row: int) -> None:
+        """A row is no longer in the batch."""
+
+    def released(self, row: int) -> None:
+        """No step in flight uses a row any more, and it is about to be free."""
+
+    def forget(self, sequence: Sequence) -> bool:
+        """A sequence without a row has ended.  Return whether the feature held it."""
+        return False
+
+    def outgoing(self) -> list[FetchPages]:
+        """Return the messages for the executors since the last call."""
+        return []
+
+    def received(self, message: PagesFetched) -> None:
+        """An executor answers."""
+
+    def reset(self) -> list[Sequence]:
+        """The executors are new ones, and nothing is in flight.  Return the sequences that the feature held."""
+        return []
+
+    def gauges(self) -> dict[str, int]:
+        """Return numbers of the present state, by name."""
+        return {}
+
+    @property
+    def num_held(self) -> int:
+        """Number of sequences that the feature holds."""
+        return 0
+
+
+NewFeature = Callable[[PlannerParts], PlannerFeature]
+
+
+class PlannerFeatures:
+    """The hooks of a planner's features.  It is empty until ``install``, since features are built from the parts that
+    have it."""
+
+    def __init__(self) -> None:
+        self.install(())
+
+    def install(self, features: Iterable[PlannerFeature]) -> None:
+        """Use the hooks of these features from now on."""
+        self.all = tuple(features)
+        self.admit = self._hooks("admit")
+        self.hold = self._hooks("hold")
+        self.blocks = self._hooks("blocks")
+        self.has_room = self._hooks("has_room")
+        self.adopt = self._hooks("adopt")
+        self.started = self._hooks("started")
+        self.awaits_tokens = self._hooks("awaits_tokens")
+        self.plan = self._hooks("plan")
+        self.attach = self._hooks("attach")
+        self.examine = self._hooks("examine")
+        self.waves = self._hooks("waves")
+        self.completed = self._hooks("completed")
+        self.left = self._hooks("left")
+        self.released = self._hooks("released")
+        self.forget = self._hooks("forget")
+        self.outgoing = self._hooks("outgoing")
+        self.received = self._hooks("received")
+
+    def _hooks(self, name: str) -> Callbacks:
+        return callbacks(self.all, PlannerFeature, name)
+
+    @property
+    def num_held(self) -> int:
+        """Number of sequences that features hold."""
+        return sum(one.num_held for one in self.all)
+
+    def reset(self) -> list[Sequence]:
+        """Reset every feature.  Return the sequences that they held."""
+        return [sequence for one in self.all for sequence in one.reset()]

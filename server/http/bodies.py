@@ -1,0 +1,57 @@
+"""Bodies under way: how many bytes all clients and each of them have sent of bodies that are not complete.
+
+Owns: the count and its bounds.  Does not know: what is in a body, how it is read.
+"""
+
+from collections import Counter
+
+from engine.settings.sections import ServerSection
+from engine.types.errors import RequestError
+
+MOST_OF_ALL = 64  # bodies of the largest size, of all clients together
+MOST_OF_ONE = 16
+FREE_BYTES = 64 << 10  # of one body; connections are counted too
+
+
+class Bodies:
+    """What a server holds of bodies.  num_bytes: by client."""
+
+    def __init__(self) -> None:
+        self.num_bytes: Counter[str] = Counter()
+
+    def share(self, client: str, server: ServerSection) -> "Share":
+        """Returns what counts one body of a client."""
+        return Share(self, client, server.max_body_bytes)
+
+
+class Share:
+    """One body of a client, and how much of it is there.  largest: bytes of the largest body that is taken."""
+
+    def __init__(self, bodies: Bodies, client: str, largest: int) -> None:
+        self._bodies = bodies
+        self._client = client
+        self._largest = largest
+        self._held = 0
+
+    def hold(self, num_bytes: int) -> None:
+        """Count the body as so long.  Raises RequestError (429) beyond what all, or this client, may have under way."""
+        counts = self._bodies.num_bytes
+        if (more := num_bytes - FREE_BYTES - self._held) <= 0:
+            return
+        for has, most in ((counts[self._client], MOST_OF_ONE), (counts.total(), MOST_OF_ALL)):
+            if has + more > most * self._largest:
+                raise RequestError(
+                    f"bodies of {has >> 20} MiB are under way; send them one after another",
+                    status=429,
+                    code="bodies_full",
+                    retry_after_s=1,
+                )
+        self._held += more
+        counts[self._client] += more
+
+    def close(self) -> None:
+        """Count it no more: it is complete, or will not be."""
+        counts = self._bodies.num_bytes
+        counts[self._client] -= self._held
+        if not counts[self._client]:
+            del counts[self._client]

@@ -1,0 +1,63 @@
+"""What replicas on other machines hold requests to, and what they are given."""
+
+import hashlib
+
+import msgspec
+import pytest
+from aiohttp import web
+
+from engine.config import Config, build_config
+from engine.settings.sections import ServerSection
+from engine.types.errors import ConfigError
+from server.http.connection import HttpRunner
+from server.http.listener import bind, url_of
+from server.keys import Keys
+from server.replicas.proxy import new_session
+from server.replicas.ray_fleet import LOOPBACK, config_of_replicas, host_of_replica
+from server.replicas.secret import HEADER, FleetSecret, require_secret, with_hashed_keys
+
+KEYED = {"server": {"api_key": ["k" * 16, "l" * 16], "operator_key": "o" * 16}, "placement": {"cluster_key": "c" * 32}}
+
+
+async def test_a_replica_answers_its_router_alone() -> None:
+    secret = FleetSecret()
+
+    async def answer(request: web.Request) -> web.Response:
+        return web.Response(text="served")
+
+    app = web.Application(middlewares=[require_secret(secret.digest)])
+    app.router.add_get("/health", answer)
+    runner = HttpRunner(app, ServerSection())
+    with bind(LOOPBACK, 0) as listener:
+        await runner.listen(listener)
+        for headers, status in ((secret.headers, 200), ({}, 403), ({HEADER: "x"}, 403), (FleetSecret().headers, 403)):
+            async with new_session(headers) as session, session.get(f"{url_of(listener)}/health") as response:
+                assert response.status == status
+        await runner.cleanup()
+
+
+def test_what_ray_keeps_has_neither_a_key_nor_the_secret() -> None:
+    config = build_config(Config(), KEYED)
+    told = config_of_replicas(config)
+    for secret in ("k" * 16, "l" * 16, "o" * 16, "c" * 32):
+        assert secret.encode() not in told
+    secret = FleetSecret()
+    assert secret.headers[HEADER] != secret.digest
+    assert secret.digest == hashlib.sha256(secret.headers[HEADER].encode()).hexdigest()
+
+
+def test_a_replica_knows_the_clients_by_the_digests_of_their_keys() -> None:
+    config = build_config(Config(), KEYED)
+    given = build_config(Config(), msgspec.json.decode(config_of_replicas(config))).server
+    here, there = Keys(config.server), Keys(given)
+    for key in ("k" * 16, "l" * 16, "o" * 16):
+        assert there.find(key.encode()) == here.find(key.encode()) is not None
+    assert there.find(given.operator_key.encode()) is None, "a digest is no key"
+    assert with_hashed_keys(given) == given
+
+
+def test_the_address_is_checked_where_the_replica_listens() -> None:
+    assert host_of_replica(ServerSection(), LOOPBACK) == LOOPBACK
+    assert host_of_replica(ServerSection(api_key="k"), "10.0.0.7") == "10.0.0.7"
+    with pytest.raises(ConfigError, match=r"a replica at 10\.0\.0\.7 listens on its network: set server\.api_key"):
+        host_of_replica(ServerSection(), "10.0.0.7")
