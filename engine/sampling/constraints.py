@@ -31,9 +31,9 @@ Int64 = npt.NDArray[np.int64]
 Int32 = npt.NDArray[np.int32]
 
 
-BUDGET_TOKENS = 16  # over so many the time of a row is added up
-BUDGET_S = 0.02  # a token, of all rows of a step together
-LEAST_BUDGET_S = 0.005  # of one row, however many there are
+BUDGET_TOKENS = 16  # tokens over which the time of a row is summed
+BUDGET_S = 0.02  # per token, for all rows of a step together
+LEAST_BUDGET_S = 0.005  # per token of one row, however many rows there are
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,9 +64,11 @@ class Masks:
 
 @dataclass(slots=True)
 class _Row:
-    """matcher: being built.  last: gives the token that was sampled last and that it has not seen.
-    failure: why the matcher cannot go on; kept, since a step that finds no memory asks for its masks again.
-    took_s: time of the processor for its last tokens."""
+    """A row with a grammar or token limits.
+
+    matcher: in construction.  last: returns the last sampled token, which the matcher has not consumed.
+    failure: why the matcher cannot continue; kept, as a step that runs out of memory requests its masks again.
+    took_s: processor time of each of its last tokens."""
 
     matcher: "Future[Matcher]"
     last: Callable[[], int] | None = None
@@ -99,8 +101,8 @@ class PendingMasks:
 class Constraints:
     """The grammars of all rows of one rank.  Equal calls on every rank give equal masks.
 
-    rows: those that have a grammar or limits, or had; while there are none, nothing has to be asked here.
-    clock: seconds of this thread's work; None where ranks must agree, which see different times."""
+    rows: rows that have, or had, a grammar or limits; while it is empty, no other method needs a call.
+    clock: seconds of this thread's work; None if ranks must agree, since their clocks differ."""
 
     def __init__(
         self,
@@ -185,7 +187,7 @@ class Constraints:
 
 
 def _overdue(row: _Row, num_rows: int) -> str:
-    """Returns why a row's grammar is too slow for the step that all rows share, or nothing."""
+    """Return why a row's grammar is too slow for the step that all rows share; '' if it is not."""
     budget_s = max(BUDGET_S / num_rows, LEAST_BUDGET_S) * BUDGET_TOKENS
     if (took_s := sum(row.took_s)) <= budget_s:
         return ""

@@ -5,7 +5,7 @@ Does not know: tokens, HTTP.  Clients cannot bring templates.
 
 The environment is the one transformers gives templates (``apply_chat_template``): block trimming, loop controls,
 ``tojson`` without HTML escapes, ``raise_exception``, ``strftime_now``, and ``generation`` blocks, which only matter
-for training.  Rendering is bounded in time and in what it makes, and belongs into a worker thread.
+for training.  Rendering is bounded in time and in its output, and belongs in a worker thread.
 """
 
 import json
@@ -29,9 +29,9 @@ from engine.types.errors import RequestError, WeightsError
 from engine.types.prompt import ChatOptions, ChatTurn
 
 _MAX_REASON_CHARS: Final = 500
-OUTPUT_PER_INPUT: Final = 4  # characters that a template may make of one that it is given
+OUTPUT_PER_INPUT: Final = 4  # characters that a template may output per character of input
 LEAST_OUTPUT_CHARS: Final = 1 << 20
-_END: Final = "\ue000end\ue000"  # of a private plane of Unicode: no template writes it
+_END: Final = "\ue000end\ue000"  # in a private use area of Unicode, which no template writes
 _SYSTEM: Final = frozenset({"system", "developer"})
 _ROLES: Final = re.compile(r"""\brole['"\]]*\s*(?:==|!=|in)\s*[\[(]?((?:\s*,?\s*['"]\w+['"])+)""")
 PLAIN: Final = ChatOptions()
@@ -45,7 +45,7 @@ class ChatTemplate:
     ) -> None:
         """Compile the template.  Raises WeightsError if it is not valid Jinja.
 
-        Raises WeightsError if the template is not valid Jinja."""
+        origin: the file, for messages.  variables: bos_token and the like.  now: the clock of ``strftime_now``."""
         environment = BoundedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols]
         )

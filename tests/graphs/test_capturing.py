@@ -72,7 +72,7 @@ def test_ranks_that_would_capture_other_sizes_say_so_before_any_capture(how):
         return str(found.value), done, capturing.num_agreeing(True)
 
     for said, done, agreeing in on_ranks(2, one_rank):
-        assert "(rank 0: 2 up to 16; rank 1: 3 up to 8); give all one configuration" in said
+        assert "(rank 0: 2 up to 16; rank 1: 3 up to 8); give all ranks the same configuration" in said
         assert (done, agreeing) == ([], 2)
 
 

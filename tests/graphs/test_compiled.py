@@ -109,7 +109,7 @@ def test_sizes_that_are_met_when_autotuning_has_taken_its_time_share_what_serves
             driver.step({f"s{number}": random_tokens(count, 1)})
             assert driver.compiled.num_compilations == known
     (said,) = (record.message for record in caplog.records)
-    assert said.startswith("graphs: autotuning has taken its 4 s; the sizes that are left run what")
+    assert said.startswith("graphs: autotuning has taken its 4 s; the remaining sizes run the code")
     compare(driver, [5, 8, 9], 0)
 
 

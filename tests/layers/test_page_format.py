@@ -55,7 +55,10 @@ def test_zeros_stay_zeros_and_nan_stays_nan(kv_dtype: str) -> None:
 
 
 def test_heads_without_room_for_a_scale_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"kv\.dtype=int8: heads of 6 .* multiples of 4; set kv\.dtype to 'auto'"):
+    with pytest.raises(
+        ConfigError,
+        match=r"kv\.dtype=int8: a scale cannot follow heads of 6 .* multiples of 4; set kv\.dtype to 'auto'",
+    ):
         KVPool(1, 1, 1, 1, 6, torch.float32, CPU, kv_dtype="int8")
 
 

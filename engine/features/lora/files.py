@@ -46,7 +46,7 @@ class Product(msgspec.Struct, frozen=True, array_like=True):
 
 
 class AdapterRules(msgspec.Struct, frozen=True):
-    """The rules for adapters that are served.
+    """The adapters that are served.
 
     folder: absolute; adapters elsewhere are not read.  modules: name -> (outputs, inputs) of adaptable modules."""
 
@@ -56,7 +56,7 @@ class AdapterRules(msgspec.Struct, frozen=True):
 
 
 def layer_products(shape: DecoderShape, index: int) -> tuple[tuple[Product, ...], tuple[Product, ...]]:
-    """Return what adapters may change of a layer's attention and of its MLP, in the order of the linear layers."""
+    """Return what adapters may change in a layer's attention and MLP, each in the order of its linear layers."""
     layer, prefix = shape.layers[index], f"{shape.names.layers}.{index}"
     return _of_attention(layer, prefix, shape.hidden_size), _of_mlp(layer, prefix, shape.hidden_size)
 
@@ -96,7 +96,7 @@ def adaptable_modules(shape: DecoderShape) -> dict[str, tuple[int, int]]:
 
 
 def adapter_rules(shape: DecoderShape, folder: str, max_rank: int, numerics: str) -> AdapterRules:
-    """Return the rules of a model.  Raises ConfigError if it takes no adapters."""
+    """Return a model's rules.  Raises ConfigError if it takes no adapters."""
     fault = ""
     if shape.built_by != DecoderShape.built_by:
         fault = "models that transformers computes take no adapters; leave it empty"
@@ -137,7 +137,7 @@ def read_adapter(folder: Path, rules: AdapterRules) -> Adapter:
 
 
 def tensor_name(module: str, matrix: str) -> str:
-    """Return the name of a module's matrix 'A' or 'B', as PEFT writes it."""
+    """Return the tensor name of a module's matrix 'A' or 'B', in PEFT's spelling."""
     return f"base_model.model.{module}.lora_{matrix}.weight"
 
 
@@ -158,7 +158,7 @@ def module_scale(fields: Fields, module: str, rank: int) -> float:
 
 
 def read_files(folder: Path) -> tuple[bytes, bytes]:
-    """Return an adapter's configuration and its tensors, as bytes.  Raises WeightsError."""
+    """Return its configuration and its tensors.  Raises WeightsError."""
     try:
         return (folder / CONFIG).read_bytes(), (folder / TENSORS).read_bytes()
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Low-rank adapters (Hu et al. 2021) of a linear layer: all adapters of a step add to its product at once.
+"""The products of low-rank adapters (Hu et al. 2021) on top of a linear layer, for all adapters of a step at once.
 
 Legend: T rows of the input · I input features of this rank · O output features of this rank · S slots in use
         P matrices that are merged into the product · R rank of a slot · C = S R
@@ -29,7 +29,7 @@ class AdaptedRows:
         self.reads_TS1: Tensor | None = None
 
     def set(self, slots_T: Tensor, first: int, end: int, dtype: torch.dtype) -> None:
-        """Set the adapter of each row.  slots_T: from 0, or below for none.  first, end: at least those in use."""
+        """Set each row's slot.  slots_T: below 0 for no adapter.  first, end: a range that holds all slots in use."""
         self.first, self.end = first, end
         numbers_S = torch.arange(first, end, device=slots_T.device)
         self.reads_TS1 = (slots_T[:, None] == numbers_S).to(dtype)[:, :, None]
@@ -68,12 +68,12 @@ class AdaptedWeight:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the weight and of all slots."""
+        """Memory of the weight and of all slots."""
         return self.plain.nbytes + self.slot_bytes
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes of all slots."""
+        """Memory of all slots."""
         return self._a_SPRI.nbytes + sum(b_CO.nbytes for b_CO in self._b_PCO)
 
     def empty(self, slot: int) -> None:
@@ -89,7 +89,7 @@ class AdaptedWeight:
         self._b_PCO[matrix][first : first + rank].copy_(b_OR.t())
 
     def __call__(self, x_TI: Tensor, bias_O: Tensor | None) -> Tensor:
-        """Return the product, with what the adapters of the rows add to it."""
+        """Return the product with the adapters' updates (``PackedWeight``)."""
         y_TO = self.plain(x_TI, bias_O)
         rows = self._rows
         if rows.reads_TS1 is None:

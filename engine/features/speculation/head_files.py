@@ -17,9 +17,7 @@ TO_MODEL, FROM_MODEL = "d2t", "t2d"
 
 
 class EagleHeadShape(DecoderShape, frozen=True, kw_only=True):
-    """The shape of a head.
-
-    vocab_size, hidden_size: the model's too, whose embedding the head reads.  layers: the one.
+    """The shape of an EAGLE-3 head.  vocab_size, hidden_size: also the target model's, whose embedding it reads.
 
     draft_vocab_size: tokens that the head can propose.  state_norm: norm of the hidden state before the layer.
     state_layers: the head reads the inputs of these layers of the model, each with ``state_size`` numbers; empty for
@@ -35,7 +33,7 @@ class EagleHeadShape(DecoderShape, frozen=True, kw_only=True):
 
     @property
     def num_states(self) -> int:
-        """The number of hidden states that it reads of a token."""
+        """Number of hidden states that it reads of a token."""
         return len(self.state_layers) or 3
 
     def state_layers_of(self, num_layers: int) -> tuple[int, ...]:
@@ -44,7 +42,7 @@ class EagleHeadShape(DecoderShape, frozen=True, kw_only=True):
 
 
 def read_eagle_head(directory: Path) -> ModelSpec:
-    """Return the specification of a head.  Raises WeightsError naming the file, field and expectation."""
+    """Read a head's checkpoint.  Raises WeightsError naming the file, field and expectation."""
     return read_spec(directory, _read_shape)
 
 

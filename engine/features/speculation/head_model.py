@@ -28,7 +28,7 @@ from engine.models.model import attention_spec_of
 
 
 class States(Protocol):
-    """Return the kept states of the model."""
+    """The stored hidden states of the target model."""
 
     def read(self, slots_T: Tensor) -> Tensor:
         """Return fused states, [T, D]."""
@@ -36,9 +36,7 @@ class States(Protocol):
 
 
 class EagleHead:
-    """A head as a model.
-
-    A pass's token_ids_T are the tokens behind its positions, and states are those at the positions.
+    """A ``Model`` that drafts.  A pass's token_ids_T are the tokens after its positions; states are at the positions.
 
     embedding: the target model's.
     states: of the tokens in the pool's pages.  Both are set before the first pass."""
@@ -68,19 +66,19 @@ class EagleHead:
 
     @property
     def linears_per_layer(self) -> int:
-        """The number of linear layers, which are all in one layer."""
+        """Number of the head's linear layers."""
         return len(self.linears)
 
     def fused(self, states: Sequence[Tensor]) -> Tensor:
-        """Return what the head reads of the model's states at a token, [T, D].  states: x_TD for each of the layers."""
+        """Fuse the target model's states at tokens into one, [T, D].  states: x_TD for each of the layers."""
         return self.fuse(torch.cat([*states], dim=-1))
 
     def forward(self, step: StepTensors) -> Tensor:
-        """Return logits_NV of the positions that are sampled."""
+        """Store keys and values and return logits_NV for ``step.sample_at_N``."""
         return self.logits(self.hidden(step, step.sample_at_N))
 
     def hidden(self, step: StepTensors, wanted_N: Tensor | None = None) -> Tensor:
-        """Return x of the wanted rows, which is the state of the token that is guessed there as well."""
+        """Return the state of each token or wanted row, which also serves as the next token's target state."""
         layer, kernels = self.layer, self._kernels
         states_TD = self.states.read(step.slots_T)
         embedded_TD = layer.before_attention(self.embedding.embed(step.token_ids_T, kernels))
@@ -95,26 +93,26 @@ class EagleHead:
         return residual_TD.add_(layer.finish(residual_TD, residual_TD, attended_TQH, kernels))
 
     def logits(self, x_ND: Tensor) -> Tensor:
-        """Return logits_NV of what ``hidden`` has returned, of the head's own tokens."""
+        """Return logits_NV of rows from ``hidden``, over the head's own tokens."""
         return self.head.logits(self.norm(x_ND), as_float32=self._kernels is None)
 
     def normed(self, x_ND: Tensor) -> Tensor:
-        """Return the last representation of rows that ``hidden`` has returned."""
+        """Return the LM head's input for rows from ``hidden``."""
         return self.norm(x_ND)
 
     def slices(self) -> Iterator[WeightSlice]:
-        """Return what this rank reads from a checkpoint."""
+        """Yield the slices of the checkpoint that this rank reads."""
         return chain(self._layer_slices(), self.norm.slices(""), self.head.slices(self.shape.names.head))
 
     def linear_shapes(self) -> tuple[list[tuple[int, int]], tuple[int, int]]:
-        """Return (outputs, inputs) of all weights of the layer, and of the LM head."""
+        """Return (outputs, inputs) of the layers' weights, and of the LM head; call before ``load``."""
         shapes = [(linear.weight.shape[0], linear.weight.shape[1]) for linear in (*self.linears, self.head)]
         return shapes[:-1], shapes[-1]
 
     def load(
         self, read: Callable[[Iterator[WeightSlice]], None], kernels: LayerKernels | None, linears: Linears
     ) -> None:
-        """Have ``read`` fill the slices, and lay the weights out for their kernels."""
+        """Fill the weights with ``read`` and lay them out for their kernels (``Model.load``)."""
         self._kernels = kernels
         plain_bytes = self._linear_bytes()
         read(self._layer_slices())
