@@ -219,13 +219,13 @@ def _compare(out_TNH: Tensor, step: _Step, spec: AttentionSpec, pool: KVPool, la
         where = f"layer {layer}, sequence {index} (context {len(slots_L)}, {count} new)"
         if not len(slots_L):
             # Padding: its output is unused, but its K/V are written to the dump page, where NaN would stay.
-            assert out_nNH.isfinite().all(), f"{where}: padding must give something finite"
+            assert out_nNH.isfinite().all(), f"{where}: the output of padding must be finite"
             continue
         slots_L = slots_L.to(pool.data.device)
         keys_LGH, values_LGH = pool.read(layer, slots_L)
         window = spec.window_of(layer)
         expected_nNH = attend(q_nNH, keys_LGH, values_LGH, spec.scale, window, spec.soft_cap, sinks_N)
-        assert out_nNH.isfinite().all(), f"{where}: NaN or infinity, perhaps from a slot that is not its own"
+        assert out_nNH.isfinite().all(), f"{where}: NaN or infinity, perhaps from a slot of another sequence"
         error_nNH = (out_nNH - expected_nNH).abs()
         excess_nNH = error_nNH / ((absolute + relative * expected_nNH.abs()) * allowed_more)
         largest = int(excess_nNH.argmax())
@@ -234,6 +234,6 @@ def _compare(out_TNH: Tensor, step: _Step, spec: AttentionSpec, pool: KVPool, la
             query, head, _ = np.unravel_index(largest, excess_nNH.shape)
             message = (
                 f"{where}: query {query}, head {head} is off by {error_nNH.flatten()[largest]:.3g}, "
-                f"{worst:.3g} times what is allowed; largest error {error_nNH.max():.3g}"
+                f"{worst:.3g} times the limit; largest error {error_nNH.max():.3g}"
             )
     assert worst <= 1.0, message

@@ -50,7 +50,7 @@ def _inputs(comm: Comm, shape: tuple[int, ...], dtype: torch.dtype, strided: boo
         values = torch.randn((*shape[:-1], 2 * shape[-1]), generator=generator).mul(8).to(dtype)
         values = values[..., ::2] if strided else values[..., : shape[-1]].contiguous()
         moved = values.to(device)
-        assert moved.is_contiguous() != strided or values.numel() == 1, "the check's own input is not what it should be"
+        assert moved.is_contiguous() != strided or values.numel() == 1, "the check's own input has the wrong strides"
         made.append(moved)
     return made
 
@@ -77,6 +77,6 @@ def _check_all_gather(
     expected = torch.cat(inputs, dim)
     assert gathered.shape == expected.shape, f"its shape is {tuple(gathered.shape)}, not {tuple(expected.shape)}"
     assert gathered.dtype == dtype, f"its type is {gathered.dtype}"
-    assert torch.equal(gathered, expected), "it is not every rank's part in the order of ranks"
+    assert torch.equal(gathered, expected), "it is not every rank's part in rank order"
     assert torch.equal(own, before), "it changed its input"
     return gathered
