@@ -138,14 +138,14 @@ def read_prompt(
 
 
 def prompt_cost(text: str | None, token_ids: bytes | None, turns: Iterable[ChatTurn] | None, tools: str = "") -> int:
-    """Return how many tokens a prompt has, estimated where it is text.  tools: as ``ChatOptions`` has them."""
+    """Return the number of tokens of a prompt, estimated if it is text.  tools: as in ``ChatOptions``."""
     if token_ids is not None:
         return len(token_ids) // 4
     return (len(text) if text is not None else num_chars(turns or ()) + len(tools)) // CHARS_PER_TOKEN + 1
 
 
 def num_chars(turns: Iterable[ChatTurn]) -> int:
-    """Characters of a conversation; each turn and call has a token at least, whatever is in it."""
+    """Return the number of characters of a conversation, plus those of one token for each turn and call."""
     return sum(
         CHARS_PER_TOKEN
         + len(turn.content)

@@ -1,7 +1,7 @@
 """The executor actor: one rank's device, driven from a thread of its own.
 
-consumes: Step, messages of features (scheduler) · Profile (an operator, by way of their group) · Stop (system)
-produces: StepDone, answers of features, and the number of pages once it has loaded (scheduler, by way of its group)
+consumes: Step, messages of features (scheduler) · Profile (an operator, through their group) · Stop (system)
+produces: StepDone, answers of features, and the number of pages once it has loaded (scheduler, through its group)
 waits for: a message; the collector waits for the device.   owns: the device thread and the collector's.
 
 Only plain steps and their results cross between the loop and the threads.  The device thread launches a step as soon
@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 
 class Executor(Actor[ExecutorInbox]):
-    """The executor of one rank.  load: builds the runner, on the device thread."""
+    """The actor of one rank's device.  rank: its number.  load: builds the runner, on the device thread."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class Executor(Actor[ExecutorInbox]):
         self.loaded = False
 
     def connect(self, *, ready: Callable[[int], None], done: Callable[[FromExecutor], None]) -> None:
-        """Set where results go, on the event loop.  ready: gets the number of pages once the model is loaded."""
+        """Set the receivers of results on the event loop.  ready: called with the number of pages when loaded."""
         self._ready = ready
         self._done = done
 
@@ -147,7 +147,7 @@ class Collector:
             self._waiting.put(pending)
 
     def end(self) -> None:
-        """End after the steps that were taken."""
+        """Accept no more steps."""
         self._waiting.put(None)
 
     def join(self) -> None:
@@ -167,7 +167,7 @@ class Collector:
 
 
 def _call_soon(loop: asyncio.AbstractEventLoop, callback: Callable[[], None]) -> None:
-    """Call back on the loop, from a thread.  A loop that has closed meanwhile needs no call."""
+    """Call back on the loop from a thread; does nothing if the loop has closed meanwhile."""
     try:
         loop.call_soon_threadsafe(callback)
     except RuntimeError:

@@ -1,4 +1,4 @@
-"""The device half of a rank as an executor uses it: a runner, and the steps that it has launched.
+"""The device half of a rank: the protocols of a runner, and of the steps that it has launched.
 
 Owns: the protocols.  Does not know: torch, threads, what a step computes.
 """
@@ -13,7 +13,7 @@ Answer = Callable[[FromExecutor], None]
 
 
 class PendingStep(Protocol):
-    """A launched step.  Calls come from any thread, one at a time."""
+    """A launched step.  Its methods are called from any thread, one at a time."""
 
     def ready(self) -> bool:
         """Return whether ``collect`` would return at once."""
@@ -25,25 +25,25 @@ class PendingStep(Protocol):
 
 
 class Runner(Protocol):
-    """The device half of a step.  Every call comes from the device thread, except ``receive``."""
+    """The device side of a step.  Every method is called on the device thread, except ``receive``."""
 
     num_pages: int
 
     def launch(self, step: Step) -> PendingStep:
-        """Start a step without waiting for it; those before it may still run, and be collected meanwhile."""
+        """Start a step without waiting for it; earlier ones may still run, and be collected meanwhile."""
         ...
 
     def profile(self, ask: Profile) -> None:
-        """Record the next steps, or no more of them.  A failure to record is logged and has no other effect."""
+        """Start or stop recording the next steps.  Errors of the profiler are logged and not raised."""
 
     def receive(self, message: Message, answer: Answer) -> None:
-        """Take a message that is no step.  Called on the event loop; returns at once.
+        """Handle a message that is not a step.  Called on the event loop; returns at once.
 
         answer: sends messages to the scheduler, from any thread."""
         raise AssertionError(f"this runner takes no {type(message).__name__}")
 
     def close(self) -> None:
-        """Finish the work beside the steps, within limits.  No step comes after this."""
+        """Finish all work outside of steps, within limits.  Called after the last step."""
 
     def leave(self) -> None:
-        """After a failure: give up the communicator, so that ranks that wait for this one fail at once as well."""
+        """Abort the communicator after a failure, so that ranks that wait for this one fail at once too."""

@@ -58,11 +58,11 @@ class StepSplitter:
         return _Parts([self.launch(first), self.launch(second)])
 
     def profile(self, ask: Profile) -> None:
-        """Record the next steps, whole ones or parts."""
+        """Start or stop recording steps, as ``Runner.profile``."""
         self._runner.profile(ask)
 
     def receive(self, message: Message, answer: Answer) -> None:
-        """Pass the message on."""
+        """Pass the message to the runner."""
         self._runner.receive(message, answer)
 
     def close(self) -> None:
@@ -70,7 +70,7 @@ class StepSplitter:
         self._runner.close()
 
     def leave(self) -> None:
-        """Leave the group of ranks."""
+        """Abort the communicator after a failure, as ``Runner.leave``."""
         self._runner.leave()
 
     def _note(self, num_tokens: int, error: MemoryError) -> None:

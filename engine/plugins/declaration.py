@@ -1,11 +1,11 @@
-"""What a plugin says about itself: the API it was written for and what it needs, read without running any of it.
+"""The declaration of a plugin: the API it was written for and its needs, read without running the plugin.
 
-A module declares a literal ``CALLBOARD_PLUGIN = {"api": 1, ...}``, which is looked up in its source.  So a plugin that
-was not chosen can be listed with its needs although it, or the package around it, could not even be imported here.
-An entry point has no field for this, and a file of its own is easily left out of a wheel; the source is always there,
-but for compiled modules, whose declaration is seen once they are chosen and imported.
+A module declares a literal ``CALLBOARD_PLUGIN = {"api": 1, ...}``, which is read from its source.  So a plugin that
+was not chosen can be listed with its needs even if it, or its package, cannot be imported here.
+An entry point has no field for this, and a separate file is easily missing from a wheel; the source is always there,
+except in compiled modules, whose declaration is read once they are chosen and imported.
 
-Owns: Declaration, the API versions that are supported, finding a declaration.  Does not know: which plugins there are.
+Owns: Declaration, the supported API versions, the search for a declaration.  Does not know: the list of plugins.
 """
 
 import ast
@@ -54,34 +54,34 @@ FEATURES: Mapping[str, str] = {
 
 
 class Variant(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A way in which an attention backend may serve a phase: options of its own that are worth measuring."""
+    """Options of an attention backend for one phase, which 'auto' measures in addition to the defaults."""
 
     phase: Phase
     options: dict[str, str | int | float | bool]
 
 
 class Declaration(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """api: the version of the plugin API it was written for.  Of the rest, what is left out or empty is not limited.
+    """The declaration of a plugin.  An omitted or empty field is no limit, except ``api``.
 
-    packages: what must be installed, by the names that are imported; 'a | b' for either.  devices: 'cpu', 'cuda'.
+    api: the version of the plugin API it was written for.
+    packages: required packages, by the names that are imported; 'a | b' for either.  devices: 'cpu', 'cuda'.
     dtypes: 'float32', 'bfloat16', 'float16'.
     architectures: for model families: the names in config.json that the plugin reads, each with its model_type.
     The next are for attention backends.  head_sizes, page_sizes: lists or {"multiple_of": ..., "at_most": ...}.
-    heads_per_kv_head: ratios of query heads to KV heads.  These two are of keys and values, not of latents.
-    window: whether it does sliding windows.  supports: what else of ``AttentionSpec`` it computes: 'soft_cap', 'sinks',
-    'layer_windows', which are those of ``full_layers``, 'latents'.  phases: what it serves, 'prefill' and 'decode'.
+    heads_per_kv_head: ratios of query heads to KV heads.  It and head_sizes do not apply to latents.
+    window: whether it computes sliding windows.  supports: other features of ``AttentionSpec``: 'soft_cap', 'sinks',
+    'layer_windows' (``full_layers``), 'latents'.  phases: those that it serves, 'prefill' and 'decode'.
     kv_layouts: of 'layer_first' and 'page_first'; in the second, a page's first slot is page * pool.page_stride.
-    kv_dtypes: what pools it reads whose pages keep another type than dtype, see ``engine/layers/page_format.py``.
-    rounded_queries: of these, what it reads only with queries rounded to the same; 'auto' takes it for none of them.
-    padding: whether decode rows of length 0, which pad a captured batch, are fine.
-    variants: options that 'auto' measures beside the defaults, [{"phase": ..., "options": {...}}, ...].
+    kv_dtypes: types of pages other than dtype that it reads, see ``engine/layers/page_format.py``.
+    rounded_queries: those of them that it reads only with queries rounded to the same type; 'auto' excludes it there.
+    padding: whether decode rows of length 0, which pad a captured batch, are allowed.
+    variants: options that 'auto' measures besides the defaults, [{"phase": ..., "options": {...}}, ...].
     graph_breaks: operations that it registers with torch and that must not be captured, as 'library::operation'.
-    The next are for linear kernels.  quantizations: what they keep weights in, 'none' for as exact as the dtype.
-    checkpoint_dtypes: from which they can be as exact.  instruction_sets: of which the CPU must have one.
-    scale_blocks: (outputs, inputs) that share a scale, 0 for all that are left: of float8 checkpoints rounded so it
-    keeps every element when it rounds their weights.
+    The next are for linear kernels.  quantizations: the kept forms of weights, 'none' for the exactness of the dtype.
+    checkpoint_dtypes: those from which 'none' is exact.  instruction_sets: the CPU must have one of them.
+    scale_blocks: (outputs, inputs) that share a scale, 0 for all; the elements of such float8 checkpoints are kept.
     traceable: whether a compiler can trace their products.
-    invariant: of an attention backend or linear kernel: whether, where its context asks for that, a token's result has
+    invariant: of an attention backend or linear kernel: whether, if its context requires it, a token's result has
     the same bits whatever else is in the step, and however its sequence was cut into steps.
     """
 
@@ -110,15 +110,15 @@ class Declaration(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     invariant: bool = False
 
     def keeps_elements(self, context: LinearContext) -> bool:
-        """Whether the linear kernel multiplies by the elements that the checkpoint stores in float8."""
+        """Return whether the linear kernel multiplies by the elements that the checkpoint stores in float8."""
         return context.quantization in self.quantizations and context.scale_block in self.scale_blocks
 
     def missing_packages(self) -> list[str]:
-        """Return the packages that are not installed.  It looks for them and imports none."""
+        """Return the packages that are not installed, without importing any."""
         return [either for either in self.packages if not any(_installed(name) for name in either.split("|"))]
 
     def misfits(self, context: AttentionContext | LinearContext) -> list[str]:
-        """Return why the plugin cannot run here, or [].  It ignores what the context leaves empty or 0."""
+        """Return why the plugin cannot run here, or [].  Empty and 0 fields of the context are not checked."""
         reasons = [f"package {name} is not installed" for name in self.missing_packages()]
         reasons += _outside(("device", context.device, self.devices), ("dtype", context.dtype, self.dtypes))
         if context.invariant and not self.invariant:
@@ -163,7 +163,7 @@ class Declaration(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         return reasons
 
     def needs(self) -> str:
-        """Return what the plugin needs as text for people; '' for nothing."""
+        """Return the plugin's needs as text for people; '' for none."""
         parts = [", ".join(self.packages), " or ".join(self.devices), " or ".join(self.dtypes)]
         sizes = {"head": self.head_sizes, "page": self.page_sizes, "query/KV heads": self.heads_per_kv_head}
         parts += [f"{what} {_spell(allowed)}" for what, allowed in sizes.items() if allowed]
@@ -177,7 +177,7 @@ class Declaration(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 def read_declaration(module: str) -> Declaration | None:
     """Return the declaration in a module's source; None if the module has none, or no source.
 
-    Raises PluginError, naming the module, if it does not exist, is no Python, or declares nonsense.
+    Raises PluginError, which names the module, if it does not exist, is not valid Python, or declares nonsense.
     """
     source = _source(module)
     return None if source is None else _declared_in(module, source)
@@ -210,7 +210,7 @@ def _declared_in(module: str, source: str) -> Declaration | None:
 
 
 def convert_declaration(module: str, table: object) -> Declaration:
-    """Turn the value of ``CALLBOARD_PLUGIN`` into a declaration.  Raises PluginError naming the module and the key."""
+    """Return the declaration for a value of ``CALLBOARD_PLUGIN``.  Raises PluginError with the module and the key."""
     try:
         return msgspec.convert(table, Declaration)
     except msgspec.ValidationError as error:
@@ -221,7 +221,7 @@ def convert_declaration(module: str, table: object) -> Declaration:
 def check_api(declaration: Declaration | None, *, plugin: str, module: str, distribution: str) -> Declaration:
     """Return the declaration if this callboard supports plugins of that API version.
 
-    plugin: its name and origin, for the error.  Raises PluginError that says what to add or to upgrade.
+    plugin: its name and origin, for the error.  Raises PluginError that names what to add or to upgrade.
     """
     if declaration is None:
         raise PluginError(
@@ -247,7 +247,7 @@ def _spell(allowed: tuple[object, ...] | Multiples) -> str:
 
 
 def _outside(*wanted: tuple[str, object, Any]) -> list[str]:
-    """wanted: what, what there is, what is allowed; either may be empty, for anything."""
+    """Return an error for each value that is not allowed.  wanted: (name, value, allowed), the last two '' for any."""
     return [
         f"{what} {seen}, it takes {_spell(allowed)}"
         for what, seen, allowed in wanted
@@ -259,12 +259,12 @@ def _installed(package: str) -> bool:
     """Return whether the top-level package can be found; nothing is imported."""
     try:
         return find_spec(package.strip().partition(".")[0]) is not None
-    except (ImportError, ValueError):  # ValueError: somebody put a stand-in without a spec into sys.modules
+    except (ImportError, ValueError):  # ValueError: sys.modules has a stand-in without a spec
         return False
 
 
 def _source(module: str) -> str | None:
-    """Return a module's text.  It finds the module as an import would, but imports no package around it."""
+    """Return a module's source, found as by an import, but without importing its parent packages."""
     path: Any = None
     spec: ModuleSpec | None = None
     names = module.split(".")

@@ -1,7 +1,7 @@
 """The features of planners: optional parts that lie in folders of ``engine/features``.
 
-Owns: which folders there are, and what a feature's planner half is built from.  Does not know: what a feature does.
-A folder is found by looking, so deleting it removes the feature.
+Owns: the list of folders, and the arguments of a feature's planner half.  Does not know: what a feature does.
+Folders are listed at run time, so deleting one removes the feature.
 """
 
 import pkgutil
@@ -18,9 +18,9 @@ FOLDER: Final = "engine.features"
 
 
 class FeatureContext(NamedTuple):
-    """What a planner's features are built from.
+    """The arguments of a planner's features.
 
-    proposer: what the plugin of that kind has built; None for none.  vocab_size: of the model."""
+    proposer: built by the plugin of that kind; None without one.  vocab_size: of the model."""
 
     config: Config
     proposer: Proposer | DraftModel | None
@@ -28,9 +28,9 @@ class FeatureContext(NamedTuple):
 
 
 def planner_features(context: FeatureContext) -> list[NewFeature]:
-    """Return what builds the features that a configuration switches on, in the order of their folders' names.
+    """Return the constructors of the features that a configuration enables, in the order of their folders' names.
 
-    A folder's ``planner.py`` has a function ``planner_feature``, which returns None where the feature is off."""
+    A folder's ``planner.py`` has a function ``planner_feature``, which returns None if the feature is disabled."""
     found: list[NewFeature] = []
     for name in feature_folders():
         module = f"{FOLDER}.{name}.planner"
@@ -40,7 +40,7 @@ def planner_features(context: FeatureContext) -> list[NewFeature]:
 
 
 def planner_watchers(clock: Callable[[], float]) -> dict[str, object]:
-    """Return the watchers that features have for the planners of one engine, by the folder's name.
+    """Return the watchers of features for the planners of one engine: name of the folder -> watcher.
 
     A folder's ``watcher.py`` has a function ``planner_watcher``.  clock: seconds, see ``PlannerWatcher``."""
     watchers: dict[str, object] = {}

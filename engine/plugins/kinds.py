@@ -1,6 +1,6 @@
-"""The kinds of plugins: which hook builds one, which setting names it, and which come with callboard.
+"""The kinds of plugins: the hook that builds one, the setting that names it, and the built-in ones.
 
-Owns: the one table of kinds.  Does not know: how a plugin is found or loaded, what it builds.
+Owns: the only table of kinds.  Does not know: the search for plugins, their loading, what they build.
 """
 
 from collections.abc import Mapping
@@ -30,10 +30,10 @@ class Kind:
     """A kind of plugin.  Its plugins are named '<kind>.<name>', also in [plugins.options].
 
     hook: builds a plugin.  built_in: the plugins that come with callboard, each a module of engine.plugins.<kind>.
-    setting: the key of [plugins] that names plugins; options change as it does while the server runs.
-    several: any number of plugins may be chosen.  by_model: the model's files choose where the setting does not.
-    decides: the plugins have a part in plans of the scheduler.
-    default: the plugin that 'auto' is; '' where more than the configuration decides.  because: why, for the log.
+    setting: the key of [plugins] that names plugins; options change at run time if and as it does.
+    several: any number of plugins may be chosen.  by_model: the model's files decide if the setting does not.
+    decides: the plugins affect plans of the scheduler.
+    default: the plugin for 'auto'; '' if more than the configuration decides.  because: the reason, for the log.
     """
 
     name: str
@@ -78,13 +78,13 @@ KINDS: Final[Mapping[str, Kind]] = {kind.name: kind for kind in (
 
 
 def chosen_plugins(config: Config) -> dict[str, Wanted]:
-    """Kind -> the names that a configuration wants, 'auto' where the kind's own default will do.
+    """Return the configured names by kind, 'auto' for the kind's own default.
 
-    It leaves out a kind that has no plugin, and those whose plugins the model's files choose."""
+    Kinds that are set to 'none' are omitted, and those whose plugins the model's files choose."""
     wanted = {one.name: getattr(config.plugins, one.setting) for one in KINDS.values() if not one.by_model}
     chosen: dict[str, Wanted] = {kind: names for kind, names in wanted.items() if names != "none"}
     if chosen["comm"] == "auto" and config.device.tensor_parallel > 1:
         chosen["comm"] = "torch"  # the default is for one rank
     if chosen["policy"] == "auto" and config.server.needs_key:
-        chosen["policy"] = "fair"  # a client's priority is for its own requests, and a file may get another key
+        chosen["policy"] = "fair"  # a client's priority counts among its own requests; key_file may get more keys
     return chosen

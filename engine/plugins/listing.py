@@ -1,6 +1,6 @@
-"""What ``callboard plugins`` shows: every plugin, where it comes from, what it needs, and whether it can run here.
+"""The list of ``callboard plugins``: every plugin, its origin, its needs, and whether it can run here.
 
-Owns: the rows.  Does not know: how they are printed, torch.  No plugin is imported for them.
+Owns: the rows.  Does not know: their printing, torch.  No plugin is imported for them.
 """
 
 from collections.abc import Mapping
@@ -21,7 +21,7 @@ from engine.types.errors import PluginError
 @dataclass(frozen=True, slots=True)
 class Listed:
     """One plugin.  chosen: '', 'yes', or the phases it was chosen for.  needs: '' for nothing.
-    hindrances: why it cannot run here; empty if it can, as far as it declares."""
+    hindrances: why it cannot run here; empty if its declaration fits."""
 
     info: PluginInfo
     chosen: str
@@ -56,7 +56,7 @@ def _row(info: PluginInfo, chosen: str, context: AttentionContext | LinearContex
 def _hindrances(info: PluginInfo, declaration: Declaration, context: AttentionContext | LinearContext) -> list[str]:
     if isinstance(context, LinearContext):
         return declaration.misfits(context)
-    # A backend of one phase can run, if only beside another one.
+    # A backend of one phase can run together with another one.
     phases = declaration.phases if info.kind == ATTENTION else ()
     return declaration.misfits(replace(context, phases=phases))
 
@@ -64,14 +64,14 @@ def _hindrances(info: PluginInfo, declaration: Declaration, context: AttentionCo
 def _chosen(
     config: Config, known: Mapping[str, PluginInfo], context: AttentionContext, linear: LinearContext
 ) -> dict[str, str]:
-    # A built-in family needs no choice: it is asked when a checkpoint is of its architecture.
+    # A built-in family needs no choice: it serves every checkpoint of its architectures.
     chosen = {f"{MODEL}.{name}": "yes" for name in config.plugins.models}
     for kind, wanted in chosen_plugins(config).items():
         if isinstance(wanted, list):
             chosen |= dict.fromkeys(several_names(kind, wanted), "yes")
             continue
         if (kind, wanted) == (LINEAR, "auto"):
-            # Which of them is measured at start.
+            # The start measures them and chooses one.
             chosen |= {info.name: "if fastest" for info in fitting_linears(known, linear)}
             continue
         if kind != ATTENTION and isinstance(wanted, str):

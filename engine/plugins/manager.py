@@ -1,7 +1,7 @@
-"""The plugin manager: loads exactly the plugins that were chosen, and refuses what is ambiguous.
+"""The plugin manager: loads exactly the chosen plugins, and refuses ambiguous ones.
 
-Owns: the table of built-in names, the choice for "auto" where it needs no device, and the loaded modules.
-Does not know: what a plugin builds, which attention backend suits a device (``selection.py`` does).
+Owns: the table of installed plugins, the choice for "auto" if it needs no device, and the loaded modules.
+Does not know: what a plugin builds, the attention backend for a device (``selection.py``).
 Importing this file imports no plugin.
 """
 
@@ -48,17 +48,17 @@ class PluginInfo:
 
     @property
     def kind(self) -> str:
-        """Before the dot."""
+        """The part of the name before the dot."""
         return self.name.partition(".")[0]
 
     @property
     def short(self) -> str:
-        """After the dot: what the configuration calls it."""
+        """The part of the name after the dot, as in the configuration."""
         return self.name.partition(".")[2]
 
     @property
     def built_in(self) -> bool:
-        """Whether it comes with callboard."""
+        """Whether the plugin comes with callboard."""
         return self.name in BUILTIN
 
     @property
@@ -68,7 +68,7 @@ class PluginInfo:
 
 
 def available_plugins() -> list[PluginInfo]:
-    """Every plugin that is installed, built-in or not, without importing any.  Sorted by name.
+    """Return all installed plugins, built-in or not, sorted by name; none is imported.
 
     Raises PluginError if two distributions claim one name.
     """
@@ -95,9 +95,9 @@ def _describe(point: EntryPoint) -> PluginInfo:
 
 
 def declared(info: PluginInfo) -> Declaration | None:
-    """Return what a plugin declares, without importing it; None if it declares nothing or has no source.
+    """Return a plugin's declaration, without importing the plugin; None without a declaration or source.
 
-    Raises PluginError if it declares nothing usable."""
+    Raises PluginError if the declaration is invalid."""
     try:
         return read_declaration(info.module)
     except PluginError as error:
@@ -110,7 +110,7 @@ def checked(info: PluginInfo, declaration: Declaration | None) -> Declaration:
 
 
 def hindrance(info: PluginInfo) -> str:
-    """Return why a plugin cannot run on this machine, shortly, as far as that is known without a model; or ''."""
+    """Return a short reason why a plugin cannot run on this machine, as far as known without a model; else ''."""
     try:
         declaration = checked(info, declared(info))
     except PluginError:
@@ -127,8 +127,7 @@ def decide(kind: str, name: str) -> str:
 
 
 def several_names(kind: str, wanted: Sequence[str]) -> list[str]:
-    """Return the full names of plugins of a kind of which there may be several.  Raises PluginError if one is named
-    twice."""
+    """Return the full names of plugins of a kind with ``several``.  Raises PluginError if a name is repeated."""
     for name in wanted:
         if wanted.count(name) > 1:
             raise PluginError(f"plugins.{KINDS[kind].setting} names {name!r} more than once")
@@ -138,17 +137,17 @@ def several_names(kind: str, wanted: Sequence[str]) -> list[str]:
 class Plugins:
     """The chosen plugins, loaded.  ``hook`` is pluggy's caller for each hook of ``hookspecs``.
 
-    names: kind -> full name; attention is missing from it unless one backend was named for both phases, linear unless
-    a kernel was named.
-    attention: the names wanted for its two phases; a backend for 'auto' is loaded later, when the device is known.
-    several: kind -> full names, in the order of the configuration.  options: per full name.
+    names: kind -> full name; it has attention only if one backend was named for both phases, linear only if a kernel
+    was named.
+    attention: the configured names for its two phases; a backend for 'auto' is loaded later, when the device is known.
+    several: kind -> full names, in the order of the configuration.  options: by full name.
     absent: why the default grammar plugin cannot be loaded; '' if it can.
-    known: every plugin that could be chosen, by full name.  declarations: those of the loaded plugins.
-    choosing: a lock; hold it while declarations are read.
+    known: all installed plugins, by full name.  declarations: those of the loaded plugins.
+    choosing: a lock; hold it while reading declarations.
     """
 
     def __init__(self, chosen: Mapping[str, Wanted], options: Mapping[str, dict[str, Any]] | None = None) -> None:
-        """Load plugins.  chosen: kind -> plugin name or 'auto', or the names of a kind of which there may be several.
+        """Load plugins.  chosen: kind -> plugin name or 'auto', or the names of a kind with ``several``.
 
         Raises PluginError; the message lists the alternatives."""
         self._manager = pluggy.PluginManager(hookspecs.PROJECT)
@@ -187,7 +186,7 @@ class Plugins:
         try:
             self.load(full_name)
         except PluginError as error:
-            # Only some requests need a grammar: the plugin that no setting names may be missing until one comes.
+            # Only some requests need a grammar, so the default plugin may be missing; such a request then fails.
             if (kind, wanted) != (GRAMMAR, "auto"):
                 raise
             self.absent = f"{error} (pip install {KINDS[kind].default}, or name another in plugins.{kind})"
@@ -215,11 +214,11 @@ class Plugins:
 
     @property
     def hook(self) -> pluggy.HookRelay:
-        """Call a hook: ``plugins.hook.callboard_comm(context=...)``."""
+        """The callers of all hooks, as in ``plugins.hook.callboard_comm(context=...)``."""
         return self._manager.hook
 
     def asking(self, full_name: str) -> pluggy.HookCaller:
-        """Return a caller of its kind's hook that asks this plugin alone of its kind, and every wrapper of the hook."""
+        """Return a caller of the kind's hook that calls this plugin's implementation only, and all wrappers."""
         hook_name = KINDS[self.known[full_name].kind].hook
         others = [
             self._manager.get_plugin(impl.plugin_name)
@@ -229,11 +228,11 @@ class Plugins:
         return self._manager.subset_hook_caller(hook_name, others)
 
     def build(self, full_name: str, context: Any, *protocols: type[Built]) -> Built:
-        """Call the hook of a plugin's kind, and return what it builds.  context: of that kind, without options.
+        """Call the hook of a plugin's kind and return the built object.  context: of that kind, without options.
 
-        protocols: of which the built object must meet one.
+        protocols: the built object must satisfy one of them.
 
-        Raises PluginError, which names the plugin whatever it did instead."""
+        Raises PluginError, which names the plugin, for any other result or exception."""
         info = self.known[full_name]
         hook_name = KINDS[info.kind].hook
         try:
@@ -252,18 +251,18 @@ class Plugins:
         return built
 
     def raised(self, full_name: str, hook_name: str, error: BaseException) -> PluginError:
-        """Return the error for a hook that raised: it names the plugin and the line in it."""
+        """Return the error for a hook that raised; it names the plugin and the line in it."""
         where = traceback.extract_tb(error.__traceback__)[-1]
         label = self.known[full_name].label if full_name in self.known else full_name
         return PluginError(f"plugin {label} raised {error!r} in {hook_name} ({where.filename}:{where.lineno})")
 
     def implementations(self, hook_name: str) -> list[pluggy.HookImpl]:
-        """Return the hook's implementations, in the order in which their plugins were loaded; wrappers are left out."""
+        """Return the hook's implementations without wrappers, in the order in which their plugins were loaded."""
         caller: pluggy.HookCaller = getattr(self._manager.hook, hook_name)
         return [impl for impl in caller.get_hookimpls() if not (impl.wrapper or impl.hookwrapper)]
 
     def find(self, full_name: str) -> PluginInfo:
-        """Return a plugin's description.  Raises PluginError, listing the choices, if no distribution publishes it."""
+        """Return an installed plugin.  Raises PluginError, which lists the alternatives, if there is none."""
         info = self.known.get(full_name)
         if info is None:
             kind, _, name = full_name.partition(".")
@@ -271,7 +270,7 @@ class Plugins:
         return info
 
     def _choices(self, kind: str, besides: str = "") -> str:
-        """The end of an error message: the others of a kind that can run on this machine, and why the rest cannot."""
+        """Return the end of an error message: the others of a kind that can run here, and why the rest cannot."""
         with self.choosing:
             others = {
                 info.short: hindrance(info)
@@ -283,7 +282,7 @@ class Plugins:
         return f"available: {here or 'none'}" + (f"; not here: {absent}" if absent else "")
 
     def load(self, full_name: str) -> PluginInfo:
-        """Import and register a plugin, unless that has been done.  Raises PluginError."""
+        """Import and register a plugin, unless it is loaded already.  Raises PluginError."""
         with self.choosing:
             return self._load(full_name)
 
@@ -293,7 +292,7 @@ class Plugins:
             return info
         declaration = declared(info)
         if declaration is not None:
-            checked(info, declaration)  # before any of it runs: what was written for another API may do anything
+            checked(info, declaration)  # before the import: code for another API may do anything
             if missing := declaration.missing_packages():
                 advice = f"install it, or choose another; {self._choices(info.kind, info.name)}"
                 raise PluginError(
@@ -314,7 +313,7 @@ class Plugins:
     def register(self, plugin: object, name: str) -> None:
         """Load a module, or an object that has hooks as its methods.
 
-        Raises PluginError for a hook that is misspelt or async, and where two would answer one question."""
+        Raises PluginError for a hook that is misspelt or async, and for two answers to a hook with one answer."""
         if (other := self._manager.get_name(plugin)) is not None:
             raise PluginError(f"plugins {other} and {name} are one and the same; give each a module of its own")
         try:
@@ -327,7 +326,7 @@ class Plugins:
             for impl in impls:
                 if inspect.iscoroutinefunction(impl.function):
                     raise PluginError(f"plugin {name}: {caller.name} is async; hooks are plain functions")
-            # Hooks with one answer; any number of plugins may observe, and attention may have one for each phase.
+            # Any number of plugins may observe, and attention may have one for each phase; other hooks have one answer.
             owner = next((kind.name for kind in KINDS.values() if kind.hook == caller.name), "")
             foreign = [impl for impl in impls if not impl.plugin_name.startswith(f"{owner}.")]
             if len(impls) > 1 and foreign and owner not in ("", OBSERVER):

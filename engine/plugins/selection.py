@@ -1,8 +1,8 @@
-"""Which attention backends serve: the ones that were named, or for 'auto' what was measured to be the fastest, or else
-the first that can run here; and why.
+"""The choice of attention backends: the named ones, or for 'auto' the measured fastest, or else the first that can run
+here; and the reasons.
 
-Owns: the order of preference on each kind of device, the wording of a refusal.  Does not know: torch, kernels, how
-backends are measured.
+Owns: the order of preference on each kind of device, the texts of refusals.  Does not know: torch, kernels, the
+measurement of backends.
 """
 
 import logging
@@ -27,18 +27,18 @@ log = logging.getLogger(__name__)
 
 HOOK = KINDS[ATTENTION].hook
 BOTH: tuple[Phase, ...] = ("prefill", "decode")
-# Fastest first; a name that is not in this callboard, or cannot run here, is passed over.
+# Fastest first; a name that is not in this callboard, or cannot run here, is skipped.
 PREFERRED: Mapping[str, tuple[str, ...]] = {
     "cuda": ("flashinfer", "flash_attn", "triton", "xqa", "torch"),
     "cpu": ("torch",),
 }
-# The same where the context asks for invariant results.
+# The same for contexts that require invariant results.
 INVARIANT = ("tiles", "triton")
 
 
 @dataclass(frozen=True, slots=True)
 class Contender:
-    """A backend, by its short name, and the options it is built with beside those of the configuration."""
+    """A backend, by its short name, and its options besides those of the configuration."""
 
     name: str
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -47,14 +47,14 @@ class Contender:
         return " ".join([self.name, *(f"{key}={value}" for key, value in self.options.items())])
 
 
-Measured = Mapping[str, Contender]  # phase -> what was the fastest there
+Measured = Mapping[str, Contender]  # phase -> the fastest contender
 NOT_MEASURED: Measured = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionChoice:
-    """A backend that said it can run here.  factory: builds it.  phases: what it serves.
-    auto: whether another may take its place.  reason: for the log.  options: that were measured."""
+    """A backend that can run here.  factory: builds it.  phases: those that it serves.
+    auto: whether another may replace it.  reason: for the log.  options: those of the measurement."""
 
     info: PluginInfo
     declaration: Declaration
@@ -74,9 +74,9 @@ def choose_attention(
     """Choose one backend for both phases, or two: one for prefill and one for decode.
 
     context: this rank's; each plugin gets it with its own options and phases.
-    refused: short name -> reason, for backends that 'auto' took and that could not be built.
-    measured: what 'auto' takes for a phase, unless it refuses.
-    Raises PluginError, naming the plugin and what could run instead.
+    refused: short name -> reason, for backends that 'auto' chose and that could not be built.
+    measured: the choice of 'auto' for a phase, unless that backend refuses.
+    Raises PluginError, which names the plugin and the alternatives.
     """
     with plugins.choosing:
         choices = _choose_phases(plugins, context, refused or {}, measured)
@@ -107,9 +107,9 @@ def _choose_phases(
 
 
 def contenders(plugins: Plugins, context: AttentionContext) -> tuple[list[Contender], dict[str, str]]:
-    """Return what may be measured for the context's phases, preferred ones first, and why others are not.
+    """Return the contenders for the context's phases, preferred ones first, and name -> reason for the excluded ones.
 
-    Beside what 'auto' looks at there is what the configuration names.  No plugin is imported."""
+    They include the backends that the configuration names.  No plugin is imported."""
     found: list[Contender] = []
     passed_over: dict[str, str] = {}
     named = {plugins.attention.prefill, plugins.attention.decode} - {"auto"}
@@ -147,7 +147,7 @@ def expected_context(
 ) -> AttentionContext:
     """Return the context as far as it is known before anything is loaded; '' and 0 stand for the rest.
 
-    shape: None for a model that is not on this machine.  device, dtype: what 'auto' comes to, if known."""
+    shape: None for a model that is not on this machine.  device, dtype: the resolved 'auto', if known."""
     kind, wanted_dtype = config.device.kind, config.model.dtype
     dtype = dtype or (wanted_dtype if wanted_dtype != "auto" else "")
     return AttentionContext(
@@ -168,7 +168,7 @@ def expected_context(
 def check_named(plugins: Plugins, context: AttentionContext) -> None:
     """Refuse a named backend that cannot run, before any weight is loaded.
 
-    context: 0 and '' stand for what is not known yet.  Raises PluginError, naming the plugin and the alternatives.
+    context: 0 and '' stand for unknown values.  Raises PluginError, which names the plugin and the alternatives.
     """
     wanted = plugins.attention
     phases: dict[str, tuple[str, ...]] = {wanted.prefill: ("prefill",), wanted.decode: ("decode",)}
@@ -187,13 +187,13 @@ def check_named(plugins: Plugins, context: AttentionContext) -> None:
 def first_fit(
     known: Mapping[str, PluginInfo], context: AttentionContext, refused: Mapping[str, str]
 ) -> tuple[PluginInfo | None, list[str]]:
-    """Return the backend that 'auto' takes by the plugins' declarations, and why it passes over the others.
+    """Return the backend that 'auto' chooses by the plugins' declarations, and why it skips the ones before.
 
-    It imports no plugin.  refused: short name -> reason, for backends that were asked and said no."""
+    No plugin is imported.  refused: short name -> reason, for backends whose hook has refused."""
     passed_over: list[str] = []
     for name in _preferred(context):
         info = known.get(f"{ATTENTION}.{name}")
-        if info is None or not info.built_in:  # what others publish is imported only if the configuration names it
+        if info is None or not info.built_in:  # plugins of others are imported only if the configuration names them
             continue
         reasons = [refused[name]] if name in refused else _misfits(info, context)
         if not reasons:
@@ -203,7 +203,7 @@ def first_fit(
 
 
 def alternatives(known: Mapping[str, PluginInfo], context: AttentionContext, besides: str) -> str:
-    """Return the end of an error message: which other backends declare that they can run here."""
+    """Return the end of an error message: the other backends that can run here by their declarations."""
     others = [info for info in known.values() if info.kind == ATTENTION and info.name != besides]
     fitting = [info.short for info in others if not _misfits(info, context)]
     return f"; can run here: {', '.join(fitting)}" if fitting else "; no other backend can run here"
@@ -237,7 +237,7 @@ def _choose(
 
 
 def ask(plugins: Plugins, contender: Contender, context: AttentionContext, reason: str) -> AttentionChoice:
-    """Ask a plugin for its factory, if what it declares fits.  Raises PluginError."""
+    """Call a plugin's hook for its factory, if its declaration fits.  Raises PluginError."""
     info = plugins.load(f"{ATTENTION}.{contender.name}")
     declaration = plugins.declarations[info.name]
     _check_fit(info, declaration, context)
@@ -275,6 +275,6 @@ def _misfits(info: PluginInfo, context: AttentionContext) -> list[str]:
 
 
 def _losses(declaration: Declaration, context: AttentionContext) -> list[str]:
-    """What nobody asked for by naming a pages' type alone, so that a backend has to be named for it."""
+    """Return losses of precision beyond the type of pages that was configured; only a named backend may have them."""
     rounds = context.kv_dtype in declaration.rounded_queries
     return [f"it would round queries to {context.kv_dtype} as well; name it to have that"] if rounds else []

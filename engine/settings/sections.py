@@ -305,27 +305,27 @@ class ServerSection(Section, frozen=True):
         is_place=True
     )] = ""
     operator_key: Annotated[str, key(
-        "Key of an operator, for what changes or shows the whole server; beside [operators] of key_file. With neither, "
-        "and without keys of clients, it is the token that the server writes below its cache folder"
+        "Key of an operator, for routes that change or show the whole server, besides [operators] in key_file. "
+        "Without any key, of operators or clients, it is the token that the server writes below its cache folder"
     )] = ""
     tls_cert: Annotated[str, key(
-        "PEM file of the server's certificate and what leads to its authority; HTTPS alone is served then. It and the "
-        "next two are read again when they change", is_place=True
+        "PEM file of the server's certificate and its chain; the server then serves HTTPS only. This file and the next "
+        "two are read again when they change", is_place=True
     )] = ""
     tls_key: Annotated[str, key("PEM file of the certificate's private key, without a password", is_place=True)] = ""
     tls_client_ca: Annotated[str, key(
-        "PEM file of the authorities whose certificates clients must have, probes too; empty: they need none",
+        "PEM file of the authorities that must sign the certificates of clients and probes; empty: none are required",
         is_place=True
     )] = ""
     max_connections: Annotated[int, key("Most open connections", ge=1)] = 2048
     max_connections_per_address: Annotated[int, key(
-        "Most open connections of one address, which all clients have behind a proxy; 0 for a quarter of "
+        "Most open connections of one address (of all clients, if they connect through a proxy); 0 for a quarter of "
         "max_connections", ge=0
     )] = 0
     max_body_bytes: Annotated[int, key("Largest request body", ge=1024)] = 4 << 20
     client_timeout_s: Annotated[float, key(
-        "How long a client may take to send its first byte and headers, to send a body (and a second more for each "
-        "64 KiB), or read nothing of an answer", gt=0
+        "Longest time for a client to send its first byte and headers, to send a body (one second more for each "
+        "64 KiB), or to read nothing of a response", gt=0
     )] = 15.0
     ping_after_s: Annotated[float, key(
         "An idle stream sends a ping after this time, the first one with its status 200; 0 for never",
@@ -336,7 +336,7 @@ class ServerSection(Section, frozen=True):
         "Whether clients with different keys share cached prefixes; timing then reveals other clients' prompts"
     )] = False
     cors_origins: Annotated[list[str], key(
-        "Web pages that browsers may call from, e.g. ['https://chat.example.org']; '*' for any, with keys alone"
+        "Origins of web pages that may call the server, e.g. ['https://chat.example.org']; '*' for any, if keys are set"
     )] = []
     allowed_hosts: Annotated[list[str], key(
         "Public names by which clients without a key may call the server, e.g. ['llm.example.org'] behind a "
@@ -357,12 +357,12 @@ class ServerSection(Section, frozen=True):
 
     @property
     def scheme(self) -> str:
-        """Of the server's address."""
+        """Scheme of the server's address."""
         return "https" if self.tls_cert else "http"
 
     @property
     def without_tls(self) -> "ServerSection":
-        """The same for a server behind another one of ours, which speaks plain HTTP."""
+        """These settings for a server behind a router, which calls it by plain HTTP."""
         return msgspec.structs.replace(self, tls_cert="", tls_key="", tls_client_ca="")
 
     @property

@@ -45,7 +45,7 @@ written by `python -m tests.models.test_families`.
 - DeepSeek keeps one latent for each token and layer in the place of keys and values (V3: 576 numbers, not 40,960),
   whole on every rank. Prompts are computed on latents as well. The extra layers of V3 that predict several tokens are
   not read.
-- Rounded checkpoints (AWQ, GPTQ, compressed-tensors, fp8: [checkpoints.md](checkpoints.md#weights-that-were-rounded))
+- Quantized checkpoints (AWQ, GPTQ, compressed-tensors, fp8: [checkpoints.md](checkpoints.md#quantized-weights))
   are read for all families but GPT-2, whose matrices lie as [inputs, outputs], and gpt-oss, whose experts lie in one
   tensor: these two are refused at start. GGUF files are read for dense Llama, Mistral, Qwen2 and Qwen3.
   `model.quantization` rounds the layers of every family at load, but not the routers of experts.

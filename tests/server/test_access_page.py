@@ -22,7 +22,7 @@ from tests.extensions.replicas.fake_replica import FakeFleet
 from tests.server.live_server import LiveServer
 
 PAGE = Path(__file__).parents[2] / "docs" / "api.md"
-HEADING = "## Who may call what\n"
+HEADING = "## Access to routes\n"
 INTRODUCTION = """
 *open* needs no key, *client* a client's or an operator's, *operator* an operator's;
 [operations.md](operations.md#routes-for-operators) says what these are. Each handler declares its access, and

@@ -46,9 +46,11 @@ _BYTES_PER_CHARACTER: Final = 64
 
 
 class LLGuidanceOptions(Options, frozen=True):
-    """max_lexer_states: of one grammar, about 2 kB each; beyond it a request fails.  max_grammar_size: symbols.
-    max_items_in_row: ways in which the text so far can be read; beyond it a request fails, as work grows with them.
-    coerce_one_of: a oneOf whose branches may overlap is an anyOf; if not, it is refused."""
+    """Options of the plugin.
+
+    max_lexer_states: of one grammar, about 2 kB each; a request with more fails.  max_grammar_size: symbols.
+    max_items_in_row: ways of parsing the text so far; work grows with them, and a request with more fails.
+    coerce_one_of: treat a oneOf whose branches may overlap as anyOf; if false, it is refused."""
 
     max_lexer_states: int = 20_000
     max_grammar_size: int = 100_000

@@ -1,7 +1,7 @@
-"""An attention backend next to the definition of attention, in steps of random numbers.
+"""The comparison of an attention backend with the definition of attention, in steps of random numbers.
 
 Legend: T new tokens in the step · N query heads · G KV heads · H head size · L keys of a sequence
-Owns: a pool in which everything is poisoned that must not be read, the comparison with float64.
+Owns: a pool with NaN wherever a backend must not read, the comparison with float64.
 Does not know: which steps there are (``attention_cases.py``), kernels, plugins.
 """
 
@@ -28,15 +28,15 @@ from engine.plugins.proof.reference import attend
 from engine.plugins.support.paging import batch_on, new_pool
 
 NUM_LAYERS = 2
-# A result may be off by the first plus the second times its size: a few roundings of the type.
+# A result may be off by the first plus the second times its size: a few roundings in the type.
 TOLERANCES = {"float32": (1e-5, 1e-5), "float16": (1.5e-3, 2e-3), "bfloat16": (1e-2, 1.6e-2)}
-# A score of 150 has an absolute rounding error that is as much larger than one of 5.
+# A score of 150 has a larger absolute rounding error than one of 5, by the same factor.
 LOUD, LOUD_TOLERANCE = 40.0, 20.0
-UNUSUAL_SCALE = 0.9  # so that 1 / sqrt(H) is wrong, which a backend may assume without reading the spec
+UNUSUAL_SCALE = 0.9  # differs from 1 / sqrt(H), which a backend may assume without reading the spec
 
 
 def check_case(case: AttentionCase, factory: AttentionFactory, device: str = "cpu") -> None:
-    """Take a backend through one case.  Raises AssertionError that says what is wrong and where."""
+    """Run a backend through one case.  Raises AssertionError with the error and its place."""
     spec = AttentionSpec(
         num_layers=NUM_LAYERS,
         num_heads=case.num_kv_heads * case.ratio,
@@ -60,7 +60,7 @@ def _sinks(case: AttentionCase, device: torch.device) -> tuple[Tensor, ...]:
 
 
 def check_steps(case: AttentionCase, factory: AttentionFactory, spec: AttentionSpec, device: torch.device) -> None:
-    """Take a backend through one case with a given spec; at most two of its layers are used."""
+    """Run a backend through one case with a given spec; at most two of its layers are used."""
     sizes = [sum(-(-length // case.page_size) for length, _ in (*rows, *segments)) for rows, segments in case.steps]
     few_layers, dtype = replace(spec, num_layers=min(NUM_LAYERS, spec.num_layers)), getattr(torch, case.dtype)
     pool = new_pool(few_layers, max(sizes) + 3, case.page_size, dtype, device, case.layout, case.kv_dtype)
@@ -83,7 +83,7 @@ def check_steps(case: AttentionCase, factory: AttentionFactory, spec: AttentionS
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """A batch, its queries, and per sequence where its keys lie and how many queries it has."""
+    """A batch, its queries, and for each sequence the slots of its keys and its number of queries."""
 
     batch: AttentionBatch
     q_TNH: Tensor
@@ -99,9 +99,9 @@ class _Step:
         pool: KVPool,
         generator: torch.Generator,
     ) -> "_Step":
-        """Random keys, values and queries in a pool in which everything else is NaN.
+        """Return random keys, values and queries, in a pool that is NaN everywhere else.
 
-        So is page 0, which is what the unused entries of the page table say."""
+        Page 0, which the unused entries of the page table name, is NaN too."""
         pool.by_page[: pool.num_pages].view(torch.uint8).fill_(NAN_BYTE)
         device, page_size = pool.data.device, pool.page_size
         padding = ((0, 1),) * (case.num_padding if not segments else 0)
@@ -124,7 +124,7 @@ class _Step:
                 records.view(pool.format.memory)[all_slots] = pool.format.encode(drawn)
         host_lengths = np.array([length for length, _ in sequences], dtype=np.int32)
         host_queries = np.array([count for _, count in sequences], dtype=np.int32)
-        # The decoder hands over the query part of a merged product, or a tensor of its own.
+        # The decoder passes the query part of a merged product, or a tensor of its own.
         wide = spec.num_heads + 2 * spec.num_kv_heads if case.strided else spec.num_heads
         q_TNH = _normal((int(host_queries.sum()), wide, spec.head_size), pool, generator)[:, : spec.num_heads]
         batch = batch_on(device, len(rows) + len(padding), table, host_lengths, host_queries)
@@ -167,9 +167,9 @@ def _check_step(backend: AttentionBackend, step: _Step, spec: AttentionSpec, poo
 def _check_captured(
     backend: AttentionBackend, step: _Step, spec: AttentionSpec, pool: KVPool, case: AttentionCase
 ) -> None:
-    """A decode step as a graph has it; nothing is captured, but what a replay would not repeat is not called.
+    """Check a decode step as in a graph: nothing is captured, but code that a replay would not repeat is not called.
 
-    The graph has one row more, and tables and lengths that are written when all planning is done."""
+    The graph has one more row, and tables and lengths that are written after all planning."""
     num_rows, q_TNH = len(step.q_TNH), torch.cat((step.q_TNH, torch.zeros_like(step.q_TNH[:1])))
     static, lengths = _static_batch(step.batch, pool), np.ones(num_rows + 1, dtype=np.int32)
     np.maximum(step.batch.host_lengths, 1, out=lengths[:num_rows])  # padding has a token
@@ -192,7 +192,7 @@ def _check_captured(
 
 
 def _static_batch(batch: AttentionBatch, pool: KVPool) -> AttentionBatch:
-    """One row more than ``batch`` has; every row has one token, of the dump page."""
+    """Return a batch with one more row than ``batch``; every row has one token, on the dump page."""
     num_rows, width = batch.page_table_BP.shape
     ones = np.ones(num_rows + 1, dtype=np.int32)
     return AttentionBatch(
@@ -206,7 +206,7 @@ def _static_batch(batch: AttentionBatch, pool: KVPool) -> AttentionBatch:
 
 
 def _compare(out_TNH: Tensor, step: _Step, spec: AttentionSpec, pool: KVPool, layer: int, case: AttentionCase) -> None:
-    """Raise AssertionError that names the place of the largest error, if one is too large."""
+    """Raise AssertionError with the place of the largest error, if it is too large."""
     sinks_N = spec.sinks[layer] if spec.sinks else None
     absolute, relative = TOLERANCES[case.dtype]
     allowed_more = LOUD_TOLERANCE if case.loud else 1.0
@@ -218,14 +218,14 @@ def _compare(out_TNH: Tensor, step: _Step, spec: AttentionSpec, pool: KVPool, la
         first += count
         where = f"layer {layer}, sequence {index} (context {len(slots_L)}, {count} new)"
         if not len(slots_L):
-            # Padding: its output is not used, but its K/V go to the dump page, where NaN would stay.
-            assert out_nNH.isfinite().all(), f"{where}: padding must give something finite"
+            # Padding: its output is unused, but its K/V are written to the dump page, where NaN would stay.
+            assert out_nNH.isfinite().all(), f"{where}: the output of padding must be finite"
             continue
         slots_L = slots_L.to(pool.data.device)
         keys_LGH, values_LGH = pool.read(layer, slots_L)
         window = spec.window_of(layer)
         expected_nNH = attend(q_nNH, keys_LGH, values_LGH, spec.scale, window, spec.soft_cap, sinks_N)
-        assert out_nNH.isfinite().all(), f"{where}: NaN or infinity, perhaps from a slot that is not its own"
+        assert out_nNH.isfinite().all(), f"{where}: NaN or infinity, perhaps from a slot of another sequence"
         error_nNH = (out_nNH - expected_nNH).abs()
         excess_nNH = error_nNH / ((absolute + relative * expected_nNH.abs()) * allowed_more)
         largest = int(excess_nNH.argmax())
@@ -234,6 +234,6 @@ def _compare(out_TNH: Tensor, step: _Step, spec: AttentionSpec, pool: KVPool, la
             query, head, _ = np.unravel_index(largest, excess_nNH.shape)
             message = (
                 f"{where}: query {query}, head {head} is off by {error_nNH.flatten()[largest]:.3g}, "
-                f"{worst:.3g} times what is allowed; largest error {error_nNH.max():.3g}"
+                f"{worst:.3g} times the limit; largest error {error_nNH.max():.3g}"
             )
     assert worst <= 1.0, message

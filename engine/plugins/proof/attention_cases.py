@@ -1,7 +1,7 @@
-"""The steps that an attention backend is tried with.
+"""A case of the comparison of an attention backend, and the steps that cases are made of.
 
-Owns: what a case is, the least cases that find a backend that is wrong everywhere.
-Does not know: tensors, how a case is run.
+Owns: the fields of a case, the fewest cases that detect a backend that is wrong everywhere.
+Does not know: tensors, the running of a case.
 """
 
 from dataclasses import dataclass, replace
@@ -13,12 +13,12 @@ Sequence = tuple[int, int]  # context length including the new tokens, new token
 
 @dataclass(frozen=True, slots=True)
 class AttentionCase:
-    """One backend, and the steps that it is taken through one after the other, over one pool.
+    """One backend, and the steps that it runs in order over one pool.
 
-    steps: each is (decode rows, segments of prompts).  contiguous: pages lie side by side; if not, anywhere.
-    num_padding: decode rows of length 0 behind the others.  strided: the queries are a slice of a wider tensor.
+    steps: each is (decode rows, segments of prompts).  contiguous: pages are adjacent; if not, scattered.
+    num_padding: decode rows of length 0 after the others.  strided: the queries are a slice of a wider tensor.
     layout, kv_dtype: of the pool.
-    loud: queries so large that an exponential overflows unless the largest score is taken out first.
+    loud: queries so large that an exponential overflows unless the largest score is subtracted first.
     """
 
     name: str
@@ -60,18 +60,18 @@ class AttentionCase:
 
 
 def decode_rows(page_size: int) -> tuple[Sequence, ...]:
-    """One new token each; contexts that end just before, at and just after the end of a page."""
+    """Return sequences with one new token each; contexts end just before, at and just after the end of a page."""
     lengths = (1, page_size - 1, page_size, page_size + 1, 2 * page_size, 3 * page_size + 2)
     return tuple((length, 1) for length in lengths if length)
 
 
 def new_prompts(page_size: int) -> tuple[Sequence, ...]:
-    """Whole prompts, ragged; the first has a single token."""
+    """Return whole prompts, ragged; the first has a single token."""
     return tuple((length, length) for length in (1, page_size, page_size + 1, 2 * page_size + 3))
 
 
 def chunks(page_size: int) -> tuple[Sequence, ...]:
-    """Parts of prompts over cached context: a page of new tokens, one token, and a part across the end of a page."""
+    """Return parts of prompts after cached context: a page of new tokens, one token, a part across a page's end."""
     return ((3 * page_size + 2, page_size), (2 * page_size, 1), (page_size + 5, 7 if page_size > 1 else 5))
 
 
@@ -84,7 +84,7 @@ def trial_cases(
     layout: Layout = "layer_first",
     kv_dtype: str = "",
 ) -> list[AttentionCase]:
-    """Return the fewest cases that find a backend that is wrong everywhere.  Heads are the caller's own."""
+    """Return the fewest cases that detect a backend that is wrong everywhere; the caller sets the heads."""
     mixed = mixed_step(page_size)
     steps = (mixed, (mixed[0], ()), ((), new_prompts(page_size)))
     case = AttentionCase("mixed steps", steps, dtype, page_size, head_size, window=window, strided=True, layout=layout)

@@ -1,6 +1,6 @@
-"""One rank of a communication library: every collective, next to sums that the rank computes by itself.
+"""The checks of one rank of a communication library: every collective, compared with local sums.
 
-Owns: the inputs of every rank, the comparison.  Does not know: how ranks reach each other.
+Owns: the inputs of every rank, the comparison.  Does not know: how ranks are connected.
 """
 
 import torch
@@ -16,7 +16,7 @@ RELATIVE = {torch.float32: 1e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
 
 
 def check_rank(comm: Comm, device: str = "cpu") -> list[Tensor]:
-    """Everything one rank does; all ranks of the group must be in it at once.
+    """Check everything one rank does; all ranks of the group must call this at once.
 
     Every rank goes through all of it whatever it finds, so that none waits for one that has given up.
     Returns what every rank must have got alike, to the bit.  Raises ConformanceError, at the end.
@@ -43,14 +43,14 @@ def check_rank(comm: Comm, device: str = "cpu") -> list[Tensor]:
 
 
 def _inputs(comm: Comm, shape: tuple[int, ...], dtype: torch.dtype, strided: bool, device: str) -> list[Tensor]:
-    """Every rank's input: each can make those of the others, so that nothing has to be exchanged to compare."""
+    """Return every rank's input: each rank can make those of the others, so that nothing is exchanged to compare."""
     made = []
     for rank in range(comm.size):
         generator = torch.Generator().manual_seed(1000 * rank + len(shape))
         values = torch.randn((*shape[:-1], 2 * shape[-1]), generator=generator).mul(8).to(dtype)
         values = values[..., ::2] if strided else values[..., : shape[-1]].contiguous()
         moved = values.to(device)
-        assert moved.is_contiguous() != strided or values.numel() == 1, "the check's own input is not what it should be"
+        assert moved.is_contiguous() != strided or values.numel() == 1, "the check's own input has the wrong strides"
         made.append(moved)
     return made
 
@@ -77,6 +77,6 @@ def _check_all_gather(
     expected = torch.cat(inputs, dim)
     assert gathered.shape == expected.shape, f"its shape is {tuple(gathered.shape)}, not {tuple(expected.shape)}"
     assert gathered.dtype == dtype, f"its type is {gathered.dtype}"
-    assert torch.equal(gathered, expected), "it is not every rank's part in the order of ranks"
+    assert torch.equal(gathered, expected), "it is not every rank's part in rank order"
     assert torch.equal(own, before), "it changed its input"
     return gathered

@@ -18,7 +18,7 @@ MAX_REASON = 600  # characters; a kernel's own error can be pages long
 
 
 class ConformanceError(AssertionError):
-    """Raised if at least one case has failed.  failures: case -> what was wrong with it."""
+    """The error if at least one case failed.  failures: case -> the reason."""
 
     def __init__(self, subject: str, num_cases: int, failures: dict[str, str]) -> None:
         self.failures = failures

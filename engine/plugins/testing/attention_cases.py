@@ -1,4 +1,4 @@
-"""All the steps that a backend must compute, by what it declares.
+"""The steps that an attention backend is checked with, derived from its declaration.
 
 Owns: the list of cases.  Does not know: tensors, the running of a case.
 """
@@ -24,7 +24,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 
 def attention_cases(declares: Declaration) -> list[AttentionCase]:
-    """Everything that a backend must get right, by what it declares.  What it declares no limit for is tried widely."""
+    """Return the cases for everything that a backend declares; sizes without a limit are varied widely."""
     cases = (limited(case, declares.phases) for case in _cases(declares))
     return [case for case in cases if case.steps]
 
@@ -57,7 +57,7 @@ def _cases(declares: Declaration) -> Iterator[AttentionCase]:
         yield replace(base, window=page_size + 3, first_window_layer=1)
     if "page_first" in declares.kv_layouts:
         yield from _page_first(several, base, declares, page_sizes)
-    for kv_dtype in sorted({*declares.kv_dtypes} - {*declares.rounded_queries}):  # these are as exact as they can be
+    for kv_dtype in sorted({*declares.kv_dtypes} - {*declares.rounded_queries}):  # the others are less exact
         yield from _pages_of(kv_dtype, several, declares)
     yield from _kinds_of_scores(base, declares)
     if "latents" in declares.supports:
@@ -73,7 +73,7 @@ def _kinds_of_steps(base: AttentionCase) -> Iterator[AttentionCase]:
         yield replace(base, name="prefill", steps=(((), new_prompts(page_size)),), contiguous=contiguous)
         yield replace(base, name="chunked prefill", steps=(((), chunks(page_size)),), contiguous=contiguous)
         yield replace(base, contiguous=contiguous)
-    # Long enough that kernels cut a context in parts, in one step with far shorter rows.
+    # Long enough that kernels split a context, with far shorter rows next to it.
     rows, segments = ((650, 1), *((3 + row, 1) for row in range(16))), ((300, 290), (260, 2))
     yield replace(base, name="long and short", steps=((rows, segments),))
     yield replace(base, name="one row", steps=((((page_size + 1, 1),), ()),))
@@ -93,7 +93,7 @@ def _sizes_of_heads_and_pages(
 def _page_first(
     several: AttentionCase, base: AttentionCase, declares: Declaration, page_sizes: list[int]
 ) -> Iterator[AttentionCase]:
-    """A pool whose layers lie next to each other in every page."""
+    """Yield cases of a pool whose pages hold all layers."""
     first = replace(base, layout="page_first")
     yield replace(several, layout="page_first")
     yield replace(first, contiguous=True)
@@ -117,7 +117,7 @@ def _kinds_of_scores(base: AttentionCase, declares: Declaration) -> Iterator[Att
 
 
 def _latents(base: AttentionCase, declares: Declaration, dtype: str) -> Iterator[AttentionCase]:
-    """One head of keys to all of queries, whose last numbers are no values; DeepSeek's size, and a small one."""
+    """Yield cases of one KV head for all query heads, whose last numbers are not values; DeepSeek's size, and small."""
     page_size = base.page_size
     latents = replace(base, head_size=576, latent_size=512, num_kv_heads=1, ratio=3)
     yield replace(latents, name="decode", steps=((decode_rows(page_size), ()),), dtype=dtype)
