@@ -179,7 +179,7 @@ class PageManager:
             self._deferred.append((int(table.last_step[row]), published.duplicates))
 
     def release(self, row: int) -> None:
-        """Free a row that is done and that no step in flight uses, with its private pages; the tree keeps the others."""
+        """Free a row that no step in flight uses any more, and its private pages; the tree keeps the other pages."""
         for released in self._features.released:
             released(row)
         pages = self._table.release(row)

@@ -208,7 +208,7 @@ class Planner:
         """Start again with new executors: steps in flight never complete, all pages are empty, running sequences wait.
 
         Requests keep the tokens that they have, so that every stream goes on from its place.  is_fault: as in
-        ``ExecutorsLost``.  Returns the explanation of the losses if one request was found to cause them and was ended."""
+        ``ExecutorsLost``.  Returns the explanation of the losses if one request, now ended, was found to cause them."""
         culprit = self._note_loss() if is_fault else None
         self._quarantine.begin()
         if not is_fault:

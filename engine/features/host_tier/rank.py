@@ -1,4 +1,4 @@
-"""The host tier on a rank: host memory for pages, and copies that run beside the model.
+"""The host tier on a rank: host memory for pages, and copies that run next to the model.
 
 Owns: when transfers are made, and what waits for them.  Does not know: which pages move, or why.
 """
@@ -35,11 +35,11 @@ class HostTierRank(RankFeature):
         self.pool: HostPool
 
     def attention(self, backend: AttentionBackend) -> AttentionBackend:
-        """Return attention that waits for the pages of its layer, where copies run beside the model."""
+        """Return attention that waits for the pages of its layer, if copies run next to the model."""
         return LandedAttention(backend, self._landings) if self._landings.copies.overlaps else backend
 
     def decodes(self, whole: CapturedDecodes) -> CapturedDecodes:
-        """Return decode steps that wait for all pages: what runs whole waits for no layer."""
+        """Return decode steps that wait for all pages: a step that runs whole waits for no single layer."""
         return LandedDecodes(whole, self._landings) if self._landings.copies.overlaps else whole
 
     def build(self, pool: KVPool, pools: Sequence[KVPool], needs: Needs) -> None:
@@ -54,7 +54,7 @@ class HostTierRank(RankFeature):
         require_room(asked, num_pages, page_bytes, available, MAX_HOST_SHARE, needs if on_cpu else Needs())
         try:
             self.pool = HostPool(num_pages, pool, self._landings)
-            # Their pages are read before any layer of the model, so nothing of them may be under way in a step.
+            # Features read these pages before any layer of the model, so no copy of them may be under way in a step.
             self._others = [HostPool(num_pages, one, Landings(copies_on(self._context.device))) for one in pools]
         except MemoryError as error:
             raise ConfigError(f"{asked} cannot be had ({error}); lower it") from None
@@ -62,7 +62,7 @@ class HostTierRank(RankFeature):
         log.info("rank %d host_pool=%.1f MB (%d pages)%s", comm.rank, size, num_pages, locked)
 
     def begin(self, step: Step) -> None:
-        """Wait for what the step before has not waited for."""
+        """Wait for copies that the step before has not waited for."""
         self._landings.settle()
 
     def apply(self, step: Step) -> Step:
