@@ -1,7 +1,7 @@
-"""What differs between two configurations, and what it takes for a running engine to go from one to the other.
+"""The differences between two configurations, and how each of them is applied to a running engine.
 
-Owns: that list, and what a checkpoint must share with the one whose place it takes.
-Does not know: how a change is made, devices, who asked for it.
+Owns: that list, and what a checkpoint must have in common with the one that it replaces.
+Does not know: how a change is made, devices, where it comes from.
 """
 
 from pathlib import Path
@@ -15,13 +15,13 @@ from engine.features.lora.files import AdapterRules
 from engine.settings.sections import Changed, PluginsSection, Section
 from engine.types.errors import ConfigError
 
-# Kinds of plugins that live outside the executors and the planner, where nothing takes their place.
+# Kinds of plugins outside the executors and the planner, which nothing replaces.
 FIXED_KINDS: Final = ("observer", "grammar", "logits_processor", "tool_parser", "reasoning_parser")
 TOKENIZER_FILE: Final = "tokenizer.json"
 
 
 class Change(msgspec.Struct, frozen=True):
-    """One setting that differs.  before, after: its values, '***' for those of secrets.  changed: see ``Changed``."""
+    """A setting that differs.  before, after: its values, '***' for secrets.  changed: how it changes (``Changed``)."""
 
     key: str
     before: Any
@@ -30,13 +30,13 @@ class Change(msgspec.Struct, frozen=True):
 
 
 def changed(section: type[Section], key: str) -> Changed:
-    """How a setting changes while the server runs."""
+    """Return how a setting changes while the server runs."""
     found: Changed = _extra(section, key).get("changed", section.changed)
     return found
 
 
 def is_place(section: type[Section], key: str) -> bool:
-    """Whether a setting names a place, so that only the file on the server's own disk may change it."""
+    """Return whether a setting names a place on disk or network, which only the server's own file may change."""
     return bool(_extra(section, key).get("is_place"))
 
 
@@ -46,7 +46,7 @@ def _extra(section: type[Section], key: str) -> dict[str, Any]:
 
 
 def changes(old: Config, new: Config) -> tuple[Change, ...]:
-    """Settings that differ, in their order in the file; options of plugins one by one."""
+    """Return the settings that differ, in their order in the file; options of plugins one by one."""
     found: list[Change] = []
     for name in Config.__struct_fields__:
         before, after = getattr(old, name), getattr(new, name)
@@ -74,7 +74,7 @@ def _options(old: PluginsSection, new: PluginsSection) -> list[Change]:
 
 
 def refuse_fixed(found: tuple[Change, ...]) -> None:
-    """Raise ConfigError if a setting changes that cannot, and name all of those."""
+    """Raise ConfigError, naming all of them, if settings change that cannot."""
     fixed = [one for one in found if one.changed == "fixed"]
     if fixed:
         seen = ", ".join(f"{one.key} ({_shown(one.before)}, not {_shown(one.after)})" for one in fixed)
@@ -82,9 +82,9 @@ def refuse_fixed(found: tuple[Change, ...]) -> None:
 
 
 def refuse_places(old: Config, new: Config) -> None:
-    """Raise ConfigError if settings change that no request may change, and name all of those, without their values.
+    """Raise ConfigError, naming all of them without their values, if settings change that no request may change.
 
-    An option of a plugin may be a path, so all of them are such settings."""
+    Options of plugins may be paths, so all of them are such settings."""
     named = []
     for one in changes(old, new):
         section, _, name = one.key.partition(".")
@@ -99,7 +99,7 @@ def refuse_places(old: Config, new: Config) -> None:
 
 
 def refuse_more_requests(most: int, new: Config) -> None:
-    """Raise ConfigError for more requests than the mailboxes were made for.  most: what the server started with."""
+    """Raise ConfigError for more requests than the mailboxes were made for.  most: the number at the start."""
     if new.limits.max_requests > most:
         raise ConfigError(
             f"limits.max_requests={new.limits.max_requests}: the server was started for {most}; while it runs it "
@@ -108,9 +108,9 @@ def refuse_more_requests(most: int, new: Config) -> None:
 
 
 def refuse_other_text(old: ModelSpec, old_path: Path, new: ModelSpec, new_path: Path, max_len: int) -> None:
-    """Raise ConfigError for a checkpoint whose tokens mean something else, or that cannot hold what was promised.
+    """Raise ConfigError for a checkpoint with other tokens, or one too small for the requests that were accepted.
 
-    max_len: the longest sequence that requests were taken for."""
+    max_len: the longest sequence of accepted requests."""
     said = f"model.path={new_path}"
     if new.vocab_size != old.vocab_size or new.pooling != old.pooling or new.max_len < max_len:
         raise ConfigError(
@@ -122,7 +122,7 @@ def refuse_other_text(old: ModelSpec, old_path: Path, new: ModelSpec, new_path: 
 
 
 def refuse_other_adapters(old: AdapterRules | None, new: AdapterRules | None, path: str) -> None:
-    """Raise ConfigError for a model that the served adapters do not fit.  path: where it is."""
+    """Raise ConfigError for a model that the served adapters do not fit.  path: the model's path."""
     if old != new:
         raise ConfigError(
             f"model.path={path}: its layers have other shapes than those that adapters are served for, and lora.folder "
