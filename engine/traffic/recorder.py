@@ -1,6 +1,6 @@
-"""Records an engine's traffic as a trace: it stands on the scheduler's links and writes what passes.
+"""Records an engine's traffic as a trace: taps on the scheduler's links note the messages that pass.
 
-Owns: the writer's thread, the files below ``storage.folder``/traces and how much they take.
+Owns: the writer's thread, the files below ``storage.folder``/traces and how much space they take.
 Does not know: what traces are for, how any message comes about.
 On the event loop a message costs one append; all else is done on the thread, twice a second.
 """
@@ -51,9 +51,9 @@ M = TypeVar("M")
 MIB = 1 << 20
 EVERY_S = 0.5
 MOST_WAITING = 1 << 17  # messages; a disk that is so far behind ends the recording
-TRY_AGAIN_S = 5.0  # after a disk has refused something
+TRY_AGAIN_S = 5.0  # after a disk has refused a write
 FILES = 4  # parts of the bound; the oldest is deleted for the next
-NAMED = r"-[0-9]{8}T[0-9]{6}-[0-9]+-[0-9]+\.jsonl"  # behind the model's name: when, process, number
+NAMED = r"-[0-9]{8}T[0-9]{6}-[0-9]+-[0-9]+\.jsonl"  # after the model's name: time, process, number
 RELEVANT = ("policy", "eviction", "proposer", "kv_store")  # plugins that decide in the scheduler
 encode = msgspec.json.Encoder().encode
 
@@ -66,7 +66,7 @@ class Tap(Generic[M]):
         self._note = note
 
     def put(self, message: M) -> None:
-        """Note it first: what it brings about comes later."""
+        """Note a message, then put it: its consequences come later."""
         self._note(message)
         self._link.put(message)
 
@@ -81,10 +81,10 @@ class _Open:
 
 
 class TraceRecorder:
-    """An observer, and taps for the links from and to the scheduler."""
+    """A recorder of traffic: an observer, with taps for the links from and to the scheduler."""
 
     def __init__(self, storage: StorageSection, model: str, clock: Callable[[], float]) -> None:
-        """clock: the planner's.  Raises ConfigError if nothing can be written to the folder."""
+        """Create the folder.  clock: the planner's.  Raises ConfigError if nothing can be written to the folder."""
         self._model = model
         self._clock = clock
         self._files = _Files(Path(storage.folder) / "traces", model, storage.trace_mb * MIB)
@@ -105,11 +105,11 @@ class TraceRecorder:
         return self._files.path
 
     def tap(self, link: Link[M]) -> Link[M]:
-        """The same link, whose messages are recorded."""
+        """Return a link that records its messages."""
         return Tap(link, self._note)
 
     def begin(self, limits: PlannerLimits, config: Config) -> None:
-        """A planner is there, or works with other settings from now on: a trace begins."""
+        """Begin a trace: a planner is there, or works with other settings from now on."""
         block = min(LARGEST_BLOCK, limits.page_size)
         settings = relevant_settings(config)
         self._note(TraceHead(FORMAT, __version__, self._model, time.time(), block, limits, settings))
@@ -119,7 +119,7 @@ class TraceRecorder:
 
     @hookimpl
     def callboard_request_finished(self, requests: Sequence[RequestMetrics]) -> None:
-        """Behind the tokens that these have got."""
+        """Note requests that have ended; their last tokens were noted before."""
         self._note(requests)
 
     def close(self) -> None:
@@ -143,7 +143,7 @@ class TraceRecorder:
                     raise OSError(f"{len(self._notes)} messages wait to be written")
                 self._take()
                 self._files.end_of_batch()
-        except Exception as error:  # whatever it is, requests go on
+        except Exception as error:  # whatever the error, requests go on
             self._ending.set()
             self._notes.clear()
             log.error("traffic is not recorded any more: %r", error)
@@ -189,7 +189,7 @@ class TraceRecorder:
             self._steps = []
 
     def _sort_out(self, messages: list[Tokens]) -> None:
-        """Give each request its tokens: one look at each request for all steps together."""
+        """Give each request its tokens: one look-up per request for all steps together."""
         if not messages:
             return
         ids = np.concatenate([np.frombuffer(one.request_ids, dtype=np.int64) for one in messages])
@@ -240,7 +240,7 @@ def _whole(params: SamplingParams) -> Literal["", "prompt_logprobs", "pooling"]:
 
 
 def relevant_settings(config: Config) -> dict[str, dict[str, Any]]:
-    """What a prediction depends on and may be asked to change, with nothing secret in it."""
+    """Return the settings that a prediction depends on, without any secret."""
     chosen = config.chosen_plugins()
     kinds = {kind: chosen.get(kind, "none") for kind in RELEVANT}
     names = [f"{kind}.{name}" for kind, name in kinds.items()]
@@ -251,9 +251,9 @@ def relevant_settings(config: Config) -> dict[str, dict[str, Any]]:
 
 
 class _Files:
-    """One file after another; together they take no more than ``most_bytes``, a batch aside.
+    """The files of traces, one after another.  Together they take no more than ``most_bytes``, except for a batch.
 
-    What a disk that is full or fails does not take is lost; another file begins once it takes something again."""
+    Lines that a full or failed disk does not take are lost; another file begins once it takes something again."""
 
     def __init__(self, folder: Path, model: str, most_bytes: int) -> None:
         self._folder = folder
@@ -263,8 +263,8 @@ class _Files:
         self._number = 0
         self._file: FileIO | None = None
         self._head: TraceHead | None = None
-        self._lines: list[bytes] = []  # that the file does not have yet
-        self._num_lines = self._num_bytes = 0  # that it has
+        self._lines: list[bytes] = []  # not in the file yet
+        self._num_lines = self._num_bytes = 0  # in the file
         self._failed_at: float | None = None
         self.path = folder
         try:
@@ -275,17 +275,17 @@ class _Files:
             raise ConfigError(f"storage.folder: {folder} may not be written to")
 
     def start(self, head: TraceHead) -> None:
-        """A file after the present one, which is no trace if it has nothing but a head."""
+        """Begin a file after the present one, which is deleted if it has only a head."""
         self.end_of_batch()
         self._leave()
         self._head = head
 
     def write(self, line: Line) -> None:
-        """Have it in the next batch."""
+        """Add a line to the next batch."""
         self._lines.append(encode(line) + b"\n")
 
     def end_of_batch(self) -> None:
-        """A reader of the file finds whole lines; a file that is full is followed by another."""
+        """Write the batch.  A reader finds whole lines; a file that is full is followed by another."""
         lines, self._lines = self._lines, []
         if self._failed_at is not None and time.monotonic() < self._failed_at + TRY_AGAIN_S:
             return
@@ -310,13 +310,13 @@ class _Files:
         self._number += 1
         when = time.strftime("%Y%m%dT%H%M%S", time.gmtime())
         self.path = self._folder / f"{self._stem}-{when}-{os.getpid()}-{self._number}.jsonl"
-        # Clients' names are in it.
+        # The file has names of clients.
         self._file = FileIO(os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb")
         self._append([encode(head) + b"\n"])
         log.info("traffic is recorded in %s", self.path)
 
     def _append(self, lines: list[bytes]) -> None:
-        """Write all of them.  Raises OSError; then the file has none."""
+        """Write all lines.  Raises OSError; then the file has none of them."""
         if self._file is None:
             return
         rest = b"".join(lines)
