@@ -1,8 +1,8 @@
-"""A recording as a file: a header, maybe the scheduler's state where it begins, turns, and an end.
+"""A recording as a file: a header, optionally the scheduler's state at its beginning, turns, and an end.
 
 Owns: the format.  Does not know: how turns come about, what they mean.
 The file is a line that names the format and then frames: length, CRC-32 and kind, then zlib of msgpack.  A file that
-was cut is read up to its last whole frame; nothing in a file is run.
+was cut is read up to its last whole frame; no content of a file is executed.
 """
 
 import os
@@ -24,7 +24,7 @@ from engine.types.errors import CallboardError
 FORMAT = 1
 NAME = b"callboard recording "
 SUFFIX = ".cbr"
-NAMED = re.compile(rf"[0-9]{{8}}T[0-9]{{9}}-([a-z-]+)-[0-9]+{re.escape(SUFFIX)}")  # by ``file_name``; the group: why
+NAMED = re.compile(rf"[0-9]{{8}}T[0-9]{{9}}-([a-z-]+)-[0-9]+{re.escape(SUFFIX)}")  # by ``file_name``; the group: reason
 HEAD = struct.Struct("<IIc")
 HEADER, STATE, TURNS, END = b"H", b"S", b"T", b"E"
 FRAME_ENTRIES = 512  # of the state; turns are cut by size
@@ -36,23 +36,25 @@ T = TypeVar("T")
 
 
 def file_name(why: str) -> str:
-    """Returns what a recording is called that is written now."""
+    """Return the name of a recording that is written now."""
     now = time.time()
     stamp = time.strftime("%Y%m%dT%H%M%S", time.gmtime(now))
     return f"{stamp}{int(now % 1 * 1000):03}-{why}-{os.getpid()}{SUFFIX}"
 
 
 class RecordingError(CallboardError):
-    """A file is no recording, or none that this version reads."""
+    """An error of a file that is no recording, or none that this version reads."""
 
     exit_code = 2
 
 
 class Header(msgspec.Struct, frozen=True):
-    """version: of callboard.  code: see ``planning_code``.  python, numpy: versions that it ran with.
+    """The header of a recording.
 
-    why: what wrote it.  prompts: 'whole' or 'hashed'.  written_at_unix_s: by the wall clock; written_at: by the clock
-    of the readings, in seconds."""
+    version: version of callboard.  code: as ``planning_code`` returns it.
+    python, numpy: versions that it ran with.
+    why: the reason for the file.  prompts: 'whole' or 'hashed'.
+    written_at_unix_s: by the wall clock.  written_at: by the clock of the readings, in seconds."""
 
     version: str
     code: str
@@ -66,15 +68,17 @@ class Header(msgspec.Struct, frozen=True):
 
 
 class End(msgspec.Struct, frozen=True):
-    """num_turns: in the file."""
+    """The end of a recording.  num_turns: number of turns in the file."""
 
     num_turns: int
 
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """state: entries of ``state_entries``, none where it begins with the engine.  torn: what is wrong with the file's
-    end, '' if nothing is."""
+    """A recording that was read.
+
+    state: entries of ``state_entries``; none if it begins with the engine.
+    torn: the fault of the file's end, '' if it has none."""
 
     header: Header
     state: list[Any]
@@ -83,7 +87,7 @@ class Recording:
 
 
 def write_recording(path: Path, header: Header, state: Iterable[Any], turns: Iterable[bytes]) -> None:
-    """Write a file, which has its name when it is whole.  turns: each encoded.  Raises OSError, StateError."""
+    """Write a file, which gets its name when it is complete.  turns: each encoded.  Raises OSError, StateError."""
     unfinished = path.with_name(f"{path.name}.part")
     try:
         _write_whole(unfinished, header, state, turns)
@@ -107,7 +111,7 @@ def _write_whole(path: Path, header: Header, state: Iterable[Any], turns: Iterab
         num_turns = 0
         for part in _parts(turns):
             num_turns += len(part)
-            # An array of encoded turns, put together without decoding them.
+            # An array of encoded turns, assembled without decoding them.
             _write(file, TURNS, b"\xdd" + len(part).to_bytes(4, "big") + b"".join(part))
         _write(file, END, msgspec.msgpack.encode(End(num_turns)))
 
@@ -132,7 +136,7 @@ def _write(file: BinaryIO, kind: bytes, plain: bytes) -> None:
 
 
 def read_recording(path: Path) -> Recording:
-    """Raises RecordingError, and OSError where there is nothing to read."""
+    """Read a file.  Raises RecordingError, and OSError if there is nothing to read."""
     with path.open("rb") as file:
         first = file.readline(len(NAME) + 16)
         if not first.startswith(NAME):
@@ -177,7 +181,7 @@ class _Frames:
         while head := self._file.read(HEAD.size):
             at = self._file.tell() - len(head)
             length, crc, kind = HEAD.unpack(head) if len(head) == HEAD.size else (0, -1, b"")
-            packed = self._file.read(min(length, self._size - at))  # not what the head of a damaged frame asks for
+            packed = self._file.read(min(length, self._size - at))  # a damaged frame's length may be anything
             if len(packed) < length or zlib.crc32(packed) != crc:
                 self.torn = f"the frame at byte {at} is cut or damaged"
                 return
