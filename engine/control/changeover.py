@@ -98,7 +98,7 @@ class Changeover:
 
     async def _replace(self, new: "System", *, beside: bool) -> None:
         if self.is_asleep:
-            raise ConfigError("the engine sleeps, and this takes new executors: wake it up first (POST /wake_up)")
+            raise ConfigError("the engine sleeps, and this needs new executors: wake it up first (POST /wake_up)")
         system = self._system
 
         def taking_over(num_pages: int) -> None:
@@ -106,7 +106,7 @@ class Changeover:
             most = scheduler.planner.requests.most_total if scheduler.planner is not None else 0
             if most > limits.longest:
                 raise ConfigError(
-                    f"kv.num_pages={num_pages} of {limits.page_size} tokens: a request is open that may get {most} "
+                    f"kv.num_pages={num_pages} of {limits.page_size} tokens: an open request may get {most} "
                     "tokens; try again when it has ended, or with more pages"
                 )
             system.become(new)

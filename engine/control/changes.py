@@ -78,7 +78,7 @@ def refuse_fixed(found: tuple[Change, ...]) -> None:
     fixed = [one for one in found if one.changed == "fixed"]
     if fixed:
         seen = ", ".join(f"{one.key} ({_shown(one.before)}, not {_shown(one.after)})" for one in fixed)
-        raise ConfigError(f"{seen}: stays as it is while the server runs; take it back, or restart the server with it")
+        raise ConfigError(f"{seen}: cannot change while the server runs; undo it, or restart the server with it")
 
 
 def refuse_places(old: Config, new: Config) -> None:
@@ -92,9 +92,9 @@ def refuse_places(old: Config, new: Config) -> None:
             named.append(one.key)
     if named:
         raise ConfigError(
-            f"{', '.join(named)}: a request does not change where the server reads and writes, nor options of plugins; "
-            "leave it as the server has it, or change the file that the server was started with and have it read by "
-            "SIGHUP or `callboard apply` without a file"
+            f"{', '.join(named)}: a request cannot change where the server reads and writes, nor options of plugins; "
+            "send them as they are, or change the file that the server was started with and reload it with SIGHUP or "
+            "`callboard apply` without a file"
         )
 
 
@@ -102,8 +102,8 @@ def refuse_more_requests(most: int, new: Config) -> None:
     """Raise ConfigError for more requests than the mailboxes were made for.  most: the number at the start."""
     if new.limits.max_requests > most:
         raise ConfigError(
-            f"limits.max_requests={new.limits.max_requests}: the server was started for {most}; while it runs it "
-            "can be lowered, and raised to that again"
+            f"limits.max_requests={new.limits.max_requests}: the server was started with {most}; while it runs "
+            "this can be lowered, and raised to that again"
         )
 
 
@@ -114,11 +114,11 @@ def refuse_other_text(old: ModelSpec, old_path: Path, new: ModelSpec, new_path: 
     said = f"model.path={new_path}"
     if new.vocab_size != old.vocab_size or new.pooling != old.pooling or new.max_len < max_len:
         raise ConfigError(
-            f"{said}: it has {new.vocab_size} tokens, contexts of {new.max_len} and serves {new.pooling.kind}; to take "
-            f"the place of the present model it needs {old.vocab_size}, at least {max_len} and {old.pooling.kind}"
+            f"{said}: it has {new.vocab_size} tokens, contexts of {new.max_len} and serves {new.pooling.kind}; to "
+            f"replace the present model it needs {old.vocab_size}, at least {max_len} and {old.pooling.kind}"
         )
     if old_path != new_path and _tokenizer(old_path) != _tokenizer(new_path):
-        raise ConfigError(f"{said}: its {TOKENIZER_FILE} is another one, so the streams' tokens would mean other text")
+        raise ConfigError(f"{said}: its {TOKENIZER_FILE} differs, so the streams' tokens would mean other text")
 
 
 def refuse_other_adapters(old: AdapterRules | None, new: AdapterRules | None, path: str) -> None:

@@ -1,4 +1,4 @@
-"""The monitor: a read-only view of what an engine is doing.
+"""The monitor: a read-only view of an engine's activity.
 
 Owns: nothing; it reads the actors' state on their own event loop, where no actor is in the middle of a change.
 Does not know: HTTP, the names of metrics outside.

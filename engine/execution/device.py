@@ -30,8 +30,8 @@ def choose_device(section: DeviceSection, rank: int) -> torch.device:
     if kind != "cpu" and not present and torch.version.cuda and gpu_bytes():
         driver = f"CUDA {driver_cuda()}"
         raise ConfigError(
-            f"device.kind={kind}: torch {torch.__version__}, made for CUDA {torch.version.cuda}, cannot use the GPU "
-            f"that is here, whose driver is made for {driver}; renew the driver, install a torch for {driver} "
+            f"device.kind={kind}: torch {torch.__version__}, made for CUDA {torch.version.cuda}, cannot use this "
+            f"machine's GPU: its driver supports {driver}; upgrade the driver, install a torch for {driver} "
             "(https://pytorch.org), or set device.kind=cpu"
         )
     if kind == "auto":

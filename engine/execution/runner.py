@@ -100,7 +100,7 @@ class ModelRunner:
     def leave(self) -> None:
         """Give up the communicator, on a thread that is left behind if a library does not return."""
         if not returns_within(LEAVE_TIMEOUT_S, self._leave, f"rank {self._rank} leaves"):
-            log.error("rank %d is not out of its group after %g s; its process must end", self._rank, LEAVE_TIMEOUT_S)
+            log.error("rank %d has not left its group after %g s; its process must end", self._rank, LEAVE_TIMEOUT_S)
 
     def _leave(self) -> None:
         for feature in self._features:
@@ -110,7 +110,7 @@ class ModelRunner:
             try:
                 part()
             except Exception:
-                log.exception("rank %d has failed, and then to leave its group", self._rank)
+                log.exception("rank %d has failed, and then failed to leave its group", self._rank)
 
     @torch.inference_mode()
     def launch(self, step: Step) -> LaunchedStep:

@@ -117,6 +117,6 @@ def try_foreign(
         case, reason = next(iter(error.failures.items()))
         raise PluginError(
             f"plugin {label} gives wrong results or none on a trial: {case}: {reason}; choose another attention "
-            "backend, and see callboard.plugins.testing for the whole of what it must do"
+            "backend, and see callboard.plugins.testing for all that it must do"
         ) from error
     log.info("plugin %s: right on a trial of %d ms", label, 1000 * (time.perf_counter() - began))

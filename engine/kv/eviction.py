@@ -1,4 +1,4 @@
-"""Eviction: what a strategy is, the queue that keeps the candidates in its order, and the locks that make candidates.
+"""Eviction: the strategy, the queue of candidates in its order, and the locks that protect nodes from it.
 
 Owns: ``locks`` and ``place`` of every node, the number of evictable and of protected pages.
 Does not know: keys, requests, the host, time.

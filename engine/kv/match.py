@@ -40,7 +40,7 @@ class Match:
 def common_bytes(edge: bytearray, key: bytes, start: int, page_bytes: int) -> int:
     """Return how many bytes, in whole pages, ``edge`` has in common with ``key`` from ``start`` on.
 
-    It compares windows that double, then halves the window that differs: the cost follows the length of what is common.
+    It compares windows that double, then halves the window that differs: the cost follows the common length.
     The sizes of the windows do not change the result: everything before ``low`` agrees, not everything before ``high``.
     """
     high = min(len(edge), len(key) - start)

@@ -187,7 +187,7 @@ class RadixTree:
         return handle.num_pages - start
 
     def adopt(self, handle: Handle, key: bytes, pages: Pages) -> None:
-        """Take pages for ``key`` beyond the handle, where the tree has none.  They will be filled from the store."""
+        """Take pages for ``key`` beyond the handle, of which the tree has none.  They will be filled from the store."""
         node, start, size = handle.node, handle.num_pages, self.page_bytes
         assert node is not None, "a handle was used after its unlock"
         assert key[start * size : (start + 1) * size] not in node.children, "the tree has these pages"

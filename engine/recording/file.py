@@ -140,7 +140,7 @@ def read_recording(path: Path) -> Recording:
     with path.open("rb") as file:
         first = file.readline(len(NAME) + 16)
         if not first.startswith(NAME):
-            raise RecordingError(f"{path}: this is no recording of callboard's; its first line is {first[:40]!r}")
+            raise RecordingError(f"{path}: not a recording of callboard; its first line is {first[:40]!r}")
         if first != NAME + b"%d\n" % FORMAT:
             number = first[len(NAME) :].strip().decode("ascii", "replace")
             raise RecordingError(
@@ -163,7 +163,7 @@ def read_recording(path: Path) -> Recording:
     if header is None:
         raise RecordingError(f"{path}: {frames.torn or 'there is no header'}; nothing of it can be replayed")
     if end is not None and end.num_turns != len(turns):
-        raise RecordingError(f"{path}: {len(turns)} turns, and its end says {end.num_turns}")
+        raise RecordingError(f"{path}: {len(turns)} turns, and its end counts {end.num_turns}")
     if end is None and state and not turns:
         raise RecordingError(f"{path}: {frames.torn or 'it ends early'}, within the state that it begins with")
     return Recording(header, state, turns, "" if end is not None else frames.torn or "its end is missing")

@@ -33,7 +33,7 @@ class Invariants:
             assert not planner.num_open, f"{planner.num_open} requests are open, and nothing is planned for them"
         if not planner.num_open and not planner.num_in_flight:
             assert not stats.pages_used, f"no request is open, and {stats.pages_used} pages are in use"
-            assert (stats.running, stats.waiting) == (0, 0), f"no request is open, and {stats} says otherwise"
+            assert (stats.running, stats.waiting) == (0, 0), f"no request is open, but the counts are {stats}"
 
     def _hear(self, message: Tokens | Failed) -> None:
         if isinstance(message, Failed):

@@ -94,7 +94,7 @@ class Recorder:
         self._writing: threading.Thread | None = None
         self._num_waiting = 0
 
-    # ---- what is recorded -------------------------------------------------------------------
+    # ---- recording --------------------------------------------------------------------------
 
     def clock(self) -> float:
         """Return the planner's time, in seconds, and record it."""
@@ -172,7 +172,7 @@ class Recorder:
                 self._give_up(failure_of(error))
                 return
             if plans != turn.plans:
-                self._give_up("it has planned otherwise the second time")
+                self._give_up("it has made other plans the second time")
                 return
             if time.perf_counter() > stop_at and self._num_bytes < 2 * self._limit_bytes:
                 return

@@ -247,7 +247,7 @@ class _Reader:
         else:
             module, _, qualified = name.partition(":")
             if not any(module == one or module.startswith(f"{one}.") for one in self._modules):
-                raise StateError(f"{name} is not of the scheduler nor of its plugins, so it is not read")
+                raise StateError(f"{name} belongs neither to the scheduler nor to its plugins, so it is not read")
         found: Any = import_module(module)
         for part in qualified.split("."):
             found = getattr(found, part)

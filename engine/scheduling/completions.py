@@ -120,9 +120,9 @@ class Completions:
         return rows, tokens, {int(ids[row]): one for row, one in by_row.items() if running[row]}
 
     def _confirm_prefills(self, record: InFlight) -> dict[int, int]:
-        """Share what the step's prefills have computed.
+        """Share the pages that the step's prefills have computed.
 
-        Returns request id -> cached tokens, of requests whose first token this step has sampled."""
+        Return request id -> cached tokens, of requests whose first token this step has sampled."""
         table, first = self._table, {}
         now = self._clock()
         for row, end in zip(record.prefill_rows, record.prefill_ends, strict=True):
@@ -179,7 +179,7 @@ class Completions:
             reason = extras[row].failure if row in extras else ""
             if not reason and token == RULED_OUT:
                 code = "no_token_left"
-                reason = "the logits_processors of this request leave no token that it may take, and so it was ended"
+                reason = "the logits_processors of this request allow no token, so it was ended"
             elif not reason:
                 status, code = 500, "nonfinite_logits"
                 reason = "the model's logits were not finite (NaN or infinity) for this request; it was ended"

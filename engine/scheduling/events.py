@@ -94,6 +94,6 @@ Callbacks = tuple[Callable[..., Any], ...]
 
 
 def callbacks(objects: Iterable[object], base: type, name: str) -> Callbacks:
-    """Return the methods of that name, of the objects whose class overrides the one of ``base``."""
+    """Return the objects' methods of that name, without those inherited from ``base``."""
     default = getattr(base, name)
     return tuple(getattr(one, name) for one in objects if getattr(type(one), name, default) is not default)

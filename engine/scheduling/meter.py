@@ -1,7 +1,7 @@
 """The planner's numbers: counters, distributions, the last steps, and what one request cost.
 
 Owns: those numbers, which only grow, and the record that observers get.
-Does not know: where they are shown, under which names, when.
+Does not know: where, when and under which names they are shown.
 Noting costs per event (a request started or ended, a step completed), never per running request: all rows of a decode
 step waited equally long for their token, so a whole step is one entry with a weight.
 """

@@ -56,7 +56,7 @@ class SchedulingPolicy(Protocol):
 
 @runtime_checkable
 class TenantPolicy(SchedulingPolicy, Protocol):
-    """A policy that also decides which tenant goes next, by what each tenant has got.
+    """A policy that also decides which tenant goes next, by the tokens that each tenant has got.
 
     Its ``rank`` orders the requests of one tenant, and is called when they join.  If a method raises or returns
     nonsense, that is logged with the plugin's name, and tenants take turns by age from then on."""

@@ -280,7 +280,7 @@ class Prefills:
         return "fetch" if any(hold(sequence) for hold in self._features.hold) else None
 
     def _defer_for_shared_prefix(self, sequence: Sequence) -> bool:
-        """Let a sequence wait if a running prefill will soon share more of its prefix than is cached now.
+        """Let a sequence wait if a running prefill will soon publish more of its prefix than is cached now.
 
         It waits until that is published, instead of computing the same a second time.  Return whether it waits."""
         rows = self._unshared.get(_stem(sequence))

@@ -38,7 +38,7 @@ class WaitingQueue(Protocol):
         ...
 
     def rerank(self, num_cached_tokens: Callable[[Sequence], int]) -> None:
-        """Rank the sequences by what the cache holds now, if the policy looks at it."""
+        """Rank the sequences by the present content of the cache, if the policy looks at it."""
         ...
 
     def first(self) -> Sequence | None:
@@ -187,7 +187,7 @@ class TenantQueue:
             del self._lanes[sequence.tenant]
 
     def rerank(self, num_cached_tokens: Callable[[Sequence], int]) -> None:
-        """Report to the policy what was served.  Turns are read when they matter."""
+        """Report the served tokens to the policy.  Turns are read when they matter."""
         self._tell()
 
     def first(self) -> Sequence | None:

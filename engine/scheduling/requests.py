@@ -143,7 +143,7 @@ class Requests:
         if message.num_resumed and len(tokens) >= max_total:
             most = max_total - num_prompt
             raise RequestError(
-                f"the output to go on from has {message.num_resumed} tokens, and {most} are all that it may get",
+                f"the output to continue has {message.num_resumed} tokens, and the request may get at most {most}",
                 code="not_resumable",
             )
         stop_ids = () if params.ignore_eos else self.limits.eos_token_ids
@@ -200,7 +200,7 @@ class Requests:
         self.outbox.append(
             Failed(
                 request_id=culprit.request_id,
-                message=f"this request ended the model's executors {num_losses} times in a row, at last while "
+                message=f"this request ended the model's executors {num_losses} times in a row, the last time while "
                 "nothing else ran; it was ended so that other requests go on.  The server log says what happened; "
                 "the same request is likely to fail again",
                 status=500,

@@ -58,7 +58,7 @@ def check_kernels(place: Place) -> str:
     """Compare fused kernels with the same computation in torch, on random numbers."""
     kernels = choose_kernels(place.device)
     if kernels is None:
-        return "torch alone, as triton cannot be used; the log says why"
+        return "torch alone, as triton cannot be used; the log has the reason"
     x_TD, update_TD = torch.randn((2, 64, 1024), device=place.device).bfloat16()
     norm = RMSNorm(1024, 1e-6, place.device, torch.bfloat16)
     norm.weight.fill_(1)

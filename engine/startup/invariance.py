@@ -51,9 +51,9 @@ PENALISED_ROW, PENALISED = 3, SamplingParams(repetition_penalty=1.1)
 def require_provable(plan: Model) -> None:
     """Raise ConfigError for a model with a part that is known to differ, or that is not tried.  plan: its shapes."""
     if not isinstance(plan, Decoder) or plan.pooled_head is not None:
-        fault = "only families of callboard's own that generate have it"
+        fault = "only callboard's own families that generate text support it"
     elif plan.attention_spec.latent_size:
-        fault = "this model's pages keep latents, which are not tried"
+        fault = "this model's pages keep latents, for which there is no proof"
     elif any(isinstance(layer.mlp, ExpertsShape) for layer in plan.shape.layers):
         fault = "this model has experts, which are chosen by torch's product"
     else:
@@ -136,7 +136,7 @@ def prove_decodes(
     step = StepTensors(token_ids_N, positions_N, slots_N, row_N, attention, pool)
     if found_NV is None or not torch.equal(model.forward(step), found_NV):
         raise ConfigError(
-            "model.numerics=invariant does not hold for this model on this machine: decode steps in one call of C have "
+            "model.numerics=invariant does not hold for this model on this machine: decode steps in one call of C give "
             "other bits than layer by layer; set CALLBOARD_KERNELS=torch, or model.numerics=fast"
         )
 
@@ -213,7 +213,7 @@ def _norm(norm: Norm, model: Decoder, x_TD: Tensor) -> Rows:
 
 
 def _projection(model: Decoder, layer: DecoderLayer, backend: AttentionBackend, pool: KVPool, x_TD: Tensor) -> Rows:
-    """Return queries, and what is in the pool afterwards, side by side."""
+    """Return queries, and the keys and values in the pool afterwards, side by side."""
     positions_T = torch.arange(len(x_TD), device=x_TD.device)
     slots_T = positions_T // pool.page_size * pool.page_stride + positions_T % pool.page_size
     rotary, kernels = None if layer.rotary is None else model.rotaries[layer.rotary], model.kernels

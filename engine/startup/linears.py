@@ -109,7 +109,7 @@ def choose_linear(plugins: Plugins, context: LinearContext, measure: Measure) ->
         name = fastest if seconds[fastest] < CLEARLY * seconds[name] else name
         reason = ", ".join(f"{one} {1e3 * seconds[one]:.2f} ms" for one in kernels)
     elif len(kernels) > 1:
-        reason = f"a small model; {', '.join(list(kernels)[1:])} would do as well"
+        reason = f"a small model; {', '.join(list(kernels)[1:])} would fit as well"
     elif kept:
         reason = kept
     log.info("plugin: %s.%s for %s (%s)", LINEAR, name, _what(context), reason)
@@ -133,7 +133,7 @@ def _those_that_can(
             log.info("plugin: %s is out: %s", info.name, error)
             refused = error
     if not kernels:
-        assert refused is not None, "no kernel was asked"
+        assert refused is not None, "no kernel was tried"
         raise refused
     return kernels
 

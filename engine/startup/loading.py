@@ -313,7 +313,7 @@ def _check_device(config: Config, device: torch.device) -> None:
     A thread that waits on a GPU for a lost rank cannot be ended, nor can its memory be freed."""
     if config.model.numerics == "invariant" and config.graphs.mode == "compiled":
         raise ConfigError(
-            "model.numerics=invariant with graphs.mode=compiled: compilers order sums as they like; set "
+            "model.numerics=invariant with graphs.mode=compiled: compilers choose the order of sums; set "
             "graphs.mode=auto, or model.numerics=fast"
         )
     num_ranks, placement = config.device.tensor_parallel, config.placement.executor

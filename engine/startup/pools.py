@@ -62,7 +62,7 @@ class PoolMaker:
             return self._make(num_pages)
         except (MemoryError, torch.OutOfMemoryError) as error:
             asked = f"{num_pages * self._page_bytes / 1e9:.1f} GB for a KV pool of {num_pages} pages"
-            raise ConfigError(f"{asked} cannot be had ({error}); lower kv.num_pages or kv.memory_fraction") from None
+            raise ConfigError(f"no room for {asked} ({error}); lower kv.num_pages or kv.memory_fraction") from None
 
     def _make(self, num_pages: int) -> StepParts:
         start, kv, spec = self._start, self._start.config.kv, self._model.attention_spec
@@ -117,7 +117,7 @@ class PoolMaker:
             activation_bytes = device.peak(lambda: run_largest_step(config, max_len, steps, self._more_samples))
         except torch.OutOfMemoryError as error:
             raise ConfigError(
-                f"scheduler.max_step_tokens={config.scheduler.max_step_tokens}: no room for a step of that size beside "
+                f"scheduler.max_step_tokens={config.scheduler.max_step_tokens}: no room for so large a step next to "
                 f"the weights ({error}); lower it, or scheduler.max_running"
             ) from None
         device.trim()

@@ -78,7 +78,7 @@ class ThreadRace:
         chosen = fastest(means)
         self._set_threads(chosen)
         table = "; ".join(f"{threads}: {', '.join(f'{1e3 * one:.2f}' for one in times[threads])}" for threads in times)
-        rows, left = " and ".join(map(str, ROWS)), "; so short that the event loop is left a core" if short else ""
+        rows, left = " and ".join(map(str, ROWS)), "; so short that one core is left to the event loop" if short else ""
         log.info("threads: %d (measured, ms of steps of %s rows: %s%s)", chosen, rows, table, left)
         return chosen
 

@@ -59,7 +59,7 @@ encode = msgspec.json.Encoder().encode
 
 
 class Tap(Generic[M]):
-    """A link that notes what is put into it."""
+    """A link that notes every message that is put into it."""
 
     def __init__(self, link: Link[M], note: Callable[[object], None]) -> None:
         self._link = link
@@ -146,7 +146,7 @@ class TraceRecorder:
         except Exception as error:  # whatever the error, requests go on
             self._ending.set()
             self._notes.clear()
-            log.error("traffic is not recorded any more: %r", error)
+            log.error("traffic is no longer recorded: %r", error)
         self._files.close()
 
     def _take(self) -> None:

@@ -4,7 +4,7 @@ Owns: the lines, how they are read, how prompts become blocks that reveal only w
 Does not know: how traces are recorded, what is predicted from them.
 
 The first line is a ``TraceHead``; after it come ``TracedRequest``s, in the order of their ends, and ``TracedSteps``.
-A file may end in the middle of a line, as it does where its server was killed.
+A file may end in the middle of a line, if its server was killed.
 """
 
 import hashlib
@@ -144,7 +144,7 @@ def read_trace(path: Path) -> Trace:
                             raise _wrong(path, number, f"{observed}; expected one head, of format {FORMAT}")
                         head = line
                     case _ if head is None:
-                        raise _wrong(path, number, "no head; the first line of a trace says what was recorded")
+                        raise _wrong(path, number, "no head; expected one as the first line of a trace")
                     case TracedRequest():
                         _check_blocks(line, head, f"{path}, line {number}")
                         requests.append(line)

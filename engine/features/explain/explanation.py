@@ -38,7 +38,7 @@ class Part(msgspec.Struct, frozen=True):
 
     others: requests that had to do with it, largest share first, each with its amount: seconds that it held a row in
     'queue', tokens of its prompt in 'prefill' and 'prefills'.
-    reasons: known causes, as name -> seconds, or a count if the name says so."""
+    reasons: known causes, as name -> seconds, or as name -> count."""
 
     name: PartName
     seconds: float
@@ -224,7 +224,7 @@ class _Account:
     # ---- waiting ----------------------------------------------------------------------------
 
     def _look_around(self, waits: list[tuple[float, float]]) -> None:
-        """Find the requests that held rows while this one waited for a row, and what was short."""
+        """Find the requests that held rows while this one waited for a row, and whether rows or pages were short."""
         if not waits:
             return
         start, end = waits[0][0], waits[-1][1]

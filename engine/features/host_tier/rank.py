@@ -47,7 +47,7 @@ class HostTierRank(RankFeature):
         num_pages, comm = self._context.config.kv.num_host_pages, self._context.comm
         page_bytes = sum(one.data.nbytes // (one.num_pages + 1) for one in (pool, *pools))  # each has a dump page
         on_cpu = pool.data.device.type == "cpu"
-        # A pool on CPU takes its memory only as pages are written, so it is still among what is available.
+        # A pool on CPU takes its memory only as pages are written, so its memory still counts as available.
         available = fair_share(available_bytes(), host_place(), comm, pool.data.device)
         available = max(0, available - (pool.data.nbytes if on_cpu else 0))
         asked = f"kv.num_host_pages={num_pages}: {num_pages * page_bytes / 1e9:.1f} GB of host memory"
@@ -57,7 +57,7 @@ class HostTierRank(RankFeature):
             # Features read these pages before any layer of the model, so no copy of them may be under way in a step.
             self._others = [HostPool(num_pages, one, Landings(copies_on(self._context.device))) for one in pools]
         except MemoryError as error:
-            raise ConfigError(f"{asked} cannot be had ({error}); lower it") from None
+            raise ConfigError(f"{asked} cannot be allocated ({error}); lower it") from None
         size, locked = num_pages * page_bytes / 1e6, "" if on_cpu else ", page-locked"
         log.info("rank %d host_pool=%.1f MB (%d pages)%s", comm.rank, size, num_pages, locked)
 

@@ -141,7 +141,7 @@ class RankAdapters:
         self._last_rows.set(on_device_T if wanted_N is None else on_device_T[wanted_N], first, end, self._dtype)
 
     def end(self) -> None:
-        """Clear the adapters: no product adds one any more."""
+        """Clear the adapters: no product adds one until the next ``begin``."""
         self._rows.clear()
         self._last_rows.clear()
 

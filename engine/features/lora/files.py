@@ -101,7 +101,7 @@ def adapter_rules(shape: DecoderShape, folder: str, max_rank: int, numerics: str
     if shape.built_by != DecoderShape.built_by:
         fault = "models that transformers computes take no adapters; leave it empty"
     elif numerics == "invariant":
-        fault = "with model.numerics=invariant there are no adapters, whose sums depend on the batch; set it to fast"
+        fault = "adapters do not work with model.numerics=invariant: their sums depend on the batch; set it to fast"
     elif not (modules := adaptable_modules(shape)):
         fault = "no layer of this model takes adapters: its matrices are merged, transposed, latents or experts"
     elif not Path(folder).is_dir():

@@ -40,7 +40,7 @@ class AdapterSlots:
         is_new = slot is None
         if slot is None:
             unused = [one for one in self._slots if not one.rows]
-            assert unused, f"row {row} is to read an adapter, and all {self.num_slots} slots are in use"
+            assert unused, f"row {row} needs a slot, and all {self.num_slots} slots are in use"
             slot = min(unused, key=lambda one: one.used_at)
             slot.digest = adapter.digest
         slot.rows.add(row)

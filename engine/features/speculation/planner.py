@@ -197,7 +197,7 @@ class SpeculationPlanner(PlannerFeature):
             pass
         elif num_proposed and not record.prefill_rows:
             self._payoff.note_verification(num_rows + num_proposed, num_rows, seconds)
-        # The first step that overlaps with the one before it shows what steps cost that do.
+        # Only a step that overlaps with the one before it shows the cost of such steps.
         elif self._is_steady and not drafts and not record.prefill_rows:
             self._payoff.note_decode(num_rows, seconds)
         self._is_steady = not drafts and not record.prefill_rows
