@@ -81,15 +81,6 @@ class Config(Section, frozen=True):
     lora: LoraSection = LoraSection()
     storage: StorageSection = StorageSection()
 
-    def chosen_plugins(self) -> dict[str, str | AttentionNames]:
-        """Plugin kind -> the name wanted for it, 'auto' where the kind's own default will do."""
-        chosen = self.plugins.by_kind()
-        if chosen["comm"] == "auto" and self.device.tensor_parallel > 1:
-            chosen["comm"] = "torch"  # the default is for one rank
-        if chosen["policy"] == "auto" and self.server.needs_key:
-            chosen["policy"] = "fair"  # a client's priority is for its own requests, and a file may get another key
-        return chosen
-
 
 class ServedModel(NamedTuple):
     """One of several models.  config: the file's sections with its own laid over them."""

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.config import OLD_KEYS, Config, build_config, json_schema, load_config, render_toml
+from engine.plugins.kinds import chosen_plugins
 from engine.settings.sections import AttentionNames
 from engine.types.errors import ConfigError
 
@@ -141,7 +142,7 @@ def test_attention_has_one_name_or_one_for_each_phase() -> None:
     config = load_config(None, ['plugins.attention={ decode = "a\\"b" }'], {})
     assert config.plugins.attention == AttentionNames(prefill="auto", decode='a"b')
     assert msgspec.convert(tomllib.loads(render_toml(config)), Config) == config
-    assert config.plugins.by_kind()["attention"] == config.plugins.attention
+    assert chosen_plugins(config)["attention"] == config.plugins.attention
     assert build_config(config, {"plugins": {"attention": "torch"}}).plugins.attention == "torch"
     with pytest.raises(ConfigError, match=r"plugins\.attention.*`decod`; known keys: prefill, decode"):
         load_config(None, ['plugins.attention={ decod = "torch" }'], {})
@@ -188,6 +189,6 @@ def test_any_value_anywhere_is_taken_or_refused_by_name(key: str, value: object)
 
 def test_clients_with_keys_share_the_engine_fairly_unless_a_policy_is_named() -> None:
     keyed = {"server": {"key_file": "keys.toml"}}
-    assert Config().chosen_plugins()["policy"] == "auto"
-    assert build_config(Config(), keyed).chosen_plugins()["policy"] == "fair"
-    assert build_config(Config(), {**keyed, "plugins": {"policy": "priority"}}).chosen_plugins()["policy"] == "priority"
+    assert chosen_plugins(Config())["policy"] == "auto"
+    assert chosen_plugins(build_config(Config(), keyed))["policy"] == "fair"
+    assert chosen_plugins(build_config(Config(), {**keyed, "plugins": {"policy": "priority"}}))["policy"] == "priority"

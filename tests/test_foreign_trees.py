@@ -108,6 +108,7 @@ def by_number_alone(monkeypatch: pytest.MonkeyPatch) -> None:
         named = (one for one in self._folder.glob("*.log") if one.stem.isdecimal() and int(one.stem) == number)
         return next(named, self._folder / f"{number:08d}.log")
 
+    monkeypatch.setattr(segments, "NAMED", re.compile(r"[0-9]+\.log"))
     monkeypatch.setattr(segments, "MAGIC", b"")
     monkeypatch.setattr(segments.Segments, "_path", path)
 
@@ -116,7 +117,7 @@ def by_number_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 WRITERS: dict[
     str, tuple[Callable[[Path, pytest.MonkeyPatch], Awaitable[None]], str, Callable[[pytest.MonkeyPatch], None]]
 ] = {
-    "page store": (page_store, "pages", lambda patch: patch.setattr(files, "RECORD", ANY)),
+    "page store": (page_store, "pages", lambda patch: patch.setattr(files, "RECORD", re.compile(".+/.+"))),
     "journal": (requests_journal, "journal", by_number_alone),
     "storage": (storage, "store/contents", lambda patch: patch.setattr(store, "CONTENT", ANY)),
     "recordings": (recordings, "recordings", lambda patch: patch.setattr(recorder, "NAMED", re.compile("(.*)"))),

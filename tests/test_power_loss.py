@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from engine.host import disk
+from engine.host import appended_file, disk
 from engine.host.cache_folder import replace_file
 from engine.kernels import compiled
 from engine.plugins.kv_store import files
@@ -127,7 +127,7 @@ MUTANTS: dict[str, tuple[str, Any, str, Any]] = {
     "no sync of the journal's folder": ("journal", segments, "sync_folder", lambda path: None),
     "old files go before the new one is synced": ("journal", segments.Segments, "copy", unsynced_copy),
     "no sync of the folder above": ("journal", disk, "sync_folder", lambda path: None),
-    "no sync of a page's folder": ("page store", files, "sync_folder", lambda path: None),
+    "no sync of a page's folder": ("page store", appended_file, "sync_folder", lambda path: None),
     "no sync of the folder above the store": ("storage", disk, "sync_folder", lambda path: None),
     "no sync of a content": ("storage", store.Store, "sync", lambda file: None),
 }

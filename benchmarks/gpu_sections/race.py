@@ -5,7 +5,8 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from engine.layers.attention import AttentionSpec
-from engine.plugins.manager import ATTENTION, Plugins
+from engine.plugins.kinds import ATTENTION
+from engine.plugins.manager import Plugins
 from engine.startup.race import Race
 from gpu_sections.rows import Row
 

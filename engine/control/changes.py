@@ -12,11 +12,10 @@ import msgspec
 from engine.checkpoints.checkpoint import ModelSpec
 from engine.config import SECRETS, Config
 from engine.features.lora.files import AdapterRules
+from engine.plugins.kinds import KINDS
 from engine.settings.sections import Changed, PluginsSection, Section
 from engine.types.errors import ConfigError
 
-# Kinds of plugins outside the executors and the planner, which nothing replaces.
-FIXED_KINDS: Final = ("observer", "grammar", "logits_processor", "tool_parser", "reasoning_parser")
 TOKENIZER_FILE: Final = "tokenizer.json"
 
 
@@ -63,12 +62,12 @@ def changes(old: Config, new: Config) -> tuple[Change, ...]:
 
 
 def _options(old: PluginsSection, new: PluginsSection) -> list[Change]:
-    kinds: dict[str, Changed] = {**dict.fromkeys(FIXED_KINDS, "fixed"), "policy": "live"}
     found: list[Change] = []
     for plugin in dict.fromkeys([*old.options, *new.options]):
         before, after = old.options.get(plugin), new.options.get(plugin)
         if before != after:
-            how = kinds.get(plugin.partition(".")[0], "executors")
+            kind = KINDS.get(plugin.partition(".")[0])
+            how = changed(PluginsSection, kind.setting if kind is not None else "options")
             found.append(Change(f"plugins.options.'{plugin}'", before, after, how))
     return found
 

@@ -32,13 +32,14 @@ from engine.host.device_defaults import runs_on_cpu, with_device_defaults
 from engine.plugins.deciders import plugin_policy, plugin_proposer, plugin_strategy, policy_choice
 from engine.plugins.families import read_model
 from engine.plugins.features import FeatureContext, planner_features, planner_watchers
+from engine.plugins.kinds import KINDS, chosen_plugins
 from engine.plugins.linears import check_linear_fits, linear_context
 from engine.plugins.manager import Plugins
 from engine.plugins.observers import Observers
 from engine.plugins.parsers import plugin_codec
 from engine.plugins.selection import check_named, expected_context
 from engine.plugins.structured import plugin_grammars, plugin_processors
-from engine.recording.blueprint import DECIDERS, Blueprint, without_secrets
+from engine.recording.blueprint import Blueprint, without_secrets
 from engine.recording.recorder import RecordedScheduler, Recorder
 from engine.scheduling.planner import Planner
 from engine.scheduling.policy import SchedulingPolicy
@@ -110,10 +111,7 @@ class System:
         self.codec: TextCodec = plugin_codec(config, directory, self.spec.pooling) if before is None else before.codec
         log.info("%s: %s", self.model_name, self.spec.pooling)
         warn_of_unknown_tokens(self.codec, self.spec.vocab_size)
-        chosen = config.plugins
-        self._plugins = Plugins(
-            config.chosen_plugins(), chosen.observers, chosen.options, chosen.graph_passes, chosen.logits_processors
-        )
+        self._plugins = Plugins(chosen_plugins(config), config.plugins.options)
         check_named(self._plugins, expected_context(config, self.spec.shape))
         device = "cpu" if runs_on_cpu(config.device.kind) else ""
         check_linear_fits(self._plugins, linear_context(config, self.spec.dtype, device=device))
@@ -160,7 +158,6 @@ class System:
             lambda: self.codec,
             vocab_size=self.spec.vocab_size,
             eos_token_ids=self.spec.eos_token_ids,
-            options=self.config.plugins.options,
         )
 
     def _build(self) -> None:
@@ -355,7 +352,7 @@ class System:
         )
 
     def _blueprint(self) -> Blueprint:
-        names = {kind: self._plugins.names[kind] for kind in DECIDERS if kind in self._plugins.names}
+        names = {kind: name for kind, name in self._plugins.names.items() if KINDS[kind].decides}
         return Blueprint(
             limits=self.planner_limits(0),
             overlap_depth=self.config.scheduler.overlap_depth,

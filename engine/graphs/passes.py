@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from engine.plugins.hookspecs import GraphPassContext
+from engine.plugins.kinds import GRAPH_PASS
 from engine.plugins.linear.onednn import fewest_rows, padded_product
 from engine.plugins.manager import Plugins
 from engine.types.errors import GraphError
@@ -60,10 +61,9 @@ class PassManager:
 def build_passes(plugins: Plugins, device: torch.device, dtype: torch.dtype) -> list[tuple[str, GraphPass]]:
     """Build the passes that the configuration names.  Raises PluginError."""
     passes = []
-    for name in plugins.graph_passes:
-        options = plugins.options.get(name, {})
-        context = GraphPassContext(device.type, str(dtype).removeprefix("torch."), options)
-        passes.append((name, plugins.build(name, "callboard_graph_pass", context, GraphPass)))
+    for name in plugins.several.get(GRAPH_PASS, ()):
+        context = GraphPassContext(device.type, str(dtype).removeprefix("torch."))
+        passes.append((name, plugins.build(name, context, GraphPass)))
     return passes
 
 

@@ -7,6 +7,8 @@ import os
 from pathlib import Path
 from uuid import uuid4
 
+from engine.host.appended_file import whole_file
+
 
 def cache_folder(name: str) -> Path | None:
     """Return the path of ``name`` in callboard's user cache folder, which may not exist yet; None without a home."""
@@ -23,12 +25,5 @@ def replace_file(path: Path, content: bytes) -> None:
     Threads, and processes in different containers, may write it at the same time."""
     partial = path.with_name(f"{path.name}.{uuid4().hex}")
     path.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        with partial.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, path)
-    except OSError:
-        partial.unlink(missing_ok=True)
-        raise
+    with whole_file(path, partial, content, is_synced=True):
+        pass

@@ -10,7 +10,8 @@ from engine.config import Config
 from engine.kv.eviction import EvictionStrategy
 from engine.plugins.guards import GuardedStrategy, guarded
 from engine.plugins.hookspecs import EvictionContext, PolicyContext, ProposerContext
-from engine.plugins.manager import PROPOSER, Plugins
+from engine.plugins.kinds import PROPOSER
+from engine.plugins.manager import Plugins
 from engine.scheduling.policy import SchedulingPolicy
 from engine.scheduling.proposer import DraftModel, Proposer
 from engine.text.vocabulary import Vocabulary
@@ -22,22 +23,20 @@ MOST_PROPOSED = 64  # most draft tokens of a row in a step
 def plugin_strategy(plugins: Plugins, config: Config, num_pages: int) -> EvictionStrategy:
     """Build the eviction strategy.  Raises PluginError if the plugin raises or returns something else."""
     name = plugins.names["eviction"]
-    context = EvictionContext(config.kv.page_size, num_pages, config.plugins.options.get(name, {}))
-    strategy = plugins.build(name, "callboard_eviction_strategy", context, EvictionStrategy)
+    strategy = plugins.build(name, EvictionContext(config.kv.page_size, num_pages), EvictionStrategy)
     return strategy if plugins.known[name].built_in else GuardedStrategy(name, strategy)
 
 
 def policy_choice(plugins: Plugins, config: Config) -> tuple[str, PolicyContext]:
     """Return the configured policy's name and context; a policy is kept, with its state, while these are unchanged."""
     name = plugins.names["policy"]
-    options = config.plugins.options.get(name, {})
-    return name, PolicyContext(config.scheduler.max_running, config.kv.page_size, options)
+    return name, PolicyContext(config.scheduler.max_running, config.kv.page_size, plugins.options.get(name, {}))
 
 
 def plugin_policy(plugins: Plugins, config: Config) -> SchedulingPolicy:
     """Build the scheduling policy.  Raises PluginError if the plugin raises or returns something else."""
     name, context = policy_choice(plugins, config)
-    policy = plugins.build(name, "callboard_scheduling_policy", context, SchedulingPolicy)
+    policy = plugins.build(name, context, SchedulingPolicy)
     return policy if plugins.known[name].built_in else guarded(name, policy)
 
 
@@ -49,7 +48,7 @@ def plugin_proposer(
     The path of a draft model is resolved.  Raises PluginError, or WeightsError if a draft model cannot be read."""
     if PROPOSER not in plugins.names:
         return None
-    built = built_proposer(plugins, config, spec.vocab_size, max_len)
+    built = built_proposer(plugins, spec.vocab_size, max_len)
     if isinstance(built, DraftModel):
         fitting = import_module("engine.features.speculation.fitting")  # no folder of the engine imports a feature
         fitted: DraftModel = fitting.fitting_model(built, plugins.names[PROPOSER], config, spec, max_len, vocabulary)
@@ -57,11 +56,10 @@ def plugin_proposer(
     return built
 
 
-def built_proposer(plugins: Plugins, config: Config, vocab_size: int, max_len: int) -> Proposer | DraftModel:
+def built_proposer(plugins: Plugins, vocab_size: int, max_len: int) -> Proposer | DraftModel:
     """Return what the configured plugin builds, with the path of a draft model unresolved.  Raises PluginError."""
     name = plugins.names[PROPOSER]
-    context = ProposerContext(vocab_size, max_len, config.plugins.options.get(name, {}))
-    built = plugins.build(name, "callboard_proposer", context, Proposer, DraftModel)
+    built = plugins.build(name, ProposerContext(vocab_size, max_len), Proposer, DraftModel)
     assert isinstance(built, Proposer | DraftModel), f"{name} has built {built!r}"
     if type(built.num_tokens) is not int or not 1 <= built.num_tokens <= MOST_PROPOSED:
         observed = f"num_tokens is {built.num_tokens!r:.100}"

@@ -16,12 +16,12 @@ from engine.checkpoints.pooling import causal_names
 from engine.checkpoints.shape import DecoderShape, ExpertsShape
 from engine.plugins.declaration import Declaration
 from engine.plugins.hookspecs import ModelContext
-from engine.plugins.manager import MODEL, PluginInfo, Plugins, checked, declared
+from engine.plugins.kinds import MODEL
+from engine.plugins.manager import PluginInfo, Plugins, checked, declared
 from engine.settings.sections import ModelSection, PluginsSection
 from engine.text.files import token_id
 from engine.types.errors import ConfigError, PluginError
 
-HOOK = "callboard_model"
 THROUGH = "model.transformers"  # declares no architecture: it reads what no other family does
 
 
@@ -50,14 +50,13 @@ def read_model(directory: Path, section: PluginsSection | None = None, model: Mo
 
 def read_shape(section: PluginsSection, architecture: str, fields: Fields) -> DecoderShape:
     """Return the shape of a checkpoint.  Raises WeightsError with the known architectures otherwise."""
-    plugins = Plugins({})
+    plugins = Plugins({}, section.options)
     info, model_type, declared_name = _family(plugins, section, architecture, fields)
     # transformers reads one field or the other, depending on the call, so both must agree.
     if model_type and (seen := fields.text("model_type", model_type)) != model_type:
         raise fields.error("model_type", seen, f'"{model_type}", since architectures names {architecture}')
     plugins.load(info.name)
-    context = ModelContext(declared_name, fields, section.options.get(info.name, {}))
-    return plugins.build(info.name, HOOK, context, DecoderShape)
+    return plugins.build(info.name, ModelContext(declared_name, fields), DecoderShape)
 
 
 def _with_divided_experts(spec: ModelSpec) -> DecoderShape:

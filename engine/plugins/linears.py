@@ -8,7 +8,8 @@ from dataclasses import replace
 
 from engine.config import Config
 from engine.plugins.hookspecs import LinearContext
-from engine.plugins.manager import LINEAR, PluginInfo, Plugins, checked, declared
+from engine.plugins.kinds import LINEAR
+from engine.plugins.manager import PluginInfo, Plugins, checked, declared
 from engine.types.errors import PluginError
 
 # The first that fits is used, unless another one is measured to be clearly faster.

@@ -9,23 +9,10 @@ from dataclasses import dataclass, replace
 from engine.config import Config
 from engine.plugins.declaration import Declaration
 from engine.plugins.hookspecs import AttentionContext, LinearContext
+from engine.plugins.kinds import ATTENTION, KINDS, LINEAR, MODEL, REASONING_PARSER, TOOL_PARSER, chosen_plugins
 from engine.plugins.linears import fitting_linears, linear_context
-from engine.plugins.manager import (
-    ATTENTION,
-    AUTO,
-    KV_STORE,
-    LINEAR,
-    MODEL,
-    PROPOSER,
-    SEVERAL,
-    PluginInfo,
-    available_plugins,
-    checked,
-    decide,
-    declared,
-    several_names,
-)
-from engine.plugins.parsers import REASONING_PARSER, TOOL_PARSER, wanted_parsers
+from engine.plugins.manager import PluginInfo, available_plugins, checked, decide, declared, several_names
+from engine.plugins.parsers import wanted_parsers
 from engine.plugins.selection import BOTH, first_fit
 from engine.settings.sections import AttentionNames
 from engine.types.errors import PluginError
@@ -57,7 +44,7 @@ def list_plugins(config: Config, context: AttentionContext, template: str | None
 
 
 def _row(info: PluginInfo, chosen: str, context: AttentionContext | LinearContext) -> Listed:
-    if info.kind not in (*AUTO, *SEVERAL, ATTENTION, KV_STORE, LINEAR, MODEL, PROPOSER):
+    if info.kind not in KINDS:
         return Listed(info, chosen, "", (f"this callboard has no plugins of kind {info.kind!r}",))
     try:
         declaration = checked(info, declared(info))
@@ -77,11 +64,12 @@ def _hindrances(info: PluginInfo, declaration: Declaration, context: AttentionCo
 def _chosen(
     config: Config, known: Mapping[str, PluginInfo], context: AttentionContext, linear: LinearContext
 ) -> dict[str, str]:
-    several = {kind: getattr(config.plugins, setting) for kind, setting in SEVERAL.items()}
-    chosen = {name: "yes" for kind, wanted in several.items() for name in several_names(kind, wanted)}
     # A built-in family needs no choice: it is asked when a checkpoint is of its architecture.
-    chosen |= {f"{MODEL}.{name}": "yes" for name in config.plugins.models}
-    for kind, wanted in config.chosen_plugins().items():
+    chosen = {f"{MODEL}.{name}": "yes" for name in config.plugins.models}
+    for kind, wanted in chosen_plugins(config).items():
+        if isinstance(wanted, list):
+            chosen |= dict.fromkeys(several_names(kind, wanted), "yes")
+            continue
         if (kind, wanted) == (LINEAR, "auto"):
             # Which of them is measured at start.
             chosen |= {info.name: "if fastest" for info in fitting_linears(known, linear)}

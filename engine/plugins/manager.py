@@ -10,7 +10,7 @@ import logging
 import threading
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, TypeVar
@@ -22,6 +22,7 @@ from engine.host.device_defaults import gpu_bytes
 from engine.host.timeouts import named_while_slow
 from engine.plugins import hookspecs
 from engine.plugins.declaration import CONSTANT, Declaration, check_api, convert_declaration, read_declaration
+from engine.plugins.kinds import ATTENTION, GRAMMAR, KINDS, LINEAR, OBSERVER, Wanted
 from engine.settings.sections import AttentionNames
 from engine.types.errors import CallboardError, PluginError
 
@@ -31,58 +32,8 @@ Built = TypeVar("Built")
 
 ENTRY_POINT_GROUP = "callboard"
 DISTRIBUTION = "callboard"
-ATTENTION = "attention"  # the kind of which there may be two, one for each phase
-GRAMMAR = "grammar"  # the kind that only some requests need: what nobody named may be missing until one comes
-KV_STORE, PROPOSER = "kv_store", "proposer"  # the kinds that are not there unless they are named
-LINEAR = "linear"  # the kind that 'auto' chooses by measuring, once the model's shapes are known
-MODEL = "model"  # the kind that is chosen by a checkpoint's architecture: every built-in, others if they are named
-OBSERVER, GRAPH_PASS, LOGITS_PROCESSOR = "observer", "graph_pass", "logits_processor"
-# The kinds of which any number may be chosen -> the setting that names them.
-SEVERAL: Mapping[str, str] = {OBSERVER: "observers", GRAPH_PASS: "graph_passes", LOGITS_PROCESSOR: "logits_processors"}
-
 BUILTIN: Mapping[str, str] = {
-    f"{kind}.{name}": f"engine.plugins.{kind}.{name}"
-    for kind, names in {
-        "attention": "flash_attn flashinfer tiles torch triton xqa",
-        "comm": "local pynccl symmetric torch",
-        "eviction": "fifo lfu lru priority s3fifo slru",
-        "grammar": "llguidance",
-        "kv_store": "files",
-        "linear": "fbgemm_fp16 fbgemm_int8 onednn panels torch torch_fp8 torch_fp8_block torch_int4 triton triton_int8",
-        "logits_processor": "no_repeat_ngram",
-        "model": "cohere deepseek_v2 deepseek_v3 gemma2 gemma3 glm4 gpt2 gpt_oss granite llama mistral mixtral olmo2 "
-        "phi3 qwen2 qwen3 qwen3_moe seed_oss smollm3 transformers",
-        "observer": "log",
-        "policy": "fair fcfs lpm priority",
-        "proposer": "draft_model eagle ngram suffix",
-        "reasoning_parser": "granite harmony think",
-        "tool_parser": "deepseek_v3 glm4 harmony hermes kimi_k2 llama3_json mistral pythonic qwen3_coder",
-    }.items()
-    for name in names.split()
-}
-AUTO: Mapping[str, tuple[str, str]] = {
-    "comm": ("local", "there is one rank"),
-    "eviction": ("lru", "needs no tuning"),
-    "grammar": ("llguidance", "comes with callboard"),
-    "policy": ("priority", "first come, first served where nobody sends a priority"),
-    "reasoning_parser": ("think", "for templates that name its markers"),
-    "tool_parser": ("hermes", "for templates that name no other format"),
-}
-# Hook -> the kind of plugin that answers it; two of that kind share it only if both were chosen.
-KINDS: Mapping[str, str] = {
-    "callboard_attention_backend": ATTENTION,
-    "callboard_comm": "comm",
-    "callboard_eviction_strategy": "eviction",
-    "callboard_grammar_engine": "grammar",
-    "callboard_graph_pass": GRAPH_PASS,
-    "callboard_kv_store": KV_STORE,
-    "callboard_linear": LINEAR,
-    "callboard_logits_processor": LOGITS_PROCESSOR,
-    "callboard_model": MODEL,
-    "callboard_proposer": PROPOSER,
-    "callboard_reasoning_parser": "reasoning_parser",
-    "callboard_scheduling_policy": "policy",
-    "callboard_tool_parser": "tool_parser",
+    f"{kind.name}.{name}": f"engine.plugins.{kind.name}.{name}" for kind in KINDS.values() for name in kind.built_in
 }
 
 
@@ -112,7 +63,7 @@ class PluginInfo:
 
     @property
     def label(self) -> str:
-        """For errors: its name, and whom to ask about it."""
+        """The name and the distribution, for errors."""
         return f"{self.name} ({self.distribution} {self.version})"
 
 
@@ -172,7 +123,7 @@ def hindrance(info: PluginInfo) -> str:
 
 def decide(kind: str, name: str) -> str:
     """Return the full name of a choice; 'auto' becomes the default of its kind."""
-    return f"{kind}.{AUTO[kind][0] if name == 'auto' and kind in AUTO else name}"
+    return f"{kind}.{KINDS[kind].default if name == 'auto' and KINDS[kind].default else name}"
 
 
 def several_names(kind: str, wanted: Sequence[str]) -> list[str]:
@@ -180,7 +131,7 @@ def several_names(kind: str, wanted: Sequence[str]) -> list[str]:
     twice."""
     for name in wanted:
         if wanted.count(name) > 1:
-            raise PluginError(f"plugins.{SEVERAL[kind]} names {name!r} more than once")
+            raise PluginError(f"plugins.{KINDS[kind].setting} names {name!r} more than once")
     return [f"{kind}.{name}" for name in wanted]
 
 
@@ -190,21 +141,14 @@ class Plugins:
     names: kind -> full name; attention is missing from it unless one backend was named for both phases, linear unless
     a kernel was named.
     attention: the names wanted for its two phases; a backend for 'auto' is loaded later, when the device is known.
-    observers, graph_passes, logits_processors: full names, in the order of the configuration.  options: per full name.
+    several: kind -> full names, in the order of the configuration.  options: per full name.
     absent: why the default grammar plugin cannot be loaded; '' if it can.
     known: every plugin that could be chosen, by full name.  declarations: those of the loaded plugins.
     choosing: a lock; hold it while declarations are read.
     """
 
-    def __init__(
-        self,
-        chosen: Mapping[str, str | AttentionNames],
-        observers: Sequence[str] = (),
-        options: Mapping[str, dict[str, Any]] | None = None,
-        graph_passes: Sequence[str] = (),
-        logits_processors: Sequence[str] = (),
-    ) -> None:
-        """chosen: kind -> plugin name or 'auto'.  options: per full name.  The others are names of that kind.
+    def __init__(self, chosen: Mapping[str, Wanted], options: Mapping[str, dict[str, Any]] | None = None) -> None:
+        """Load plugins.  chosen: kind -> plugin name or 'auto', or the names of a kind of which there may be several.
 
         Raises PluginError; the message lists the alternatives."""
         self._manager = pluggy.PluginManager(hookspecs.PROJECT)
@@ -223,27 +167,34 @@ class Plugins:
         self.declarations: dict[str, Declaration] = {}
         self.absent = ""
         self.attention = AttentionNames()
-        self.observers = several_names(OBSERVER, observers)
-        self.graph_passes = several_names(GRAPH_PASS, graph_passes)
-        self.logits_processors = several_names(LOGITS_PROCESSOR, logits_processors)
+        self.several: dict[str, list[str]] = {}
         for kind, wanted in chosen.items():
             if isinstance(wanted, AttentionNames):
                 self._choose_attention(wanted)
+            elif isinstance(wanted, list):
+                self._choose_several(kind, wanted)
             elif kind == ATTENTION:
                 self._choose_attention(AttentionNames(prefill=wanted, decode=wanted))
             elif kind == LINEAR:
                 self._choose_linear(wanted)
             else:
-                self.names[kind] = decide(kind, wanted)
-                reason = f"auto: {AUTO[kind][1]}" if wanted == "auto" and kind in AUTO else "chosen by name"
-                log.info("plugin: %s (%s)", self.names[kind], reason)
-                try:
-                    self.load(self.names[kind])
-                except PluginError as error:
-                    if (kind, wanted) != (GRAMMAR, "auto"):
-                        raise
-                    self.absent = f"{error} (pip install {AUTO[kind][0]}, or name another in plugins.{kind})"
-        for full_name in (*self.observers, *self.graph_passes, *self.logits_processors):
+                self._choose(kind, wanted)
+
+    def _choose(self, kind: str, wanted: str) -> None:
+        self.names[kind] = full_name = decide(kind, wanted)
+        reason = "chosen by name" if full_name == f"{kind}.{wanted}" else f"auto: {KINDS[kind].because}"
+        log.info("plugin: %s (%s)", full_name, reason)
+        try:
+            self.load(full_name)
+        except PluginError as error:
+            # Only some requests need a grammar: the plugin that no setting names may be missing until one comes.
+            if (kind, wanted) != (GRAMMAR, "auto"):
+                raise
+            self.absent = f"{error} (pip install {KINDS[kind].default}, or name another in plugins.{kind})"
+
+    def _choose_several(self, kind: str, wanted: list[str]) -> None:
+        self.several[kind] = several_names(kind, wanted)
+        for full_name in self.several[kind]:
             log.info("plugin: %s (chosen by name)", full_name)
             self.load(full_name)
 
@@ -267,8 +218,9 @@ class Plugins:
         """Call a hook: ``plugins.hook.callboard_comm(context=...)``."""
         return self._manager.hook
 
-    def asking(self, full_name: str, hook_name: str) -> pluggy.HookCaller:
-        """Return a caller of the hook that asks this plugin alone of its kind, and every wrapper of the hook."""
+    def asking(self, full_name: str) -> pluggy.HookCaller:
+        """Return a caller of its kind's hook that asks this plugin alone of its kind, and every wrapper of the hook."""
+        hook_name = KINDS[self.known[full_name].kind].hook
         others = [
             self._manager.get_plugin(impl.plugin_name)
             for impl in self.implementations(hook_name)
@@ -276,20 +228,24 @@ class Plugins:
         ]
         return self._manager.subset_hook_caller(hook_name, others)
 
-    def build(self, full_name: str, hook_name: str, context: object, *kinds: type[Built]) -> Built:
-        """Ask a plugin's constructor hook, and return what it builds.  kinds: protocols, of which it must meet one.
+    def build(self, full_name: str, context: Any, *protocols: type[Built]) -> Built:
+        """Call the hook of a plugin's kind, and return what it builds.  context: of that kind, without options.
+
+        protocols: of which the built object must meet one.
 
         Raises PluginError, which names the plugin whatever it did instead."""
         info = self.known[full_name]
+        hook_name = KINDS[info.kind].hook
         try:
             with named_while_slow(f"plugin {info.label}: {hook_name}"):
-                built: object = self.asking(full_name, hook_name)(context=context)
+                context = replace(context, options=self.options.get(full_name, {}))
+                built: object = self.asking(full_name)(context=context)
         except CallboardError:
             raise
         except (Exception, SystemExit) as error:
             raise self.raised(full_name, hook_name, error) from error
-        if not isinstance(built, kinds):
-            lacking = "" if built is None else f", which is no {' or '.join(kind.__name__ for kind in kinds)}"
+        if not isinstance(built, protocols):
+            lacking = "" if built is None else f", which is no {' or '.join(kind.__name__ for kind in protocols)}"
             raise PluginError(
                 f"plugin {info.label}: {hook_name} must be implemented, and built {built!r:.100}{lacking}"
             )
@@ -307,7 +263,7 @@ class Plugins:
         return [impl for impl in caller.get_hookimpls() if not (impl.wrapper or impl.hookwrapper)]
 
     def find(self, full_name: str) -> PluginInfo:
-        """Return a plugin's description.  Raises PluginError, listing the choices, if nobody publishes it."""
+        """Return a plugin's description.  Raises PluginError, listing the choices, if no distribution publishes it."""
         info = self.known.get(full_name)
         if info is None:
             kind, _, name = full_name.partition(".")
@@ -372,8 +328,9 @@ class Plugins:
                 if inspect.iscoroutinefunction(impl.function):
                     raise PluginError(f"plugin {name}: {caller.name} is async; hooks are plain functions")
             # Hooks with one answer; any number of plugins may observe, and attention may have one for each phase.
-            foreign = [impl for impl in impls if not impl.plugin_name.startswith(f"{KINDS.get(caller.name)}.")]
-            if len(impls) > 1 and foreign and caller.name in KINDS:
+            owner = next((kind.name for kind in KINDS.values() if kind.hook == caller.name), "")
+            foreign = [impl for impl in impls if not impl.plugin_name.startswith(f"{owner}.")]
+            if len(impls) > 1 and foreign and owner not in ("", OBSERVER):
                 answers = " and ".join(impl.plugin_name for impl in impls)
                 raise PluginError(f"{caller.name} is implemented by {answers}; choose one")
 

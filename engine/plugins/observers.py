@@ -14,6 +14,7 @@ from pluggy import HookImpl
 
 from engine.kv.events import KVEvent
 from engine.plugins.hookspecs import ObserverContext
+from engine.plugins.kinds import OBSERVER
 from engine.plugins.manager import Plugins
 from engine.scheduling.meter import RequestMetrics
 from engine.types.errors import CallboardError, PluginError
@@ -48,7 +49,7 @@ class Observers:
         self._wall_clock = wall_clock
         self._silenced: set[str] = set()
         self._slow: set[str] = set()
-        built = dict.fromkeys(plugins.observers, "")
+        built = dict.fromkeys(plugins.several.get(OBSERVER, ()), "")
         for impl in plugins.implementations("callboard_observer"):
             context = ObserverContext(page_size, options.get(impl.plugin_name, {}))
             observer = _build(plugins, impl, context)

@@ -6,11 +6,12 @@ Owns: the built-in parser for a template.  Does not know: the formats.
 import logging
 from collections.abc import Callable
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar
 
 from engine.checkpoints.pooling import GENERATING, Pooling
 from engine.config import Config
 from engine.plugins.hookspecs import ParserContext
+from engine.plugins.kinds import REASONING_PARSER, TOOL_PARSER
 from engine.plugins.manager import Plugins
 from engine.settings.sections import PluginsSection
 from engine.text.codec import Formats, TextCodec, load_codec
@@ -19,8 +20,8 @@ from engine.text.tool_calls import ToolFormat
 
 log = logging.getLogger(__name__)
 
-TOOL_PARSER: Final = "tool_parser"
-REASONING_PARSER: Final = "reasoning_parser"
+Format = TypeVar("Format", ToolFormat, ReasoningFormat)
+
 # Text in a template -> the parser for it; the first match counts.
 TOOL_SIGNS: Final = (
     ("<|channel|>", "harmony"),
@@ -57,25 +58,20 @@ def plugin_formats(config: Config) -> Callable[[str], Formats]:
 
     def formats(template: str) -> Formats:
         (tool_name, tool_sign), (reasoning_name, reasoning_sign) = wanted_parsers(section, template)
-        chosen: dict[str, str] = {TOOL_PARSER: tool_name}
-        if reasoning_name != "none":
-            chosen[REASONING_PARSER] = reasoning_name
-        plugins = Plugins(dict(chosen), (), section.options)
-
-        def context(kind: str) -> ParserContext:
-            return ParserContext(template, section.options.get(plugins.names[kind], {}))
-
-        tools = plugins.build(plugins.names[TOOL_PARSER], "callboard_tool_parser", context(TOOL_PARSER), ToolFormat)
-        log.info("plugin: %s (%s)", plugins.names[TOOL_PARSER], tool_sign)
+        tools = _build(section, TOOL_PARSER, tool_name, template, ToolFormat)
+        log.info("plugin: %s.%s (%s)", TOOL_PARSER, tool_name, tool_sign)
         if reasoning_name == "none":
             return Formats(tool_name, tools)
-        reasoning = plugins.build(
-            plugins.names[REASONING_PARSER], "callboard_reasoning_parser", context(REASONING_PARSER), ReasoningFormat
-        )
-        log.info("plugin: %s (%s)", plugins.names[REASONING_PARSER], reasoning_sign)
+        reasoning = _build(section, REASONING_PARSER, reasoning_name, template, ReasoningFormat)
+        log.info("plugin: %s.%s (%s)", REASONING_PARSER, reasoning_name, reasoning_sign)
         return Formats(tool_name, tools, reasoning_name, reasoning)
 
     return formats
+
+
+def _build(section: PluginsSection, kind: str, name: str, template: str, protocol: type[Format]) -> Format:
+    plugins = Plugins({kind: name}, section.options)
+    return plugins.build(plugins.names[kind], ParserContext(template), protocol)
 
 
 def wanted_parsers(section: PluginsSection, template: str) -> tuple[tuple[str, str], tuple[str, str]]:

@@ -16,7 +16,8 @@ from engine.config import Config
 from engine.host.timeouts import named_while_slow
 from engine.plugins.declaration import Declaration, Phase
 from engine.plugins.hookspecs import AttentionContext
-from engine.plugins.manager import ATTENTION, PluginInfo, Plugins, checked, declared
+from engine.plugins.kinds import ATTENTION, KINDS
+from engine.plugins.manager import PluginInfo, Plugins, checked, declared
 from engine.types.errors import PluginError
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-HOOK = "callboard_attention_backend"
+HOOK = KINDS[ATTENTION].hook
 BOTH: tuple[Phase, ...] = ("prefill", "decode")
 # Fastest first; a name that is not in this callboard, or cannot run here, is passed over.
 PREFERRED: Mapping[str, tuple[str, ...]] = {
@@ -243,7 +244,7 @@ def ask(plugins: Plugins, contender: Contender, context: AttentionContext, reaso
     context = replace(context, options={**contender.options, **plugins.options.get(info.name, {})})
     try:
         with named_while_slow(f"plugin {info.label}: {HOOK}"):
-            factory: AttentionFactory | None = plugins.asking(info.name, HOOK)(context=context)
+            factory: AttentionFactory | None = plugins.asking(info.name)(context=context)
     except PluginError as error:
         raise PluginError(f"plugin {info.label}: {error}") from error
     except (Exception, SystemExit) as error:

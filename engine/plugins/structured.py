@@ -5,9 +5,9 @@ needs it, since its tables for a large vocabulary take a second and tens of mega
 """
 
 from collections.abc import Callable
-from typing import Any
 
 from engine.plugins.hookspecs import GrammarContext, LogitsProcessorContext
+from engine.plugins.kinds import GRAMMAR, LOGITS_PROCESSOR
 from engine.plugins.manager import Plugins
 from engine.text.codec import TextCodec
 from engine.text.grammar import GrammarEngine, Grammars
@@ -21,10 +21,9 @@ def plugin_grammars(
     *,
     vocab_size: int,
     eos_token_ids: tuple[int, ...],
-    options: dict[str, dict[str, Any]],
 ) -> Grammars:
-    """Return the grammars.  codec: called at most once, for the first grammar.  options: by full plugin name."""
-    name = plugins.names["grammar"]
+    """Return the grammars.  codec: called at most once, for the first grammar."""
+    name = plugins.names[GRAMMAR]
 
     def new_engine() -> GrammarEngine:
         if plugins.absent:
@@ -35,9 +34,8 @@ def plugin_grammars(
             pieces=vocabulary.all_pieces[:vocab_size],
             special_token_ids=[token_id for token_id in vocabulary.special_ids if token_id < vocab_size],
             eos_token_ids=eos_token_ids,
-            options=options.get(name, {}),
         )
-        return plugins.build(name, "callboard_grammar_engine", context, GrammarEngine)
+        return plugins.build(name, context, GrammarEngine)
 
     return Grammars(new_engine, name=name)
 
@@ -45,8 +43,6 @@ def plugin_grammars(
 def plugin_processors(plugins: Plugins, vocab_size: int) -> Processors:
     """Build the configured logits processors, in order.  Raises PluginError."""
     by_name = {}
-    for name in plugins.logits_processors:
-        context = LogitsProcessorContext(vocab_size, plugins.options.get(name, {}))
-        hook = "callboard_logits_processor"
-        by_name[plugins.known[name].short] = plugins.build(name, hook, context, LogitsProcessor)
+    for name in plugins.several.get(LOGITS_PROCESSOR, ()):
+        by_name[plugins.known[name].short] = plugins.build(name, LogitsProcessorContext(vocab_size), LogitsProcessor)
     return Processors(by_name)

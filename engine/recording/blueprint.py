@@ -14,13 +14,13 @@ import msgspec
 from engine.config import SECRETS, Config
 from engine.plugins.deciders import built_proposer, plugin_policy, plugin_strategy
 from engine.plugins.features import FeatureContext, planner_features
-from engine.plugins.manager import PROPOSER, Plugins
+from engine.plugins.kinds import PROPOSER
+from engine.plugins.manager import Plugins
 from engine.scheduling.planner import Planner
 from engine.scheduling.policy import SchedulingPolicy
 from engine.scheduling.proposer import DraftModel, Proposer
 from engine.scheduling.rows import PlannerLimits
 
-DECIDERS = ("eviction", "policy", PROPOSER)  # the kinds of plugins that influence plans
 PLANS = ("actors/scheduler.py", "scheduling/*.py", "kv/*.py", "features/*/planner.py")  # the code that plans
 
 
@@ -29,7 +29,7 @@ class Blueprint(msgspec.Struct, frozen=True):
 
     limits: those of the planner; the number of pages is filled in when there is a pool.
     max_len: longest sequence, as proposers get it.
-    names: kind -> full name of each chosen plugin of ``DECIDERS``.
+    names: kind -> full name of each chosen plugin of a kind that decides.
     draft: the model that proposes, if one does.
     config: without secrets, and with the options of those plugins only."""
 
@@ -52,7 +52,7 @@ class Blueprint(msgspec.Struct, frozen=True):
         limits = replace(self.limits, num_pages=num_pages, record_events=False)
         proposer: Proposer | DraftModel | None = self.draft
         if proposer is None and PROPOSER in self.names:
-            proposer = built_proposer(plugins, self.config, self.vocab_size, self.max_len)
+            proposer = built_proposer(plugins, self.vocab_size, self.max_len)
         features = planner_features(FeatureContext(self.config, proposer, self.vocab_size))
         strategy = plugin_strategy(plugins, self.config, num_pages)
         return Planner(limits, strategy, policy, clock, features=features)

@@ -1,31 +1,31 @@
 """A recording as a file: a header, optionally the scheduler's state at its beginning, turns, and an end.
 
 Owns: the format.  Does not know: how turns come about, what they mean.
-The file is a line that names the format and then frames: length, CRC-32 and kind, then zlib of msgpack.  A file that
-was cut is read up to its last whole frame; no content of a file is executed.
+The file is a line that names the format, and frames as in ``engine/host/appended_file.py``.  A payload is a kind, one
+byte, and zlib of msgpack.  A file that was cut is read up to its last whole frame; no content of a file is
+executed.
 """
 
 import os
 import re
-import struct
 import time
 import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
+from engine.host.appended_file import Frames, frame, whole_file
 from engine.recording.blueprint import Blueprint
 from engine.recording.turns import Turn
 from engine.types.errors import CallboardError
 
-FORMAT = 1
+FORMAT = 2
 NAME = b"callboard recording "
 SUFFIX = ".cbr"
 NAMED = re.compile(rf"[0-9]{{8}}T[0-9]{{9}}-([a-z-]+)-[0-9]+{re.escape(SUFFIX)}")  # by ``file_name``; the group: reason
-HEAD = struct.Struct("<IIc")
 HEADER, STATE, TURNS, END = b"H", b"S", b"T", b"E"
 FRAME_ENTRIES = 512  # of the state; turns are cut by size
 FRAME_BYTES = 1 << 18
@@ -68,7 +68,7 @@ class Header(msgspec.Struct, frozen=True):
 
 
 class End(msgspec.Struct, frozen=True):
-    """The end of a recording.  num_turns: number of turns in the file."""
+    """The last entry of a whole file.  num_turns: number of turns in the file."""
 
     num_turns: int
 
@@ -88,32 +88,23 @@ class Recording:
 
 def write_recording(path: Path, header: Header, state: Iterable[Any], turns: Iterable[bytes]) -> None:
     """Write a file, which gets its name when it is complete.  turns: each encoded.  Raises OSError, StateError."""
-    unfinished = path.with_name(f"{path.name}.part")
-    try:
-        _write_whole(unfinished, header, state, turns)
-        unfinished.rename(path)
-    finally:
-        unfinished.unlink(missing_ok=True)
-
-
-def _write_whole(path: Path, header: Header, state: Iterable[Any], turns: Iterable[bytes]) -> None:
-    with path.open("wb") as file:
-        file.write(NAME + b"%d\n" % FORMAT)
-        _write(file, HEADER, msgspec.msgpack.encode(header))
+    head = NAME + b"%d\n" % FORMAT
+    with whole_file(path, path.with_name(f"{path.name}.part"), head, is_synced=False) as file:
+        file.append(_frame(HEADER, msgspec.msgpack.encode(header)))
         entries: list[Any] = []
         for entry in state:
             entries.append(entry)
             if len(entries) == FRAME_ENTRIES:
-                _write(file, STATE, msgspec.msgpack.encode(entries))
+                file.append(_frame(STATE, msgspec.msgpack.encode(entries)))
                 entries = []
         if entries:
-            _write(file, STATE, msgspec.msgpack.encode(entries))
+            file.append(_frame(STATE, msgspec.msgpack.encode(entries)))
         num_turns = 0
         for part in _parts(turns):
             num_turns += len(part)
             # An array of encoded turns, assembled without decoding them.
-            _write(file, TURNS, b"\xdd" + len(part).to_bytes(4, "big") + b"".join(part))
-        _write(file, END, msgspec.msgpack.encode(End(num_turns)))
+            file.append(_frame(TURNS, b"\xdd" + len(part).to_bytes(4, "big") + b"".join(part)))
+        file.append(_frame(END, msgspec.msgpack.encode(End(num_turns))))
 
 
 def _parts(turns: Iterable[bytes]) -> Iterator[list[bytes]]:
@@ -129,10 +120,8 @@ def _parts(turns: Iterable[bytes]) -> Iterator[list[bytes]]:
         yield part
 
 
-def _write(file: BinaryIO, kind: bytes, plain: bytes) -> None:
-    packed = zlib.compress(plain, LEVEL)
-    file.write(HEAD.pack(len(packed), zlib.crc32(packed), kind))
-    file.write(packed)
+def _frame(kind: bytes, plain: bytes) -> bytes:
+    return frame(kind + zlib.compress(plain, LEVEL))
 
 
 def read_recording(path: Path) -> Recording:
@@ -146,12 +135,18 @@ def read_recording(path: Path) -> Recording:
             raise RecordingError(
                 f"{path}: format {number}, and this callboard reads format {FORMAT}; take the version that wrote it"
             )
-        frames = _Frames(file)
+        frames = Frames(file)
         header: Header | None = None
         state: list[Any] = []
         turns: list[Turn] = []
         end: End | None = None
-        for kind, plain in frames:
+        for payload in frames:
+            kind = payload[:1]
+            try:
+                plain = _unpacked(payload[1:])
+            except zlib.error:
+                frames.broken = "damaged"
+                break
             if kind == HEADER:
                 header = _decoded(path, plain, Header)
             elif kind == STATE:
@@ -160,41 +155,23 @@ def read_recording(path: Path) -> Recording:
                 turns += _decoded(path, plain, list[Turn])
             elif kind == END:
                 end = _decoded(path, plain, End)
+    torn = f"the frame at byte {frames.end} is cut or damaged" if frames.broken else ""
     if header is None:
-        raise RecordingError(f"{path}: {frames.torn or 'there is no header'}; nothing of it can be replayed")
+        raise RecordingError(f"{path}: {torn or 'there is no header'}; nothing of it can be replayed")
     if end is not None and end.num_turns != len(turns):
         raise RecordingError(f"{path}: {len(turns)} turns, and its end counts {end.num_turns}")
     if end is None and state and not turns:
-        raise RecordingError(f"{path}: {frames.torn or 'it ends early'}, within the state that it begins with")
-    return Recording(header, state, turns, "" if end is not None else frames.torn or "its end is missing")
+        raise RecordingError(f"{path}: {torn or 'it ends early'}, within the state that it begins with")
+    return Recording(header, state, turns, "" if end is not None else torn or "its end is missing")
 
 
-class _Frames:
-    """The whole frames of a file.  torn: why there are no more, '' at the end of the file."""
-
-    def __init__(self, file: BinaryIO) -> None:
-        self._file = file
-        self._size = os.fstat(file.fileno()).st_size
-        self.torn = ""
-
-    def __iter__(self) -> Iterator[tuple[bytes, bytes]]:
-        while head := self._file.read(HEAD.size):
-            at = self._file.tell() - len(head)
-            length, crc, kind = HEAD.unpack(head) if len(head) == HEAD.size else (0, -1, b"")
-            packed = self._file.read(min(length, self._size - at))  # a damaged frame's length may be anything
-            if len(packed) < length or zlib.crc32(packed) != crc:
-                self.torn = f"the frame at byte {at} is cut or damaged"
-                return
-            try:
-                unpacker = zlib.decompressobj()
-                plain = unpacker.decompress(packed, MOST_FRAME_BYTES)
-            except zlib.error as error:
-                self.torn = f"the frame at byte {at} is damaged: {error}"
-                return
-            if not unpacker.eof:
-                self.torn = f"the frame at byte {at} is larger than {MOST_FRAME_BYTES} bytes"
-                return
-            yield kind, plain
+def _unpacked(packed: bytes) -> bytes:
+    """Return an unpacked frame.  Raises zlib.error, also if it is larger than a frame may be."""
+    unpacker = zlib.decompressobj()
+    plain = unpacker.decompress(packed, MOST_FRAME_BYTES)
+    if not unpacker.eof:
+        raise zlib.error("it is too large, or ends early")
+    return plain
 
 
 def _decoded(path: Path, plain: bytes, kind: type[T]) -> T:

@@ -25,6 +25,8 @@ import numpy as np
 from engine import __version__
 from engine.actors.actor import Link
 from engine.actors.scheduler import Scheduler
+from engine.host.disk import make_folder
+from engine.host.own_files import own_files
 from engine.messages import ExecutorInbox, FetchPages, SchedulerInbox, Step, StepDone
 from engine.plugins.manager import Plugins
 from engine.recording.blueprint import Blueprint, planning_code
@@ -255,7 +257,7 @@ class Recorder:
         state = () if self._behind is None else _with_pauses(state_entries(self._behind.state()), pause_s)
         turns = _with_pauses(ring, pause_s)
         try:
-            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            make_folder(self.folder)
             _make_room(self.folder, is_asked=why not in ALERTS)
             write_recording(self.folder / name, header, state, turns)
         except (OSError, CallboardError) as error:
@@ -275,10 +277,9 @@ def _with_pauses(items: Iterable[T], pause_s: float) -> Iterator[T]:
 
 def _make_room(folder: Path, *, is_asked: bool) -> None:
     """Remove the oldest files to make room for another one.  is_asked: files that an operator requested, or alerts'."""
-    named = ((NAMED.fullmatch(path.name), path) for path in folder.iterdir())
-    found = sorted(path for match, path in named if match is not None and (match[1] not in ALERTS) == is_asked)
-    for path in found[: -MOST_FILES + 1 or None]:
-        path.unlink(missing_ok=True)
+    alike = [one for one in own_files(folder, NAMED) if (NAMED.sub(r"\1", one.path.name) not in ALERTS) == is_asked]
+    for one in alike[: -MOST_FILES + 1 or None]:
+        one.path.unlink(missing_ok=True)
 
 
 class _Told:

@@ -288,13 +288,6 @@ class PluginsSection(Section, frozen=True):
         "Option table per plugin, e.g. [plugins.options.'attention.torch']", changed="executors", is_place=True
     )] = {}
 
-    def by_kind(self) -> dict[str, str | AttentionNames]:
-        """Return plugin kind -> the configured name, for the kinds with one plugin; attention may have two.
-
-        A kind set to 'none' is left out."""
-        names = ("attention", "linear", "eviction", "policy", "comm", "grammar", "kv_store", "proposer")
-        return {kind: getattr(self, kind) for kind in names if getattr(self, kind) != "none"}
-
 
 class ServerSection(Section, frozen=True):
     """[server]: the HTTP frontend."""

@@ -25,7 +25,8 @@ from engine.layers.attention import AttentionSpec
 from engine.layers.comm import Comm
 from engine.layers.norm import RMSNorm
 from engine.plugins.hookspecs import CommContext
-from engine.plugins.manager import ATTENTION, Plugins
+from engine.plugins.kinds import ATTENTION
+from engine.plugins.manager import Plugins
 from engine.plugins.proof.comm import check_rank
 from engine.startup.race import Race
 from engine.types.errors import PluginError
@@ -144,7 +145,7 @@ def _check_rank(place: Place) -> str:
         context = CommContext(place.rank, place.size, place.device.type, url)
         try:
             plugins = Plugins({"comm": name})
-            comm = plugins.build(f"comm.{name}", "callboard_comm", context, Comm)
+            comm = plugins.build(f"comm.{name}", context, Comm)
         except PluginError as error:
             told.append(f"{name} cannot run ({error})")
             continue

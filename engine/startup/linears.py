@@ -16,14 +16,14 @@ from engine.execution.device import instruction_sets
 from engine.layers.packing import HeadKernel, LinearKernel, Linears
 from engine.models.model import Model
 from engine.plugins.hookspecs import LinearContext
+from engine.plugins.kinds import LINEAR
 from engine.plugins.linears import check_linear_fits, fitting_linears, keeping, linear_context, linear_refusal
-from engine.plugins.manager import LINEAR, PluginInfo, Plugins
+from engine.plugins.manager import PluginInfo, Plugins
 from engine.startup.linear_race import Race
 from engine.types.errors import PluginError
 
 log = logging.getLogger(__name__)
 
-HOOK = "callboard_linear"
 CLEARLY = 0.7  # of the time of the preferred kernel: on a busy machine a kernel is so much faster by chance
 # Kernels by short name -> seconds of each; empty if it is not worth measuring.
 Measure = Callable[[Mapping[str, LinearKernel]], Mapping[str, float]]
@@ -92,7 +92,7 @@ def choose_linear(plugins: Plugins, context: LinearContext, measure: Measure) ->
     if named is not None:
         check_linear_fits(plugins, context)
         log.info("plugin: %s for %s (chosen by name)", named, _what(context))
-        return _build(plugins, named, context)
+        return plugins.build(named, context, LinearKernel)
     with plugins.choosing:
         fitting = fitting_linears(plugins.known, context)
         if not fitting:
@@ -140,12 +140,7 @@ def _those_that_can(
 
 def _load(plugins: Plugins, info: PluginInfo, context: LinearContext) -> LinearKernel:
     plugins.load(info.name)
-    return _build(plugins, info.name, context)
-
-
-def _build(plugins: Plugins, full_name: str, context: LinearContext) -> LinearKernel:
-    context = replace(context, options=plugins.options.get(full_name, {}))
-    return plugins.build(full_name, HOOK, context, LinearKernel)
+    return plugins.build(info.name, context, LinearKernel)
 
 
 def _what(context: LinearContext) -> str:

@@ -34,6 +34,7 @@ from engine.models.decoder import Decoder
 from engine.models.loader import load_model
 from engine.models.model import Model, build_model
 from engine.plugins.hookspecs import CommContext
+from engine.plugins.kinds import LOGITS_PROCESSOR
 from engine.plugins.manager import Plugins
 from engine.plugins.parsers import plugin_codec
 from engine.plugins.selection import NOT_MEASURED
@@ -104,7 +105,7 @@ def load_runner(
     rows, sampler = _new_rows(start, loaded.model), _new_sampler(start, loaded)
     if start.invariant:
         _prove(start, loaded.model, attention, sampler)
-    if plugins.logits_processors:
+    if plugins.several.get(LOGITS_PROCESSOR):
         sampler.processing = Processing(plugin_processors(plugins, spec.vocab_size), rows.tokens_RM)
     features = rank_features(_context(start, loaded.model, rows, given or {}))
     pools = PoolMaker(start, loaded.model, attention, rows, sampler, features)
@@ -325,14 +326,8 @@ def _check_device(config: Config, device: torch.device) -> None:
 
 
 def _connect(config: Config, plugins: Plugins, rank: int, device: torch.device, rendezvous: str) -> Comm:
-    context = CommContext(
-        rank=rank,
-        size=config.device.tensor_parallel,
-        device=device.type,
-        rendezvous=rendezvous,
-        options=config.plugins.options.get(plugins.names["comm"], {}),
-    )
-    return plugins.build(plugins.names["comm"], "callboard_comm", context, Comm)
+    context = CommContext(rank, config.device.tensor_parallel, device.type, rendezvous)
+    return plugins.build(plugins.names["comm"], context, Comm)
 
 
 def _own_grammars(start: Start) -> Grammars:
@@ -342,13 +337,7 @@ def _own_grammars(start: Start) -> Grammars:
     def codec() -> TextCodec:
         return plugin_codec(config, resolve_checkpoint(config.model.path, config.model.revision))
 
-    return plugin_grammars(
-        start.plugins,
-        codec,
-        vocab_size=spec.vocab_size,
-        eos_token_ids=spec.eos_token_ids,
-        options=config.plugins.options,
-    )
+    return plugin_grammars(start.plugins, codec, vocab_size=spec.vocab_size, eos_token_ids=spec.eos_token_ids)
 
 
 def _step_threads(

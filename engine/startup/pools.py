@@ -117,8 +117,8 @@ class PoolMaker:
             activation_bytes = device.peak(lambda: run_largest_step(config, max_len, steps, self._more_samples))
         except torch.OutOfMemoryError as error:
             raise ConfigError(
-                f"scheduler.max_step_tokens={config.scheduler.max_step_tokens}: no room for so large a step next to "
-                f"the weights ({error}); lower it, or scheduler.max_running"
+                f"scheduler.max_step_tokens={config.scheduler.max_step_tokens}: no room for a step of that size "
+                f"next to the weights ({error}); lower it, or scheduler.max_running"
             ) from None
         device.trim()
         graph_bytes = self._start.graphs.measure(parts, config.scheduler)

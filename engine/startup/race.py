@@ -27,7 +27,8 @@ from engine.layers.attention import AttentionSpec
 from engine.layers.comm import Comm
 from engine.layers.kv_pool import Layout
 from engine.plugins.declaration import Phase
-from engine.plugins.manager import ATTENTION, Plugins
+from engine.plugins.kinds import ATTENTION
+from engine.plugins.manager import Plugins
 from engine.plugins.selection import BOTH, NOT_MEASURED, Contender, Measured, contenders
 from engine.settings.own_kernels import missing_for_flashinfer
 from engine.startup.measurement import Entry

@@ -14,7 +14,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from io import FileIO
 from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar
 
@@ -24,8 +23,12 @@ import numpy as np
 from engine import __version__
 from engine.actors.actor import Link
 from engine.config import Config
+from engine.host.appended_file import AppendedFile
+from engine.host.disk import make_folder
+from engine.host.own_files import own_files, remove_oldest
 from engine.messages import Admit, Failed, Step, StepDone, Tokens
 from engine.plugins.hookspecs import hookimpl
+from engine.plugins.kinds import KINDS, KV_STORE, chosen_plugins
 from engine.scheduling.meter import RequestMetrics
 from engine.scheduling.rows import PlannerLimits
 from engine.settings.sections import StorageSection
@@ -54,7 +57,7 @@ MOST_WAITING = 1 << 17  # messages; a disk that is so far behind ends the record
 TRY_AGAIN_S = 5.0  # after a disk has refused a write
 FILES = 4  # parts of the bound; the oldest is deleted for the next
 NAMED = r"-[0-9]{8}T[0-9]{6}-[0-9]+-[0-9]+\.jsonl"  # after the model's name: time, process, number
-RELEVANT = ("policy", "eviction", "proposer", "kv_store")  # plugins that decide in the scheduler
+RELEVANT = (*(kind.name for kind in KINDS.values() if kind.decides), KV_STORE)  # kinds of plugins that plans depend on
 encode = msgspec.json.Encoder().encode
 
 
@@ -84,7 +87,7 @@ class TraceRecorder:
     """A recorder of traffic: an observer, with taps for the links from and to the scheduler."""
 
     def __init__(self, storage: StorageSection, model: str, clock: Callable[[], float]) -> None:
-        """Create the folder.  clock: the planner's.  Raises ConfigError if nothing can be written to the folder."""
+        """Create the folder, and no file yet.  clock: the planner's.  Raises ConfigError if it cannot be written to."""
         self._model = model
         self._clock = clock
         self._files = _Files(Path(storage.folder) / "traces", model, storage.trace_mb * MIB)
@@ -241,7 +244,7 @@ def _whole(params: SamplingParams) -> Literal["", "prompt_logprobs", "pooling"]:
 
 def relevant_settings(config: Config) -> dict[str, dict[str, Any]]:
     """Return the settings that a prediction depends on, without any secret."""
-    chosen = config.chosen_plugins()
+    chosen = chosen_plugins(config)
     kinds = {kind: chosen.get(kind, "none") for kind in RELEVANT}
     names = [f"{kind}.{name}" for kind, name in kinds.items()]
     options = {name: table for name, table in config.plugins.options.items() if name in names}
@@ -261,14 +264,14 @@ class _Files:
         self._named = re.compile(re.escape(self._stem) + NAMED)
         self._most_bytes = most_bytes
         self._number = 0
-        self._file: FileIO | None = None
+        self._file: AppendedFile | None = None
         self._head: TraceHead | None = None
         self._lines: list[bytes] = []  # not in the file yet
-        self._num_lines = self._num_bytes = 0  # in the file
+        self._is_empty = True  # except for its head
         self._failed_at: float | None = None
         self.path = folder
         try:
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            make_folder(folder)
         except OSError as error:
             raise ConfigError(f"storage.folder: {folder} cannot be made: {error.strerror}") from None
         if not os.access(folder, os.W_OK):
@@ -290,12 +293,12 @@ class _Files:
         if self._failed_at is not None and time.monotonic() < self._failed_at + TRY_AGAIN_S:
             return
         try:
-            if self._file is None and self._head is not None:
-                self._open(self._head)
-            self._append(lines)
-            if self._num_bytes > self._most_bytes // FILES and self._head is not None:
-                self._open(self._head)
-            self._remove_oldest()
+            if self._head is not None:
+                if self._file is None or self._file.size > self._most_bytes // FILES:
+                    self._file = self._open(self._head)
+                self._file.append(b"".join(lines))
+                self._is_empty &= not lines
+            remove_oldest(own_files(self._folder, self._named), self._most_bytes, until=self.path)
         except OSError as error:
             if self._failed_at is None:
                 log.error("traffic is not recorded: %s; it is tried again every %g s", error, TRY_AGAIN_S)
@@ -304,43 +307,18 @@ class _Files:
         else:
             self._failed_at = None
 
-    def _open(self, head: TraceHead) -> None:
+    def _open(self, head: TraceHead) -> AppendedFile:
         self.close()
-        self._num_lines = self._num_bytes = 0
+        self._is_empty = True
         self._number += 1
         when = time.strftime("%Y%m%dT%H%M%S", time.gmtime())
         self.path = self._folder / f"{self._stem}-{when}-{os.getpid()}-{self._number}.jsonl"
-        # The file has names of clients.
-        self._file = FileIO(os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb")
-        self._append([encode(head) + b"\n"])
+        file = AppendedFile(self.path, encode(head) + b"\n")
         log.info("traffic is recorded in %s", self.path)
-
-    def _append(self, lines: list[bytes]) -> None:
-        """Write all lines.  Raises OSError; then the file has none of them."""
-        if self._file is None:
-            return
-        rest = b"".join(lines)
-        num_bytes = len(rest)
-        try:
-            while rest:
-                rest = rest[self._file.write(rest) :]
-        except OSError:
-            self._file.truncate(self._num_bytes)
-            raise
-        self._num_lines += len(lines)
-        self._num_bytes += num_bytes
-
-    def _remove_oldest(self) -> None:
-        found = [(one.stat(), one) for one in self._folder.iterdir() if self._named.fullmatch(one.name)]
-        total = sum(stat.st_size for stat, _ in found)
-        for stat, one in sorted(found, key=lambda pair: pair[0].st_mtime):
-            if total <= self._most_bytes or one == self.path:
-                break
-            one.unlink(missing_ok=True)
-            total -= stat.st_size
+        return file
 
     def _leave(self) -> None:
-        if self._file is not None and self._num_lines <= 1:
+        if self._file is not None and self._is_empty:
             self.path.unlink(missing_ok=True)
         self.close()
 

@@ -57,6 +57,7 @@ def load_rank(assignment: ExecutorAssignment) -> Runner:
     """Return the runner of one rank; called on the device thread.  Raises what loading raises."""
     from engine.checkpoints.fingerprint import check_fingerprint
     from engine.plugins.families import read_model
+    from engine.plugins.kinds import OBSERVER, chosen_plugins
     from engine.plugins.manager import Plugins
     from engine.startup.loading import load_runner  # imports torch
 
@@ -64,8 +65,8 @@ def load_rank(assignment: ExecutorAssignment) -> Runner:
     spec = read_model(Path(config.model.path), config.plugins, config.model)
     if assignment.fingerprint:
         check_fingerprint(assignment.fingerprint, spec, config.model.load_format, assignment.rank)
-    wanted = config.plugins
-    plugins = Plugins(config.chosen_plugins(), (), wanted.options, wanted.graph_passes, wanted.logits_processors)
+    chosen = {kind: names for kind, names in chosen_plugins(config).items() if kind != OBSERVER}
+    plugins = Plugins(chosen, config.plugins.options)
     runner = load_runner(
         config,
         spec,

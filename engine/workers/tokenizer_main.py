@@ -12,6 +12,7 @@ from engine.checkpoints.checkpoint import ModelSpec
 from engine.config import Config
 from engine.messages import Abort, Admit, Deltas, Failed
 from engine.plugins.families import read_model
+from engine.plugins.kinds import GRAMMAR, LOGITS_PROCESSOR, chosen_plugins
 from engine.plugins.manager import Plugins
 from engine.plugins.parsers import plugin_codec
 from engine.plugins.structured import plugin_grammars, plugin_processors
@@ -90,15 +91,9 @@ def load_text(config: Config) -> tuple[ModelSpec, TextCodec, Grammars, Processor
     spec = read_model(directory, config.plugins, config.model)
     codec = plugin_codec(config, directory, spec.pooling)
     # Only the plugins that are needed here: others may need a device.
-    grammar, options = config.chosen_plugins()["grammar"], config.plugins.options
-    plugins = Plugins({"grammar": grammar}, options=options, logits_processors=config.plugins.logits_processors)
-    grammars = plugin_grammars(
-        plugins,
-        lambda: codec,
-        vocab_size=spec.vocab_size,
-        eos_token_ids=spec.eos_token_ids,
-        options=config.plugins.options,
-    )
+    chosen = chosen_plugins(config)
+    plugins = Plugins({kind: chosen[kind] for kind in (GRAMMAR, LOGITS_PROCESSOR)}, config.plugins.options)
+    grammars = plugin_grammars(plugins, lambda: codec, vocab_size=spec.vocab_size, eos_token_ids=spec.eos_token_ids)
     return spec, codec, grammars, plugin_processors(plugins, spec.vocab_size)
 
 

@@ -103,7 +103,7 @@ class RemoteMonitor:
     def watch(self, observer: object, name: str) -> None:
         """Tell ``observer``, an object with observer hooks, which requests end from now on."""
         if self._observers is None:
-            self._observers = Observers(Plugins({}, (), {}), {}, page_size=0)
+            self._observers = Observers(Plugins({}), {}, page_size=0)
             self._engine.put(Subscribe())
         self._observers.add(observer, name)
 

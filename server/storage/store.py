@@ -24,7 +24,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import IO, Final, TypeVar
 
-from engine.host.disk import make_folder
+from engine.host.disk import make_folder, sync_folder
 from engine.settings.sections import StorageSection
 from engine.types.errors import ConfigError, RequestError
 
@@ -155,11 +155,7 @@ class Store:
 
         To be called within ``run``, with the row that names it."""
         part.rename(self.content(file_id))
-        folder = os.open(self._folder / "contents", os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+        sync_folder(self._folder / "contents")
 
     async def run(self, work: Callable[[Connection], T], *, frees: bool = False) -> T:
         """Returns what ``work`` does in one transaction, on the store's thread.  frees: it makes room.

@@ -14,6 +14,7 @@ from engine.plugins.features import FeatureContext, planner_features
 from engine.plugins.manager import Plugins
 from engine.scheduling.planner import Planner
 from engine.scheduling.rows import PlannerLimits
+from engine.traffic.recorder import RELEVANT
 from engine.traffic.trace import TraceHead
 from engine.types.errors import ConfigError
 
@@ -40,7 +41,7 @@ class Case:
     def planner(self, clock: Callable[[], float]) -> Planner:
         """The one that such a server has."""
         plugins = self.config.plugins
-        chosen = Plugins({"eviction": plugins.eviction, "policy": plugins.policy}, (), plugins.options)
+        chosen = Plugins({"eviction": plugins.eviction, "policy": plugins.policy}, plugins.options)
         strategy = plugin_strategy(chosen, self.config, self.limits.num_pages)
         features = planner_features(FeatureContext(self.config, None, 0))
         return Planner(self.limits, strategy, plugin_policy(chosen, self.config), clock, features=features)
@@ -53,10 +54,10 @@ def as_recorded(head: TraceHead, name: str = "as it was") -> Case:
     except msgspec.ValidationError as error:
         unknown = f"the trace has settings that this version does not know ({error})"
         raise ConfigError(f"{unknown}; it was recorded by callboard {head.version}") from None
-    for kind, why in (("proposer", "which of its guesses are right"), ("kv_store", "what the store holds")):
-        if (named := getattr(config.plugins, kind)) != "none":
+    for kind in RELEVANT:
+        if kind not in ASKABLE["plugins"] and (named := getattr(config.plugins, kind)) != "none":
             raise ConfigError(
-                f"the trace was recorded with plugins.{kind}={named}, and a trace does not tell {why}; "
+                f"the trace was recorded with plugins.{kind}={named}, and a trace does not have what that answered; "
                 f"record one with plugins.{kind}=none"
             )
     return Case(name, config, replace(head.limits, record_events=False, eos_token_ids=(EOS,)))

@@ -3,19 +3,19 @@
 Owns: how bytes become a file.  What does not begin as one does is the payload of a frame with the right checksum.
 """
 
-import zlib
 from contextlib import suppress
 from pathlib import Path
 
+from engine.host.appended_file import frame
 from engine.types.errors import ConfigError
 from server.journal.journal import Journal
-from server.journal.segments import HEADER, MAGIC
+from server.journal.segments import MAGIC
 
 
 def read(data: bytes, folder: Path) -> None:
     """Returns, or raises what is a finding."""
     if not data.startswith(MAGIC):
-        data = MAGIC + HEADER.pack(len(data), zlib.crc32(data)) + data
+        data = MAGIC + frame(data)
     (folder / "00000001.log").write_bytes(data)
     with suppress(ConfigError):
         Journal(folder, fsync="never", most_bytes=1 << 20).close()

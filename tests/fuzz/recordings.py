@@ -7,7 +7,8 @@ is packed with the right checksum.
 import zlib
 from pathlib import Path
 
-from engine.recording.file import FORMAT, HEAD, NAME, RecordingError, read_recording
+from engine.host.appended_file import frame
+from engine.recording.file import FORMAT, NAME, RecordingError, read_recording
 from engine.recording.state import StateError, state_of
 
 
@@ -27,7 +28,6 @@ def _framed(data: bytes) -> bytes:
     frames, at = [NAME + b"%d\n" % FORMAT], 0
     while at < len(data):
         end = at + 3 + int.from_bytes(data[at + 1 : at + 3], "big")
-        packed = zlib.compress(data[at + 3 : end], 1)
-        frames += [HEAD.pack(len(packed), zlib.crc32(packed), data[at : at + 1]), packed]
+        frames.append(frame(data[at : at + 1] + zlib.compress(data[at + 3 : end], 1)))
         at = end
     return b"".join(frames)

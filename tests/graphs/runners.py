@@ -16,6 +16,7 @@ from engine.control.system import System
 from engine.execution.launched_step import LaunchedStep
 from engine.execution.runner import ModelRunner
 from engine.messages import Admission, Step
+from engine.plugins.kinds import chosen_plugins
 from engine.plugins.manager import Plugins
 from engine.startup import loading
 from engine.types.params import SamplingParams
@@ -53,7 +54,7 @@ def load(
         "plugins": {"attention": attention},
     }
     system = System(build_config(Config(), sections))
-    plugins = Plugins(system.config.chosen_plugins(), graph_passes=system.config.plugins.graph_passes)
+    plugins = Plugins(chosen_plugins(system.config))
     with patch.object(loading, "ModelRunner", OpenRunner):
         runner = loading.load_runner(system.config, system.spec, system.max_len, plugins, rank=0, progress=False)
     assert isinstance(runner, OpenRunner)

@@ -11,6 +11,7 @@ import pytest
 from engine.types.errors import ConfigError
 from server.journal import segments
 from server.journal.segments import Segments
+from tests.small_disk import SmallDisk
 
 RECORDS = [[b"\x01", b"\x02"], [msgspec.msgpack.encode("three" * 9)], [b"\x04", msgspec.msgpack.encode([5, "six"])]]
 
@@ -41,7 +42,7 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
 def test_a_last_record_torn_at_any_byte_is_cut_off_and_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = write(tmp_path, RECORDS)
     whole = path.read_bytes()
-    begins = len(whole) - len(segments.frame(RECORDS[-1]))
+    begins = len(whole) - len(segments.frame_of(RECORDS[-1]))
     for end in range(begins, len(whole)):
         path.write_bytes(whole[:end])
         caplog.clear()
@@ -60,7 +61,7 @@ def test_a_flipped_bit_ends_a_file_there_and_no_other(tmp_path: Path, caplog: py
     other = tmp_path / "00000002.log"
     offsets = [len(segments.MAGIC)]
     for records in RECORDS:
-        offsets.append(offsets[-1] + len(segments.frame(records)))
+        offsets.append(offsets[-1] + len(segments.frame_of(records)))
     for at in range(offsets[0], len(whole)):
         path.write_bytes(whole[:at] + bytes([whole[at] ^ 0x10]) + whole[at + 1 :])
         other.write_bytes(whole)
@@ -111,22 +112,13 @@ def test_a_disk_that_fills_up_leaves_no_half_of_a_record(tmp_path: Path, monkeyp
     files = Segments(tmp_path)
     files.begin()
     files.write(RECORDS[0])
-    real, room = segments.os.write, 5
-
-    def write_some(file: int, data: bytes) -> int:
-        nonlocal room
-        if not room:
-            raise OSError(28, "No space left on device")
-        count = real(file, data[:room])
-        room -= count
-        return count
-
-    monkeypatch.setattr(segments.os, "write", write_some)
+    disk = SmallDisk(monkeypatch)
+    disk.room = 5
     with pytest.raises(OSError, match="No space"):
         files.write(RECORDS[1])
     with pytest.raises(OSError, match="No space"):
         files.begin()
-    monkeypatch.undo()
+    disk.room = 1 << 20
     files.write(RECORDS[2])
     files.close()
     assert read(tmp_path) == [RECORDS[0], RECORDS[2]]

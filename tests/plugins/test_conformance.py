@@ -107,7 +107,7 @@ def test_the_suffix_proposer_forgets_what_came_long_ago(monkeypatch: pytest.Monk
 def test_proposer(name: str) -> None:
     plugins = Plugins({"proposer": name})
     context = ProposerContext(vocab_size=1000, max_len=4096)
-    check_proposer(lambda: plugins.build(f"proposer.{name}", "callboard_proposer", context, Proposer))
+    check_proposer(lambda: plugins.build(f"proposer.{name}", context, Proposer))
 
 
 def test_the_log() -> None:

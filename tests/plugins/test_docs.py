@@ -21,6 +21,7 @@ from engine.messages import Finish
 from engine.plugins import hookspecs
 from engine.plugins.declaration import Declaration
 from engine.plugins.hookspecs import EvictionContext, PolicyContext
+from engine.plugins.kinds import chosen_plugins
 from engine.plugins.manager import BUILTIN, Plugins
 from engine.plugins.observers import Observers
 from engine.plugins.options import Options
@@ -74,10 +75,11 @@ def test_every_hook_is_implemented_by_one_of_its_files() -> None:
 
 @pytest.mark.parametrize("table", SETTINGS)
 def test_its_settings_are_settings(acme: Path, table: dict[str, object]) -> None:
-    section = build_config(Config(), {"plugins": table}).plugins
-    plugins = Plugins(section.by_kind(), section.observers, section.options)
+    config = build_config(Config(), {"plugins": table})
+    section = config.plugins
+    plugins = Plugins(chosen_plugins(config), section.options)
     assert all(plugins.find(f"model.{name}") for name in section.models)
-    assert set(section.options) <= {*plugins.names.values(), *plugins.observers}
+    assert set(section.options) <= {*plugins.names.values(), *plugins.several["observer"]}
 
 
 @pytest.mark.slow
@@ -122,7 +124,7 @@ def test_its_strategy_and_its_policy_do_what_it_says(acme: Path) -> None:
 
 
 def test_its_graph_pass_drops_casts_that_change_nothing(acme: Path) -> None:
-    plugins = Plugins({}, graph_passes=["casts"])
+    plugins = Plugins({"graph_pass": ["casts"]})
     passes = build_passes(plugins, torch.device("cpu"), torch.float32)
     graph = torch.fx.Graph()
     x = graph.placeholder("x")
@@ -133,13 +135,14 @@ def test_its_graph_pass_drops_casts_that_change_nothing(acme: Path) -> None:
     PassManager(passes).run(piece)
     assert [node.args[1] for node in piece.graph.find_nodes(op="call_method", target="to")] == [torch.float64]
     with pytest.raises(PluginError, match="graph_passes names 'casts' more than once"):
-        Plugins({}, graph_passes=["casts", "casts"])
+        Plugins({"graph_pass": ["casts", "casts"]})
 
 
 def test_its_observers_observe(acme: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     path = tmp_path / "requests.jsonl"
-    observers = Observers(Plugins({}, ["count", "jsonl"]), {"observer.jsonl": {"path": str(path)}}, page_size=16)
+    plugins = Plugins({"observer": ["count", "jsonl"]})
+    observers = Observers(plugins, {"observer.jsonl": {"path": str(path)}}, page_size=16)
     observers.request_finished([finished(3), finished(4, Finish.ABORT)])
     observers.request_finished([finished(5)])
     observers.kv_event([KVEvent("removed", "device", SHARED, b"", (b"1", b"2"), b"")])
@@ -149,7 +152,7 @@ def test_its_observers_observe(acme: Path, tmp_path: Path, caplog: pytest.LogCap
     assert {**lines[1], "ended_at_unix_s": 0.0} == msgspec.to_builtins(finished(4, Finish.ABORT))
     assert {"output tokens of aborted requests: 8", "cached pages that left the device: 2"} <= set(caplog.messages)
     with pytest.raises(PluginError, match=r"'observer\.jsonl'.*`path`"):
-        Observers(Plugins({}, ["jsonl"]), {}, page_size=16)
+        Observers(Plugins({"observer": ["jsonl"]}), {}, page_size=16)
 
 
 @pytest.mark.parametrize("name", HOOKS)

@@ -1,12 +1,10 @@
 """Pages in files: torn ones, full disks, several processes at one folder, and a bound on all of it."""
 
-import errno
 import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,8 +12,10 @@ import pytest
 from engine.config import Config, build_config
 from engine.features.kv_store.records import DIGEST_BYTES, PageRecords
 from engine.plugins.hookspecs import KVStoreContext
+from engine.plugins.kinds import chosen_plugins
 from engine.plugins.kv_store.files import FileStore, callboard_kv_store
 from engine.types.errors import ConfigError, PluginError
+from tests.small_disk import SmallDisk
 
 PAGE_BYTES = 4096
 RECORD_BYTES = DIGEST_BYTES + PAGE_BYTES
@@ -82,30 +82,9 @@ def test_a_damaged_file_is_a_miss_and_is_replaced(tmp_path: Path, how: str) -> N
 def test_a_full_disk_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pages = records(tmp_path)
     save(pages, 1)
-    opened = Path.open
-
-    class Full:
-        def __init__(self, file: Any) -> None:
-            self._file = file
-
-        def __enter__(self) -> "Full":
-            return self
-
-        def __exit__(self, *_: object) -> None:
-            self._file.close()
-
-        def write(self, part: memoryview) -> int:
-            if len(part) < RECORD_BYTES:
-                raise OSError(errno.ENOSPC, "no space left on device")
-            return int(self._file.write(part[:1000]))
-
-        def fileno(self) -> int:
-            return int(self._file.fileno())
-
-    monkeypatch.setattr(
-        Path, "open", lambda self, mode, **more: (Full if mode == "xb" else lambda one: one)(opened(self, mode, **more))
-    )
-    with pytest.raises(OSError, match="no space left"):
+    disk = SmallDisk(monkeypatch)
+    disk.room = 1000
+    with pytest.raises(OSError, match="No space left"):
         save(pages, 2)
     assert len(files(tmp_path)) == 1
     assert not list((tmp_path / "incoming").iterdir())
@@ -227,5 +206,5 @@ def test_a_folder_of_other_records_by_their_digests_is_none_of_an_earlier_versio
 
 
 def test_there_is_no_store_unless_it_is_named() -> None:
-    assert "kv_store" not in Config().chosen_plugins()
-    assert build_config(Config(), {"plugins": {"kv_store": "files"}}).chosen_plugins()["kv_store"] == "files"
+    assert "kv_store" not in chosen_plugins(Config())
+    assert chosen_plugins(build_config(Config(), {"plugins": {"kv_store": "files"}}))["kv_store"] == "files"

@@ -7,38 +7,14 @@ import pytest
 
 from engine.config import Config, build_config
 from engine.plugins.hookspecs import hookimpl
-from engine.plugins.manager import (
-    ATTENTION,
-    AUTO,
-    BUILTIN,
-    KV_STORE,
-    LINEAR,
-    MODEL,
-    PROPOSER,
-    SEVERAL,
-    Plugins,
-    available_plugins,
-    decide,
-)
-from engine.plugins.parsers import REASONING_PARSER, TOOL_PARSER
-from engine.plugins.selection import PREFERRED, check_named, expected_context
+from engine.plugins.manager import Plugins, available_plugins
+from engine.plugins.selection import check_named, expected_context
 from engine.settings.sections import AttentionNames
 from engine.types.errors import PluginError
 from tests.plugins.conftest import Install
 
 HOOKIMPL = 'from engine.plugins.hookspecs import hookimpl\n\nCALLBOARD_PLUGIN = {"api": 1}\n'
 EVICTION = HOOKIMPL + "@hookimpl\ndef callboard_eviction_strategy(context): return 'a strategy'\n"
-
-
-def test_every_kind_has_a_key_a_default_and_built_ins() -> None:
-    kinds = {name.partition(".")[0] for name in BUILTIN}
-    parsers = {TOOL_PARSER, REASONING_PARSER}  # every process that reads outputs chooses them, by the chat template
-    assert {*AUTO, ATTENTION, LINEAR} == kinds - {KV_STORE, MODEL, PROPOSER, *SEVERAL}
-    assert set(Config().plugins.by_kind()) == kinds - {KV_STORE, MODEL, PROPOSER, *SEVERAL} - parsers
-    named = build_config(Config(), {"plugins": {"kv_store": "files", "proposer": "ngram"}}).plugins.by_kind()
-    assert set(named) == kinds - {MODEL, *SEVERAL} - parsers
-    assert {decide(kind, "auto") for kind in AUTO} <= set(BUILTIN)
-    assert {f"attention.{name}" for name in PREFERRED["cpu"]} <= set(BUILTIN)
 
 
 def test_a_store_is_chosen_by_name_only() -> None:
@@ -104,7 +80,7 @@ def test_any_number_of_plugins_may_observe() -> None:
         @hookimpl
         def callboard_request_finished(self) -> None: ...
 
-    plugins = Plugins({}, ["log"])
+    plugins = Plugins({"observer": ["log"]})
     plugins.register(Observer(), "observer.a")
     plugins.register(Observer(), "observer.b")
     impls = plugins.implementations("callboard_request_finished")
@@ -113,9 +89,9 @@ def test_any_number_of_plugins_may_observe() -> None:
 
 def test_observers_that_are_unknown_or_named_twice_are_refused() -> None:
     with pytest.raises(PluginError, match="no observer plugin named 'auto'; available: log"):
-        Plugins({}, ["auto"])
+        Plugins({"observer": ["auto"]})
     with pytest.raises(PluginError, match="'log' more than once"):
-        Plugins({}, ["log", "log"])
+        Plugins({"observer": ["log", "log"]})
 
 
 def test_a_plugin_that_raises_when_it_is_imported_is_named(install: Install) -> None:
@@ -137,10 +113,7 @@ def test_two_attention_backends_may_be_chosen_and_each_is_asked_alone(install: I
     }
     install("acme", {f"attention.{name.removesuffix('.py')}": name.removesuffix(".py") for name in sources}, sources)
     plugins = Plugins({"attention": AttentionNames(prefill="first", decode="second")})
-    asked = {
-        name: plugins.asking(f"attention.{name}", "callboard_attention_backend")(context=None)
-        for name in ("first", "second")
-    }
+    asked = {name: plugins.asking(f"attention.{name}")(context=None) for name in ("first", "second")}
     assert asked == {"first": "first", "second": "second"}
 
 

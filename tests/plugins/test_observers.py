@@ -145,7 +145,7 @@ def test_an_observer_of_another_distribution_gets_its_options(install: Install) 
             + "def callboard_request_finished(requests): told.append([one.request_id for one in requests])\n",
         },
     )
-    plugins = Plugins({}, ["plain", "stateful"])
+    plugins = Plugins({"observer": ["plain", "stateful"]})
     observers = Observers(plugins, {"observer.stateful": {"a": 1}}, page_size=16)
     observers.request_finished([finished(4), finished(5)])
     observers.kv_event([STORED])
@@ -177,7 +177,7 @@ def test_an_observer_of_another_distribution_gets_its_options(install: Install) 
 )
 def test_an_observer_that_could_not_work_is_refused_at_start(install: Install, source: str, said: str) -> None:
     install("acme", {"observer.bad": "bad"}, {"bad.py": HOOKIMPL + source})
-    plugins = Plugins({}, ["bad"])
+    plugins = Plugins({"observer": ["bad"]})
     with pytest.raises(PluginError, match=said) as refused:
         Observers(plugins, {"observer.bad": {"path": "x"}}, page_size=16)
     assert "observer.bad" in str(refused.value)
@@ -185,7 +185,7 @@ def test_an_observer_that_could_not_work_is_refused_at_start(install: Install, s
 
 def test_the_log_has_a_line_per_request(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    observers = Observers(Plugins({}, ["log"]), {}, page_size=16)
+    observers = Observers(Plugins({"observer": ["log"]}), {}, page_size=16)
     caplog.clear()
     assert not observers.wants_kv_events
     observers.request_finished([finished(3), unstarted(4)])
@@ -200,7 +200,7 @@ def test_the_log_has_a_line_per_request(caplog: pytest.LogCaptureFixture) -> Non
 
 def test_the_log_has_a_line_per_event_at_debug(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG)
-    observers = Observers(Plugins({}, ["log"]), {}, page_size=16)
+    observers = Observers(Plugins({"observer": ["log"]}), {}, page_size=16)
     caplog.clear()
     assert observers.wants_kv_events
     observers.kv_event([STORED, REMOVED])
@@ -214,4 +214,4 @@ def test_the_log_has_a_line_per_event_at_debug(caplog: pytest.LogCaptureFixture)
 
 def test_the_log_takes_no_options() -> None:
     with pytest.raises(PluginError, match=r"'observer\.log'.*`sped`"):
-        Observers(Plugins({}, ["log"]), {"observer.log": {"sped": 1}}, page_size=16)
+        Observers(Plugins({"observer": ["log"]}), {"observer.log": {"sped": 1}}, page_size=16)

@@ -7,7 +7,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from engine.recording.file import FORMAT, HEAD, NAME, RecordingError, read_recording
+from engine.host.appended_file import HEADER
+from engine.recording.file import FORMAT, NAME, RecordingError, read_recording
 from engine.recording.replay import Replay
 from engine.recording.state import StateError, state_entries, state_of
 from tests.recording.driver import Driver
@@ -28,7 +29,7 @@ def frames(whole: bytes) -> list[int]:
     at, starts = whole.index(b"\n") + 1, []
     while at < len(whole):
         starts.append(at)
-        at += HEAD.size + HEAD.unpack_from(whole, at)[0]
+        at += HEADER.size + HEADER.unpack_from(whole, at)[0]
     return [*starts, len(whole)]
 
 
@@ -74,7 +75,7 @@ def test_a_damaged_byte_is_noticed(written: bytes, tmp_path: Path) -> None:
     path = tmp_path / "damaged.cbr"
     for start in frames(written)[:-1]:
         damaged = bytearray(written)
-        damaged[start + HEAD.size] ^= 1
+        damaged[start + HEADER.size] ^= 1
         path.write_bytes(damaged)
         try:
             said = read_recording(path).torn

@@ -25,6 +25,7 @@ from engine.models import loader
 from engine.models.decoder import Decoder
 from engine.plugins.comm.local import LocalComm
 from engine.plugins.families import read_model
+from engine.plugins.kinds import chosen_plugins
 from engine.plugins.manager import Plugins
 from engine.sampling.sampler import Sampler
 from engine.scheduling.proposer import DraftModel
@@ -195,7 +196,7 @@ def test_what_attention_keeps_is_no_memory_for_pages(checkpoint, monkeypatch, nu
         )
     )
     draft = DraftModel(path=str(checkpoint), num_tokens=2) if num_backends == 2 else None
-    plugins = Plugins(system.config.chosen_plugins())
+    plugins = Plugins(chosen_plugins(system.config))
     loading.load_runner(
         system.config,
         system.spec,

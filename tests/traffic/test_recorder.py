@@ -6,7 +6,6 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +26,7 @@ from engine.types.notices import ExecutorsLost
 from engine.types.params import SamplingParams
 from tests.pace import far
 from tests.server.live_system import LiveSystem
+from tests.small_disk import SmallDisk
 from tests.traffic.recorded import limits_of, lines, record, recorder_in, requests
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo_model"
@@ -219,25 +219,13 @@ def test_no_more_disk_is_taken_than_was_said_and_the_newest_stays(
     assert other.exists(), "of another model"
 
 
-class Disk(FileIO):
-    """A file on a disk with so much room.  It takes what fits of a write, as disks do."""
-
-    room = 1 << 20
-
-    def write(self, data: bytes) -> int:  # type: ignore[override]
-        if not Disk.room:
-            raise OSError(28, "No space left on device")
-        taken = super().write(data[: Disk.room])
-        Disk.room -= taken
-        return taken
-
-
 @pytest.mark.parametrize("room", [0, 3, 700], ids=lambda room: f"{room} bytes left")
 def test_a_full_disk_loses_what_it_does_not_take_and_a_trace_begins_when_there_is_room(
     recorder: TraceRecorder, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, room: int
 ) -> None:
-    for name, value in {"EVERY_S": 0.01, "TRY_AGAIN_S": 0.05, "FileIO": Disk}.items():
+    for name, value in {"EVERY_S": 0.01, "TRY_AGAIN_S": 0.05}.items():
         monkeypatch.setattr(f"engine.traffic.recorder.{name}", value)
+    disk = SmallDisk(monkeypatch)
     sink = Sink()
     link = recorder.tap(sink)
     asked = 0
@@ -256,15 +244,15 @@ def test_a_full_disk_loses_what_it_does_not_take_and_a_trace_begins_when_there_i
         return sorted((recorder.path.parent).glob("*.jsonl"))
 
     recorder.begin(LIMITS, Config())
-    until(lambda: recorder._files._num_lines > 2)
-    monkeypatch.setattr(Disk, "room", room)
+    until(lambda: not recorder._files._is_empty)
+    disk.room = room
     until(lambda: "not recorded: [Errno 28] No space left on device" in caplog.text)
     failed_at = asked
     until(lambda: asked > failed_at + 20)
     assert caplog.text.count("not recorded") == 1
     (before,) = files()
-    monkeypatch.setattr(Disk, "room", 1 << 20)
-    until(lambda: recorder.path != before and recorder._files._num_lines > 2)
+    disk.room = 1 << 20
+    until(lambda: recorder.path != before and not recorder._files._is_empty)
     recorder.close()
     assert len(sink.got) == asked
     assert files() == [before, recorder.path]

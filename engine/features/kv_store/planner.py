@@ -15,7 +15,7 @@ from engine.kv.pages import Pages
 from engine.kv.radix import TOKEN_BYTES
 from engine.messages import FetchPages, Landing, PagesFetched
 from engine.plugins.features import FeatureContext
-from engine.plugins.manager import KV_STORE
+from engine.plugins.kinds import KV_STORE, chosen_plugins
 from engine.scheduling.feature import NewFeature, PlannerFeature, PlannerParts
 from engine.scheduling.rows import WORTH_WAITING_TOKENS, Sequence
 from engine.scheduling.step_builder import StepBuilder
@@ -168,5 +168,5 @@ class StorePlanner(PlannerFeature):
 
 def planner_feature(context: FeatureContext) -> NewFeature | None:
     """Return the builder of the feature; None if no store is configured."""
-    is_on = KV_STORE in context.config.chosen_plugins()
+    is_on = KV_STORE in chosen_plugins(context.config)
     return partial(StorePlanner, timeout_s=context.config.kv.store_timeout_s) if is_on else None

@@ -19,7 +19,7 @@ from engine.kv.store import KVStore
 from engine.layers.kv_pool import KVPool
 from engine.messages import FetchPages, Step
 from engine.plugins.hookspecs import KVStoreContext
-from engine.plugins.manager import KV_STORE
+from engine.plugins.kinds import KV_STORE
 from engine.settings.own_kernels import kernels_here
 from engine.types.notices import Message
 
@@ -42,9 +42,8 @@ class StoreRank(RankFeature):
             namespace=namespace.hex(),
             rank=context.comm.rank,
             size=context.comm.size,
-            options=context.config.plugins.options.get(name, {}),
         )
-        store = context.plugins.build(name, "callboard_kv_store", store_context, KVStore)
+        store = context.plugins.build(name, store_context, KVStore)
         records = PageRecords(store, namespace, page.nbytes)
         self.pages = StoredPages(records, pool, context.comm.rank, context.config.kv.store_buffer_mb << 20)
 

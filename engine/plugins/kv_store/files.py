@@ -12,14 +12,15 @@ import fcntl
 import os
 import re
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 from uuid import uuid4
 
 from msgspec import Meta
 
+from engine.host.appended_file import whole_file
 from engine.host.disk import make_folder, sync_folder
+from engine.host.own_files import own_files, remove_oldest
 from engine.plugins.hookspecs import KVStoreContext, hookimpl
 from engine.plugins.options import Options, decode_options
 from engine.types.errors import ConfigError, PluginError
@@ -34,8 +35,9 @@ MARK = "callboard-kv-store"
 LOCK = "sweep.lock"
 INCOMING = "incoming"
 FOLDER = re.compile(rf"[0-9a-f]{{2}}|{INCOMING}")
-RECORD = re.compile(r"[0-9a-f]{64}")
-BEGUN = re.compile(r"[0-9a-f]{64}\.[0-9a-f]{32}|.+-[0-9]+-[0-9]{9,}-[0-9]+")  # the second: of earlier versions
+RECORD = re.compile(r"([0-9a-f]{2})/\1[0-9a-f]{62}")
+# The second as earlier versions wrote it.
+BEGUN = re.compile(rf"{INCOMING}/([0-9a-f]{{64}}\.[0-9a-f]{{32}}|.+-[0-9]+-[0-9]{{9,}}-[0-9]+)")
 
 
 class FilesOptions(Options, frozen=True):
@@ -59,10 +61,9 @@ class FileStore:
         self._path = path
         self._max_bytes = max_bytes
         self._sync = sync
-        self._incoming = path / INCOMING
         make_folder(path)  # for this user alone: pages reveal prompts
         self._mark()
-        self._incoming.mkdir(exist_ok=True)
+        (path / INCOMING).mkdir(exist_ok=True)
         self._lock = path / LOCK
         self._lock.touch()
         self._num_bytes = self._num_since_count = 0
@@ -88,13 +89,11 @@ class FileStore:
         """Return the first entry of an unmarked folder that no earlier version wrote; '' if there is none."""
         if LOCK not in names or INCOMING not in names:
             return min(names)
-        with os.scandir(self._path) as entries:
-            strange = [one.name for one in entries if not _is_folder(one) and one.name not in (LOCK, MARK)]
-        for name in () if strange else os.listdir(self._path):
-            if (folder := self._path / name).is_dir():
-                with os.scandir(folder) as entries:
-                    strange += [f"{name}/{one.name}" for one in entries if not _is_own(name, one)]
-        return min(strange, default="")
+        own = {self._path / LOCK, self._path / MARK}
+        own.update(one.path for named in (RECORD, BEGUN) for one in own_files(self._path, named, FOLDER))
+        folders = (self._path / name for name in names if FOLDER.fullmatch(name))
+        own.update(one for one in folders if one.is_dir() and not one.is_symlink())
+        return min((str(one.relative_to(self._path)) for one in self._path.rglob("*") if one not in own), default="")
 
     def get(self, name: bytes, record: memoryview) -> bool:
         path = self._place(name)
@@ -111,7 +110,7 @@ class FileStore:
             return False
 
     def put(self, name: bytes, record: memoryview) -> None:
-        """Keep a copy of the record.  Raises OSError, e.g. on a full disk, after removing the unfinished file."""
+        """Write a record.  Raises OSError, e.g. on a full disk, after removing the unfinished file."""
         path = self._place(name)
         with contextlib.suppress(OSError):
             if path.stat().st_size == len(record):
@@ -121,24 +120,13 @@ class FileStore:
             return
         if self._num_bytes + len(record) > self._max_bytes or self._num_since_count > self._max_bytes // RECOUNTS:
             self._sweep(room_for=len(record))
-        incoming = self._incoming / f"{path.name}.{uuid4().hex}"
-        try:
-            with incoming.open("xb", buffering=0) as file:
-                at = 0
-                while at < len(record):
-                    at += file.write(record[at:])
-                if self._sync:
-                    os.fsync(file.fileno())
-            if not path.parent.is_dir():
-                path.parent.mkdir(exist_ok=True)
-                if self._sync:
-                    sync_folder(self._path)
-            incoming.replace(path)
-        except BaseException:
-            incoming.unlink(missing_ok=True)
-            raise
-        if self._sync:
-            sync_folder(path.parent)
+        if not path.parent.is_dir():
+            path.parent.mkdir(exist_ok=True)
+            if self._sync:
+                sync_folder(self._path)
+        begun = self._path / INCOMING / f"{path.name}.{uuid4().hex}"
+        with whole_file(path, begun, is_synced=self._sync) as file:
+            file.append(record)
         self._num_bytes += len(record)
         self._num_since_count += len(record)
 
@@ -161,45 +149,14 @@ class FileStore:
             except BlockingIOError:
                 self._num_bytes = 0  # the other process makes room; recounted soon
                 return
-            files = sorted(self._files())
-            num_bytes = sum(size for _, size, _ in files)
-            if num_bytes + room_for > self._max_bytes:
+            for begun in own_files(self._path, BEGUN, FOLDER):
+                if begun.changed_ns < (time.time() - ABANDONED_S) * 1e9:
+                    begun.path.unlink(missing_ok=True)  # its process is dead
+            files = own_files(self._path, RECORD, FOLDER)
+            self._num_bytes = sum(one.num_bytes for one in files)
+            if self._num_bytes + room_for > self._max_bytes:
                 kept = min(int(self._max_bytes * KEPT_SHARE), self._max_bytes - room_for)
-                for _, size, path in files:
-                    if num_bytes <= kept:
-                        break
-                    Path(path).unlink(missing_ok=True)
-                    num_bytes -= size
-            self._num_bytes = num_bytes
-
-    def _files(self) -> Iterator[tuple[int, int, str]]:
-        """Yield last use, size and path of every record; unfinished files of dead processes are removed."""
-        for folder in os.scandir(self._path):
-            for entry in os.scandir(folder.path) if _is_folder(folder) else ():
-                try:
-                    if not _is_own(folder.name, entry):
-                        continue
-                    found = entry.stat(follow_symlinks=False)
-                    if folder.name != INCOMING:
-                        yield found.st_mtime_ns, found.st_size, entry.path
-                    elif found.st_mtime < time.time() - ABANDONED_S:
-                        os.unlink(entry.path)
-                except FileNotFoundError:
-                    continue  # its own process or another sweep removed it
-
-
-def _is_folder(entry: os.DirEntry[str]) -> bool:
-    """Whether a store puts files into this folder."""
-    return FOLDER.fullmatch(entry.name) is not None and entry.is_dir(follow_symlinks=False)
-
-
-def _is_own(folder: str, entry: os.DirEntry[str]) -> bool:
-    """Whether a store wrote this file, by its name: a record, or an unfinished one."""
-    if folder == INCOMING:
-        named = BEGUN.fullmatch(entry.name) is not None
-    else:
-        named = RECORD.fullmatch(entry.name) is not None and entry.name.startswith(folder)
-    return named and entry.is_file(follow_symlinks=False)
+                self._num_bytes = remove_oldest(files, kept)
 
 
 @hookimpl
