@@ -1,7 +1,7 @@
 """The changeover: an engine goes from one configuration to another while requests run, sleeps, and wakes up.
 
-Owns: the order of it, and that one thing is done at a time.
-Does not know: what differs (``changes.py``), how executors are replaced, who asks for it, HTTP.
+Owns: the order of these, and that they happen one at a time.
+Does not know: what differs (``changes.py``), how executors are replaced, where a change comes from, HTTP.
 A new configuration is checked whole before anything changes, and takes effect whole or not at all.
 """
 
@@ -35,15 +35,15 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 BYTES_PER_PARAMETER = 4  # at most, in host memory
-MEMORY_SHARE = 0.7  # of what is left, for weights beside others; pages and activations take memory as well
+MEMORY_SHARE = 0.7  # of the available memory, for a second set of weights; pages and activations take memory as well
 Road = Literal["none", "live", "beside", "after"]
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
-    """What a configuration has changed, or would change.
+    """The changes that a configuration has made, or would make.
 
-    road: 'none' where nothing differs; 'live'; 'beside': new executors load while the old ones serve; 'after': they
-    load when the old ones have ended, and requests wait.  applied: False if it was only asked.  took_s: all of it."""
+    road: 'none' if nothing differs; 'live'; 'beside': new executors load while the old ones serve; 'after': they
+    load when the old ones have ended, and requests wait.  applied: False for a dry run.  took_s: seconds in all."""
 
     changes: tuple[Change, ...]
     road: Road
@@ -52,9 +52,10 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Changeover:
-    """Of one engine, on its event loop.  describe: what its entrance should know of it, as ``about`` of ``Handover``.
+    """The changeovers of one engine, on its event loop.
 
-    is_asleep: it takes no requests, and those it has wait for ``wake``."""
+    describe: returns the data of an engine for its entrance, sent as ``about`` of ``SettingsChanged``.
+    is_asleep: the engine takes no requests, and those it has wait for ``wake``."""
 
     def __init__(self, system: "System", describe: Callable[["System"], bytes] = lambda system: b"") -> None:
         self.is_asleep = False
@@ -64,9 +65,9 @@ class Changeover:
         self._lock = asyncio.Lock()
 
     async def apply(self, config: Config, *, dry_run: bool = False, is_sent: bool = False) -> Outcome:
-        """Go over to a configuration.  Raises CallboardError, and then everything is as it was.
+        """Change to a configuration.  If it raises CallboardError, everything is as it was before.
 
-        is_sent: it came with a request, which may name no place: none is looked at then."""
+        is_sent: it came with a request, which may change no place on disk or network: nothing is read there."""
         async with self._lock:
             system, began = self._system, time.monotonic()
             if is_sent:
@@ -82,7 +83,7 @@ class Changeover:
             road: Road = self._road(new) if by_executors else "live" if found else "none"
             if dry_run or not found:
                 return Outcome(changes=found, road=road, applied=False)
-            # On a thread, since it may read all weights; and first, lest the new model answers by the old one's name.
+            # On a thread, since it may read all weights; and first, so that the new model never has the old one's name.
             about = await asyncio.to_thread(self._describe, new)
             if not by_executors:
                 system.become(new)
@@ -97,7 +98,7 @@ class Changeover:
 
     async def _replace(self, new: "System", *, beside: bool) -> None:
         if self.is_asleep:
-            raise ConfigError("the engine sleeps, and this takes new executors: wake it up first (POST /wake_up)")
+            raise ConfigError("the engine sleeps, and this needs new executors: wake it up first (POST /wake_up)")
         system = self._system
 
         def taking_over(num_pages: int) -> None:
@@ -105,7 +106,7 @@ class Changeover:
             most = scheduler.planner.requests.most_total if scheduler.planner is not None else 0
             if most > limits.longest:
                 raise ConfigError(
-                    f"kv.num_pages={num_pages} of {limits.page_size} tokens: a request is open that may get {most} "
+                    f"kv.num_pages={num_pages} of {limits.page_size} tokens: an open request may get {most} "
                     "tokens; try again when it has ended, or with more pages"
                 )
             system.become(new)
@@ -116,15 +117,15 @@ class Changeover:
         await system.executors.replace(new.placement(system.capacity), step_timeout_s, taking_over, beside=beside)
 
     def _road(self, new: "System") -> Road:
-        """Whether both fit.  Pools of GPUs take what there is, and ranks on other machines have one place."""
+        """Return how executors are replaced.  Pools of GPUs take all memory; ranks on other machines have one place."""
         if new.has_several_machines or _is_on_gpu(new.config):
             return "after"
         return "beside" if BYTES_PER_PARAMETER * new.num_parameters < MEMORY_SHARE * available_bytes() else "after"
 
     async def sleep(self, level: Literal[1, 2]) -> None:
-        """Take no requests, and let executors do nothing.  Those that ran wait where they are, until ``wake``.
+        """Stop taking requests and running steps.  Running requests wait where they are, until ``wake``.
 
-        level: 1 keeps the executors of CPUs as they are; at 2, and on GPUs, they end and give their memory back."""
+        level: 1 keeps executors on CPUs as they are; with 2, and on GPUs, executors end and their memory is free."""
         async with self._lock:
             if self.is_asleep:
                 return
@@ -137,7 +138,7 @@ class Changeover:
                 await asyncio.to_thread(release_freed)
 
     async def wake(self) -> None:
-        """Let executors work again, and requests go on.  Raises what loading them raised; it sleeps on then."""
+        """Let executors work again, and requests go on.  Raises the error of loading them, and sleeps on then."""
         async with self._lock:
             if self.is_asleep:
                 await self._system.executors.resume()

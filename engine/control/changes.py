@@ -1,7 +1,7 @@
-"""The differences between two configurations, and what it takes for a running engine to go from one to the other.
+"""The differences between two configurations, and how each of them is applied to a running engine.
 
-Owns: that list, and what a checkpoint must share with the one whose place it takes.
-Does not know: how a change is made, devices, where the wish comes from.
+Owns: that list, and what a checkpoint must have in common with the one that it replaces.
+Does not know: how a change is made, devices, where it comes from.
 """
 
 from pathlib import Path
@@ -20,7 +20,7 @@ TOKENIZER_FILE: Final = "tokenizer.json"
 
 
 class Change(msgspec.Struct, frozen=True):
-    """One setting that differs.  before, after: its values, '***' for those of secrets.  changed: see ``Changed``."""
+    """A setting that differs.  before, after: its values, '***' for secrets.  changed: how it changes (``Changed``)."""
 
     key: str
     before: Any
@@ -35,7 +35,7 @@ def changed(section: type[Section], key: str) -> Changed:
 
 
 def is_place(section: type[Section], key: str) -> bool:
-    """Whether a setting names a place, so that only the file on the server's own disk may change it."""
+    """Return whether a setting names a place on disk or network, which only the server's own file may change."""
     return bool(_extra(section, key).get("is_place"))
 
 
@@ -45,7 +45,7 @@ def _extra(section: type[Section], key: str) -> dict[str, Any]:
 
 
 def changes(old: Config, new: Config) -> tuple[Change, ...]:
-    """Settings that differ, in their order in the file; options of plugins one by one."""
+    """Return the settings that differ, in their order in the file; options of plugins one by one."""
     found: list[Change] = []
     for name in Config.__struct_fields__:
         before, after = getattr(old, name), getattr(new, name)
@@ -73,17 +73,17 @@ def _options(old: PluginsSection, new: PluginsSection) -> list[Change]:
 
 
 def refuse_fixed(found: tuple[Change, ...]) -> None:
-    """Raise ConfigError if a setting changes that cannot, and name all of those."""
+    """Raise ConfigError, naming all of them, if settings change that cannot."""
     fixed = [one for one in found if one.changed == "fixed"]
     if fixed:
         seen = ", ".join(f"{one.key} ({_shown(one.before)}, not {_shown(one.after)})" for one in fixed)
-        raise ConfigError(f"{seen}: stays as it is while the server runs; take it back, or restart the server with it")
+        raise ConfigError(f"{seen}: cannot change while the server runs; undo it, or restart the server with it")
 
 
 def refuse_places(old: Config, new: Config) -> None:
-    """Raise ConfigError if settings change that no request may change, and name all of those, without their values.
+    """Raise ConfigError, naming all of them without their values, if settings change that no request may change.
 
-    An option of a plugin may be a path, so all of them are such settings."""
+    Options of plugins may be paths, so all of them are such settings."""
     named = []
     for one in changes(old, new):
         section, _, name = one.key.partition(".")
@@ -91,37 +91,37 @@ def refuse_places(old: Config, new: Config) -> None:
             named.append(one.key)
     if named:
         raise ConfigError(
-            f"{', '.join(named)}: a request does not change where the server reads and writes, nor options of plugins; "
-            "leave it as the server has it, or change the file that the server was started with and have it read by "
-            "SIGHUP or `callboard apply` without a file"
+            f"{', '.join(named)}: a request cannot change where the server reads and writes, nor options of plugins; "
+            "send them as they are, or change the file that the server was started with and reload it with SIGHUP or "
+            "`callboard apply` without a file"
         )
 
 
 def refuse_more_requests(most: int, new: Config) -> None:
-    """Raise ConfigError for more requests than the mailboxes were made for.  most: what the server started with."""
+    """Raise ConfigError for more requests than the mailboxes were made for.  most: the number at the start."""
     if new.limits.max_requests > most:
         raise ConfigError(
-            f"limits.max_requests={new.limits.max_requests}: the server was started for {most}; while it runs it "
-            "can be lowered, and raised to that again"
+            f"limits.max_requests={new.limits.max_requests}: the server was started with {most}; while it runs "
+            "this can be lowered, and raised to that again"
         )
 
 
 def refuse_other_text(old: ModelSpec, old_path: Path, new: ModelSpec, new_path: Path, max_len: int) -> None:
-    """Raise ConfigError for a checkpoint whose tokens mean something else, or that cannot hold what was promised.
+    """Raise ConfigError for a checkpoint with other tokens, or one too small for the requests that were accepted.
 
-    max_len: the longest sequence that requests were taken for."""
+    max_len: the longest sequence of accepted requests."""
     said = f"model.path={new_path}"
     if new.vocab_size != old.vocab_size or new.pooling != old.pooling or new.max_len < max_len:
         raise ConfigError(
-            f"{said}: it has {new.vocab_size} tokens, contexts of {new.max_len} and serves {new.pooling.kind}; to take "
-            f"the place of the present model it needs {old.vocab_size}, at least {max_len} and {old.pooling.kind}"
+            f"{said}: it has {new.vocab_size} tokens, contexts of {new.max_len} and serves {new.pooling.kind}; to "
+            f"replace the present model it needs {old.vocab_size}, at least {max_len} and {old.pooling.kind}"
         )
     if old_path != new_path and _tokenizer(old_path) != _tokenizer(new_path):
-        raise ConfigError(f"{said}: its {TOKENIZER_FILE} is another one, so the streams' tokens would mean other text")
+        raise ConfigError(f"{said}: its {TOKENIZER_FILE} differs, so the streams' tokens would mean other text")
 
 
 def refuse_other_adapters(old: AdapterRules | None, new: AdapterRules | None, path: str) -> None:
-    """Raise ConfigError for a model that the served adapters do not fit.  path: where it is."""
+    """Raise ConfigError for a model that the served adapters do not fit.  path: the model's path."""
     if old != new:
         raise ConfigError(
             f"model.path={path}: its layers have other shapes than those that adapters are served for, and lora.folder "

@@ -1,8 +1,8 @@
-"""The monitor: a read-only view of what an engine is doing.
+"""The monitor: a read-only view of an engine's activity.
 
 Owns: nothing; it reads the actors' state on their own event loop, where no actor is in the middle of a change.
-Does not know: HTTP, the names that metrics have elsewhere.
-Nothing is prepared for it while steps are planned: whoever looks pays for it.
+Does not know: HTTP, the names of metrics outside.
+Nothing is prepared for it while steps are planned: a view is computed when it is requested.
 """
 
 import os
@@ -25,9 +25,9 @@ from engine.workers.tokenizers import TokenizerPool
 
 
 class Monitor:
-    """Reads one engine's actors.
+    """A reader of one engine's actors.
 
-    watchers: of its planners, by name.  decode: turns token ids into text.  clock: the planner's, in seconds."""
+    watchers: those of its planners, by name.  decode: turns token ids into text.  clock: the planner's, in seconds."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class Monitor:
 
     @property
     def meter(self) -> Meter | None:
-        """The planner's own counters, to be read and not changed; None until the model is loaded."""
+        """The planner's own counters, which callers only read; None until the model is loaded."""
         planner = self._scheduler.planner
         return planner.meter if planner is not None else None
 
@@ -111,7 +111,7 @@ class Monitor:
         )
 
     def snapshot(self, ask: GetSnapshot) -> Snapshot:
-        """Return what ``ask`` asks for.  Parts of it go on changing: read or encode it at once."""
+        """Return the snapshot that ``ask`` requests.  Parts of it go on changing: read or encode it at once."""
         board = self.board() if ask.board else Board()
         return Snapshot(
             number=ask.number,
@@ -123,7 +123,7 @@ class Monitor:
         )
 
     def _view(self, views: Views) -> dict[str, bytes]:
-        """Return the views of features that there are.  Each is worked out now."""
+        """Return the requested views of features, computed now."""
         planner = self._scheduler.planner
         if planner is None:
             return {}
@@ -133,11 +133,11 @@ class Monitor:
     async def look(
         self, *, meter: bool = False, board: bool = False, views: Views = NO_VIEWS, patience_s: float = 0.0
     ) -> Snapshot:
-        """Return a snapshot; the same call works where the engine is in another process."""
+        """Return a snapshot.  The same call works if the engine is in another process."""
         return self.snapshot(GetSnapshot(meter=meter, board=board, views=dict(views)))
 
     def profile(self, ask: Profile) -> None:
-        """Have the executors record steps, or stop it."""
+        """Let the executors record steps, or stop it."""
         self._executors.profile(ask)
 
     def watch(self, observer: object, name: str) -> None:
@@ -145,6 +145,6 @@ class Monitor:
         self._observers.add(observer, name)
 
     def board(self) -> Board:
-        """Return where every request is, and what every page holds."""
+        """Return the place of every request, and the content of every page."""
         planner = self._scheduler.planner
         return planner.board() if planner is not None else Board()

@@ -1,6 +1,6 @@
 """The system: builds every actor and every link of one engine.
 
-Owns: who talks to whom.
+Owns: which actor is connected to which.
 Does not know: what messages mean, HTTP.  Importing it does not import torch; starting it does.
 """
 
@@ -63,13 +63,13 @@ log = logging.getLogger(__name__)
 M = TypeVar("M")
 SCORED_LOGITS = 1 << 24  # logits of prompt tokens in a step, 64 MB in float32
 MIN_SCORED_CHUNK = 16
-RESTART_WINDOW_S = 300.0  # over which restarts are counted
-WAITED_S = 30.0  # before a request's first step, for a recording to be written
-READ_AT_ONCE = 256  # messages; no less than what a link delivers before others get their turn
+RESTART_WINDOW_S = 300.0  # in which restarts are counted
+WAITED_S = 30.0  # wait for a request's first step after which a recording is written
+READ_AT_ONCE = 256  # messages; at least as many as a link delivers before other actors get their turn
 
 
 class System:
-    """One engine.  ``start``, use ``ingress``, ``stop``; ``died`` is set when an actor crashed.  codec: its text's."""
+    """One engine.  ``start``, use ``ingress``, ``stop``; ``died`` is set if an actor crashed.  codec: for its text."""
 
     def __init__(
         self,
@@ -84,7 +84,7 @@ class System:
 
         machines: those that run the ranks; None if all ranks are on this one.
         frontend: how to start the process that takes requests; None for an ingress in this process.
-        before: a running engine that this configuration is for: its actors stay, and this one gets none of its own."""
+        before: a running engine for which this configuration is: its actors stay, and this object builds none."""
         config = self.config = with_device_defaults(config, several_machines=machines is not None)
         self._machines = machines
         self._front = frontend
@@ -104,9 +104,9 @@ class System:
             DEMO_NAME if config.model.path == DEMO else Path(config.model.path).name
         )
         if before is not None:
-            self.model_name = before.model_name  # clients know it
+            self.model_name = before.model_name  # clients use it
         self.max_len = _max_len(config, self.spec)
-        # What is sampled behind a prompt that is all of a request takes a place that no state is computed for.
+        # A pooling request samples one unused token, so its row needs one extra position.
         self._row_len = self.max_len + (self.spec.pooling.kind != "generate")
         self.codec: TextCodec = plugin_codec(config, directory, self.spec.pooling) if before is None else before.codec
         log.info("%s: %s", self.model_name, self.spec.pooling)
@@ -164,7 +164,7 @@ class System:
         """Create the actors in the order of the flow, then close the circle of links."""
         config = self.config
         # Per open request at most: its Tokenize and Abort, or its Admit and Abort, plus steps and their results.
-        # What other processes say comes as fast as it is read, some of each before the next actor's turn.
+        # Messages of other processes come as fast as they are read, some of each before the next actor's turn.
         num_outside = config.placement.tokenizers + (self._front is not None)
         self.capacity = capacity = 4 * config.limits.max_requests + 64 + READ_AT_ONCE * num_outside
         self.tokenizer = self._tokenizer(capacity)
@@ -209,7 +209,7 @@ class System:
             self.entrance.connect(look=monitor.snapshot, watch=monitor.watch, profile=monitor.profile)
 
     def _tapped(self, link: Link[M]) -> Link[M]:
-        """A link of the scheduler, which a recorder listens to if there is one."""
+        """Return a link of the scheduler, with a tap of the trace recorder if there is one."""
         return link if self._traffic is None else self._traffic.tap(link)
 
     @property
@@ -284,7 +284,7 @@ class System:
         )
 
     def placement(self, capacity: int) -> ExecutorPlacement:
-        """Where executors of this configuration run.  capacity: of their mailboxes."""
+        """Return where executors of this configuration run.  capacity: capacity of their mailboxes."""
         num_ranks = self.config.device.tensor_parallel
         if self.config.placement.executor == "process":
             from engine.workers.placement import ProcessExecutors  # ZeroMQ is needed from here on
@@ -318,7 +318,7 @@ class System:
         return StepSplitter(runner, alone=self.config.device.tensor_parallel == 1, most_tokens=settings.most_tokens)
 
     def planner_limits(self, num_pages: int) -> PlannerLimits:
-        """What the planner works with for a pool of so many pages."""
+        """Return the planner's limits for a pool of so many pages."""
         scheduler, kv = self.config.scheduler, self.config.kv
         return PlannerLimits(
             max_running=scheduler.max_running,
@@ -337,7 +337,7 @@ class System:
         )
 
     def _new_recorder(self) -> Recorder | None:
-        """Returns what records the scheduler, where there is a folder for it."""
+        """Return the recorder of the scheduler, or None without a folder for it."""
         storage = self.config.storage
         if not storage.folder or not storage.recording_mb:
             return None
@@ -363,7 +363,7 @@ class System:
         )
 
     def new_planner(self, num_pages: int) -> Planner:
-        """The planner of this configuration, for a pool of so many pages."""
+        """Return a planner of this configuration, for a pool of so many pages."""
         limits = self.planner_limits(num_pages)
         if self._traffic is not None:
             self._traffic.begin(limits, self.config)
@@ -377,15 +377,15 @@ class System:
         return self._machines is not None
 
     def with_config(self, config: Config) -> "System":
-        """What this engine would be with another configuration: for ``Changeover``, to check it and to ``become`` it.
+        """Return this engine with another configuration, for ``Changeover``: to check it and to ``become`` it.
 
-        It loads models as this one does, also where that is another class's way.  Raises CallboardError."""
+        It loads models as this one does, even if a subclass defines that.  Raises CallboardError."""
         new = copy(self)
         System.__init__(new, config, machines=self._machines, frontend=self._front, before=self)
         return new
 
     def become(self, new: "System") -> None:
-        """Have the configuration of another one, and what follows from it."""
+        """Take over the configuration of another system, and what follows from it."""
         self.config, self.spec, self.directory = new.config, new.spec, new.directory
         self.num_parameters, self._plugins, self._grammars = new.num_parameters, new._plugins, new._grammars
         self.policy, self._draft, self._features = new.policy, new._draft, new._features
@@ -396,7 +396,7 @@ class System:
             self.recorder.changed(self._blueprint())
 
     async def start(self) -> None:
-        """Run the actors and wait until the model is loaded.  Raises what the loading raised."""
+        """Run the actors and wait until the model is loaded.  Raises the errors of loading."""
         await self._supervisor.start()
 
     async def wait(self) -> None:

@@ -1,6 +1,6 @@
-"""One rank's attention: chosen, and tried if it is not ours, before the KV pool is allocated; built over it afterwards.
+"""One rank's attention: chosen, and tried if it is not built in, before the KV pool is allocated; then built over it.
 
-Owns: the order of that, and going on to the next backend where 'auto' took one that cannot be built after all.
+Owns: the order of that, and the next choice if 'auto' has chosen a backend that cannot be built after all.
 Does not know: which backends there are, kernels.
 """
 
@@ -28,7 +28,7 @@ def context_of(
     kv_dtype: str = "",
     invariant: bool = False,
 ) -> AttentionContext:
-    """What a rank's attention plugins are told, for both phases and without options."""
+    """Return the context that a rank's attention plugins get, for both phases and without options."""
     return AttentionContext(
         device=device.type,
         dtype=str(dtype).removeprefix("torch."),
@@ -45,7 +45,7 @@ def context_of(
 
 
 class RankAttention:
-    """What the plugins have agreed to build.  Raises PluginError if none can run here, or one fails its trial."""
+    """The chosen attention backends.  Raises PluginError if none can run here, or one fails its trial."""
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class RankAttention:
                 try_foreign(choice, spec, page_size, device, dtype, layout, kv_dtype)
 
     def build(self, pool: KVPool) -> AttentionBackend:
-        """One backend, or two behind one.  Raises PluginError if one that was chosen by name cannot be built."""
+        """Return one backend, or two behind one.  Raises PluginError if one chosen by name cannot be built."""
         choices, refused = self._choices, dict[str, str]()
         while True:
             backends: list[AttentionBackend] = []

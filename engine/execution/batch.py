@@ -1,4 +1,4 @@
-"""From a ``Step`` to flat arrays: which row and position every token of the batch has.
+"""A ``Step`` as flat arrays: which row and position every token of the batch has.
 
 Legend: T new tokens in the step (ragged, packed) · B sequences · D decode rows · N sampled rows
 Owns: the order of a batch (decodes first, then prefill segments).  Does not know: devices, tensors, what tokens are.
@@ -17,12 +17,12 @@ Int64 = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One step's tokens.
+    """The tokens of one step.
 
     rows_B, query_lengths_B, lengths_B: per sequence its row, new tokens, and context length including them.
-    query_starts_B1: where in T its new tokens begin, and at the end how many there are in all.
-    rows_T, positions_T: per new token.  sample_at_N: index into T of every position whose next token is wanted;
-    sample_rows_N: its row, one of which may have several; sample_positions_N: the position of the sampled token.
+    query_starts_B1: index in T of its first new token, and at the end the number of all new tokens.
+    rows_T, positions_T: per new token.  sample_at_N: index in T of every position whose next token is wanted.
+    sample_rows_N: row of each, one row may have several.  sample_positions_N: position of each sampled token.
     """
 
     num_decodes: int
@@ -38,12 +38,12 @@ class Batch:
 
 
 def decode_rows(step: Step) -> Int64:
-    """The rows that get one token each."""
+    """Return the rows that get one token each."""
     return np.frombuffer(step.decode_rows, dtype=np.int32).astype(np.int64)
 
 
 def lay_out(step: Step, computed: Int32) -> Batch:
-    """The batch of ``step``; ``computed`` [rows] holds how many positions of each row have K/V, and is advanced."""
+    """Return the batch of ``step``; ``computed`` [rows], the positions of each row with K/V, is advanced."""
     decodes = decode_rows(step)
     num_decodes = len(decodes)
     if not step.prefill_rows:
@@ -78,7 +78,7 @@ def lay_out(step: Step, computed: Int32) -> Batch:
     # Position = index in T, shifted so that the sequence's first new token lands on its start.
     positions_T = np.arange(len(rows_T)) + np.repeat(starts_B - query_starts_B1[:-1], query_lengths_B)
     samples_B = np.concatenate((query_lengths_B[:num_decodes], np.frombuffer(step.prefill_samples, dtype=np.int32)))
-    # The last positions of each sequence: from its end backwards.
+    # The last positions of each sequence, counted from its end.
     first_N = np.cumsum(samples_B) - samples_B
     before_end_N = np.repeat(samples_B + first_N, samples_B) - np.arange(int(samples_B.sum()))
     return Batch(

@@ -1,7 +1,7 @@
-"""What the runner asks of captured steps: decode steps as one call, the model between attention calls, one device.
+"""Protocols of captured steps, as the runner uses them: decode steps as one call, the model between attention calls.
 
 Legend: N decode rows of the step · V vocabulary
-Owns: the protocols.  Does not know: how steps are captured, see ``engine/graphs/``, or compiled.
+Owns: the protocols.  Does not know: how steps are captured (``engine/graphs/``) or compiled.
 """
 
 from dataclasses import dataclass
@@ -20,11 +20,11 @@ class Event(Protocol):
     """A place in the stream of queued work."""
 
     def record(self) -> None:
-        """Put the place behind everything that is queued now."""
+        """Move the place to the end of everything that is queued now."""
         ...
 
     def query(self) -> bool:
-        """Whether the device has reached the place."""
+        """Return whether the device has reached the place."""
         ...
 
     def synchronize(self) -> None:
@@ -34,10 +34,11 @@ class Event(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Decoded:
-    """A step that is queued.
+    """The result of a queued step.
 
-    Sampled: token_ids_N, int64, on the host, to be read once ``event`` is reached; at once where that is None.
-    Else logits_NV, to be used before the next step, and write_at_N, int64, where the tokens belong.
+    token_ids_N: int64, on the host; read it when ``event`` is reached, at once if that is None.
+    logits_NV: if nothing was sampled; use it before the next step.
+    write_at_N: int64, the places of the tokens.
     """
 
     token_ids_N: Tensor | None
@@ -50,19 +51,19 @@ class CapturedDecodes(Protocol):
     """Decode steps that run whole, by one graph or one call of C."""
 
     def fits(self, num_rows: int) -> bool:
-        """Whether there is one for so many rows."""
+        """Return whether there is a captured step for so many rows."""
         ...
 
     def variant_of(self, rows_N: npt.NDArray[np.int64], positions_N: npt.NDArray[np.int64]) -> Variant:
-        """How a step of these rows will be sampled.  positions_N: of the tokens that are sampled."""
+        """Return how a step of these rows will be sampled.  positions_N: positions of the tokens that are sampled."""
         ...
 
     def tell(self, step: Step) -> None:
-        """Take in what has changed since the last step, also which pages rows got."""
+        """Take in the changes since the last step, including new pages of rows."""
         ...
 
     def launch(self, rows_N: npt.NDArray[np.int64], lengths_N: npt.NDArray[np.int32], variant: Variant) -> Decoded:
-        """Queue the step that ``tell`` was last called with.  lengths_N: the new token included."""
+        """Queue the step that ``tell`` was last called with.  lengths_N: lengths including the new token."""
         ...
 
 
@@ -75,11 +76,11 @@ class CapturedModel(Protocol):
         ...
 
     def forward(self, step: StepTensors) -> Tensor:
-        """logits_NV; see ``Decoder.forward``."""
+        """Return logits_NV (``Decoder.forward``)."""
         ...
 
     def hidden(self, step: StepTensors, wanted_N: Tensor) -> Tensor:
-        """x_ND of the wanted rows; see ``Decoder.hidden``."""
+        """Return x_ND of the wanted rows (``Decoder.hidden``)."""
         ...
 
 
@@ -87,5 +88,5 @@ class Captures(Protocol):
     """Everything that was captured on a device."""
 
     def discard(self) -> None:
-        """Free all recordings, whoever refers to them."""
+        """Free all recordings, even if something refers to them."""
         ...

@@ -3,7 +3,7 @@
 Legend: B decode rows · D model dim · S slots of the pool · N rows of the engine · M tokens, W pages of a row
 Owns: which decoders the call computes, the weights, pages and rows that it gets.  Does not know: what is computed.
 
-An operation of a small model's layer costs more to call than to compute, and so does laying a step out.
+A call of an operation of a small model's layer costs more than its computation, and so does the layout of a step.
 """
 
 import ctypes
@@ -32,12 +32,12 @@ from engine.models.decoder import Decoder, DecoderLayer
 from engine.sampling.captured import Variant
 from engine.sampling.sampler import Sampler
 
-NO_MEMORY, WRONG_TOKEN, WRONG_ROW = 1, 2, 3  # what ``decode`` returns, 0 for none of these
+NO_MEMORY, WRONG_TOKEN, WRONG_ROW = 1, 2, 3  # results of ``decode``; 0 for success
 POINTER, SIZE, FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 
 
 class Layer(ctypes.Structure):
-    """A layer as ``decodes.c`` has it.  The code that fills it keeps the tensors that it points to."""
+    """A layer as ``decodes.c`` defines it.  The code that fills it keeps the tensors that it points to."""
 
     _fields_ = (
         *((name, POINTER) for name in ("before_attention_D", "heads_RH", "before_mlp_D")),
@@ -50,7 +50,7 @@ class Layer(ctypes.Structure):
 
 
 class Stack(ctypes.Structure):
-    """All layers of a decoder, what is before and behind them, and where rows are kept."""
+    """All layers of a decoder, the parts before and after them, and the tables of rows."""
 
     _fields_ = (
         *((name, POINTER) for name in ("layers", "embedding_VD", "norm_D")),
@@ -62,7 +62,7 @@ class Stack(ctypes.Structure):
 
 
 class CompiledDecodes:
-    """Decode steps of any number of rows, by torch's number of threads, while no tap reads states."""
+    """Decode steps of any number of rows, with torch's number of threads, while no tap reads states."""
 
     def __init__(
         self, decoder: Decoder, pool: KVPool, attention: CompiledAttention, rows: DeviceRows, sampler: Sampler
@@ -114,13 +114,13 @@ class CompiledDecodes:
         return Variant.GREEDY if self._sampler.takes_likeliest(rows_N, positions_N) else Variant.LOGITS
 
     def tell(self, step: Step) -> None:
-        """Take in what has changed since the last step."""
+        """Take in the changes since the last step."""
         self._rows.apply(step)
 
     def launch(self, rows_N: Int64, lengths_N: Int32, variant: Variant) -> Decoded:
-        """Run the step; when this returns it is done.
+        """Run the step; it is done when this returns.
 
-        Raises MemoryError, and IndexError for a row that cannot be."""
+        Raises MemoryError, and IndexError for a row that cannot exist."""
         num = len(rows_N)
         if num > len(self._logits_BV):
             self._logits_BV = torch.empty((num, self._logits_BV.shape[1]))
@@ -161,9 +161,9 @@ class CompiledDecodes:
 def compiled_decodes(
     model: object, pool: KVPool, attention: AttentionBackend, rows: DeviceRows, sampler: Sampler, comm: Comm
 ) -> CompiledDecodes | None:
-    """Return decode steps in C, or None where C does not compute what the model does, or is missing."""
+    """Return decode steps in C, or None if C does not compute what the model does, or is missing."""
     if type(model) is not Decoder or not isinstance(attention, CompiledAttention) or comm.size > 1:
-        return None  # a decoder that a plugin has derived from ours may compute something else
+        return None  # a decoder that a plugin has derived from this one may compute something else
     if not _ends_are_told(model) or not all(_is_told(layer, model) for layer in model.layers):
         return None
     if any(_inputs(one) != _inputs(other) for one, other in pairwise(model.layers)):
@@ -210,7 +210,7 @@ def _inputs(layer: DecoderLayer) -> list[int]:
 
 
 def _panels(linear: object) -> PanelWeight | None:
-    """Return its weight if that is in panels.  A feature that wraps weights keeps the steps that need the wrapping."""
+    """Return the weight of a linear layer if it is in panels.  Steps that need a feature's wrapping run elsewhere."""
     packed = linear.packed if isinstance(linear, Linear) else None
     plain = packed.plain if isinstance(packed, WrappedWeight) else packed
     return plain if isinstance(plain, PanelWeight) else None

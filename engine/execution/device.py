@@ -21,17 +21,17 @@ log = logging.getLogger(__name__)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 SMALL_MODEL_BYTES = 64 << 20
-TINY_MODEL_BYTES = 4 << 20  # with less than this one thread is best anywhere
+TINY_MODEL_BYTES = 4 << 20  # below this one thread is best on every machine
 
 
 def choose_device(section: DeviceSection, rank: int) -> torch.device:
-    """The torch device of a rank.  Raises ConfigError if there is no GPU to take, or one that torch cannot use."""
+    """Return the torch device of a rank.  Raises ConfigError if there is no GPU, or one that torch cannot use."""
     kind, present = section.kind, torch.cuda.is_available()
     if kind != "cpu" and not present and torch.version.cuda and gpu_bytes():
         driver = f"CUDA {driver_cuda()}"
         raise ConfigError(
-            f"device.kind={kind}: torch {torch.__version__}, made for CUDA {torch.version.cuda}, cannot use the GPU "
-            f"that is here, whose driver is made for {driver}; renew the driver, install a torch for {driver} "
+            f"device.kind={kind}: torch {torch.__version__}, made for CUDA {torch.version.cuda}, cannot use this "
+            f"machine's GPU: its driver supports {driver}; upgrade the driver, install a torch for {driver} "
             "(https://pytorch.org), or set device.kind=cpu"
         )
     if kind == "auto":
@@ -47,12 +47,12 @@ def choose_device(section: DeviceSection, rank: int) -> torch.device:
 
 
 def set_threads(setting: int, device: torch.device, weight_bytes: int) -> tuple[int, ...]:
-    """``device.threads``, or for 0 one for a small model, else every core.  Call it on the thread that runs it.
+    """Set ``device.threads`` threads, or for 0 one for a small model, else every core.  Call it on the model's thread.
 
-    Returns the numbers that are worth measuring once the model is there; () if the one that is set stands.
+    Return the numbers that are worth measuring when the model is loaded; () if the number is final.
 
     A small model's operations are so short that threads wait for each other longer than they work, and when another
-    program takes a core they wait for its time slice at every operation: beside two busy processes on two cores
+    program takes a core they wait for its time slice at every operation: next to two busy processes on two cores
     the demo model gave 2,270 tokens/s in batches of 8 with one thread, and 20 to 160 with two.
     """
     if device.type != "cpu":
@@ -70,9 +70,9 @@ def set_threads(setting: int, device: torch.device, weight_bytes: int) -> tuple[
 
 
 def thread_choices(root: Path = Path("/")) -> tuple[int, ...]:
-    """Powers of two up to the number of physical cores that this process may run on, and that number.
+    """Return powers of two up to the number of physical cores that this process may run on, and that number.
 
-    Not more than OMP_NUM_THREADS, where that is set.  root: where /sys is."""
+    OMP_NUM_THREADS, if set, is a limit.  root: the directory that has /sys."""
     allowed = os.sched_getaffinity(0)
     siblings = (root / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list" for cpu in allowed)
     cores = len({path.read_text() if path.exists() else path for path in siblings})
@@ -82,7 +82,7 @@ def thread_choices(root: Path = Path("/")) -> tuple[int, ...]:
 
 
 def choose_dtype(setting: str, device: torch.device, checkpoint_dtype: str) -> torch.dtype:
-    """``model.dtype``, or for 'auto' float32 on CPU and the checkpoint's own type on a GPU (bfloat16 for float32)."""
+    """Return ``model.dtype``; for 'auto' float32 on CPU, and on a GPU the checkpoint's type (bfloat16 for float32)."""
     if setting != "auto":
         return DTYPES[setting]
     if device.type == "cpu":
@@ -91,7 +91,7 @@ def choose_dtype(setting: str, device: torch.device, checkpoint_dtype: str) -> t
 
 
 def instruction_sets() -> tuple[str, ...]:
-    """What linear kernels can ask of this CPU, see ``LinearContext``; () on one that is no x86."""
+    """Return the instruction sets of this CPU, as ``LinearContext`` has them; () on one that is no x86."""
     capability = torch.backends.cpu.get_cpu_capability().lower()
     levels = ("avx2", "avx512")
     found = levels[: levels.index(capability) + 1] if capability in levels else ()
@@ -99,25 +99,27 @@ def instruction_sets() -> tuple[str, ...]:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Memory of the device that can still be allocated, by whoever is first: on a CPU all ranks there share it."""
+    """Return the memory of the device that can still be allocated.  On a CPU all ranks there share it."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     return available_bytes()
 
 
 def fair_share(free: int, place: int, comm: Comm, device: torch.device) -> int:
-    """What every rank may take if those at one place share its ``free`` bytes: the least of all ranks' shares.
+    """Return the memory that every rank may take if ranks at one place share its ``free`` bytes: the smallest share.
 
-    All ranks ask before any of them takes something.  place: equal where memory is.  device: the communicator's."""
+    Every rank calls it before any of them allocates.  place: equal on ranks that share memory.
+    device: the communicator's."""
     asked = comm.all_gather(torch.tensor([[place, free]], device=device), 0).tolist()
     places = [there for there, _ in asked]
     return min(left // places.count(there) for there, left in asked)
 
 
 def host_place(root: Path = Path("/")) -> int:
-    """A number for this machine, or container where it has control groups of its own.  root: where /proc is.
+    """Return a number for this machine, or for a container with control groups of its own.
 
-    Names do not tell: virtual machines from one image have the same, containers of one pod as well."""
+    root: the directory that has /proc.
+    Host names do not serve: virtual machines from one image have the same, and so have containers of one pod."""
     try:
         machine = (root / "proc/sys/kernel/random/boot_id").read_text()
     except OSError:  # not Linux

@@ -1,9 +1,9 @@
-"""The optional parts of a rank: what each may do, and what it is built from.
+"""The optional parts of a rank: the hooks that they may have, and the context from which they are built.
 
 Owns: the hooks of a feature.  Does not know: which features there are (``engine/startup/features.py`` finds them).
 A feature lies in a folder of ``engine/features``; its module ``rank`` has a function ``rank_feature``, which returns
 the feature of one rank, or None if the configuration does not use it.  The runner looks the hooks of steps up once,
-when it is built: a hook that no feature has costs nothing.
+when it is built: a hook that no feature overrides costs nothing.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -33,7 +33,7 @@ class RankContext:
     """A rank whose weights are loaded, for the features that are built next.
 
     max_len: tokens of the longest row.
-    place: equal on ranks that share memory, see ``fair_share``.
+    place: equal on ranks that share memory, as in ``fair_share``.
     model, rows: the rank's own.
     given: facts that features need and the engine has found, msgpack by the feature's name."""
 
@@ -55,7 +55,7 @@ class RankFeature:
     """An optional part of one rank.  A subclass overrides the hooks that it needs.
 
     order: features of lower order come first.
-    more_samples: positions of one row that are sampled in a step, besides its last one.
+    more_samples: positions of one row that are sampled in a step, in addition to its last one.
     page_bytes: memory that the feature takes for each page of the KV pool.
     pools: pools with as many pages as the KV pool, whose pages move between the tiers with those of the KV pool."""
 
@@ -67,13 +67,13 @@ class RankFeature:
     # ---- while the rank is loaded -----------------------------------------------------------
 
     def needs(self, needs: Needs) -> Needs:
-        """Return the memory that must stay free next to the pool, this feature's included."""
+        """Return the memory that must stay free next to the pool, including this feature's."""
         return needs
 
     def prepare(self, num_pages: int) -> None:
-        """Allocate what goes with a KV pool of so many pages, in place of what the call before has allocated.
+        """Allocate what goes with a KV pool of so many pages, in place of the memory of the call before.
 
-        0: free it."""
+        For 0, free it."""
 
     def attention(self, backend: AttentionBackend) -> AttentionBackend:
         """Return the attention backend, or one in its place."""
@@ -87,34 +87,34 @@ class RankFeature:
         return model
 
     def decodes(self, whole: CapturedDecodes) -> CapturedDecodes:
-        """Return what runs whole decode steps, or something in its place."""
+        """Return the object that runs whole decode steps, or one in its place."""
         return whole
 
     # ---- steps ------------------------------------------------------------------------------
 
     def begin(self, step: Step) -> None:
-        """A step is next.  Pages still hold what the steps before it have left there."""
+        """Prepare for the next step.  Pages still hold the content that the steps before it have left."""
 
     def apply(self, step: Step) -> Step:
-        """Take in what a step changes.  Return the step as the rest of the rank is to see it."""
+        """Take in the changes of a step.  Return the step as the rest of the rank gets it."""
         return step
 
     def launched(self, step: Step, launched: LaunchedStep) -> None:
-        """The step is launched.  Its result can be extended by ``LaunchedStep.extend``."""
+        """Add to the result of a step that is launched, by ``LaunchedStep.extend``."""
 
-    # ---- beside the steps -------------------------------------------------------------------
+    # ---- next to the steps ------------------------------------------------------------------
 
     def receive(self, message: Message, answer: Answer) -> bool:
         """Take a message that is no step, and return True; False if it is another feature's.
 
-        Called on the event loop, and returns at once.  answer: sends messages to the scheduler, from any thread."""
+        It is called on the event loop, and returns at once.  answer: sends messages to the scheduler, on any thread."""
         return False
 
     def close(self) -> None:
-        """No step comes any more.  Finish the work beside the steps, within limits."""
+        """Finish the work next to the steps, within limits; no step follows."""
 
     def leave(self) -> None:
-        """The rank has failed.  Start to end the work beside the steps, and wait for nothing."""
+        """Begin to end the work next to the steps, without a wait: the rank has failed."""
 
 
 def hooks(features: Iterable[RankFeature], name: str) -> tuple[Callable[..., Any], ...]:

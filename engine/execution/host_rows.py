@@ -3,7 +3,7 @@
 Legend: as in ``rows.py``
 Owns: the same tensors, as arrays.  Does not know: what a step means for them.
 
-A decode step is a dozen operations on a few numbers each, and one of numpy takes a third of the time of one of torch.
+A decode step is a dozen operations on a few numbers each, and a numpy operation takes a third of the time of torch's.
 """
 
 import numpy as np
@@ -15,10 +15,10 @@ from engine.execution.rows import DeviceRows, StepInputs
 
 
 class HostRows(DeviceRows):
-    """See ``DeviceRows``.  No step is captured here, so nobody keeps lengths."""
+    """The rows of a device whose memory is the host's.  No step is captured there, so no lengths are kept."""
 
     def inputs(self, batch: Batch) -> StepInputs:
-        """See ``DeviceRows``; tensors of memory of their own."""
+        """Return a batch as tensors, each with memory of its own."""
         row_len, width = self.tokens_RM.shape[1], self.pages_RP.shape[1]
         page_T, offset_T = np.divmod(batch.positions_T, self._page_size)
         pages_T = self._pages_flat.numpy().take(batch.rows_T * width + page_T)
@@ -36,7 +36,7 @@ class HostRows(DeviceRows):
         return StepInputs(*map(torch.from_numpy, columns))
 
     def write_sampled(self, write_at_N: Tensor, token_ids_N: Tensor) -> None:
-        """See ``DeviceRows``."""
+        """Put sampled tokens where the next step reads them; -1 (a failed row) is written as 0."""
         self._tokens_flat.numpy()[write_at_N.numpy()] = np.maximum(token_ids_N.numpy(), 0)
 
     def _write(self, token_places: Int64, page_places: Int64, tokens: Int32, pages: Int32) -> None:

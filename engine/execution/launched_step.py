@@ -30,9 +30,9 @@ class LaunchedStep:
     """A step whose kernels are queued.
 
     rows_N: the rows that sample.
-    event: recorded behind the step's copies to the host; None on a CPU.
+    event: recorded after the step's copies to the host; None on a CPU.
     prompts: results for prompts.
-    failures: index into N -> why there is no token.
+    failures: index in N -> the reason why there is no token.
     note: the note of ``StepDone``."""
 
     rank: int
@@ -46,7 +46,7 @@ class LaunchedStep:
     _extensions: tuple[Callable[[], Columns], ...] = ()
 
     def extend(self, columns: Callable[[], Columns]) -> None:
-        """Add columns to the extras of the result.  They are called once the device is done with the step."""
+        """Add columns to the extras of the result.  ``columns`` is called when the device is done with the step."""
         self._extensions += (columns,)
 
     def ready(self) -> bool:
@@ -71,7 +71,7 @@ class LaunchedStep:
         return {int(self.rows_N[index]): value for index, value in by_index.items()}
 
     def tokens(self) -> npt.NDArray[np.int64]:
-        """Wait for the device; int64[N].  From any thread."""
+        """Wait for the device and return the tokens, int64[N].  Can be called on any thread."""
         if self.event is not None:
             self.event.synchronize()
         return self.sampled.token_ids_N.numpy()

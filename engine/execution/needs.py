@@ -1,6 +1,6 @@
 """The memory that must stay free next to a KV pool, by what takes it.
 
-Owns: the sum, and the sentence of an error that names the parts.  Does not know: how anything is measured.
+Owns: the sum, and the part of an error that names them.  Does not know: how anything is measured.
 """
 
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ class Needs:
     product_bytes: the products that oneDNN compiles.
     process_bytes: other processes in the same memory.
     attention_bytes: the workspaces of attention backends.
-    feature_bytes: (name for errors, bytes) of each feature that takes its memory only when it uses it."""
+    feature_bytes: (name for errors, bytes) of each feature that allocates its memory only when it is used."""
 
     activation_bytes: int = 0
     graph_bytes: int = 0

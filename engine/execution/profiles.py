@@ -1,8 +1,8 @@
-"""Traces of what a rank's device thread and its GPU do in some steps, for Perfetto or chrome://tracing.
+"""Traces of a rank's device thread and its GPU during some steps, for Perfetto or chrome://tracing.
 
-Owns: torch's profiler, and the files that it writes.  Does not know: who wants them, other ranks.
+Owns: torch's profiler, and the files that it writes.  Does not know: what the profiles are for, other ranks.
 The profiler is started and stopped on the device thread, whose steps wait for that; the file, which may take seconds,
-is written beside them.
+is written by another thread.
 """
 
 import logging
@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 class Profiles:
     """Records a rank's steps, one profile at a time.  All calls come from the device thread.
 
-    recording: whether ``step`` is wanted around the launch of each."""
+    recording: whether ``step`` must wrap the launch of each step."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
@@ -35,7 +35,7 @@ class Profiles:
         self.recording = False
 
     def begin(self, ask: Profile) -> None:
-        """See ``Runner.profile``."""
+        """Profile the next steps, and end a profile that is being recorded (``Runner.profile``)."""
         self._end()
         if not ask.num_steps:
             return
@@ -44,7 +44,7 @@ class Profiles:
         profiler = torch.profiler.profile(activities=activities)
         try:
             profiler.start()
-        except Exception:  # a profiler of somebody else may be running; no request is to suffer for it
+        except Exception:  # another profiler may be running; requests must not fail because of it
             log.exception("rank %d cannot be profiled", self._rank)
             return
         self._profiler = profiler
@@ -53,7 +53,7 @@ class Profiles:
 
     @contextmanager
     def step(self, step_id: int) -> Iterator[None]:
-        """A step is launched, and has its name in the trace."""
+        """Record the launch of a step, which has its name in the trace."""
         with torch.profiler.record_function(f"callboard::step {step_id}"):
             yield
         self._num_left -= 1
@@ -77,7 +77,7 @@ class Profiles:
 
 
 def _write(profiler: torch.profiler.profile, path: Path) -> None:
-    """A file that is there is whole."""
+    """Write a profile.  A file with its final name is always complete."""
     part = path.with_name(f"part-{path.name}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

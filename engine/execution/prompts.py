@@ -1,8 +1,9 @@
-"""What some requests want of their prompts beside the next token: log probabilities, or a pooled vector.
+"""Results that some requests want of their prompts, in addition to tokens: log probabilities, or a pooled vector.
 
 Legend: T new tokens in the step · N sampled rows · E prompt positions whose logits are wanted · P pooled positions
         S prefill segments · R pooled rows whose prompts end · D model dim · W numbers of a result · V vocabulary
-Owns: which positions of a step these are, and sums over the steps of one prompt.  Does not know: sampling, the model.
+Owns: the positions of a step that are wanted, and sums over the steps of one prompt.
+Does not know: sampling, the model.
 """
 
 from collections.abc import Sequence
@@ -21,7 +22,7 @@ from engine.sampling.logprobs import BatchLogprobs, batch_logprobs, joined_logpr
 
 Int64 = npt.NDArray[np.int64]
 
-SCORED_ROWS = 128  # so many rows of logits at a time: those of a whole step may take gigabytes
+SCORED_ROWS = 128  # rows of logits at a time: those of a whole step may take gigabytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +36,7 @@ class _Scored:
 
 @dataclass(frozen=True, slots=True)
 class _Pooled:
-    """A row's share of the P positions.  num_tokens: of the prompt, if it ends here; else 0."""
+    """A row's share of the P positions.  num_tokens: number of tokens of the prompt, if it ends here; else 0."""
 
     row: int
     count: int
@@ -44,10 +45,11 @@ class _Pooled:
 
 @dataclass(frozen=True, slots=True)
 class PromptOutputs:
-    """What a step is to give besides tokens.
+    """The prompt outputs that a step must compute.
 
-    scored_at_E, pooled_at_P: indexes into T.  next_ids_E: the token that follows each, whose log probability is wanted.
-    num_top_E: how many alternatives with it."""
+    scored_at_E, pooled_at_P: indexes in T.
+    next_ids_E: the token after each scored position, whose log probability is wanted.
+    num_top_E: number of alternatives with it."""
 
     scored_at_E: Int64
     next_ids_E: Int64
@@ -59,7 +61,7 @@ class PromptOutputs:
 
 @dataclass(frozen=True, slots=True)
 class PromptResults:
-    """On the device, or on the host behind an event.
+    """The prompt outputs of a step, on the device, or on the host when an event is reached.
 
     pooled_RW: float32 of ``pooled_rows``: the mean or last state, or labels' logits; None if no row's prompt ends."""
 
@@ -69,7 +71,7 @@ class PromptResults:
     pooled_RW: Tensor | None = None
 
     def to_host(self) -> "PromptResults":
-        """Queue the copies; read them only behind an event recorded after this call."""
+        """Queue the copies; read them only after an event recorded after this call."""
         pooled_RW = self.pooled_RW
         if pooled_RW is not None:
             pinned_RW = torch.empty(pooled_RW.shape, dtype=pooled_RW.dtype, pin_memory=True)
@@ -78,7 +80,7 @@ class PromptResults:
         return replace(self, logprobs=logprobs, pooled_RW=pooled_RW)
 
     def prompt_logprobs(self) -> dict[int, PromptLogprobs]:
-        """Row -> log probabilities of its part of the prompt."""
+        """Return row -> log probabilities of its part of the prompt."""
         if self.logprobs is None:
             return {}
         entries = self.logprobs.messages()
@@ -91,24 +93,24 @@ class PromptResults:
         return by_row
 
     def pooled_bytes(self) -> dict[int, bytes]:
-        """Row -> float32[W] as bytes."""
+        """Return row -> float32[W] as bytes."""
         if self.pooled_RW is None:
             return {}
         return {row: one.tobytes() for row, one in zip(self.pooled_rows, self.pooled_RW.numpy(), strict=True)}
 
 
 class Prompts:
-    """The rows that want something, from their admission to their first token.
+    """The rows that want prompt outputs, from their admission to their first token.
 
-    rows: their admissions, and those of rows that wanted something last; while there are none, nothing has to be asked
-    here."""
+    rows: admissions of these rows, and of rows that wanted some when they were last admitted.  While it is empty, no
+    other method needs to be called."""
 
     def __init__(self) -> None:
         self.rows: dict[int, Admission] = {}
         self._sums: dict[int, Tensor] = {}
 
     def admit(self, admission: Admission) -> None:
-        """A sequence takes a row."""
+        """Note the wishes of a sequence that takes a row."""
         self.rows.pop(admission.row, None)
         self._sums.pop(admission.row, None)
         params = admission.params
@@ -116,7 +118,7 @@ class Prompts:
             self.rows[admission.row] = admission
 
     def wanted(self, step: Step, batch: Batch) -> PromptOutputs | None:
-        """None if nobody in the step wants anything; that costs next to nothing."""
+        """Return the outputs that a step must compute; None if there are none, which costs next to nothing."""
         if not self.rows or not step.prefill_rows:
             return None
         rows = np.frombuffer(step.prefill_rows, dtype=np.int32).tolist()
@@ -152,12 +154,12 @@ class Prompts:
         )
 
     def sums_in(self, step: Step) -> bool:
-        """Whether the step adds to a sum, so that it must not run twice."""
+        """Return whether the step adds to a sum, so that it must not run twice."""
         rows = np.frombuffer(step.prefill_rows, dtype=np.int32).tolist() if self.rows else ()
         return any(row in self.rows and self.rows[row].params.pooling == "mean" for row in rows)
 
     def results(self, wanted: PromptOutputs, scored_ED: Tensor, states_PD: Tensor, model: Model) -> PromptResults:
-        """scored_ED: what the model has at the scored positions.  states_PD: at the pooled ones."""
+        """Return the outputs.  scored_ED, states_PD: the model's states at the scored and the pooled positions."""
         logprobs = None
         if wanted.scored:
             next_ids_E = torch.from_numpy(wanted.next_ids_E).to(scored_ED.device, non_blocking=True)
@@ -173,7 +175,7 @@ class Prompts:
         return PromptResults(logprobs, wanted.scored, tuple(ended), torch.stack(list(ended.values())))
 
     def _pool(self, pooled: Sequence[_Pooled], normed_PD: Tensor, head: PooledHead | None) -> dict[int, Tensor]:
-        """Row -> float32[W], of prompts that end.  A model has labels for all of its requests or for none."""
+        """Return row -> float32[W], of prompts that end.  A model has labels for all of its requests or for none."""
         states_PW = normed_PD.to(torch.float32)
         if any(self.rows[one.row].params.pooling == "classify" for one in pooled):
             assert head is not None, "a request for labels came to a model that has none"

@@ -1,4 +1,4 @@
-"""The device's copy of every row: its tokens and its page table, changed only by what a step tells.
+"""The device's copy of every row: its tokens and its page table, changed only by steps.
 
 Legend: R rows · P page-table width · M longest sequence · T new tokens · B sequences · N sampled rows
 Owns: token ids, page table, and how many positions of each row are computed.  Does not know: sampling, attention.
@@ -23,10 +23,10 @@ _NOWHERE = np.empty(0, dtype=np.int64)
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """A batch as tensors: int64, but page_table_BP, lengths_B and query_starts_B1, which are int32.
+    """A batch as tensors: int64, except page_table_BP, lengths_B and query_starts_B1, which are int32.
 
-    token_ids_T, positions_T, slots_T: of every new token.  sample_at_N: which of T are sampled from; write_at_N:
-    where in the flat token table the result goes.  The rest as ``AttentionBatch`` has it.
+    token_ids_T, positions_T, slots_T: per new token.  sample_at_N: indexes in T from which tokens are sampled.
+    write_at_N: the tokens' places in the flat token table.  The others are those of ``AttentionBatch``.
     """
 
     token_ids_T: Tensor
@@ -39,7 +39,7 @@ class StepInputs:
     query_starts_B1: Tensor
 
     def planned(self, batch: Batch, attention: AttentionBackend, pool: KVPool) -> StepTensors:
-        """What a model computes ``batch`` from, which these are the inputs of; attention is told of it."""
+        """Plan ``batch``, whose inputs these are, for attention.  Return the tensors for the model."""
         attention.plan_step(
             AttentionBatch(
                 num_decodes=batch.num_decodes,
@@ -61,13 +61,15 @@ class StepInputs:
 
 
 class DeviceRows:
-    """tokens_RM: int32; a sampled token is written here, so the next step finds it without the host.
-    pages_RP: int32.  computed: host, int32 [R].  lengths_R: int32, the same on the device,
-    once ``keep_lengths`` was called: equal for every row in use, whenever no step is half launched.
+    """The rows of one device.
+
+    tokens_RM: int32; a sampled token is written here, so the next step finds it without the host.
+    pages_RP: int32.  computed: host, int32 [R].  lengths_R: the same on the device after ``keep_lengths``: equal for
+    every row in use, whenever no step is half launched.
     """
 
     def __init__(self, max_rows: int, max_len: int, page_size: int, device: torch.device, page_stride: int = 0) -> None:
-        """page_stride: the pool's; 0 for page_size."""
+        """Allocate the tables.  page_stride: the pool's; 0 for page_size."""
         self._device = device
         self._page_size = page_size
         self._page_stride = page_stride or page_size
@@ -82,7 +84,7 @@ class DeviceRows:
         self._pages_flat = self.pages_RP.view(-1)
 
     def for_pool(self, page_stride: int, ahead: int = 0) -> "DeviceRows":
-        """The same tokens, seen ``ahead`` places earlier, and pages, for another model's pool: computed is its own."""
+        """Return the same rows for another model's pool: tokens ``ahead`` places earlier, ``computed`` of its own."""
         other = copy(self)
         other._tokens_flat = self._tokens_flat[ahead:]
         other._page_stride = page_stride
@@ -91,26 +93,26 @@ class DeviceRows:
         return other
 
     def tokens_at(self, rows_K: Int32, positions_K: Int32) -> Tensor:
-        """int32[K], a copy."""
+        """Return tokens, int32[K], a copy."""
         return self._tokens_flat.index_select(
             0, self.upload(rows_K.astype(np.int64) * self.tokens_RM.shape[1] + positions_K)
         )
 
     def keep_lengths(self) -> Tensor:
-        """lengths_R, kept from now on: for steps that advance by themselves, without the host."""
+        """Return lengths_R, kept from now on: for steps that advance by themselves, without the host."""
         if self.lengths_R is None:
             self.lengths_R = torch.from_numpy(self.computed.copy()).to(self._device)
         return self.lengths_R
 
     def restore(self, computed: Int32) -> None:
-        """Go back to what was computed before a step that has failed.  Takes no memory of the device."""
+        """Return to the state before a step that has failed.  Takes no memory of the device."""
         self.computed[:] = computed
         if self.lengths_R is not None:
             self.lengths_R.copy_(torch.from_numpy(computed))
 
     def apply(self, step: Step) -> None:
-        """Take in the sequences that a step gives rows to, its entries of page tables and the tokens that it proposes:
-        one packed copy for all."""
+        """Take in the sequences that a step admits, its entries of page tables and the tokens that it proposes, by one
+        packed copy for all."""
         if not step.admissions and not step.table_rows and not step.proposed_rows:
             return
         row_len, width = self.tokens_RM.shape[1], self.pages_RP.shape[1]
@@ -133,26 +135,26 @@ class DeviceRows:
         )
 
     def _write(self, token_places: Int64, page_places: Int64, tokens: Int32, pages: Int32) -> None:
-        """The places are in the flat tables."""
+        """Write tokens and pages at places of the flat tables."""
         columns = (token_places, page_places, tokens, pages)
         token_at, page_at, token_ids, page_ids = upload(columns, self._device)
         self._tokens_flat.index_copy_(0, token_at, token_ids)
         self._pages_flat.index_copy_(0, page_at, page_ids)
 
     def appends(self, step: Step) -> tuple[Int64, Int32]:
-        """A step's writes to page tables as places in the flat page table, and the pages."""
+        """Return a step's writes to page tables: places in the flat page table, and the pages."""
         rows = np.frombuffer(step.table_rows, dtype=np.int32).astype(np.int64)
         indexes = np.frombuffer(step.table_indexes, dtype=np.int32)
         return rows * self.pages_RP.shape[1] + indexes, np.frombuffer(step.table_pages, dtype=np.int32)
 
     def upload(self, array: np.ndarray) -> Tensor:
-        """A host array on the device; on CPU the same memory."""
+        """Return a host array on the device; on CPU it shares its memory."""
         if self._device.type == "cpu":
             return torch.from_numpy(array)
         return torch.from_numpy(array).pin_memory().to(self._device, non_blocking=True)
 
     def inputs(self, batch: Batch) -> StepInputs:
-        """A batch on the device, by one packed copy."""
+        """Return a batch on the device, by one packed copy."""
         num_tokens, num_sequences, num_sampled = len(batch.rows_T), len(batch.rows_B), len(batch.sample_at_N)
         row_len, width = self.tokens_RM.shape[1], self.pages_RP.shape[1]
         page_T, offset_T = np.divmod(batch.positions_T, self._page_size)
@@ -187,10 +189,10 @@ class DeviceRows:
         )
 
     def write_sampled(self, write_at_N: Tensor, token_ids_N: Tensor) -> None:
-        """Put sampled tokens where the next step reads them.  -1 (a failed row) is written as 0: nobody reads it.
+        """Put sampled tokens where the next step reads them.  -1 (a failed row) is written as 0, which is never read.
 
         Takes no memory of the device: penalties have counted the tokens by now, and would count them again."""
-        num_rows = len(self._sampled_R)  # of which each may have several tokens
+        num_rows = len(self._sampled_R)  # each row may have several tokens
         for write_at_n, token_ids_n in zip(write_at_N.split(num_rows), token_ids_N.split(num_rows), strict=True):
             clamped_n = self._sampled_R[: len(token_ids_n)].copy_(token_ids_n).clamp_(min=0)
             self._tokens_flat.index_copy_(0, write_at_n, clamped_n)

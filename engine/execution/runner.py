@@ -42,8 +42,8 @@ class ModelRunner:
     """A rank's runner: it launches steps in the order they come, all of them on one thread.
 
     graphs: the captures of the device.
-    piecewise: the model captured in pieces; None if steps with prefill run as any other.
-    whole_decodes: runs whole decode steps; None if they run as any other.
+    piecewise: the model captured in pieces; None if steps with prefill run like others.
+    whole_decodes: runs whole decode steps; None if they run like others.
     features: the optional parts of the rank, in their order."""
 
     def __init__(
@@ -71,7 +71,7 @@ class ModelRunner:
         self._model = model
         self._whole_decodes = whole_decodes
         self._prefilling: Model | CapturedModel = model if piecewise is None else piecewise
-        # Where nothing runs a whole step, the model between attention calls is better than nothing.
+        # If nothing runs a whole step, the model captured between attention calls is better than nothing.
         captured = piecewise is not None and piecewise.captured and whole_decodes is None
         self._decoding = self._prefilling if captured else model
         self._rows = rows
@@ -93,14 +93,14 @@ class ModelRunner:
         assert taken, f"no feature of rank {self._rank} takes {type(message).__name__}"
 
     def close(self) -> None:
-        """Let the features finish their work beside the steps."""
+        """Let the features finish their work next to the steps."""
         for feature in self._features:
             feature.close()
 
     def leave(self) -> None:
         """Give up the communicator, on a thread that is left behind if a library does not return."""
         if not returns_within(LEAVE_TIMEOUT_S, self._leave, f"rank {self._rank} leaves"):
-            log.error("rank %d is not out of its group after %g s; its process must end", self._rank, LEAVE_TIMEOUT_S)
+            log.error("rank %d has not left its group after %g s; its process must end", self._rank, LEAVE_TIMEOUT_S)
 
     def _leave(self) -> None:
         for feature in self._features:
@@ -110,13 +110,13 @@ class ModelRunner:
             try:
                 part()
             except Exception:
-                log.exception("rank %d has failed, and then to leave its group", self._rank)
+                log.exception("rank %d has failed, and then failed to leave its group", self._rank)
 
     @torch.inference_mode()
     def launch(self, step: Step) -> LaunchedStep:
         """Queue one forward pass and its sampling.
 
-        Raises MemoryError if the device has no room for it.  What the step changes has then been taken in, and its
+        Raises MemoryError if the device has no room for it.  The step's changes have then been taken in, and its
         batch has not run: it may be launched again by itself, whole or in parts."""
         for begin in self._begins:
             begin(step)
@@ -141,14 +141,14 @@ class ModelRunner:
         return launched
 
     def _whole_for(self, step: Step) -> CapturedDecodes | None:
-        """Return what runs all of a step, if anything can."""
+        """Return the captured steps that run all of a step, or None."""
         whole = self._whole_decodes
         if whole is None or step.prefill_rows or step.admissions or not whole.fits(len(step.decode_rows) // 4):
             return None
         return whole
 
     def _apply(self, step: Step) -> None:
-        """Take in what the step changes."""
+        """Take in the changes of the step."""
         self._rows.apply(step)
         if step.admissions:
             self._admit(step.admissions)
@@ -167,7 +167,7 @@ class ModelRunner:
             model = self._prefilling if step.prefill_rows else self._decoding
             logits_NV = model.forward(tensors)
         if not len(batch.sample_rows_N):
-            # Only chunks in the middle of prompts: the K/V they stored are the step's result.
+            # The step has only chunks in the middle of prompts: the K/V that they stored are its result.
             nothing = SampledTokens(logits_NV.new_empty(0, dtype=torch.int64), None)
             return self._returning(step.step_id, batch.sample_rows_N, nothing, prompts)
         rows_N, positions_N = batch.sample_rows_N, batch.sample_positions_N
@@ -178,7 +178,7 @@ class ModelRunner:
         rows_N = decode_rows(step)
         computed = self._rows.computed
         computed[rows_N] += 1
-        lengths_N = computed[rows_N]  # the sampled token's position as well: as many tokens come before it
+        lengths_N = computed[rows_N]  # also the sampled token's position: as many tokens come before it
         masks = self._constraints.begin(rows_N) if self._constraints.rows else None
         positions_N = lengths_N.astype(np.int64)
         variant = whole.variant_of(rows_N, positions_N) if masks is None else Variant.LOGITS
@@ -199,7 +199,7 @@ class ModelRunner:
         masks: PendingMasks | None,
         prompts: PromptResults | None = None,
     ) -> LaunchedStep:
-        """Sample from the logits of a forward pass that is queued.  masks: computed while it runs."""
+        """Sample from the logits of a queued forward pass.  masks: computed while that runs."""
         ready = None if masks is None else masks.result()
         sampled = self._sampler.sample(logits_NV, rows_N, positions_N, ready)
         self._rows.write_sampled(write_at_N, sampled.token_ids_N)
@@ -224,7 +224,7 @@ class ModelRunner:
     def _forward_with_prompt_outputs(
         self, tensors: StepTensors, wanted: PromptOutputs
     ) -> tuple[torch.Tensor, PromptResults]:
-        """Return logits_NV and what is wanted of prompts, which are more rows than are sampled."""
+        """Return logits_NV and the prompt outputs, which need more rows than are sampled."""
         sample_at_N = tensors.sample_at_N
         more_at = self._rows.upload(np.concatenate((wanted.scored_at_E, wanted.pooled_at_P)))
         num_sampled, num_scored = len(sample_at_N), len(wanted.scored_at_E)

@@ -1,4 +1,4 @@
-"""Two attention backends as one: what reads prompts goes to the first, what writes output to the second.
+"""Two attention backends as one: prompts go to the first, decode rows to the second.
 
 Legend: T new tokens in the step (ragged, packed) · B sequences · D decode rows (the first D of B, one query each)
         P page-table width · N query heads · H head size
@@ -17,10 +17,10 @@ from engine.layers.attention import (
 
 
 class SplitAttention:
-    """See ``AttentionBackend``.  A step of one kind goes to its backend as it is; no step waits for the device."""
+    """An ``AttentionBackend`` of two.  A step of one kind goes to its backend unchanged; none waits for the device."""
 
     def __init__(self, prefill: AttentionBackend, decode: AttentionBackend, value_size: int = 0) -> None:
-        """value_size: numbers of a head's result; 0 for as many as its query has."""
+        """Put two backends together.  value_size: numbers of a head's result; 0 for as many as its query has."""
         self._value_size = value_size
         self._prefill = prefill
         self._decode = decode
@@ -63,7 +63,7 @@ class SplitAttention:
         )
 
     def attend(self, layer: int, q_TNH: Tensor) -> Tensor:
-        """See ``AttentionBackend.attend``."""
+        """Attend in one layer, as ``AttentionBackend.attend``."""
         count = self._num_decodes
         if not self._mixed:
             return (self._decode if count else self._prefill).attend(layer, q_TNH)
@@ -72,7 +72,7 @@ class SplitAttention:
         return out_TNH
 
     def attend_into(self, layer: int, q_TNH: Tensor, out_TNH: Tensor) -> None:
-        """See ``WritingAttention``."""
+        """Attend in one layer and write the result to a tensor, as ``WritingAttention.attend_into``."""
         count = self._num_decodes if self._mixed else len(q_TNH) * bool(self._num_decodes)
         if count:
             self._write_decode(layer, q_TNH[:count], out_TNH[:count])

@@ -1,10 +1,10 @@
-"""The number of CPU threads of decode steps, when the machine is no longer what it was at the start.
+"""The number of CPU threads of decode steps, chosen again when the machine is no longer what it was at the start.
 
-Owns: what steps of each shape usually take, and trials of other numbers of threads on steps that are to be run anyway.
+Owns: the usual time of steps of each shape, and trials of other numbers of threads on steps that run anyway.
 Does not know: what a step computes, how the first number was chosen (``engine/startup/thread_race.py``).
 
-Threads wait for each other in every operation, so where another program takes a core, a step with two threads can take
-twenty times as long as with one.  No step is run for a trial: the next few are, with each number in turn.
+Threads wait for each other in every operation, so if another program takes a core, a step with two threads can take
+twenty times as long as with one.  No step is run for a trial: the next few steps try each number in turn.
 """
 
 import logging
@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 # Steps are alike if they have as many rows, and attend to about as many tokens: (rows, bits of the number of tokens).
 Shape = tuple[int, int]
-CLEARLY = 0.95  # of the time with fewer threads: more are not worth less than that
+CLEARLY = 0.95  # share of the time with fewer threads: more threads must do better than that
 HOPELESS = 2.0  # times as long as the best so far: not tried any longer
 WINDOW = 16  # steps whose median counts
 SLOW = 2.0  # times as long as usual
@@ -35,7 +35,7 @@ PAUSE_S, LONGEST_PAUSE_S = 30.0, 960.0
 
 
 def fastest(seconds: Mapping[int, float]) -> int:
-    """The fewest threads that no greater number beats clearly.  seconds: by number of threads."""
+    """Return the fewest threads that no greater number beats clearly.  seconds: by number of threads."""
     best = min(seconds)
     for threads in sorted(seconds):
         if seconds[threads] < CLEARLY * seconds[best]:
@@ -44,9 +44,9 @@ def fastest(seconds: Mapping[int, float]) -> int:
 
 
 class StepThreads:
-    """Chooses a number of threads by the times of decode steps.  It is called between steps, on their thread.
+    """A choice of the number of threads by the times of decode steps.  It is called between steps, on their thread.
 
-    choices: numbers that may be taken.  chosen: the one of the start, which is in force.
+    choices: numbers that may be taken.  chosen: the number in force, at first that of the start.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class StepThreads:
 
     @property
     def are_tried(self) -> bool:
-        """Whether steps run with other numbers than the one that was chosen."""
+        """Whether steps run with other numbers of threads than the chosen one."""
         return self._trial is not None
 
     def took(self, num_rows: int, num_tokens: int, seconds: float) -> None:
@@ -84,13 +84,13 @@ class StepThreads:
             self._trial = Trial(shape, [self.chosen, *others])
 
     def _should_try(self, shape: Shape, seconds: float) -> bool:
-        """Whether steps have been slow for long, or another number than the start's was taken long ago."""
+        """Return whether steps have been slow for long, or another number than the start's was taken long ago."""
         times = self._recent.setdefault(shape, [])
         times.append(seconds)
         if len(times) < WINDOW:
             return False
         median = statistics.median(times)
-        self._recent.clear()  # all of it: shapes that no longer come take no room
+        self._recent.clear()  # also other shapes', so that shapes that no longer come take no room
         usual = self._usual[shape] = min(median, self._usual.get(shape, median))
         now = self._clock()
         if median < SLOW * usual:
@@ -124,9 +124,9 @@ class StepThreads:
 
 
 class TimedSteps(RankFeature):
-    """Times decode steps for ``StepThreads``.  rows: the runner's."""
+    """A feature that times decode steps for ``StepThreads``.  rows: the runner's."""
 
-    order = 100  # what other features do in a step is not the step's time
+    order = 100  # the time of other features in a step does not count
 
     def __init__(self, rows: DeviceRows, threads: StepThreads) -> None:
         self._rows = rows
@@ -134,12 +134,12 @@ class TimedSteps(RankFeature):
         self._start = 0.0
 
     def apply(self, step: Step) -> Step:
-        """The step begins."""
+        """Note the begin of a step."""
         self._start = time.perf_counter()
         return step
 
     def launched(self, step: Step, launched: LaunchedStep) -> None:
-        """The step is done: on a CPU it is when it is launched."""
+        """Note the time of a step: on a CPU it is done when it is launched."""
         if not step.prefill_rows:
             seconds = time.perf_counter() - self._start
             launched.note = TRYING if self._threads.are_tried else ""
@@ -148,7 +148,7 @@ class TimedSteps(RankFeature):
 
 
 class Trial:
-    """Numbers of threads in turn, on steps of about one shape.  order: the number in force comes first."""
+    """A trial of numbers of threads, in turn, on steps of about one shape.  order: the number in force comes first."""
 
     def __init__(self, shape: Shape, order: Sequence[int]) -> None:
         self.shape = shape
@@ -167,9 +167,9 @@ class Trial:
         return not self._left
 
     def take(self, shape: Shape, seconds: float) -> bool:
-        """A step with ``threads`` has run.  Returns whether the trial goes on."""
+        """Note a step with ``threads``.  Return whether the trial goes on."""
         self._num_steps += 1
-        # Contexts grow by a token each step, and may double in so few only where they are short.
+        # Contexts grow by a token each step; only short ones can double in so few steps.
         if shape[0] == self.shape[0] and abs(shape[1] - self.shape[1]) <= 1:
             times = self._times[self.threads]
             times.append(seconds)
@@ -180,7 +180,7 @@ class Trial:
         return bool(self._left) and self._num_steps < LONGEST_TRIAL
 
     def medians(self) -> dict[int, float]:
-        """Seconds of a step by number of threads, of those that were tried."""
+        """Return number of threads -> median seconds of a step, of the numbers that were tried."""
         return {threads: statistics.median(times) for threads, times in self._times.items() if times}
 
     def __str__(self) -> str:

@@ -1,8 +1,9 @@
-"""Attention backends of other distributions: tried before they serve, and named in every error they raise.
+"""Attention backends of other distributions: tried before they serve, and named in every error that they raise.
 
 A wrong kernel corrupts every stream without any error.  So one that is not part of callboard first computes a few tiny
-steps in the shape that it is to serve, next to the definition of attention.  That finds what is wrong everywhere (a
-layout, a page size, a mask, a slot that is not its own, writing to the pool); the conformance kit finds the rest.
+steps in the shape that it will serve, and the results are compared with the definition of attention.  That finds faults
+that are everywhere (a layout, a page size, a mask, a wrong slot, a write to the pool); the conformance kit finds the
+rest.
 
 Owns: the trial and its time limit, the wording.  Does not know: which plugins there are, actors.
 """
@@ -30,11 +31,11 @@ from engine.types.errors import PluginError
 
 log = logging.getLogger(__name__)
 
-TRIAL_TIMEOUT_S = 300.0  # kernels that are compiled at their first call take minutes; a deadlock takes for ever
+TRIAL_TIMEOUT_S = 300.0  # kernels that are compiled at their first call take minutes; a deadlock never ends
 
 
 class NamedAttention:
-    """A backend whose errors say whose they are; it can be captured as the backend can."""
+    """A backend whose errors name its plugin; it can be captured as the backend can."""
 
     def __init__(self, label: str, backend: AttentionBackend) -> None:
         self._label = label
@@ -48,7 +49,7 @@ class NamedAttention:
         """Plan a step; errors name the plugin."""
         try:
             self._backend.plan_step(batch)
-        except BaseException as error:  # sys.exit as well, which would end the server without a word
+        except BaseException as error:  # including sys.exit, which would end the server without a message
             raise self._named(error, "plan_step") from error
 
     def attend(self, layer: int, q_TNH: Tensor) -> Tensor:
@@ -65,7 +66,7 @@ class NamedAttention:
 
 
 def build_foreign(choice: AttentionChoice, spec: AttentionSpec, pool: KVPool) -> AttentionBackend:
-    """The backend of a plugin that is not built in.  Raises PluginError that names it."""
+    """Return the backend of a plugin that is not built in.  Raises PluginError that names the plugin."""
     label = choice.info.label
     try:
         backend = choice.factory(spec, pool)
@@ -85,7 +86,7 @@ def try_foreign(
     layout: Layout = "layer_first",
     kv_dtype: str = "",
 ) -> None:
-    """Let it compute a few steps in a pool of a few pages.  Raises PluginError if a result is wrong, or none comes."""
+    """Let a backend compute a few steps in a small pool.  Raises PluginError if a result is wrong, or none comes."""
     label = choice.info.label
     name = str(dtype).removeprefix("torch.")
     small = spec.shortened(NUM_LAYERS)
@@ -98,7 +99,7 @@ def try_foreign(
             for case in trial_cases(name, page_size, spec.head_size, spec.window, choice.phases, layout, kv_dtype):
                 with findings.case(case.name):
                     check_steps(case, choice.factory, small, device)
-        except BaseException as error:  # whatever it is, the plugin's name belongs to it
+        except BaseException as error:  # whatever it is, it is reported with the plugin's name
             findings.failures["the trial as a whole"] = f"raised {error!r}"
 
     log.info("plugin %s: a trial of a few tokens begins, and may take %g s", label, TRIAL_TIMEOUT_S)
@@ -116,6 +117,6 @@ def try_foreign(
         case, reason = next(iter(error.failures.items()))
         raise PluginError(
             f"plugin {label} gives wrong results or none on a trial: {case}: {reason}; choose another attention "
-            "backend, and see callboard.plugins.testing for the whole of what it must do"
+            "backend, and see callboard.plugins.testing for all that it must do"
         ) from error
     log.info("plugin %s: right on a trial of %d ms", label, 1000 * (time.perf_counter() - began))

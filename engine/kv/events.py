@@ -1,7 +1,7 @@
-"""What happened to cached pages, for those who route requests to where their prefix is.
+"""Events of cached pages, for routers that send a request to the engine that has its prefix.
 
-Owns: the batch of events since it was last asked for.  Does not know: who listens, how pages are hashed.
-Nothing is hashed or noted unless somebody does.
+Owns: the events since the last ``drain``.  Does not know: which listeners there are, how pages are hashed.
+Nothing is hashed or noted unless events are recorded.
 """
 
 from dataclasses import dataclass
@@ -18,8 +18,9 @@ Tier = Literal["device", "host"]
 class KVEvent:
     """Pages came to or left a tier.  'restored' pages came back to the device from the host, which keeps its copy.
 
-    hashes: of the pages, in order; with a bigram tree of their pairs of tokens.  parent: the hash before the first.
-    tokens: what a stored event's pages hold, int32s; empty for the others."""
+    hashes: hashes of the pages, in order; in a bigram tree, of their pairs of tokens.
+    parent: the hash before the first.
+    tokens: the tokens of a stored event's pages, int32s; empty for the others."""
 
     kind: Literal["stored", "removed", "restored"]
     tier: Tier
@@ -30,31 +31,31 @@ class KVEvent:
 
 
 class EventLog:
-    """Collects events; ``drain`` hands them over."""
+    """A list of events; ``drain`` empties it."""
 
     def __init__(self, page_bytes: int, *, bigram: bool = False) -> None:
-        """bigram: keys are pairs of tokens, of which the first is the page's."""
+        """Begin an empty log.  bigram: keys are pairs of tokens, of which the first is the page's."""
         self._page_bytes = page_bytes
         self._bigram = bigram
         self._events: list[KVEvent] = []
 
     def stored(self, node: Node, tier: Tier, first_page: int = 0) -> None:
-        """A node's pages from ``first_page`` on are in ``tier`` now."""
+        """Note that a node's pages from ``first_page`` on are in ``tier`` now."""
         tokens = bytes(node.key[first_page * self._page_bytes :])
         if self._bigram:
             tokens = np.frombuffer(tokens, dtype=np.int32)[::2].tobytes()
         self._note("stored", tier, node, first_page, tokens)
 
     def removed(self, node: Node, tier: Tier) -> None:
-        """A node is about to lose, or has just lost, its pages in ``tier``; it still knows its parent."""
+        """Note that a node loses its pages in ``tier``; the node must still have its parent."""
         self._note("removed", tier, node, 0, b"")
 
     def restored(self, node: Node) -> None:
-        """A node's pages were copied from the host."""
+        """Note that a node's pages were copied from the host."""
         self._note("restored", "device", node, 0, b"")
 
     def drain(self) -> list[KVEvent]:
-        """The events since the last call, oldest first."""
+        """Return the events since the last call, oldest first."""
         events, self._events = self._events, []
         return events
 

@@ -1,6 +1,6 @@
-"""Eviction: what a strategy is, the queue that keeps the candidates in its order, and the locks that make candidates.
+"""Eviction: the strategy, the queue of candidates in its order, and the locks that protect nodes from it.
 
-Owns: ``locks`` and ``place`` of every node, how many pages may go and how many must stay.
+Owns: ``locks`` and ``place`` of every node, the number of evictable and of protected pages.
 Does not know: keys, requests, the host, time.
 """
 
@@ -17,13 +17,14 @@ Entry = tuple[object, ...]
 
 
 class Candidate(Protocol):
-    """What a strategy may look at: part of a cached prefix that nobody uses and nothing cached continues.
+    """A part of a cached prefix that no request uses and that no other pages on the device continue.
 
     created, last_used: steps.  hits: requests that found their prefix here, or further on.
-    priority: of its most urgent user so far, lower is more urgent.  num_pages: what evicting all of it frees.
-    page_hashes: what each page is known by, in this and in every process: the chained SHA-256 of all tokens up to its
-    end, as ``KVEvent`` has it.  Pages that are evicted and computed again have the same.  About 1 us per page when they
-    are first asked for; then the tree keeps them."""
+    priority: priority of its most urgent user so far, lower is more urgent.
+    num_pages: number of pages that evicting all of it frees.
+    page_hashes: names of its pages, the same in every process: the chained SHA-256 of all tokens up to the page's end,
+    as in ``KVEvent``.  Pages that are evicted and computed again have the same hash.  A hash takes about 1 us per page
+    when it is first read; then the tree keeps it."""
 
     @property
     def created(self) -> int: ...
@@ -41,26 +42,27 @@ class Candidate(Protocol):
 
 @runtime_checkable
 class EvictionStrategy(Protocol):
-    """Decides which candidate goes first."""
+    """The order in which candidates are evicted."""
 
     def rank(self, candidate: Candidate) -> SortKey:
-        """Smaller goes first; among equals, who became a candidate first.  Always the same number of ints.
+        """Return the rank of a candidate: the smallest goes first, and the earliest candidate among equals.
 
-        Asked whenever something becomes a candidate; nothing a strategy sees but num_pages changes while it is one.
-        If it raises or returns anything else, that is logged with the plugin's name, and it is asked no more.
+        Always return the same number of ints.  It is called whenever a node becomes a candidate; while the node is one,
+        only its num_pages changes.
+        If it raises or returns anything else, that is logged with the plugin's name, and it is not called again.
         """
         ...
 
 
 @runtime_checkable
 class EvictionListener(Protocol):
-    """What a strategy may be besides: one that is told what has left, to know it again when it comes back."""
+    """A strategy that is also called with each eviction, so that it can recognise pages that come back."""
 
     def evicted(self, candidate: Candidate) -> None:
-        """All of the candidate's pages leave the device now; a part of what was ranked, if fewer were needed.
+        """All of the candidate's pages leave the device now; it is a part of what was ranked, if fewer were needed.
 
-        Not called where every page is lost with a failed device.  A part above it may be ranked next.
-        If it raises, that is logged with the plugin's name, and it is told nothing any more."""
+        It is not called if every page is lost with a failed device.  The part above it may be ranked next.
+        If it raises, that is logged with the plugin's name, and it is not called again."""
         ...
 
 
@@ -69,7 +71,7 @@ class EvictionQueue:
 
     Adding, removing and looking at the first cost O(log n) comparisons and the move of one chunk's pointers.  A binary
     heap would be as fast but cannot remove: entries of nodes that got locked again would pile up, and the eviction that
-    has to wade through them would stall a step.
+    must skip them would stall a step.
     """
 
     def __init__(self, rank: Callable[[Node], SortKey]) -> None:
@@ -79,7 +81,7 @@ class EvictionQueue:
         self._num_added = 0
 
     def first(self) -> Node | None:
-        """The next to go, if there is any."""
+        """Return the node that goes next; None if there is no candidate."""
         if not self._chunks:
             return None
         node = self._chunks[0][0][-1]
@@ -87,9 +89,9 @@ class EvictionQueue:
         return node
 
     def add(self, node: Node) -> None:
-        """Put a node where its rank belongs."""
+        """Insert a node by its rank."""
         self._num_added += 1
-        # The running number decides among equal ranks, so that nodes are never compared.
+        # The serial number decides among equal ranks, so that nodes are never compared.
         entry = node.place = (*self._rank(node), self._num_added, node)
         lasts = self._lasts
         if not lasts:
@@ -111,7 +113,7 @@ class EvictionQueue:
             lasts.insert(index, chunk[-1])
 
     def remove(self, node: Node) -> None:
-        """Take a node out, wherever it stands."""
+        """Remove a node from any place in the queue."""
         entry = node.place
         assert entry is not None, "the node is no candidate"
         node.place = None
@@ -121,18 +123,18 @@ class EvictionQueue:
         if not chunk:
             del self._chunks[index], self._lasts[index]
         elif len(chunk) < CHUNK // 4 and index + 1 < len(self._chunks) and len(self._chunks[index + 1]) < CHUNK:
-            # Small neighbours join, or a few entries that never leave would each keep a chunk.
+            # Small neighbours are joined, or a few entries that never leave would each keep a chunk.
             self._chunks[index] = chunk + self._chunks.pop(index + 1)
             del self._lasts[index]
         else:
             self._lasts[index] = chunk[-1]
 
     def nodes(self) -> list[Node]:
-        """All candidates, the next to go first."""
+        """Return all candidates, the next to go first."""
         return [node for chunk in self._chunks for entry in chunk if isinstance(node := entry[-1], Node)]
 
     def check(self) -> None:
-        """Raise AssertionError unless entries are in order and every node knows its own."""
+        """Raise AssertionError unless entries are in order and every node has its own entry."""
         entries = [entry for chunk in self._chunks for entry in chunk]
         assert entries == sorted(entries), "the queue is out of order"
         assert self._lasts == [chunk[-1] for chunk in self._chunks], "a chunk's last entry is not the one noted"
@@ -141,12 +143,12 @@ class EvictionQueue:
 
 
 class LockCounts:
-    """Who needs which pages on the device.
+    """The locks on nodes, and the number of pages that they keep on the device.
 
-    Leaves go first, so a lock on a node protects the whole path above it.  ``locks`` counts children that are protected
-    along with handles, so a walk up ends at the first node that was protected anyway: the sizes stay exact and a lock
-    below a shared prompt costs the request's own part of the path.
-    num_evictable, num_protected: pages on the device that nobody needs, and that some handle keeps."""
+    Leaves go first, so a lock on a node protects the whole path above it.  ``locks`` counts handles and protected
+    children, so a walk up ends at the first node that was protected before: the sizes stay exact, and a lock
+    below a shared prompt costs only the request's own part of the path.
+    num_evictable, num_protected: pages on the device that no handle keeps, and pages that some handle keeps."""
 
     def __init__(self, strategy: EvictionStrategy) -> None:
         self.num_evictable = 0
@@ -155,7 +157,7 @@ class LockCounts:
         self._evicted = strategy.evicted if isinstance(strategy, EvictionListener) else None
 
     def protect(self, end: Node) -> None:
-        """One more reason to keep the path to ``end``."""
+        """Add a lock to ``end``, which protects the path to it."""
         if end.place is not None:
             self._queue.remove(end)
         num_bytes = 0
@@ -171,7 +173,7 @@ class LockCounts:
         self.num_protected += num_pages
 
     def release(self, end: Node) -> None:
-        """One reason less."""
+        """Remove a lock from ``end``."""
         num_bytes = 0
         node: Node | None = end
         while node is not None:
@@ -186,7 +188,7 @@ class LockCounts:
         self.settle(end)
 
     def arrive(self, node: Node) -> None:
-        """A node that nobody keeps yet got its pages; something does before it may become a candidate."""
+        """Count the pages that an unprotected node has got; it must be protected before it can be a candidate."""
         parent = node.parent
         assert parent is not None
         parent.num_device_children += 1
@@ -195,23 +197,23 @@ class LockCounts:
         self.num_evictable += node.num_pages
 
     def grow(self, node: Node, num_pages: int) -> None:
-        """A protected node got more pages."""
-        assert node.locks, "only what a request keeps can grow"
+        """Count the new pages of a protected node."""
+        assert node.locks, "only a protected node can grow"
         self.num_protected += num_pages
 
     def settle(self, node: Node) -> None:
-        """A node that lost a lock or a child may be a candidate now."""
+        """Make a node that lost a lock or a child a candidate, if it may be one now."""
         if not node.locks and not node.num_device_children and node.parent is not None:
             self._queue.add(node)
 
     def worst(self) -> Node:
-        """The candidate that goes next; the caller has looked at ``num_evictable``."""
+        """Return the candidate that goes next; the caller has checked ``num_evictable``."""
         node = self._queue.first()
         assert node is not None, f"{self.num_evictable} pages are counted as evictable and no node has them"
         return node
 
     def leave(self, node: Node) -> None:
-        """A candidate's pages are taken away; its parent may be the next candidate, see ``settle``."""
+        """Remove a candidate, whose pages are taken away.  Call ``settle`` for its parent after that."""
         parent = node.parent
         assert parent is not None
         if self._evicted is not None:
@@ -222,11 +224,11 @@ class LockCounts:
         parent.inherit(node)
 
     def candidates(self) -> list[Node]:
-        """All candidates, the next to go first."""
+        """Return all candidates, the next to go first."""
         return self._queue.nodes()
 
     def check(self, nodes: list[Node]) -> None:
-        """Raise AssertionError unless sizes and candidates are what ``nodes``, all that the tree has, make them."""
+        """Raise AssertionError unless sizes and candidates match ``nodes``, which are all nodes of the tree."""
         self._queue.check()
         evictable = sum(node.num_pages for node in nodes if not node.locks)
         protected = sum(node.num_pages for node in nodes if node.locks)

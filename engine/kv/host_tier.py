@@ -1,9 +1,9 @@
-"""The host tier's books: which evicted pages have a copy in host memory, and which of those go first.
+"""The host tier's bookkeeping: which evicted pages have a copy in host memory, and which of those go first.
 
 Owns: the host's free pages, the order in which they are reclaimed, the list of transfers.
-Does not know: memory, devices; the executor carries the transfers out, in order, before the step they come with.
-A node is on the device, on the host, or on both.  Those on the device form a tree with the roots; host-only nodes hang
-below.  Copies of what the device holds as well go first when room is needed, then the least recently used leaves.
+Does not know: memory, devices; the executor performs the transfers, in order, before the step that they come with.
+A node is on the device, on the host, or on both.  Nodes on the device form a tree with the roots; host-only nodes hang
+below.  When room is needed, copies of nodes that are on the device too go first, then the least recently used leaves.
 """
 
 from collections import OrderedDict
@@ -24,7 +24,7 @@ def _last_use(node: Node) -> tuple[int]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Transfer:
-    """Copy pages between the tiers.  Order matters: a page may be the source of one and the target of the next."""
+    """A copy of pages between the tiers.  Order matters: a page may be the source of one and the target of the next."""
 
     to_host: bool
     device_pages: Pages
@@ -32,7 +32,7 @@ class Transfer:
 
 
 class HostTier:
-    """At most ``num_pages`` pages in host memory.  ``detach`` takes a node without children out of the tree."""
+    """The host tier: ``num_pages`` pages of host memory.  ``detach`` takes a node without children out of the tree."""
 
     def __init__(self, num_pages: int, detach: Callable[[Node], None], events: EventLog | None) -> None:
         self._detach = detach
@@ -44,18 +44,18 @@ class HostTier:
 
     @property
     def num_used(self) -> int:
-        """Host pages in use."""
+        """Number of host pages in use."""
         return self._allocator.num_held
 
     def drain_transfers(self) -> list[Transfer]:
-        """The transfers since the last call, in the order in which they must happen."""
+        """Return the transfers since the last call, in the order in which they must happen."""
         transfers, self._transfers = self._transfers, []
         return transfers
 
     def keep(self, node: Node) -> bool:
-        """Leave a copy of a node that is about to lose its device pages; False if the whole tier is too small for it.
+        """Copy a node that is about to lose its device pages; return False if the whole tier is too small for it.
 
-        If False, nothing of what the host held below the node is left either."""
+        If False, the host's pages below the node are dropped as well."""
         if node.host_pages:
             del self._copies[node]
         elif node.num_pages <= self._allocator.num_pages:
@@ -73,7 +73,7 @@ class HostTier:
         return True
 
     def join_only_child(self, node: Node) -> None:
-        """Merge a host-only node with its only child, or pages evicted one by one would come back as a node each."""
+        """Merge a host-only node with its only child; otherwise pages evicted one by one would be a node each."""
         if len(node.children) != 1 or node.parent is None:
             return
         (child,) = node.children.values()
@@ -92,14 +92,14 @@ class HostTier:
             self._leaves.add(child)
 
     def touch(self, node: Node, now: int) -> None:
-        """A request came by: these host-only pages are worth keeping."""
+        """Note that a request has used these host-only pages."""
         node.last_used = now
         if node.place is not None:
             self._leaves.remove(node)
             self._leaves.add(node)
 
     def revive(self, node: Node, device_pages: Pages, transfer: bool) -> None:
-        """A host-only node got device pages again.  transfer: they must be filled from the host's copy."""
+        """Give a host-only node device pages again.  transfer: fill them from the host's copy."""
         if node.place is not None:
             self._leaves.remove(node)
         self._copies[node] = None
@@ -108,7 +108,7 @@ class HostTier:
             self._transfers.append(Transfer(False, device_pages, page_indices(node.host_pages)))
 
     def note_split(self, above: Node) -> None:
-        """``above`` was cut off a node; if that one was on both tiers, so is this."""
+        """Note that ``above`` was split off a node; if that node is on both tiers, so is ``above``."""
         if above.pages and above.host_pages:
             self._copies[above] = None
 
@@ -150,7 +150,7 @@ class HostTier:
         node.host_pages = bytearray()
 
     def check(self, nodes: list[Node]) -> None:
-        """Raise AssertionError unless the books agree with ``nodes``, all that the tree has."""
+        """Raise AssertionError unless the bookkeeping agrees with ``nodes``, which are all nodes of the tree."""
         self._allocator.check()
         self._leaves.check()
         held = np.concatenate([page_indices(node.host_pages) for node in nodes] or [np.zeros(0, dtype=np.int32)])

@@ -1,6 +1,6 @@
-"""What must hold between the nodes of a radix tree after every operation.
+"""Invariants that hold between the nodes of a radix tree after every operation.
 
-Owns: checks that see nodes only.  Does not know: how the tree keeps them true.
+Owns: checks that read nodes only.  Does not know: how the tree keeps them true.
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from engine.kv.node import INDEX_BYTES, Node, Root, chained, page_indices
 
 
 def check_nodes(root: Root, page_bytes: int) -> list[Node]:
-    """Links and shapes below a root; returns all nodes below it, parents first."""
+    """Check links and shapes below a root; return all nodes below it, parents first."""
     assert root.parent is None
     assert not any((root.key, root.pages, root.host_pages, root.place)), "a root has pages"
     nodes = list(root.children.values())
@@ -52,25 +52,25 @@ def _check_hashes(node: Node) -> None:
 
 @lru_cache(maxsize=1024)
 def _hashes_of(parent: bytes, key: bytes, page_bytes: int) -> list[bytes]:
-    """Remembered, since the same edges are checked after every operation."""
+    """Return the hashes of a key.  They are cached, since the same edges are checked after every operation."""
     return [*chained(parent, key, page_bytes)]
 
 
 def check_locks(nodes: Sequence[Node], num_handles: int) -> None:
-    """Locks are handles that end in a node, plus protected children."""
+    """Check that locks are the handles that end in a node, plus its protected children."""
     own = [node.locks - sum(bool(child.locks) for child in node.children.values()) for node in nodes]
     assert min(own, default=0) >= 0, "a child is protected and its parent is not"
     assert sum(own) == num_handles, f"{sum(own)} locks for {num_handles} handles"
 
 
 def check_pages(nodes: Sequence[Node], *, host: bool) -> None:
-    """Each device page is in one node, and nothing is on a host that does not exist."""
+    """Check that each device page is in one node, and that nothing is on the host if there is no host tier."""
     raw = b"".join(node.pages for node in nodes)
     assert len(np.unique(page_indices(raw))) * INDEX_BYTES == len(raw), "a page is in two nodes"
     if not host:
         assert not any(node.host_pages for node in nodes), "pages are on the host and there is none"
     for node in nodes:
-        # Locks keep what is above them on the device; stamps of candidates must cover what they had below.
+        # A locked node must be on the device; a candidate's time of last use must cover that of evicted children.
         assert not node.locks or node.pages, "a node without device pages is locked"
         for child in node.children.values():
             if node.pages and not node.num_device_children:

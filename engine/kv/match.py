@@ -1,4 +1,4 @@
-"""Looking up a key: how far two keys agree, and how far a tree knows one.  Reads only.
+"""Looking up a key: how far two keys agree, and how much of a key a tree has.  Reads only.
 
 Owns: the walk.  Does not know: locks, sizes, the caller's pages.
 ``bytes.startswith`` with an offset is a memcmp that copies nothing: 0.1 us for 1,408 tokens, where numpy takes 3 us and
@@ -15,10 +15,11 @@ from engine.kv.pages import Pages
 
 @dataclass(slots=True, eq=False)
 class Match:
-    """What is cached of a key.  num_pages: on the device.  num_host_pages: on the host, continuing those.
+    """The cached part of a key.  num_pages: pages on the device.  num_host_pages: pages on the host that follow them.
 
-    The rest is for the tree.  version: of the tree that was asked.  end: the deepest device node reached.
-    num_end_pages: how far into its edge.  host_end: the deepest host-only node."""
+    The other fields are for the tree.  version: version of the tree that was searched.
+    end: the deepest device node reached.  num_end_pages: number of its pages that match.
+    host_end: the deepest host-only node."""
 
     key: bytes
     namespace: Namespace
@@ -32,22 +33,22 @@ class Match:
 
     @property
     def pages(self) -> Pages:
-        """The pages on the device, in order.  Only a lock keeps them there."""
+        """The pages on the device, in order.  They may be evicted until the match is locked."""
         return np.frombuffer(self.raw_pages, dtype=np.int32)
 
 
 def common_bytes(edge: bytearray, key: bytes, start: int, page_bytes: int) -> int:
-    """Bytes, in whole pages, that ``edge`` has in common with ``key`` from ``start`` on.
+    """Return how many bytes, in whole pages, ``edge`` has in common with ``key`` from ``start`` on.
 
-    Gallops in doubling windows, then halves the window that differs: the cost follows the length of what is common.
-    The answer does not depend on their sizes: everything agrees up to ``low``, and not everything up to ``high``.
+    It compares windows that double, then halves the window that differs: the cost follows the common length.
+    The sizes of the windows do not change the result: everything before ``low`` agrees, not everything before ``high``.
     """
     high = min(len(edge), len(key) - start)
     view = memoryview(edge)  # its slices copy nothing; no view may outlive this call, or the edge could not grow
     if key.startswith(view[:high], start):
         return high
     low, window = 0, page_bytes
-    # Ends with the window that reaches an end of edge or key at the latest: not everything up to there agrees.
+    # Ends at the latest with the window that reaches the end of edge or key: not everything up to there agrees.
     while key.startswith(view[low : low + window], start + low):
         low += window
         window *= 2
@@ -85,7 +86,7 @@ def match_on_device(match: Match, root: Node, page_bytes: int) -> None:
 
 
 def match_on_host(match: Match, page_bytes: int) -> None:
-    """Go on from where ``match_on_device`` ended through what is only on the host."""
+    """Continue the match of ``match_on_device`` through nodes that are only on the host."""
     node = match.end
     assert node is not None
     key, at, shared = match.key, match.num_pages * page_bytes, match.num_end_pages * page_bytes

@@ -1,11 +1,11 @@
-"""A node of the radix tree: one edge's key, the pages that hold it, and what an eviction strategy may look at.
+"""A node of the radix tree: the key of one edge, the pages that hold it, and the data that eviction strategies read.
 
-Owns: its fields and how they are cut in two; the hashes of its pages; what a request holds of a node.
+Owns: its fields and how they are split in two; the hashes of its pages; a request's handle on a node.
 Does not know: sizes, queues, other nodes but parent and children.
 Keys and page indices are int32s in bytearrays: slices compare and join in C, a tail is cut off or appended in place.
 
 Chained hashes name cached pages the same way in every process: hash(page) = SHA-256(hash(page before) + the page's
-tokens); before the first page stands the namespace's seed.
+tokens).  The namespace's seed takes the place of the hash before the first page.
 """
 
 import hashlib
@@ -21,10 +21,10 @@ INDEX_BYTES = 4  # a page index is an int32
 
 
 class Namespace(NamedTuple):
-    """Who may share pages with whom: only keys of equal namespaces ever meet.
+    """A set of requests that may share pages: only keys of equal namespaces are compared.
 
-    cache_salt: a tenant's secret, empty for everybody's.  adapter: digest of the adapter that the K/V were computed
-    with, empty for none."""
+    cache_salt: a tenant's secret, empty for the pages that all share.
+    adapter: digest of the adapter that the K/V were computed with, empty for none."""
 
     cache_salt: str = ""
     adapter: str = ""
@@ -38,12 +38,12 @@ class Node:
 
     key: the tokens.  first: the key's first page, the name of this node among its siblings.
     pages, host_pages: page indices in either tier, as many as the key has pages, or none.
-    locks: handles that end here, plus children whose own ``locks`` is not 0; so 0 means nobody needs these pages.
+    locks: handles that end here, plus children whose own ``locks`` is not 0; so 0 means that no request needs them.
     num_device_children: children with pages on the device; only a node without any may be evicted.
-    place: the node's entry in the queue of candidates it stands in, if it does.
-    hashes: chained hash per page, as far as somebody asked; a root's only one is the seed of its namespace.
+    place: the node's entry in the queue of candidates, None if it is in none.
+    hashes: chained hash per page, as far as they were needed; a root has one, the seed of its namespace.
     created, last_used: steps.  hits: requests that found a prefix here.  priority: most urgent user (lower is more).
-    The last three leave out the descendants, which hand theirs up when they leave: they are exact in a candidate.
+    The last three leave out the descendants.  A child that leaves hands its own up, so they are exact in a candidate.
     """
 
     __slots__ = (
@@ -70,17 +70,17 @@ class Node:
 
     @property
     def num_pages(self) -> int:
-        """Pages on the device."""
+        """Number of pages on the device."""
         return len(self.pages) // INDEX_BYTES
 
     @property
     def num_host_pages(self) -> int:
-        """Pages on the host."""
+        """Number of pages on the host."""
         return len(self.host_pages) // INDEX_BYTES
 
     @property
     def page_hashes(self) -> list[bytes]:
-        """The chained hash of each page, computed when first asked for; of a root, its seed.  Do not change it."""
+        """The chained hash of each page, computed when first read; a root has its seed.  Do not change the list."""
         unfinished: list[Node] = []
         above = self
         while above.parent is not None and len(above.hashes or ()) * len(above.first) < len(above.key):
@@ -99,14 +99,14 @@ class Node:
         return self.hashes or []
 
     def inherit(self, child: "Node") -> None:
-        """Take over the uses of a child that leaves: each of them went through this node."""
+        """Take over the uses of a child that leaves: each of them passed through this node."""
         self.hits += child.hits
         child.hits = 0
         self.last_used = max(self.last_used, child.last_used)
         self.priority = min(self.priority, child.priority)
 
     def split(self, num_pages: int) -> "Node":
-        """Cut the edge after ``num_pages`` and return the new node for the part before; costs the length of the rest.
+        """Split the edge after ``num_pages`` and return the new node for the part before; costs the length of the rest.
 
         This node keeps its end, and with it the handles that end there, its children and its place in a queue.
         """
@@ -142,18 +142,18 @@ class Root(Node):
 
 
 def page_indices(raw: bytes | bytearray) -> Pages:
-    """Page indices out of a copy of a node's bytes; a bytearray that numpy looks into could not be resized."""
+    """Return page indices from a copy of a node's bytes: a bytearray with a numpy view could not be resized."""
     return np.frombuffer(bytes(raw), dtype=np.int32)
 
 
 def namespace_seed(namespace: Namespace) -> bytes:
-    """What stands before a namespace's first page.  Lengths keep ("ab", "c") apart from ("a", "bc")."""
+    """Return the hash before a namespace's first page.  Lengths keep ("ab", "c") apart from ("a", "bc")."""
     parts = [part.encode("utf-8", "surrogatepass") for part in namespace]
     return hashlib.sha256(b"".join(len(part).to_bytes(8, "little") + part for part in parts)).digest()
 
 
 def chained(parent: bytes, key: bytes, page_bytes: int) -> Iterator[bytes]:
-    """The hash of each page of ``key``, one after the other.  parent: the hash before the first."""
+    """Yield the hash of each page of ``key``.  parent: the hash before the first."""
     for start in range(0, len(key), page_bytes):
         digest = hashlib.sha256(parent)
         digest.update(key[start : start + page_bytes])
@@ -174,7 +174,9 @@ class Handle:
 
 @dataclass(slots=True, eq=False)
 class Published:
-    """What a request must change: its pages from index ``first`` on are to be ``pages``; ``duplicates`` it may free."""
+    """The tree's pages that replace a request's own.
+
+    pages: must replace the request's pages from index ``first`` on.  duplicates: the replaced pages, to be freed."""
 
     first: int
     pages: Pages

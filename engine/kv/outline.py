@@ -1,8 +1,8 @@
-"""The radix tree as a picture: its hottest parts, within a bound on the work whatever the tree's size.
+"""The radix tree as a picture: its most used parts, within a bound on the work whatever the tree's size.
 
-Owns: which nodes are looked at and shown.  Does not know: who looks, what the tokens mean.
-The tree is entered from its roots, the hottest node first.  Of a node's children only the oldest and the newest few are
-looked at: what has survived eviction longest, which are the shared prompts, and what has just come.
+Owns: which nodes are visited and shown.  Does not know: where the picture is shown, what the tokens mean.
+The tree is entered from its roots, the most used node first.  Of a node's children only the oldest and the newest few
+are visited: the oldest have survived eviction longest and are the shared prompts, the newest have just arrived.
 """
 
 import heapq
@@ -15,7 +15,7 @@ import numpy as np
 from engine.kv.node import Namespace, Node, Root, page_indices
 from engine.kv.pages import Pages
 
-FAN = 64  # children looked at from either end of a node's list
+FAN = 64  # children visited from either end of a node's list
 MAX_VISITS = 1024
 PREVIEW_TOKENS = 24
 TOKEN_BYTES = 4
@@ -24,10 +24,14 @@ TOKEN_BYTES = 4
 class OutlinedNode(msgspec.Struct, frozen=True):
     """One edge of the tree.
 
-    parent: index of the node above in the same list, -1 for none.  first_page: where its part of the prefix begins.
-    locks: requests that need it now, or whose path leads on through it.  hits: requests that found their prefix here.
-    idle_steps: planned since it was last used.  num_children: below it, shown or not.
-    namespace: a number for each of those in the list; salted: others share it only if they know its salt.
+    parent: index of the node above in the same list, -1 for none.
+    first_page: position of its part of the prefix.
+    locks: requests that need it now, or whose path leads on through it.
+    hits: requests that found their prefix here.
+    idle_steps: steps planned since it was last used.
+    num_children: number of its children, shown or not.
+    namespace: a number for each namespace in the list.
+    salted: requests share it only if they have its salt.
     first_tokens: int32 of the first few tokens of its own part.
     """
 
@@ -45,7 +49,7 @@ class OutlinedNode(msgspec.Struct, frozen=True):
 
 
 class Outline(msgspec.Struct, frozen=True):
-    """nodes: parents before their children.  complete: whether that is the whole tree."""
+    """A picture of a tree.  nodes: parents before their children.  complete: whether that is the whole tree."""
 
     nodes: tuple[OutlinedNode, ...] = ()
     complete: bool = True
@@ -54,8 +58,9 @@ class Outline(msgspec.Struct, frozen=True):
 def outline(
     roots: Iterable[Root], now: int, max_nodes: int, holders: Pages | None = None, *, stride: int = 1
 ) -> Outline:
-    """At most ``max_nodes`` of a tree's nodes.  now: the step being planned.  stride: of tokens in keys, 2 for bigrams.
+    """Return at most ``max_nodes`` of a tree's nodes.
 
+    now: the step being planned.  stride: distance of tokens in keys, 2 for bigrams.
     holders: an entry per page of the pool; those of the nodes shown are set to the node's index."""
     frontier: list[tuple[tuple[int, ...], int, int, int, int, Node]] = []
     numbers: dict[Namespace, int] = {}
@@ -70,7 +75,7 @@ def outline(
             heat = (-child.hits, -child.locks, -child.num_pages)
             heapq.heappush(frontier, (heat, num_seen, index, first_page, namespace, child))
 
-    # The newest namespaces: an old one without recent use has been forgotten by eviction.
+    # The newest namespaces first: eviction has forgotten an old one without recent use.
     for root in roots:
         if num_seen >= MAX_VISITS:
             complete = False
@@ -108,7 +113,7 @@ def outline(
 
 
 def _ends(children: dict[bytes, Node]) -> Iterator[Node]:
-    """The oldest and the newest of them."""
+    """Yield the oldest and the newest children."""
     if len(children) <= 2 * FAN:
         yield from children.values()
     else:

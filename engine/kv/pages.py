@@ -1,6 +1,6 @@
 """The page allocator: which pages of the KV pool are free.
 
-Owns: the free list, and which pages the cache gave up last.  Does not know: tensors, requests, what a page holds.
+Owns: the free list, and the pages that were evicted last.  Does not know: tensors, requests, what a page holds.
 Invariant (``check``): every page is free or held exactly once.
 """
 
@@ -10,14 +10,14 @@ import numpy as np
 import numpy.typing as npt
 
 Pages = npt.NDArray[np.int32]
-NUM_EVICTIONS = 32  # remembered for those who look
+NUM_EVICTIONS = 32  # remembered for the board
 
 
 class PageAllocator:
-    """A stack of free pages; the page freed last is handed out first, since it is the one still in a CPU's caches.
+    """A stack of free pages; the page freed last is handed out first, since it may still be in a CPU's caches.
 
-    is_free: an entry per page, for others to read.  num_evicted: pages evicted so far.  evicted: the latest, each with
-    ``num_evicted`` after it."""
+    is_free: an entry per page; others only read it.  num_evicted: number of pages evicted so far.
+    evicted: the latest evictions, each with ``num_evicted`` after it."""
 
     def __init__(self, num_pages: int) -> None:
         self.num_pages = num_pages
@@ -26,7 +26,7 @@ class PageAllocator:
         self.clear()
 
     def clear(self) -> None:
-        """All pages are free."""
+        """Make all pages free."""
         # Descending, so that a fresh pool hands out 0, 1, 2 ...: consecutive pages are contiguous memory.
         self._stack: Pages = np.arange(self.num_pages - 1, -1, -1, dtype=np.int32)
         self._num_free = self.num_pages
@@ -34,12 +34,12 @@ class PageAllocator:
 
     @property
     def num_free(self) -> int:
-        """Pages that ``allocate`` can hand out."""
+        """Number of pages that ``allocate`` can hand out."""
         return self._num_free
 
     @property
     def num_held(self) -> int:
-        """Pages handed out and not yet freed."""
+        """Number of pages handed out and not yet freed."""
         return self.num_pages - self._num_free
 
     def allocate(self, count: int) -> Pages:
@@ -51,7 +51,7 @@ class PageAllocator:
         return pages
 
     def free(self, pages: Pages) -> None:
-        """Give pages back.  Each must be held, and named once."""
+        """Give pages back.  Each must be held, and listed once."""
         held = ~self.is_free[pages]
         assert held.all(), f"pages freed twice: {pages[~held][:8].tolist()}"
         self.is_free[pages] = True

@@ -1,12 +1,12 @@
-"""The radix tree: which pages already hold a token prefix, who needs them, and which go when pages run out.
+"""The radix tree: which pages already hold a token prefix, which of them are in use, and which go when pages run out.
 
 Owns: every page published to it until ``evict`` hands it back.  Does not know: requests, rows, tensors, wall time.
 Invariant (``check``): each page is in one node; num_cached = num_evictable + num_protected; only whole pages.
 
 A request's way through it, with ``key = tree.key(tokens)``:
 
-    match(key)            how much is cached; changes nothing      lock(match)       from now on it stays
-    publish(handle, ...)  after every chunk and at the end         unlock(handle)    it may go again
+    match(key)            how much is cached; changes nothing      lock(match)       the pages stay from now on
+    publish(handle, ...)  after every chunk and at the end         unlock(handle)    the pages may go again
 """
 
 from collections.abc import Callable
@@ -29,11 +29,11 @@ TOKEN_BYTES = 4
 class RadixTree:
     """A prefix tree per namespace over one pool of pages.
 
-    now: the step that is being planned; set it before each.  bigram: a key's elements are pairs of neighbours, for
-    EAGLE heads, whose K/V depend on the next token too.
+    now: the step that is being planned; set it before each.
+    bigram: a key's elements are pairs of neighbours, for EAGLE heads, whose K/V depend on the next token too.
     num_host_pages: size of the host tier, 0 for none.
-    record_events: collect what ``drain_events`` returns, which must be called then.
-    new_pages: called with pages that the tree has got from a request: their node, the first of them in it, the pages.
+    record_events: collect the events that ``drain_events`` returns, which must be called then.
+    new_pages: called with the pages that a request gives the tree: their node, index of the first in it, the pages.
     """
 
     def __init__(
@@ -64,17 +64,17 @@ class RadixTree:
 
     @property
     def num_evictable(self) -> int:
-        """Pages that ``evict`` would hand back if asked for all."""
+        """Number of pages that ``evict`` can return."""
         return self._lock_counts.num_evictable
 
     @property
     def num_protected(self) -> int:
-        """Pages that some handle keeps."""
+        """Number of pages that some handle keeps."""
         return self._lock_counts.num_protected
 
     @property
     def num_cached(self) -> int:
-        """Pages the tree owns."""
+        """Number of pages that the tree owns."""
         return self._lock_counts.num_evictable + self._lock_counts.num_protected
 
     @property
@@ -84,13 +84,13 @@ class RadixTree:
 
     @property
     def num_on_host(self) -> int:
-        """Host pages in use."""
+        """Number of host pages in use."""
         return self._host.num_used if self._host is not None else 0
 
-    # ---- looking ----------------------------------------------------------------------------
+    # ---- look-ups ---------------------------------------------------------------------------
 
     def key(self, tokens: npt.NDArray[np.int32]) -> bytes:
-        """The key of the whole pages of ``tokens``.  Leave out a prompt's last token to have one left to compute."""
+        """Return the key of the whole pages of ``tokens``.  Without a prompt's last token, one is left to compute."""
         if self._bigram:
             tokens = np.stack((tokens[:-1], tokens[1:]), axis=1)
         raw = tokens.tobytes()
@@ -107,7 +107,7 @@ class RadixTree:
         return match
 
     def hash_before(self, match: Match) -> bytes:
-        """The chained hash of the last page that a match has found; its namespace's seed if there is none."""
+        """Return the chained hash of the last page that a match has found; its namespace's seed if there is none."""
         node = match.host_end or match.end
         if node is None:
             return namespace_seed(match.namespace)
@@ -118,7 +118,7 @@ class RadixTree:
         return node.page_hashes[start - 1]
 
     def pages(self, handle: Handle) -> Pages:
-        """The pages that a handle keeps, in order."""
+        """Return the pages that a handle keeps, in order."""
         parts: list[bytearray] = []
         node = handle.node
         while node is not None:
@@ -129,9 +129,9 @@ class RadixTree:
     # ---- a request's way --------------------------------------------------------------------
 
     def lock(self, match: Match, priority: int = 0) -> Handle:
-        """Keep the matched pages on the device until ``unlock``.  If the tree has changed, the match is made anew.
+        """Keep the matched pages on the device until ``unlock``.  If the tree has changed, the key is matched again.
 
-        priority: of the request, for strategies that ask; lower is more urgent."""
+        priority: priority of the request, for strategies that read it; lower is more urgent."""
         if match.version != self._version:
             match = self.match(match.key, match.namespace)
         node = match.end
@@ -151,8 +151,8 @@ class RadixTree:
     def publish(self, handle: Handle, key: bytes, pages: Pages) -> Published:
         """Give the tree the pages of ``key`` that it does not have, and move the lock to the key's end.
 
-        key: of the tokens computed so far; it begins with what the handle keeps.  pages: the request's, one for each
-        page of the key.  From then on the request owns none of these: it uses the tree's, see ``Published``.
+        key: the tokens computed so far; it begins with what the handle keeps.  pages: the request's, one for each
+        page of the key.  After that the request owns none of these: it uses the tree's, as ``Published`` lists them.
         """
         start = handle.num_pages
         assert len(key) == len(pages) * self.page_bytes, f"{len(pages)} pages for a key of {len(key)} bytes"
@@ -166,7 +166,7 @@ class RadixTree:
         return Published(start, survivors, pages[start : start + len(survivors)])
 
     def unlock(self, handle: Handle) -> None:
-        """The request needs the pages no longer; the tree keeps them for others."""
+        """Unlock a handle: its request no longer needs the pages, and the tree keeps them for others."""
         node = handle.node
         assert node is not None, "a handle was unlocked twice"
         self._stamp(handle, node)
@@ -176,10 +176,10 @@ class RadixTree:
         self._settle_root(node)
 
     def restore(self, handle: Handle, key: bytes, pages: Pages) -> int:
-        """Bring back what the host has of ``key`` beyond the handle.  pages: free ones, at most so many come back.
+        """Bring back pages of ``key`` beyond the handle from the host.  pages: free ones; at most so many come back.
 
-        Returns how many of them it took, from the front; the handle keeps these too.  ``drain_transfers`` has what
-        fills them."""
+        Returns how many of them it took, from the front; the handle keeps these too.  ``drain_transfers`` returns the
+        copies that fill them."""
         start = handle.num_pages
         key = key[: (start + len(pages)) * self.page_bytes]
         node, at, _ = self._descend(handle, key, pages, transfer=True)
@@ -187,7 +187,7 @@ class RadixTree:
         return handle.num_pages - start
 
     def adopt(self, handle: Handle, key: bytes, pages: Pages) -> None:
-        """Take pages for ``key`` beyond the handle, of which the tree has nothing, to be filled from the store."""
+        """Take pages for ``key`` beyond the handle, of which the tree has none.  They will be filled from the store."""
         node, start, size = handle.node, handle.num_pages, self.page_bytes
         assert node is not None, "a handle was used after its unlock"
         assert key[start * size : (start + 1) * size] not in node.children, "the tree has these pages"
@@ -197,7 +197,7 @@ class RadixTree:
     def evict(self, count: int) -> Pages:
         """Take ``count`` pages out of the tree, the worst candidates' first, or all evictable ones if those are fewer.
 
-        The last leaf only loses its tail.  ``drain_transfers`` has those that the host is to keep."""
+        The last leaf only loses its tail.  ``drain_transfers`` returns the copies that the host keeps."""
         freed: list[bytes] = []
         missing = min(count, self._lock_counts.num_evictable)
         while missing > 0:
@@ -210,9 +210,9 @@ class RadixTree:
         return np.frombuffer(b"".join(freed), dtype=np.int32)
 
     def forget(self) -> None:
-        """What the pages held is lost, in both tiers: the tree is empty, and every handle is void.
+        """Empty the tree: the content of all pages is lost, in both tiers, and every handle is void.
 
-        The pages themselves are the caller's to take back; it knows that all of them are free now."""
+        The caller frees the pages themselves: all of them."""
         if self._events is not None:
             for node in self._all_nodes():
                 if node.pages:
@@ -222,28 +222,28 @@ class RadixTree:
         self._version += 1
         self._clear()
 
-    # ---- for those who watch ----------------------------------------------------------------
+    # ---- output -----------------------------------------------------------------------------
 
     def drain_events(self) -> list[KVEvent]:
-        """What happened since the last call; nothing unless ``record_events``."""
+        """Return the events since the last call; none unless ``record_events``."""
         return self._events.drain() if self._events is not None else []
 
     def drain_transfers(self) -> list[Transfer]:
-        """Copies between the tiers since the last call; they must happen in order, before the next step runs."""
+        """Return the copies between the tiers since the last call; they must happen in order, before the next step."""
         return self._host.drain_transfers() if self._host is not None else []
 
     def outline(self, max_nodes: int, holders: Pages | None = None) -> Outline:
-        """A picture of its hottest part, at a bounded cost.  holders: see ``engine/kv/outline.py``."""
+        """Return a picture of the most used part, at a bounded cost.  holders: as in ``engine/kv/outline.py``."""
         return outline(reversed(self._roots.values()), self.now, max_nodes, holders, stride=2 if self._bigram else 1)
 
-    # ---- inside -----------------------------------------------------------------------------
+    # ---- internals --------------------------------------------------------------------------
 
     def _descend(
         self, handle: Handle, key: bytes, pages: Pages, *, transfer: bool
     ) -> tuple[Node, int, list[bytearray]]:
-        """Walk from a handle's end along ``key`` as far as the tree knows it, splitting where the ways part.
+        """Walk from a handle's end along ``key`` as far as the tree has it, splitting the node where they differ.
 
-        What is only on the host gets of ``pages``, which continue the handle's.  Returns the end, its position in the
+        Host-only nodes get ``pages``, which continue the handle's.  Returns the end, its position in the
         key, and the pages that were on the device; with ``transfer`` it stops before those."""
         node = handle.node
         assert node is not None, "a handle was used after its unlock"
@@ -270,7 +270,7 @@ class RadixTree:
         """Add ``tail`` below ``node``.  Return the node it ends in.  stored: the pages come from a store."""
         self._version += 1
         raw = bytearray(pages.tobytes())
-        # What only this request ever used grows in place: a prompt in twenty chunks is one node, not twenty.
+        # A node that only this request ever used grows in place: a prompt in twenty chunks is one node, not twenty.
         own = node is handle.node and node.locks == 1 and not node.hits and not node.children and not node.host_pages
         if own and node.parent is not None and node.priority == handle.priority:
             first_page = node.num_pages
@@ -289,7 +289,7 @@ class RadixTree:
         return node
 
     def _move(self, handle: Handle, node: Node, num_pages: int) -> None:
-        """Move a lock along.  The new end comes first: then no page is without a lock in between."""
+        """Move a lock to another node.  The new end is locked first, so that no page is unlocked in between."""
         old = handle.node
         if old is not None and old is not node:
             self._lock_counts.protect(node)
@@ -298,7 +298,7 @@ class RadixTree:
         self._stamp(handle, node)
 
     def _stamp(self, handle: Handle, end: Node) -> None:
-        """Note a use at its end only: nodes above learn of it when the end leaves, before anyone asks them."""
+        """Note a use at its end only: the nodes above get it when the end leaves, before it is read there."""
         end.last_used = self.now
         end.priority = min(end.priority, handle.priority)
 
@@ -310,7 +310,7 @@ class RadixTree:
         return above
 
     def _revive(self, node: Node, pages: Pages, transfer: bool) -> None:
-        """A host-only node gets device pages."""
+        """Give a host-only node device pages."""
         assert self._host is not None
         self._version += 1
         self._host.revive(node, pages, transfer)
@@ -319,7 +319,7 @@ class RadixTree:
             self._events.restored(node) if transfer else self._events.stored(node, "device")
 
     def _leave_device(self, node: Node) -> None:
-        """A candidate loses its pages; it stays if the host keeps a copy."""
+        """Take a candidate's pages away; it stays in the tree if the host keeps a copy."""
         self._version += 1
         parent = node.parent
         assert parent is not None
@@ -341,13 +341,13 @@ class RadixTree:
         self._settle_root(parent)
 
     def _settle_root(self, node: Node) -> None:
-        """Forget a namespace of which nothing is left."""
+        """Forget a namespace if nothing of it is left."""
         if isinstance(node, Root) and not node.locks and not node.children:
             self._version += 1
             del self._roots[node.namespace]
 
     def _all_nodes(self) -> list[Node]:
-        """What lies below the roots, the furthest from them first."""
+        """Return the nodes below the roots, the furthest from them first."""
         nodes: list[Node] = [child for root in self._roots.values() for child in root.children.values()]
         for node in nodes:
             nodes.extend(node.children.values())

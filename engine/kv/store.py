@@ -8,24 +8,24 @@ from typing import Protocol, runtime_checkable
 
 @runtime_checkable
 class KVStore(Protocol):
-    """Keeps records of one size by name, maybe beyond the end of the process, and may lose any of them at any time.
+    """A store of records of one size, by name.  It may outlive the process, and may lose any record at any time.
 
-    ``get`` and ``discard`` come from one thread and ``put`` from another one, at the same time.  None may take long for
-    ever: what is waited for is given up, and what should be written meanwhile is dropped.  Anything that they raise is
-    a miss, or a record that is not kept; it is logged, and the next call comes all the same."""
+    ``get`` and ``discard`` come from one thread and ``put`` from another one, at the same time.  No call
+    may block forever: a slow read is given up, and pages to be written meanwhile are dropped.  An error counts
+    as a miss, or as a record that is not kept; it is logged, and the next call follows as usual."""
 
     def get(self, name: bytes, record: memoryview) -> bool:
-        """Fill ``record``, which is as long as every record is.  False if there is none of this name and size."""
+        """Fill ``record``, which has the size of every record.  Return False if there is none of this name and size."""
         ...
 
     def put(self, name: bytes, record: memoryview) -> None:
-        """Keep a copy of ``record``; one that is there under the same name may stay instead."""
+        """Keep a copy of ``record``.  A present record of the same name may be kept instead."""
         ...
 
     def discard(self, name: bytes) -> None:
-        """The record of this name is damaged: forget it, so that the next ``put`` replaces it."""
+        """Forget the record of this name, which is damaged, so that the next ``put`` replaces it."""
         ...
 
     def close(self) -> None:
-        """End; no other call comes after this one.  Called by the thread that puts."""
+        """Close the store; no other call follows.  Called by the thread that calls ``put``."""
         ...

@@ -1,6 +1,6 @@
-"""How a planner was built: everything but the model, so that another process builds one that plans alike.
+"""The blueprint of a planner: everything but the model, so that another process builds one that makes the same plans.
 
-Owns: what a recording must know of an engine's configuration.  Does not know: weights, devices, text, files.
+Owns: the part of an engine's configuration that a recording needs.  Does not know: weights, devices, text, files.
 """
 
 import hashlib
@@ -25,9 +25,13 @@ PLANS = ("actors/scheduler.py", "scheduling/*.py", "kv/*.py", "features/*/planne
 
 
 class Blueprint(msgspec.Struct, frozen=True):
-    """limits: with the pages of a pool that is not there yet.  max_len: of a sequence, as proposers are told.
-    names: kind -> full name of each plugin that was chosen and decides.  draft: the model that proposes, if one
-    does.  config: without secrets, and with the options of those plugins only."""
+    """Everything that a planner is built from.
+
+    limits: those of the planner; the number of pages is filled in when there is a pool.
+    max_len: longest sequence, as proposers get it.
+    names: kind -> full name of each chosen plugin of a kind that decides.
+    draft: the model that proposes, if one does.
+    config: without secrets, and with the options of those plugins only."""
 
     limits: PlannerLimits
     overlap_depth: int
@@ -38,13 +42,13 @@ class Blueprint(msgspec.Struct, frozen=True):
     draft: DraftModel | None = None
 
     def policy(self, plugins: Plugins) -> SchedulingPolicy:
-        """Return the policy, new.  It outlives planners.  Raises PluginError if it cannot be built."""
+        """Return a new policy.  It outlives planners.  Raises PluginError if it cannot be built."""
         return plugin_policy(plugins, self.config)
 
     def planner(
         self, plugins: Plugins, num_pages: int, clock: Callable[[], float], policy: SchedulingPolicy
     ) -> Planner:
-        """Return a planner with other plugins of its own.  Raises PluginError if one cannot be built."""
+        """Return a planner with new plugins of the other kinds.  Raises PluginError if one cannot be built."""
         limits = replace(self.limits, num_pages=num_pages, record_events=False)
         proposer: Proposer | DraftModel | None = self.draft
         if proposer is None and PROPOSER in self.names:
@@ -60,7 +64,7 @@ class Blueprint(msgspec.Struct, frozen=True):
 
 
 def without_secrets(config: Config, names: dict[str, str]) -> Config:
-    """Return what may be written to a file of it."""
+    """Return the part of a configuration that may be written to a file."""
     sections = {}
     for name in config.__struct_fields__:
         section = getattr(config, name)
@@ -73,7 +77,7 @@ def without_secrets(config: Config, names: dict[str, str]) -> Config:
 
 @cache
 def planning_code() -> str:
-    """A hash of the files that plan: recordings of another one may be planned otherwise."""
+    """Return a hash of the files that plan.  A recording with another hash may replay to other plans."""
     digest = hashlib.sha256()
     engine = Path(__file__).parents[1]
     for path in sorted(path for pattern in PLANS for path in engine.glob(pattern)):

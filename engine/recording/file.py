@@ -1,8 +1,9 @@
-"""A recording as a file: a header, maybe the scheduler's state where it begins, turns, and an end.
+"""A recording as a file: a header, optionally the scheduler's state at its beginning, turns, and an end.
 
 Owns: the format.  Does not know: how turns come about, what they mean.
 The file is a line that names the format, and frames as in ``engine/host/appended_file.py``.  A payload is a kind, one
-byte, and zlib of msgpack.  A file that was cut is read up to its last whole frame; nothing in a file is run.
+byte, and zlib of msgpack.  A file that was cut is read up to its last whole frame; no content of a file is
+executed.
 """
 
 import os
@@ -24,7 +25,7 @@ from engine.types.errors import CallboardError
 FORMAT = 2
 NAME = b"callboard recording "
 SUFFIX = ".cbr"
-NAMED = re.compile(rf"[0-9]{{8}}T[0-9]{{9}}-([a-z-]+)-[0-9]+{re.escape(SUFFIX)}")  # by ``file_name``; the group: why
+NAMED = re.compile(rf"[0-9]{{8}}T[0-9]{{9}}-([a-z-]+)-[0-9]+{re.escape(SUFFIX)}")  # by ``file_name``; the group: reason
 HEADER, STATE, TURNS, END = b"H", b"S", b"T", b"E"
 FRAME_ENTRIES = 512  # of the state; turns are cut by size
 FRAME_BYTES = 1 << 18
@@ -35,23 +36,25 @@ T = TypeVar("T")
 
 
 def file_name(why: str) -> str:
-    """Returns what a recording is called that is written now."""
+    """Return the name of a recording that is written now."""
     now = time.time()
     stamp = time.strftime("%Y%m%dT%H%M%S", time.gmtime(now))
     return f"{stamp}{int(now % 1 * 1000):03}-{why}-{os.getpid()}{SUFFIX}"
 
 
 class RecordingError(CallboardError):
-    """A file is no recording, or none that this version reads."""
+    """An error of a file that is no recording, or none that this version reads."""
 
     exit_code = 2
 
 
 class Header(msgspec.Struct, frozen=True):
-    """The circumstances.  version: of callboard.  code: see ``planning_code``.  python, numpy: their versions.
+    """The header of a recording.
 
-    why: what wrote it.  prompts: 'whole' or 'hashed'.  written_at_unix_s: by the wall clock; written_at: by the clock
-    of the readings, in seconds."""
+    version: version of callboard.  code: as ``planning_code`` returns it.
+    python, numpy: versions that it ran with.
+    why: the reason for the file.  prompts: 'whole' or 'hashed'.
+    written_at_unix_s: by the wall clock.  written_at: by the clock of the readings, in seconds."""
 
     version: str
     code: str
@@ -65,15 +68,17 @@ class Header(msgspec.Struct, frozen=True):
 
 
 class End(msgspec.Struct, frozen=True):
-    """The last entry of a whole file.  num_turns: in the file."""
+    """The last entry of a whole file.  num_turns: number of turns in the file."""
 
     num_turns: int
 
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """A file's contents.  state: entries of ``state_entries``, none where it begins with the engine.
-    torn: what is wrong with the file's end, '' if nothing is."""
+    """A recording that was read.
+
+    state: entries of ``state_entries``; none if it begins with the engine.
+    torn: the fault of the file's end, '' if it has none."""
 
     header: Header
     state: list[Any]
@@ -82,7 +87,7 @@ class Recording:
 
 
 def write_recording(path: Path, header: Header, state: Iterable[Any], turns: Iterable[bytes]) -> None:
-    """Write a file, which has its name when it is whole.  turns: each encoded.  Raises OSError, StateError."""
+    """Write a file, which gets its name when it is complete.  turns: each encoded.  Raises OSError, StateError."""
     head = NAME + b"%d\n" % FORMAT
     with whole_file(path, path.with_name(f"{path.name}.part"), head, is_synced=False) as file:
         file.append(_frame(HEADER, msgspec.msgpack.encode(header)))
@@ -97,7 +102,7 @@ def write_recording(path: Path, header: Header, state: Iterable[Any], turns: Ite
         num_turns = 0
         for part in _parts(turns):
             num_turns += len(part)
-            # An array of encoded turns, put together without decoding them.
+            # An array of encoded turns, assembled without decoding them.
             file.append(_frame(TURNS, b"\xdd" + len(part).to_bytes(4, "big") + b"".join(part)))
         file.append(_frame(END, msgspec.msgpack.encode(End(num_turns))))
 
@@ -120,11 +125,11 @@ def _frame(kind: bytes, plain: bytes) -> bytes:
 
 
 def read_recording(path: Path) -> Recording:
-    """Raises RecordingError, and OSError where there is nothing to read."""
+    """Read a file.  Raises RecordingError, and OSError if there is nothing to read."""
     with path.open("rb") as file:
         first = file.readline(len(NAME) + 16)
         if not first.startswith(NAME):
-            raise RecordingError(f"{path}: this is no recording of callboard's; its first line is {first[:40]!r}")
+            raise RecordingError(f"{path}: not a recording of callboard; its first line is {first[:40]!r}")
         if first != NAME + b"%d\n" % FORMAT:
             number = first[len(NAME) :].strip().decode("ascii", "replace")
             raise RecordingError(
@@ -154,14 +159,14 @@ def read_recording(path: Path) -> Recording:
     if header is None:
         raise RecordingError(f"{path}: {torn or 'there is no header'}; nothing of it can be replayed")
     if end is not None and end.num_turns != len(turns):
-        raise RecordingError(f"{path}: {len(turns)} turns, and its end says {end.num_turns}")
+        raise RecordingError(f"{path}: {len(turns)} turns, and its end counts {end.num_turns}")
     if end is None and state and not turns:
         raise RecordingError(f"{path}: {torn or 'it ends early'}, within the state that it begins with")
     return Recording(header, state, turns, "" if end is not None else torn or "its end is missing")
 
 
 def _unpacked(packed: bytes) -> bytes:
-    """Raises zlib.error, also for what is larger than a frame may be."""
+    """Return an unpacked frame.  Raises zlib.error, also if it is larger than a frame may be."""
     unpacker = zlib.decompressobj()
     plain = unpacker.decompress(packed, MOST_FRAME_BYTES)
     if not unpacker.eof:

@@ -1,6 +1,6 @@
-"""What must hold of a scheduler after every turn.
+"""Invariants that hold for a scheduler after every turn.
 
-Owns: the checks that need nothing but the scheduler and what it has said.  Does not know: devices, clients.
+Owns: the checks that need only the scheduler and its messages.  Does not know: devices, clients.
 """
 
 import numpy as np
@@ -10,7 +10,7 @@ from engine.recording.replayed import ReplayedScheduler
 
 
 class Invariants:
-    """Of one scheduler; all raise AssertionError.  every: turns between two looks at all books."""
+    """The checks of one scheduler, which raise AssertionError.  every: turns between two checks of all bookkeeping."""
 
     def __init__(self, every: int = 1) -> None:
         self._every = every
@@ -18,7 +18,7 @@ class Invariants:
         self._ended: set[int] = set()
 
     def check(self, scheduler: ReplayedScheduler) -> None:
-        """After a turn: every page has one owner, no request says anything after its end, nothing stays held."""
+        """Check after a turn: every page has one owner, no message follows a request's end, nothing stays held."""
         for message in scheduler.said:
             self._hear(message)
         self._num_turns += 1
@@ -33,7 +33,7 @@ class Invariants:
             assert not planner.num_open, f"{planner.num_open} requests are open, and nothing is planned for them"
         if not planner.num_open and not planner.num_in_flight:
             assert not stats.pages_used, f"no request is open, and {stats.pages_used} pages are in use"
-            assert (stats.running, stats.waiting) == (0, 0), f"no request is open, and {stats} says otherwise"
+            assert (stats.running, stats.waiting) == (0, 0), f"no request is open, but the counts are {stats}"
 
     def _hear(self, message: Tokens | Failed) -> None:
         if isinstance(message, Failed):

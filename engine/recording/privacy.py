@@ -1,10 +1,10 @@
-"""What a recording keeps of prompts: token ids as they are, or replaced so that nobody reads them off.
+"""The token ids of prompts in a recording: as they are, or replaced so that they cannot be read as text.
 
 Owns: the key, which is never written.  Does not know: when something is recorded.
 A token id becomes another one, the same one every time, by a permutation drawn at start.  So equal prefixes stay equal,
-and the prefix cache, speculation and stop tokens go on as they did.  That is a substitution: who has only a recording
-reads no text off it; who has a long one and knows how often which token is used can guess much of it.
-A cache salt is a client's secret, and is replaced always.
+and the prefix cache, speculation and stop tokens work as before.  This is a substitution cipher: a recording alone
+reveals no text, but with a long recording and the frequencies of tokens much of it can be guessed.
+A cache salt is a client's secret, and is always replaced.
 """
 
 import hashlib
@@ -20,7 +20,7 @@ NO_TOKENS = (-2, -1)  # ``RULED_OUT`` and "none", which stay
 
 
 class Privacy:
-    """hashed: whether tokens are replaced.  vocab_size: of the model."""
+    """The replacement of token ids.  hashed: whether ids are replaced.  vocab_size: that of the model."""
 
     def __init__(self, vocab_size: int, *, hashed: bool) -> None:
         self._key = secrets.token_bytes(32)
@@ -31,13 +31,13 @@ class Privacy:
             self._others = np.concatenate((order, NO_TOKENS)).astype(np.int32)
 
     def grow(self, vocab_size: int) -> None:
-        """Another model has more tokens; those that there were keep what they became."""
+        """Add the tokens of another model that has more; those that were known keep their replacement."""
         if self._others is not None and vocab_size > (known := len(self._others) - len(NO_TOKENS)):
             more = known + np.random.default_rng(secrets.randbits(128)).permutation(vocab_size - known)
             self._others = np.concatenate((self._others[:known], more, NO_TOKENS)).astype(np.int32)
 
     def message(self, message: SchedulerInbox) -> SchedulerInbox:
-        """What is recorded of a message: all that has a part in plans."""
+        """Return the part of a message that is recorded: everything that influences plans."""
         if isinstance(message, StepDone):
             extras = _planned_with(message.extras, hides=self._others is not None) if message.extras else {}
             if self._others is None and not message.extras:
@@ -61,19 +61,19 @@ class Privacy:
         return message
 
     def tokens(self, token_ids: bytes) -> bytes:
-        """token_ids: int32[n], as are those returned."""
+        """Return token ids with their replacements.  Both are int32[n]."""
         if self._others is None or not token_ids:
             return token_ids
         return self._others[np.frombuffer(token_ids, dtype=np.int32)].tobytes()
 
     def ids(self, token_ids: tuple[int, ...]) -> tuple[int, ...]:
-        """The same, of a few."""
+        """Return a few token ids with their replacements."""
         if self._others is None:
             return token_ids
         return tuple(int(self._others[one]) for one in token_ids)
 
     def _params(self, params: SamplingParams) -> SamplingParams:
-        """Nothing that a client wrote as text; whether there was some matters to who speculates."""
+        """Return parameters without text of the client; that there was some stays, since it decides on speculation."""
         if self._others is None:
             return params
         grammar = params.grammar
@@ -92,7 +92,7 @@ class Privacy:
 
 
 def _planned_with(extras: dict[int, StepExtras], *, hides: bool) -> dict[int, StepExtras]:
-    """Without log probabilities and states, which are large and go to clients as they are."""
+    """Return extras without log probabilities and states, which are large and go to clients unchanged."""
     return {
         row: StepExtras(
             failure="(left out)" if hides and one.failure else one.failure,

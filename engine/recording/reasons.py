@@ -1,4 +1,4 @@
-"""What a replayed planner does, and why, in words.
+"""The actions of a replayed planner and their reasons, in words.
 
 Owns: the sentences.  Does not know: where turns come from, how a sentence is shown.
 """
@@ -32,7 +32,7 @@ class Reasons(PlannerWatcher):
         sentences, self._sentences = self._sentences, []
         return sentences
 
-    # ---- as it happens ----------------------------------------------------------------------
+    # ---- events -----------------------------------------------------------------------------
 
     def waits(self, sequence: Sequence, why: Why) -> None:
         if why in WAITS:
@@ -79,10 +79,10 @@ class Reasons(PlannerWatcher):
             "of output"
         )
 
-    # ---- what is planned --------------------------------------------------------------------
+    # ---- plans ------------------------------------------------------------------------------
 
     def of(self, plan: Step | FetchPages) -> str:
-        """Return a plan in a line."""
+        """Return a plan as one line of text."""
         if isinstance(plan, FetchPages):
             num_pages = len(plan.tokens) // (4 * self.planner.table.page_size)
             return f"fetch {plan.fetch_id}: {num_pages} pages from the store, for {plan.timeout_s:g} s at most"

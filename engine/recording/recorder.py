@@ -1,10 +1,10 @@
-"""The flight recorder: the last minutes of what the scheduler was told, to be replayed when something has gone wrong.
+"""The flight recorder: the last minutes of the scheduler's messages, to be replayed when something has gone wrong.
 
 Owns: a ring of turns of bounded size, a scheduler that lags behind by the ring's length, and when a file is written.
 Does not know: what plans mean; the planner has no part in it.
 
-Where the ring is full, its oldest turn is played to the second scheduler before it is dropped.  So there is always a
-state that the ring goes on from, and it is never copied in one go: it stands still while a thread writes it.
+When the ring is full, its oldest turn is played to the second scheduler before it is dropped.  So there is always a
+state from which the ring continues, and it is never copied at once: it stands still while a thread writes it.
 """
 
 import logging
@@ -41,12 +41,12 @@ from engine.types.notices import ExecutorsLost
 
 log = logging.getLogger(__name__)
 
-TURN_BYTES = 80  # what the ring takes for a turn beside its bytes
+TURN_BYTES = 80  # memory of a turn in the ring in addition to its bytes
 CATCH_UP_S = 0.001  # after so long no further turn is played in this one, unless the ring is at twice its size
-STALLED_S = 30.0  # as the alert CallboardStalled has it
-BETWEEN_FILES_S = 60.0  # of those that nobody asked for
-MOST_FILES = 16  # of those, in the folder, and as many of others; the oldest go
-AT_ONCE = 64  # entries of the state, or turns, that are written before others get their turn
+STALLED_S = 30.0  # the limit of the alert CallboardStalled
+BETWEEN_FILES_S = 60.0  # between two files that alerts have caused
+MOST_FILES = 16  # files of alerts in the folder, and as many others; the oldest are deleted
+AT_ONCE = 64  # entries of the state, or turns, that are written before other threads get their turn
 PAUSE_S = 0.0002
 MOST_WAITING = 4  # files
 T = TypeVar("T")
@@ -54,10 +54,12 @@ ALERTS = ("died", "executors-lost", "pages-lost", "stalled", "waited")
 
 
 class Recorder:
-    """folder: where files go; it need not be there.  limit_bytes: of the ring.  prompts: 'whole' or 'hashed'.
+    """A recorder of one scheduler.
 
-    waited_s: a request that has waited so long for its first step is worth a file.  clock: what the planner's clock
-    says, through ``clock``."""
+    folder: the folder of the files; it is created when it is needed.
+    limit_bytes: size of the ring.  prompts: 'whole' or 'hashed'.
+    waited_s: a request that has waited so long for its first step causes a file.
+    clock: the source of the planner's clock, which is ``Recorder.clock``."""
 
     def __init__(
         self,
@@ -94,19 +96,19 @@ class Recorder:
         self._writing: threading.Thread | None = None
         self._num_waiting = 0
 
-    # ---- what is recorded -------------------------------------------------------------------
+    # ---- recording --------------------------------------------------------------------------
 
     def clock(self) -> float:
-        """The planner's clock, in seconds; what it says is recorded."""
+        """Return the planner's time, in seconds, and record it."""
         now = self.now()
         self._readings.append(now)
         return now
 
     def changed(self, blueprint: Blueprint) -> None:
-        """From now on it is planned by another blueprint."""
+        """Note that another blueprint is in force from now on."""
         if self._change is not None:  # and nothing has arrived since
             self._renews = False
-            self._note_turn("")  # each counts: a policy that goes and comes back has forgotten
+            self._note_turn("")  # each change counts: a policy that is replaced and comes back has forgotten its past
         self._privacy.grow(blueprint.vocab_size)
         self._change = self._private(blueprint)
 
@@ -115,18 +117,18 @@ class Recorder:
         return msgspec.structs.replace(blueprint, limits=replace(blueprint.limits, eos_token_ids=eos))
 
     def arrived(self, message: SchedulerInbox, *, renews: bool = False) -> None:
-        """The scheduler is about to handle a message.  renews: it gets another planner with the next executors."""
+        """Note a message that is about to be handled.  renews: the next executors get a new planner."""
         if not self._messages:
-            self._readings.clear()  # of those who look at the planner between two turns
+            self._readings.clear()  # readings of views of the planner between two turns
             self._renews = renews
         self._messages.append(message)
 
     def planned(self, plan: Step | FetchPages) -> None:
-        """The executors are told of a plan."""
+        """Note a plan that is sent to the executors."""
         self._plans.append(plan_digest(plan))
 
     def turned(self, failure: str = "") -> None:
-        """A turn is over.  failure: what the scheduler has died of."""
+        """End a turn.  failure: the error that ended the scheduler."""
         if self._messages:
             self._note_turn(failure)
 
@@ -152,13 +154,13 @@ class Recorder:
             self._write_unasked()
 
     def alert(self, why: str) -> None:
-        """Something is wrong: a file is written when the turn is over.  why: one of ``ALERTS``."""
+        """Write a file when the turn is over, since something is wrong.  why: one of ``ALERTS``."""
         self._alert = self._alert or why
 
     # ---- the ring ---------------------------------------------------------------------------
 
     def _drop_oldest(self) -> None:
-        """Play what does not fit to the scheduler that lags behind."""
+        """Play the turns that do not fit to the scheduler that lags behind."""
         if self._behind is None:
             self._behind = ReplayedScheduler(self._blueprint, self._plugins)
         stop_at = time.perf_counter() + CATCH_UP_S
@@ -168,11 +170,11 @@ class Recorder:
             turn: Turn = self._decode(encoded)
             try:
                 plans = self._behind.play(turn)
-            except Exception as error:  # of plugins too; the engine goes on without a recording
+            except Exception as error:  # also a plugin's; the engine goes on without a recording
                 self._give_up(failure_of(error))
                 return
             if plans != turn.plans:
-                self._give_up("it has planned otherwise the second time")
+                self._give_up("it has made other plans the second time")
                 return
             if time.perf_counter() > stop_at and self._num_bytes < 2 * self._limit_bytes:
                 return
@@ -180,7 +182,7 @@ class Recorder:
     def _give_up(self, reason: str) -> None:
         log.error(
             "the flight recorder is off: the scheduler cannot be replayed here: %s; a plugin that decides by more than "
-            "it is told may be the cause, or a bug",
+            "its arguments may be the cause, or a bug",
             reason,
         )
         self._is_off = True
@@ -195,9 +197,9 @@ class Recorder:
         return self._writing is not None and self._writing.is_alive()
 
     def write(self, why: str, name: str = "") -> "Future[str]":
-        """Write what is in the ring now to a file, in a thread.  name: of the file.  They are written one by one.
+        """Write the content of the ring to a file, in a thread; one file at a time.  name: name of the file.
 
-        Returns why it was not written, '' if it was, when that is known."""
+        The future's result is the reason why the file was not written, '' if it was."""
         name, done = Path(name).name or file_name(why), Future[str]()
         before = self._writing if self._is_writing else None
         self._num_waiting = 0 if before is None else self._num_waiting + 1
@@ -216,7 +218,7 @@ class Recorder:
     def _write_after(
         self, before: threading.Thread | None, why: str, name: str, ring: list[bytes], done: "Future[str]"
     ) -> None:
-        """While this thread is there nothing is dropped from the ring, so its state stays where it is."""
+        """Write a file.  While this thread runs nothing is dropped from the ring, so the state stays as it is."""
         if before is not None:
             before.join()
         try:
@@ -226,7 +228,7 @@ class Recorder:
             raise
 
     def write_at_last(self, why: str) -> None:
-        """The same, and wait for it: nothing comes any more."""
+        """Write a file and wait for it: no more turns follow."""
         if self._writing is not None:
             self._writing.join()
         if self._ring:
@@ -240,7 +242,7 @@ class Recorder:
             self.write(why)
 
     def _write(self, why: str, name: str, ring: list[bytes], pause_s: float) -> str:
-        """Returns as ``write`` does.  pause_s: how long others get between two parts of the work."""
+        """Write a file.  Return as ``write`` does.  pause_s: pause for other threads between two parts of the work."""
         header = Header(
             version=__version__,
             code=planning_code(),
@@ -266,7 +268,7 @@ class Recorder:
 
 
 def _with_pauses(items: Iterable[T], pause_s: float) -> Iterator[T]:
-    """The same.  pause_s: so long the interpreter is left to others, every now and then."""
+    """Yield the items, with pauses in between, in which other threads can use the interpreter."""
     for number, item in enumerate(items):
         if pause_s and number % AT_ONCE == 0:
             time.sleep(pause_s)
@@ -274,14 +276,14 @@ def _with_pauses(items: Iterable[T], pause_s: float) -> Iterator[T]:
 
 
 def _make_room(folder: Path, *, is_asked: bool) -> None:
-    """Remove the oldest files, so that another one has room.  is_asked: of those that an operator asked for."""
+    """Remove the oldest files to make room for another one.  is_asked: files that an operator requested, or alerts'."""
     alike = [one for one in own_files(folder, NAMED) if (NAMED.sub(r"\1", one.path.name) not in ALERTS) == is_asked]
     for one in alike[: -MOST_FILES + 1 or None]:
         one.path.unlink(missing_ok=True)
 
 
 class _Told:
-    """The link to the first executor."""
+    """The link to the first executor, which passes plans to the recorder."""
 
     def __init__(self, executor: Link[ExecutorInbox], recorder: Recorder) -> None:
         self._executor = executor
@@ -294,7 +296,7 @@ class _Told:
 
 
 class RecordedScheduler(Scheduler):
-    """A scheduler of which a recorder hears everything.  Its planner's clock must be the recorder's."""
+    """A scheduler whose turns are recorded.  Its planner's clock must be the recorder's."""
 
     def __init__(self, *, recorder: Recorder, executors: Sequence[Link[ExecutorInbox]], **others: Any) -> None:
         told = _Told(executors[0], recorder)
@@ -302,7 +304,7 @@ class RecordedScheduler(Scheduler):
         self._recorder = recorder
 
     def handle(self, message: SchedulerInbox) -> None:
-        """As a scheduler does."""
+        """Record a message and handle it."""
         recorder, planner = self._recorder, self._planner
         recorder.arrived(message, renews=self.is_renewed)
         if isinstance(message, ExecutorsLost) and message.is_fault:
@@ -316,7 +318,7 @@ class RecordedScheduler(Scheduler):
             raise
 
     def flush(self) -> None:
-        """As a scheduler does."""
+        """Plan, and record the turn."""
         try:
             super().flush()
         except Exception as error:
@@ -335,9 +337,9 @@ class RecordedScheduler(Scheduler):
         super()._tell_observers(planner)
 
     async def run(self) -> None:
-        """As a scheduler does; where an actor has crashed, the last recording is written."""
+        """Run, and write the last recording if an actor has crashed."""
         try:
             await super().run()
-        except BaseException:  # another one's crash is a cancellation here
+        except BaseException:  # another actor's crash is a cancellation here
             self._recorder.write_at_last("died")
             raise

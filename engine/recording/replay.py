@@ -1,4 +1,4 @@
-"""A recording turn by turn: what arrived, what was planned and why, what does not hold.
+"""A recording turn by turn: what arrived, what was planned and why, and which invariants do not hold.
 
 Owns: the order of things, the comparison with what was recorded.  Does not know: how it is shown, files.
 """
@@ -24,8 +24,9 @@ from engine.types.errors import CallboardError
 class Played:
     """A turn that has been played.
 
-    at: seconds since the first one.  reasons: sentences.  plans: each in a line.  differs: the first of its plans that
-    is not the recorded one, None if there is none.  fault: what was raised or does not hold, '' for nothing."""
+    at: seconds since the first one.  reasons: sentences.  plans: each in a line.
+    differs: index of the first plan that is not the recorded one, None if there is none.
+    fault: the error, or the invariant that does not hold; '' for none."""
 
     number: int
     turn: Turn
@@ -38,9 +39,11 @@ class Played:
 
 @dataclass
 class Replay:
-    """Iterate over it once.  check_every: turns between two looks at all books.  tells: whether reasons are wanted.
+    """A replay of a recording; iterate over it once.
 
-    digest, recorded_digest: SHA-256 over all plans so far, as they are now and as they were.  fault: the first one."""
+    check_every: turns between two checks of all bookkeeping.  ``tells``: whether reasons are wanted.
+    digest: SHA-256 over all plans so far.  recorded_digest: the same over the recorded plans.
+    fault: the first one."""
 
     recording: Recording
     check_every: int = 1
@@ -53,16 +56,16 @@ class Replay:
 
     @property
     def digest(self) -> str:
-        """In hex."""
+        """The digest of the plans, in hex."""
         return self._now.hexdigest()
 
     @property
     def recorded_digest(self) -> str:
-        """In hex."""
+        """The digest of the recorded plans, in hex."""
         return self._then.hexdigest()
 
     def __iter__(self) -> Iterator[Played]:
-        """Play; ends with the first turn that fails.  Raises RecordingError, PluginError before the first one."""
+        """Play the turns, up to the first that fails.  Raises RecordingError, PluginError before the first one."""
         scheduler, first_at = new_scheduler(self.recording), None
         invariants, reasons = Invariants(self.check_every), None
         for number, turn in enumerate(self.recording.turns):
@@ -90,7 +93,7 @@ class Replay:
 
 
 def new_scheduler(recording: Recording, plugins: Plugins | None = None) -> ReplayedScheduler:
-    """Return the scheduler as it was when the recording begins.  Raises RecordingError, PluginError."""
+    """Return the scheduler in the state in which the recording begins.  Raises RecordingError, PluginError."""
     blueprint = recording.header.blueprint
     plugins = plugins if plugins is not None else blueprint.plugins()
     scheduler = ReplayedScheduler(blueprint, plugins)
@@ -104,11 +107,11 @@ def new_scheduler(recording: Recording, plugins: Plugins | None = None) -> Repla
 
 
 def play(scheduler: ReplayedScheduler, invariants: Invariants, turn: Turn) -> tuple[bytes, str]:
-    """Play one turn; returns the digests of its plans and what has gone wrong, '' for nothing."""
+    """Play one turn.  Return the digests of its plans and its fault, '' for none."""
     plans, fault = b"", ""
     try:
         plans = scheduler.play(turn)
-    except Exception as error:  # of the scheduler or of a plugin: that is what one looks for
+    except Exception as error:  # the scheduler's or a plugin's: finding it is the purpose of a replay
         fault = failure_of(error)
     else:
         try:

@@ -1,7 +1,7 @@
-"""The scheduler once more: fed with recorded turns, it plans what it planned.
+"""A scheduler that replays a recording: it gets recorded turns and makes the same plans again.
 
-Owns: a scheduler without peers, and its clock.  Does not know: where turns come from, who reads the plans.
-The recorder keeps one that lags behind by the length of its ring; whoever reads a recording begins with a copy of it.
+Owns: a scheduler without peers, and its clock.  Does not know: where turns come from, what reads the plans.
+The recorder has one that lags behind by the length of its ring; a replay begins with a copy of that one's state.
 """
 
 import logging
@@ -23,18 +23,18 @@ from engine.scheduling.planner import Planner
 
 
 class ReplayClock:
-    """Says what the recorded clock said; the last reading again where it said no more."""
+    """A clock that returns the recorded readings; the last one again when there are no more."""
 
     def __init__(self) -> None:
         self.now = 0.0
         self._readings: deque[float] = deque()
 
     def load(self, readings: bytes) -> None:
-        """readings: float64[n], of the turn that begins."""
+        """Set the readings of the turn that begins, float64[n]."""
         self._readings = deque(np.frombuffer(readings, dtype=np.float64).tolist())
 
     def __call__(self) -> float:
-        """Seconds."""
+        """Return the next reading, in seconds."""
         if self._readings:
             self.now = self._readings.popleft()
         return self.now
@@ -48,14 +48,14 @@ class Sink:
 
 
 class ReplayedScheduler(Scheduler):
-    """A scheduler as the blueprint has it.
+    """A scheduler as the blueprint describes it.
 
-    plans: of the last turn.  said: what the tokenizer would hear of it.  on_plan: told of each plan when it is made.
-    blueprint: that it plans by.  clock: the planner's."""
+    plans: plans of the last turn.  said: messages of the last turn for the tokenizer.
+    on_plan: called with each plan when it is made.  blueprint: the one in force.  clock: the planner's."""
 
     log = logging.getLogger(f"{__name__}.silent")
-    log.disabled = True  # the engine has said it all when it happened
-    # All that it has of its own.
+    log.disabled = True  # the engine has logged it all when it happened
+    # All state of its own.
     OWN = ("clock", "policy", "overlap_depth", "is_renewed", "_planner", "_results", "_num_pages", "_is_ready",
            "_last_stats")  # fmt: skip
 
@@ -82,16 +82,16 @@ class ReplayedScheduler(Scheduler):
 
     @property
     def is_ready(self) -> bool:
-        """Whether there are executors."""
+        """Whether the executors are ready."""
         return self._is_ready
 
     @property
     def num_pages(self) -> int:
-        """Of the pool; 0 before there was one."""
+        """Number of pages of the pool; 0 before there was one."""
         return self._num_pages
 
     def play(self, turn: Turn) -> bytes:
-        """Handle a turn; returns the digests of its plans.  Raises what the scheduler raises."""
+        """Handle a turn.  Return the digests of its plans.  Raises the scheduler's errors."""
         self.clock.load(turn.readings)
         self.plans, self.said = [], []
         if turn.change is not None:
@@ -104,7 +104,7 @@ class ReplayedScheduler(Scheduler):
         return b"".join(map(plan_digest, self.plans))
 
     def _change(self, blueprint: Blueprint, *, renews: bool) -> None:
-        """As ``Changeover`` does it."""
+        """Change the blueprint as ``Changeover`` does."""
         plugins = blueprint.plugins()
         if policy_choice(plugins, blueprint.config) != policy_choice(self._plugins, self.blueprint.config):
             self.policy = blueprint.policy(plugins)
@@ -123,10 +123,10 @@ class ReplayedScheduler(Scheduler):
             self.on_plan(plan)
 
     def state(self) -> dict[str, Any]:
-        """Everything that decides what comes next, as it is: nothing may be played while it is read."""
+        """Return everything that decides the next plans, without a copy: play nothing while it is read."""
         return {name: getattr(self, name) for name in self.OWN}
 
     def begin_with(self, state: dict[str, Any]) -> None:
-        """Go on from what ``state`` returned."""
+        """Continue from a state that ``state`` returned."""
         for name in self.OWN:
             setattr(self, name, state[name])

@@ -1,4 +1,4 @@
-"""A failing scenario becomes a short one: operations are left out while it still fails the same way.
+"""A search for a short failing scenario: operations are left out while it still fails the same way.
 
 Owns: the search (ddmin, Zeller and Hildebrandt 2002).  Does not know: what an operation is, how it is run.
 """
@@ -10,7 +10,7 @@ from collections.abc import Callable
 def shrink(
     ops: list[int], orders: list[int], fails: Callable[[list[int], int], bool], limit_s: float = 60.0
 ) -> tuple[list[int], int]:
-    """The fewest of ``ops`` found within ``limit_s`` for which ``fails(ops, order)``, and with which order.
+    """Return the fewest of ``ops`` found within ``limit_s`` for which ``fails(ops, order)``, and the order.
 
     Each candidate is tried with a few orders: leaving something out moves what is left."""
     ends_at = time.monotonic() + limit_s

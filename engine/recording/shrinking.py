@@ -1,11 +1,11 @@
-"""A recording that fails becomes a short one that fails the same way.
+"""The shrinking of a recording that fails to a short one that fails the same way.
 
-Owns: the operations that a recording stands for, and how what is left of them is played.
+Owns: the operations that a recording stands for, and how those that are left are played.
 Does not know: how the search goes (``shrink.py``), files.
 
-Where something is left out, other steps are planned than the recorded ones, and their recorded results fit no more.  So
-a result is an operation too, "the oldest step in flight is done", and a device without a model answers: with the tokens
-that each request had at these positions.  What was played in the end is recorded anew, and replays by itself.
+When something is left out, other steps are planned than the recorded ones, and their recorded results no longer fit.
+So a result is an operation too, "the oldest step in flight is done", and a device without a model answers: with the
+tokens that each request had at these positions.  What is played in the end is recorded anew, and replays by itself.
 """
 
 import re
@@ -35,7 +35,7 @@ Place = tuple[int, int]  # a request, and a position in its sequence
 @dataclass(frozen=True, slots=True)
 class Op:
     """A message of the recording, or None for a change of settings.  at: seconds of its clock.
-    ends_turn: plans were made behind it.  change, renews: see ``Turn``."""
+    ends_turn: plans were made after it.  change, renews: as in ``Turn``."""
 
     message: SchedulerInbox | None
     at: float
@@ -46,8 +46,11 @@ class Op:
 
 @dataclass(slots=True)
 class Story:
-    """What a recording tells.  tokens, extras: what the executors said of each place.  early: their answers to what was
-    planned before it begins.  fault: what it ends with, '' for nothing."""
+    """The content of a recording.
+
+    tokens, extras: results of the executors, by place.
+    early: their answers to plans made before it begins.
+    fault: the fault with which it ends, '' for none."""
 
     ops: list[Op] = field(default_factory=list)
     tokens: dict[Place, int] = field(default_factory=dict)
@@ -58,14 +61,14 @@ class Story:
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """A step that is to be answered.  places: of its samples."""
+    """A step that waits for an answer.  places: the place of each of its samples."""
 
     step_id: int
     places: list[Place]
 
 
 class _Device:
-    """In the place of all ranks: knows what is in flight, and which sample is whose."""
+    """A replacement of all ranks.  It knows what is in flight, and to which request a sample belongs."""
 
     def __init__(self, scheduler: ReplayedScheduler) -> None:
         self.steps: dict[int, deque[_Asked | StepDone]] = defaultdict(deque)  # by rank
@@ -92,13 +95,13 @@ class _Device:
                 yield int(table.request_ids[row]), start + length - samples + nth + 1
 
     def forget(self) -> None:
-        """The executors are lost, with all that they were asked."""
+        """Forget everything in flight: the executors are lost."""
         self.steps.clear()
         self.fetches.clear()
 
 
 def story_of(recording: Recording, plugins: Plugins | None = None) -> Story:
-    """Play a recording.  Its operations end with the turn that fails, if one does."""
+    """Play a recording and return its story.  Its operations end with the turn that fails, if one does."""
     scheduler, invariants, story = new_scheduler(recording, plugins), Invariants(), Story()
     device = _Device(scheduler)
     at = 0.0
@@ -116,7 +119,7 @@ def story_of(recording: Recording, plugins: Plugins | None = None) -> Story:
 
 
 def _listen(story: Story, device: _Device, message: SchedulerInbox) -> None:
-    """Learn what the executors said."""
+    """Add the results in a message to the story."""
     if isinstance(message, ExecutorsLost):
         device.forget()
     elif isinstance(message, PagesFetched):
@@ -142,7 +145,7 @@ def _listen(story: Story, device: _Device, message: SchedulerInbox) -> None:
 def play_ops(
     recording: Recording, story: Story, ops: list[Op], plugins: Plugins | None = None
 ) -> tuple[str, list[Turn]]:
-    """Play operations of a story.  Returns what fails, '' if nothing does, and the turns up to there."""
+    """Play operations of a story.  Return the fault, '' for none, and the turns up to there."""
     scheduler, invariants = new_scheduler(recording, plugins), Invariants()
     device = _Device(scheduler)
     if recording.state:
@@ -154,7 +157,7 @@ def play_ops(
         if op.message is not None and (message := _said(story, device, scheduler, op.message)) is not None:
             messages.append(message)
         readings, due = array("d", [op.at]).tobytes(), []
-        # Two results in one turn may be of one step each: what the second one answers is planned behind the first.
+        # Two results in one turn may be of one step each: the step of the second one is planned after the first.
         if messages and (op.ends_turn or op.message is None or isinstance(op.message, StepDone | ExecutorsLost)):
             due.append(Turn(tuple(messages), readings))
         if op.message is None:
@@ -171,7 +174,7 @@ def play_ops(
 def _said(
     story: Story, device: _Device, scheduler: ReplayedScheduler, message: SchedulerInbox
 ) -> SchedulerInbox | None:
-    """What an operation says now; None if it has no place any more."""
+    """Return the message of an operation as it is now; None if it has no place any more."""
     if isinstance(message, ExecutorsReady):
         return None if scheduler.is_ready else message
     if scheduler.planner is None:
@@ -209,15 +212,15 @@ def _answer(story: Story, scheduler: ReplayedScheduler, rank: int, step: _Asked)
 
 
 def shrunk(recording: Recording, limit_s: float, plugins: Plugins | None = None) -> tuple[Recording, str, int] | None:
-    """The shortest recording found within ``limit_s`` seconds that fails as this one does; None if it does not fail.
+    """Return the shortest recording found within ``limit_s`` seconds that fails as this one does; None if it passes.
 
-    Returns it, its fault, and of how many operations it is what is left."""
+    The result has the recording, its fault, and the number of operations before shrinking."""
     story = story_of(recording, plugins)
     if not story.fault:
         return None
     kind, ops = _kind(story.fault), story.ops
     if recording.state:
-        # Without the state it begins with an empty pool: mostly that is all it takes, and much less to read.
+        # Without the state it begins with an empty pool: mostly that is enough, and much shorter.
         bare = replace(recording, state=[])
         num_pages = new_scheduler(recording, plugins).num_pages
         begun = [Op(ExecutorsReady(num_pages=num_pages), ops[0].at if ops else 0.0, True), *ops]
@@ -231,7 +234,7 @@ def shrunk(recording: Recording, limit_s: float, plugins: Plugins | None = None)
         numbers, _ = shrink(list(range(len(ops))), [0], lambda left, _: fails([ops[one] for one in left]), limit_s)
         return [ops[number] for number in numbers]
 
-    if not fails(ops):  # only its own timing brings it about
+    if not fails(ops):  # the fault depends on the recording's own timing
         return None
     ends_at = time.monotonic() + limit_s
     ops = fewest(ops, 0.8 * limit_s)
@@ -249,7 +252,7 @@ def shrunk(recording: Recording, limit_s: float, plugins: Plugins | None = None)
 
 
 def _shorter(op: Op) -> Iterator[Op]:
-    """The same request with fewer tokens of output, the fewest first."""
+    """Yield the same request with fewer tokens of output, the fewest first."""
     message = op.message
     if isinstance(message, Admit):
         most = message.params.max_tokens
@@ -260,7 +263,7 @@ def _shorter(op: Op) -> Iterator[Op]:
 
 
 def _kind(fault: str) -> str:
-    """A fault without its numbers, which change with what is left out."""
+    """Return a fault without its numbers, which change when something is left out."""
     return re.sub(r"[\d\[\], ]+", " ", fault)[:100]
 
 

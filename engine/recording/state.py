@@ -1,10 +1,11 @@
-"""A planner's objects as plain data, and back: what a recording begins with when it does not begin with the engine.
+"""A planner's objects as plain data, and back: the beginning of a recording that does not begin with the engine.
 
 Owns: how objects that refer to each other are written.  Does not know: what they mean.
-Reading calls no code that a file names: only classes and functions of the modules that are allowed come back, objects
-are made empty and get their fields.  Nothing recurses along references, for a radix tree may be deep.
+Reading calls no code that a file names: only classes and functions of the allowed modules come back, objects
+are made empty and get their fields.  Nothing recurses along references, since a radix tree may be deep.
 
-An object is an entry: its kind, and values.  A value is a plain one as it is, or a list with the number of an entry.
+An object is an entry: its kind, and values.  A plain value is written as it is, another one as a list with the number
+of its entry.
 """
 
 from collections import Counter, OrderedDict, deque
@@ -23,7 +24,7 @@ from engine.types.errors import CallboardError
 PLAIN = (type(None), bool, int, float, str, bytes)
 DICTS: dict[str, type[dict[Any, Any]]] = {"dict": dict, "counter": Counter, "ordered": OrderedDict}
 NUMBERS = "biuf"  # kinds of arrays
-# What rings and records of a planner are made of, beside the modules of its plugins.
+# Modules of a planner's rings and records, in addition to the modules of its plugins.
 MODULES = ("engine.scheduling", "engine.kv", "engine.recording", "engine.messages", "engine.types",
            "engine.features", "engine.plugins.guards", "engine.actors.scheduler")  # fmt: skip
 BUILTINS = ("time.perf_counter",)  # a guard's clock
@@ -32,11 +33,11 @@ Entry = tuple[Any, ...]
 
 
 class StateError(CallboardError):
-    """An object has no form here, or an entry is none that may be read."""
+    """An error of an object that has no form here, or of an entry that may not be read."""
 
 
 def state_entries(root: object) -> Iterator[Entry]:
-    """Yield the entry of an object, the first one, and of all that it refers to.
+    """Yield the entry of an object, the first one, and of everything that it refers to.
 
     Nothing may change meanwhile.  Raises StateError for an object of a kind that has no form."""
     numbers: dict[int, int] = {id(root): 0}
@@ -47,7 +48,7 @@ def state_entries(root: object) -> Iterator[Entry]:
             return one
         if id(one) not in numbers:
             numbers[id(one)] = len(waiting)
-            waiting.append(one)  # kept to the end, so that no number is given twice
+            waiting.append(one)  # kept to the end, so that no id is used twice
         return [numbers[id(one)]]
 
     for one in waiting:  # grows meanwhile
@@ -104,7 +105,7 @@ def _name(one: Any) -> str:
 
 @cache
 def _fields(kind: type) -> tuple[str, ...]:
-    """Its slots; ``__dict__`` where it has none."""
+    """Return the slots of a class; ``__dict__`` if it has none."""
     slots = [name for base in kind.__mro__ for name in base.__dict__.get("__slots__", ())]
     has_dict = any("__dict__" in base.__dict__ for base in kind.__mro__)
     if has_dict and slots:
@@ -113,7 +114,7 @@ def _fields(kind: type) -> tuple[str, ...]:
 
 
 def _packed(array: np.ndarray) -> bytes | list[bytes]:
-    """Of a table, each row without the zeros at its end: most of them are short."""
+    """Return an array as bytes; a table as its rows without the zeros at their ends: most rows are short."""
     if array.ndim != 2:
         return array.tobytes()
     ends = [int(filled[-1]) + 1 if len(filled := np.flatnonzero(row)) else 0 for row in array]
@@ -131,9 +132,9 @@ def _unpacked(dtype: np.dtype[Any], shape: tuple[int, ...], packed: bytes | list
 
 
 def state_of(entries: Sequence[Sequence[Any]], modules: Sequence[str]) -> Any:
-    """Return the object of the first entry, with all that it refers to.
+    """Return the object of the first entry, with everything that it refers to.
 
-    modules: whose classes and functions may be there, beside ``MODULES``; of a package, all below it.
+    modules: modules whose classes and functions are allowed, in addition to ``MODULES``; a package allows all below it.
     Raises StateError."""
     try:
         return _Reader(entries, (*MODULES, *modules)).root()
@@ -161,7 +162,7 @@ class _Reader:
         return self._made[0]
 
     def _empty(self, entry: Sequence[Any]) -> Any:
-        """What others may refer to before it has its fields; None for what is made in one go."""
+        """Return an empty object to which others may refer before it has its fields; None for kinds made at once."""
         match entry[0]:
             case "list":
                 return []
@@ -236,7 +237,7 @@ class _Reader:
     def _struct(self, kind: type[msgspec.Struct], values: list[Any]) -> msgspec.Struct:
         fields = dict(zip(kind.__struct_fields__, values, strict=True))
         made = kind(**fields)
-        for name, value in fields.items():  # what the constructor made of it, the object may have changed since
+        for name, value in fields.items():  # the constructor may have changed a value, or the object has since
             msgspec.structs.force_setattr(made, name, value)
         return made
 
@@ -246,7 +247,7 @@ class _Reader:
         else:
             module, _, qualified = name.partition(":")
             if not any(module == one or module.startswith(f"{one}.") for one in self._modules):
-                raise StateError(f"{name} is not of the scheduler nor of its plugins, so it is not read")
+                raise StateError(f"{name} belongs neither to the scheduler nor to its plugins, so it is not read")
         found: Any = import_module(module)
         for part in qualified.split("."):
             found = getattr(found, part)

@@ -1,6 +1,6 @@
-"""A turn of the scheduler, as a recording keeps it: what arrived, what its clock said, and what it planned.
+"""A turn of the scheduler, as a recording keeps it: what arrived, the readings of its clock, and what it planned.
 
-Owns: the record, and by what two plans are told apart.  Does not know: files, rings, planners.
+Owns: the record, and the digest by which plans are compared.  Does not know: files, rings, planners.
 """
 
 import hashlib
@@ -17,10 +17,10 @@ _encode = msgspec.msgpack.Encoder().encode
 class Turn(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Messages that were handled together, and the plans made for them.
 
-    readings: float64[n], of the clock, in seconds, in the order in which they were asked for.
-    plans: ``plan_digest`` of each.  failure: what the scheduler died of in this turn, '' if it did not.
-    change: what is planned by from this turn on, None for what was before.  renews: the next executors get a new
-    planner by it; otherwise the present one goes on with another policy, chunk and target."""
+    readings: float64[n], readings of the clock, in seconds, in their order.
+    plans: ``plan_digest`` of each.  failure: the error that ended the scheduler in this turn, '' for none.
+    change: the blueprint from this turn on, None if it stays.
+    renews: the next executors get a new planner by it; otherwise the present one gets the policy, chunk and target."""
 
     messages: tuple[SchedulerInbox, ...]
     readings: bytes = b""
@@ -31,7 +31,7 @@ class Turn(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 def plan_digest(plan: Step | FetchPages) -> bytes:
-    """Return what is told of a plan: all of it but the values of tokens, which a recording may have replaced."""
+    """Return a digest of a plan: all of it but the values of tokens, which a recording may have replaced."""
     if isinstance(plan, FetchPages):
         told: tuple[object, ...] = (plan.fetch_id, len(plan.tokens), plan.timeout_s)
     else:
@@ -49,5 +49,5 @@ def plan_digest(plan: Step | FetchPages) -> bytes:
 
 
 def failure_of(error: BaseException) -> str:
-    """Return how a failure is called in a recording."""
+    """Return the text of a failure in a recording."""
     return f"{type(error).__name__}: {error}"

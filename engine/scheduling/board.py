@@ -1,8 +1,8 @@
-"""The departures board: who is where on the way through the engine, and what each page of the pool holds.
+"""The departures board: the place of each request in the engine, and the content of each page of the pool.
 
-Owns: the shape of both, how they are drawn within a bound, whatever the number of requests and pages.
-Does not know: text, clients, who looks.
-Nothing is prepared for it while steps are planned: it is drawn from the planner's own tables when somebody looks.
+Owns: the shape of both, and how they are drawn within a bound, whatever the number of requests and pages.
+Does not know: text, clients, where a board is shown.
+Planning prepares nothing for it: a board is drawn from the planner's own tables when one is requested.
 """
 
 from collections.abc import Iterator
@@ -18,11 +18,11 @@ from engine.scheduling.pages import PageManager
 from engine.scheduling.requests import Requests
 from engine.scheduling.rows import RowTable, Sequence
 
-MAX_NODES = 80  # of the prefix cache
+MAX_NODES = 80  # nodes of the prefix cache
 MAX_ROWS = 64
 MAX_CELLS = 1024
 MAX_EVICTED = 128
-# What a cell shows; from FIRST_ROW on it is a row of the board.  Where pages share a cell, the largest is shown.
+# Values of a cell; FIRST_ROW + n is row n of the board.  If several pages share a cell, it shows the largest value.
 FREE, CACHED, OTHER, SHARED, FIRST_ROW = range(5)
 
 State = Literal["waiting", "prefill", "decoding", "retracted"]
@@ -31,9 +31,12 @@ State = Literal["waiting", "prefill", "decoding", "retracted"]
 class BoardRow(msgspec.Struct, frozen=True):
     """A request that has not ended.
 
-    num_cached: prompt tokens that needed no computing.  num_prefilled: tokens of the prompt with K/V, cached ones among
-    them.  num_chunks: that the whole prompt takes at most.  waited_s: before it ran first, or until now.
-    decoding_s: since its first token; None before that.  age_s: since it came."""
+    num_cached: prompt tokens that needed no computing.
+    num_prefilled: tokens of the prompt with K/V, including cached ones.
+    num_chunks: the most chunks that the whole prompt can take.
+    waited_s: time before it first ran, or until now.
+    decoding_s: time since its first token; None before that.
+    age_s: time since its arrival."""
 
     request_id: int
     state: State
@@ -50,8 +53,9 @@ class BoardRow(msgspec.Struct, frozen=True):
 class Pool(msgspec.Struct, frozen=True):
     """The pool as cells of ``cell_pages`` pages each, in the order of their indices; the last one may have fewer.
 
-    runs: (how many cells, what they show, index of the outline's node that has them or -1).
-    num_evicted: pages taken from the prefix cache so far; evicted: (``num_evicted`` after it, cell), latest last."""
+    runs: (number of cells, the value that they show, index of the outline's node that has them or -1).
+    num_evicted: pages taken from the prefix cache so far.
+    evicted: (``num_evicted`` after it, cell) for the latest evictions, latest last."""
 
     num_pages: int = 0
     cell_pages: int = 1
@@ -61,7 +65,10 @@ class Pool(msgspec.Struct, frozen=True):
 
 
 class Board(msgspec.Struct, frozen=True):
-    """rows: the oldest requests; num_hidden: how many others there are.  outline: the hottest part of the cache."""
+    """A drawing of the engine at one moment.
+
+    rows: the oldest requests.  num_hidden: number of the other requests.
+    outline: the most used part of the prefix cache."""
 
     rows: tuple[BoardRow, ...] = ()
     num_hidden: int = 0
@@ -70,7 +77,7 @@ class Board(msgspec.Struct, frozen=True):
 
 
 def draw_board(requests: Requests, table: RowTable, pages: PageManager, now: float) -> Board:
-    """Returns the board.  now: seconds of the planner's clock."""
+    """Return the board.  now: seconds of the planner's clock."""
     shown = list(islice(requests.open.values(), MAX_ROWS))
     nodes = np.full(pages.allocator.num_pages, -1, dtype=np.int32)
     outline = pages.outline(MAX_NODES, nodes)
@@ -131,6 +138,6 @@ def _pool(shown: list[Sequence], table: RowTable, pages: PageAllocator, nodes: P
 
 
 def _evicted(pages: PageAllocator, cell_pages: int) -> Iterator[tuple[int, int]]:
-    """The latest first."""
+    """Yield (``num_evicted`` after the eviction, cell), the latest first."""
     for number, evicted in reversed(pages.evicted):
         yield from ((number, cell) for cell in np.unique(evicted // cell_pages).tolist())

@@ -1,4 +1,4 @@
-"""What a finished step means: tokens are noted, requests end, and rows and pages come back.
+"""The completion of a step: tokens are noted, requests end, and rows and pages come back.
 
 Owns: the steps in flight, and rows that have ended and that one of them still uses.
 Does not know: queues, text, what the next step is.  A row and its pages are reused only after the last step that used
@@ -24,9 +24,9 @@ from engine.types.errors import RequestError
 
 
 class Completions:
-    """The steps in flight, oldest first, and what is done as each of them completes.
+    """The steps in flight, oldest first, and the work that is done as each of them completes.
 
-    last_completed: id of the last step; num_completed: how many there were."""
+    last_completed: id of the last completed step.  num_completed: number of completed steps."""
 
     def __init__(
         self,
@@ -53,13 +53,13 @@ class Completions:
         self._ended: list[int] = []
 
     def forget(self, last_launched: int) -> None:
-        """Steps in flight never come back, nor does anything that they used."""
+        """Forget the steps in flight, which never complete, and the rows that wait for them."""
         self.in_flight.clear()
         self._ended.clear()
         self.last_completed = last_launched
 
     def complete(self, done: StepDone) -> None:
-        """Take in a step's tokens: note them, end what ends, and free what no step uses any more."""
+        """Take in the tokens of a step: note them, end requests that are done, free what no step uses any more."""
         record = self.in_flight.popleft()
         due = self.last_completed + 1
         assert done.step_id == due, f"step {done.step_id} completed, step {due} was due"
@@ -120,9 +120,9 @@ class Completions:
         return rows, tokens, {int(ids[row]): one for row, one in by_row.items() if running[row]}
 
     def _confirm_prefills(self, record: InFlight) -> dict[int, int]:
-        """Share what the step's prefills have computed.
+        """Share the pages that the step's prefills have computed.
 
-        Returns request id -> cached tokens of those whose first token this step has sampled."""
+        Return request id -> cached tokens, of requests whose first token this step has sampled."""
         table, first = self._table, {}
         now = self._clock()
         for row, end in zip(record.prefill_rows, record.prefill_ends, strict=True):
@@ -173,20 +173,20 @@ class Completions:
             self.end(row, Finish(finish))
 
     def _fail_rows(self, rows: Rows, tokens: TokenIds, extras: Mapping[int, StepExtras]) -> None:
-        """End rows that have no token.  tokens: what ``StepDone`` says instead of one."""
+        """End rows that have no token.  tokens: the values of ``StepDone`` in place of tokens."""
         for row, token in zip(rows.tolist(), tokens.tolist(), strict=True):
             status, code = 400, "grammar_failed"
             reason = extras[row].failure if row in extras else ""
             if not reason and token == RULED_OUT:
                 code = "no_token_left"
-                reason = "the logits_processors of this request leave no token that it may take, and so it was ended"
+                reason = "the logits_processors of this request allow no token, so it was ended"
             elif not reason:
                 status, code = 500, "nonfinite_logits"
                 reason = "the model's logits were not finite (NaN or infinity) for this request; it was ended"
             self.fail(row, RequestError(reason, status=status, code=code))
 
     def fail(self, row: int, error: RequestError) -> None:
-        """End a request with an error.  What it has computed may be wrong, and is not shared."""
+        """End a request with an error.  Its computed tokens may be wrong, so they are not shared."""
         request_id = int(self._table.request_ids[row])
         self.end(row, Finish.ERROR, share=False)
         self._requests.outbox.append(
@@ -194,19 +194,19 @@ class Completions:
         )
 
     def end(self, row: int, finish: Finish, *, share: bool = True) -> None:
-        """End the request that has this row.  share: see ``leave``."""
+        """End the request that has this row.  share: as in ``leave``."""
         sequence = self._table.sequences[row]
         assert sequence is not None, f"row {row} ends and is free"
         self.leave(row, share=share)
         self._requests.end(sequence, finish, int(self._table.num_known[row]))
 
     def leave(self, row: int, *, share: bool = True) -> None:
-        """Take a row out of the batch; its pages follow once no step in flight uses them.
+        """Take a row out of the batch; its pages follow when no step in flight uses them.
 
-        share: keep what completed steps have computed for others; not where it may be wrong."""
+        share: keep the results of completed steps for other requests; False if they may be wrong."""
         table, sequence = self._table, self._table.sequences[row]
         if share and sequence is not None:
-            # Once it has sampled, everything is computed but the last known token.
+            # A row that has sampled has K/V for all its tokens but the last known one.
             self._page_manager.publish(row, self.num_done(row))
         self._prefills.leave(row)
         self._decodes.leave(row)
@@ -230,7 +230,7 @@ class Completions:
         self._ended = still_used
 
     def num_done(self, row: int) -> int:
-        """Tokens of a row that completed steps have computed."""
+        """Return the number of a row's tokens that completed steps have computed."""
         table, sequence = self._table, self._table.sequences[row]
         assert sequence is not None, f"row {row} is free"
         has_sampled = table.num_known[row] > len(sequence.tokens)

@@ -1,6 +1,6 @@
 """The decode half of a step: every row that samples a token in each step, and the pages it grows into.
 
-Owns: who decodes.  Does not know: prompts, why a row ends, what is done when pages are short.
+Owns: the rows that decode.  Does not know: prompts, why a row ends, what is done when pages are short.
 """
 
 import numpy as np
@@ -9,32 +9,32 @@ from engine.scheduling.pages import PageManager
 from engine.scheduling.rows import Rows, RowTable
 from engine.scheduling.step_builder import NO_APPENDS, NO_ROWS, Appends
 
-AHEAD = 3  # Where pages are plenty, rows that need one within so many steps get it together: fewer plans that do more.
+AHEAD = 3  # If pages are plenty, rows that need one within so many steps get it together: fewer plans that do more.
 
 
 class Decodes:
-    """``rows`` is replaced when somebody joins or leaves, never changed: steps in flight refer to it."""
+    """The rows that decode.  ``rows`` is replaced, never changed in place: steps in flight refer to it."""
 
     def __init__(self, table: RowTable, page_manager: PageManager) -> None:
         self.rows: Rows = NO_ROWS
         self._table = table
         self._page_manager = page_manager
         self._num_quiet = 0
-        self._lacking: Rows | None = None  # what ``lack_pages`` has found, for ``plan``
+        self._lacking: Rows | None = None  # the result of ``lack_pages``, for ``plan``
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def join(self, row: int) -> None:
-        """The row's first token is being sampled."""
+        """Add a row, whose first token is being sampled."""
         self._set_rows(np.append(self.rows, np.int32(row)))
 
     def leave(self, row: int) -> None:
-        """The row decodes no more."""
+        """Remove a row.  It may be absent."""
         self._set_rows(self.rows[self.rows != row])
 
     def clear(self) -> None:
-        """Nobody decodes."""
+        """Remove all rows."""
         self._set_rows(NO_ROWS)
 
     def _set_rows(self, rows: Rows) -> None:
@@ -42,12 +42,12 @@ class Decodes:
         self.recount()
 
     def recount(self) -> None:
-        """Rows have come or gone, or moved by more than a token."""
+        """Forget what is known of the next steps: rows have come or gone, or moved by more than a token."""
         self._num_quiet = 0
         self._lacking = None
 
     def lack_pages(self) -> bool:
-        """Whether some row needs a page and there is none for it, nor on its way back from a row that has ended."""
+        """Return whether a row needs a page, none is available, and too few come back from rows that have ended."""
         if self._num_quiet > 0:
             return False
         self._lacking = self._needy()
@@ -55,17 +55,17 @@ class Decodes:
         return missing > 0 and missing > self._pages_coming_back()
 
     def plan(self) -> tuple[Rows, Appends]:
-        """One token for every row that has a place for it, and the pages appended for those that grow into a new one.
+        """Return the rows that compute one token each, and the pages appended for rows that grow into a new page.
 
-        Who has none sits the step out."""
+        A row that needs a page and gets none is left out of the step."""
         table, rows = self._table, self.rows
         if self._num_quiet > 0:
-            # Nobody joined, and nobody needs a page or reaches its length: two additions are the whole plan.
+            # No row has joined, needs a page or reaches its length: two additions are the whole plan.
             self._num_quiet -= 1
             table.num_computed[rows] += 1
             table.num_planned[rows] += 1
             return rows, NO_APPENDS
-        # Unless somebody was retracted since.
+        # The rows found by ``lack_pages`` are still right, unless a row was retracted since.
         needy = self._lacking if self._lacking is not None else self._needy()
         self._lacking = None
         appends = NO_APPENDS
@@ -86,24 +86,24 @@ class Decodes:
         return rows, appends
 
     def _needy(self) -> Rows:
-        """Rows whose next position lies in a page they do not have yet."""
+        """Return the rows whose next position lies in a page that they do not have yet."""
         table, rows = self._table, self.rows
         return rows[table.num_computed[rows] >= table.num_pages[rows] * table.page_size]
 
     def _needy_soon(self) -> Rows:
-        """Rows that will need a page within the next steps."""
+        """Return the rows that will need a page within the next ``AHEAD`` steps."""
         table, rows = self._table, self.rows
         room = table.num_pages.take(rows) * table.page_size
         soon = (table.num_computed.take(rows) >= room - AHEAD) & (table.max_total.take(rows) - 1 > room)
         return rows[soon]
 
     def _pages_coming_back(self) -> int:
-        """Pages of rows that only wait for a step in flight: ended, or with their last token being sampled."""
+        """Return the number of pages of rows that only wait for a step in flight: they end, or have ended."""
         table = self._table
         return int(table.num_pages[~table.running | (table.num_planned == table.max_total)].sum())
 
     def _count_quiet_steps(self) -> int:
-        """How many steps until a row needs a page or samples its last token."""
+        """Return the number of steps until a row needs a page or samples its last token."""
         table, rows = self._table, self.rows
         if not len(rows):
             return 0

@@ -1,9 +1,9 @@
 """The planner's events: what happens to requests and steps, for the objects that watch.
 
-Owns: the list of events, and who gets which.  Does not know: what a watcher does with them.
+Owns: the list of events, and which watcher gets which.  Does not know: what a watcher does with them.
 The meter, explanations, traces and recordings are watchers.  An event costs one call for each watcher that has a method
-for it, and nothing where none has one.  A watcher changes nothing that the planner reads and never reads the planner's
-clock, so a planner plans alike with and without it.
+for it, and nothing if none has one.  A watcher changes nothing that the planner reads and never reads the planner's
+clock, so a planner makes the same plans with and without it.
 """
 
 from collections.abc import Callable, Iterable
@@ -17,7 +17,7 @@ from engine.scheduling.meter import RequestMetrics, StepRecord
 from engine.scheduling.rows import Sequence
 
 Why = Literal["queue", "no_room", "aside", "fetch"]
-"""The reason why a sequence has no row: others come first; too few pages; a running prefill computes its prefix; a
+"""The reason why a sequence has no row: others are ahead of it; too few pages; a running prefill computes its prefix; a
 feature holds it."""
 
 
@@ -25,7 +25,7 @@ class PlannerWatcher:
     """An object that is called when something happens in a planner.  A subclass overrides what it needs."""
 
     def arrived(self, sequence: Sequence, message: Admit) -> None:
-        """A request is open from now on.  It waits already."""
+        """A request is open from now on, and it is already queued."""
 
     def waits(self, sequence: Sequence, why: Why) -> None:
         """A sequence has no row.  The event may come again with the same reason."""
@@ -36,7 +36,7 @@ class PlannerWatcher:
         key: of its whole prefix.  page_bytes: length of a page's part of the key."""
 
     def started(self, sequence: Sequence, *, is_first: bool) -> None:
-        """A sequence has a row.  is_first: it had none before."""
+        """A sequence has got a row.  is_first: it had none before."""
 
     def computed(self, sequence: Sequence, step_id: int, num_tokens: int) -> None:
         """A completed step has computed tokens of a sequence's prompt."""
@@ -48,10 +48,10 @@ class PlannerWatcher:
         """A request has its first token."""
 
     def retracted(self, sequence: Sequence) -> None:
-        """A sequence has lost its row to others."""
+        """A sequence has lost its row, because other sequences need its pages."""
 
     def evicted(self, request_id: int, candidate: Candidate) -> None:
-        """Cached pages have left the pool to make room for a request."""
+        """Cached pages are leaving the pool to make room for a request."""
 
     def planned(self, step: Step) -> None:
         """A step is about to be sent."""
@@ -94,6 +94,6 @@ Callbacks = tuple[Callable[..., Any], ...]
 
 
 def callbacks(objects: Iterable[object], base: type, name: str) -> Callbacks:
-    """Return the bound methods of that name, of the objects that do more than ``base`` does."""
+    """Return the objects' methods of that name, without those inherited from ``base``."""
     default = getattr(base, name)
     return tuple(getattr(one, name) for one in objects if getattr(type(one), name, default) is not default)

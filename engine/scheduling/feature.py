@@ -1,8 +1,8 @@
-"""What an optional part of the planner may do, and how the planner reaches it.
+"""Features of the planner: the hooks that an optional part may have, and how the planner calls them.
 
 Owns: the hooks of a feature, and the parts of the planner that it gets.  Does not know: which features there are.
 A feature lies in a folder of ``engine/features`` and is built with each planner.  The hooks are looked up once, when
-the planner is built: a hook that no feature has costs nothing.
+the planner is built: a hook that no feature overrides costs nothing.
 """
 
 from collections.abc import Callable, Iterable
@@ -45,7 +45,7 @@ class PlannerFeature:
         """A request arrives.  Raises RequestError to refuse it."""
 
     def hold(self, sequence: Sequence) -> bool:
-        """Return True to keep a sequence whose turn has come; ``Prefills.wait`` gives it back."""
+        """Return True to keep a sequence whose turn has come; the feature later passes it to ``Prefills.wait``."""
         return False
 
     def blocks(self) -> bool:
@@ -57,10 +57,10 @@ class PlannerFeature:
         return True
 
     def adopt(self, sequence: Sequence, handle: Handle, key: bytes, pages: Pages) -> None:
-        """A sequence is about to start.  pages: free ones behind those of the handle, which the tree may adopt."""
+        """A sequence is about to start.  pages: free pages that follow those of the handle; the tree may adopt them."""
 
     def started(self, sequence: Sequence) -> None:
-        """A sequence has a row."""
+        """A sequence has got a row."""
 
     def awaits_tokens(self) -> bool:
         """Return True to plan nothing before every step in flight has completed."""
@@ -73,7 +73,7 @@ class PlannerFeature:
         """Add to a step whose batch is complete."""
 
     def examine(self, done: StepDone) -> bool:
-        """Look at a step's result first of all.  Return whether a row has ended by it."""
+        """Read a step's result before anything else does.  Return whether a row has ended because of it."""
         return False
 
     def waves(self, record: InFlight, wave: Wave) -> list[Wave]:
@@ -81,7 +81,7 @@ class PlannerFeature:
         return [wave]
 
     def completed(self, record: InFlight, seconds: float) -> None:
-        """The tokens of a step are noted.  seconds: since the completion of the step before it."""
+        """The tokens of a step are noted.  seconds: time since the completion of the step before it."""
 
     def left(self, row: int) -> None:
         """A row is no longer in the batch."""
@@ -98,10 +98,10 @@ class PlannerFeature:
         return []
 
     def received(self, message: PagesFetched) -> None:
-        """An executor answers."""
+        """An executor has answered a message of ``outgoing``."""
 
     def reset(self) -> list[Sequence]:
-        """The executors are new ones, and nothing is in flight.  Return the sequences that the feature held."""
+        """The executors are new, and nothing is in flight.  Return the sequences that the feature held."""
         return []
 
     def gauges(self) -> dict[str, int]:
@@ -118,8 +118,9 @@ NewFeature = Callable[[PlannerParts], PlannerFeature]
 
 
 class PlannerFeatures:
-    """The hooks of a planner's features.  It is empty until ``install``, since features are built from the parts that
-    have it."""
+    """The hooks of a planner's features.
+
+    It is empty until ``install``: features are built from the planner's parts, and some of these have it already."""
 
     def __init__(self) -> None:
         self.install(())

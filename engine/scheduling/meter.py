@@ -1,7 +1,7 @@
-"""What the planner has done so far, as numbers: counters, distributions, the last steps, and what one request cost.
+"""The planner's numbers: counters, distributions, the last steps, and what one request cost.
 
 Owns: those numbers, which only grow, and the record that observers get.
-Does not know: who reads them, under which names, when.
+Does not know: where, when and under which names they are shown.
 Noting costs per event (a request started or ended, a step completed), never per running request: all rows of a decode
 step waited equally long for their token, so a whole step is one entry with a weight.
 """
@@ -19,14 +19,14 @@ NUM_RECENT_STEPS = 256
 SPAN_S = 5.0
 NUM_SPANS = 120  # ten minutes
 
-# Edges as other engines have them where they fit, so that dashboards look familiar; beyond the last one: infinity.
+# The same edges as other engines where they fit, so that dashboards look familiar; the last bucket has no upper edge.
 SHORT_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5, 5.0)
 LONG_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0)
 TOKENS = tuple(float(1 << power) for power in range(18))  # 1 to 131,072
 
 
 class Distribution(msgspec.Struct):
-    """How often which size was seen.  edges: ascending; entry i of ``counts`` has what is at most edges[i]."""
+    """A histogram.  edges: ascending.  counts: entry i counts values above edges[i - 1] and at most edges[i]."""
 
     edges: tuple[float, ...]
     counts: list[int] = []
@@ -36,13 +36,13 @@ class Distribution(msgspec.Struct):
         self.counts = self.counts or [0] * (len(self.edges) + 1)
 
     def note(self, value: float, weight: int = 1) -> None:
-        """Seen, ``weight`` times."""
+        """Count a value, ``weight`` times."""
         self.counts[bisect_left(self.edges, value)] += weight
         self.total += value * weight
 
     @property
     def num_seen(self) -> int:
-        """How many in all."""
+        """Number of values counted."""
         return sum(self.counts)
 
 
@@ -50,13 +50,18 @@ class Distribution(msgspec.Struct):
 class RequestMetrics:
     """A request that has ended.  Times are seconds of the scheduler's clock.
 
-    arrived_at: when the scheduler got it.  queue_s: until the first step that computed some of it was planned.
-    ttft_s: from arrival to its first token; tpot_s: mean time between its tokens after the first; None where there
-    was no such token.  cached_tokens: prompt tokens that needed no computing when it first ran.
-    num_retractions: how often it lost its row and had to come back.
-    priority: as it came.  client: the name of its key, or its address; '' for a program's own.  client_request_id: its
-    X-Request-Id, or what was drawn for it and sent back; one may have several choices, each with a request_id.
-    model: the name under which it is served.  ended_at_unix_s: by the wall clock."""
+    arrived_at: arrival at the scheduler.
+    queue_s: time until the first step that computes some of it was planned.
+    ttft_s: time from arrival to its first token; None if it got none.
+    tpot_s: mean time between its tokens after the first; None if there were none.
+    cached_tokens: prompt tokens that needed no computing when it first ran.
+    num_retractions: number of times that it lost its row and was queued again.
+    priority: as it was sent.
+    client: the name of its key, or its address; '' for a request of the program itself.
+    client_request_id: its X-Request-Id, or the one drawn for it and sent back.  A request with several choices has
+    one client_request_id, and one request_id for each choice.
+    model: the name under which the model is served.
+    ended_at_unix_s: end by the wall clock."""
 
     request_id: int
     finish: Finish
@@ -79,10 +84,10 @@ class RequestMetrics:
 class StepRecord(NamedTuple):
     """A step that has completed.  Times are seconds of the planner's clock.
 
-    began_at: when the device was free for it.
-    num_decodes: tokens of rows that decode, proposed ones included.
-    num_prefills: prompts in it.  num_prefill_tokens: their tokens.
-    num_next: sampled tokens of requests that had one before.  num_first: those of requests that had none.
+    began_at: time when the device was free for it.
+    num_decodes: tokens of rows that decode, including proposed ones.
+    num_prefills: number of prompts in it.  num_prefill_tokens: number of their tokens.
+    num_next: sampled tokens of requests that had one before.  num_first: sampled tokens of requests that had none.
     note: the executor's explanation of a step that took longer; '' for none."""
 
     step_id: int
@@ -99,7 +104,7 @@ class StepRecord(NamedTuple):
 class Span(msgspec.Struct):
     """The steps that completed within ``SPAN_S`` seconds, from ``number`` * ``SPAN_S`` on.
 
-    busy_s: of the device.  most_rows: in one of them."""
+    busy_s: seconds that the device was busy.  most_rows: rows of the largest of these steps."""
 
     number: int
     num_steps: int = 0
@@ -110,17 +115,20 @@ class Span(msgspec.Struct):
 
 
 def _over(edges: tuple[float, ...]) -> Distribution:
-    """The default of a field."""
+    """Return a field whose default is an empty distribution with these edges."""
     return msgspec.field(default_factory=lambda: Distribution(edges))
 
 
 class Meter(msgspec.Struct):
-    """Everything there is to count, and encodable as it is.
+    """All counters of a planner, encodable as they are.
 
-    num_prompt_tokens, num_cached_tokens: of requests that have started; num_output_tokens: sampled and kept.
-    last_completed_at: of the last step, seconds of the planner's clock; before the first one, when counting began.
-    proposed_at, accepted_at: tokens proposed as the first, second ... of their step, and those of them that were right.
-    recent_steps: the last ``NUM_RECENT_STEPS``, oldest first.  history: the last ``NUM_SPANS`` spans that had steps.
+    num_prompt_tokens, num_cached_tokens: tokens of requests that have started.
+    num_output_tokens: tokens sampled and kept.
+    last_completed_at: completion of the last step, by the planner's clock; before the first one, the start of counting.
+    proposed_at: number of tokens proposed as the first, second ... of their step.
+    accepted_at: the number of those that were right.
+    recent_steps: the last ``NUM_RECENT_STEPS`` steps, oldest first.
+    history: the last ``NUM_SPANS`` spans that had steps.
     """
 
     last_completed_at: float
@@ -147,10 +155,10 @@ class Meter(msgspec.Struct):
     recent_steps: list[StepRecord] = []
     history: list[Span] = []
 
-    # ---- events, see ``PlannerWatcher`` -----------------------------------------------------
+    # ---- events, as in ``PlannerWatcher`` ---------------------------------------------------
 
     def started(self, sequence: Sequence, *, is_first: bool) -> None:
-        """Count a request that computes for the first time."""
+        """Count a request that starts for the first time."""
         if is_first and sequence.started_at is not None:
             self.num_prompt_tokens += sequence.num_prompt
             self.num_cached_tokens += sequence.num_cached_at_start
@@ -193,14 +201,14 @@ class Meter(msgspec.Struct):
         span.busy_s += step.completed_at - step.began_at
 
     def verified(self, num_proposed: int, num_accepted: int) -> None:
-        """A step has verified proposals for one request."""
+        """Count the proposals for one request that a step has verified."""
         for counts, num in ((self.proposed_at, num_proposed), (self.accepted_at, num_accepted)):
             counts.extend([0] * (num_proposed - len(counts)))
             for place in range(num):
                 counts[place] += 1
 
     def came_along(self, num_tokens: int) -> None:
-        """Count tokens of a step after its first one for the same requests."""
+        """Count the tokens of a step that follow its first one for the same requests."""
         self.num_output_tokens += num_tokens
         self.itl_s.note(0.0, num_tokens)
 

@@ -1,12 +1,12 @@
-"""Who holds which page: free ones, the radix tree's, and what each row holds for itself.
+"""The owner of each page: the free list, the radix tree, or one row.
 
 Owns: the allocator, the radix tree, each row's handle in it, and pages that wait for a step in flight.
 Does not know: queues, budgets, steps other than by number.
 Invariant (``check``): free + cached + private + deferred = all pages, and every page has one owner.
 
 A row's page table begins with pages of the tree, which its handle keeps, and goes on with private ones.  Computed
-pages are published to the tree chunk by chunk.  Where the tree has them already, the row moves over to the tree's,
-and its own duplicates go back once the last step that may read them has completed.
+pages are published to the tree chunk by chunk.  If the tree has them already, the row switches to the tree's pages,
+and its own duplicates are freed when the last step that may read them has completed.
 """
 
 from collections import deque
@@ -28,9 +28,9 @@ from engine.scheduling.step_builder import NO_ROWS, Appends
 
 
 class WatchedEvictions:
-    """The eviction strategy, and an event for what it evicts.
+    """An eviction strategy that also sends an event for each eviction.
 
-    request_id: of the request that gets the pages that are evicted next."""
+    request_id: the request that will get the pages that are evicted next."""
 
     def __init__(self, strategy: EvictionStrategy, events: PlannerEvents) -> None:
         self.request_id = -1
@@ -46,7 +46,7 @@ class WatchedEvictions:
 
 
 class PageManager:
-    """Pages by owner, for the rows of one table.  allocator, tree: to be read by others."""
+    """Pages by owner, for the rows of one table.  allocator, tree: other parts only read them."""
 
     def __init__(
         self,
@@ -69,29 +69,29 @@ class PageManager:
         self._features = features
         self._events = events
         self._page_size = limits.page_size
-        self._num_behind = int(limits.bigram)  # tokens behind a page that its key has
+        self._num_behind = int(limits.bigram)  # tokens after a page that belong to its key
         self._handles: dict[int, Handle] = {}
         self._deferred: deque[tuple[int, Pages]] = deque()
         self._rewrites: list[Appends] = []
 
     @property
     def num_available(self) -> int:
-        """Pages that ``allocate`` can hand out, evicting what nobody uses."""
+        """Number of pages that ``allocate`` can return, by evicting unused ones."""
         return self.allocator.num_free + self.tree.num_evictable
 
     @property
     def num_free(self) -> int:
-        """Pages without any content."""
+        """Number of pages without any content."""
         return self.allocator.num_free
 
     @property
     def num_cached(self) -> int:
-        """Pages whose content is kept although nobody uses it."""
+        """Number of pages whose content is kept although no request uses it."""
         return self.tree.num_evictable
 
     @property
     def num_used(self) -> int:
-        """Pages that requests need, or that wait for a step in flight."""
+        """Number of pages that requests need, or that wait for a step in flight."""
         return self.allocator.num_held - self.tree.num_evictable
 
     @property
@@ -101,15 +101,15 @@ class PageManager:
 
     @property
     def num_on_host(self) -> int:
-        """Pages of the host tier that hold something."""
+        """Number of pages of the host tier that hold something."""
         return self.tree.num_on_host
 
     def outline(self, max_nodes: int, holders: Pages) -> Outline:
-        """The hottest part of the prefix cache.  holders: per page, gets the index of the node that has it."""
+        """Return the most used part of the prefix cache.  holders: per page, set to the index of its node."""
         return self.tree.outline(max_nodes, holders)
 
     def tick(self, step_id: int) -> None:
-        """The clock of least-recent use: the step being planned."""
+        """Set the clock of least-recent use to the step being planned."""
         self.tree.now = step_id
 
     def match(self, sequence: Sequence) -> Match:
@@ -117,14 +117,14 @@ class PageManager:
         return self.tree.match(self._prefix_key(sequence), Namespace(sequence.cache_salt, sequence.weights))
 
     def num_cached_tokens(self, sequence: Sequence) -> int:
-        """Tokens of the sequence that would need no computing.  Changes nothing."""
+        """Return the number of the sequence's tokens that would need no computing.  Changes nothing."""
         match = self.match(sequence)
         return (match.num_pages + match.num_host_pages) * self._page_size
 
     def start(self, sequence: Sequence, reserve: int) -> int | None:
         """Give a sequence a row, with the cached pages of its prefix and new pages for the rest of its tokens.
 
-        reserve: number of pages that must stay available then.
+        reserve: number of pages that must stay available after that.
         Returns the row, or None if there is no room now.
         """
         match = self.match(sequence)
@@ -132,14 +132,14 @@ class PageManager:
         num_new = -(-len(sequence.tokens) // self._page_size) - match.num_pages
         if num_new + reserve > self.num_available or not self._has_room(sequence):
             return None
-        handle = self.tree.lock(match, sequence.priority)  # before counting again: what it keeps cannot be evicted
+        handle = self.tree.lock(match, sequence.priority)  # before the second count: locked pages cannot be evicted
         if num_new + reserve > self.num_available:
             self.tree.unlock(handle)
             return None
         shared = self.tree.pages(handle)
         new = self.allocate(num_new, sequence.request_id)
         if match.num_host_pages:
-            # What is on the host comes back into the first of the new pages, which are the tree's from then on.
+            # Pages on the host are copied into the first of the new pages, which belong to the tree from then on.
             self.tree.restore(handle, key, new)
         for adopt in self._features.adopt:
             adopt(sequence, handle, key, new[handle.num_pages - len(shared) :])
@@ -155,7 +155,7 @@ class PageManager:
         return all(has_room(sequence) for has_room in self._features.has_room)
 
     def allocate(self, count: int, request_id: int) -> Pages:
-        """Take pages for a request, evicting cached ones if too few are free; the caller looks at ``num_available``."""
+        """Take pages for a request, evicting cached ones if too few are free.  The caller checks ``num_available``."""
         short = count - self.allocator.num_free
         if short > 0:
             self._evictions.request_id = request_id
@@ -163,7 +163,7 @@ class PageManager:
         return self.allocator.allocate(count)
 
     def publish(self, row: int, num_tokens: int) -> None:
-        """The row's first ``num_tokens`` are computed by steps that have completed: share their whole pages."""
+        """Share the whole pages of a row's first ``num_tokens`` tokens, which completed steps have computed."""
         handle = self._handles[row]
         table = self._table
         num_pages = min(num_tokens, int(table.num_known[row]) - self._num_behind) // self._page_size
@@ -179,7 +179,7 @@ class PageManager:
             self._deferred.append((int(table.last_step[row]), published.duplicates))
 
     def release(self, row: int) -> None:
-        """The row is done and no step in flight uses it: its private pages are free, the tree's are for others."""
+        """Free a row that no step in flight uses any more, and its private pages; the tree keeps the other pages."""
         for released in self._features.released:
             released(row)
         pages = self._table.release(row)
@@ -189,7 +189,7 @@ class PageManager:
         self._rewrites = [rewrite for rewrite in self._rewrites if rewrite.rows[0] != row]
 
     def forget(self) -> None:
-        """What the pages held is lost: every row and every page is free, and nothing is cached."""
+        """Make every row and every page free and empty the tree: the content of the pages is lost."""
         self.tree.forget()
         self._table.clear()
         self.allocator.clear()
@@ -198,23 +198,23 @@ class PageManager:
         self._rewrites.clear()
 
     def collect(self, last_completed: int) -> None:
-        """Free duplicates that no step in flight may read any more."""
+        """Free duplicates that no step in flight can read any more."""
         while self._deferred and self._deferred[0][0] <= last_completed:
             self.allocator.free(self._deferred.popleft()[1])
 
     def drain_events(self) -> list[KVEvent]:
-        """What happened to cached pages since the last call."""
+        """Return the events of cached pages since the last call."""
         return self.tree.drain_events()
 
     def take_rewrites(self) -> list[Appends]:
-        """Page-table entries that changed since the last call."""
+        """Return the page-table entries that changed since the last call."""
         rewrites, self._rewrites = self._rewrites, []
         return rewrites
 
     def _prefix_key(self, sequence: Sequence) -> bytes:
         if sequence.params.needs_whole_prompt:
             return self.tree.key(sequence.tokens[:0])
-        # Without the last token: one must be computed, since its logits are wanted.
+        # Without the last token: at least one token must be computed, since its logits are needed.
         return self.tree.key(sequence.tokens[: len(sequence.tokens) - 1 + self._num_behind])
 
     def check(self) -> None:

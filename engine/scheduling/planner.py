@@ -1,6 +1,6 @@
 """The planner: which rows compute which tokens in the next step.
 
-Owns: the order of planning, retractions, what is done after executors were lost.
+Owns: the order of planning, retractions, the restart after executors were lost.
 Does not know: tensors, text, actors, which features there are.
 It plans without token values: a step may be planned while the one before it still runs, so an EOS is noticed one
 step late and the token sampled after it is dropped.
@@ -36,8 +36,8 @@ class Planner:
     """Continuous batching over rows and pages.
 
     clock: seconds, for metrics, the adaptive budget and whether speculation pays; no other decision depends on it.
-    features: build the optional parts of this planner.  watchers: objects that outlive it, see ``PlannerWatcher``.
-    outbox, finished, meter: see ``Requests``.  table, pages: to be read by others."""
+    features: build the optional parts of this planner.  watchers: objects that outlive it, as in ``PlannerWatcher``.
+    outbox, finished, meter: those of ``Requests``.  table, pages: others only read them."""
 
     def __init__(
         self,
@@ -91,7 +91,7 @@ class Planner:
             arrived(sequence, message)
 
     def abort(self, request_id: int, finish: Finish = Finish.ABORT) -> None:
-        """End a request wherever it is; an unknown id (it ended already) is no error.  finish: what to call it."""
+        """End a request wherever it is; an unknown id (it ended already) is no error.  finish: the reason to report."""
         sequence = self.requests.open.get(request_id)
         if sequence is None:
             return
@@ -105,7 +105,7 @@ class Planner:
     # ---- planning ---------------------------------------------------------------------------
 
     def next_step(self) -> Step | None:
-        """Plan one step: every decode row first, then prefill chunks within the token budget.  None: nothing to do."""
+        """Plan a step: every decode row, then prefill chunks within the token budget.  None if nothing is to do."""
         features, in_flight = self._features, self._completions.in_flight
         if in_flight and (self._quarantine.is_on or any(awaits() for awaits in features.awaits_tokens)):
             return None
@@ -123,7 +123,7 @@ class Planner:
         return step
 
     def _begin_step(self) -> StepBuilder | None:
-        """Return a step with its decode rows and prompts; None for nothing to do."""
+        """Return a step with its decode rows and prompts; None if there is nothing to do."""
         self.pages.tick(self._num_steps)
         while self._decodes.lack_pages() and self._retract_one():
             pass
@@ -142,7 +142,7 @@ class Planner:
         return builder
 
     def _add_prompts(self, builder: StepBuilder, segments: Segments) -> None:
-        """Add prompts, whose rows decode from the next step on if this chunk is their last."""
+        """Add prompts.  If a chunk is the last one of its prompt, the row decodes from the next step on."""
         self.requests.started(segments.started, builder.launched_at)
         table, rows, samples = self.table, column(segments.rows), column(segments.samples)
         for row in rows[samples == 1].tolist():
@@ -157,33 +157,33 @@ class Planner:
         return [message for outgoing in self._features.outgoing for message in outgoing()]
 
     def received(self, message: PagesFetched) -> None:
-        """Give a feature's answer from an executor to it."""
+        """Pass an executor's answer to the features."""
         for received in self._features.received:
             received(message)
 
     @property
     def num_in_flight(self) -> int:
-        """Steps planned and not yet completed."""
+        """Number of steps planned and not yet completed."""
         return len(self._completions.in_flight)
 
     def complete(self, done: StepDone) -> None:
-        """Take in a step's tokens: note them, end what ends, and free what no step uses any more."""
+        """Take in the tokens of a step: note them, end requests that are done, free what no step uses any more."""
         self._completions.complete(done)
         if self._quarantine.is_on:
             self._release_suspect()
 
-    # ---- what goes wrong --------------------------------------------------------------------
+    # ---- losses -----------------------------------------------------------------------------
 
     def _retract_one(self) -> bool:
-        """Send the least urgent, youngest running sequence back to the queue, keeping its tokens.
+        """Send the least urgent, youngest running sequence back to the queue with its tokens.
 
-        False if only one is left: it fits alone, by the check at admission."""
+        Return False if only one is left: it fits alone, by the check at admission."""
         table = self.table
         stays = np.flatnonzero(table.running & (table.num_planned < table.max_total)).tolist()
         running = [sequence for row in stays if (sequence := table.sequences[row]) is not None]
         if len(running) < 2:
             return False
-        # With tenants, no request is kept because it names itself urgent: that orders those of its tenant alone.
+        # With tenants, a low priority value protects no request: it orders the requests of its own tenant alone.
         least = 0 if isinstance(self._policy, TenantPolicy) else -(1 << 31)
         self._retract(max(running, key=lambda one: (max(one.priority, least), one.arrival)))
         self._forecast.note_retraction()
@@ -198,17 +198,17 @@ class Planner:
         self._prefills.wait(victim)
 
     def _release_suspect(self) -> None:
-        """Once the sequence that runs alone is past the place where executors were lost, it makes room for the next."""
+        """Retract the sequence that runs alone if it is past the place where executors were lost; the next follows."""
         quarantine, alone = self._quarantine, self._quarantine.alone
         if alone is not None and quarantine.passes(self._completions.num_done(alone.row)) and quarantine.is_on:
             self._retract(alone)
         self._prefills.unblock()
 
     def restart(self, *, is_fault: bool = True) -> LossExplained | None:
-        """Begin with new executors: steps in flight never come back, no page holds anything, what ran waits again.
+        """Start again with new executors: steps in flight never complete, all pages are empty, running sequences wait.
 
-        Requests keep the tokens that they have, so that every stream goes on where it is.  is_fault: as in
-        ``ExecutorsLost``.  Returns what explains the losses, if one request was found to bring them and has ended."""
+        Requests keep the tokens that they have, so that every stream goes on from its place.  is_fault: as in
+        ``ExecutorsLost``.  Returns the explanation of the losses if one request, now ended, was found to cause them."""
         culprit = self._note_loss() if is_fault else None
         self._quarantine.begin()
         if not is_fault:
@@ -229,7 +229,7 @@ class Planner:
         return self._end_culprit(culprit) if culprit is not None else None
 
     def _note_loss(self) -> Sequence | None:
-        """Note a loss for every sequence in flight.  Return the one that brings the losses, if that is known now."""
+        """Note a loss for every sequence in flight.  Return the one that causes the losses, if it is known now."""
         culprit = None
         in_flight = self._completions.in_flight
         under_way = {row for record in in_flight for row in (*record.sampled_rows.tolist(), *record.prefill_rows)}
@@ -249,18 +249,18 @@ class Planner:
         return LossExplained(num_losses=num_losses, executors_work=self._completed_at_blame > before)
 
     def with_requests_of(self, other: "Planner") -> "Planner":
-        """Go on with the requests of a planner that was restarted, and with what it has counted.  Returns itself."""
+        """Continue with the requests and the counters of a planner that was restarted.  Return this planner."""
         self._num_steps = other._num_steps
         self._completions.forget(last_launched=self._num_steps - 1)
         for sequence in self.requests.take_over(other.requests):
             self._prefills.wait(sequence)
-        other._quarantine.rerank(lambda sequence: 0)  # a policy that stays learns what has been served
+        other._quarantine.rerank(lambda sequence: 0)  # a policy that stays counts what has been served
         self.meter = self.requests.meter
         self._events.install((self.meter, *self._watchers))
         return self
 
     def retune(self, limits: PlannerLimits, policy: SchedulingPolicy) -> None:
-        """Plan by another policy, prefill chunk and target of latency from now on; all else of ``limits`` stays."""
+        """Plan by another policy, prefill chunk and latency target from now on; all else of ``limits`` stays."""
         self.requests.limits = limits
         self._prefills.retune(limits)
         if policy is not self._policy:
@@ -271,7 +271,7 @@ class Planner:
 
     @property
     def num_open(self) -> int:
-        """Requests that have not ended."""
+        """Number of requests that have not ended."""
         return len(self.requests.open)
 
     @property
@@ -307,7 +307,7 @@ class Planner:
         return self.pages.drain_events()
 
     def stats(self) -> Stats:
-        """Gauges of this moment."""
+        """Return the gauges of this moment."""
         waiting = self._prefills.num_waiting
         return Stats(
             step_id=self._completions.last_completed,

@@ -1,4 +1,4 @@
-"""Scheduling policies: who of those that wait runs first.
+"""Scheduling policies: which of the waiting requests runs first.
 
 Owns: what a policy is and what it may look at.  Does not know: rows, pages, how many may start.
 """
@@ -9,14 +9,15 @@ SortKey = tuple[int, ...]
 
 
 class Waiting(Protocol):
-    """What a policy may look at: a request that has no row, new or retracted.
+    """A request that has no row, new or retracted, as a policy sees it.
 
-    arrival: its place in the order of arrival.  priority: lower is more urgent.  num_tokens: of its prompt, and of its
-    output so far if it was retracted.  max_tokens: the most its output may get, by its own limit or what there is room
-    for.  num_cached_now: how many of them are in the prefix cache now; kept up to
-    date only for policies that set ``looks_at_cache``.  num_overtaken: later arrivals that have started before it,
-    counted for those policies too.  tenant: the name of its key; where there are no keys the ``user`` that it names,
-    or its address; '' for a program's own."""
+    arrival: its place in the order of arrival.  priority: lower is more urgent.
+    num_tokens: tokens of its prompt, and of its output so far if it was retracted.
+    max_tokens: the most tokens that its output may get, by its own limit or by the room there is.
+    num_cached_now: how many of ``num_tokens`` are in the prefix cache now.
+    num_overtaken: number of later arrivals that have started before it.
+    Both are kept up to date only for policies that set ``looks_at_cache``.
+    tenant: the name of its key; without keys the ``user`` that it names, or its address; '' for the program itself."""
 
     @property
     def arrival(self) -> int: ...
@@ -36,7 +37,7 @@ class Waiting(Protocol):
 
 @runtime_checkable
 class SchedulingPolicy(Protocol):
-    """Decides the order of the waiting queue; who stands first and does not fit is waited for, never passed over."""
+    """The order of the waiting queue.  A first request that does not fit is waited for, never passed over."""
 
     @property
     def looks_at_cache(self) -> bool:
@@ -46,32 +47,33 @@ class SchedulingPolicy(Protocol):
         ...
 
     def rank(self, waiting: Waiting) -> SortKey:
-        """Smaller runs first; among equals, who arrived first.  Always the same number of ints.
+        """Return the rank of a request: the smallest runs first, and the oldest among equals.  Its length never varies.
 
-        Among equally urgent requests nobody may wait for ever, however many better placed ones follow.
-        If it raises or returns anything else, that is logged with the plugin's name, and it is asked no more."""
+        Among equally urgent requests none may wait forever, however many better placed ones follow.
+        If it raises or returns anything else, that is logged with the plugin's name, and it is not called again."""
         ...
 
 
 @runtime_checkable
 class TenantPolicy(SchedulingPolicy, Protocol):
-    """What a policy may be besides: one that decides whose turn it is, by what each tenant has got.
+    """A policy that also decides which tenant goes next, by the tokens that each tenant has got.
 
-    Its ``rank`` orders the requests of one tenant, and is asked when they join.  Where a method raises or returns
+    Its ``rank`` orders the requests of one tenant, and is called when they join.  If a method raises or returns
     nonsense, that is logged with the plugin's name, and tenants take turns by age from then on."""
 
     def turn(self, tenant: str) -> float:
-        """Lowest goes first; among equals, who has waited longest for a turn.  It never falls while the tenant waits.
+        """Return the turn of a tenant: the lowest goes first, and among equals the one that has waited longest.
 
-        Nobody may wait for ever: the turn of who is served must rise."""
+        It never falls while the tenant waits.  It must rise for a tenant that is served, or others wait forever."""
         ...
 
     def returned(self, tenant: str, lowest: float) -> None:
-        """A tenant waits again of whom nothing did.  lowest: the turn of who goes first now, or went last."""
+        """A tenant without waiting requests has one again.  lowest: the smallest turn among waiting tenants, or the
+        turn of the last one served."""
         ...
 
     def served(self, tenant: str, num_prompt_tokens: int, num_output_tokens: int) -> None:
-        """A request of the tenant has started, with so many tokens to compute, or has got so many.
+        """A request of the tenant has started, with so many tokens to compute, or has got so many output tokens.
 
-        Told before ``turn`` is asked, and only as often as there is room for somebody."""
+        Called before ``turn``, and only when there is room to start a request."""
         ...

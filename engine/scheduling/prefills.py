@@ -1,8 +1,8 @@
-"""The prefill half of a step: who starts, and which prompt gets how many tokens.
+"""The prefill half of a step: which sequences start, and how many tokens of which prompt are computed.
 
-Owns: prompts under way and whose turn it is, what is known of how long steps take.
+Owns: prompts under way and their turns, the estimate of how long steps take.
 Does not know: decodes' pages, what a finished step means.
-Prompts take turns, a chunk each, and the waiting queue is one of those who take turns: so a long prompt cannot keep
+Prompts take turns, a chunk each, and the waiting queue takes a turn like a prompt: so a long prompt cannot keep
 short ones waiting, and a stream of short ones cannot keep a long one from going on.
 """
 
@@ -20,10 +20,10 @@ from engine.scheduling.queue import Quarantine
 from engine.scheduling.requests import OutputForecast, peak_growth
 from engine.scheduling.rows import WORTH_WAITING_TOKENS, PlannerLimits, RowTable, Sequence, TokenIds
 
-MIN_PREFILL_TOKENS = 16  # a prompt never stands still, however many decode
+MIN_PREFILL_TOKENS = 16  # a prompt never stands still, however many rows decode
 FORGETTING = 0.97
 ANCHOR = 0.01  # weight of the last solution, in steps
-QUEUE = -1  # the waiting queue's place among the rows that take turns
+QUEUE = -1  # stands for the waiting queue among the rows that take turns
 Stem = tuple[str, str, bytes]
 
 
@@ -40,7 +40,7 @@ class Segments:
 
 
 class Prefills:
-    """Rows between their first step and their first token.  budget: learns from completed steps."""
+    """Rows between their first step and their first token.  budget: is fitted to completed steps."""
 
     def __init__(
         self,
@@ -61,19 +61,19 @@ class Prefills:
         self._features = features
         self._events = events
         self._turns: deque[int] = deque([QUEUE])
-        # Rows whose prompt is not in the tree yet, by what it begins with: others may want to share it.
+        # Rows whose prompt is not in the tree yet, by the beginning of the prompt: other sequences may share it.
         self._unshared: dict[Stem, set[int]] = {}
-        # Sequences that wait for one of these rows, and for how many of its tokens in the tree.
+        # Sequences that wait for such a row, each with the number of its tokens that must be in the tree first.
         self._aside: dict[int, list[tuple[int, Sequence]]] = {}
         self._blocked = False
 
     def retune(self, limits: PlannerLimits) -> None:
-        """Cut prompts otherwise from now on."""
+        """Use another prefill chunk and latency target from now on."""
         self.budget = StepBudget(limits.max_step_tokens, limits.itl_target_s)
         self._limits = limits
 
     def completed(self, step: StepRecord) -> None:
-        """Let the budget learn how long a step took: an event, see ``PlannerWatcher``."""
+        """Fit the budget to the duration of a step: an event, as in ``PlannerWatcher``."""
         if self.budget.learns:
             self.budget.observe(step.num_decodes, step.num_prefill_tokens, step.completed_at - step.began_at)
 
@@ -83,7 +83,7 @@ class Prefills:
 
     @property
     def num_waiting(self) -> int:
-        """Sequences without a row."""
+        """Number of sequences without a row."""
         return len(self._waiting) + sum(map(len, self._aside.values())) + self._features.num_held
 
     @property
@@ -139,11 +139,11 @@ class Prefills:
         self._blocked = False
 
     def unblock(self) -> None:
-        """Try again to start the first sequence, which has found no room."""
+        """Try again to start the first sequence, for which there was no room."""
         self._blocked = False
 
     def leave(self, row: int) -> None:
-        """The row's prompt is no longer under way; harmless if it was not."""
+        """End the row's prompt; harmless if it is not under way."""
         if row in self._turns:
             self._turns.remove(row)
         sequence = self._table.sequences[row]
@@ -177,11 +177,11 @@ class Prefills:
     # ---- planning ---------------------------------------------------------------------------
 
     def plan(self, num_decodes: int) -> Segments:
-        """What the budget has beside so many decodes: a chunk for each whose turn it is, then for newcomers the rest.
+        """Plan the prompts of a step within the budget that so many decodes leave.
 
-        What is left even then goes to the prompts of the step, unless there are decodes beside them: these would get
-        their tokens later for it.  A row whose last chunk this is takes no more turns; its first token will be
-        sampled."""
+        Each prompt and the queue get a chunk in their turn; the rest goes to new sequences.  Without decodes, what is
+        left after that lengthens the prompts of the step; with decodes it would delay their tokens.  A row whose last
+        chunk is in the step takes no more turns: its first token will be sampled."""
         segments, budget = Segments(), self.budget.prefill_tokens(num_decodes)
         if self._may_start:
             self._waiting.rerank(self._page_manager.num_cached_tokens)
@@ -213,9 +213,9 @@ class Prefills:
             budget -= more
 
     def _start_some(self, segments: Segments, budget: int, turn: int) -> int:
-        """Give rows to those who wait, and their first chunks; returns how many tokens those have.
+        """Give rows to waiting sequences, and add their first chunks.  Return the number of tokens in these.
 
-        Goes on as far as rows, pages and ``budget`` allow, but starts nobody once ``turn`` tokens are used."""
+        It goes on while rows, pages and ``budget`` allow, but starts no sequence once ``turn`` tokens are used."""
         used = 0
         while used < min(turn, budget) and self._may_start and (sequence := self._waiting.first()) is not None:
             if why := self._hold_back(sequence):
@@ -228,7 +228,7 @@ class Prefills:
                 self._note_wait(sequence, "no_room")
                 break
             self._waiting.pop(starts=True)
-            self._turns.append(row)  # behind all others, who have not had their turn yet
+            self._turns.append(row)  # after all rows that have not had their turn yet
             self._unshared.setdefault(_stem(sequence), set()).add(row)
             segments.started.append(sequence)
             segments.admissions.append(self._admission(sequence))
@@ -250,7 +250,7 @@ class Prefills:
         return length
 
     def _lengthen(self, segments: Segments, index: int, more: int) -> None:
-        """Compute so many tokens more of a row that is in the step."""
+        """Compute so many more tokens of a row that is in the step."""
         table, row = self._table, segments.rows[index]
         segments.lengths[index] += more
         table.num_computed[row] += more
@@ -274,13 +274,13 @@ class Prefills:
         )
 
     def _hold_back(self, sequence: Sequence) -> Why | None:
-        """Let a sequence whose turn has come wait elsewhere if that saves work.  Return why, None if it may start."""
+        """Set a sequence aside whose turn has come, if that saves work.  Return the reason, None if it may start."""
         if self._defer_for_shared_prefix(sequence):
             return "aside"
         return "fetch" if any(hold(sequence) for hold in self._features.hold) else None
 
     def _defer_for_shared_prefix(self, sequence: Sequence) -> bool:
-        """Let a sequence wait if a running prefill will soon share more of its prefix than is cached now.
+        """Let a sequence wait if a running prefill will soon publish more of its prefix than is cached now.
 
         It waits until that is published, instead of computing the same a second time.  Return whether it waits."""
         rows = self._unshared.get(_stem(sequence))
@@ -291,14 +291,14 @@ class Prefills:
         common, row = max(
             (_num_common(table.tokens[row, : table.num_known[row]], sequence.tokens), row) for row in rows
         )
-        # One token is always left to compute, so a prefix that ends with the prompt saves one less.
+        # One token must always be computed, so a prefix that covers the whole prompt saves one token less.
         if min(common, len(sequence.tokens) - 1) < end:
             return False
         self._aside.setdefault(row, []).append((common, sequence))
         return True
 
     def _reserve(self, sequence: Sequence) -> int:
-        """Pages that must stay available when the sequence starts, for those that run and for itself to grow.
+        """Return the number of pages that must stay available when a sequence starts, for all that run to grow.
 
         0 if it would run alone: it fits, by the check at its arrival."""
         table, page_size = self._table, self._limits.page_size
@@ -315,7 +315,7 @@ class Prefills:
         worst = int(np.maximum(-(-(most - slack) // page_size), 0).sum())
         if worst + int(num_pages[-1]) <= self._page_manager.num_available:
             return worst
-        # Everyone who may want one more page has it, whatever the forecast says.
+        # One page for each sequence that may still want one, whatever the forecast is.
         at_least = int((most > slack).sum())
         given_back = num_pages - np.append(table.num_shared[rows], 0)
         growth = peak_growth(self._forecast.remaining(generated, most), slack, given_back, page_size)
@@ -323,24 +323,24 @@ class Prefills:
 
 
 def _stem(sequence: Sequence) -> Stem:
-    """What requests that share anything worth waiting for have in common."""
+    """Return the key under which sequences that may share a prefix worth waiting for meet."""
     return sequence.cache_salt, sequence.weights, sequence.tokens[:WORTH_WAITING_TOKENS].tobytes()
 
 
 def _num_common(first: TokenIds, second: TokenIds) -> int:
-    """How many tokens two sequences begin with in common."""
+    """Return the number of tokens that two sequences have in common at their beginning."""
     length = min(len(first), len(second))
     differing = np.flatnonzero(first[:length] != second[:length])
     return int(differing[0]) if len(differing) else length
 
 
 class StepBudget:
-    """How many prompt tokens fit beside the decodes of a step without keeping those waiting.
+    """The number of prompt tokens that fit next to the decodes of a step without delaying them.
 
     seconds = base + per_decode * decodes + per_token * prompt tokens, by least squares over the steps that have run:
     machine, model and context lengths are in the coefficients.  The normal equations are kept with exponential
     forgetting and anchored to the last solution (Tikhonov), so that a long stretch of equal steps neither blows up nor
-    forgets what they do not show.
+    loses coefficients that such steps do not show.
     target_s: time between two tokens of a running request; 0 for no target."""
 
     def __init__(self, max_step_tokens: int, target_s: float) -> None:
@@ -352,12 +352,12 @@ class StepBudget:
 
     @property
     def learns(self) -> bool:
-        """Whether ``observe`` is of any use."""
+        """Whether ``observe`` is of any use: only with a target."""
         return self._target_s > 0
 
     def observe(self, num_decodes: int, num_prefill_tokens: int, seconds: float) -> None:
-        """A step of this size took so long."""
-        # Per 64 decodes and 1,024 tokens, so that the three numbers are of one magnitude.
+        """Fit the costs to a step of this size that took so long."""
+        # Per 64 decodes and 1,024 tokens, so that the three numbers have the same magnitude.
         features = np.array((1.0, num_decodes / 64, num_prefill_tokens / 1024))
         self._moments = self._moments * FORGETTING + np.outer(features, features)
         self._sums = self._sums * FORGETTING + features * seconds
@@ -365,7 +365,7 @@ class StepBudget:
         self._costs = np.maximum(np.linalg.solve(anchored, self._sums + ANCHOR * self._costs), 0.0)
 
     def prefill_tokens(self, num_decodes: int) -> int:
-        """Prompt tokens that the next step may hold beside ``num_decodes``."""
+        """Return the number of prompt tokens that the next step may have next to ``num_decodes`` decodes."""
         most = self._max_step_tokens - num_decodes
         per_token = self._costs[2] / 1024
         if not self._target_s or not num_decodes or per_token <= 0:

@@ -1,7 +1,7 @@
-"""What a proposer plugin builds: it guesses how a sequence goes on, and the model verifies the guess.
+"""Proposers: a proposer guesses how a sequence goes on, and the model verifies the guess.
 
-Owns: the protocol, and the name of a smaller model that guesses instead.
-Does not know: who is asked when, how guesses are verified, what a model is.
+Owns: the protocol that a plugin implements, and the name of a smaller model that guesses instead.
+Does not know: when it is called, how guesses are verified, what a model is.
 A wrong guess costs time and never changes a token.
 """
 
@@ -12,35 +12,38 @@ import msgspec
 
 
 class ProposerSession(Protocol):
-    """One sequence's guesses: a pure function of its tokens, however these were cut into calls."""
+    """The guesses for one sequence: a pure function of its tokens, however these were divided into calls."""
 
     def extend(self, token_ids: Sequence[int]) -> None:
-        """The sequence goes on with these; at first they are its prompt.  Never more than 1,024 at a time."""
+        """Add the next tokens of the sequence, its prompt at first.  At most 1,024 at a time."""
         ...
 
     def propose(self, most: int) -> Sequence[int]:
-        """At most so many tokens that may come next; none if nothing suggests any.  Changes nothing."""
+        """Return at most ``most`` tokens that may come next, or none.  Changes nothing."""
         ...
 
 
 @runtime_checkable
 class Proposer(Protocol):
-    """num_tokens: the most worth asking for, 1 to 64.  Called on the scheduler's loop: every request waits for it."""
+    """A source of guesses.  It runs on the scheduler's loop, so every request waits for it.
+
+    num_tokens: the most tokens worth proposing, 1 to 64."""
 
     num_tokens: int
 
     def open(self) -> ProposerSession:
-        """A new sequence."""
+        """Return the session of a new sequence."""
         ...
 
 
 class DraftModel(msgspec.Struct, frozen=True, kw_only=True):
-    """What a plugin may build instead: the checkpoint of a smaller model with the same tokenizer.
+    """A smaller model with the same tokenizer, which a plugin may return in place of a ``Proposer``.
 
-    Every executor loads it beside the model, and decodes ``num_tokens`` at most with it in a step that verifies them.
-    path: as ``model.path``.  max_len: of sequences that it guesses for; 0 for what it was trained for.
-    reads_states: it is an EAGLE-3 head, which reads hidden states of the model; prefixes are then shared by pairs of
-    tokens, since what it computes at a position depends on the next token too."""
+    Every executor loads it next to the model, and decodes at most ``num_tokens`` with it in a step that verifies them.
+    path: as ``model.path``.
+    max_len: longest sequence that it guesses for; 0 for the length that it was trained for.
+    reads_states: it is an EAGLE-3 head, which reads hidden states of the model.  Prefixes are then shared by pairs of
+    tokens, since its result at a position depends on the next token too."""
 
     path: str
     num_tokens: int

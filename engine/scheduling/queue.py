@@ -1,12 +1,12 @@
-"""The waiting queue: sequences without a row, in the order of the policy, behind the quarantine.
+"""The waiting queue: sequences without a row, in the order of the policy, after those in quarantine.
 
 Owns: their order; which sequences were under way when executors were lost, how often in a row, and which of them runs
 alone.  Does not know: why they wait, why executors were lost, pages, rows.
 
-The quarantine finds the request that ends the executors, by elimination, so that it ends and not the engine.  A loss
-blames nobody: a process may be killed from outside.  Sequences that two losses in a row have met at the same place,
-without getting past it in between, then run one at a time.  Most get past it.  One that is lost again, while nothing
-else runs, is the culprit.  The quarantine stands in front of the waiting queue, where all rows are given.
+The quarantine finds the request that ends the executors, by elimination, so that the request ends and not the engine.
+A single loss blames no request: a process may be killed from outside.  Sequences that two losses in a row have met at
+the same place, without getting past it in between, then run one at a time.  Most get past it.  One that is lost again,
+while nothing else runs, is the culprit.  The quarantine wraps the waiting queue, since all rows are given there.
 """
 
 import heapq
@@ -20,46 +20,46 @@ import numpy as np
 from engine.scheduling.policy import SchedulingPolicy, SortKey, TenantPolicy
 from engine.scheduling.rows import RowTable, Sequence
 
-WINDOW = 128  # How many are ranked anew by policies that look at the cache: a look-up each, 2 us.
+WINDOW = 128  # Sequences that a policy that looks at the cache ranks anew: one look-up each, 2 us.
 LOSSES_TO_SUSPECT = 2
 
 
 class WaitingQueue(Protocol):
-    """Who is next.  ``rerank`` comes before a round of ``first`` and ``pop``."""
+    """An order of waiting sequences.  ``rerank`` is called before a round of ``first`` and ``pop``."""
 
     def __len__(self) -> int: ...
 
     def push(self, sequence: Sequence) -> None:
-        """Line up; a sequence that comes back takes its old place among equals."""
+        """Add a sequence; one that comes back takes its old place among equals."""
         ...
 
     def remove(self, sequence: Sequence) -> None:
-        """Leave from wherever it stands."""
+        """Remove a sequence from any place in the queue."""
         ...
 
     def rerank(self, num_cached_tokens: Callable[[Sequence], int]) -> None:
-        """Take note of what the cache holds now."""
+        """Rank the sequences by the present content of the cache, if the policy looks at it."""
         ...
 
     def first(self) -> Sequence | None:
-        """The next in turn; None if nobody waits."""
+        """Return the sequence that is next; None if the queue is empty."""
         ...
 
     def pop(self, *, starts: bool) -> Sequence:
-        """Take ``first`` out; there must be one.  starts: it overtakes those who arrived earlier."""
+        """Remove and return ``first``, which must exist.  starts: it gets a row, and so overtakes earlier arrivals."""
         ...
 
 
 def waiting_queue(policy: SchedulingPolicy, table: RowTable) -> WaitingQueue:
-    """The queue that serves a policy.  table: where those have rows whom it lets go first."""
+    """Return the queue for a policy.  table: the row table in which the sequences that it returns get rows."""
     if isinstance(policy, TenantPolicy):
         return TenantQueue(policy, table)
     return RerankedQueue(policy.rank) if policy.looks_at_cache else RankedQueue(policy.rank)
 
 
 class RankedQueue:
-    """A heap by rank, then age.  A sequence that leaves out of turn is gone at once, prompt and all: only its number
-    stays in the heap, until its turn comes or such numbers are most of the heap."""
+    """A heap by rank, then age.  A sequence that is removed out of turn is freed at once, with its prompt: only its
+    number stays in the heap, until its turn comes or such numbers are most of the heap."""
 
     def __init__(self, rank: Callable[[Sequence], SortKey]) -> None:
         self._rank = rank
@@ -80,7 +80,7 @@ class RankedQueue:
             heapq.heapify(self._heap)
 
     def rerank(self, num_cached_tokens: Callable[[Sequence], int]) -> None:
-        """Ranks stay as they are."""
+        """Do nothing: ranks stay as they are."""
 
     def first(self) -> Sequence | None:
         while self._heap and self._heap[0][1] not in self._waiting:
@@ -89,13 +89,15 @@ class RankedQueue:
 
     def pop(self, *, starts: bool) -> Sequence:
         sequence = self.first()
-        assert sequence is not None, "nobody waits"
+        assert sequence is not None, "no sequence waits"
         heapq.heappop(self._heap)
         return self._waiting.pop(sequence.arrival)
 
 
 class RerankedQueue:
-    """A window of those who would be first if nothing were cached is ranked anew each time; the others wait behind."""
+    """A queue for policies that look at the cache.
+
+    A window of the sequences that would be first if nothing were cached is ranked anew each time; the rest wait."""
 
     def __init__(self, rank: Callable[[Sequence], SortKey]) -> None:
         self._rank = rank
@@ -138,17 +140,17 @@ class RerankedQueue:
 
 @dataclass(slots=True)
 class _Lane:
-    """A tenant's requests.  place: of its entry in the heap, which an older one does not have."""
+    """A tenant's requests.  place: number of its entry in the heap; older entries have other numbers."""
 
     queue: RankedQueue
     place: int
 
 
 class TenantQueue:
-    """A lane for each tenant of whom something waits, and a heap of whose turn it is.
+    """A lane for each tenant with waiting requests, and a heap of the tenants' turns.
 
-    Turns only rise while a tenant waits, so one that has risen is noticed when it comes to the top.  What running
-    requests have got is read off the row table when somebody may start or a tenant returns, never in a steady step."""
+    Turns only rise while a tenant waits, so a risen one is noticed when it comes to the top.  The tokens of running
+    requests are read from the row table when a sequence may start or a tenant returns, never in a steady step."""
 
     def __init__(self, policy: TenantPolicy, table: RowTable) -> None:
         self._policy = policy
@@ -158,7 +160,7 @@ class TenantQueue:
         self._num_waiting = 0
         self._num_places = 0
         self._lowest = 0.0
-        # By row: whose it is, which request that is of, and how many of its tokens the policy knows of.
+        # By row: its tenant, its request, and how many of its tokens the policy has counted.
         self._tenants = ["" if sequence is None else sequence.tenant for sequence in table.sequences]
         self._request_ids = np.where(table.running, table.request_ids, -1)
         self._num_told = table.num_known.copy()
@@ -185,7 +187,7 @@ class TenantQueue:
             del self._lanes[sequence.tenant]
 
     def rerank(self, num_cached_tokens: Callable[[Sequence], int]) -> None:
-        """Tell the policy what was served; turns are asked for as they matter."""
+        """Report the served tokens to the policy.  Turns are read when they matter."""
         self._tell()
 
     def first(self) -> Sequence | None:
@@ -204,13 +206,13 @@ class TenantQueue:
 
     def pop(self, *, starts: bool) -> Sequence:
         first = self.first()
-        assert first is not None, "nobody waits"
+        assert first is not None, "no sequence waits"
         tenant, table, row = first.tenant, self._table, first.row
         self.remove(first)
         if starts:
             self._tenants[row], self._request_ids[row] = tenant, first.request_id
             self._num_told[row] = table.num_known[row]
-            # What the engine does a second time is not charged again.
+            # Tokens that are computed a second time are not charged again.
             if first.started_at is None:
                 self._policy.served(tenant, int(table.num_known[row] - table.num_computed[row]), 0)
             if tenant in self._lanes:
@@ -218,7 +220,7 @@ class TenantQueue:
         return first
 
     def _line_up(self, tenant: str) -> None:
-        """Behind all whose turn is the same."""
+        """Put a tenant into the heap, after all tenants with the same turn."""
         self._num_places += 1
         self._lanes[tenant].place = self._num_places
         heapq.heappush(self._heap, (self._policy.turn(tenant), self._num_places, tenant))
@@ -227,11 +229,11 @@ class TenantQueue:
             heapq.heapify(self._heap)
 
     def _is_valid(self, place: int, tenant: str) -> bool:
-        """Whether a tenant still stands at that place."""
+        """Return whether an entry of the heap is the tenant's latest one."""
         return tenant in self._lanes and self._lanes[tenant].place == place
 
     def _tell(self) -> None:
-        """What each tenant has got since the last time.  A row keeps its numbers until somebody else has it."""
+        """Report each tenant's new output tokens to the policy.  A row keeps its numbers until it is given again."""
         table = self._table
         gained = np.where(table.request_ids == self._request_ids, table.num_known - self._num_told, 0)
         rows = np.flatnonzero(gained)
@@ -245,14 +247,16 @@ class TenantQueue:
 
 @dataclass(slots=True)
 class _Record:
-    """num_losses: in a row, before the sequence had ``place`` tokens computed."""
+    """The losses of one sequence.
+
+    num_losses: number of losses in a row, before the sequence had ``place`` tokens computed."""
 
     num_losses: int
     place: int
 
 
 class Quarantine:
-    """A ``WaitingQueue`` in front of another one: as long as there are suspects it gives rows to one of them at a time.
+    """A ``WaitingQueue`` around another one: as long as there are suspects it gives rows to one of them at a time.
 
     alone: the suspect that has its row; nothing else runs then."""
 
@@ -264,45 +268,45 @@ class Quarantine:
 
     @property
     def is_on(self) -> bool:
-        """Whether a suspect runs alone, or waits for that."""
+        """Whether a suspect runs alone, or waits to do so."""
         return self.alone is not None or bool(self._suspects)
 
     def lets_wait(self) -> bool:
-        """A suspect is the only one to run when its turn comes, and so must not give it up for a while."""
+        """Return whether a sequence may give up its turn.  A suspect may not: nothing else runs when its turn comes."""
         return not self.is_on
 
     # ---- losses -----------------------------------------------------------------------------
 
     def note_loss(self, sequence: Sequence, num_done: int, num_planned: int) -> bool:
-        """Executors were lost with this sequence under way.  Returns whether that makes it the culprit.
+        """Note that executors were lost with this sequence under way.  Return whether that makes it the culprit.
 
-        num_done: its tokens that completed steps have computed.  num_planned: those and the ones on their way."""
+        num_done: its tokens that completed steps have computed.  num_planned: those and the ones in flight."""
         record = self._records.get(sequence.request_id)
         if record is None or num_done >= record.place:
             record = self._records[sequence.request_id] = _Record(0, 0)
         record.num_losses += 1
-        # One more: a sequence that fails wherever it decodes gets a token further by being prefilled again.
+        # Plus one: a sequence that fails wherever it decodes gets one token further by being prefilled again.
         record.place = num_planned + 1
         return sequence is self.alone
 
     def begin(self) -> None:
-        """No sequence has a row any more: whatever ``push`` gets next is sorted anew."""
+        """Note that no sequence has a row any more: ``push`` sorts all sequences again."""
         self.alone = None
 
     def num_losses(self, sequence: Sequence) -> int:
-        """In a row, with the sequence under way at one place."""
+        """Return the number of losses in a row with the sequence under way at one place."""
         record = self._records.get(sequence.request_id)
         return record.num_losses if record is not None else 0
 
     def acquit_all(self) -> None:
-        """It was none of them: they wait like any request."""
+        """Clear all suspects: they wait like any other request."""
         self._records.clear()
         suspects, self._suspects = self._suspects, deque()
         for sequence in suspects:
             self._waiting.push(sequence)
 
     def passes(self, num_done: int) -> bool:
-        """The one that is alone has computed so much: whether that acquits it."""
+        """Return whether the sequence that runs alone is acquitted by having computed so many tokens."""
         assert self.alone is not None, "no sequence runs alone"
         if num_done < self._records[self.alone.request_id].place:
             return False
@@ -311,19 +315,19 @@ class Quarantine:
         return True
 
     def forget(self, sequence: Sequence) -> None:
-        """The sequence has ended."""
+        """Forget a sequence that has ended."""
         if sequence is self.alone:
             self.alone = None
         self._records.pop(sequence.request_id, None)
 
     def reorder(self, waiting: WaitingQueue) -> None:
-        """Have those that are no suspects wait in another queue."""
+        """Move all sequences but suspects to another queue."""
         old, self._waiting = self._waiting, waiting
         while len(old):
             old.rerank(lambda sequence: 0)
             waiting.push(old.pop(starts=False))
 
-    # ---- as a waiting queue -----------------------------------------------------------------
+    # ---- the methods of a waiting queue -----------------------------------------------------
 
     def __len__(self) -> int:
         return len(self._waiting) + len(self._suspects)

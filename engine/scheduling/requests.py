@@ -1,4 +1,4 @@
-"""Requests that have not ended, what others must hear of all of them, and how long the next outputs will get.
+"""Requests that have not ended, the messages about them, and a forecast of how long their outputs will get.
 
 Owns: each sequence from its arrival to its end, messages that wait to be sent, the meter, recent output lengths.
 Does not know: rows, pages, steps.
@@ -26,14 +26,15 @@ Floats = npt.NDArray[np.float64]
 HISTORY = 512  # outputs remembered
 FIRST_GUESS = 256  # tokens, before anything has ended
 GOLDEN = (5**0.5 - 1) / 2
-CAUTION_STEP = 0.25  # what one retraction adds to every expectation
+CAUTION_STEP = 0.25  # one retraction adds it to every expectation
 MOST_CAUTION = 1.0
-CAUTION_DECAY = 0.9  # what an output that ended in peace leaves of it
+CAUTION_DECAY = 0.9  # an output that ends without a retraction multiplies the caution by it
 
 
 class OutputForecast:
-    """Expects of an output what earlier ones that got as far did: of each a different one, so that as many of them are
-    expected to end early and late as really did."""
+    """The expected lengths of outputs, drawn from the lengths of earlier ones that got as far.
+
+    Each output is compared with a different earlier one, so that as many are expected to end early and late as did."""
 
     def __init__(self) -> None:
         self._lengths = np.full(HISTORY, FIRST_GUESS, dtype=np.int64)
@@ -42,25 +43,25 @@ class OutputForecast:
         self._sorted: npt.NDArray[np.int64] | None = None
 
     def note_end(self, num_output: int) -> None:
-        """An output ended by itself or at its limit."""
+        """Note the length of an output that ended by itself or at its limit."""
         self._lengths[self._num_seen % HISTORY] = num_output
         self._num_seen += 1
         self._caution *= CAUTION_DECAY
         self._sorted = None
 
     def note_retraction(self) -> None:
-        """Pages ran out: expectations were too low."""
+        """Note that pages ran out: expectations were too low."""
         self._caution = min(MOST_CAUTION, self._caution + CAUTION_STEP)
 
     def remaining(self, generated: Ints, most: Ints) -> Floats:
-        """Tokens still to come of outputs with ``generated`` tokens now; never above ``most``, what they may still get.
+        """Return the expected number of tokens still to come, for outputs with ``generated`` tokens; at most ``most``.
 
         An output longer than all before it is expected to get twice as long as it is."""
         if self._sorted is None:
             self._sorted = np.sort(self._lengths[: max(1, min(self._num_seen, HISTORY))])
         first_longer = np.searchsorted(self._sorted, generated, side="right")
         num_longer = len(self._sorted) - first_longer
-        # The golden ratio's multiples spread evenly over 0 to 1, however many there are.  With the mean for everybody
+        # The golden ratio's multiples spread evenly over 0 to 1, however many there are.  With the mean for every one
         # all would end at once, and the pool would stay a quarter empty for a peak that never comes.
         spread = np.arange(1, len(generated) + 1) * GOLDEN % 1.0
         lengths = self._sorted[np.minimum(first_longer + (spread * num_longer).astype(np.int64), len(self._sorted) - 1)]
@@ -69,7 +70,7 @@ class OutputForecast:
 
 
 def peak_growth(remaining: Floats, slack: Ints, given_back: Ints, page_size: int) -> float:
-    """The most pages that a batch will need beyond what it holds now, at whichever of its ends that is.
+    """Return the most pages that a batch will need beyond those that it holds, at the worst of its sequences' ends.
 
     Per sequence: remaining tokens, slack (tokens that still fit its pages), pages that its end gives back."""
     if not len(remaining):
@@ -77,7 +78,7 @@ def peak_growth(remaining: Floats, slack: Ints, given_back: Ints, page_size: int
     order = np.argsort(remaining, kind="stable")  # the same on every machine
     ends = remaining[order]
     num_alive = np.arange(len(ends), 0, -1)
-    # The sum of slacks of those alive at each end; half a page each for what rounding up costs on average.
+    # The sum of the slacks of sequences alive at each end; half a page each for what rounding up costs on average.
     slack_alive = np.cumsum(slack[order][::-1])[::-1]
     grown = (num_alive * ends - slack_alive) / page_size + 0.5 * num_alive
     back = np.cumsum(given_back[order]) - given_back[order]
@@ -87,8 +88,8 @@ def peak_growth(remaining: Floats, slack: Ints, given_back: Ints, page_size: int
 class Requests:
     """Open requests by id, in the order of their arrival.
 
-    ``outbox`` collects what the tokenizer must hear, ``finished`` what observers may; whoever calls the planner empties
-    them.  open_since: when the first of those that are open now arrived."""
+    ``outbox`` collects messages for the tokenizer, ``finished`` records for observers; the planner's caller empties
+    both.  open_since: arrival of the first request after none was open."""
 
     def __init__(
         self,
@@ -113,13 +114,13 @@ class Requests:
 
     @property
     def most_total(self) -> int:
-        """The most tokens that an open request may come to; 0 if none is open."""
+        """The most tokens that an open request can reach; 0 if none is open."""
         return max((sequence.max_total for sequence in self.open.values()), default=0)
 
     def take_over(self, other: "Requests") -> list[Sequence]:
-        """Have what another one has had, which is used no more.  Returns those that go on: all for which there is room.
+        """Take over the requests and counters of another object, which is not used again.  Return those that go on.
 
-        ``most_total`` tells before whether that is everybody; the others end with an error."""
+        A request for which there is no room ends with an error; ``most_total`` shows in advance if there is one."""
         self.open, self.meter = other.open, other.meter
         self.outbox += other.outbox
         self.finished += other.finished
@@ -134,7 +135,7 @@ class Requests:
         return list(self.open.values())
 
     def take_in(self, message: Admit) -> Sequence:
-        """The sequence of a new request, not yet open.  Raises RequestError if it could never run."""
+        """Return the sequence of a new request, not yet open.  Raises RequestError if it could never run."""
         tokens = np.frombuffer(message.token_ids, dtype=np.int32)
         params = message.params
         num_prompt = len(tokens) - message.num_resumed
@@ -142,7 +143,7 @@ class Requests:
         if message.num_resumed and len(tokens) >= max_total:
             most = max_total - num_prompt
             raise RequestError(
-                f"the output to go on from has {message.num_resumed} tokens, and {most} are all that it may get",
+                f"the output to continue has {message.num_resumed} tokens, and the request may get at most {most}",
                 code="not_resumable",
             )
         stop_ids = () if params.ignore_eos else self.limits.eos_token_ids
@@ -163,7 +164,7 @@ class Requests:
         return sequence
 
     def add(self, sequence: Sequence) -> None:
-        """The request is open."""
+        """Open a request."""
         if not self.open:
             self.open_since = sequence.arrived_at
         self.open[sequence.request_id] = sequence
@@ -178,13 +179,13 @@ class Requests:
                 started(sequence, is_first=is_first)
 
     def retracted(self, sequence: Sequence) -> None:
-        """A request has lost its row to others."""
+        """Note that a request has lost its row to others."""
         sequence.num_retractions += 1
         for retracted in self._events.retracted:
             retracted(sequence)
 
     def tell_end(self, request_id: int, finish: Finish) -> None:
-        """A request has ended without a token."""
+        """Send the end of a request without a token."""
         self.outbox.append(
             Tokens(
                 request_ids=np.array([request_id], dtype=np.int64).tobytes(),
@@ -194,12 +195,12 @@ class Requests:
         )
 
     def blame(self, culprit: Sequence, num_losses: int) -> None:
-        """End the request that has brought so many losses of executors in a row."""
+        """End the request that has caused so many losses of executors in a row."""
         self.end(culprit, Finish.ERROR, len(culprit.tokens))
         self.outbox.append(
             Failed(
                 request_id=culprit.request_id,
-                message=f"this request ended the model's executors {num_losses} times in a row, at last while "
+                message=f"this request ended the model's executors {num_losses} times in a row, the last time while "
                 "nothing else ran; it was ended so that other requests go on.  The server log says what happened; "
                 "the same request is likely to fail again",
                 status=500,
@@ -208,7 +209,7 @@ class Requests:
         )
 
     def end(self, sequence: Sequence, finish: Finish, num_tokens: int) -> None:
-        """Forget a request, with that many tokens of prompt and output."""
+        """End a request, with that many tokens of prompt and output."""
         del self.open[sequence.request_id]
         self._quarantine.forget(sequence)
         num_output = num_tokens - sequence.num_prompt

@@ -1,15 +1,15 @@
-"""Sequences, the token side of requests, and the row table: every running one's numbers as columns.
+"""Sequences, the token side of requests, and the row table: the numbers of every running sequence as columns.
 
-Owns: what of a sequence survives a retraction, the limits that it must fit, the host's copy of what a row holds.
+Owns: the part of a sequence that survives a retraction, the limits that it must fit, the host's copy of each row.
 Does not know: the queue, budgets, text, the device.
-A step costs numpy calls on columns and not a loop over sequences.  Each count of a row's tokens has its writers, beside
-``take``, which sets them all:
+A step costs numpy calls on columns and not a loop over sequences.  Each count of a row's tokens has its writers, next
+to ``take``, which sets them all:
   num_known      values on the host                          the completion of a step
-  num_planned    those, and those being sampled              Decodes and Prefills, as they plan
+  num_planned    known ones, and those being sampled         Decodes and Prefills, as they plan
   num_computed   with K/V, also of steps in flight           Decodes and Prefills, as they plan
   num_confirmed  of a prefill: with K/V of completed steps   the completion of a step
-num_computed <= num_planned, and num_known lags num_planned by the steps in flight.  Page tables are PageManager's and
-Decodes'.  running: from a row's first step to its end; a row that has ended is kept until the last step that used it
+num_computed <= num_planned, and num_known lags num_planned by the steps in flight.  PageManager and Decodes write page
+tables.  running: from a row's first step to its end; a row that has ended is kept until the last step that used it
 has completed.  num_shared: pages that it found in the cache when it started.
 """
 
@@ -27,21 +27,21 @@ from engine.types.prompt import NOBODY, Origin
 TokenIds = npt.NDArray[np.int32]
 Rows = npt.NDArray[np.int32]
 NO_TOKEN = -1
-WORTH_WAITING_TOKENS = 32  # what a prefix that is not cached yet must save to be waited for
+WORTH_WAITING_TOKENS = 32  # tokens that a prefix that is not cached yet must save to be worth waiting for
 
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """One request's tokens, limits and history; what a policy may look at, see ``engine/scheduling/policy.py``.
+    """One request's tokens, limits and history.  A policy sees the part that is ``policy.Waiting``.
 
     arrival: position in the order of admission; decides among equals.
-    tokens: prompt and output known when the sequence last stood in the queue (the row table has newer ones).
-    num_prompt: how many of them are the prompt.  max_total: prompt plus most output tokens.
+    tokens: prompt and output known when the sequence was last queued (the row table has newer ones).
+    num_prompt: number of them that are the prompt.  max_total: prompt plus most output tokens.
     stop_ids: token ids that end it.  row: its line in the row table, -1 while it waits.
-    cache_salt, weights: only sequences with equal ones share pages.  weights: name what computes keys and values
-    besides the model; '' for nothing.  notes: what features keep of it, by name.
+    cache_salt, weights: only sequences with equal values share pages.  weights: name of the weights that compute keys
+    and values in addition to the model; '' for none.  notes: data that features keep with it, by name.
     num_cached_at_start: prompt tokens that needed no computing when it first ran, -1 until then.
-    arrived_at, started_at, first_token_at: by the scheduler's clock; None until then.
+    arrived_at, started_at, first_token_at: times of the scheduler's clock; None until then.
     """
 
     request_id: int
@@ -67,33 +67,36 @@ class Sequence:
 
     @property
     def tenant(self) -> str:
-        """Whose share of the engine it uses."""
+        """The tenant whose share of the engine it uses."""
         return self.origin.tenant or self.origin.client
 
     @property
     def max_tokens(self) -> int:
-        """The most tokens that its output may get, by its own limit or what there is room for."""
+        """The most tokens that its output may get, by its own limit or by the room there is."""
         return self.max_total - self.num_prompt
 
     @property
     def num_tokens(self) -> int:
-        """Tokens to compute or to find in the cache before it can sample."""
+        """Number of tokens to compute or to find in the cache before it can sample."""
         return len(self.tokens)
 
 
 @dataclass(frozen=True, slots=True)
 class PlannerLimits:
-    """Numbers the planner works with.
+    """The limits of a planner.
 
-    max_running: rows.  max_step_tokens: of a step, decodes and prefill chunks together.  prefill_chunk: most tokens
-    of one prompt in a step, and what each prompt gets in its turn.  max_len: tokens of prompt and output.
-    eos_token_ids: of the model.  num_host_pages: pages in the host tier, 0 for none.
+    max_running: number of rows.
+    max_step_tokens: tokens of a step, decodes and prefill chunks together.
+    prefill_chunk: the most tokens of one prompt in a step, and a prompt's share in its turn.
+    max_len: tokens of prompt and output.
+    eos_token_ids: token ids that end an output of the model.
+    num_host_pages: pages in the host tier, 0 for none.
     itl_target_s: prefills are cut so that running requests get a token this often; 0 for no such target.
-    record_events: collect what happens to cached pages; somebody must drain it then.
+    record_events: collect the events of cached pages; the caller must drain them then.
     num_ranks: number of executors, each of which has a part of every page.
-    scored_chunk: most tokens of a prompt in a step if log probabilities of all of them are wanted, which take memory of
-    vocabulary size each.
-    bigram: pages are shared where the token behind them is the same too, see ``RadixTree``."""
+    scored_chunk: the most tokens of a prompt in a step if log probabilities of all of them are requested; these take
+    memory of vocabulary size each.
+    bigram: pages are shared only if the token after them is the same too, as in ``RadixTree``."""
 
     max_running: int
     max_step_tokens: int
@@ -116,7 +119,7 @@ class PlannerLimits:
         return min(self.max_len, self.num_pages * self.page_size + 1)
 
     def max_total(self, num_prompt: int, max_tokens: int | None) -> int:
-        """Prompt plus most output tokens, refused at once where it can never fit."""
+        """Return prompt plus most output tokens.  Raises RequestError if they can never fit."""
         longest = self.longest
         total = longest if max_tokens is None else num_prompt + max_tokens
         if num_prompt < 1:
@@ -160,11 +163,11 @@ class RowTable:
 
     @property
     def num_free(self) -> int:
-        """Rows that no sequence holds."""
+        """Number of rows that no sequence holds."""
         return len(self._free)
 
     def take(self, sequence: Sequence, pages: Pages, num_shared: int) -> int:
-        """Give a sequence a row and its first pages, ``num_shared`` of which hold K/V already; returns the row."""
+        """Give a sequence a row and its first pages, ``num_shared`` of which hold K/V already.  Return the row."""
         row = self._free.pop()
         count = len(sequence.tokens)
         self.sequences[row] = sequence
@@ -184,7 +187,7 @@ class RowTable:
         return row
 
     def release(self, row: int) -> Pages:
-        """Take the row back; returns the pages it held."""
+        """Take a row back.  Return the pages that it held."""
         pages = self.page_table[row, : self.num_pages[row]].copy()
         self.sequences[row] = None
         self.num_pages[row] = 0
@@ -192,7 +195,7 @@ class RowTable:
         return pages
 
     def clear(self) -> None:
-        """Every row is free."""
+        """Make every row free."""
         self.sequences = [None] * len(self.sequences)
         self.running[:] = False
         self.num_pages[:] = 0
@@ -205,7 +208,7 @@ class RowTable:
         return sequence.params
 
     def append_pages(self, rows: Rows, pages: Pages) -> Rows:
-        """Append one page to each of ``rows``; returns the index it took in each row's page table."""
+        """Append one page to each of ``rows``.  Return the index of the new page in each row's page table."""
         indexes = self.num_pages[rows]
         self.page_table[rows, indexes] = pages
         self.num_pages[rows] = indexes + 1

@@ -1,4 +1,4 @@
-"""A step while it is planned: columns that the planner's parts and its features append to.
+"""A step while it is planned: columns to which the planner's parts and its features append.
 
 Owns: the order of a step's rows, and the record of what the step will bring.  Does not know: why a row is in a step.
 """
@@ -28,7 +28,7 @@ NO_APPENDS = Appends(NO_ROWS, NO_ROWS, NO_ROWS)
 
 
 class Wave(NamedTuple):
-    """Sampled tokens of different rows, to be noted before those of the next wave.  extras: by row."""
+    """Sampled tokens of different rows, which are noted before those of the next wave.  extras: by row."""
 
     rows: Rows
     tokens: TokenIds
@@ -36,7 +36,7 @@ class Wave(NamedTuple):
 
 
 class Columns(NamedTuple):
-    """Segments of a step, int32[S] each, as ``Step`` has them."""
+    """Segments of a step, int32[S] each, with the names that ``Step`` has for them."""
 
     rows: Rows
     starts: Rows
@@ -46,13 +46,13 @@ class Columns(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class InFlight:
-    """What a planned step will bring.
+    """The expected result of a planned step.
 
     sampled_rows: the row of each sampled token, in the order of ``StepDone.token_ids``.
-    num_decodes: how many of them are rows that decode.
-    prefill_rows, prefill_ends: prompts, and how many tokens of each are then computed.
-    num_extra_tokens: computed for segments that features have inserted.
-    notes: what features keep of the step until it completes, by name."""
+    num_decodes: number of them that decode.
+    prefill_rows, prefill_ends: prompts in the step, and the number of tokens of each that are computed after it.
+    num_extra_tokens: tokens of segments that features have inserted.
+    notes: data that features keep of the step until it completes, by name."""
 
     sampled_rows: Rows
     num_decodes: int
@@ -66,12 +66,12 @@ class InFlight:
 
 @dataclass(slots=True)
 class StepBuilder:
-    """One step.
+    """One step under construction.
 
     decode_rows: rows that sample one token each.
     overlaps: a step before it is still in flight.
-    prompts: the segments of prompts.  inserted: segments of features, in front of those.
-    fields: values of fields of ``Step`` that features set.  notes: see ``InFlight``."""
+    prompts: the segments of prompts.  inserted: segments of features, which go before those.
+    fields: values of fields of ``Step`` that features set.  notes: as in ``InFlight``."""
 
     step_id: int
     launched_at: float
@@ -90,7 +90,7 @@ class StepBuilder:
         return 0 if self.prompts is None else int(self.prompts.lengths.sum())
 
     def build(self) -> tuple[Step, InFlight]:
-        """Return the step, and the record of what it will bring."""
+        """Return the step, and the record of its expected result."""
         appends = self._joined_appends()
         segments = self._segments()
         prompts, inserted = self.prompts, self.inserted
@@ -138,5 +138,5 @@ class StepBuilder:
 
 
 def column(values: list[int]) -> npt.NDArray[np.int32]:
-    """Return int32[n] of numbers."""
+    """Return a column with these numbers, int32[n]."""
     return np.array(values, dtype=np.int32)

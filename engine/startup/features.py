@@ -1,4 +1,4 @@
-"""The rank halves of the features, found by looking into the folder of features.
+"""The rank halves of the features, found by a search of the folder of features.
 
 Owns: the search, and the order.  Does not know: any feature by name.
 """
@@ -12,7 +12,7 @@ from engine.execution.features import RankContext, RankFeature
 
 
 def rank_features(context: RankContext) -> tuple[RankFeature, ...]:
-    """Return the features that this rank uses, in their order.  Raises what building them raises."""
+    """Return the features that this rank uses, in their order.  Raises the errors of their builders."""
     found: list[RankFeature] = []
     for folder in pkgutil.iter_modules([f"{path}/features" for path in engine.__path__]):
         name = f"engine.features.{folder.name}.rank"

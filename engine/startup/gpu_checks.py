@@ -1,9 +1,9 @@
-"""A self-test of the GPUs of this machine: kernels, attention, graphs, collectives, each next to what it should give.
+"""A self-test of this machine's GPUs: kernels, attention, graphs, collectives, each compared with the right result.
 
 Owns: the checks, their limits of time.  Does not know: how findings are shown.
-Each check runs in a process of its own, as a GPU that a kernel has broken stays so for the process.
+Each check runs in a process of its own: a GPU that a kernel has broken stays broken for the process.
 
-    python -m engine.startup.gpu_checks NAME DEVICE [RANK SIZE RENDEZVOUS]      what ``self_test`` runs
+    python -m engine.startup.gpu_checks NAME DEVICE [RANK SIZE RENDEZVOUS]      the command that ``self_test`` runs
 """
 
 import os
@@ -32,13 +32,13 @@ from engine.startup.race import Race
 from engine.types.errors import PluginError
 
 LIMIT_S = 120.0  # for all checks
-COMPILE_S, RACE_S = 60.0, 30.0  # of attention
+COMPILE_S, RACE_S = 60.0, 30.0  # for the check of attention
 TOLERANCE = 2e-2  # a few roundings of bfloat16
 COMMS = {"cuda": ("torch", "pynccl", "symmetric"), "cpu": ("torch",)}
 
 
 class Result(msgspec.Struct, frozen=True):
-    """What a check has found.  right: whether it is as it must be."""
+    """The result of a check.  right: whether it passed.  found: what was observed."""
 
     name: str
     right: bool
@@ -47,7 +47,7 @@ class Result(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a check runs.  rank, size, rendezvous: of a process that is one of several, else of a group of one."""
+    """The device of a check.  rank, size, rendezvous: for a process that is one of several; else a group of one."""
 
     device: torch.device
     rank: int = 0
@@ -56,10 +56,10 @@ class Place:
 
 
 def check_kernels(place: Place) -> str:
-    """Fused kernels against the same in torch, on random numbers."""
+    """Compare fused kernels with the same computation in torch, on random numbers."""
     kernels = choose_kernels(place.device)
     if kernels is None:
-        return "torch alone, as triton cannot be used; the log says why"
+        return "torch alone, as triton cannot be used; the log has the reason"
     x_TD, update_TD = torch.randn((2, 64, 1024), device=place.device).bfloat16()
     norm = RMSNorm(1024, 1e-6, place.device, torch.bfloat16)
     norm.weight.fill_(1)
@@ -73,7 +73,7 @@ def check_kernels(place: Place) -> str:
 
 
 def check_attention(place: Place) -> str:
-    """Every backend that can run on the heads of a usual model, and how long it takes."""
+    """Measure every backend that can run on the heads of a usual model."""
     dtype = torch.bfloat16 if place.device.type == "cuda" else torch.float32
     spec = AttentionSpec(4, 16, 8, 128, 128**-0.5)
     plugins = Plugins({ATTENTION: "auto"})
@@ -91,7 +91,7 @@ def check_attention(place: Place) -> str:
 
 
 def check_graphs(place: Place) -> str:
-    """Work captured once and replayed on other numbers."""
+    """Capture work once and replay it on other numbers."""
     graphs = device_for_graphs(place.device)
     if not graphs.captures:
         return "a CPU has none"
@@ -113,7 +113,7 @@ def check_graphs(place: Place) -> str:
 
 
 def check_collectives(place: Place) -> str:
-    """Every communication library that can run here, by all GPUs of this machine."""
+    """Check every communication library that can run here, on all GPUs of this machine."""
     if place.rendezvous:
         return _check_rank(place)
     size = torch.cuda.device_count() if place.device.type == "cuda" else 2
@@ -158,7 +158,7 @@ def _check_rank(place: Place) -> str:
 
 
 def check_captured(comm: Comm, device: torch.device, num_elements: int = 8 * 4096) -> float:
-    """Collectives in a graph, replayed.  Returns the largest error; raises AssertionError if there is one."""
+    """Replay collectives in a graph.  Return the largest error; raises AssertionError if there is one."""
     ours, summed = torch.ones(num_elements, device=device), torch.zeros(num_elements, device=device)
     comm.all_reduce(summed)  # the first call connects the ranks, which a capture cannot do
     comm.all_gather(summed)
@@ -188,13 +188,13 @@ CHECKS: Mapping[str, Callable[[Place], str]] = {
 
 
 def self_test(device: str, limit_s: float = LIMIT_S) -> Iterator[Result]:
-    """Every check as it ends, on a 'cuda' or 'cpu' device.
+    """Yield the result of every check as it ends, on a 'cuda' or 'cpu' device.
 
-    One that hangs, dies or comes too late is wrong, and the others are still made."""
+    A check that hangs, dies or comes too late has failed, and the others still run."""
     ends_at = time.monotonic() + limit_s
     for name in CHECKS:
         left_s = max(1.0, ends_at - time.monotonic())
-        # With a group of its own, so that ranks that it has started end with it.
+        # In a session of its own, so that ranks that it has started end with it.
         process = subprocess.Popen(_command(name, device), stdout=subprocess.PIPE, text=True, start_new_session=True)
         try:
             said, _ = process.communicate(timeout=left_s)
@@ -220,7 +220,7 @@ def _read(name: str, said: str, code: int) -> Result:
 
 
 def _error(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """Relative to numbers about 1 and larger ones."""
+    """Return the largest error, relative to expected numbers above 1."""
     difference = (found.double() - expected.double()).abs()
     return float((difference / expected.double().abs().clamp_(min=1)).max())
 
@@ -230,7 +230,7 @@ def main(name: str, device: str, rank: str = "0", size: str = "1", rendezvous: s
     try:
         with torch.inference_mode():
             result = Result(name, True, CHECKS[name](Place(torch.device(device), int(rank), int(size), rendezvous)))
-    except Exception as error:  # whatever it is, it is the finding
+    except Exception as error:  # any error is the result of the check
         result = Result(name, False, " ".join(f"{type(error).__name__}: {error}".split())[:500])
     print(msgspec.json.encode(result).decode(), flush=True)
 

@@ -3,9 +3,9 @@
 Legend: T rows of a step · D model dim · Q query heads · H head size · V vocabulary
 Owns: which parts are tried, with how many rows at a time.  Does not know: kernels, why a part would differ.
 
-Every part is run on random rows, once on all of them together and once on pieces of every size that it meets.  What is
-not exactly equal is named, and the start ends: nothing is served that does not hold.  A step that was captured repeats
-what is proved here; one that is another program, a call of C, has a proof of its own.
+Every part is run on random rows, once on all of them together and once on pieces of every size that it meets.  A part
+that is not exactly equal is named, and the start ends: no engine serves with numerics that do not hold.  A captured
+step repeats what is proved here; a step that is another program, a call of C, has a proof of its own.
 """
 
 import logging
@@ -40,20 +40,20 @@ from engine.types.params import SamplingParams
 
 log = logging.getLogger(__name__)
 
-# From rows first:last to their results, as the part gives them when it gets these alone.
+# Rows first:last -> their results, as the part computes them when it gets only these.
 Rows = Callable[[int, int], Tensor]
 SEED = 5
-# Rows ask for these in turn.  One row has a penalty beside them; only one, because counts of tokens take memory.
+# Parameters of the rows, in turn.  One row also has a penalty; only one, because counts of tokens take memory.
 WISHES = (SamplingParams(temperature=0.0), SamplingParams(), SamplingParams(top_k=20, top_p=0.9))
 PENALISED_ROW, PENALISED = 3, SamplingParams(repetition_penalty=1.1)
 
 
 def require_provable(plan: Model) -> None:
-    """Raise ConfigError for a model of which a part is known not to hold, or not to be tried.  plan: its shapes."""
+    """Raise ConfigError for a model with a part that is known to differ, or that is not tried.  plan: its shapes."""
     if not isinstance(plan, Decoder) or plan.pooled_head is not None:
-        fault = "only families of callboard's own that generate have it"
+        fault = "only callboard's own families that generate text support it"
     elif plan.attention_spec.latent_size:
-        fault = "this model's pages keep latents, which are not tried"
+        fault = "this model's pages keep latents, for which there is no proof"
     elif any(isinstance(layer.mlp, ExpertsShape) for layer in plan.shape.layers):
         fault = "this model has experts, which are chosen by torch's product"
     else:
@@ -75,9 +75,9 @@ def prove_invariance(
     max_tokens: int,
     max_rows: int,
 ) -> None:
-    """Raise ConfigError that names the parts that differ.  All ranks together, with the threads that they run with.
+    """Raise ConfigError that names the parts that differ.  All ranks call it together, with their final threads.
 
-    sampler: of max_rows, unused; what they ask for is changed.  max_tokens: most rows of a step."""
+    sampler: a sampler of max_rows, unused; its rows are changed.  max_tokens: most rows of a step."""
     start = time.perf_counter()
     spec = model.attention_spec
     num_pages = max(pages_needed(page_size), -(-max_tokens // page_size))
@@ -112,9 +112,9 @@ def _place(device: torch.device) -> str:
 def prove_decodes(
     model: Decoder, decodes: CapturedDecodes, attention: AttentionBackend, pool: KVPool, rows: DeviceRows
 ) -> None:
-    """Raise ConfigError where ``decodes`` gives rows other bits than the model does, layer by layer.
+    """Raise ConfigError if ``decodes`` gives rows other bits than the model does, layer by layer.
 
-    pool, rows: unused, and what they hold is changed."""
+    pool, rows: unused; their content is changed."""
     max_rows, row_len = rows.tokens_RM.shape
     row_N = torch.arange(min(max_rows, pool.num_pages))
     num_rows = len(row_N)
@@ -136,13 +136,13 @@ def prove_decodes(
     step = StepTensors(token_ids_N, positions_N, slots_N, row_N, attention, pool)
     if found_NV is None or not torch.equal(model.forward(step), found_NV):
         raise ConfigError(
-            "model.numerics=invariant does not hold for this model on this machine: decode steps in one call of C have "
+            "model.numerics=invariant does not hold for this model on this machine: decode steps in one call of C give "
             "other bits than layer by layer; set CALLBOARD_KERNELS=torch, or model.numerics=fast"
         )
 
 
 def pieces(num_rows: int) -> list[tuple[int, int]]:
-    """Neighbouring (first, last) of growing sizes: one of each up to 8, then a quarter larger each time."""
+    """Return neighbouring (first, last) of growing sizes: one of each up to 8, then a quarter larger each time."""
     found, first, size = [], 0, 1
     while first + size <= num_rows:
         found.append((first, first + size))
@@ -151,7 +151,7 @@ def pieces(num_rows: int) -> list[tuple[int, int]]:
 
 
 def _difference(name: str, num_rows: int, part: Rows) -> str:
-    """'' if every piece gives what all rows give together."""
+    """Return '' if every piece has the same results as all rows together, else the difference."""
     together, found = part(0, num_rows), ""
     for first, last in pieces(num_rows):  # all of them: other ranks wait for this one's part of a sum
         if not torch.equal(part(first, last), together[first:last]) and not found:
@@ -170,7 +170,7 @@ def _attention_difference(backend: AttentionBackend, spec: AttentionSpec, pool: 
 def _parts(
     model: Decoder, backend: AttentionBackend, pool: KVPool, sampler: Sampler, max_tokens: int, max_rows: int
 ) -> Iterator[tuple[str, int, Rows]]:
-    """(name, most rows, the part) of each kind of layer, and of what is behind the layers."""
+    """Yield (name, most rows, the part) of each kind of layer, and of the parts after the layers."""
     x_TD = _random(pool, max_tokens, model.shape.hidden_size, dtype=model.dtype)
     seen = []
     for index, layer in enumerate(model.layers):
@@ -179,7 +179,7 @@ def _parts(
             seen.append(shape)
             for name, part in _layer_parts(model, layer, backend, pool, x_TD):
                 yield f"layer {index}'s {name}", max_tokens, part
-    # Log probabilities of prompts have more rows at a time than are sampled.
+    # Log probabilities of prompts have more rows at a time than sampling has.
     max_scored = max(max_rows, min(max_tokens, SCORED_ROWS))
     yield "the LM head", max_scored, lambda first, last: model.logits(x_TD[first:last].clone())
     logits_NV = model.logits(x_TD[:max_scored].clone())
@@ -202,7 +202,7 @@ def _layer_parts(
 
 
 def _norm(norm: Norm, model: Decoder, x_TD: Tensor) -> Rows:
-    """Of rows, and of their sums with other ones; side by side."""
+    """Return the norm of rows, and of their sums with other ones, side by side."""
     update_TD = x_TD.flip(0)
 
     def both(first: int, last: int) -> Tensor:
@@ -213,7 +213,7 @@ def _norm(norm: Norm, model: Decoder, x_TD: Tensor) -> Rows:
 
 
 def _projection(model: Decoder, layer: DecoderLayer, backend: AttentionBackend, pool: KVPool, x_TD: Tensor) -> Rows:
-    """Queries, and what is in the pool afterwards, side by side."""
+    """Return queries, and the keys and values in the pool afterwards, side by side."""
     positions_T = torch.arange(len(x_TD), device=x_TD.device)
     slots_T = positions_T // pool.page_size * pool.page_stride + positions_T % pool.page_size
     rotary, kernels = None if layer.rotary is None else model.rotaries[layer.rotary], model.kernels
@@ -229,7 +229,7 @@ def _projection(model: Decoder, layer: DecoderLayer, backend: AttentionBackend, 
 
 
 def _sampled(sampler: Sampler, logits_NV: Tensor) -> Rows:
-    """Each row's token, the first that it samples."""
+    """Return each row's token, the first that it samples."""
 
     def sample(first: int, last: int) -> Tensor:
         rows = range(first, last)
@@ -246,12 +246,12 @@ def _newcomer(row: int, wishes: SamplingParams) -> Newcomer:
 
 
 def _logprobs(logits_NV: Tensor) -> Tensor:
-    """Per row those of its first token and of the most likely ones, and which these are, side by side."""
+    """Return log probabilities per row: of its first token and of the likeliest ones, and their ids, side by side."""
     row_N = np.arange(len(logits_NV))
     found = batch_logprobs(logits_NV, torch.zeros_like(logits_NV[:, 0], dtype=torch.int64), row_N, row_N)
     return torch.cat((found.chosen_L[:, None], found.top_LK, found.top_ids_LK.float()), 1)
 
 
 def _random(pool: KVPool, *shape: int, dtype: torch.dtype) -> Tensor:
-    """Where the pool is."""
+    """Return random numbers on the pool's device."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(SEED)).to(pool.data.device, dtype)

@@ -1,6 +1,6 @@
-"""What torch finds on this machine, for those who must not import it themselves.
+"""The inventory of this machine as torch finds it, for programs that must not import torch themselves.
 
-Owns: that look.  Does not know: what is wanted, what to advise.
+Owns: that look-up.  Does not know: what is wanted, what to advise.
 """
 
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ class GPU:
 
 @dataclass(frozen=True, slots=True)
 class Inventory:
-    """cuda: the version torch was built for, None for a CPU build.  threads: that torch uses by itself."""
+    """Torch and its devices.  cuda: version torch was built for, None for a CPU build.  threads: torch's default."""
 
     torch: str
     cuda: str | None
@@ -29,7 +29,7 @@ class Inventory:
 
 
 def take_inventory() -> Inventory:
-    """Look; takes a moment where there are GPUs, since their driver starts."""
+    """Return the inventory.  It takes a moment if there are GPUs, since their driver starts."""
     gpus = []
     if torch.cuda.is_available():
         for number in range(torch.cuda.device_count()):

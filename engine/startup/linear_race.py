@@ -1,6 +1,6 @@
 """Linear kernels measured against each other on a model's own shapes.
 
-Owns: what is timed, and what a result holds for.  Does not know: which kernels there are.
+Owns: which products are timed, and what a result holds for.  Does not know: which kernels there are.
 """
 
 import platform
@@ -17,23 +17,23 @@ from engine.host.kept_results import KeptResults
 from engine.layers.packing import LinearKernel
 
 Shapes = list[tuple[int, int]]
-ROWS = (1, 8, 64)  # a decode step alone, of a small batch, and a short prompt or a large batch
+ROWS = (1, 8, 64)  # a single decode step, one of a small batch, and a short prompt or a large batch
 TURNS = 5
-# So many weights take turns: more than caches hold, as in a step, or all that the model has.
+# Bytes of weights that take turns: more than caches hold, as in a step, or all that the model has.
 MEASURED_BYTES = 64 << 20
 SMALL_BYTES = 4 << 20  # a model with less than this is not worth measuring
-MAX_OUTPUTS = 8192  # of a measured weight: rows of an LM head beyond it cost what those before do
+MAX_OUTPUTS = 8192  # of a measured weight: further rows of an LM head cost what those before do
 
 
 class Race:
-    """Kernels in turns over random weights of given shapes, once per machine, shapes and number of threads."""
+    """A race of kernels, in turns over random weights, once per machine, shapes and number of threads."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         self._device = device
         self._dtype = dtype
 
     def seconds(self, kernels: Mapping[str, LinearKernel], shapes: Shapes) -> Mapping[str, float]:
-        """Geometric mean over ROWS of the time for all shapes, per kernel; empty for a small model."""
+        """Return kernel -> geometric mean over ROWS of the seconds for all shapes; empty for a small model."""
         shapes = self._measured(shapes)
         if not shapes:
             return {}
@@ -51,7 +51,7 @@ class Race:
             return []
         chosen: Shapes = []
         room = MEASURED_BYTES
-        # From both ends: layers are alike, and the LM head is last.
+        # From both ends: the layers are all the same, and the LM head is last.
         for outputs, inputs in [shapes[-1], *shapes[:-1]]:
             if not outputs:
                 continue  # the head of a model that has none
@@ -96,7 +96,7 @@ class _Plain:
 
 
 def _processor(device: torch.device) -> str:
-    """The name of the GPU, or of the CPU with what torch's kernels use of it."""
+    """Return the name of the GPU, or of the CPU with the instruction set that torch's kernels use."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     try:

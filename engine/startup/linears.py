@@ -1,6 +1,6 @@
-"""The kernels behind a rank's linear layers: the one that was named, or the fastest that fits, and why.
+"""The kernels behind a rank's linear layers: the one that was named, or the fastest that fits, and the reason.
 
-Owns: asking for them.  Does not know: which kernels there are, how they are measured.
+Owns: the choice.  Does not know: which kernels there are, how they are measured.
 """
 
 import logging
@@ -24,13 +24,13 @@ from engine.types.errors import PluginError
 
 log = logging.getLogger(__name__)
 
-CLEARLY = 0.7  # of the time that the preferred kernel takes: on a busy machine one is so much faster by chance
-# Kernels by short name -> seconds of each; empty where that is not worth measuring.
+CLEARLY = 0.7  # of the time of the preferred kernel: on a busy machine a kernel is so much faster by chance
+# Kernels by short name -> seconds of each; empty if it is not worth measuring.
 Measure = Callable[[Mapping[str, LinearKernel]], Mapping[str, float]]
 
 
 def choose_linears(config: Config, spec: ModelSpec, plugins: Plugins, plan: Model, device: torch.device) -> Linears:
-    """plan: this rank's model on the meta device.  Call it with the threads that the model will run with.
+    """Choose the kernels.  plan: this rank's model on the meta device.  Call it with the model's number of threads.
 
     Raises PluginError."""
     context = rank_context(config, spec, device, plan.dtype)
@@ -58,7 +58,7 @@ def choose_linears(config: Config, spec: ModelSpec, plugins: Plugins, plan: Mode
 
 
 def told(stored: Quantization, wanted: str) -> str:
-    """How weights that a checkpoint stores rounded are multiplied by.  wanted: model.quantization."""
+    """Return how weights that a checkpoint stores rounded are multiplied.  wanted: model.quantization."""
     floats = f"stored as {stored} with {stored.scales}, read as the floats that they stand for"
     if wanted == "none":
         return f"{floats}; model.quantization keeps them small"
@@ -66,16 +66,16 @@ def told(stored: Quantization, wanted: str) -> str:
 
 
 def widens(stored: Quantization, context: LinearContext) -> bool:
-    """Whether a GPU multiplies by floats that are larger than those of the file, and need not."""
+    """Return whether a GPU multiplies by floats that are larger than those of the file, and need not."""
     return context.device == "cuda" and stored.kind == "float" and context.quantization == "none"
 
 
 def rank_context(config: Config, spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> LinearContext:
-    """What linear plugins are told on this machine."""
+    """Return the context that linear plugins get on this machine."""
     stored = spec.quantization
     return linear_context(
         config,
-        # What was rounded by a scale fits no float of 16 bits.
+        # Weights that were rounded with a scale fit no float of 16 bits.
         spec.dtype if stored is None else "float32",
         scale_block=stored.block if stored is not None and stored.kind == "float" else None,
         device=device.type,
@@ -87,7 +87,7 @@ def rank_context(config: Config, spec: ModelSpec, device: torch.device, dtype: t
 def choose_linear(plugins: Plugins, context: LinearContext, measure: Measure) -> LinearKernel:
     """Build the kernel that was named, or the fastest built-in.  measure: called if several fit.
 
-    Raises PluginError, naming the plugin and what could run instead, or what could be asked for."""
+    Raises PluginError, naming the plugin and what could run instead, or what could be configured."""
     named = plugins.names.get(LINEAR)
     if named is not None:
         check_linear_fits(plugins, context)
@@ -109,7 +109,7 @@ def choose_linear(plugins: Plugins, context: LinearContext, measure: Measure) ->
         name = fastest if seconds[fastest] < CLEARLY * seconds[name] else name
         reason = ", ".join(f"{one} {1e3 * seconds[one]:.2f} ms" for one in kernels)
     elif len(kernels) > 1:
-        reason = f"a small model; {', '.join(list(kernels)[1:])} would do as well"
+        reason = f"a small model; {', '.join(list(kernels)[1:])} would fit as well"
     elif kept:
         reason = kept
     log.info("plugin: %s.%s for %s (%s)", LINEAR, name, _what(context), reason)
@@ -119,9 +119,9 @@ def choose_linear(plugins: Plugins, context: LinearContext, measure: Measure) ->
 def _those_that_can(
     plugins: Plugins, infos: Iterable[PluginInfo], context: LinearContext
 ) -> Mapping[str, LinearKernel]:
-    """Their kernels by short name, but for those that refuse this device.
+    """Return the kernels by short name, except those that refuse this device.
 
-    Raises what the last one says if all do, and what one says that the configuration has options for."""
+    Raises the last error if all refuse, and the error of one that has options in the configuration."""
     kernels: dict[str, LinearKernel] = {}
     refused = None
     for info in infos:
@@ -133,7 +133,7 @@ def _those_that_can(
             log.info("plugin: %s is out: %s", info.name, error)
             refused = error
     if not kernels:
-        assert refused is not None, "no kernel was asked"
+        assert refused is not None, "no kernel was tried"
         raise refused
     return kernels
 

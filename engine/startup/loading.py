@@ -58,14 +58,14 @@ from engine.types.params import SamplingParams
 
 log = logging.getLogger(__name__)
 
-RACE_CONTEXT = 256  # tokens of each sequence in the steps that threads are measured with
+RACE_CONTEXT = 256  # tokens of each sequence in the steps that measure threads
 
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
     """A model with its weights.
 
-    kernels: those of a model on a CPU, if it has some.
+    kernels: those of a model on a CPU, if there are any.
     thread_choices: numbers of threads that are worth measuring."""
 
     model: Model
@@ -90,10 +90,10 @@ def load_runner(
     """Return a runner that is ready for its first step.  Runs on the device thread, of all ranks at the same time.
 
     local_rank: the rank's GPU of this machine; None for the one of the rank's number.
-    rendezvous: where the ranks of this group meet, see ``CommContext``; empty for one rank.
-    num_pages: pages that the runner must have, since one before it had them; 0 for kv.num_pages, or what fits.
-    grammars: those of this process, where the text side lives in it as well.
-    given: see ``RankContext``.
+    rendezvous: where the ranks of this group meet, as in ``CommContext``; empty for one rank.
+    num_pages: pages that the runner must have, since the runner before it had them; 0 for kv.num_pages, or what fits.
+    grammars: those of this process, if the text side is in it as well.
+    given: as in ``RankContext``.
 
     Raises ConfigError, WeightsError, PluginError, GraphError with a message for the user."""
     device = choose_device(config.device, rank if local_rank is None else local_rank)
@@ -143,13 +143,13 @@ def _start(
 
 def _load_weights(start: Start) -> Loaded:
     config, spec, graphs, comm, device = start.config, start.spec, start.graphs, start.comm, start.device
-    graphs.device.trim()  # of what a runner before this one has left
+    graphs.device.trim()  # memory that a runner before this one has left
     room = fair_share(free_bytes(device), start.place, comm, device)
     model_comm = OrderedComm(graphs.comm) if start.invariant and comm.size > 1 else graphs.comm
     plan = build_model(spec.shape, model_comm, torch.device("meta"), start.dtype)
     if start.invariant:
         require_provable(plan)
-    # A tied table: on a GPU, too, kernels of invariant products have a copy.
+    # A tied table: even on a GPU, kernels of invariant products have a copy.
     copied = plan.doubled_bytes if start.invariant and not start.on_cpu else 0
     thread_choices: Sequence[int] = set_threads(config.device.threads, device, plan.parameter_bytes)
     if start.on_cpu:
@@ -274,7 +274,7 @@ def _new_runner(
 
 
 def _compiled_decodes(start: Start, loaded: Loaded, parts: StepParts) -> CapturedDecodes | None:
-    """Return decode steps as calls of C, or None where C does not compute what the model does."""
+    """Return decode steps as calls of C, or None if C does not compute what the model does."""
     if loaded.kernels is None:
         return None
     model, pool, rows = parts.model, parts.pool, parts.rows
@@ -302,18 +302,18 @@ def _log_ready(start: Start, parts: StepParts) -> None:
 def _cpu_kernels(start: Start) -> CPUKernels | None:
     """Return the kernels of a model on a CPU, if they compute what it does.
 
-    No graph has them: what records or compiles a step sees operations of torch alone."""
+    Graphs do not use them: a step that is recorded or compiled has operations of torch alone."""
     is_plain = start.dtype == torch.float32 and start.kv_dtype in ("", "float32")
     return cpu_kernels() if is_plain and start.graphs.mode == "off" else None
 
 
 def _check_device(config: Config, device: torch.device) -> None:
-    """Raise ConfigError for settings that this device has no use for.
+    """Raise ConfigError for settings that cannot work on this device.
 
-    A thread that waits on a GPU for a rank that is gone cannot be ended, nor can what it holds be freed."""
+    A thread that waits on a GPU for a lost rank cannot be ended, nor can its memory be freed."""
     if config.model.numerics == "invariant" and config.graphs.mode == "compiled":
         raise ConfigError(
-            "model.numerics=invariant with graphs.mode=compiled: compilers order sums as they like; set "
+            "model.numerics=invariant with graphs.mode=compiled: compilers choose the order of sums; set "
             "graphs.mode=auto, or model.numerics=fast"
         )
     num_ranks, placement = config.device.tensor_parallel, config.placement.executor
@@ -330,7 +330,7 @@ def _connect(config: Config, plugins: Plugins, rank: int, device: torch.device, 
 
 
 def _own_grammars(start: Start) -> Grammars:
-    """Return grammars for a process that has no text side: its tokenizer is read when the first grammar comes."""
+    """Return grammars for a process without a text side: its tokenizer is read when the first grammar comes."""
     config, spec = start.config, start.spec
 
     def codec() -> TextCodec:
@@ -342,7 +342,7 @@ def _own_grammars(start: Start) -> Grammars:
 def _step_threads(
     start: Start, loaded: Loaded, parts: StepParts, whole_decodes: CapturedDecodes | None
 ) -> StepThreads | None:
-    """Measure numbers of threads, where there is a choice; rows of the sampler are free, and no page holds anything.
+    """Measure numbers of threads, if there is a choice.  The sampler's rows are free, and all pages are empty.
 
     Invariant numerics are proved with one number of threads, and a model that pools runs no decode steps."""
     config, choices = start.config, loaded.thread_choices

@@ -1,4 +1,4 @@
-"""One attention backend measured in one phase: what it needs is compiled first, then steps are timed.
+"""One attention backend measured in one phase: its kernels are compiled first, then steps are timed.
 
 Legend: T new tokens of a step · N query heads · H head size
 Owns: how a step is timed, and that only right results count.
@@ -33,7 +33,7 @@ from engine.plugins.selection import Contender, ask
 from engine.startup.trial_steps import Load, TrialSteps
 from engine.types.errors import PluginError
 
-MOST_LAYERS = 16  # one after the other, so that keys come from memory and not from a cache, as in a step
+MOST_LAYERS = 16  # in turn, so that keys come from memory and not from a cache, as in a step
 WARM_UPS, REPEATS, MEASURED_S = 2, 3, 0.02
 
 
@@ -41,7 +41,7 @@ WARM_UPS, REPEATS, MEASURED_S = 2, 3, 0.02
 class Entry:
     """A contender in one phase, and the heads, pages and device that it is measured on.
 
-    options: of plugins, per full name, as the user has set them.  spec: its sinks are in host memory."""
+    options: options of plugins, per full name, as the user has set them.  spec: its sinks are in host memory."""
 
     contender: Contender
     phase: Phase
@@ -57,7 +57,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """captured: whether a graph has it.  planned: whether the backend plans the batch before every run."""
+    """A planned step.  captured: whether it is a graph.  planned: whether the batch is planned before every run."""
 
     backend: AttentionBackend
     batch: AttentionBatch
@@ -67,7 +67,7 @@ class _Step:
 
 
 class Measurement:
-    """Of one entry, on the calling thread and on graphs of its own."""
+    """The measurement of one entry, on the calling thread and on graphs of its own."""
 
     def __init__(
         self, entry: Entry, *, graphs: GraphDevice | None = None, clock: Callable[[], float] = time.perf_counter
@@ -88,7 +88,7 @@ class Measurement:
 
     @torch.inference_mode()
     def compile(self) -> None:
-        """Run every step once in few layers, so that compilers are done.  Raises what the backend raises, and
+        """Run every step once in few layers, so that compilers are done.  Raises the backend's errors, and
         AssertionError if a result is wrong."""
         entry = self._entry
         small = self._spec.shortened(NUM_LAYERS)
@@ -105,7 +105,7 @@ class Measurement:
 
     @torch.inference_mode()
     def run(self) -> dict[str, float]:
-        """Load -> microseconds of all layers.  Raises as ``compile`` does, and PluginError if no step fits."""
+        """Return load -> microseconds of all layers.  Raises as ``compile`` does, and PluginError if no step fits."""
         steps = self._steps(self._spec)
         backend = self._factory(self._spec, steps.pool)
         us = {str(load): self._time(backend, load, steps) for load in steps.loads}
@@ -121,7 +121,7 @@ class Measurement:
         return TrialSteps(spec, entry.page_size, entry.device, entry.dtype, self._loads, entry.layout, entry.kv_dtype)
 
     def _checked(self, backend: AttentionBackend, load: Load, steps: TrialSteps) -> "_Step":
-        """The step, planned.  Raises AssertionError if its first layer's result is wrong."""
+        """Return the step, planned.  Raises AssertionError if its first layer's result is wrong."""
         batch, q_TNH = steps.batch(load), steps.queries(load)
         captured = load.phase == "decode" and self._graphs.captures
         planned = not (captured and is_capturable(backend))
@@ -135,7 +135,7 @@ class Measurement:
         return _Step(backend, batch, q_TNH, captured, planned)
 
     def _time(self, backend: AttentionBackend, load: Load, steps: TrialSteps) -> float:
-        """Microseconds of all layers of a step, its plan included unless graphs need none."""
+        """Return the microseconds of all layers of a step, including its plan unless graphs need none."""
         step = self._checked(backend, load, steps)
 
         def attend_all() -> None:
@@ -162,9 +162,9 @@ class Measurement:
             graphs.drop(memory)
 
     def _microseconds(self, batch: AttentionBatch, planned: AttentionBackend | None, run: Callable[[], None]) -> float:
-        """Of a step: the fastest of a few runs of as many steps as take a while, as all else on the machine only adds.
+        """Return the microseconds of a step: the fastest of a few runs of many steps, as other load only adds time.
 
-        planned: plans the batch before each of them."""
+        planned: plans the batch before each step."""
 
         def work() -> None:
             if planned is not None:

@@ -25,24 +25,24 @@ from engine.types.params import SamplingParams
 
 log = logging.getLogger(__name__)
 
-MAX_CPU_POOL_BYTES = 4 << 30  # other programs live there too
-MAX_HOST_SHARE = 0.9  # of the available host memory: page-locked memory cannot be swapped, and others need some
+MAX_CPU_POOL_BYTES = 4 << 30  # other programs use this memory too
+MAX_HOST_SHARE = 0.9  # of the available host memory: page-locked memory cannot be swapped, and other programs need some
 # A process that tokenizes or serves HTTP, and this one's own growth: connections, texts, the tree of prefixes.
 PROCESS_BYTES = 64 << 20
-# Per token of the vocabulary and row of the part that is sampled: what top_p makes of it (``engine/sampling/cuts.py``).
+# Per token of the vocabulary and row of the part that is sampled: memory of top_p (``engine/sampling/cuts.py``).
 SAMPLING_BYTES = 40
-# The same per row or position of a prompt whose log probabilities are wanted, of which there are no parts: with 151,936
-# tokens 16 to 256 rows take 14 to 12 bytes, the part included.
+# The same per row or position of a prompt whose log probabilities are wanted, which are not divided into parts: with
+# 151,936 tokens 16 to 256 rows take 14 to 12 bytes, including the part.
 SCORING_BYTES = 12
-# Where scores are capped or have sinks, a block of queries has its scores in memory, and copies of them.
+# If scores are capped or have sinks, a block of queries has its scores in memory, and copies of them.
 SCORED_QUERIES = 128
-POOL_SEQUENCES = 4  # a pool beyond this many full batches buys nothing until prefixes are shared
-# What takes the most memory of all that is sampled without a line of token counts.
+POOL_SEQUENCES = 4  # a pool beyond this many full batches is of no use until prefixes are shared
+# The parameters that take the most memory to sample, without counts of tokens.
 SAMPLED = SamplingParams(temperature=1.0, top_k=50, top_p=0.9, min_p=0.01, logprobs=1)
 
 
 def pool_pages(config: Config, max_len: int, page_bytes: int, free_bytes: int, needs: Needs) -> int:
-    """Pages for the free memory.  Raises ConfigError if not even one sequence of full length fits."""
+    """Return the pages for the free memory.  Raises ConfigError if one sequence of full length does not fit."""
     page_size, fraction = config.kv.page_size, config.kv.memory_fraction
     per_sequence = -(-max_len // page_size)
     fitting = max(0, int(free_bytes * fraction) - needs.total) // page_bytes
@@ -62,7 +62,7 @@ def pool_pages(config: Config, max_len: int, page_bytes: int, free_bytes: int, n
 
 
 def require_room(asked: str, num_pages: int, page_bytes: int, available: int, share: float, needs: Needs) -> None:
-    """Raise ConfigError if pages need more than ``share`` of what is available and not needed for something else.
+    """Raise ConfigError if pages need more than ``share`` of the available memory without ``needs``.
     asked: the setting and its bytes."""
     fitting = int(max(0, available - needs.total) * share) // page_bytes
     if num_pages > fitting:
@@ -76,18 +76,18 @@ def require_room(asked: str, num_pages: int, page_bytes: int, available: int, sh
 def most_sampled(config: Config, num_tokens: int, more_samples: int) -> int:
     """Return the most positions of a step of ``num_tokens`` that are sampled.
 
-    more_samples: positions of one row that are sampled in a step, besides its last one."""
+    more_samples: positions of one row that are sampled in a step, in addition to its last one."""
     return min(config.scheduler.max_running * (1 + more_samples), num_tokens)
 
 
 def host_needs(config: Config, shape: DecoderShape, max_len: int, dtype: torch.dtype, more_samples: int = 0) -> Needs:
-    """Estimate for a CPU, where the largest step cannot be tried: a process beyond its container's limit is killed.
+    """Estimate the needs on a CPU, where the largest step cannot be tried: beyond its limit a process is killed.
 
-    So this adds up, for one rank, what a step can hold at once: all that a layer computes of T tokens, half of it
+    The estimate adds up, for one rank, what a step can hold at once: all that a layer computes of T tokens, half of it
     again for padded copies, a mask of T queries against the longest context and a copy of that context's keys and
-    values, where ``attention.torch`` does not attend in C, the sampler's and prompt log probabilities' work on the
-    vocabulary, and the host's
-    tables.  more_samples: see ``most_sampled``."""
+    values, unless ``attention.torch`` attends in C, the sampler's and prompt log probabilities' work on the
+    vocabulary, and the host's tables.
+    more_samples: as in ``most_sampled``."""
     scheduler, ranks = config.scheduler, config.device.tensor_parallel
     num_tokens = min(scheduler.max_step_tokens, max_len * scheduler.max_running)
     num_sampled = most_sampled(config, num_tokens, more_samples)
@@ -95,12 +95,12 @@ def host_needs(config: Config, shape: DecoderShape, max_len: int, dtype: torch.d
     layer = 4 * shape.hidden_size + (4 * heads + 4 * shape.intermediate_size) // ranks
     context = 4 * max_len * shape.num_kv_heads * shape.head_size  # a power of two that holds it, keys and values
     if config.kv.kept_as(str(dtype).removeprefix("torch.")):
-        context += context // 2  # as pages keep it
+        context += context // 2  # a copy as pages store it
     masks = num_tokens * max_len * (2 if shape.window else 1)
     if shape.attention_needs:
         masks += 3 * shape.num_heads // ranks * SCORED_QUERIES * max_len
     if attends_in_c(shape.attention_needs, dtype) and not config.kv.kept_as(str(dtype).removeprefix("torch.")):
-        context = masks = 0  # it reads pages where they are, and needs no mask
+        context = masks = 0  # C reads pages in place, and needs no mask
     in_dtype = (num_tokens * layer * 3 // 2 + context + masks) * dtype.itemsize
     part = min(num_sampled * shape.num_outputs, max(shape.num_outputs, PART_SCORES_CPU))
     scored = (num_sampled + min(num_tokens, SCORED_ROWS)) * shape.num_outputs
@@ -115,8 +115,8 @@ def host_needs(config: Config, shape: DecoderShape, max_len: int, dtype: torch.d
 
 
 def run_largest_step(config: Config, max_len: int, steps: ModelSteps, more_samples: int = 0) -> None:
-    """A step of scheduler.max_step_tokens, of sequences as long as can be: it takes more memory than any other.
-    more_samples: see ``most_sampled``."""
+    """Run a step of scheduler.max_step_tokens with the longest sequences: it takes more memory than any other.
+    more_samples: as in ``most_sampled``."""
     scheduler = config.scheduler
     full, rest = divmod(min(scheduler.max_step_tokens, max_len * scheduler.max_running), max_len)
     queries = np.array([max_len] * full + [rest] * bool(rest), dtype=np.int32)
@@ -126,8 +126,8 @@ def run_largest_step(config: Config, max_len: int, steps: ModelSteps, more_sampl
 
 
 def check_weights(spec: ModelSpec, needed_bytes: int, dtype: torch.dtype, available: int, ranks: int) -> None:
-    """Raise ConfigError, before anything is loaded, if a rank's weights cannot fit: where they do not, a CPU's system
-    kills the process without a word.  needed_bytes, available: of one of ``ranks``."""
+    """Raise ConfigError, before anything is loaded, if a rank's weights cannot fit: a CPU's system would kill the
+    process without a message.  needed_bytes, available: those of one of ``ranks``."""
     if needed_bytes <= available:
         return
     name = str(dtype).removeprefix("torch.")
@@ -141,7 +141,7 @@ def check_weights(spec: ModelSpec, needed_bytes: int, dtype: torch.dtype, availa
 
 
 def report(rank: int, model: Model, pool: KVPool, needs: Needs, graph_bytes: int, left_bytes: int) -> None:
-    """Say once, at start, where the memory went.  needs: as estimated.  graph_bytes: as it came to be."""
+    """Log once, at start, where the memory went.  needs: the estimate.  graph_bytes: the memory that graphs took."""
     log.info(
         "rank %d memory: weights %s, activations %s, graphs %s (expected %s), compiled products %s, processes %s, "
         "KV pool %s (%d pages, %d tokens), left %s",

@@ -1,7 +1,7 @@
-"""A step of the whole model for which no request stands, to be measured at start.
+"""Steps of the whole model without requests, which are measured at start.
 
 Legend: T new tokens of the step · B its sequences · N rows that are sampled
-Owns: its inputs, all of the dump page.  Does not know: why it is run, clocks.
+Owns: the inputs of a step, all of the dump page.  Does not know: why it is run, clocks.
 """
 
 import numpy as np
@@ -19,7 +19,7 @@ Int32 = npt.NDArray[np.int32]
 
 
 class ModelSteps:
-    """pool: of any size; everything is read from and written to the dump page.  Rows of ``sampler`` must be free."""
+    """Steps that read and write only the dump page.  pool: of any size.  sampler: its rows must be free."""
 
     def __init__(self, model: Model, pool: KVPool, attention: AttentionBackend, sampler: Sampler) -> None:
         self._model = model
@@ -31,8 +31,8 @@ class ModelSteps:
     def run(
         self, lengths_B: Int32, queries_B: Int32, num_sampled: int, params: SamplingParams, num_rows: int = 0
     ) -> None:
-        """lengths_B: context, new tokens included.  queries_B: new tokens; all 1 in a decode step.
-        num_rows: of the sampler, each of which has several of what is sampled if that is more; 0 for as many."""
+        """Run a step.  lengths_B: context including new tokens.  queries_B: new tokens; all 1 in a decode step.
+        num_rows: rows of the sampler, which have several samples each if these are more; 0 for one sample each."""
         pool, device = self._pool, self._pool.data.device
         num_sequences, num_tokens = len(queries_B), int(queries_B.sum())
         starts = np.concatenate(([0], queries_B.cumsum())).astype(np.int32)

@@ -1,4 +1,4 @@
-"""The KV pool of a rank: how many pages it has, and what is built over it.
+"""The KV pool of a rank: how many pages it has, and the parts that are built over it.
 
 Owns: the order in which memory is measured and taken.  Does not know: how weights are loaded, how a step runs.
 """
@@ -31,9 +31,9 @@ from engine.types.errors import ConfigError
 
 
 class PoolMaker:
-    """Makes the KV pool of a rank, with what reads it, and finds out how many pages it has.
+    """A maker of a rank's KV pool and the parts that read it.  It also finds the number of pages.
 
-    needs: memory that must stay free next to the pool, once ``parts`` was called."""
+    needs: memory that must stay free next to the pool, set by ``parts``."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class PoolMaker:
         self._more_samples = max((one.more_samples for one in features), default=0)
 
     def parts(self, known_pages: int) -> StepParts:
-        """Return what the rank runs its steps with.  known_pages: the pages it must have; 0 to find out.
+        """Return the parts that the rank runs its steps with.  known_pages: the pages it must have; 0 to find out.
 
         Raises ConfigError if there is no memory for them."""
         num_pages = self._num_pages(known_pages)
@@ -62,7 +62,7 @@ class PoolMaker:
             return self._make(num_pages)
         except (MemoryError, torch.OutOfMemoryError) as error:
             asked = f"{num_pages * self._page_bytes / 1e9:.1f} GB for a KV pool of {num_pages} pages"
-            raise ConfigError(f"{asked} cannot be had ({error}); lower kv.num_pages or kv.memory_fraction") from None
+            raise ConfigError(f"no room for {asked} ({error}); lower kv.num_pages or kv.memory_fraction") from None
 
     def _make(self, num_pages: int) -> StepParts:
         start, kv, spec = self._start, self._start.config.kv, self._model.attention_spec
@@ -72,7 +72,7 @@ class PoolMaker:
         backend = self._attention.build(pool)
         for feature in self._features:
             backend = feature.attention(backend)
-        # Only now: what 'auto' comes to has been loaded by this time.
+        # Only now: the plugins that 'auto' has chosen are loaded by this time.
         start.graphs.break_at([name for one in start.plugins.declarations.values() for name in one.graph_breaks])
         return StepParts(self._model, pool, backend, self._rows, self._sampler)
 
@@ -100,7 +100,7 @@ class PoolMaker:
         if not num_pages:
             room = min(room, MAX_CPU_POOL_BYTES + needs.total) if on_cpu else room
             return _smallest(pool_pages(config, start.max_len, bytes_of_page, room, needs), start.comm, start.device)
-        if not known_pages:  # else it has fitted, and the number may be none that the user has set
+        if not known_pages:  # else it has fitted before, and the user may not have set the number
             asked = f"kv.num_pages={num_pages}: {num_pages * bytes_of_page / 1e9:.1f} GB of memory"
             require_room(asked, num_pages, bytes_of_page, room, MAX_HOST_SHARE if on_cpu else 1.0, needs)
         return num_pages
@@ -117,8 +117,8 @@ class PoolMaker:
             activation_bytes = device.peak(lambda: run_largest_step(config, max_len, steps, self._more_samples))
         except torch.OutOfMemoryError as error:
             raise ConfigError(
-                f"scheduler.max_step_tokens={config.scheduler.max_step_tokens}: no room for a step of that size beside "
-                f"the weights ({error}); lower it, or scheduler.max_running"
+                f"scheduler.max_step_tokens={config.scheduler.max_step_tokens}: no room for a step of that size "
+                f"next to the weights ({error}); lower it, or scheduler.max_running"
             ) from None
         device.trim()
         graph_bytes = self._start.graphs.measure(parts, config.scheduler)

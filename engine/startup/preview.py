@@ -1,6 +1,6 @@
-"""What a start would find on this machine, without loading anything: for listing what could run.
+"""A preview of a start on this machine, without loading anything: for listing what could run.
 
-Owns: that look ahead.  Does not know: plugins' names, printing.
+Owns: that look-up.  Does not know: plugins' names, printing.
 """
 
 from pathlib import Path
@@ -25,9 +25,9 @@ from engine.types.errors import PluginError, WeightsError
 
 
 def preview_context(config: Config) -> AttentionContext:
-    """What attention plugins would be told.  A model that would have to be downloaded is left out.
+    """Return the context that attention plugins would get.  A model that would have to be downloaded is left out.
 
-    Raises ConfigError if the device that the configuration asks for is not here."""
+    Raises ConfigError if the configured device is not here."""
     device = choose_device(config.device, 0)
     spec = _spec_at_hand(config)
     if spec is None:
@@ -37,7 +37,7 @@ def preview_context(config: Config) -> AttentionContext:
 
 
 def preview_template(config: Config) -> str | None:
-    """The model's chat template, '' if it has none; None for a model that is not on this machine or cannot be read."""
+    """Return the model's chat template, '' if it has none; None if the model is not on this machine or unreadable."""
     found: list[str] = []
 
     def note(template: str) -> Formats:
@@ -54,7 +54,7 @@ def preview_template(config: Config) -> str | None:
 
 
 def preview_weights(config: Config, spec: ModelSpec) -> tuple[int, int]:
-    """Bytes that loading a rank's weights takes, and that there are for it if all ranks are on this machine.
+    """Return the bytes that a rank's weights take to load, and the bytes available if all ranks are on this machine.
 
     Raises ConfigError or PluginError, as a start would, if they do not fit, ranks cannot share them, the device is not
     here or no kernel multiplies by them."""
@@ -73,7 +73,7 @@ def preview_weights(config: Config, spec: ModelSpec) -> tuple[int, int]:
 
 
 def preview_attention(config: Config) -> tuple[AttentionSpec, torch.device, torch.dtype]:
-    """What attention of this model is on one rank, where and in which type, without loading it.
+    """Return the attention of this model on one rank, its device and its type, without loading it.
 
     Raises ConfigError if the device is not here, WeightsError if the model is not."""
     device = choose_device(config.device, 0)

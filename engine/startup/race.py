@@ -1,6 +1,6 @@
-"""Attention measured: every backend that can run here, and every variant that it declares, on the model's own heads.
+"""A race of attention backends: every one that can run here, in every variant that it declares, on the model's heads.
 
-Owns: which backends are measured, for how long, what is kept for the next start.
+Owns: which backends are measured, for how long, which results are kept for the next start.
 Does not know: which backends there are, how one is measured (``measurement.py``) and in what process
 (``race_process.py``), which one is taken (``standings.py``), how a rank is put together.
 
@@ -40,34 +40,34 @@ from engine.startup.trial_steps import LOADS, Load
 log = logging.getLogger(__name__)
 
 LONGEST_S = 24 * 3600.0
-# With the default of race_s less than the ten minutes that other ranks wait in a collective.  What a contender had
-# compiled when it was given up is on disk for the next start.
+# Together with the default of race_s less than the ten minutes that other ranks wait in a collective.  What a
+# contender that was given up had compiled is on disk for the next start.
 COMPILE_S = 480.0
-AT_ONCE = 4  # each has a context on the GPU, about 0.5 GB
+AT_ONCE = 4  # processes; each has a context on the GPU, about 0.5 GB
 MOST_TRIES = 2
 
 
 class Measurer(Protocol):
-    """One contender on its way, see ``RaceProcess``."""
+    """The measurement of one contender, as ``RaceProcess`` runs it."""
 
     def is_compiled(self, timeout_s: float) -> bool:
-        """Wait until it is compiled or has failed; False if that takes longer."""
+        """Wait until it is compiled or has failed.  Return False if that takes longer."""
         ...
 
     def measured(self, timeout_s: float) -> Answer | None:
-        """Let it measure; None if that takes longer."""
+        """Let it measure.  Return None if that takes longer."""
         ...
 
     def end(self) -> None:
-        """End everything that it has begun."""
+        """End the measurement and everything that it has started."""
         ...
 
 
 class Race:
-    """One rank's heads, on its own device.
+    """The race for one rank's heads, on its own device.
 
-    limit_s: for measuring all contenders together.  0: no race.  compile_s: for all that they compile before that.
-    start: begins with one contender, in a process of its own: the engine's device is never touched by one that is late.
+    limit_s: for measuring all contenders together.  0: no race.  compile_s: for everything that they compile before.
+    start: starts one contender in a process of its own, so that a late one never touches the engine's device.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class Race:
             }
 
     def decide(self, progress: bool) -> Measured:
-        """Return the choice of 'auto', where it has one and may measure."""
+        """Return the choice of 'auto', if it has one and may measure."""
         if self._device.type == "cuda" and self._left_to_auto() and (advice := missing_for_flashinfer()):
             log.warning("attention: FlashInfer cannot run, and slower kernels take its place. %s", advice)
         if not self._limit_s or not self._undecided():
@@ -123,7 +123,7 @@ class Race:
         return known.fastest()
 
     def _undecided(self) -> bool:
-        """Whether 'auto' has more than one to choose from, for a phase that was left to it."""
+        """Return whether 'auto' has more than one backend to choose from, for a phase that was left to it."""
         return any(len(self._contenders[phase][0]) > 1 for phase in self._left_to_auto())
 
     def _left_to_auto(self) -> list[Phase]:
@@ -136,7 +136,7 @@ class Race:
         return Report(self._about(), self._kept().load() or self._report({}).results)
 
     def run(self, known: Report | None = None) -> Report:
-        """Measure whatever ``known`` lacks, and keep each result as it comes: the next start goes on from there.
+        """Measure whatever ``known`` lacks, and keep each result as it comes: the next start continues from there.
 
         A contender that lacked time is measured again then, MOST_TRIES times in all."""
         began = time.monotonic()
@@ -191,7 +191,7 @@ class Race:
                         answer = answer or Answer({}, f"not measured within the {self._limit_s:g} s for all", late=True)
                     else:
                         answer = Answer({}, f"not compiled within the {self._compile_s:g} s for all", late=True)
-                    process.end()  # and gives its memory back
+                    process.end()  # so that its memory is free again
                     measure_s -= time.monotonic() - began
                     yield entry, answer
             finally:
@@ -218,7 +218,7 @@ class Race:
         )
 
     def _kept(self) -> KeptResults[dict[str, list[Result]]]:
-        """The results on the disk, by all that they depend on."""
+        """Return the results on the disk, by all that they depend on."""
         entrants = {phase: [str(one) for one in found] for phase, (found, _) in self._contenders.items()}
         names = sorted({one.name for found, _ in self._contenders.values() for one in found})
         packages = [_version(self._plugins, name) for name in names]
@@ -240,8 +240,8 @@ def _version(plugins: Plugins, name: str) -> str:
 
 
 def race_for(config: Config) -> Race:
-    """The race of a start with this configuration, without the start; compilers may take as long as they take, and
-    with plugins.race_s=0 so may steps.  Raises ConfigError, WeightsError, PluginError."""
+    """Return the race of a start with this configuration, without the start.  Compilers have no limit of time, and
+    with plugins.race_s=0 steps have none.  Raises ConfigError, WeightsError, PluginError."""
     spec, device, dtype = preview_attention(config)
     plugins = Plugins({ATTENTION: config.plugins.attention}, options=config.plugins.options)
     limit_s = config.plugins.race_s or LONGEST_S

@@ -1,9 +1,9 @@
-"""A process that measures one attention backend, and ends when it is told to or the one that started it is gone.
+"""A process that measures one attention backend.  It ends on request, or when the process that started it is gone.
 
-Owns: what the two say to each other.  Does not know: how a backend is measured, limits of time.
-A backend that hangs, or that breaks its GPU's context, has nothing in common with the engine: it is killed.
+Owns: the messages between the two.  Does not know: how a backend is measured, limits of time.
+A backend that hangs, or that breaks its GPU's context, shares nothing with the engine: it is killed.
 
-    python -m engine.startup.race_process      what ``RaceProcess`` runs
+    python -m engine.startup.race_process      the command that ``RaceProcess`` runs
 """
 
 import os
@@ -25,7 +25,7 @@ COMPILED, MEASURE = b"compiled\n", b"measure\n"
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """What a contender has come to.  us: load -> microseconds of all layers.  problem: why it is out, or ''.
+    """The result of a contender.  us: load -> microseconds of all layers.  problem: why it is out, or ''.
     late: whether only time was lacking.  begun: whether it was started at all."""
 
     us: dict[str, float]
@@ -35,11 +35,11 @@ class Answer(msgspec.Struct, frozen=True):
 
 
 class RaceProcess:
-    """The side of the one who waits."""
+    """The starting process's side of a measurement."""
 
     def __init__(self, entry: Entry) -> None:
         self._answer: Answer | None = None
-        # A session of its own: what compilers it has started ends with it.
+        # A session of its own: compilers that it has started end with it.
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-m", "engine.startup.race_process"],
             stdin=subprocess.PIPE,
@@ -53,14 +53,14 @@ class RaceProcess:
         self._send(encode(entry))
 
     def is_compiled(self, timeout_s: float) -> bool:
-        """Wait until it has compiled all it needs, or has failed; False if that takes longer."""
+        """Wait until it has compiled all it needs, or has failed.  Return False if that takes longer."""
         if not self._answers_within(timeout_s):
             return False
         self._answer = self._receive()
         return True
 
     def measured(self, timeout_s: float) -> Answer | None:
-        """Let it measure, once it is compiled; None if that takes longer."""
+        """Let it measure, once it is compiled.  Return None if that takes longer."""
         if self._answer is None:
             self._send(MEASURE)
             if not self._answers_within(timeout_s):
@@ -69,7 +69,7 @@ class RaceProcess:
         return self._answer
 
     def end(self) -> None:
-        """Whatever it does, it and what it has started are gone afterwards."""
+        """Kill the process and everything that it has started."""
         if self._process.returncode is None:
             with suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
@@ -79,7 +79,7 @@ class RaceProcess:
             self._to.close()
 
     def _send(self, line: bytes) -> None:
-        with suppress(BrokenPipeError):  # it has died, which ``_receive`` finds
+        with suppress(BrokenPipeError):  # the process has died, which ``_receive`` finds
             self._to.write(line)
             self._to.flush()
 
@@ -87,7 +87,7 @@ class RaceProcess:
         return bool(select.select([self._from], [], [], max(0.0, timeout_s))[0])
 
     def _receive(self) -> Answer | None:
-        """Its answer, or None for word that it is compiled."""
+        """Return the process's answer, or None for the message that it is compiled."""
         line = self._from.readline()
         if not line:
             return Answer({}, f"its process ended with exit code {self._process.wait()} and no result")
@@ -95,7 +95,7 @@ class RaceProcess:
 
 
 def encode(entry: Entry) -> bytes:
-    """An entry as it goes to its process: a line of JSON."""
+    """Return an entry as its process reads it: a line of JSON."""
 
     def plain(value: Any) -> object:
         return value.tolist() if isinstance(value, Tensor) else str(value).removeprefix("torch.")
@@ -104,7 +104,7 @@ def encode(entry: Entry) -> bytes:
 
 
 def decode(line: bytes) -> Entry:
-    """What ``encode`` has made."""
+    """Return the entry that ``encode`` has written."""
 
     def built(kind: type, value: Any) -> object:
         if kind is Tensor:
@@ -118,7 +118,7 @@ def decode(line: bytes) -> Entry:
 
 
 def measure(requests: IO[bytes], answers: IO[bytes]) -> None:
-    """Do what the entry that comes first asks for, and send the answer."""
+    """Measure the entry that comes first, and send the answer."""
     entry = decode(requests.readline())
     may_run = threading.Event()
     threading.Thread(target=_listen, args=(requests, may_run), name="race-requests", daemon=True).start()
@@ -128,13 +128,13 @@ def measure(requests: IO[bytes], answers: IO[bytes]) -> None:
         answers.write(COMPILED)
         may_run.wait()
         answer = Answer(measurement.run())
-    except (Exception, SystemExit) as error:  # whatever it is, it is this contender's
+    except (Exception, SystemExit) as error:  # any error is this contender's result
         answer = Answer({}, " ".join(f"{type(error).__name__}: {error}".split())[:300])
     answers.write(msgspec.json.encode(answer) + b"\n")
 
 
 def _listen(requests: IO[bytes], may_run: threading.Event) -> None:
-    """The end of requests is the end of the one who waits, and so of this process and what it has started."""
+    """Wait for the end of requests: the starting process is gone then, so end this one and all that it has started."""
     while requests.readline():
         may_run.set()
     os.killpg(os.getpgrp(), signal.SIGKILL)
@@ -142,6 +142,6 @@ def _listen(requests: IO[bytes], may_run: threading.Event) -> None:
 
 if __name__ == "__main__":
     answers = os.fdopen(os.dup(1), "wb", buffering=0)
-    os.dup2(2, 1)  # what compilers print is no answer
+    os.dup2(2, 1)  # the output of compilers is no answer
     measure(sys.stdin.buffer, answers)
-    os._exit(0)  # a device may hang in an interpreter's ceremonies
+    os._exit(0)  # a device may hang when the interpreter shuts down

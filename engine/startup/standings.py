@@ -1,6 +1,6 @@
-"""What a race of attention backends has found: each one's times, or why it is out, and who is taken.
+"""The results of a race of attention backends: each one's times, or why it is out, and the choice.
 
-Owns: the choice, how it is told.  Does not know: what was run, where it is kept.
+Owns: the choice, and how results are shown.  Does not know: what was run, where results are kept.
 """
 
 import logging
@@ -15,12 +15,12 @@ from engine.plugins.selection import Contender
 
 log = logging.getLogger(__name__)
 
-AS_FAST = 1.03  # within this of the fastest the order of preference decides: so much comes and goes by itself
+AS_FAST = 1.03  # within this of the fastest the order of preference decides: times vary that much by themselves
 
 
 class Result(msgspec.Struct, frozen=True):
-    """One contender in one phase.  us: load -> microseconds of all layers.  problem: why it is out, or ''.
-    late: whether only time was lacking, so that the next start tries again.  tries: starts that have."""
+    """A contender's result in one phase.  us: load -> microseconds of all layers.  problem: why it is out, or ''.
+    late: whether only time was lacking, so that the next start tries again.  tries: number of starts so far."""
 
     name: str
     options: dict[str, Any]
@@ -31,22 +31,22 @@ class Result(msgspec.Struct, frozen=True):
 
     @property
     def contender(self) -> Contender:
-        """What was measured."""
+        """The contender that was measured."""
         return Contender(self.name, self.options)
 
 
 class Report(msgspec.Struct, frozen=True):
-    """What a race has found: phase -> results, in the order of preference.  about: what it holds for."""
+    """The results of a race: phase -> results, in the order of preference.  about: what they hold for."""
 
     about: str
     results: dict[str, list[Result]]
 
     def by_contender(self) -> dict[tuple[str, str], Result]:
-        """The results by phase and contender, as its text."""
+        """Return the results by phase and contender, as its text."""
         return {(phase, str(one.contender)): one for phase, results in self.results.items() for one in results}
 
     def fastest(self) -> dict[str, Contender]:
-        """Phase -> the one with the least geometric mean of times; a preferred one that is as fast comes first."""
+        """Return phase -> the contender with the least geometric mean; a preferred one that is as fast comes first."""
         found: dict[str, Contender] = {}
         for phase, results in self.results.items():
             right = [(one, _mean(one.us.values())) for one in results if not one.problem]
@@ -56,7 +56,7 @@ class Report(msgspec.Struct, frozen=True):
         return found
 
     def table(self) -> Table:
-        """For a terminal."""
+        """Return the results as a table for a terminal."""
         table = Table("phase", "attention", "", "us of a step's layers", title=self.about, title_justify="left")
         fastest = self.fastest()
         for phase, results in self.results.items():
@@ -66,7 +66,7 @@ class Report(msgspec.Struct, frozen=True):
         return table
 
     def tell(self) -> None:
-        """The same for the log."""
+        """Log the results."""
         for phase, results in self.results.items():
             for one in results:
                 log.info("attention race, %s: %s: %s", phase, one.contender, one.problem or _spell(one.us))

@@ -16,9 +16,9 @@ from engine.plugins.manager import Plugins
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
-    """The facts that a rank is loaded from.
+    """The facts from which a rank is loaded.
 
-    place: equal on ranks that share memory, see ``fair_share``."""
+    place: equal on ranks that share memory, as in ``fair_share``."""
 
     config: Config
     spec: ModelSpec

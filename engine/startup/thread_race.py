@@ -1,7 +1,7 @@
 """The number of CPU threads of a model's steps, measured with decode steps of its own once it is loaded.
 
-Owns: the measurement.  Nothing is kept for the next start: it takes under a second, and a neighbour that was busy then
-may be gone.
+Owns: the measurement.  No result is kept for the next start: it takes under a second, and a neighbour that was busy
+then may be gone.
 Does not know: what a step computes, what is done when the machine changes (``engine/execution/step_threads.py``).
 """
 
@@ -21,18 +21,18 @@ log = logging.getLogger(__name__)
 ROWS = (1, 8)
 TURNS = 5
 LIMIT_S = 0.8  # no turn begins later; one is made in any case
-# Of what lies between steps, the event loop's share takes about as long as such a step: it is left a core, as threads
-# wait for one that the event loop has displaced.
+# The event loop's work between steps takes about as long as such a step, so one core is left to it: threads would wait
+# for the thread that the event loop has displaced.
 SHORT_S = 1e-3
 
 
 def common_choices(choices: Sequence[int], comm: Comm) -> Sequence[int]:
-    """The choices if every rank has the same ones, else none: steps need all ranks, so they measure together or not.
+    """Return the choices if every rank has the same ones, else none: ranks measure together or not at all.
 
-    Machines differ in their cores, and in OMP_NUM_THREADS.  Of all ranks together."""
+    Machines differ in their cores, and in OMP_NUM_THREADS.  All ranks call it together."""
     if comm.size == 1:
         return choices
-    most = max(choices, default=0)  # by which all of them are given
+    most = max(choices, default=0)  # it determines all of them
     everyones = comm.all_gather(torch.tensor([most], dtype=torch.float64), 0)
     if bool((everyones == most).all()):
         return choices
@@ -41,7 +41,7 @@ def common_choices(choices: Sequence[int], comm: Comm) -> Sequence[int]:
 
 
 class ThreadRace:
-    """All ranks together: steps need all of them, and they must try the same numbers.
+    """A race of numbers of threads.  All ranks run it together: steps need all of them, with the same numbers.
 
     step: runs a decode step of so many rows."""
 
@@ -59,7 +59,7 @@ class ThreadRace:
         self._set_threads = set_threads
 
     def run(self, choices: Sequence[int]) -> int:
-        """Measure, log the times, and leave the threads at the fastest."""
+        """Measure, log the times, and set the fastest number of threads."""
         began = self._clock()
         contest = Contest(
             self._seconds,
@@ -69,7 +69,7 @@ class ThreadRace:
             hopeless=HOPELESS,
             is_over=lambda: self._largest(self._clock() - began) > LIMIT_S,
         )
-        # Most threads first: where few are slow, fewer are not even tried.
+        # Most threads first: if a few are slow, fewer are not even tried.
         times = contest.run(sorted(choices, reverse=True))
         means = {threads: statistics.geometric_mean(of_rows) for threads, of_rows in times.items()}
         short = len(means) > 1 and min(means.values()) < SHORT_S
@@ -78,12 +78,12 @@ class ThreadRace:
         chosen = fastest(means)
         self._set_threads(chosen)
         table = "; ".join(f"{threads}: {', '.join(f'{1e3 * one:.2f}' for one in times[threads])}" for threads in times)
-        rows, left = " and ".join(map(str, ROWS)), "; so short that the event loop is left a core" if short else ""
+        rows, left = " and ".join(map(str, ROWS)), "; so short that one core is left to the event loop" if short else ""
         log.info("threads: %d (measured, ms of steps of %s rows: %s%s)", chosen, rows, table, left)
         return chosen
 
     def _seconds(self, threads: int, rows: int) -> float:
-        """Time the slowest rank's step, after another of its kind: threads are awake then, products compiled."""
+        """Time the slowest rank's step, after another of its kind: threads are awake and products compiled by then."""
         self._set_threads(threads)
         self._step(rows)
         start = self._clock()

@@ -1,4 +1,4 @@
-"""Steps of random numbers in a model's shape, for attention backends to be timed and checked with.
+"""Steps of random numbers in a model's shape, with which attention backends are timed and checked.
 
 Legend: T new tokens of a step · N query heads · H head size
 Owns: their sizes, the pool that they are in, the comparison of a result with the definition of attention.
@@ -51,9 +51,9 @@ LOADS = {
 
 
 class TrialSteps:
-    """Steps over one pool, which is as large as the largest of them, or as there is memory for.
+    """Steps over one pool, which is as large as the largest of them needs, or as there is memory for.
 
-    loads: those that fit into it.
+    loads: the steps that fit into it.
     """
 
     def __init__(
@@ -77,12 +77,12 @@ class TrialSteps:
         self.loads = [one for one in loads if self._pages_of(one) <= self.pool.num_pages]
 
     def queries(self, load: Load) -> Tensor:
-        """q_TNH of a step."""
+        """Return q_TNH of a step."""
         shape = (load.rows * load.new, self.spec.num_heads, self.spec.head_size)
         return torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(self._device, self.pool.dtype)
 
     def batch(self, load: Load) -> AttentionBatch:
-        """Sequences over scattered pages that they share with nobody; decode rows of lengths that differ."""
+        """Return sequences over scattered pages that they do not share; decode rows have different lengths."""
         lengths = np.full(load.rows, load.context, dtype=np.int32)
         if load.phase == "decode":
             lengths = np.linspace(load.context, max(1, load.context // 4), load.rows).astype(np.int32)
@@ -93,7 +93,7 @@ class TrialSteps:
         return batch_on(self._device, load.rows if load.phase == "decode" else 0, table_BP, lengths, new)
 
     def compare(self, out_TNH: Tensor, q_TNH: Tensor, batch: AttentionBatch) -> None:
-        """The last sequence's result in the first layer against the definition; at most its last few tokens.
+        """Compare the last sequence's result in the first layer with the definition; at most its last few tokens.
         Raises AssertionError."""
         last = len(batch.host_lengths) - 1
         length, new = int(batch.host_lengths[last]), min(COMPARED, int(batch.host_query_lengths[last]))

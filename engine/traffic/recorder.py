@@ -1,6 +1,6 @@
-"""Records an engine's traffic as a trace: it stands on the scheduler's links and writes what passes.
+"""Records an engine's traffic as a trace: taps on the scheduler's links note the messages that pass.
 
-Owns: the writer's thread, the files below ``storage.folder``/traces and how much they take.
+Owns: the writer's thread, the files below ``storage.folder``/traces and how much space they take.
 Does not know: what traces are for, how any message comes about.
 On the event loop a message costs one append; all else is done on the thread, twice a second.
 """
@@ -54,22 +54,22 @@ M = TypeVar("M")
 MIB = 1 << 20
 EVERY_S = 0.5
 MOST_WAITING = 1 << 17  # messages; a disk that is so far behind ends the recording
-TRY_AGAIN_S = 5.0  # after a disk has refused something
+TRY_AGAIN_S = 5.0  # after a disk has refused a write
 FILES = 4  # parts of the bound; the oldest is deleted for the next
-NAMED = r"-[0-9]{8}T[0-9]{6}-[0-9]+-[0-9]+\.jsonl"  # behind the model's name: when, process, number
-RELEVANT = (*(kind.name for kind in KINDS.values() if kind.decides), KV_STORE)  # what the scheduler's work depends on
+NAMED = r"-[0-9]{8}T[0-9]{6}-[0-9]+-[0-9]+\.jsonl"  # after the model's name: time, process, number
+RELEVANT = (*(kind.name for kind in KINDS.values() if kind.decides), KV_STORE)  # kinds of plugins that plans depend on
 encode = msgspec.json.Encoder().encode
 
 
 class Tap(Generic[M]):
-    """A link that notes what is put into it."""
+    """A link that notes every message that is put into it."""
 
     def __init__(self, link: Link[M], note: Callable[[object], None]) -> None:
         self._link = link
         self._note = note
 
     def put(self, message: M) -> None:
-        """Note it first: what it brings about comes later."""
+        """Note a message, then put it: its consequences come later."""
         self._note(message)
         self._link.put(message)
 
@@ -84,10 +84,10 @@ class _Open:
 
 
 class TraceRecorder:
-    """An observer, and taps for the links from and to the scheduler."""
+    """A recorder of traffic: an observer, with taps for the links from and to the scheduler."""
 
     def __init__(self, storage: StorageSection, model: str, clock: Callable[[], float]) -> None:
-        """Begin no file yet.  clock: the planner's.  Raises ConfigError if nothing can be written to the folder."""
+        """Create the folder, and no file yet.  clock: the planner's.  Raises ConfigError if it cannot be written to."""
         self._model = model
         self._clock = clock
         self._files = _Files(Path(storage.folder) / "traces", model, storage.trace_mb * MIB)
@@ -108,11 +108,11 @@ class TraceRecorder:
         return self._files.path
 
     def tap(self, link: Link[M]) -> Link[M]:
-        """The same link, whose messages are recorded."""
+        """Return a link that records its messages."""
         return Tap(link, self._note)
 
     def begin(self, limits: PlannerLimits, config: Config) -> None:
-        """A planner is there, or works with other settings from now on: a trace begins."""
+        """Begin a trace: a planner is there, or works with other settings from now on."""
         block = min(LARGEST_BLOCK, limits.page_size)
         settings = relevant_settings(config)
         self._note(TraceHead(FORMAT, __version__, self._model, time.time(), block, limits, settings))
@@ -122,7 +122,7 @@ class TraceRecorder:
 
     @hookimpl
     def callboard_request_finished(self, requests: Sequence[RequestMetrics]) -> None:
-        """Note the requests, behind the tokens that they have got."""
+        """Note requests that have ended; their last tokens were noted before."""
         self._note(requests)
 
     def close(self) -> None:
@@ -146,10 +146,10 @@ class TraceRecorder:
                     raise OSError(f"{len(self._notes)} messages wait to be written")
                 self._take()
                 self._files.end_of_batch()
-        except Exception as error:  # whatever it is, requests go on
+        except Exception as error:  # whatever the error, requests go on
             self._ending.set()
             self._notes.clear()
-            log.error("traffic is not recorded any more: %r", error)
+            log.error("traffic is no longer recorded: %r", error)
         self._files.close()
 
     def _take(self) -> None:
@@ -192,7 +192,7 @@ class TraceRecorder:
             self._steps = []
 
     def _sort_out(self, messages: list[Tokens]) -> None:
-        """Give each request its tokens: one look at each request for all steps together."""
+        """Give each request its tokens: one look-up per request for all steps together."""
         if not messages:
             return
         ids = np.concatenate([np.frombuffer(one.request_ids, dtype=np.int64) for one in messages])
@@ -243,7 +243,7 @@ def _whole(params: SamplingParams) -> Literal["", "prompt_logprobs", "pooling"]:
 
 
 def relevant_settings(config: Config) -> dict[str, dict[str, Any]]:
-    """Return what a prediction depends on and may be asked to change, with nothing secret in it."""
+    """Return the settings that a prediction depends on, without any secret."""
     chosen = chosen_plugins(config)
     kinds = {kind: chosen.get(kind, "none") for kind in RELEVANT}
     names = [f"{kind}.{name}" for kind, name in kinds.items()]
@@ -254,9 +254,9 @@ def relevant_settings(config: Config) -> dict[str, dict[str, Any]]:
 
 
 class _Files:
-    """One file after another; together they take no more than ``most_bytes``, a batch aside.
+    """The files of traces, one after another.  Together they take no more than ``most_bytes``, except for a batch.
 
-    What a disk that is full or fails does not take is lost; another file begins once it takes something again."""
+    Lines that a full or failed disk does not take are lost; another file begins once it takes something again."""
 
     def __init__(self, folder: Path, model: str, most_bytes: int) -> None:
         self._folder = folder
@@ -266,8 +266,8 @@ class _Files:
         self._number = 0
         self._file: AppendedFile | None = None
         self._head: TraceHead | None = None
-        self._lines: list[bytes] = []  # that the file does not have yet
-        self._is_empty = True  # but for its head
+        self._lines: list[bytes] = []  # not in the file yet
+        self._is_empty = True  # except for its head
         self._failed_at: float | None = None
         self.path = folder
         try:
@@ -278,17 +278,17 @@ class _Files:
             raise ConfigError(f"storage.folder: {folder} may not be written to")
 
     def start(self, head: TraceHead) -> None:
-        """A file after the present one, which is no trace if it has nothing but a head."""
+        """Begin a file after the present one, which is deleted if it has only a head."""
         self.end_of_batch()
         self._leave()
         self._head = head
 
     def write(self, line: Line) -> None:
-        """Have it in the next batch."""
+        """Add a line to the next batch."""
         self._lines.append(encode(line) + b"\n")
 
     def end_of_batch(self) -> None:
-        """A reader of the file finds whole lines; a file that is full is followed by another."""
+        """Write the batch.  A reader finds whole lines; a file that is full is followed by another."""
         lines, self._lines = self._lines, []
         if self._failed_at is not None and time.monotonic() < self._failed_at + TRY_AGAIN_S:
             return

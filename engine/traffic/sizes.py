@@ -1,6 +1,6 @@
-"""What a step has to compute, in numbers that its duration depends on.
+"""The amount of work in a step, in numbers that its duration depends on.
 
-Owns: those numbers, and each row's length, which a step does not say.  Does not know: planning, durations.
+Owns: those numbers, and each row's length, which a step does not have.  Does not know: planning, durations.
 """
 
 from typing import Final, NamedTuple
@@ -11,8 +11,11 @@ from engine.messages import Step
 
 
 class StepSize(NamedTuple):
-    """decodes: rows that decode.  context: tokens whose keys they read.  prefills: prompts that compute some tokens,
-    prefill_tokens of them in all.  pairs: queries times keys in them.  copies: pages moved between device and host."""
+    """The amount of work in one step.
+
+    decodes: rows that decode.  context: tokens whose keys they read.
+    prefills: prompts that compute some tokens.  prefill_tokens: number of these tokens.
+    pairs: queries times keys in prompts.  copies: pages moved between device and host."""
 
     decodes: int
     context: int
@@ -26,18 +29,18 @@ NOTHING: Final = StepSize(0, 0, 0, 0, 0, 0)
 
 
 class StepSizes:
-    """Measures steps, every one of an engine in the order in which they are planned."""
+    """A measure of steps.  It must see every step of an engine, in the order in which they are planned."""
 
     def __init__(self, max_running: int) -> None:
-        self._lengths = np.zeros(max_running, dtype=np.int64)  # tokens of a row, that being sampled too
+        self._lengths = np.zeros(max_running, dtype=np.int64)  # tokens of a row, including the one being sampled
 
     @property
     def num_rows(self) -> int:
-        """Rows that a step may have."""
+        """Number of rows that a step may have."""
         return len(self._lengths)
 
     def measure(self, step: Step) -> StepSize:
-        """Returns what the step computes, and takes it as done."""
+        """Return the work of a step, and count its tokens as computed."""
         decodes = np.frombuffer(step.decode_rows, dtype=np.int32)
         rows, starts, lengths, samples = (
             np.frombuffer(column, dtype=np.int32)

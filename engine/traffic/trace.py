@@ -1,10 +1,10 @@
 """Traces of an engine's traffic: a JSON object per line, without any text.
 
-Owns: the lines, how they are read, how prompts become blocks that only tell what they have in common.
-Does not know: who records, what is predicted from it.
+Owns: the lines, how they are read, how prompts become blocks that reveal only what they have in common.
+Does not know: how traces are recorded, what is predicted from them.
 
-The first line is a ``TraceHead``; behind it are ``TracedRequest``s, in the order of their ends, and ``TracedSteps``.
-A file may end in the middle of a line, as it does where its server was killed.
+The first line is a ``TraceHead``; after it come ``TracedRequest``s, in the order of their ends, and ``TracedSteps``.
+A file may end in the middle of a line, if its server was killed.
 """
 
 import hashlib
@@ -21,16 +21,18 @@ from engine.traffic.sizes import StepSize
 from engine.types.errors import ConfigError
 
 FORMAT = 1
-LARGEST_BLOCK = 16  # tokens; pages of a multiple of this many can be asked about
-DIGEST_BYTES = 6  # of a block; two of a million blocks are taken for one with a probability of 0.2 %
+LARGEST_BLOCK = 16  # tokens; predictions are possible for pages of a multiple of this many
+DIGEST_BYTES = 6  # of a block; two of a million blocks are confused with a probability of 0.2 %
 
 Count = Annotated[int, Meta(ge=0)]
 Seconds = Annotated[float, Meta(ge=0)]
 
 
 class TraceHead(msgspec.Struct, frozen=True, tag_field="line", tag="head"):
-    """What was recorded.  block: tokens of each block.  limits: of the planner.  settings: section -> key -> value, of
-    what a prediction depends on."""
+    """The first line of a trace.
+
+    block: tokens of each block.  limits: limits of the planner.
+    settings: section -> key -> value, of settings that a prediction depends on."""
 
     format: int
     version: str
@@ -42,12 +44,14 @@ class TraceHead(msgspec.Struct, frozen=True, tag_field="line", tag="head"):
 
 
 class TracedRequest(msgspec.Struct, frozen=True, omit_defaults=True, tag_field="line", tag="request"):
-    """A request that has ended.  at: seconds of the recording's clock when the scheduler got it.
+    """A request that has ended.  at: arrival at the scheduler, in seconds of the recording's clock.
 
-    prompt, output: tokens, of which ``resumed`` output tokens came with the request.  max_tokens: None for no limit.
-    blocks: ``DIGEST_BYTES`` for each whole block of prompt and output, equal where everything up to its end is.
-    adapter: which one it read, '' for none.  whole: why nothing of its prompt was taken from the cache, '' if it was.
-    The rest was measured, as in ``RequestMetrics``."""
+    prompt, output: number of tokens; ``resumed`` of the output tokens came with the request.
+    max_tokens: None for no limit.
+    blocks: ``DIGEST_BYTES`` for each whole block of prompt and output, equal if everything up to its end is equal.
+    adapter: the adapter that it read, '' for none.
+    whole: why nothing of its prompt was taken from the cache, '' if it could be.
+    The other fields were measured, as in ``RequestMetrics``."""
 
     at: Seconds
     prompt: Annotated[int, Meta(ge=1)]
@@ -69,7 +73,7 @@ class TracedRequest(msgspec.Struct, frozen=True, omit_defaults=True, tag_field="
 
 
 class TracedStep(msgspec.Struct, frozen=True, array_like=True):
-    """A step that has completed.  at: when the device was free for it.  The rest: see ``StepSize``."""
+    """A step that has completed.  at: time when the device was free for it.  The other fields are ``StepSize``'s."""
 
     at: Seconds
     seconds: Seconds
@@ -82,7 +86,7 @@ class TracedStep(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def size(self) -> StepSize:
-        """What it had to compute."""
+        """The amount of work in it."""
         return StepSize(self.decodes, self.context, self.prefills, self.prefill_tokens, self.pairs, self.copies)
 
 
@@ -97,7 +101,7 @@ Line = TraceHead | TracedRequest | TracedSteps
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """requests: by the time at which they came.  steps: oldest first."""
+    """A trace that was read.  requests: by the time of their arrival.  steps: oldest first."""
 
     head: TraceHead
     requests: list[TracedRequest]
@@ -105,7 +109,7 @@ class Trace:
 
 
 def chained(tokens: bytes, block: int, key: bytes, namespace: str) -> bytes:
-    """The blocks of a sequence.  tokens: int32s.  key: random, so that nobody can try which text a block stands for.
+    """Return the blocks of a sequence.  tokens: int32s.  key: random, so that texts cannot be tried against a block.
 
     namespace: only sequences with the same one may share pages."""
     digests, above = [], namespace.encode()
@@ -119,7 +123,7 @@ def chained(tokens: bytes, block: int, key: bytes, namespace: str) -> bytes:
 
 
 def read_trace(path: Path) -> Trace:
-    """Raises ConfigError, naming the line, for anything that is no trace of this format or has no request."""
+    """Read a trace.  Raises ConfigError, naming the line, if it is no trace of this format or has no request."""
     decoder = msgspec.json.Decoder(Line)
     head: TraceHead | None = None
     requests: list[TracedRequest] = []
@@ -140,7 +144,7 @@ def read_trace(path: Path) -> Trace:
                             raise _wrong(path, number, f"{observed}; expected one head, of format {FORMAT}")
                         head = line
                     case _ if head is None:
-                        raise _wrong(path, number, "no head; the first line of a trace says what was recorded")
+                        raise _wrong(path, number, "no head; expected one as the first line of a trace")
                     case TracedRequest():
                         _check_blocks(line, head, f"{path}, line {number}")
                         requests.append(line)
@@ -167,7 +171,7 @@ def _wrong(path: Path, number: int, observed: str) -> ConfigError:
 
 
 def finish_name(finish: Finish) -> Literal["stop", "length", "abort"] | None:
-    """As a trace has it; None for requests that are left out, which have failed."""
+    """Return a finish as a trace has it; None for failed requests, which are left out."""
     names: dict[Finish, Literal["stop", "length", "abort"]] = {
         Finish.STOP: "stop", Finish.LENGTH: "length", Finish.ABORT: "abort",
     }  # fmt: skip

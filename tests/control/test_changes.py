@@ -52,7 +52,7 @@ def test_no_secret_is_told() -> None:
 
 def test_all_that_is_fixed_is_refused_at_once() -> None:
     found = changes(Config(), build_config(Config(), {"server": {"port": 5}, "model": {"name": "x"}}))
-    with pytest.raises(ConfigError, match=r'model\.name \("", not "x"\), server\.port \(8000, not 5\): stays'):
+    with pytest.raises(ConfigError, match=r'model\.name \("", not "x"\), server\.port \(8000, not 5\): cannot change'):
         refuse_fixed(found)
 
 
@@ -77,7 +77,7 @@ def test_a_setting_of_free_text_that_is_not_fixed_is_a_name_of_a_plugin_or_a_pla
     ],
 )
 def test_a_request_changes_no_place_and_learns_of_none(tables: Tables, named: str) -> None:
-    with pytest.raises(ConfigError, match="a request does not change where the server reads and writes") as refused:
+    with pytest.raises(ConfigError, match="a request cannot change where the server reads and writes") as refused:
         refuse_places(Config(), build_config(Config(), tables))
     assert str(refused.value).startswith(f"{named}: ")
     assert "/etc" not in str(refused.value)
@@ -86,7 +86,7 @@ def test_a_request_changes_no_place_and_learns_of_none(tables: Tables, named: st
 
 def test_requests_have_the_room_that_was_made_for_them() -> None:
     more = build_config(Config(), {"limits": {"max_requests": 600}})
-    with pytest.raises(ConfigError, match=r"limits\.max_requests=600: the server was started for 512"):
+    with pytest.raises(ConfigError, match=r"limits\.max_requests=600: the server was started with 512"):
         refuse_more_requests(512, more)
     refuse_more_requests(600, more)
 

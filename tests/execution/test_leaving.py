@@ -69,7 +69,7 @@ def test_a_library_that_does_not_return_is_left_behind(captured, monkeypatch, ca
     leaving.join(far(FAR_S))
     comm.released.set()
     assert not leaving.is_alive()
-    assert any("rank 0 is not out of its group after 0.05 s" in message for message in caplog.messages)
+    assert any("rank 0 has not left its group after 0.05 s" in message for message in caplog.messages)
 
 
 def test_what_cannot_be_discarded_does_not_keep_the_rank_in_its_group(captured, monkeypatch, caplog):

@@ -116,7 +116,7 @@ def test_the_driver_says_how_much_memory_there_is(monkeypatch: pytest.MonkeyPatc
 def test_a_driver_that_is_older_than_torch_is_an_error_and_no_cpu(monkeypatch: pytest.MonkeyPatch, kind: Any) -> None:
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(ctypes, "CDLL", lambda name: Driver())
-    with pytest.raises(ConfigError, match=r"made for CUDA 13\.0, .*made for CUDA 12\.8; .*kind=cpu"):
+    with pytest.raises(ConfigError, match=r"made for CUDA 13\.0, .*supports CUDA 12\.8; .*kind=cpu"):
         choose_device(DeviceSection(kind=kind), 0)
     assert choose_device(DeviceSection(kind="cpu"), 0).type == "cpu"
 

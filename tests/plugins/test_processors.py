@@ -125,7 +125,7 @@ def test_what_it_does_not_take_is_the_clients_mistake(llm: LLM, wanted: object, 
 def test_parameters_that_leave_no_token_are_the_clients_mistake(llm: LLM) -> None:
     for changes in ({}, {"temperature": 1.0}, {"logit_bias": {5: 2.0}, "logprobs": 1}):
         params = without_repeats(1, allowed_token_ids=(5,), **changes)
-        with pytest.raises(RequestError, match="leave no token") as found:
+        with pytest.raises(RequestError, match="allow no token") as found:
             llm.generate([PROMPTS[0]], params)
         assert (found.value.status, found.value.code) == (400, "no_token_left")
 

@@ -325,5 +325,5 @@ def test_decode_steps_in_one_call_must_have_the_bits_of_layers(layout: Layout, m
     backend = tiles.built(spec, pool)
     rows = HostRows(16, max_len, 16, CPU, pool.page_stride)
     prove_decodes(decoder, Decodes(decoder, pool, rows, 0.0), backend, pool, rows)
-    with pytest.raises(ConfigError, match=r"decode steps in one call of C have other bits"):
+    with pytest.raises(ConfigError, match=r"decode steps in one call of C give other bits"):
         prove_decodes(decoder, Decodes(decoder, pool, rows, 1e-5), backend, pool, rows)

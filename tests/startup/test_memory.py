@@ -345,7 +345,7 @@ def test_a_pool_that_the_system_then_denies_is_one_line_as_well(checkpoint, monk
 
     monkeypatch.setattr(pools, "new_pool", deny)
     with pytest.raises(
-        ConfigError, match=r"KV pool of 160 pages cannot be had \(cannot allocate\); lower kv\.num_pages"
+        ConfigError, match=r"no room for .* GB for a KV pool of 160 pages \(cannot allocate\); lower kv\.num_pages"
     ):
         load(checkpoint, "off")
 

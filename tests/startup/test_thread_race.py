@@ -77,7 +77,7 @@ def test_steps_as_short_as_the_event_loops_share_leave_it_a_core(choices, chosen
     machine = Machine(lambda threads, rows: 0.0004 * rows / threads)
     with caplog.at_level(logging.INFO):
         assert machine.race().run(choices) == chosen == machine.threads
-    assert ("the event loop is left a core" in caplog.text) == (len(choices) > 1)
+    assert ("one core is left to the event loop" in caplog.text) == (len(choices) > 1)
 
 
 def test_one_thread_is_taken_where_others_wait_for_each_other():

@@ -1,10 +1,10 @@
-"""Where the time of one request went in the engine, worked out when somebody asks.
+"""The explanation of one request's time in the engine, computed when it is requested.
 
-Owns: the parts that its time is cut into, and who else had a share in each.
+Owns: the parts into which the time is cut, and the other requests that had a share in each.
 Does not know: text, HTTP, what requests are called outside.
 The parts cover the time from a request's arrival to its end, or to now, without gaps and without overlaps.  A request's
 marks cut it into states; time in which it decoded is cut by the steps that ended in it.  A step that took longer than
-the median of those with as many rows and no prompt in them is explained by what else was in it.
+the median of steps with as many rows and no prompt is explained by what else was in it.
 """
 
 from collections import defaultdict
@@ -23,8 +23,8 @@ from engine.messages import Finish
 from engine.scheduling.requests import Requests
 
 MOST_NAMED = 5  # other requests, per part
-WIDE = 1024  # steps before and after a request's own that say how long steps usually take
-SLOW = 1.5  # times as long as usual, where nothing else is known of a step
+WIDE = 1024  # steps before and after a request's own, which show how long steps usually take
+SLOW = 1.5  # times as long as usual, if nothing else is known of a step
 WAITS: frozenset[State] = frozenset({"queue", "no_room", "aside"})
 HOLDING: frozenset[State] = frozenset({"prefill", "decode"})
 
@@ -34,10 +34,11 @@ Records = npt.NDArray[np.void]
 
 
 class Part(msgspec.Struct, frozen=True):
-    """A share of a request's time.  others: requests that had to do with it, most of all first, with how much: seconds
-    that they held rows in 'queue', tokens of their prompts in 'prefill' and 'prefills'.
+    """A share of a request's time.
 
-    reasons: what is known of it, as name -> seconds, or a number of what the name says."""
+    others: requests that had to do with it, largest share first, each with its amount: seconds that it held a row in
+    'queue', tokens of its prompt in 'prefill' and 'prefills'.
+    reasons: known causes, as name -> seconds, or as name -> count."""
 
     name: PartName
     seconds: float
@@ -46,10 +47,14 @@ class Part(msgspec.Struct, frozen=True):
 
 
 class Explained(msgspec.Struct, frozen=True):
-    """A request's time in the engine.  arrived_at, until: seconds of the planner's clock; until: its end, or now.
+    """A request's time in the engine.
 
-    grammar_s: that its grammar took to compile before it arrived here.  missed: request -> cached pages that its start
-    evicted and this one computed again.  finish: 0 while it runs; num_output_tokens: None then."""
+    arrived_at: seconds of the planner's clock.
+    until: its end, or now, by the same clock.
+    grammar_s: time that its grammar took to compile before it arrived here.
+    missed: request -> cached pages that its start evicted and this one computed again.
+    finish: 0 while it runs.
+    num_output_tokens: None while it runs."""
 
     request_id: int
     arrived_at: float
@@ -65,7 +70,7 @@ class Explained(msgspec.Struct, frozen=True):
 
 
 class Span(NamedTuple):
-    """cause: what brought the request out of its row, until it decodes again."""
+    """A state of a request.  cause: the event that took its row away, until it decodes again."""
 
     state: State
     cause: Literal["", "retraction", "recovery"]
@@ -74,7 +79,7 @@ class Span(NamedTuple):
 
 
 class _Known(NamedTuple):
-    """Of a request that has ended, or has not."""
+    """The times and marks of a request, whether it has ended or not."""
 
     arrived_at: float
     until: float
@@ -83,7 +88,7 @@ class _Known(NamedTuple):
 
 
 def explain(requests: Requests, timelines: Timelines, request_id: int, now: float) -> Explained | None:
-    """Returns where a request's time went; None if nothing is kept of it.  now: seconds of the planner's clock."""
+    """Return the explanation of a request; None if nothing is kept of it.  now: seconds of the planner's clock."""
     num_output: int | None = None
     timeline, sequence = timelines.ended.get(request_id), requests.open.get(request_id)
     if timeline is not None:
@@ -123,7 +128,7 @@ def _all_known(requests: Requests, timelines: Timelines, now: float) -> Iterator
 
 
 def spans(marks: tuple[Mark, ...], arrived_at: float, until: float) -> Iterator[Span]:
-    """The states of a request, one after the other, from its arrival on."""
+    """Yield the states of a request, one after the other, from its arrival on."""
     cause: Literal["", "retraction", "recovery"] = ""
     at = arrived_at
     state: State = "queue"
@@ -144,7 +149,7 @@ def spans(marks: tuple[Mark, ...], arrived_at: float, until: float) -> Iterator[
 
 
 class _Account:
-    """What is worked out of one request."""
+    """The computation of one request's explanation."""
 
     def __init__(self, requests: Requests, timelines: Timelines, known: Mapping[int, _Known], request_id: int) -> None:
         self._limits = requests.limits
@@ -159,13 +164,13 @@ class _Account:
         self._steps = self._near_steps()
 
     def _near_steps(self) -> Records:
-        """The steps of its time, and some around them."""
+        """Return the steps of its time, and some around them."""
         steps = self._log.steps.records()
         first, last = np.searchsorted(steps["completed_at"], (self._own.arrived_at, self._own.until))
         return steps[max(0, first - WIDE) : last + WIDE]
 
     def parts(self) -> Iterator[Part]:
-        """Those that took any time, in the order of a request's way."""
+        """Yield the parts that took any time, in the order in which a request meets them."""
         own = self._own
         cut = list(spans(own.marks, own.arrived_at, own.until))
         for span, following in pairwise((*cut, Span("queue", "", own.until, own.until))):
@@ -186,7 +191,7 @@ class _Account:
             self._of(name)[reason] += seconds
 
     def _add(self, span: Span, *, is_lost: bool) -> None:
-        """is_lost: its executors are lost at the end of it, which is noticed some time after their last step."""
+        """Add a span.  is_lost: its executors are lost at its end, which is noticed some time after their last step."""
         start, end = span.start, span.end
         if is_lost:
             completed = self._within(start, end)["completed_at"]
@@ -212,18 +217,18 @@ class _Account:
                 self._of("queue")["aside"] += end - start
 
     def _within(self, start: float, end: float) -> Records:
-        """Steps that ended in that time."""
+        """Return the steps that ended in that time."""
         first, last = np.searchsorted(self._steps["completed_at"], (start, end), side="right")
         return self._steps[first:last]
 
     # ---- waiting ----------------------------------------------------------------------------
 
     def _look_around(self, waits: list[tuple[float, float]]) -> None:
-        """Who held rows while the request waited for one, and what was short."""
+        """Find the requests that held rows while this one waited for a row, and whether rows or pages were short."""
         if not waits:
             return
         start, end = waits[0][0], waits[-1][1]
-        changes: list[tuple[float, int, int]] = []  # when, rows more or less, pages short more or less
+        changes: list[tuple[float, int, int]] = []  # time, change of rows, change of requests that lack pages
         held: defaultdict[int, float] = defaultdict(float)
         overtaken: set[int] = set()
         for request_id, one in self._known.items():
@@ -281,7 +286,7 @@ class _Account:
         usual = self._usual(steps["num_decodes"])
         is_slow = mixed | (took > SLOW * usual)
         excess = np.where(is_slow, np.maximum(took - usual, 0.0), 0.0)
-        # The first interval may reach back before what the log still has.
+        # The first interval may reach back before the oldest step in the log.
         excess[0] = excess[0] if self._steps[0]["step_id"] < steps[0]["step_id"] else 0.0
         self._note("decode", end - start - float(excess.sum()))
         reasons = self._of("decode")
@@ -305,7 +310,7 @@ class _Account:
             self._note("slow_steps", seconds, reason)
 
     def _usual(self, num_rows: npt.NDArray[np.int32]) -> Floats:
-        """Seconds from one step to the next with so many rows, where no prompt is computed beside them."""
+        """Return the usual seconds between two steps with so many rows and no prompt."""
         steps = self._steps
         took = np.diff(steps["completed_at"])
         plain = (steps["num_prefill_tokens"][1:] == 0) & (np.diff(steps["step_id"]) == 1)
@@ -319,7 +324,7 @@ class _Account:
         return np.interp(num_rows, sizes, medians)
 
     def _chunks(self, steps: Records) -> Records:
-        """The prompts that were computed in steps."""
+        """Return the chunks of prompts that were computed in steps."""
         chunks = self._log.chunks.records()
         if not len(steps):
             return chunks[:0]
@@ -327,7 +332,7 @@ class _Account:
         return chunks[first:last]
 
     def _name(self, name: PartName, chunks: Any) -> None:
-        """Whose prompts had how many tokens there."""
+        """Add the other requests' prompt tokens in chunks to a part."""
         others = self._others.setdefault(name, {})
         for request_id, count in zip(chunks["request_id"].tolist(), chunks["num_tokens"].tolist(), strict=True):
             if request_id != self._id:

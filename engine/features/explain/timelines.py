@@ -1,9 +1,9 @@
-"""When each request went from one state to the next, kept for a while after its end.
+"""The time at which each request went from one state to the next, kept for a while after its end.
 
-Owns: those marks, when executors were gone, the last steps with the prompts that each computed, in rings of fixed size,
-and which request caused the eviction of which cached pages.
+Owns: those marks, the times without executors, the last steps with the prompts that each computed, in rings of fixed
+size, and which request caused the eviction of which cached pages.
 Does not know: what they mean for a request (``explanation.py``), what reads them.
-A mark is made where something happens to a request, never for a step that it merely runs in.
+A mark is made when something happens to a request, never for a step that it merely runs in.
 """
 
 import math
@@ -46,7 +46,7 @@ State = Why | Literal["prefill", "decode", "retracted", "lost"]
 
 
 class Mark(NamedTuple):
-    """From ``at`` on, seconds of the planner's clock, a request was in this state."""
+    """A state of a request from ``at`` on, in seconds of the planner's clock."""
 
     at: float
     state: State
@@ -65,7 +65,7 @@ class Timeline(NamedTuple):
 
 
 class Ring:
-    """A ring of the last ``capacity`` records.  dtype: of numbers, without padding."""
+    """A ring of the last ``capacity`` records.  dtype: a record of numbers without padding."""
 
     def __init__(self, dtype: np.dtype[Any], capacity: int) -> None:
         self._dtype = dtype
@@ -96,7 +96,7 @@ class StepLog:
         self.steps = Ring(STEP, NUM_STEPS)
         self.chunks = Ring(CHUNK, NUM_CHUNKS)
         self.notes: list[str] = [""]
-        self._copied: dict[int, int] = {}  # pages that come and go before a step, by steps in flight
+        self._copied: dict[int, int] = {}  # pages copied before a step, by step in flight
 
     def planned(self, step: Step) -> None:
         """Note how many pages are copied before a step."""
@@ -104,7 +104,7 @@ class StepLog:
             self._copied[step.step_id] = (
                 len(step.transfer_to_host) + sum(len(one.pages) for one in step.landings)
             ) // 4
-            while len(self._copied) > MOST_IN_FLIGHT:  # of executors that were lost
+            while len(self._copied) > MOST_IN_FLIGHT:  # steps of executors that were lost
                 del self._copied[min(self._copied)]
 
     def completed(self, step: StepRecord) -> None:
@@ -137,7 +137,7 @@ class Timelines(PlannerWatcher):
 
     open: by request.  ended: by request, oldest first.
     losses: start and end of each time without executors; the last end may be infinity.
-    clock: seconds; another one than the planner's, whose readings are recorded."""
+    clock: seconds; a different one from the planner's, whose readings are recorded."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self.open: dict[int, OpenTimeline] = {}
@@ -148,7 +148,7 @@ class Timelines(PlannerWatcher):
         self._evictors: OrderedDict[bytes, int] = OrderedDict()
 
     def arrived(self, sequence: Sequence, message: Admit) -> None:
-        """Note what came before the arrival."""
+        """Note the time before the arrival."""
         self.open[sequence.request_id].grammar_s = message.grammar_s
 
     def planned(self, step: Step) -> None:
@@ -160,13 +160,13 @@ class Timelines(PlannerWatcher):
         self.steps.completed(step)
 
     def waits(self, sequence: Sequence, why: Why) -> None:
-        """Mark the wait, unless the last mark says the same."""
+        """Mark the wait, unless the last mark is the same."""
         marks = self.open.setdefault(sequence.request_id, OpenTimeline()).marks
         if why != "no_room" or marks[-1].state != "no_room":
             self._mark(sequence, why)
 
     def started(self, sequence: Sequence, *, is_first: bool) -> None:
-        """Mark the start.  Executors are there again if they were gone."""
+        """Mark the start.  It also ends a time without executors."""
         self._mark(sequence, "prefill")
         if self.losses and self.losses[-1][1] == math.inf:
             self.losses[-1] = self.losses[-1][0], self._clock()
@@ -206,7 +206,7 @@ class Timelines(PlannerWatcher):
     # ---- evictions --------------------------------------------------------------------------
 
     def evicted(self, request_id: int, candidate: Candidate) -> None:
-        """Note which request had pages evicted, which are known by their chained hashes."""
+        """Note which request caused the eviction of pages.  Pages are known by their chained hashes."""
         evictors = self._evictors
         for page in candidate.page_hashes:
             evictors[page] = request_id

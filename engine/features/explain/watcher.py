@@ -12,7 +12,7 @@ NAME = "explain"
 
 
 class Explanations(Timelines):
-    """Timelines that answer views.  The argument is a list of request ids, the view a list of ``Explained``."""
+    """Timelines that also return views.  The argument is a list of request ids, the view a list of ``Explained``."""
 
     def view(self, argument: bytes, requests: Requests, now: float) -> bytes:
         """Return explanations of the requests that are known.  now: seconds of the planner's clock."""
@@ -26,7 +26,7 @@ def planner_watcher(clock: Callable[[], float]) -> Explanations:
 
 
 def asked_for(request_ids: Sequence[int]) -> dict[str, bytes]:
-    """Return what a snapshot's ``views`` must have to explain these requests."""
+    """Return the argument for a snapshot's ``views`` that requests explanations of these requests."""
     return {NAME: msgspec.msgpack.encode(list(request_ids))}
 
 

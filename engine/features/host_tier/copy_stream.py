@@ -1,7 +1,7 @@
 """The stream of copies between the tiers, which runs next to the model's work, and how each waits for the other.
 
 Owns: the stream and its events.  Does not know: pages, layers, which copies there are.
-``tests/features/host_tier/late_copies.py`` is the same seam on a CPU: it makes a copy only when something waits for it.
+``tests/features/host_tier/late_copies.py`` replaces it on a CPU: it makes a copy only when something waits for it.
 """
 
 from collections.abc import Callable
@@ -9,27 +9,27 @@ from typing import Protocol
 
 import torch
 
-Mark = torch.cuda.Event | None  # None where a copy is made at once
+Mark = torch.cuda.Event | None  # None if a copy is made at once
 
 
 class CopyStream(Protocol):
-    """The host waits for nothing here.
+    """A queue of copies.  The host waits for none of them.
 
-    overlaps: whether copies run beside the model's work; if not, each is made when it is queued."""
+    overlaps: whether copies run next to the model's work; if not, each is made when it is queued."""
 
     overlaps: bool
 
     def queue(self, copy: Callable[[], None]) -> Mark:
-        """Make a copy behind all that were queued before, and behind what the model's stream has to do by now."""
+        """Queue a copy after all copies before it and after all work that the model's stream has now."""
         ...
 
     def wait(self, mark: Mark) -> None:
-        """Let the work that the model's stream gets from now on wait for the copy of this mark."""
+        """Make the work that the model's stream gets from now on wait for the copy of this mark."""
         ...
 
 
 class CudaCopies:
-    """A stream of copies on a GPU.  Memory that a copy allocates is the stream's, so it stays while it is read."""
+    """A stream of copies on a GPU.  A copy allocates memory on this stream, so the memory stays while it is read."""
 
     overlaps = True
 
@@ -37,7 +37,7 @@ class CudaCopies:
         self._stream = torch.cuda.Stream(device)
 
     def queue(self, copy: Callable[[], None]) -> Mark:
-        """Queue a copy behind the work that the model's stream has by now."""
+        """Queue a copy after the work that the model's stream has now."""
         self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
         with torch.cuda.stream(self._stream):
             copy()
@@ -46,7 +46,7 @@ class CudaCopies:
         return mark
 
     def wait(self, mark: Mark) -> None:
-        """Let the model's stream wait for a copy."""
+        """Make the model's stream wait for a copy."""
         if mark is not None:
             model = torch.cuda.current_stream(self._stream.device)
             model.wait_event(mark)
@@ -63,7 +63,7 @@ class DirectCopies:
         return None
 
     def wait(self, mark: Mark) -> None:
-        """Return: the copy is made."""
+        """Return at once: the copy is made."""
 
 
 def copies_on(device: torch.device) -> CopyStream:

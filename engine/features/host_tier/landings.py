@@ -1,7 +1,7 @@
 """Pages that are on their way back from host memory while the model already runs: a layer waits for its own.
 
 Legend: T new tokens in the step (ragged, packed) · N query heads · H head size
-Owns: which layers have something to wait for, and the waiting.  Does not know: pages, how they are copied.
+Owns: which layers must wait, and the waiting.  Does not know: pages, how they are copied.
 """
 
 from typing import Any
@@ -21,24 +21,24 @@ from engine.messages import Step
 
 
 class Landings:
-    """The copies that were queued and that no layer has waited for, by the first layer that needs each."""
+    """The queued copies that no layer has waited for, by the first layer that needs each."""
 
     def __init__(self, copies: CopyStream) -> None:
         self.copies = copies
         self._marks: dict[int, Mark] = {}
 
     def expect(self, layer: int, mark: Mark) -> None:
-        """Expect the pages of ``layer`` and those after it at ``mark``.  Called in the order of layers."""
+        """Make ``layer`` and those after it wait for ``mark`` before they read.  Called in the order of layers."""
         self._marks.pop(layer, None)
         self._marks[layer] = mark
 
     def wait_for(self, layer: int) -> None:
-        """Let the model's stream wait for the pages of this layer.  It has waited for the layers before."""
+        """Make the model's stream wait for the pages of this layer.  It has waited for the layers before."""
         if self._marks and layer in self._marks:
             self.copies.wait(self._marks.pop(layer))
 
     def settle(self) -> None:
-        """Let the model's stream wait for the pages of all layers."""
+        """Make the model's stream wait for the pages of all layers."""
         if self._marks:
             *_, last = self._marks.values()  # copies are made in their order
             self.copies.wait(last)
@@ -46,9 +46,9 @@ class Landings:
 
 
 class LandedAttention:
-    """A backend that reads a layer when what comes back to it has landed; it can be captured as the backend can.
+    """A backend that reads a layer after its pages have landed.  It is as capturable as the backend.
 
-    A graph that holds its ``attend`` waits for nothing when it is replayed: ``settle`` comes before that."""
+    A graph that holds its ``attend`` waits for nothing when it is replayed: call ``settle`` before that."""
 
     def __init__(self, backend: AttentionBackend, landings: Landings) -> None:
         self._backend = backend
@@ -74,7 +74,7 @@ class LandedAttention:
 
 
 class LandedDecodes:
-    """Whole decode steps that begin when all pages have landed; the rest of it is the captured steps'."""
+    """Captured decode steps that begin when all pages have landed; other attributes are those of the captured steps."""
 
     def __init__(self, captured: CapturedDecodes, landings: Landings) -> None:
         self._captured = captured
@@ -84,6 +84,6 @@ class LandedDecodes:
         return getattr(self._captured, name)
 
     def tell(self, step: Step) -> None:
-        """Wait, and take in what has changed since the last step."""
+        """Wait for all pages, then take in the changes since the last step."""
         self._landings.settle()
         self._captured.tell(step)

@@ -1,6 +1,6 @@
 """The host tier in the planner: copies between the KV pool and host memory travel with the next step.
 
-Owns: the columns of a step that hold them.  Does not know: which pages are copied; the radix tree's host tier decides.
+Owns: the columns of a step that hold them.  Does not know: which pages are copied (the radix tree's host tier decides).
 """
 
 import numpy as np
@@ -11,7 +11,7 @@ from engine.scheduling.step_builder import StepBuilder
 
 
 class HostTierPlanner(PlannerFeature):
-    """The host tier's part of one planner."""
+    """The host tier in one planner."""
 
     def __init__(self, parts: PlannerParts) -> None:
         self._tree = parts.pages.tree
@@ -28,5 +28,5 @@ class HostTierPlanner(PlannerFeature):
 
 
 def planner_feature(context: FeatureContext) -> NewFeature | None:
-    """Return what builds the feature; None without host pages."""
+    """Return the builder of the feature; None without host pages."""
     return HostTierPlanner if context.config.kv.num_host_pages else None

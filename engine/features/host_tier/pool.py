@@ -2,7 +2,7 @@
 
 Legend: C host pages · P device pages · L layers · S page size · G KV heads (of this rank) · R size of a record
         n pages moved
-Owns: the memory, page-locked where the device is a GPU, and the copies between it and one KV pool.
+Owns: the memory, page-locked if the device is a GPU, and the copies between it and one KV pool.
 Does not know: which sequence a page belongs to, or why one moves (``engine/kv/host_tier.py`` does).
 """
 
@@ -25,9 +25,9 @@ from engine.kv.pages import Pages
 from engine.layers.kv_pool import KVPool
 from engine.messages import Step
 
-STAGING_BYTES = 64 << 20  # of device memory; enough for the bus to be busy, little beside a KV pool
-# What comes back makes the model wait for the first of them, if a layer takes longer to compute than to copy.  More of
-# them are more copies, each of which has to be queued.
+STAGING_BYTES = 64 << 20  # device memory; enough to keep the bus busy, little next to a KV pool
+# Of pages that come back, the model waits for the first group only, if a layer takes longer to compute than to copy.
+# More groups are more copies, each of which must be queued.
 NUM_GROUPS = 4
 
 
@@ -47,24 +47,25 @@ class _Group:
 
 
 class HostPool:
-    """Pages in groups of layers: what comes back lands group by group, and the model already runs.
+    """Pages in groups of layers: pages that come back land group by group, while the model already runs.
 
-    Pages that leave are gathered on the model's own stream, so the pool may give them away at once; the bus takes them
-    from there while the step runs.  Raises MemoryError if there is not so much memory, or if it cannot be page-locked.
+    Pages that leave are gathered on the model's own stream, so their places in the pool may be reused at once; the bus
+    takes them from there while the step runs.  Raises MemoryError if there is not so much memory, or if it cannot be
+    page-locked.
     """
 
     def __init__(self, num_pages: int, pool: KVPool, landings: Landings) -> None:
         self.num_pages = num_pages
         self.landings = landings
         self.copies = landings.copies
-        self._left: Mark = None  # reached when what was gathered last is out
+        self._left: Mark = None  # reached when the pages gathered last are on the host
         by_page, device = pool.by_page, pool.data.device
         num_layers, shape, dtype = by_page.shape[1], by_page.shape[2:], by_page.dtype
         self.page_bytes = by_page[0].nbytes
         layer_bytes = self.page_bytes // num_layers
         # calloc: on CPU, pages that were never written take no memory.
         memory = torch.from_numpy(np.zeros(num_pages * self.page_bytes, dtype=np.uint8))
-        # A page that is one block on the device too needs no gathering, unless the model overtakes the copy.
+        # A page that is one block on the device needs no gathering, unless the model overtakes the copy.
         is_staged = self.copies.overlaps or not by_page.is_contiguous()
         num_staged = min(num_pages, max(1, STAGING_BYTES // self.page_bytes)) if is_staged else 0
         num_groups = min(NUM_GROUPS, num_layers) if self.copies.overlaps else 1
@@ -75,7 +76,7 @@ class HostPool:
             on_host = part.view(dtype).view(num_pages, last - first, *shape)
             leaving = torch.empty((num_staged, last - first, *shape), dtype=dtype, device=device)
             self._groups.append(_Group(first, on_host, by_page[:, first:last], leaving))
-        # Without a stream of their own, copies of both directions are never under way at the same time.
+        # Without a stream for copies, copies of both directions are never under way at the same time.
         largest = max(self._groups, key=lambda group: group.leaving.shape[1]).leaving
         self._coming = torch.empty_like(largest) if self.copies.overlaps else largest
         if device.type == "cuda":
@@ -83,22 +84,22 @@ class HostPool:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all pages."""
+        """Number of bytes of all pages."""
         return self.num_pages * self.page_bytes
 
     def read(self, host_pages: list[int]) -> Tensor:
-        """[n, L, 2, S, G, R], a copy of what pages hold.  For checks: nothing may be under way."""
+        """Return [n, L, 2, S, G, R], a copy of the pages' content.  For checks: no copy may be under way."""
         return torch.cat([group.on_host[host_pages] for group in self._groups], 1)
 
     def settle(self) -> None:
-        """Let the model's stream wait for every page that comes back."""
+        """Make the model's stream wait for every page that comes back."""
         self.landings.settle()
 
     def apply(self, step: Step) -> None:
         """Make the transfers of a step that has some, in their order.
 
-        On a GPU they are only queued: behind the steps that wrote the pages or still read what was in their places.
-        Those that read them wait for them, see ``Landings``.  The host never touches this memory itself."""
+        On a GPU they are only queued, after the steps that wrote the pages or still read the content of their places.
+        The steps that read them wait for them (``Landings``).  The host never touches this memory itself."""
         to_host = np.frombuffer(step.transfer_to_host, dtype=np.int32)
         device_pages = np.frombuffer(step.transfer_device_pages, dtype=np.int32)
         host_pages = np.frombuffer(step.transfer_host_pages, dtype=np.int32)
@@ -107,9 +108,9 @@ class HostPool:
             self._copy(bool(to_host[start]), device_pages[start:end], host_pages[start:end])
 
     def _copy(self, to_host: bool, device_pages: Pages, host_pages: Pages) -> None:
-        """A run of one direction.  No copy in it reads what another one writes; only targets may repeat."""
+        """Copy a run of one direction.  No copy in it reads what another one writes; only targets may repeat."""
         targets = host_pages if to_host else device_pages
-        # Of equal targets the last one counts; np.unique names the first, so it gets them in reverse.
+        # Of equal targets the last one counts; np.unique returns the first, so it gets them in reverse.
         _, from_end = np.unique(targets[::-1], return_index=True)
         kept = len(targets) - 1 - from_end
         # In the host's order, so that neighbours cross the bus as one copy.
@@ -125,7 +126,7 @@ class HostPool:
                 self.landings.expect(group.first_layer, mark)
 
     def _copy_blocks(self, to_host: bool, device_pages: Pages, host_pages: Pages) -> None:
-        """Page by page, or as many at once as are neighbours on both sides; only where nothing overlaps."""
+        """Copy page by page, or several pages at once that are neighbours on both sides; only if nothing overlaps."""
         (group,) = self._groups
         gaps = np.flatnonzero((np.diff(host_pages) != 1) | (np.diff(device_pages) != 1)) + 1
         for start, end in pairwise((0, *gaps.tolist(), len(host_pages))):
@@ -138,7 +139,7 @@ class HostPool:
                 on_device.copy_(on_host)
 
     def _write_back(self, device_pages: Pages, host_pages: Pages) -> None:
-        """Write pages back in parts, as many as are gathered at once; each part waits until the one before is out."""
+        """Write pages back in parts of the staging memory's size; each part waits until the one before is out."""
         self.landings.settle()  # one of them may have come back just now
         for start in range(0, len(host_pages), len(self._coming)):
             part = slice(start, start + len(self._coming))
@@ -155,7 +156,7 @@ class HostPool:
                 on_host.copy_(group.leaving[at : at + len(on_host)], non_blocking=True)
 
     def _bring_back(self, group: _Group, device_pages: Pages, host_pages: Pages) -> None:
-        """A group's layers, in parts that ``_coming`` holds, which are made one after the other."""
+        """Copy a group's layers to the device, in parts that fit ``_coming``, one after the other."""
         index_n = self._index(device_pages)
         for start in range(0, len(host_pages), len(self._coming)):
             part = host_pages[start : start + len(self._coming)]
@@ -172,7 +173,7 @@ class HostPool:
 
 
 def _runs(on_host: Tensor, host_pages: Pages) -> Iterator[tuple[int, Tensor]]:
-    """Pages that are neighbours: where they begin in ``host_pages``, and they themselves."""
+    """Yield runs of neighbouring pages: the index of the first in ``host_pages``, and the pages."""
     gaps = np.flatnonzero(np.diff(host_pages) != 1) + 1
     for start, end in pairwise((0, *gaps.tolist(), len(host_pages))):
         first = int(host_pages[start])
@@ -180,7 +181,7 @@ def _runs(on_host: Tensor, host_pages: Pages) -> Iterator[tuple[int, Tensor]]:
 
 
 def _page_lock(memory: Tensor, device: torch.device, owner: object) -> None:
-    """Until ``owner`` is gone.  In place: torch's own pinned allocations are rounded up to a power of two."""
+    """Lock memory until ``owner`` is gone.  In place: torch's own pinned allocations are rounded to a power of two."""
     cudart: Any = torch.cuda.cudart()
     status = cudart.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)
     if int(status) != 0:
@@ -189,7 +190,7 @@ def _page_lock(memory: Tensor, device: torch.device, owner: object) -> None:
 
 
 def _unlock(cudart: Any, memory: Tensor, device: torch.device) -> None:
-    """Before the memory goes: what is allocated at its address later could not be locked otherwise."""
+    """Unlock memory before it is freed; otherwise memory allocated at its address later could not be locked."""
     with contextlib.suppress(RuntimeError):  # a device that has failed has nothing under way
         torch.cuda.synchronize(device)
     cudart.cudaHostUnregister(memory.data_ptr())

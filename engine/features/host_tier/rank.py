@@ -1,4 +1,4 @@
-"""The host tier on a rank: host memory for pages, and copies that run beside the model.
+"""The host tier on a rank: host memory for pages, and copies that run next to the model.
 
 Owns: when transfers are made, and what waits for them.  Does not know: which pages move, or why.
 """
@@ -35,11 +35,11 @@ class HostTierRank(RankFeature):
         self.pool: HostPool
 
     def attention(self, backend: AttentionBackend) -> AttentionBackend:
-        """Return attention that waits for the pages of its layer, where copies run beside the model."""
+        """Return attention that waits for the pages of its layer, if copies run next to the model."""
         return LandedAttention(backend, self._landings) if self._landings.copies.overlaps else backend
 
     def decodes(self, whole: CapturedDecodes) -> CapturedDecodes:
-        """Return decode steps that wait for all pages: what runs whole waits for no layer."""
+        """Return decode steps that wait for all pages: a step that runs whole waits for no single layer."""
         return LandedDecodes(whole, self._landings) if self._landings.copies.overlaps else whole
 
     def build(self, pool: KVPool, pools: Sequence[KVPool], needs: Needs) -> None:
@@ -47,22 +47,22 @@ class HostTierRank(RankFeature):
         num_pages, comm = self._context.config.kv.num_host_pages, self._context.comm
         page_bytes = sum(one.data.nbytes // (one.num_pages + 1) for one in (pool, *pools))  # each has a dump page
         on_cpu = pool.data.device.type == "cpu"
-        # A pool on CPU takes its memory only as pages are written, so it is still among what is available.
+        # A pool on CPU takes its memory only as pages are written, so its memory still counts as available.
         available = fair_share(available_bytes(), host_place(), comm, pool.data.device)
         available = max(0, available - (pool.data.nbytes if on_cpu else 0))
         asked = f"kv.num_host_pages={num_pages}: {num_pages * page_bytes / 1e9:.1f} GB of host memory"
         require_room(asked, num_pages, page_bytes, available, MAX_HOST_SHARE, needs if on_cpu else Needs())
         try:
             self.pool = HostPool(num_pages, pool, self._landings)
-            # Their pages are read before any layer of the model, so nothing of them may be under way in a step.
+            # Features read these pages before any layer of the model, so no copy of them may be under way in a step.
             self._others = [HostPool(num_pages, one, Landings(copies_on(self._context.device))) for one in pools]
         except MemoryError as error:
-            raise ConfigError(f"{asked} cannot be had ({error}); lower it") from None
+            raise ConfigError(f"{asked} cannot be allocated ({error}); lower it") from None
         size, locked = num_pages * page_bytes / 1e6, "" if on_cpu else ", page-locked"
         log.info("rank %d host_pool=%.1f MB (%d pages)%s", comm.rank, size, num_pages, locked)
 
     def begin(self, step: Step) -> None:
-        """Wait for what the step before has not waited for."""
+        """Wait for copies that the step before has not waited for."""
         self._landings.settle()
 
     def apply(self, step: Step) -> Step:

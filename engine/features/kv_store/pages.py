@@ -1,9 +1,9 @@
-"""Pages on their way between one rank's KV pool and the store, beside the steps.
+"""Pages on their way between one rank's KV pool and the store, next to the steps.
 
-Owns: a thread that reads and one that writes, what was fetched and not used yet, the limit on all of it.
+Owns: a thread that reads and one that writes, fetched pages that are not used yet, the limit on all of it.
 Does not know: what a store is, whose pages these are.
-The device thread only copies pages out of the pool and into it.  Whatever the store does, a fetch is answered in time,
-and what finds the writer too far behind is not saved.
+The device thread only copies pages out of the pool and into it.  Whatever the store does, a fetch is answered in time;
+pages that find the writer too far behind are not saved.
 """
 
 import logging
@@ -23,13 +23,13 @@ from engine.messages import FetchPages, PagesFetched, Step
 
 log = logging.getLogger(__name__)
 
-CLOSE_TIMEOUT_S = 2.0  # less than an executor's process has to end in
+CLOSE_TIMEOUT_S = 2.0  # shorter than the time in which an executor's process must end
 TOKEN_BYTES = 4
 
 
 @dataclass(slots=True)
 class _Fetch:
-    """A fetch and what it has read.  records: each a digest and its page.  is_closed: no more records count."""
+    """A fetch and the records read so far, each a digest and its page.  is_closed: no more records count."""
 
     message: FetchPages
     answer: Callable[[PagesFetched], None]
@@ -40,7 +40,7 @@ class _Fetch:
 
 @dataclass(frozen=True, slots=True)
 class _Save:
-    """Pages to be written.  records: [n, record bytes], on the host once ``event``, if there is one, has come."""
+    """Pages to be written.  records: [n, record bytes], on the host; with ``event``, once that is reached."""
 
     hashes: list[bytes]
     records: Tensor
@@ -50,7 +50,7 @@ class _Save:
 class StoredPages:
     """The pages of one rank on their way to a store and back.
 
-    most_bytes: limit on pages that were read and not used yet, and as much again for those that wait to be written."""
+    most_bytes: limit on pages that were read and not used yet, and a second one for pages that wait to be written."""
 
     def __init__(self, records: PageRecords, pool: KVPool, rank: int, most_bytes: int) -> None:
         self._records = records
@@ -75,7 +75,7 @@ class StoredPages:
     # ---- the device thread ------------------------------------------------------------------
 
     def save(self, step: Step) -> None:
-        """Copy what the step saves out of the pool, before anything else of the step touches it."""
+        """Copy the pages that the step saves out of the pool, before anything else of the step changes them."""
         pages = np.frombuffer(step.save_pages, dtype=np.int32)
         num_bytes = len(pages) * self._records.record_bytes
         if not len(pages):
@@ -100,7 +100,7 @@ class StoredPages:
         self._to_write.put(_Save(hashes, records, event))
 
     def land(self, step: Step) -> None:
-        """Copy what was fetched into the pool, and let go of it."""
+        """Copy fetched pages into the pool, and forget the fetches."""
         for landing in step.landings:
             with self._changing:
                 fetch = self._fetches.pop(landing.fetch_id, None)
@@ -118,24 +118,24 @@ class StoredPages:
     # ---- any thread -------------------------------------------------------------------------
 
     def fetch(self, message: FetchPages, answer: Callable[[PagesFetched], None]) -> None:
-        """Begin to read; ``answer`` is called once, from any thread, at ``give_up`` at the latest."""
+        """Begin to read.  ``answer`` is called once, from any thread, at ``give_up`` at the latest."""
         fetch = _Fetch(message, answer)
         with self._changing:
             self._fetches[message.fetch_id] = fetch
         reading = self._reading
-        if reading is not None and reading.is_answered:  # too late: a fetch that comes now would wait for nothing
+        if reading is not None and reading.is_answered:  # the reader is late: a new fetch would wait for nothing
             self._answer(fetch)
         else:
             self._to_read.put(fetch)
 
     def give_up(self, fetch_id: int) -> None:
-        """Answer a fetch whose time is over with what has come."""
+        """Answer a fetch whose time is over with the pages that have been read."""
         fetch = self._fetches.get(fetch_id)
         if fetch is not None:
             self._answer(fetch)
 
     def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
-        """Write what waits to be written, as far as there is time for it, and end the threads."""
+        """Write the pages that wait to be written, as far as there is time for it, and end the threads."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -145,7 +145,7 @@ class StoredPages:
         if self._writer.is_alive() and timeout_s:
             log.warning("rank %d: the store takes too long; %d bytes are not saved", self._rank, self._num_write_bytes)
 
-    # ---- inside -----------------------------------------------------------------------------
+    # ---- internals --------------------------------------------------------------------------
 
     def _answer(self, fetch: _Fetch) -> None:
         with self._changing:
@@ -166,7 +166,7 @@ class StoredPages:
             self._answer(fetch)
 
     def _read(self, fetch: _Fetch) -> None:
-        """Page by page, as far as they follow each other without a gap."""
+        """Read page by page, as far as they follow each other without a gap."""
         size = self._records.record_bytes
         for page_hash in chained(fetch.message.parent, fetch.message.tokens, self._page_bytes):
             if fetch.is_closed or self._num_read_bytes + size > self._most_bytes:
@@ -187,7 +187,7 @@ class StoredPages:
                     save.event.synchronize()
                 for page_hash, record in zip(save.hashes, save.records.numpy(), strict=True):
                     self._records.save(page_hash, record.data)
-            except Exception as error:  # what is not saved is computed again
+            except Exception as error:  # pages that are not saved are computed again
                 self._note_failure("write", error)
             with self._changing:
                 self._num_write_bytes -= save.records.nbytes

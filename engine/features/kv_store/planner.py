@@ -1,9 +1,9 @@
 """The KV store in the planner: sequences that wait for pages from it, and computed pages that go to it.
 
-Owns: what was requested from the executors, what each of them has answered, pages that the next step saves.
+Owns: the requests to the executors, their answers, pages that the next step saves.
 Does not know: the store, rows, the queue.
 A sequence whose turn has come is held once before each start if the store may have more of its prefix than the cache.
-The executors answer within the limit of time, with the pages that they have by then; they keep these for the sequence
+The executors answer within the time limit, with the pages that they have by then; they keep these for the sequence
 until it starts or ends.
 """
 
@@ -20,14 +20,15 @@ from engine.scheduling.feature import NewFeature, PlannerFeature, PlannerParts
 from engine.scheduling.rows import WORTH_WAITING_TOKENS, Sequence
 from engine.scheduling.step_builder import StepBuilder
 
-MOST_WAITING = 8  # so many at once keep a store busy; those after them keep their places in the queue
+MOST_WAITING = 8  # enough to keep a store busy; sequences after them keep their places in the queue
 
 
 @dataclass(slots=True)
 class _Fetch:
     """A request to every rank.
 
-    num_pages: the pages that every rank has that has answered.  num_unanswered: ranks that have not."""
+    num_pages: number of pages that all ranks have that have answered.
+    num_unanswered: number of ranks that have not answered."""
 
     fetch_id: int
     sequence: Sequence
@@ -46,7 +47,7 @@ class Fetched:
 
 
 class StorePlanner(PlannerFeature):
-    """The store's part of one planner.  timeout_s: how long a prompt waits for its pages."""
+    """The store in one planner.  timeout_s: how long a prompt waits for its pages."""
 
     def __init__(self, parts: PlannerParts, timeout_s: float) -> None:
         self._timeout_s = timeout_s
@@ -65,7 +66,7 @@ class StorePlanner(PlannerFeature):
     # ---- pages that go to the store ---------------------------------------------------------
 
     def _note_new(self, node: Node, first_page: int, pages: Pages) -> None:
-        """Save pages that the tree has got.  Their content stays until the next step runs, whatever owns them then."""
+        """Save new pages of the tree.  Their content stays until the next step runs, even if they are freed before."""
         self._saves.append((b"".join(node.page_hashes[first_page:]), pages.tobytes()))
 
     def attach(self, step: StepBuilder) -> None:
@@ -78,7 +79,7 @@ class StorePlanner(PlannerFeature):
             step.fields["landings"] = tuple(self._landings)
             self._landings = []
 
-    # ---- pages that come from it ------------------------------------------------------------
+    # ---- pages that come from the store -----------------------------------------------------
 
     @property
     def num_held(self) -> int:
@@ -90,7 +91,7 @@ class StorePlanner(PlannerFeature):
         return len(self._waiting) >= MOST_WAITING
 
     def hold(self, sequence: Sequence) -> bool:
-        """Request the pages that the cache lacks of a sequence's prefix, unless that was done."""
+        """Request the pages of a sequence's prefix that the cache lacks, unless that was done."""
         if sequence.request_id in self._answered or not self._prefills.lets_wait():
             return False
         first_page, parent, tokens = self._missing(sequence)
@@ -118,7 +119,7 @@ class StorePlanner(PlannerFeature):
         """Take one rank's answer.  The last one gives the sequence back to the queue."""
         fetch = self._waiting.get(message.fetch_id)
         if fetch is None:
-            return  # the sequence has ended, or the executors that were asked are gone
+            return  # the sequence has ended, or the executors that got the request are gone
         fetch.num_pages = min(fetch.num_pages, message.num_pages)
         fetch.num_unanswered -= 1
         if fetch.num_unanswered:
@@ -166,6 +167,6 @@ class StorePlanner(PlannerFeature):
 
 
 def planner_feature(context: FeatureContext) -> NewFeature | None:
-    """Return what builds the feature; None where no store is chosen."""
+    """Return the builder of the feature; None if no store is configured."""
     is_on = KV_STORE in chosen_plugins(context.config)
     return partial(StorePlanner, timeout_s=context.config.kv.store_timeout_s) if is_on else None

@@ -1,6 +1,6 @@
 """The KV store on a rank: pages that leave for it, pages that come from it.
 
-Owns: when pages are copied, and what names the pages of this rank.  Does not know: how a store keeps them.
+Owns: when pages are copied, and the names of this rank's pages.  Does not know: how a store keeps them.
 """
 
 import asyncio
@@ -48,11 +48,11 @@ class StoreRank(RankFeature):
         self.pages = StoredPages(records, pool, context.comm.rank, context.config.kv.store_buffer_mb << 20)
 
     def begin(self, step: Step) -> None:
-        """Copy what the step saves out of the pool, before anything else of the step changes it."""
+        """Copy the pages that the step saves out of the pool, before anything else of the step changes them."""
         self.pages.save(step)
 
     def apply(self, step: Step) -> Step:
-        """Copy what was fetched into the pool."""
+        """Copy fetched pages into the pool."""
         self.pages.land(step)
         return step
 
@@ -65,7 +65,7 @@ class StoreRank(RankFeature):
         return True
 
     def close(self) -> None:
-        """Write what waits to be written, within limits."""
+        """Write the pages that wait to be written, within limits."""
         self.pages.close()
 
     def leave(self) -> None:

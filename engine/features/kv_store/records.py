@@ -1,4 +1,4 @@
-"""Records of pages in a store: their names, and the digests that make a page from the store the right one.
+"""Records of pages in a store: their names, and the digests that prove that a record is the right one.
 
 Owns: names and digests.  Does not know: where a store keeps records, threads, which pages are wanted.
 A record's name is a hash of everything that its bytes depend on: what computed it (the ``namespace``: model, dtype,
@@ -15,7 +15,7 @@ DIGEST_BYTES = 32
 
 
 class PageRecords:
-    """Pages of one rank in a store.  namespace: of what computes them.  page_bytes: of each of them."""
+    """Pages of one rank in a store.  namespace: digest of what computes them.  page_bytes: size of each page."""
 
     def __init__(self, store: KVStore, namespace: bytes, page_bytes: int) -> None:
         self.store = store
@@ -23,7 +23,7 @@ class PageRecords:
         self._namespace = namespace
 
     def load(self, page_hash: bytes, record: memoryview) -> bool:
-        """Fill ``record`` with a digest and, behind it, the page.  False if the store has not got it whole."""
+        """Fill ``record`` with a digest and the page after it.  Return False if the store does not have all of it."""
         name = self._name(page_hash)
         if not self.store.get(name, record):
             return False
@@ -33,7 +33,7 @@ class PageRecords:
         return False
 
     def save(self, page_hash: bytes, record: memoryview) -> None:
-        """Put the page that lies in ``record`` behind room for a digest."""
+        """Store a page.  record: room for a digest, and the page after it."""
         name = self._name(page_hash)
         record[:DIGEST_BYTES] = _digest(name, record[DIGEST_BYTES:])
         self.store.put(name, record)

@@ -4,7 +4,7 @@ Legend: T new tokens in the step (ragged, packed) · N rows whose logits are wan
 Owns: which slot each row reads, what is in the slots, that other steps run as if there were no adapters.
 Does not know: what the products compute, which slot an adapter gets, names.
 
-A step with an adapter runs without graphs.  In its last layer only wanted rows are computed behind attention, so the
+A step with an adapter runs without graphs.  After attention its last layer computes only wanted rows, so the
 products there get other rows.  Ranks agree on whether all could read an adapter, or they would sample apart.
 """
 
@@ -40,7 +40,9 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """A module's part of a product.  matrix: which of those merged.  inputs, outputs: of the module, this rank's."""
+    """A module's part of a product.
+
+    matrix: index among the merged matrices.  inputs, outputs: this rank's part of the module."""
 
     weight: AdaptedWeight
     matrix: int
@@ -49,9 +51,9 @@ class _Place:
 
 
 class RankAdapters:
-    """Slots for adapters beside the weights of a decoder, which is packed.  num_slots: adapters at once.
+    """Slots for adapters next to the packed weights of a decoder.  num_slots: adapters at once.
 
-    Raises MemoryError, or what torch has for it, if there is no room for the slots."""
+    Raises MemoryError, or torch's error for it, if there is no room for the slots."""
 
     def __init__(self, decoder: Decoder, comm: Comm, num_slots: int, max_rank: int, max_rows: int) -> None:
         self._comm = comm
@@ -69,7 +71,7 @@ class RankAdapters:
             pairs = [*zip(layer.attention.linears, of_attention, strict=bool(of_attention))]
             pairs += zip(layer.mlp.linears, of_mlp, strict=bool(of_mlp))
             for linear, product in pairs:
-                # Behind attention the last layer computes wanted rows only.
+                # After attention the last layer computes wanted rows only.
                 rows = self._last_rows if index == last and not isinstance(linear, QKVLinear) else self._rows
                 self._adapt(linear, product, rows, num_slots, max_rank)
 
@@ -99,9 +101,9 @@ class RankAdapters:
 
     @torch.inference_mode()
     def take(self, step: Step) -> dict[int, str]:
-        """Read what the step's admissions bring, and note whose rows the step has.
+        """Fill the slots that the step's admissions name, and note the slots of its rows.
 
-        Returns the rows of the step that should have an adapter which could not be read, and why."""
+        Return row -> reason, for rows of the step whose adapter could not be read."""
         for admission in step.admissions:
             self._slot_of_row[admission.row] = admission.slot
             if admission.adapter is not None:
@@ -120,7 +122,7 @@ class RankAdapters:
 
     @property
     def nbytes(self) -> int:
-        """Memory of all slots."""
+        """Number of bytes of all slots."""
         return sum(weight.slot_bytes for weight in self._weights)
 
     @property
@@ -129,7 +131,7 @@ class RankAdapters:
         return self._slots_T is not None
 
     def begin(self, wanted_N: Tensor | None) -> None:
-        """The products of the step are next.  wanted_N: which rows of T the last layer goes on with; None for all."""
+        """Set the adapters for the products of a step.  wanted_N: rows of T that the last layer needs; None for all."""
         slots_T = self._slots_T
         assert slots_T is not None, "the step has no adapters"
         used = slots_T[slots_T > 0]
@@ -139,7 +141,7 @@ class RankAdapters:
         self._last_rows.set(on_device_T if wanted_N is None else on_device_T[wanted_N], first, end, self._dtype)
 
     def end(self) -> None:
-        """No product has an adapter any more."""
+        """Clear the adapters: no product adds one until the next ``begin``."""
         self._rows.clear()
         self._last_rows.clear()
 
@@ -149,7 +151,7 @@ class RankAdapters:
         reason = ""
         try:
             self._read(slot - 1, adapter)
-        except Exception:  # of files that are not what they were when they were checked
+        except Exception:  # the files are not what they were when they were checked
             log.exception("adapter %s cannot be read", adapter.path)
             reason = "the adapter of this request can no longer be read; the server log has the details"
         if self._comm.size > 1:
@@ -172,14 +174,14 @@ class RankAdapters:
                 continue
             b_OR = tensors[tensor_name(name, "B")].float() * module_scale(fields, name, len(a_RI))
             a_RI, b_OR = a_RI.to(self._dtype), b_OR.to(self._dtype)
-            # The mask multiplies by zero what other rows do not get, which leaves NaN of what is not finite.
+            # The mask multiplies other rows' results by zero, which makes NaN of numbers that are not finite.
             if not (a_RI.isfinite().all() and b_OR.isfinite().all()):
                 raise WeightsError(f"{adapter.path}: {name} has numbers that are not finite in {self._dtype}")
             place.weight.put(slot, place.matrix, a_RI[:, place.inputs], b_OR[place.outputs])
 
 
 class AdaptedModel:
-    """A model whose products ask ``adapters``.  usual: what runs steps without any; the rest of it is the usual's."""
+    """A model whose products add the adapters.  usual: runs steps without any; other attributes are those of usual."""
 
     def __init__(self, plain: Decoder, usual: Model | CapturedModel, adapters: RankAdapters) -> None:
         self._plain = plain
@@ -207,7 +209,7 @@ class AdaptedModel:
 
 
 class AdaptedDecodes:
-    """Captured decode steps, for steps without an adapter; the rest of it is theirs."""
+    """Captured decode steps, for steps without an adapter; other attributes are those of the captured steps."""
 
     def __init__(self, captured: CapturedDecodes, adapters: RankAdapters) -> None:
         self._captured = captured

@@ -23,7 +23,7 @@ CONFIG = "adapter_config.json"
 TENSORS = "adapter_model.safetensors"
 TENSOR_NAME = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
 FLOATS = ("F32", "BF16", "F16")
-# Further settings of an adapter, with the values at which they do nothing.
+# Further settings of an adapter, with the values at which they have no effect.
 UNSERVED = {
     "bias": ("none",),
     "use_dora": (False,),
@@ -56,7 +56,7 @@ class AdapterRules(msgspec.Struct, frozen=True):
 
 
 def layer_products(shape: DecoderShape, index: int) -> tuple[tuple[Product, ...], tuple[Product, ...]]:
-    """Return what adapters may change in a layer's attention and MLP, each in the order of its linear layers."""
+    """Return the products that adapters may change in a layer's attention and MLP, in the order of linear layers."""
     layer, prefix = shape.layers[index], f"{shape.names.layers}.{index}"
     return _of_attention(layer, prefix, shape.hidden_size), _of_mlp(layer, prefix, shape.hidden_size)
 
@@ -101,7 +101,7 @@ def adapter_rules(shape: DecoderShape, folder: str, max_rank: int, numerics: str
     if shape.built_by != DecoderShape.built_by:
         fault = "models that transformers computes take no adapters; leave it empty"
     elif numerics == "invariant":
-        fault = "with model.numerics=invariant there are no adapters, whose sums depend on the batch; set it to fast"
+        fault = "adapters do not work with model.numerics=invariant: their sums depend on the batch; set it to fast"
     elif not (modules := adaptable_modules(shape)):
         fault = "no layer of this model takes adapters: its matrices are merged, transposed, latents or experts"
     elif not Path(folder).is_dir():
@@ -112,7 +112,7 @@ def adapter_rules(shape: DecoderShape, folder: str, max_rank: int, numerics: str
 
 
 def read_adapter(folder: Path, rules: AdapterRules) -> Adapter:
-    """Check all of an adapter but its numbers.  Raises WeightsError naming the file and the fault."""
+    """Check everything of an adapter but its numbers.  Raises WeightsError naming the file and the fault."""
     fields = read_fields(folder / CONFIG)
     _check_config(fields)
     tensors = read_header(folder / TENSORS)
@@ -158,7 +158,7 @@ def module_scale(fields: Fields, module: str, rank: int) -> float:
 
 
 def read_files(folder: Path) -> tuple[bytes, bytes]:
-    """Return its configuration and its tensors.  Raises WeightsError."""
+    """Return an adapter's configuration and its tensors.  Raises WeightsError."""
     try:
         return (folder / CONFIG).read_bytes(), (folder / TENSORS).read_bytes()
     except OSError as error:

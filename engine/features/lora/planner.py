@@ -1,6 +1,6 @@
 """LoRA in the planner: which adapter lies in which slot of the executors, and which rows read it.
 
-Owns: a planner's slots, and what a step says of them.  Does not know: what an adapter computes, names, files.
+Owns: a planner's slots, and the slots and adapters in a step.  Does not know: what an adapter computes, names, files.
 """
 
 from functools import partial
@@ -29,7 +29,7 @@ class LoraPlanner(PlannerFeature):
         self._completions = parts.completions
         self._slots = AdapterSlots(num_slots)
         self._of_row: dict[int, int] = {}
-        self._to_place: dict[int, Adapter] = {}  # by row that is admitted in the next step
+        self._to_place: dict[int, Adapter] = {}  # by row that the next step admits
 
     def admit(self, sequence: Sequence, message: Admit) -> None:
         if message.adapter is not None:
@@ -62,7 +62,7 @@ class LoraPlanner(PlannerFeature):
     def examine(self, done: StepDone) -> bool:
         """End rows whose adapter could not be read, whether they have a token or not."""
         lost = {row: one.lost_adapter for row, one in done.extras.items() if one.lost_adapter}
-        for row in lost:  # also of rows that have ended meanwhile: no row may find in a slot what is not there
+        for row in lost:  # also for rows that have ended meanwhile: the slot does not hold the adapter
             self._slots.forget(row)
         for row, reason in lost.items():
             if self._table.running[row]:
@@ -87,6 +87,6 @@ class LoraPlanner(PlannerFeature):
 
 
 def planner_feature(context: FeatureContext) -> NewFeature | None:
-    """Return what builds the feature; None where no adapters are served."""
+    """Return the builder of the feature; None if no adapters are served."""
     lora = context.config.lora
     return partial(LoraPlanner, num_slots=lora.max_adapters) if lora.folder else None

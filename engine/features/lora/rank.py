@@ -1,4 +1,4 @@
-"""Adapters on a rank: slots next to the weights, and what a step with an adapter does without.
+"""Adapters on a rank: slots next to the weights, and steps with an adapter, which run without graphs.
 
 Owns: when slots are filled, and which steps run without graphs.  Does not know: what the products compute, files.
 """
@@ -47,7 +47,7 @@ class LoraRank(RankFeature):
         return step
 
     def launched(self, step: Step, launched: LaunchedStep) -> None:
-        """Add to the result why rows had none of their adapter."""
+        """Add to the result the reasons why rows got no adapter."""
         if lost := self._lost:
             launched.extend(lambda: {"lost_adapter": lost})
 
@@ -61,7 +61,7 @@ def rank_feature(context: RankContext) -> LoraRank | None:
     max_running = context.config.scheduler.max_running
     try:
         adapters = RankAdapters(model, context.comm, lora.max_adapters, lora.max_rank, max_running)
-    except (MemoryError, RuntimeError) as error:  # what torch raises when it cannot allocate, on every device
+    except (MemoryError, RuntimeError) as error:  # torch raises these when it cannot allocate, on every device
         raise ConfigError(
             f"lora.max_adapters={lora.max_adapters}, lora.max_rank={lora.max_rank}: no memory ({error}); lower them"
         ) from None

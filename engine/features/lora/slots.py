@@ -1,6 +1,6 @@
-"""Which adapter is in which of the executors' slots, and which rows read it.
+"""Slots for adapters: which adapter each slot of the executors holds, and which rows read it.
 
-Owns: the slots, as the executors have them once the steps planned so far have run.
+Owns: the slots, in the state that the executors have after the steps planned so far.
 Does not know: what an adapter is, names, files, why a row ends.
 A slot keeps its adapter when its last row ends, and loses it to another one when it is the least recently used of those
 that no row reads.  Slots are numbered from 1.
@@ -13,7 +13,7 @@ from engine.types.prompt import Adapter
 
 @dataclass(slots=True)
 class _Slot:
-    """digest: of what is in it, '' for nothing.  used_at: a count that grows with every use."""
+    """One slot.  digest: digest of its adapter, '' for none.  used_at: a count that grows with every use."""
 
     number: int
     digest: str = ""
@@ -22,7 +22,7 @@ class _Slot:
 
 
 class AdapterSlots:
-    """``num_slots`` of them."""
+    """The slots of the executors.  num_slots: their number."""
 
     def __init__(self, num_slots: int) -> None:
         self.num_slots = num_slots
@@ -31,16 +31,16 @@ class AdapterSlots:
         self._num_uses = 0
 
     def has_room(self, adapter: Adapter) -> bool:
-        """Whether ``take`` would find a slot: one that has the adapter, or one that no row reads."""
+        """Return whether ``take`` would find a slot: one that has the adapter, or one that no row reads."""
         return any(slot.digest == adapter.digest or not slot.rows for slot in self._slots)
 
     def take(self, row: int, adapter: Adapter) -> tuple[int, bool]:
-        """Let a row read the adapter, for which there is room.  Returns the slot, and whether it must be put there."""
+        """Let a row read the adapter, for which there is room.  Return the slot, and whether it must be filled."""
         slot = next((one for one in self._slots if one.digest == adapter.digest), None)
         is_new = slot is None
         if slot is None:
             unused = [one for one in self._slots if not one.rows]
-            assert unused, f"row {row} is to read an adapter, and all {self.num_slots} slots are in use"
+            assert unused, f"row {row} needs a slot, and all {self.num_slots} slots are in use"
             slot = min(unused, key=lambda one: one.used_at)
             slot.digest = adapter.digest
         slot.rows.add(row)
@@ -50,9 +50,9 @@ class AdapterSlots:
         return slot.number, is_new
 
     def release(self, row: int) -> None:
-        """The row reads its slot no more, and no step in flight does."""
+        """Note that neither the row nor a step in flight reads its slot any more."""
         self._of_row.pop(row).rows.discard(row)
 
     def forget(self, row: int) -> None:
-        """The executors could not read what is said to be in the row's slot: whoever wants it next places it anew."""
+        """Mark the row's slot as empty: the executors could not read its adapter, so the next use must fill it."""
         self._of_row[row].digest = ""

@@ -1,6 +1,6 @@
 """A rank's draft model: its weights, attention and pool next to those of the model that it drafts for.
 
-Owns: how they are put together, what they take of the rank's memory.  Does not know: steps, why it was chosen.
+Owns: how they are put together, how much of the rank's memory they take.  Does not know: steps, why it was chosen.
 """
 
 from dataclasses import replace
@@ -32,7 +32,7 @@ class RankDraft:
     """A draft model with its weights, and with a pool once ``prepare`` was called.
 
     page_bytes: memory of a page of that pool.
-    kept_pools: pools of what the draft reads of the model.
+    kept_pools: pools of the model's data that the draft reads.
 
     Raises ConfigError, WeightsError, PluginError, as for the model itself."""
 
@@ -71,9 +71,9 @@ class RankDraft:
         return read_model(directory, self._config.plugins, self._config.model)
 
     def needs(self, model: Needs, max_len: int) -> Needs:
-        """Return what must stay free for both models, one of which computes at a time.  model: the needs of that alone.
+        """Return what must stay free for both models, of which one computes at a time.  model: the model's own needs.
 
-        On a GPU passes are no larger than the model's steps, whose memory they find free."""
+        On a GPU the draft's passes are no larger than the model's steps, and use the same free memory."""
         if self._device.type != "cpu":
             return model
         own = host_needs(self._config, self._spec.shape, max_len, self._dtype)
@@ -84,7 +84,7 @@ class RankDraft:
         )
 
     def prepare(self, num_pages: int) -> None:
-        """Allocate a pool of so many pages, and attention over it; for 0, free those that there are."""
+        """Allocate a pool of so many pages, and attention over it; for 0, free the present ones."""
         self._own = None
         if num_pages:
             spec, kv = self.model.attention_spec, self._config.kv
@@ -92,7 +92,7 @@ class RankDraft:
             self._own = pool, self._attention.build(pool)
 
     def drafter(self, rows: DeviceRows, vocab_size: int) -> Drafter:
-        """Return what drafts with the pool.  rows, vocab_size: of the model."""
+        """Return a drafter that uses the pool.  rows, vocab_size: those of the model."""
         assert self._own is not None, "the draft model has no pool"
         return Drafter(
             self.model,

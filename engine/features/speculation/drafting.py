@@ -1,11 +1,11 @@
-"""A draft model beside the model: it decodes the tokens that a step is to verify, just before the step.
+"""A draft model next to the model: it decodes the tokens that a step will verify, just before the step.
 
 Legend: R rows · P pages · B rows that are drafted for · K drafted tokens, those of a row side by side · N sampled rows
 Owns: which keys and values of the draft model there are, its passes.  Does not know: what becomes of its tokens.
 
 It has a pool of its own with as many pages as the model's, under the same page tables, and reads and writes the same
-tokens.  It computes only when it is asked, and then all that it lacks of a row, so requests without speculation cost
-nothing.  What it lacks is known by page, so prompts that share pages share what it has computed of them as well.
+tokens.  It computes only when tokens are drafted, and then everything that it lacks of a row, so requests without
+speculation cost nothing.  It counts what it has by page, so prompts that share pages also share its keys and values.
 Ranks divide it as they divide the model, so that all of them draft the same tokens.
 """
 
@@ -30,14 +30,14 @@ def _ints(column: bytes) -> Int32:
 
 @dataclass(frozen=True, slots=True)
 class Drafted:
-    """Drafted tokens on their way to the host.  drafted_K: whether a place has a token, and not only 0."""
+    """Drafted tokens on their way to the host.  drafted_K: False for a place that has no drafted token, only 0."""
 
     rows_K: Int32
     drafted_K: npt.NDArray[np.bool_]
     tokens_K: Tensor
 
     def by_row(self) -> dict[int, bytes]:
-        """Row -> its tokens; once the device is done with the step."""
+        """Return row -> its tokens.  Call it when the device is done with the step."""
         rows_K, tokens_K = self.rows_K[self.drafted_K], self.tokens_K.numpy()[self.drafted_K]
         return {int(row): tokens_K[rows_K == row].tobytes() for row in np.unique(rows_K)}
 
@@ -45,12 +45,12 @@ class Drafted:
 class Drafter:
     """Drafts tokens with a model of its own.
 
-    filled_P: slots of each page, from the first on, of which the draft model has keys and values.
-    pages_RP: the page table once more, on the host.
+    filled_P: number of slots of each page, from the first on, that hold keys and values of the draft model.
+    pages_RP: a copy of the page table on the host.
 
-    rows: the model's, for the draft model's pool.  vocab_size: tokens that both models have.
-    num_tokens: the most that are drafted for a row.  most_tokens: of one pass, unless more rows are drafted for.
-    ahead: see ``DeviceRows.for_pool``; positions that steps name are then those of the model less ``ahead``."""
+    rows: the model's rows.  vocab_size: number of tokens that both models have.
+    num_tokens: the most tokens drafted for a row.  most_tokens: tokens of one pass, unless more rows are drafted for.
+    ahead: as in ``DeviceRows.for_pool``; positions in steps are then those of the model less ``ahead``."""
 
     def __init__(
         self,
@@ -74,10 +74,10 @@ class Drafter:
         self._filled_P = np.zeros(pool.num_pages, dtype=np.int32)
         self._pages_RP = np.zeros(tuple(rows.pages_RP.shape), dtype=np.int32)
 
-    # ---- what the draft model has -----------------------------------------------------------
+    # ---- the draft model's keys and values --------------------------------------------------
 
     def follow(self, step: Step, computed: Int32) -> None:
-        """Take in what pages hold from this step on, and where rows go on.  computed: [R], by the model before it."""
+        """Take in the changes of pages and rows by a step.  computed: [R], positions of the model before the step."""
         if step.transfer_to_host:
             self._filled_P[_ints(step.transfer_device_pages)[_ints(step.transfer_to_host) == 0]] = 0
         for landing in step.landings:
@@ -87,7 +87,7 @@ class Drafter:
         if step.table_rows:
             self._note_pages(step, computed)
         if step.prefill_rows:
-            # What was drafted behind it, and was wrong, does not count.
+            # Drafted tokens after the start were wrong and do not count.
             rows, starts = _ints(step.prefill_rows), _ints(step.prefill_starts)
             self._rows.computed[rows] = np.minimum(self._rows.computed[rows], starts)
 
@@ -101,7 +101,7 @@ class Drafter:
         self._rows.computed[row] = num_whole * size + (filled[num_whole] if num_whole < num_shared else 0)
 
     def _note_pages(self, step: Step, computed: Int32) -> None:
-        """New pages are empty; one in the place of another one has what the draft model has computed of it."""
+        """Note new pages, which are empty; one that replaces another page has the draft model's content of it."""
         rows, pages, size = _ints(step.table_rows), _ints(step.table_pages), self._pool.page_size
         indexes = _ints(step.table_indexes)
         self._pages_RP[rows, indexes] = pages
@@ -112,8 +112,9 @@ class Drafter:
         np.minimum.at(self._rows.computed, rows[short], starts[short] + filled[short])
 
     def _note_filled(self, row: int, before: int, end: int) -> None:
-        """The draft model has computed all before ``end``; of what comes before ``before``, that which was drafted and
-        was right has not been noted yet."""
+        """Note that the draft model has computed all before ``end``.
+
+        Before ``before``, drafted tokens that were right have not been noted yet."""
         size = self._pool.page_size
         indexes = np.arange(max(0, before - self._num_tokens) // size, -(-end // size))
         pages = self._pages_RP[row, indexes]
@@ -123,12 +124,12 @@ class Drafter:
 
     @torch.inference_mode()
     def draft(self, step: Step) -> Drafted:
-        """Write what may come into the places that a step names; 0 for a row of which too much has to be read first."""
+        """Draft tokens for the places that a step names; 0 for a row of which too much must be read first."""
         computed = self._rows.computed.copy()
         try:
             return self._draft(step)
         except Exception:
-            self._rows.computed[:] = computed  # no pass counts of which it is not known how far it came
+            self._rows.computed[:] = computed  # a pass that failed does not count: its progress is unknown
             raise
 
     def _draft(self, step: Step) -> Drafted:
@@ -157,9 +158,9 @@ class Drafter:
         return Drafted(rows_K, np.isin(rows_K, rows_B[drafting_B]), tokens_K)
 
     def _read(self, step_id: int, rows_B: Int32, ends_B: Int32) -> npt.NDArray[np.bool_]:
-        """Compute what is lacking of each row before ``ends_B``, as far as one pass goes.
+        """Compute what each row lacks before ``ends_B``, as far as one pass goes.
 
-        Returns for which of them that was all: their first token is drafted."""
+        Return for which rows that was all: their first token is drafted."""
         computed_B = np.minimum(self._rows.computed[rows_B], ends_B - 1)
         self._rows.computed[rows_B] = computed_B
         lacking_B = ends_B - computed_B
@@ -188,11 +189,11 @@ class Drafter:
         return is_whole_B
 
     def _pass(self, step: Step) -> None:
-        """One forward pass; the likeliest tokens are written where the next pass, and the model, read them."""
+        """Run one forward pass; the likeliest tokens are written where the next pass, and the model, read them."""
         batch = lay_out(step, self._rows.computed)
         inputs = self._rows.inputs(batch)
         tensors = inputs.planned(batch, self._attention, self._pool)
-        # A model's vocabulary may be padded to another size than that of the other.
+        # A model's vocabulary may be padded to another size than the other model's.
         tensors.token_ids_T.clamp_(max=self._model.vocab_size - 1)
         logits_NV = self._model.forward(tensors)[:, : self._vocab_size]
         if len(batch.sample_rows_N):

@@ -81,9 +81,9 @@ class RankHead(RankDraft):
 
 
 def _to_model(directory: Path, shape: EagleHeadShape, device: torch.device) -> Tensor | None:
-    """Return int64[V], the model's token of each of the head's, or None if they are the same.  The file has distances.
+    """Return int64[V], the model's token of each of the head's; None if they are the same.  The file has distances.
 
-    Raises WeightsError naming what the file has."""
+    Raises WeightsError with the fault of the file."""
     stored, size = read_shards(directory), shape.draft_vocab_size
     if TO_MODEL not in stored:
         if size == shape.vocab_size:

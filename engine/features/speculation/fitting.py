@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 def fitting_model(
     draft: DraftModel, plugin: str, config: Config, spec: ModelSpec, max_len: int, vocabulary: Vocabulary
 ) -> DraftModel:
-    """Return the draft model or head with its path resolved.  max_len, vocabulary: of the model.
+    """Return the draft model or head with its path resolved.  max_len, vocabulary: those of the model.
 
     Raises PluginError if it does not fit the model, WeightsError if it cannot be read."""
     if draft.reads_states:
@@ -82,7 +82,7 @@ def fitting_head(draft: DraftModel, plugin: str, config: Config, spec: ModelSpec
 
 
 def _difference(directory: Path, vocabulary: Vocabulary) -> str | None:
-    """Return the first difference of the two tokenizers.  Tokens beyond the other's last one make none."""
+    """Return the first difference of the two tokenizers.  Tokens beyond the other's last one are no difference."""
     files = TokenizerFiles(directory)
     pieces = Vocabulary.read(files.tokenizer, files.decoder).all_pieces
     for token_id, (own, expected) in enumerate(zip(pieces, vocabulary.all_pieces, strict=False)):

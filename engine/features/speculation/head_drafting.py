@@ -1,14 +1,15 @@
-"""An EAGLE-3 head beside the model: what it reads of the model's steps, and its guesses, drafted as by a model.
+"""An EAGLE-3 head next to the model: the states of the model's steps that it reads, and its passes.
 
-Legend: T tokens of a pass · N of them that are guessed behind · D model dim · V tokens that the head can guess
+Legend: T tokens of a pass · N of them after which a token is guessed · D model dim · V tokens that the head can guess
 Owns: the states, by page; the head's passes.  Does not know: how a head computes, which rows are drafted for.
 
-Each step of the model leaves the fused states of its tokens beside their keys and values, in a pool with as many pages.
-So the head computes only when it is asked, as a draft model does, and finds what other requests' prefixes left.
+Each step of the model leaves the fused states of its tokens next to their keys and values, in a pool with as many
+pages.  So the head computes only when tokens are drafted, as a draft model does, and finds the states of prefixes that
+other requests have computed.
 
-At position i it reads the state there and token i + 1, and guesses token i + 2: one place ahead of a model.  While it
-guesses on, the state of a position is what it has computed itself at the one before.  That is written where the model
-will write the true one when it verifies the guess, and the head then computes the position once more.
+At position i it reads the state there and token i + 1, and guesses token i + 2: one place ahead of a model.  For
+further guesses, the state of a position is the one that the head has computed at the position before.  It is written
+where the model will write the true one when it verifies the guess; the head then computes the position once more.
 """
 
 from collections.abc import Collection, Sequence
@@ -28,9 +29,9 @@ from engine.messages import Step
 
 
 class KeptStates:
-    """The fused states of all tokens in the pages of a pool, as a tap of the model keeps them.
+    """The fused states of all tokens in the pages of a pool, which the model's tap stores.
 
-    pool: of one layer, whose latents they are.  layers: of the model."""
+    pool: a pool of one layer, which holds the states as latents.  layers: layers of the model."""
 
     def __init__(self, head: EagleHead, pool: KVPool, layers: Sequence[int]) -> None:
         self.layers: Collection[int] = layers
@@ -46,11 +47,11 @@ class KeptStates:
         self.pool.store_latents(0, states_TD[:, None], slots_T)
 
     def read(self, slots_T: Tensor) -> Tensor:
-        """[T, D], a copy."""
+        """Return states, [T, D], a copy."""
         return self.pool.keys(0).index_select(0, slots_T).flatten(1)
 
     def _slots(self, step: StepTensors) -> Tensor:
-        """Here of what the step names by slots of the model's pool."""
+        """Return the slots here of a step's tokens, whose slots are those of the model's pool."""
         stride, size = step.pool.page_stride, self.pool.page_size
         slots_T = step.slots_T
         if stride == size:
@@ -61,7 +62,7 @@ class KeptStates:
 class HeadDrafter(Drafter):
     """Drafts tokens with a head.
 
-    rows: the model's.
+    rows: the model's rows.
     to_model_V: int64, the model's token of each of the head's; None if they are the same."""
 
     def __init__(
@@ -95,7 +96,7 @@ class HeadDrafter(Drafter):
         rows_K = np.frombuffer(step.proposed_rows, dtype=np.int32)
         positions_K = np.frombuffer(step.proposed_positions, dtype=np.int32) - 1
         drafted = super().draft(msgspec.structs.replace(step, proposed_positions=positions_K.tobytes()))
-        # What it has computed behind the last known token is from states of its own, and does not count.
+        # Results after the last known token are from states of the head's own, and do not count.
         rows_B, first_B = np.unique(rows_K, return_index=True)
         computed = self._rows.computed
         computed[rows_B] = np.minimum(computed[rows_B], positions_K[first_B])

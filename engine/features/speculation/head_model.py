@@ -1,7 +1,7 @@
 """An EAGLE-3 head, a draft model of one layer.  It reads a token's embedding and the target model's hidden states at
 the token before.
 
-Legend: T tokens of a pass · N rows that a draft token is sampled for · D model dim · V tokens that the head can propose
+Legend: T tokens of a pass · N rows that get a draft token · D model dim · V tokens that the head can propose
         L layers of the model whose states are read
 Owns: the order of operations.  Does not know: where states are kept, how its tokens map to the model's.
 Source: Li et al. 2025, EAGLE-3; here drafts are chains of the likeliest token each.

@@ -1,19 +1,19 @@
-"""How many proposed tokens a step should verify, by what steps have cost and how often proposals were right.
+"""The number of proposed tokens that a step should verify, from the costs of steps and the rate of right proposals.
 
 Owns: both measurements, and the choice that follows.  Does not know: rows, tokens, proposers.
-A step with n tokens of which a are expected to stay gives a / seconds(n) tokens per second.  What a step costs is
-measured between the completions of two steps, so that it includes what is lost where steps do not overlap.
+A step with n tokens of which a are expected to stay gives a / seconds(n) tokens per second.  The cost of a step is
+measured between the completions of two steps, so that it includes the time lost when steps do not overlap.
 """
 
 from collections.abc import Sequence
 from typing import NamedTuple
 
 FORGETTING = 0.95
-FIRST_SLOPE = 0.04  # what one more token is thought to cost, in decode steps, until it has been measured
-SLOPE_WEIGHT = 4.0  # of that guess, in squared tokens
+FIRST_SLOPE = 0.04  # assumed cost of one more token, in decode steps, until it has been measured
+SLOPE_WEIGHT = 4.0  # weight of that assumption, in squared tokens
 OUTLIER = 1.5  # a step counts as at most so many times what was expected: the machine does other things too
-MARGIN = 1.1  # what speculation must promise: beginning and ending it costs a step's overlap
-SHORTEST_S = 1e-9  # of a step, whatever the clock says
+MARGIN = 1.1  # the gain that speculation must promise: to begin and end it costs a step's overlap
+SHORTEST_S = 1e-9  # duration of a step, whatever the clock reads
 WORTHLESS = 0.05  # a proposal that is less likely to stay than this is not verified
 
 
@@ -28,22 +28,22 @@ class Chance(NamedTuple):
 
 
 class HitRate:
-    """How often a row's proposals were right.  They are compared with its tokens also while nothing is speculated."""
+    """The rate of a row's right proposals.  They are compared with its tokens even while no step verifies any."""
 
     __slots__ = ("hits", "misses")
 
     def __init__(self, hits: float = 0.5, misses: float = 1.5) -> None:
-        """What is thought of it at first; unless it is said, a row has to show that it can be guessed."""
+        """Begin with an assumption.  By default a row must first show that it can be guessed."""
         self.hits, self.misses = hits, misses
 
     def note(self, *, is_hit: bool) -> None:
-        """A token came, and one had been proposed for its place."""
+        """Count a token for whose place one had been proposed."""
         self.hits = FORGETTING * self.hits + is_hit
         self.misses = FORGETTING * self.misses + (not is_hit)
 
     @property
     def share(self) -> float:
-        """Between 0 and 1, of recent ones more than of old ones."""
+        """The share of right proposals, 0 to 1.  Recent ones count for more than old ones."""
         return self.hits / (self.hits + self.misses)
 
 
@@ -55,12 +55,12 @@ class Payoff:
         self._weight = self._tokens = self._seconds = self._squares = self._products = 0.0
 
     def note_decode(self, num_rows: int, seconds: float) -> None:
-        """A step without proposals or prompts took so long."""
+        """Note the duration of a step without proposals or prompts."""
         before = self._decode_s.get(num_rows, seconds)
         self._decode_s[num_rows] = before + (min(seconds, OUTLIER * before) - before) * (1 - FORGETTING)
 
     def note_verification(self, num_tokens: int, num_rows: int, seconds: float) -> None:
-        """A step of so many tokens, proposals among them, and without prompts took so long."""
+        """Note the duration of a step without prompts, with so many tokens including proposals."""
         base_s, slope_s = self._verification(num_rows)
         seconds = min(seconds, OUTLIER * max(base_s + slope_s * num_tokens, SHORTEST_S))
         sums = (self._weight, self._tokens, self._seconds, self._squares, self._products)
@@ -70,17 +70,17 @@ class Payoff:
         )
 
     def knows(self, num_rows: int) -> bool:
-        """Whether decode steps of about so many rows have been measured."""
+        """Return whether decode steps of about so many rows have been measured."""
         return any(num_rows <= 2 * rows and rows <= 2 * num_rows for rows in self._decode_s)
 
     def counts(self, chances: Sequence[Chance], num_rows: int, most: int) -> list[int]:
-        """How many proposals of each row a step of ``num_rows`` rows should verify, ``most`` in all.
+        """Return how many proposals of each row a step of ``num_rows`` rows should verify, ``most`` in all.
 
-        All 0 where that is expected to give fewer tokens per second than decoding does."""
+        All are 0 if that is expected to give fewer tokens per second than decoding."""
         counts = [0] * len(chances)
         plain_rate = num_rows / self._plain_s(num_rows)
         base_s, slope_s = self._verification(num_rows)
-        # More tokens in a step pay where they bring more than their time would bring otherwise.
+        # More tokens in a step pay if they bring more than their time would bring otherwise.
         worthless = max(WORTHLESS, slope_s * plain_rate)
         gains: list[tuple[float, int]] = []
         for index, (share, num, ahead) in enumerate(chances):
@@ -102,15 +102,15 @@ class Payoff:
         return counts
 
     def _plain_s(self, num_rows: int) -> float:
-        """Of a decode step; of another number of rows where this one has not run."""
+        """Return the seconds of a decode step; of the nearest number of rows if this one has not run."""
         if num_rows not in self._decode_s:
             num_rows = min(self._decode_s, key=lambda rows: (abs(rows - num_rows), rows), default=0)
         return max(self._decode_s.get(num_rows, 1.0), SHORTEST_S)
 
     def _verification(self, num_rows: int) -> tuple[float, float]:
-        """Of a step with proposals: its time without any token, and with each.
+        """Return the seconds of a step with proposals: without any token, and for each token.
 
-        By least squares, with a guess of the slope that counts for less the more has been measured."""
+        By least squares, with an assumed slope that counts for less the more has been measured."""
         plain_s = self._plain_s(num_rows)
         slope = FIRST_SLOPE * plain_s
         if not self._weight:

@@ -1,11 +1,12 @@
 """Speculation in the planner: rows that decode get proposed tokens, and one step verifies all of a row.
 
-Owns: how many guesses of which row a step verifies, which rows the device knows too far, when tokens are waited for.
+Owns: how many guesses of which row a step verifies, rows for which the device counts too many tokens, when to wait.
 Does not know: where guesses come from, how a step is planned otherwise, what a token's end means.
 
 A token is drawn by seed and position, and by the tokens before it.  So a token that is sampled after a proposed one is
-what decoding would sample, as long as every proposal before it was what was sampled there: those tokens stay, and the
-rest is dropped.  Their keys and values lie after the row's end, where nothing reads, until they are overwritten.
+the one that decoding would sample, as long as every proposal before it equals the token sampled there: those tokens
+stay, and the rest is dropped.  Their keys and values lie after the row's end, where nothing reads, until they are
+overwritten.
 
 A row whose tokens are waited for has no step in flight, so steps do not overlap while a row speculates.
 """
@@ -33,7 +34,7 @@ Drafts = dict[int, tuple[int, ...]]
 
 
 class SpeculationPlanner(PlannerFeature):
-    """The proposals for one planner's rows.  vocab_size: of the model."""
+    """The proposals for one planner's rows.  vocab_size: that of the model."""
 
     def __init__(self, parts: PlannerParts, *, proposer: Proposer | DraftModel, vocab_size: int) -> None:
         self._awaits_tokens = False
@@ -48,7 +49,7 @@ class SpeculationPlanner(PlannerFeature):
             else SessionGuesses(table, proposer, vocab_size)
         )
         self._payoff = Payoff()
-        # Rows of which the device counts more tokens as computed than are: their next step must say where it begins.
+        # Rows of which the device counts too many tokens as computed: their next step must state where it begins.
         self._overrun: set[int] = set()
         self._is_steady = self._reads_first = False
 
@@ -95,7 +96,7 @@ class SpeculationPlanner(PlannerFeature):
         return drafts | {row: self._guesses.of(row, count) for row, count in counts.items()}
 
     def _chances(self, rows: Iterable[int], *, in_flight: bool) -> dict[int, Chance]:
-        """Of those for which something is guessed.  in_flight: behind their tokens that are being sampled."""
+        """Return the chances of rows with a guess.  in_flight: guesses after their tokens that are being sampled."""
         chances: dict[int, Chance] = {}
         if self._guesses.rest:
             return chances
@@ -107,7 +108,7 @@ class SpeculationPlanner(PlannerFeature):
         return chances
 
     def _counts(self, chances: dict[int, Chance], num_rows: int, most: int) -> dict[int, int]:
-        """How many proposals to verify, of the rows that get any."""
+        """Return the number of proposals to verify, by row that gets any."""
         has_room = most > 0 and any(chance.num > 0 for chance in chances.values())
         if not has_room or not (self._guesses.free or self._payoff.knows(num_rows)):
             return {}
@@ -119,7 +120,7 @@ class SpeculationPlanner(PlannerFeature):
         return counts
 
     def _room(self, row: int, num: int) -> int:
-        """How many of so many proposals fit the row: its request, its pages, and others if pages are plenty."""
+        """Return how many of ``num`` proposals fit a row: its request, its pages, and new pages if these are plenty."""
         table = self._table
         known = int(table.num_known[row])
         num = min(num, int(table.max_total[row]) - known - 1)
@@ -196,13 +197,13 @@ class SpeculationPlanner(PlannerFeature):
             pass
         elif num_proposed and not record.prefill_rows:
             self._payoff.note_verification(num_rows + num_proposed, num_rows, seconds)
-        # The first step that overlaps with the one before it shows what steps cost that do.
+        # Only a step that overlaps with the one before it shows the cost of such steps.
         elif self._is_steady and not drafts and not record.prefill_rows:
             self._payoff.note_decode(num_rows, seconds)
         self._is_steady = not drafts and not record.prefill_rows
 
     def _promised(self, rows: list[int]) -> dict[int, int]:
-        """What would be verified if the tokens in flight were known, and as guessed."""
+        """Return what would be verified if the tokens in flight were known, and as guessed."""
         return self._counts(self._chances(rows, in_flight=True), len(rows), self._max_step_tokens - len(rows))
 
     def left(self, row: int) -> None:
@@ -223,7 +224,7 @@ def drafts_of(record: InFlight) -> Drafts:
 
 
 def planner_feature(context: FeatureContext) -> NewFeature | None:
-    """Return what builds the feature; None without a proposer."""
+    """Return the builder of the feature; None without a proposer."""
     if context.proposer is None:
         return None
     return partial(SpeculationPlanner, proposer=context.proposer, vocab_size=context.vocab_size)

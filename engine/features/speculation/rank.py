@@ -1,6 +1,6 @@
 """Speculation on a rank: a draft model or a head next to the model, and the tokens that it drafts for a step.
 
-Owns: when tokens are drafted, and what a step loses where there is no memory for that.
+Owns: when tokens are drafted, and what a step does without if there is no memory for that.
 Does not know: how tokens are drafted, what becomes of them.
 A proposer that runs in the planner has nothing on a rank: its tokens are in the step.
 """
@@ -24,7 +24,7 @@ from engine.scheduling.proposer import DraftModel
 
 log = logging.getLogger(__name__)
 
-CPU_ALLOCATOR = "DefaultCPUAllocator"  # what torch names in a RuntimeError, which is no OutOfMemoryError on a CPU
+CPU_ALLOCATOR = "DefaultCPUAllocator"  # in the text of torch's RuntimeError on a CPU, which is no OutOfMemoryError
 NO_TOKENS = {"proposed_rows": b"", "proposed_positions": b"", "proposed_tokens": b""}
 
 
@@ -36,14 +36,14 @@ class Terms(msgspec.Struct, frozen=True):
 
 
 class SpeculationRank(RankFeature):
-    """Verifies proposed tokens: of each row ``num_proposed`` at most."""
+    """The feature of a rank that verifies proposed tokens, at most ``num_proposed`` of each row."""
 
     def __init__(self, num_proposed: int) -> None:
         self.more_samples = num_proposed
 
 
 class DraftRank(SpeculationRank):
-    """Drafts the tokens that a step verifies, just before the step.  draft: what drafts, with its weights."""
+    """The feature of a rank that drafts the tokens of a step just before it.  draft: model or head with its weights."""
 
     order = 30
 
@@ -60,12 +60,12 @@ class DraftRank(SpeculationRank):
         return self._draft.needs(needs, self._context.max_len)
 
     def prepare(self, num_pages: int) -> None:
-        """Allocate the draft's own pool, and let the model keep what the draft reads of it."""
+        """Allocate the draft's own pool, and let the model keep the states that the draft reads."""
         self._draft.prepare(num_pages)
         self.pools = self._draft.kept_pools
 
     def build(self, pool: KVPool, pools: Sequence[KVPool], needs: Needs) -> None:
-        """Build the drafter over the pool that is there."""
+        """Build the drafter over the draft's pool."""
         self._drafter = self._draft.drafter(self._context.rows, self._context.spec.vocab_size)
 
     def apply(self, step: Step) -> Step:
@@ -83,9 +83,9 @@ class DraftRank(SpeculationRank):
             launched.extend(lambda: {"drafted": drafted.by_row()})
 
     def _draft_for(self, step: Step) -> Drafted:
-        """Return the drafted tokens, or none where the device has no memory for that: the step verifies what it finds.
+        """Return the drafted tokens, or none if the device has no memory for that: the step verifies what it finds.
 
-        Raises MemoryError where other ranks may be in the middle of it."""
+        Raises MemoryError if other ranks may be in the middle of drafting."""
         try:
             return self._drafter.draft(step)
         except (MemoryError, RuntimeError) as error:
@@ -99,7 +99,7 @@ class DraftRank(SpeculationRank):
 
 
 def rank_feature(context: RankContext) -> SpeculationRank | None:
-    """Return what drafts or verifies tokens here, or None if no proposer is configured.
+    """Return the feature that drafts or verifies tokens here, or None if no proposer is configured.
 
     Raises ConfigError, WeightsError, PluginError, as for the model itself."""
     if (given := context.given.get("speculation")) is None:

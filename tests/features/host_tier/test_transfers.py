@@ -205,5 +205,7 @@ def test_memory_that_the_system_then_denies_is_the_same_kind_of_error(
         raise MemoryError("it cannot be page-locked: out of memory")
 
     monkeypatch.setattr(rank, "HostPool", deny)
-    with pytest.raises(ConfigError, match=r"kv\.num_host_pages=7: .* cannot be had \(it cannot be page-locked: out of"):
+    with pytest.raises(
+        ConfigError, match=r"kv\.num_host_pages=7: .* cannot be allocated \(it cannot be page-locked: out of"
+    ):
         load(checkpoint, num_pages=4, num_host_pages=7)
