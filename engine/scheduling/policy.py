@@ -68,12 +68,13 @@ class TenantPolicy(SchedulingPolicy, Protocol):
         ...
 
     def returned(self, tenant: str, lowest: float) -> None:
-        """A tenant without waiting requests has one again.  lowest: the smallest turn among waiting tenants, or the
-        turn of the last one served."""
+        """Called when a tenant without waiting requests has one again.
+
+        lowest: the smallest turn among waiting tenants, or the turn of the last one served."""
         ...
 
     def served(self, tenant: str, num_prompt_tokens: int, num_output_tokens: int) -> None:
-        """A request of the tenant has started, with so many tokens to compute, or has got so many output tokens.
+        """Called when a request of the tenant has started, with prompt tokens to compute, or has got output tokens.
 
-        Called before ``turn``, and only when there is room to start a request."""
+        Tokens are reported before ``turn`` is called, not with every step."""
         ...
