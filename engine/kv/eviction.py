@@ -59,9 +59,10 @@ class EvictionListener(Protocol):
     """A strategy that is also called with each eviction, so that it can recognise pages that come back."""
 
     def evicted(self, candidate: Candidate) -> None:
-        """All of the candidate's pages leave the device now; it is a part of what was ranked, if fewer were needed.
+        """Called when all pages of a candidate leave the device.
 
-        It is not called if every page is lost with a failed device.  The part above it may be ranked next.
+        If fewer pages were needed than it had, it is a part of the ranked candidate, and the rest may be ranked next.
+        It is not called if every page is lost with a failed device.
         If it raises, that is logged with the plugin's name, and it is not called again."""
         ...
 

@@ -25,45 +25,45 @@ class PlannerWatcher:
     """An object that is called when something happens in a planner.  A subclass overrides what it needs."""
 
     def arrived(self, sequence: Sequence, message: Admit) -> None:
-        """A request is open from now on, and it is already queued."""
+        """Called when a request is open; it is already queued."""
 
     def waits(self, sequence: Sequence, why: Why) -> None:
-        """A sequence has no row.  The event may come again with the same reason."""
+        """Called when a sequence waits for a row.  It may be called again with the same reason."""
 
     def matched(self, sequence: Sequence, handle: Handle, key: bytes, page_bytes: int) -> None:
-        """A sequence is about to start with the cached pages that its handle keeps.
+        """Called before a sequence starts with the cached pages that its handle keeps.
 
-        key: of its whole prefix.  page_bytes: length of a page's part of the key."""
+        key: key of its whole prefix.  page_bytes: length of a page's part of the key."""
 
     def started(self, sequence: Sequence, *, is_first: bool) -> None:
-        """A sequence has got a row.  is_first: it had none before."""
+        """Called when a sequence has got a row.  is_first: it had none before."""
 
     def computed(self, sequence: Sequence, step_id: int, num_tokens: int) -> None:
-        """A completed step has computed tokens of a sequence's prompt."""
+        """Called when a completed step has computed tokens of a sequence's prompt."""
 
     def decodes(self, sequence: Sequence) -> None:
-        """All known tokens of a sequence are computed, and its next one is sampled."""
+        """Called when all known tokens of a sequence are computed, and its next one is sampled."""
 
     def first_token(self, sequence: Sequence, now: float) -> None:
-        """A request has its first token."""
+        """Called when a request has its first token."""
 
     def retracted(self, sequence: Sequence) -> None:
-        """A sequence has lost its row, because other sequences need its pages."""
+        """Called when a sequence has lost its row to others."""
 
     def evicted(self, request_id: int, candidate: Candidate) -> None:
-        """Cached pages are leaving the pool to make room for a request."""
+        """Called when cached pages leave the pool to make room for a request."""
 
     def planned(self, step: Step) -> None:
-        """A step is about to be sent."""
+        """Called before a step is sent."""
 
     def completed(self, step: StepRecord) -> None:
-        """A step has completed."""
+        """Called when a step has completed."""
 
     def finished(self, sequence: Sequence, metrics: RequestMetrics) -> None:
-        """A request has ended."""
+        """Called when a request has ended."""
 
     def lost(self, running: Items[Sequence]) -> None:
-        """The executors are gone, with the rows of these sequences."""
+        """Called when the executors are gone, with the rows of these sequences."""
 
 
 class PlannerEvents:

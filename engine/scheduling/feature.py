@@ -42,7 +42,7 @@ class PlannerFeature:
     """An optional part of one planner.  A subclass overrides the hooks that it needs."""
 
     def admit(self, sequence: Sequence, message: Admit) -> None:
-        """A request arrives.  Raises RequestError to refuse it."""
+        """Called when a request arrives.  Raise RequestError to refuse it."""
 
     def hold(self, sequence: Sequence) -> bool:
         """Return True to keep a sequence whose turn has come; the feature later passes it to ``Prefills.wait``."""
@@ -57,10 +57,10 @@ class PlannerFeature:
         return True
 
     def adopt(self, sequence: Sequence, handle: Handle, key: bytes, pages: Pages) -> None:
-        """A sequence is about to start.  pages: free pages that follow those of the handle; the tree may adopt them."""
+        """Called before a sequence starts.  pages: free pages after those of the handle, which the tree may adopt."""
 
     def started(self, sequence: Sequence) -> None:
-        """A sequence has got a row."""
+        """Called when a sequence has got a row."""
 
     def awaits_tokens(self) -> bool:
         """Return True to plan nothing before every step in flight has completed."""
@@ -81,16 +81,16 @@ class PlannerFeature:
         return [wave]
 
     def completed(self, record: InFlight, seconds: float) -> None:
-        """The tokens of a step are noted.  seconds: time since the completion of the step before it."""
+        """Called when the tokens of a step are noted.  seconds: time since the completion of the step before it."""
 
     def left(self, row: int) -> None:
-        """A row is no longer in the batch."""
+        """Called when a row is no longer in the batch."""
 
     def released(self, row: int) -> None:
-        """No step in flight uses a row any more, and it is about to be free."""
+        """Called before a row is free: no step in flight uses it any more."""
 
     def forget(self, sequence: Sequence) -> bool:
-        """A sequence without a row has ended.  Return whether the feature held it."""
+        """Called when a sequence without a row has ended.  Return whether the feature held it."""
         return False
 
     def outgoing(self) -> list[FetchPages]:
@@ -98,10 +98,10 @@ class PlannerFeature:
         return []
 
     def received(self, message: PagesFetched) -> None:
-        """An executor has answered a message of ``outgoing``."""
+        """Called when an executor has answered a message of ``outgoing``."""
 
     def reset(self) -> list[Sequence]:
-        """The executors are new, and nothing is in flight.  Return the sequences that the feature held."""
+        """Called when the executors are new and nothing is in flight.  Return the sequences that the feature held."""
         return []
 
     def gauges(self) -> dict[str, int]:

@@ -43,13 +43,15 @@ class SchedulingPolicy(Protocol):
     def looks_at_cache(self) -> bool:
         """Whether ranks change with the prefix cache.
 
-        If not, a request is ranked when it joins the queue; if so, the oldest 128 are ranked whenever one may start."""
+        If not, a request is ranked when it joins the queue; if so, the 128 that would
+        be first with nothing cached are ranked whenever one may start."""
         ...
 
     def rank(self, waiting: Waiting) -> SortKey:
-        """Return the rank of a request: the smallest runs first, and the oldest among equals.  Its length never varies.
+        """Return the rank of a request: the smallest runs first, and the oldest among equals.
 
-        Among equally urgent requests none may wait forever, however many better placed ones follow.
+        All ranks have the same number of ints.  Among equally urgent requests none may wait forever,
+        however many better placed ones follow.
         If it raises or returns anything else, that is logged with the plugin's name, and it is not called again."""
         ...
 
@@ -68,12 +70,13 @@ class TenantPolicy(SchedulingPolicy, Protocol):
         ...
 
     def returned(self, tenant: str, lowest: float) -> None:
-        """A tenant without waiting requests has one again.  lowest: the smallest turn among waiting tenants, or the
-        turn of the last one served."""
+        """Called when a tenant without waiting requests has one again.
+
+        lowest: the smallest turn among waiting tenants, or the turn of the last one served."""
         ...
 
     def served(self, tenant: str, num_prompt_tokens: int, num_output_tokens: int) -> None:
-        """A request of the tenant has started, with so many tokens to compute, or has got so many output tokens.
+        """Called when a request of the tenant has started, with prompt tokens to compute, or has got output tokens.
 
-        Called before ``turn``, and only when there is room to start a request."""
+        Tokens are reported before ``turn`` is called, not with every step."""
         ...

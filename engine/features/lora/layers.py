@@ -44,7 +44,7 @@ class AdaptedWeight:
 
     plain: the weight.
     rows: the adapter of each row, set before the step.
-    inputs: of this rank.  outputs: of this rank, for each merged matrix."""
+    inputs: input features of this rank.  outputs: output features of this rank, for each merged matrix."""
 
     def __init__(
         self,

@@ -43,7 +43,7 @@ class Drafted:
 
 
 class Drafter:
-    """Drafts tokens with a model of its own.
+    """A drafter that has a model of its own.
 
     filled_P: number of slots of each page, from the first on, that hold keys and values of the draft model.
     pages_RP: a copy of the page table on the host.

@@ -60,7 +60,7 @@ class KeptStates:
 
 
 class HeadDrafter(Drafter):
-    """Drafts tokens with a head.
+    """A drafter that has an EAGLE-3 head.
 
     rows: the model's rows.
     to_model_V: int64, the model's token of each of the head's; None if they are the same."""

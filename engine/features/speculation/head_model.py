@@ -39,7 +39,7 @@ class EagleHead:
     """A ``Model`` that drafts.  A pass's token_ids_T are the tokens after its positions; states are at the positions.
 
     embedding: the target model's.
-    states: of the tokens in the pool's pages.  Both are set before the first pass."""
+    states: states of the tokens in the pool's pages.  Both are set before the first pass."""
 
     embedding: VocabLinear
     states: States
