@@ -45,6 +45,7 @@ LOOP_MAKERS = {"run", "Runner", "new_event_loop"}
 OWN_LOOPS = {
     "tests/fuzz/uploads.py": "a reader's, which a fuzzer calls",
     "tests/server/edges.py": "a program's",
+    "tests/server/test_access_page.py": "a program's, which writes a page",
     "tests/server/engine_server.py": "a server's, on a thread",
     "tests/server/live_server.py": "a server's, on a thread",
     "tests/server/live_system.py": "a server's, on a thread",

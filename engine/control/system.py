@@ -89,26 +89,10 @@ class System:
         self._machines = machines
         self._front = frontend
         self._progress = progress
-        directory = self.directory = resolve_checkpoint(config.model.path, config.model.revision)
-        self.spec: ModelSpec = read_model(directory, config.plugins, config.model)
-        lora, numerics = config.lora, config.model.numerics
-        self.adapter_rules: AdapterRules | None = None
-        if lora.folder:
-            self.adapter_rules = adapter_rules(self.spec.shape, lora.folder, lora.max_rank, numerics)
-        self.num_parameters = 0  # as stored; 0 for dummy weights
-        if config.model.load_format == "safetensors":
-            # Headers only, and now: a damaged file must not cost the time of importing torch.
-            stored = stored_tensors(directory)
-            self.num_parameters = sum(math.prod(tensor.shape) for tensor in stored.values())
-        self.model_name = config.model.name or (
-            DEMO_NAME if config.model.path == DEMO else Path(config.model.path).name
+        self._read_checkpoint(before)
+        self.codec: TextCodec = (
+            plugin_codec(config, self.directory, self.spec.pooling) if before is None else before.codec
         )
-        if before is not None:
-            self.model_name = before.model_name  # clients use it
-        self.max_len = _max_len(config, self.spec)
-        # A pooling request samples one unused token, so its row needs one extra position.
-        self._row_len = self.max_len + (self.spec.pooling.kind != "generate")
-        self.codec: TextCodec = plugin_codec(config, directory, self.spec.pooling) if before is None else before.codec
         log.info("%s: %s", self.model_name, self.spec.pooling)
         warn_of_unknown_tokens(self.codec, self.spec.vocab_size)
         self._plugins = Plugins(chosen_plugins(config), config.plugins.options)
@@ -132,6 +116,29 @@ class System:
         self.recorder: Recorder | None = self._new_recorder() if before is None else before.recorder
         if before is None:
             self._build()
+
+    def _read_checkpoint(self, before: "System | None") -> None:
+        """Read what the engine must know of its checkpoint, without the weights."""
+        config = self.config
+        directory = self.directory = resolve_checkpoint(config.model.path, config.model.revision)
+        self.spec: ModelSpec = read_model(directory, config.plugins, config.model)
+        lora, numerics = config.lora, config.model.numerics
+        self.adapter_rules: AdapterRules | None = None
+        if lora.folder:
+            self.adapter_rules = adapter_rules(self.spec.shape, lora.folder, lora.max_rank, numerics)
+        self.num_parameters = 0  # as stored; 0 for dummy weights
+        if config.model.load_format == "safetensors":
+            # Headers only, and now: a damaged file must not cost the time of importing torch.
+            stored = stored_tensors(directory)
+            self.num_parameters = sum(math.prod(tensor.shape) for tensor in stored.values())
+        self.model_name = config.model.name or (
+            DEMO_NAME if config.model.path == DEMO else Path(config.model.path).name
+        )
+        if before is not None:
+            self.model_name = before.model_name  # clients use it
+        self.max_len = _max_len(config, self.spec)
+        # A pooling request samples one unused token, so its row needs one extra position.
+        self._row_len = self.max_len + (self.spec.pooling.kind != "generate")
 
     def _watched_by(self, before: "System | None") -> Observers:
         if before is not None:

@@ -84,7 +84,8 @@ class Prefills:
     @property
     def num_waiting(self) -> int:
         """Number of sequences without a row."""
-        return len(self._waiting) + sum(map(len, self._aside.values())) + self._features.num_held
+        num_held = sum(one.num_held for one in self._features.all)
+        return len(self._waiting) + sum(map(len, self._aside.values())) + num_held
 
     @property
     def may_go_on(self) -> bool:

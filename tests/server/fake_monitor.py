@@ -1,6 +1,6 @@
 """What an engine would show of itself: a real meter, a real radix tree, and gauges that a test may set."""
 
-from collections.abc import Sequence
+from collections.abc import Sequence as Items
 
 import msgspec
 import numpy as np
@@ -14,6 +14,8 @@ from engine.messages import Finish, Profile
 from engine.plugins.eviction.lru import LeastRecentlyUsed
 from engine.scheduling.board import MAX_NODES, Board, BoardRow, Pool
 from engine.scheduling.meter import Meter, RequestMetrics, StepRecord
+from engine.scheduling.rows import Sequence
+from engine.types.params import SamplingParams
 from tests.kv.inserting import insert
 from tests.server.fake_ingress import FakeIngress
 
@@ -74,7 +76,7 @@ class FakeMonitor:
             mailboxes=(MailboxGauges("scheduler", 1, 7, 2112),),
         )
 
-    def decode(self, token_ids: Sequence[int]) -> str:
+    def decode(self, token_ids: Items[int]) -> str:
         return " ".join(map(str, token_ids))
 
     def watch(self, observer: object, name: str) -> None:
@@ -95,12 +97,27 @@ class FakeMonitor:
         assert self.meter is not None
         began, self.now = self.now, self.now + seconds
         number = self.meter.num_steps
-        step = StepRecord(number, began, self.now, decodes, int(prefill_tokens > 0), prefill_tokens)
-        self.meter.completed(step, decodes, 0)
+        step = StepRecord(
+            number, began, self.now, decodes, int(prefill_tokens > 0), prefill_tokens, num_next=decodes, num_first=0
+        )
+        self.meter.completed(step)
 
     def end(self, *, finish: Finish = Finish.STOP, ttft_s: float = 0.2, tokens: int = 10) -> None:
         """As if a request had gone all the way."""
         assert self.meter is not None
-        self.meter.started(40, 16, 0.03)
-        self.meter.ttft_s.note(ttft_s)
-        self.meter.ended(RequestMetrics(1, finish, 40, tokens, 16, 0, self.now, 0.03, ttft_s, 0.012, 1.5))
+        sequence = Sequence(
+            request_id=1,
+            arrival=0,
+            priority=0,
+            params=SamplingParams(),
+            tokens=np.zeros(40, dtype=np.int32),
+            num_prompt=40,
+            max_total=40 + tokens,
+            stop_ids=(),
+            arrived_at=0.0,
+            started_at=0.03,
+            num_cached_at_start=16,
+        )
+        self.meter.started(sequence, is_first=True)
+        self.meter.first_token(sequence, ttft_s)
+        self.meter.finished(sequence, RequestMetrics(1, finish, 40, tokens, 16, 0, self.now, 0.03, ttft_s, 0.012, 1.5))

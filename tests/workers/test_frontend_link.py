@@ -101,10 +101,10 @@ async def test_what_no_engine_says_is_refused_by_name(
 
 def test_all_that_the_engine_shows_survives_the_wire() -> None:
     meter = Meter(50.0)
-    meter.started(40, 16, 0.03)
-    meter.completed(StepRecord(7, 50.0, 50.5, 3, 1, 40), 3, 1)
+    meter.queue_s.note(0.03)
+    meter.completed(StepRecord(7, 50.0, 50.5, 3, 1, 40, num_next=3, num_first=1))
     one = RequestMetrics(1, Finish.LENGTH, 40, 10, 16, 0, 50.0, 0.03, None, 0.012, 1.5)
-    meter.ended(one)
+    meter.num_ended[one.finish] += 1
     gauges = Gauges(3, stalled_s=0.5, recovering=True, mailboxes=(MailboxGauges("scheduler", 1, 2, 3),))
     node = OutlinedNode(-1, 0, 2, 0, 1, 5, 3, 0, 0, False, b"\1\0\0\0")
     row = BoardRow(1, "prefill", 40, 16, 32, 2, 0, 0.03, None, 0.05)
