@@ -132,7 +132,8 @@ def read_prompt(
         return str.__str__(prompt), None, None  # a plain str, not a subclass such as NumPy's
     if isinstance(prompt, tuple) and prompt and isinstance(prompt[0], ChatTurn):
         turns: tuple[ChatTurn, ...] = prompt
-        check_chars(num_chars(turns) + len(options.chat.tools), max_model_len)
+        if not options.truncate_to:  # else the text was cut to what can fit, without what the turns cost
+            check_chars(num_chars(turns) + len(options.chat.tools), max_model_len)
         return None, None, turns
     return None, _token_ids(prompt, max_model_len, vocab_size).tobytes(), None  # type: ignore[arg-type]
 

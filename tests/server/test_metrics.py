@@ -169,10 +169,10 @@ def test_requests_are_counted_by_route_and_never_by_what_clients_make_up() -> No
 
 
 def test_what_the_server_refuses_and_cuts_is_counted() -> None:
-    limits, server = LimitsSection(max_requests=1), ServerSection(client_timeout_s=0.2, max_connections=2)
+    limits = LimitsSection(max_requests=1)
+    server = ServerSection(client_timeout_s=0.2, max_connections=2, max_connections_per_address=2)
     with LiveServer(FakeIngress(delay_s=0.01), limits=limits, server=server) as live:
-        with RawClient(live.port) as slow, RawClient(live.port), RawClient(live.port) as third:
-            assert third.read_reply().status == 503
+        with RawClient(live.port), RawClient(live.port), RawClient(live.port) as slow:  # the first makes room
             slow.send(b"GET /he")
             assert slow.read_reply().status == 408
         assert live.wait_until(lambda: not live.runner.server.connections, 2)
@@ -180,8 +180,8 @@ def test_what_the_server_refuses_and_cuts_is_counted() -> None:
         assert ask(live.port, "POST", "/v1/completions", COMPLETION).status == 429
         samples = scrape(live)
         assert one(samples, "callboard_admission_rejections_total", reason="queue_full") == 1
-        assert one(samples, "callboard_http_connections_cut_total", reason="too_many") == 1
-        assert one(samples, "callboard_http_connections_cut_total", reason="header_timeout") == 1
+        assert one(samples, "callboard_http_connections_cut_total", reason="evicted") == 1
+        assert one(samples, "callboard_http_connections_cut_total", reason="header_timeout") >= 1
         live.call(stream.close)
 
 
