@@ -62,7 +62,7 @@ def test_the_command_says_how_far_a_file_goes_that_was_cut(written: bytes, tmp_p
 def test_a_cut_before_the_first_turn_is_refused(written: bytes, tmp_path: Path) -> None:
     path = tmp_path / "torn.cbr"
     header, state, *_ = frames(written)
-    for length, words in ((header + 7, "nothing of it can be replayed"), (state + 30, "replayed"), (0, "no recording")):
+    for length, words in ((header + 7, "nothing of it"), (state + 30, "replayed"), (0, "not a recording")):
         path.write_bytes(written[:length])
         if length == state + 30:
             assert not read_recording(path).turns
@@ -96,7 +96,7 @@ def test_other_formats_are_refused_by_their_number(written: bytes, tmp_path: Pat
     [
         (["missing.cbr"], "No such file"),
         (["."], "Is a directory"),
-        (["text.cbr"], "no recording"),
+        (["text.cbr"], "not a recording"),
     ],
 )
 def test_the_command_says_what_is_wrong_with_a_file(tmp_path: Path, arguments: list[str], words: str) -> None:

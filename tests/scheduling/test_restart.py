@@ -180,5 +180,5 @@ def test_output_of_another_engine_goes_on_where_it_was(count: int) -> None:
 
 def test_output_that_is_complete_has_nothing_to_go_on_with() -> None:
     bench = Bench()
-    with pytest.raises(RequestError, match="all that it may get"):
+    with pytest.raises(RequestError, match="may get at most"):
         bench.submit(1, prompt_of(20), max_tokens=5, num_resumed=5)

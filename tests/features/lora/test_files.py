@@ -46,7 +46,7 @@ CONFIGS: list[tuple[dict[str, Any], str]] = [
     ({"bias": "lora_only"}, 'bias is "lora_only", expected "none" or nothing'),
     ({"modules_to_save": ["lm_head"]}, 'modules_to_save is ["lm_head"], expected'),
     ({"lora_alpha": -1}, "lora_alpha is -1, expected a positive number"),
-    ({"alpha_pattern": {"(": 3}}, "alpha_pattern has '(', no pattern"),
+    ({"alpha_pattern": {"(": 3}}, "alpha_pattern has '(', not a pattern"),
     ({"alpha_pattern": {"q_proj": "much"}}, "expected numbers"),
     ({"alpha_pattern": {"q_proj": 10**400}}, "expected numbers"),
     ({"lora_alpha": 10**400}, "expected a positive number"),

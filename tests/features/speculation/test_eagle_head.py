@@ -245,7 +245,7 @@ def train(reference: ReferenceHead, texts: list[list[int]]) -> dict[str, Tensor]
     [
         ({"vocab_size": 300, "draft_vocab_size": 200}, PluginError, "vocab_size is 300, expected the model's 259"),
         ({"hidden_size": 32}, PluginError, "hidden_size is 32, expected the model's 64"),
-        ({"eagle_aux_hidden_state_layer_ids": [1, 2, 7]}, PluginError, r"layers \[1, 2, 7\] get, and the model has 4"),
+        ({"eagle_aux_hidden_state_layer_ids": [1, 2, 7]}, PluginError, r"layers \[1, 2, 7\], and the model has 4"),
         ({"eagle_aux_hidden_state_layer_ids": [2, 1]}, WeightsError, r"\[2, 1\], expected layers in ascending order"),
         ({"architectures": ["LlamaForCausalLM"]}, WeightsError, "expected LlamaForCausalLMEagle3"),
         ({"num_hidden_layers": 2}, WeightsError, "num_hidden_layers is 2, expected 1"),
@@ -286,13 +286,13 @@ def test_files_of_heads_that_lack_something_are_refused(
 
 def test_pages_from_a_store_have_no_states(directory: Path, head: Path, tmp_path: Path) -> None:
     options = {"proposer.eagle": {"path": str(head)}, "kv_store.files": {"path": str(tmp_path)}}
-    with pytest.raises(PluginError, match=r"not kept by plugins\.kv_store=files; set it to 'none'"):
+    with pytest.raises(PluginError, match=r"plugins\.kv_store=files does not keep .*; set it to 'none'"):
         engine(directory, head, plugins={"proposer": "eagle", "kv_store": "files", "options": options})
 
 
 def test_a_model_that_another_library_computes_has_no_states(directory: Path, head: Path) -> None:
     options = {"proposer.eagle": {"path": str(head)}}
-    with pytest.raises(PluginError, match="LlamaForCausalLM is not computed by one of callboard's own families"):
+    with pytest.raises(PluginError, match="LlamaForCausalLM is not one of callboard's own families"):
         engine(directory, head, plugins={"proposer": "eagle", "models": ["transformers"], "options": options})
 
 
