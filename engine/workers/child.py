@@ -29,7 +29,10 @@ from engine.host.timeouts import is_set_within
 from engine.workers.keys import ClientKeys
 from engine.workers.messages import Place
 
-CLUSTER_KEY = f"{ENVIRONMENT_PREFIX}PLACEMENT__CLUSTER_KEY"  # kept from children, which do not need it
+# Kept from children: the parent sends a child the secrets that it needs.
+SECRETS = frozenset(
+    ENVIRONMENT_PREFIX + name for name in ("PLACEMENT__CLUSTER_KEY", "SERVER__API_KEY", "SERVER__OPERATOR_KEY")
+)
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 MAX_TICKET_BYTES = 1 << 16
 PR_SET_PDEATHSIG = 1
@@ -69,7 +72,7 @@ class Child:
                 stdin=subprocess.PIPE,
                 pass_fds=keep,
                 env={
-                    **{name: value for name, value in os.environ.items() if name != CLUSTER_KEY},
+                    **{name: value for name, value in os.environ.items() if name not in SECRETS},
                     "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
                 },
             )

@@ -70,8 +70,8 @@ def test_a_bug_behind_a_state_is_found_too(tmp_path: Path, monkeypatch: pytest.M
     release = PageManager.release
 
     def late_leak(self: PageManager, row: int) -> None:
-        if self._rows.request_ids[row] >= 40 and self._rows.num_pages[row] > self._handles[row].num_pages:
-            self._rows.num_pages[row] -= 1
+        if self._table.request_ids[row] >= 40 and self._table.num_pages[row] > self._handles[row].num_pages:
+            self._table.num_pages[row] -= 1
         release(self, row)
 
     monkeypatch.setattr(PageManager, "release", late_leak)
@@ -111,8 +111,8 @@ def test_a_bug_that_a_change_of_settings_brings_is_found_and_the_change_stays(
         noted(self, limits)
 
     def leak(self: PageManager, row: int) -> None:
-        if any(self is one for one in broken) and self._rows.num_pages[row] > self._handles[row].num_pages:
-            self._rows.num_pages[row] -= 1
+        if any(self is one for one in broken) and self._table.num_pages[row] > self._handles[row].num_pages:
+            self._table.num_pages[row] -= 1
         release(self, row)
 
     monkeypatch.setattr(Planner, "retune", retuned)

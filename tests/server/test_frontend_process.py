@@ -26,6 +26,7 @@ from server.http.listener import bind
 from server.run.frontend_process import FrontendProcess
 from tests.actors.test_ingress import Sent
 from tests.pace import far
+from tests.server.http_client import as_operator
 from tests.server.live_server import CARD, MODEL
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo_model"
@@ -63,7 +64,7 @@ class Stage:
         )
         self.ingress: Ingress = await self.frontend.build(assignment, Outgoing(self.sent))  # type: ignore[arg-type]
         self.running = asyncio.ensure_future(self.ingress.run())
-        self.session = aiohttp.ClientSession()
+        self.session = aiohttp.ClientSession(headers=as_operator())
         await asyncio.sleep(0)
 
     def tell(self, message: Any) -> None:
