@@ -35,12 +35,12 @@ from engine.types.errors import ConfigError
 
 ENVIRONMENT_PREFIX = "CALLBOARD_"
 MAX_FILE_BYTES = 1 << 20
-UNKNOWN_FIELD = re.compile("unknown field `(.*)`")  # as msgspec says it
-PATTERN = "Expected `str` matching regex"  # likewise
+UNKNOWN_FIELD = re.compile("unknown field `(.*)`")  # msgspec's own words
+PATTERN = "Expected `str` matching regex"  # msgspec's own words
 MIN_CLUSTER_KEY = 32
 MIN_KEY = 16  # characters of a key of clients or operators
 SECRETS = frozenset({"api_key", "operator_key", "cluster_key"})
-# Keys that callboard.toml once had -> what to set instead; nothing where nobody has to choose any more.
+# Keys of earlier versions -> the setting that replaced each; '' where there is nothing left to choose.
 OLD_KEYS = {
     "model.thinks": "plugins.reasoning_parser",
     "model.reasoning": "plugins.reasoning_parser",
@@ -156,7 +156,9 @@ def load_served(
 
 @dataclass(frozen=True, slots=True)
 class ConfigSource:
-    """Where a configuration is from, to be read again.  path: None for no file.  overrides: as of ``load_config``."""
+    """The source of a configuration, from which it can be read again.
+
+    path: None for no file.  overrides: as in ``load_config``."""
 
     path: Path | None = None
     overrides: tuple[str, ...] = ()
@@ -283,7 +285,7 @@ def _instead(key: str) -> str:
 
 
 def _instead_of_section(name: str) -> str:
-    """What may have been meant by a name that no section has: a key of one, or what one is for."""
+    """Return a hint for a name that is no section: the setting or the section that it may mean."""
     sections = {one: type(getattr(Config(), one)) for one in Config.__struct_fields__}
     if keys := [f"{one}.{name}" for one, kind in sections.items() if name in kind.__struct_fields__]:
         return f"; it is {' or '.join(keys)}"

@@ -29,7 +29,7 @@ from engine.types.prompt import NOBODY, Adapter, ChatOptions, ChatTurn, Origin
 
 
 class Finish(IntEnum):
-    """Why a sequence ended; 0 while it runs."""
+    """The reason for which a sequence ended; 0 while it runs."""
 
     RUNNING = 0
     STOP = 1  # an EOS or stop token, or a stop string
@@ -42,14 +42,15 @@ class Finish(IntEnum):
 
 
 class RequestOptions(Message, frozen=True, kw_only=True):
-    """What a request may ask beside its prompt and its sampling parameters.
+    """The options of a request besides its prompt and its sampling parameters.
 
-    echo: repeat the prompt's text in front of the output.  chat: how to read a conversation.
-    prompt_only: the prompt is all that is wanted, so the token that its last step samples is dropped.
-    return_prompt_ids: the first delta tells the prompt's token ids.
-    truncate_to: a longer prompt loses its end; 0 for none.  Of a query and a document it is the document's.
-    keep_last: the last so many tokens of a prompt that is text are all that is read of it; 0 for all.
-    resumed: int32[n], output that the client has from another engine already; what comes is what follows it."""
+    echo: repeat the prompt's text in front of the output.
+    chat: how to read a conversation.
+    prompt_only: only the prompt is wanted, so the token that its last step samples is dropped.
+    return_prompt_ids: the first delta has the prompt's token ids.
+    truncate_to: cut the end of a longer prompt, or of the document of a query and a document; 0 for no limit.
+    keep_last: cut a text prompt to its last tokens; 0 for all.
+    resumed: int32[n], output that the client has already from another engine; the answer continues it."""
 
     echo: bool = False
     priority: int = 0
@@ -72,7 +73,7 @@ DRAFTED: Final = -1  # instead of a proposed token, in ``Step``: the executors' 
 class Tokenize(Message, frozen=True, kw_only=True):
     """A new request.  Exactly one of text, token_ids (int32[n]), turns is given.
 
-    Nobody has checked max_model_len yet: the tokenizer counts, the scheduler decides."""
+    Its length is not checked against max_model_len yet: the tokenizer counts, the scheduler decides."""
 
     request_id: int
     params: SamplingParams
@@ -139,9 +140,9 @@ class Profile(Message, frozen=True, kw_only=True):
 
 
 class Landing(Message, frozen=True, kw_only=True):
-    """Where pages go that were fetched from the store; the executor lets go of the rest of them, and of all if none go.
+    """Copy fetched pages into pages of the KV pool.  The executor drops the fetched pages that are not used.
 
-    first: of those fetched, the first that is used.  pages: int32[k], of the KV pool."""
+    first: the first of the fetched pages that is used.  pages: int32[k], pages of the pool; none drops all."""
 
     fetch_id: int
     first: int = 0
@@ -149,9 +150,9 @@ class Landing(Message, frozen=True, kw_only=True):
 
 
 class FetchPages(Message, frozen=True, kw_only=True):
-    """Get pages from the store, beside the steps: as many as there are in a row, from the first on.
+    """Read pages from the store while steps run: as many as the store has in a row, from the first on.
 
-    parent: hash of the page before.  tokens: int32s of the pages, whole ones.  timeout_s: when to say what has come."""
+    parent: hash of the page before.  tokens: int32s of whole pages.  timeout_s: answer then with what has come."""
 
     fetch_id: int
     parent: bytes
@@ -160,13 +161,13 @@ class FetchPages(Message, frozen=True, kw_only=True):
 
 
 class Step(Message, frozen=True, kw_only=True):
-    """One forward pass, told as changes to what the executor already holds.
+    """One forward pass, as changes to the state that the executor holds.
 
     Applied in order: pages to the store, transfers between the tiers, landings, admissions, writes to page tables and
     of proposed tokens, then the batch: every decode row (one token each, its last sampled one), then every prefill
-    segment.  Sampled: all decode rows, then of each segment as many of its last positions as ``prefill_samples`` says:
-    1 where it reaches the end of the known tokens, all where it is a last known token with proposed ones behind it.
-    A row that had proposed tokens in a step is a segment in the next step too, so that its start is told."""
+    segment.  Sampled: all decode rows, then the last ``prefill_samples`` positions of each segment: 1 if the segment
+    ends at the last known token, all if it is the last known token with proposed ones after it.
+    A row that had proposed tokens in a step is a segment in the next step too, which gives its start."""
 
     step_id: int
     admissions: tuple[Admission, ...] = ()
@@ -219,14 +220,17 @@ class PromptLogprobs(Message, frozen=True, kw_only=True):
 
 
 class StepExtras(Message, frozen=True, kw_only=True):
-    """What a step gives for one row beside its token, where asked for.
+    """The results of a step for one row besides its token.
 
-    logprobs: of the token.  prompt_logprobs: of the part of the prompt that the step computes; all parts come before
-    the first token or with it, and a part may come again.  pooled: float32[n], a state or labels' logits.
-    failure: why there is no token, where a grammar has none.  lost_adapter: why the row had none of its adapter, so
-    that what it has computed is of no use.  later_logprobs: of the row's other tokens.
-    drafted: int32[k], what the draft model has proposed for the row; as many as were asked for, or none.
-    num_proposed, num_accepted: proposals that the token settles, its own or all it proves wrong, and right ones."""
+    logprobs: of the token.
+    prompt_logprobs: of the part of the prompt that the step computes; all parts come before the first token or with
+    it, and a part may come again.
+    pooled: float32[n], a state or labels' logits.
+    failure: why a grammar has no token.
+    lost_adapter: why the row could not read its adapter; its results are useless then.
+    later_logprobs: of the row's other tokens.
+    drafted: int32[k], the draft model's proposals for the row; the requested number, or none.
+    num_proposed, num_accepted: proposals that the token settles: its own or all that it refutes, and right ones."""
 
     logprobs: Logprobs | None = None
     prompt_logprobs: PromptLogprobs | None = None
@@ -256,10 +260,10 @@ class StepDone(Message, frozen=True, kw_only=True):
 
 
 class Tokens(Message, frozen=True, kw_only=True):
-    """What one step produced, one line per token.
+    """The tokens that one step produced, one line per token.
 
     request_ids: int64[N].  token_ids: int32[N], -1 for "no token, only an end".  finishes: uint8[N], Finish.
-    cached_tokens: request id -> prompt tokens that needed no computing, told with a request's first token.
+    cached_tokens: request id -> prompt tokens that needed no computing, with a request's first token.
     extras: request id -> what it has beside a token; it may have no line."""
 
     request_ids: bytes
@@ -283,8 +287,10 @@ class Failed(Message, frozen=True, kw_only=True):
 
 
 class Usage(Message, frozen=True, kw_only=True):
-    """Token counts of a request, final in its last delta.  reasoning_tokens: of the completion, where told apart.
-    accepted_tokens, rejected_tokens: that were proposed, and right or not."""
+    """Token counts of a request, final in its last delta.
+
+    reasoning_tokens: part of the completion, if thoughts are separated.
+    accepted_tokens, rejected_tokens: proposed tokens that were right and wrong."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -311,13 +317,14 @@ class TokenLogprobs(Message, frozen=True, kw_only=True):
 
 
 class Delta(Message, frozen=True, kw_only=True):
-    """New output of one request.  usage: in the last one, with the finish, and so far in the first with a token.
+    """New output of one request.
 
-    text: what may be shown now.  token_ids: int32[n] of the tokens since the last delta.
+    usage: in the last delta, with the finish; a preliminary one in the first delta with a token.
+    text: text that may be shown now.  token_ids: int32[n] of the tokens since the last delta.
     stop_reason: the stop string or stop token id that ended it, where that is the cause.
-    reasoning: text that comes before all other text, where the two are told apart.
+    reasoning: thoughts, if they are separated; they come before all other text.
     prompt_logprobs: of every prompt token, in the first delta; the first token's number means nothing.
-    pooled: float32[n], in the last delta, where asked for.  prompt_token_ids: int32[n], in the first one, likewise.
+    pooled: float32[n], in the last delta, if requested.  prompt_token_ids: int32[n], in the first delta, if requested.
     resumed: this is ``RequestOptions.resumed`` again, with its text; it comes first, its log probabilities are 0."""
 
     request_id: int

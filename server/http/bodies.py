@@ -14,7 +14,7 @@ FREE_BYTES = 64 << 10  # of one body; connections are counted too
 
 
 class Bodies:
-    """What a server holds of bodies.  num_bytes: by client."""
+    """The bytes of bodies that a server holds.  num_bytes: by client."""
 
     def __init__(self) -> None:
         self.num_bytes: Counter[str] = Counter()

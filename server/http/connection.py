@@ -1,7 +1,7 @@
 """Connections with the deadlines and the cap that aiohttp's own do not have.
 
-Owns: from a connection's beginning, or a request's first byte, to the end of its headers; writes that get nowhere; how
-many connections there are, of whom, and which goes for another; what is said about bytes that are not HTTP.
+Owns: the time from a connection's beginning, or a request's first byte, to the end of its headers; writes that get
+nowhere; the number of connections, also by address, and which one makes room; the answer to bytes that are not HTTP.
 Does not know: routes, bodies, the engine.
 
 Relies on what aiohttp 3.14.2 to 3.14.5 have and do not document: RequestHandler._messages, _request_count,
@@ -318,7 +318,7 @@ class ConnectionServer(web.Server):
                 del self._num_from[address]
 
     def rest(self, connection: Connection) -> None:
-        """Nothing is asked in a connection from now on."""
+        """Note that a connection has no request from now on."""
         if connection in self._places:
             self._places[connection] = self._places.pop(connection)
 

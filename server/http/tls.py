@@ -39,7 +39,7 @@ class Tls:
             log.info("%s was read again", self._server.tls_cert)
 
     def _marked(self) -> list[tuple[int, ...]]:
-        """What changes with the files."""
+        """Return marks that change with the files."""
         marks: list[tuple[int, ...]] = []
         for path in (self._server.tls_cert, self._server.tls_key, self._server.tls_client_ca):
             try:

@@ -23,7 +23,9 @@ SECRET_BYTES = 32
 
 
 class FleetSecret:
-    """headers: of each request to a replica.  digest: what a replica needs to know it by."""
+    """The secret that a router and its replicas share.
+
+    headers: sent with each request to a replica.  digest: the form in which a replica keeps it."""
 
     def __init__(self) -> None:
         secret = secrets.token_hex(SECRET_BYTES)
@@ -46,7 +48,7 @@ def require_secret(digest: str) -> Middleware:
 
 
 def with_hashed_keys(server: ServerSection) -> ServerSection:
-    """The same, with digests for keys: each opens what its key opens, to whom has the key."""
+    """Return the section with digests in place of keys; a digest admits the key that it is made of."""
     given = [server.api_key] if isinstance(server.api_key, str) else server.api_key
     return msgspec.structs.replace(
         server, api_key=[_hashed(key) for key in given if key], operator_key=_hashed(server.operator_key)
