@@ -18,6 +18,7 @@ from rich.table import Table
 
 from engine.features.host_tier.copy_stream import copies_on
 from engine.features.host_tier.landings import Landings
+from engine.features.host_tier.messages import Transfers
 from engine.features.host_tier.pool import HostPool
 from engine.layers.kv_pool import KVPool, Layout
 from engine.messages import Step
@@ -29,7 +30,7 @@ def transfer(to_host: bool, device_pages: np.ndarray, host_pages: np.ndarray) ->
     """A step that does nothing else."""
     columns = (np.full(len(host_pages), to_host), device_pages, host_pages)
     direction, on_device, on_host = (np.asarray(column, dtype=np.int32).tobytes() for column in columns)
-    return Step(step_id=0, transfer_to_host=direction, transfer_device_pages=on_device, transfer_host_pages=on_host)
+    return Transfers(to_host=direction, device_pages=on_device, host_pages=on_host)
 
 
 def measure(page_size: int, num_pages: int, rounds: int, device: torch.device) -> list[dict[str, Any]]:

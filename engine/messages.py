@@ -139,16 +139,6 @@ class Profile(Message, frozen=True, kw_only=True):
     folder: str
 
 
-class Landing(Message, frozen=True, kw_only=True):
-    """Copy fetched pages into pages of the KV pool.  The executor drops the fetched pages that are not used.
-
-    first: the first of the fetched pages that is used.  pages: int32[k], pages of the pool; none drops all."""
-
-    fetch_id: int
-    first: int = 0
-    pages: bytes = b""
-
-
 class FetchPages(Message, frozen=True, kw_only=True):
     """Read pages from the store while steps run: as many as the store has in a row, from the first on.
 
@@ -163,10 +153,10 @@ class FetchPages(Message, frozen=True, kw_only=True):
 class Step(Message, frozen=True, kw_only=True):
     """One forward pass, as changes to the state that the executor holds.
 
-    Applied in order: pages to the store, transfers between the tiers, landings, admissions, writes to page tables and
-    of proposed tokens, then the batch: every decode row (one token each, its last sampled one), then every prefill
-    segment.  Sampled: all decode rows, then the last ``prefill_samples`` positions of each segment: 1 if the segment
-    ends at the last known token, all if it is the last known token with proposed ones after it.
+    Applied in order: the parts of features, admissions, writes to page tables and of proposed tokens, then the batch:
+    every decode row (one token each, its last sampled one), then every prefill segment.  Sampled: all decode rows, then
+    the last ``prefill_samples`` positions of each segment: 1 if the segment ends at the last known token, all if it is
+    the last known token with proposed ones after it.
     A row that had proposed tokens in a step is a segment in the next step too, which gives its start."""
 
     step_id: int
@@ -182,20 +172,16 @@ class Step(Message, frozen=True, kw_only=True):
     proposed_rows: bytes = b""  # int32[K]  tokens that may follow the known ones, to be verified by what is sampled
     proposed_positions: bytes = b""  # int32[K]
     proposed_tokens: bytes = b""  # int32[K]  a token, or in all places ``DRAFTED``
-    # Copies between the KV pool and the host tier, to be made in this order.
-    transfer_to_host: bytes = b""  # int32[X]  1: device page to host page, 0: back
-    transfer_device_pages: bytes = b""  # int32[X]
-    transfer_host_pages: bytes = b""  # int32[X]
-    save_pages: bytes = b""  # int32[V]  to be copied into the store
-    save_hashes: bytes = b""  # their chained hashes, 32 bytes each
-    landings: tuple[Landing, ...] = ()
+    filled_pages: bytes = b""  # int32[F]  pages that parts fill with content that was computed before
+    num_copied: int = 0  # pages that parts copy
+    parts: dict[str, bytes] = field(default_factory=dict)  # of features, by name, as each encodes its own
 
 
 # ---- executors -> scheduler -----------------------------------------------------------------
 
 
 class PagesFetched(Message, frozen=True, kw_only=True):
-    """A rank has so many of the pages that it was to fetch, and keeps them for a ``Landing``."""
+    """A rank has so many of the pages that it was to fetch, and keeps them until a step uses or drops them."""
 
     rank: int
     fetch_id: int

@@ -5,6 +5,7 @@ import torch
 
 from engine.features.host_tier.copy_stream import copies_on
 from engine.features.host_tier.landings import Landings
+from engine.features.host_tier.messages import Transfers
 from engine.features.host_tier.pool import HostPool
 from engine.layers.kv_pool import KVPool
 from engine.messages import Step
@@ -87,4 +88,4 @@ def _overlap_case(pool: KVPool, host: HostPool, case: str, num_layers: int) -> R
 def _transfer(to_host: int, device_pages: np.ndarray, host_pages: np.ndarray) -> Step:
     columns = (np.full(len(host_pages), to_host), device_pages, host_pages)
     direction, on_device, on_host = (column.astype(np.int32).tobytes() for column in columns)
-    return Step(step_id=0, transfer_to_host=direction, transfer_device_pages=on_device, transfer_host_pages=on_host)
+    return Transfers(to_host=direction, device_pages=on_device, host_pages=on_host)

@@ -5,11 +5,12 @@ import threading
 import numpy as np
 import torch
 
+from engine.features.kv_store.messages import Landing, StoreMoves
 from engine.features.kv_store.pages import StoredPages
 from engine.features.kv_store.records import PageRecords
 from engine.kv.node import chained
 from engine.layers.kv_pool import KVPool
-from engine.messages import FetchPages, Landing, PagesFetched, Step
+from engine.messages import FetchPages, PagesFetched, Step
 from gpu_sections.rows import Row
 
 PAGE_SIZE = 16
@@ -59,7 +60,7 @@ def stored_pages(device: torch.device, num_layers: int = 28, num_pages: int = 10
         if device.type == "cuda":
             torch.cuda.set_sync_debug_mode("error")
         try:
-            stored.save(Step(step_id=0, save_pages=sources.tobytes(), save_hashes=hashes))
+            stored.save(Step(step_id=0, parts=StoreMoves(save_pages=sources.tobytes(), save_hashes=hashes).part()))
             pool.data.zero_()  # at once: on the stream the copies must be ahead of it
         finally:
             if device.type == "cuda":
@@ -68,7 +69,8 @@ def stored_pages(device: torch.device, num_layers: int = 28, num_pages: int = 10
         store.closed.wait(TIMEOUT_S)
         stored.fetch(FetchPages(fetch_id=0, parent=b"", tokens=tokens, timeout_s=TIMEOUT_S), answer)
         answered.wait(TIMEOUT_S)
-        stored.land(Step(step_id=1, landings=(Landing(fetch_id=0, first=0, pages=targets[: sum(found)].tobytes()),)))
+        landed = StoreMoves(landings=(Landing(fetch_id=0, first=0, pages=targets[: sum(found)].tobytes()),))
+        stored.land(Step(step_id=1, parts=landed.part()))
         differing = int((pool.data[:, :, targets.tolist()].cpu() != expected).sum())
         stored.close()
         rows.append({"case": f"{layout}, {sum(found)} of {num_pages} pages", "ok": not differing, "error": differing})

@@ -94,14 +94,10 @@ class Reasons(PlannerWatcher):
             parts.append(
                 f"request {self.planner.table.request_ids[row]} (row {row}) computes {start}:{start + length}{end}"
             )
-        for count, what in (
-            (len(plan.table_pages) // 4, "pages appended or replaced"),
-            (_ints(plan.transfer_to_host).tolist().count(1), "pages to the host"),
-            (_ints(plan.transfer_to_host).tolist().count(0), "pages from the host"),
-            (len(plan.save_pages) // 4, "pages to the store"),
-        ):
-            if count:
-                parts.append(f"{count} {what}")
+        if plan.table_pages:
+            parts.append(f"{len(plan.table_pages) // 4} pages appended or replaced")
+        if plan.parts:
+            parts.append(f"with a part of {' and '.join(sorted(plan.parts))}")
         return f"step {plan.step_id}: {', '.join(parts)}"
 
 

@@ -42,8 +42,7 @@ def plan_digest(plan: Step | FetchPages) -> bytes:
         told = (
             plan.step_id, admissions, plan.table_rows, plan.table_indexes, plan.table_pages, plan.decode_rows,
             plan.prefill_rows, plan.prefill_starts, plan.prefill_lengths, plan.prefill_samples, plan.proposed_rows,
-            plan.proposed_positions, plan.transfer_to_host, plan.transfer_device_pages, plan.transfer_host_pages,
-            plan.save_pages, [(one.fetch_id, one.first, one.pages) for one in plan.landings],
+            plan.proposed_positions, sorted(plan.parts.items()), plan.filled_pages, plan.num_copied,
         )  # fmt: skip
     return hashlib.blake2b(_encode(told), digest_size=PLAN_BYTES).digest()
 

@@ -100,6 +100,7 @@ class Completions:
             num_next=num_sampled - num_first,
             num_first=num_first,
             note=done.note,
+            num_copied=record.num_copied,
         )
         for completed in self._events.completed:
             completed(step)

@@ -88,7 +88,8 @@ class StepRecord(NamedTuple):
     num_decodes: tokens of rows that decode, including proposed ones.
     num_prefills: number of prompts in it.  num_prefill_tokens: number of their tokens.
     num_next: sampled tokens of requests that had one before.  num_first: sampled tokens of requests that had none.
-    note: the executor's explanation of a step that took longer; '' for none."""
+    note: the executor's explanation of a step that took longer; '' for none.
+    num_copied: pages that features copied before it."""
 
     step_id: int
     began_at: float
@@ -99,6 +100,7 @@ class StepRecord(NamedTuple):
     num_next: int = 0
     num_first: int = 0
     note: str = ""
+    num_copied: int = 0
 
 
 class Span(msgspec.Struct):

@@ -61,6 +61,7 @@ class InFlight:
     prefill_ends: tuple[int, ...] = ()
     num_prefill_tokens: int = 0
     num_extra_tokens: int = 0
+    num_copied: int = 0
     notes: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -71,7 +72,8 @@ class StepBuilder:
     decode_rows: rows that sample one token each.
     overlaps: a step before it is still in flight.
     prompts: the segments of prompts.  inserted: segments of features, which go before those.
-    fields: values of fields of ``Step`` that features set.  notes: as in ``InFlight``."""
+    fields: values of fields of ``Step`` that features set.
+    parts, filled_pages, num_copied: see ``Step``.  notes: as in ``InFlight``."""
 
     step_id: int
     launched_at: float
@@ -82,6 +84,9 @@ class StepBuilder:
     prompts: Columns | None = None
     inserted: Columns | None = None
     fields: dict[str, Any] = field(default_factory=dict)
+    parts: dict[str, bytes] = field(default_factory=dict)
+    filled_pages: list[bytes] = field(default_factory=list)
+    num_copied: int = 0
     notes: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -106,6 +111,7 @@ class StepBuilder:
             prefill_ends=() if prompts is None else tuple((prompts.starts + prompts.lengths).tolist()),
             num_prefill_tokens=self.num_prompt_tokens,
             num_extra_tokens=0 if inserted is None else int(inserted.lengths.sum()),
+            num_copied=self.num_copied,
             notes=self.notes,
         )
         step = Step(
@@ -115,6 +121,9 @@ class StepBuilder:
             table_indexes=appends.indexes.tobytes(),
             table_pages=appends.pages.tobytes(),
             decode_rows=self.decode_rows.tobytes(),
+            filled_pages=b"".join(self.filled_pages),
+            num_copied=self.num_copied,
+            parts=self.parts,
             **columns,
             **self.fields,
         )

@@ -50,5 +50,4 @@ class StepSizes:
         self._lengths[decodes] += 1
         self._lengths[rows] = starts + lengths + (samples > 0)
         pairs = int((lengths.astype(np.int64) * starts + lengths.astype(np.int64) * (lengths + 1) // 2).sum())
-        copies = len(step.transfer_device_pages) // 4
-        return StepSize(len(decodes), context, len(rows), int(lengths.sum()), pairs, copies)
+        return StepSize(len(decodes), context, len(rows), int(lengths.sum()), pairs, step.num_copied)

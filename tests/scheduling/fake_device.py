@@ -11,6 +11,8 @@ from itertools import takewhile
 import numpy as np
 
 from engine.execution.batch import lay_out
+from engine.features.host_tier.messages import transfers_of
+from engine.features.kv_store.messages import moves_of
 from engine.kv.node import chained
 from engine.messages import DRAFTED, FetchPages, Step, StepDone, StepExtras
 
@@ -59,11 +61,12 @@ class FakeDevice:
 
     def run(self, step: Step) -> None:
         pages = self._slots.reshape(-1, self._page_size)  # a view
-        for number, page in enumerate(np.frombuffer(step.save_pages, dtype=np.int32)):
+        moves = moves_of(step)
+        for number, page in enumerate(np.frombuffer(moves.save_pages, dtype=np.int32)):
             assert (pages[page] != POISON).all(), f"page {page}, which nobody has filled, is saved"
-            self.stored[step.save_hashes[32 * number : 32 * number + 32]] = pages[page].copy()
+            self.stored[moves.save_hashes[32 * number : 32 * number + 32]] = pages[page].copy()
         self._move_pages(step)
-        for landing in step.landings:
+        for landing in moves.landings:
             fetched = self._fetched.pop(landing.fetch_id)[landing.first :]
             for number, page in enumerate(np.frombuffer(landing.pages, dtype=np.int32)):
                 pages[page] = fetched[number]
@@ -118,7 +121,8 @@ class FakeDevice:
 
     def _move_pages(self, step: Step) -> None:
         device_pages = self._slots.reshape(-1, self._page_size)  # a view
-        columns = (step.transfer_to_host, step.transfer_device_pages, step.transfer_host_pages)
+        moves = transfers_of(step)
+        columns = (moves.to_host, moves.device_pages, moves.host_pages)
         for to_host, on_device, on_host in zip(*(np.frombuffer(one, dtype=np.int32) for one in columns), strict=True):
             source = device_pages[on_device] if to_host else self._host_pages[on_host]
             assert (source != POISON).all(), f"a page that nobody has filled is moved: {on_device} {to_host} {on_host}"

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from engine.features.host_tier.messages import transfers_of
 from tests.scheduling.bench import Bench, prompt_of
 
 
@@ -52,14 +53,14 @@ def test_what_comes_back_is_copied_before_anything_else_of_the_step() -> None:
             bench.submit(10 * round_id + number, prompt, max_tokens=9, ignore_eos=True)
         bench.finish()
     assert bench.streams == bench.expected
-    directions = np.concatenate([np.frombuffer(step.transfer_to_host, dtype=np.int32) for step in bench.steps])
+    directions = np.concatenate([np.frombuffer(transfers_of(step).to_host, dtype=np.int32) for step in bench.steps])
     assert set(directions.tolist()) == {0, 1}
 
 
 def test_without_a_host_tier_nothing_is_transferred() -> None:
     bench = Bench(page_size=4, num_pages=12, max_len=48)
     serve_in_turn(bench, [prompt_of(24, seed=seed) for seed in range(4)], first_id=0)
-    assert not any(step.transfer_to_host or step.transfer_host_pages for step in bench.steps)
+    assert not any(step.parts for step in bench.steps)
 
 
 def test_a_host_tier_of_a_few_pages_keeps_what_fits() -> None:

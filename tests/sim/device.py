@@ -13,6 +13,8 @@ import msgspec
 import numpy as np
 
 from engine.actors.actor import Actor, Link
+from engine.features.host_tier.messages import transfers_of
+from engine.features.kv_store.messages import moves_of
 from engine.features.kv_store.records import DIGEST_BYTES, PageRecords
 from engine.kv.node import chained
 from engine.kv.pages import Pages
@@ -138,8 +140,7 @@ class SimDevice:
         """The whole step."""
         self._landing.clear()
         self._save(step)
-        if step.transfer_to_host:
-            self._transfer(step)
+        self._transfer(step)
         self._land(step)
         for admission in step.admissions:
             row, tokens, pages = admission.row, ints(admission.token_ids), ints(admission.pages)
@@ -170,19 +171,20 @@ class SimDevice:
         return self._forward(step)
 
     def _save(self, step: Step) -> None:
-        pages = ints(step.save_pages).tolist()
+        moves = moves_of(step)
+        pages = ints(moves.save_pages).tolist()
         for number, page in enumerate(pages):
             self._to_save[page] -= 1
             if (self._kv[page] == POISON).any():
                 raise SimIncorrect(f"step {step.step_id} saves page {page}: never filled, or freed")
             record = bytearray(DIGEST_BYTES) + self._kv[page].tobytes()
             try:
-                self._records.save(step.save_hashes[32 * number : 32 * number + 32], memoryview(record))
+                self._records.save(moves.save_hashes[32 * number : 32 * number + 32], memoryview(record))
             except OSError:
                 self._mark("the store failed")
 
     def _land(self, step: Step) -> None:
-        for landing in step.landings:
+        for landing in moves_of(step).landings:
             fetched = self._fetched.pop(landing.fetch_id, [])
             pages = ints(landing.pages).tolist()
             if len(pages) > len(fetched) - landing.first:
@@ -192,7 +194,8 @@ class SimDevice:
                 self._mark("pages from the store")
 
     def _transfer(self, step: Step) -> None:
-        columns = ints(step.transfer_to_host), ints(step.transfer_device_pages), ints(step.transfer_host_pages)
+        moves = transfers_of(step)
+        columns = ints(moves.to_host), ints(moves.device_pages), ints(moves.host_pages)
         for to_host, on_device, on_host in zip(*(column.tolist() for column in columns), strict=True):
             source = self._kv[on_device] if to_host else self._host[on_host]
             if (source == POISON).any():

@@ -4,6 +4,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from engine.features.host_tier.messages import Transfers
 from engine.messages import Admission, Step
 from engine.types.params import SamplingParams
 from tests.sim.device import SimDevice, SimIncorrect
@@ -44,9 +45,11 @@ def test_a_page_that_comes_back_from_the_host_is_not_written_in_the_same_step(
         **sizes, store=SimStore(0, 0.0), nan_tokens={}, breaks={}, draft=lambda *_: [], mark=lambda what: None
     )
     device.run(prefill(0, 6))
-    page = {"transfer_device_pages": int32(0), "transfer_host_pages": int32(0)}
-    device.run(msgspec.structs.replace(prefill(0, 6), transfer_to_host=int32(1), **page))
-    back = msgspec.structs.replace(prefill(num_computed, 6 - num_computed), transfer_to_host=int32(0), **page)
+    page = {"device_pages": int32(0), "host_pages": int32(0)}
+    device.run(msgspec.structs.replace(prefill(0, 6), parts=Transfers(to_host=int32(1), **page).part()))
+    back = msgspec.structs.replace(
+        prefill(num_computed, 6 - num_computed), parts=Transfers(to_host=int32(0), **page).part()
+    )
     if is_right:
         device.run(back)
         return

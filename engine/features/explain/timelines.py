@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from engine.kv.eviction import Candidate
 from engine.kv.node import Handle, chained
-from engine.messages import Admit, Step
+from engine.messages import Admit
 from engine.scheduling.events import PlannerWatcher, Why
 from engine.scheduling.meter import RequestMetrics, StepRecord
 from engine.scheduling.rows import Sequence
@@ -31,7 +31,6 @@ MOST_EVICTED = 1 << 14  # pages, about 200 bytes each
 MOST_EVICTORS = 8  # named for one request
 NUM_STEPS = 1 << 16  # 3 MB; eleven minutes of steps of 10 ms
 NUM_CHUNKS = 1 << 15
-MOST_IN_FLIGHT = 64
 MOST_NOTES = 64  # different ones
 STEP = np.dtype(
     [
@@ -96,16 +95,6 @@ class StepLog:
         self.steps = Ring(STEP, NUM_STEPS)
         self.chunks = Ring(CHUNK, NUM_CHUNKS)
         self.notes: list[str] = [""]
-        self._copied: dict[int, int] = {}  # pages copied before a step, by step in flight
-
-    def planned(self, step: Step) -> None:
-        """Note how many pages are copied before a step."""
-        if step.transfer_to_host or step.landings:
-            self._copied[step.step_id] = (
-                len(step.transfer_to_host) + sum(len(one.pages) for one in step.landings)
-            ) // 4
-            while len(self._copied) > MOST_IN_FLIGHT:  # steps of executors that were lost
-                del self._copied[min(self._copied)]
 
     def completed(self, step: StepRecord) -> None:
         """Append a step that has completed."""
@@ -118,7 +107,7 @@ class StepLog:
             step.completed_at,
             step.num_decodes,
             step.num_prefill_tokens,
-            self._copied.pop(step.step_id, 0) if self._copied else 0,
+            step.num_copied,
             self.notes.index(note) if note and note in self.notes else 0,
         )
 
@@ -150,10 +139,6 @@ class Timelines(PlannerWatcher):
     def arrived(self, sequence: Sequence, message: Admit) -> None:
         """Note the time before the arrival."""
         self.open[sequence.request_id].grammar_s = message.grammar_s
-
-    def planned(self, step: Step) -> None:
-        """Pass a step on to the log of steps."""
-        self.steps.planned(step)
 
     def completed(self, step: StepRecord) -> None:
         """Pass a step on to the log of steps."""

@@ -5,6 +5,7 @@ Owns: the columns of a step that hold them.  Does not know: which pages are copi
 
 import numpy as np
 
+from engine.features.host_tier.messages import Transfers
 from engine.plugins.features import FeatureContext
 from engine.scheduling.feature import NewFeature, PlannerFeature, PlannerParts
 from engine.scheduling.step_builder import StepBuilder
@@ -20,11 +21,15 @@ class HostTierPlanner(PlannerFeature):
         """Add the copies since the last step, in the order in which they must happen."""
         if transfers := self._tree.drain_transfers():
             directions = [np.full(len(one.host_pages), one.to_host, dtype=np.int32) for one in transfers]
-            step.fields.update(
-                transfer_to_host=np.concatenate(directions).tobytes(),
-                transfer_device_pages=np.concatenate([one.device_pages for one in transfers]).tobytes(),
-                transfer_host_pages=np.concatenate([one.host_pages for one in transfers]).tobytes(),
-            )
+            to_host = np.concatenate(directions)
+            device_pages = np.concatenate([one.device_pages for one in transfers])
+            step.parts |= Transfers(
+                to_host=to_host.tobytes(),
+                device_pages=device_pages.tobytes(),
+                host_pages=np.concatenate([one.host_pages for one in transfers]).tobytes(),
+            ).part()
+            step.filled_pages.append(device_pages[to_host == 0].tobytes())
+            step.num_copied += len(to_host)
 
 
 def planner_feature(context: FeatureContext) -> NewFeature | None:

@@ -21,9 +21,9 @@ from torch import Tensor
 
 from engine.features.host_tier.copy_stream import Mark
 from engine.features.host_tier.landings import Landings
+from engine.features.host_tier.messages import Transfers
 from engine.kv.pages import Pages
 from engine.layers.kv_pool import KVPool
-from engine.messages import Step
 
 STAGING_BYTES = 64 << 20  # device memory; enough to keep the bus busy, little next to a KV pool
 # Of pages that come back, the model waits for the first group only, if a layer takes longer to compute than to copy.
@@ -95,14 +95,14 @@ class HostPool:
         """Make the model's stream wait for every page that comes back."""
         self.landings.settle()
 
-    def apply(self, step: Step) -> None:
-        """Make the transfers of a step that has some, in their order.
+    def apply(self, transfers: Transfers) -> None:
+        """Make transfers, in their order.
 
         On a GPU they are only queued, after the steps that wrote the pages or still read the content of their places.
         The steps that read them wait for them (``Landings``).  The host never touches this memory itself."""
-        to_host = np.frombuffer(step.transfer_to_host, dtype=np.int32)
-        device_pages = np.frombuffer(step.transfer_device_pages, dtype=np.int32)
-        host_pages = np.frombuffer(step.transfer_host_pages, dtype=np.int32)
+        to_host = np.frombuffer(transfers.to_host, dtype=np.int32)
+        device_pages = np.frombuffer(transfers.device_pages, dtype=np.int32)
+        host_pages = np.frombuffer(transfers.host_pages, dtype=np.int32)
         turns = np.flatnonzero(np.diff(to_host)) + 1
         for start, end in pairwise((0, *turns.tolist(), len(to_host))):
             self._copy(bool(to_host[start]), device_pages[start:end], host_pages[start:end])

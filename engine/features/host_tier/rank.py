@@ -12,6 +12,7 @@ from engine.execution.features import RankContext, RankFeature
 from engine.execution.needs import Needs
 from engine.features.host_tier.copy_stream import copies_on
 from engine.features.host_tier.landings import LandedAttention, LandedDecodes, Landings
+from engine.features.host_tier.messages import NAME, transfers_of
 from engine.features.host_tier.pool import HostPool
 from engine.host.memory import available_bytes
 from engine.layers.attention import AttentionBackend
@@ -67,10 +68,11 @@ class HostTierRank(RankFeature):
 
     def apply(self, step: Step) -> Step:
         """Make the transfers of the step."""
-        if step.transfer_to_host:
-            self.pool.apply(step)
+        if NAME in step.parts:
+            transfers = transfers_of(step)
+            self.pool.apply(transfers)
             for other in self._others:
-                other.apply(step)
+                other.apply(transfers)
                 other.settle()
         return step
 

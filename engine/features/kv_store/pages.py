@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engine.features.kv_store.messages import moves_of
 from engine.features.kv_store.records import DIGEST_BYTES, PageRecords
 from engine.kv.node import chained
 from engine.layers.kv_pool import KVPool
@@ -76,7 +77,8 @@ class StoredPages:
 
     def save(self, step: Step) -> None:
         """Copy the pages that the step saves out of the pool, before anything else of the step changes them."""
-        pages = np.frombuffer(step.save_pages, dtype=np.int32)
+        moves = moves_of(step)
+        pages = np.frombuffer(moves.save_pages, dtype=np.int32)
         num_bytes = len(pages) * self._records.record_bytes
         if not len(pages):
             return
@@ -95,13 +97,13 @@ class StoredPages:
         if self._on_cuda:
             event = torch.cuda.Event()
             event.record()
-        size = len(step.save_hashes) // len(pages)
-        hashes = [step.save_hashes[at : at + size] for at in range(0, len(step.save_hashes), size)]
+        size = len(moves.save_hashes) // len(pages)
+        hashes = [moves.save_hashes[at : at + size] for at in range(0, len(moves.save_hashes), size)]
         self._to_write.put(_Save(hashes, records, event))
 
     def land(self, step: Step) -> None:
         """Copy fetched pages into the pool, and forget the fetches."""
-        for landing in step.landings:
+        for landing in moves_of(step).landings:
             with self._changing:
                 fetch = self._fetches.pop(landing.fetch_id, None)
                 if fetch is None:

@@ -10,10 +10,11 @@ until it starts or ends.
 from dataclasses import dataclass
 from functools import partial
 
+from engine.features.kv_store.messages import Landing, StoreMoves
 from engine.kv.node import Handle, Node
 from engine.kv.pages import Pages
 from engine.kv.radix import TOKEN_BYTES
-from engine.messages import FetchPages, Landing, PagesFetched
+from engine.messages import FetchPages, PagesFetched
 from engine.plugins.features import FeatureContext
 from engine.plugins.kinds import KV_STORE, chosen_plugins
 from engine.scheduling.feature import NewFeature, PlannerFeature, PlannerParts
@@ -71,13 +72,16 @@ class StorePlanner(PlannerFeature):
 
     def attach(self, step: StepBuilder) -> None:
         """Add the saves and landings since the last step."""
-        if self._saves:
-            hashes, pages = zip(*self._saves, strict=True)
-            step.fields.update(save_hashes=b"".join(hashes), save_pages=b"".join(pages))
-            self._saves = []
-        if self._landings:
-            step.fields["landings"] = tuple(self._landings)
-            self._landings = []
+        if not self._saves and not self._landings:
+            return
+        step.parts |= StoreMoves(
+            save_hashes=b"".join(hashes for hashes, _ in self._saves),
+            save_pages=b"".join(pages for _, pages in self._saves),
+            landings=tuple(self._landings),
+        ).part()
+        step.filled_pages += [one.pages for one in self._landings]
+        step.num_copied += sum(len(one.pages) for one in self._landings) // 4  # int32
+        self._saves, self._landings = [], []
 
     # ---- pages that come from the store -----------------------------------------------------
 

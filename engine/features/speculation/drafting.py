@@ -78,10 +78,8 @@ class Drafter:
 
     def follow(self, step: Step, computed: Int32) -> None:
         """Take in the changes of pages and rows by a step.  computed: [R], positions of the model before the step."""
-        if step.transfer_to_host:
-            self._filled_P[_ints(step.transfer_device_pages)[_ints(step.transfer_to_host) == 0]] = 0
-        for landing in step.landings:
-            self._filled_P[_ints(landing.pages)] = 0
+        if step.filled_pages:
+            self._filled_P[_ints(step.filled_pages)] = 0
         for admission in step.admissions:
             self._admit(admission)
         if step.table_rows:

@@ -14,6 +14,7 @@ from torch import Tensor
 from engine.features.host_tier import pool as host_pool
 from engine.features.host_tier.copy_stream import CopyStream, copies_on
 from engine.features.host_tier.landings import Landings
+from engine.features.host_tier.messages import Transfers
 from engine.features.host_tier.pool import HostPool
 from engine.layers.kv_pool import KVPool, Layout
 from engine.messages import Step
@@ -30,7 +31,7 @@ def step_of(moves: Iterable[tuple[int, int, int]]) -> Step:
     """moves: (1 to the host or 0 back, device page, host page)."""
     columns = np.array(list(moves), dtype=np.int32).T
     to_host, device_pages, host_pages = (np.ascontiguousarray(column).tobytes() for column in columns)
-    return Step(step_id=0, transfer_to_host=to_host, transfer_device_pages=device_pages, transfer_host_pages=host_pages)
+    return Transfers(to_host=to_host, device_pages=device_pages, host_pages=host_pages)
 
 
 class Pools:

@@ -18,6 +18,7 @@ from engine.execution.needs import Needs
 from engine.execution.runner import ModelRunner
 from engine.features.host_tier import rank
 from engine.features.host_tier.copy_stream import DirectCopies
+from engine.features.host_tier.messages import Transfers
 from engine.features.host_tier.rank import HostTierRank
 from engine.kernels.panels import products
 from engine.messages import Admission, Step
@@ -51,6 +52,14 @@ def host_tier(runner: ModelRunner) -> HostTierRank:
 
 def int32(numbers: Sequence[int] | np.ndarray) -> bytes:
     return np.array(numbers, dtype=np.int32).tobytes()
+
+
+def transfers(
+    to_host: Sequence[int], device_pages: Sequence[int] | np.ndarray, host_pages: Sequence[int] | np.ndarray
+) -> dict[str, bytes]:
+    """A step's part with these copies."""
+    pages = {"device_pages": int32(device_pages), "host_pages": int32(host_pages)}
+    return Transfers(to_host=int32(to_host), **pages).part()
 
 
 def logits_of(runner: ModelRunner, steps: list[Step], poison: dict[int, list[int]]) -> list[Tensor]:
@@ -115,15 +124,11 @@ def test_pages_that_come_back_elsewhere_give_the_same_logits(
     move = list(stay)
     move[2] = msgspec.structs.replace(
         stay[2],
-        transfer_to_host=int32([1] * whole),
-        transfer_device_pages=int32(before[:whole]),
-        transfer_host_pages=int32(on_host[:whole]),
+        parts=transfers([1] * whole, before[:whole], on_host[:whole]),
     )
     move[4] = msgspec.structs.replace(
         stay[4],
-        transfer_to_host=int32([0] * whole),
-        transfer_device_pages=int32(after[:whole]),
-        transfer_host_pages=int32(on_host[:whole]),
+        parts=transfers([0] * whole, after[:whole], on_host[:whole]),
         table_rows=int32([0] * whole),
         table_indexes=int32(range(whole)),
         table_pages=int32(after[:whole]),
@@ -151,8 +156,7 @@ def test_a_captured_step_begins_when_all_pages_have_landed(checkpoint: Path, mon
         assert not runner._pool.data[:, :, 4:].any(), "host pages that were never written are zeros"
         raise Told
 
-    columns = {"transfer_device_pages": int32([4, 5, 6, 7]), "transfer_host_pages": int32(range(4))}
-    step = Step(step_id=0, decode_rows=int32([0]), transfer_to_host=int32([0] * 4), **columns)
+    step = Step(step_id=0, decode_rows=int32([0]), parts=transfers([0] * 4, [4, 5, 6, 7], range(4)))
     whole: Any = host_tier(runner).decodes(SimpleNamespace(tell=tell))  # type: ignore[arg-type]
     monkeypatch.setattr(runner, "_whole_for", lambda step: whole)
     runner._pool.data.fill_(1.0)
@@ -167,8 +171,7 @@ def test_transfers_come_before_everything_else_of_their_step(checkpoint: Path) -
     runner = load(checkpoint, page_size=16, num_pages=4, num_host_pages=4)
     logits_of(runner, [prefill(0, 0, pages)], poison={})
     saved = runner._pool.data[:, :, pages].clone()
-    columns = {"transfer_device_pages": int32(pages), "transfer_host_pages": int32(on_host)}
-    step = msgspec.structs.replace(prefill(1, 1, pages), transfer_to_host=int32([1] * 4), **columns)
+    step = msgspec.structs.replace(prefill(1, 1, pages), parts=transfers([1] * 4, pages, on_host))
     logits_of(runner, [step], poison={})
     assert not torch.equal(runner._pool.data[:, :, pages], saved)
     assert torch.equal(host_tier(runner).pool.read(on_host).movedim(0, 2), saved)

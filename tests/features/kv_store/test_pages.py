@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 import torch
 
+from engine.features.kv_store.messages import Landing, StoreMoves
 from engine.features.kv_store.pages import StoredPages
 from engine.features.kv_store.records import DIGEST_BYTES, PageRecords
 from engine.kv.node import chained
 from engine.layers.kv_pool import KVPool
-from engine.messages import FetchPages, Landing, PagesFetched, Step
+from engine.messages import FetchPages, PagesFetched, Step
 from tests.pace import far
 
 PAGE_SIZE = 4
@@ -70,7 +71,9 @@ class Bench:
 
     def save(self, pages: list[int], hashes: list[bytes] = HASHES) -> None:
         packed = np.array(pages, dtype=np.int32).tobytes()
-        self.stored.save(Step(step_id=0, save_pages=packed, save_hashes=b"".join(hashes[: len(pages)])))
+        self.stored.save(
+            Step(step_id=0, parts=StoreMoves(save_pages=packed, save_hashes=b"".join(hashes[: len(pages)])).part())
+        )
 
     def flush(self) -> None:
         """Wait until everything is written."""
@@ -90,7 +93,9 @@ class Bench:
 
     def land(self, fetch_id: int, first: int, pages: list[int]) -> None:
         packed = np.array(pages, dtype=np.int32).tobytes()
-        self.stored.land(Step(step_id=1, landings=(Landing(fetch_id=fetch_id, first=first, pages=packed),)))
+        self.stored.land(
+            Step(step_id=1, parts=StoreMoves(landings=(Landing(fetch_id=fetch_id, first=first, pages=packed),)).part())
+        )
 
 
 @pytest.fixture

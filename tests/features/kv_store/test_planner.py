@@ -3,8 +3,9 @@
 import numpy as np
 import pytest
 
+from engine.features.kv_store.messages import Landing, moves_of
 from engine.features.kv_store.planner import MOST_WAITING
-from engine.messages import FetchPages, Landing, PagesFetched
+from engine.messages import FetchPages, PagesFetched
 from tests.scheduling.bench import Bench, lose_the_device, prompt_of
 
 PAGES = {"page_size": 4, "num_pages": 24, "max_len": 96}
@@ -37,7 +38,7 @@ class Stored(Bench):
 
     @property
     def landings(self) -> list[Landing]:
-        return [landing for step in self.steps for landing in step.landings]
+        return [landing for step in self.steps for landing in moves_of(step).landings]
 
 
 @pytest.mark.parametrize("num_host_pages", [0, 10])
@@ -66,7 +67,7 @@ def test_what_comes_from_the_store_is_not_saved_again() -> None:
     first.serve(1, prompt_of(40, seed=9))
     second.device.stored = dict(first.device.stored)
     second.serve(0, prompt_of(40))
-    saved = np.concatenate([np.frombuffer(step.save_pages, dtype=np.int32) for step in second.steps])
+    saved = np.concatenate([np.frombuffer(moves_of(step).save_pages, dtype=np.int32) for step in second.steps])
     assert len(saved) == 1, "of the ten pages that are whole in the end, nine came from the store"
 
 
@@ -166,5 +167,5 @@ def test_without_a_store_nothing_is_asked_or_saved() -> None:
     bench = Bench(page_size=4, num_pages=24, max_len=96)
     bench.submit(0, prompt_of(40), max_tokens=4)
     bench.finish()
-    assert not any(step.save_pages or step.landings for step in bench.steps)
+    assert not any(step.parts for step in bench.steps)
     assert bench.planner.outgoing() == []

@@ -12,7 +12,7 @@ from engine.execution.rows import DeviceRows
 from engine.features.speculation import drafting, rank
 from engine.features.speculation.drafting import Drafter
 from engine.features.speculation.payoff import Payoff
-from engine.messages import Admission, Landing, Step
+from engine.messages import Admission, Step
 from engine.types.errors import PluginError, WeightsError
 from engine.types.params import SamplingParams as Params
 from server.extensions.verify.verify import Way, verify_numerics
@@ -254,10 +254,10 @@ def test_only_what_is_lacking_is_computed() -> None:
     # Who shares two pages finds what has been drafted from; a page that came back from the host has nothing.
     drafter.follow(admitted(1, 9, 8, 0, 1, 3), computed)
     assert ask(1, 10) == [2]
-    back = {"transfer_to_host": int32(0), "transfer_device_pages": int32(1), "transfer_host_pages": int32(5)}
+    back = {"filled_pages": int32(1)}
     drafter.follow(admitted(2, 9, 8, 0, 1, 4, **back), computed)
     assert ask(2, 10) == [6]
-    drafter.follow(admitted(3, 9, 8, 0, 1, 5, landings=(Landing(fetch_id=7, first=0, pages=int32(0)),)), computed)
+    drafter.follow(admitted(3, 9, 8, 0, 1, 5, filled_pages=int32(0)), computed)
     assert ask(3, 10) == [8]  # as much as fits a pass; nothing is drafted yet
     assert ask(3, 10) == [2]
     # A new page under an old number, and a page that takes the place of another one.
