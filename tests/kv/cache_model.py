@@ -264,7 +264,7 @@ class CacheModel:
         assert self.tree.num_evictable == len(loose)
         assert self.tree.num_protected == len(self.cached) - len(loose)
         for node, (namespace, elements) in self.nodes():
-            num_pages = len(node.key) // self.tree._page_bytes
+            num_pages = len(node.key) // self.tree.page_bytes
             for index in range(num_pages):
                 end = len(elements) - (num_pages - 1 - index) * self.page_size
                 prefix = (namespace, elements[:end])

@@ -25,7 +25,7 @@ def tree_of(*prompts: np.ndarray, page_size: int = 4, **options: object) -> Radi
     first = 0
     for prompt in prompts:
         key = tree.key(prompt)
-        count = len(key) // tree._page_bytes
+        count = len(key) // tree.page_bytes
         insert(tree, key, pages_from(first, count))
         tree.now, first = tree.now + 1, first + count
         tree.check()

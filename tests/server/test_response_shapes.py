@@ -208,9 +208,9 @@ def test_request_ids_are_the_clients_own_or_made_up(live: LiveServer) -> None:
     def echoed(sent: str) -> str:
         return ask(live.port, "GET", "/health", headers={"X-Request-Id": sent}).headers["x-request-id"]
 
-    assert echoed("client-42 a") == "client-42 a"
+    assert echoed("client-42-a") == "client-42-a"
     assert echoed("x" * 128) == "x" * 128
-    for unusable in ("x" * 129, "\xe9", ""):
+    for unusable in ("x" * 129, "\xe9", "", "client-42 a"):
         assert echoed(unusable).startswith("req-")
     for reply in (complete(live), complete(live, stream=True), complete(live, n=0), ask(live.port, "GET", "/nowhere")):
         assert reply.headers["x-request-id"].startswith("req-")
