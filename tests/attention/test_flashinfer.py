@@ -500,7 +500,10 @@ def test_a_compiler_sees_torchs_own_store(gpu: Any, monkeypatch: pytest.MonkeyPa
     [
         ({"options": {"prefil_backend": "fa2"}}, "unknown field `prefil_backend`.*prefill_backend, tensor_cores"),
         ({"options": {"tensor_cores": "never"}, "num_heads": 10}, "this model has 5; set tensor_cores to 'auto'"),
-        ({"options": {"prefill_backend": "fa3"}, "kv_dtype": "fp8_e4m3"}, "does not read fp8_e4m3 pages.*'auto' or 'fa2'"),
+        (
+            {"options": {"prefill_backend": "fa3"}, "kv_dtype": "fp8_e4m3"},
+            "does not read fp8_e4m3 pages.*'auto' or 'fa2'",
+        ),
     ],
 )
 def test_what_it_cannot_do_is_a_plugin_error(gpu: Any, changes: dict[str, object], reason: str):
