@@ -169,10 +169,11 @@ def note_route(routes: Routes, error_formats: ErrorFormats = MappingProxyType({}
     @web.middleware
     async def note(request: web.Request, handler: Handler) -> web.StreamResponse:
         """Note the route: the library calls this after matching, also when nothing matched."""
-        resource = request.match_info.route.resource
-        if resource is not None:
-            request[EXCHANGE].route = resource.canonical
-            request[EXCHANGE].operation = routes.named.get((request.method, resource.canonical))
+        route = request.match_info.route
+        if route.resource is not None:
+            request[EXCHANGE].route = route.resource.canonical
+            # By the route's method: a route of any method matches methods that have no name, such as QUERY.
+            request[EXCHANGE].operation = routes.named.get((route.method, route.resource.canonical))
         for beginning, form in error_formats.items():
             if request.path.startswith(beginning):
                 request[EXCHANGE].error_format = form(request[EXCHANGE].id)

@@ -65,8 +65,6 @@ class Routes:
         ]
 
     def _name(self, operation: Operation, methods: tuple[str, ...], *paths: str) -> None:
-        if hdrs.METH_ANY in methods:
-            methods = (*methods, *hdrs.METH_ALL)
         self.named |= {(method, canonical(path)): operation for path in paths for method in methods}
 
 

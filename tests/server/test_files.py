@@ -254,7 +254,7 @@ def test_a_list_that_cannot_be_given_is_said(server: LiveServer, query: str) -> 
 @pytest.mark.parametrize(
     "path", ["/v1/files", "/v1/files/file-x", "/v1/files/x/content", "/v1/batches", "/v1/batches/x"]
 )
-@pytest.mark.parametrize("method", ["GET", "POST", "DELETE"])
+@pytest.mark.parametrize("method", ["GET", "POST", "DELETE", "QUERY"])
 def test_without_a_folder_a_404_says_what_turns_it_on(live: LiveServer, method: str, path: str) -> None:
     reply = ask(live.port, method, path)
     assert (reply.status, reply.error["code"]) == (404, "storage_off")

@@ -37,12 +37,13 @@ class FakeReplica:
         self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
 
     async def stop(self) -> None:
-        if self._runner is not None:
-            await self._runner.cleanup()
-            self._runner = None
+        runner, self._runner = self._runner, None
+        if runner is not None:
+            await runner.cleanup()
 
     async def _ready(self, request: web.Request) -> web.Response:
-        return web.Response(status=200 if self.ready else 503)
+        # A connection from before may outlast the listening socket for a moment.
+        return web.Response(status=200 if self.ready and self._runner is not None else 503)
 
     async def _handle(self, request: web.Request) -> web.StreamResponse:
         self.bodies.append(await request.read())
