@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -44,8 +45,7 @@ class Columns(NamedTuple):
     samples: Rows
 
 
-@dataclass(frozen=True, slots=True)
-class InFlight:
+class InFlight(msgspec.Struct, frozen=True):
     """The expected result of a planned step.
 
     sampled_rows: the row of each sampled token, in the order of ``StepDone.token_ids``.
@@ -62,7 +62,7 @@ class InFlight:
     num_prefill_tokens: int = 0
     num_extra_tokens: int = 0
     num_copied: int = 0
-    notes: Mapping[str, Any] = field(default_factory=dict)
+    notes: Mapping[str, Any] = msgspec.field(default_factory=dict)
 
 
 @dataclass(slots=True)
