@@ -25,7 +25,7 @@ from engine.types.notices import (
     TokenizersReady,
 )
 from engine.types.params import SamplingParams
-from engine.types.prompt import NOBODY, Adapter, ChatOptions, ChatTurn, Origin
+from engine.types.prompt import UNKNOWN_ORIGIN, Adapter, ChatOptions, ChatTurn, Origin
 
 
 class Finish(IntEnum):
@@ -61,7 +61,7 @@ class RequestOptions(Message, frozen=True, kw_only=True):
     truncate_to: int = 0
     keep_last: int = 0
     resumed: bytes = b""
-    origin: Origin = NOBODY
+    origin: Origin = UNKNOWN_ORIGIN
     adapter: Adapter | None = None
 
 
@@ -104,7 +104,7 @@ class Admit(Message, frozen=True, kw_only=True):
     priority: int = 0
     cache_salt: str = ""
     num_resumed: int = 0
-    origin: Origin = NOBODY
+    origin: Origin = UNKNOWN_ORIGIN
     adapter: Adapter | None = None
     grammar_s: float = 0.0
 

@@ -22,7 +22,7 @@ import numpy.typing as npt
 from engine.kv.pages import Pages
 from engine.types.errors import RequestError
 from engine.types.params import SamplingParams
-from engine.types.prompt import NOBODY, Origin
+from engine.types.prompt import UNKNOWN_ORIGIN, Origin
 
 TokenIds = npt.NDArray[np.int32]
 Rows = npt.NDArray[np.int32]
@@ -61,7 +61,7 @@ class Sequence:
     first_token_at: float | None = None
     num_cached_now: int = 0
     num_overtaken: int = 0
-    origin: Origin = NOBODY
+    origin: Origin = UNKNOWN_ORIGIN
     weights: str = ""
     notes: dict[str, Any] = field(default_factory=dict)
 

@@ -66,7 +66,7 @@ class Origin(_Content, frozen=True):
     tenant: str = ""
 
 
-NOBODY: Final = Origin()
+UNKNOWN_ORIGIN: Final = Origin()
 
 
 class Adapter(_Content, frozen=True):
