@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,18 @@ def test_make_serve_installs_by_hashes_and_fetches_nothing_else_than_torch() -> 
     assert '"torch==' in torch
     assert "--no-deps --no-build-isolation --editable ." in ours
     assert recipe.startswith(" pyproject.toml constraints.txt requirements.txt")
+
+
+def test_an_editable_install_needs_no_package_that_has_no_hashes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build = pytest.importorskip("hatchling.build", reason="only `make serve` installs hatchling")
+    hashed = pinned(FILE.read_text())
+    for optional in {"editables"} - hashed.keys():
+        monkeypatch.setitem(sys.modules, optional, None)  # hatchling asks for it, unless a folder is named
+    monkeypatch.chdir(ROOT)
+    build.build_editable(str(tmp_path))
+    assert list(tmp_path.glob("callboard-*.whl"))
 
 
 def test_what_an_index_lists_becomes_the_hashes_of_one_release() -> None:
