@@ -237,7 +237,7 @@ class GenerateRoute(Generic[B]):
         if not generation.stream:
             return json_reply(await self.whole(client, task))
         async with self._opened(client, task) as choices:
-            events = EventStream(request, named=self.endpoint.operation.names_events, ping=self.ping)
+            events = EventStream(request, framing=self.endpoint.operation.framing, ping=self.ping)
 
             def last_word(error: RequestError) -> msgspec.Struct:
                 if generation.origin.seed is not None and error.code in ENDS_HERE_ONLY:

@@ -110,6 +110,22 @@ class Passage:
         return held
 
 
+class WholeLines:
+    """A stream of lines, of which the client gets no half: an error may follow as a line of its own."""
+
+    def __init__(self) -> None:
+        self._held = b""
+
+    def take(self, chunk: bytes) -> bytes:
+        """Take what a replica has sent; returns the lines that are whole."""
+        lines, end, self._held = (self._held + chunk).rpartition(b"\n")
+        return lines + end
+
+    def rest(self) -> bytes:
+        """Returns what follows the last line, once the replica has ended its stream."""
+        return self._held
+
+
 class _Choice:
     """A choice as far as the client has it.  tokens: int32[n]."""
 

@@ -22,8 +22,10 @@ class JournalExtension(Extension):
         streams = open_streams(parts.storage, parts.clients, keys, lambda: translator.card.fingerprint)
         if streams is None:
             return
-        streams.routes |= parts.served
-        for route in parts.served.values():
+        # An event without an id cannot be named by the client that comes back.
+        kept = {path: one for path, one in parts.served.items() if one.endpoint.operation.framing != "lines"}
+        streams.routes |= kept
+        for route in kept.values():
             route.keeper = streams
         parts.routes.add(streams)
         parts.gauges.append(streams.gauges)

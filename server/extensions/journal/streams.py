@@ -189,7 +189,7 @@ class Streams:
         writer = route.endpoint.writer(body, generation, usage)
         events = NumberedEvents(
             request,
-            named=route.endpoint.operation.names_events,
+            framing=route.endpoint.operation.framing,
             ping=route.ping,
             stream_id=run.accepted.stream_id,
             num_known=num_events,

@@ -51,7 +51,7 @@ class Responses(Endpoint[ResponsesBody]):
         answer=ResponseObject,
         body=ResponsesBody,
         event=Event,
-        names_events=True,
+        framing="events",
         generates=True,
         in_batches=True,
         span="chat",
