@@ -127,7 +127,7 @@ def read_spec(
         raise WeightsError(f"{directory}: {what}")
     if not has_labels:
         shape = msgspec.structs.replace(shape, pooled_head=_pooled_head(architecture, shape, pooling))
-    if quantization is not None and shape.unlike_rounded:
+    if quantization is not None and quantization.method != "mxfp4" and shape.unlike_rounded:
         expected = f"none: {architecture} has {shape.unlike_rounded}, which is read only if it is not rounded"
         raise fields.error("quantization_config", str(quantization), expected)
     path = directory / "generation_config.json"

@@ -10,6 +10,7 @@ from engine.checkpoints.gguf import LINK
 from engine.checkpoints.shape import DecoderShape
 from engine.checkpoints.shards import StoredTensor, read_shards
 from engine.formats.gguf import GGUFWeights
+from engine.formats.mxfp4 import MXFP4Reader
 from engine.formats.quantized import QuantizedReader
 from engine.formats.reader import SafetensorsReader, WeightReader
 
@@ -24,6 +25,8 @@ def open_reader(spec: ModelSpec) -> WeightReader:
     if spec.quantization is None:
         return SafetensorsReader(stored)
     log.info("%s: weights in %s are decoded to float32", spec.directory, spec.quantization)
+    if spec.quantization.method == "mxfp4":
+        return MXFP4Reader(stored)
     return QuantizedReader(stored, spec.quantization)
 
 

@@ -36,8 +36,8 @@ named. [plugins.md](plugins.md) says how to add a family, and what a package of 
 written by `python -m tests.models.test_families`.
 
 - Mixtures of experts run on CPUs and on NVIDIA GPUs. On a GPU one kernel takes all experts of a layer, and
-  `model.quantization` leaves them as they are; `graphs.mode = "compiled"` is for models without experts. gpt-oss is
-  read unquantised, its MXFP4 files are not.
+  `model.quantization` leaves them as they are; `graphs.mode = "compiled"` is for models without experts. The
+  experts of gpt-oss are read in MXFP4, as they are published, and in floats.
 - With several ranks each has a part of every expert; `model.experts = "divided"` gives each some of the experts whole,
   which keeps products large. Every rank has every token's state, so nothing but the sum of what they computed is
   exchanged, as without it: tokens are not sent to and fro (no all-to-all). What is served through transformers has no
@@ -47,7 +47,8 @@ written by `python -m tests.models.test_families`.
   not read.
 - Quantized checkpoints (AWQ, GPTQ, compressed-tensors, fp8: [checkpoints.md](checkpoints.md#quantized-weights))
   are read for all families but GPT-2, whose matrices lie as [inputs, outputs], and gpt-oss, whose experts lie in one
-  tensor: these two are refused at start. GGUF files are read for dense Llama, Mistral, Qwen2 and Qwen3.
+  tensor: these two are refused at start. MXFP4 is for gpt-oss. GGUF files are read for dense Llama, Mistral, Qwen2 and
+  Qwen3.
   `model.quantization` rounds the layers of every family at load, but not the routers of experts.
 - Soft-capped scores (Gemma 2), attention sinks (gpt-oss) and latents (DeepSeek) need `attention.triton` or
   `attention.torch`, which `auto` then takes; the other backends are refused by name.
