@@ -17,6 +17,7 @@ from engine.checkpoints.gguf import SUFFIX, unfold
 from engine.checkpoints.pooling import GENERATING, REWARD, Pooling, read_pooling
 from engine.checkpoints.quantization import Quantization, read_quantization
 from engine.checkpoints.shape import ClassifierShape, DecoderShape, NoHeadShape, PartShape, RewardShape, TokenScoreShape
+from engine.checkpoints.text_part import read_text_part
 from engine.types.errors import WeightsError
 
 log = logging.getLogger(__name__)
@@ -113,8 +114,8 @@ def read_spec(
 
     read_shape: returns the shape for an architecture's name and config.json.
     score_tokens, token_id: for ``read_pooling``."""
-    fields = read_fields(directory / "config.json")
-    architecture = _architecture(fields)
+    whole = read_fields(directory / "config.json")
+    architecture, fields = read_text_part(_architecture(whole), whole)
     quantization = read_quantization(fields)
     shape = read_shape(architecture, fields)
     has_labels = shape.pooled_head is not None
@@ -142,7 +143,7 @@ def read_spec(
         quantization=quantization,
         eos_token_ids=tuple(sorted(eos_token_ids)),
         sampling=_sampling(generation),
-        config=fields.table,
+        config=whole.table,
         pooling=pooling,
     )
 

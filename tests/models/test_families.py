@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from engine.checkpoints.shape import DecoderShape
+from engine.checkpoints.text_part import TEXT_PARTS
 from engine.plugins.declaration import read_declaration
 from engine.plugins.manager import BUILTIN
 from engine.plugins.model.transformers import callboard_model
@@ -65,6 +66,15 @@ Every family's decoder is also read under another head, or under none: [pooling.
 
 | architecture | family | checked as |
 |---|---|---|"""
+TEXT_PART = """
+## The text part of models that read images or sound
+
+Of these the text decoder is served, by its own family or through transformers; the log names what is not read, and a
+request with an image, sound or video ends with 400. Each is checked on a tiny checkpoint in the published layout, by
+`pytest tests/checkpoints/test_text_part.py`.
+
+| architecture | its decoder |
+|---|---|"""
 THROUGH = """
 ## Through transformers
 
@@ -101,7 +111,7 @@ def family_of(architecture: str) -> str:
 
 
 def hook_of(architecture: str) -> Callable[..., DecoderShape]:
-    """What reads its config.json."""
+    """The function that reads its config.json."""
     hook: Callable[..., DecoderShape] = importlib.import_module(family_of(architecture)).callboard_model
     return hook
 
@@ -118,7 +128,7 @@ def test_every_family_is_among_them():
 
 
 def render(passed: list[str], through: list[str]) -> str:
-    """docs/models.md."""
+    """The page docs/models.md."""
     rows = []
     for name in sorted(FAMILIES):
         declared = read_declaration(FAMILIES[name]).architectures
@@ -128,7 +138,11 @@ def render(passed: list[str], through: list[str]) -> str:
         f"| `{architecture_of(kind)}` | `{kind}` | {'1, 2' if num_ranks(kind) > 1 else '1'} |"
         for kind in sorted(through, key=architecture_of)
     ]
-    return "\n".join([INTRODUCTION, *rows, THROUGH, *others, ""])
+    parts = []
+    for name, decoders in sorted(TEXT_PARTS.items()):
+        own = dict.fromkeys(f"`{decoder}`" for decoder, _ in decoders.values())
+        parts.append(f"| `{name}` | {', '.join(own)} |")
+    return "\n".join([INTRODUCTION, *rows, TEXT_PART, *parts, THROUGH, *others, ""])
 
 
 @pytest.mark.slow
