@@ -21,6 +21,8 @@ QWEN3_MOE = ("Qwen3MoeForCausalLM", "qwen3_moe")
 # Architecture -> model_type of its text section -> the decoder's architecture and model_type.
 TEXT_PARTS: Final[Mapping[str, Mapping[str, tuple[str, str]]]] = {
     "Gemma3ForConditionalGeneration": {"gemma3_text": ("Gemma3ForCausalLM", "gemma3_text")},
+    "Gemma3nForConditionalGeneration": {"gemma3n_text": ("Gemma3nForCausalLM", "gemma3n_text")},
+    "Gemma4ForConditionalGeneration": {"gemma4_text": ("Gemma4ForCausalLM", "gemma4_text")},
     "InternVLForConditionalGeneration": {"llama": LLAMA, "qwen2": QWEN2, "qwen3": QWEN3, "qwen3_moe": QWEN3_MOE},
     "LlavaForConditionalGeneration": {"llama": LLAMA, **MISTRAL, "qwen2": QWEN2},
     "Mistral3ForConditionalGeneration": MISTRAL,

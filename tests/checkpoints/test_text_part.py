@@ -1,6 +1,7 @@
 """The text decoder of a model that reads images gives transformers' tokens, from a checkpoint as it is published."""
 
 import json
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +10,13 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from engine.plugins.families import read_model
 from engine.types.errors import WeightsError
-from tests.models.checkpoints import VOCAB
+from tests.models.checkpoints import VOCAB, YARN
 from tests.models.conftest import load
-from tests.models.published import assert_same
+from tests.models.published import assert_same, write
 
 TEXT: dict[str, Any] = {
     "vocab_size": VOCAB,
@@ -69,6 +71,62 @@ KINDS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
         {"rope_theta": 5e6, "rope_scaling": {**MROPE, "mrope_interleaved": True, "rope_type": "default"}},
     ),
 }  # fmt: skip
+SHARING = TEXT | {
+    "num_hidden_layers": 5,
+    "layer_types": [*["sliding_attention"] * 2, "full_attention", "sliding_attention", "full_attention"],
+    "sliding_window": 11,
+    "num_kv_shared_layers": 2,
+    "vocab_size_per_layer_input": VOCAB,
+    "hidden_size_per_layer_input": 8,
+}
+# Decoders that transformers computes: the kind, the decoder's class, its text section, the prefix of its tensors.
+THROUGH: dict[str, tuple[str, str, dict[str, Any], str]] = {
+    "ministral3": (
+        "Mistral3",
+        "Ministral3",
+        TEXT | {"rope_parameters": YARN | {"llama_4_scaling_beta": 0.1}, "sliding_window": None},
+        "language_model.model.",
+    ),
+    # Embeddings of each layer, a window, keys and values that the last layers share.  Its vision tower needs timm.
+    "gemma3n_text": (
+        "Gemma3n",
+        "Gemma3n",
+        SHARING | {"intermediate_size": [96] * 5, "activation_sparsity_pattern": [0.5, *[0.0] * 4], "laurel_rank": 8},
+        "model.language_model.",
+    ),
+    # Also other head sizes and other numbers of heads in full layers, whose keys are their values.
+    "gemma4_text": (
+        "Gemma4",
+        "Gemma4",
+        SHARING
+        | {
+            "global_head_dim": 32,
+            "num_global_key_value_heads": 1,
+            "attention_k_eq_v": True,
+            "final_logit_softcapping": 30.0,
+            "use_bidirectional_attention": "vision",
+        },
+        "model.language_model.",
+    ),
+    "gemma4_text with experts": (
+        "Gemma4",
+        "Gemma4",
+        TEXT
+        | {
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+            "sliding_window": 11,
+            "global_head_dim": 32,
+            "num_global_key_value_heads": 1,
+            "attention_k_eq_v": True,
+            "hidden_size_per_layer_input": 0,
+            "enable_moe_block": True,
+            "num_experts": 4,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 32,
+        },
+        "model.language_model.",
+    ),
+}
 FLAT = ("Qwen2_5_VL", "Qwen2VL")  # kinds whose text section is the file itself
 
 
@@ -102,6 +160,38 @@ def publish(kind: str, directory: Path, **changes: Any) -> PreTrainedModel:
         .from_pretrained(directory, dtype=torch.float32, attn_implementation="eager")
         .eval()
     )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", THROUGH)
+def test_decoders_through_transformers_give_its_tokens(name: str, tmp_path: Path) -> None:
+    kind, stem, text, prefix = THROUGH[name]
+    config_class = CONFIG_MAPPING[name.split()[0]]
+    torch.manual_seed(5)
+    reference = getattr(transformers, f"{stem}ForCausalLM")(
+        config_class(**deepcopy(text), attn_implementation="eager")
+    ).eval()
+    with torch.no_grad():
+        for parameter in reference.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0, 0.15)
+    reference.save_pretrained(tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    tensors = {
+        name.replace("model.", prefix, 1) if name.startswith("model.") else f"language_model.{name}": one
+        for name, one in stored.items()
+    }
+    tower = f"{prefix.partition('language_model')[0]}vision_tower.patch_conv.weight"
+    section = text | {"model_type": name.split()[0]}
+    config = {
+        "architectures": [f"{kind}ForConditionalGeneration"],
+        "model_type": kind.lower(),
+        "text_config": section,
+        "vision_config": {},
+        "dtype": "bfloat16",
+    }
+    write(tmp_path, config, tensors | {tower: torch.zeros(2)})
+    assert_same(tmp_path, reference)
 
 
 @pytest.mark.parametrize("kind", KINDS)
