@@ -89,9 +89,11 @@ attention interface once for each layer, with masks that are causal or have one 
 values of the step's own tokens. All others are refused at start, with the reason: attention of their own or with ALiBi
 (Falcon, Bloom, GPT-J, MPT), recurrent and hybrid models, encoders, layers with different numbers of query heads. Where
 key/value heads differ from layer to layer (Gemma 4), every layer's pages are as large as those of the widest, and
-layers that share keys and values (Gemma 3n, 4) each store them. Code that a repository brings along is not run. With several ranks, what transformers' tensor-parallel plan cuts by columns and rows is cut,
-and the rest, such as experts, is held by every rank; without a plan one rank serves. Experts are multiplied by
-transformers' own kernels, and are not rounded by `model.quantization`. GPUs have not been tried yet.
+layers that share keys and values (Gemma 3n, 4) each store them. Code that a repository brings along is not run.
+
+With several ranks, what transformers' tensor-parallel plan cuts by columns and rows is cut, and the rest, such as
+experts, is held by every rank; without a plan one rank serves. Experts are multiplied by transformers' own kernels, and
+are not rounded by `model.quantization`. GPUs have not been tried yet.
 
 Checked like the families above, on one tiny checkpoint each:
 
