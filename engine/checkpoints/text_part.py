@@ -23,12 +23,15 @@ TEXT_PARTS: Final[Mapping[str, Mapping[str, tuple[str, str]]]] = {
     "Gemma3ForConditionalGeneration": {"gemma3_text": ("Gemma3ForCausalLM", "gemma3_text")},
     "Gemma3nForConditionalGeneration": {"gemma3n_text": ("Gemma3nForCausalLM", "gemma3n_text")},
     "Gemma4ForConditionalGeneration": {"gemma4_text": ("Gemma4ForCausalLM", "gemma4_text")},
+    "Llama4ForConditionalGeneration": {"llama4_text": ("Llama4ForCausalLM", "llama4_text")},
     "InternVLForConditionalGeneration": {"llama": LLAMA, "qwen2": QWEN2, "qwen3": QWEN3, "qwen3_moe": QWEN3_MOE},
     "LlavaForConditionalGeneration": {"llama": LLAMA, **MISTRAL, "qwen2": QWEN2},
     "Mistral3ForConditionalGeneration": MISTRAL,
     "Qwen2VLForConditionalGeneration": {"qwen2_vl": QWEN2, "qwen2_vl_text": QWEN2},
     "Qwen2_5_VLForConditionalGeneration": {"qwen2_5_vl": QWEN2, "qwen2_5_vl_text": QWEN2},
     "Qwen3VLForConditionalGeneration": {"qwen3_vl_text": QWEN3},
+    "Qwen3_5ForConditionalGeneration": {"qwen3_5_text": ("Qwen3_5ForCausalLM", "qwen3_5_text")},
+    "Qwen3_5MoeForConditionalGeneration": {"qwen3_5_moe_text": ("Qwen3_5MoeForCausalLM", "qwen3_5_moe_text")},
 }
 # Settings that may be beside the text section and count for it.
 SHARED = ("tie_word_embeddings", "dtype", "torch_dtype", "quantization_config", "eos_token_id", "bos_token_id")

@@ -4,6 +4,7 @@
 """
 
 import importlib
+import itertools
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +20,7 @@ from engine.plugins.model.transformers import callboard_model
 from engine.plugins.proof.findings import ConformanceError
 from engine.plugins.testing.model import check_model
 from tests.models.checkpoints import NOT_PLAIN, build
+from tests.models.hub import CHECKPOINTS, answers
 from tests.models.through_transformers import KINDS, architecture_of, build_kind, has_experts, num_ranks
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
@@ -69,12 +71,22 @@ Every family's decoder is also read under another head, or under none: [pooling.
 TEXT_PART = """
 ## The text part of models that read images or sound
 
-Of these the text decoder is served, by its own family or through transformers; the log names what is not read, and a
-request with an image, sound or video ends with 400. Each is checked on a tiny checkpoint in the published layout, by
-`pytest tests/checkpoints/test_text_part.py`.
+Of these the text decoder is served as that decoder would be alone, by its own family or through transformers, or refused;
+the log names the parts that are not read, and a request with an image, sound or video ends with 400. The decoders of
+Gemma 3, Gemma 3n, Gemma 4, InternVL, LLaVA, Mistral 3, Ministral 3, Qwen2-VL, Qwen2.5-VL and Qwen3-VL are checked on tiny
+checkpoints in the published layout, by `pytest tests/checkpoints/test_text_part.py`.
 
 | architecture | its decoder |
 |---|---|"""
+NAMED = """
+## Checkpoints
+
+`callboard models CHECKPOINT` says of any checkpoint how it is served, from its `config.json` alone; of a name on the
+hub it downloads no weights. Its answers for many that are downloaded most, by what decides them (`tests/models/hub.py`),
+with transformers 5.23:
+
+| checkpoint | architecture | served |
+|---|---|---|"""
 THROUGH = """
 ## Through transformers
 
@@ -130,7 +142,7 @@ def test_every_family_is_among_them():
     assert architectures == {name for one in FAMILIES.values() for name in read_declaration(one).architectures}
 
 
-def render(passed: list[str], through: list[str]) -> str:
+def render(passed: list[str], through: list[str], checkpoints: dict[str, str]) -> str:
     """The page docs/models.md."""
     rows = []
     for name in sorted(FAMILIES):
@@ -145,12 +157,15 @@ def render(passed: list[str], through: list[str]) -> str:
     for name, decoders in sorted(TEXT_PARTS.items()):
         own = dict.fromkeys(f"`{decoder}`" for decoder, _ in decoders.values())
         parts.append(f"| `{name}` | {', '.join(own)} |")
-    return "\n".join([INTRODUCTION, *rows, TEXT_PART, *parts, THROUGH, *others, ""])
+    named = [f"| `{name}` | `{CHECKPOINTS[name][0][0]}` | {said} |" for name, said in checkpoints.items()]
+    sections = ([INTRODUCTION, *rows], [TEXT_PART, *parts], [NAMED, *named], [THROUGH, *others])
+    return "\n".join([*itertools.chain.from_iterable(sections), ""])
 
 
 @pytest.mark.slow
-def test_the_page_has_what_passed():
-    assert PAGE.read_text() == render(CHECKED, KINDS), "run python -m tests.models.test_families"
+def test_the_page_has_what_passed(tmp_path: Path):
+    page = render(CHECKED, KINDS, answers(tmp_path))
+    assert PAGE.read_text() == page, "run python -m tests.models.test_families"
 
 
 def main() -> None:
@@ -165,7 +180,8 @@ def main() -> None:
         reference = build_kind(kind)
         if passes(callboard_model, reference, not has_experts(reference), num_ranks(kind)):
             through.append(kind)
-    PAGE.write_text(render(passed, through))
+    with tempfile.TemporaryDirectory() as directory:
+        PAGE.write_text(render(passed, through, answers(Path(directory))))
 
 
 def passes(hook: Any, reference: Any, captured: bool, ranks: int = 2) -> bool:
