@@ -51,10 +51,12 @@ def read_model(directory: Path, section: PluginsSection | None = None, model: Mo
 def read_shape(section: PluginsSection, architecture: str, fields: Fields) -> DecoderShape:
     """Return the shape of a checkpoint.  Raises WeightsError with the known architectures otherwise."""
     plugins = Plugins({}, section.options)
-    info, model_type, declared_name = _family(plugins, section, architecture, fields)
+    info, model_types, declared_name = _family(plugins, section, architecture, fields)
     # transformers reads one field or the other, depending on the call, so both must agree.
-    if model_type and (seen := fields.text("model_type", model_type)) != model_type:
-        raise fields.error("model_type", seen, f'"{model_type}", since architectures names {architecture}')
+    allowed = model_types.split(" | ")
+    if model_types and (seen := fields.text("model_type", allowed[0])) not in allowed:
+        expected = " or ".join(f'"{one}"' for one in allowed)
+        raise fields.error("model_type", seen, f"{expected}, since architectures names {architecture}")
     plugins.load(info.name)
     return plugins.build(info.name, ModelContext(declared_name, fields), DecoderShape)
 
@@ -87,7 +89,7 @@ def list_families(section: PluginsSection) -> list[ListedFamily]:
 def _family(
     plugins: Plugins, section: PluginsSection, architecture: str, fields: Fields
 ) -> tuple[PluginInfo, str, str]:
-    """Return the plugin, the model_type of the architecture ('' for any), and the plugin's name of the architecture.
+    """Return the plugin, the model_types of the architecture ('' for any), and the plugin's name of the architecture.
 
     A family also reads its decoder under another head, or none, if no plugin declares that architecture itself."""
     claimed = {}

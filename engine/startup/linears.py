@@ -67,7 +67,7 @@ def told(stored: Quantization, wanted: str) -> str:
 
 def widens(stored: Quantization, context: LinearContext) -> bool:
     """Return whether a GPU multiplies by floats that are larger than those of the file, and need not."""
-    return context.device == "cuda" and stored.kind == "float" and context.quantization == "none"
+    return context.device == "cuda" and stored.is_float8 and context.quantization == "none"
 
 
 def rank_context(config: Config, spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> LinearContext:
@@ -77,7 +77,7 @@ def rank_context(config: Config, spec: ModelSpec, device: torch.device, dtype: t
         config,
         # Weights that were rounded with a scale fit no float of 16 bits.
         spec.dtype if stored is None else "float32",
-        scale_block=stored.block if stored is not None and stored.kind == "float" else None,
+        scale_block=stored.block if stored is not None and stored.is_float8 else None,
         device=device.type,
         dtype=str(dtype).removeprefix("torch."),
         instruction_sets=instruction_sets(),

@@ -147,7 +147,8 @@ def same_inputs(model: PreTrainedModel) -> Iterator[list[tuple[str, ...]]]:
     times = Counter(name for name, *_ in calls)
     groups: dict[tuple[object, ...], list[str]] = {}
     for name, x, version, bias in calls:
-        if times[name] == 1:
+        # The members of a list are read one after the other, and each is packed once it is read.
+        if times[name] == 1 and not _last(name).isdigit():
             groups.setdefault((_parent(name), id(x), version, bias), []).append(name)
     found += [tuple(names) for names in groups.values() if len(names) > 1]
 
