@@ -13,6 +13,7 @@ import msgspec
 from engine.checkpoints.fingerprint import fingerprint
 from engine.checkpoints.pooling import GENERATING, Pooling
 from engine.features.lora.files import AdapterRules
+from engine.plugins.kinds import ATTENTION, LINEAR, named
 from engine.settings.own_kernels import kernels_here
 from engine.settings.sections import ServerSection
 from server.adapters import ServedAdapter, adapters_below
@@ -102,7 +103,7 @@ def _fingerprint(system: "System") -> str:
     What pages keep is part of those: rounded keys and values give other logits."""
     config, model = system.config, system.config.model
     weights = fingerprint(system.spec, model.load_format)
-    kernels = (config.plugins.linear, config.plugins.attention, config.graphs.mode)
+    kernels = (named(config.plugins, LINEAR), named(config.plugins, ATTENTION), config.graphs.mode)
     made = (kernels_here(), metadata.version("torch"))
     numerics = (model.numerics, model.dtype, model.quantization, config.kv.dtype)
     ranks = (config.device.kind, config.device.tensor_parallel)

@@ -13,7 +13,8 @@ from engine.checkpoints.checkpoint import ModelSpec
 from engine.config import SECRETS, Config
 from engine.features.lora.files import AdapterRules
 from engine.plugins.kinds import KINDS
-from engine.settings.sections import Changed, PluginsSection, Section
+from engine.settings.section import Changed, Section
+from engine.settings.sections import PluginsSection
 from engine.types.errors import ConfigError
 
 TOKENIZER_FILE: Final = "tokenizer.json"

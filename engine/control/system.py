@@ -28,6 +28,7 @@ from engine.checkpoints.gguf import stored_tensors
 from engine.config import Config, build_config, without_cluster_key
 from engine.control.monitor import Monitor
 from engine.features.lora.files import AdapterRules, adapter_rules
+from engine.features.lora.settings import LoraSettings
 from engine.host.device_defaults import runs_on_cpu, with_device_defaults
 from engine.plugins.deciders import plugin_policy, plugin_proposer, plugin_strategy, policy_choice
 from engine.plugins.families import read_model
@@ -41,6 +42,7 @@ from engine.plugins.selection import check_named, expected_context
 from engine.plugins.structured import plugin_grammars, plugin_processors
 from engine.recording.blueprint import Blueprint, without_secrets
 from engine.recording.recorder import RecordedScheduler, Recorder
+from engine.recording.settings import RecordingSettings
 from engine.scheduling.planner import Planner
 from engine.scheduling.policy import SchedulingPolicy
 from engine.scheduling.proposer import DraftModel, Proposer
@@ -48,6 +50,7 @@ from engine.scheduling.rows import PlannerLimits
 from engine.text.codec import TextCodec, warn_of_unknown_tokens
 from engine.text.grammar import Grammars
 from engine.traffic.recorder import TraceRecorder
+from engine.traffic.settings import TraceSettings
 from engine.types.errors import ConfigError, EngineDied
 from engine.workers.executors import ExecutorPlacement, Executors, GenerationSettings
 from engine.workers.frontend import FrontendCommand, RemoteIngress
@@ -122,7 +125,7 @@ class System:
         config = self.config
         directory = self.directory = resolve_checkpoint(config.model.path, config.model.revision)
         self.spec: ModelSpec = read_model(directory, config.plugins, config.model)
-        lora, numerics = config.lora, config.model.numerics
+        lora, numerics = LoraSettings.of(config), config.model.numerics
         self.adapter_rules: AdapterRules | None = None
         if lora.folder:
             self.adapter_rules = adapter_rules(self.spec.shape, lora.folder, lora.max_rank, numerics)
@@ -151,7 +154,7 @@ class System:
         if before is not None:
             return before._traffic
         storage = self.config.storage
-        if not storage.trace_mb:
+        if not TraceSettings.read(storage).trace_mb:
             return None
         recorder = TraceRecorder(storage, self.model_name, time.monotonic)
         self._observers.add(recorder, "storage.trace_mb")
@@ -335,7 +338,7 @@ class System:
             num_pages=num_pages,
             max_len=self._row_len,
             eos_token_ids=self.spec.eos_token_ids,
-            num_host_pages=kv.num_host_pages,
+            num_host_pages=getattr(kv, "num_host_pages", 0),  # of an optional folder
             itl_target_s=scheduler.itl_target_ms / 1000,
             record_events=self._observers.wants_kv_events,
             num_ranks=self.config.device.tensor_parallel,
@@ -345,15 +348,15 @@ class System:
 
     def _new_recorder(self) -> Recorder | None:
         """Return the recorder of the scheduler, or None without a folder for it."""
-        storage = self.config.storage
-        if not storage.folder or not storage.recording_mb:
+        storage, recording = self.config.storage, RecordingSettings.of(self.config)
+        if not storage.folder or not recording.recording_mb:
             return None
         return Recorder(
             self._blueprint(),
             self._plugins,
             folder=Path(storage.folder, "recordings"),
-            limit_bytes=storage.recording_mb << 20,
-            prompts=storage.recording_prompts,
+            limit_bytes=recording.recording_mb << 20,
+            prompts=recording.recording_prompts,
             waited_s=self.config.limits.first_token_timeout_s or WAITED_S,
         )
 

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from engine.config import Config
-from engine.settings.sections import AttentionNames
+from engine.settings.attention_names import AttentionNames
+from engine.settings.sections import PluginsSection
 
 Wanted = str | AttentionNames | list[str]
 
@@ -77,11 +78,17 @@ KINDS: Final[Mapping[str, Kind]] = {kind.name: kind for kind in (
 # fmt: on
 
 
+def named(section: PluginsSection, kind: str) -> Wanted:
+    """Return the configured name or names of a kind, as they are set."""
+    wanted: Wanted = getattr(section, KINDS[kind].setting)
+    return wanted
+
+
 def chosen_plugins(config: Config) -> dict[str, Wanted]:
     """Return the configured names by kind, 'auto' for the kind's own default.
 
     Kinds that are set to 'none' are omitted, and those whose plugins the model's files choose."""
-    wanted = {one.name: getattr(config.plugins, one.setting) for one in KINDS.values() if not one.by_model}
+    wanted = {one.name: named(config.plugins, one.name) for one in KINDS.values() if not one.by_model}
     chosen: dict[str, Wanted] = {kind: names for kind, names in wanted.items() if names != "none"}
     if chosen["comm"] == "auto" and config.device.tensor_parallel > 1:
         chosen["comm"] = "torch"  # the default is for one rank

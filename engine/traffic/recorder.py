@@ -31,7 +31,9 @@ from engine.plugins.hookspecs import hookimpl
 from engine.plugins.kinds import KINDS, KV_STORE, chosen_plugins
 from engine.scheduling.meter import RequestMetrics
 from engine.scheduling.rows import PlannerLimits
+from engine.settings.additions import additions
 from engine.settings.sections import StorageSection
+from engine.traffic.settings import TraceSettings
 from engine.traffic.sizes import StepSize, StepSizes
 from engine.traffic.trace import (
     FORMAT,
@@ -90,7 +92,7 @@ class TraceRecorder:
         """Create the folder, and no file yet.  clock: the planner's.  Raises ConfigError if it cannot be written to."""
         self._model = model
         self._clock = clock
-        self._files = _Files(Path(storage.folder) / "traces", model, storage.trace_mb * MIB)
+        self._files = _Files(Path(storage.folder) / "traces", model, TraceSettings.read(storage).trace_mb * MIB)
         self._key = secrets.token_bytes(16)
         self._notes: deque[tuple[float, object]] = deque()
         self._open: dict[int, _Open] = {}
@@ -249,8 +251,8 @@ def relevant_settings(config: Config) -> dict[str, dict[str, Any]]:
     names = [f"{kind}.{name}" for kind, name in kinds.items()]
     options = {name: table for name, table in config.plugins.options.items() if name in names}
     sections = {name: msgspec.to_builtins(getattr(config, name)) for name in ("kv", "scheduler", "limits")}
-    lora = {"folder": "recorded" if config.lora.folder else "", "max_adapters": config.lora.max_adapters}
-    return {**sections, "lora": lora, "plugins": {**kinds, "options": options}}
+    brought = {one.table: settings for one in additions() if (settings := one.of(config).recorded())}
+    return {**sections, **brought, "plugins": {**kinds, "options": options}}
 
 
 class _Files:

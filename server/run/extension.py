@@ -32,6 +32,7 @@ from server.http.routes import Routes
 from server.keys import Keys
 from server.openai.translator import Translator
 from server.operators.metrics import More
+from server.run.finding import Finding
 
 FirstRequest = tuple[str, dict[str, Any]]
 PACKAGE = "server.extensions"
@@ -41,7 +42,7 @@ FOLDER = Path(__file__).parents[1] / "extensions"
 class Serving(NamedTuple):
     """Another way to serve than one engine in this process.  run: serves until stopped.
 
-    engines: what there are several of.  configs: of each kind of engine."""
+    engines: what there are several of.  configs: of each kind of engine, and the whole where they differ."""
 
     run: Callable[[], None]
     engines: str
@@ -93,6 +94,10 @@ class Extension:
         """Raise ConfigError for a configuration that the part cannot be served with.
 
         engines: what there are several of; '' for one engine."""
+
+    def findings(self, config: Config) -> Iterator[Finding]:
+        """Return what ``callboard doctor`` finds of the part: whether a start with this configuration can serve it."""
+        yield from ()
 
     def join(self, parts: ServerParts) -> None:
         """Become part of a server: add handlers, and what lives while it does.  Raises ConfigError."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from engine.features.kv_store.messages import Landing, StoreMoves
+from engine.features.kv_store.settings import StoreSettings
 from engine.kv.node import Handle, Node
 from engine.kv.pages import Pages
 from engine.kv.radix import TOKEN_BYTES
@@ -173,4 +174,4 @@ class StorePlanner(PlannerFeature):
 def planner_feature(context: FeatureContext) -> NewFeature | None:
     """Return the builder of the feature; None if no store is configured."""
     is_on = KV_STORE in chosen_plugins(context.config)
-    return partial(StorePlanner, timeout_s=context.config.kv.store_timeout_s) if is_on else None
+    return partial(StorePlanner, timeout_s=StoreSettings.of(context.config).store_timeout_s) if is_on else None

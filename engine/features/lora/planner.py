@@ -8,6 +8,7 @@ from typing import Final
 
 import msgspec
 
+from engine.features.lora.settings import LoraSettings
 from engine.features.lora.slots import AdapterSlots
 from engine.messages import Admit, StepDone
 from engine.plugins.features import FeatureContext
@@ -88,5 +89,5 @@ class LoraPlanner(PlannerFeature):
 
 def planner_feature(context: FeatureContext) -> NewFeature | None:
     """Return the builder of the feature; None if no adapters are served."""
-    lora = context.config.lora
+    lora = LoraSettings.of(context.config)
     return partial(LoraPlanner, num_slots=lora.max_adapters) if lora.folder else None

@@ -11,6 +11,7 @@ from engine.execution.features import RankContext, RankFeature
 from engine.execution.launched_step import LaunchedStep
 from engine.execution.needs import Needs
 from engine.features.lora.adapters import AdaptedDecodes, AdaptedModel, RankAdapters
+from engine.features.lora.settings import LoraSettings
 from engine.messages import Step
 from engine.models.decoder import Decoder
 from engine.types.errors import ConfigError
@@ -54,7 +55,7 @@ class LoraRank(RankFeature):
 
 def rank_feature(context: RankContext) -> LoraRank | None:
     """Return slots for adapters, or None if none are served.  Raises ConfigError if there is no memory for them."""
-    lora, model = context.config.lora, context.model
+    lora, model = LoraSettings.of(context.config), context.model
     if not lora.folder:
         return None
     assert isinstance(model, Decoder), f"{type(model).__name__} takes no adapters"

@@ -13,6 +13,7 @@ from engine.checkpoints.shape import DecoderShape
 from engine.config import Config
 from engine.features.speculation.head_files import EagleHeadShape, read_eagle_head
 from engine.plugins.families import read_model
+from engine.plugins.kinds import KV_STORE, named
 from engine.scheduling.proposer import DraftModel
 from engine.text.files import TokenizerFiles
 from engine.text.vocabulary import Vocabulary
@@ -73,8 +74,8 @@ def fitting_head(draft: DraftModel, plugin: str, config: Config, spec: ModelSpec
         reason = f"target_hidden_size is {own.state_size}, expected the model's hidden_size {model.hidden_size}"
     elif list(layers) != sorted(set(layers)) or not 0 <= layers[0] <= layers[-1] < model.num_layers:
         reason = f"it reads the inputs of layers {list(layers)}, and the model has {model.num_layers} layers"
-    elif config.plugins.kv_store not in ("", "none"):
-        reason = f"plugins.kv_store={config.plugins.kv_store} does not keep the model states it reads; set it to 'none'"
+    elif (store := named(config.plugins, KV_STORE)) not in ("", "none"):
+        reason = f"plugins.kv_store={store} does not keep the model states it reads; set it to 'none'"
     else:
         log.info("EAGLE-3 head: %s, up to %d tokens at a time", directory, draft.num_tokens)
         return msgspec.structs.replace(draft, path=str(directory), max_len=max_len)
