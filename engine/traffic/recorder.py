@@ -53,6 +53,7 @@ from engine.types.params import SamplingParams
 log = logging.getLogger(__name__)
 
 M = TypeVar("M")
+DIGEST_CHARS = 12  # of a part's, in a trace
 MIB = 1 << 20
 EVERY_S = 0.5
 MOST_WAITING = 1 << 17  # messages; a disk that is so far behind ends the recording
@@ -213,7 +214,7 @@ class TraceRecorder:
         if request is None or finish is None:
             return
         admit, params = request.admit, request.admit.params
-        adapter = admit.adapter.digest[:12] if admit.adapter is not None else ""
+        parts = {name: part.digest[:DIGEST_CHARS] for name, part in sorted(admit.parts.items())}
         tokens = (admit.token_ids + b"".join(request.output))[: 4 * (one.num_prompt_tokens + one.num_output_tokens)]
         self._files.write(
             TracedRequest(
@@ -221,7 +222,7 @@ class TraceRecorder:
                 prompt=one.num_prompt_tokens,
                 output=len(tokens) // 4 - one.num_prompt_tokens,
                 finish=finish,
-                blocks=chained(tokens, self._block, self._key, f"{adapter} {admit.cache_salt}"),
+                blocks=chained(tokens, self._block, self._key, f"{''.join(parts.values())} {admit.cache_salt}"),
                 e2e_s=round(one.e2e_s, 6),
                 ttft_s=one.ttft_s and round(one.ttft_s, 6),
                 tpot_s=one.tpot_s and round(one.tpot_s, 7),
@@ -230,7 +231,7 @@ class TraceRecorder:
                 priority=one.priority,
                 tenant=admit.origin.tenant,
                 client=admit.origin.client,
-                adapter=adapter,
+                parts=parts,
                 whole=_whole(params),
                 cached=one.cached_tokens,
                 retractions=one.num_retractions,

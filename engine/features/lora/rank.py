@@ -6,11 +6,14 @@ Owns: when slots are filled, and which steps run without graphs.  Does not know:
 from dataclasses import replace
 from typing import Any
 
+import msgspec
+
 from engine.execution.captured_steps import CapturedDecodes
 from engine.execution.features import RankContext, RankFeature
 from engine.execution.launched_step import LaunchedStep
 from engine.execution.needs import Needs
 from engine.features.lora.adapters import AdaptedDecodes, AdaptedModel, RankAdapters
+from engine.features.lora.files import NAME
 from engine.features.lora.settings import LoraSettings
 from engine.messages import Step
 from engine.models.decoder import Decoder
@@ -50,7 +53,7 @@ class LoraRank(RankFeature):
     def launched(self, step: Step, launched: LaunchedStep) -> None:
         """Add to the result the reasons why rows got no adapter."""
         if lost := self._lost:
-            launched.extend(lambda: {"lost_adapter": lost})
+            launched.parts[NAME] = msgspec.msgpack.encode(lost)
 
 
 def rank_feature(context: RankContext) -> LoraRank | None:
