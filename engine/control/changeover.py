@@ -26,7 +26,7 @@ from engine.control.changes import (
 from engine.host.device_defaults import gpu_bytes, torch_may_use_gpus
 from engine.host.memory import available_bytes, release_freed
 from engine.plugins.features import check_successor
-from engine.plugins.kinds import KV_STORE, chosen_plugins
+from engine.plugins.kinds import KINDS, chosen_plugins
 from engine.types.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -131,7 +131,8 @@ class Changeover:
                 return
             self.is_asleep = True
             config = self._system.config
-            keep = level == 1 and not _is_on_gpu(config) and KV_STORE not in chosen_plugins(config)
+            moves = any(KINDS[kind].moves_pages for kind in chosen_plugins(config))
+            keep = level == 1 and not _is_on_gpu(config) and not moves
             log.info("the engine goes to sleep, and keeps %s", "its executors" if keep else "no executor")
             await self._system.executors.release("the engine sleeps", is_sleep=True, keep=keep)
             if not keep:

@@ -28,7 +28,7 @@ from engine.host.disk import make_folder
 from engine.host.own_files import own_files, remove_oldest
 from engine.messages import Admit, Failed, Step, StepDone, Tokens
 from engine.plugins.hookspecs import hookimpl
-from engine.plugins.kinds import KINDS, KV_STORE, chosen_plugins
+from engine.plugins.kinds import KINDS, chosen_plugins
 from engine.scheduling.meter import RequestMetrics
 from engine.scheduling.rows import PlannerLimits
 from engine.settings.additions import additions
@@ -60,7 +60,7 @@ MOST_WAITING = 1 << 17  # messages; a disk that is so far behind ends the record
 TRY_AGAIN_S = 5.0  # after a disk has refused a write
 FILES = 4  # parts of the bound; the oldest is deleted for the next
 NAMED = r"-[0-9]{8}T[0-9]{6}-[0-9]+-[0-9]+\.jsonl"  # after the model's name: time, process, number
-RELEVANT = (*(kind.name for kind in KINDS.values() if kind.decides), KV_STORE)  # kinds of plugins that plans depend on
+RELEVANT = tuple(kind.name for kind in KINDS.values() if kind.decides or kind.moves_pages)  # plans depend on them
 encode = msgspec.json.Encoder().encode
 
 

