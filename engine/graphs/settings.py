@@ -5,7 +5,6 @@ from typing import Annotated, ClassVar
 from engine.settings.section import Addition, key
 
 
-# fmt: off
 class CaptureSettings(Addition, frozen=True):
     """The part of [graphs] about captured sizes, uncaptured operations and tuning."""
 
@@ -32,8 +31,3 @@ class PassSettings(Addition, frozen=True):
     graph_passes: Annotated[list[str], key(
         "Passes over the model's pieces before graphs.mode=compiled compiles them, in this order", changed="executors"
     )] = []
-
-
-# fmt: on
-
-ADDITIONS = (CaptureSettings, PassSettings)

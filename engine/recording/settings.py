@@ -5,7 +5,6 @@ from typing import Annotated, ClassVar, Literal
 from engine.settings.section import Addition, key
 
 
-# fmt: off
 class RecordingSettings(Addition, frozen=True):
     """The part of [storage] about recordings."""
 
@@ -18,8 +17,3 @@ class RecordingSettings(Addition, frozen=True):
     recording_prompts: Annotated[Literal["whole", "hashed"], key(
         "Tokens in recordings: unchanged, or replaced one for one"
     )] = "hashed"
-
-
-# fmt: on
-
-ADDITIONS = (RecordingSettings,)

@@ -1,7 +1,7 @@
 """Settings that folders bring: each lies beside the code that reads it, and is found by a search.
 
 Owns: the search, and how a section gets its further keys.  Does not know: any setting.
-A folder's ``settings.py`` names its ``Addition`` classes in ADDITIONS.  A folder is deleted with its settings.
+A folder's ``settings.py`` has subclasses of ``Addition``.  A folder is deleted with its settings.
 """
 
 import pkgutil
@@ -30,8 +30,13 @@ def additions() -> tuple[type[Addition], ...]:
         paths = list(spec.submodule_search_locations)
         for one in sorted(pkgutil.iter_modules(paths), key=lambda one: one.name):
             if one.ispkg and any(Path(path, one.name, "settings.py").is_file() for path in paths):
-                found += import_module(f"{place}.{one.name}.settings").ADDITIONS
+                module = import_module(f"{place}.{one.name}.settings")
+                found += [kind for kind in vars(module).values() if _is_addition(kind)]
     return tuple(found)
+
+
+def _is_addition(kind: object) -> bool:
+    return isinstance(kind, type) and issubclass(kind, Addition) and kind is not Addition
 
 
 def extended(table: str) -> Callable[[type[S]], type[S]]:

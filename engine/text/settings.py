@@ -5,7 +5,6 @@ from typing import Annotated, ClassVar
 from engine.settings.section import Addition, key
 
 
-# fmt: off
 class ScoreSettings(Addition, frozen=True):
     """The part of [model] about language models that serve as rerankers."""
 
@@ -19,8 +18,3 @@ class ScoreSettings(Addition, frozen=True):
         "File of a Jinja template that renders a message with role query and one with role document as a prompt; "
         "empty for the checkpoint's chat template if it knows these roles", is_place=True
     )] = ""
-
-
-# fmt: on
-
-ADDITIONS = (ScoreSettings,)

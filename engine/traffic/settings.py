@@ -6,7 +6,6 @@ from engine.settings.section import Addition, key
 from engine.types.errors import ConfigError
 
 
-# fmt: off
 class TraceSettings(Addition, frozen=True):
     """The part of [storage] about traces of traffic."""
 
@@ -20,8 +19,3 @@ class TraceSettings(Addition, frozen=True):
         """Raise ConfigError for traces without a folder."""
         if self.trace_mb and not config.storage.folder:
             raise ConfigError(f"storage.trace_mb={self.trace_mb}: traces need storage.folder to lie below")
-
-
-# fmt: on
-
-ADDITIONS = (TraceSettings,)

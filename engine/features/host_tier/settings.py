@@ -5,7 +5,6 @@ from typing import Annotated, ClassVar
 from engine.settings.section import Addition, key
 
 
-# fmt: off
 class HostTierSettings(Addition, frozen=True):
     """The part of [kv] about pages in host memory."""
 
@@ -14,8 +13,3 @@ class HostTierSettings(Addition, frozen=True):
     num_host_pages: Annotated[int, key(
         "Pages of host memory for evicted pages, which return from there; 0 for none", ge=0
     )] = 0
-
-
-# fmt: on
-
-ADDITIONS = (HostTierSettings,)

@@ -5,7 +5,6 @@ from typing import Annotated, ClassVar
 from engine.settings.section import Addition, key
 
 
-# fmt: off
 class StoreSettings(Addition, frozen=True):
     """The part of [kv] about transfers from and to a store."""
 
@@ -17,8 +16,3 @@ class StoreSettings(Addition, frozen=True):
     store_buffer_mb: Annotated[int, key(
         "Host memory of a rank for pages in transfer from plugins.kv_store, and the same amount for pages to it", ge=1
     )] = 256
-
-
-# fmt: on
-
-ADDITIONS = (StoreSettings,)

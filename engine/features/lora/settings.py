@@ -5,7 +5,6 @@ from typing import Annotated, Any, ClassVar
 from engine.settings.section import Addition, key
 
 
-# fmt: off
 class LoraSettings(Addition, frozen=True):
     """[lora]: LoRA adapters for the model, selected by their names as models."""
 
@@ -25,8 +24,3 @@ class LoraSettings(Addition, frozen=True):
     def recorded(self) -> dict[str, Any]:
         """Return whether there are adapters, and how many at once."""
         return {"folder": "recorded" if self.folder else "", "max_adapters": self.max_adapters}
-
-
-# fmt: on
-
-ADDITIONS = (LoraSettings,)

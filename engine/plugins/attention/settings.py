@@ -6,7 +6,6 @@ from engine.settings.attention_names import AttentionNames
 from engine.settings.section import Addition, key
 
 
-# fmt: off
 class AttentionSettings(Addition, frozen=True):
     """The part of [plugins] about attention backends."""
 
@@ -20,8 +19,3 @@ class AttentionSettings(Addition, frozen=True):
         "can run; compilers have eight minutes before that; 0 measures nothing and uses a fixed order",
         ge=0, changed="executors"
     )] = 60.0
-
-
-# fmt: on
-
-ADDITIONS = (AttentionSettings,)

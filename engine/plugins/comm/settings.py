@@ -5,7 +5,6 @@ from typing import Annotated, ClassVar
 from engine.settings.section import Addition, key
 
 
-# fmt: off
 class CommSettings(Addition, frozen=True):
     """The part of [plugins] about communication libraries."""
 
@@ -14,8 +13,3 @@ class CommSettings(Addition, frozen=True):
     comm: Annotated[str, key(
         "Communication library between ranks; 'auto' picks by world size", changed="executors"
     )] = "auto"
-
-
-# fmt: on
-
-ADDITIONS = (CommSettings,)

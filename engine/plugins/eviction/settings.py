@@ -5,7 +5,6 @@ from typing import Annotated, ClassVar
 from engine.settings.section import Addition, key
 
 
-# fmt: off
 class EvictionSettings(Addition, frozen=True):
     """The part of [plugins] about eviction strategies."""
 
@@ -14,8 +13,3 @@ class EvictionSettings(Addition, frozen=True):
     eviction: Annotated[str, key(
         "Eviction order of the prefix cache: lru, lfu, fifo, slru, s3fifo, priority; 'auto' is lru", changed="executors"
     )] = "auto"
-
-
-# fmt: on
-
-ADDITIONS = (EvictionSettings,)

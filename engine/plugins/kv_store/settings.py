@@ -5,7 +5,6 @@ from typing import Annotated, ClassVar
 from engine.settings.section import Addition, key
 
 
-# fmt: off
 class StoreChoice(Addition, frozen=True):
     """The part of [plugins] about stores of KV pages."""
 
@@ -14,8 +13,3 @@ class StoreChoice(Addition, frozen=True):
     kv_store: Annotated[str, key(
         "Store for KV pages outside the pool and the process: files; 'none' is no store", changed="executors"
     )] = "none"
-
-
-# fmt: on
-
-ADDITIONS = (StoreChoice,)

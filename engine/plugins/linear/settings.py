@@ -5,7 +5,6 @@ from typing import Annotated, ClassVar
 from engine.settings.section import Addition, key
 
 
-# fmt: off
 class LinearSettings(Addition, frozen=True):
     """The part of [plugins] about linear layers."""
 
@@ -15,8 +14,3 @@ class LinearSettings(Addition, frozen=True):
         "Matrix multiplication by weights; 'auto' measures the fastest of those for model.quantization",
         changed="executors"
     )] = "auto"
-
-
-# fmt: on
-
-ADDITIONS = (LinearSettings,)

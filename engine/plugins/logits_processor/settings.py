@@ -5,7 +5,6 @@ from typing import Annotated, ClassVar
 from engine.settings.section import Addition, key
 
 
-# fmt: off
 class LogitsProcessorSettings(Addition, frozen=True):
     """The part of [plugins] about logits processors."""
 
@@ -14,8 +13,3 @@ class LogitsProcessorSettings(Addition, frozen=True):
     logits_processors: Annotated[list[str], key(
         "Logits processors that requests may name in logits_processors, applied in this order"
     )] = []
-
-
-# fmt: on
-
-ADDITIONS = (LogitsProcessorSettings,)

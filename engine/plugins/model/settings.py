@@ -5,7 +5,6 @@ from typing import Annotated, ClassVar
 from engine.settings.section import Addition, key
 
 
-# fmt: off
 class ModelFamilySettings(Addition, frozen=True):
     """The part of [plugins] about model families."""
 
@@ -14,8 +13,3 @@ class ModelFamilySettings(Addition, frozen=True):
     models: Annotated[list[str], key(
         "Model families that are tried before the built-in ones; 'transformers' reads all decoders", changed="executors"
     )] = []
-
-
-# fmt: on
-
-ADDITIONS = (ModelFamilySettings,)

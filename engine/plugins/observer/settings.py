@@ -5,7 +5,6 @@ from typing import Annotated, ClassVar
 from engine.settings.section import Addition, key
 
 
-# fmt: off
 class ObserverSettings(Addition, frozen=True):
     """The part of [plugins] about observers."""
 
@@ -14,8 +13,3 @@ class ObserverSettings(Addition, frozen=True):
     observers: Annotated[list[str], key(
         "Receivers of finished requests and of cached pages: any number of names, e.g. ['log']"
     )] = []
-
-
-# fmt: on
-
-ADDITIONS = (ObserverSettings,)

@@ -5,7 +5,6 @@ from typing import Annotated, ClassVar
 from engine.settings.section import Addition, key
 
 
-# fmt: off
 class PolicySettings(Addition, frozen=True):
     """The part of [plugins] about scheduling policies."""
 
@@ -15,8 +14,3 @@ class PolicySettings(Addition, frozen=True):
         "Order of waiting requests: priority, fcfs, lpm, fair; 'auto' is fair if clients have keys, else "
         "priority", changed="live"
     )] = "auto"
-
-
-# fmt: on
-
-ADDITIONS = (PolicySettings,)

@@ -5,7 +5,6 @@ from typing import Annotated, ClassVar
 from engine.settings.section import Addition, key
 
 
-# fmt: off
 class ProposerSettings(Addition, frozen=True):
     """The part of [plugins] about proposers."""
 
@@ -15,8 +14,3 @@ class ProposerSettings(Addition, frozen=True):
         "Proposer of draft tokens for a step to verify: ngram, suffix, draft_model, eagle; 'none' is none",
         changed="executors"
     )] = "none"
-
-
-# fmt: on
-
-ADDITIONS = (ProposerSettings,)

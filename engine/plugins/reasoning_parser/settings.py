@@ -5,7 +5,6 @@ from typing import Annotated, ClassVar
 from engine.settings.section import Addition, key
 
 
-# fmt: off
 class ReasoningParserSettings(Addition, frozen=True):
     """The part of [plugins] about reasoning parsers."""
 
@@ -14,8 +13,3 @@ class ReasoningParserSettings(Addition, frozen=True):
     reasoning_parser: Annotated[str, key(
         "Format of the model's thoughts; 'none' returns them as text; 'auto' detects it from the chat template"
     )] = "auto"
-
-
-# fmt: on
-
-ADDITIONS = (ReasoningParserSettings,)

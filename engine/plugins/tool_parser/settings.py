@@ -5,7 +5,6 @@ from typing import Annotated, ClassVar
 from engine.settings.section import Addition, key
 
 
-# fmt: off
 class ToolParserSettings(Addition, frozen=True):
     """The part of [plugins] about tool parsers."""
 
@@ -14,8 +13,3 @@ class ToolParserSettings(Addition, frozen=True):
     tool_parser: Annotated[str, key(
         "Format of the model's function calls; 'auto' detects it from the chat template"
     )] = "auto"
-
-
-# fmt: on
-
-ADDITIONS = (ToolParserSettings,)

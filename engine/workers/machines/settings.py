@@ -8,7 +8,6 @@ from engine.types.errors import ConfigError
 MIN_KEY: Final = 32  # characters
 
 
-# fmt: off
 class MachinesSettings(Addition, frozen=True):
     """The part of [placement] about ranks on several machines."""
 
@@ -29,8 +28,3 @@ class MachinesSettings(Addition, frozen=True):
                 f"placement.cluster_key: {len(self.cluster_key)} characters, expected at least "
                 f"{MIN_KEY}: openssl rand -hex 32 makes some"
             )
-
-
-# fmt: on
-
-ADDITIONS = (MachinesSettings,)

@@ -5,7 +5,6 @@ from typing import Annotated, ClassVar, Literal
 from engine.settings.section import Addition, key
 
 
-# fmt: off
 class JournalSettings(Addition, frozen=True):
     """The part of [storage] about the journal of streams."""
 
@@ -22,8 +21,3 @@ class JournalSettings(Addition, frozen=True):
     rejoin_s: Annotated[float, key(
         "How long a stream continues without its client, and stays available after its end", gt=0
     )] = 60.0
-
-
-# fmt: on
-
-ADDITIONS = (JournalSettings,)

@@ -5,7 +5,6 @@ from typing import Annotated, ClassVar
 from engine.settings.section import Addition, key
 
 
-# fmt: off
 class ModelsSettings(Addition, frozen=True):
     """The part of [server] about several models."""
 
@@ -15,8 +14,3 @@ class ModelsSettings(Addition, frozen=True):
         "Most memory that loaded [[models]] may use together; the least recently used idle one is unloaded for "
         "another; 0 for no limit", ge=0
     )] = 0
-
-
-# fmt: on
-
-ADDITIONS = (ModelsSettings,)

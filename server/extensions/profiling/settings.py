@@ -5,7 +5,6 @@ from typing import Annotated, ClassVar
 from engine.settings.section import Addition, key
 
 
-# fmt: off
 class ProfilingSettings(Addition, frozen=True):
     """The part of [server] about profiles of steps."""
 
@@ -15,8 +14,3 @@ class ProfilingSettings(Addition, frozen=True):
         "Folder for the executors' traces of steps from /start_profile; empty disables profiles",
         is_place=True
     )] = ""
-
-
-# fmt: on
-
-ADDITIONS = (ProfilingSettings,)

@@ -5,7 +5,6 @@ from typing import Annotated, ClassVar
 from engine.settings.section import Addition, key
 
 
-# fmt: off
 class FileSettings(Addition, frozen=True):
     """The part of [storage] about clients' files, and how long they are kept."""
 
@@ -18,8 +17,3 @@ class FileSettings(Addition, frozen=True):
     retention_hours: Annotated[int, key(
         "Finished files, responses and batches are deleted after this time; 0 for never", ge=0
     )] = 720
-
-
-# fmt: on
-
-ADDITIONS = (FileSettings,)

@@ -5,7 +5,6 @@ from typing import Annotated, ClassVar
 from engine.settings.section import Addition, key
 
 
-# fmt: off
 class SpanSettings(Addition, frozen=True):
     """The part of [server] about spans of requests."""
 
@@ -14,8 +13,3 @@ class SpanSettings(Addition, frozen=True):
     traces: Annotated[str, key(
         "URL for OpenTelemetry spans, e.g. 'http://127.0.0.1:4318/v1/traces'; empty for none", is_place=True
     )] = ""
-
-
-# fmt: on
-
-ADDITIONS = (SpanSettings,)
