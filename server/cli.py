@@ -45,7 +45,7 @@ from server.keys import read_keys
 from server.local_token import read_token
 from server.model_card import ModelCard
 from server.operators.apply_command import add_arguments, apply
-from server.run.extension import find_extensions
+from server.run.extension import described, find_extensions
 from server.run.greeting import greet
 from server.run.serve import serve, serve_from_process, write_recordings_on_signal
 
@@ -261,7 +261,7 @@ async def _serve_until_stopped(config: Config, source: ConfigSource, machines: "
         write_recordings_on_signal(system.recorder)
         if machines is not None:
             machines.is_draining = lambda: system.entrance.draining
-        card = ModelCard.of(system, config.server)
+        card = ModelCard.of(system, config.server, described(system))
         operations = LocalOperations(system, source, card)
         engine = asyncio.create_task(_run_engine(system, url_of(listener, config.server.scheme), config.server))
         ways: dict[str, Any] = {"listener": listener, "engine": engine, "reload": operations.reload}

@@ -12,10 +12,9 @@ import msgspec
 
 from engine.checkpoints.fingerprint import fingerprint
 from engine.checkpoints.pooling import GENERATING, Pooling
-from engine.features.lora.files import AdapterRules
+from engine.plugins.kinds import ATTENTION, LINEAR, named
 from engine.settings.own_kernels import kernels_here
 from engine.settings.sections import ServerSection
-from server.adapters import ServedAdapter, adapters_below
 
 if TYPE_CHECKING:
     from engine.control.system import System
@@ -37,7 +36,7 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     pooling: what the model is for.
     fingerprint: hash of the weights and of what they are computed with; empty if that is not known.
     about: what people should know of it beside its name; empty if there is nothing.
-    adapter_rules: which adapters it takes; None for none.  adapters: those that are served at start, by their names.
+    parts: what extensions of the server know of it, by their names.
     recordings: the folder that the flight recorder of its engine writes to; empty for none.
     """
 
@@ -53,13 +52,12 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     template_roles: tuple[str, ...] = ()
     fingerprint: str = ""
     about: str = ""
-    adapter_rules: AdapterRules | None = None
-    adapters: dict[str, ServedAdapter] = {}
+    parts: dict[str, bytes] = {}
     recordings: str = ""
 
     @classmethod
-    def of(cls, system: "System", server: ServerSection) -> "ModelCard":
-        """Returns the card of what an engine serves, created now."""
+    def of(cls, system: "System", server: ServerSection, parts: dict[str, bytes] | None = None) -> "ModelCard":
+        """Returns the card of what an engine serves, created now.  parts: see ``described``."""
         return cls(
             name=system.model_name,
             max_model_len=system.max_len,
@@ -73,13 +71,12 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
             template_roles=system.codec.roles,
             fingerprint=_fingerprint(system),
             about=about(system.num_parameters),
-            adapter_rules=system.adapter_rules,
+            parts={} if parts is None else parts,
             recordings="" if system.recorder is None else str(system.recorder.folder),
-            adapters={} if system.adapter_rules is None else adapters_below(system.adapter_rules, system.model_name),
         )
 
     def after_changes(self, system: "System") -> "ModelCard":
-        """Returns the card of the same name, with the same adapters, when the engine's settings have changed."""
+        """Returns the card of the same name, with the same parts, when the engine's settings have changed."""
         return msgspec.structs.replace(
             self,
             chat_defaults=system.sampling_defaults,
@@ -102,7 +99,7 @@ def _fingerprint(system: "System") -> str:
     What pages keep is part of those: rounded keys and values give other logits."""
     config, model = system.config, system.config.model
     weights = fingerprint(system.spec, model.load_format)
-    kernels = (config.plugins.linear, config.plugins.attention, config.graphs.mode)
+    kernels = (named(config.plugins, LINEAR), named(config.plugins, ATTENTION), config.graphs.mode)
     made = (kernels_here(), metadata.version("torch"))
     numerics = (model.numerics, model.dtype, model.quantization, config.kv.dtype)
     ranks = (config.device.kind, config.device.tensor_parallel)

@@ -216,7 +216,7 @@ class Tokenizer(Actor[TokenizerInbox | _Encoded]):
                 cache_salt=salt,
                 num_resumed=num_resumed,
                 origin=options.origin,
-                adapter=options.adapter,
+                parts=options.parts,
                 grammar_s=encoded.grammar_s,
             )
         )

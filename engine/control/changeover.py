@@ -20,13 +20,13 @@ from engine.control.changes import (
     changes,
     refuse_fixed,
     refuse_more_requests,
-    refuse_other_adapters,
     refuse_other_text,
     refuse_places,
 )
 from engine.host.device_defaults import gpu_bytes, torch_may_use_gpus
 from engine.host.memory import available_bytes, release_freed
-from engine.plugins.kinds import KV_STORE, chosen_plugins
+from engine.plugins.features import check_successor
+from engine.plugins.kinds import KINDS, chosen_plugins
 from engine.types.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ class Changeover:
             refuse_more_requests(self._most_requests, new.config)
             if system.spec is not new.spec:
                 refuse_other_text(system.spec, system.directory, new.spec, new.directory, system.max_len)
-            refuse_other_adapters(system.adapter_rules, new.adapter_rules, config.model.path)
+            check_successor(system.facts, new.facts, config.model.path)
             by_executors = any(one.changed == "executors" for one in found)
             road: Road = self._road(new) if by_executors else "live" if found else "none"
             if dry_run or not found:
@@ -131,7 +131,8 @@ class Changeover:
                 return
             self.is_asleep = True
             config = self._system.config
-            keep = level == 1 and not _is_on_gpu(config) and KV_STORE not in chosen_plugins(config)
+            moves = any(KINDS[kind].moves_pages for kind in chosen_plugins(config))
+            keep = level == 1 and not _is_on_gpu(config) and not moves
             log.info("the engine goes to sleep, and keeps %s", "its executors" if keep else "no executor")
             await self._system.executors.release("the engine sleeps", is_sleep=True, keep=keep)
             if not keep:

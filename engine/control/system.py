@@ -27,11 +27,10 @@ from engine.checkpoints.checkpoint import DEMO, DEMO_NAME, ModelSpec, resolve_ch
 from engine.checkpoints.gguf import stored_tensors
 from engine.config import Config, build_config, without_cluster_key
 from engine.control.monitor import Monitor
-from engine.features.lora.files import AdapterRules, adapter_rules
 from engine.host.device_defaults import runs_on_cpu, with_device_defaults
-from engine.plugins.deciders import plugin_policy, plugin_proposer, plugin_strategy, policy_choice
+from engine.plugins.deciders import built_proposer, plugin_policy, plugin_strategy, policy_choice
 from engine.plugins.families import read_model
-from engine.plugins.features import FeatureContext, planner_features, planner_watchers
+from engine.plugins.features import Facts, FeatureContext, ModelFit, fitted, planner_features, planner_watchers
 from engine.plugins.kinds import KINDS, chosen_plugins
 from engine.plugins.linears import check_linear_fits, linear_context
 from engine.plugins.manager import Plugins
@@ -41,13 +40,15 @@ from engine.plugins.selection import check_named, expected_context
 from engine.plugins.structured import plugin_grammars, plugin_processors
 from engine.recording.blueprint import Blueprint, without_secrets
 from engine.recording.recorder import RecordedScheduler, Recorder
+from engine.recording.settings import RecordingSettings
 from engine.scheduling.planner import Planner
 from engine.scheduling.policy import SchedulingPolicy
-from engine.scheduling.proposer import DraftModel, Proposer
+from engine.scheduling.proposer import DraftModel
 from engine.scheduling.rows import PlannerLimits
 from engine.text.codec import TextCodec, warn_of_unknown_tokens
 from engine.text.grammar import Grammars
 from engine.traffic.recorder import TraceRecorder
+from engine.traffic.settings import TraceSettings
 from engine.types.errors import ConfigError, EngineDied
 from engine.workers.executors import ExecutorPlacement, Executors, GenerationSettings
 from engine.workers.frontend import FrontendCommand, RemoteIngress
@@ -106,11 +107,11 @@ class System:
         self.policy: SchedulingPolicy = (
             before.policy if before is not None and is_same else plugin_policy(self._plugins, config)
         )
-        proposer = plugin_proposer(self._plugins, config, self.spec, self.max_len, self.codec.vocabulary)
-        self._draft = proposer if isinstance(proposer, DraftModel) else None
-        self._features = planner_features(FeatureContext(config, proposer, self.spec.vocab_size))
+        fit = self._fit()
+        self.facts: Facts = fit.facts
+        self._draft = fit.proposer if isinstance(fit.proposer, DraftModel) else None
+        self._features = planner_features(FeatureContext(config, fit.proposer, self.spec.vocab_size))
         self.watchers: dict[str, object] = planner_watchers(time.monotonic) if before is None else before.watchers
-        self._given = _given_to_ranks(proposer)
         self._observers, self._grammars = self._watched_by(before), self._grammars_of(before)
         self._traffic = self._traffic_by(before)
         self.recorder: Recorder | None = self._new_recorder() if before is None else before.recorder
@@ -122,10 +123,6 @@ class System:
         config = self.config
         directory = self.directory = resolve_checkpoint(config.model.path, config.model.revision)
         self.spec: ModelSpec = read_model(directory, config.plugins, config.model)
-        lora, numerics = config.lora, config.model.numerics
-        self.adapter_rules: AdapterRules | None = None
-        if lora.folder:
-            self.adapter_rules = adapter_rules(self.spec.shape, lora.folder, lora.max_rank, numerics)
         self.num_parameters = 0  # as stored; 0 for dummy weights
         if config.model.load_format == "safetensors":
             # Headers only, and now: a damaged file must not cost the time of importing torch.
@@ -140,6 +137,19 @@ class System:
         # A pooling request samples one unused token, so its row needs one extra position.
         self._row_len = self.max_len + (self.spec.pooling.kind != "generate")
 
+    def _fit(self) -> ModelFit:
+        """Return what features find of the model.  Raises their errors if one cannot serve it."""
+        return fitted(
+            ModelFit(
+                config=self.config,
+                spec=self.spec,
+                max_len=self.max_len,
+                vocabulary=self.codec.vocabulary,
+                names=self._plugins.names,
+                proposer=built_proposer(self._plugins, self.spec.vocab_size, self.max_len),
+            )
+        )
+
     def _watched_by(self, before: "System | None") -> Observers:
         if before is not None:
             return before._observers
@@ -151,7 +161,7 @@ class System:
         if before is not None:
             return before._traffic
         storage = self.config.storage
-        if not storage.trace_mb:
+        if not TraceSettings.read(storage).trace_mb:
             return None
         recorder = TraceRecorder(storage, self.model_name, time.monotonic)
         self._observers.add(recorder, "storage.trace_mb")
@@ -303,7 +313,7 @@ class System:
                 capacity=capacity,
                 progress=self._progress,
                 machines=self._machines,
-                given=self._given,
+                given=dict(self.facts),
             )
         return InlineExecutors(num_ranks=num_ranks, capacity=capacity, load=self._load_runner)
 
@@ -320,7 +330,7 @@ class System:
             progress=self._progress and not rank,
             num_pages=settings.num_pages,
             grammars=self._grammars,
-            given=self._given,
+            given=dict(self.facts),
         )
         return StepSplitter(runner, alone=self.config.device.tensor_parallel == 1, most_tokens=settings.most_tokens)
 
@@ -335,7 +345,7 @@ class System:
             num_pages=num_pages,
             max_len=self._row_len,
             eos_token_ids=self.spec.eos_token_ids,
-            num_host_pages=kv.num_host_pages,
+            num_host_pages=getattr(kv, "num_host_pages", 0),  # of an optional folder
             itl_target_s=scheduler.itl_target_ms / 1000,
             record_events=self._observers.wants_kv_events,
             num_ranks=self.config.device.tensor_parallel,
@@ -345,15 +355,15 @@ class System:
 
     def _new_recorder(self) -> Recorder | None:
         """Return the recorder of the scheduler, or None without a folder for it."""
-        storage = self.config.storage
-        if not storage.folder or not storage.recording_mb:
+        storage, recording = self.config.storage, RecordingSettings.of(self.config)
+        if not storage.folder or not recording.recording_mb:
             return None
         return Recorder(
             self._blueprint(),
             self._plugins,
             folder=Path(storage.folder, "recordings"),
-            limit_bytes=storage.recording_mb << 20,
-            prompts=storage.recording_prompts,
+            limit_bytes=recording.recording_mb << 20,
+            prompts=recording.recording_prompts,
             waited_s=self.config.limits.first_token_timeout_s or WAITED_S,
         )
 
@@ -396,7 +406,7 @@ class System:
         self.config, self.spec, self.directory = new.config, new.spec, new.directory
         self.num_parameters, self._plugins, self._grammars = new.num_parameters, new._plugins, new._grammars
         self.policy, self._draft, self._features = new.policy, new._draft, new._features
-        self._given = new._given
+        self.facts = new.facts
         if self._traffic is not None and (planner := self.scheduler.planner) is not None:
             self._traffic.begin(self.planner_limits(planner.requests.limits.num_pages), self.config)
         if self.recorder is not None:
@@ -439,11 +449,3 @@ def _max_len(config: Config, spec: ModelSpec) -> int:
             -(-max_len // kv.page_size),
         )
     return max_len
-
-
-def _given_to_ranks(proposer: Proposer | DraftModel | None) -> dict[str, bytes]:
-    """Return the facts that features on ranks need, see ``RankContext``."""
-    if proposer is None:
-        return {}
-    draft = proposer if isinstance(proposer, DraftModel) else None
-    return {"speculation": msgspec.msgpack.encode({"draft": draft, "num_proposed": proposer.num_tokens})}

@@ -14,11 +14,10 @@ import msgspec
 from engine.config import SECRETS, Config
 from engine.plugins.deciders import built_proposer, plugin_policy, plugin_strategy
 from engine.plugins.features import FeatureContext, planner_features
-from engine.plugins.kinds import PROPOSER
 from engine.plugins.manager import Plugins
 from engine.scheduling.planner import Planner
 from engine.scheduling.policy import SchedulingPolicy
-from engine.scheduling.proposer import DraftModel, Proposer
+from engine.scheduling.proposer import DraftModel
 from engine.scheduling.rows import PlannerLimits
 
 PLANS = ("actors/scheduler.py", "scheduling/*.py", "kv/*.py", "features/*/planner.py")  # the code that plans
@@ -50,9 +49,7 @@ class Blueprint(msgspec.Struct, frozen=True):
     ) -> Planner:
         """Return a planner with new plugins of the other kinds.  Raises PluginError if one cannot be built."""
         limits = replace(self.limits, num_pages=num_pages, record_events=False)
-        proposer: Proposer | DraftModel | None = self.draft
-        if proposer is None and PROPOSER in self.names:
-            proposer = built_proposer(plugins, self.vocab_size, self.max_len)
+        proposer = self.draft or built_proposer(plugins, self.vocab_size, self.max_len)
         features = planner_features(FeatureContext(self.config, proposer, self.vocab_size))
         strategy = plugin_strategy(plugins, self.config, num_pages)
         return Planner(limits, strategy, policy, clock, features=features)

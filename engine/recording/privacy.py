@@ -2,7 +2,7 @@
 
 Owns: the key, which is never written.  Does not know: when something is recorded.
 A token id becomes another one, the same one every time, by a permutation drawn at start.  So equal prefixes stay equal,
-and the prefix cache, speculation and stop tokens work as before.  This is a substitution cipher: a recording alone
+and the prefix cache, proposals and stop tokens work as before.  This is a substitution cipher: a recording alone
 reveals no text, but with a long recording and the frequencies of tokens much of it can be guessed.
 A cache salt is a client's secret, and is always replaced.
 """
@@ -46,7 +46,11 @@ class Privacy:
                 row: msgspec.structs.replace(one, drafted=self.tokens(one.drafted)) for row, one in extras.items()
             }
             return StepDone(
-                rank=message.rank, step_id=message.step_id, token_ids=self.tokens(message.token_ids), extras=extras
+                rank=message.rank,
+                step_id=message.step_id,
+                token_ids=self.tokens(message.token_ids),
+                extras=extras,
+                parts=message.parts,
             )
         if isinstance(message, Admit):
             salt = message.cache_salt
@@ -73,7 +77,7 @@ class Privacy:
         return tuple(int(self._others[one]) for one in token_ids)
 
     def _params(self, params: SamplingParams) -> SamplingParams:
-        """Return parameters without text of the client; that there was some stays, since it decides on speculation."""
+        """Return parameters without text of the client; that there was some stays, since it decides on proposals."""
         if self._others is None:
             return params
         grammar = params.grammar
@@ -96,9 +100,8 @@ def _planned_with(extras: dict[int, StepExtras], *, hides: bool) -> dict[int, St
     return {
         row: StepExtras(
             failure="(left out)" if hides and one.failure else one.failure,
-            lost_adapter=one.lost_adapter,
             drafted=one.drafted,
         )
         for row, one in extras.items()
-        if one.failure or one.lost_adapter or one.drafted
+        if one.failure or one.drafted
     }

@@ -36,7 +36,7 @@ def plan_digest(plan: Step | FetchPages) -> bytes:
         told: tuple[object, ...] = (plan.fetch_id, len(plan.tokens), plan.timeout_s)
     else:
         admissions = [
-            (one.row, len(one.token_ids), one.num_prompt_tokens, one.num_computed_tokens, one.pages, one.slot)
+            (one.row, len(one.token_ids), one.num_prompt_tokens, one.num_computed_tokens, one.pages)
             for one in plan.admissions
         ]
         told = (

@@ -32,6 +32,7 @@ from engine.layers.ordered_comm import OrderedComm
 from engine.models.decoder import Decoder
 from engine.models.loader import load_model
 from engine.models.model import Model, build_model
+from engine.plugins.attention.settings import AttentionSettings
 from engine.plugins.hookspecs import CommContext
 from engine.plugins.kinds import LOGITS_PROCESSOR
 from engine.plugins.manager import Plugins
@@ -177,7 +178,7 @@ def _choose_attention(start: Start, model: Model) -> RankAttention:
     measured = NOT_MEASURED
     if not start.invariant:  # a race may end otherwise at the next start, and another backend has other bits
         start.graphs.device.trim()  # contenders run in processes of their own
-        race = Race(start.plugins, *kind_of_pages, limit_s=start.config.plugins.race_s)
+        race = Race(start.plugins, *kind_of_pages, limit_s=AttentionSettings.of(start.config).race_s)
         measured = measured_attention(race, start.comm, start.device, start.progress)
     return RankAttention(start.plugins, *kind_of_pages, measured, start.invariant)
 

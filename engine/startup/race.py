@@ -26,6 +26,7 @@ from engine.host.timeouts import named_while_slow
 from engine.layers.attention import AttentionSpec
 from engine.layers.comm import Comm
 from engine.layers.kv_pool import Layout
+from engine.plugins.attention.settings import AttentionSettings
 from engine.plugins.declaration import Phase
 from engine.plugins.kinds import ATTENTION
 from engine.plugins.manager import Plugins
@@ -243,8 +244,9 @@ def race_for(config: Config) -> Race:
     """Return the race of a start with this configuration, without the start.  Compilers have no limit of time, and
     with plugins.race_s=0 steps have none.  Raises ConfigError, WeightsError, PluginError."""
     spec, device, dtype = preview_attention(config)
-    plugins = Plugins({ATTENTION: config.plugins.attention}, options=config.plugins.options)
-    limit_s = config.plugins.race_s or LONGEST_S
+    settings = AttentionSettings.of(config)
+    plugins = Plugins({ATTENTION: settings.attention}, options=config.plugins.options)
+    limit_s = settings.race_s or LONGEST_S
     kv_dtype = config.kv.kept_as(str(dtype).removeprefix("torch."))
     return Race(
         plugins,

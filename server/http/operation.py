@@ -38,7 +38,8 @@ class Operation:
     gathered: any engine may have what it asks for, so a router asks all of them.
     generates: it costs tokens, so a router counts it.  in_batches: a line of a batch may ask for it.
     span: what OpenTelemetry's conventions call its work.  polled: it is asked every second, and seldom logged.
-    off: answers where its part of the server is off, and where several engines are behind one address."""
+    off: answers where its part of the server is off, and where several engines are behind one address.
+    replicated: answers in place of ``off`` where these are engines of one model."""
 
     method: str
     path: str
@@ -57,6 +58,7 @@ class Operation:
     span: str = ""
     polled: bool = False
     off: Handler | None = None
+    replicated: Handler | None = None
 
     @property
     def methods(self) -> tuple[str, ...]:

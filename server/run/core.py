@@ -11,7 +11,6 @@ from server.openai.chat import Chat
 from server.openai.completions import Completions
 from server.openai.models import ModelRoutes
 from server.openai.tokenization import TokenizationRoutes
-from server.operators.adapters import AdapterRoutes
 from server.operators.administration import AdministrationRoutes
 from server.operators.metrics import MetricsRoute
 from server.operators.settings import SettingsRoutes
@@ -34,7 +33,6 @@ class Core(Extension):
         TokenizationRoutes,
         AdministrationRoutes,
         SettingsRoutes,
-        AdapterRoutes,
         StatusRoutes,
         ProbeRoute,
         StatsRoute,
@@ -50,11 +48,10 @@ class Core(Extension):
             TokenizationRoutes(backend.codec, parts.translator, server),
             AdministrationRoutes(clients, server),
             SettingsRoutes(backend, server),
-            AdapterRoutes(parts.adapters, server),
             StatusRoutes(backend, clients, version),
             ProbeRoute(clients, backend.card.pooling),
             StatsRoute(backend, clients, version=version, shows_text=not server.needs_key),
-            MetricsRoute(backend, parts.traffic, version=version, adapters=parts.adapters.served, more=parts.gauges),
+            MetricsRoute(backend, parts.traffic, version=version, more=parts.gauges, collectors=parts.collectors),
             Site(),
             OpenApiRoute(version, parts.operations),
         ):

@@ -12,6 +12,7 @@ from unittest import mock
 import numpy as np
 
 from engine.config import Config, build_config
+from engine.features.lora.files import Adapter
 from engine.messages import Abort, Admit, Step
 from engine.plugins.observers import Observers
 from engine.recording.blueprint import Blueprint, without_secrets
@@ -19,7 +20,7 @@ from engine.recording.recorder import RecordedScheduler, Recorder
 from engine.scheduling.rows import PlannerLimits
 from engine.types.notices import ExecutorsLost, ExecutorsReady
 from engine.types.params import Grammar, SamplingParams
-from engine.types.prompt import Adapter, Origin
+from engine.types.prompt import Origin
 from tests.scheduling import fake_device
 from tests.scheduling.fake_device import VOCAB, FakeDevice
 
@@ -166,7 +167,7 @@ class Driver:
             cache_salt=SECRET if rng.random() < 0.2 else "",
             num_resumed=0,
             origin=Origin(tenant=f"tenant {rng.randrange(3)}"),
-            adapter=adapter,
+            parts=adapter.parts if adapter is not None else {},
         )
 
     def run(self, seconds: float, losses: int = 0) -> None:

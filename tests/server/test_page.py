@@ -9,11 +9,11 @@ import msgspec
 import pytest
 
 from engine.features.explain.explanation import Explained, Part
+from engine.features.lora.files import Adapter
 from engine.messages import Finish
 from engine.settings.sections import ServerSection
-from engine.types.prompt import Adapter
-from server.adapters import ServedAdapter
 from server.operators.site import FOLDER
+from tests.extensions.adapters.cards import card_with
 from tests.server.browser_tab import Tab, busy_server, launched, needs_browser, playwright
 from tests.server.fake_ingress import FakeIngress
 from tests.server.http_client import ask
@@ -59,7 +59,7 @@ def test_a_chat_streams_into_the_log_without_a_mouse(browser: "playwright.Browse
 @needs_browser
 def test_an_adapter_is_asked_and_the_engine_of_its_model_is_shown(browser: "playwright.Browser") -> None:
     adapter = Adapter("digest", "/path")
-    card = msgspec.structs.replace(CARD, adapters={"sql": ServedAdapter(adapter, 0)})
+    card = card_with({"sql": adapter})
     with LiveServer(card=card) as live, Tab(browser, live.url) as page:
         expect(page.locator("#model")).to_contain_text(CARD.about)
         page.locator("#models").select_option("sql")
@@ -67,7 +67,7 @@ def test_an_adapter_is_asked_and_the_engine_of_its_model_is_shown(browser: "play
         page.locator("#prompt").fill("one")
         page.keyboard.press("Enter")
         expect(page.locator("#log .turn").nth(1).locator("footer")).to_contain_text("tokens")
-        assert [options.adapter for *_, options in live.ingress.asked] == [adapter]
+        assert [options.parts for *_, options in live.ingress.asked] == [adapter.parts]
 
 
 @needs_browser

@@ -24,7 +24,8 @@ from engine.plugins.comm.torch import TorchCommOptions
 from engine.plugins.manager import Plugins
 from engine.plugins.selection import Contender
 from engine.plugins.testing.threads import on_ranks
-from engine.settings.sections import AttentionNames, PluginsSection
+from engine.settings.attention_names import AttentionNames
+from engine.settings.sections import PluginsSection
 from engine.startup.measurement import Entry
 from engine.startup.race import COMPILE_S, Race, measured_attention
 from engine.startup.race_process import Answer, RaceProcess, decode, encode

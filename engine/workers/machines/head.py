@@ -25,6 +25,7 @@ from engine.workers.link import LinkError
 from engine.workers.machines import messages as m
 from engine.workers.machines.launch import Launch
 from engine.workers.machines.link import MachineLink, node_keys
+from engine.workers.machines.settings import MachinesSettings
 from engine.workers.messages import Place
 
 log = logging.getLogger(__name__)
@@ -136,7 +137,8 @@ class Head:
 
     def __init__(self, launch: Launch, config: Config) -> None:
         self.launch = launch
-        self.join_timeout_s = config.placement.join_timeout_s
+        self._settings = MachinesSettings.of(config)
+        self.join_timeout_s = self._settings.join_timeout_s
         self.is_draining: Callable[[], bool] = lambda: False
         self._placement = config.placement
         self._numbers = itertools.count(1)
@@ -151,7 +153,7 @@ class Head:
             for number in range(1, self.launch.size):
                 node = RemoteNode(number, self, self._context, self._placement.silence_timeout_s)
                 self._nodes[number] = node
-                keys, client = node_keys(self._placement.cluster_key, number)
+                keys, client = node_keys(self._settings.cluster_key, number)
                 self._doorman.admit(node.link.name, frozenset((client.own.public,)))
                 node.link.bind(f"tcp://{address}:{self.launch.port + number}", keys)
                 log.info("%s joins at %s; this process listens on %s", node.name, self.launch.address(number), address)

@@ -83,7 +83,7 @@ class BatchTable:
                 "INSERT INTO batches (id, owner, status, created_at, input_file_id, body) VALUES (?, ?, ?, ?, ?, ?)",
                 (batch.id, owner, batch.status, batch.created_at, batch.input_file_id, msgspec.json.encode(batch)),
             )
-            check_quota(connection, self._store.section, owner)
+            check_quota(connection, self._store.settings, owner)
 
         await self._store.run(work)
 
@@ -160,7 +160,7 @@ class BatchTable:
 
         def read(connection: Connection) -> None:
             _insert(connection, batch.id, reader, reader.read(LINES_AT_ONCE))
-            check_quota(connection, self._store.section, owner)
+            check_quota(connection, self._store.settings, owner)
 
         def end(connection: Connection) -> BatchObject:
             now = _find(connection, batch.id).batch
@@ -172,7 +172,7 @@ class BatchTable:
                 now = structs.replace(now, errors=LineErrors(reader.errors))
                 failed = _change(connection, now, "failed", self.now())
                 try:
-                    check_quota(connection, self._store.section, owner)
+                    check_quota(connection, self._store.settings, owner)
                 except RequestError:  # the first of them says what is wrong
                     now = structs.replace(now, errors=LineErrors(reader.errors[:1]))
                     failed = _change(connection, now, "failed", self.now())
@@ -233,7 +233,7 @@ class BatchTable:
             ).rowcount
             column = "completed" if status == OK else "failed"
             connection.execute(f"UPDATE batches SET {column} = {column} + ? WHERE id = ?", (changed, batch_id))
-            check_quota(connection, self._store.section, owner)
+            check_quota(connection, self._store.settings, owner)
 
         await self._store.insist(work, gives_up=True)
 

@@ -28,6 +28,7 @@ from server.extensions.journal.events import NumberedEvents
 from server.extensions.journal.journal import Entry, Journal
 from server.extensions.journal.records import Accepted, decode
 from server.extensions.journal.run import TAKEN, Route, Run
+from server.extensions.journal.settings import JournalSettings
 from server.generate.generation import Generation, new_seed
 from server.generate.output import UsageCounter
 from server.generate.route import ENDS_HERE_ONLY, send_all
@@ -49,13 +50,14 @@ def open_streams(
     storage: StorageSection, clients: Clients, keys: Keys | None, model: Callable[[], str]
 ) -> "Streams | None":
     """Returns the journaled streams, if they are configured.  Raises ConfigError for a folder that cannot be used."""
-    if not storage.journal_streams:
+    settings = JournalSettings.read(storage)
+    if not settings.journal_streams:
         return None
     if not storage.folder:
         raise ConfigError("storage.journal_streams=true needs a folder for the journal: set storage.folder")
     folder = Path(storage.folder).expanduser() / FOLDER
-    journal = Journal(folder, fsync=storage.fsync, most_bytes=storage.journal_mb << 20)
-    return Streams(journal, clients, keys, rejoin_s=storage.rejoin_s, model=model)
+    journal = Journal(folder, fsync=settings.fsync, most_bytes=settings.journal_mb << 20)
+    return Streams(journal, clients, keys, rejoin_s=settings.rejoin_s, model=model)
 
 
 async def no_streams(request: web.Request) -> web.StreamResponse:

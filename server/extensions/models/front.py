@@ -23,6 +23,7 @@ from server.clients import Rates
 from server.extensions.models.model import Model
 from server.extensions.models.models import Models
 from server.extensions.models.routes import ModelsRoutes, counts
+from server.extensions.models.settings import ModelsSettings
 from server.http.connection import HttpRunner
 from server.http.exchange import Traffic, note_route
 from server.http.listener import bind, url_of
@@ -88,12 +89,10 @@ async def fronting(config: SeveralModels, listener: socket.socket) -> AsyncItera
             raise ConfigError(
                 f"[[models]] {one.table.name}: placement.ingress = 'process': it has its HTTP with it here"
             )
-    if config.lora.folder:
-        raise ConfigError(f"lora.folder={config.lora.folder}: adapters are of one model, and this file has [[models]]")
     server = config.server
     read_keys(server)  # a file that cannot be used is said before a model is loaded
     async with new_session() as session, AsyncExitStack() as stack:
-        models = Models([Model(one) for one in config.models], server.models_memory_mb << 20)
+        models = Models([Model(one) for one in config.models], ModelsSettings.of(config).models_memory_mb << 20)
         rates, affinity = Rates(config.limits), PrefixAffinity()
         # As long as its requests may wait for a model, a stream does whose model is loaded again.
         patience_s = config.limits.first_token_timeout_s or config.limits.request_timeout_s

@@ -25,6 +25,7 @@ from server.backend import Backend
 from server.http import exchange
 from server.model_card import ModelCard
 from server.run.app import create_runner
+from server.run.extension import described
 
 log = logging.getLogger(__name__)
 
@@ -87,7 +88,7 @@ async def _serve(ticket: ModelTicket, config: Config) -> int:
 async def _run(ticket: ModelTicket, config: Config) -> None:
     """Load the model, say so, and serve it until the engine ends.  Raises CallboardError."""
     system = System(config)
-    card = ModelCard.of(system, config.server)
+    card = ModelCard.of(system, config.server, described(system))
     server = config.server.without_tls  # the front has the certificate
     runner = create_runner(server, config.limits, Backend(system.ingress, system.monitor, card, system.codec))
     with socket.socket(fileno=ticket.listener) as listener:

@@ -14,6 +14,7 @@ from engine.messages import Profile
 from engine.settings.sections import ServerSection
 from engine.types.errors import RequestError
 from server.backend import Monitor
+from server.extensions.profiling.settings import ProfilingSettings
 from server.http.body import BodyReader
 from server.http.exchange import refuse_foreign_page
 from server.http.operation import operation
@@ -41,7 +42,7 @@ class ProfileRoutes:
 
     def __init__(self, monitor: Monitor, server: ServerSection) -> None:
         self._monitor = monitor
-        self._folder = server.profile_folder
+        self._folder = ProfilingSettings.read(server).profile_folder
         self._reader = BodyReader(ProfileBody, lambda body: body.num_steps or MAX_STEPS, server)
 
     @operation("POST", "/start_profile", "operator", "Record steps for a profiler.", answer=ProfileAnswer)
@@ -58,7 +59,7 @@ class ProfileRoutes:
 
     def _ask(self, num_steps: int) -> web.Response:
         if not self._folder:
-            reason = "no profiles are made here; an operator can set server.profile_folder"
+            reason = "no profiles are made here; an operator can set ProfilingSettings.read(server).profile_folder"
             raise RequestError(reason, status=404, code="profiles_off")
         self._monitor.profile(Profile(num_steps=num_steps, folder=self._folder))
         return json_reply(ProfileAnswer(self._folder, num_steps))

@@ -27,7 +27,6 @@ from server.http.operation import Operation, operation
 from server.http.replies import json_reply
 from server.http.routes import ROUTES, Routes
 from server.keys import Keys
-from server.operators.adapters import AdapterRoutes
 from server.operators.administration import AdministrationRoutes
 from server.operators.metrics import MetricsRoute
 from server.operators.stats import StatsRoute
@@ -147,12 +146,6 @@ class RouterRoutes:
         return json_reply({"status": "ok", "replicas": states})
 
 
-async def refuse_adapters(request: web.Request) -> web.StreamResponse:
-    """Raise RequestError (400): a name that one replica knows alone would be there for some requests only."""
-    reason = "replicas serve the adapters that they find in lora.folder as they start: put it there, then restart them"
-    raise RequestError(f"{reason} (POST /replicas/restart)", code="adapters_at_start")
-
-
 async def _logged(work: Coroutine[None, None, None]) -> None:
     try:
         await work
@@ -209,6 +202,8 @@ def _application(
             routes.handle(one, proxy.generate)
         elif one.gathered:
             routes.handle(one, administration.gather)
+        elif one.replicated is not None:
+            routes.handle(one, one.replicated)
         elif one.off is not None:
             routes.refuse(one)
     for handler, answer in (
@@ -219,8 +214,6 @@ def _application(
         (MetricsRoute.get, observation.metrics),
         (AdministrationRoutes.abort, administration.abort),
         (AdministrationRoutes.reset, administration.reset),
-        (AdapterRoutes.load, refuse_adapters),
-        (AdapterRoutes.unload, refuse_adapters),
     ):
         routes.replace(handler, answer)
     routes.add(own)

@@ -51,7 +51,7 @@ class ResponseTable:
 
     async def check_room(self, owner: str, num_bytes: int) -> None:
         """Raise RequestError (400) for more than an owner may store."""
-        await self._store.run(lambda connection: check_quota(connection, self._store.section, owner, num_bytes))
+        await self._store.run(lambda connection: check_quota(connection, self._store.settings, owner, num_bytes))
 
     async def add(
         self, owner: str, response: ResponseObject, items: Sequence[Any], request: bytes = b"", seed: int | None = None
@@ -80,7 +80,7 @@ class ResponseTable:
                 check_active("responses", connection.execute(query, (owner,)).fetchone()[0])
             marks = ", ".join("?" * len(row))
             connection.execute(f"INSERT INTO responses VALUES ({marks})", row)
-            check_quota(connection, self._store.section, owner)
+            check_quota(connection, self._store.settings, owner)
 
         await self._store.run(work)
 
@@ -173,7 +173,7 @@ class ResponseTable:
                 (response.status, body, len(body), response.id),
             ).fetchall()
             for (owner,) in found:
-                check_quota(connection, self._store.section, owner)
+                check_quota(connection, self._store.settings, owner)
 
         await self._store.insist(work, gives_up=True)
 

@@ -11,6 +11,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Sequence
 from functools import partial
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
@@ -28,10 +29,19 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+EXPORTER = "opentelemetry.exporter.otlp.proto.http"
 API_ROUTES = "/v1/"  # probes and scrapes are not worth a span
 MAX_OPEN = 65536  # requests whose end may not have come; some never will, refused by the tokenizer
 NS = 1_000_000_000
 SEND_TIMEOUT_S = 2  # also what a collector that does not answer may cost at shutdown
+
+
+def is_installed() -> bool:
+    """Return whether OpenTelemetry's exporter can be imported."""
+    try:
+        return find_spec(EXPORTER) is not None
+    except ModuleNotFoundError:
+        return False
 
 
 def open_provider(endpoint: str, version: str) -> "TracerProvider":
