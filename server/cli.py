@@ -259,7 +259,7 @@ async def _serve_until_stopped(config: Config, source: ConfigSource, machines: "
         ways: dict[str, Any] = {"listener": listener, "engine": engine, "reload": operations.reload}
         try:
             if isinstance(system.entrance, RemoteIngress):
-                system.entrance.about, system.entrance.operate = msgspec.msgpack.encode(card), operations.answer
+                system.entrance.connect_operations(msgspec.msgpack.encode(card), operations.answer)
                 await serve_from_process(config.server, system.entrance, **ways)
             else:
                 backend = Backend(system.entrance, system.monitor, card, system.codec, operations)

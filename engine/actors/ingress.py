@@ -98,6 +98,10 @@ class Ingress(Actor[IngressInbox | SettingsChanged]):
 
     # ---- the client side: called on the event loop ------------------------------------------
 
+    def drain(self) -> None:
+        """Accept no more requests."""
+        self.draining = True
+
     @property
     def num_open(self) -> int:
         """Requests accepted and not yet ended."""

@@ -9,6 +9,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
 import msgspec
@@ -26,6 +27,7 @@ from engine.control.changes import (
 )
 from engine.host.device_defaults import gpu_bytes, torch_may_use_gpus
 from engine.host.memory import available_bytes, release_freed
+from engine.messages import Reconfigure
 from engine.plugins.kinds import KV_STORE, chosen_plugins
 from engine.types.errors import ConfigError
 
@@ -86,10 +88,7 @@ class Changeover:
             # On a thread, since it may read all weights; and first, so that the new model never has the old one's name.
             about = await asyncio.to_thread(self._describe, new)
             if not by_executors:
-                system.become(new)
-                system.scheduler.overlap_depth = new.config.scheduler.overlap_depth
-                if (planner := system.scheduler.planner) is not None:
-                    planner.retune(system.planner_limits(planner.requests.limits.num_pages), system.policy)
+                self._become(new, renews=False)
             else:
                 await self._replace(new, beside=road == "beside")
             system.entrance.inbox.put(SettingsChanged(limits=system.config.limits, about=about))
@@ -102,19 +101,22 @@ class Changeover:
         system = self._system
 
         def taking_over(num_pages: int) -> None:
-            limits, scheduler = new.planner_limits(num_pages), system.scheduler
-            most = scheduler.planner.requests.most_total if scheduler.planner is not None else 0
+            limits, planner = replace(new.blueprint.limits, num_pages=num_pages), system.scheduler.planner
+            most = planner.requests.most_total if planner is not None else 0
             if most > limits.longest:
                 raise ConfigError(
                     f"kv.num_pages={num_pages} of {limits.page_size} tokens: an open request may get {most} "
                     "tokens; try again when it has ended, or with more pages"
                 )
-            system.become(new)
-            scheduler.new_planner, scheduler.is_renewed = new.new_planner, True
-            scheduler.overlap_depth = new.config.scheduler.overlap_depth
+            self._become(new, renews=True)
 
         step_timeout_s = new.config.placement.step_timeout_s
         await system.executors.replace(new.placement(system.capacity), step_timeout_s, taking_over, beside=beside)
+
+    def _become(self, new: "System", *, renews: bool) -> None:
+        self._system.become(new)
+        blueprint = msgspec.msgpack.encode(new.blueprint)
+        self._system.scheduler.inbox.put(Reconfigure(blueprint=blueprint, renews=renews))
 
     def _road(self, new: "System") -> Road:
         """Return how executors are replaced.  Pools of GPUs take all memory; ranks on other machines have one place."""

@@ -29,9 +29,10 @@ from engine.config import Config, build_config, without_cluster_key
 from engine.control.monitor import Monitor
 from engine.features.lora.files import AdapterRules, adapter_rules
 from engine.host.device_defaults import runs_on_cpu, with_device_defaults
-from engine.plugins.deciders import plugin_policy, plugin_proposer, plugin_strategy, policy_choice
+from engine.plugins.blueprint import Blueprint, BlueprintPlanners, without_secrets
+from engine.plugins.deciders import plugin_proposer
 from engine.plugins.families import read_model
-from engine.plugins.features import FeatureContext, planner_features, planner_watchers
+from engine.plugins.features import planner_watchers
 from engine.plugins.kinds import KINDS, chosen_plugins
 from engine.plugins.linears import check_linear_fits, linear_context
 from engine.plugins.manager import Plugins
@@ -39,10 +40,7 @@ from engine.plugins.observers import Observers
 from engine.plugins.parsers import plugin_codec
 from engine.plugins.selection import check_named, expected_context
 from engine.plugins.structured import plugin_grammars, plugin_processors
-from engine.recording.blueprint import Blueprint, without_secrets
 from engine.recording.recorder import RecordedScheduler, Recorder
-from engine.scheduling.planner import Planner
-from engine.scheduling.policy import SchedulingPolicy
 from engine.scheduling.proposer import DraftModel, Proposer
 from engine.scheduling.rows import PlannerLimits
 from engine.text.codec import TextCodec, warn_of_unknown_tokens
@@ -101,21 +99,24 @@ class System:
         check_linear_fits(self._plugins, linear_context(config, self.spec.dtype, device=device))
         if self._plugins.absent:
             log.warning("requests with a grammar are refused: %s", self._plugins.absent)
-        choice = policy_choice(self._plugins, config)
-        is_same = before is not None and choice == policy_choice(before._plugins, before.config)
-        self.policy: SchedulingPolicy = (
-            before.policy if before is not None and is_same else plugin_policy(self._plugins, config)
-        )
         proposer = plugin_proposer(self._plugins, config, self.spec, self.max_len, self.codec.vocabulary)
         self._draft = proposer if isinstance(proposer, DraftModel) else None
-        self._features = planner_features(FeatureContext(config, proposer, self.spec.vocab_size))
         self.watchers: dict[str, object] = planner_watchers(time.monotonic) if before is None else before.watchers
         self._given = _given_to_ranks(proposer)
         self._observers, self._grammars = self._watched_by(before), self._grammars_of(before)
         self._traffic = self._traffic_by(before)
+        self.blueprint = self._blueprint()
         self.recorder: Recorder | None = self._new_recorder() if before is None else before.recorder
+        planners = BlueprintPlanners(
+            self.blueprint,
+            self._plugins,
+            time.monotonic if self.recorder is None else self.recorder.clock,
+            watchers=self.watchers.values(),
+            began=self._planner_begins,
+            record_events=self._observers.wants_kv_events,
+        )
         if before is None:
-            self._build()
+            self._build(planners)
 
     def _read_checkpoint(self, before: "System | None") -> None:
         """Read what the engine must know of its checkpoint, without the weights."""
@@ -167,7 +168,7 @@ class System:
             eos_token_ids=self.spec.eos_token_ids,
         )
 
-    def _build(self) -> None:
+    def _build(self, planners: BlueprintPlanners) -> None:
         """Create the actors in the order of the flow, then close the circle of links."""
         config = self.config
         # Per open request at most: its Tokenize and Abort, or its Admit and Abort, plus steps and their results.
@@ -186,8 +187,7 @@ class System:
         new_scheduler = Scheduler if self.recorder is None else partial(RecordedScheduler, recorder=self.recorder)
         self.scheduler: Scheduler = new_scheduler(
             capacity=capacity,
-            overlap_depth=config.scheduler.overlap_depth,
-            new_planner=self.new_planner,
+            source=planners,
             executors=[self._tapped(self.executors.links[0]), *self.executors.links[1:]],
             explain=self.executors.explain,
             tokenizer=self._tapped(self.tokenizer.inbox),
@@ -206,7 +206,7 @@ class System:
             scheduler=self.scheduler,
             executors=self.executors,
             observers=self._observers,
-            limits=self.planner_limits(0),
+            limits=self.blueprint.limits,
             watchers=self.watchers,
             decode=self.codec.decode,
             clock=time.monotonic,
@@ -275,11 +275,13 @@ class System:
     def _tokenizer(self, capacity: int) -> Tokenizer | TokenizerPool:
         placement = self.config.placement
         if not placement.tokenizers:
-            tokenizer = Tokenizer(
-                capacity=capacity, codec=self.codec, vocab_size=self.spec.vocab_size, grammars=self._grammars
+            return Tokenizer(
+                capacity=capacity,
+                codec=self.codec,
+                vocab_size=self.spec.vocab_size,
+                grammars=self._grammars,
+                processors=plugin_processors(self._plugins, self.spec.vocab_size),
             )
-            tokenizer.processors = plugin_processors(self._plugins, self.spec.vocab_size)
-            return tokenizer
         from engine.workers.placement import process_tokenizers  # ZeroMQ is needed from here on
 
         return TokenizerPool(
@@ -324,20 +326,19 @@ class System:
         )
         return StepSplitter(runner, alone=self.config.device.tensor_parallel == 1, most_tokens=settings.most_tokens)
 
-    def planner_limits(self, num_pages: int) -> PlannerLimits:
-        """Return the planner's limits for a pool of so many pages."""
+    def _planner_limits(self) -> PlannerLimits:
+        """Return the planner's limits but for the number of pages, which is known when there is a pool."""
         scheduler, kv = self.config.scheduler, self.config.kv
         return PlannerLimits(
             max_running=scheduler.max_running,
             max_step_tokens=scheduler.max_step_tokens,
             prefill_chunk=scheduler.prefill_chunk,
             page_size=kv.page_size,
-            num_pages=num_pages,
+            num_pages=0,
             max_len=self._row_len,
             eos_token_ids=self.spec.eos_token_ids,
             num_host_pages=kv.num_host_pages,
             itl_target_s=scheduler.itl_target_ms / 1000,
-            record_events=self._observers.wants_kv_events,
             num_ranks=self.config.device.tensor_parallel,
             bigram=self._draft is not None and self._draft.reads_states,
             scored_chunk=max(MIN_SCORED_CHUNK, SCORED_LOGITS // self.spec.vocab_size),
@@ -349,7 +350,7 @@ class System:
         if not storage.folder or not storage.recording_mb:
             return None
         return Recorder(
-            self._blueprint(),
+            self.blueprint,
             self._plugins,
             folder=Path(storage.folder, "recordings"),
             limit_bytes=storage.recording_mb << 20,
@@ -360,7 +361,7 @@ class System:
     def _blueprint(self) -> Blueprint:
         names = {kind: name for kind, name in self._plugins.names.items() if KINDS[kind].decides}
         return Blueprint(
-            limits=self.planner_limits(0),
+            limits=self._planner_limits(),
             overlap_depth=self.config.scheduler.overlap_depth,
             vocab_size=self.spec.vocab_size,
             max_len=self.max_len,
@@ -369,14 +370,9 @@ class System:
             draft=self._draft,
         )
 
-    def new_planner(self, num_pages: int) -> Planner:
-        """Return a planner of this configuration, for a pool of so many pages."""
-        limits = self.planner_limits(num_pages)
+    def _planner_begins(self, limits: PlannerLimits) -> None:
         if self._traffic is not None:
             self._traffic.begin(limits, self.config)
-        strategy = plugin_strategy(self._plugins, self.config, num_pages)
-        clock = time.monotonic if self.recorder is None else self.recorder.clock
-        return Planner(limits, strategy, self.policy, clock, features=self._features, watchers=self.watchers.values())
 
     @property
     def has_several_machines(self) -> bool:
@@ -395,12 +391,7 @@ class System:
         """Take over the configuration of another system, and what follows from it."""
         self.config, self.spec, self.directory = new.config, new.spec, new.directory
         self.num_parameters, self._plugins, self._grammars = new.num_parameters, new._plugins, new._grammars
-        self.policy, self._draft, self._features = new.policy, new._draft, new._features
-        self._given = new._given
-        if self._traffic is not None and (planner := self.scheduler.planner) is not None:
-            self._traffic.begin(self.planner_limits(planner.requests.limits.num_pages), self.config)
-        if self.recorder is not None:
-            self.recorder.changed(self._blueprint())
+        self._draft, self._given, self.blueprint = new._draft, new._given, new.blueprint
 
     async def start(self) -> None:
         """Run the actors and wait until the model is loaded.  Raises the errors of loading."""

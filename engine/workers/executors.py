@@ -114,13 +114,13 @@ class _Crew(Owner[FromExecutor, ExecutorInbox]):
 
     def came(self, slots: Sequence[ExecutorSlot], ready: Sequence[WorkerReady]) -> None:
         """Report that every rank has loaded."""
-        num_pages = min(one.num_pages for one in ready)
+        num_pages, took_s = min(one.num_pages for one in ready), 0.0
         if not self.settings.num_pages:
             self.settings = replace(self.settings, num_pages=num_pages)
         elif self._lost_at:
-            self._executors.last_recovery_s = took_s = asyncio.get_running_loop().time() - self._lost_at
+            took_s = asyncio.get_running_loop().time() - self._lost_at
             log.info("executors are back after %.2f s", took_s)
-        self._executors.came(self, num_pages)
+        self._executors.came(self, num_pages, took_s)
         self.loaded.set()
 
     def went(self, slots: Sequence[ExecutorSlot], loss: WorkerLost) -> None:
@@ -294,8 +294,11 @@ class Executors(Actor[Stop]):
             if self._over is not None and not self._over.done():
                 self._over.set_exception(EngineDied(f"the previous executors cannot be loaded again: {error}"))
 
-    def came(self, crew: _Crew, num_pages: int) -> None:
-        """Put a loaded generation to work: one of the present crew, or of the crew that replaces it now."""
+    def came(self, crew: _Crew, num_pages: int, took_s: float = 0.0) -> None:
+        """Put a loaded generation to work: one of the present crew, or of the crew that replaces it now.
+
+        took_s: since the loss that it recovers from, 0 for none."""
+        self.last_recovery_s = took_s or self.last_recovery_s
         if self._next is not None and crew is self._next[0]:
             self._next[1](num_pages)
             if not self.are_out:

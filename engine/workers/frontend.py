@@ -73,7 +73,7 @@ class RemoteIngress(Actor[IngressInbox | SettingsChanged], Owner[FromFrontend, T
 
     start: starts a frontend's process.  silence_timeout_s: one that sends nothing for longer hangs.
     parts: the parts that must report ready, besides the frontend.
-    about: as in ``Handover``; set before it runs, as is operate, which executes an operator's command and answers."""
+    about: as in ``Handover``."""
 
     def __init__(
         self,
@@ -87,7 +87,6 @@ class RemoteIngress(Actor[IngressInbox | SettingsChanged], Owner[FromFrontend, T
     ) -> None:
         super().__init__("frontend", capacity)
         self.about = b""
-        self.operate: Callable[[Operate, Callable[[Operated], None]], None]
         self.became_ready = asyncio.Event()
         self._tokenizer = tokenizer
         self._group = WorkerGroup[FromFrontend, ToFrontend](
@@ -125,6 +124,12 @@ class RemoteIngress(Actor[IngressInbox | SettingsChanged], Owner[FromFrontend, T
         self._watch = watch
         self._profile = profile
 
+    def connect_operations(self, about: bytes, operate: Callable[[Operate, Callable[[Operated], None]], None]) -> None:
+        """Set what a server brings before this actor runs.  about: as in ``Handover``.
+
+        operate: executes an operator's command and answers it."""
+        self.about, self._operate = about, operate
+
     # ---- as ingress: for the supervisor and the server --------------------------------------
 
     @property
@@ -144,12 +149,12 @@ class RemoteIngress(Actor[IngressInbox | SettingsChanged], Owner[FromFrontend, T
 
     @property
     def draining(self) -> bool:
-        """Whether no more requests are accepted.  Setting it notifies the frontend."""
+        """Whether no more requests are accepted."""
         return self._draining
 
-    @draining.setter
-    def draining(self, value: bool) -> None:
-        if value and not self._draining:
+    def drain(self) -> None:
+        """Accept no more requests; the frontend is notified."""
+        if not self._draining:
             self._draining = True
             self._tell(Drain())
             self._settle()
@@ -245,7 +250,7 @@ class RemoteIngress(Actor[IngressInbox | SettingsChanged], Owner[FromFrontend, T
             case Profile():
                 self._profile(message)
             case Operate():
-                self.operate(message, self._tell)
+                self._operate(message, self._tell)
             case FrontendDrained():
                 self._has_drained = True
             case FrontendState(state=state):

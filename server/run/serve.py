@@ -98,7 +98,7 @@ async def _serve_and_drain(
     if engine.done():
         return
     log.info("draining: %d requests are open, up to %g s", ingress.num_open, server.drain_timeout_s)
-    ingress.draining = True
+    ingress.drain()
     await _either(ingress.wait_idle(server.drain_timeout_s), engine)
     if ingress.num_open:
         log.warning("draining: %d requests end unfinished", ingress.num_open)

@@ -237,7 +237,7 @@ async def test_live_settings_take_effect_at_once(config: Config) -> None:
         chunks = [one.num_prefill_tokens for one in planner.meter.recent_steps if one.num_decodes]
         assert 0 < max(chunks) <= 33 + 7
         assert planner.num_in_flight <= 1, "overlap_depth is 1"
-        assert system.policy.looks_at_cache, "lpm ranks who waits"
+        assert planner._policy.looks_at_cache, "lpm ranks who waits"
         await asyncio.gather(*(stream.collect() for stream in streams))
         assert system.executors.links[0].slot is slot, "by the same executors"
 

@@ -292,7 +292,7 @@ class FrontendTraffic(Traffic):
         return bool(self._open)
 
     def stop(self) -> None:
-        self.owner.draining = True
+        self.owner.drain()
         super().stop()
 
     def check_lost(self, slots: Sequence[WorkerSlot[Any, Any]]) -> None:

@@ -101,7 +101,7 @@ async def _run(ticket: ModelTicket, config: Config) -> None:
             _report(ticket, Report(card))
             await system.wait()
         finally:
-            system.entrance.draining = True
+            system.entrance.drain()
             system.entrance.abort_all()
             await runner.cleanup()
             await system.stop()
