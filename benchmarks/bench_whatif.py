@@ -82,7 +82,7 @@ def serve_paced(arguments: list[str]) -> None:
     from server.cli import main
 
     class PacedSystem(engine.control.system.System):
-        def _load_runner(self, rank: int, settings: Any, rendezvous: str = "") -> Any:
+        def _load_runner(self, *_: Any) -> Any:
             config: Config = self.config
             token = int(self.codec.encode(" return")[-1])
             return paced_runner(config.kv.num_pages, config.scheduler.max_running, token)

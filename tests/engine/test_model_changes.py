@@ -140,7 +140,7 @@ async def test_another_model_says_the_rest_of_every_stream(
         tables["lora"] = {"folder": str(models.adapters), "max_adapters": 2, "max_rank": 4}
 
     async with running(models.config("first", **tables)) as (system, changeover):
-        rules = system.adapter_rules
+        rules = system.engine.adapter_rules
         adapter = read_adapter(models.adapter, rules) if rules is not None else None
         uses = [adapter is not None and number % 2 == 0 for number in range(len(PROMPTS))]
         streams = [

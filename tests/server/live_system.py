@@ -108,7 +108,7 @@ class LiveSystem:
             max_model_len=self.system.max_len,
             vocab_size=self.system.spec.vocab_size,
             created=0,
-            adapter_rules=(rules := self.system.adapter_rules),
+            adapter_rules=(rules := self.system.engine.adapter_rules),
             adapters={} if rules is None else adapters_below(rules, MODEL),
             recordings="" if self.system.recorder is None else str(self.system.recorder.folder),
         )

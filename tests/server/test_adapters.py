@@ -196,7 +196,7 @@ def test_an_adapter_that_is_unloaded_meanwhile_is_never_the_model() -> None:
 
 @pytest.mark.slow
 async def test_a_thousand_loads_and_unloads_leave_nothing(scene: Scene) -> None:
-    rules = scene.live.system.adapter_rules
+    rules = scene.live.system.engine.adapter_rules
     assert rules is not None
     planner = scene.live.system.monitor._scheduler.planner
     assert planner is not None
@@ -232,14 +232,14 @@ def test_only_operators_load_and_only_where_there_is_a_folder(tmp_path: Path) ->
 
 def test_names_have_a_limit(scene: Scene) -> None:
     one = ServedAdapter(Adapter("digest", "/path"), 0)
-    full = Adapters(scene.live.system.adapter_rules, {str(number): one for number in range(MAX_NAMES)}, MODEL)
+    full = Adapters(scene.live.system.engine.adapter_rules, {str(number): one for number in range(MAX_NAMES)}, MODEL)
     with pytest.raises(RequestError, match="adapters are loaded already"):
         full._check_name("new", in_place=False)
     full._check_name("7", in_place=True)
 
 
 async def test_the_next_frontend_knows_what_was_loaded_in_this_one(scene: Scene) -> None:
-    rules = scene.live.system.adapter_rules
+    rules = scene.live.system.engine.adapter_rules
     card = msgspec.structs.replace(CARD, adapter_rules=rules)
     about = msgspec.msgpack.encode(card)
     states: list[bytes] = []

@@ -75,8 +75,8 @@ class Made:
         return build_config(Config(), mine)
 
     def adapters(self, system: System) -> dict[str, Adapter | None]:
-        assert system.adapter_rules is not None
-        rules = system.adapter_rules
+        assert system.engine.adapter_rules is not None
+        rules = system.engine.adapter_rules
         return {name: read_adapter(self.folder / name, rules) if name else None for name in self.references}
 
 
