@@ -202,7 +202,7 @@ class ProcessExecutors:
         path = resolve_checkpoint(config.model.path, config.model.revision)
         config = structs.replace(config, model=structs.replace(config.model, path=str(path)))
         return ExecutorAssignment(
-            **_basics(config, self._capacity),
+            **assignment_basics(config, self._capacity),
             rank=0,
             num_ranks=self._num_ranks,
             rendezvous=rendezvous,
@@ -232,7 +232,7 @@ def process_tokenizers(
     capacity += STEPS_BEHIND  # for the link as well, which holds messages that the mailbox has not received
     return partial(
         start_child,
-        assignment=TokenizerAssignment(**_basics(config, capacity)),
+        assignment=TokenizerAssignment(**assignment_basics(config, capacity)),
         module=module,
         where=_any_port(config.placement.link),
         accepts=FromTokenizer,
@@ -249,7 +249,7 @@ def process_frontend(
 
     def start(slot: FrontendSlot, reports: Reports[FromFrontend], handover: Handover) -> Worker[ToFrontend]:
         assignment = FrontendAssignment(
-            **_basics(config, capacity),
+            **assignment_basics(config, capacity),
             max_len=max_len,
             vocab_size=vocab_size,
             has_tokenizers=config.placement.tokenizers > 0,
@@ -272,7 +272,7 @@ def process_frontend(
     return start
 
 
-def _basics(config: Config, capacity: int) -> dict[str, Any]:
+def assignment_basics(config: Config, capacity: int) -> dict[str, Any]:
     """Return the fields of every ``Assignment``."""
     heartbeat_s = config.placement.silence_timeout_s / BEATS
     return {"config": config, "capacity": capacity, "heartbeat_s": heartbeat_s, "logs": LogSettings.here()}
