@@ -227,11 +227,11 @@ def _check(configs: Sequence[Config], engines: str = "") -> None:
 async def _serve_on_machines(config: Config, source: ConfigSource) -> None:
     from engine.workers.machines.head import Head
     from engine.workers.machines.launch import read_launch
-    from engine.workers.machines.node import Node
+    from engine.workers.machines.node import MachineNode
 
     launch = read_launch(os.environ, config)
     if launch.index:
-        await Node(launch, config).run()
+        await MachineNode(launch, config).run()
         return
     async with Head(launch, config) as head:
         await _serve_until_stopped(config, source, head)

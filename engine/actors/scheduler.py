@@ -129,9 +129,9 @@ class Scheduler(Actor[SchedulerInbox]):
         if self._last_stats is None or msgspec.structs.replace(self._last_stats, step_id=stats.step_id) != stats:
             self._last_stats = stats
             self._ingress.put(stats)
-        self._tell_observers(planner)
+        self._call_observers(planner)
 
-    def _tell_observers(self, planner: Planner) -> None:
+    def _call_observers(self, planner: Planner) -> None:
         """Call the observers last: messages that were put above are delivered only after this returns."""
         if planner.finished:
             finished = tuple(planner.finished)

@@ -151,6 +151,7 @@ class System:
             self.engine.blueprint,
             self.engine.plugins,
             time.monotonic if self.recorder is None else self.recorder.clock,
+            load=lambda blueprint: self.engine.plugins,  # loaded when the configuration was checked
             watchers=self.watchers.values(),
             began=self._planner_begins,
             record_events=self._observers.wants_kv_events,

@@ -68,7 +68,7 @@ class Blueprint(msgspec.Struct, frozen=True):
 class BlueprintPlanners:
     """The planners of a blueprint, for ``Scheduler``.
 
-    plugins: those of the blueprint, loaded.  watchers: of every planner.
+    plugins: those of the blueprint, loaded.  load: returns those of another one.  watchers: of every planner.
     began: called with the limits of a planner that begins to work, or that works with other settings from now on.
     record_events: as in ``PlannerLimits``, whatever the blueprint has.
     policy: outlives planners, and is replaced when another one, or another option of it, is chosen."""
@@ -79,6 +79,7 @@ class BlueprintPlanners:
         plugins: Plugins,
         clock: Callable[[], float],
         *,
+        load: Callable[[Blueprint], Plugins] = Blueprint.plugins,
         watchers: Iterable[object] = (),
         began: Callable[[PlannerLimits], None] = lambda limits: None,
         record_events: bool = False,
@@ -87,6 +88,7 @@ class BlueprintPlanners:
         self.policy = blueprint.policy(plugins)
         self._plugins = plugins
         self._clock = clock
+        self._load = load
         self._watchers = watchers
         self._began = began
         self._record_events = record_events
@@ -105,7 +107,7 @@ class BlueprintPlanners:
     def change(self, blueprint: bytes) -> None:
         """Build from another blueprint from now on.  Raises PluginError."""
         new = msgspec.msgpack.decode(blueprint, type=Blueprint)
-        plugins = new.plugins()
+        plugins = self._load(new)
         if policy_choice(plugins, new.config) != policy_choice(self._plugins, self.blueprint.config):
             self.policy = new.policy(plugins)
         self.blueprint, self._plugins = new, plugins

@@ -311,11 +311,11 @@ class RecordedScheduler(Scheduler):
             self._recorder.alert("pages-lost")
         self._recorder.turned()
 
-    def _tell_observers(self, planner: Planner) -> None:
+    def _call_observers(self, planner: Planner) -> None:
         for request in planner.finished:
             if request.queue_s is not None and request.queue_s > self._recorder.waited_s:
                 self._recorder.alert("waited")
-        super()._tell_observers(planner)
+        super()._call_observers(planner)
 
     async def run(self) -> None:
         """Run, and write the last recording if an actor has crashed."""

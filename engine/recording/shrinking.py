@@ -148,7 +148,7 @@ def play_ops(
     turns: list[Turn] = []
     messages: list[SchedulerInbox] = []
     for op in ops:
-        if (message := _said(story, device, scheduler, op.message)) is not None:
+        if (message := _message_now(story, device, scheduler, op.message)) is not None:
             messages.append(message)
         # Two results in one turn may be of one step each: the step of the second one is planned after the first.
         if messages and (op.ends_turn or isinstance(op.message, StepDone | ExecutorsLost)):
@@ -160,7 +160,7 @@ def play_ops(
     return "", turns
 
 
-def _said(
+def _message_now(
     story: Story, device: _Device, scheduler: ReplayedScheduler, message: SchedulerInbox
 ) -> SchedulerInbox | None:
     """Return the message of an operation as it is now; None if it has no place any more."""

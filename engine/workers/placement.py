@@ -188,7 +188,7 @@ class ProcessExecutors:
         return start_child(
             slot,
             reports,
-            assignment=self._told(assignment, slot.number),
+            assignment=self._of_rank(assignment, slot.number),
             module=self._module,
             where=where,
             accepts=FromExecutor,
@@ -217,7 +217,7 @@ class ProcessExecutors:
         )
 
     @staticmethod
-    def _told(assignment: ExecutorAssignment, rank: int) -> ExecutorAssignment:
+    def _of_rank(assignment: ExecutorAssignment, rank: int) -> ExecutorAssignment:
         """Return one rank's assignment: rank 0 shows progress, and has read the checkpoint that others compare."""
         if not rank:
             return structs.replace(assignment, fingerprint="")

@@ -62,7 +62,7 @@ class Double:
 
     def says(self, *messages: FromFrontend) -> None:
         for message in messages:
-            self.reports.heard(message)
+            self.reports.received(message)
 
     def dies(self, error: CallboardError | None = None) -> None:
         self.reports.lost(WorkerLost("frontend was killed", error))

@@ -39,7 +39,7 @@ DEATH_SHOWS_WITHIN_S = 0.5
 WEIGHTS = (".safetensors", ".gguf")
 
 
-class Model(Replica, Owner[ModelLoaded, Stop]):
+class ModelReplica(Replica, Owner[ModelLoaded, Stop]):
     """A model that is loaded (READY), being loaded (STARTING), being unloaded (DRAINING) or not loaded (STOPPED).
 
     num_wanted: requests that run, or wait for the load.  last_used: when the last of them ended.
@@ -162,14 +162,14 @@ class Model(Replica, Owner[ModelLoaded, Stop]):
         """Keep the card of the model that has been loaded."""
         self.card = message.card
 
-    def came(self, slots: Sequence[WorkerSlot[ModelLoaded, Stop]], ready: Sequence[WorkerReady]) -> None:
+    def on_ready(self, slots: Sequence[WorkerSlot[ModelLoaded, Stop]], ready: Sequence[WorkerReady]) -> None:
         """Take requests: the process answers."""
         self.num_loads += 1
         self.last_used = self._clock()
         self._loaded.set()
         self._set(State.READY)
 
-    def went(self, slots: Sequence[WorkerSlot[ModelLoaded, Stop]], loss: WorkerLost) -> None:
+    def on_lost(self, slots: Sequence[WorkerSlot[ModelLoaded, Stop]], loss: WorkerLost) -> None:
         """Take no requests: the process has died, or does not answer and is killed."""
         if not self._loaded.is_set():
             return
@@ -180,7 +180,7 @@ class Model(Replica, Owner[ModelLoaded, Stop]):
 
     def _ended(self, running: "asyncio.Task[None]") -> None:
         if not running.cancelled():
-            running.exception()  # of a loss, which ``went`` has logged, or of the load, which raises it
+            running.exception()  # of a loss, which ``on_lost`` has logged, or of the load, which raises it
         self.url = ""
         self._set(State.STOPPED)
 

@@ -48,7 +48,7 @@ class ModelProcess(WorkerProcess[ModelAssignment]):
     def __init__(self, ticket: Ticket) -> None:
         super().__init__(ticket, assignment=ModelAssignment, accepts=ModelAssignment | Stop, capacity=CAPACITY)
 
-    async def build(self, assignment: ModelAssignment, outgoing: Outgoing) -> "ServedModel":
+    async def build(self, assignment: ModelAssignment, outgoing: Outgoing) -> "ModelServer":
         """Return the model, loaded and listening.  Raises CallboardError."""
         logging.getLogger(exchange.__name__).setLevel(logging.WARNING)  # the front's log has a line for each request
         config = assignment.config
@@ -64,10 +64,10 @@ class ModelProcess(WorkerProcess[ModelAssignment]):
         gc.freeze()  # what loading has left lives as long as the process
         outgoing.put(ModelLoaded(card=card))
         outgoing.put(WorkerReady())
-        return ServedModel(system, runner)
+        return ModelServer(system, runner)
 
 
-class ServedModel(Actor[Stop]):
+class ModelServer(Actor[Stop]):
     """The actor around an engine and its HTTP: it ends on Stop, with what is open then, or with the engine."""
 
     def __init__(self, system: System, runner: HttpRunner) -> None:

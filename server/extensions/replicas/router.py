@@ -163,12 +163,12 @@ async def _logged(work: Coroutine[None, None, None]) -> None:
 
 async def route(config: Config, fleet: Fleet, listener: socket.socket) -> None:
     """Serve until SIGTERM or SIGINT; then the replicas are drained and end."""
-    told_to_stop = listen_for_signals(
+    stop_requested = listen_for_signals(
         partial(log.info, "SIGHUP: server.key_file is read anew by itself; nothing else is")
     )
     with closing(fleet):
         async with routing(config, fleet, listener) as replicas:
-            await told_to_stop.wait()
+            await stop_requested.wait()
             replicas.is_leaving = True
             log.info("draining: %d requests are open", sum(one.num_open for one in replicas.all))
             try:

@@ -15,15 +15,15 @@ from engine.settings.sections import ModelTable
 from engine.types.errors import CallboardError, RequestError
 from engine.workers import placement
 from server.extensions.models import model as model_module
-from server.extensions.models.model import Model
+from server.extensions.models.model import ModelReplica
 from server.proxy.replica import State
 from tests.pace import far
 
 
 @asynccontextmanager
-async def a_model(path: str = "serve") -> AsyncIterator[Model]:
+async def a_model(path: str = "serve") -> AsyncIterator[ModelReplica]:
     config = build_config(Config(), {"model": {"path": path, "name": "m"}})
-    model = Model(ServedModel(ModelTable(name="m"), config))
+    model = ModelReplica(ServedModel(ModelTable(name="m"), config))
     try:
         async with asyncio.timeout(far(20)):
             yield model
