@@ -56,7 +56,9 @@ class Bench:
 
     def __init__(self, system: System, adapters: list[Adapter], ways: dict[str, list[int]]) -> None:
         """ways: name -> which adapter its rows have, in turn; 0 for none."""
-        self._runner = load_runner(system.config, system.spec, system.max_len, system._plugins, rank=0, progress=False)
+        self._runner = load_runner(
+            system.config, system.spec, system.max_len, system.engine.plugins, rank=0, progress=False
+        )
         self._step = 0
         self._first = {way: index * max(ROWS) for index, way in enumerate(ways)}
         placed: set[int] = set()

@@ -110,6 +110,20 @@ class Admit(Message, frozen=True, kw_only=True):
     grammar_s: float = 0.0
 
 
+# ---- changeover -> scheduler ----------------------------------------------------------------
+
+
+class Reconfigure(Message, frozen=True, kw_only=True):
+    """Plan with other settings from now on.
+
+    blueprint: a ``Blueprint`` as msgpack; empty if it stays as it is.
+    renews: the next executors get a new planner, which takes over the requests; otherwise the present planner goes on
+    with the settings."""
+
+    blueprint: bytes = b""
+    renews: bool = False
+
+
 # ---- scheduler -> executors -----------------------------------------------------------------
 
 
@@ -357,6 +371,6 @@ class Stop(Message, frozen=True, kw_only=True):
 # What each actor handles; Stop reaches every one of them and is handled by the base class.
 TokenizerInbox = Tokenize | Abort | Tokens | Failed
 FromExecutor = StepDone | PagesFetched
-SchedulerInbox = Admit | Abort | FromExecutor | ExecutorsReady | ExecutorsLost
+SchedulerInbox = Admit | Abort | FromExecutor | ExecutorsReady | ExecutorsLost | Reconfigure
 ExecutorInbox = Step | FetchPages | Profile
 IngressInbox = Deltas | Failed | EngineReady | EngineRecovering | TokenizersReady | TokenizersLost | Stats

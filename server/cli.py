@@ -235,11 +235,11 @@ def _check(configs: Sequence[Config], engines: str = "") -> None:
 async def _serve_on_machines(config: Config, source: ConfigSource) -> None:
     from engine.workers.machines.head import Head
     from engine.workers.machines.launch import read_launch
-    from engine.workers.machines.node import Node
+    from engine.workers.machines.node import MachineNode
 
     launch = read_launch(os.environ, config)
     if launch.index:
-        await Node(launch, config).run()
+        await MachineNode(launch, config).run()
         return
     async with Head(launch, config) as head:
         await _serve_until_stopped(config, source, head)
@@ -267,7 +267,7 @@ async def _serve_until_stopped(config: Config, source: ConfigSource, machines: "
         ways: dict[str, Any] = {"listener": listener, "engine": engine, "reload": operations.reload}
         try:
             if isinstance(system.entrance, RemoteIngress):
-                system.entrance.about, system.entrance.operate = msgspec.msgpack.encode(card), operations.answer
+                system.entrance.connect_operations(msgspec.msgpack.encode(card), operations.answer)
                 await serve_from_process(config.server, system.entrance, **ways)
             else:
                 backend = Backend(system.entrance, system.monitor, card, system.codec, operations)

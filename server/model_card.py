@@ -17,6 +17,7 @@ from engine.settings.own_kernels import kernels_here
 from engine.settings.sections import ServerSection
 
 if TYPE_CHECKING:
+    from engine.control.engine_spec import EngineSpec
     from engine.control.system import System
 
 
@@ -58,30 +59,31 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     @classmethod
     def of(cls, system: "System", server: ServerSection, parts: dict[str, bytes] | None = None) -> "ModelCard":
         """Returns the card of what an engine serves, created now.  parts: see ``described``."""
+        engine, formats = system.engine, system.engine.codec.formats
         return cls(
-            name=system.model_name,
-            max_model_len=system.max_len,
-            vocab_size=system.spec.vocab_size,
+            name=engine.model_name,
+            max_model_len=engine.max_len,
+            vocab_size=engine.model.vocab_size,
             created=int(time.time()),
-            chat_defaults=system.sampling_defaults,
-            tool_parser=system.codec.formats.tool_parser,
-            reasoning_parser=system.codec.formats.reasoning_parser,
+            chat_defaults=engine.sampling_defaults,
+            tool_parser=formats.tool_parser,
+            reasoning_parser=formats.reasoning_parser,
             template_variables=server.allowed_template_variables,
-            pooling=system.spec.pooling,
-            template_roles=system.codec.roles,
-            fingerprint=_fingerprint(system),
-            about=about(system.num_parameters),
+            pooling=engine.model.pooling,
+            template_roles=engine.codec.roles,
+            fingerprint=_fingerprint(engine),
+            about=about(engine.num_parameters),
             parts={} if parts is None else parts,
             recordings="" if system.recorder is None else str(system.recorder.folder),
         )
 
-    def after_changes(self, system: "System") -> "ModelCard":
+    def after_changes(self, engine: "EngineSpec") -> "ModelCard":
         """Returns the card of the same name, with the same parts, when the engine's settings have changed."""
         return msgspec.structs.replace(
             self,
-            chat_defaults=system.sampling_defaults,
-            fingerprint=_fingerprint(system),
-            about=about(system.num_parameters),
+            chat_defaults=engine.sampling_defaults,
+            fingerprint=_fingerprint(engine),
+            about=about(engine.num_parameters),
         )
 
 
@@ -91,14 +93,14 @@ def about(num_parameters: int) -> str:
     return f"a toy of {num_parameters / 1e6:.1f} million parameters" if 0 < num_parameters < TOY_PARAMETERS else ""
 
 
-def _fingerprint(system: "System") -> str:
+def _fingerprint(engine: "EngineSpec") -> str:
     """The fingerprint of the weights, the kernels by the names that are configured, whether a compiler makes
     callboard's own
     here, torch's version and the numerics.
 
     What pages keep is part of those: rounded keys and values give other logits."""
-    config, model = system.config, system.config.model
-    weights = fingerprint(system.spec, model.load_format)
+    config, model = engine.config, engine.config.model
+    weights = fingerprint(engine.model, model.load_format)
     kernels = (named(config.plugins, LINEAR), named(config.plugins, ATTENTION), config.graphs.mode)
     made = (kernels_here(), metadata.version("torch"))
     numerics = (model.numerics, model.dtype, model.quantization, config.kv.dtype)

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from engine.execution.captured_steps import Event
+from engine.execution.captured_steps import StepEvent
 from engine.execution.prompts import PromptResults
 from engine.messages import StepDone, StepExtras
 from engine.sampling.sampler import SampledTokens
@@ -39,7 +39,7 @@ class LaunchedStep:
     step_id: int
     rows_N: npt.NDArray[np.int64]
     sampled: SampledTokens
-    event: Event | None
+    event: StepEvent | None
     prompts: PromptResults | None
     failures: dict[int, str]
     note: str = ""

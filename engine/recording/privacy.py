@@ -9,11 +9,13 @@ A cache salt is a client's secret, and is always replaced.
 
 import hashlib
 import secrets
+from dataclasses import replace
 
 import msgspec
 import numpy as np
 
-from engine.messages import Admit, SchedulerInbox, StepDone, StepExtras
+from engine.messages import Admit, Reconfigure, SchedulerInbox, StepDone, StepExtras
+from engine.plugins.blueprint import Blueprint
 from engine.types.params import SamplingParams
 
 NO_TOKENS = (-2, -1)  # ``RULED_OUT`` and "none", which stay
@@ -30,7 +32,13 @@ class Privacy:
             # A negative id is counted from the end.
             self._others = np.concatenate((order, NO_TOKENS)).astype(np.int32)
 
-    def grow(self, vocab_size: int) -> None:
+    def blueprint(self, blueprint: Blueprint) -> Blueprint:
+        """Return a blueprint with the replacements of its token ids.  Tokens of a larger vocabulary get theirs."""
+        self._grow(blueprint.vocab_size)
+        eos = self.ids(blueprint.limits.eos_token_ids)
+        return msgspec.structs.replace(blueprint, limits=replace(blueprint.limits, eos_token_ids=eos))
+
+    def _grow(self, vocab_size: int) -> None:
         """Add the tokens of another model that has more; those that were known keep their replacement."""
         if self._others is not None and vocab_size > (known := len(self._others) - len(NO_TOKENS)):
             more = known + np.random.default_rng(secrets.randbits(128)).permutation(vocab_size - known)
@@ -62,6 +70,9 @@ class Privacy:
                 params=self._params(message.params),
                 cache_salt=salt,
             )
+        if isinstance(message, Reconfigure) and message.blueprint:
+            blueprint = self.blueprint(msgspec.msgpack.decode(message.blueprint, type=Blueprint))
+            return msgspec.structs.replace(message, blueprint=msgspec.msgpack.encode(blueprint))
         return message
 
     def tokens(self, token_ids: bytes) -> bytes:

@@ -78,7 +78,7 @@ class Tap(Generic[M]):
 
 
 @dataclass(slots=True)
-class _Open:
+class _OpenRequest:
     """A request that has not ended.  output: int32s."""
 
     at: float
@@ -96,7 +96,7 @@ class TraceRecorder:
         self._files = _Files(Path(storage.folder) / "traces", model, TraceSettings.read(storage).trace_mb * MIB)
         self._key = secrets.token_bytes(16)
         self._notes: deque[tuple[float, object]] = deque()
-        self._open: dict[int, _Open] = {}
+        self._open: dict[int, _OpenRequest] = {}
         self._in_flight: deque[tuple[float, StepSize]] = deque()
         self._completed_at = 0.0
         self._sizes = StepSizes(0)
@@ -170,7 +170,7 @@ class TraceRecorder:
                 case Tokens():
                     tokens.append(message)
                 case Admit():
-                    self._open[message.request_id] = _Open(at, message)
+                    self._open[message.request_id] = _OpenRequest(at, message)
                 case Failed():
                     self._open.pop(message.request_id, None)
                 case ExecutorsLost():

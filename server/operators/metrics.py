@@ -19,7 +19,7 @@ from engine.actors.admission import unavailable
 from engine.actors.snapshot import Gauges, Snapshot
 from engine.messages import Finish
 from engine.scheduling.meter import Distribution, Meter
-from server.backend import Backend, Ingress
+from server.backend import Backend, EngineIngress
 from server.http.exchange import Traffic
 from server.http.operation import operation
 
@@ -148,7 +148,7 @@ class OwnCollector(EngineCollector):
     more: gauges of other parts of the server."""
 
     def __init__(
-        self, seen: Snapshot, ingress: Ingress, traffic: Traffic, about: dict[str, str], more: Sequence[More] = ()
+        self, seen: Snapshot, ingress: EngineIngress, traffic: Traffic, about: dict[str, str], more: Sequence[More] = ()
     ) -> None:
         super().__init__(seen, OWN, {})
         self._more = more

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from engine.checkpoints.pooling import Kind
 from server.openai.chat import Chat
-from server.openai.completions import Completions
+from server.openai.completions import CompletionsEndpoint
 from server.openai.models import ModelRoutes
 from server.openai.tokenization import TokenizationRoutes
 from server.operators.administration import AdministrationRoutes
@@ -24,9 +24,12 @@ from server.run.openapi import OpenApiRoute
 class Core(Extension):
     """The core, which brings what an extension may bring."""
 
-    endpoints = (Chat, Completions)
+    endpoints = (Chat, CompletionsEndpoint)
     first_requests: ClassVar[Mapping[Kind, FirstRequest]] = {
-        "generate": (Completions.operation.path, {"prompt": "def fibonacci(n):\n", "max_tokens": 48, "temperature": 0})
+        "generate": (
+            CompletionsEndpoint.operation.path,
+            {"prompt": "def fibonacci(n):\n", "max_tokens": 48, "temperature": 0},
+        )
     }
     handlers = (
         ModelRoutes,

@@ -189,7 +189,7 @@ class FrontendProcess(WorkerProcess[FrontendAssignment]):
             case Operated():
                 self._operations.take(message)
             case Drain():
-                self._ingress.draining = True
+                self._ingress.drain()
                 self._outgoing.put(FrontendDrained())
             case AbortAll():
                 self._ingress.abort_all()

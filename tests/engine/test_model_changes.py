@@ -141,7 +141,7 @@ async def test_another_model_says_the_rest_of_every_stream(
         tables["lora"] = {"folder": str(models.adapters), "max_adapters": 2, "max_rank": 4}
 
     async with running(models.config("first", **tables)) as (system, changeover):
-        facts = system.facts.get("lora")
+        facts = system.engine.facts.get("lora")
         rules = msgspec.msgpack.decode(facts, type=AdapterRules) if facts is not None else None
         adapter = read_adapter(models.adapter, rules) if rules is not None else None
         parts = adapter.parts if adapter is not None else {}

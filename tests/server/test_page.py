@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 
-from engine.features.explain.explanation import Explained, Part
+from engine.features.explain.explanation import Explained, TimeShare
 from engine.features.lora.files import Adapter
 from engine.messages import Finish
 from engine.settings.sections import ServerSection
@@ -266,7 +266,10 @@ def test_each_request_has_a_line_on_the_board_until_it_is_aborted(browser: "play
 def test_where_a_requests_time_went_is_a_bar_and_sentences(browser: "playwright.Browser") -> None:
     with busy_server() as live, Tab(browser, live.url, "#engine", reduced_motion="reduce") as page:
         now = time.monotonic()
-        parts = (Part("queue", 3.0, {"rows": 3.0, "running": 1.0}, ((2, 3.0),)), Part("decode", 1.0, {"steps": 35.0}))
+        parts = (
+            TimeShare("queue", 3.0, {"rows": 3.0, "running": 1.0}, ((2, 3.0),)),
+            TimeShare("decode", 1.0, {"steps": 35.0}),
+        )
         told = Explained(1, now, now + 4.0, Finish.RUNNING, 0.0, 48, 32, None, 0, {}, parts)
         live.call(lambda: setattr(live.monitor, "explained", (told,)))
         page.get_by_role("button", name="Why request 1 ").focus()

@@ -51,7 +51,7 @@ PLACEMENTS = msgspec.msgpack.Decoder(list[Placement])
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class _AdapterPlace:
     """A module's part of a product.
 
     matrix: index among the merged matrices.  inputs, outputs: this rank's part of the module."""
@@ -76,7 +76,7 @@ class RankAdapters:
         self._slots_T: npt.NDArray[np.int64] | None = None
         self._rows, self._last_rows = AdaptedRows(), AdaptedRows()
         self._weights: list[AdaptedWeight] = []
-        self._places: dict[str, _Place] = {}
+        self._places: dict[str, _AdapterPlace] = {}
         last = len(decoder.layers) - 1
         for index, layer in enumerate(decoder.layers):
             of_attention, of_mlp = layer_products(decoder.shape, index)
@@ -107,7 +107,7 @@ class RankAdapters:
         linear.adapt(around)
         self._weights += built
         for matrix, ((name, _), part) in enumerate(zip(product.modules, outputs, strict=True)):
-            self._places[name] = _Place(built[0], matrix, whole, part)
+            self._places[name] = _AdapterPlace(built[0], matrix, whole, part)
 
     # ---- steps ------------------------------------------------------------------------------
 

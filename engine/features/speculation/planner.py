@@ -185,7 +185,7 @@ class SpeculationPlanner(PlannerFeature):
         self._measure(record, drafts, seconds)
         for row in dict.fromkeys(record.sampled_rows.tolist()):
             if table.running[row]:
-                self._guesses.told(row)
+                self._guesses.tokens_added(row)
         self._awaits_tokens = bool(self._overrun) or bool(self._promised(self._decodes.rows.tolist()))
 
     def _measure(self, record: InFlight, drafts: Drafts, seconds: float) -> None:

@@ -33,7 +33,7 @@ PAUSE_S = 0.5
 MAX_REFUSALS = 3  # in a row; the end of the head looks like one
 
 
-class Node:
+class MachineNode:
     """A node, which downloads a checkpoint of the hub first.  module: what the processes of ranks run."""
 
     def __init__(self, launch: Launch, config: Config, module: str = "engine.workers.executor_main") -> None:

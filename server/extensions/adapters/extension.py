@@ -57,7 +57,7 @@ class AdaptersExtension(Extension):
             yield Finding("adapters", "good", f"served from {rules.folder}")
 
     def describe(self, system: "System") -> dict[str, bytes]:
-        if (facts := system.facts.get(NAME)) is None:
+        if (facts := system.engine.facts.get(NAME)) is None:
             return {}
         rules = msgspec.msgpack.decode(facts, type=AdapterRules)
         return {PART: msgspec.msgpack.encode(Described(rules, adapters_below(rules, system.model_name)))}

@@ -22,7 +22,7 @@ from aiohttp import web
 from engine.actors.admission import unavailable
 from engine.settings.sections import StorageSection
 from engine.types.errors import ConfigError, RequestError
-from server.backend import Stream
+from server.backend import EngineStream
 from server.clients import CLIENT, Clients
 from server.extensions.journal.events import NumberedEvents
 from server.extensions.journal.journal import Entry, Journal
@@ -101,10 +101,10 @@ class Streams:
             if (run.accepted.path, run.accepted.body) != (path, body):
                 reason = "the stream that Last-Event-ID names answers another request; send the body as it was"
                 raise RequestError(reason, status=409, code="stream_mismatch")
-            return await self._tell(request, run, num_events)
+            return await self._send_on(request, run, num_events)
         if not self._journal.takes(len(body)):
             return None
-        return await self._tell(request, self._begin(request, body, understood), 0)
+        return await self._send_on(request, self._begin(request, body, understood), 0)
 
     @operation(
         "GET",
@@ -123,7 +123,7 @@ class Streams:
             named, num_events = _read_event_id(given)
             if named != stream_id:
                 raise RequestError("Last-Event-ID is of another stream than the path names", param=LAST_EVENT_ID)
-        return await self._tell(request, *self._find(request, stream_id, num_events))
+        return await self._send_on(request, *self._find(request, stream_id, num_events))
 
     def gauges(self) -> Iterable[tuple[str, str, float]]:
         """Give what operators look at: name, meaning, value."""
@@ -157,7 +157,7 @@ class Streams:
         accepted: Accepted,
         given: Exchange,
         understood: tuple[Any, Generation],
-        opened: Callable[[Stream], None] | None = None,
+        opened: Callable[[EngineStream], None] | None = None,
     ) -> Run:
         """Add a run.  given: what is known of the request.  Its run has one of its own, which ends with the run."""
         route, (body, generation) = self.routes[accepted.path], understood
@@ -185,7 +185,7 @@ class Streams:
             )
         return run, num_events
 
-    async def _tell(self, request: web.Request, run: Run, num_events: int) -> web.StreamResponse:
+    async def _send_on(self, request: web.Request, run: Run, num_events: int) -> web.StreamResponse:
         route, body, generation = run.route, run.body, run.generation
         usage = UsageCounter(generation)
         writer = route.endpoint.writer(body, generation, usage)

@@ -4,6 +4,7 @@ Owns: what is said of the served model in this API's words.  Does not know: file
 """
 
 from datetime import UTC, datetime
+from typing import Any
 
 from aiohttp import web
 
@@ -79,9 +80,9 @@ class OllamaRoutes:
         )
 
     def _names(self) -> list[str]:
-        return [self._translator.card.name, *self._translator.adapters]
+        return [self._translator.card.name, *self._translator.variants]
 
-    def _model(self, name: str) -> dict[str, object]:
+    def _model(self, name: str) -> dict[str, Any]:
         full = name if ":" in name else name + LATEST
         return {"name": full, "model": full, "modified_at": self._created(), "details": self._details()}
 

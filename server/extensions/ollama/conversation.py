@@ -10,7 +10,7 @@ import msgspec
 from engine.types.errors import FieldError
 from engine.types.prompt import ChatTurn, ToolCall
 from server.extensions.ollama.requests import OllamaCallBody, OllamaTurn
-from server.openai.conversation import num_answered, told_left_out
+from server.openai.conversation import left_out_note, num_answered
 
 
 def read_messages(messages: Sequence[OllamaTurn]) -> tuple[ChatTurn, ...]:
@@ -25,7 +25,7 @@ def read_messages(messages: Sequence[OllamaTurn]) -> tuple[ChatTurn, ...]:
         if message.images:
             if index >= answered:
                 no_images(message.images, f"messages[{index}].images")
-            content = "\n".join(filter(None, [content, told_left_out("image")]))
+            content = "\n".join(filter(None, [content, left_out_note("image")]))
         calls = tuple(_call(call, f"call_{index}_{number}") for number, call in enumerate(message.tool_calls or ()))
         if calls and message.role != "assistant":
             raise FieldError(f"messages[{index}].tool_calls", "only the assistant calls functions")

@@ -68,7 +68,8 @@ class OllamaEmbed(PooledEndpoint[OllamaEmbedBody]):
         self.translator.requests.check_dimensions(body.dimensions)
         longest = None if body.truncate is False else LONGEST
         name = served_name(body.model, self._names)
-        return self.translator.inputs(InputFields(model=name, input=body.input, truncate_prompt_tokens=longest))
+        texts: str | list[str | int | list[int]] = body.input if isinstance(body.input, str) else [*body.input]
+        return self.translator.inputs(InputFields(model=name, input=texts, truncate_prompt_tokens=longest))
 
     def answer(self, name: str, body: OllamaEmbedBody, outputs: list[bytes], usage: PooledUsage) -> EmbedAnswer:
         result = self.translator.requests.result

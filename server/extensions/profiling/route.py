@@ -13,7 +13,7 @@ from msgspec import Meta
 from engine.messages import Profile
 from engine.settings.sections import ServerSection
 from engine.types.errors import RequestError
-from server.backend import Monitor
+from server.backend import EngineMonitor
 from server.extensions.profiling.settings import ProfilingSettings
 from server.http.body import BodyReader
 from server.http.exchange import refuse_foreign_page
@@ -40,7 +40,7 @@ class ProfileAnswer(msgspec.Struct, frozen=True):
 class ProfileRoutes:
     """Handles both."""
 
-    def __init__(self, monitor: Monitor, server: ServerSection) -> None:
+    def __init__(self, monitor: EngineMonitor, server: ServerSection) -> None:
         self._monitor = monitor
         self._folder = ProfilingSettings.read(server).profile_folder
         self._reader = BodyReader(ProfileBody, lambda body: body.num_steps or MAX_STEPS, server)

@@ -5,10 +5,10 @@ Owns: the routes, the life of the router.  Does not know: how a replica is start
 
 import asyncio
 import logging
-import signal
 import socket
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager, closing
+from functools import partial
 
 import aiohttp
 import msgspec
@@ -38,6 +38,7 @@ from server.proxy.proxy import Proxy, new_session
 from server.proxy.replica import Replica, State, unavailable
 from server.run.core import all_parts
 from server.run.extension import declared, error_formats
+from server.run.serve import listen_for_signals
 
 log = logging.getLogger(__name__)
 
@@ -155,14 +156,12 @@ async def _logged(work: Coroutine[None, None, None]) -> None:
 
 async def route(config: Config, fleet: Fleet, listener: socket.socket) -> None:
     """Serve until SIGTERM or SIGINT; then the replicas are drained and end."""
-    told_to_stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, told_to_stop.set)
-    loop.add_signal_handler(signal.SIGHUP, log.info, "SIGHUP: server.key_file is read anew by itself; nothing else is")
+    stop_requested = listen_for_signals(
+        partial(log.info, "SIGHUP: server.key_file is read anew by itself; nothing else is")
+    )
     with closing(fleet):
         async with routing(config, fleet, listener) as replicas:
-            await told_to_stop.wait()
+            await stop_requested.wait()
             replicas.is_leaving = True
             log.info("draining: %d requests are open", sum(one.num_open for one in replicas.all))
             try:

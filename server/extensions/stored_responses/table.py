@@ -29,7 +29,7 @@ SELECT id, previous, status, input, object FROM chain ORDER BY depth DESC
 """
 
 
-class Turn(msgspec.Struct, frozen=True):
+class StoredTurn(msgspec.Struct, frozen=True):
     """The turns that a stored response adds to a conversation."""
 
     output: list[InputItem]
@@ -116,7 +116,7 @@ class ResponseTable:
                         code="previous_response_not_whole",
                     )
                 items += msgspec.json.decode(given, type=list[InputItem])
-                items += msgspec.json.decode(body, type=Turn).output
+                items += msgspec.json.decode(body, type=StoredTurn).output
             return items
 
         return await self._store.run(work)

@@ -19,7 +19,7 @@ from aiohttp import web
 from engine.plugins.hookspecs import hookimpl
 from engine.scheduling.meter import RequestMetrics
 from engine.types.errors import ConfigError
-from server.backend import Stream
+from server.backend import EngineStream
 from server.clients import CLIENT
 from server.http.exchange import EXCHANGE
 from server.http.operation import Handler
@@ -125,7 +125,7 @@ class Traces:
             "gen_ai.response.model": self._model,
         }
 
-    def _note(self, context: Any, stream: Stream) -> None:
+    def _note(self, context: Any, stream: EngineStream) -> None:
         """Remember the span of a request that the engine will speak of by its own number."""
         self._contexts[stream.request_id] = context
         if len(self._contexts) > MAX_OPEN:

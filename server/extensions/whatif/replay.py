@@ -59,7 +59,7 @@ def stand_ins(requests: Sequence[TracedRequest], head: TraceHead) -> list[TokenI
     return sequences
 
 
-class Replay:
+class TraceReplay:
     """One case.  seconds: how long a step takes.  concurrency: clients of a closed loop; 0 for recorded arrivals."""
 
     def __init__(

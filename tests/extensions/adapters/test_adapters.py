@@ -56,7 +56,7 @@ class Scene:
 
     @property
     def rules(self) -> AdapterRules:
-        return msgspec.msgpack.decode(self.live.system.facts[NAME], type=AdapterRules)
+        return msgspec.msgpack.decode(self.live.system.engine.facts[NAME], type=AdapterRules)
 
     def post(self, path: str, name: str, **fields: Any) -> Reply:
         return ask(self.live.port, "POST", path, {"lora_name": name, **fields})

@@ -74,7 +74,7 @@ class Front:
 @asynccontextmanager
 async def fronted(monkeypatch: pytest.MonkeyPatch, **sections: dict) -> AsyncIterator[Front]:
     """sections: configuration tables."""
-    monkeypatch.setattr(front, "Model", ServedFake)
+    monkeypatch.setattr(front, "ModelReplica", ServedFake)
     base = build_config(Config(), sections)
     tables = (ModelTable(name="a"), ModelTable(name="b", load="demand"))
     config = SeveralModels(**msgspec.structs.asdict(base), models=tuple(ServedModel(one, base) for one in tables))

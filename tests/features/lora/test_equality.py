@@ -23,7 +23,7 @@ from engine.features.speculation.payoff import Payoff
 from engine.kernels.panels import products
 from engine.kv.node import Namespace
 from engine.messages import RequestOptions, Step
-from engine.sampling.captured import Variant
+from engine.sampling.captured import SamplingVariant
 from engine.types.errors import RequestError
 from engine.types.params import SamplingParams
 from engine.types.prompt import RequestPart
@@ -77,7 +77,7 @@ class Made:
         return build_config(Config(), mine)
 
     def adapters(self, system: System) -> dict[str, Adapter | None]:
-        rules = msgspec.msgpack.decode(system.facts[NAME], type=AdapterRules)
+        rules = msgspec.msgpack.decode(system.engine.facts[NAME], type=AdapterRules)
         return {name: read_adapter(self.folder / name, rules) if name else None for name in self.references}
 
 
@@ -129,7 +129,7 @@ async def test_decode_steps_without_an_adapter_are_one_call_of_c(
 ) -> None:
     launch, ran = CompiledDecodes.launch, []
 
-    def noted(self: CompiledDecodes, rows_N: Int64, lengths_N: Int32, variant: Variant) -> Decoded:
+    def noted(self: CompiledDecodes, rows_N: Int64, lengths_N: Int32, variant: SamplingVariant) -> Decoded:
         ran.append(len(rows_N))
         return launch(self, rows_N, lengths_N, variant)
 
