@@ -29,6 +29,7 @@ from engine.config import Config, build_config, without_cluster_key
 from engine.control.monitor import Monitor
 from engine.features.lora.files import AdapterRules, adapter_rules
 from engine.host.device_defaults import runs_on_cpu, with_device_defaults
+from engine.host.openmp import wait_briefly
 from engine.plugins.deciders import plugin_policy, plugin_proposer, plugin_strategy, policy_choice
 from engine.plugins.families import read_model
 from engine.plugins.features import FeatureContext, planner_features, planner_watchers
@@ -85,6 +86,7 @@ class System:
         machines: those that run the ranks; None if all ranks are on this one.
         frontend: how to start the process that takes requests; None for an ingress in this process.
         before: a running engine for which this configuration is: its actors stay, and this object builds none."""
+        wait_briefly()
         config = self.config = with_device_defaults(config, several_machines=machines is not None)
         self._machines = machines
         self._front = frontend
