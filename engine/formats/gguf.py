@@ -10,6 +10,7 @@ from torch import Tensor
 
 from engine.checkpoints.checkpoint import ModelSpec
 from engine.checkpoints.gguf import LINK, read_table
+from engine.checkpoints.gguf_header import GGUFTensor
 from engine.formats.blocks import DECODERS, PLAIN, decode
 from engine.types.errors import WeightsError
 
@@ -35,8 +36,7 @@ class GGUFWeights:
         source = self._found[name][1]
         heads = self._heads.get(name.split(".")[-2], 0)
         whole = dim != 0 or heads
-        stored = self._bytes[source.offset : source.offset + source.num_bytes]
-        rows = stored.view(source.shape[0] if len(source.shape) > 1 else 1, -1)
+        rows = self._stored(source)
         if len(source.shape) < 2:
             weight = self._decoded(rows, source.kind, source.name)[0]
             return weight.narrow(dim, start, length)
@@ -45,6 +45,11 @@ class GGUFWeights:
         if heads:
             weight = _unpaired(weight, heads)
         return weight.narrow(dim, start, length) if whole else weight
+
+    def _stored(self, source: GGUFTensor) -> Tensor:
+        """Return the bytes of each row, where they are mapped; a vector is one row."""
+        stored = self._bytes[source.offset : source.offset + source.num_bytes]
+        return stored.view(source.shape[0] if len(source.shape) > 1 else 1, -1)
 
     def _decoded(self, rows: Tensor, kind: str, name: str) -> Tensor:
         if kind in PLAIN or kind in DECODERS:

@@ -39,7 +39,8 @@ class Panels:
         """Return the weight in panels.  Values beyond float16's range are kept in float32."""
         kind = self._kind
         if kind in (None, Kind.HALVES):
-            if not (weight_OI.contiguous().view(torch.int32) & LOWER_HALF).any():
+            weight_OI = weight_OI.contiguous()
+            if _is_bfloat16(weight_OI[:1]) and _is_bfloat16(weight_OI):  # one row shows most of those that are not
                 kind = Kind.UPPER_HALVES
             else:
                 kind = Kind.HALVES if fits_float16(weight_OI, exactly=kind is None) else Kind.FLOATS
@@ -49,6 +50,10 @@ class Panels:
     def head(self) -> "Panels":
         """The kernel for the LM head, whose rounding matters most: if layers are rounded, it has twice the bits."""
         return Panels(self._functions, Kind.FINE_BYTES, self.element_bytes) if self._kind == Kind.BYTES else self
+
+
+def _is_bfloat16(weight_OI: Tensor) -> bool:
+    return not (weight_OI.view(torch.int32) & LOWER_HALF).any()
 
 
 @hookimpl
