@@ -109,6 +109,14 @@ def stored_tensors(directory: Path) -> dict[str, StoredTensor]:
     return {name: tensor for name, (tensor, _) in read_table(directory).items()}
 
 
+def block_kinds(directory: Path) -> list[str]:
+    """Return the types of blocks of a GGUF file's matrices; none for another checkpoint.  Raises WeightsError."""
+    if not (directory / LINK).exists():
+        return []
+    tensors = [tensor for _, tensor in read_table(directory).values()]
+    return sorted({one.kind for one in tensors if len(one.shape) > 1} - {"F64", "F32", "F16", "BF16"})
+
+
 def _named(path: Path, tensors: list[GGUFTensor]) -> dict[str, tuple[StoredTensor, GGUFTensor]]:
     """Return the tensors by their names in Hugging Face format, together with the file's own.
 

@@ -30,6 +30,7 @@ from engine.control.monitor import Monitor
 from engine.features.lora.files import AdapterRules, adapter_rules
 from engine.host.device_defaults import runs_on_cpu, with_device_defaults
 from engine.host.openmp import wait_briefly
+from engine.host.stages import Stages
 from engine.plugins.deciders import plugin_policy, plugin_proposer, plugin_strategy, policy_choice
 from engine.plugins.families import read_model
 from engine.plugins.features import FeatureContext, planner_features, planner_watchers
@@ -87,16 +88,20 @@ class System:
         frontend: how to start the process that takes requests; None for an ingress in this process.
         before: a running engine for which this configuration is: its actors stay, and this object builds none."""
         wait_briefly()
+        self.stages: Stages = Stages().of_process() if before is None else before.stages
+        self.stages.begin("checkpoint")
         config = self.config = with_device_defaults(config, several_machines=machines is not None)
         self._machines = machines
         self._front = frontend
         self._progress = progress
         self._read_checkpoint(before)
+        self.stages.begin("tokenizer")
         self.codec: TextCodec = (
             plugin_codec(config, self.directory, self.spec.pooling) if before is None else before.codec
         )
         log.info("%s: %s", self.model_name, self.spec.pooling)
         warn_of_unknown_tokens(self.codec, self.spec.vocab_size)
+        self.stages.begin("plugins")
         self._plugins = Plugins(chosen_plugins(config), config.plugins.options)
         check_named(self._plugins, expected_context(config, self.spec.shape))
         device = "cpu" if runs_on_cpu(config.device.kind) else ""
@@ -118,6 +123,7 @@ class System:
         self.recorder: Recorder | None = self._new_recorder() if before is None else before.recorder
         if before is None:
             self._build()
+        self.stages.begin("")
 
     def _read_checkpoint(self, before: "System | None") -> None:
         """Read what the engine must know of its checkpoint, without the weights."""
@@ -246,6 +252,7 @@ class System:
                 tokenizer=self.tokenizer.inbox,
                 parts=parts,
                 pooling=self.spec.pooling,
+                loading=lambda: self.stages.now,
             )
         from engine.workers.placement import process_frontend  # ZeroMQ is needed from here on
 
@@ -310,6 +317,7 @@ class System:
         return InlineExecutors(num_ranks=num_ranks, capacity=capacity, load=self._load_runner)
 
     def _load_runner(self, rank: int, settings: GenerationSettings, rendezvous: str = "") -> Runner:
+        self.stages.begin("torch")
         from engine.startup.loading import load_runner  # torch is needed from here on
 
         runner = load_runner(
@@ -323,6 +331,7 @@ class System:
             num_pages=settings.num_pages,
             grammars=self._grammars,
             given=self._given,
+            stages=self.stages if not rank else None,
         )
         return StepSplitter(runner, alone=self.config.device.tensor_parallel == 1, most_tokens=settings.most_tokens)
 
@@ -407,6 +416,7 @@ class System:
     async def start(self) -> None:
         """Run the actors and wait until the model is loaded.  Raises the errors of loading."""
         await self._supervisor.start()
+        log.info("start: %.2f s, of them %s", self.stages.total_s, self.stages)
 
     async def wait(self) -> None:
         """Wait until the engine has ended.  Raises EngineDied if an actor crashed."""

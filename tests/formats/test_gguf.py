@@ -36,6 +36,7 @@ KEYS = {
     "attention.head_count_kv": "num_key_value_heads",
 }
 SHORT = {name: short for short, name in NAMES.items()}
+CPU = {"device": {"kind": "cpu"}}
 TEXTS = ["def add(a, b):\n    return a + b", "  two  spaces, héllo – 你好 \n", "a </s>b<s>"]
 
 
@@ -366,6 +367,33 @@ def test_the_header_is_read_once_and_not_again_at_the_next_start(
         logits_of(directory)
         TokenizerFiles(directory)
     assert len(read) == 1
+
+
+@pytest.mark.parametrize(("quantization", "said"), [("none", True), ("int8", False)])
+def test_a_start_says_that_it_computes_with_more_bits_than_the_file_has(
+    quantization: str, said: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write(tmp_path / "tiny.gguf", build("llama"), "Q4_0")
+    config = {"kv": {"num_pages": 64}, "model": {"tokenizer": "none", "quantization": quantization}}
+    with caplog.at_level("INFO"), LLM(str(tmp_path / "tiny.gguf"), progress=False, config=config | CPU):
+        pass
+    lines = [one.getMessage() for one in caplog.records]
+    assert (
+        any("weights: stored as Q4_0, computed in float32; model.quantization = 'int8'" in one for one in lines) == said
+    )
+    (table,) = [one for one in lines if one.startswith("start: ")]
+    for stage in (
+        "imports",
+        "checkpoint",
+        "plugins",
+        "torch",
+        "device",
+        "kernels",
+        "weights",
+        "KV pool",
+        "decode steps",
+    ):
+        assert f"{stage} " in table
 
 
 def test_a_file_that_is_gone_is_named(tmp_path: Path) -> None:
