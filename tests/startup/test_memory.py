@@ -77,7 +77,24 @@ def test_a_pool_without_room_for_one_sequence_is_refused_with_what_took_the_room
 )
 def test_what_can_be_lowered_is_what_the_room_went_to(needs, levers):
     with pytest.raises(ConfigError, match=f"raise it, lower {levers} set kv.num_pages"):
-        pool_pages(config(), 16_000, 1_000_000, GB, needs)
+        pool_pages(set_length(16_000), 16_000, 1_000_000, GB, needs)
+
+
+def set_length(tokens):
+    return build_config(config(), {"model": {"max_model_len": tokens}})
+
+
+def test_a_context_that_does_not_fit_is_lowered_unless_it_was_set(caplog):
+    assert pool_pages(config(), 16_000, 1_000_000, GB, Needs(10**8)) == 400
+    (line,) = [one.getMessage() for one in caplog.records]
+    assert line == (
+        "the context is lowered to 6400 tokens from the model's 16000: no more fit 1.00 GB of memory after 0.10 GB for "
+        "a step; a smaller kv.dtype holds more"
+    )
+    with pytest.raises(ConfigError, match="room for 400 pages"):
+        pool_pages(set_length(16_000), 16_000, 1_000_000, GB, Needs(10**8))
+    with pytest.raises(ConfigError, match="room for 60 pages"):
+        pool_pages(config(), 16_000, 1_000_000, GB, Needs(44 * 10**7))
 
 
 def test_a_sampler_that_works_in_parts_is_not_estimated_as_one_that_does_not():
