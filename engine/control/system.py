@@ -98,7 +98,10 @@ class System:
         self._plugins = Plugins(chosen_plugins(config), config.plugins.options)
         check_named(self._plugins, expected_context(config, self.spec.shape))
         device = "cpu" if runs_on_cpu(config.device.kind) else ""
-        check_linear_fits(self._plugins, linear_context(config, self.spec.dtype, device=device))
+        check_linear_fits(
+            self._plugins,
+            linear_context(config, self.spec.dtype, device=device, stored_formats=self.spec.stored_formats),
+        )
         if self._plugins.absent:
             log.warning("requests with a grammar are refused: %s", self._plugins.absent)
         choice = policy_choice(self._plugins, config)

@@ -13,6 +13,7 @@ from torch import Tensor
 from engine.checkpoints.checkpoint import ModelSpec
 from engine.checkpoints.gguf import LINK, open_gguf, read_tensors
 from engine.checkpoints.shards import StoredTensor
+from engine.layers.packing import StoredRows
 from engine.types.errors import WeightsError
 
 # For these families llama.cpp's converter reorders the rows of queries and keys: pairs that rotate become neighbours.
@@ -48,6 +49,19 @@ class GGUFWeights:
         if heads:
             weight = _unpaired(weight, heads)
         return weight.narrow(dim, start, length) if whole else weight
+
+    def rows(self, name: str, dim: int, start: int, length: int) -> StoredRows | None:
+        """Return rows of blocks, in the model's order; None for a type without blocks, and for a part of the inputs."""
+        stored, source = self._found[name]
+        if len(stored.shape) != 2 or source.data.dtype != np.uint8 or (dim and length != stored.shape[1]):
+            return None
+        blocks = torch.from_numpy(np.array(source.data))
+        if heads := self._heads.get(name.split(".")[-2], 0):
+            blocks = _unpaired(blocks, heads)
+        where = f"{self._path}: tensor {name!r}"
+        return StoredRows(
+            where, source.tensor_type.name, blocks if dim else blocks[start : start + length], stored.shape[1]
+        )
 
     def close(self) -> None:
         self._found.clear()
