@@ -128,7 +128,7 @@ def _checked_plugins(config: Config, model: ModelSpec) -> Plugins:
     plugins = Plugins(chosen_plugins(config), config.plugins.options)
     check_named(plugins, expected_context(config, model.shape))
     device = "cpu" if runs_on_cpu(config.device.kind) else ""
-    check_linear_fits(plugins, linear_context(config, model.dtype, device=device))
+    check_linear_fits(plugins, linear_context(config, model.dtype, device=device, stored_formats=model.stored_formats))
     if plugins.absent:
         log.warning("requests with a grammar are refused: %s", plugins.absent)
     return plugins

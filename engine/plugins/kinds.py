@@ -38,8 +38,8 @@ _OWN = (
           default="lru", because="needs no tuning"),
     _kind(GRAMMAR, "grammar_engine", "llguidance", default="llguidance", because="comes with callboard"),
     _kind(GRAPH_PASS, "graph_pass", "", "graph_passes", several=True),
-    _kind(LINEAR, "linear", "fbgemm_fp16 fbgemm_int8 onednn panels torch torch_fp8 torch_fp8_block torch_int4 triton "
-          "triton_int8"),
+    _kind(LINEAR, "linear", "blocks fbgemm_fp16 fbgemm_int8 onednn panels torch torch_fp8 torch_fp8_block torch_int4 "
+          "triton triton_int8"),
     _kind(LOGITS_PROCESSOR, "logits_processor", "no_repeat_ngram", "logits_processors", several=True),
     _kind(MODEL, "model", "cohere deepseek_v2 deepseek_v3 gemma2 gemma3 glm4 gpt2 gpt_oss granite llama mistral "
           "mixtral olmo2 phi3 qwen2 qwen3 qwen3_moe seed_oss smollm3 transformers", "models",
