@@ -233,13 +233,15 @@ class StepDone(Message, frozen=True, kw_only=True):
     """A step has finished.
 
     token_ids: int32[N] as ``Step`` orders them; -1: the logits are not finite, ``RULED_OUT``: processors left no token.
-    extras: row -> what it has beside a token; of prefills that sample nothing too.  note: why it took longer."""
+    extras: row -> what it has beside a token; of prefills that sample nothing too.  note: why it took longer.
+    late: rows with a slow grammar whose next mask is not ready."""
 
     rank: int
     step_id: int
     token_ids: bytes
     extras: dict[int, StepExtras] = field(default_factory=dict)
     note: str = ""
+    late: tuple[int, ...] = ()
 
 
 # ---- scheduler -> tokenizer -----------------------------------------------------------------

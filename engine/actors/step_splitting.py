@@ -154,7 +154,8 @@ def merged(results: Sequence[StepDone]) -> StepDone:
         for row, one in done.extras.items():
             extras[row] = together(extras[row], one) if row in extras else one
     token_ids = b"".join(done.token_ids for done in results)
-    return msgspec.structs.replace(results[0], token_ids=token_ids, extras=extras, note=IN_PARTS)
+    late = results[-1].late  # which knows best what is ready
+    return msgspec.structs.replace(results[0], token_ids=token_ids, extras=extras, note=IN_PARTS, late=late)
 
 
 def together(first: StepExtras, later: StepExtras) -> StepExtras:

@@ -4,7 +4,8 @@ Owns: the wait for the device, the columns of a result.  Does not know: how a st
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from concurrent.futures import Future
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import numpy as np
@@ -33,7 +34,8 @@ class LaunchedStep:
     event: recorded after the step's copies to the host; None on a CPU.
     prompts: results for prompts.
     failures: index in N -> the reason why there is no token.
-    note: the note of ``StepDone``."""
+    note: the note of ``StepDone``.
+    ahead: row -> its next mask, of rows with a slow grammar."""
 
     rank: int
     step_id: int
@@ -43,6 +45,7 @@ class LaunchedStep:
     prompts: PromptResults | None
     failures: dict[int, str]
     note: str = ""
+    ahead: "Mapping[int, Future[Any]]" = field(default_factory=dict)
     _extensions: tuple[Callable[[], Columns], ...] = ()
 
     def extend(self, columns: Callable[[], Columns]) -> None:
@@ -65,7 +68,10 @@ class LaunchedStep:
         for extension in self._extensions:
             columns.update(extension())
         extras = extras_by_row(columns)
-        return StepDone(rank=self.rank, step_id=self.step_id, token_ids=token_ids, extras=extras, note=self.note)
+        late = tuple(row for row, mask in self.ahead.items() if not mask.done())
+        return StepDone(
+            rank=self.rank, step_id=self.step_id, token_ids=token_ids, extras=extras, note=self.note, late=late
+        )
 
     def _by_row(self, by_index: dict[int, T]) -> dict[int, T]:
         return {int(self.rows_N[index]): value for index, value in by_index.items()}

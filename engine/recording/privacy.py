@@ -46,7 +46,11 @@ class Privacy:
                 row: msgspec.structs.replace(one, drafted=self.tokens(one.drafted)) for row, one in extras.items()
             }
             return StepDone(
-                rank=message.rank, step_id=message.step_id, token_ids=self.tokens(message.token_ids), extras=extras
+                rank=message.rank,
+                step_id=message.step_id,
+                token_ids=self.tokens(message.token_ids),
+                extras=extras,
+                late=message.late,
             )
         if isinstance(message, Admit):
             salt = message.cache_salt
