@@ -4,7 +4,6 @@ Owns: how one rank is put together.  Does not know: actors, steps, which feature
 """
 
 import logging
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -118,8 +117,8 @@ def load_runner(
     features = rank_features(_context(start, loaded.model, rows, given or {}))
     pools = PoolMaker(start, loaded.model, attention, rows, sampler, features)
     parts = pools.parts(num_pages)
-    clock = time.thread_time if start.comm.size == 1 else None
-    constraints = Constraints(grammars or _own_grammars(start), spec.vocab_size, device, clock)
+    must_agree = start.comm.size > 1
+    constraints = Constraints(grammars or _own_grammars(start), spec.vocab_size, device, must_agree=must_agree)
     return _new_runner(start, loaded, parts, constraints, features, pools.needs)
 
 

@@ -17,6 +17,7 @@ IMPORTERS = {
     "explain": {"server/extensions/explain/explanation.py"},
     "host_tier": set(),
     "kv_store": set(),
+    "late_masks": set(),
     "lora": {
         "server/extensions/adapters/adapters.py",
         "server/extensions/adapters/extension.py",

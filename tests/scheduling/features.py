@@ -4,6 +4,7 @@ from functools import partial
 
 from engine.features.host_tier.planner import HostTierPlanner
 from engine.features.kv_store.planner import StorePlanner
+from engine.features.late_masks.planner import LateMasks
 from engine.features.lora.planner import LoraPlanner
 from engine.features.speculation.planner import SpeculationPlanner
 from engine.scheduling.feature import NewFeature
@@ -20,7 +21,7 @@ def features_of(
     vocab_size: int = VOCAB,
 ) -> list[NewFeature]:
     """Return what builds the features that the arguments switch on."""
-    features: list[NewFeature] = []
+    features: list[NewFeature] = [LateMasks]
     if has_host:
         features.append(HostTierPlanner)
     if store_timeout_s:
