@@ -110,7 +110,7 @@ CHECKPOINTS: dict[str, tuple[Kind, dict[str, Any]]] = {
     "TinyLlama/TinyLlama-1.1B-Chat-v1.0": (LLAMA, {}),
     "NousResearch/Hermes-3-Llama-3.1-8B": (LLAMA, {}),
     "zai-org/GLM-4-9B-0414": (("Glm4ForCausalLM", "glm4"), {}),
-    "zai-org/GLM-4.5-Air": (("Glm4MoeForCausalLM", "glm4_moe"), {}),
+    "zai-org/GLM-4.5-Air": (("Glm4MoeForCausalLM", "glm4_moe"), {"head_dim": 128}),
     "zai-org/GLM-4.7-Flash": (("Glm4MoeLiteForCausalLM", "glm4_moe_lite"), {}),
     "zai-org/GLM-5": (("GlmMoeDsaForCausalLM", "glm_moe_dsa"), {}),
     "MiniMaxAI/MiniMax-M2": (("MiniMaxM2ForCausalLM", "minimax_m2"), FP8),
