@@ -57,6 +57,7 @@ class Ingress(Actor[IngressInbox | SettingsChanged]):
 
     parts: the parts that must report ready before requests are accepted; requests wait while one of them recovers.
     first_id: id of its first request, larger than those of a previous ingress.  pooling: the model's tasks.
+    loading: returns what a start does right now, '' if it is not known.
     settings_watchers: called when limits have changed."""
 
     def __init__(
@@ -71,8 +72,10 @@ class Ingress(Actor[IngressInbox | SettingsChanged]):
         parts: Iterable[Part] = ("executors",),
         first_id: int = 1,
         pooling: Pooling = GENERATING,
+        loading: Callable[[], str] = str,
     ) -> None:
         super().__init__("ingress", capacity)
+        self.loading = loading
         self._missing: set[Part] = set(parts)
         self._limits = limits
         self._max_model_len = max_model_len
@@ -97,6 +100,10 @@ class Ingress(Actor[IngressInbox | SettingsChanged]):
         self._idle.set()
 
     # ---- the client side: called on the event loop ------------------------------------------
+
+    def drain(self) -> None:
+        """Accept no more requests."""
+        self.draining = True
 
     @property
     def num_open(self) -> int:
@@ -233,10 +240,10 @@ class Ingress(Actor[IngressInbox | SettingsChanged]):
             case Stats():
                 self.stats = message
             case EngineReady():
-                self._came("executors")
+                self._part_is_ready("executors")
                 self.asleep = False
             case TokenizersReady():
-                self._came("tokenizers")
+                self._part_is_ready("tokenizers")
             case EngineRecovering(reason=_, is_sleep=is_sleep):
                 self._lost("executors")
                 self.asleep = is_sleep
@@ -249,7 +256,7 @@ class Ingress(Actor[IngressInbox | SettingsChanged]):
             case _:
                 assert_never(message)
 
-    def _came(self, part: Part) -> None:
+    def _part_is_ready(self, part: Part) -> None:
         self._missing.discard(part)
         if not self._missing:
             self.ready = True

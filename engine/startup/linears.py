@@ -19,7 +19,7 @@ from engine.plugins.hookspecs import LinearContext
 from engine.plugins.kinds import LINEAR
 from engine.plugins.linears import check_linear_fits, fitting_linears, keeping, linear_context, linear_refusal
 from engine.plugins.manager import PluginInfo, Plugins
-from engine.startup.linear_race import Race
+from engine.startup.linear_race import LinearRace
 from engine.types.errors import PluginError
 
 log = logging.getLogger(__name__)
@@ -35,7 +35,7 @@ def choose_linears(config: Config, spec: ModelSpec, plugins: Plugins, plan: Mode
     Raises PluginError."""
     context = rank_context(config, spec, device, plan.dtype)
     if spec.quantization is not None:
-        log.info("weights: %s", told(spec.quantization, context.quantization))
+        log.info("weights: %s", handling(spec.quantization, context.quantization))
         if widens(spec.quantization, context):
             log.warning(
                 "weights: %s is widened to %s, which takes twice the memory and up to twice the time of a decode step; "
@@ -43,7 +43,7 @@ def choose_linears(config: Config, spec: ModelSpec, plugins: Plugins, plan: Mode
                 spec.quantization,
                 context.dtype,
             )
-    race = Race(device, plan.dtype)
+    race = LinearRace(device, plan.dtype)
     layers, head = plan.linear_shapes()
     if context.quantization == "none":
         kernel = choose_linear(plugins, context, lambda kernels: race.seconds(kernels, [*layers, head]))
@@ -57,7 +57,7 @@ def choose_linears(config: Config, spec: ModelSpec, plugins: Plugins, plan: Mode
     return Linears(kernel, choose_linear(unnamed, exact, lambda kernels: race.seconds(kernels, [head])))
 
 
-def told(stored: Quantization, wanted: str) -> str:
+def handling(stored: Quantization, wanted: str) -> str:
     """Return how weights that a checkpoint stores rounded are multiplied.  wanted: model.quantization."""
     floats = f"stored as {stored} with {stored.scales}, read as the floats that they stand for"
     if wanted == "none":

@@ -27,7 +27,7 @@ from engine.layers.pooled_head import PooledHead
 from engine.layers.step import StepTensors
 from engine.layers.weights import WeightSlice, whole
 from engine.models.through_transformers.attention import ANSWERER, Call, probe
-from engine.models.through_transformers.linear import Product, same_inputs, swap_linears
+from engine.models.through_transformers.linear import LinearProduct, same_inputs, swap_linears
 from engine.models.through_transformers.module import (
     ATTENTION,
     allocate,
@@ -125,7 +125,7 @@ class TransformersDecoder:
     def linear_shapes(self) -> tuple[list[tuple[int, int]], tuple[int, int]]:
         """Return (outputs, inputs) of the layers' weights, and of the LM head; call before ``load``."""
 
-        def shape(one: Product) -> tuple[int, int]:
+        def shape(one: LinearProduct) -> tuple[int, int]:
             outputs, inputs = one.linear.weight.shape
             return outputs, inputs
 
