@@ -102,7 +102,6 @@ class Monitor:
             pages_free=stats.pages_free,
             pages_cached=stats.pages_cached,
             pages_used=stats.pages_used,
-            host_pages_used=planner.num_host_pages_used,
             num_in_flight=planner.num_in_flight,
             of_features=planner.gauges(),
             running_adapters=frozenset(digest for digest, is_running in adapted if is_running),

@@ -339,7 +339,7 @@ class System:
             itl_target_s=scheduler.itl_target_ms / 1000,
             record_events=self._observers.wants_kv_events,
             num_ranks=self.config.device.tensor_parallel,
-            bigram=self._draft is not None and self._draft.reads_states,
+            lookahead=int(self._draft is not None and self._draft.reads_states),
             scored_chunk=max(MIN_SCORED_CHUNK, SCORED_LOGITS // self.spec.vocab_size),
         )
 

@@ -134,7 +134,9 @@ class Completions:
                 computed(sequence, self.last_completed, int(end - table.num_confirmed[row]))
             table.num_confirmed[row] = end
             self._page_manager.publish(row, end)
-            self._prefills.published(row, end)
+            for published in self._features.published:
+                published(row, end)
+            self._prefills.unblock()
             if end == len(sequence.tokens):
                 for decodes in self._events.decodes:
                     decodes(sequence)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from engine.kv.node import Handle
 from engine.kv.pages import Pages
 from engine.messages import Admit, FetchPages, PagesFetched, StepDone
-from engine.scheduling.events import Callbacks, PlannerEvents, callbacks
+from engine.scheduling.events import Callbacks, PlannerEvents, Why, callbacks
 from engine.scheduling.rows import PlannerLimits, RowTable, Sequence
 from engine.scheduling.step_builder import InFlight, StepBuilder, Wave
 
@@ -39,14 +39,19 @@ class PlannerParts:
 
 
 class PlannerFeature:
-    """An optional part of one planner.  A subclass overrides the hooks that it needs."""
+    """An optional part of one planner.  A subclass overrides the hooks that it needs.
+
+    order: features of lower order come first.  is_on: whether the hooks are called; it may change in ``retuned``."""
+
+    order = 0
+    is_on = True
 
     def admit(self, sequence: Sequence, message: Admit) -> None:
         """Called when a request arrives.  Raise RequestError to refuse it."""
 
-    def hold(self, sequence: Sequence) -> bool:
-        """Return True to keep a sequence whose turn has come; the feature later passes it to ``Prefills.wait``."""
-        return False
+    def hold(self, sequence: Sequence) -> Why | None:
+        """Return a reason to keep a sequence whose turn has come; the feature later passes it to ``Prefills.wait``."""
+        return None
 
     def blocks(self) -> bool:
         """Return True to start no sequence now."""
@@ -61,6 +66,10 @@ class PlannerFeature:
 
     def started(self, sequence: Sequence) -> None:
         """Called when a sequence has got a row."""
+
+    def prefill_tokens(self, num_decodes: int, most: int) -> int:
+        """Return the number of prompt tokens, at most ``most``, for a step that has ``num_decodes`` decodes."""
+        return most
 
     def awaits_tokens(self) -> bool:
         """Return True to plan nothing before every step in flight has completed."""
@@ -83,6 +92,9 @@ class PlannerFeature:
     def completed(self, record: InFlight, seconds: float) -> None:
         """Called when the tokens of a step are noted.  seconds: time since the completion of the step before it."""
 
+    def published(self, row: int, num_tokens: int) -> None:
+        """Called when the first ``num_tokens`` tokens of a row's prompt are in the tree, as far as they fill pages."""
+
     def left(self, row: int) -> None:
         """Called when a row is no longer in the batch."""
 
@@ -103,6 +115,9 @@ class PlannerFeature:
     def reset(self) -> list[Sequence]:
         """Called when the executors are new and nothing is in flight.  Return the sequences that the feature held."""
         return []
+
+    def retuned(self, limits: PlannerLimits) -> None:
+        """Called when the limits have changed."""
 
     def gauges(self) -> dict[str, int]:
         """Return numbers of the present state, by name."""
@@ -127,19 +142,21 @@ class PlannerFeatures:
 
     def install(self, features: Iterable[PlannerFeature]) -> None:
         """Use the hooks of these features from now on."""
-        self.all = tuple(features)
+        self.all = tuple(sorted(features, key=lambda one: one.order))
         self.admit = self._hooks("admit")
         self.hold = self._hooks("hold")
         self.blocks = self._hooks("blocks")
         self.has_room = self._hooks("has_room")
         self.adopt = self._hooks("adopt")
         self.started = self._hooks("started")
+        self.prefill_tokens = self._hooks("prefill_tokens")
         self.awaits_tokens = self._hooks("awaits_tokens")
         self.plan = self._hooks("plan")
         self.attach = self._hooks("attach")
         self.examine = self._hooks("examine")
         self.waves = self._hooks("waves")
         self.completed = self._hooks("completed")
+        self.published = self._hooks("published")
         self.left = self._hooks("left")
         self.released = self._hooks("released")
         self.forget = self._hooks("forget")
@@ -147,7 +164,13 @@ class PlannerFeatures:
         self.received = self._hooks("received")
 
     def _hooks(self, name: str) -> Callbacks:
-        return callbacks(self.all, PlannerFeature, name)
+        return callbacks([one for one in self.all if one.is_on], PlannerFeature, name)
+
+    def retuned(self, limits: PlannerLimits) -> None:
+        """Pass new limits to every feature; it may switch on or off."""
+        for one in self.all:
+            one.retuned(limits)
+        self.install(self.all)
 
     @property
     def num_held(self) -> int:

@@ -58,21 +58,23 @@ class PageManager:
     ) -> None:
         self.allocator = PageAllocator(limits.num_pages)
         self._evictions = WatchedEvictions(strategy, events)
-        self.tree = RadixTree(
-            limits.page_size,
-            self._evictions,
-            bigram=limits.bigram,
-            num_host_pages=limits.num_host_pages,
-            record_events=limits.record_events,
-        )
+        self._limits = limits
+        self.use(RadixTree)
         self._table = table
         self._features = features
         self._events = events
         self._page_size = limits.page_size
-        self._num_behind = int(limits.bigram)  # tokens after a page that belong to its key
+        self._num_behind = limits.lookahead  # tokens after a page that belong to its key
         self._handles: dict[int, Handle] = {}
         self._deferred: deque[tuple[int, Pages]] = deque()
         self._rewrites: list[Appends] = []
+
+    def use(self, tree: Callable[..., RadixTree]) -> None:
+        """Use an empty tree of another kind."""
+        limits = self._limits
+        self.tree = tree(
+            limits.page_size, self._evictions, lookahead=limits.lookahead, record_events=limits.record_events
+        )
 
     @property
     def num_available(self) -> int:
@@ -99,11 +101,6 @@ class PageManager:
         """Number of rows that have a handle in the tree."""
         return len(self._handles)
 
-    @property
-    def num_on_host(self) -> int:
-        """Number of pages of the host tier that hold something."""
-        return self.tree.num_on_host
-
     def outline(self, max_nodes: int, holders: Pages) -> Outline:
         """Return the most used part of the prefix cache.  holders: per page, set to the index of its node."""
         return self.tree.outline(max_nodes, holders)
@@ -118,8 +115,7 @@ class PageManager:
 
     def num_cached_tokens(self, sequence: Sequence) -> int:
         """Return the number of the sequence's tokens that would need no computing.  Changes nothing."""
-        match = self.match(sequence)
-        return (match.num_pages + match.num_host_pages) * self._page_size
+        return self.match(sequence).num_cached * self._page_size
 
     def start(self, sequence: Sequence, reserve: int) -> int | None:
         """Give a sequence a row, with the cached pages of its prefix and new pages for the rest of its tokens.
@@ -138,9 +134,6 @@ class PageManager:
             return None
         shared = self.tree.pages(handle)
         new = self.allocate(num_new, sequence.request_id)
-        if match.num_host_pages:
-            # Pages on the host are copied into the first of the new pages, which belong to the tree from then on.
-            self.tree.restore(handle, key, new)
         for adopt in self._features.adopt:
             adopt(sequence, handle, key, new[handle.num_pages - len(shared) :])
         for matched in self._events.matched:

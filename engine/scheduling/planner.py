@@ -62,7 +62,7 @@ class Planner:
             limits, self.table, self.pages, self._quarantine, self._forecast, self._features, self._events
         )
         meter = Meter(clock())
-        self._watchers = (self._prefills, *watchers)
+        self._watchers = tuple(watchers)
         self._events.install((meter, *self._watchers))
         self.requests = Requests(limits, self._forecast, self._quarantine, clock, meter, self._events)
         self.outbox, self.finished, self.meter = self.requests.outbox, self.requests.finished, meter
@@ -263,6 +263,7 @@ class Planner:
         """Plan by another policy, prefill chunk and latency target from now on; all else of ``limits`` stays."""
         self.requests.limits = limits
         self._prefills.retune(limits)
+        self._features.retuned(limits)
         if policy is not self._policy:
             self._policy = policy
             self._quarantine.reorder(waiting_queue(policy, self.table))
@@ -278,11 +279,6 @@ class Planner:
     def num_held(self) -> int:
         """Number of sequences that features hold."""
         return self._features.num_held
-
-    @property
-    def num_host_pages_used(self) -> int:
-        """Number of pages of the host tier that hold something."""
-        return self.pages.num_on_host
 
     def watch(self, watcher: object) -> None:
         """Add a watcher, which is called from now on."""

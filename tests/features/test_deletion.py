@@ -16,6 +16,7 @@ NAMES = sorted(path.parent.name for path in FEATURES.glob("*/__init__.py"))
 IMPORTERS = {
     "explain": {"server/extensions/explain/explanation.py"},
     "host_tier": set(),
+    "itl_target": set(),
     "kv_store": set(),
     "lora": {
         "engine/control/changes.py",
@@ -24,6 +25,7 @@ IMPORTERS = {
         "server/extensions/doctor/doctor.py",
         "server/model_card.py",
     },
+    "shared_prefix": set(),
     "speculation": set(),
 }
 GENERATE = """

@@ -3,8 +3,10 @@
 from functools import partial
 
 from engine.features.host_tier.planner import HostTierPlanner
+from engine.features.itl_target.planner import TargetPlanner
 from engine.features.kv_store.planner import StorePlanner
 from engine.features.lora.planner import LoraPlanner
+from engine.features.shared_prefix.planner import SharedPrefixPlanner
 from engine.features.speculation.planner import SpeculationPlanner
 from engine.scheduling.feature import NewFeature
 from engine.scheduling.proposer import DraftModel, Proposer
@@ -20,7 +22,7 @@ def features_of(
     vocab_size: int = VOCAB,
 ) -> list[NewFeature]:
     """Return what builds the features that the arguments switch on."""
-    features: list[NewFeature] = []
+    features: list[NewFeature] = [SharedPrefixPlanner, TargetPlanner]
     if has_host:
         features.append(HostTierPlanner)
     if store_timeout_s:

@@ -12,7 +12,9 @@ import numpy as np
 from engine.actors.ingress import Ingress
 from engine.actors.supervisor import Supervisor
 from engine.actors.tokenizer import Tokenizer
+from engine.features.host_tier.tree import TieredTree
 from engine.features.kv_store.planner import StorePlanner
+from engine.features.shared_prefix.planner import SharedPrefixPlanner
 from engine.features.speculation.planner import SpeculationPlanner
 from engine.kv.eviction import EvictionStrategy
 from engine.kv.node import Namespace, Node
@@ -68,7 +70,7 @@ def build_planner(setup: Setup, num_pages: int, clock: Callable[[], float], befo
         num_host_pages=setup.num_host_pages,
         itl_target_s=setup.itl_target_s,
         record_events=setup.record_events,
-        bigram=bool(setup.proposer) and setup.drafted and not setup.store_timeout_s,
+        lookahead=int(bool(setup.proposer) and setup.drafted and not setup.store_timeout_s),
     )
     liar = liar_of(setup)
     drafted = DraftModel(path="", num_tokens=liar.num_tokens, max_len=setup.max_len)
@@ -139,8 +141,9 @@ class Probe:
         saving = [as_pages(pages) for _, pages in self._store._saves] if self._store is not None else []
         if saving:
             pages = pages[~np.isin(pages, np.concatenate(saving))]  # the next step still copies what is in them
-        host = self._tree._host
-        leaving = [one.device_pages for one in host._transfers if one.to_host] if host is not None else []
+        tree = self._tree
+        transfers = tree.host._transfers if isinstance(tree, TieredTree) else []
+        leaving = [one.device_pages for one in transfers if one.to_host]
         if leaving:
             # Their content is still to be copied, by the step that is being planned; the device poisons them after.
             pages = pages[~np.isin(pages, np.concatenate(leaving))]
@@ -225,7 +228,8 @@ class Probe:
 
     def waiting(self) -> Iterator[Sequence]:
         """Those without a row, but for those who stand aside to share what another one computes."""
-        aside = {sequence.arrival for entries in self.planner._prefills._aside.values() for _, sequence in entries}
+        (shared,) = (one for one in self.planner._features.all if isinstance(one, SharedPrefixPlanner))
+        aside = {sequence.arrival for entries in shared._waiting.values() for _, sequence in entries}
         if aside:
             self._mark("stood aside to share")
         if self._store is not None:
