@@ -18,7 +18,7 @@ from engine.scheduling.meter import StepRecord
 from engine.scheduling.pages import PageManager
 from engine.scheduling.prefills import Prefills
 from engine.scheduling.requests import Requests
-from engine.scheduling.rows import Rows, RowTable, TokenIds
+from engine.scheduling.rows import Rows, RowTable, Sequence, TokenIds
 from engine.scheduling.step_builder import InFlight, Wave
 from engine.types.errors import RequestError
 
@@ -218,6 +218,15 @@ class Completions:
         table.running[row] = False
         self._ended.append(row)
         self._release_ended()
+
+    def retract(self, sequence: Sequence) -> None:
+        """Send a running sequence back to the queue, with its tokens."""
+        row, table = sequence.row, self._table
+        self.leave(row)
+        sequence.tokens = table.tokens[row, : table.num_known[row]].copy()
+        sequence.row = -1
+        self._requests.retracted(sequence)
+        self._prefills.wait(sequence)
 
     def _release_ended(self) -> None:
         self._page_manager.collect(self.last_completed)

@@ -15,6 +15,7 @@ from engine.messages import Admit, FetchPages, PagesFetched, StepDone
 from engine.scheduling.events import Callbacks, PlannerEvents, Why, callbacks
 from engine.scheduling.rows import PlannerLimits, RowTable, Sequence
 from engine.scheduling.step_builder import InFlight, StepBuilder, Wave
+from engine.types.notices import LossExplained
 
 if TYPE_CHECKING:
     from engine.scheduling.completions import Completions
@@ -29,6 +30,7 @@ class PlannerParts:
     """The parts of one planner, for its features."""
 
     limits: PlannerLimits
+    features: "PlannerFeatures"
     table: RowTable
     pages: "PageManager"
     decodes: "Decodes"
@@ -41,7 +43,8 @@ class PlannerParts:
 class PlannerFeature:
     """An optional part of one planner.  A subclass overrides the hooks that it needs.
 
-    order: features of lower order come first.  is_on: whether the hooks are called; it may change in ``retuned``."""
+    order: features of lower order come first.
+    is_on: whether the hooks are called; ``PlannerFeatures.refresh`` must follow a change."""
 
     order = 0
     is_on = True
@@ -101,6 +104,15 @@ class PlannerFeature:
     def released(self, row: int) -> None:
         """Called before a row is free: no step in flight uses it any more."""
 
+    def ended(self, sequence: Sequence) -> None:
+        """Called when a request has ended."""
+
+    def lost(self, *, is_fault: bool) -> LossExplained | None:
+        """Called when the executors are gone, even while the feature is off.
+
+        It may end a request that caused losses, and return the explanation.  is_fault: as in ``ExecutorsLost``."""
+        return None
+
     def forget(self, sequence: Sequence) -> bool:
         """Called when a sequence without a row has ended.  Return whether the feature held it."""
         return False
@@ -159,6 +171,7 @@ class PlannerFeatures:
         self.published = self._hooks("published")
         self.left = self._hooks("left")
         self.released = self._hooks("released")
+        self.ended = self._hooks("ended")
         self.forget = self._hooks("forget")
         self.outgoing = self._hooks("outgoing")
         self.received = self._hooks("received")
@@ -170,6 +183,15 @@ class PlannerFeatures:
         """Pass new limits to every feature; it may switch on or off."""
         for one in self.all:
             one.retuned(limits)
+        self.refresh()
+
+    def lost(self, *, is_fault: bool) -> LossExplained | None:
+        """Pass a loss to every feature.  Return the explanation, if there is one."""
+        explained = [one.lost(is_fault=is_fault) for one in self.all]
+        return next(filter(None, explained), None)
+
+    def refresh(self) -> None:
+        """Look the hooks up again, after a feature has switched on or off."""
         self.install(self.all)
 
     @property

@@ -25,9 +25,9 @@ from engine.scheduling.meter import Meter
 from engine.scheduling.pages import PageManager
 from engine.scheduling.policy import SchedulingPolicy, TenantPolicy
 from engine.scheduling.prefills import Prefills, Segments
-from engine.scheduling.queue import Quarantine, waiting_queue
+from engine.scheduling.queue import waiting_queue
 from engine.scheduling.requests import OutputForecast, Requests
-from engine.scheduling.rows import PlannerLimits, RowTable, Sequence
+from engine.scheduling.rows import PlannerLimits, RowTable
 from engine.scheduling.step_builder import Columns, StepBuilder, column
 from engine.types.notices import LossExplained
 
@@ -57,26 +57,23 @@ class Planner:
         self.pages = PageManager(limits, self.table, strategy, self._features, self._events)
         self._forecast = OutputForecast()
         self._decodes = Decodes(self.table, self.pages)
-        self._quarantine = Quarantine(waiting_queue(policy, self.table))
-        self._prefills = Prefills(
-            limits, self.table, self.pages, self._quarantine, self._forecast, self._features, self._events
-        )
+        queue = waiting_queue(policy, self.table)
+        self._prefills = Prefills(limits, self.table, self.pages, queue, self._forecast, self._features, self._events)
         meter = Meter(clock())
         self._watchers = tuple(watchers)
         self._events.install((meter, *self._watchers))
-        self.requests = Requests(limits, self._forecast, self._quarantine, clock, meter, self._events)
+        self.requests = Requests(limits, self._forecast, clock, meter, self._features, self._events)
         self.outbox, self.finished, self.meter = self.requests.outbox, self.requests.finished, meter
         self._completions = Completions(
             self.table, self.pages, self._decodes, self._prefills, self.requests, clock,
             self._features, self._events,
         )  # fmt: skip
         parts = PlannerParts(
-            limits, self.table, self.pages, self._decodes, self._prefills, self.requests, self._completions,
-            self._events,
+            limits, self._features, self.table, self.pages, self._decodes, self._prefills, self.requests,
+            self._completions, self._events,
         )  # fmt: skip
         self._features.install([build(parts) for build in features])
         self._num_steps = 0
-        self._completed_at_blame = 0
 
     # ---- requests come and go ---------------------------------------------------------------
 
@@ -107,7 +104,7 @@ class Planner:
     def next_step(self) -> Step | None:
         """Plan a step: every decode row, then prefill chunks within the token budget.  None if nothing is to do."""
         features, in_flight = self._features, self._completions.in_flight
-        if in_flight and (self._quarantine.is_on or any(awaits() for awaits in features.awaits_tokens)):
+        if in_flight and any(awaits() for awaits in features.awaits_tokens):
             return None
         if (builder := self._begin_step()) is None:
             return None
@@ -169,8 +166,6 @@ class Planner:
     def complete(self, done: StepDone) -> None:
         """Take in the tokens of a step: note them, end requests that are done, free what no step uses any more."""
         self._completions.complete(done)
-        if self._quarantine.is_on:
-            self._release_suspect()
 
     # ---- losses -----------------------------------------------------------------------------
 
@@ -185,34 +180,16 @@ class Planner:
             return False
         # With tenants, a low priority value protects no request: it orders the requests of its own tenant alone.
         least = 0 if isinstance(self._policy, TenantPolicy) else -(1 << 31)
-        self._retract(max(running, key=lambda one: (max(one.priority, least), one.arrival)))
+        self._completions.retract(max(running, key=lambda one: (max(one.priority, least), one.arrival)))
         self._forecast.note_retraction()
         return True
-
-    def _retract(self, victim: Sequence) -> None:
-        row, table = victim.row, self.table
-        self._completions.leave(row)
-        victim.tokens = table.tokens[row, : table.num_known[row]].copy()
-        victim.row = -1
-        self.requests.retracted(victim)
-        self._prefills.wait(victim)
-
-    def _release_suspect(self) -> None:
-        """Retract the sequence that runs alone if it is past the place where executors were lost; the next follows."""
-        quarantine, alone = self._quarantine, self._quarantine.alone
-        if alone is not None and quarantine.passes(self._completions.num_done(alone.row)) and quarantine.is_on:
-            self._retract(alone)
-        self._prefills.unblock()
 
     def restart(self, *, is_fault: bool = True) -> LossExplained | None:
         """Start again with new executors: steps in flight never complete, all pages are empty, running sequences wait.
 
         Requests keep the tokens that they have, so that every stream goes on from its place.  is_fault: as in
-        ``ExecutorsLost``.  Returns the explanation of the losses if one request, now ended, was found to cause them."""
-        culprit = self._note_loss() if is_fault else None
-        self._quarantine.begin()
-        if not is_fault:
-            self._quarantine.acquit_all()
+        ``ExecutorsLost``.  Returns the explanation of the losses if a feature has found and ended their cause."""
+        explained = self._features.lost(is_fault=is_fault)
         running = [sequence for sequence in self.requests.open.values() if sequence.row >= 0]
         for lost in self._events.lost:
             lost(running)
@@ -224,29 +201,8 @@ class Planner:
         self._decodes.clear()
         self._prefills.clear()
         for sequence in running:
-            if sequence is not culprit:
-                self._prefills.wait(sequence)
-        return self._end_culprit(culprit) if culprit is not None else None
-
-    def _note_loss(self) -> Sequence | None:
-        """Note a loss for every sequence in flight.  Return the one that causes the losses, if it is known now."""
-        culprit = None
-        in_flight = self._completions.in_flight
-        under_way = {row for record in in_flight for row in (*record.sampled_rows.tolist(), *record.prefill_rows)}
-        for row in sorted(under_way):
-            sequence = self.table.sequences[row]
-            if sequence is None or not self.table.running[row]:
-                continue
-            if self._quarantine.note_loss(sequence, self._completions.num_done(row), int(self.table.num_computed[row])):
-                culprit = sequence
-        return culprit
-
-    def _end_culprit(self, culprit: Sequence) -> LossExplained:
-        num_losses = self._quarantine.num_losses(culprit)
-        self._quarantine.acquit_all()
-        self.requests.blame(culprit, num_losses)
-        before, self._completed_at_blame = self._completed_at_blame, self._completions.num_completed
-        return LossExplained(num_losses=num_losses, executors_work=self._completed_at_blame > before)
+            self._prefills.wait(sequence)
+        return explained
 
     def with_requests_of(self, other: "Planner") -> "Planner":
         """Continue with the requests and the counters of a planner that was restarted.  Return this planner."""
@@ -254,7 +210,7 @@ class Planner:
         self._completions.forget(last_launched=self._num_steps - 1)
         for sequence in self.requests.take_over(other.requests):
             self._prefills.wait(sequence)
-        other._quarantine.rerank(lambda sequence: 0)  # a policy that stays counts what has been served
+        other._prefills.queue.rerank(lambda sequence: 0)  # a policy that stays counts what has been served
         self.meter = self.requests.meter
         self._events.install((self.meter, *self._watchers))
         return self
@@ -266,7 +222,7 @@ class Planner:
         self._features.retuned(limits)
         if policy is not self._policy:
             self._policy = policy
-            self._quarantine.reorder(waiting_queue(policy, self.table))
+            self._prefills.queue = self._prefills.queue.moved_to(waiting_queue(policy, self.table))
 
     # ---- views ------------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ from engine.messages import Admission
 from engine.scheduling.events import PlannerEvents, Why
 from engine.scheduling.feature import PlannerFeatures
 from engine.scheduling.pages import PageManager
-from engine.scheduling.queue import Quarantine
+from engine.scheduling.queue import WaitingQueue
 from engine.scheduling.requests import OutputForecast, peak_growth
 from engine.scheduling.rows import PlannerLimits, RowTable, Sequence
 
@@ -35,14 +35,14 @@ class Segments:
 
 
 class Prefills:
-    """Rows between their first step and their first token."""
+    """Rows between their first step and their first token.  queue: sequences without a row."""
 
     def __init__(
         self,
         limits: PlannerLimits,
         table: RowTable,
         page_manager: PageManager,
-        waiting: Quarantine,
+        queue: WaitingQueue,
         forecast: OutputForecast,
         features: PlannerFeatures,
         events: PlannerEvents,
@@ -50,7 +50,7 @@ class Prefills:
         self._limits = limits
         self._table = table
         self._page_manager = page_manager
-        self._waiting = waiting
+        self.queue = queue
         self._forecast = forecast
         self._features = features
         self._events = events
@@ -68,7 +68,7 @@ class Prefills:
     @property
     def num_waiting(self) -> int:
         """Number of sequences without a row."""
-        return len(self._waiting) + self._features.num_held
+        return len(self.queue) + self._features.num_held
 
     @property
     def may_go_on(self) -> bool:
@@ -77,13 +77,13 @@ class Prefills:
 
     @property
     def _may_start(self) -> bool:
-        if self._blocked or not len(self._waiting) or not self._table.num_free:
+        if self._blocked or not len(self.queue) or not self._table.num_free:
             return False
         return not any(blocks() for blocks in self._features.blocks)
 
     def wait(self, sequence: Sequence) -> None:
         """Queue a sequence that needs a row."""
-        self._waiting.push(sequence)
+        self.queue.push(sequence)
         self._note_wait(sequence, "queue")
         self._blocked = False
 
@@ -91,14 +91,10 @@ class Prefills:
         for waits in self._events.waits:
             waits(sequence, why)
 
-    def lets_wait(self) -> bool:
-        """Return whether a sequence may give up its turn for a while."""
-        return self._waiting.lets_wait()
-
     def forget(self, sequence: Sequence) -> None:
         """Remove a sequence that waits."""
         if not any(forget(sequence) for forget in self._features.forget):
-            self._waiting.remove(sequence)
+            self.queue.remove(sequence)
 
     def clear(self) -> None:
         """Forget every prompt under way.  Sequences that features hold are queued like all others."""
@@ -128,7 +124,7 @@ class Prefills:
         for prefill_tokens in self._features.prefill_tokens:
             budget = prefill_tokens(num_decodes, budget)
         if self._may_start:
-            self._waiting.rerank(self._page_manager.num_cached_tokens)
+            self.queue.rerank(self._page_manager.num_cached_tokens)
         for turn in list(self._turns):
             if budget <= 0:
                 break
@@ -161,9 +157,10 @@ class Prefills:
 
         It goes on while rows, pages and ``budget`` allow, but starts no sequence once ``turn`` tokens are used."""
         used = 0
-        while used < min(turn, budget) and self._may_start and (sequence := self._waiting.first()) is not None:
-            if why := next(filter(None, (hold(sequence) for hold in self._features.hold)), None):
-                self._waiting.pop(starts=False)
+        holds = self._features.hold if self.queue.lets_wait() else ()
+        while used < min(turn, budget) and self._may_start and (sequence := self.queue.first()) is not None:
+            if why := next(filter(None, (hold(sequence) for hold in holds)), None):
+                self.queue.pop(starts=False)
                 self._note_wait(sequence, why)
                 continue
             row = self._page_manager.start(sequence, self._reserve(sequence))
@@ -171,7 +168,7 @@ class Prefills:
                 self._blocked = True
                 self._note_wait(sequence, "no_room")
                 break
-            self._waiting.pop(starts=True)
+            self.queue.pop(starts=True)
             self._turns.append(row)  # after all rows that have not had their turn yet
             segments.started.append(sequence)
             segments.admissions.append(self._admission(sequence))

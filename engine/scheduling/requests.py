@@ -15,8 +15,8 @@ import numpy.typing as npt
 
 from engine.messages import Admit, Failed, Finish, Tokens
 from engine.scheduling.events import PlannerEvents
+from engine.scheduling.feature import PlannerFeatures
 from engine.scheduling.meter import Meter, RequestMetrics
-from engine.scheduling.queue import Quarantine
 from engine.scheduling.rows import PlannerLimits, Sequence
 from engine.types.errors import RequestError
 
@@ -95,9 +95,9 @@ class Requests:
         self,
         limits: PlannerLimits,
         forecast: OutputForecast,
-        quarantine: Quarantine,
         clock: Callable[[], float],
         meter: Meter,
+        features: PlannerFeatures,
         events: PlannerEvents,
     ) -> None:
         self.open: dict[int, Sequence] = {}
@@ -107,7 +107,7 @@ class Requests:
         self.open_since = 0.0
         self.limits = limits
         self._forecast = forecast
-        self._quarantine = quarantine
+        self._features = features
         self._events = events
         self._clock = clock
         self._num_arrived = 0
@@ -194,24 +194,11 @@ class Requests:
             )
         )
 
-    def blame(self, culprit: Sequence, num_losses: int) -> None:
-        """End the request that has caused so many losses of executors in a row."""
-        self.end(culprit, Finish.ERROR, len(culprit.tokens))
-        self.outbox.append(
-            Failed(
-                request_id=culprit.request_id,
-                message=f"this request ended the model's executors {num_losses} times in a row, the last time while "
-                "nothing else ran; it was ended so that other requests go on.  The server log says what happened; "
-                "the same request is likely to fail again",
-                status=500,
-                code="executors_lost",
-            )
-        )
-
     def end(self, sequence: Sequence, finish: Finish, num_tokens: int) -> None:
         """End a request, with that many tokens of prompt and output."""
         del self.open[sequence.request_id]
-        self._quarantine.forget(sequence)
+        for ended in self._features.ended:
+            ended(sequence)
         num_output = num_tokens - sequence.num_prompt
         if finish in (Finish.STOP, Finish.LENGTH):
             self._forecast.note_end(num_output)

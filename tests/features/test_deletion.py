@@ -25,6 +25,7 @@ IMPORTERS = {
         "server/extensions/doctor/doctor.py",
         "server/model_card.py",
     },
+    "quarantine": set(),
     "shared_prefix": set(),
     "speculation": set(),
 }

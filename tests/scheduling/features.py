@@ -6,6 +6,7 @@ from engine.features.host_tier.planner import HostTierPlanner
 from engine.features.itl_target.planner import TargetPlanner
 from engine.features.kv_store.planner import StorePlanner
 from engine.features.lora.planner import LoraPlanner
+from engine.features.quarantine.planner import QuarantinePlanner
 from engine.features.shared_prefix.planner import SharedPrefixPlanner
 from engine.features.speculation.planner import SpeculationPlanner
 from engine.scheduling.feature import NewFeature
@@ -22,7 +23,7 @@ def features_of(
     vocab_size: int = VOCAB,
 ) -> list[NewFeature]:
     """Return what builds the features that the arguments switch on."""
-    features: list[NewFeature] = [SharedPrefixPlanner, TargetPlanner]
+    features: list[NewFeature] = [SharedPrefixPlanner, TargetPlanner, QuarantinePlanner]
     if has_host:
         features.append(HostTierPlanner)
     if store_timeout_s:

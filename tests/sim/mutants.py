@@ -18,6 +18,7 @@ from engine.features.kv_store.planner import StorePlanner
 from engine.features.kv_store.records import PageRecords
 from engine.features.lora.planner import LoraPlanner
 from engine.features.lora.slots import AdapterSlots
+from engine.features.quarantine.suspects import Quarantine
 from engine.features.shared_prefix.planner import SharedPrefixPlanner
 from engine.features.speculation.planner import NAME, SpeculationPlanner
 from engine.kv.match import Match
@@ -30,7 +31,7 @@ from engine.scheduling.decodes import Decodes
 from engine.scheduling.pages import PageManager
 from engine.scheduling.planner import Planner
 from engine.scheduling.prefills import Prefills
-from engine.scheduling.queue import Quarantine, RankedQueue
+from engine.scheduling.queue import RankedQueue
 from engine.scheduling.requests import Requests
 from engine.scheduling.rows import Rows, RowTable, Sequence
 from engine.scheduling.step_builder import Appends, InFlight, StepBuilder, Wave
@@ -395,7 +396,7 @@ def a_loss_blames_at_once(_: Callable[..., bool]) -> Callable[..., bool]:
 
 
 def suspects_run_together(_: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda self: self._suspects[0] if self._suspects else self._waiting.first()
+    return lambda self: self._suspects[0] if self._suspects else self.waiting.first()
 
 
 def a_cancelled_request_is_never_let_go_of(_: Callable[..., bool]) -> Callable[..., bool]:

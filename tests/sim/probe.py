@@ -14,6 +14,8 @@ from engine.actors.supervisor import Supervisor
 from engine.actors.tokenizer import Tokenizer
 from engine.features.host_tier.tree import TieredTree
 from engine.features.kv_store.planner import StorePlanner
+from engine.features.quarantine.planner import QuarantinePlanner
+from engine.features.quarantine.suspects import Quarantine
 from engine.features.shared_prefix.planner import SharedPrefixPlanner
 from engine.features.speculation.planner import SpeculationPlanner
 from engine.kv.eviction import EvictionStrategy
@@ -101,6 +103,12 @@ def _speculation(parts: PlannerParts, proposer: Liar | DraftModel) -> Speculatio
 def store_of(planner: Planner) -> StorePlanner | None:
     """The planner's part of the store; None if it has none."""
     return next((one for one in planner._features.all if isinstance(one, StorePlanner)), None)
+
+
+def quarantine_of(planner: Planner) -> Quarantine:
+    """The planner's quarantine."""
+    (feature,) = (one for one in planner._features.all if isinstance(one, QuarantinePlanner))
+    return feature.quarantine
 
 
 class Probe:
@@ -218,7 +226,7 @@ class Probe:
     @property
     def is_in_quarantine(self) -> bool:
         """Whether suspects run one at a time."""
-        return self.planner._quarantine.is_on
+        return quarantine_of(self.planner).is_on
 
     def started(self, step: Step) -> list[Sequence]:
         """Those that got a row in this step, in order; it has just been planned."""

@@ -99,7 +99,7 @@ class StorePlanner(PlannerFeature):
 
     def hold(self, sequence: Sequence) -> Why | None:
         """Request the pages of a sequence's prefix that the cache lacks, unless that was done."""
-        if sequence.request_id in self._answered or not self._prefills.lets_wait():
+        if sequence.request_id in self._answered:
             return None
         first_page, parent, tokens = self._missing(sequence)
         if len(tokens) < WORTH_WAITING_TOKENS * TOKEN_BYTES:
