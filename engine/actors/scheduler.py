@@ -106,7 +106,7 @@ class Scheduler(Actor[SchedulerInbox]):
             finished = tuple(planner.finished)
             planner.finished.clear()
             self._observers.request_finished(finished)
-        if events := planner.drain_kv_events():
+        if events := planner.pages.tree.drain_events():
             self._observers.kv_event(tuple(events))
 
     def close(self) -> None:

@@ -16,7 +16,7 @@ from engine.actors.snapshot import NO_VIEWS, Gauges, GetSnapshot, MailboxGauges,
 from engine.actors.tokenizer import Tokenizer
 from engine.messages import Profile
 from engine.plugins.observers import Observers
-from engine.scheduling.board import Board
+from engine.scheduling.board import Board, draw_board
 from engine.scheduling.meter import Meter
 from engine.scheduling.rows import PlannerLimits
 from engine.workers.executors import Executors
@@ -103,10 +103,10 @@ class Monitor:
             pages_cached=stats.pages_cached,
             pages_used=stats.pages_used,
             num_in_flight=planner.num_in_flight,
-            of_features=planner.gauges(),
+            of_features=planner.features.gauges(),
             running_adapters=frozenset(digest for digest, is_running in adapted if is_running),
             waiting_adapters=frozenset(digest for digest, is_running in adapted if not is_running),
-            stalled_s=max(0.0, self._clock() - planner.due_since) if planner.num_open else 0.0,
+            stalled_s=max(0.0, self._clock() - planner.requests.due_since) if planner.num_open else 0.0,
         )
 
     def snapshot(self, ask: GetSnapshot) -> Snapshot:
@@ -146,4 +146,6 @@ class Monitor:
     def board(self) -> Board:
         """Return the place of every request, and the content of every page."""
         planner = self._scheduler.planner
-        return planner.board() if planner is not None else Board()
+        if planner is None:
+            return Board()
+        return draw_board(planner.requests, planner.table, planner.pages, self.now)

@@ -31,6 +31,7 @@ class RadixTree:
     now: the step that is being planned; set it before each.
     lookahead: 1 if K/V depend on the next token too; a key's elements are pairs of neighbours then.
     record_events: collect the events that ``drain_events`` returns, which must be called then.
+    num_handles: number of handles that are locked.
     new_pages: called with the pages that a request gives the tree: their node, index of the first in it, the pages.
     A feature may use a subclass, which keeps pages that are evicted."""
 
@@ -55,7 +56,7 @@ class RadixTree:
     def _clear(self) -> None:
         self._roots: dict[Namespace, Root] = {}
         self._lock_counts = LockCounts(self._strategy)
-        self._num_handles = 0
+        self.num_handles = 0
 
     @property
     def num_evictable(self) -> int:
@@ -71,11 +72,6 @@ class RadixTree:
     def num_cached(self) -> int:
         """Number of pages that the tree owns."""
         return self._lock_counts.num_evictable + self._lock_counts.num_protected
-
-    @property
-    def num_handles(self) -> int:
-        """Number of handles that are locked."""
-        return self._num_handles
 
     # ---- look-ups ---------------------------------------------------------------------------
 
@@ -117,7 +113,7 @@ class RadixTree:
         elif match.num_end_pages * self.page_bytes < len(node.key):
             node = self._split(node, match.num_end_pages)
         node.hits += 1
-        self._num_handles += 1
+        self.num_handles += 1
         self._lock_counts.protect(node)
         handle = Handle(node, match.num_pages, priority)
         self._stamp(handle, node)
@@ -146,7 +142,7 @@ class RadixTree:
         assert node is not None, "a handle was unlocked twice"
         self._stamp(handle, node)
         handle.node = None
-        self._num_handles -= 1
+        self.num_handles -= 1
         self._lock_counts.release(node)
         self._settle_root(node)
 
@@ -293,7 +289,7 @@ class RadixTree:
             assert root.children or root.locks, f"{namespace}: an empty root"
             nodes += check_nodes(root, self.page_bytes)
         roots = list(self._roots.values())
-        check_locks([*roots, *nodes], self._num_handles)
+        check_locks([*roots, *nodes], self.num_handles)
         check_pages(nodes)
         self._check_contents(nodes)
         self._lock_counts.check(nodes)

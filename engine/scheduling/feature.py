@@ -6,7 +6,7 @@ the planner is built: a hook that no feature overrides costs nothing.
 """
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from engine.kv.node import Handle
@@ -25,19 +25,22 @@ if TYPE_CHECKING:
     from engine.scheduling.requests import Requests
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class PlannerParts:
-    """The parts of one planner, for its features."""
+    """The parts of one planner, for each other and for its features.  Those after ``events`` are added as it is built.
+
+    clock: seconds."""
 
     limits: PlannerLimits
-    features: "PlannerFeatures"
+    clock: Callable[[], float]
     table: RowTable
-    pages: "PageManager"
-    decodes: "Decodes"
-    prefills: "Prefills"
-    requests: "Requests"
-    completions: "Completions"
+    features: "PlannerFeatures"
     events: PlannerEvents
+    pages: "PageManager" = field(init=False)
+    decodes: "Decodes" = field(init=False)
+    prefills: "Prefills" = field(init=False)
+    requests: "Requests" = field(init=False)
+    completions: "Completions" = field(init=False)
 
 
 class PlannerFeature:
@@ -193,6 +196,10 @@ class PlannerFeatures:
     def refresh(self) -> None:
         """Look the hooks up again, after a feature has switched on or off."""
         self.install(self.all)
+
+    def gauges(self) -> dict[str, int]:
+        """Return the features' numbers of the present state, by name."""
+        return {name: number for one in self.all for name, number in one.gauges().items()}
 
     @property
     def num_held(self) -> int:

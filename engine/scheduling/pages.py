@@ -14,16 +14,14 @@ from collections.abc import Callable
 
 import numpy as np
 
-from engine.kv.events import KVEvent
 from engine.kv.eviction import Candidate, EvictionListener, EvictionStrategy, SortKey
 from engine.kv.match import Match
 from engine.kv.node import Handle, Namespace
-from engine.kv.outline import Outline
 from engine.kv.pages import PageAllocator, Pages
 from engine.kv.radix import RadixTree
 from engine.scheduling.events import PlannerEvents
-from engine.scheduling.feature import PlannerFeatures
-from engine.scheduling.rows import PlannerLimits, RowTable, Sequence
+from engine.scheduling.feature import PlannerParts
+from engine.scheduling.rows import Sequence
 from engine.scheduling.step_builder import NO_ROWS, Appends
 
 
@@ -48,21 +46,14 @@ class WatchedEvictions:
 class PageManager:
     """Pages by owner, for the rows of one table.  allocator, tree: other parts only read them."""
 
-    def __init__(
-        self,
-        limits: PlannerLimits,
-        table: RowTable,
-        strategy: EvictionStrategy,
-        features: PlannerFeatures,
-        events: PlannerEvents,
-    ) -> None:
+    def __init__(self, parts: PlannerParts, strategy: EvictionStrategy) -> None:
+        self._limits = limits = parts.limits
+        self._table = parts.table
+        self._features = parts.features
+        self._events = parts.events
         self.allocator = PageAllocator(limits.num_pages)
-        self._evictions = WatchedEvictions(strategy, events)
-        self._limits = limits
+        self._evictions = WatchedEvictions(strategy, parts.events)
         self.use(RadixTree)
-        self._table = table
-        self._features = features
-        self._events = events
         self._page_size = limits.page_size
         self._num_behind = limits.lookahead  # tokens after a page that belong to its key
         self._handles: dict[int, Handle] = {}
@@ -81,34 +72,6 @@ class PageManager:
         """Number of pages that ``allocate`` can return, by evicting unused ones."""
         return self.allocator.num_free + self.tree.num_evictable
 
-    @property
-    def num_free(self) -> int:
-        """Number of pages without any content."""
-        return self.allocator.num_free
-
-    @property
-    def num_cached(self) -> int:
-        """Number of pages whose content is kept although no request uses it."""
-        return self.tree.num_evictable
-
-    @property
-    def num_used(self) -> int:
-        """Number of pages that requests need, or that wait for a step in flight."""
-        return self.allocator.num_held - self.tree.num_evictable
-
-    @property
-    def num_handles(self) -> int:
-        """Number of rows that have a handle in the tree."""
-        return len(self._handles)
-
-    def outline(self, max_nodes: int, holders: Pages) -> Outline:
-        """Return the most used part of the prefix cache.  holders: per page, set to the index of its node."""
-        return self.tree.outline(max_nodes, holders)
-
-    def tick(self, step_id: int) -> None:
-        """Set the clock of least-recent use to the step being planned."""
-        self.tree.now = step_id
-
     def match(self, sequence: Sequence) -> Match:
         """Find the longest cached prefix of a sequence that it may use.  Changes nothing."""
         return self.tree.match(self._prefix_key(sequence), Namespace(sequence.cache_salt, sequence.weights))
@@ -126,7 +89,8 @@ class PageManager:
         match = self.match(sequence)
         key = match.key
         num_new = -(-len(sequence.tokens) // self._page_size) - match.num_pages
-        if num_new + reserve > self.num_available or not self._has_room(sequence):
+        has_room = all(has_room(sequence) for has_room in self._features.has_room)
+        if num_new + reserve > self.num_available or not has_room:
             return None
         handle = self.tree.lock(match, sequence.priority)  # before the second count: locked pages cannot be evicted
         if num_new + reserve > self.num_available:
@@ -143,9 +107,6 @@ class PageManager:
         for started in self._features.started:
             started(sequence)
         return row
-
-    def _has_room(self, sequence: Sequence) -> bool:
-        return all(has_room(sequence) for has_room in self._features.has_room)
 
     def allocate(self, count: int, request_id: int) -> Pages:
         """Take pages for a request, evicting cached ones if too few are free.  The caller checks ``num_available``."""
@@ -195,10 +156,6 @@ class PageManager:
         while self._deferred and self._deferred[0][0] <= last_completed:
             self.allocator.free(self._deferred.popleft()[1])
 
-    def drain_events(self) -> list[KVEvent]:
-        """Return the events of cached pages since the last call."""
-        return self.tree.drain_events()
-
     def take_rewrites(self) -> list[Appends]:
         """Return the page-table entries that changed since the last call."""
         rewrites, self._rewrites = self._rewrites, []
@@ -224,6 +181,10 @@ class PageManager:
         private += [pages for _, pages in self._deferred]
         held = np.concatenate(private)
         assert len(np.unique(held)) == len(held), "a page is held twice"
+        num_locks = self.tree.num_handles
+        assert num_locks == len(self._handles), (
+            f"{num_locks} prefixes are locked, and {len(self._handles)} rows have one"
+        )
         total = self.allocator.num_free + self.tree.num_cached + len(held)
         assert total == self.allocator.num_pages, (
             f"free {self.allocator.num_free} + cached {self.tree.num_cached} + held {len(held)} "

@@ -13,10 +13,8 @@ from collections.abc import Callable, Iterable
 
 import numpy as np
 
-from engine.kv.events import KVEvent
 from engine.kv.eviction import EvictionStrategy
 from engine.messages import Admit, FetchPages, Finish, PagesFetched, Stats, Step, StepDone
-from engine.scheduling.board import Board, draw_board
 from engine.scheduling.completions import Completions
 from engine.scheduling.decodes import Decodes
 from engine.scheduling.events import PlannerEvents
@@ -52,27 +50,20 @@ class Planner:
         self._clock = clock
         self._policy = policy
         self.table = RowTable(limits.max_running, limits.max_len, limits.page_size)
-        self._features = PlannerFeatures()
+        self.features = PlannerFeatures()
         self._events = PlannerEvents()
-        self.pages = PageManager(limits, self.table, strategy, self._features, self._events)
         self._forecast = OutputForecast()
-        self._decodes = Decodes(self.table, self.pages)
-        queue = waiting_queue(policy, self.table)
-        self._prefills = Prefills(limits, self.table, self.pages, queue, self._forecast, self._features, self._events)
-        meter = Meter(clock())
+        self.meter = Meter(clock())
+        parts = PlannerParts(limits, clock, self.table, self.features, self._events)
+        self.pages = parts.pages = PageManager(parts, strategy)
+        self._decodes = parts.decodes = Decodes(self.table, self.pages)
+        self._prefills = parts.prefills = Prefills(parts, waiting_queue(policy, self.table), self._forecast)
+        self.requests = parts.requests = Requests(parts, self._forecast, self.meter)
+        self._completions = parts.completions = Completions(parts)
+        self.outbox, self.finished = self.requests.outbox, self.requests.finished
         self._watchers = tuple(watchers)
-        self._events.install((meter, *self._watchers))
-        self.requests = Requests(limits, self._forecast, clock, meter, self._features, self._events)
-        self.outbox, self.finished, self.meter = self.requests.outbox, self.requests.finished, meter
-        self._completions = Completions(
-            self.table, self.pages, self._decodes, self._prefills, self.requests, clock,
-            self._features, self._events,
-        )  # fmt: skip
-        parts = PlannerParts(
-            limits, self._features, self.table, self.pages, self._decodes, self._prefills, self.requests,
-            self._completions, self._events,
-        )  # fmt: skip
-        self._features.install([build(parts) for build in features])
+        self._events.install((self.meter, *self._watchers))
+        self.features.install(build(parts) for build in features)
         self._num_steps = 0
 
     # ---- requests come and go ---------------------------------------------------------------
@@ -80,7 +71,7 @@ class Planner:
     def admit(self, message: Admit) -> None:
         """Queue a request.  Raises RequestError if it could never run."""
         sequence = self.requests.take_in(message)
-        for admit in self._features.admit:
+        for admit in self.features.admit:
             admit(sequence, message)
         self._prefills.wait(sequence)  # first: a policy's plugin may raise
         self.requests.add(sequence)
@@ -103,7 +94,7 @@ class Planner:
 
     def next_step(self) -> Step | None:
         """Plan a step: every decode row, then prefill chunks within the token budget.  None if nothing is to do."""
-        features, in_flight = self._features, self._completions.in_flight
+        features, in_flight = self.features, self._completions.in_flight
         if in_flight and any(awaits() for awaits in features.awaits_tokens):
             return None
         if (builder := self._begin_step()) is None:
@@ -121,7 +112,7 @@ class Planner:
 
     def _begin_step(self) -> StepBuilder | None:
         """Return a step with its decode rows and prompts; None if there is nothing to do."""
-        self.pages.tick(self._num_steps)
+        self.pages.tree.now = self._num_steps
         while self._decodes.lack_pages() and self._retract_one():
             pass
         decode_rows, appends = self._decodes.plan()
@@ -151,11 +142,11 @@ class Planner:
 
     def outgoing(self) -> list[FetchPages]:
         """Return the messages of features to the executors since the last call."""
-        return [message for outgoing in self._features.outgoing for message in outgoing()]
+        return [message for outgoing in self.features.outgoing for message in outgoing()]
 
     def received(self, message: PagesFetched) -> None:
         """Pass an executor's answer to the features."""
-        for received in self._features.received:
+        for received in self.features.received:
             received(message)
 
     @property
@@ -189,7 +180,7 @@ class Planner:
 
         Requests keep the tokens that they have, so that every stream goes on from its place.  is_fault: as in
         ``ExecutorsLost``.  Returns the explanation of the losses if a feature has found and ended their cause."""
-        explained = self._features.lost(is_fault=is_fault)
+        explained = self.features.lost(is_fault=is_fault)
         running = [sequence for sequence in self.requests.open.values() if sequence.row >= 0]
         for lost in self._events.lost:
             lost(running)
@@ -219,10 +210,10 @@ class Planner:
         """Plan by another policy, prefill chunk and latency target from now on; all else of ``limits`` stays."""
         self.requests.limits = limits
         self._prefills.retune(limits)
-        self._features.retuned(limits)
         if policy is not self._policy:
             self._policy = policy
             self._prefills.queue = self._prefills.queue.moved_to(waiting_queue(policy, self.table))
+        self.features.retuned(limits)
 
     # ---- views ------------------------------------------------------------------------------
 
@@ -231,43 +222,21 @@ class Planner:
         """Number of requests that have not ended."""
         return len(self.requests.open)
 
-    @property
-    def num_held(self) -> int:
-        """Number of sequences that features hold."""
-        return self._features.num_held
-
     def watch(self, watcher: object) -> None:
         """Add a watcher, which is called from now on."""
         self._watchers = (*self._watchers, watcher)
         self._events.install((self.meter, *self._watchers))
 
-    def gauges(self) -> dict[str, int]:
-        """Return the features' numbers of the present state, by name."""
-        return {name: number for one in self._features.all for name, number in one.gauges().items()}
-
-    @property
-    def due_since(self) -> float:
-        """Time from which on the completion of a step is due, provided that requests are open."""
-        return max(self.requests.open_since, self.meter.last_completed_at)
-
-    def board(self) -> Board:
-        """Return the place of every request and the content of every page."""
-        return draw_board(self.requests, self.table, self.pages, self._clock())
-
-    def drain_kv_events(self) -> list[KVEvent]:
-        """Return the events of cached pages since the last call; none unless ``limits.record_events``."""
-        return self.pages.drain_events()
-
     def stats(self) -> Stats:
         """Return the gauges of this moment."""
-        waiting = self._prefills.num_waiting
+        waiting, pages = self._prefills.num_waiting, self.pages
         return Stats(
             step_id=self._completions.last_completed,
             running=len(self.requests.open) - waiting,
             waiting=waiting,
-            pages_free=self.pages.num_free,
-            pages_cached=self.pages.num_cached,
-            pages_used=self.pages.num_used,
+            pages_free=pages.allocator.num_free,
+            pages_cached=pages.tree.num_evictable,
+            pages_used=pages.allocator.num_held - pages.tree.num_evictable,
         )
 
     def check(self) -> None:

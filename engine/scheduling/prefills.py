@@ -12,12 +12,11 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from engine.messages import Admission
-from engine.scheduling.events import PlannerEvents, Why
-from engine.scheduling.feature import PlannerFeatures
-from engine.scheduling.pages import PageManager
+from engine.scheduling.events import Why
+from engine.scheduling.feature import PlannerParts
 from engine.scheduling.queue import WaitingQueue
 from engine.scheduling.requests import OutputForecast, peak_growth
-from engine.scheduling.rows import PlannerLimits, RowTable, Sequence
+from engine.scheduling.rows import PlannerLimits, Sequence
 
 QUEUE = -1  # stands for the waiting queue among the rows that take turns
 
@@ -37,23 +36,14 @@ class Segments:
 class Prefills:
     """Rows between their first step and their first token.  queue: sequences without a row."""
 
-    def __init__(
-        self,
-        limits: PlannerLimits,
-        table: RowTable,
-        page_manager: PageManager,
-        queue: WaitingQueue,
-        forecast: OutputForecast,
-        features: PlannerFeatures,
-        events: PlannerEvents,
-    ) -> None:
-        self._limits = limits
-        self._table = table
-        self._page_manager = page_manager
+    def __init__(self, parts: PlannerParts, queue: WaitingQueue, forecast: OutputForecast) -> None:
         self.queue = queue
         self._forecast = forecast
-        self._features = features
-        self._events = events
+        self._limits = parts.limits
+        self._table = parts.table
+        self._page_manager = parts.pages
+        self._features = parts.features
+        self._events = parts.events
         self._turns: deque[int] = deque([QUEUE])
         self._blocked = False
 

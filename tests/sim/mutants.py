@@ -319,7 +319,7 @@ def the_device_is_not_told_where_a_row_goes_on(completed: Callable[..., None]) -
 def a_rejected_page_is_published(num_done: Callable[..., int]) -> Callable[..., int]:
     def mutant(self: Completions, row: int) -> int:
         # Where the row goes on, keys and values are still those of the token that was rejected there.
-        speculating = [one for one in self._features.all if isinstance(one, SpeculationPlanner)]
+        speculating = [one for one in self.features.all if isinstance(one, SpeculationPlanner)]
         return num_done(self, row) + any(row in one._guesses._lines for one in speculating)
 
     return mutant

@@ -102,12 +102,12 @@ def _speculation(parts: PlannerParts, proposer: Liar | DraftModel) -> Speculatio
 
 def store_of(planner: Planner) -> StorePlanner | None:
     """The planner's part of the store; None if it has none."""
-    return next((one for one in planner._features.all if isinstance(one, StorePlanner)), None)
+    return next((one for one in planner.features.all if isinstance(one, StorePlanner)), None)
 
 
 def quarantine_of(planner: Planner) -> Quarantine:
     """The planner's quarantine."""
-    (feature,) = (one for one in planner._features.all if isinstance(one, QuarantinePlanner))
+    (feature,) = (one for one in planner.features.all if isinstance(one, QuarantinePlanner))
     return feature.quarantine
 
 
@@ -138,7 +138,7 @@ class Probe:
         self._store = store_of(planner)
         if self._store is not None:
             wrap(self._store, "attach", self._watch_saves)
-            planner._features.install(planner._features.all)  # whose hooks it is now
+            planner.features.install(planner.features.all)  # whose hooks it is now
         wrap(planner, "abort", self._watch_abort)
         wrap(planner, "complete", self._watch_complete)
 
@@ -236,7 +236,7 @@ class Probe:
 
     def waiting(self) -> Iterator[Sequence]:
         """Those without a row, but for those who stand aside to share what another one computes."""
-        (shared,) = (one for one in self.planner._features.all if isinstance(one, SharedPrefixPlanner))
+        (shared,) = (one for one in self.planner.features.all if isinstance(one, SharedPrefixPlanner))
         aside = {sequence.arrival for entries in shared._waiting.values() for _, sequence in entries}
         if aside:
             self._mark("stood aside to share")

@@ -7,7 +7,7 @@ It is off until executors are lost, and again when every sequence that they had 
 from engine.features.quarantine.suspects import Quarantine
 from engine.plugins.features import FeatureContext
 from engine.scheduling.feature import NewFeature, PlannerFeature, PlannerParts
-from engine.scheduling.rows import Sequence
+from engine.scheduling.rows import PlannerLimits, Sequence
 from engine.scheduling.step_builder import InFlight
 from engine.types.errors import RequestError
 from engine.types.notices import LossExplained
@@ -36,6 +36,11 @@ class QuarantinePlanner(PlannerFeature):
         elif not self.is_on and is_used:
             self._prefills.queue = self.quarantine.waiting
         self._features.refresh()
+
+    def retuned(self, limits: PlannerLimits) -> None:
+        """Use the queue of the policy that is in force now."""
+        if not self.is_on:
+            self.quarantine.waiting = self._prefills.queue
 
     def lost(self, *, is_fault: bool) -> LossExplained | None:
         """Note a loss for every sequence in flight.  End the one that causes the losses, if it is known now."""

@@ -32,7 +32,7 @@ def test_the_step_budget_holds_the_itl_target() -> None:
 
 def test_a_change_of_limits_switches_the_target_on_and_off() -> None:
     bench = Bench(depth=1, max_step_tokens=512, prefill_chunk=512, num_pages=800, max_len=2048)
-    features = bench.planner._features
+    features = bench.planner.features
     assert not features.prefill_tokens
     limits = bench.planner.requests.limits
     bench.planner.retune(replace(limits, itl_target_s=0.005), bench.planner._policy)
