@@ -14,11 +14,11 @@ from engine.actors.ingress import Ingress
 from engine.actors.scheduler import Scheduler
 from engine.actors.snapshot import NO_VIEWS, Gauges, GetSnapshot, MailboxGauges, Snapshot, Views
 from engine.actors.tokenizer import Tokenizer
-from engine.messages import Profile
 from engine.plugins.observers import Observers
 from engine.scheduling.board import Board, draw_board
 from engine.scheduling.meter import Meter
 from engine.scheduling.rows import PlannerLimits
+from engine.types.notices import Profile
 from engine.workers.executors import Executors
 from engine.workers.frontend import RemoteIngress
 from engine.workers.tokenizers import TokenizerPool

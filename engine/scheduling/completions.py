@@ -177,9 +177,7 @@ class Completions:
         """End a request with an error.  Its computed tokens may be wrong, so they are not shared."""
         request_id = int(self._table.request_ids[row])
         self.end(row, Finish.ERROR, share=False)
-        self._requests.outbox.append(
-            Failed(request_id=request_id, message=error.message, status=error.status, code=error.code)
-        )
+        self._requests.outbox.append(Failed.of(request_id, error))
 
     def end(self, row: int, finish: Finish, *, share: bool = True) -> None:
         """End the request that has this row.  share: as in ``leave``."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from engine.kv.node import Handle
 from engine.kv.pages import Pages
-from engine.messages import Admit, FetchPages, PagesFetched, StepDone
+from engine.messages import Admit, FeatureAnswer, FeatureRequest, StepDone
 from engine.scheduling.events import Callbacks, PlannerEvents, Why, callbacks
 from engine.scheduling.rows import PlannerLimits, RowTable, Sequence
 from engine.scheduling.step_builder import InFlight, StepBuilder, Wave
@@ -120,11 +120,11 @@ class PlannerFeature:
         """Called when a sequence without a row has ended.  Return whether the feature held it."""
         return False
 
-    def outgoing(self) -> list[FetchPages]:
+    def outgoing(self) -> list[FeatureRequest]:
         """Return the messages for the executors since the last call."""
         return []
 
-    def received(self, message: PagesFetched) -> None:
+    def received(self, message: FeatureAnswer) -> None:
         """Called when an executor has answered a message of ``outgoing``."""
 
     def reset(self) -> list[Sequence]:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 import numpy as np
 
 from engine.kv.eviction import EvictionStrategy
-from engine.messages import Admit, FetchPages, Finish, PagesFetched, Stats, Step, StepDone
+from engine.messages import Admit, FeatureAnswer, FeatureRequest, Finish, Step, StepDone
 from engine.scheduling.completions import Completions
 from engine.scheduling.decodes import Decodes
 from engine.scheduling.events import PlannerEvents
@@ -27,13 +27,13 @@ from engine.scheduling.queue import waiting_queue
 from engine.scheduling.requests import OutputForecast, Requests
 from engine.scheduling.rows import PlannerLimits, RowTable
 from engine.scheduling.step_builder import Columns, StepBuilder, column
-from engine.types.notices import LossExplained
+from engine.types.notices import LossExplained, Stats
 
 
 class Planner:
     """Continuous batching over rows and pages.
 
-    clock: seconds, for metrics, the adaptive budget and whether speculation pays; no other decision depends on it.
+    clock: seconds, for metrics and for features that measure steps; no other decision depends on it.
     features: build the optional parts of this planner.  watchers: objects that outlive it, as in ``PlannerWatcher``.
     outbox, finished, meter: those of ``Requests``.  table, pages: others only read them."""
 
@@ -140,11 +140,11 @@ class Planner:
         builder.admissions = segments.admissions
         builder.prompts = Columns(rows, column(segments.starts), column(segments.lengths), samples)
 
-    def outgoing(self) -> list[FetchPages]:
+    def outgoing(self) -> list[FeatureRequest]:
         """Return the messages of features to the executors since the last call."""
         return [message for outgoing in self.features.outgoing for message in outgoing()]
 
-    def received(self, message: PagesFetched) -> None:
+    def received(self, message: FeatureAnswer) -> None:
         """Pass an executor's answer to the features."""
         for received in self.features.received:
             received(message)

@@ -10,9 +10,9 @@ import msgspec
 from aiohttp import web
 from msgspec import Meta
 
-from engine.messages import Profile
 from engine.settings.sections import ServerSection
 from engine.types.errors import RequestError
+from engine.types.notices import Profile
 from server.backend import Monitor
 from server.http.body import BodyReader
 from server.http.exchange import refuse_foreign_page
