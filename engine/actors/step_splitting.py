@@ -14,9 +14,9 @@ import numpy as np
 import numpy.typing as npt
 
 from engine.actors.runner import Answer, PendingStep, Runner
-from engine.messages import Profile, PromptLogprobs, Step, StepDone, StepExtras
+from engine.messages import PromptLogprobs, Step, StepDone, StepExtras
 from engine.types.errors import StepTooLarge
-from engine.types.notices import Message
+from engine.types.notices import Message, Profile
 
 log = logging.getLogger(__name__)
 

@@ -16,6 +16,7 @@ NAMES = sorted(path.parent.name for path in FEATURES.glob("*/__init__.py"))
 IMPORTERS = {
     "explain": {"server/extensions/explain/explanation.py"},
     "host_tier": set(),
+    "itl_target": set(),
     "kv_store": set(),
     "late_masks": set(),
     "lora": {
@@ -23,6 +24,8 @@ IMPORTERS = {
         "server/extensions/adapters/extension.py",
         "server/extensions/adapters/metrics.py",
     },
+    "quarantine": set(),
+    "shared_prefix": set(),
     "speculation": set(),
 }
 # What names a feature, and the folders that are its own.
