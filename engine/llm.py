@@ -115,7 +115,7 @@ class LLM:
     @property
     def sampling_defaults(self) -> dict[str, float | int]:
         """The sampling parameters that the checkpoint recommends; a request has them only if it names them."""
-        return self._system.sampling_defaults
+        return self._system.engine.sampling_defaults
 
     def generate(
         self, prompts: Prompts, params: Params | None = None, *, progress: bool | None = None

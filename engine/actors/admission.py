@@ -40,9 +40,11 @@ class Admitting(Protocol):
 
     ready: bool
     loading: Callable[[], str]
-    draining: bool
     asleep: bool
     failure: str | None
+
+    @property
+    def draining(self) -> bool: ...
 
     @property
     def num_open(self) -> int:

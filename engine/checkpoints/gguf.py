@@ -28,7 +28,8 @@ log = logging.getLogger(__name__)
 LINK = "model.gguf"
 SUFFIX = ".gguf"
 TABLE = "gguf_tensors.json"
-UNFOLDING = 3  # part of the directory's name: raise it when its content changes
+UNFOLDING = 4  # part of the directory's name: raise it when its content changes
+STORED_FORMATS = "stored_formats"  # field of config.json: types of matrices in blocks, by ggml's names
 # general.architecture -> Hugging Face's name.  llama.cpp treats a Mistral as a Llama.
 ARCHITECTURES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
 # Key below the architecture's name -> field of config.json.
@@ -43,6 +44,7 @@ FIELDS = {
     "attention.layer_norm_rms_epsilon": "rms_norm_eps",
 }
 OPTIONAL = {"attention.head_count_kv", "attention.key_length"}
+FLOATS = {"F64", "F32", "F16", "BF16"}
 NAMES = {
     "token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head",
     "attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm",
@@ -166,6 +168,7 @@ def _config(path: Path, header: GGUFHeader) -> dict[str, Any]:
     ends = (value("tokenizer.ggml.eos_token_id"), value("tokenizer.ggml.eot_token_id"))
     config["eos_token_id"] = [one for one in dict.fromkeys(ends) if one is not None]
     kinds = {tensor.kind for _, tensor in tensors.values() if len(tensor.shape) > 1}
+    config[STORED_FORMATS] = sorted(kinds - FLOATS)
     halves = {"F16": "float16", "BF16": "bfloat16"}
     config["dtype"] = halves.get(min(kinds), "float32") if len(kinds) == 1 else "float32"
     return config

@@ -12,6 +12,7 @@ from engine.checkpoints.checkpoint import ModelSpec
 from engine.checkpoints.gguf import LINK, read_table
 from engine.checkpoints.gguf_header import GGUFTensor
 from engine.formats.blocks import DECODERS, PLAIN, decode
+from engine.layers.packing import StoredRows
 from engine.types.errors import WeightsError
 
 # For these families llama.cpp's converter reorders the rows of queries and keys: pairs that rotate become neighbours.
@@ -45,6 +46,17 @@ class GGUFWeights:
         if heads:
             weight = _unpaired(weight, heads)
         return weight.narrow(dim, start, length) if whole else weight
+
+    def rows(self, name: str, dim: int, start: int, length: int) -> StoredRows | None:
+        """Return rows of blocks, in the model's order; None for a type without blocks, and for a part of the inputs."""
+        stored, source = self._found[name]
+        if len(stored.shape) != 2 or source.kind in PLAIN or (dim and length != stored.shape[1]):
+            return None
+        blocks = self._stored(source)
+        if heads := self._heads.get(name.split(".")[-2], 0):
+            blocks = _unpaired(blocks, heads)
+        where = f"{self._path}: tensor {name!r}"
+        return StoredRows(where, source.kind, blocks if dim else blocks[start : start + length], stored.shape[1])
 
     def _stored(self, source: GGUFTensor) -> Tensor:
         """Return the bytes of each row, where they are mapped; a vector is one row."""

@@ -143,7 +143,7 @@ class StatsRoute:
                 "free": gauges.pages_free,
                 "cached": gauges.pages_cached,
                 "used": gauges.pages_used,
-                "host_used": gauges.host_pages_used,
+                "host_used": gauges.of_features.get("host_pages_used", 0),
                 "page_size": gauges.page_size,
             },
             latency=_latency(meter),

@@ -12,10 +12,10 @@ import pytest
 from engine.actors.admission import unavailable
 from engine.actors.ingress import Ingress
 from engine.actors.stream import Stream
-from engine.messages import Abort, Delta, Deltas, Failed, Finish, RequestOptions, Stats, Tokenize, Usage
+from engine.messages import Abort, Delta, Deltas, Failed, Finish, RequestOptions, Tokenize, Usage
 from engine.settings.sections import LimitsSection
 from engine.types.errors import EngineDied, RequestError
-from engine.types.notices import EngineReady
+from engine.types.notices import EngineReady, Stats
 from engine.types.params import SamplingParams
 from engine.types.prompt import ChatTurn
 

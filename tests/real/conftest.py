@@ -1,4 +1,4 @@
-"""What the tests of the real model share: its file, transformers' reading of it, engines."""
+"""Fixtures of the real model: its file, transformers' reading of it, engines."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -22,7 +22,7 @@ def real() -> Path:
 
 @pytest.fixture(scope="session")
 def reference(real: Path) -> LlamaForCausalLM:
-    """transformers' reading of the same file, in float32."""
+    """Return transformers' reading of the same file, in float32."""
     pytest.importorskip("gguf", reason="pip install 'callboard[gguf]'")
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
