@@ -9,7 +9,7 @@ import os
 
 # About 20 us: more than the work between two products of a step, and less than it costs to wait for a core.
 SPINS = "1000"
-POLICY = "OMP_WAIT_POLICY"  # of any OpenMP; a user who sets it has decided
+POLICY = "OMP_WAIT_POLICY"  # of any OpenMP; where it is set, nothing else is
 
 
 def wait_briefly() -> None:

@@ -1,4 +1,4 @@
-"""What the tests of the real model share: its file, transformers' reading of it, engines."""
+"""Fixtures of the real model: its file, transformers' reading of it, engines."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoModelForCausalLM, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from callboard import LLM
 from tests.real import model
@@ -22,9 +22,18 @@ def real() -> Path:
 
 @pytest.fixture(scope="session")
 def reference(real: Path) -> LlamaForCausalLM:
-    """transformers' reading of the same file, in float32."""
+    """Return transformers' reading of the same file, in float32."""
     pytest.importorskip("gguf", reason="pip install 'callboard[gguf]'")
-    return AutoModelForCausalLM.from_pretrained(real.parent, gguf_file=real.name, attn_implementation="eager").eval()
+    from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+
+    config = LlamaConfig(**load_gguf_checkpoint(str(real))["config"], attn_implementation="eager")
+    read = LlamaForCausalLM(config).eval()
+    tensors = load_gguf_checkpoint(str(real), return_tensors=True, model_to_load=read)["tensors"]
+    missing, unexpected = read.load_state_dict(tensors, strict=False)
+    assert set(missing) <= {"lm_head.weight"}  # tied
+    assert not unexpected
+    read.tie_weights()
+    return read
 
 
 @pytest.fixture(scope="session")

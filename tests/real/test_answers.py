@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -69,21 +69,22 @@ def _served(path: Path, folder: Path, port: int) -> Iterator[subprocess.Popen[by
         try:
             end = time.monotonic() + READY_S
             while time.monotonic() < end and process.poll() is None:
-                try:
-                    if _get(port, "/ready").status == 200:
+                with suppress(OSError), _asked(port, "/ready") as answer:
+                    if answer.status == 200:
                         break
-                except OSError:
-                    pass
                 time.sleep(0.1)
             yield process
         finally:
             process.kill()
 
 
-def _get(port: int, path: str, body: bytes = b"", **headers: str) -> http.client.HTTPResponse:
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=READY_S)
-    connection.request("POST" if body else "GET", path, body or None, {"Content-Type": "application/json"} | headers)
-    return connection.getresponse()
+@contextmanager
+def _asked(port: int, path: str, body: bytes = b"", **headers: str) -> Iterator[http.client.HTTPResponse]:
+    with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=READY_S)) as connection:
+        headers |= {"Content-Type": "application/json"}
+        connection.request("POST" if body else "GET", path, body or None, headers)
+        with connection.getresponse() as answer:
+            yield answer
 
 
 def _events(answer: http.client.HTTPResponse, most: int | None = None) -> list[str]:
@@ -101,14 +102,16 @@ def test_a_stream_is_rejoined_after_a_kill_as_if_nothing_had_happened(real: Path
         | {"temperature": 0.8, "ignore_eos": True}
     ).encode()
     with _served(real, tmp_path, port) as first:
-        whole = _events(_get(port, "/v1/completions", body, **{"X-Request-Id": "whole"}))
-        begun = _events(_get(port, "/v1/completions", body, **{"X-Request-Id": "cut"}), most=20)
-        os.kill(first.pid, signal.SIGKILL)
+        with _asked(port, "/v1/completions", body, **{"X-Request-Id": "whole"}) as answer:
+            whole = _events(answer)
+        with _asked(port, "/v1/completions", body, **{"X-Request-Id": "cut"}) as answer:
+            begun = _events(answer, most=20)
+            os.kill(first.pid, signal.SIGKILL)
         first.wait()
     seen = [line.removeprefix("id: ") for line in begun if line.startswith("id: ")]
     assert 0 < len(seen) < 100
-    with _served(real, tmp_path, port):
-        rest = _events(_get(port, "/v1/streams/cut", **{"Last-Event-ID": seen[-1]}))
+    with _served(real, tmp_path, port), _asked(port, "/v1/streams/cut", **{"Last-Event-ID": seen[-1]}) as answer:
+        rest = _events(answer)
     begun = begun[: begun.index(f"id: {seen[-1]}") + 2]
     assert _text(begun) + _text(rest) == _text(whole)
 
