@@ -8,6 +8,7 @@ from functools import partial
 import numpy as np
 
 from engine.features.host_tier.messages import Transfers
+from engine.features.host_tier.settings import HostTierSettings
 from engine.features.host_tier.tree import TieredTree
 from engine.kv.node import Handle
 from engine.kv.pages import Pages
@@ -50,4 +51,4 @@ class HostTierPlanner(PlannerFeature):
 
 def planner_feature(context: FeatureContext) -> NewFeature | None:
     """Return the builder of the feature; None without host pages."""
-    return HostTierPlanner if context.config.kv.num_host_pages else None
+    return HostTierPlanner if HostTierSettings.of(context.config).num_host_pages else None
