@@ -238,7 +238,8 @@ class StepDone(Message, frozen=True, kw_only=True):
 
     token_ids: int32[N] as ``Step`` orders them; -1: the logits are not finite, ``RULED_OUT``: processors left no token.
     extras: row -> what it has beside a token; of prefills that sample nothing too.  note: why it took longer.
-    parts: of features, by name, as each encodes its own."""
+    parts: of features, by name, as each encodes its own.
+    late: rows with a slow grammar whose next mask is not ready."""
 
     rank: int
     step_id: int
@@ -246,6 +247,7 @@ class StepDone(Message, frozen=True, kw_only=True):
     extras: dict[int, StepExtras] = field(default_factory=dict)
     note: str = ""
     parts: dict[str, bytes] = field(default_factory=dict)
+    late: tuple[int, ...] = ()
 
 
 # ---- scheduler -> tokenizer -----------------------------------------------------------------

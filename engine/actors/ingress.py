@@ -55,6 +55,7 @@ class Ingress(Actor[IngressInbox | SettingsChanged]):
 
     parts: the parts that must report ready before requests are accepted; requests wait while one of them recovers.
     first_id: id of its first request, larger than those of a previous ingress.  pooling: the model's tasks.
+    loading: returns what a start does right now, '' if it is not known.
     settings_watchers: called when limits have changed."""
 
     def __init__(
@@ -69,8 +70,10 @@ class Ingress(Actor[IngressInbox | SettingsChanged]):
         parts: Iterable[Part] = ("executors",),
         first_id: int = 1,
         pooling: Pooling = GENERATING,
+        loading: Callable[[], str] = str,
     ) -> None:
         super().__init__("ingress", capacity)
+        self.loading = loading
         self._missing: set[Part] = set(parts)
         self._limits = limits
         self._max_model_len = max_model_len

@@ -18,6 +18,7 @@ IMPORTERS = {
     "host_tier": set(),
     "itl_target": set(),
     "kv_store": set(),
+    "late_masks": set(),
     "lora": {
         "server/extensions/adapters/adapters.py",
         "server/extensions/adapters/extension.py",

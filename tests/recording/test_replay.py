@@ -24,8 +24,8 @@ ROOT = Path(__file__).parents[2]
 SEEDS = (1, 5, 7, 8, 9)
 HAPPENED = {
     "NaN", "abort in flight", "adapter replaced", "duplicates rewritten", "eviction", "executors lost",
-    "executors replaced", "loss explained", "pages back from host", "pages from the store", "pages to host",
-    "proposals accepted", "retraction", "tokens drafted",
+    "executors replaced", "loss explained", "masks late", "pages back from host", "pages from the store",
+    "pages to host", "proposals accepted", "retraction", "tokens drafted",
 }  # fmt: skip
 
 

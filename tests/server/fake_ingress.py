@@ -48,6 +48,7 @@ class FakeIngress:
     ) -> None:
         self.delay_s = delay_s
         self.ready = True
+        self.loading = str  # returns ''
         self.draining = False
         self.recovering = self.asleep = False
         self.settings_watchers: list[Callable[[SettingsChanged], None]] = []
