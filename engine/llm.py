@@ -17,9 +17,10 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from numbers import Real
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 import uvloop
 from tqdm import tqdm
 
@@ -27,11 +28,13 @@ from engine.actors.stream import Stream
 from engine.config import Config, build_config
 from engine.control.system import System
 from engine.messages import DEFAULT_OPTIONS, Delta, Finish, RequestOptions, TokenLogprobs, Usage
-from engine.pooling import Float32, PooledRequests, check_task
 from engine.text.turns import read_turn
 from engine.types.errors import RequestError
 from engine.types.params import SamplingParams
 from engine.types.prompt import Prompt
+
+if TYPE_CHECKING:
+    from engine.features.pooling.requests import PooledRequests
 
 T = TypeVar("T")
 Message = Mapping[str, Any]
@@ -68,7 +71,7 @@ class Pooled:
     """
 
     prompt: Prompt
-    data: Float32
+    data: npt.NDArray[np.float32]
     label: str
     usage: Usage
 
@@ -147,7 +150,7 @@ class LLM:
         truncate_prompt_tokens: cut a longer prompt at its end, -1 to what fits; None refuses it.
         Raises RequestError for a model without embeddings, and as ``generate`` does.
         """
-        check_task(self._requests.pooling, "embed")
+        self._system.spec.use.check("embed", "it gives no embeddings")
         self._requests.check_dimensions(dimensions)
         every = self._requests.prompts(_as_prompts(prompts), prompt_name)
         return self._pool(every, truncate_prompt_tokens, progress, dimensions=dimensions)
@@ -163,7 +166,7 @@ class LLM:
         """Return the probability of each label, or its logit without ``use_activation``.
 
         Other arguments and errors are those of ``embed``."""
-        check_task(self._requests.pooling, "classify")
+        self._system.spec.use.check("classify", "it has no labels")
         return self._pool(_as_prompts(prompts), truncate_prompt_tokens, progress, activated=use_activation)
 
     def encode(
@@ -176,6 +179,7 @@ class LLM:
     ) -> list[Pooled]:
         """Run the model's own task: ``classify`` for a classifier, else ``embed``; raw numbers without
         ``use_activation``."""
+        self._system.spec.use.check("pool", "it pools nothing")
         every = self._requests.prompts(_as_prompts(prompts))
         return self._pool(every, truncate_prompt_tokens, progress, activated=use_activation)
 
@@ -192,7 +196,7 @@ class LLM:
 
         text_1: one text, or one for each of ``text_2``.
         Raises RequestError for a model that is not a reranker and has no embeddings, and as ``embed`` does."""
-        check_task(self._requests.pooling, "score")
+        self._system.spec.use.check("score", "it scores no pairs of texts")
         queries, documents = ([one] if isinstance(one, str) else list(one) for one in (text_1, text_2))
         outputs = self._pool(
             self._requests.pairs(queries, documents), truncate_prompt_tokens, progress, activated=False
@@ -225,8 +229,10 @@ class LLM:
         self.close()
 
     @property
-    def _requests(self) -> PooledRequests:
-        return PooledRequests(self._system.spec.pooling, self.max_model_len)
+    def _requests(self) -> "PooledRequests":
+        from engine.features.pooling.requests import PooledRequests  # a feature, whose folder may be absent
+
+        return PooledRequests(self._system.spec.use, self.max_model_len)
 
     def _pool(
         self,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from engine.checkpoints.fingerprint import fingerprint
-from engine.checkpoints.pooling import GENERATING, Pooling
+from engine.checkpoints.use import GENERATING, ModelUse
 from engine.features.lora.files import AdapterRules
 from engine.settings.own_kernels import kernels_here
 from engine.settings.sections import ServerSection
@@ -34,7 +34,7 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
         that leave them out.
     tool_parser, reasoning_parser: the names of what reads its function calls and its thoughts.
     template_variables: what clients may set in its chat template.  template_roles: the roles that it knows by name.
-    pooling: what the model is for.
+    use: what requests may ask of the model.
     fingerprint: hash of the weights and of what they are computed with; empty if that is not known.
     about: what people should know of it beside its name; empty if there is nothing.
     adapter_rules: which adapters it takes; None for none.  adapters: those that are served at start, by their names.
@@ -49,7 +49,7 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     tool_parser: str = "hermes"
     reasoning_parser: str = "none"
     template_variables: tuple[str, ...] = ()
-    pooling: Pooling = GENERATING
+    use: ModelUse = GENERATING
     template_roles: tuple[str, ...] = ()
     fingerprint: str = ""
     about: str = ""
@@ -69,7 +69,7 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
             tool_parser=system.codec.formats.tool_parser,
             reasoning_parser=system.codec.formats.reasoning_parser,
             template_variables=server.allowed_template_variables,
-            pooling=system.spec.pooling,
+            use=system.spec.use,
             template_roles=system.codec.roles,
             fingerprint=_fingerprint(system),
             about=about(system.num_parameters),

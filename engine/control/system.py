@@ -90,10 +90,8 @@ class System:
         self._front = frontend
         self._progress = progress
         self._read_checkpoint(before)
-        self.codec: TextCodec = (
-            plugin_codec(config, self.directory, self.spec.pooling) if before is None else before.codec
-        )
-        log.info("%s: %s", self.model_name, self.spec.pooling)
+        self.codec: TextCodec = plugin_codec(config, self.directory, self.spec.use) if before is None else before.codec
+        log.info("%s: %s", self.model_name, self.spec.use)
         warn_of_unknown_tokens(self.codec, self.spec.vocab_size)
         self._plugins = Plugins(chosen_plugins(config), config.plugins.options)
         check_named(self._plugins, expected_context(config, self.spec.shape))
@@ -137,8 +135,8 @@ class System:
         if before is not None:
             self.model_name = before.model_name  # clients use it
         self.max_len = _max_len(config, self.spec)
-        # A pooling request samples one unused token, so its row needs one extra position.
-        self._row_len = self.max_len + (self.spec.pooling.kind != "generate")
+        # A request for numbers samples one unused token, so its row needs one extra position.
+        self._row_len = self.max_len + (self.spec.use.kind != "generate")
 
     def _watched_by(self, before: "System | None") -> Observers:
         if before is not None:
@@ -243,7 +241,7 @@ class System:
                 rng=random.Random(config.device.seed or None),
                 tokenizer=self.tokenizer.inbox,
                 parts=parts,
-                pooling=self.spec.pooling,
+                use=self.spec.use,
             )
         from engine.workers.placement import process_frontend  # ZeroMQ is needed from here on
 

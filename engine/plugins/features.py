@@ -1,4 +1,4 @@
-"""The features of planners: optional parts that lie in folders of ``engine/features``.
+"""The features of planners and checkpoints: optional parts that lie in folders of ``engine/features``.
 
 Owns: the list of folders, and the arguments of a feature's planner half.  Does not know: what a feature does.
 Folders are listed at run time, so deleting one removes the feature.
@@ -10,6 +10,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Final, NamedTuple
 
+from engine.checkpoints.feature import CheckpointFeature
 from engine.config import Config
 from engine.scheduling.feature import NewFeature
 from engine.scheduling.proposer import DraftModel, Proposer
@@ -49,6 +50,14 @@ def planner_watchers(clock: Callable[[], float]) -> dict[str, object]:
         if find_spec(module) is not None:
             watchers[name] = import_module(module).planner_watcher(clock)
     return watchers
+
+
+def checkpoint_features() -> list[CheckpointFeature]:
+    """Return the features that read checkpoints, in the order of their folders' names.
+
+    A folder's ``checkpoint.py`` has a function ``checkpoint_feature``."""
+    modules = (f"{FOLDER}.{name}.checkpoint" for name in feature_folders())
+    return [import_module(one).checkpoint_feature() for one in modules if find_spec(one) is not None]
 
 
 def feature_folders() -> list[str]:

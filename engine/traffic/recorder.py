@@ -236,10 +236,10 @@ class TraceRecorder:
         )
 
 
-def _whole(params: SamplingParams) -> Literal["", "prompt_logprobs", "pooling"]:
+def _whole(params: SamplingParams) -> Literal["", "prompt_logprobs", "states"]:
     if not params.needs_whole_prompt:
         return ""
-    return "prompt_logprobs" if params.prompt_logprobs is not None else "pooling"
+    return "prompt_logprobs" if params.prompt_logprobs is not None else "states"
 
 
 def relevant_settings(config: Config) -> dict[str, dict[str, Any]]:

@@ -67,7 +67,7 @@ class TracedRequest(msgspec.Struct, frozen=True, omit_defaults=True, tag_field="
     tenant: str = ""
     client: str = ""
     adapter: str = ""
-    whole: Literal["", "prompt_logprobs", "pooling"] = ""
+    whole: str = ""
     cached: Count = 0
     retractions: Count = 0
 

@@ -6,7 +6,7 @@ Owns: which handlers it has.  Does not know: what they do, how they are routed.
 from collections.abc import Mapping
 from typing import ClassVar
 
-from engine.checkpoints.pooling import Kind
+from engine.checkpoints.use import Kind
 from server.openai.chat import Chat
 from server.openai.completions import Completions
 from server.openai.models import ModelRoutes
@@ -52,7 +52,7 @@ class Core(Extension):
             SettingsRoutes(backend, server),
             AdapterRoutes(parts.adapters, server),
             StatusRoutes(backend, clients, version),
-            ProbeRoute(clients, backend.card.pooling),
+            ProbeRoute(clients, backend.card.use),
             StatsRoute(backend, clients, version=version, shows_text=not server.needs_key),
             MetricsRoute(backend, parts.traffic, version=version, adapters=parts.adapters.served, more=parts.gauges),
             Site(),

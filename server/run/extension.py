@@ -18,7 +18,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from aiohttp import web
 
-from engine.checkpoints.pooling import Kind
+from engine.checkpoints.use import Kind
 from engine.config import Config, SeveralModels
 from engine.settings.sections import LimitsSection, ServerSection, StorageSection
 from server.adapters import Adapters

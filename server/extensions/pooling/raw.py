@@ -8,7 +8,6 @@ from typing import ClassVar, Literal
 
 import msgspec
 
-from engine.checkpoints.pooling import Task
 from engine.types.errors import FieldError
 from server.extensions.pooling.embeddings import EmbeddingBody, encoded
 from server.extensions.pooling.requests import PooledEndpoint, PooledUsage
@@ -56,7 +55,8 @@ class RawPooling(PooledEndpoint[PoolingBody]):
         generates=True,
     )
     body_type = PoolingBody
-    task: ClassVar[Task] = "pool"
+    task: ClassVar[str] = "pool"
+    refusal: ClassVar[str] = "it pools nothing"
     id_prefix = "pool-"
 
     def translate(self, body: PoolingBody) -> Generation:

@@ -138,8 +138,7 @@ class Replay:
         params = SamplingParams(
             max_tokens=one.max_tokens,
             seed=index,  # by which the device knows whose row it is
-            prompt_logprobs=0 if one.whole == "prompt_logprobs" else None,
-            pooling="mean" if one.whole == "pooling" else "",
+            whole_prompt=bool(one.whole),
         )
         message = Admit(
             request_id=index,

@@ -1,4 +1,4 @@
-"""What a checkpoint says of its use: by its architecture, and by the files of sentence-transformers."""
+"""The use of a checkpoint's model: by its architecture, and by the files of sentence-transformers."""
 
 import json
 from pathlib import Path
@@ -8,13 +8,14 @@ import msgspec
 import pytest
 
 from engine.checkpoints.checkpoint import ModelSpec, read_spec
-from engine.checkpoints.pooling import GENERATING, Pooling, causal_names
 from engine.checkpoints.shape import ClassifierShape, NoHeadShape, TokenScoreShape
+from engine.features.pooling.checkpoint import Pooling, causal_names
 from engine.plugins.families import read_model
+from engine.plugins.features import checkpoint_features
 from engine.settings.sections import ModelSection
 from engine.types.errors import WeightsError
 
-DEMO = Path(__file__).parents[2] / "examples" / "demo_model"
+DEMO = Path(__file__).parents[3] / "examples" / "demo_model"
 
 
 def write(directory: Path, architecture: str = "Qwen3ForCausalLM", files: dict[str, Any] | None = None, **more: Any):
@@ -36,12 +37,12 @@ def read(directory: Path, **model: Any) -> ModelSpec:
 
 def embedding(directory: Path, mode: dict[str, Any], *kinds: str, **more: Any) -> Pooling:
     files = {"modules.json": modules("Transformer", "Pooling", *kinds), "1_Pooling/config.json": mode}
-    return read(write(directory, files=files, **more)).pooling
+    return Pooling.of(read(write(directory, files=files, **more)).use)
 
 
 def test_a_causal_model_generates(tmp_path: Path) -> None:
     spec = read(write(tmp_path))
-    assert spec.pooling == GENERATING
+    assert Pooling.of(spec.use) == Pooling()
     assert spec.shape.pooled_head is None
     assert spec.shape.num_outputs == spec.vocab_size
 
@@ -72,7 +73,7 @@ def test_an_embedding_is_at_length_one_only_if_a_module_says_so(tmp_path: Path) 
 
 def test_a_model_without_a_head_embeds(tmp_path: Path) -> None:
     spec = read(write(tmp_path, "Qwen3Model"))
-    assert spec.pooling == Pooling(kind="embed")
+    assert Pooling.of(spec.use) == Pooling(kind="embed")
     assert isinstance(spec.shape.pooled_head, NoHeadShape)
     assert spec.shape.num_outputs == 1
 
@@ -88,8 +89,8 @@ def test_prompts_lengths_and_dimensions_are_read(tmp_path: Path) -> None:
     }
     spec = read(write(tmp_path, files=files, matryoshka_dimensions=[32, 64]))
     assert spec.max_len == 512
-    assert spec.pooling.prompts == {"query": "Query: ", "document": ""}
-    assert (spec.pooling.default_prompt, spec.pooling.dimensions) == ("query", (32, 64))
+    assert Pooling.of(spec.use).prompts == {"query": "Query: ", "document": ""}
+    assert (Pooling.of(spec.use).default_prompt, Pooling.of(spec.use).dimensions) == ("query", (32, 64))
 
 
 @pytest.mark.parametrize(
@@ -112,9 +113,13 @@ def test_a_classifier_has_labels(
     more: dict[str, Any], labels: tuple[str, ...], activation: str, tmp_path: Path
 ) -> None:
     spec = read(write(tmp_path, "Qwen3ForSequenceClassification", **more))
-    assert (spec.pooling.labels, spec.pooling.activation, spec.pooling.pad_token_id) == (labels, activation, 0)
+    assert (Pooling.of(spec.use).labels, Pooling.of(spec.use).activation, spec.use.pad_token_id) == (
+        labels,
+        activation,
+        0,
+    )
     assert spec.shape.pooled_head == ClassifierShape(num_labels=len(labels))
-    assert ("score" in spec.pooling.tasks) == (len(labels) == 1)
+    assert ("score" in spec.use.tasks) == (len(labels) == 1)
 
 
 def test_tokens_make_a_reranker_of_a_language_model(tmp_path: Path) -> None:
@@ -127,7 +132,7 @@ def test_tokens_make_a_reranker_of_a_language_model(tmp_path: Path) -> None:
     files["1_LogitScore/config.json"] = {"true_token_id": yes, "false_token_id": no}
     assert read(write(tmp_path, files=files)).shape.pooled_head == head
     files["1_LogitScore/config.json"]["false_token_id"] = None
-    assert read(write(tmp_path, files=files)).pooling.score_ids == (yes,)
+    assert Pooling.of(read(write(tmp_path, files=files)).use).score_ids == (yes,)
     with pytest.raises(WeightsError, match=r"tokenizer.json: has no token 'no such token'"):
         read(tmp_path, tokenizer=str(DEMO), score_tokens=("a", "no such token"))
 
@@ -188,6 +193,6 @@ def test_an_unknown_model_under_another_head_is_refused_as_before(tmp_path: Path
 def test_a_family_may_have_a_head_of_its_own(tmp_path: Path) -> None:
     head = ClassifierShape(num_labels=1, name="reward_head")
     shape = msgspec.structs.replace(read(write(tmp_path, num_labels=1)).shape, pooled_head=head)
-    spec = read_spec(tmp_path, lambda architecture, fields: shape)
+    spec = read_spec(tmp_path, lambda architecture, fields: shape, features=checkpoint_features())
     assert spec.shape.pooled_head == head
-    assert (spec.pooling.kind, spec.pooling.labels) == ("classify", ("LABEL_0",))
+    assert (spec.use.kind, Pooling.of(spec.use).labels) == ("classify", ("LABEL_0",))

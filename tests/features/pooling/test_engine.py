@@ -41,7 +41,7 @@ def vectors(llm: LLM, prompts: list[Any] = RAGGED, **fields: Any) -> list[np.nda
 
 @pytest.mark.parametrize("pooling, config", [("lasttoken", TWO_RANKS), ("mean_tokens", SMALL)])
 def test_embeddings_are_the_references(pooling: str, config: dict[str, Any], tmp_path: Path) -> None:
-    """In a ragged batch, in chunks or on two ranks, and with what the prefix cache holds."""
+    """Embeddings agree in a ragged batch, in chunks or on two ranks, and from the prefix cache."""
     reference = build("Qwen3", "Model")
     reference.save_pretrained(tmp_path)
     write_modules(tmp_path, pooling, normalize=True)
@@ -89,7 +89,7 @@ def test_families_embed_and_classify_under_transformers_names(family: str, tmp_p
 
 
 def test_a_classifier_gives_the_references_logits_and_probabilities(tmp_path: Path) -> None:
-    """Also where a prompt ends in padding tokens, which transformers leaves out, in chunks and from the cache."""
+    """The labels agree if a prompt ends in padding tokens, which transformers leaves out, in chunks and from the cache."""
     reference = build("Qwen3", "ForSequenceClassification", num_labels=3, id2label={0: "a", 1: "b", 2: "c"})
     reference.save_pretrained(tmp_path)
     prompts = [*RAGGED, [*RAGGED[3], PAD, PAD], [PAD, PAD]]
@@ -108,7 +108,7 @@ def test_a_classifier_gives_the_references_logits_and_probabilities(tmp_path: Pa
 
 
 def test_rewards_of_a_head_with_two_products(tmp_path: Path) -> None:
-    """As Qwen2.5-Math-RM has it, in chunks and on two ranks; raw, for a reward has no bounds."""
+    """The head is Qwen2.5-Math-RM's, in chunks and on two ranks; raw, for a reward has no bounds."""
     reward = save_reward_model(build("Qwen2", "Model"), tmp_path)
     expected = [reward(prompt) for prompt in RAGGED]
     assert max(expected) - min(expected) > 0.1
@@ -189,7 +189,7 @@ def test_a_score_is_of_the_logits_that_the_model_gives(variant: str, tmp_path: P
 
 
 def test_the_template_of_qwen3_reranker_is_the_published_format() -> None:
-    template = read_template(Path(__file__).parents[2] / "examples" / "qwen3_reranker.jinja")
+    template = read_template(Path(__file__).parents[3] / "examples" / "qwen3_reranker.jinja")
     text = template.render(pair("Where?", "There."))
     assert text.endswith(
         "<Instruct>: Given a web search query, retrieve relevant passages that answer the query\n<Query>: Where?\n"

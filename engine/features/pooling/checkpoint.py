@@ -1,20 +1,22 @@
 """The use of a checkpoint's model: generating text, embedding a prompt, or classifying it; and how it is pooled.
 
-Owns: reading it from config.json and from the files that sentence-transformers writes.
+Owns: reading it from config.json and from the files that sentence-transformers writes, and the head that goes with it.
 Does not know: torch, tokenizers, weights, endpoints.
 """
 
-from collections.abc import Callable
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, Literal
 
 import msgspec
 
+from engine.checkpoints.feature import CheckpointFeature, Reading
 from engine.checkpoints.fields import Fields, read_fields
+from engine.checkpoints.shape import ClassifierShape, DecoderShape, NoHeadShape, PartShape, RewardShape, TokenScoreShape
+from engine.checkpoints.use import GENERATING, Calls, Kind, ModelUse
 from engine.types.errors import WeightsError
 
-Kind = Literal["generate", "embed", "classify"]
-Task = Literal["generate", "embed", "classify", "score", "pool"]
 Activation = Literal["identity", "sigmoid", "softmax"]
 
 CLASSIFIER, REWARD, BARE, LM_HEAD = "ForSequenceClassification", "ForRewardModel", "Model", "LMHeadModel"
@@ -22,6 +24,13 @@ METHODS: dict[str, Literal["last", "mean"]] = {"lasttoken": "last", "mean": "mea
 LEGACY = "pooling_mode_"
 LEGACY_NAMES = {"lasttoken": "lasttoken", "mean_tokens": "mean"}
 MODULES = ("Transformer", "Pooling", "Normalize", "LogitScore")
+NAME: Final = "pooling"
+CALLS: Final[Mapping[str, Calls]] = {
+    "embed": Calls("embed", "/v1/embeddings"),
+    "classify": Calls("classify", "/classify"),
+    "score": Calls("score", "/v1/score, /v1/rerank"),
+    "pool": Calls("encode", "/pooling"),
+}
 
 
 class Pooling(msgspec.Struct, frozen=True, kw_only=True):
@@ -30,7 +39,7 @@ class Pooling(msgspec.Struct, frozen=True, kw_only=True):
     method: the last token's state, or the mean over all.  normalized: whether an embedding is scaled to length 1.
     labels: of a classifier, in the order of its logits.  activation: turns its logits into scores.
     score_ids: tokens whose logits are a score: the one for yes and, if there are two, the one for no.
-    max_len: longest prompt in tokens; 0 for the model's.  pad_token_id: not counted at the end of a prompt.
+    max_len, pad_token_id: as in ``ModelUse``.
     prompts: name -> text to put before another.  default_prompt: the name used if a request names none.
     dimensions: sizes to which an embedding may be cut; empty for any.
     """
@@ -48,13 +57,27 @@ class Pooling(msgspec.Struct, frozen=True, kw_only=True):
     dimensions: tuple[int, ...] = ()
 
     @property
-    def tasks(self) -> frozenset[Task]:
-        """Tasks that the model can do."""
-        if self.kind == "generate":
-            return frozenset(("generate", "embed", "pool"))
-        if self.kind == "embed":
-            return frozenset(("embed", "score", "pool"))
-        return frozenset(("classify", "score", "pool") if len(self.labels) == 1 else ("classify", "pool"))
+    def use(self) -> ModelUse:
+        """The use of the model."""
+        added: tuple[str, ...] = ("classify", "score", "pool") if len(self.labels) == 1 else ("classify", "pool")
+        if self.kind != "classify":
+            added = ("embed", "score", "pool") if self.kind == "embed" else ("embed", "pool")
+        ways = {"classify": False} if self.kind == "classify" else {"last": False, "mean": True}
+        generates = self.kind == "generate"
+        return ModelUse(
+            kind=self.kind,
+            title=str(self),
+            tasks=(GENERATING.tasks if generates else {}) | {task: CALLS[task] for task in added},
+            ways=(GENERATING.ways if generates else {}) | ways,
+            max_len=self.max_len,
+            pad_token_id=self.pad_token_id,
+            own={NAME: msgspec.msgpack.encode(self)},
+        )
+
+    @classmethod
+    def of(cls, use: ModelUse) -> "Pooling":
+        """Return the part of a model's use that ``use`` has stored; that of a generating model if there is none."""
+        return msgspec.msgpack.decode(use.own[NAME], type=cls) if NAME in use.own else cls()
 
     def __str__(self) -> str:
         if self.kind == "generate":
@@ -64,7 +87,33 @@ class Pooling(msgspec.Struct, frozen=True, kw_only=True):
         return "a reranking or reward model" if len(self.labels) == 1 else f"a classifier of {len(self.labels)} labels"
 
 
-GENERATING: Final = Pooling()
+class PoolingCheckpoints(CheckpointFeature):
+    """Reads checkpoints of models that pool."""
+
+    def decoders(self, architecture: str) -> tuple[str, ...]:
+        return causal_names(architecture)
+
+    def read(self, reading: Reading) -> Reading:
+        """Return the reading with the model's use, and the head that it has in place of the LM head."""
+        shape = reading.shape
+        has_labels = shape.pooled_head is not None
+        pooling = read_pooling(reading, has_labels=has_labels)
+        if pooling.kind != "generate" and shape.built_by != DecoderShape.built_by:
+            other = f"{reading.architecture} is computed by another"
+            raise WeightsError(
+                f"{reading.directory}: {pooling} is served by callboard's own families only, and {other}"
+            )
+        if unknown := [one for one in pooling.score_ids if one >= shape.vocab_size]:
+            last = f"the model's last is {shape.vocab_size - 1}"
+            raise WeightsError(f"{reading.directory}: a score is read from the logit of token {unknown[0]}, but {last}")
+        if not has_labels:
+            shape = msgspec.structs.replace(shape, pooled_head=_head(reading.architecture, shape, pooling))
+        return replace(reading, shape=shape, use=pooling.use)
+
+
+def checkpoint_feature() -> PoolingCheckpoints:
+    """Return the feature."""
+    return PoolingCheckpoints()
 
 
 def causal_names(architecture: str) -> tuple[str, ...]:
@@ -76,21 +125,13 @@ def causal_names(architecture: str) -> tuple[str, ...]:
     return ()
 
 
-def read_pooling(
-    directory: Path,
-    architecture: str,
-    fields: Fields,
-    score_tokens: tuple[str, ...],
-    token_id: Callable[[str], int],
-    *,
-    has_labels: bool = False,
-) -> Pooling:
+def read_pooling(reading: Reading, *, has_labels: bool = False) -> Pooling:
     """Read how prompts are pooled.  Raises WeightsError naming the file, what it says and what is known.
 
-    score_tokens: ``model.score_tokens``.  token_id: returns a token's id.
     has_labels: whether the family has a head for labels, whatever the architecture is called."""
-    if score_tokens:
-        ids = tuple(map(token_id, score_tokens))
+    directory, architecture, fields = reading.directory, reading.architecture, reading.fields
+    if reading.score_tokens:
+        ids = tuple(map(reading.token_id, reading.score_tokens))
         return _classifier(directory, fields, ("score",), "sigmoid", score_ids=ids)
     if has_labels or architecture.endswith(CLASSIFIER):
         labels = _labels(fields)
@@ -105,7 +146,25 @@ def read_pooling(
         return _classifier(directory, fields, ("score",), "sigmoid", score_ids=ids)
     if modules or causal_names(architecture):
         return _embedding(directory, fields, modules)
-    return GENERATING
+    return Pooling()
+
+
+def _head(architecture: str, shape: DecoderShape, pooling: Pooling) -> PartShape | None:
+    """Return the head that the model has in place of the LM head, by its use."""
+    if pooling.score_ids:
+        name = shape.names.embedding if shape.tied else shape.names.head
+        return TokenScoreShape(
+            token_ids=pooling.score_ids,
+            vocab_size=shape.vocab_size,
+            name=name,
+            scale=shape.logit_scale,
+            cap=shape.logit_cap,
+        )
+    if architecture.endswith(REWARD):
+        return RewardShape()
+    if pooling.kind == "classify":
+        return ClassifierShape(num_labels=len(pooling.labels))
+    return NoHeadShape() if pooling.kind == "embed" else None
 
 
 def _classifier(directory: Path, fields: Fields, labels: tuple[str, ...], usual: Activation, **more: Any) -> Pooling:

@@ -1,15 +1,16 @@
 """Requests for numbers in place of text: their sampling parameters, and the conversion of the model's raw output.
 
-Owns: the tasks of a model, named prompts and prompts of pairs, vectors, probabilities and scores.
+Owns: named prompts and prompts of pairs, vectors, probabilities and scores.
 Does not know: HTTP, tokens, how a state is computed.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 
-from engine.checkpoints.pooling import Pooling, Task
+from engine.checkpoints.use import PLAIN, ModelUse
+from engine.features.pooling.checkpoint import Pooling
 from engine.messages import RequestOptions
 from engine.text.pairs import pair
 from engine.types.errors import FieldError, RequestError
@@ -17,57 +18,16 @@ from engine.types.params import SamplingParams
 from engine.types.prompt import Prompt
 
 Float32 = npt.NDArray[np.float32]
-PLAIN = SamplingParams(max_tokens=1, temperature=0.0)
 LONGEST = -1  # truncate_prompt_tokens: cut to what fits the context
 TINY = 1e-12  # torch.nn.functional.normalize divides by no less
-# Task -> the calls for it: (methods of ``LLM``, paths of the server).
-CALLS: Mapping[Task, tuple[str, str]] = {
-    "generate": ("generate, chat, stream", "/v1/completions, /v1/chat/completions, /v1/responses, /generate"),
-    "embed": ("embed", "/v1/embeddings"),
-    "classify": ("classify", "/classify"),
-    "score": ("score", "/v1/score, /v1/rerank"),
-    "pool": ("encode", "/pooling"),
-}
-
-
-def refusal(pooling: Pooling, asked: str) -> RequestError:
-    """Return the error for a request that the model does not support.  asked: why not, as the end of a sentence."""
-    tasks = [task for task in CALLS if task in pooling.tasks]
-    calls = ", ".join(f"LLM.{CALLS[task][0].replace(', ', ', LLM.')}" for task in tasks)
-    paths = ", ".join(CALLS[task][1] for task in tasks)
-    message = f"this is {pooling}, and {asked}; what works is {paths} (in Python {calls})"
-    return RequestError(message, code="unsupported_task", param="model")
-
-
-def check_task(pooling: Pooling, task: Task) -> None:
-    """Raise RequestError (400) if the model does not support the task."""
-    if task not in pooling.tasks:
-        raise refusal(pooling, {
-            "generate": "it generates no text",
-            "embed": "it gives no embeddings",
-            "classify": "it has no labels",
-            "score": "it scores no pairs of texts",
-            "pool": "it pools nothing",
-        }[task])  # fmt: skip
-
-
-def pooled_params(pooling: Pooling, params: SamplingParams) -> SamplingParams:
-    """Return the sampling parameters of a pooling request; a model without text samples one unused token.
-
-    Raises RequestError if the model does not support the pooling, or generates no text and no pooling is requested."""
-    if not params.pooling:
-        raise refusal(pooling, "it generates no text")
-    if (params.pooling == "classify") != (pooling.kind == "classify"):
-        raise refusal(pooling, f"pooling={params.pooling!r} is for others")
-    return PLAIN.replace(pooling=params.pooling) if pooling.kind != "generate" else params
 
 
 class PooledRequests:
     """Builds requests for one model and converts their results.  max_len: longest prompt plus output in tokens."""
 
-    def __init__(self, pooling: Pooling, max_len: int) -> None:
-        self.pooling = pooling
-        self._longest = max_len - 1 if pooling.kind == "generate" else max_len
+    def __init__(self, use: ModelUse, max_len: int) -> None:
+        self.pooling = Pooling.of(use)
+        self._longest = max_len - 1 if use.kind == "generate" else max_len
 
     def params(self, method: str | None = None) -> SamplingParams:
         """Return the sampling parameters.  method: 'last' or 'mean', None for the model's own.
