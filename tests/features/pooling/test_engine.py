@@ -89,7 +89,7 @@ def test_families_embed_and_classify_under_transformers_names(family: str, tmp_p
 
 
 def test_a_classifier_gives_the_references_logits_and_probabilities(tmp_path: Path) -> None:
-    """The labels agree if a prompt ends in padding tokens, which transformers leaves out, in chunks and from the cache."""
+    """The labels agree if a prompt ends in padding, which transformers leaves out, in chunks and from the cache."""
     reference = build("Qwen3", "ForSequenceClassification", num_labels=3, id2label={0: "a", 1: "b", 2: "c"})
     reference.save_pretrained(tmp_path)
     prompts = [*RAGGED, [*RAGGED[3], PAD, PAD], [PAD, PAD]]
