@@ -22,6 +22,12 @@ class Calls(msgspec.Struct, frozen=True):
     paths: str
 
 
+class Way(msgspec.Struct, frozen=True):
+    """A way to answer a request.  whole: it needs every token of the prompt computed."""
+
+    whole: bool = False
+
+
 def _generating() -> dict[str, Calls]:
     paths = "/v1/completions, /v1/chat/completions, /v1/responses, /generate"
     return {"generate": Calls("generate, chat, stream", paths)}
@@ -31,7 +37,7 @@ class ModelUse(msgspec.Struct, frozen=True, kw_only=True):
     """The use of one model.
 
     title: the kind in words, with an article.  tasks: each task that the model supports, with its calls.
-    ways: value of ``SamplingParams.pooling`` -> whether it needs every token of a prompt computed; '' generates text.
+    ways: the allowed values of ``SamplingParams.pooling``; '' generates text.
     max_len: longest prompt in tokens; 0 for the model's.  pad_token_id: not counted at the end of a prompt.
     own: what features know of the model, by their names, as each encodes its own.
     """
@@ -39,7 +45,7 @@ class ModelUse(msgspec.Struct, frozen=True, kw_only=True):
     kind: Kind = "generate"
     title: str = "a generating model"
     tasks: dict[str, Calls] = msgspec.field(default_factory=_generating)
-    ways: dict[str, bool] = msgspec.field(default_factory=lambda: {"": False})
+    ways: dict[str, Way] = msgspec.field(default_factory=lambda: {"": Way()})
     max_len: int = 0
     pad_token_id: int | None = None
     own: dict[str, bytes] = {}
@@ -59,7 +65,7 @@ class ModelUse(msgspec.Struct, frozen=True, kw_only=True):
         if params.pooling not in self.ways:
             way = params.pooling
             raise self._refusal(f"pooling={way[:100]!r} is for others" if way else "it generates no text")
-        whole = self.ways[params.pooling]
+        whole = self.ways[params.pooling].whole
         if self.kind != "generate":
             return PLAIN.replace(pooling=params.pooling, whole_prompt=whole)
         return params.replace(whole_prompt=whole) if params.whole_prompt != whole else params
