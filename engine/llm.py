@@ -67,7 +67,8 @@ class Completion:
 class Pooled:
     """The numbers that a model returns for one prompt in place of text.
 
-    data: float32[n], an embedding or one value per label.  label: the likeliest label; '' for an embedding.
+    data: float32[n], an embedding or one value per label; [tokens, n] for ``token_embed``.
+    label: the likeliest label; '' for an embedding.
     """
 
     prompt: Prompt
@@ -173,15 +174,21 @@ class LLM:
         self,
         prompts: Prompts,
         *,
+        pooling_task: str | None = None,
         use_activation: bool = True,
         truncate_prompt_tokens: int | None = None,
         progress: bool | None = None,
     ) -> list[Pooled]:
         """Run the model's own task: ``classify`` for a classifier, else ``embed``; raw numbers without
-        ``use_activation``."""
+        ``use_activation``.
+
+        pooling_task: 'token_embed' for an array with a row for each token of the prompt."""
         self._system.spec.use.check("pool", "it pools nothing")
-        every = self._requests.prompts(_as_prompts(prompts))
-        return self._pool(every, truncate_prompt_tokens, progress, activated=use_activation)
+        requests = self._requests
+        if pooling_task not in (None, *requests.tasks):
+            raise RequestError(f"pooling_task={pooling_task!r:.100}: must be one of {', '.join(requests.tasks)}")
+        every = requests.prompts(_as_prompts(prompts))
+        return self._pool(every, truncate_prompt_tokens, progress, activated=use_activation, task=pooling_task)
 
     def score(
         self,
@@ -242,15 +249,17 @@ class LLM:
         *,
         dimensions: int | None = None,
         activated: bool = True,
+        task: str | None = None,
     ) -> list[Pooled]:
         requests = self._requests
-        params, options = [requests.params()] * len(prompts), requests.options(truncate)
+        method = None if task in (None, requests.tasks[0]) else task
+        params, options = [requests.params(method)] * len(prompts), requests.options(truncate)
         with self._bar(len(prompts), "pooling", progress) as bar:
             deltas = self._await(self._complete_all(prompts, params, bar, options))
         outputs = []
         for prompt, delta in zip(prompts, deltas, strict=True):
             assert delta.usage is not None, "the last delta carries the usage"
-            data = requests.result(delta.pooled, dimensions=dimensions, activated=activated)
+            data = requests.result(delta.pooled, dimensions=dimensions, activated=activated, task=task)
             label = requests.label(data) if requests.pooling.labels else ""
             outputs.append(Pooled(prompt, data, label, delta.usage))
         return outputs

@@ -23,9 +23,12 @@ class Calls(msgspec.Struct, frozen=True):
 
 
 class Way(msgspec.Struct, frozen=True):
-    """A way to answer a request.  whole: it needs every token of the prompt computed."""
+    """A way to answer a request.
+
+    whole: it needs every token of the prompt computed.  width: numbers for each token; 0 for one result of a prompt."""
 
     whole: bool = False
+    width: int = 0
 
 
 def _generating() -> dict[str, Calls]:

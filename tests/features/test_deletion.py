@@ -27,10 +27,13 @@ IMPORTERS = {
     },
     "pooling": {"engine/llm.py"},
     "speculation": set(),
+    "token_embed": set(),
 }
 # Words of a feature, which at most MOST_FILES files outside of its folders may contain.
-WORDS = {"pooling": "pooling"}
+WORDS = {"pooling": "pooling", "token_embed": "token.?embed"}
 MOST_FILES = 3
+# Features that build on another one.
+BUILT_ON = {"pooling": {"token_embed"}}
 GENERATE = """
 from callboard import LLM, SamplingParams
 with LLM("examples/demo_model", progress=False) as llm:
@@ -49,13 +52,14 @@ def generated(folder: Path) -> str:
 
 
 def outside(name: str, pattern: str) -> set[str]:
-    """The files that match, except those of a feature's folder and of the extension with its name."""
+    """The files that match, except those of a feature, of the extension with its name, and of features built on it."""
     matching = re.compile(pattern, re.MULTILINE | re.IGNORECASE)
+    own = {EXTENSIONS / name, *(FEATURES / one for one in {name} | BUILT_ON.get(name, set()))}
     return {
         path.relative_to(ROOT).as_posix()
         for folder in ("callboard", "engine", "server")
         for path in (ROOT / folder).rglob("*.py")
-        if not {FEATURES / name, EXTENSIONS / name} & set(path.parents) and matching.search(path.read_text())
+        if not own & set(path.parents) and matching.search(path.read_text())
     }
 
 

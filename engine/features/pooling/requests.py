@@ -27,10 +27,11 @@ class PooledRequests:
 
     def __init__(self, use: ModelUse, max_len: int) -> None:
         self.pooling = Pooling.of(use)
+        self._ways = use.ways
         self._longest = max_len - 1 if use.kind == "generate" else max_len
 
     def params(self, method: str | None = None) -> SamplingParams:
-        """Return the sampling parameters.  method: 'last' or 'mean', None for the model's own.
+        """Return the sampling parameters.  method: a way of the model's use, None for its own.
 
         Raises RequestError if a classifier is given a method."""
         if self.pooling.kind == "classify":
@@ -38,6 +39,12 @@ class PooledRequests:
                 raise FieldError("pooling", f"{self.pooling} goes by the last token")
             return PLAIN.replace(pooling="classify")
         return PLAIN.replace(pooling=method or self.pooling.method)
+
+    @property
+    def tasks(self) -> tuple[str, ...]:
+        """The tasks of one prompt, the model's own first; the others give numbers for each token."""
+        own = "classify" if self.pooling.kind == "classify" else "embed"
+        return own, *(name for name, way in self._ways.items() if way.width)
 
     def options(self, truncate: int | None, priority: int = 0, cache_salt: str = "") -> RequestOptions:
         """Return the request's options.  truncate: most tokens of a prompt, -1 for what fits, None refuses more."""
@@ -93,17 +100,28 @@ class PooledRequests:
                 f"dimensions={dimensions}: the model allows {', '.join(map(str, allowed))}", param="dimensions"
             )
 
-    def result(self, output: bytes, *, dimensions: int | None = None, activated: bool = True) -> Float32:
+    def result(
+        self, output: bytes, *, dimensions: int | None = None, activated: bool = True, task: str | None = None
+    ) -> Float32:
         """Return an embedding, normalized if the model's are, or the probabilities of the labels.
 
-        output: float32[n].  activated: False returns the numbers as the model computes them."""
+        output: float32[n].  activated: False returns the numbers as the model computes them.
+        task: one of ``tasks``, None for the first; the others return a row for each token."""
+        if not output:
+            raise RequestError(
+                "the vectors of this prompt's tokens are too large; send a shorter one, or fewer at once",
+                status=413,
+                code="output_too_large",
+            )
         numbers = np.frombuffer(output, dtype=np.float32)
+        if task is not None and (width := self._ways[task].width if task in self._ways else 0):
+            numbers = numbers.reshape(-1, width)
         if self.pooling.kind == "classify":
             return _ACTIVATIONS[self.pooling.activation](numbers) if activated else numbers
         if dimensions is not None:
-            if dimensions > len(numbers):
-                raise RequestError(f"dimensions={dimensions}: the model has {len(numbers)}", param="dimensions")
-            numbers = numbers[:dimensions]
+            if dimensions > (size := numbers.shape[-1]):
+                raise RequestError(f"dimensions={dimensions}: the model has {size}", param="dimensions")
+            numbers = numbers[..., :dimensions]
         return _normalized(numbers) if activated and self.pooling.normalized else numbers
 
     def label(self, probabilities: Float32) -> str:
@@ -111,9 +129,10 @@ class PooledRequests:
         return self.pooling.labels[int(probabilities.argmax())]
 
 
-def _normalized(vector: Float32) -> Float32:
-    length: Float32 = vector / np.float32(max(float(np.linalg.norm(vector)), TINY))
-    return length
+def _normalized(vectors: Float32) -> Float32:
+    lengths = np.maximum(np.linalg.norm(vectors, axis=-1, keepdims=True), np.float32(TINY))
+    normalized: Float32 = vectors / lengths
+    return normalized
 
 
 def _softmax(logits: Float32) -> Float32:
