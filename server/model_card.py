@@ -38,7 +38,7 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     fingerprint: hash of the weights and of what they are computed with; empty if that is not known.
     about: what people should know of it beside its name; empty if there is nothing.
     adapter_rules: which adapters it takes; None for none.  adapters: those that are served at start, by their names.
-    recordings: the folder that the flight recorder of its engine writes to; empty for none.
+    features: what the engine's features let extensions know, by their names.
     """
 
     name: str
@@ -55,7 +55,7 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     about: str = ""
     adapter_rules: AdapterRules | None = None
     adapters: dict[str, ServedAdapter] = {}
-    recordings: str = ""
+    features: dict[str, str] = {}
 
     @classmethod
     def of(cls, system: "System", server: ServerSection) -> "ModelCard":
@@ -74,7 +74,7 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
             fingerprint=_fingerprint(system),
             about=about(system.num_parameters),
             adapter_rules=system.adapter_rules,
-            recordings="" if system.recorder is None else str(system.recorder.folder),
+            features={name: one.about for name, one in system.features.items() if one.about},
             adapters={} if system.adapter_rules is None else adapters_below(system.adapter_rules, system.model_name),
         )
 

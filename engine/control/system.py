@@ -9,14 +9,15 @@ import logging
 import math
 import random
 import time
+from collections.abc import Callable
 from copy import copy
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
 from engine.actors.actor import Actor, Link
+from engine.actors.feature import EngineContext, EngineFeature, NewScheduler
 from engine.actors.ingress import Ingress, Part
 from engine.actors.runner import Runner
 from engine.actors.scheduler import Scheduler
@@ -26,28 +27,26 @@ from engine.actors.tokenizer import Tokenizer
 from engine.checkpoints.checkpoint import DEMO, DEMO_NAME, ModelSpec, resolve_checkpoint
 from engine.checkpoints.gguf import stored_tensors
 from engine.config import Config, build_config, without_cluster_key
+from engine.control.features import engine_features
 from engine.control.monitor import Monitor
 from engine.features.lora.files import AdapterRules, adapter_rules
 from engine.host.device_defaults import runs_on_cpu, with_device_defaults
 from engine.plugins.deciders import plugin_policy, plugin_proposer, plugin_strategy, policy_choice
 from engine.plugins.families import read_model
 from engine.plugins.features import FeatureContext, planner_features, planner_watchers
-from engine.plugins.kinds import KINDS, chosen_plugins
+from engine.plugins.kinds import chosen_plugins
 from engine.plugins.linears import check_linear_fits, linear_context
 from engine.plugins.manager import Plugins
 from engine.plugins.observers import Observers
 from engine.plugins.parsers import plugin_codec
 from engine.plugins.selection import check_named, expected_context
 from engine.plugins.structured import plugin_grammars, plugin_processors
-from engine.recording.blueprint import Blueprint, without_secrets
-from engine.recording.recorder import RecordedScheduler, Recorder
 from engine.scheduling.planner import Planner
 from engine.scheduling.policy import SchedulingPolicy
 from engine.scheduling.proposer import DraftModel, Proposer
 from engine.scheduling.rows import PlannerLimits
 from engine.text.codec import TextCodec, warn_of_unknown_tokens
 from engine.text.grammar import Grammars
-from engine.traffic.recorder import TraceRecorder
 from engine.types.errors import ConfigError, EngineDied
 from engine.workers.executors import ExecutorPlacement, Executors, GenerationSettings
 from engine.workers.frontend import FrontendCommand, RemoteIngress
@@ -64,7 +63,6 @@ M = TypeVar("M")
 SCORED_LOGITS = 1 << 24  # logits of prompt tokens in a step, 64 MB in float32
 MIN_SCORED_CHUNK = 16
 RESTART_WINDOW_S = 300.0  # in which restarts are counted
-WAITED_S = 30.0  # wait for a request's first step after which a recording is written
 READ_AT_ONCE = 256  # messages; at least as many as a link delivers before other actors get their turn
 
 
@@ -110,8 +108,8 @@ class System:
         self.watchers: dict[str, object] = planner_watchers(time.monotonic) if before is None else before.watchers
         self._given = _given_to_ranks(proposer)
         self._observers, self._grammars = self._watched_by(before), self._grammars_of(before)
-        self._traffic = self._traffic_by(before)
-        self.recorder: Recorder | None = self._new_recorder() if before is None else before.recorder
+        own = engine_features(self._context()) if before is None else before.features
+        self.features: dict[str, EngineFeature] = own
         if before is None:
             self._build()
 
@@ -145,15 +143,18 @@ class System:
             self._plugins, self.config.plugins.options, page_size=self.config.kv.page_size, model=self.model_name
         )
 
-    def _traffic_by(self, before: "System | None") -> TraceRecorder | None:
-        if before is not None:
-            return before._traffic
-        storage = self.config.storage
-        if not storage.trace_mb:
-            return None
-        recorder = TraceRecorder(storage, self.model_name, time.monotonic)
-        self._observers.add(recorder, "storage.trace_mb")
-        return recorder
+    def _context(self) -> EngineContext:
+        return EngineContext(
+            config=self.config,
+            spec=self.spec,
+            model_name=self.model_name,
+            max_len=self.max_len,
+            limits=self.planner_limits(0),
+            plugins=self._plugins,
+            draft=self._draft,
+            observers=self._observers,
+            clock=time.monotonic,
+        )
 
     def _grammars_of(self, before: "System | None") -> Grammars:
         if before is not None:
@@ -181,8 +182,10 @@ class System:
             intensity=RestartIntensity(placement.max_restarts, RESTART_WINDOW_S),
             step_timeout_s=placement.step_timeout_s,
         )
-        new_scheduler = Scheduler if self.recorder is None else partial(RecordedScheduler, recorder=self.recorder)
-        self.scheduler: Scheduler = new_scheduler(
+        new_scheduler: NewScheduler = Scheduler
+        for feature in self.features.values():
+            new_scheduler = feature.scheduler(new_scheduler)
+        self.scheduler = new_scheduler(
             capacity=capacity,
             overlap_depth=config.scheduler.overlap_depth,
             new_planner=self.new_planner,
@@ -214,8 +217,10 @@ class System:
             self.entrance.connect(look=monitor.snapshot, watch=monitor.watch, profile=monitor.profile)
 
     def _tapped(self, link: Link[M]) -> Link[M]:
-        """Return a link of the scheduler, with a tap of the trace recorder if there is one."""
-        return link if self._traffic is None else self._traffic.tap(link)
+        """Return a link of the scheduler, with the taps of features."""
+        for feature in self.features.values():
+            link = feature.tap(link)
+        return link
 
     @property
     def ingress(self) -> Ingress:
@@ -341,39 +346,14 @@ class System:
             scored_chunk=max(MIN_SCORED_CHUNK, SCORED_LOGITS // self.spec.vocab_size),
         )
 
-    def _new_recorder(self) -> Recorder | None:
-        """Return the recorder of the scheduler, or None without a folder for it."""
-        storage = self.config.storage
-        if not storage.folder or not storage.recording_mb:
-            return None
-        return Recorder(
-            self._blueprint(),
-            self._plugins,
-            folder=Path(storage.folder, "recordings"),
-            limit_bytes=storage.recording_mb << 20,
-            prompts=storage.recording_prompts,
-            waited_s=self.config.limits.first_token_timeout_s or WAITED_S,
-        )
-
-    def _blueprint(self) -> Blueprint:
-        names = {kind: name for kind, name in self._plugins.names.items() if KINDS[kind].decides}
-        return Blueprint(
-            limits=self.planner_limits(0),
-            overlap_depth=self.config.scheduler.overlap_depth,
-            vocab_size=self.spec.vocab_size,
-            max_len=self.max_len,
-            names=names,
-            config=without_secrets(self.config, names),
-            draft=self._draft,
-        )
-
     def new_planner(self, num_pages: int) -> Planner:
         """Return a planner of this configuration, for a pool of so many pages."""
         limits = self.planner_limits(num_pages)
-        if self._traffic is not None:
-            self._traffic.begin(limits, self.config)
+        clock: Callable[[], float] = time.monotonic
+        for feature in self.features.values():
+            feature.plans(limits, self.config)
+            clock = feature.clock(clock)
         strategy = plugin_strategy(self._plugins, self.config, num_pages)
-        clock = time.monotonic if self.recorder is None else self.recorder.clock
         return Planner(limits, strategy, self.policy, clock, features=self._features, watchers=self.watchers.values())
 
     @property
@@ -395,10 +375,11 @@ class System:
         self.num_parameters, self._plugins, self._grammars = new.num_parameters, new._plugins, new._grammars
         self.policy, self._draft, self._features = new.policy, new._draft, new._features
         self._given = new._given
-        if self._traffic is not None and (planner := self.scheduler.planner) is not None:
-            self._traffic.begin(self.planner_limits(planner.requests.limits.num_pages), self.config)
-        if self.recorder is not None:
-            self.recorder.changed(self._blueprint())
+        planner = self.scheduler.planner
+        for feature in self.features.values():
+            if planner is not None:
+                feature.plans(self.planner_limits(planner.requests.limits.num_pages), self.config)
+            feature.changed(self._context())
 
     async def start(self) -> None:
         """Run the actors and wait until the model is loaded.  Raises the errors of loading."""
@@ -411,8 +392,8 @@ class System:
     async def stop(self, drain_timeout_s: float = 0.0) -> None:
         """Refuse new requests, let open ones finish for a while, cancel the rest, then end the actors in order."""
         await self._supervisor.stop(drain_timeout_s)
-        if self._traffic is not None:
-            await asyncio.to_thread(self._traffic.close)
+        for feature in self.features.values():
+            await asyncio.to_thread(feature.close)
 
     @property
     def died(self) -> EngineDied | None:

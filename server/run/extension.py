@@ -14,7 +14,7 @@ from graphlib import TopologicalSorter
 from importlib import import_module
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from aiohttp import web
 
@@ -32,6 +32,9 @@ from server.http.routes import Routes
 from server.keys import Keys
 from server.openai.translator import Translator
 from server.operators.metrics import More
+
+if TYPE_CHECKING:
+    from engine.control.system import System
 
 FirstRequest = tuple[str, dict[str, Any]]
 PACKAGE = "server.extensions"
@@ -96,6 +99,9 @@ class Extension:
 
     def join(self, parts: ServerParts) -> None:
         """Become part of a server: add handlers, and what lives while it does.  Raises ConfigError."""
+
+    def with_engine(self, system: "System") -> None:
+        """Called in the process of an engine, on its event loop, before the engine starts."""
 
     def add_commands(self, commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
         """Add the part's subcommands to ``callboard``."""

@@ -26,14 +26,23 @@ IMPORTERS = {
         "server/model_card.py",
     },
     "pooling": {"engine/llm.py"},
+    "recording": set(),
     "speculation": set(),
     "token_embed": set(),
+    "traffic": set(),
 }
 # Words of a feature, which at most MOST_FILES files outside of its folders may contain.
-WORDS = {"pooling": "pooling", "token_embed": "token.?embed"}
+WORDS = {
+    "pooling": "[Pp]ooling",
+    "recording": "flight recorder|recording_|Record(ing|er)[A-Z]|recordings/",
+    "token_embed": "token_embed",
+    "traffic": r"trace_mb|features\.traffic|TraceRecorder",
+}
 MOST_FILES = 3
 # Features that build on another one.
 BUILT_ON = {"pooling": {"token_embed"}}
+# Extensions of the server that face a feature's users under another name.
+FACES = {"traffic": "whatif"}
 GENERATE = """
 from callboard import LLM, SamplingParams
 with LLM("examples/demo_model", progress=False) as llm:
@@ -53,8 +62,8 @@ def generated(folder: Path) -> str:
 
 def outside(name: str, pattern: str) -> set[str]:
     """The files that match, except those of a feature, of the extension with its name, and of features built on it."""
-    matching = re.compile(pattern, re.MULTILINE | re.IGNORECASE)
-    own = {EXTENSIONS / name, *(FEATURES / one for one in {name} | BUILT_ON.get(name, set()))}
+    matching = re.compile(pattern, re.MULTILINE)
+    own = {EXTENSIONS / FACES.get(name, name), *(FEATURES / one for one in {name} | BUILT_ON.get(name, set()))}
     return {
         path.relative_to(ROOT).as_posix()
         for folder in ("callboard", "engine", "server")
@@ -83,7 +92,7 @@ def test_a_feature_has_a_page_of_its_own(name: str) -> None:
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "lora"])
 def test_without_a_folder_the_demo_model_generates_the_same(name: str, tmp_path: Path) -> None:
     (tmp_path / "examples").symlink_to(ROOT / "examples")
-    gone = {FEATURES / name, EXTENSIONS / name}
+    gone = {FEATURES / name, EXTENSIONS / FACES.get(name, name)}
     for copied in ("callboard", "engine", "server"):
         shutil.copytree(
             ROOT / copied,

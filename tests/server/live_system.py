@@ -110,7 +110,7 @@ class LiveSystem:
             created=0,
             adapter_rules=(rules := self.system.adapter_rules),
             adapters={} if rules is None else adapters_below(rules, MODEL),
-            recordings="" if self.system.recorder is None else str(self.system.recorder.folder),
+            features={name: one.about for name, one in self.system.features.items()},
         )
         config = self._config
         self.operations = LocalOperations(self.system, self._source, card)

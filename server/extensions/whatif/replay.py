@@ -16,11 +16,11 @@ import numpy as np
 import numpy.typing as npt
 
 from engine.actors.admission import Load
+from engine.features.traffic.sizes import NOTHING, StepSize, StepSizes
+from engine.features.traffic.trace import DIGEST_BYTES, TracedRequest, TraceHead
 from engine.messages import Admission, Admit, Step, Tokens
 from engine.scheduling.meter import RequestMetrics
 from engine.scheduling.playback import Playback
-from engine.traffic.sizes import NOTHING, StepSize, StepSizes
-from engine.traffic.trace import DIGEST_BYTES, TracedRequest, TraceHead
 from engine.types.errors import RequestError
 from engine.types.params import SamplingParams
 from engine.types.prompt import Adapter, Origin

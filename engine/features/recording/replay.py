@@ -9,14 +9,14 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from engine.features.recording.file import Recording, RecordingError
+from engine.features.recording.invariants import Invariants
+from engine.features.recording.reasons import Reasons
+from engine.features.recording.replayed import ReplayedScheduler
+from engine.features.recording.state import state_of
+from engine.features.recording.turns import PLAN_BYTES, Turn, failure_of
 from engine.messages import FetchPages, Step
 from engine.plugins.manager import Plugins
-from engine.recording.file import Recording, RecordingError
-from engine.recording.invariants import Invariants
-from engine.recording.reasons import Reasons
-from engine.recording.replayed import ReplayedScheduler
-from engine.recording.state import state_of
-from engine.recording.turns import PLAN_BYTES, Turn, failure_of
 from engine.types.errors import CallboardError
 
 

@@ -17,9 +17,9 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from engine.features.recording.blueprint import Blueprint
+from engine.features.recording.turns import Turn
 from engine.host.appended_file import Frames, frame, whole_file
-from engine.recording.blueprint import Blueprint
-from engine.recording.turns import Turn
 from engine.types.errors import CallboardError
 
 FORMAT = 2

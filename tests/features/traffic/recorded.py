@@ -12,10 +12,10 @@ import numpy as np
 
 from benchmarks.simulation import Request, Simulation, tokens
 from engine.config import Config, build_config
+from engine.features.traffic.recorder import TraceRecorder
+from engine.features.traffic.trace import Trace, read_trace
 from engine.messages import Admit, Step, StepDone
 from engine.scheduling.rows import PlannerLimits
-from engine.traffic.recorder import TraceRecorder
-from engine.traffic.trace import Trace, read_trace
 
 MAX_RUNNING, NUM_PAGES = 32, 2000
 PREFIX = 96

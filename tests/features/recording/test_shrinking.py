@@ -9,15 +9,15 @@ from typing import Any
 import msgspec
 import pytest
 
+from engine.features.recording.file import read_recording, write_recording
+from engine.features.recording.replay import Replay
+from engine.features.recording.shrinking import shrunk
 from engine.kv.radix import RadixTree
-from engine.recording.file import read_recording, write_recording
-from engine.recording.replay import Replay
-from engine.recording.shrinking import shrunk
 from engine.scheduling.pages import PageManager
 from engine.scheduling.planner import Planner
 from engine.scheduling.policy import SchedulingPolicy
 from engine.scheduling.rows import PlannerLimits
-from tests.recording.driver import Driver
+from tests.features.recording.driver import Driver
 from tests.sim.mutants import (
     a_page_is_freed_twice,
     a_page_leaks_when_a_row_is_released,

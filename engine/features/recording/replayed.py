@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 
 from engine.actors.scheduler import Scheduler
+from engine.features.recording.blueprint import Blueprint
+from engine.features.recording.turns import Turn, plan_digest
 from engine.messages import Failed, FetchPages, Step, Tokens
 from engine.plugins.deciders import policy_choice
 from engine.plugins.manager import Plugins
 from engine.plugins.observers import Observers
-from engine.recording.blueprint import Blueprint
-from engine.recording.turns import Turn, plan_digest
 from engine.scheduling.planner import Planner
 
 

@@ -23,17 +23,8 @@ import numpy as np
 from engine import __version__
 from engine.actors.actor import Link
 from engine.config import Config
-from engine.host.appended_file import AppendedFile
-from engine.host.disk import make_folder
-from engine.host.own_files import own_files, remove_oldest
-from engine.messages import Admit, Failed, Step, StepDone, Tokens
-from engine.plugins.hookspecs import hookimpl
-from engine.plugins.kinds import KINDS, KV_STORE, chosen_plugins
-from engine.scheduling.meter import RequestMetrics
-from engine.scheduling.rows import PlannerLimits
-from engine.settings.sections import StorageSection
-from engine.traffic.sizes import StepSize, StepSizes
-from engine.traffic.trace import (
+from engine.features.traffic.sizes import StepSize, StepSizes
+from engine.features.traffic.trace import (
     FORMAT,
     LARGEST_BLOCK,
     Line,
@@ -44,6 +35,15 @@ from engine.traffic.trace import (
     chained,
     finish_name,
 )
+from engine.host.appended_file import AppendedFile
+from engine.host.disk import make_folder
+from engine.host.own_files import own_files, remove_oldest
+from engine.messages import Admit, Failed, Step, StepDone, Tokens
+from engine.plugins.hookspecs import hookimpl
+from engine.plugins.kinds import KINDS, KV_STORE, chosen_plugins
+from engine.scheduling.meter import RequestMetrics
+from engine.scheduling.rows import PlannerLimits
+from engine.settings.sections import StorageSection
 from engine.types.errors import ConfigError
 from engine.types.notices import ExecutorsLost
 from engine.types.params import SamplingParams

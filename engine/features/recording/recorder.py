@@ -25,16 +25,16 @@ import numpy as np
 from engine import __version__
 from engine.actors.actor import Link
 from engine.actors.scheduler import Scheduler
+from engine.features.recording.blueprint import Blueprint, planning_code
+from engine.features.recording.file import NAMED, Header, file_name, write_recording
+from engine.features.recording.privacy import Privacy
+from engine.features.recording.replayed import ReplayedScheduler
+from engine.features.recording.state import state_entries
+from engine.features.recording.turns import Turn, failure_of, plan_digest
 from engine.host.disk import make_folder
 from engine.host.own_files import own_files
 from engine.messages import ExecutorInbox, FetchPages, SchedulerInbox, Step, StepDone
 from engine.plugins.manager import Plugins
-from engine.recording.blueprint import Blueprint, planning_code
-from engine.recording.file import NAMED, Header, file_name, write_recording
-from engine.recording.privacy import Privacy
-from engine.recording.replayed import ReplayedScheduler
-from engine.recording.state import state_entries
-from engine.recording.turns import Turn, failure_of, plan_digest
 from engine.scheduling.planner import Planner
 from engine.types.errors import CallboardError
 from engine.types.notices import ExecutorsLost

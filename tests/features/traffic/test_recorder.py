@@ -16,20 +16,20 @@ from hypothesis import strategies as st
 
 from engine.config import Config, build_config
 from engine.control.changeover import Changeover
+from engine.features.traffic.recorder import TraceRecorder
+from engine.features.traffic.trace import DIGEST_BYTES, chained, read_trace
 from engine.messages import Admit, Failed, Finish, Step, StepDone, Tokens
 from engine.scheduling.meter import RequestMetrics
 from engine.scheduling.rows import PlannerLimits
-from engine.traffic.recorder import TraceRecorder
-from engine.traffic.trace import DIGEST_BYTES, chained, read_trace
 from engine.types.errors import ConfigError
 from engine.types.notices import ExecutorsLost
 from engine.types.params import SamplingParams
+from tests.features.traffic.recorded import limits_of, lines, record, recorder_in, requests
 from tests.pace import far
 from tests.server.live_system import LiveSystem
 from tests.small_disk import SmallDisk
-from tests.traffic.recorded import limits_of, lines, record, recorder_in, requests
 
-DEMO = Path(__file__).parents[2] / "examples" / "demo_model"
+DEMO = Path(__file__).parents[3] / "examples" / "demo_model"
 LIMITS = PlannerLimits(4, 64, 32, 16, 100, 512, (2,))
 
 
@@ -196,7 +196,7 @@ def test_outputs_are_put_together_from_the_tokens_of_many_steps(recorder: TraceR
 def test_no_more_disk_is_taken_than_was_said_and_the_newest_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("engine.traffic.recorder.EVERY_S", 0.02)
+    monkeypatch.setattr("engine.features.traffic.recorder.EVERY_S", 0.02)
     other = tmp_path / "traces" / "another_model-2026.jsonl"
     other.parent.mkdir()
     other.write_bytes(bytes(1 << 20))
@@ -224,7 +224,7 @@ def test_a_full_disk_loses_what_it_does_not_take_and_a_trace_begins_when_there_i
     recorder: TraceRecorder, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, room: int
 ) -> None:
     for name, value in {"EVERY_S": 0.01, "TRY_AGAIN_S": 0.05}.items():
-        monkeypatch.setattr(f"engine.traffic.recorder.{name}", value)
+        monkeypatch.setattr(f"engine.features.traffic.recorder.{name}", value)
     disk = SmallDisk(monkeypatch)
     sink = Sink()
     link = recorder.tap(sink)

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 
 from engine.actors.actor import Mailbox
+from engine.features.recording import recorder as module
+from engine.features.recording.file import read_recording
+from engine.features.recording.replay import Replay
 from engine.messages import StepDone
 from engine.plugins.eviction.lru import LeastRecentlyUsed
-from engine.recording import recorder as module
-from engine.recording.file import read_recording
-from engine.recording.replay import Replay
 from engine.scheduling.pages import PageManager
 from engine.types.notices import ExecutorsLost
-from tests.recording.driver import Driver
+from tests.features.recording.driver import Driver
 
 LIMIT = 20_000
 
@@ -154,7 +154,7 @@ def test_a_disk_without_room_for_a_whole_file_keeps_none_of_it(
 
     driver = Driver(tmp_path)
     driver.run(1)
-    monkeypatch.setattr("engine.recording.file._parts", full)
+    monkeypatch.setattr("engine.features.recording.file._parts", full)
     assert driver.recorder.write("asked").result() == "No space left on device"
     assert not list(driver.recorder.folder.iterdir())
     assert "was not written" in caplog.text

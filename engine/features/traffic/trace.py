@@ -15,9 +15,9 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from engine.features.traffic.sizes import StepSize
 from engine.messages import Finish
 from engine.scheduling.rows import PlannerLimits
-from engine.traffic.sizes import StepSize
 from engine.types.errors import ConfigError
 
 FORMAT = 1

@@ -18,15 +18,15 @@ from dataclasses import dataclass, field, replace
 import msgspec
 import numpy as np
 
+from engine.features.recording.blueprint import Blueprint
+from engine.features.recording.file import Recording
+from engine.features.recording.invariants import Invariants
+from engine.features.recording.replay import new_scheduler, play
+from engine.features.recording.replayed import ReplayedScheduler
+from engine.features.recording.shrink import shrink
+from engine.features.recording.turns import Turn
 from engine.messages import Admit, FetchPages, PagesFetched, SchedulerInbox, Step, StepDone, StepExtras
 from engine.plugins.manager import Plugins
-from engine.recording.blueprint import Blueprint
-from engine.recording.file import Recording
-from engine.recording.invariants import Invariants
-from engine.recording.replay import new_scheduler, play
-from engine.recording.replayed import ReplayedScheduler
-from engine.recording.shrink import shrink
-from engine.recording.turns import Turn
 from engine.types.notices import ExecutorsLost, ExecutorsReady
 
 Place = tuple[int, int]  # a request, and a position in its sequence

@@ -7,8 +7,8 @@ import hashlib
 
 import msgspec
 
+from engine.features.recording.blueprint import Blueprint
 from engine.messages import FetchPages, SchedulerInbox, Step
-from engine.recording.blueprint import Blueprint
 
 PLAN_BYTES = 8
 _encode = msgspec.msgpack.Encoder().encode

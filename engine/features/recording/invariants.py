@@ -5,8 +5,8 @@ Owns: the checks that need only the scheduler and its messages.  Does not know: 
 
 import numpy as np
 
+from engine.features.recording.replayed import ReplayedScheduler
 from engine.messages import Failed, Tokens
-from engine.recording.replayed import ReplayedScheduler
 
 
 class Invariants:

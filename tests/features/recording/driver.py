@@ -12,10 +12,10 @@ from unittest import mock
 import numpy as np
 
 from engine.config import Config, build_config
+from engine.features.recording.blueprint import Blueprint, without_secrets
+from engine.features.recording.recorder import RecordedScheduler, Recorder
 from engine.messages import Abort, Admit, Step
 from engine.plugins.observers import Observers
-from engine.recording.blueprint import Blueprint, without_secrets
-from engine.recording.recorder import RecordedScheduler, Recorder
 from engine.scheduling.rows import PlannerLimits
 from engine.types.notices import ExecutorsLost, ExecutorsReady
 from engine.types.params import Grammar, SamplingParams

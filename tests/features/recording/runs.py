@@ -15,11 +15,11 @@ from unittest import mock
 import msgspec
 
 from engine.config import Config, build_config
+from engine.features.recording import state
+from engine.features.recording.blueprint import Blueprint
+from engine.features.recording.file import Recording, read_recording
+from engine.features.recording.recorder import RecordedScheduler, Recorder
 from engine.plugins.manager import Plugins
-from engine.recording import state
-from engine.recording.blueprint import Blueprint
-from engine.recording.file import Recording, read_recording
-from engine.recording.recorder import RecordedScheduler, Recorder
 from engine.scheduling.planner import Planner
 from engine.scheduling.policy import SchedulingPolicy
 from engine.scheduling.rows import PlannerLimits

@@ -79,7 +79,7 @@ def without_secrets(config: Config, names: dict[str, str]) -> Config:
 def planning_code() -> str:
     """Return a hash of the files that plan.  A recording with another hash may replay to other plans."""
     digest = hashlib.sha256()
-    engine = Path(__file__).parents[1]
+    engine = Path(__file__).parents[2]
     for path in sorted(path for pattern in PLANS for path in engine.glob(pattern)):
         digest.update(path.read_bytes())
     return digest.hexdigest()[:16]

@@ -7,11 +7,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from engine.features.recording.file import FORMAT, NAME, RecordingError, read_recording
+from engine.features.recording.replay import Replay
+from engine.features.recording.state import StateError, state_entries, state_of
 from engine.host.appended_file import HEADER
-from engine.recording.file import FORMAT, NAME, RecordingError, read_recording
-from engine.recording.replay import Replay
-from engine.recording.state import StateError, state_entries, state_of
-from tests.recording.driver import Driver
+from tests.features.recording.driver import Driver
 
 
 @pytest.fixture(scope="module")

@@ -11,16 +11,16 @@ import msgspec
 import numpy as np
 import pytest
 
+from engine.features.recording.file import read_recording
+from engine.features.recording.replay import Replay
 from engine.messages import Admit, StepDone
-from engine.recording.file import read_recording
-from engine.recording.replay import Replay
-from tests.recording.driver import SECRET, Driver
-from tests.recording.runs import recorded_run, strange_plugins
+from tests.features.recording.driver import SECRET, Driver
+from tests.features.recording.runs import recorded_run, strange_plugins
 from tests.sim.dice import draw
 
 pytestmark = pytest.mark.slow
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 SEEDS = (1, 5, 7, 8, 9)
 HAPPENED = {
     "NaN", "abort in flight", "adapter replaced", "duplicates rewritten", "eviction", "executors lost",
