@@ -156,7 +156,7 @@ class System:
             clock=time.monotonic,
         )
 
-    def _grammars_of(self, before: "System | None") -> Grammars:
+    def _grammars_of(self, before: "System | None") -> Grammars | None:
         if before is not None:
             return before._grammars
         return plugin_grammars(

@@ -85,7 +85,7 @@ class TextLink:
             self._outgoing.fail(error)
 
 
-def load_text(config: Config) -> tuple[ModelSpec, TextCodec, Grammars, Processors]:
+def load_text(config: Config) -> tuple[ModelSpec, TextCodec, Grammars | None, Processors]:
     """Return what a tokenizer needs.  config: with the model's path resolved.  Raises CallboardError."""
     directory = Path(config.model.path)
     spec = read_model(directory, config.plugins, config.model)

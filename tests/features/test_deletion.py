@@ -16,6 +16,7 @@ NAMES = sorted(path.parent.name for path in FEATURES.glob("*/__init__.py"))
 # The product's files outside of a folder that import from it.  A folder without any can be deleted alone.
 IMPORTERS = {
     "explain": set(),
+    "grammar": set(),
     "host_tier": set(),
     "kv_store": set(),
     "lora": {
@@ -33,6 +34,8 @@ IMPORTERS = {
 }
 # Words of a feature, which at most MOST_FILES files outside of its folders may contain.
 WORDS = {
+    "explain": r"features\.explain|Explanation\b",
+    "grammar": r"features\.grammar|GrammarCache",
     "pooling": "[Pp]ooling",
     "recording": "flight recorder|recording_|Record(ing|er)[A-Z]|recordings/",
     "token_embed": "token_embed",

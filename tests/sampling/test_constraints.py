@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 import torch
 
+from engine.features.grammar.grammars import GrammarCache
 from engine.sampling.constraints import BUDGET_TOKENS, Constraints, Masks
 from engine.sampling.sampler import Sampler
-from engine.text.grammar import GrammarFailure, Grammars, Mask
+from engine.text.grammar import GrammarFailure, Mask
 from engine.types.errors import RequestError
 from engine.types.params import Grammar, SamplingParams
 from tests.pace import far
@@ -62,7 +63,7 @@ def engine() -> CountingEngine:
 
 @pytest.fixture
 def constraints(engine: CountingEngine) -> Constraints:
-    return Constraints(Grammars(lambda: engine), VOCAB, CPU)
+    return Constraints(GrammarCache(lambda: engine), VOCAB, CPU)
 
 
 def follows(source: str = "99") -> SamplingParams:
@@ -186,7 +187,7 @@ def test_a_grammar_that_cannot_go_on_fails_its_row_alone(constraints: Constraint
 def test_a_row_whose_grammar_takes_too_long_fails_and_leaves_the_step_to_the_others(engine: CountingEngine) -> None:
     """One row takes 30 ms a token, the others a millisecond."""
     now = [0.0]
-    constraints = Constraints(Grammars(lambda: engine), VOCAB, CPU, lambda: now[0])
+    constraints = Constraints(GrammarCache(lambda: engine), VOCAB, CPU, lambda: now[0])
     for row in range(3):
         constraints.admit(row, follows(), known(7), 1)
         constraints.rows[row].matcher.result()
@@ -216,7 +217,7 @@ def test_a_row_whose_grammar_takes_too_long_fails_and_leaves_the_step_to_the_oth
 def test_a_slow_token_now_and_then_is_no_reason_and_ranks_that_must_agree_count_no_time(engine: CountingEngine) -> None:
     now = [0.0]
     for clock, first_s in ((lambda: now[0], 0.2), (None, 9.0)):
-        constraints = Constraints(Grammars(lambda: engine), VOCAB, CPU, clock)
+        constraints = Constraints(GrammarCache(lambda: engine), VOCAB, CPU, clock)
         constraints.admit(0, follows(), known(7), 1)
         constraints.rows[0].matcher.result()
         engine.made[-1].fill = lambda mask, first_s=first_s: now.__setitem__(0, now[0] + first_s)  # type: ignore
