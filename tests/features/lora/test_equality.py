@@ -15,6 +15,7 @@ from engine.control.system import System
 from engine.execution.batch import Int32, Int64
 from engine.execution.captured_steps import Decoded
 from engine.execution.compiled_decodes import CompiledDecodes
+from engine.execution.device import instruction_sets
 from engine.features.lora.adapters import RankAdapters
 from engine.features.lora.files import read_adapter
 from engine.features.speculation.payoff import Payoff
@@ -113,7 +114,8 @@ def check(made: Made, asked: Asked, said: Said) -> None:
     with torch.inference_mode():
         scores = model(whole).logits[0].double().log_softmax(-1)
     expected = scores[:-1].gather(1, whole[0, 1:, None])[:, 0]
-    np.testing.assert_allclose(said[1], expected.numpy(), atol=1e-4)
+    # Measured: up to 1.04e-4 for Gemma 2 where torch has no vector instructions (ATEN_CPU_CAPABILITY=default).
+    np.testing.assert_allclose(said[1], expected.numpy(), atol=3e-4)
 
 
 @pytest.mark.skipif(products() is None, reason="there is no C compiler, or no AVX2")
@@ -212,6 +214,7 @@ async def test_the_same_prompt_under_two_adapters_and_none_shares_no_page(llama:
         assert said[0] == greedy(llama.references[name], prompt, NUM_NEW), name
 
 
+@pytest.mark.skipif("avx2" not in instruction_sets(), reason="FBGEMM needs AVX2")
 async def test_rounded_weights_get_the_same_adapters(llama: Made) -> None:
     """Of the weights themselves, rounding changes little here; a lost adapter changes everything."""
     asked = [*zip(PROMPTS, NAMES, strict=True)]

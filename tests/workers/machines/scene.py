@@ -15,8 +15,9 @@ from engine.workers.machines.head import Head
 from engine.workers.machines.node import Node
 from engine.workers.placement import ProcessExecutors
 from tests.pace import far
+from tests.ports import free_port
 from tests.workers.executors import children
-from tests.workers.machines.processes import configured, free_port, launch, link_to
+from tests.workers.machines.processes import configured, launch, link_to
 from tests.workers.test_placement import Heard
 
 MODULE = "tests.workers.odd_executor"
