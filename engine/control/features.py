@@ -3,20 +3,13 @@
 Owns: the search.  Does not know: any feature by name.
 """
 
-from importlib import import_module
-from importlib.util import find_spec
-
 from engine.actors.feature import EngineContext, EngineFeature
-from engine.plugins.features import FOLDER, feature_folders
+from engine.plugins.features import feature_modules
 
 
 def engine_features(context: EngineContext) -> dict[str, EngineFeature]:
     """Return the features that an engine uses: name of the folder -> feature, sorted.  Raises ConfigError.
 
     A folder's ``engine.py`` has a function ``engine_feature``, which returns None if the feature is disabled."""
-    found: dict[str, EngineFeature] = {}
-    for name in feature_folders():
-        module = f"{FOLDER}.{name}.engine"
-        if find_spec(module) is not None and (one := import_module(module).engine_feature(context)) is not None:
-            found[name] = one
-    return found
+    features = {name: module.engine_feature(context) for name, module in feature_modules("engine").items()}
+    return {name: one for name, one in features.items() if one is not None}

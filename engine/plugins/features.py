@@ -8,7 +8,7 @@ import pkgutil
 from collections.abc import Callable
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from engine.checkpoints.feature import CheckpointFeature
 from engine.config import Config
@@ -33,9 +33,8 @@ def planner_features(context: FeatureContext) -> list[NewFeature]:
 
     A folder's ``planner.py`` has a function ``planner_feature``, which returns None if the feature is disabled."""
     found: list[NewFeature] = []
-    for name in feature_folders():
-        module = f"{FOLDER}.{name}.planner"
-        if find_spec(module) is not None and (build := import_module(module).planner_feature(context)) is not None:
+    for module in feature_modules("planner").values():
+        if (build := module.planner_feature(context)) is not None:
             found.append(build)
     return found
 
@@ -44,22 +43,18 @@ def planner_watchers(clock: Callable[[], float]) -> dict[str, object]:
     """Return the watchers of features for the planners of one engine: name of the folder -> watcher.
 
     A folder's ``watcher.py`` has a function ``planner_watcher``.  clock: seconds, see ``PlannerWatcher``."""
-    watchers: dict[str, object] = {}
-    for name in feature_folders():
-        module = f"{FOLDER}.{name}.watcher"
-        if find_spec(module) is not None:
-            watchers[name] = import_module(module).planner_watcher(clock)
-    return watchers
+    return {name: module.planner_watcher(clock) for name, module in feature_modules("watcher").items()}
 
 
 def checkpoint_features() -> list[CheckpointFeature]:
     """Return the features that read checkpoints, in the order of their folders' names.
 
     A folder's ``checkpoint.py`` has a function ``checkpoint_feature``."""
-    modules = (f"{FOLDER}.{name}.checkpoint" for name in feature_folders())
-    return [import_module(one).checkpoint_feature() for one in modules if find_spec(one) is not None]
+    return [module.checkpoint_feature() for module in feature_modules("checkpoint").values()]
 
 
-def feature_folders() -> list[str]:
-    """Return the names of the folders of ``engine/features``, sorted."""
-    return sorted(one.name for one in pkgutil.iter_modules(import_module(FOLDER).__path__) if one.ispkg)
+def feature_modules(half: str) -> dict[str, Any]:
+    """Return the modules of this name in the folders of ``engine/features``: name of the folder -> module, sorted."""
+    folders = sorted(one.name for one in pkgutil.iter_modules(import_module(FOLDER).__path__) if one.ispkg)
+    names = {folder: f"{FOLDER}.{folder}.{half}" for folder in folders}
+    return {folder: import_module(name) for folder, name in names.items() if find_spec(name) is not None}

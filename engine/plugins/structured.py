@@ -4,11 +4,9 @@ Owns: the search for the feature that has grammars, the calls to logits processo
 """
 
 from collections.abc import Callable
-from importlib import import_module
-from importlib.util import find_spec
 from typing import NamedTuple
 
-from engine.plugins.features import FOLDER, feature_folders
+from engine.plugins.features import feature_modules
 from engine.plugins.hookspecs import LogitsProcessorContext
 from engine.plugins.kinds import LOGITS_PROCESSOR
 from engine.plugins.manager import Plugins
@@ -31,11 +29,7 @@ def plugin_grammars(
 ) -> Grammars | None:
     """Return the grammars of requests, which a feature's ``grammars.py`` builds; None without such a feature."""
     context = TextContext(plugins, codec, vocab_size, eos_token_ids)
-    for name in feature_folders():
-        if find_spec(module := f"{FOLDER}.{name}.grammars") is not None:
-            grammars: Grammars = import_module(module).request_grammars(context)
-            return grammars
-    return None
+    return next((module.request_grammars(context) for module in feature_modules("grammars").values()), None)
 
 
 def plugin_processors(plugins: Plugins, vocab_size: int) -> Processors:

@@ -26,7 +26,7 @@ def test_compiled_grammars_are_kept_within_a_size() -> None:
 
 
 def test_without_the_feature_grammars_are_refused_and_token_limits_hold(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(structured, "feature_folders", lambda: [])
+    monkeypatch.setattr(structured, "feature_modules", lambda half: {})
     with LLM(progress=False) as llm:
         with pytest.raises(RequestError, match="this engine has no grammar plugin"):
             llm.generate("def f(", SamplingParams(grammar=Grammar("regex", "a+")))
