@@ -176,6 +176,24 @@ class Link:
         self.put = put
 
 
+class OnePlanner:
+    """A source with one planner, which nothing changes."""
+
+    overlap_depth = DEPTH
+
+    def __init__(self, planner: Planner) -> None:
+        self._planner = planner
+
+    def build(self, num_pages: int) -> Planner:
+        return self._planner
+
+    def change(self, blueprint: bytes) -> None:
+        raise NotImplementedError
+
+    def retune(self, planner: Planner) -> None:
+        raise NotImplementedError
+
+
 async def through_actor(planner: Planner, admits: list[Admit], executor: NullExecutor) -> int:
     """The same through the scheduler actor: mailboxes and the loop come on top."""
     num_tokens = num_ended = 0
@@ -190,8 +208,7 @@ async def through_actor(planner: Planner, admits: list[Admit], executor: NullExe
 
     scheduler = Scheduler(
         capacity=len(admits) + 16,
-        overlap_depth=DEPTH,
-        new_planner=lambda num_pages: planner,
+        source=OnePlanner(planner),
         executors=[Link(lambda step: scheduler.inbox.put(executor.answer(step)))],
         explain=lambda loss: None,
         tokenizer=Link(take),

@@ -25,12 +25,14 @@ from rich.console import Console
 from rich.table import Table
 
 from engine import __version__
+from engine.checkpoints.checkpoint import DESCRIPTION, resolve_checkpoint
 from engine.checkpoints.shards import PICKLED
 from engine.config import Config, ConfigSource, SeveralModels, json_schema, load_config, load_served, render_toml
 from engine.host.logs import LogSettings
-from engine.plugins.families import THROUGH, list_families
+from engine.plugins.families import THROUGH, list_families, read_model
 from engine.plugins.hookspecs import API_VERSION
 from engine.plugins.listing import list_plugins
+from engine.plugins.verdict import how_served
 from engine.settings.sections import ServerSection
 from engine.types.errors import CallboardError, ConfigError, PluginError, RequestError
 from engine.types.params import SamplingParams
@@ -43,7 +45,7 @@ from server.keys import read_keys
 from server.local_token import read_token
 from server.model_card import ModelCard
 from server.operators.apply_command import add_arguments, apply
-from server.run.extension import find_extensions
+from server.run.extension import described, find_extensions
 from server.run.greeting import greet
 from server.run.serve import serve, serve_from_process
 
@@ -152,7 +154,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     command.add_argument("--schema", action="store_true", help="print its JSON Schema instead")
     add("plugins", _plugins, "list the plugins that can be chosen", target_argument(), shared_arguments("warning"))
-    add("models", _models, "list the architectures that can be served", target_argument(), shared_arguments("warning"))
+    add(
+        "models",
+        _models,
+        "say how a checkpoint is served, or list the architectures that can be",
+        target_argument(),
+        shared_arguments("warning"),
+    )
     tune = "measure the attention backends that can run here on the model's heads, for later starts to choose by"
     add("tune", _tune, tune, target_argument(), shared_arguments("warning"))
     for extension in find_extensions():
@@ -227,11 +235,11 @@ def _check(configs: Sequence[Config], engines: str = "") -> None:
 async def _serve_on_machines(config: Config, source: ConfigSource) -> None:
     from engine.workers.machines.head import Head
     from engine.workers.machines.launch import read_launch
-    from engine.workers.machines.node import Node
+    from engine.workers.machines.node import MachineNode
 
     launch = read_launch(os.environ, config)
     if launch.index:
-        await Node(launch, config).run()
+        await MachineNode(launch, config).run()
         return
     async with Head(launch, config) as head:
         await _serve_until_stopped(config, source, head)
@@ -254,13 +262,13 @@ async def _serve_until_stopped(config: Config, source: ConfigSource, machines: "
             part.with_engine(system)
         if machines is not None:
             machines.is_draining = lambda: system.entrance.draining
-        card = ModelCard.of(system, config.server)
+        card = ModelCard.of(system, config.server, described(system))
         operations = LocalOperations(system, source, card)
         engine = asyncio.create_task(_run_engine(system, url_of(listener, config.server.scheme), config.server))
         ways: dict[str, Any] = {"listener": listener, "engine": engine, "reload": operations.reload}
         try:
             if isinstance(system.entrance, RemoteIngress):
-                system.entrance.about, system.entrance.operate = msgspec.msgpack.encode(card), operations.answer
+                system.entrance.connect_operations(msgspec.msgpack.encode(card), operations.answer)
                 await serve_from_process(config.server, system.entrance, **ways)
             else:
                 backend = Backend(system.entrance, system.monitor, card, system.codec, operations)
@@ -380,6 +388,11 @@ def _tune(parsed: argparse.Namespace, config: Config) -> None:
 
 
 def _models(parsed: argparse.Namespace, config: Config) -> None:
+    if any(one is not None and not _is_configuration(one) for one in (parsed.target, parsed.model)):
+        path = config.model.path
+        spec = read_model(resolve_checkpoint(path, config.model.revision, DESCRIPTION), config.plugins, config.model)
+        print(f"{path}: {spec.architecture} is served {how_served(spec)}")
+        return
     table = Table("architecture", "family", "distribution", "is served")
     for row in list_families(config.plugins):
         served = "natively" if row.serves else f"once plugins.models names {row.info.short}"

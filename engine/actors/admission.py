@@ -37,9 +37,11 @@ class Admitting(Protocol):
     num_leaving: cancelled requests that the engine has not released yet."""
 
     ready: bool
-    draining: bool
     asleep: bool
     failure: str | None
+
+    @property
+    def draining(self) -> bool: ...
 
     @property
     def num_open(self) -> int:

@@ -9,11 +9,10 @@ from typing import TypeVar
 
 from engine.actors.actor import Link
 from engine.actors.scheduler import Scheduler
-from engine.checkpoints.checkpoint import ModelSpec
 from engine.config import Config
+from engine.plugins.blueprint import Blueprint
 from engine.plugins.manager import Plugins
 from engine.plugins.observers import Observers
-from engine.scheduling.proposer import DraftModel
 from engine.scheduling.rows import PlannerLimits
 from engine.types.errors import RequestError
 
@@ -23,27 +22,20 @@ NewScheduler = Callable[..., Scheduler]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineContext:
-    """An engine with one configuration.
+    """An engine whose actors are built next.
 
-    limits: those of its planners, without a pool.  max_len: longest sequence.  clock: seconds, that of planners."""
+    blueprint: of its planners, with the plugins.  clock: seconds, that of planners."""
 
     config: Config
-    spec: ModelSpec
     model_name: str
-    max_len: int
-    limits: PlannerLimits
+    blueprint: Blueprint
     plugins: Plugins
-    draft: DraftModel | None
     observers: Observers
     clock: Callable[[], float]
 
 
 class EngineFeature:
-    """An optional part of one engine.  A subclass overrides the hooks that it needs.
-
-    about: what extensions of the server must know of it; '' for nothing."""
-
-    about = ""
+    """An optional part of one engine.  A subclass overrides the hooks that it needs."""
 
     def clock(self, clock: Callable[[], float]) -> Callable[[], float]:
         """Return the clock of planners, or one in its place."""
@@ -59,9 +51,6 @@ class EngineFeature:
 
     def plans(self, limits: PlannerLimits, config: Config) -> None:
         """Called before a planner is built, and when the present one goes on with other settings."""
-
-    def changed(self, context: EngineContext) -> None:
-        """Called when the engine has another configuration."""
 
     async def operate(self, text: str) -> None:
         """Do an operator's operation.  Raises RequestError if it cannot be done."""

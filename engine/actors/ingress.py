@@ -98,6 +98,10 @@ class Ingress(Actor[IngressInbox | SettingsChanged]):
 
     # ---- the client side: called on the event loop ------------------------------------------
 
+    def drain(self) -> None:
+        """Accept no more requests."""
+        self.draining = True
+
     @property
     def num_open(self) -> int:
         """Requests accepted and not yet ended."""
@@ -233,10 +237,10 @@ class Ingress(Actor[IngressInbox | SettingsChanged]):
             case Stats():
                 self.stats = message
             case EngineReady():
-                self._came("executors")
+                self._part_is_ready("executors")
                 self.asleep = False
             case TokenizersReady():
-                self._came("tokenizers")
+                self._part_is_ready("tokenizers")
             case EngineRecovering(reason=_, is_sleep=is_sleep):
                 self._lost("executors")
                 self.asleep = is_sleep
@@ -249,7 +253,7 @@ class Ingress(Actor[IngressInbox | SettingsChanged]):
             case _:
                 assert_never(message)
 
-    def _came(self, part: Part) -> None:
+    def _part_is_ready(self, part: Part) -> None:
         self._missing.discard(part)
         if not self._missing:
             self.ready = True

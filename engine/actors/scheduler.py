@@ -1,6 +1,7 @@
 """The scheduler actor: a shell around the planner.
 
-consumes: Admit, Abort (tokenizer) · StepDone, PagesFetched, ExecutorsReady, ExecutorsLost (executors) · Stop (system)
+consumes: Admit, Abort (tokenizer) · StepDone, PagesFetched, ExecutorsReady, ExecutorsLost (executors)
+  Reconfigure (changeover) · Stop (system)
 produces: Step, FetchPages (every executor, same order) · LossExplained (their group) · Tokens, Failed (tokenizer)
   EngineReady, EngineRecovering, Stats (ingress)
 calls: observers, in batches, with finished requests and events of the prefix cache
@@ -10,23 +11,52 @@ waits for: a message; never for a peer.   owns: the life of every sequence and e
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import assert_never
+from typing import Protocol, assert_never
 
 import msgspec
 
 from engine.actors.actor import Actor, Link
-from engine.messages import Abort, Admit, ExecutorInbox, Failed, PagesFetched, SchedulerInbox, Stats, StepDone, Tokens
+from engine.messages import (
+    Abort,
+    Admit,
+    ExecutorInbox,
+    Failed,
+    PagesFetched,
+    Reconfigure,
+    SchedulerInbox,
+    Stats,
+    StepDone,
+    Tokens,
+)
 from engine.plugins.observers import Observers
 from engine.scheduling.planner import Planner
 from engine.types.errors import RequestError
 from engine.types.notices import EngineReady, EngineRecovering, ExecutorsLost, ExecutorsReady, LossExplained
 
 
-class Scheduler(Actor[SchedulerInbox]):
-    """Plans steps while fewer than ``overlap_depth`` are in flight.
+class PlannerSource(Protocol):
+    """The source of a scheduler's planners, which has their settings.  overlap_depth: most steps in flight."""
 
-    new_planner: builds the planner when executors have reported their number of pages.
-    is_renewed: the next executors need a new planner, which takes over the present one's requests.
+    @property
+    def overlap_depth(self) -> int: ...
+
+    def build(self, num_pages: int) -> Planner:
+        """Return a planner for a pool of so many pages."""
+        ...
+
+    def change(self, blueprint: bytes) -> None:
+        """Use other settings from now on.  blueprint: as in ``Reconfigure``."""
+        ...
+
+    def retune(self, planner: Planner) -> None:
+        """Give a planner the settings that can change while it works."""
+        ...
+
+
+class Scheduler(Actor[SchedulerInbox]):
+    """Plans steps while fewer than the source's ``overlap_depth`` are in flight.
+
+    source: builds the planner when executors have reported their number of pages.
     executors: one link per rank.  explain: called with the request that caused a loss, for their group.
     When executors are lost, requests keep their state and wait until all are ready again.
     """
@@ -37,8 +67,7 @@ class Scheduler(Actor[SchedulerInbox]):
         self,
         *,
         capacity: int,
-        overlap_depth: int,
-        new_planner: Callable[[int], Planner],
+        source: PlannerSource,
         executors: Sequence[Link[ExecutorInbox]],
         explain: Callable[[LossExplained], None],
         tokenizer: Link[Tokens | Failed],
@@ -46,9 +75,9 @@ class Scheduler(Actor[SchedulerInbox]):
         observers: Observers,
     ) -> None:
         super().__init__("scheduler", capacity)
-        self.overlap_depth = overlap_depth
-        self.new_planner = new_planner
-        self.is_renewed = False
+        self._source = source
+        self._overlap_depth = source.overlap_depth
+        self._renews = False
         self._executors = executors
         self._explain = explain
         self._tokenizer = tokenizer
@@ -71,6 +100,8 @@ class Scheduler(Actor[SchedulerInbox]):
                 self._planned.received(message)
             case Abort(request_id=request_id, finish=finish):
                 self._planned.abort(request_id, finish)
+            case Reconfigure():
+                self._reconfigure(message)
             case ExecutorsReady(num_pages=num_pages):
                 self._executors_ready(num_pages)
             case ExecutorsLost():
@@ -83,7 +114,7 @@ class Scheduler(Actor[SchedulerInbox]):
         if planner is None:
             return
         # Steps first: the device should not wait for the tokenizer.
-        while self._is_ready and planner.num_in_flight < self.overlap_depth:
+        while self._is_ready and planner.num_in_flight < self._overlap_depth:
             if (step := planner.next_step()) is None:
                 break
             for executor in self._executors:
@@ -98,9 +129,9 @@ class Scheduler(Actor[SchedulerInbox]):
         if self._last_stats is None or msgspec.structs.replace(self._last_stats, step_id=stats.step_id) != stats:
             self._last_stats = stats
             self._ingress.put(stats)
-        self._tell_observers(planner)
+        self._call_observers(planner)
 
-    def _tell_observers(self, planner: Planner) -> None:
+    def _call_observers(self, planner: Planner) -> None:
         """Call the observers last: messages that were put above are delivered only after this returns."""
         if planner.finished:
             finished = tuple(planner.finished)
@@ -146,17 +177,26 @@ class Scheduler(Actor[SchedulerInbox]):
             )
         )
 
+    def _reconfigure(self, message: Reconfigure) -> None:
+        if message.blueprint:
+            self._source.change(message.blueprint)
+            self._overlap_depth = self._source.overlap_depth
+        if message.renews:
+            self._renews = True
+        elif self._planner is not None:
+            self._source.retune(self._planner)
+
     def _executors_ready(self, pages: int) -> None:
         self._is_ready = True
         if self._planner is None:
-            self._planner = self.new_planner(pages)
-        elif self.is_renewed:
-            self._planner = self.new_planner(pages).with_requests_of(self._planner)
+            self._planner = self._source.build(pages)
+        elif self._renews:
+            self._planner = self._source.build(pages).with_requests_of(self._planner)
         else:
             # Requests were admitted for the first pool's size, so later executors are started with the same size.
             assert pages >= self._num_pages, f"the pool had {self._num_pages} pages and came back with {pages}"
             pages = self._num_pages
-        self._num_pages, self.is_renewed = pages, False
+        self._num_pages, self._renews = pages, False
         page_size = self._planner.requests.limits.page_size
         self.log.info("scheduler ready: pages=%d page_size=%d tokens=%d", pages, page_size, pages * page_size)
         self._ingress.put(EngineReady())

@@ -91,12 +91,20 @@ class Tokenizer(Actor[TokenizerInbox | _Encoded]):
     """Encodes and decodes text.  codec: the model's tokenizer and chat template.  vocab_size: the model's, which may be
     smaller than the tokenizer's.  grammars, processors: check those of requests; None for no check."""
 
-    def __init__(self, *, capacity: int, codec: TextCodec, vocab_size: int, grammars: Grammars | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        capacity: int,
+        codec: TextCodec,
+        vocab_size: int,
+        grammars: Grammars | None = None,
+        processors: Processors | None = None,
+    ) -> None:
         super().__init__("tokenizer", capacity)
         self._codec = codec
         self._vocab_size = vocab_size
         self._grammars = grammars
-        self.processors = Processors({})
+        self._processors = processors or Processors({})
         self._texts: dict[int, _Text] = {}
         self._out: list[Delta] = []
 
@@ -131,7 +139,7 @@ class Tokenizer(Actor[TokenizerInbox | _Encoded]):
         try:
             token_ids, params, options = request.token_ids, request.params, request.options
             if params.logits_processors:
-                self.processors.read(params.logits_processors)
+                self._processors.read(params.logits_processors)
             if token_ids is not None and not params.needs_vocabulary:
                 return _Encoded(request, self._codec.trimmed(token_ids, options.truncate_to), params)
             return await asyncio.to_thread(self._understand, request)
@@ -216,7 +224,7 @@ class Tokenizer(Actor[TokenizerInbox | _Encoded]):
                 cache_salt=salt,
                 num_resumed=num_resumed,
                 origin=options.origin,
-                adapter=options.adapter,
+                parts=options.parts,
                 grammar_s=encoded.grammar_s,
             )
         )

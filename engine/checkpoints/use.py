@@ -22,7 +22,7 @@ class Calls(msgspec.Struct, frozen=True):
     paths: str
 
 
-class Way(msgspec.Struct, frozen=True):
+class OutputWay(msgspec.Struct, frozen=True):
     """A way to answer a request.
 
     whole: it needs every token of the prompt computed.  width: numbers for each token; 0 for one result of a prompt."""
@@ -48,7 +48,7 @@ class ModelUse(msgspec.Struct, frozen=True, kw_only=True):
     kind: Kind = "generate"
     title: str = "a generating model"
     tasks: dict[str, Calls] = msgspec.field(default_factory=_generating)
-    ways: dict[str, Way] = msgspec.field(default_factory=lambda: {"": Way()})
+    ways: dict[str, OutputWay] = msgspec.field(default_factory=lambda: {"": OutputWay()})
     max_len: int = 0
     pad_token_id: int | None = None
     own: dict[str, bytes] = {}

@@ -4,13 +4,13 @@ Owns: the wait for the device, the columns of a result.  Does not know: how a st
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from engine.execution.captured_steps import Event
+from engine.execution.captured_steps import StepEvent
 from engine.execution.prompts import Columns, PromptResult
 from engine.messages import StepDone, StepExtras
 from engine.sampling.sampler import SampledTokens
@@ -32,16 +32,17 @@ class LaunchedStep:
     event: recorded after the step's copies to the host; None on a CPU.
     prompts: results for prompts.
     failures: index in N -> the reason why there is no token.
-    note: the note of ``StepDone``."""
+    note, parts: those of ``StepDone``."""
 
     rank: int
     step_id: int
     rows_N: npt.NDArray[np.int64]
     sampled: SampledTokens
-    event: Event | None
+    event: StepEvent | None
     prompts: tuple[PromptResult, ...]
     failures: dict[int, str]
     note: str = ""
+    parts: dict[str, bytes] = field(default_factory=dict)
     _extensions: tuple[Callable[[], Columns], ...] = ()
 
     def extend(self, columns: Callable[[], Columns]) -> None:
@@ -64,7 +65,14 @@ class LaunchedStep:
         for extension in self._extensions:
             columns.update(extension())
         extras = extras_by_row(columns)
-        return StepDone(rank=self.rank, step_id=self.step_id, token_ids=token_ids, extras=extras, note=self.note)
+        return StepDone(
+            rank=self.rank,
+            step_id=self.step_id,
+            token_ids=token_ids,
+            extras=extras,
+            note=self.note,
+            parts=self.parts,
+        )
 
     def _by_row(self, by_index: dict[int, T]) -> dict[int, T]:
         return {int(self.rows_N[index]): value for index, value in by_index.items()}

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.execution.prompts import Columns, Int64, Segment, Wanted
+from engine.execution.prompts import Columns, Int64, PromptSegment, Wanted
 from engine.messages import Admission, PromptLogprobs
 from engine.models.model import Model
 from engine.sampling.logprobs import BatchLogprobs, batch_logprobs, joined_logprobs
@@ -63,7 +63,7 @@ class PromptScores:
         self._rows[admission.row] = admission
         return True
 
-    def wanted(self, segments: list[Segment]) -> Wanted | None:
+    def wanted(self, segments: list[PromptSegment]) -> Wanted | None:
         scored: list[_Scored] = []
         at: list[Int64] = []
         next_ids: list[Int64] = []

@@ -42,7 +42,7 @@ class Wanted:
     read: Callable[[Tensor, Model], PromptResult]
 
 
-class Segment(NamedTuple):
+class PromptSegment(NamedTuple):
     """A part of a row's prompt in a step.
 
     at: index in T of its first token.  start: that token's position in the prompt.  ends: whether the row samples."""
@@ -61,7 +61,7 @@ class PromptReader(Protocol):
         """Note the wishes of a sequence that takes a row, in place of the last one's.  Return whether it has any."""
         ...
 
-    def wanted(self, segments: list[Segment]) -> Wanted | None:
+    def wanted(self, segments: list[PromptSegment]) -> Wanted | None:
         """Return the states that it wants; None for none.  segments: of rows with wishes, maybe another reader's."""
         ...
 
@@ -113,11 +113,11 @@ class Prompts:
         return any(row in self.rows and reader.sums(row) for row in rows for reader in self._readers)
 
 
-def _segments(step: Step, batch: Batch, rows: Container[int]) -> Iterator[Segment]:
+def _segments(step: Step, batch: Batch, rows: Container[int]) -> Iterator[PromptSegment]:
     """Yield the step's prefill segments of these rows."""
     columns = (step.prefill_rows, step.prefill_starts, step.prefill_lengths, step.prefill_samples)
     every = zip(*(np.frombuffer(one, dtype=np.int32).tolist() for one in columns), strict=True)
     for number, (row, start, length, samples) in enumerate(every):
         if row in rows:
             at = int(batch.query_starts_B1[batch.num_decodes + number])
-            yield Segment(row, at, start, length, samples == 1)
+            yield PromptSegment(row, at, start, length, samples == 1)

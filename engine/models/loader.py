@@ -93,7 +93,7 @@ def load_model(
                 filling = Filling(list(model.slices()), reader, copies_to(device), progress, comm.rank)
                 opened.callback(filling.close)
                 model.load(filling.fill, kernels, linears)
-                filling.say()
+                filling.log_progress()
     release_freed()
     return model
 
@@ -183,7 +183,7 @@ class Filling:
         self._began_at = time.monotonic()
         off = None if progress else True  # None: off without a terminal
         self._bar = tqdm(total=self._total, desc="loading weights", unit="B", unit_scale=True, disable=off)
-        self.say()
+        self.log_progress()
 
     def fill(self, slices: Iterable[WeightSlice]) -> None:
         """Read each slice into its target.  Raises WeightsError naming file and tensor."""
@@ -199,7 +199,7 @@ class Filling:
             path = self._reader.tensors[name].file
             raise WeightsError(f"{path}: tensor {name!r} contains NaN or infinity; the file is damaged")
 
-    def say(self) -> None:
+    def log_progress(self) -> None:
         """Log the progress."""
         self._logged_at = time.monotonic()
         took_s = self._logged_at - self._began_at
@@ -219,7 +219,7 @@ class Filling:
         self._num_read += num_bytes
         self._bar.update(num_bytes)
         if time.monotonic() - self._logged_at >= SAY_EVERY_S:
-            self.say()
+            self.log_progress()
 
     def _num_bytes(self, one: WeightSlice) -> int:
         num_bytes = self._reader.tensors[one.source].num_bytes // max(1, one.num_members)

@@ -81,7 +81,7 @@ class Completions:
             self._commit(rows, tokens, first, extras)
         for wave in waves[1:]:
             rows, tokens, extras = self._keep_valid(wave, some_ended=True)
-            self._requests.meter.came_along(len(rows))
+            self._requests.meter.followed(len(rows))
             self._commit(rows, tokens, {}, extras)
         for completed in self._features.completed:
             completed(record, now - completed_before)

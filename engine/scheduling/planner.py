@@ -100,7 +100,7 @@ class Planner:
         else:
             self._prefills.forget(sequence)
             self.requests.end(sequence, finish, len(sequence.tokens))
-        self.requests.tell_end(request_id, finish)
+        self.requests.send_end(request_id, finish)
 
     # ---- planning ---------------------------------------------------------------------------
 

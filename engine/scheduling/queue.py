@@ -171,7 +171,7 @@ class TenantQueue:
     def push(self, sequence: Sequence) -> None:
         tenant = sequence.tenant
         if tenant not in self._lanes:
-            self._tell()
+            self._report_output()
             self.first()
             self._policy.returned(tenant, self._lowest)
             self._lanes[tenant] = _Lane(RankedQueue(self._policy.rank), 0)
@@ -188,7 +188,7 @@ class TenantQueue:
 
     def rerank(self, num_cached_tokens: Callable[[Sequence], int]) -> None:
         """Report the served tokens to the policy.  Turns are read when they matter."""
-        self._tell()
+        self._report_output()
 
     def first(self) -> Sequence | None:
         asked: set[str] = set()  # once each: a turn may rise with time
@@ -232,7 +232,7 @@ class TenantQueue:
         """Return whether an entry of the heap is the tenant's latest one."""
         return tenant in self._lanes and self._lanes[tenant].place == place
 
-    def _tell(self) -> None:
+    def _report_output(self) -> None:
         """Report each tenant's new output tokens to the policy.  A row keeps its numbers until it is given again."""
         table = self._table
         gained = np.where(table.request_ids == self._request_ids, table.num_known - self._num_told, 0)

@@ -184,7 +184,7 @@ class Requests:
         for retracted in self._events.retracted:
             retracted(sequence)
 
-    def tell_end(self, request_id: int, finish: Finish) -> None:
+    def send_end(self, request_id: int, finish: Finish) -> None:
         """Send the end of a request without a token."""
         self.outbox.append(
             Tokens(

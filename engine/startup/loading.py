@@ -32,13 +32,14 @@ from engine.layers.ordered_comm import OrderedComm
 from engine.models.decoder import Decoder
 from engine.models.loader import load_model
 from engine.models.model import Model, build_model
+from engine.plugins.attention.settings import AttentionSettings
 from engine.plugins.hookspecs import CommContext
 from engine.plugins.kinds import LOGITS_PROCESSOR
 from engine.plugins.manager import Plugins
 from engine.plugins.parsers import plugin_codec
 from engine.plugins.selection import NOT_MEASURED
 from engine.plugins.structured import plugin_grammars, plugin_processors
-from engine.sampling.captured import Variant
+from engine.sampling.captured import SamplingVariant
 from engine.sampling.constraints import Constraints
 from engine.sampling.processing import Processing
 from engine.sampling.sampler import Sampler
@@ -48,7 +49,7 @@ from engine.startup.linears import choose_linears
 from engine.startup.memory import check_weights, report
 from engine.startup.model_steps import ModelSteps
 from engine.startup.pools import PoolMaker
-from engine.startup.race import Race, measured_attention
+from engine.startup.race import AttentionRace, measured_attention
 from engine.startup.start import Start
 from engine.startup.thread_race import ThreadRace, common_choices
 from engine.text.codec import TextCodec
@@ -177,7 +178,7 @@ def _choose_attention(start: Start, model: Model) -> RankAttention:
     measured = NOT_MEASURED
     if not start.invariant:  # a race may end otherwise at the next start, and another backend has other bits
         start.graphs.device.trim()  # contenders run in processes of their own
-        race = Race(start.plugins, *kind_of_pages, limit_s=start.config.plugins.race_s)
+        race = AttentionRace(start.plugins, *kind_of_pages, limit_s=AttentionSettings.of(start.config).race_s)
         measured = measured_attention(race, start.comm, start.device, start.progress)
     return RankAttention(start.plugins, *kind_of_pages, measured, start.invariant)
 
@@ -355,7 +356,7 @@ def _step_threads(
         rows = min(rows, most_rows)
         lengths = np.full(rows, length, dtype=np.int32)
         if whole_decodes is not None and whole_decodes.fits(rows):
-            whole_decodes.launch(np.arange(rows), lengths, Variant.GREEDY)
+            whole_decodes.launch(np.arange(rows), lengths, SamplingVariant.GREEDY)
         else:
             steps.run(lengths, np.ones(rows, dtype=np.int32), rows, greedy)
 

@@ -30,6 +30,7 @@ from engine.text.chat import PLAIN
 from engine.text.files import TokenizerFiles, read_template
 from engine.text.pairs import ROLES, Pairs, cut_text, knows_pairs
 from engine.text.reasoning import ReasoningFormat, ReasoningParser, Thinking
+from engine.text.settings import ScoreSettings
 from engine.text.stops import StopMatcher
 from engine.text.tool_calls import ToolFormat
 from engine.text.vocabulary import Vocabulary
@@ -371,7 +372,7 @@ def load_codec(
     """Return the codec that ``model`` configures.  Raises WeightsError that names the file.
 
     directory: the checkpoint's.  formats: as in ``TextCodec``.  use: the model's."""
-    setting = model.tokenizer
+    setting, template = model.tokenizer, ScoreSettings.read(model).score_template
     dummy = model.load_format == "dummy" and not (directory / "tokenizer.json").exists()
     if setting == "none" or (dummy and not setting):
         log.info("no tokenizer: prompts and output are token ids only")
@@ -380,7 +381,7 @@ def load_codec(
         Path(setting) if setting else directory,
         formats,
         pad_token_id=use.pad_token_id,
-        pair_template=Path(model.score_template).expanduser() if model.score_template else None,
+        pair_template=Path(template).expanduser() if template else None,
     )
 
 

@@ -66,7 +66,7 @@ async def test_a_client_that_leaves_cancels_no_recording() -> None:
     written = Future[str]()
     recorder = cast("Recorder", SimpleNamespace(write=lambda why, name: written, folder=Path()))
     features = {"recording": RecordingFeature(recorder)}
-    system = cast("System", SimpleNamespace(config=Config(), features=features))
+    system = cast("System", SimpleNamespace(config=Config(), max_len=64, features=features))
     operations = LocalOperations(system, cast("ConfigSource", None), CARD)
     asked = asyncio.create_task(operations.operate(Operate(what="feature", feature="recording", text="a")))
     await asyncio.sleep(0)
@@ -78,7 +78,7 @@ async def test_a_client_that_leaves_cancels_no_recording() -> None:
 
 
 async def test_an_operation_of_no_feature_is_refused() -> None:
-    system = cast("System", SimpleNamespace(config=Config(), features={}))
+    system = cast("System", SimpleNamespace(config=Config(), max_len=64, features={}))
     operations = LocalOperations(system, cast("ConfigSource", None), CARD)
     with pytest.raises(RequestError, match="no such operation") as refused:
         await operations.operate(Operate(what="feature", feature="recording"))

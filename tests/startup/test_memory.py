@@ -330,10 +330,10 @@ def test_a_runner_that_comes_back_with_its_pages_is_not_asked_whether_they_fit(c
     terms = GenerationSettings(num_pages=100)
     monkeypatch.setattr(pools, "require_room", lambda *_: pytest.fail("asked"))
     if executor == "inline":
-        assert system._load_runner(0, terms).num_pages == 100
+        assert system._load_runner(system.engine, 0, terms).num_pages == 100
         return
     monkeypatch.setattr("engine.workers.placement.start_child", lambda *_, assignment, **__: assignment)
-    with system.placement(1).generation(terms) as start:
+    with system.placement(system.engine).generation(terms) as start:
         assignment = start(WorkerSlot("executor0", 0), None)
     assert assignment.config.kv.num_pages == 0
     assert load_rank(assignment).num_pages == 100

@@ -45,7 +45,7 @@ class FakeRanks:
         return [worker.killed for worker in self.workers]
 
     def hear(self, rank: int, message: Any) -> None:
-        self.workers[rank].reports.heard(message)
+        self.workers[rank].reports.received(message)
 
     def ready(self, num_pages: int = 9) -> None:
         for rank in range(len(self.workers)):

@@ -6,6 +6,7 @@ Owns: the columns of a step that hold them.  Does not know: which pages are copi
 import numpy as np
 
 from engine.features.host_tier.messages import Transfers
+from engine.features.host_tier.settings import HostTierSettings
 from engine.plugins.features import FeatureContext
 from engine.scheduling.feature import NewFeature, PlannerFeature, PlannerParts
 from engine.scheduling.step_builder import StepBuilder
@@ -34,4 +35,4 @@ class HostTierPlanner(PlannerFeature):
 
 def planner_feature(context: FeatureContext) -> NewFeature | None:
     """Return the builder of the feature; None without host pages."""
-    return HostTierPlanner if context.config.kv.num_host_pages else None
+    return HostTierPlanner if HostTierSettings.of(context.config).num_host_pages else None

@@ -11,12 +11,14 @@ from dataclasses import dataclass
 from functools import partial
 
 from engine.features.kv_store.messages import Landing, StoreMoves
+from engine.features.kv_store.settings import StoreSettings
 from engine.kv.node import Handle, Node
 from engine.kv.pages import Pages
 from engine.kv.radix import TOKEN_BYTES
 from engine.messages import FetchPages, PagesFetched
 from engine.plugins.features import FeatureContext
-from engine.plugins.kinds import KV_STORE, chosen_plugins
+from engine.plugins.kinds import chosen_plugins
+from engine.plugins.kv_store.kind import KV_STORE
 from engine.scheduling.feature import NewFeature, PlannerFeature, PlannerParts
 from engine.scheduling.rows import WORTH_WAITING_TOKENS, Sequence
 from engine.scheduling.step_builder import StepBuilder
@@ -173,4 +175,4 @@ class StorePlanner(PlannerFeature):
 def planner_feature(context: FeatureContext) -> NewFeature | None:
     """Return the builder of the feature; None if no store is configured."""
     is_on = KV_STORE in chosen_plugins(context.config)
-    return partial(StorePlanner, timeout_s=context.config.kv.store_timeout_s) if is_on else None
+    return partial(StorePlanner, timeout_s=StoreSettings.of(context.config).store_timeout_s) if is_on else None

@@ -14,7 +14,7 @@ import msgspec
 from engine.checkpoints.feature import CheckpointFeature, Reading
 from engine.checkpoints.fields import Fields, read_fields
 from engine.checkpoints.shape import ClassifierShape, DecoderShape, NoHeadShape, PartShape, RewardShape, TokenScoreShape
-from engine.checkpoints.use import GENERATING, Calls, Kind, ModelUse, Way
+from engine.checkpoints.use import GENERATING, Calls, Kind, ModelUse, OutputWay
 from engine.types.errors import WeightsError
 
 Activation = Literal["identity", "sigmoid", "softmax"]
@@ -62,7 +62,11 @@ class Pooling(msgspec.Struct, frozen=True, kw_only=True):
         added: tuple[str, ...] = ("classify", "score", "pool") if len(self.labels) == 1 else ("classify", "pool")
         if self.kind != "classify":
             added = ("embed", "score", "pool") if self.kind == "embed" else ("embed", "pool")
-        ways = {"classify": Way()} if self.kind == "classify" else {"last": Way(), "mean": Way(whole=True)}
+        ways = (
+            {"classify": OutputWay()}
+            if self.kind == "classify"
+            else {"last": OutputWay(), "mean": OutputWay(whole=True)}
+        )
         generates = self.kind == "generate"
         return ModelUse(
             kind=self.kind,

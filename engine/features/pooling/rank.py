@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from engine.execution.features import RankContext, RankFeature
-from engine.execution.prompts import Columns, Segment, Wanted
+from engine.execution.prompts import Columns, PromptSegment, Wanted
 from engine.messages import Admission
 from engine.models.model import Model
 
@@ -67,7 +67,7 @@ class PooledRows:
         self._methods[admission.row] = admission.params.pooling
         return True
 
-    def wanted(self, segments: list[Segment]) -> Wanted | None:
+    def wanted(self, segments: list[PromptSegment]) -> Wanted | None:
         pooled, at = [], []
         for one in segments:
             method = self._methods.get(one.row)

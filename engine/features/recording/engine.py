@@ -1,6 +1,6 @@
 """The flight recorder as a part of an engine.
 
-Owns: when an engine has a recorder, and the blueprint of its planners.  Does not know: turns, files, HTTP.
+Owns: when an engine has a recorder.  Does not know: turns, files, HTTP.
 """
 
 import asyncio
@@ -11,20 +11,18 @@ from pathlib import Path
 from typing import Final
 
 from engine.actors.feature import EngineContext, EngineFeature, NewScheduler
-from engine.features.recording.blueprint import Blueprint, without_secrets
 from engine.features.recording.recorder import RecordedScheduler, Recorder
-from engine.plugins.kinds import KINDS
+from engine.features.recording.settings import RecordingSettings
 from engine.types.errors import RequestError
 
 WAITED_S: Final = 30.0  # wait for a request's first step after which a recording is written
 
 
 class RecordingFeature(EngineFeature):
-    """A recorder of one engine's scheduler.  about: the folder of the files."""
+    """A recorder of one engine's scheduler."""
 
     def __init__(self, recorder: Recorder) -> None:
         self.recorder = recorder
-        self.about = str(recorder.folder)
 
     def clock(self, clock: Callable[[], float]) -> Callable[[], float]:
         """Return a clock whose readings are recorded."""
@@ -33,10 +31,6 @@ class RecordingFeature(EngineFeature):
     def scheduler(self, build: NewScheduler) -> NewScheduler:
         """Return the constructor of a scheduler whose turns are recorded."""
         return partial(RecordedScheduler, recorder=self.recorder)
-
-    def changed(self, context: EngineContext) -> None:
-        """Record the new blueprint."""
-        self.recorder.changed(_blueprint(context))
 
     async def operate(self, text: str) -> None:
         """Write a file of this name.  Raises RequestError (507) if it is not written."""
@@ -49,29 +43,16 @@ class RecordingFeature(EngineFeature):
 
 def engine_feature(context: EngineContext) -> RecordingFeature | None:
     """Return the feature; None without a folder for recordings."""
-    storage = context.config.storage
-    if not storage.folder or not storage.recording_mb:
+    storage, settings = context.config.storage, RecordingSettings.of(context.config)
+    if not storage.folder or not settings.recording_mb:
         return None
     recorder = Recorder(
-        _blueprint(context),
+        context.blueprint,
         context.plugins,
         folder=Path(storage.folder, "recordings"),
-        limit_bytes=storage.recording_mb << 20,
-        prompts=storage.recording_prompts,
+        limit_bytes=settings.recording_mb << 20,
+        prompts=settings.recording_prompts,
         waited_s=context.config.limits.first_token_timeout_s or WAITED_S,
         clock=context.clock,
     )
     return RecordingFeature(recorder)
-
-
-def _blueprint(context: EngineContext) -> Blueprint:
-    names = {kind: name for kind, name in context.plugins.names.items() if KINDS[kind].decides}
-    return Blueprint(
-        limits=context.limits,
-        overlap_depth=context.config.scheduler.overlap_depth,
-        vocab_size=context.spec.vocab_size,
-        max_len=context.max_len,
-        names=names,
-        config=without_secrets(context.config, names),
-        draft=context.draft,
-    )

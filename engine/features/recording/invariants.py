@@ -20,7 +20,7 @@ class Invariants:
     def check(self, scheduler: ReplayedScheduler) -> None:
         """Check after a turn: every page has one owner, no message follows a request's end, nothing stays held."""
         for message in scheduler.said:
-            self._hear(message)
+            self._note_answers(message)
         self._num_turns += 1
         planner = scheduler.planner
         if planner is None or self._num_turns % self._every:
@@ -35,7 +35,7 @@ class Invariants:
             assert not stats.pages_used, f"no request is open, and {stats.pages_used} pages are in use"
             assert (stats.running, stats.waiting) == (0, 0), f"no request is open, but the counts are {stats}"
 
-    def _hear(self, message: Tokens | Failed) -> None:
+    def _note_answers(self, message: Tokens | Failed) -> None:
         if isinstance(message, Failed):
             self._speaks(message.request_id, ends=True)
             return

@@ -9,7 +9,7 @@ from typing import Final
 import msgspec
 
 from engine.checkpoints.feature import CheckpointFeature, Reading
-from engine.checkpoints.use import Way
+from engine.checkpoints.use import OutputWay
 
 NAME: Final = "token_embed"
 
@@ -22,7 +22,7 @@ class TokenEmbedCheckpoints(CheckpointFeature):
         use = reading.use
         if "embed" not in use.tasks:
             return reading
-        ways = use.ways | {NAME: Way(whole=True, width=reading.shape.hidden_size)}
+        ways = use.ways | {NAME: OutputWay(whole=True, width=reading.shape.hidden_size)}
         return replace(reading, use=msgspec.structs.replace(use, ways=ways))
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from engine.execution.features import RankContext, RankFeature
-from engine.execution.prompts import Columns, Segment, Wanted
+from engine.execution.prompts import Columns, PromptSegment, Wanted
 from engine.features.token_embed.checkpoint import NAME
 from engine.messages import Admission
 from engine.models.model import Model
@@ -22,7 +22,7 @@ MOST_BYTES: Final = 32 << 20  # in the result of a step, which must fit a frame 
 
 
 @dataclass(slots=True)
-class _Row:
+class _TokenRow:
     """A row's states of the steps that have completed.  row: its number."""
 
     row: int
@@ -35,7 +35,7 @@ class TokenStates:
 
     rows: with the number of positions that belong to each, and whether its prompt ends.  states_PD: float32."""
 
-    rows: tuple[tuple[_Row, int, bool], ...]
+    rows: tuple[tuple[_TokenRow, int, bool], ...]
     states_PD: Tensor
 
     def to_host(self) -> "TokenStates":
@@ -58,16 +58,16 @@ class TokenReader:
     """The rows whose tokens are embedded; a ``PromptReader``."""
 
     def __init__(self) -> None:
-        self._rows: dict[int, _Row] = {}
+        self._rows: dict[int, _TokenRow] = {}
 
     def admit(self, admission: Admission) -> bool:
         self._rows.pop(admission.row, None)
         if admission.params.pooling != NAME:
             return False
-        self._rows[admission.row] = _Row(admission.row)
+        self._rows[admission.row] = _TokenRow(admission.row)
         return True
 
-    def wanted(self, segments: list[Segment]) -> Wanted | None:
+    def wanted(self, segments: list[PromptSegment]) -> Wanted | None:
         own = [one for one in segments if one.row in self._rows]
         if not own:
             return None
@@ -78,7 +78,7 @@ class TokenReader:
         return False  # parts are kept only when a step's result is collected
 
 
-def _read(rows: tuple[tuple[_Row, int, bool], ...], states_PD: Tensor, model: Model) -> TokenStates:
+def _read(rows: tuple[tuple[_TokenRow, int, bool], ...], states_PD: Tensor, model: Model) -> TokenStates:
     return TokenStates(rows, model.normed(states_PD).to(torch.float32))
 
 

@@ -9,6 +9,7 @@ from engine.actors.actor import Link
 from engine.actors.feature import EngineContext, EngineFeature
 from engine.config import Config
 from engine.features.traffic.recorder import TraceRecorder
+from engine.features.traffic.settings import TraceSettings
 from engine.scheduling.rows import PlannerLimits
 
 M = TypeVar("M")
@@ -36,7 +37,7 @@ class TrafficFeature(EngineFeature):
 def engine_feature(context: EngineContext) -> TrafficFeature | None:
     """Return the feature; None if no space is set aside for traces.  Raises ConfigError for the folder."""
     storage = context.config.storage
-    if not storage.trace_mb:
+    if not TraceSettings.read(storage).trace_mb:
         return None
     recorder = TraceRecorder(storage, context.model_name, context.clock)
     context.observers.add(recorder, "storage.trace_mb")

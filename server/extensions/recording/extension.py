@@ -5,7 +5,7 @@ import asyncio
 import logging
 import signal
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from engine.config import Config
 from engine.features.recording.engine import RecordingFeature
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+NAME: Final = "recording"  # of the feature, and of what the card has of it
+
 
 class RecordingExtension(Extension):
     """POST /debug/recording, SIGUSR2, and the command that replays a recording."""
@@ -26,11 +28,16 @@ class RecordingExtension(Extension):
     handlers = (RecordingRoute,)
 
     def join(self, parts: ServerParts) -> None:
-        parts.routes.add(RecordingRoute(parts.backend.operations, parts.backend.card.features.get("recording", "")))
+        parts.routes.add(RecordingRoute(parts.backend.operations, parts.backend.card.parts.get(NAME, b"").decode()))
+
+    def describe(self, system: "System") -> dict[str, bytes]:
+        """Return the folder of recordings, if there are some."""
+        feature = system.features.get(NAME)
+        return {NAME: str(feature.recorder.folder).encode()} if isinstance(feature, RecordingFeature) else {}
 
     def with_engine(self, system: "System") -> None:
         """Have SIGUSR2 write a file; if nothing is recorded it logs so, and ends nothing."""
-        loop, feature = asyncio.get_running_loop(), system.features.get("recording")
+        loop, feature = asyncio.get_running_loop(), system.features.get(NAME)
         if isinstance(feature, RecordingFeature):
             loop.add_signal_handler(signal.SIGUSR2, feature.recorder.write, "signal")
         else:

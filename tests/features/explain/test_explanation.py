@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from engine.features.explain import timelines
-from engine.features.explain.explanation import Explained, Part, explain
+from engine.features.explain.explanation import Explained, TimeShare, explain
 from engine.features.explain.timelines import STEP, Ring, StepLog
 from engine.messages import Finish
 from tests.scheduling.bench import Bench, lose_the_device, prompt_of
@@ -24,7 +24,7 @@ def run(bench: Bench, *, prefill_s: float = 0.0, most: int = 10_000) -> None:
         bench.deliver()
 
 
-def told(bench: Bench, request_id: int) -> tuple[Explained, dict[str, Part]]:
+def told(bench: Bench, request_id: int) -> tuple[Explained, dict[str, TimeShare]]:
     explained = explain(bench.planner.requests, bench.timelines, request_id, bench.now)
     assert explained is not None
     assert sum(part.seconds for part in explained.parts) == pytest.approx(explained.until - explained.arrived_at)

@@ -1,6 +1,6 @@
 """The conformance kit for stores of KV pages: one call checks a store, and lists every case that fails.
 
-    from engine.plugins.testing.kv_store import check_kv_store
+    from engine.plugins.kv_store.kit import check_kv_store
     check_kv_store(lambda: FolderStore(path))
 
 Owns: random records and their names.  Does not know: torch, the places of records.
@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from engine.kv.store import KVStore
+from engine.plugins.kv_store.store import KVStore
 from engine.plugins.proof.findings import Findings
 
 RECORD_BYTES = 1000

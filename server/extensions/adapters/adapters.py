@@ -8,14 +8,12 @@ for requests that are open, and executors need to know of neither.
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, MutableMapping
 from pathlib import Path
 
-import msgspec
-
-from engine.features.lora.files import CONFIG, AdapterRules, read_adapter
+from engine.features.lora.files import CONFIG, Adapter, AdapterRules, read_adapter
 from engine.types.errors import FieldError, RequestError, WeightsError
-from engine.types.prompt import Adapter
+from server.variant import Variant
 
 log = logging.getLogger(__name__)
 
@@ -23,14 +21,7 @@ MAX_NAMES = 4096
 MAX_NAME_CHARS = 256
 
 
-class ServedAdapter(msgspec.Struct, frozen=True):
-    """An adapter with a name.  created: Unix time of its loading."""
-
-    adapter: Adapter
-    created: int
-
-
-def adapters_below(rules: AdapterRules, model: str) -> dict[str, ServedAdapter]:
+def adapters_below(rules: AdapterRules, model: str) -> dict[str, Variant]:
     """Returns what each folder in the adapters' folder holds, by its name; what cannot be served is left out, and
     logged.
 
@@ -43,29 +34,33 @@ def adapters_below(rules: AdapterRules, model: str) -> dict[str, ServedAdapter]:
                     raise WeightsError("its name is not of printable characters; rename the folder")
                 if path.name == model:
                     raise WeightsError("that is the model's own name; set model.name, or rename the folder")
-                found[path.name] = ServedAdapter(read_adapter(path.resolve(), rules), int(time.time()))
+                found[path.name] = _variant(read_adapter(path.resolve(), rules))
             except WeightsError as error:
                 log.warning("adapter %a is not served: %s", path.name, error)
     return found
 
 
-class Adapters:
-    """Make the names.
+def _variant(adapter: Adapter) -> Variant:
+    return Variant(created=int(time.time()), parts=adapter.parts)
 
-    rules: None if no adapters are served.  model: the name that none of them may have.  keep: called with all of them
-    when one comes or goes."""
+
+class Adapters:
+    """The names of a server's adapters.
+
+    rules: None if no adapters are served.  served: name -> adapter, which changes as operators load and unload them.
+    model: the name that none of them may have.  changed: called after each change."""
 
     def __init__(
         self,
         rules: AdapterRules | None,
-        served: Mapping[str, ServedAdapter],
+        served: MutableMapping[str, Variant],
         model: str,
-        keep: Callable[[Mapping[str, ServedAdapter]], None] | None = None,
+        changed: Callable[[], None] = lambda: None,
     ) -> None:
-        self.served = dict(served)
+        self.served = served
         self._rules = rules
         self._model = model
-        self._keep = keep
+        self._changed = changed
 
     async def load(self, name: str, path: str, *, in_place: bool) -> None:
         """Serve what lies at ``path``, absolute or below the folder.
@@ -84,7 +79,7 @@ class Adapters:
         except WeightsError as error:
             raise RequestError(str(error), code="invalid_adapter", param="lora_path") from None
         self._check_name(name, in_place)  # time has passed
-        self.served[name] = ServedAdapter(adapter, int(time.time()))
+        self.served[name] = _variant(adapter)
         log.info("adapter %s: %s (%s)", name, folder, adapter.digest[:12])
         self._changed()
 
@@ -113,7 +108,3 @@ class Adapters:
             raise FieldError("lora_name", f"{name!r} is loaded already; unload it first, or send load_inplace")
         if name not in self.served and len(self.served) >= MAX_NAMES:
             raise FieldError("lora_name", f"{MAX_NAMES} adapters are loaded already; unload one first")
-
-    def _changed(self) -> None:
-        if self._keep is not None:
-            self._keep(self.served)

@@ -13,14 +13,16 @@ import pytest
 from transformers import PreTrainedModel
 
 from engine.config import Config, build_config
+from engine.features.lora.files import NAME, Adapter, AdapterRules
 from engine.features.lora.planner import LoraPlanner
 from engine.messages import EngineReady
 from engine.settings.sections import ServerSection
 from engine.types.errors import RequestError
-from engine.types.prompt import Adapter
 from engine.workers.messages import FrontendState, Handover
-from server.adapters import MAX_NAMES, Adapters, ServedAdapter
+from server.extensions.adapters.adapters import MAX_NAMES, Adapters
 from server.openai.translator import Translator
+from server.variant import Variant
+from tests.extensions.adapters.cards import card_with
 from tests.features.lora.made import greedy, make_adapter, merged
 from tests.models.checkpoints import build, random_tokens, save
 from tests.server.http_client import RawClient, Reply, ask, http_bytes
@@ -51,6 +53,10 @@ class Scene:
             "lora": {"folder": str(self.folder), "max_adapters": 2, "max_rank": 4},
         }
         self.live = LiveSystem(build_config(Config(), tables))
+
+    @property
+    def rules(self) -> AdapterRules:
+        return msgspec.msgpack.decode(self.live.system.engine.facts[NAME], type=AdapterRules)
 
     def post(self, path: str, name: str, **fields: Any) -> Reply:
         return ask(self.live.port, "POST", path, {"lora_name": name, **fields})
@@ -186,21 +192,19 @@ def test_a_link_out_of_the_folder_is_no_way_out(scene: Scene, tmp_path: Path) ->
 
 
 def test_an_adapter_that_is_unloaded_meanwhile_is_never_the_model() -> None:
-    served = {"a": ServedAdapter(Adapter("digest", "/path"), 0)}
-    translator = Translator(CARD, adapters=served)
+    translator = Translator(CARD)
+    translator.variants["a"] = Variant(created=0, parts=Adapter("digest", "/path").parts)
     translator.check_model("a")
-    del served["a"]  # as can be while a thread understands a long body
+    del translator.variants["a"]  # as can be while a thread understands a long body
     with pytest.raises(RequestError, match="'a' does not exist"):
-        translator.adapter_of("a")
+        translator.parts_of("a")
 
 
 @pytest.mark.slow
 async def test_a_thousand_loads_and_unloads_leave_nothing(scene: Scene) -> None:
-    rules = scene.live.system.adapter_rules
-    assert rules is not None
     planner = scene.live.system.monitor._scheduler.planner
     assert planner is not None
-    registry = Adapters(rules, {}, MODEL)
+    registry = Adapters(scene.rules, {}, MODEL)
     for number in range(1000):
         await registry.load(f"a{number}", "good", in_place=False)
         registry.unload(f"a{number}")
@@ -231,16 +235,15 @@ def test_only_operators_load_and_only_where_there_is_a_folder(tmp_path: Path) ->
 
 
 def test_names_have_a_limit(scene: Scene) -> None:
-    one = ServedAdapter(Adapter("digest", "/path"), 0)
-    full = Adapters(scene.live.system.adapter_rules, {str(number): one for number in range(MAX_NAMES)}, MODEL)
+    one = Variant(created=0, parts=Adapter("digest", "/path").parts)
+    full = Adapters(scene.rules, {str(number): one for number in range(MAX_NAMES)}, MODEL)
     with pytest.raises(RequestError, match="adapters are loaded already"):
         full._check_name("new", in_place=False)
     full._check_name("7", in_place=True)
 
 
 async def test_the_next_frontend_knows_what_was_loaded_in_this_one(scene: Scene) -> None:
-    rules = scene.live.system.adapter_rules
-    card = msgspec.structs.replace(CARD, adapter_rules=rules)
+    card = card_with({}, scene.rules)
     about = msgspec.msgpack.encode(card)
     states: list[bytes] = []
 

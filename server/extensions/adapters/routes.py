@@ -8,7 +8,7 @@ from aiohttp import web
 
 from engine.settings.sections import ServerSection
 from engine.types.errors import RequestError
-from server.adapters import Adapters
+from server.extensions.adapters.adapters import Adapters
 from server.http.body import BodyReader
 from server.http.operation import operation
 from server.http.replies import json_reply
@@ -44,6 +44,12 @@ async def refuse_adapters(request: web.Request) -> web.StreamResponse:
     raise RequestError("adapters are of one model, and this server has several", status=404, code="adapters_off")
 
 
+async def refuse_at_start(request: web.Request) -> web.StreamResponse:
+    """Raise RequestError (400): a name that one replica knows alone would be there for some requests only."""
+    reason = "replicas serve the adapters that they find in lora.folder as they start: put it there, then restart them"
+    raise RequestError(f"{reason} (POST /replicas/restart)", code="adapters_at_start")
+
+
 class AdapterRoutes:
     """Handles both."""
 
@@ -60,6 +66,7 @@ class AdapterRoutes:
         answer=AdapterAnswer,
         body=LoadBody,
         off=refuse_adapters,
+        replicated=refuse_at_start,
     )
     async def load(self, request: web.Request) -> web.Response:
         """Serve an adapter from now on.  Raises RequestError: 400 to 415."""
@@ -75,6 +82,7 @@ class AdapterRoutes:
         answer=AdapterAnswer,
         body=UnloadBody,
         off=refuse_adapters,
+        replicated=refuse_at_start,
     )
     async def unload(self, request: web.Request) -> web.Response:
         """Serve it no more; its open requests go on.  Raises RequestError: 400 to 415."""
