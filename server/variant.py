@@ -5,7 +5,7 @@ import msgspec
 from engine.types.prompt import RequestPart
 
 
-class Variant(msgspec.Struct, frozen=True, kw_only=True):
+class ServedVariant(msgspec.Struct, frozen=True, kw_only=True):
     """Something that requests name as a model.  created: Unix time.  parts: those of its requests, by feature."""
 
     created: int

@@ -21,7 +21,7 @@ from server.model_card import ModelCard
 from server.openai.conversation import HERMES, NO_TOOLS, ToolRequest
 from server.openai.requests import GenerationBody, ResponseFormat, StructuredOutputs
 from server.openai.structural_tags import decode_structural_tag, read_structural_tag
-from server.variant import Variant
+from server.variant import ServedVariant
 
 DEFAULT = SamplingParams()
 SAME_FIELDS = tuple(name for name in SamplingParams.__struct_fields__ if name in GenerationBody.__struct_fields__)
@@ -52,7 +52,7 @@ class Translator:
     ) -> None:
         """Make a translator.  tool_format: None for the hermes format.  server: what the fingerprint says of it."""
         self.card = card
-        self.variants: dict[str, Variant] = {}
+        self.variants: dict[str, ServedVariant] = {}
         self._server = server
         self.tool_format = tool_format or HERMES
 

@@ -31,6 +31,7 @@ NAMED: dict[str, tuple[str, tuple[str, ...]]] = {
     "kv_store": (r"kv_store|KVStore", ("engine/plugins/kv_store",)),
     "lora": (r"\blora|LoRA", ()),
     "pooling": (r"[Pp]ooling", ()),
+    "quarantine": (r"[Qq]uarantine", ()),
     "recording": (r"flight recorder|recording_|Record(ing|er)[A-Z]|recordings/", ()),
     "speculation": (r"speculat", ("engine/plugins/proposer",)),
     "token_embed": (r"token_embed", ("server/extensions/pooling",)),

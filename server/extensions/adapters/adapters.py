@@ -13,7 +13,7 @@ from pathlib import Path
 
 from engine.features.lora.files import CONFIG, Adapter, AdapterRules, read_adapter
 from engine.types.errors import FieldError, RequestError, WeightsError
-from server.variant import Variant
+from server.variant import ServedVariant
 
 log = logging.getLogger(__name__)
 
@@ -21,7 +21,7 @@ MAX_NAMES = 4096
 MAX_NAME_CHARS = 256
 
 
-def adapters_below(rules: AdapterRules, model: str) -> dict[str, Variant]:
+def adapters_below(rules: AdapterRules, model: str) -> dict[str, ServedVariant]:
     """Returns what each folder in the adapters' folder holds, by its name; what cannot be served is left out, and
     logged.
 
@@ -40,8 +40,8 @@ def adapters_below(rules: AdapterRules, model: str) -> dict[str, Variant]:
     return found
 
 
-def _variant(adapter: Adapter) -> Variant:
-    return Variant(created=int(time.time()), parts=adapter.parts)
+def _variant(adapter: Adapter) -> ServedVariant:
+    return ServedVariant(created=int(time.time()), parts=adapter.parts)
 
 
 class Adapters:
@@ -53,7 +53,7 @@ class Adapters:
     def __init__(
         self,
         rules: AdapterRules | None,
-        served: MutableMapping[str, Variant],
+        served: MutableMapping[str, ServedVariant],
         model: str,
         changed: Callable[[], None] = lambda: None,
     ) -> None:

@@ -16,7 +16,7 @@ from server.extensions.adapters.metrics import AdapterSamples
 from server.extensions.adapters.routes import AdapterRoutes
 from server.run.extension import Extension, ServerParts
 from server.run.finding import Finding
-from server.variant import Variant
+from server.variant import ServedVariant
 
 if TYPE_CHECKING:
     from engine.control.system import System
@@ -28,7 +28,7 @@ class Described(msgspec.Struct, frozen=True):
     """The part of the model's card: which adapters it takes, and those that are served at start, by their names."""
 
     rules: AdapterRules
-    served: dict[str, Variant]
+    served: dict[str, ServedVariant]
 
 
 class AdaptersExtension(Extension):
@@ -69,7 +69,9 @@ class AdaptersExtension(Extension):
             described = msgspec.msgpack.decode(about, type=Described)
             rules = described.rules
             state = kept.get(PART)
-            served.update(described.served if state is None else msgspec.msgpack.decode(state, type=dict[str, Variant]))
+            served.update(
+                described.served if state is None else msgspec.msgpack.decode(state, type=dict[str, ServedVariant])
+            )
         adapters = Adapters(rules, served, card.name, lambda: kept.put(PART, msgspec.msgpack.encode(served)))
         parts.routes.add(AdapterRoutes(adapters, parts.server))
         parts.collectors.append(AdapterSamples(card.name, served).collect)

@@ -8,13 +8,13 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from engine.actors.snapshot import Snapshot
 from engine.features.lora.files import NAME
 from server.operators.metrics import VLLM
-from server.variant import Variant
+from server.variant import ServedVariant
 
 
 class AdapterSamples:
     """The sample for one model.  served: the adapters, by their names."""
 
-    def __init__(self, model: str, served: Mapping[str, Variant]) -> None:
+    def __init__(self, model: str, served: Mapping[str, ServedVariant]) -> None:
         self._model = model
         self._served = served
 

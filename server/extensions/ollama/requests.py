@@ -35,7 +35,7 @@ class OllamaOptions(msgspec.Struct, frozen=True):
     mirostat: Int | None = None
 
 
-class CalledFunction(msgspec.Struct, frozen=True):
+class CalledTool(msgspec.Struct, frozen=True):
     """A function that was called.  arguments: an object."""
 
     name: Short
@@ -45,7 +45,7 @@ class CalledFunction(msgspec.Struct, frozen=True):
 class OllamaCallBody(msgspec.Struct, frozen=True):
     """A call that the assistant made earlier."""
 
-    function: CalledFunction
+    function: CalledTool
     id: Short = ""
 
 

@@ -21,7 +21,7 @@ from engine.types.errors import RequestError
 from engine.workers.messages import FrontendState, Handover
 from server.extensions.adapters.adapters import MAX_NAMES, Adapters
 from server.openai.translator import Translator
-from server.variant import Variant
+from server.variant import ServedVariant
 from tests.extensions.adapters.cards import card_with
 from tests.features.lora.made import greedy, make_adapter, merged
 from tests.models.checkpoints import build, random_tokens, save
@@ -193,7 +193,7 @@ def test_a_link_out_of_the_folder_is_no_way_out(scene: Scene, tmp_path: Path) ->
 
 def test_an_adapter_that_is_unloaded_meanwhile_is_never_the_model() -> None:
     translator = Translator(CARD)
-    translator.variants["a"] = Variant(created=0, parts=Adapter("digest", "/path").parts)
+    translator.variants["a"] = ServedVariant(created=0, parts=Adapter("digest", "/path").parts)
     translator.check_model("a")
     del translator.variants["a"]  # as can be while a thread understands a long body
     with pytest.raises(RequestError, match="'a' does not exist"):
@@ -216,7 +216,7 @@ async def test_a_thousand_loads_and_unloads_leave_nothing(scene: Scene) -> None:
         assert scene.says(f"a{number}")[0] == scene.expected(scene.good)
         assert scene.post(UNLOAD, f"a{number}").status == 200
     assert set(scene.names()) == {MODEL, "good"}
-    slots = next(one for one in planner._features.all if isinstance(one, LoraPlanner))
+    slots = next(one for one in planner.features.all if isinstance(one, LoraPlanner))
     assert not slots._slots._of_row
     assert not slots._to_place
 
@@ -235,7 +235,7 @@ def test_only_operators_load_and_only_where_there_is_a_folder(tmp_path: Path) ->
 
 
 def test_names_have_a_limit(scene: Scene) -> None:
-    one = Variant(created=0, parts=Adapter("digest", "/path").parts)
+    one = ServedVariant(created=0, parts=Adapter("digest", "/path").parts)
     full = Adapters(scene.rules, {str(number): one for number in range(MAX_NAMES)}, MODEL)
     with pytest.raises(RequestError, match="adapters are loaded already"):
         full._check_name("new", in_place=False)

@@ -17,6 +17,7 @@ from server.extensions.journal.journal import Entry, Journal
 from server.extensions.journal.records import Accepted, Delivered, Ended, decode
 
 MOST_BYTES = 64 << 10
+LARGEST_BATCH = 8 << 10
 
 
 @pytest.fixture(autouse=True)
@@ -108,7 +109,8 @@ async def test_files_rotate_and_running_requests_move_on(tmp_path: Path) -> None
         journal.append(brief, accepted(brief, b"x" * 500), nothing)
         journal.end(brief, Ended(brief.number, 1, 1.0), nothing)
         await turn(1)
-        assert journal.num_bytes <= MOST_BYTES
+        # A file ends behind the batch that fills it, and a busy disk makes larger batches.
+        assert journal.num_bytes <= MOST_BYTES + LARGEST_BATCH
     written = asyncio.Event()
     journal.append(old, delivered(old, 400), written.set)
     expected.append(delivered(old, 400))
@@ -192,7 +194,8 @@ async def test_streams_that_grow_beyond_all_bounds_give_way(tmp_path: Path) -> N
     for at in range(1, 400):
         journal.append(large, delivered(large, at, "x" * 500), partial(told.append, at))
         await turn(1)
-        assert journal.num_bytes <= MOST_BYTES
+        # A file ends behind the batch that fills it, and a busy disk makes larger batches.
+        assert journal.num_bytes <= MOST_BYTES + LARGEST_BATCH
     await turn()
     assert told == list(range(1, 400)), "who reads it is told all the same"
     assert not large.is_kept

@@ -85,8 +85,8 @@ def test_two_servers_cannot_have_one_folder(tmp_path: Path, monkeypatch: pytest.
         [
             sys.executable,
             "-c",
-            "import pathlib, sys; from server.extensions.journal.segments import Segments; "
-            f"held = Segments(pathlib.Path({str(tmp_path)!r})); print('held', flush=True); sys.stdin.read()",
+            "import pathlib, sys; from server.extensions.journal.segments import JournalSegments; "
+            f"held = JournalSegments(pathlib.Path({str(tmp_path)!r})); print('held', flush=True); sys.stdin.read()",
         ],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
