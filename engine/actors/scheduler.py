@@ -135,7 +135,8 @@ class Scheduler(Actor[SchedulerInbox]):
         if planner.finished:
             finished = tuple(planner.finished)
             planner.finished.clear()
-            self._observers.request_finished(finished)
+            if self._observers.wants_requests:
+                self._observers.request_finished(finished)
         if events := planner.pages.tree.drain_events():
             self._observers.kv_event(tuple(events))
 

@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from engine.checkpoints.gguf_families import BY_ARCHITECTURE, FAMILIES, FIELDS, NAMES, OPTIONAL, GGUFFamily
 from engine.checkpoints.gguf_header import GGUFHeader, GGUFTensor
 from engine.checkpoints.gguf_tokenizer import tokenizer_files
 from engine.checkpoints.shards import StoredTensor, read_shards
@@ -30,28 +31,7 @@ SUFFIX = ".gguf"
 TABLE = "gguf_tensors.json"
 UNFOLDING = 4  # part of the directory's name: raise it when its content changes
 STORED_FORMATS = "stored_formats"  # field of config.json: types of matrices in blocks, by ggml's names
-# general.architecture -> Hugging Face's name.  llama.cpp treats a Mistral as a Llama.
-ARCHITECTURES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
-# Key below the architecture's name -> field of config.json.
-FIELDS = {
-    "context_length": "max_position_embeddings",
-    "embedding_length": "hidden_size",
-    "block_count": "num_hidden_layers",
-    "feed_forward_length": "intermediate_size",
-    "attention.head_count": "num_attention_heads",
-    "attention.head_count_kv": "num_key_value_heads",
-    "attention.key_length": "head_dim",
-    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
-}
-OPTIONAL = {"attention.head_count_kv", "attention.key_length"}
 FLOATS = {"F64", "F32", "F16", "BF16"}
-NAMES = {
-    "token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head",
-    "attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm",
-    "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj", "attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm",
-    "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj",
-}  # fmt: skip
 DIVISORS = "rope_freqs.weight"  # divisors of rotary frequencies: llama.cpp's form of the type llama3
 TENSOR = re.compile(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)")
 
@@ -94,12 +74,13 @@ def read_table(directory: Path) -> dict[str, tuple[StoredTensor, GGUFTensor]]:
     try:
         path = (directory / LINK).resolve(strict=True)
         tensors = msgspec.json.decode((directory / TABLE).read_bytes(), type=list[GGUFTensor])
+        family = BY_ARCHITECTURE[json.loads((directory / "config.json").read_bytes())["architectures"][0]]
         size = path.stat().st_size
-    except (OSError, msgspec.MsgspecError) as error:
+    except (OSError, ValueError, LookupError, msgspec.MsgspecError) as error:
         raise WeightsError(f"{directory}: the directory of a GGUF file is damaged; remove it: {error}") from None
     if any(one.offset + one.num_bytes > size for one in tensors):
         raise WeightsError(f"{path}: {size} bytes, but its tensors need more; it was changed while it is read")
-    return _named(path, tensors)
+    return _named(path, tensors, family)
 
 
 def stored_tensors(directory: Path) -> dict[str, StoredTensor]:
@@ -119,39 +100,68 @@ def block_kinds(directory: Path) -> list[str]:
     return sorted({one.kind for one in tensors if len(one.shape) > 1} - {"F64", "F32", "F16", "BF16"})
 
 
-def _named(path: Path, tensors: list[GGUFTensor]) -> dict[str, tuple[StoredTensor, GGUFTensor]]:
+def _named(path: Path, tensors: list[GGUFTensor], family: GGUFFamily) -> dict[str, tuple[StoredTensor, GGUFTensor]]:
     """Return the tensors by their names in Hugging Face format, together with the file's own.
 
     Their dtype is float32, to which blocks are decoded.  Raises WeightsError for a tensor without such a name."""
     named: dict[str, tuple[StoredTensor, GGUFTensor]] = {}
+    names = {**NAMES, **family.names}
     for tensor in tensors:
         if tensor.name == DIVISORS:
             continue  # part of the configuration
         found = TENSOR.fullmatch(tensor.name)
-        if found is None or found[2] not in NAMES:
+        if found is None or found[2] not in names:
             raise WeightsError(f"{path}: tensor {tensor.name!r} is not known")
         layer = "" if found[1] is None else f"model.layers.{found[1]}."
-        name = f"{layer}{NAMES[found[2]]}.{found[3]}"
-        named[name] = (StoredTensor(path, name, "F32", tensor.shape, tensor.num_bytes), tensor)
+        name = f"{layer}{names[found[2]]}.{found[3]}"
+        parts = _experts(path, tensor) if "#" in name else [tensor]
+        for number, part in enumerate(parts):
+            own = name.replace("#", str(number))
+            named[own] = (StoredTensor(path, own, "F32", part.shape, part.num_bytes), part)
     return named
+
+
+def _experts(path: Path, stack: GGUFTensor) -> list[GGUFTensor]:
+    """Return the matrix of each expert of a stack."""
+    if len(stack.shape) != 3:
+        raise WeightsError(f"{path}: tensor {stack.name!r} has shape {list(stack.shape)}, expected a matrix per expert")
+    num_bytes = stack.num_bytes // stack.shape[0]
+    return [
+        msgspec.structs.replace(
+            stack, shape=stack.shape[1:], offset=stack.offset + number * num_bytes, num_bytes=num_bytes
+        )
+        for number in range(stack.shape[0])
+    ]
+
+
+def _family(path: Path, header: GGUFHeader) -> tuple[str, GGUFFamily]:
+    """Return general.architecture and its family."""
+    name = header.value("general.architecture")
+    if name not in tuple(FAMILIES):  # a tuple, as the value may be unhashable
+        expected = ", ".join(one for one in FAMILIES if " " not in one)
+        raise WeightsError(f"{path}: general.architecture is {name!r}, expected one of {expected}")
+    experts = header.value(f"{name}.expert_count")
+    family = FAMILIES.get(f"{name} with experts", FAMILIES[name]) if experts else FAMILIES[name]
+    if experts and "expert_count" not in family.fields:
+        raise WeightsError(f"{path}: {name}.expert_count is {experts}, expected none: this family is read without")
+    return name, family
 
 
 def _config(path: Path, header: GGUFHeader) -> dict[str, Any]:
     """Return a config.json for the file.  Raises WeightsError for a value that the tables here do not have."""
     value = header.value
-    family = value("general.architecture")
-    if family not in tuple(ARCHITECTURES):  # a tuple, as the value may be unhashable
-        expected = ", ".join(ARCHITECTURES)
-        raise WeightsError(f"{path}: general.architecture is {family!r}, expected one of {expected}")
-    if experts := value(f"{family}.expert_count"):
-        raise WeightsError(f"{path}: {family}.expert_count is {experts}, expected none: no mixture of experts is read")
-    config: dict[str, Any] = {"architectures": [f"{ARCHITECTURES[family]}ForCausalLM"], "model_type": family}
-    for key, name in FIELDS.items():
-        if (seen := value(f"{family}.{key}")) is not None:
+    prefix, family = _family(path, header)
+    if (count := value("split.count")) not in (None, 0, 1):
+        advice = "join them with llama-gguf-split --merge of llama.cpp"
+        raise WeightsError(f"{path}: is one of {count} files of a model, expected a whole one; {advice}")
+    config: dict[str, Any] = {"architectures": [family.architecture], "model_type": family.model_type}
+    config |= family.settings
+    for key, name in {**FIELDS, **family.fields}.items():
+        if (seen := value(f"{prefix}.{key}")) is not None:
             config[name] = seen
-        elif key not in OPTIONAL:
-            raise WeightsError(f"{path}: {family}.{key} is missing")
-    tensors = _named(path, header.tensors)
+        elif key in FIELDS and key not in OPTIONAL:
+            raise WeightsError(f"{path}: {prefix}.{key} is missing")
+    tensors = _named(path, header.tensors, family)
     table = tensors.get("model.embed_tokens.weight")
     if table is None or len(table[0].shape) != 2:
         raise WeightsError(f"{path}: there is no matrix 'token_embd.weight'")
@@ -159,12 +169,14 @@ def _config(path: Path, header: GGUFHeader) -> dict[str, Any]:
     config["tie_word_embeddings"] = "lm_head.weight" not in tensors
     config["attention_bias"] = "model.layers.0.self_attn.o_proj.bias" in tensors
     config["hidden_act"] = "silu"
-    window = value(f"{family}.attention.sliding_window")
-    if family == "mistral":
-        config["sliding_window"] = window
-    elif window is not None:
-        raise WeightsError(f"{path}: {family}.attention.sliding_window is {window}, expected none")
-    config["rope_parameters"] = _rotary(path, family, value, _divisors(path, header))
+    window = value(f"{prefix}.attention.sliding_window")
+    if window is not None and "attention.sliding_window" not in family.fields:
+        raise WeightsError(f"{path}: {prefix}.attention.sliding_window is {window}, expected none")
+    if family.by_width:
+        width = config["hidden_size"] // config["num_attention_heads"]
+        wide = config["num_hidden_layers"] == family.by_width
+        config["query_pre_attn_scalar"] = width if wide else config.get("head_dim", width)
+    config[family.rotary] = _rotary(path, prefix, value, _divisors(path, header))
     ends = (value("tokenizer.ggml.eos_token_id"), value("tokenizer.ggml.eot_token_id"))
     config["eos_token_id"] = [one for one in dict.fromkeys(ends) if one is not None]
     kinds = {tensor.kind for _, tensor in tensors.values() if len(tensor.shape) > 1}

@@ -10,13 +10,11 @@ from torch import Tensor
 
 from engine.checkpoints.checkpoint import ModelSpec
 from engine.checkpoints.gguf import LINK, read_table
+from engine.checkpoints.gguf_families import BY_ARCHITECTURE
 from engine.checkpoints.gguf_header import GGUFTensor
 from engine.formats.blocks import DECODERS, PLAIN, decode
 from engine.layers.packing import StoredRows
 from engine.types.errors import WeightsError
-
-# For these families llama.cpp's converter reorders the rows of queries and keys: pairs that rotate become neighbours.
-PAIRED = ("LlamaForCausalLM", "MistralForCausalLM")
 
 
 class GGUFWeights:
@@ -25,21 +23,25 @@ class GGUFWeights:
     def __init__(self, spec: ModelSpec) -> None:
         self._path = (spec.directory / LINK).resolve()
         self._heads = {"q_proj": spec.shape.num_heads, "k_proj": spec.shape.num_kv_heads}
-        if spec.architecture not in PAIRED:
+        family = BY_ARCHITECTURE[spec.architecture]
+        if not family.paired:
             self._heads = {}
+        self._shift = 1.0 if family.shifted else 0.0
         self._found = read_table(spec.directory)
         self.tensors = {name: tensor for name, (tensor, _) in self._found.items()}
         # Mapped so that torch may take it for memory that can be written; nothing is.
         self._bytes = torch.from_numpy(np.memmap(self._path, np.uint8, "c"))
 
     def part(self, name: str, dim: int, start: int, length: int, member: int | None = None) -> Tensor:
-        """Return a part of a tensor.  No family that is read from GGUF files has stacks."""
+        """Return a part of a tensor.  Stacks of experts are seen as a matrix per expert."""
         source = self._found[name][1]
         heads = self._heads.get(name.split(".")[-2], 0)
         whole = dim != 0 or heads
         rows = self._stored(source)
         if len(source.shape) < 2:
             weight = self._decoded(rows, source.kind, source.name)[0]
+            if self._shift and name.endswith("norm.weight"):
+                weight = weight - self._shift
             return weight.narrow(dim, start, length)
         weight = self._decoded(rows if whole else rows[start : start + length], source.kind, source.name)
         weight = weight.view(-1, *source.shape[1:])

@@ -138,9 +138,8 @@ class PlannerFeature:
         """Return numbers of the present state, by name."""
         return {}
 
-    @property
     def num_held(self) -> int:
-        """Number of sequences that the feature holds."""
+        """Return the number of sequences that the feature holds."""
         return 0
 
 
@@ -175,6 +174,7 @@ class PlannerFeatures:
         self.left = self._hooks("left")
         self.released = self._hooks("released")
         self.ended = self._hooks("ended")
+        self.num_held = self._hooks("num_held")
         self.forget = self._hooks("forget")
         self.outgoing = self._hooks("outgoing")
         self.received = self._hooks("received")
@@ -200,11 +200,6 @@ class PlannerFeatures:
     def gauges(self) -> dict[str, int]:
         """Return the features' numbers of the present state, by name."""
         return {name: number for one in self.all for name, number in one.gauges().items()}
-
-    @property
-    def num_held(self) -> int:
-        """Number of sequences that features hold."""
-        return sum(one.num_held for one in self.all)
 
     def reset(self) -> list[Sequence]:
         """Reset every feature.  Return the sequences that they held."""

@@ -58,7 +58,8 @@ class Prefills:
     @property
     def num_waiting(self) -> int:
         """Number of sequences without a row."""
-        return len(self.queue) + self._features.num_held
+        num_held: int = sum(num_held() for num_held in self._features.num_held)
+        return len(self.queue) + num_held
 
     @property
     def may_go_on(self) -> bool:

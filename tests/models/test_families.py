@@ -50,8 +50,8 @@ written by `python -m tests.models.test_families`.
   not read.
 - Quantized checkpoints (AWQ, GPTQ, compressed-tensors, fp8: [checkpoints.md](checkpoints.md#quantized-weights))
   are read for all families but GPT-2, whose matrices lie as [inputs, outputs], and gpt-oss, whose experts lie in one
-  tensor: these two are refused at start. MXFP4 is for gpt-oss. GGUF files are read for dense Llama, Mistral, Qwen2 and
-  Qwen3.
+  tensor: these two are refused at start. MXFP4 is for gpt-oss. GGUF files, of one file each, are read for Llama,
+  Mistral, Mixtral, Qwen2, Qwen3 with and without experts, Gemma 2 and 3, OLMo 2, Granite 3, SmolLM3 and ERNIE 4.5.
   `model.quantization` rounds the layers of every family at load, but not the routers of experts.
 - Soft-capped scores (Gemma 2), attention sinks (gpt-oss) and latents (DeepSeek) need `attention.triton` or
   `attention.torch`, which `auto` then takes; the other backends are refused by name.

@@ -17,7 +17,7 @@ PROMPTS = [
     "The capital of France is",
     "def fibonacci(n):\n    ",
     "Water boils at 100 degrees because",
-    "Once upon a time there was a fox who",
+    "Once upon a time there was a fox that",
     "The first 5 prime numbers are 2, 3,",
 ]
 NUM_TOKENS = 32

@@ -90,9 +90,8 @@ class StorePlanner(PlannerFeature):
 
     # ---- pages that come from the store -----------------------------------------------------
 
-    @property
     def num_held(self) -> int:
-        """Number of sequences that wait for the store."""
+        """Return the number of sequences that wait for the store."""
         return len(self._waiting)
 
     def blocks(self) -> bool:

@@ -27,7 +27,11 @@ class Invariants:
             return
         planner.check()
         stats = planner.stats()
-        if scheduler.is_ready and not planner.num_in_flight and not planner.features.num_held:
+        if (
+            scheduler.is_ready
+            and not planner.num_in_flight
+            and not any(num_held() for num_held in planner.features.num_held)
+        ):
             assert not planner.num_open, f"{planner.num_open} requests are open, and nothing is planned for them"
         if not planner.num_open and not planner.num_in_flight:
             assert not stats.pages_used, f"no request is open, and {stats.pages_used} pages are in use"

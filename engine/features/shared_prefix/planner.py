@@ -28,9 +28,8 @@ class SharedPrefixPlanner(PlannerFeature):
         # Sequences that wait for such a row, each with the number of its tokens that must be in the tree first.
         self._waiting: dict[int, list[tuple[int, Sequence]]] = {}
 
-    @property
     def num_held(self) -> int:
-        """Number of sequences that wait for a prefix."""
+        """Return the number of sequences that wait for a prefix."""
         return sum(map(len, self._waiting.values()))
 
     def started(self, sequence: Sequence) -> None:
