@@ -31,9 +31,9 @@ from rich.table import Table
 from simulation import num_sampled
 
 from engine.config import Config
+from engine.features.traffic.sizes import StepSize, StepSizes
+from engine.features.traffic.trace import Trace, read_trace
 from engine.messages import Step, StepDone
-from engine.traffic.sizes import StepSize, StepSizes
-from engine.traffic.trace import Trace, read_trace
 from server.extensions.bench.client import Target
 from server.extensions.bench.loads import LoadSizes, arrivals, draw, due
 from server.extensions.bench.report import summarise

@@ -47,7 +47,7 @@ from server.model_card import ModelCard
 from server.operators.apply_command import add_arguments, apply
 from server.run.extension import described, find_extensions
 from server.run.greeting import greet
-from server.run.serve import serve, serve_from_process, write_recordings_on_signal
+from server.run.serve import serve, serve_from_process
 
 if TYPE_CHECKING:
     from engine.control.system import System
@@ -262,7 +262,8 @@ async def _serve_until_stopped(config: Config, source: ConfigSource, machines: "
     with bind(config.server.host, config.server.port) as listener:
         frontend = FrontendCommand(FRONT_MODULE, listener.fileno()) if config.placement.ingress == "process" else None
         system = System(config, progress=sys.stderr.isatty(), machines=machines, frontend=frontend)
-        write_recordings_on_signal(system.recorder)
+        for part in find_extensions():
+            part.with_engine(system)
         if machines is not None:
             machines.is_draining = lambda: system.entrance.draining
         card = ModelCard.of(system, config.server, described(system))

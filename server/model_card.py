@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from engine.checkpoints.fingerprint import fingerprint
-from engine.checkpoints.pooling import GENERATING, Pooling
+from engine.checkpoints.use import GENERATING, ModelUse
 from engine.plugins.kinds import ATTENTION, LINEAR, named
 from engine.settings.own_kernels import kernels_here
 from engine.settings.sections import ServerSection
@@ -34,11 +34,10 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
         that leave them out.
     tool_parser, reasoning_parser: the names of what reads its function calls and its thoughts.
     template_variables: what clients may set in its chat template.  template_roles: the roles that it knows by name.
-    pooling: what the model is for.
+    use: what requests may ask of the model.
     fingerprint: hash of the weights and of what they are computed with; empty if that is not known.
     about: what people should know of it beside its name; empty if there is nothing.
     parts: what extensions of the server know of it, by their names.
-    recordings: the folder that the flight recorder of its engine writes to; empty for none.
     """
 
     name: str
@@ -49,12 +48,11 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     tool_parser: str = "hermes"
     reasoning_parser: str = "none"
     template_variables: tuple[str, ...] = ()
-    pooling: Pooling = GENERATING
+    use: ModelUse = GENERATING
     template_roles: tuple[str, ...] = ()
     fingerprint: str = ""
     about: str = ""
     parts: dict[str, bytes] = {}
-    recordings: str = ""
 
     @classmethod
     def of(cls, system: "System", server: ServerSection, parts: dict[str, bytes] | None = None) -> "ModelCard":
@@ -69,12 +67,11 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
             tool_parser=formats.tool_parser,
             reasoning_parser=formats.reasoning_parser,
             template_variables=server.allowed_template_variables,
-            pooling=engine.model.pooling,
+            use=engine.model.use,
             template_roles=engine.codec.roles,
             fingerprint=_fingerprint(engine),
             about=about(engine.num_parameters),
             parts={} if parts is None else parts,
-            recordings="" if system.recorder is None else str(system.recorder.folder),
         )
 
     def after_changes(self, engine: "EngineSpec") -> "ModelCard":

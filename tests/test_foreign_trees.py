@@ -8,20 +8,20 @@ from pathlib import Path
 
 import pytest
 
+from engine.features.recording import recorder
+from engine.features.traffic import recorder as traffic
+from engine.features.traffic.trace import TraceHead
 from engine.host.cache_folder import replace_file
 from engine.kernels import compiled
 from engine.plugins.kv_store import files
-from engine.recording import recorder
 from engine.scheduling.rows import PlannerLimits
 from engine.settings.sections import StorageSection
-from engine.traffic import recorder as traffic
-from engine.traffic.trace import TraceHead
 from engine.workers import socket_directory
 from server.extensions.journal import segments
 from server.extensions.storage import store
 from server.extensions.storage.files import Files
 from tests.extensions.journal.test_journal import accepted, journal_of
-from tests.recording.driver import Driver
+from tests.features.recording.driver import Driver
 
 NAMES = (
     *(".ssh/id_ed25519", "thesis.txt", "notes.log", "7.log", "0007.log", "my-asked-1.cbr", "x-died-notes.cbr"),

@@ -11,9 +11,8 @@ from typing import Final, NamedTuple, Protocol
 import msgspec
 import numpy as np
 
-from engine.checkpoints.pooling import Pooling
+from engine.checkpoints.use import ModelUse
 from engine.messages import RequestOptions
-from engine.pooling import pooled_params
 from engine.settings.sections import LimitsSection
 from engine.types.errors import FieldError, RequestError
 from engine.types.params import SamplingParams
@@ -112,12 +111,10 @@ def check_admission(ingress: Admitting, limits: LimitsSection) -> None:
     Load(ingress.num_open, ingress.num_leaving).check(limits)
 
 
-def read_params(params: SamplingParams, pooling: Pooling, vocab_size: int) -> SamplingParams:
+def read_params(params: SamplingParams, use: ModelUse, vocab_size: int) -> SamplingParams:
     """Return the parameters to sample with.  Raises RequestError if a value is out of range or the task unsupported."""
     params.check(vocab_size)
-    if params.pooling or pooling.kind != "generate":
-        return pooled_params(pooling, params)
-    return params
+    return params if params.generates and use.kind == "generate" else use.params(params)
 
 
 def read_prompt(

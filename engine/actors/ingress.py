@@ -18,7 +18,7 @@ from engine.actors.actor import Actor, Link
 from engine.actors.admission import RETRY_AFTER_S, Load, check_admission, prompt_cost, read_params, read_prompt
 from engine.actors.operations import SettingsChanged
 from engine.actors.stream import Stream
-from engine.checkpoints.pooling import GENERATING, Pooling
+from engine.checkpoints.use import GENERATING, ModelUse
 from engine.messages import (
     DEFAULT_OPTIONS,
     Abort,
@@ -54,7 +54,7 @@ class Ingress(Actor[IngressInbox | SettingsChanged]):
     """Accepts or refuses requests at once; every accepted one ends in exactly one terminal event.
 
     parts: the parts that must report ready before requests are accepted; requests wait while one of them recovers.
-    first_id: id of its first request, larger than those of a previous ingress.  pooling: the model's tasks.
+    first_id: id of its first request, larger than those of a previous ingress.  use: the model's.
     loading: returns what a start does right now, '' if it is not known.
     settings_watchers: called when limits have changed."""
 
@@ -69,7 +69,7 @@ class Ingress(Actor[IngressInbox | SettingsChanged]):
         tokenizer: Link[Tokenize | Abort],
         parts: Iterable[Part] = ("executors",),
         first_id: int = 1,
-        pooling: Pooling = GENERATING,
+        use: ModelUse = GENERATING,
         loading: Callable[[], str] = str,
     ) -> None:
         super().__init__("ingress", capacity)
@@ -78,7 +78,7 @@ class Ingress(Actor[IngressInbox | SettingsChanged]):
         self._limits = limits
         self._max_model_len = max_model_len
         self._vocab_size = vocab_size
-        self._pooling = pooling
+        self._use = use
         self._rng = rng
         self._tokenizer = tokenizer
         self._ids = itertools.count(first_id)
@@ -119,7 +119,7 @@ class Ingress(Actor[IngressInbox | SettingsChanged]):
         Raises RequestError: 503 when not serving, 429 when full, 400 when a value is out of range.
         """
         check_admission(self, self._limits)
-        params = read_params(params, self._pooling, self._vocab_size)
+        params = read_params(params, self._use, self._vocab_size)
         text, token_ids, turns = read_prompt(prompt, options, self._max_model_len, self._vocab_size)
         estimated = prompt_cost(text, token_ids, turns, options.chat.tools) + len(options.resumed) // 4
         Load(self.num_open, self.num_leaving, self._queued_tokens).check(self._limits, estimated)

@@ -6,18 +6,19 @@ Owns: resolving a model path, and ModelSpec.  Does not know: torch, tensors, ran
 import logging
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from engine.checkpoints.feature import CheckpointFeature, Reading
 from engine.checkpoints.fields import Fields, read_fields
 from engine.checkpoints.gguf import STORED_FORMATS, SUFFIX, unfold
-from engine.checkpoints.pooling import GENERATING, REWARD, Pooling, read_pooling
 from engine.checkpoints.quantization import Quantization, read_quantization
-from engine.checkpoints.shape import ClassifierShape, DecoderShape, NoHeadShape, PartShape, RewardShape, TokenScoreShape
+from engine.checkpoints.shape import DecoderShape
 from engine.checkpoints.text_part import read_text_part
+from engine.checkpoints.use import GENERATING, ModelUse
 from engine.types.errors import WeightsError
 
 log = logging.getLogger(__name__)
@@ -52,7 +53,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     dtype: type in which the weights were saved.  quantization: how they are rounded, if they are.
     eos_token_ids: every id that ends a text, sorted, maybe none.  All token ids here are in the vocabulary.
     config: config.json as it is.
-    pooling: the model's use, and how prompts are pooled if it is not text.
+    use: what requests may ask of the model.
     """
 
     directory: Path
@@ -63,7 +64,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     eos_token_ids: tuple[int, ...]
     sampling: SamplingDefaults
     config: dict[str, Any]
-    pooling: Pooling = GENERATING
+    use: ModelUse = GENERATING
 
     @property
     def vocab_size(self) -> int:
@@ -78,7 +79,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def max_len(self) -> int:
         """Longest sequence that the model was trained for."""
-        return min(self.shape.max_len, self.pooling.max_len or self.shape.max_len)
+        return min(self.shape.max_len, self.use.max_len or self.shape.max_len)
 
 
 def resolve_checkpoint(path: str, revision: str, files: Sequence[str] = HUB_FILES) -> Path:
@@ -117,25 +118,29 @@ def read_spec(
     read_shape: Callable[[str, Fields], DecoderShape],
     score_tokens: tuple[str, ...] = (),
     token_id: Callable[[str], int] = int,
+    features: Iterable[CheckpointFeature] = (),
 ) -> ModelSpec:
     """Read config.json and generation_config.json.  Raises WeightsError naming the file, field and expectation.
 
     read_shape: returns the shape for an architecture's name and config.json.
-    score_tokens, token_id: for ``read_pooling``."""
+    score_tokens, token_id: see ``Reading``.  features: read the rest."""
     whole = read_fields(directory / "config.json")
     architecture, fields = read_text_part(_architecture(whole), whole)
     quantization = read_quantization(fields)
-    shape = read_shape(architecture, fields)
-    has_labels = shape.pooled_head is not None
-    pooling = read_pooling(directory, architecture, fields, score_tokens, token_id, has_labels=has_labels)
-    if pooling.kind != "generate" and shape.built_by != DecoderShape.built_by:
-        what = f"{pooling} is served by callboard's own families only, and {architecture} is computed by another"
-        raise WeightsError(f"{directory}: {what}")
-    if unknown := [one for one in pooling.score_ids if one >= shape.vocab_size]:
-        what = f"a score is read from the logit of token {unknown[0]}, but the model's last is {shape.vocab_size - 1}"
-        raise WeightsError(f"{directory}: {what}")
-    if not has_labels:
-        shape = msgspec.structs.replace(shape, pooled_head=_pooled_head(architecture, shape, pooling))
+    reading = Reading(
+        directory=directory,
+        architecture=architecture,
+        fields=fields,
+        shape=read_shape(architecture, fields),
+        use=GENERATING,
+        score_tokens=score_tokens,
+        token_id=token_id,
+    )
+    for feature in features:
+        reading = feature.read(reading)
+    shape = reading.shape
+    if shape.pooled_head is not None and reading.use == GENERATING:
+        raise WeightsError(f"{directory}: {architecture} generates no text, and nothing here serves its labels")
     if quantization is not None and quantization.method != "mxfp4" and shape.unlike_rounded:
         expected = f"none: {architecture} has {shape.unlike_rounded}, which is read only if it is not rounded"
         raise fields.error("quantization_config", str(quantization), expected)
@@ -146,32 +151,14 @@ def read_spec(
     return ModelSpec(
         directory=directory,
         architecture=architecture,
-        shape=shape,
+        shape=reading.shape,
         dtype=_dtype(fields),
         quantization=quantization,
         eos_token_ids=tuple(sorted(eos_token_ids)),
         sampling=_sampling(generation),
         config=whole.table,
-        pooling=pooling,
+        use=reading.use,
     )
-
-
-def _pooled_head(architecture: str, shape: DecoderShape, pooling: Pooling) -> PartShape | None:
-    """Return the head that the model has in place of the LM head, by its use."""
-    if pooling.score_ids:
-        name = shape.names.embedding if shape.tied else shape.names.head
-        return TokenScoreShape(
-            token_ids=pooling.score_ids,
-            vocab_size=shape.vocab_size,
-            name=name,
-            scale=shape.logit_scale,
-            cap=shape.logit_cap,
-        )
-    if architecture.endswith(REWARD):
-        return RewardShape()
-    if pooling.kind == "classify":
-        return ClassifierShape(num_labels=len(pooling.labels))
-    return NoHeadShape() if pooling.kind == "embed" else None
 
 
 def _demo_directory() -> Path:

@@ -111,10 +111,10 @@ def refuse_other_text(old: ModelSpec, old_path: Path, new: ModelSpec, new_path: 
 
     max_len: the longest sequence of accepted requests."""
     said = f"model.path={new_path}"
-    if new.vocab_size != old.vocab_size or new.pooling != old.pooling or new.max_len < max_len:
+    if new.vocab_size != old.vocab_size or new.use != old.use or new.max_len < max_len:
         raise ConfigError(
-            f"{said}: it has {new.vocab_size} tokens, contexts of {new.max_len} and serves {new.pooling.kind}; to "
-            f"replace the present model it needs {old.vocab_size}, at least {max_len} and {old.pooling.kind}"
+            f"{said}: it has {new.vocab_size} tokens, contexts of {new.max_len} and serves {new.use.kind}; to "
+            f"replace the present model it needs {old.vocab_size}, at least {max_len} and {old.use.kind}"
         )
     if old_path != new_path and _tokenizer(old_path) != _tokenizer(new_path):
         raise ConfigError(f"{said}: its {TOKENIZER_FILE} differs, so the streams' tokens would mean other text")

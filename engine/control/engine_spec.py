@@ -82,9 +82,9 @@ def engine_spec(
     stored = stored_tensors(directory) if config.model.load_format == "safetensors" else {}
     max_len = _max_len(config, model)
     stages.begin("tokenizer")
-    codec = plugin_codec(config, directory, model.pooling) if present is None else present.codec
+    codec = plugin_codec(config, directory, model.use) if present is None else present.codec
     name = _model_name(config) if present is None else present.model_name
-    log.info("%s: %s", name, model.pooling)
+    log.info("%s: %s", name, model.use)
     warn_of_unknown_tokens(codec, model.vocab_size)
     stages.begin("plugins")
     plugins = _checked_plugins(config, model)
@@ -120,8 +120,8 @@ def _model_name(config: Config) -> str:
 
 
 def _row_len(model: ModelSpec, max_len: int) -> int:
-    # A pooling request samples one unused token, so its row needs one extra position.
-    return max_len + (model.pooling.kind != "generate")
+    # A request for numbers samples one unused token, so its row needs one extra position.
+    return max_len + (model.use.kind != "generate")
 
 
 def _checked_plugins(config: Config, model: ModelSpec) -> Plugins:

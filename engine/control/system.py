@@ -8,13 +8,14 @@ import asyncio
 import logging
 import random
 import time
+from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
 from engine.actors.actor import Actor, Link
+from engine.actors.feature import EngineContext, NewScheduler
 from engine.actors.ingress import Ingress, Part
 from engine.actors.runner import Runner
 from engine.actors.scheduler import Scheduler
@@ -24,6 +25,7 @@ from engine.actors.tokenizer import Tokenizer
 from engine.checkpoints.checkpoint import ModelSpec
 from engine.config import Config, build_config, without_cluster_key
 from engine.control.engine_spec import EngineSpec, engine_spec
+from engine.control.features import engine_features
 from engine.control.monitor import Monitor
 from engine.host.openmp import wait_briefly
 from engine.host.stages import Stages
@@ -31,13 +33,9 @@ from engine.plugins.blueprint import BlueprintPlanners
 from engine.plugins.features import planner_watchers
 from engine.plugins.observers import Observers
 from engine.plugins.structured import plugin_grammars, plugin_processors
-from engine.recording.recorder import RecordedScheduler, Recorder
-from engine.recording.settings import RecordingSettings
 from engine.scheduling.rows import PlannerLimits
 from engine.text.codec import TextCodec
 from engine.text.grammar import Grammars
-from engine.traffic.recorder import TraceRecorder
-from engine.traffic.settings import TraceSettings
 from engine.types.errors import EngineDied
 from engine.workers.executors import ExecutorPlacement, Executors, GenerationSettings
 from engine.workers.frontend import FrontendCommand, RemoteIngress
@@ -52,14 +50,13 @@ log = logging.getLogger(__name__)
 
 M = TypeVar("M")
 RESTART_WINDOW_S = 300.0  # in which restarts are counted
-WAITED_S = 30.0  # wait for a request's first step after which a recording is written
 READ_AT_ONCE = 256  # messages; at least as many as a link delivers before other actors get their turn
 
 
 class System:
     """One engine.  ``start``, use ``ingress``, ``stop``; ``died`` is set if an actor crashed.
 
-    engine: the description in force.  recorder: of the scheduler, None if nothing is recorded."""
+    engine: the description in force.  features: by their folders' names."""
 
     def __init__(
         self,
@@ -83,8 +80,16 @@ class System:
             engine.plugins, config.plugins.options, page_size=config.kv.page_size, model=engine.model_name
         )
         self._grammars = self._new_grammars()
-        self._traffic = self._new_trace_recorder()
-        self.recorder = self._new_recorder()
+        self.features = engine_features(
+            EngineContext(
+                config=config,
+                model_name=engine.model_name,
+                blueprint=engine.blueprint,
+                plugins=engine.plugins,
+                observers=self._observers,
+                clock=time.monotonic,
+            )
+        )
         # The actors, in the order of the flow; then the circle of links is closed.
         self.capacity = self._capacity()
         self.tokenizer = self._new_tokenizer()
@@ -121,7 +126,7 @@ class System:
         num_outside = self.config.placement.tokenizers + (self._front is not None)
         return 4 * self.config.limits.max_requests + 64 + READ_AT_ONCE * num_outside
 
-    def _new_grammars(self) -> Grammars:
+    def _new_grammars(self) -> Grammars | None:
         model = self.engine.model
         return plugin_grammars(
             self.engine.plugins,
@@ -130,39 +135,20 @@ class System:
             eos_token_ids=model.eos_token_ids,
         )
 
-    def _new_trace_recorder(self) -> TraceRecorder | None:
-        storage = self.config.storage
-        if not TraceSettings.read(storage).trace_mb:
-            return None
-        recorder = TraceRecorder(storage, self.model_name, time.monotonic)
-        self._observers.add(recorder, "storage.trace_mb")
-        return recorder
-
-    def _new_recorder(self) -> Recorder | None:
-        """Return the recorder of the scheduler, or None without a folder for it."""
-        storage, recording = self.config.storage, RecordingSettings.of(self.config)
-        if not storage.folder or not recording.recording_mb:
-            return None
-        return Recorder(
-            self.engine.blueprint,
-            self.engine.plugins,
-            folder=Path(storage.folder, "recordings"),
-            limit_bytes=recording.recording_mb << 20,
-            prompts=recording.recording_prompts,
-            waited_s=self.config.limits.first_token_timeout_s or WAITED_S,
-        )
-
     def _new_scheduler(self) -> Scheduler:
+        clock: Callable[[], float] = time.monotonic
+        new_scheduler: NewScheduler = Scheduler
+        for feature in self.features.values():
+            clock, new_scheduler = feature.clock(clock), feature.scheduler(new_scheduler)
         planners = BlueprintPlanners(
             self.engine.blueprint,
             self.engine.plugins,
-            time.monotonic if self.recorder is None else self.recorder.clock,
+            clock,
             load=lambda blueprint: self.engine.plugins,  # loaded when the configuration was checked
             watchers=self.watchers.values(),
             began=self._planner_begins,
             record_events=self._observers.wants_kv_events,
         )
-        new_scheduler = Scheduler if self.recorder is None else partial(RecordedScheduler, recorder=self.recorder)
         first, *others = self.executors.links
         return new_scheduler(
             capacity=self.capacity,
@@ -175,8 +161,8 @@ class System:
         )
 
     def _planner_begins(self, limits: PlannerLimits) -> None:
-        if self._traffic is not None:
-            self._traffic.begin(limits, self.config)
+        for feature in self.features.values():
+            feature.plans(limits, self.config)
 
     def _new_monitor(self) -> Monitor:
         return Monitor(
@@ -192,8 +178,10 @@ class System:
         )
 
     def _tapped(self, link: Link[M]) -> Link[M]:
-        """Return a link of the scheduler, with a tap of the trace recorder if there is one."""
-        return link if self._traffic is None else self._traffic.tap(link)
+        """Return a link of the scheduler, with the taps of features."""
+        for feature in self.features.values():
+            link = feature.tap(link)
+        return link
 
     def _new_entrance(self) -> Ingress | RemoteIngress:
         config, placement = self.config, self.config.placement
@@ -207,7 +195,7 @@ class System:
                 rng=random.Random(config.device.seed or None),
                 tokenizer=self.tokenizer.inbox,
                 parts=parts,
-                pooling=self.engine.model.pooling,
+                use=self.engine.model.use,
                 loading=lambda: self.stages.now,
             )
         from engine.workers.placement import process_frontend  # ZeroMQ is needed from here on
@@ -346,8 +334,8 @@ class System:
     async def stop(self, drain_timeout_s: float = 0.0) -> None:
         """Refuse new requests, let open ones finish for a while, cancel the rest, then end the actors in order."""
         await self._supervisor.stop(drain_timeout_s)
-        if self._traffic is not None:
-            await asyncio.to_thread(self._traffic.close)
+        for feature in self.features.values():
+            await asyncio.to_thread(feature.close)
 
     @property
     def died(self) -> EngineDied | None:

@@ -12,12 +12,11 @@ import numpy as np
 import numpy.typing as npt
 
 from engine.execution.captured_steps import StepEvent
-from engine.execution.prompts import PromptResults
+from engine.execution.prompts import Columns, PromptResult
 from engine.messages import StepDone, StepExtras
 from engine.sampling.sampler import SampledTokens
 
 T = TypeVar("T")
-Columns = dict[str, Mapping[int, Any]]  # field of ``StepExtras`` -> row -> its value
 
 
 def extras_by_row(columns: Columns) -> dict[int, StepExtras]:
@@ -42,7 +41,7 @@ class LaunchedStep:
     rows_N: npt.NDArray[np.int64]
     sampled: SampledTokens
     event: StepEvent | None
-    prompts: PromptResults | None
+    prompts: tuple[PromptResult, ...]
     failures: dict[int, str]
     note: str = ""
     parts: dict[str, bytes] = field(default_factory=dict)
@@ -62,10 +61,10 @@ class LaunchedStep:
         token_ids = self.tokens().astype(np.int32, copy=False).tobytes()
         columns: Columns = {
             **(self.sampled.logprobs.by_row(self.rows_N) if self.sampled.logprobs is not None else {}),
-            "prompt_logprobs": self.prompts.prompt_logprobs() if self.prompts is not None else {},
-            "pooled": self.prompts.pooled_bytes() if self.prompts is not None else {},
             "failure": self._by_row(self.failures),
         }
+        for prompts in self.prompts:
+            columns.update(prompts.columns())
         for extension in self._extensions:
             columns.update(extension())
         extras = extras_by_row(columns)

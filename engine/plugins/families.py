@@ -12,9 +12,9 @@ from msgspec.structs import replace
 
 from engine.checkpoints.checkpoint import ModelSpec, read_spec
 from engine.checkpoints.fields import Fields
-from engine.checkpoints.pooling import causal_names
 from engine.checkpoints.shape import DecoderShape, ExpertsShape
 from engine.plugins.declaration import Declaration
+from engine.plugins.features import checkpoint_features
 from engine.plugins.hookspecs import ModelContext
 from engine.plugins.kinds import MODEL
 from engine.plugins.manager import PluginInfo, Plugins, checked, declared
@@ -45,7 +45,8 @@ def read_model(directory: Path, section: PluginsSection | None = None, model: Mo
     model = model or ModelSection()
     tokens = ScoreSettings.read(model).score_tokens
     shapes = partial(read_shape, section or PluginsSection())
-    spec = read_spec(directory, shapes, tokens, partial(token_id, Path(model.tokenizer or directory)))
+    id_of = partial(token_id, Path(model.tokenizer or directory))
+    spec = read_spec(directory, shapes, tokens, id_of, checkpoint_features())
     if model.experts == "divided":
         spec = replace(spec, shape=_with_divided_experts(spec))
     return spec
@@ -100,7 +101,8 @@ def _family(
         info = plugins.load(f"{MODEL}.{name}")
         claimed[info] = plugins.declarations[info.name].architectures
     built_in = {info: declaration.architectures for info, declaration in _built_in(plugins.known.values())}
-    through, others = plugins.known[THROUGH], causal_names(architecture)
+    through = plugins.known[THROUGH]
+    others = [name for feature in checkpoint_features() for name in feature.decoders(architecture)]
     for name in (architecture, *others):
         claims = [(info, known[name], name) for info, known in claimed.items() if name in known]
         if len(claims) > 1:

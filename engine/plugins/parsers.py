@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final, TypeVar
 
-from engine.checkpoints.pooling import GENERATING, Pooling
+from engine.checkpoints.use import GENERATING, ModelUse
 from engine.config import Config
 from engine.plugins.hookspecs import ParserContext
 from engine.plugins.kinds import REASONING_PARSER, TOOL_PARSER
@@ -45,13 +45,13 @@ REASONING_SIGNS: Final = (
 )
 
 
-def plugin_codec(config: Config, directory: Path, pooling: Pooling = GENERATING) -> TextCodec:
+def plugin_codec(config: Config, directory: Path, use: ModelUse = GENERATING) -> TextCodec:
     """Load the codec with the parsers chosen by the configuration or the chat template.
 
-    directory: the checkpoint's.  pooling: the model's tasks.
+    directory: the checkpoint's.  use: the model's.
 
     Raises WeightsError with the file, or PluginError."""
-    return load_codec(config.model, directory, plugin_formats(config), pooling)
+    return load_codec(config.model, directory, plugin_formats(config), use)
 
 
 def plugin_formats(config: Config) -> Callable[[str], Formats]:

@@ -110,13 +110,14 @@ class PendingMasks:
 class Constraints:
     """The grammars of all rows of one rank.  Equal calls on every rank give equal masks.
 
+    grammars: None if requests with a grammar are refused.
     rows: rows that have, or had, a grammar or limits; while it is empty, no other method needs a call.
     clock: seconds of this thread's work.
     must_agree: there are other ranks, whose clocks differ, so that no row ends because of its time."""
 
     def __init__(
         self,
-        grammars: Grammars,
+        grammars: Grammars | None,
         vocab_size: int,
         device: torch.device,
         clock: Callable[[], float] = time.thread_time,
@@ -173,7 +174,10 @@ class Constraints:
             worker.shutdown(wait=False, cancel_futures=True)
 
     def _open(self, params: SamplingParams, output: list[int]) -> Matcher:
-        matcher = None if params.grammar is None else self._grammars.matcher(params.grammar)
+        matcher: Matcher | None = None
+        if params.grammar is not None:
+            assert self._grammars is not None, "a request with a grammar came to an engine that refuses them"
+            matcher = self._grammars.matcher(params.grammar)
         if matcher is None or params.limits_tokens:
             matcher = TokenLimits(params, self._num_words, matcher)
         for token_id in output:
@@ -213,7 +217,8 @@ class Constraints:
         except (GrammarFailure, RequestError) as error:
             return f": {error}"
         except BaseException:  # a plugin may raise any error
-            log.exception("a matcher of plugin %s raised an error; its request ends", self._grammars.name)
+            name = "none" if self._grammars is None else self._grammars.name
+            log.exception("a matcher of plugin %s raised an error; its request ends", name)
             return "; the server log has the details"
         return ""
 

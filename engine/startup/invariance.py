@@ -20,7 +20,7 @@ from torch import Tensor
 from engine.checkpoints.shape import ExpertsShape
 from engine.execution.attention import RankAttention
 from engine.execution.captured_steps import CapturedDecodes
-from engine.execution.prompts import SCORED_ROWS
+from engine.execution.prompt_logprobs import SCORED_ROWS
 from engine.execution.rows import DeviceRows
 from engine.layers.attention import AttentionBackend, AttentionSpec
 from engine.layers.comm import Comm

@@ -364,7 +364,7 @@ def _connect(config: Config, plugins: Plugins, rank: int, device: torch.device, 
     return plugins.build(plugins.names["comm"], context, Comm)
 
 
-def _own_grammars(start: Start) -> Grammars:
+def _own_grammars(start: Start) -> Grammars | None:
     """Return grammars for a process without a text side: its tokenizer is read when the first grammar comes."""
     config, spec = start.config, start.spec
 

@@ -13,7 +13,7 @@ from engine.checkpoints.checkpoint import ModelSpec
 from engine.checkpoints.shape import DecoderShape
 from engine.config import Config
 from engine.execution.needs import Needs, gigabytes
-from engine.execution.prompts import SCORED_ROWS
+from engine.execution.prompt_logprobs import SCORED_ROWS
 from engine.kernels.attention import attends_in_c
 from engine.layers.kv_pool import KVPool
 from engine.models.model import Model

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from engine.checkpoints.pooling import GENERATING, Pooling
+from engine.checkpoints.use import GENERATING, ModelUse
 from engine.messages import TokenText
 from engine.settings.sections import ModelSection
 from engine.text.chat import PLAIN
@@ -250,11 +250,11 @@ class TextCodec:
         self._pairs = Pairs(files.tokenizer, own) if files else None
 
     @classmethod
-    def load(cls, directory: Path, formats: Callable[[str], Formats] | None = None, **pooling: Any) -> "TextCodec":
-        """Return the codec of a checkpoint directory.  pooling: keywords of the constructor.
+    def load(cls, directory: Path, formats: Callable[[str], Formats] | None = None, **more: Any) -> "TextCodec":
+        """Return the codec of a checkpoint directory.  more: keywords of the constructor.
 
         Raises WeightsError that names the file."""
-        return cls(TokenizerFiles(directory), formats, **pooling)
+        return cls(TokenizerFiles(directory), formats, **more)
 
     @classmethod
     def without_tokenizer(
@@ -378,20 +378,20 @@ class TextCodec:
 
 
 def load_codec(
-    model: ModelSection, directory: Path, formats: Callable[[str], Formats] | None = None, pooling: Pooling = GENERATING
+    model: ModelSection, directory: Path, formats: Callable[[str], Formats] | None = None, use: ModelUse = GENERATING
 ) -> TextCodec:
     """Return the codec that ``model`` configures.  Raises WeightsError that names the file.
 
-    directory: the checkpoint's.  formats: as in ``TextCodec``.  pooling: the model's use."""
+    directory: the checkpoint's.  formats: as in ``TextCodec``.  use: the model's."""
     setting, template = model.tokenizer, ScoreSettings.read(model).score_template
     dummy = model.load_format == "dummy" and not (directory / "tokenizer.json").exists()
     if setting == "none" or (dummy and not setting):
         log.info("no tokenizer: prompts and output are token ids only")
-        return TextCodec.without_tokenizer(formats, pooling.pad_token_id)
+        return TextCodec.without_tokenizer(formats, use.pad_token_id)
     return TextCodec.load(
         Path(setting) if setting else directory,
         formats,
-        pad_token_id=pooling.pad_token_id,
+        pad_token_id=use.pad_token_id,
         pair_template=Path(template).expanduser() if template else None,
     )
 

@@ -90,11 +90,11 @@ class TextLink:
             self._outgoing.fail(error)
 
 
-def load_text(config: Config) -> tuple[ModelSpec, TextCodec, Grammars, Processors]:
+def load_text(config: Config) -> tuple[ModelSpec, TextCodec, Grammars | None, Processors]:
     """Return what a tokenizer needs.  config: with the model's path resolved.  Raises CallboardError."""
     directory = Path(config.model.path)
     spec = read_model(directory, config.plugins, config.model)
-    codec = plugin_codec(config, directory, spec.pooling)
+    codec = plugin_codec(config, directory, spec.use)
     # Only the plugins that are needed here: others may need a device.
     chosen = chosen_plugins(config)
     plugins = Plugins({kind: chosen[kind] for kind in (GRAMMAR, LOGITS_PROCESSOR)}, config.plugins.options)

@@ -10,7 +10,7 @@ from typing import Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from engine.checkpoints.pooling import Kind
+from engine.checkpoints.use import Kind
 from engine.messages import TokenLogprobs
 from server.generate.output import FinishReason, OptionalUsage, UsageBody, finite
 

@@ -39,7 +39,7 @@ class ModelRoutes:
             created=created,
             created_at=datetime.fromtimestamp(created, UTC),
             max_model_len=card.max_model_len,
-            kind=card.pooling.kind,
+            kind=card.use.kind,
             root=card.name,
             parent=None if variant is None else card.name,
         )

@@ -16,10 +16,10 @@ from msgspec import UNSET, UnsetType
 
 from engine.actors.admission import RETRY_LATER_S, check_admission, unavailable
 from engine.actors.snapshot import Gauges
-from engine.checkpoints.pooling import GENERATING, Kind, Pooling
+from engine.checkpoints.use import GENERATING, ModelUse
 from engine.messages import Finish, RequestOptions
 from engine.types.errors import RequestError
-from engine.types.params import Method, SamplingParams
+from engine.types.params import SamplingParams
 from server.backend import Backend, EngineIngress, EngineStream
 from server.clients import Clients
 from server.generate.generation import MAX_CHOICES
@@ -172,7 +172,7 @@ class StatusRoutes:
             ModelInfo(
                 model_path=card.name,
                 tokenizer_path=card.name,
-                is_generation="generate" in card.pooling.tasks,
+                is_generation="generate" in card.use.tasks,
                 preferred_sampling_params=defaults,
             )
         )
@@ -206,13 +206,12 @@ def trouble(ingress: EngineIngress, gauges: Gauges) -> RequestError | None:
 
 
 class ProbeRoute:
-    """Handles the probe, of which one runs at a time.  pooling: what the model is for."""
+    """Handles the probe, of which one runs at a time.  use: the model's."""
 
-    def __init__(self, clients: Clients, pooling: Pooling = GENERATING, limit_s: float = PROBE_LIMIT_S) -> None:
+    def __init__(self, clients: Clients, use: ModelUse = GENERATING, limit_s: float = PROBE_LIMIT_S) -> None:
         self._clients = clients
         self._probe: asyncio.Task[Finish] | None = None
-        methods: dict[Kind, Method] = {"generate": "", "embed": "last", "classify": "classify"}
-        self._params = ONE_TOKEN.replace(pooling=methods[pooling.kind])
+        self._params = use.shortest(ONE_TOKEN)
         self._limit_s = limit_s
 
     @operation("GET", "/health_generate", "operator")

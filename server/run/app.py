@@ -11,7 +11,6 @@ from aiohttp import web
 from aiohttp.typedefs import Middleware
 
 from engine.actors.operations import SettingsChanged
-from engine.pooling import check_task
 from engine.settings.sections import LimitsSection, ServerSection, StorageSection
 from server.access import check_access
 from server.backend import Backend
@@ -106,7 +105,7 @@ def _add_endpoints(
     """Add the endpoints; returns those that the model is for: path -> what answers it."""
     served: dict[str, GenerateRoute[Any]] = {}
     for endpoint in endpoints:
-        if endpoint.task in card.pooling.tasks:
+        if endpoint.task in card.use.tasks:
             route = GenerateRoute(endpoint, server)
             served |= dict.fromkeys(endpoint.operation.paths, route)
             routes.handle(endpoint.operation, route.post)
@@ -119,7 +118,7 @@ def refused(endpoint: Endpoint[Any], card: ModelCard) -> Handler:
     """Returns the handler of an endpoint that the model is not for.  It raises RequestError: 400."""
 
     async def refuse(request: web.Request) -> web.StreamResponse:
-        check_task(card.pooling, endpoint.task)
+        card.use.check(endpoint.task, endpoint.refusal)
         raise AssertionError(f"{card.name} serves {endpoint.task}")
 
     return refuse

@@ -6,7 +6,7 @@ Owns: which handlers it has.  Does not know: what they do, how they are routed.
 from collections.abc import Mapping
 from typing import ClassVar
 
-from engine.checkpoints.pooling import Kind
+from engine.checkpoints.use import Kind
 from server.openai.chat import Chat
 from server.openai.completions import CompletionsEndpoint
 from server.openai.models import ModelRoutes
@@ -52,7 +52,7 @@ class Core(Extension):
             AdministrationRoutes(clients, server),
             SettingsRoutes(backend, server),
             StatusRoutes(backend, clients, version),
-            ProbeRoute(clients, backend.card.pooling),
+            ProbeRoute(clients, backend.card.use),
             StatsRoute(backend, clients, version=version, shows_text=not server.needs_key),
             MetricsRoute(backend, parts.traffic, version=version, more=parts.gauges, collectors=parts.collectors),
             Site(),

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from aiohttp import web
 
-from engine.checkpoints.pooling import Kind
+from engine.checkpoints.use import Kind
 from engine.config import Config, SeveralModels
 from engine.settings.sections import LimitsSection, ServerSection, StorageSection
 from server.backend import Backend
@@ -33,6 +33,9 @@ from server.openai.translator import Translator
 from server.operators.metrics import Collect, More
 from server.run.finding import Finding
 from server.run.kept import Kept
+
+if TYPE_CHECKING:
+    from engine.control.system import System
 
 if TYPE_CHECKING:
     from engine.control.system import System
@@ -110,6 +113,9 @@ class Extension:
 
     def join(self, parts: ServerParts) -> None:
         """Become part of a server: add handlers, and what lives while it does.  Raises ConfigError."""
+
+    def with_engine(self, system: "System") -> None:
+        """Called in the process of an engine, on its event loop, before the engine starts."""
 
     def add_commands(self, commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
         """Add the part's subcommands to ``callboard``."""

@@ -152,7 +152,7 @@ class FrontendProcess(WorkerProcess[FrontendAssignment]):
             tokenizer=engine,
             parts=("executors", "tokenizers") if assignment.has_tokenizers else ("executors",),
             first_id=handover.first_id,
-            pooling=card.pooling,
+            use=card.use,
         )
         engine.connect(ingress)
         self._monitor = RemoteMonitor(outgoing, ingress, codec.decode)

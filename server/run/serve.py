@@ -12,7 +12,6 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from engine.actors.supervisor import Entrance
-from engine.recording.recorder import Recorder
 from engine.settings.sections import LimitsSection, ServerSection, StorageSection
 from engine.workers.frontend import RemoteIngress
 from server.backend import Backend
@@ -80,15 +79,6 @@ def listen_for_signals(reload: Callable[[], None]) -> asyncio.Event:
         loop.add_signal_handler(number, _on_signal, number, stop_requested)
     loop.add_signal_handler(signal.SIGHUP, reload)
     return stop_requested
-
-
-def write_recordings_on_signal(recorder: Recorder | None) -> None:
-    """SIGUSR2 has the flight recorder write a file; where there is none it says so, and ends nothing."""
-    loop = asyncio.get_running_loop()
-    if recorder is None:
-        loop.add_signal_handler(signal.SIGUSR2, log.warning, "SIGUSR2: nothing is recorded without storage.folder")
-    else:
-        loop.add_signal_handler(signal.SIGUSR2, recorder.write, "signal")
 
 
 async def _serve_and_drain(

@@ -120,7 +120,7 @@ def test_without_a_plan_ranks_are_refused(tmp_path: Path):
 def test_what_generates_nothing_is_refused(tmp_path: Path):
     save(build("llama"), tmp_path)
     (tmp_path / "modules.json").write_text('[{"type": "Transformer", "path": ""}]')
-    assert read_model(tmp_path).pooling.kind == "embed"
+    assert read_model(tmp_path).use.kind == "embed"
     with pytest.raises(WeightsError, match="an embedding model is served by callboard's own families only, and Llama"):
         read_model(tmp_path, THROUGH)
 

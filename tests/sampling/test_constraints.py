@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 import torch
 
+from engine.features.grammar.grammars import GrammarCache
 from engine.sampling.constraints import BUDGET_TOKENS, LATE_S, Constraints, Masks
 from engine.sampling.sampler import Sampler
-from engine.text.grammar import GrammarFailure, Grammars, Mask
+from engine.text.grammar import GrammarFailure, Mask
 from engine.types.errors import RequestError
 from engine.types.params import Grammar, SamplingParams
 from tests.pace import far
@@ -63,7 +64,7 @@ def engine() -> CountingEngine:
 
 @pytest.fixture
 def constraints(engine: CountingEngine) -> Constraints:
-    return Constraints(Grammars(lambda: engine), VOCAB, CPU)
+    return Constraints(GrammarCache(lambda: engine), VOCAB, CPU)
 
 
 def follows(source: str = "99") -> SamplingParams:
@@ -204,7 +205,7 @@ class Work:
 def test_a_row_whose_grammar_takes_too_long_fails_and_leaves_the_step_to_the_others(engine: CountingEngine) -> None:
     """One row takes 30 ms a token, the others a millisecond."""
     work = Work()
-    constraints = Constraints(Grammars(lambda: engine), VOCAB, CPU, work.clock)
+    constraints = Constraints(GrammarCache(lambda: engine), VOCAB, CPU, work.clock)
     for row in range(3):
         constraints.admit(row, follows(), known(7), 1)
         constraints.rows[row].matcher.result()
@@ -236,7 +237,7 @@ def test_a_slow_token_now_and_then_is_no_reason_and_ranks_that_must_agree_end_no
     engine: CountingEngine, must_agree: bool, first_s: float
 ) -> None:
     work = Work()
-    constraints = Constraints(Grammars(lambda: engine), VOCAB, CPU, work.clock, must_agree=must_agree)
+    constraints = Constraints(GrammarCache(lambda: engine), VOCAB, CPU, work.clock, must_agree=must_agree)
     constraints.admit(0, follows(), known(7), 1)
     constraints.rows[0].matcher.result()
     engine.made[-1].fill = lambda mask: work.add(first_s)  # type: ignore[method-assign]
@@ -248,7 +249,7 @@ def test_a_slow_token_now_and_then_is_no_reason_and_ranks_that_must_agree_end_no
 def test_the_mask_of_a_slow_row_is_computed_beside_the_steps_of_the_others(engine: CountingEngine) -> None:
     """Its mask waits for an event here; the masks of the other row do not wait for it."""
     work, goes_on = Work(), threading.Event()
-    constraints = Constraints(Grammars(lambda: engine), VOCAB, CPU, work.clock)
+    constraints = Constraints(GrammarCache(lambda: engine), VOCAB, CPU, work.clock)
     for row in (4, 5):
         constraints.admit(row, follows(), known(7), 1)
         constraints.rows[row].matcher.result()
@@ -290,7 +291,7 @@ def test_the_mask_of_a_slow_row_is_computed_beside_the_steps_of_the_others(engin
 
 def test_a_slow_row_that_changes_hands_is_slow_no_more(engine: CountingEngine) -> None:
     work = Work()
-    constraints = Constraints(Grammars(lambda: engine), VOCAB, CPU, work.clock)
+    constraints = Constraints(GrammarCache(lambda: engine), VOCAB, CPU, work.clock)
     constraints.admit(0, follows(), known(7), 1)
     constraints.rows[0].matcher.result()
     engine.made[0].fill = lambda mask: work.add(2 * LATE_S)  # type: ignore[method-assign]

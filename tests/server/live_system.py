@@ -109,7 +109,6 @@ class LiveSystem:
             vocab_size=self.system.spec.vocab_size,
             created=0,
             parts=described(self.system),
-            recordings="" if self.system.recorder is None else str(self.system.recorder.folder),
         )
         config = self._config
         self.operations = LocalOperations(self.system, self._source, card)

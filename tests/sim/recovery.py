@@ -13,8 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from engine.features.recording.shrink import shrink
 from engine.messages import Stop
-from engine.recording.shrink import shrink
 from engine.types.errors import CallboardError, EngineDied
 from engine.types.notices import Message
 from engine.workers.group import LOAD_PATIENCE, TICKS, WorkerSlot

@@ -42,8 +42,8 @@ def fitting_draft(
     directory = resolve_checkpoint(draft.path, "")
     own = read_model(directory, config.plugins)
     what = f"plugin {plugin}: {directory} cannot draft for {spec.directory}"
-    if own.pooling.kind != "generate":
-        raise PluginError(f"{what}: it is for {own.pooling}; name a model that generates text")
+    if own.use.kind != "generate":
+        raise PluginError(f"{what}: it is for {own.use}; name a model that generates text")
     if not len(vocabulary):
         if own.vocab_size != spec.vocab_size:
             sizes = f"it has {own.vocab_size} tokens, expected {spec.vocab_size}"
@@ -63,7 +63,7 @@ def fitting_head(draft: DraftModel, plugin: str, spec: ModelSpec, max_len: int) 
     own, model = read_eagle_head(directory).shape, spec.shape
     assert isinstance(own, EagleHeadShape)
     layers = own.state_layers_of(model.num_layers)
-    if model.built_by != DecoderShape.built_by or spec.pooling.kind != "generate":
+    if model.built_by != DecoderShape.built_by or spec.use.kind != "generate":
         reason = f"{spec.architecture} is not one of callboard's own families, or generates no text"
     elif own.vocab_size != model.vocab_size:
         reason = f"vocab_size is {own.vocab_size}, expected the model's {model.vocab_size}"

@@ -187,4 +187,4 @@ def may_speculate(params: SamplingParams) -> bool:
     """Return whether a token that is sampled depends on the tokens before it through the model alone."""
     penalties = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
     limits = params.grammar or params.limits_tokens or params.logits_processors
-    return penalties == (1.0, 0.0, 0.0) and not limits and not params.pooling and not params.logprob_token_ids
+    return penalties == (1.0, 0.0, 0.0) and not limits and params.generates and not params.logprob_token_ids

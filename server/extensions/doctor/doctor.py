@@ -249,12 +249,12 @@ def _tokenizer(spec: ModelSpec, config: Config) -> Iterator[Finding]:
         return Formats()
 
     try:
-        load_codec(config.model, spec.directory, note, spec.pooling)
+        load_codec(config.model, spec.directory, note, spec.use)
     except CallboardError as error:
         advice = f"{error}; set model.tokenizer, or 'none' for ids only"
         yield Finding("tokenizer", "bad", "it cannot be read", advice)
         return
-    if not any(templates) and spec.pooling.kind == "generate":
+    if not any(templates) and spec.use.kind == "generate":
         yield Finding("chat template", "note", "none", "/v1/chat/completions will refuse; completions work")
 
 

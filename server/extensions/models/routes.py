@@ -166,7 +166,7 @@ class ModelsRoutes:
             created=self._created,
             created_at=datetime.fromtimestamp(self._created, UTC),
             max_model_len=UNSET if card is None else card.max_model_len,
-            kind=UNSET if card is None else card.pooling.kind,
+            kind=UNSET if card is None else card.use.kind,
             root=model.name,
             loaded=model.is_ready,
         )

@@ -99,7 +99,7 @@ class OllamaRoutes:
             raise FieldError("model", "required, but not given")
         served_name(name, self._translator)
         card = self._translator.card
-        able = {"generate": ["completion", "tools"], "embed": ["embedding"], "classify": []}[card.pooling.kind]
+        able = {"generate": ["completion", "tools"], "embed": ["embedding"], "classify": []}[card.use.kind]
         if card.reasoning_parser != "none":
             able = [*able, "thinking"]
         defaults = card.chat_defaults.items()

@@ -5,8 +5,7 @@ Owns: their bodies.  Does not know: how a model's output is pooled.
 
 from typing import ClassVar
 
-from engine.checkpoints.pooling import Task
-from engine.pooling import LONGEST
+from engine.features.pooling.requests import LONGEST
 from server.extensions.ollama.names import served_name
 from server.extensions.ollama.objects import EmbedAnswer, OldEmbedAnswer, OllamaError
 from server.extensions.ollama.requests import KeepAlive, OllamaOptions
@@ -58,7 +57,7 @@ class OllamaEmbed(PooledEndpoint[OllamaEmbedBody]):
         span="embeddings",
     )
     body_type = OllamaEmbedBody
-    task: ClassVar[Task] = "embed"
+    task: ClassVar[str] = "embed"
 
     def __init__(self, translator: Translator) -> None:
         super().__init__(translator)
@@ -92,7 +91,7 @@ class OldEmbeddings(PooledEndpoint[OldEmbedBody]):
         span="embeddings",
     )
     body_type = OldEmbedBody
-    task: ClassVar[Task] = "embed"
+    task: ClassVar[str] = "embed"
 
     def __init__(self, translator: Translator) -> None:
         super().__init__(translator)

@@ -9,14 +9,14 @@ from dataclasses import dataclass, replace
 import msgspec
 
 from engine.config import Config, with_overrides
+from engine.features.traffic.recorder import RELEVANT
+from engine.features.traffic.trace import TraceHead
 from engine.plugins.deciders import plugin_policy, plugin_strategy
 from engine.plugins.features import FeatureContext, planner_features
 from engine.plugins.kinds import named
 from engine.plugins.manager import Plugins
 from engine.scheduling.planner import Planner
 from engine.scheduling.rows import PlannerLimits
-from engine.traffic.recorder import RELEVANT
-from engine.traffic.trace import TraceHead
 from engine.types.errors import ConfigError
 
 ASKABLE = {

@@ -66,7 +66,7 @@ def add_whatif(commands: "argparse._SubParsersAction[ArgumentParser]") -> None:
 
 
 def _whatif(parsed: Namespace, config: Config) -> None:
-    from engine.traffic.trace import read_trace
+    from engine.features.traffic.trace import read_trace
     from server.extensions.bench import report as bench
     from server.extensions.whatif import figures
     from server.extensions.whatif.changes import as_recorded, changed

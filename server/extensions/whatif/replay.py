@@ -16,11 +16,11 @@ import numpy as np
 import numpy.typing as npt
 
 from engine.actors.admission import Load
+from engine.features.traffic.sizes import NOTHING, StepSize, StepSizes
+from engine.features.traffic.trace import DIGEST_BYTES, TracedRequest, TraceHead
 from engine.messages import Admission, Admit, Step, Tokens
 from engine.scheduling.meter import RequestMetrics
 from engine.scheduling.playback import Playback
-from engine.traffic.sizes import NOTHING, StepSize, StepSizes
-from engine.traffic.trace import DIGEST_BYTES, TracedRequest, TraceHead
 from engine.types.errors import RequestError
 from engine.types.params import SamplingParams
 from engine.types.prompt import Origin, RequestPart
@@ -138,8 +138,7 @@ class TraceReplay:
         params = SamplingParams(
             max_tokens=one.max_tokens,
             seed=index,  # by which the device knows whose row it is
-            prompt_logprobs=0 if one.whole == "prompt_logprobs" else None,
-            pooling="mean" if one.whole == "pooling" else "",
+            whole_prompt=bool(one.whole),
         )
         message = Admit(
             request_id=index,

@@ -8,13 +8,13 @@ import msgspec
 import numpy as np
 import pytest
 
-from engine.traffic.sizes import StepSize
-from engine.traffic.trace import Trace, TracedStep
+from engine.features.traffic.sizes import StepSize
+from engine.features.traffic.trace import Trace, TracedStep
 from server.extensions.whatif.changes import as_recorded, changed
 from server.extensions.whatif.costs import StepCosts, nonnegative
 from server.extensions.whatif.figures import doubts, predicted, recorded
 from server.extensions.whatif.replay import Replayed, TraceReplay, stand_ins
-from tests.traffic.recorded import NUM_PAGES, record, requests
+from tests.features.traffic.recorded import NUM_PAGES, record, requests
 
 pytestmark = pytest.mark.slow
 
