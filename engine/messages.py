@@ -15,12 +15,15 @@ from typing import Final
 
 from msgspec import field
 
+from engine.types.errors import RequestError
 from engine.types.notices import (
     EngineReady,
     EngineRecovering,
     ExecutorsLost,
     ExecutorsReady,
     Message,
+    Profile,
+    Stats,
     TokenizersLost,
     TokenizersReady,
 )
@@ -142,15 +145,6 @@ class Admission(Message, frozen=True, kw_only=True):
     params: SamplingParams
 
 
-class Profile(Message, frozen=True, kw_only=True):
-    """Record the next steps for a profiler's viewer; what is being recorded is written first.
-
-    num_steps: then it is written; 0 for no more recording.  folder: where, a file for each rank."""
-
-    num_steps: int
-    folder: str
-
-
 class FetchPages(Message, frozen=True, kw_only=True):
     """Read pages from the store while steps run: as many as the store has in a row, from the first on.
 
@@ -244,7 +238,8 @@ class StepDone(Message, frozen=True, kw_only=True):
 
     token_ids: int32[N] as ``Step`` orders them; -1: the logits are not finite, ``RULED_OUT``: processors left no token.
     extras: row -> what it has beside a token; of prefills that sample nothing too.  note: why it took longer.
-    parts: of features, by name, as each encodes its own."""
+    parts: of features, by name, as each encodes its own.
+    late: rows with a slow grammar whose next mask is not ready."""
 
     rank: int
     step_id: int
@@ -252,6 +247,7 @@ class StepDone(Message, frozen=True, kw_only=True):
     extras: dict[int, StepExtras] = field(default_factory=dict)
     note: str = ""
     parts: dict[str, bytes] = field(default_factory=dict)
+    late: tuple[int, ...] = ()
 
 
 # ---- scheduler -> tokenizer -----------------------------------------------------------------
@@ -279,6 +275,13 @@ class Failed(Message, frozen=True, kw_only=True):
     status: int = 400
     code: str = "invalid_value"
     param: str | None = None
+
+    @classmethod
+    def of(cls, request_id: int, error: RequestError) -> "Failed":
+        """Return the message for an error."""
+        return cls(
+            request_id=request_id, message=error.message, status=error.status, code=error.code, param=error.param
+        )
 
 
 # ---- tokenizer -> ingress -------------------------------------------------------------------
@@ -345,22 +348,6 @@ class Deltas(Message, frozen=True, kw_only=True):
     deltas: tuple[Delta, ...]
 
 
-# ---- scheduler -> ingress -------------------------------------------------------------------
-
-
-class Stats(Message, frozen=True, kw_only=True):
-    """Gauges of the scheduler, sent when a step has changed them.
-
-    free + cached + used pages make up the whole pool.  step_id: the last step that completed."""
-
-    step_id: int
-    running: int
-    waiting: int
-    pages_free: int
-    pages_cached: int
-    pages_used: int
-
-
 # ---- supervision ----------------------------------------------------------------------------
 
 
@@ -370,7 +357,9 @@ class Stop(Message, frozen=True, kw_only=True):
 
 # What each actor handles; Stop reaches every one of them and is handled by the base class.
 TokenizerInbox = Tokenize | Abort | Tokens | Failed
-FromExecutor = StepDone | PagesFetched
+FeatureRequest = FetchPages  # from features of the planner to the executors
+FeatureAnswer = PagesFetched
+FromExecutor = StepDone | FeatureAnswer
 SchedulerInbox = Admit | Abort | FromExecutor | ExecutorsReady | ExecutorsLost | Reconfigure
-ExecutorInbox = Step | FetchPages | Profile
+ExecutorInbox = Step | FeatureRequest | Profile
 IngressInbox = Deltas | Failed | EngineReady | EngineRecovering | TokenizersReady | TokenizersLost | Stats

@@ -12,8 +12,9 @@ from engine.actors.admission import Admitting
 from engine.actors.operations import Operate, SettingsChanged
 from engine.actors.snapshot import NO_VIEWS, Snapshot, Views
 from engine.actors.supervisor import Entrance
-from engine.messages import DEFAULT_OPTIONS, Delta, Profile, RequestOptions, Stats
+from engine.messages import DEFAULT_OPTIONS, Delta, RequestOptions
 from engine.text.codec import TextCodec
+from engine.types.notices import Profile, Stats
 from engine.types.params import SamplingParams
 from engine.types.prompt import Prompt
 from server.model_card import ModelCard

@@ -13,7 +13,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -56,6 +56,9 @@ if TYPE_CHECKING:
 
 OF_CHECKPOINTS = (".safetensors", ".json", *PICKLED)  # ends of files that are no configuration, and no model alone
 FRONT_MODULE = "server.run.frontend_process"  # the engine starts it, and knows it by name alone
+GENERATING: dict[str, float] = {"temperature": 0.7}
+# Without them the answers of small models wander off; a checkpoint that recommends any parameter knows better.
+CHATTING: dict[str, float] = {"temperature": 0.7, "top_p": 0.95, "min_p": 0.05}
 EPILOG = """\
 examples:
   callboard serve Qwen/Qwen3-0.6B
@@ -171,8 +174,9 @@ def _parser() -> argparse.ArgumentParser:
 def _sampling() -> argparse.ArgumentParser:
     parent = argparse.ArgumentParser(add_help=False)
     parent.add_argument("--max-tokens", type=count, default=256, help="most tokens to write (default: 256)")
-    parent.add_argument("--temperature", type=real, default=0.7, help="0 takes the likeliest token (default: 0.7)")
-    parent.add_argument("--top-p", type=real, default=1.0, help="nucleus sampling (default: 1, off)")
+    parent.add_argument("--temperature", type=real, help="0 takes the likeliest token (default: 0.7)")
+    parent.add_argument("--top-p", type=real, help="nucleus sampling (default: off; chat: 0.95)")
+    parent.add_argument("--min-p", type=real, help="least share of the likeliest token's (default: off; chat: 0.05)")
     parent.add_argument("--seed", type=natural, help="the same seed gives the same text")
     return parent
 
@@ -298,7 +302,7 @@ def _generate(parsed: argparse.Namespace, config: Config) -> None:
     from engine.llm import LLM
 
     with LLM(config=config, progress=False) as llm:
-        for number, delta in enumerate(llm.stream(prompt, _sampling_params(parsed))):
+        for number, delta in enumerate(llm.stream(prompt, _sampling_params(parsed, GENERATING))):
             print(delta.text if number else prompt + delta.text, end="", flush=True)
         print()
 
@@ -310,6 +314,10 @@ def _chat(parsed: argparse.Namespace, config: Config) -> None:
     opening = [{"role": "system", "content": parsed.system}] if parsed.system else []
     turns = list(opening)
     with LLM(config=config, progress=False) as llm:
+        recommended = llm.sampling_defaults
+        params = _sampling_params(parsed, GENERATING | recommended if recommended else CHATTING)
+        sampled = f"temperature {params.temperature:g}, top_p {params.top_p:g}, min_p {params.min_p:g}"
+        console.print(f"[dim]{sampled} (--temperature, --top-p, --min-p)[/dim]")
         console.print("[dim]/reset starts over, /quit or Ctrl-D leaves, Ctrl-C stops an answer[/dim]")
         while True:
             try:
@@ -326,7 +334,7 @@ def _chat(parsed: argparse.Namespace, config: Config) -> None:
                 console.print("[dim]known commands: /reset, /quit[/dim]")
             elif text:
                 turns.append({"role": "user", "content": text})
-                answer = _answer(llm, turns, _sampling_params(parsed))
+                answer = _answer(llm, turns, params)
                 if answer is None:
                     turns.pop()
                 else:
@@ -349,10 +357,10 @@ def _answer(llm: "LLM", turns: list[dict[str, str]], params: SamplingParams) -> 
     return "".join(pieces)
 
 
-def _sampling_params(parsed: argparse.Namespace) -> SamplingParams:
-    return SamplingParams(
-        max_tokens=parsed.max_tokens, temperature=parsed.temperature, top_p=parsed.top_p, seed=parsed.seed
-    )
+def _sampling_params(parsed: argparse.Namespace, defaults: Mapping[str, float]) -> SamplingParams:
+    given = {name: value for name in CHATTING if (value := getattr(parsed, name)) is not None}
+    known: dict[str, Any] = {**defaults, **given}
+    return SamplingParams(max_tokens=parsed.max_tokens, seed=parsed.seed, **known)
 
 
 def _config(parsed: argparse.Namespace, config: Config) -> None:

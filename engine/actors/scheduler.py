@@ -1,37 +1,36 @@
 """The scheduler actor: a shell around the planner.
 
-consumes: Admit, Abort (tokenizer) · StepDone, PagesFetched, ExecutorsReady, ExecutorsLost (executors)
+consumes: Admit, Abort (tokenizer) · StepDone, FeatureAnswer, ExecutorsReady, ExecutorsLost (executors)
   Reconfigure (changeover) · Stop (system)
-produces: Step, FetchPages (every executor, same order) · LossExplained (their group) · Tokens, Failed (tokenizer)
+produces: Step, FeatureRequest (every executor, same order) · LossExplained (their group) · Tokens, Failed (tokenizer)
   EngineReady, EngineRecovering, Stats (ingress)
 calls: observers, in batches, with finished requests and events of the prefix cache
 waits for: a message; never for a peer.   owns: the life of every sequence and every page.
 """
 
 import logging
-from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Protocol, assert_never
 
 import msgspec
 
 from engine.actors.actor import Actor, Link
+from engine.actors.rank_results import RankResults
 from engine.messages import (
     Abort,
     Admit,
     ExecutorInbox,
     Failed,
-    PagesFetched,
+    FeatureAnswer,
     Reconfigure,
     SchedulerInbox,
-    Stats,
     StepDone,
     Tokens,
 )
 from engine.plugins.observers import Observers
 from engine.scheduling.planner import Planner
 from engine.types.errors import RequestError
-from engine.types.notices import EngineReady, EngineRecovering, ExecutorsLost, ExecutorsReady, LossExplained
+from engine.types.notices import EngineReady, EngineRecovering, ExecutorsLost, ExecutorsReady, LossExplained, Stats
 
 
 class PlannerSource(Protocol):
@@ -84,7 +83,7 @@ class Scheduler(Actor[SchedulerInbox]):
         self._ingress = ingress
         self._observers = observers
         self._is_ready = False
-        self._results = RankResults(len(executors))
+        self._results = RankResults(len(executors)) if len(executors) > 1 else None
         self._planner: Planner | None = None
         self._num_pages = 0
         self._last_stats: Stats | None = None
@@ -92,11 +91,11 @@ class Scheduler(Actor[SchedulerInbox]):
     def handle(self, message: SchedulerInbox) -> None:
         match message:
             case StepDone():
-                if (result := self._results.add(message)) is not None:
+                if (result := self._results.add(message) if self._results is not None else message) is not None:
                     self._planned.complete(result)
             case Admit():
                 self._admit(message)
-            case PagesFetched():
+            case FeatureAnswer():
                 self._planned.received(message)
             case Abort(request_id=request_id, finish=finish):
                 self._planned.abort(request_id, finish)
@@ -136,8 +135,9 @@ class Scheduler(Actor[SchedulerInbox]):
         if planner.finished:
             finished = tuple(planner.finished)
             planner.finished.clear()
-            self._observers.request_finished(finished)
-        if events := planner.drain_kv_events():
+            if self._observers.wants_requests:
+                self._observers.request_finished(finished)
+        if events := planner.pages.tree.drain_events():
             self._observers.kv_event(tuple(events))
 
     def close(self) -> None:
@@ -167,15 +167,7 @@ class Scheduler(Actor[SchedulerInbox]):
         except Exception:  # from one request, or the policy that ranks it; the planner has not admitted it
             self.log.exception("request=%d failed in the scheduler", message.request_id)
             error = RequestError("internal error; the server log has the details", status=500, code="internal_error")
-        self._tokenizer.put(
-            Failed(
-                request_id=message.request_id,
-                message=error.message,
-                status=error.status,
-                code=error.code,
-                param=error.param,
-            )
-        )
+        self._tokenizer.put(Failed.of(message.request_id, error))
 
     def _reconfigure(self, message: Reconfigure) -> None:
         if message.blueprint:
@@ -203,41 +195,8 @@ class Scheduler(Actor[SchedulerInbox]):
 
     def _executors_lost(self, lost: ExecutorsLost) -> None:
         self._is_ready = False
-        self._results.clear()
+        if self._results is not None:
+            self._results.clear()
         if self._planner is not None and (explained := self._planner.restart(is_fault=lost.is_fault)) is not None:
             self._explain(explained)
         self._ingress.put(EngineRecovering(reason=lost.reason, is_sleep=lost.is_sleep))
-
-
-class RanksDiverged(RuntimeError):
-    """Two ranks have sampled different tokens from logits that should be equal."""
-
-
-class RankResults:
-    """Results of ranks that are ahead of others: a step is done when every rank has answered, and all must agree.
-
-    Each rank answers its steps in order; rank 0's answer is used, since it has the details."""
-
-    def __init__(self, num_ranks: int) -> None:
-        self._waiting: list[deque[StepDone]] = [deque() for _ in range(num_ranks)]
-
-    def add(self, result: StepDone) -> StepDone | None:
-        """Add one rank's result.  Returns the step's result once complete.  Raises RanksDiverged if ranks disagree."""
-        if len(self._waiting) == 1:
-            return result
-        self._waiting[result.rank].append(result)
-        if not all(self._waiting):
-            return None
-        first, *others = (results.popleft() for results in self._waiting)
-        for other in others:
-            if (other.step_id, other.token_ids) != (first.step_id, first.token_ids):
-                raise RanksDiverged(
-                    f"step {first.step_id}: rank {other.rank} sampled other tokens than rank {first.rank} "
-                    f"(its answer is to step {other.step_id}); the ranks no longer compute the same"
-                )
-        return first
-
-    def clear(self) -> None:
-        """Drop the answers of ranks that are gone."""
-        for results in self._waiting:
-            results.clear()

@@ -14,9 +14,9 @@ import numpy as np
 import numpy.typing as npt
 
 from engine.actors.runner import Answer, PendingStep, Runner
-from engine.messages import Profile, PromptLogprobs, Step, StepDone, StepExtras
+from engine.messages import PromptLogprobs, Step, StepDone, StepExtras
 from engine.types.errors import StepTooLarge
-from engine.types.notices import Message
+from engine.types.notices import Message, Profile
 
 log = logging.getLogger(__name__)
 
@@ -155,7 +155,10 @@ def merged(results: Sequence[StepDone]) -> StepDone:
             extras[row] = together(extras[row], one) if row in extras else one
     token_ids = b"".join(done.token_ids for done in results)
     parts = {name: part for done in results for name, part in done.parts.items()}
-    return msgspec.structs.replace(results[0], token_ids=token_ids, extras=extras, note=IN_PARTS, parts=parts)
+    late = results[-1].late  # which knows best what is ready
+    return msgspec.structs.replace(
+        results[0], token_ids=token_ids, extras=extras, note=IN_PARTS, parts=parts, late=late
+    )
 
 
 def together(first: StepExtras, later: StepExtras) -> StepExtras:

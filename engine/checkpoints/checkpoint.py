@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from engine.checkpoints.fields import Fields, read_fields
-from engine.checkpoints.gguf import SUFFIX, unfold
+from engine.checkpoints.gguf import STORED_FORMATS, SUFFIX, unfold
 from engine.checkpoints.pooling import GENERATING, REWARD, Pooling, read_pooling
 from engine.checkpoints.quantization import Quantization, read_quantization
 from engine.checkpoints.shape import ClassifierShape, DecoderShape, NoHeadShape, PartShape, RewardShape, TokenScoreShape
@@ -69,6 +69,11 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     def vocab_size(self) -> int:
         """Rows of the embedding table, which may be more than the tokenizer uses."""
         return self.shape.vocab_size
+
+    @property
+    def stored_formats(self) -> tuple[str, ...]:
+        """Formats of blocks in which a GGUF file stores matrices, by ggml's names."""
+        return tuple(self.config.get(STORED_FORMATS, ()))
 
     @property
     def max_len(self) -> int:

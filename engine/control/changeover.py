@@ -77,7 +77,7 @@ class Changeover:
             if is_sent:
                 refuse_places(system.config, config)
             present, several = system.engine, system.has_several_machines
-            new = await asyncio.to_thread(engine_spec, config, several_machines=several, present=present)
+            new = await asyncio.to_thread(engine_spec, config, system.stages, several_machines=several, present=present)
             found = changes(system.config, new.config)
             refuse_fixed(found)
             refuse_more_requests(self._most_requests, new.config)

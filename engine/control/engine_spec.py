@@ -14,6 +14,7 @@ from engine.checkpoints.checkpoint import DEMO, DEMO_NAME, ModelSpec, resolve_ch
 from engine.checkpoints.gguf import stored_tensors
 from engine.config import Config
 from engine.host.device_defaults import runs_on_cpu, with_device_defaults
+from engine.host.stages import Stages
 from engine.plugins.blueprint import Blueprint, without_secrets
 from engine.plugins.deciders import built_proposer
 from engine.plugins.families import read_model
@@ -66,21 +67,26 @@ class EngineSpec:
         return {name: value for name, value in given.items() if value is not None}
 
 
-def engine_spec(config: Config, *, several_machines: bool = False, present: EngineSpec | None = None) -> EngineSpec:
+def engine_spec(
+    config: Config, stages: Stages, *, several_machines: bool = False, present: EngineSpec | None = None
+) -> EngineSpec:
     """Check everything that can be checked without loading weights, and return the engine of a configuration.
 
     several_machines: ranks run on more than one.
     present: of the running engine that is to change, whose text and name stay.  Raises CallboardError."""
+    stages.begin("checkpoint")
     config = with_device_defaults(config, several_machines=several_machines)
     directory = resolve_checkpoint(config.model.path, config.model.revision)
     model = read_model(directory, config.plugins, config.model)
     # Headers only, and now: a damaged file must not cost the time of importing torch.
     stored = stored_tensors(directory) if config.model.load_format == "safetensors" else {}
     max_len = _max_len(config, model)
+    stages.begin("tokenizer")
     codec = plugin_codec(config, directory, model.pooling) if present is None else present.codec
     name = _model_name(config) if present is None else present.model_name
     log.info("%s: %s", name, model.pooling)
     warn_of_unknown_tokens(codec, model.vocab_size)
+    stages.begin("plugins")
     plugins = _checked_plugins(config, model)
     fit = fitted(
         ModelFit(
@@ -93,6 +99,7 @@ def engine_spec(config: Config, *, several_machines: bool = False, present: Engi
         )
     )
     blueprint = _blueprint(fit, plugins)
+    stages.begin("")
     blueprint.policy(plugins)  # a plugin that cannot be built is refused here, and built where it works
     return EngineSpec(
         config=config,
@@ -121,7 +128,7 @@ def _checked_plugins(config: Config, model: ModelSpec) -> Plugins:
     plugins = Plugins(chosen_plugins(config), config.plugins.options)
     check_named(plugins, expected_context(config, model.shape))
     device = "cpu" if runs_on_cpu(config.device.kind) else ""
-    check_linear_fits(plugins, linear_context(config, model.dtype, device=device))
+    check_linear_fits(plugins, linear_context(config, model.dtype, device=device, stored_formats=model.stored_formats))
     if plugins.absent:
         log.warning("requests with a grammar are refused: %s", plugins.absent)
     return plugins
@@ -143,7 +150,7 @@ def _blueprint(fit: ModelFit, plugins: Plugins) -> Blueprint:
         num_host_pages=getattr(kv, "num_host_pages", 0),  # of an optional folder
         itl_target_s=scheduler.itl_target_ms / 1000,
         num_ranks=config.device.tensor_parallel,
-        bigram=draft is not None and draft.reads_states,
+        lookahead=int(draft is not None and draft.reads_states),
         scored_chunk=max(MIN_SCORED_CHUNK, SCORED_LOGITS // model.vocab_size),
     )
     return Blueprint(

@@ -25,6 +25,8 @@ from engine.checkpoints.checkpoint import ModelSpec
 from engine.config import Config, build_config, without_cluster_key
 from engine.control.engine_spec import EngineSpec, engine_spec
 from engine.control.monitor import Monitor
+from engine.host.openmp import wait_briefly
+from engine.host.stages import Stages
 from engine.plugins.blueprint import BlueprintPlanners
 from engine.plugins.features import planner_watchers
 from engine.plugins.observers import Observers
@@ -71,8 +73,10 @@ class System:
 
         machines: those that run the ranks; None if all ranks are on this one.
         frontend: how to start the process that takes requests; None for an ingress in this process."""
+        wait_briefly()
         self._machines, self._front, self._progress = machines, frontend, progress
-        self.engine = engine = engine_spec(config, several_machines=machines is not None)
+        self.stages = Stages().of_process()
+        self.engine = engine = engine_spec(config, self.stages, several_machines=machines is not None)
         config, placement = engine.config, engine.config.placement
         self.watchers: dict[str, object] = planner_watchers(time.monotonic)
         self._observers = Observers(
@@ -204,6 +208,7 @@ class System:
                 tokenizer=self.tokenizer.inbox,
                 parts=parts,
                 pooling=self.engine.model.pooling,
+                loading=lambda: self.stages.now,
             )
         from engine.workers.placement import process_frontend  # ZeroMQ is needed from here on
 
@@ -270,6 +275,7 @@ class System:
         return InlineExecutors(num_ranks=num_ranks, capacity=self.capacity, load=partial(self._load_runner, engine))
 
     def _load_runner(self, engine: EngineSpec, rank: int, settings: GenerationSettings, rendezvous: str = "") -> Runner:
+        self.stages.begin("torch")
         from engine.startup.loading import load_runner  # torch is needed from here on
 
         runner = load_runner(
@@ -283,6 +289,7 @@ class System:
             num_pages=settings.num_pages,
             grammars=self._grammars,
             given=dict(engine.facts),
+            stages=self.stages if not rank else None,
         )
         alone = engine.config.device.tensor_parallel == 1
         return StepSplitter(runner, alone=alone, most_tokens=settings.most_tokens)
@@ -330,6 +337,7 @@ class System:
     async def start(self) -> None:
         """Run the actors and wait until the model is loaded.  Raises the errors of loading."""
         await self._supervisor.start()
+        log.info("start: %.2f s, of them %s", self.stages.total_s, self.stages)
 
     async def wait(self) -> None:
         """Wait until the engine has ended.  Raises EngineDied if an actor crashed."""

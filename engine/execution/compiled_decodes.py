@@ -17,7 +17,7 @@ from engine.execution.captured_steps import Decoded
 from engine.execution.rows import DeviceRows
 from engine.kernels.attention import CompiledAttention
 from engine.kernels.compiled import compiled
-from engine.kernels.panels import PanelWeight, Weight
+from engine.kernels.panels import CompiledWeight, Weight
 from engine.layers.attention import AttentionBackend
 from engine.layers.comm import Comm
 from engine.layers.kv_pool import KVPool
@@ -54,7 +54,7 @@ class DecoderStack(ctypes.Structure):
 
     _fields_ = (
         *((name, POINTER) for name in ("layers", "embedding_VD", "norm_D")),
-        ("head", Weight),
+        *((name, Weight) for name in ("table", "head")),
         *((name, POINTER) for name in ("attention", "tokens_NM", "pages_NW")),
         *((name, SIZE) for name in ("num_layers", "V", "D", "I", "S", "N", "M", "W", "widest")),
         *((name, FLOAT) for name in ("embedding_scale", "norm_eps")),
@@ -79,21 +79,23 @@ class CompiledDecodes:
         self._layers = (Layer * len(decoder.layers))(
             *(_described(index, decoder, pool, attention.windows[index]) for index in range(len(decoder.layers)))
         )
-        table_VD, norm, mlp = decoder.embedding.weight, decoder.norm, decoder.layers[0].mlp
+        table, norm, mlp = decoder.embedding, decoder.norm, decoder.layers[0].mlp
+        plain_VD = getattr(table, "weight", None)
         assert isinstance(mlp, GatedMLP)
         assert isinstance(norm, RMSNorm)
         (num_rows, row_len), width = rows.tokens_RM.shape, rows.pages_RP.shape[1]
         self._stack = DecoderStack(
             layers=ctypes.addressof(self._layers),
-            embedding_VD=table_VD.data_ptr(),
+            embedding_VD=None if plain_VD is None else plain_VD.data_ptr(),
             norm_D=norm.weight.data_ptr(),
+            table=Weight() if plain_VD is not None else _weight(table),
             head=_weight(decoder.head),
             attention=ctypes.addressof(self._attention.step),
             tokens_NM=rows.tokens_RM.data_ptr(),
             pages_NW=rows.pages_RP.data_ptr(),
             num_layers=len(self._layers),
-            V=table_VD.shape[0],
-            D=table_VD.shape[1],
+            V=table.rows,
+            D=norm.weight.shape[0],
             I=mlp.down.inputs,
             S=len(pool.keys(0)),
             N=num_rows,
@@ -209,11 +211,11 @@ def _inputs(layer: DecoderLayer) -> list[int]:
     return [weight.inputs for linear in layer.linears if (weight := _panels(linear)) is not None]
 
 
-def _panels(linear: object) -> PanelWeight | None:
-    """Return the weight of a linear layer if it is in panels.  Steps that need a feature's wrapping run elsewhere."""
+def _panels(linear: object) -> CompiledWeight | None:
+    """Return a linear layer's weight if C multiplies by it.  Steps that need a feature's wrapping run elsewhere."""
     packed = linear.packed if isinstance(linear, Linear) else None
     plain = packed.plain if isinstance(packed, WrappedWeight) else packed
-    return plain if isinstance(plain, PanelWeight) else None
+    return plain if isinstance(plain, CompiledWeight) else None
 
 
 def _described(index: int, decoder: Decoder, pool: KVPool, window: int) -> Layer:

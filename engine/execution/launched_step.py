@@ -4,6 +4,7 @@ Owns: the wait for the device, the columns of a result.  Does not know: how a st
 """
 
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -33,7 +34,8 @@ class LaunchedStep:
     event: recorded after the step's copies to the host; None on a CPU.
     prompts: results for prompts.
     failures: index in N -> the reason why there is no token.
-    note, parts: those of ``StepDone``."""
+    note, parts: those of ``StepDone``.
+    ahead: row -> its next mask, of rows with a slow grammar."""
 
     rank: int
     step_id: int
@@ -44,6 +46,7 @@ class LaunchedStep:
     failures: dict[int, str]
     note: str = ""
     parts: dict[str, bytes] = field(default_factory=dict)
+    ahead: "Mapping[int, Future[Any]]" = field(default_factory=dict)
     _extensions: tuple[Callable[[], Columns], ...] = ()
 
     def extend(self, columns: Callable[[], Columns]) -> None:
@@ -66,6 +69,7 @@ class LaunchedStep:
         for extension in self._extensions:
             columns.update(extension())
         extras = extras_by_row(columns)
+        late = tuple(row for row, mask in self.ahead.items() if not mask.done())
         return StepDone(
             rank=self.rank,
             step_id=self.step_id,
@@ -73,6 +77,7 @@ class LaunchedStep:
             extras=extras,
             note=self.note,
             parts=self.parts,
+            late=late,
         )
 
     def _by_row(self, by_index: dict[int, T]) -> dict[int, T]:

@@ -136,6 +136,8 @@ class ModelRunner:
                 raise RuntimeError(f"no room for a step that adds to sums, and so cannot run twice: {error}") from error
             self._rows.restore(computed)
             raise MemoryError(str(error)) from None
+        if self._constraints.rows:
+            launched.ahead = self._constraints.ahead()
         for note in self._launches:
             note(step, launched)
         return launched

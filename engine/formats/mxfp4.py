@@ -12,6 +12,7 @@ from torch import Tensor
 
 from engine.checkpoints.shards import StoredTensor
 from engine.formats.reader import SafetensorsReader
+from engine.layers.packing import StoredRows
 from engine.types.errors import WeightsError
 
 BLOCKS, SCALES = "_blocks", "_scales"
@@ -47,6 +48,9 @@ class MXFP4Reader:
             raise WeightsError(f"{self._stacks[name].file}: tensor '{name}{SCALES}' contains NaN; the file is damaged")
         weight_IO = decoded(blocks, scales).t()
         return weight_IO if dim == 1 else weight_IO.narrow(0, start, length)
+
+    def rows(self, name: str, dim: int, start: int, length: int) -> StoredRows | None:
+        """Return None: a stack's experts are decoded one at a time."""
 
     def close(self) -> None:
         self._plain.close()

@@ -59,6 +59,7 @@ class Privacy:
                 token_ids=self.tokens(message.token_ids),
                 extras=extras,
                 parts=message.parts,
+                late=message.late,
             )
         if isinstance(message, Admit):
             salt = message.cache_salt

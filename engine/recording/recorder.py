@@ -290,7 +290,11 @@ class RecordedScheduler(Scheduler):
         recorder.arrived(message)
         if isinstance(message, ExecutorsLost) and message.is_fault:
             recorder.alert("executors-lost")
-        elif isinstance(message, StepDone) and planner is not None and recorder.now() - planner.due_since > STALLED_S:
+        elif (
+            isinstance(message, StepDone)
+            and planner is not None
+            and recorder.now() - planner.requests.due_since > STALLED_S
+        ):
             recorder.alert("stalled")
         try:
             super().handle(message)

@@ -51,7 +51,7 @@ class ModelSection(Section, frozen=True):
         "checked at start; not yet tried on GPUs", changed="executors"
     )] = "fast"
     max_model_len: Annotated[int, key(
-        "Longest prompt plus output in tokens; 0 for the model's trained length", ge=0
+        "Longest prompt plus output in tokens; 0 for the model's trained length, or what of it fits the memory", ge=0
     )] = 0
 
 

@@ -78,6 +78,7 @@ def rank_context(config: Config, spec: ModelSpec, device: torch.device, dtype: t
         # Weights that were rounded with a scale fit no float of 16 bits.
         spec.dtype if stored is None else "float32",
         scale_block=stored.block if stored is not None and stored.is_float8 else None,
+        stored_formats=spec.stored_formats,
         device=device.type,
         dtype=str(dtype).removeprefix("torch."),
         instruction_sets=instruction_sets(),

@@ -65,7 +65,7 @@ def preview_weights(config: Config, spec: ModelSpec) -> tuple[int, int]:
     plan = build_model(spec.shape, Unconnected(0, ranks), torch.device("meta"), dtype)
     plugins = Plugins({LINEAR: named(config.plugins, LINEAR)}, options=config.plugins.options)
     kernel = choose_linear(plugins, rank_context(config, spec, device, dtype), lambda kernels: {})
-    needed = loading_bytes(plan, device, config.model.load_format, kernel.element_bytes)
+    needed = loading_bytes(plan, device, config.model.load_format, kernel)
     available = free_bytes(device)
     if device.type == "cpu":
         available //= ranks

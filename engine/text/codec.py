@@ -297,6 +297,17 @@ class TextCodec:
         ids = np.frombuffer(token_ids, dtype=np.int32)[: truncate_to or None]
         return ids if self._pad_token_id is None else self._without_padding(ids)
 
+    def check_known(self, token_ids: Int32, vocab_size: int, param: str) -> None:
+        """Raise RequestError for a token that the tokenizer knows and the model, of ``vocab_size`` tokens, does not."""
+        if token_ids.max() >= vocab_size:
+            unknown = int(token_ids[token_ids >= vocab_size][0])
+            raise RequestError(
+                f"{param}: the text has the token {self.token_text(unknown, 0.0).text!r} (id {unknown}), which "
+                f"the tokenizer knows and the model does not: its token ids end at {vocab_size - 1}",
+                code="unknown_token",
+                param=param,
+            )
+
     def _without_padding(self, ids: Int32) -> Int32:
         """Return the ids without padding at the end: transformers classifies by the last token that is not padding."""
         (others,) = np.nonzero(ids != self._pad_token_id)

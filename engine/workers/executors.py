@@ -16,9 +16,9 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from engine.actors.actor import Actor, Link
-from engine.messages import ExecutorInbox, FromExecutor, Profile, Step, StepDone, Stop
+from engine.messages import ExecutorInbox, FromExecutor, Step, StepDone, Stop
 from engine.types.errors import CallboardError, EngineDied, StepTooLarge
-from engine.types.notices import ExecutorsLost, ExecutorsReady, LossExplained
+from engine.types.notices import ExecutorsLost, ExecutorsReady, LossExplained, Profile
 from engine.workers.group import Owner, Start, WorkerGroup, WorkerSlot, one_for_all
 from engine.workers.limits import Patience, RestartIntensity
 from engine.workers.messages import WorkerReady

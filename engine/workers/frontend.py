@@ -22,11 +22,11 @@ from engine.actors.ingress import Part
 from engine.actors.operations import Operate, Operated, SettingsChanged
 from engine.actors.snapshot import GetSnapshot, RequestsFinished, Snapshot, Subscribe
 from engine.host.timeouts import is_set_within
-from engine.messages import Abort, Deltas, Failed, Finish, IngressInbox, Profile, Stats, Tokenize
+from engine.messages import Abort, Deltas, Failed, Finish, IngressInbox, Tokenize
 from engine.plugins.hookspecs import hookimpl
 from engine.scheduling.meter import RequestMetrics
 from engine.types.errors import EngineDied
-from engine.types.notices import EngineReady, EngineRecovering, TokenizersLost, TokenizersReady
+from engine.types.notices import EngineReady, EngineRecovering, Profile, Stats, TokenizersLost, TokenizersReady
 from engine.workers.group import Owner, WorkerGroup, WorkerSlot, one_for_one
 from engine.workers.limits import Patience, RestartIntensity
 from engine.workers.messages import (

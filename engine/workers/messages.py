@@ -17,7 +17,6 @@ from engine.messages import (
     ExecutorInbox,
     Failed,
     IngressInbox,
-    Profile,
     SchedulerInbox,
     Stop,
     Tokenize,
@@ -32,7 +31,7 @@ from engine.types.errors import (
     StepTooLarge,
     WeightsError,
 )
-from engine.types.notices import Message
+from engine.types.notices import Message, Profile
 
 # Errors that are raised again on the other side of a process boundary; any other is sent as text.
 RAISED_AGAIN = {error.__name__: error for error in (ConfigError, WeightsError, PluginError, GraphError)}

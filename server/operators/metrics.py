@@ -191,7 +191,8 @@ class OwnCollector(EngineCollector):
         pages.add_metric(["cached"], gauges.pages_cached)
         pages.add_metric(["used"], gauges.pages_used)
         yield pages
-        yield self._gauge("kv_host_pages_used", "Pages of the host tier that hold something.", gauges.host_pages_used)
+        num_on_host = gauges.of_features.get("host_pages_used", 0)
+        yield self._gauge("kv_host_pages_used", "Pages of the host tier that hold something.", num_on_host)
         yield self._gauge("kv_page_tokens", "Tokens per page.", gauges.page_size)
 
     def _of_mailboxes(self, gauges: Gauges) -> Iterator[Metric]:

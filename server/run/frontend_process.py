@@ -22,11 +22,12 @@ from engine.actors.admission import RETRY_LATER_S
 from engine.actors.ingress import Ingress
 from engine.actors.operations import Operated
 from engine.actors.snapshot import NO_VIEWS, GetSnapshot, RequestsFinished, Snapshot, Subscribe, Views
-from engine.messages import Abort, Failed, Profile, Stop, Tokenize
+from engine.messages import Abort, Failed, Stop, Tokenize
 from engine.plugins.manager import Plugins
 from engine.plugins.observers import Observers
 from engine.plugins.parsers import plugin_codec
 from engine.types.errors import CallboardError, EngineDied, RequestError
+from engine.types.notices import Profile
 from engine.workers.child import Ticket, enter
 from engine.workers.main import Outgoing, WorkerProcess
 from engine.workers.messages import (

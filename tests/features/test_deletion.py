@@ -16,12 +16,16 @@ NAMES = sorted(path.parent.name for path in FEATURES.glob("*/__init__.py"))
 IMPORTERS = {
     "explain": {"server/extensions/explain/explanation.py"},
     "host_tier": set(),
+    "itl_target": set(),
     "kv_store": set(),
+    "late_masks": set(),
     "lora": {
         "server/extensions/adapters/adapters.py",
         "server/extensions/adapters/extension.py",
         "server/extensions/adapters/metrics.py",
     },
+    "quarantine": set(),
+    "shared_prefix": set(),
     "speculation": set(),
 }
 # What names a feature, and the folders that are its own.

@@ -110,7 +110,7 @@ CHECKPOINTS: dict[str, tuple[Kind, dict[str, Any]]] = {
     "TinyLlama/TinyLlama-1.1B-Chat-v1.0": (LLAMA, {}),
     "NousResearch/Hermes-3-Llama-3.1-8B": (LLAMA, {}),
     "zai-org/GLM-4-9B-0414": (("Glm4ForCausalLM", "glm4"), {}),
-    "zai-org/GLM-4.5-Air": (("Glm4MoeForCausalLM", "glm4_moe"), {}),
+    "zai-org/GLM-4.5-Air": (("Glm4MoeForCausalLM", "glm4_moe"), {"head_dim": 128}),
     "zai-org/GLM-4.7-Flash": (("Glm4MoeLiteForCausalLM", "glm4_moe_lite"), {}),
     "zai-org/GLM-5": (("GlmMoeDsaForCausalLM", "glm_moe_dsa"), {}),
     "MiniMaxAI/MiniMax-M2": (("MiniMaxM2ForCausalLM", "minimax_m2"), FP8),
@@ -124,12 +124,16 @@ CHECKPOINTS: dict[str, tuple[Kind, dict[str, Any]]] = {
     "ibm-granite/granite-4.0-h-tiny": (
         ("GraniteMoeHybridForCausalLM", "granitemoehybrid"), {"layer_types": ["mamba", "mamba", "mamba", "attention"]}
     ),
-    "LGAI-EXAONE/EXAONE-4.0-1.2B": (("Exaone4ForCausalLM", "exaone4"), {"layer_types": ["full_attention"] * NUM_LAYERS}),
+    "LGAI-EXAONE/EXAONE-4.0-1.2B": (
+        ("Exaone4ForCausalLM", "exaone4"), {"layer_types": ["full_attention"] * NUM_LAYERS}
+    ),
     "baidu/ERNIE-4.5-0.3B-PT": (("Ernie4_5ForCausalLM", "ernie4_5"), {}),
     "baidu/ERNIE-4.5-21B-A3B-PT": (("Ernie4_5_MoeForCausalLM", "ernie4_5_moe"), {}),
     "tencent/Hunyuan-7B-Instruct": (("HunYuanDenseV1ForCausalLM", "hunyuan_v1_dense"), {"head_dim": 128}),
     "swiss-ai/Apertus-8B-Instruct-2509": (("ApertusForCausalLM", "apertus"), {}),
-    "nvidia/Nemotron-Mini-4B-Instruct": (("NemotronForCausalLM", "nemotron"), {"head_dim": 128, "num_key_value_heads": 8}),
+    "nvidia/Nemotron-Mini-4B-Instruct": (
+        ("NemotronForCausalLM", "nemotron"), {"head_dim": 128, "num_key_value_heads": 8}
+    ),
     "nvidia/Llama-3.1-Nemotron-Nano-8B-v1": (LLAMA, {}),
     "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16": (("NemotronHForCausalLM", "nemotron_h"), {}),
     "CohereLabs/c4ai-command-r-08-2024": (("CohereForCausalLM", "cohere"), {}),
@@ -166,7 +170,7 @@ def config_of(name: str) -> dict[str, Any]:
 
 
 def answer(name: str, directory: Path) -> str:
-    """Return how ``callboard models`` says that the checkpoint is served, or why not.  directory: for its config.json."""
+    """Return how ``callboard models`` says that it is served, or why not.  directory: for its config.json."""
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(config_of(name)))
     try:

@@ -19,7 +19,7 @@ from engine.plugins.manager import BUILTIN
 from engine.plugins.model.transformers import callboard_model
 from engine.plugins.proof.findings import ConformanceError
 from engine.plugins.testing.model import check_model
-from tests.models.checkpoints import NOT_PLAIN, build
+from tests.models.checkpoints import LATER, NOT_PLAIN, build
 from tests.models.hub import CHECKPOINTS, answers
 from tests.models.through_transformers import KINDS, architecture_of, build_kind, has_experts, num_ranks
 
@@ -50,8 +50,8 @@ written by `python -m tests.models.test_families`.
   not read.
 - Quantized checkpoints (AWQ, GPTQ, compressed-tensors, fp8: [checkpoints.md](checkpoints.md#quantized-weights))
   are read for all families but GPT-2, whose matrices lie as [inputs, outputs], and gpt-oss, whose experts lie in one
-  tensor: these two are refused at start. MXFP4 is for gpt-oss. GGUF files are read for dense Llama, Mistral, Qwen2 and
-  Qwen3.
+  tensor: these two are refused at start. MXFP4 is for gpt-oss. GGUF files, of one file each, are read for Llama,
+  Mistral, Mixtral, Qwen2, Qwen3 with and without experts, Gemma 2 and 3, OLMo 2, Granite 3, SmolLM3 and ERNIE 4.5.
   `model.quantization` rounds the layers of every family at load, but not the routers of experts.
 - Soft-capped scores (Gemma 2), attention sinks (gpt-oss) and latents (DeepSeek) need `attention.triton` or
   `attention.torch`, which `auto` then takes; the other backends are refused by name.
@@ -71,10 +71,10 @@ Every family's decoder is also read under another head, or under none: [pooling.
 TEXT_PART = """
 ## The text part of models that read images or sound
 
-Of these the text decoder is served as that decoder would be alone, by its own family or through transformers, or refused;
-the log names the parts that are not read, and a request with an image, sound or video ends with 400. The decoders of
-Gemma 3, Gemma 3n, Gemma 4, InternVL, LLaVA, Mistral 3, Ministral 3, Qwen2-VL, Qwen2.5-VL and Qwen3-VL are checked on tiny
-checkpoints in the published layout, by `pytest tests/checkpoints/test_text_part.py`.
+Of these the text decoder is served as that decoder would be alone, by its own family or through transformers, or it is
+refused; the log names the parts that are not read, and a request with an image, sound or video ends with 400. The
+decoders of Gemma 3, Gemma 3n, Gemma 4, InternVL, LLaVA, Mistral 3, Ministral 3, Qwen2-VL, Qwen2.5-VL and Qwen3-VL are
+checked on tiny checkpoints in the published layout, by `pytest tests/checkpoints/test_text_part.py`.
 
 | architecture | its decoder |
 |---|---|"""
@@ -82,8 +82,8 @@ NAMED = """
 ## Checkpoints
 
 `callboard models CHECKPOINT` says of any checkpoint how it is served, from its `config.json` alone; of a name on the
-hub it downloads no weights. Its answers for many that are downloaded most, by what decides them (`tests/models/hub.py`),
-with transformers 5.23:
+hub it downloads no weights. Its answers for many that are downloaded most, by the settings that decide them
+(`tests/models/hub.py`), with transformers 5.23:
 
 | checkpoint | architecture | served |
 |---|---|---|"""
@@ -115,8 +115,8 @@ FAMILIES = {
     name: module for name, module in BUILTIN.items() if name.startswith("model.") and name != "model.transformers"
 }
 # Their CPU form picks experts by value.
-WITH_EXPERTS = ("mixtral", "qwen3-moe", "gpt-oss", "deepseek-v2", "deepseek-v3")
-CHECKED = ["llama", "mistral-window", "qwen2-tied-upper-window", "qwen3-yarn-bias", "seed-oss", *NOT_PLAIN]
+WITH_EXPERTS = ("mixtral", "qwen3-moe", "gpt-oss", "deepseek-v2", "deepseek-v3", "glm4-moe")
+CHECKED = ["llama", "mistral-window", "qwen2-tied-upper-window", "qwen3-yarn-bias", "seed-oss", *NOT_PLAIN, *LATER]
 
 
 def family_of(architecture: str) -> str:

@@ -82,6 +82,7 @@ MARKS = (
     "the store failed",
     "token after the end dropped",
     "tokens drafted",
+    "masks late",
 )
 
 

@@ -58,6 +58,8 @@ class Bomb(Message, frozen=True):
 class _Observers:
     """What the scheduler tells observers, for the checks."""
 
+    wants_requests = True
+
     def __init__(self, checks: Checks) -> None:
         self.request_finished: Callable[[Sequence[RequestMetrics]], None] = checks.finished
 

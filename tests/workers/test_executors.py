@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from engine.actors.scheduler import RankResults, RanksDiverged
+from engine.actors.rank_results import RankResults, RanksDiverged
 from engine.messages import Step, StepDone, Stop
 from engine.types.errors import EngineDied, StepTooLarge, WeightsError
 from engine.types.notices import ExecutorsLost, ExecutorsReady, LossExplained

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from engine.actors.snapshot import Gauges, GetSnapshot, RequestsFinished, Snapshot, Subscribe
-from engine.messages import Abort, Delta, Deltas, Failed, Finish, Profile, Stats, Stop, Tokenize
+from engine.messages import Abort, Delta, Deltas, Failed, Finish, Stop, Tokenize
 from engine.scheduling.meter import RequestMetrics
 from engine.types.errors import CallboardError, ConfigError, EngineDied
-from engine.types.notices import EngineReady, EngineRecovering, TokenizersReady
+from engine.types.notices import EngineReady, EngineRecovering, Profile, Stats, TokenizersReady
 from engine.types.params import SamplingParams
 from engine.workers.frontend import FrontendSlot, RemoteIngress
 from engine.workers.limits import RestartIntensity

@@ -70,7 +70,7 @@ class RankAdapters:
     def __init__(self, decoder: Decoder, comm: Comm, num_slots: int, max_rank: int, max_rows: int) -> None:
         self._comm = comm
         self._dtype = decoder.dtype
-        self._device = decoder.embedding.weight.device
+        self._device = decoder.device
         self._slot_of_row = np.zeros(max_rows, dtype=np.int64)
         self._lost: dict[int, str] = {}
         self._slots_T: npt.NDArray[np.int64] | None = None

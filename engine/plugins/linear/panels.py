@@ -39,7 +39,8 @@ class Panels:
         """Return the weight in panels.  Values beyond float16's range are kept in float32."""
         kind = self._kind
         if kind in (None, PanelKind.HALVES):
-            if not (weight_OI.contiguous().view(torch.int32) & LOWER_HALF).any():
+            weight_OI = weight_OI.contiguous()
+            if _is_bfloat16(weight_OI[:1]) and _is_bfloat16(weight_OI):  # one row shows most of those that are not
                 kind = PanelKind.UPPER_HALVES
             else:
                 kind = PanelKind.HALVES if fits_float16(weight_OI, exactly=kind is None) else PanelKind.FLOATS
@@ -51,6 +52,10 @@ class Panels:
         return (
             Panels(self._functions, PanelKind.FINE_BYTES, self.element_bytes) if self._kind == PanelKind.BYTES else self
         )
+
+
+def _is_bfloat16(weight_OI: Tensor) -> bool:
+    return not (weight_OI.view(torch.int32) & LOWER_HALF).any()
 
 
 @hookimpl

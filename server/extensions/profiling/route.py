@@ -10,9 +10,9 @@ import msgspec
 from aiohttp import web
 from msgspec import Meta
 
-from engine.messages import Profile
 from engine.settings.sections import ServerSection
 from engine.types.errors import RequestError
+from engine.types.notices import Profile
 from server.backend import EngineMonitor
 from server.extensions.profiling.settings import ProfilingSettings
 from server.http.body import BodyReader

@@ -216,7 +216,7 @@ async def test_a_thousand_loads_and_unloads_leave_nothing(scene: Scene) -> None:
         assert scene.says(f"a{number}")[0] == scene.expected(scene.good)
         assert scene.post(UNLOAD, f"a{number}").status == 200
     assert set(scene.names()) == {MODEL, "good"}
-    slots = next(one for one in planner._features.all if isinstance(one, LoraPlanner))
+    slots = next(one for one in planner.features.all if isinstance(one, LoraPlanner))
     assert not slots._slots._of_row
     assert not slots._to_place
 

@@ -113,9 +113,9 @@ def test_a_slow_step_is_told_with_what_its_executor_says(note: str) -> None:
     assert parts["decode"].seconds == pytest.approx(39 * STEP_S)
 
 
-@pytest.mark.parametrize("bigram", [False, True])
-def test_pages_that_another_request_had_evicted_are_told_with_its_name(bigram: bool) -> None:
-    bench = Bench(depth=1, num_pages=16, max_len=60, bigram=bigram)
+@pytest.mark.parametrize("lookahead", [0, 1])
+def test_pages_that_another_request_had_evicted_are_told_with_its_name(lookahead: int) -> None:
+    bench = Bench(depth=1, num_pages=16, max_len=60, lookahead=lookahead)
     prompt = prompt_of(33)
     bench.submit(1, prompt, max_tokens=1, ignore_eos=True)
     run(bench)

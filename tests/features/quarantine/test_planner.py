@@ -3,10 +3,11 @@
 import numpy as np
 import pytest
 
+from engine.features.quarantine.suspects import LOSSES_TO_SUSPECT
 from engine.messages import Finish
-from engine.scheduling.queue import LOSSES_TO_SUSPECT
 from engine.types.notices import LossExplained
 from tests.scheduling.bench import Bench, lose_the_device, prompt_of
+from tests.sim.probe import quarantine_of
 
 
 def run_until_lost(bench: Bench, poison: int, at_output: int) -> bool:
@@ -55,7 +56,7 @@ def test_the_request_that_ends_executors_ends_and_the_others_are_whole(
     assert stream == expected[: len(stream)]
     assert bench.streams == bench.expected
     assert all(ends == [Finish.LENGTH] for ends in bench.ends.values())
-    assert not bench.planner._quarantine._records
+    assert not quarantine_of(bench.planner)._records
 
 
 def test_suspects_run_one_at_a_time_and_new_requests_wait_for_them() -> None:
@@ -80,7 +81,7 @@ def test_losses_that_a_request_gets_past_say_nothing_about_it() -> None:
         bench.step()
         bench.plan()
         assert not lose_the_device(bench), "it has decoded a token each time"
-        assert not bench.planner._quarantine.is_on
+        assert not quarantine_of(bench.planner).is_on
     bench.finish()
     assert bench.streams == bench.expected
 
@@ -134,7 +135,7 @@ def test_losses_that_are_no_fault_blame_nobody() -> None:
         # As the executors tell it: ranks that were left waiting may be heard first.
         assert not lose_the_device(bench)
         assert not bench.planner.restart(is_fault=False)
-        assert not bench.planner._quarantine.is_on
+        assert not quarantine_of(bench.planner).is_on
     bench.finish()
     assert bench.streams == bench.expected
 
@@ -157,8 +158,8 @@ def test_a_suspect_can_be_cancelled(which: str) -> None:
         bench.plan()
         lose_the_device(bench)
     bench.plan()
-    assert bench.planner._quarantine.alone is not None
-    alone = bench.planner._quarantine.alone.request_id
+    assert quarantine_of(bench.planner).alone is not None
+    alone = quarantine_of(bench.planner).alone.request_id
     gone = alone if which == "alone" else 3 - alone
     bench.planner.abort(gone)
     bench.finish()

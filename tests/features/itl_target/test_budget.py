@@ -3,13 +3,14 @@
 import numpy as np
 import pytest
 
-from engine.scheduling.prefills import MIN_PREFILL_TOKENS, StepBudget
+from engine.features.itl_target.budget import MIN_PREFILL_TOKENS, StepBudget
 
 BASE, PER_DECODE, PER_TOKEN = 0.004, 0.00005, 0.0001
+MOST = 2048
 
 
-def taught(target_s: float, noise: float = 0.0, max_step_tokens: int = 2048) -> StepBudget:
-    budget, rng = StepBudget(max_step_tokens, target_s), np.random.default_rng(0)
+def taught(target_s: float, noise: float = 0.0) -> StepBudget:
+    budget, rng = StepBudget(target_s), np.random.default_rng(0)
     for _ in range(300):
         decodes, tokens = int(rng.integers(0, 64)), int(rng.choice([0, 0, 100, 300, 512]))
         seconds = BASE + PER_DECODE * decodes + PER_TOKEN * tokens
@@ -21,28 +22,27 @@ def taught(target_s: float, noise: float = 0.0, max_step_tokens: int = 2048) -> 
 def test_a_step_of_the_budget_takes_as_long_as_the_target(noise: float) -> None:
     budget = taught(0.03, noise)
     for decodes in (1, 16, 64):
-        seconds = BASE + PER_DECODE * decodes + PER_TOKEN * budget.prefill_tokens(decodes)
+        seconds = BASE + PER_DECODE * decodes + PER_TOKEN * budget.prefill_tokens(decodes, MOST)
         assert seconds == pytest.approx(0.03, rel=0.02 + noise)
 
 
 def test_the_budget_shrinks_as_the_decode_batch_grows() -> None:
     budget = taught(0.03)
-    tokens = [budget.prefill_tokens(decodes) for decodes in (1, 100, 200, 400)]
+    tokens = [budget.prefill_tokens(decodes, MOST) for decodes in (1, 100, 200, 400)]
     assert tokens == sorted(tokens, reverse=True)
     assert tokens[-1] < tokens[0] / 2
 
 
 def test_prompts_never_stand_still_even_if_the_target_is_out_of_reach() -> None:
-    assert taught(0.001).prefill_tokens(8) == MIN_PREFILL_TOKENS
+    assert taught(0.001).prefill_tokens(8, MOST) == MIN_PREFILL_TOKENS
 
 
-def test_without_a_target_or_without_decodes_the_whole_step_is_free() -> None:
-    assert taught(0.0).prefill_tokens(48) == 2000
-    assert taught(0.001).prefill_tokens(0) == 2048
+def test_without_decodes_the_whole_step_is_free() -> None:
+    assert taught(0.001).prefill_tokens(0, MOST) == MOST
 
 
-def test_decodes_come_first_in_a_full_step() -> None:
-    assert StepBudget(64, 0.01).prefill_tokens(64) == 0
+def test_a_full_step_has_no_room() -> None:
+    assert taught(0.01).prefill_tokens(64, 0) == 0
 
 
 def test_it_follows_a_machine_that_becomes_slower() -> None:
@@ -50,7 +50,7 @@ def test_it_follows_a_machine_that_becomes_slower() -> None:
     for _ in range(200):
         for tokens in (0, 256):
             budget.observe(8, tokens, 3 * (BASE + PER_DECODE * 8 + PER_TOKEN * tokens))
-    seconds = 3 * (BASE + PER_DECODE * 8 + PER_TOKEN * budget.prefill_tokens(8))
+    seconds = 3 * (BASE + PER_DECODE * 8 + PER_TOKEN * budget.prefill_tokens(8, MOST))
     assert seconds == pytest.approx(0.03, rel=0.05)
 
 
@@ -60,12 +60,12 @@ def test_a_thousand_equal_steps_do_not_blow_up_what_is_known() -> None:
         budget.observe(8, 0, BASE + PER_DECODE * 8)
     for _ in range(5):
         budget.observe(8, 200, BASE + PER_DECODE * 8 + PER_TOKEN * 200)
-    assert BASE + PER_DECODE * 8 + PER_TOKEN * budget.prefill_tokens(8) == pytest.approx(0.03, rel=0.05)
+    assert BASE + PER_DECODE * 8 + PER_TOKEN * budget.prefill_tokens(8, MOST) == pytest.approx(0.03, rel=0.05)
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_it_holds_while_step_times_scatter_and_after_a_long_stretch_without_prefills(seed: int) -> None:
-    budget, rng = StepBudget(2048, 0.03), np.random.default_rng(seed)
+    budget, rng = StepBudget(0.03), np.random.default_rng(seed)
 
     def observe(decodes: int, tokens: int) -> None:
         seconds = BASE + PER_DECODE * decodes + PER_TOKEN * tokens
@@ -77,6 +77,6 @@ def test_it_holds_while_step_times_scatter_and_after_a_long_stretch_without_pref
         observe(32, 0)
     off = []
     for _ in range(300):
-        observe(32, budget.prefill_tokens(32))
-        off.append(abs(BASE + PER_DECODE * 32 + PER_TOKEN * budget.prefill_tokens(32) - 0.03) / 0.03)
+        observe(32, budget.prefill_tokens(32, MOST))
+        off.append(abs(BASE + PER_DECODE * 32 + PER_TOKEN * budget.prefill_tokens(32, MOST) - 0.03) / 0.03)
     assert np.mean(np.array(off) > 0.3) < 0.02

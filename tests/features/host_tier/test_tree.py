@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from engine.features.host_tier.tree import TieredTree
 from engine.kv.node import Handle
 from engine.kv.radix import RadixTree
 from tests.kv.cache_model import strategy
@@ -20,7 +21,7 @@ class Cache:
     """A tree at page size 4 with a host tier, prompts of ten pages each, and the transfers so far."""
 
     def __init__(self, num_host_pages: int, num_prompts: int = 1) -> None:
-        self.tree = RadixTree(4, strategy(), num_host_pages=num_host_pages)
+        self.tree = TieredTree(4, strategy(), num_host_pages=num_host_pages)
         self.prompts = [ids(40, seed) for seed in range(num_prompts)]
         for number, prompt in enumerate(self.prompts):
             self.tree.now = number
@@ -48,7 +49,7 @@ def test_evicted_pages_are_found_on_the_host() -> None:
     (transfer,) = cache.tree.drain_transfers()
     assert transfer.to_host
     assert transfer.device_pages.tolist() == [6, 7, 8, 9]
-    assert len(set(transfer.host_pages.tolist())) == 4 == cache.tree.num_on_host
+    assert len(set(transfer.host_pages.tolist())) == 4 == cache.tree.host.num_used
     assert cache.tree.drain_transfers() == []
 
 
@@ -165,12 +166,12 @@ def test_a_host_too_small_for_a_leaf_is_left_alone() -> None:
     cache = Cache(num_host_pages=4)
     assert len(cache.tree.evict(10)) == 10
     cache.tree.check()
-    assert (cache.counts(), cache.tree.num_on_host, cache.tree.drain_transfers()) == ((0, 0), 0, [])
+    assert (cache.counts(), cache.tree.host.num_used, cache.tree.drain_transfers()) == ((0, 0), 0, [])
     cache = Cache(num_host_pages=4)
     cache.tree.evict(4)
     cache.tree.evict(6)  # the rest does not fit, so its continuation is worthless
     cache.tree.check()
-    assert (cache.counts(), cache.tree.num_on_host) == ((0, 0), 0)
+    assert (cache.counts(), cache.tree.host.num_used) == ((0, 0), 0)
 
 
 def test_without_a_host_tier_nothing_is_kept() -> None:
@@ -178,4 +179,4 @@ def test_without_a_host_tier_nothing_is_kept() -> None:
     insert(tree, tree.key(ids(40)), pages_from(0, 10))
     tree.evict(4)
     match = tree.match(tree.key(ids(40)))
-    assert (match.num_pages, match.num_host_pages, tree.num_on_host, tree.drain_transfers()) == (6, 0, 0, [])
+    assert (match.num_pages, match.num_host_pages) == (6, 0)
