@@ -112,6 +112,11 @@ class LLM:
         """The size of the vocabulary; token ids are smaller."""
         return self._system.spec.vocab_size
 
+    @property
+    def sampling_defaults(self) -> dict[str, float | int]:
+        """The sampling parameters that the checkpoint recommends; a request has them only if it names them."""
+        return self._system.engine.sampling_defaults
+
     def generate(
         self, prompts: Prompts, params: Params | None = None, *, progress: bool | None = None
     ) -> list[Completion]:

@@ -15,7 +15,6 @@ Owns: reading blocks, running them.  Does not know: what they are about.
 import doctest
 import os
 import re
-import socket
 import subprocess
 import sys
 import tempfile
@@ -24,6 +23,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+
+from tests.ports import free_port
 
 ROOT = Path(__file__).parents[1]
 PAGES = (ROOT / "README.md", ROOT / "docs" / "quickstart.md")
@@ -140,15 +141,15 @@ class Runner:
 
 def main() -> int:
     """Run everything; print what differs.  Returns how many blocks do."""
-    with tempfile.TemporaryDirectory() as name, socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-        free.close()
+    with tempfile.TemporaryDirectory() as name:
         home = Path(name)
         (home / "examples").symlink_to(ROOT / "examples")
         # What `. .venv/bin/activate` would do has been done.
         path = f"{Path(sys.executable).parent}{os.pathsep}/usr/bin{os.pathsep}/bin"
         (home / ".venv").symlink_to(Path(sys.prefix))
-        runner = Runner(home, {"PATH": path, "HOME": name, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}, port)
+        runner = Runner(
+            home, {"PATH": path, "HOME": name, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}, free_port()
+        )
         failed = 0
         for block in (block for page in PAGES for block in read_blocks(page)):
             if block.skipped is not None or block.language not in ("console", "python"):

@@ -104,13 +104,13 @@ async def kernel_cache(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def by_number_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """The journal takes every file with a number for its own, whatever it says."""
 
-    def path(self: segments.Segments, number: int) -> Path:
+    def path(self: segments.JournalSegments, number: int) -> Path:
         named = (one for one in self._folder.glob("*.log") if one.stem.isdecimal() and int(one.stem) == number)
         return next(named, self._folder / f"{number:08d}.log")
 
     monkeypatch.setattr(segments, "NAMED", re.compile(r"[0-9]+\.log"))
     monkeypatch.setattr(segments, "MAGIC", b"")
-    monkeypatch.setattr(segments.Segments, "_path", path)
+    monkeypatch.setattr(segments.JournalSegments, "_path", path)
 
 
 # What writes, the folder that it has below its root, and a mutant that does not look at names.

@@ -6,17 +6,18 @@ Owns: resolving a model path, and ModelSpec.  Does not know: torch, tensors, ran
 import logging
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from engine.checkpoints.fields import Fields, read_fields
-from engine.checkpoints.gguf import SUFFIX, unfold
+from engine.checkpoints.gguf import STORED_FORMATS, SUFFIX, unfold
 from engine.checkpoints.pooling import GENERATING, REWARD, Pooling, read_pooling
 from engine.checkpoints.quantization import Quantization, read_quantization
 from engine.checkpoints.shape import ClassifierShape, DecoderShape, NoHeadShape, PartShape, RewardShape, TokenScoreShape
+from engine.checkpoints.text_part import read_text_part
 from engine.types.errors import WeightsError
 
 log = logging.getLogger(__name__)
@@ -27,6 +28,8 @@ DEMO_NAME = "callboard-demo"
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 HUB_ADDRESS = re.compile(r"https?://[^/]+/([\w.-]+/[\w.-]+)")
 HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "*.model", "merges.txt", "vocab.txt"]
+DESCRIPTION = ["*.json"]
+"""Files without weights that ``read_spec`` reads."""
 # Second copies of the weights in other layouts, which some repositories contain.  A folder whose name begins with a
 # number is a module of sentence-transformers.
 HUB_COPIES = ["[!0-9]*/*", "consolidated*"]
@@ -68,14 +71,20 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         return self.shape.vocab_size
 
     @property
+    def stored_formats(self) -> tuple[str, ...]:
+        """Formats of blocks in which a GGUF file stores matrices, by ggml's names."""
+        return tuple(self.config.get(STORED_FORMATS, ()))
+
+    @property
     def max_len(self) -> int:
         """Longest sequence that the model was trained for."""
         return min(self.shape.max_len, self.pooling.max_len or self.shape.max_len)
 
 
-def resolve_checkpoint(path: str, revision: str) -> Path:
+def resolve_checkpoint(path: str, revision: str, files: Sequence[str] = HUB_FILES) -> Path:
     """Return the directory of ``model.path``: a directory, 'demo', one made for a GGUF file, or a hub id's download.
 
+    files: patterns of the files that are downloaded.
     Raises WeightsError, in one sentence, if there is none.
     """
     directory = Path(path).expanduser()
@@ -88,7 +97,7 @@ def resolve_checkpoint(path: str, revision: str) -> Path:
             return unfold(directory)
         raise WeightsError(f"{path}: is a file, expected a checkpoint directory or a {SUFFIX} file")
     if is_hub_id(path):
-        return _download(path, revision)
+        return _download(path, revision, files)
     if address := HUB_ADDRESS.match(path):
         raise WeightsError(f"{path}: is the address of a page; name a model of the hub as {address[1]!r}")
     raise WeightsError(
@@ -113,8 +122,8 @@ def read_spec(
 
     read_shape: returns the shape for an architecture's name and config.json.
     score_tokens, token_id: for ``read_pooling``."""
-    fields = read_fields(directory / "config.json")
-    architecture = _architecture(fields)
+    whole = read_fields(directory / "config.json")
+    architecture, fields = read_text_part(_architecture(whole), whole)
     quantization = read_quantization(fields)
     shape = read_shape(architecture, fields)
     has_labels = shape.pooled_head is not None
@@ -127,7 +136,7 @@ def read_spec(
         raise WeightsError(f"{directory}: {what}")
     if not has_labels:
         shape = msgspec.structs.replace(shape, pooled_head=_pooled_head(architecture, shape, pooling))
-    if quantization is not None and shape.unlike_rounded:
+    if quantization is not None and quantization.method != "mxfp4" and shape.unlike_rounded:
         expected = f"none: {architecture} has {shape.unlike_rounded}, which is read only if it is not rounded"
         raise fields.error("quantization_config", str(quantization), expected)
     path = directory / "generation_config.json"
@@ -142,7 +151,7 @@ def read_spec(
         quantization=quantization,
         eos_token_ids=tuple(sorted(eos_token_ids)),
         sampling=_sampling(generation),
-        config=fields.table,
+        config=whole.table,
         pooling=pooling,
     )
 
@@ -176,7 +185,7 @@ def _demo_directory() -> Path:
     raise WeightsError(f"demo: the demo model is not installed; looked in {' and '.join(map(str, places))}")
 
 
-def _download(hub_id: str, revision: str) -> Path:
+def _download(hub_id: str, revision: str, files: Sequence[str]) -> Path:
     # Imported here: it takes 0.3 s and only hub ids need it.
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError, RevisionNotFoundError
@@ -184,7 +193,7 @@ def _download(hub_id: str, revision: str) -> Path:
     where = f"{hub_id}{'@' + revision if revision else ''}"
     try:
         return Path(
-            snapshot_download(hub_id, revision=revision or None, allow_patterns=HUB_FILES, ignore_patterns=HUB_COPIES)
+            snapshot_download(hub_id, revision=revision or None, allow_patterns=[*files], ignore_patterns=HUB_COPIES)
         )
     except GatedRepoError:
         reason = "access to it must be granted on the hub first; then set HF_TOKEN"

@@ -212,6 +212,7 @@ class GatedShape(PartShape, frozen=True, kw_only=True):
     name: str = "mlp"
     bias: bool = False
     merged: str = ""
+    down: str = "down_proj"
 
     @property
     def width(self) -> int:

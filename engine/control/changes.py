@@ -11,9 +11,9 @@ import msgspec
 
 from engine.checkpoints.checkpoint import ModelSpec
 from engine.config import SECRETS, Config
-from engine.features.lora.files import AdapterRules
 from engine.plugins.kinds import KINDS
-from engine.settings.sections import Changed, PluginsSection, Section
+from engine.settings.section import Changed, Section
+from engine.settings.sections import PluginsSection
 from engine.types.errors import ConfigError
 
 TOKENIZER_FILE: Final = "tokenizer.json"
@@ -118,15 +118,6 @@ def refuse_other_text(old: ModelSpec, old_path: Path, new: ModelSpec, new_path: 
         )
     if old_path != new_path and _tokenizer(old_path) != _tokenizer(new_path):
         raise ConfigError(f"{said}: its {TOKENIZER_FILE} differs, so the streams' tokens would mean other text")
-
-
-def refuse_other_adapters(old: AdapterRules | None, new: AdapterRules | None, path: str) -> None:
-    """Raise ConfigError for a model that the served adapters do not fit.  path: the model's path."""
-    if old != new:
-        raise ConfigError(
-            f"model.path={path}: its layers have other shapes than those that adapters are served for, and lora.folder "
-            "stays as it is while the server runs; restart the server with this model"
-        )
 
 
 def _tokenizer(path: Path) -> bytes:

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from engine.execution.captured_steps import Event
+from engine.execution.captured_steps import StepEvent
 from engine.execution.prompts import PromptResults
 from engine.messages import StepDone, StepExtras
 from engine.sampling.sampler import SampledTokens
@@ -34,17 +34,18 @@ class LaunchedStep:
     event: recorded after the step's copies to the host; None on a CPU.
     prompts: results for prompts.
     failures: index in N -> the reason why there is no token.
-    note: the note of ``StepDone``.
+    note, parts: those of ``StepDone``.
     ahead: row -> its next mask, of rows with a slow grammar."""
 
     rank: int
     step_id: int
     rows_N: npt.NDArray[np.int64]
     sampled: SampledTokens
-    event: Event | None
+    event: StepEvent | None
     prompts: PromptResults | None
     failures: dict[int, str]
     note: str = ""
+    parts: dict[str, bytes] = field(default_factory=dict)
     ahead: "Mapping[int, Future[Any]]" = field(default_factory=dict)
     _extensions: tuple[Callable[[], Columns], ...] = ()
 
@@ -70,7 +71,13 @@ class LaunchedStep:
         extras = extras_by_row(columns)
         late = tuple(row for row, mask in self.ahead.items() if not mask.done())
         return StepDone(
-            rank=self.rank, step_id=self.step_id, token_ids=token_ids, extras=extras, note=self.note, late=late
+            rank=self.rank,
+            step_id=self.step_id,
+            token_ids=token_ids,
+            extras=extras,
+            note=self.note,
+            parts=self.parts,
+            late=late,
         )
 
     def _by_row(self, by_index: dict[int, T]) -> dict[int, T]:

@@ -26,7 +26,7 @@ from engine.layers.kv_pool import KVPool
 from engine.layers.step import StepTensors
 from engine.messages import Admission, Step
 from engine.models.model import Model
-from engine.sampling.captured import Variant
+from engine.sampling.captured import SamplingVariant
 from engine.sampling.constraints import Constraints, PendingMasks
 from engine.sampling.sampler import SampledTokens, Sampler
 from engine.sampling.state import Newcomer
@@ -126,7 +126,7 @@ class ModelRunner:
         if whole is None:
             self._apply(step)
         else:
-            whole.tell(step)
+            whole.apply(step)
         computed = self._rows.computed.copy()
         try:
             with self._profiles.step(step.step_id) if self._profiles.recording else nullcontext():
@@ -183,7 +183,7 @@ class ModelRunner:
         lengths_N = computed[rows_N]  # also the sampled token's position: as many tokens come before it
         masks = self._constraints.begin(rows_N) if self._constraints.rows else None
         positions_N = lengths_N.astype(np.int64)
-        variant = whole.variant_of(rows_N, positions_N) if masks is None else Variant.LOGITS
+        variant = whole.variant_of(rows_N, positions_N) if masks is None else SamplingVariant.LOGITS
         decoded = whole.launch(rows_N, lengths_N, variant)
         if decoded.token_ids_N is not None:
             sampled = SampledTokens(decoded.token_ids_N, None)

@@ -13,6 +13,7 @@ from engine.checkpoints.quantization import Quantization
 from engine.checkpoints.shards import StoredTensor
 from engine.formats import integers
 from engine.formats.reader import SafetensorsReader
+from engine.layers.packing import StoredRows
 from engine.types.errors import WeightsError
 
 # Tensors for rounded inputs and a rounded KV cache; here neither is rounded.
@@ -49,6 +50,9 @@ class QuantizedReader:
         if name not in self._parts:
             return self._plain.part(name, dim, start, length, member)
         return self._weight(name).narrow(dim, start, length)
+
+    def rows(self, name: str, dim: int, start: int, length: int) -> StoredRows | None:
+        """Return None: the integers of these formats are in another order."""
 
     def close(self) -> None:
         self._plain.close()

@@ -12,6 +12,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from engine.checkpoints.shards import StoredTensor
+from engine.layers.packing import StoredRows
 from engine.types.errors import WeightsError
 
 # Every float type of a weight; 8-bit floats without a scale are ordinary numbers.
@@ -28,6 +29,10 @@ class WeightReader(Protocol):
         """Return [start : start + length] along ``dim`` as floats.  Raises WeightsError naming file and tensor.
 
         member: index of the matrix in a stack of matrices; ``dim`` is then one of the matrix."""
+
+    def rows(self, name: str, dim: int, start: int, length: int) -> StoredRows | None:
+        """Return the same part of a matrix as its file stores it; None if that is no format of ``StoredRows``, or if
+        the part begins or ends within a row's blocks."""
 
     def close(self) -> None:
         """Close all files."""
@@ -54,7 +59,10 @@ class SafetensorsReader:
             part: Tensor = self._file(stored.file).get_slice(stored.name)[place if member is None else (member, *place)]
         except (SafetensorError, OSError) as error:
             raise WeightsError(f"{stored.file}: {error}") from None
-        return part.float() if part.dtype.itemsize == 1 else part
+        return part.float() if part.is_floating_point() and part.dtype.itemsize == 1 else part
+
+    def rows(self, name: str, dim: int, start: int, length: int) -> StoredRows | None:
+        """Return None: the file has floats."""
 
     def whole(self, name: str) -> Tensor:
         """Return a tensor as it is stored; it may be one of integers."""

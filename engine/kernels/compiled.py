@@ -27,15 +27,16 @@ FOLDER = Path(__file__).parent
 # Without -ffinite-math: NaN and infinity must survive, so that a failed row is noticed.
 FLAGS = ("-O3", "-fPIC", "-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros")
 # Sums in cpu.c may be reordered.  The other sources fix the order of their sums, draw.c to the bit.  The tiles of
-# products.c spell out what -O3 would find, in a third of its time.
+# products.c and blocks.c spell out what -O3 would find, in a third of its time.
 SOURCES = {
     "cpu.c": ("-fassociative-math",),
     "attention.c": (),
     "products.c": ("-O2",),
+    "blocks.c": ("-O2",),
     "decodes.c": (),
     "draw.c": ("-ffp-contract=off",),
 }
-HEADER = "cpu.h"
+HEADERS = ("cpu.h", "vectors.h")
 LEVELS = {"AVX2": ("-march=x86-64-v3",), "AVX512": ("-march=x86-64-v4", "-mprefer-vector-width=512")}
 COMPILE_S = 180.0
 # Threads come from torch's OpenMP, which every library of the process finds, so it is not linked again.  A compiler
@@ -71,7 +72,7 @@ def _library(compiler: list[str]) -> ctypes.CDLL:
     level = LEVELS.get(torch.backends.cpu.get_cpu_capability(), ())
     if level == LEVELS["AVX512"] and torch.cpu._is_vnni_supported():
         level = (*level, "-mavx512vnni")
-    texts = [(FOLDER / name).read_bytes() for name in (*SOURCES, HEADER)]
+    texts = [(FOLDER / name).read_bytes() for name in (*SOURCES, *HEADERS)]
     what = (texts, compiler, FLAGS, THREADS, *SOURCES.values(), level, platform.machine(), platform.system())
     folder, kind = cache_folder("kernels"), _digest(repr(what).encode())
     if folder is not None and (library := _kept(folder, kind)) is not None:

@@ -2,14 +2,15 @@
 
 #include <stdint.h>
 
-/* products.c.  panels: memory in the layout of ``pack``. */
-typedef struct {
+/* A weight in a layout of its product: of products.c, or of blocks.c, whose rows can also be read. */
+typedef struct Weight Weight;
+struct Weight {
     const void *panels;
     int64_t O, I, kind;
-} Weight;
-
-int64_t product(const Weight *weight, const float *x_TI, int64_t x_step, const float *bias_O, float *y_TO, int64_t T,
-                int64_t threads);
+    int64_t (*product)(const Weight *weight, const float *x_TI, int64_t x_step, const float *bias_O, float *y_TO,
+                       int64_t T, int64_t threads);
+    void (*rows)(const Weight *weight, const int64_t *outputs_T, float *out_TI, int64_t T);
+};
 
 /* cpu.c */
 void add_norm(float *x_TD, const float *update_TD, const float *weight_D, float *out_TD, int64_t T, int64_t D,

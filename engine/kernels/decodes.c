@@ -23,12 +23,12 @@ typedef struct {
     float attention_eps, heads_eps, mlp_eps, angle_scale;
 } Layer;
 
-/* tokens_NM, pages_NW: of all rows, kept between steps.  attention: the fields that are the same in every step.
+/* embedding_VD: NULL if the rows of ``table`` are the embedding.  tokens_NM, pages_NW: of all rows, kept between steps.  attention: the fields that are the same in every step.
    widest: window of the layer that sees most, 0 for all. */
 typedef struct {
     const Layer *layers;
     const float *embedding_VD, *norm_D;
-    Weight head;
+    Weight table, head;
     const Attention *attention;
     int32_t *tokens_NM;
     const int32_t *pages_NW;
@@ -45,20 +45,25 @@ typedef struct {
     float *x_BD, *normed_BD, *update_BD, *qkv_BAH, *q_BQH, *attended_BQH, *angles_BH, *gate_up_B2I, *gated_BI;
 } Memory;
 
+static int64_t multiply(const Weight *weight, const float *x_TI, int64_t x_step, const float *bias_O, float *y_TO,
+                        int64_t T, int64_t threads) {
+    return weight->product(weight, x_TI, x_step, bias_O, y_TO, T, threads);
+}
+
 /* Computes one layer, from normed_BD to update_BD, and adds the attention's update to x_BD on the way. */
 static int64_t run(const Decoder *is, const Layer *layer, const Attention *rows, const Memory *in, int64_t threads,
                    int64_t *wrong) {
     int64_t B = rows->B, D = is->D, I = is->I, Q = rows->Q, G = rows->G, H = rows->H;
-    if (product(&layer->qkv, in->normed_BD, D, layer->qkv_bias, in->qkv_BAH, B, threads)) return NO_MEMORY;
+    if (multiply(&layer->qkv, in->normed_BD, D, layer->qkv_bias, in->qkv_BAH, B, threads)) return NO_MEMORY;
     *wrong = rotate_and_store(in->qkv_BAH, layer->heads_RH, in->angles_BH, in->slots_B, in->q_BQH, layer->keys_SGH,
                               layer->values_SGH, B, Q, G, H, is->S, layer->heads_eps, threads);
     if (*wrong >= 0) return WRONG_ROW;
     attend(rows, in->q_BQH, layer->keys_SGH, layer->values_SGH, in->attended_BQH, layer->window);
-    if (product(&layer->output, in->attended_BQH, Q * H, layer->output_bias, in->update_BD, B, threads)) return NO_MEMORY;
+    if (multiply(&layer->output, in->attended_BQH, Q * H, layer->output_bias, in->update_BD, B, threads)) return NO_MEMORY;
     add_norm(in->x_BD, in->update_BD, layer->before_mlp_D, in->normed_BD, B, D, layer->mlp_eps, threads);
-    if (product(&layer->gate_up, in->normed_BD, D, layer->gate_up_bias, in->gate_up_B2I, B, threads)) return NO_MEMORY;
+    if (multiply(&layer->gate_up, in->normed_BD, D, layer->gate_up_bias, in->gate_up_B2I, B, threads)) return NO_MEMORY;
     gate(in->gate_up_B2I, in->gated_BI, B, I, threads);
-    return product(&layer->down, in->gated_BI, I, layer->down_bias, in->update_BD, B, threads) ? NO_MEMORY : DONE;
+    return multiply(&layer->down, in->gated_BI, I, layer->down_bias, in->update_BD, B, threads) ? NO_MEMORY : DONE;
 }
 
 /* The next part of a block: 4-byte numbers per row of the step.  8-byte numbers come first and count as two. */
@@ -99,8 +104,12 @@ static int64_t begin(const Decoder *is, Attention *rows, const int64_t *rows_B, 
         in->positions_B[b] = position;
         in->slots_B[b] = pages[position / rows->page_size] * rows->page_stride + position % rows->page_size;
         in->starts_B1[b] = b;
-        for (int64_t i = 0; i < is->D; i++)
-            in->x_BD[b * is->D + i] = is->embedding_VD[token * is->D + i] * is->embedding_scale;
+        float *x_D = in->x_BD + b * is->D;
+        if (is->embedding_VD)
+            memcpy(x_D, is->embedding_VD + token * is->D, sizeof(float) * is->D);
+        else
+            is->table.rows(&is->table, &token, x_D, 1);
+        for (int64_t i = 0; i < is->D; i++) x_D[i] *= is->embedding_scale;
     }
     in->starts_B1[rows->B] = rows->B;
     *wrong = attention_plan(rows, is->widest, threads, in->items_J2, rows->B * rows->Q);
@@ -135,7 +144,7 @@ int64_t decode(const Decoder *is, const int64_t *rows_B, const int32_t *lengths_
     }
     if (!failed) {
         add_norm(in.x_BD, in.update_BD, is->norm_D, in.normed_BD, B, is->D, is->norm_eps, threads);
-        failed = product(&is->head, in.normed_BD, is->D, NULL, logits_BV, B, threads) ? NO_MEMORY : DONE;
+        failed = multiply(&is->head, in.normed_BD, is->D, NULL, logits_BV, B, threads) ? NO_MEMORY : DONE;
     }
     if (!failed && token_ids_B) {
         likeliest(logits_BV, token_ids_B, B, is->head.O);

@@ -6,6 +6,7 @@ Owns: the memory of a packed weight, calling the functions.  Does not know: the 
 
 import ctypes
 from enum import IntEnum
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ from engine.kernels.compiled import compiled
 ALIGNMENT = 64  # a cache line
 
 
-class Kind(IntEnum):
+class PanelKind(IntEnum):
     """The type of a stored element.
 
     UPPER_HALVES: bfloat16, lossless for floats whose lower 16 bits are zero.
@@ -32,7 +33,11 @@ class Kind(IntEnum):
 class Weight(ctypes.Structure):
     """The C struct ``Weight`` of ``cpu.h``.  Its maker owns the memory that ``panels`` points to."""
 
-    _fields_ = (("panels", ctypes.c_void_p), *((name, ctypes.c_int64) for name in ("O", "I", "kind")))
+    _fields_ = (
+        ("panels", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("O", "I", "kind")),
+        *((name, ctypes.c_void_p) for name in ("product", "rows")),
+    )
 
 
 class Products:
@@ -40,27 +45,30 @@ class Products:
 
     def __init__(self, library: ctypes.CDLL) -> None:
         pointer, size = ctypes.c_void_p, ctypes.c_int64
-        self.packed_bytes, self.pack, self.product = library.packed_bytes, library.pack, library.product
+        self.packed_bytes, self.pack = library.packed_bytes, library.pack
+        self.product = product_of(library, "product")
         self.packed_bytes.argtypes, self.packed_bytes.restype = [pointer], size
         self.pack.argtypes, self.pack.restype = [pointer] * 3 + [size], None
-        self.product.argtypes, self.product.restype = [pointer] * 2 + [size] + [pointer] * 2 + [size] * 2, size
 
 
-class PanelWeight:
-    """W[O, I] in panels.  A row has the same bits whatever the other rows and the number of threads."""
+def product_of(library: ctypes.CDLL, name: str) -> Any:
+    """Return a function that is the ``product`` of a ``Weight``."""
+    pointer, size = ctypes.c_void_p, ctypes.c_int64
+    product = getattr(library, name)
+    product.argtypes, product.restype = [pointer] * 2 + [size] + [pointer] * 2 + [size] * 2, size
+    return product
 
-    def __init__(self, products: Products, weight_OI: Tensor, kind: Kind) -> None:
-        """Pack the weight.  weight_OI: float32, on a CPU; its values must fit the kind."""
-        assert weight_OI.dtype == torch.float32, f"{weight_OI.dtype} is not float32"
-        weight_OI = weight_OI.contiguous()
-        self.outputs, self.inputs = weight_OI.shape
-        self.weight = Weight(None, self.outputs, self.inputs, kind)
+
+class CompiledWeight:
+    """W[O, I] in a layout of C.  A row has the same bits whatever the other rows and the number of threads."""
+
+    nbytes: int
+
+    def __init__(self, product: Any, outputs: int, inputs: int, kind: int) -> None:
+        self.outputs, self.inputs = outputs, inputs
+        self.weight = Weight(None, outputs, inputs, kind, ctypes.cast(product, ctypes.c_void_p))
         self.address = ctypes.addressof(self.weight)
-        self.nbytes: int = products.packed_bytes(self.address)
-        self._memory = torch.empty(self.nbytes + ALIGNMENT, dtype=torch.uint8)
-        self.weight.panels = -(-self._memory.data_ptr() // ALIGNMENT) * ALIGNMENT
-        products.pack(self.address, weight_OI.data_ptr(), self.weight.panels, torch.get_num_threads())
-        self._product = products.product
+        self._product = product
 
     def __call__(self, x_TI: Tensor, bias_O: Tensor | None) -> Tensor:
         """Return x W^T + bias.  Raises MemoryError."""
@@ -78,6 +86,26 @@ class PanelWeight:
         ):
             raise MemoryError(f"no memory to round {num_rows} rows of {inputs} elements")
         return y_TO
+
+
+class PanelWeight(CompiledWeight):
+    """A weight in panels of numbers of one kind."""
+
+    def __init__(self, products: Products, weight_OI: Tensor, kind: PanelKind) -> None:
+        """Pack the weight.  weight_OI: float32, on a CPU; its values must fit the kind."""
+        assert weight_OI.dtype == torch.float32, f"{weight_OI.dtype} is not float32"
+        weight_OI = weight_OI.contiguous()
+        outputs, inputs = weight_OI.shape
+        super().__init__(products.product, outputs, inputs, kind)
+        self.nbytes = products.packed_bytes(self.address)
+        self._memory, self.weight.panels = aligned(self.nbytes)
+        products.pack(self.address, weight_OI.data_ptr(), self.weight.panels, torch.get_num_threads())
+
+
+def aligned(num_bytes: int) -> tuple[Tensor, int]:
+    """Return memory, and the address in it from which on so many bytes are free and in whole cache lines."""
+    memory = torch.empty(num_bytes + ALIGNMENT, dtype=torch.uint8)
+    return memory, -(-memory.data_ptr() // ALIGNMENT) * ALIGNMENT
 
 
 def products() -> Products | None:

@@ -12,88 +12,21 @@
 #include <string.h>
 
 #include "cpu.h"
+#include "vectors.h"
 
 /* UPPER_HALVES: bfloat16, the upper halves of floats.  FINE_BYTES: as BYTES, with twice the bits of the input. */
 enum { FLOATS, HALVES, UPPER_HALVES, BYTES, FINE_BYTES };
 
 #define G 64
-#define INLINE static inline __attribute__((always_inline))
-#define EACH(index, count) _Pragma("GCC unroll 24") for (int index = 0; index < (count); index++)
-
-#if defined(__AVX512F__)
-#include <immintrin.h>
-#define V 16
-typedef __m512 Floats;
-typedef __m512i Integers;
-#define load(from) _mm512_loadu_ps(from)
-#define load_bytes(from) _mm512_loadu_si512(from)
-#define load_halves(from) _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(from)))
-#define load_scales(from) \
-    _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(from))), 16))
-#define load_sums(from) _mm512_cvtepi16_epi32(_mm256_loadu_si256((const __m256i *)(from)))
-#define lower_float(pair) _mm512_castsi512_ps(_mm512_slli_epi32(pair, 16))
-#define upper_float(pair) _mm512_castsi512_ps(_mm512_and_si512(pair, _mm512_set1_epi32(0xffff0000)))
-#define store(to, what) _mm512_storeu_ps(to, what)
-#define all(x) _mm512_set1_ps(x)
-#define all_integers(x) _mm512_set1_epi32(x)
-#define fused(a, b, c) _mm512_fmadd_ps(a, b, c)
-#define plus(a, b) _mm512_add_ps(a, b)
-#define times(a, b) _mm512_mul_ps(a, b)
-#define float_of(a) _mm512_cvtepi32_ps(a)
-#define times_integers(a, b) _mm512_mullo_epi32(a, b)
-#define plus_integers(a, b) _mm512_add_epi32(a, b)
-#define panels_of(M) ((M) <= 2 ? 4 : (M) <= 5 ? 2 : 1)
-#define MOST_ROWS 12
-#elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
-#include <immintrin.h>
-#define V 8
-typedef __m256 Floats;
-typedef __m256i Integers;
-#define load(from) _mm256_loadu_ps(from)
-#define load_bytes(from) _mm256_loadu_si256((const __m256i *)(from))
-#define load_halves(from) _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(from)))
-#define load_scales(from) \
-    _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)(from))), 16))
-#define load_sums(from) _mm256_cvtepi16_epi32(_mm_loadu_si128((const __m128i *)(from)))
-#define lower_float(pair) _mm256_castsi256_ps(_mm256_slli_epi32(pair, 16))
-#define upper_float(pair) _mm256_castsi256_ps(_mm256_and_si256(pair, _mm256_set1_epi32(0xffff0000)))
-#define store(to, what) _mm256_storeu_ps(to, what)
-#define all(x) _mm256_set1_ps(x)
-#define all_integers(x) _mm256_set1_epi32(x)
-#define fused(a, b, c) _mm256_fmadd_ps(a, b, c)
-#define plus(a, b) _mm256_add_ps(a, b)
-#define times(a, b) _mm256_mul_ps(a, b)
-#define float_of(a) _mm256_cvtepi32_ps(a)
-#define times_integers(a, b) _mm256_mullo_epi32(a, b)
-#define plus_integers(a, b) _mm256_add_epi32(a, b)
-#define panels_of(M) ((M) == 1 ? 4 : (M) == 2 ? 2 : 1)
-#define MOST_ROWS 6
-#endif
 
 #ifndef V
 int64_t panel_width(void) { return 0; }
-
-/* decodes.c refers to it, so the library would not load without it; it is never called, as no weight can be made. */
-int64_t product(const Weight *weight, const float *x_TI, int64_t x_step, const float *bias_O, float *y_TO, int64_t T,
-                int64_t threads) {
-    (void)weight, (void)x_TI, (void)x_step, (void)bias_O, (void)y_TO, (void)T, (void)threads;
-    return -1;
-}
 #else
 
-/* Bits of an input byte: 8 if products of bytes are summed in 32 bits, else 7, as a sum of two with 8 exceeds 16. */
-#ifdef __AVX512VNNI__
-#define BITS 8
-#define dot(sum, x, w) _mm512_dpbusd_epi32(sum, x, w)
-#elif V == 16
-#define BITS 7
-#define dot(sum, x, w) \
-    _mm512_add_epi32(sum, _mm512_madd_epi16(_mm512_maddubs_epi16(x, w), _mm512_set1_epi16(1)))
-#else
-#define BITS 7
-#define dot(sum, x, w) \
-    _mm256_add_epi32(sum, _mm256_madd_epi16(_mm256_maddubs_epi16(x, w), _mm256_set1_epi16(1)))
-#endif
+/* Bits of an input byte: a sum of two products of 8 bits exceeds 16. */
+#define BITS (WIDE_SUMS ? 8 : 7)
+#define panels_of(M) (V == 8 ? (M) == 1 ? 4 : (M) == 2 ? 2 : 1 : (M) <= 2 ? 4 : (M) <= 5 ? 2 : 1)
+#define MOST_ROWS (V == 8 ? 6 : 12)
 #define byte_panels_of(M) (V == 8 ? 1 : (M) == 1 ? 4 : (M) == 2 ? 2 : 1)
 #define MOST_BYTE_ROWS (V == 8 ? 3 : 6)
 
@@ -125,13 +58,6 @@ static int64_t panels_in(const Weight *weight) {
 int64_t packed_bytes(const Weight *weight) { return panels_in(weight) * panel_bytes(weight); }
 
 static uint16_t half_of(float x) { return _cvtss_sh(x, _MM_FROUND_TO_NEAREST_INT); }
-
-/* Loops over a group profit from -O3. */
-#if defined(__GNUC__) && !defined(__clang__)
-#define OF_VECTORS __attribute__((optimize("O3")))
-#else
-#define OF_VECTORS
-#endif
 
 /* Returns the bits of a group's largest magnitude and copies its ``size`` numbers to ``numbers``, padded with 0. */
 OF_VECTORS static uint32_t highest_of(const float *x, int64_t size, float *numbers) {
@@ -333,7 +259,7 @@ static void transpose(const float *x_MI, int64_t x_step, float *restrict out_IM,
         for (int64_t i = 0; i < I; i++) out_IM[i * M + m] = x_MI[m * x_step + i];
 }
 
-/* x_step: distance of two rows.  bias_O: NULL for none.  threads: at most.  Returns 0, or -1 if memory is lacking. */
+/* A Weight's ``product``.  x_step: distance of two rows.  bias_O: NULL for none.  threads: at most.  Returns 0, or -1 if memory is lacking. */
 int64_t product(const Weight *weight, const float *x_TI, int64_t x_step, const float *bias_O, float *y_TO, int64_t T,
                 int64_t threads) {
     int64_t O = weight->O, I = weight->I, count = (O + P - 1) / P, size = panel_bytes(weight);

@@ -16,7 +16,7 @@ from torch import Tensor
 from engine.layers.comm import Comm
 from engine.layers.kernels import DeviceKernels, LayerKernels
 from engine.layers.ordered_comm import OrderedComm
-from engine.layers.packing import LinearKernel, PackedWeight
+from engine.layers.packing import LinearKernel, PackedWeight, RowKeeper, RowWeight
 from engine.layers.weights import WeightSlice, parameter, share
 
 
@@ -40,10 +40,11 @@ class Linear:
     def pack(self, kernel: LinearKernel, keep_weight: bool = False) -> None:
         """Lay the weight out for its kernel; called once, after loading.
 
-        The plain weight is freed if another layout replaces it, unless ``keep_weight`` says that it is still read.
+        The plain weight is freed if another layout replaces it, unless ``keep_weight`` says that its rows are still
+        read, and they cannot be read in that layout.
         """
         self.packed = kernel.pack(self.weight)
-        if self.packed is not None and not keep_weight:
+        if self.packed is not None and not (keep_weight and not isinstance(self.packed, RowWeight)):
             del self.weight
 
     def adapt(self, adapted: Callable[[PackedWeight], PackedWeight]) -> None:
@@ -204,16 +205,27 @@ class VocabLinear(Linear):
         self.first = comm.rank * rows
         self.rows = rows
 
+    def pack_kept(self, kernel: LinearKernel) -> None:
+        """Lay out a table whose rows the kernel has taken as they are stored; another one stays plain."""
+        if isinstance(kernel, RowKeeper) and kernel.keeps(self.weight):
+            self.pack(kernel)
+
     def embed(self, token_ids_T: Tensor, kernels: LayerKernels | None = None) -> Tensor:
         """Return the hidden states of token ids, which must be in the vocabulary."""
         if self.comm.size == 1:
-            return F.embedding(token_ids_T, self.weight)
+            return self._rows(token_ids_T)
         if isinstance(kernels, DeviceKernels):
             return self.comm.all_reduce(kernels.embed_shard(token_ids_T, self.weight, self.first))
         local_T = token_ids_T - self.first
         elsewhere_T = (local_T < 0) | (local_T >= self.rows)
-        x_TD = F.embedding(local_T.masked_fill(elsewhere_T, 0), self.weight)
+        x_TD = self._rows(local_T.masked_fill(elsewhere_T, 0))
         return self.comm.all_reduce(x_TD.masked_fill_(elsewhere_T[:, None], 0))
+
+    def _rows(self, token_ids_T: Tensor) -> Tensor:
+        if hasattr(self, "weight"):
+            return F.embedding(token_ids_T, self.weight)
+        assert isinstance(self.packed, RowWeight), "the plain table was freed"
+        return self.packed.rows(token_ids_T)
 
     def logits(self, x_ND: Tensor, as_float32: bool = True) -> Tensor:
         """Return logits_NV, whole on every rank: as float32, or in the model's dtype, as exact in half the memory."""

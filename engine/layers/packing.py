@@ -11,6 +11,7 @@ from torch import Tensor
 
 # Relative to a weight's norm: half of what float32 rounds each element by.
 EXACT = 2.0**-25
+ROWS_AT_ONCE = 256
 
 
 class PackedWeight(Protocol):
@@ -45,6 +46,41 @@ class LinearKernel(Protocol):
         """
 
 
+@dataclass(frozen=True, slots=True)
+class StoredRows:
+    """Consecutive rows of a weight as their file stores them.  where: file and tensor, for errors.
+
+    format: name of the blocks, as ggml has it.  blocks: uint8, [O, bytes of a row].  inputs: elements of a row."""
+
+    where: str
+    format: str
+    blocks: Tensor
+    inputs: int
+
+
+@runtime_checkable
+class RowKeeper(Protocol):
+    """A linear kernel that multiplies by rows as they are stored, so that they are never floats in memory."""
+
+    def keep(self, target: Tensor, rows: StoredRows) -> bool:
+        """Take the rows for the weight that ``target`` is a part of, until ``pack`` is called for that weight; then
+        ``target`` need not be filled.  Return False if the kernel does not multiply by rows of this format."""
+        ...
+
+    def keeps(self, weight_OI: Tensor) -> bool:
+        """Return whether all rows of the weight were taken."""
+        ...
+
+
+@runtime_checkable
+class RowWeight(Protocol):
+    """A packed weight whose rows can be read, as those of an embedding are."""
+
+    def rows(self, outputs_T: Tensor) -> Tensor:
+        """Return these rows, [T, I], a new tensor of float32."""
+        ...
+
+
 @runtime_checkable
 class HeadKernel(Protocol):
     """A kernel that rounds the weights of layers and has another, nearly exact one for the LM head."""
@@ -63,5 +99,10 @@ class Linears:
 
 def fits_float16(weight_OI: Tensor, exactly: bool) -> bool:
     """Return whether float16 can hold every element; if ``exactly``, also whether it loses less than float32 rounds."""
-    lost = weight_OI.half().sub(weight_OI).norm()  # in float32; infinite beyond the range
-    return bool(lost.isfinite()) and not (exactly and lost > EXACT * weight_OI.norm())
+    allowed = EXACT * float(weight_OI.norm()) if exactly else float("inf")
+    lost = 0.0
+    for rows_OI in weight_OI.split(ROWS_AT_ONCE):  # weights that do not fit show it in their first rows
+        lost += float(rows_OI.half().sub(rows_OI).square().sum())  # in float32; infinite beyond the range
+        if not lost < float("inf") or lost > allowed**2:
+            return False
+    return True

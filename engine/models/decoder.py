@@ -87,7 +87,7 @@ class Decoder:
     """
 
     def __init__(self, shape: DecoderShape, comm: Comm, device: torch.device, dtype: torch.dtype) -> None:
-        self.dtype = dtype
+        self.device, self.dtype = device, dtype
         self.shape = shape
         self.vocab_size = shape.vocab_size
         self.embedding = VocabLinear(shape.vocab_size, shape.hidden_size, comm, device, dtype)
@@ -188,7 +188,7 @@ class Decoder:
     def by_rows(self) -> None:
         """Make the parts compute a token with the same bits whatever else is in a step (``model.numerics``)."""
         self._rowwise = True  # the sampler gets float32 logits: sums in another dtype have another order
-        on_cpu = self.embedding.weight.device.type == "cpu"  # only there threads divide an activation
+        on_cpu = self.device.type == "cpu"  # only there threads divide an activation
         for part in (one for layer in self.layers for one in layer.parts if on_cpu and isinstance(one, RowwisePart)):
             part.by_rows()
 
@@ -213,6 +213,8 @@ class Decoder:
         self.kernels = kernels
         plain_bytes = self._linear_bytes()
         read(self._table_slices())
+        if self.head is not self.embedding:
+            self.embedding.pack_kept(linears.head)
         for index, layer in enumerate(self.layers):
             read(layer.slices(f"{self.shape.names.layers}.{index}"))
             layer.pack(kernels, linears.layers)
@@ -224,7 +226,17 @@ class Decoder:
         self.weight_bytes += self._linear_bytes() - plain_bytes
 
     def _linear_bytes(self) -> int:
-        return self.head.nbytes + sum(linear.nbytes for layer in self.layers for linear in layer.linears)
+        linears = [self.embedding, *(linear for layer in self.layers for linear in layer.linears)]
+        own_head = 0 if self.head is self.embedding else self.head.nbytes
+        return own_head + sum(linear.nbytes for linear in linears)
+
+    def kept_weights(self) -> Iterator[Tensor]:
+        """Yield the weights that ``load`` lays out, whose rows need not be filled if a kernel takes them as stored."""
+        yield self.embedding.weight
+        if isinstance(self.head, VocabLinear) and self.head is not self.embedding:
+            yield self.head.weight
+        for layer in self.layers:
+            yield from (linear.weight for linear in layer.linears)
 
     def _table_slices(self) -> Iterator[WeightSlice]:
         yield from self.embedding.slices(self.shape.names.embedding)

@@ -15,6 +15,7 @@ from typing import Literal
 
 import msgspec
 import torch
+from torch import Tensor
 from tqdm import tqdm
 
 from engine.checkpoints.checkpoint import ModelSpec
@@ -26,7 +27,7 @@ from engine.host.memory import release_freed
 from engine.kernels.choice import choose_kernels
 from engine.layers.comm import Comm
 from engine.layers.kernels import LayerKernels
-from engine.layers.packing import Linears
+from engine.layers.packing import LinearKernel, Linears, RowKeeper
 from engine.layers.weights import WeightSlice
 from engine.models.model import Model, build_model
 from engine.models.weight_copies import WeightCopies, copies_to
@@ -38,7 +39,7 @@ log = logging.getLogger(__name__)
 HARMLESS = re.compile(r".*\.(rotary_emb\.(inv_freq|cos_cached|sin_cached)|attn\.(bias|masked_bias))")
 DUMMY_SCALE = 0.02
 COMPARED_ROWS = 4096
-SAY_EVERY_S = 5.0
+SAY_EVERY_S = 2.0
 
 
 def load_model(
@@ -52,6 +53,7 @@ def load_model(
     linears: Linears,
     check_room: Callable[[int], None] | None = None,
     kernels: LayerKernels | None = None,
+    share: Callable[[float], None] | None = None,
 ) -> Model:
     """Build this rank's part of the model and fill it.
 
@@ -62,6 +64,7 @@ def load_model(
     check_room: called with the bytes that loading needs, after all names, shapes and files are checked and before
     memory is allocated; it raises an error if that is too much.
     kernels: fused kernels in place of the device's own.
+    share: called with the share of the weights that is read.
     Raises WeightsError naming file and tensor; ConfigError if the ranks cannot share the model.
     """
     shape, reader, kernels = spec.shape, None, kernels or choose_kernels(device)
@@ -80,7 +83,7 @@ def load_model(
         if reader is not None:
             _check_names(spec, plan.slices(), reader.tensors)
         if check_room is not None:
-            check_room(loading_bytes(plan, device, load_format, linears.layers.element_bytes))
+            check_room(loading_bytes(plan, device, load_format, linears.layers))
         try:
             model = build_model(shape, comm, device, dtype)
         except RuntimeError as error:  # torch raises it on every device when it cannot allocate
@@ -90,23 +93,27 @@ def load_model(
             if reader is None:
                 model.load(lambda slices: _draw(slices, seed), kernels, linears)
             else:
-                filling = Filling(list(model.slices()), reader, copies_to(device), progress, comm.rank)
+                filling = Filling(list(model.slices()), reader, copies_to(device), progress, comm.rank, share)
+                filling.keep_rows(model.kept_weights(), linears.layers)
                 opened.callback(filling.close)
                 model.load(filling.fill, kernels, linears)
-                filling.say()
+                filling.log_progress()
     release_freed()
     return model
 
 
 def loading_bytes(
-    plan: Model, device: torch.device, load_format: Literal["safetensors", "dummy"], element_bytes: float
+    plan: Model, device: torch.device, load_format: Literal["safetensors", "dummy"], kernel: LinearKernel
 ) -> int:
     """Return the peak of device memory during loading.  plan: of one rank, on the meta device.
 
     Added to the parameters: one more copy of the largest tensor (drawn whole; or, read on a CPU, the rank's part while
     it is laid out), and on a CPU the table of a tied LM head, which is kept in both layouts.  A GPU's two buffers are
     small.  On a CPU memory is taken as it is written, and layers are laid out one by one, so all but the first take
-    only ``element_bytes`` per element."""
+    only the kernel's ``element_bytes`` per element.  A kernel that takes rows as they are stored never has floats."""
+    if isinstance(kernel, RowKeeper) and load_format == "safetensors":
+        kept = sum(math.prod(one.shape) for one in plan.kept_weights())
+        return int(plan.parameter_bytes - kept * (plan.dtype.itemsize - kernel.element_bytes))
     on_cpu = device.type == "cpu"
     largest = 0
     if load_format == "dummy":
@@ -117,7 +124,9 @@ def loading_bytes(
     saved = 0
     if on_cpu:
         layers, _ = plan.linear_shapes()
-        saved = int(sum(map(math.prod, layers[plan.linears_per_layer :])) * (plan.dtype.itemsize - element_bytes))
+        saved = int(
+            sum(map(math.prod, layers[plan.linears_per_layer :])) * (plan.dtype.itemsize - kernel.element_bytes)
+        )
     return plan.parameter_bytes + tied - saved + largest * torch.float32.itemsize
 
 
@@ -173,17 +182,32 @@ class Filling:
     """Fills slices from a reader, layer by layer, with a progress bar and log lines."""
 
     def __init__(
-        self, slices: Sequence[WeightSlice], reader: WeightReader, copies: WeightCopies, progress: bool, rank: int
+        self,
+        slices: Sequence[WeightSlice],
+        reader: WeightReader,
+        copies: WeightCopies,
+        progress: bool,
+        rank: int,
+        share: Callable[[float], None] | None = None,
     ) -> None:
-        """Start the bar.  slices: all that will be read.  rank: number for the log."""
+        """Start the bar.  slices: all that will be read.  rank: number for the log.  share: as in ``load_model``."""
+        self._share = share or (lambda share: None)
         self._reader = reader
         self._copies = copies
         self._rank = rank
+        self._keeper: RowKeeper | None = None
+        self._kept: set[int] = set()
         self._num_read, self._total = 0, sum(self._num_bytes(one) for one in slices)
         self._began_at = time.monotonic()
         off = None if progress else True  # None: off without a terminal
         self._bar = tqdm(total=self._total, desc="loading weights", unit="B", unit_scale=True, disable=off)
-        self.say()
+        self.log_progress()
+
+    def keep_rows(self, weights: Iterable[Tensor], kernel: LinearKernel) -> None:
+        """From now on, give rows of these weights to the kernel as they are stored, if it takes them."""
+        if isinstance(kernel, RowKeeper):
+            self._keeper = kernel
+            self._kept = {weight.untyped_storage().data_ptr() for weight in weights}
 
     def fill(self, slices: Iterable[WeightSlice]) -> None:
         """Read each slice into its target.  Raises WeightsError naming file and tensor."""
@@ -191,15 +215,24 @@ class Filling:
         for one in slices:
             if not one.length:
                 continue
-            part = self._reader.part(one.source, one.dim, one.start, one.length, one.member)
-            self._copies.copy(one.target.narrow(one.dim, 0, one.length), part, one.source)
-            _pad(one)
+            if not self._takes(one):
+                part = self._reader.part(one.source, one.dim, one.start, one.length, one.member)
+                self._copies.copy(one.target.narrow(one.dim, 0, one.length), part, one.source)
+                _pad(one)
             self._note(self._num_bytes(one))
         if (name := self._copies.damaged()) is not None:
             path = self._reader.tensors[name].file
             raise WeightsError(f"{path}: tensor {name!r} contains NaN or infinity; the file is damaged")
 
-    def say(self) -> None:
+    def _takes(self, one: WeightSlice) -> bool:
+        """Return whether the kernel has taken the slice as it is stored."""
+        whole = one.target.shape[one.dim] == one.length
+        if self._keeper is None or one.target.untyped_storage().data_ptr() not in self._kept or not whole:
+            return False
+        rows = self._reader.rows(one.source, one.dim, one.start, one.length)
+        return rows is not None and self._keeper.keep(one.target, rows)
+
+    def log_progress(self) -> None:
         """Log the progress."""
         self._logged_at = time.monotonic()
         took_s = self._logged_at - self._began_at
@@ -218,8 +251,9 @@ class Filling:
     def _note(self, num_bytes: int) -> None:
         self._num_read += num_bytes
         self._bar.update(num_bytes)
+        self._share(self._num_read / max(1, self._total))
         if time.monotonic() - self._logged_at >= SAY_EVERY_S:
-            self.say()
+            self.log_progress()
 
     def _num_bytes(self, one: WeightSlice) -> int:
         num_bytes = self._reader.tensors[one.source].num_bytes // max(1, one.num_members)

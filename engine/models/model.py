@@ -72,6 +72,10 @@ class Model(Protocol):
         """Return (outputs, inputs) of all weights of the layers in order, and of the LM head; call before ``load``."""
         ...
 
+    def kept_weights(self) -> Iterator[Tensor]:
+        """Yield the weights that ``load`` lays out, whose rows need not be filled if a kernel takes them as stored."""
+        ...
+
     def load(
         self, read: Callable[[Iterator[WeightSlice]], None], kernels: LayerKernels | None, linears: Linears
     ) -> None:

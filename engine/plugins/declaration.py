@@ -66,7 +66,8 @@ class Declaration(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     api: the version of the plugin API it was written for.
     packages: required packages, by the names that are imported; 'a | b' for either.  devices: 'cpu', 'cuda'.
     dtypes: 'float32', 'bfloat16', 'float16'.
-    architectures: for model families: the names in config.json that the plugin reads, each with its model_type.
+    architectures: for model families: the names in config.json that the plugin reads, each with its model_type, 'a | b'
+    for either.
     The next are for attention backends.  head_sizes, page_sizes: lists or {"multiple_of": ..., "at_most": ...}.
     heads_per_kv_head: ratios of query heads to KV heads.  It and head_sizes do not apply to latents.
     window: whether it computes sliding windows.  supports: other features of ``AttentionSpec``: 'soft_cap', 'sinks',
@@ -80,6 +81,7 @@ class Declaration(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     The next are for linear kernels.  quantizations: the kept forms of weights, 'none' for the exactness of the dtype.
     checkpoint_dtypes: those from which 'none' is exact.  instruction_sets: the CPU must have one of them.
     scale_blocks: (outputs, inputs) that share a scale, 0 for all; the elements of such float8 checkpoints are kept.
+    stored_formats: formats of blocks of a GGUF file whose integers are kept; the kernel is for such files alone.
     traceable: whether a compiler can trace their products.
     invariant: of an attention backend or linear kernel: whether, if its context requires it, a token's result has
     the same bits whatever else is in the step, and however its sequence was cut into steps.
@@ -106,12 +108,17 @@ class Declaration(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     checkpoint_dtypes: tuple[str, ...] = ()
     instruction_sets: tuple[InstructionSet, ...] = ()
     scale_blocks: tuple[tuple[int, int], ...] = ()
+    stored_formats: tuple[str, ...] = ()
     traceable: bool = False
     invariant: bool = False
 
     def keeps_elements(self, context: LinearContext) -> bool:
-        """Return whether the linear kernel multiplies by the elements that the checkpoint stores in float8."""
-        return context.quantization in self.quantizations and context.scale_block in self.scale_blocks
+        """Return whether the linear kernel multiplies by the elements that the checkpoint stores, float8 or blocks."""
+        stored = context.scale_block in self.scale_blocks or self._keeps_blocks(context)
+        return context.quantization in self.quantizations and stored
+
+    def _keeps_blocks(self, context: LinearContext) -> bool:
+        return not set(self.stored_formats).isdisjoint(context.stored_formats)
 
     def missing_packages(self) -> list[str]:
         """Return the packages that are not installed, without importing any."""
@@ -137,6 +144,8 @@ class Declaration(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         if self.instruction_sets and have is not None and not set(have) & set(self.instruction_sets):
             found = f"a CPU with {' and '.join(have)}" if have else "a CPU with none of these"
             reasons.append(f"{found}, it takes one with {' or '.join(self.instruction_sets)}")
+        if self.stored_formats and not self._keeps_blocks(context):
+            reasons.append(f"the checkpoint has no matrices in blocks, it is for {', '.join(self.stored_formats)}")
         if context.traced and not self.traceable:
             reasons.append("graphs.mode is compiled, its products cannot be traced")
         return reasons

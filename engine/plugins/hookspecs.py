@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     from engine.graphs.passes import GraphPass
     from engine.kv.events import KVEvent
     from engine.kv.eviction import EvictionStrategy
-    from engine.kv.store import KVStore
     from engine.layers.attention import AttentionFactory
     from engine.layers.comm import Comm
     from engine.layers.packing import LinearKernel
+    from engine.plugins.kv_store.store import KVStore
     from engine.scheduling.meter import RequestMetrics
     from engine.scheduling.policy import SchedulingPolicy
     from engine.scheduling.proposer import DraftModel, Proposer
@@ -101,6 +101,7 @@ class LinearContext:
     quantization: type to keep weights in; 'none' rounds no more than products in dtype do.
     checkpoint_dtype: type of the saved weights; their values fit it exactly.
     scale_block: (outputs, inputs) that share a scale in a float8 checkpoint, 0 for all; None for another checkpoint.
+    stored_formats: formats of blocks in which a GGUF file stores matrices, by ggml's names; () for other files.
     instruction_sets: of this CPU, among 'avx2', 'avx512' and 'amx'; None if unknown.
     traced: a compiler will trace products.  invariant: a row's result must have the same bits whatever other rows there
     are."""
@@ -113,6 +114,7 @@ class LinearContext:
     traced: bool = False
     invariant: bool = False
     scale_block: tuple[int, int] | None = None
+    stored_formats: tuple[str, ...] = ()
     options: dict[str, Any] = field(default_factory=dict)
 
 
@@ -261,7 +263,7 @@ def callboard_kv_store(context: KVStoreContext) -> "KVStore | None":
     """Build the store that keeps KV pages outside the pool, possibly outside the process.
 
     Called: once per executor, when its KV pool exists.
-    Returns: a KVStore, as in ``engine/kv/store.py``.  Raises: PluginError if it cannot run here.
+    Returns: a KVStore, as in ``engine/plugins/kv_store/store.py``.  Raises: PluginError if it cannot run here.
     """
 
 

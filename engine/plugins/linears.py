@@ -15,6 +15,7 @@ from engine.types.errors import PluginError
 # The first that fits is used, unless another one is measured to be clearly faster.
 PREFERRED = (
     "panels",
+    "blocks",
     "onednn",
     "fbgemm_fp16",
     "fbgemm_int8",
@@ -36,6 +37,7 @@ def linear_context(
     dtype: str = "",
     instruction_sets: tuple[str, ...] | None = None,
     scale_block: tuple[int, int] | None = None,
+    stored_formats: tuple[str, ...] = (),
 ) -> LinearContext:
     """Return the context of a configuration; '' and None stand for values not known before loading."""
     kind, wanted = config.device.kind, config.model.dtype
@@ -46,6 +48,7 @@ def linear_context(
         checkpoint_dtype=checkpoint_dtype,
         instruction_sets=instruction_sets,
         scale_block=scale_block,
+        stored_formats=stored_formats,
         traced=config.graphs.mode == "compiled",
         invariant=config.model.numerics == "invariant",
     )
@@ -73,7 +76,7 @@ def fitting_linears(known: Mapping[str, PluginInfo], context: LinearContext) -> 
 
 
 def keeping(known: Mapping[str, PluginInfo], names: Iterable[str], context: LinearContext) -> list[str]:
-    """Return the built-in kernels among ``names`` that keep the elements of a float8 checkpoint."""
+    """Return the built-in kernels among ``names`` that keep the elements of the checkpoint."""
     declarations = {name: declared(known[f"{LINEAR}.{name}"]) for name in names}
     return [name for name, one in declarations.items() if one is not None and one.keeps_elements(context)]
 

@@ -18,11 +18,11 @@ from typing import Any, TypeVar
 import msgspec
 
 from engine.host.appended_file import Frames, frame, whole_file
-from engine.recording.blueprint import Blueprint
+from engine.plugins.blueprint import Blueprint
 from engine.recording.turns import Turn
 from engine.types.errors import CallboardError
 
-FORMAT = 2
+FORMAT = 3
 NAME = b"callboard recording "
 SUFFIX = ".cbr"
 NAMED = re.compile(rf"[0-9]{{8}}T[0-9]{{9}}-([a-z-]+)-[0-9]+{re.escape(SUFFIX)}")  # by ``file_name``; the group: reason

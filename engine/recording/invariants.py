@@ -20,22 +20,20 @@ class Invariants:
     def check(self, scheduler: ReplayedScheduler) -> None:
         """Check after a turn: every page has one owner, no message follows a request's end, nothing stays held."""
         for message in scheduler.said:
-            self._hear(message)
+            self._note_answers(message)
         self._num_turns += 1
         planner = scheduler.planner
         if planner is None or self._num_turns % self._every:
             return
         planner.check()
-        stats, pages = planner.stats(), planner.pages
-        num_locks, num_rows = pages.tree.num_handles, pages.num_handles
-        assert num_locks == num_rows, f"{num_locks} prefixes are locked, and {num_rows} rows have one"
-        if scheduler.is_ready and not planner.num_in_flight and not planner.num_held:
+        stats = planner.stats()
+        if scheduler.is_ready and not planner.num_in_flight and not planner.features.num_held:
             assert not planner.num_open, f"{planner.num_open} requests are open, and nothing is planned for them"
         if not planner.num_open and not planner.num_in_flight:
             assert not stats.pages_used, f"no request is open, and {stats.pages_used} pages are in use"
             assert (stats.running, stats.waiting) == (0, 0), f"no request is open, but the counts are {stats}"
 
-    def _hear(self, message: Tokens | Failed) -> None:
+    def _note_answers(self, message: Tokens | Failed) -> None:
         if isinstance(message, Failed):
             self._speaks(message.request_id, ends=True)
             return

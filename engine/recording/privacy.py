@@ -2,18 +2,20 @@
 
 Owns: the key, which is never written.  Does not know: when something is recorded.
 A token id becomes another one, the same one every time, by a permutation drawn at start.  So equal prefixes stay equal,
-and the prefix cache, speculation and stop tokens work as before.  This is a substitution cipher: a recording alone
+and the prefix cache, proposals and stop tokens work as before.  This is a substitution cipher: a recording alone
 reveals no text, but with a long recording and the frequencies of tokens much of it can be guessed.
 A cache salt is a client's secret, and is always replaced.
 """
 
 import hashlib
 import secrets
+from dataclasses import replace
 
 import msgspec
 import numpy as np
 
-from engine.messages import Admit, SchedulerInbox, StepDone, StepExtras
+from engine.messages import Admit, Reconfigure, SchedulerInbox, StepDone, StepExtras
+from engine.plugins.blueprint import Blueprint
 from engine.types.params import SamplingParams
 
 NO_TOKENS = (-2, -1)  # ``RULED_OUT`` and "none", which stay
@@ -30,7 +32,13 @@ class Privacy:
             # A negative id is counted from the end.
             self._others = np.concatenate((order, NO_TOKENS)).astype(np.int32)
 
-    def grow(self, vocab_size: int) -> None:
+    def blueprint(self, blueprint: Blueprint) -> Blueprint:
+        """Return a blueprint with the replacements of its token ids.  Tokens of a larger vocabulary get theirs."""
+        self._grow(blueprint.vocab_size)
+        eos = self.ids(blueprint.limits.eos_token_ids)
+        return msgspec.structs.replace(blueprint, limits=replace(blueprint.limits, eos_token_ids=eos))
+
+    def _grow(self, vocab_size: int) -> None:
         """Add the tokens of another model that has more; those that were known keep their replacement."""
         if self._others is not None and vocab_size > (known := len(self._others) - len(NO_TOKENS)):
             more = known + np.random.default_rng(secrets.randbits(128)).permutation(vocab_size - known)
@@ -50,6 +58,7 @@ class Privacy:
                 step_id=message.step_id,
                 token_ids=self.tokens(message.token_ids),
                 extras=extras,
+                parts=message.parts,
                 late=message.late,
             )
         if isinstance(message, Admit):
@@ -62,6 +71,9 @@ class Privacy:
                 params=self._params(message.params),
                 cache_salt=salt,
             )
+        if isinstance(message, Reconfigure) and message.blueprint:
+            blueprint = self.blueprint(msgspec.msgpack.decode(message.blueprint, type=Blueprint))
+            return msgspec.structs.replace(message, blueprint=msgspec.msgpack.encode(blueprint))
         return message
 
     def tokens(self, token_ids: bytes) -> bytes:
@@ -77,7 +89,7 @@ class Privacy:
         return tuple(int(self._others[one]) for one in token_ids)
 
     def _params(self, params: SamplingParams) -> SamplingParams:
-        """Return parameters without text of the client; that there was some stays, since it decides on speculation."""
+        """Return parameters without text of the client; that there was some stays, since it decides on proposals."""
         if self._others is None:
             return params
         grammar = params.grammar
@@ -100,9 +112,8 @@ def _planned_with(extras: dict[int, StepExtras], *, hides: bool) -> dict[int, St
     return {
         row: StepExtras(
             failure="(left out)" if hides and one.failure else one.failure,
-            lost_adapter=one.lost_adapter,
             drafted=one.drafted,
         )
         for row, one in extras.items()
-        if one.failure or one.lost_adapter or one.drafted
+        if one.failure or one.drafted
     }

@@ -15,7 +15,6 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -28,13 +27,13 @@ from engine.actors.scheduler import Scheduler
 from engine.host.disk import make_folder
 from engine.host.own_files import own_files
 from engine.messages import ExecutorInbox, FetchPages, SchedulerInbox, Step, StepDone
+from engine.plugins.blueprint import Blueprint
 from engine.plugins.manager import Plugins
-from engine.recording.blueprint import Blueprint, planning_code
 from engine.recording.file import NAMED, Header, file_name, write_recording
 from engine.recording.privacy import Privacy
 from engine.recording.replayed import ReplayedScheduler
 from engine.recording.state import state_entries
-from engine.recording.turns import Turn, failure_of, plan_digest
+from engine.recording.turns import Turn, failure_of, plan_digest, planning_code
 from engine.scheduling.planner import Planner
 from engine.types.errors import CallboardError
 from engine.types.notices import ExecutorsLost
@@ -75,9 +74,7 @@ class Recorder:
         self.folder = folder
         self.waited_s = waited_s
         self._privacy = Privacy(blueprint.vocab_size, hashed=prompts == "hashed")
-        self._blueprint = self._private(blueprint)
-        self._change: Blueprint | None = None
-        self._renews = False
+        self._blueprint = self._privacy.blueprint(blueprint)
         self._plugins = plugins
         self._limit_bytes = limit_bytes
         self._prompts = prompts
@@ -104,23 +101,10 @@ class Recorder:
         self._readings.append(now)
         return now
 
-    def changed(self, blueprint: Blueprint) -> None:
-        """Note that another blueprint is in force from now on."""
-        if self._change is not None:  # and nothing has arrived since
-            self._renews = False
-            self._note_turn("")  # each change counts: a policy that is replaced and comes back has forgotten its past
-        self._privacy.grow(blueprint.vocab_size)
-        self._change = self._private(blueprint)
-
-    def _private(self, blueprint: Blueprint) -> Blueprint:
-        eos = self._privacy.ids(blueprint.limits.eos_token_ids)
-        return msgspec.structs.replace(blueprint, limits=replace(blueprint.limits, eos_token_ids=eos))
-
-    def arrived(self, message: SchedulerInbox, *, renews: bool = False) -> None:
-        """Note a message that is about to be handled.  renews: the next executors get a new planner."""
+    def arrived(self, message: SchedulerInbox) -> None:
+        """Note a message that is about to be handled."""
         if not self._messages:
             self._readings.clear()  # readings of views of the planner between two turns
-            self._renews = renews
         self._messages.append(message)
 
     def planned(self, plan: Step | FetchPages) -> None:
@@ -138,10 +122,7 @@ class Recorder:
             array("d", self._readings).tobytes(),
             b"".join(self._plans),
             failure,
-            self._change,
-            self._renews,
         )
-        self._change = None
         self._messages, self._readings, self._plans = [], [], []
         if self._is_off:
             return
@@ -306,10 +287,14 @@ class RecordedScheduler(Scheduler):
     def handle(self, message: SchedulerInbox) -> None:
         """Record a message and handle it."""
         recorder, planner = self._recorder, self._planner
-        recorder.arrived(message, renews=self.is_renewed)
+        recorder.arrived(message)
         if isinstance(message, ExecutorsLost) and message.is_fault:
             recorder.alert("executors-lost")
-        elif isinstance(message, StepDone) and planner is not None and recorder.now() - planner.due_since > STALLED_S:
+        elif (
+            isinstance(message, StepDone)
+            and planner is not None
+            and recorder.now() - planner.requests.due_since > STALLED_S
+        ):
             recorder.alert("stalled")
         try:
             super().handle(message)
@@ -330,11 +315,11 @@ class RecordedScheduler(Scheduler):
             self._recorder.alert("pages-lost")
         self._recorder.turned()
 
-    def _tell_observers(self, planner: Planner) -> None:
+    def _call_observers(self, planner: Planner) -> None:
         for request in planner.finished:
             if request.queue_s is not None and request.queue_s > self._recorder.waited_s:
                 self._recorder.alert("waited")
-        super()._tell_observers(planner)
+        super()._call_observers(planner)
 
     async def run(self) -> None:
         """Run, and write the last recording if an actor has crashed."""

@@ -7,19 +7,16 @@ The recorder has one that lags behind by the length of its ring; a replay begins
 import logging
 from collections import deque
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from engine.actors.scheduler import Scheduler
 from engine.messages import Failed, FetchPages, Step, Tokens
-from engine.plugins.deciders import policy_choice
+from engine.plugins.blueprint import Blueprint, BlueprintPlanners
 from engine.plugins.manager import Plugins
 from engine.plugins.observers import Observers
-from engine.recording.blueprint import Blueprint
 from engine.recording.turns import Turn, plan_digest
-from engine.scheduling.planner import Planner
 
 
 class ReplayClock:
@@ -51,13 +48,12 @@ class ReplayedScheduler(Scheduler):
     """A scheduler as the blueprint describes it.
 
     plans: plans of the last turn.  said: messages of the last turn for the tokenizer.
-    on_plan: called with each plan when it is made.  blueprint: the one in force.  clock: the planner's."""
+    on_plan: called with each plan when it is made.  clock: the planner's."""
 
     log = logging.getLogger(f"{__name__}.silent")
     log.disabled = True  # the engine has logged it all when it happened
     # All state of its own.
-    OWN = ("clock", "policy", "overlap_depth", "is_renewed", "_planner", "_results", "_num_pages", "_is_ready",
-           "_last_stats")  # fmt: skip
+    OWN = ("clock", "_renews", "_planner", "_results", "_num_pages", "_is_ready", "_last_stats")
 
     def __init__(self, blueprint: Blueprint, plugins: Plugins) -> None:
         self.plans: list[Step | FetchPages] = []
@@ -65,20 +61,22 @@ class ReplayedScheduler(Scheduler):
         self.on_plan: Callable[[Step | FetchPages], None] | None = None
         self.clock = ReplayClock()
         self.num_ranks = blueprint.limits.num_ranks
-        self.policy = blueprint.policy(plugins)
-        self.blueprint = blueprint
-        self._plugins = plugins
+        self._planners = BlueprintPlanners(blueprint, plugins, self.clock)
         nobody = Sink(lambda message: None)
         super().__init__(
             capacity=1,
-            overlap_depth=blueprint.overlap_depth,
-            new_planner=self._build,
+            source=self._planners,
             executors=[Sink(self._note_plan), *[nobody] * (self.num_ranks - 1)],
             explain=nobody.put,
             tokenizer=Sink(lambda message: self.said.append(message)),
             ingress=nobody,
             observers=Observers(Plugins({}), {}, page_size=blueprint.limits.page_size),
         )
+
+    @property
+    def blueprint(self) -> Blueprint:
+        """The blueprint in force."""
+        return self._planners.blueprint
 
     @property
     def is_ready(self) -> bool:
@@ -94,28 +92,11 @@ class ReplayedScheduler(Scheduler):
         """Handle a turn.  Return the digests of its plans.  Raises the scheduler's errors."""
         self.clock.load(turn.readings)
         self.plans, self.said = [], []
-        if turn.change is not None:
-            self._change(turn.change, renews=turn.renews)
-        self.is_renewed |= turn.renews
         for message in turn.messages:
             self.handle(message)
         if turn.messages:
             self.flush()
         return b"".join(map(plan_digest, self.plans))
-
-    def _change(self, blueprint: Blueprint, *, renews: bool) -> None:
-        """Change the blueprint as ``Changeover`` does."""
-        plugins = blueprint.plugins()
-        if policy_choice(plugins, blueprint.config) != policy_choice(self._plugins, self.blueprint.config):
-            self.policy = blueprint.policy(plugins)
-        self.blueprint, self._plugins = blueprint, plugins
-        self.overlap_depth = blueprint.overlap_depth
-        if not renews and self._planner is not None:
-            num_pages = self._planner.requests.limits.num_pages
-            self._planner.retune(replace(blueprint.limits, num_pages=num_pages, record_events=False), self.policy)
-
-    def _build(self, num_pages: int) -> Planner:
-        return self.blueprint.planner(self._plugins, num_pages, self.clock, self.policy)
 
     def _note_plan(self, plan: Step | FetchPages) -> None:
         self.plans.append(plan)
@@ -124,9 +105,10 @@ class ReplayedScheduler(Scheduler):
 
     def state(self) -> dict[str, Any]:
         """Return everything that decides the next plans, without a copy: play nothing while it is read."""
-        return {name: getattr(self, name) for name in self.OWN}
+        return {"policy": self._planners.policy, **{name: getattr(self, name) for name in self.OWN}}
 
     def begin_with(self, state: dict[str, Any]) -> None:
         """Continue from a state that ``state`` returned."""
         for name in self.OWN:
             setattr(self, name, state[name])
+        self._planners.go_on_with(state["policy"], self.clock)

@@ -18,9 +18,8 @@ from dataclasses import dataclass, field, replace
 import msgspec
 import numpy as np
 
-from engine.messages import Admit, FetchPages, PagesFetched, SchedulerInbox, Step, StepDone, StepExtras
+from engine.messages import Admit, FetchPages, PagesFetched, Reconfigure, SchedulerInbox, Step, StepDone, StepExtras
 from engine.plugins.manager import Plugins
-from engine.recording.blueprint import Blueprint
 from engine.recording.file import Recording
 from engine.recording.invariants import Invariants
 from engine.recording.replay import new_scheduler, play
@@ -34,14 +33,11 @@ Place = tuple[int, int]  # a request, and a position in its sequence
 
 @dataclass(frozen=True, slots=True)
 class Op:
-    """A message of the recording, or None for a change of settings.  at: seconds of its clock.
-    ends_turn: plans were made after it.  change, renews: as in ``Turn``."""
+    """A message of the recording.  at: seconds of its clock.  ends_turn: plans were made after it."""
 
-    message: SchedulerInbox | None
+    message: SchedulerInbox
     at: float
     ends_turn: bool = False
-    change: Blueprint | None = None
-    renews: bool = False
 
 
 @dataclass(slots=True)
@@ -107,8 +103,6 @@ def story_of(recording: Recording, plugins: Plugins | None = None) -> Story:
     at = 0.0
     for turn in recording.turns:
         at = float(_floats(turn.readings)[0]) if turn.readings else at
-        if turn.change is not None or turn.renews:
-            story.ops.append(Op(None, at, change=turn.change, renews=turn.renews))
         for number, message in enumerate(turn.messages):
             story.ops.append(Op(message, at, number == len(turn.messages) - 1))
             _listen(story, device, message)
@@ -154,16 +148,11 @@ def play_ops(
     turns: list[Turn] = []
     messages: list[SchedulerInbox] = []
     for op in ops:
-        if op.message is not None and (message := _said(story, device, scheduler, op.message)) is not None:
+        if (message := _message_now(story, device, scheduler, op.message)) is not None:
             messages.append(message)
-        readings, due = array("d", [op.at]).tobytes(), []
         # Two results in one turn may be of one step each: the step of the second one is planned after the first.
-        if messages and (op.ends_turn or op.message is None or isinstance(op.message, StepDone | ExecutorsLost)):
-            due.append(Turn(tuple(messages), readings))
-        if op.message is None:
-            due.append(Turn((), readings, change=op.change, renews=op.renews))
-        for turn in due:
-            messages = []
+        if messages and (op.ends_turn or isinstance(op.message, StepDone | ExecutorsLost)):
+            turn, messages = Turn(tuple(messages), array("d", [op.at]).tobytes()), []
             plans, fault = play(scheduler, invariants, turn)
             turns.append(msgspec.structs.replace(turn, plans=plans, failure=fault))
             if fault:
@@ -171,12 +160,14 @@ def play_ops(
     return "", turns
 
 
-def _said(
+def _message_now(
     story: Story, device: _Device, scheduler: ReplayedScheduler, message: SchedulerInbox
 ) -> SchedulerInbox | None:
     """Return the message of an operation as it is now; None if it has no place any more."""
     if isinstance(message, ExecutorsReady):
         return None if scheduler.is_ready else message
+    if isinstance(message, Reconfigure):
+        return message
     if scheduler.planner is None:
         return None
     if isinstance(message, ExecutorsLost):

@@ -26,7 +26,7 @@ DICTS: dict[str, type[dict[Any, Any]]] = {"dict": dict, "counter": Counter, "ord
 NUMBERS = "biuf"  # kinds of arrays
 # Modules of a planner's rings and records, in addition to the modules of its plugins.
 MODULES = ("engine.scheduling", "engine.kv", "engine.recording", "engine.messages", "engine.types",
-           "engine.features", "engine.plugins.guards", "engine.actors.scheduler")  # fmt: skip
+           "engine.features", "engine.plugins.guards", "engine.actors.rank_results")  # fmt: skip
 BUILTINS = ("time.perf_counter",)  # a guard's clock
 
 Entry = tuple[Any, ...]

@@ -1,15 +1,18 @@
 """A turn of the scheduler, as a recording keeps it: what arrived, the readings of its clock, and what it planned.
 
-Owns: the record, and the digest by which plans are compared.  Does not know: files, rings, planners.
+Owns: the record, and the digests by which plans, and the code that plans, are compared.
+Does not know: files, rings, planners.
 """
 
 import hashlib
+from functools import cache
+from pathlib import Path
 
 import msgspec
 
 from engine.messages import FetchPages, SchedulerInbox, Step
-from engine.recording.blueprint import Blueprint
 
+PLANS = ("actors/scheduler.py", "scheduling/*.py", "kv/*.py", "features/*/planner.py")  # the code that plans
 PLAN_BYTES = 8
 _encode = msgspec.msgpack.Encoder().encode
 
@@ -18,16 +21,12 @@ class Turn(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Messages that were handled together, and the plans made for them.
 
     readings: float64[n], readings of the clock, in seconds, in their order.
-    plans: ``plan_digest`` of each.  failure: the error that ended the scheduler in this turn, '' for none.
-    change: the blueprint from this turn on, None if it stays.
-    renews: the next executors get a new planner by it; otherwise the present one gets the policy, chunk and target."""
+    plans: ``plan_digest`` of each.  failure: the error that ended the scheduler in this turn, '' for none."""
 
     messages: tuple[SchedulerInbox, ...]
     readings: bytes = b""
     plans: bytes = b""
     failure: str = ""
-    change: Blueprint | None = None
-    renews: bool = False
 
 
 def plan_digest(plan: Step | FetchPages) -> bytes:
@@ -36,7 +35,7 @@ def plan_digest(plan: Step | FetchPages) -> bytes:
         told: tuple[object, ...] = (plan.fetch_id, len(plan.tokens), plan.timeout_s)
     else:
         admissions = [
-            (one.row, len(one.token_ids), one.num_prompt_tokens, one.num_computed_tokens, one.pages, one.slot)
+            (one.row, len(one.token_ids), one.num_prompt_tokens, one.num_computed_tokens, one.pages)
             for one in plan.admissions
         ]
         told = (
@@ -45,6 +44,16 @@ def plan_digest(plan: Step | FetchPages) -> bytes:
             plan.proposed_positions, sorted(plan.parts.items()), plan.filled_pages, plan.num_copied,
         )  # fmt: skip
     return hashlib.blake2b(_encode(told), digest_size=PLAN_BYTES).digest()
+
+
+@cache
+def planning_code() -> str:
+    """Return a hash of the files that plan.  A recording with another hash may replay to other plans."""
+    digest = hashlib.sha256()
+    engine = Path(__file__).parents[1]
+    for path in sorted(path for pattern in PLANS for path in engine.glob(pattern)):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
 
 
 def failure_of(error: BaseException) -> str:

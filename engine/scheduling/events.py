@@ -17,8 +17,8 @@ from engine.scheduling.meter import RequestMetrics, StepRecord
 from engine.scheduling.rows import Sequence
 
 Why = Literal["queue", "no_room", "aside", "fetch"]
-"""The reason why a sequence has no row: others are ahead of it; too few pages; a running prefill computes its prefix; a
-feature holds it."""
+"""The reason why a sequence has no row: others are ahead of it; too few pages; a running prefill computes its prefix;
+its prefix is read from elsewhere."""
 
 
 class PlannerWatcher:

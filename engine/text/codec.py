@@ -30,6 +30,7 @@ from engine.text.chat import PLAIN
 from engine.text.files import TokenizerFiles, read_template
 from engine.text.pairs import ROLES, Pairs, cut_text, knows_pairs
 from engine.text.reasoning import ReasoningFormat, ReasoningParser, Thinking
+from engine.text.settings import ScoreSettings
 from engine.text.stops import StopMatcher
 from engine.text.tool_calls import ToolFormat
 from engine.text.vocabulary import Vocabulary
@@ -296,6 +297,17 @@ class TextCodec:
         ids = np.frombuffer(token_ids, dtype=np.int32)[: truncate_to or None]
         return ids if self._pad_token_id is None else self._without_padding(ids)
 
+    def check_known(self, token_ids: Int32, vocab_size: int, param: str) -> None:
+        """Raise RequestError for a token that the tokenizer knows and the model, of ``vocab_size`` tokens, does not."""
+        if token_ids.max() >= vocab_size:
+            unknown = int(token_ids[token_ids >= vocab_size][0])
+            raise RequestError(
+                f"{param}: the text has the token {self.token_text(unknown, 0.0).text!r} (id {unknown}), which "
+                f"the tokenizer knows and the model does not: its token ids end at {vocab_size - 1}",
+                code="unknown_token",
+                param=param,
+            )
+
     def _without_padding(self, ids: Int32) -> Int32:
         """Return the ids without padding at the end: transformers classifies by the last token that is not padding."""
         (others,) = np.nonzero(ids != self._pad_token_id)
@@ -371,7 +383,7 @@ def load_codec(
     """Return the codec that ``model`` configures.  Raises WeightsError that names the file.
 
     directory: the checkpoint's.  formats: as in ``TextCodec``.  pooling: the model's use."""
-    setting = model.tokenizer
+    setting, template = model.tokenizer, ScoreSettings.read(model).score_template
     dummy = model.load_format == "dummy" and not (directory / "tokenizer.json").exists()
     if setting == "none" or (dummy and not setting):
         log.info("no tokenizer: prompts and output are token ids only")
@@ -380,7 +392,7 @@ def load_codec(
         Path(setting) if setting else directory,
         formats,
         pad_token_id=pooling.pad_token_id,
-        pair_template=Path(model.score_template).expanduser() if model.score_template else None,
+        pair_template=Path(template).expanduser() if template else None,
     )
 
 

@@ -28,10 +28,12 @@ from engine.host.disk import make_folder
 from engine.host.own_files import own_files, remove_oldest
 from engine.messages import Admit, Failed, Step, StepDone, Tokens
 from engine.plugins.hookspecs import hookimpl
-from engine.plugins.kinds import KINDS, KV_STORE, chosen_plugins
+from engine.plugins.kinds import KINDS, chosen_plugins
 from engine.scheduling.meter import RequestMetrics
 from engine.scheduling.rows import PlannerLimits
+from engine.settings.additions import additions
 from engine.settings.sections import StorageSection
+from engine.traffic.settings import TraceSettings
 from engine.traffic.sizes import StepSize, StepSizes
 from engine.traffic.trace import (
     FORMAT,
@@ -51,13 +53,14 @@ from engine.types.params import SamplingParams
 log = logging.getLogger(__name__)
 
 M = TypeVar("M")
+DIGEST_CHARS = 12  # of a part's, in a trace
 MIB = 1 << 20
 EVERY_S = 0.5
 MOST_WAITING = 1 << 17  # messages; a disk that is so far behind ends the recording
 TRY_AGAIN_S = 5.0  # after a disk has refused a write
 FILES = 4  # parts of the bound; the oldest is deleted for the next
 NAMED = r"-[0-9]{8}T[0-9]{6}-[0-9]+-[0-9]+\.jsonl"  # after the model's name: time, process, number
-RELEVANT = (*(kind.name for kind in KINDS.values() if kind.decides), KV_STORE)  # kinds of plugins that plans depend on
+RELEVANT = tuple(kind.name for kind in KINDS.values() if kind.decides or kind.moves_pages)  # plans depend on them
 encode = msgspec.json.Encoder().encode
 
 
@@ -75,7 +78,7 @@ class Tap(Generic[M]):
 
 
 @dataclass(slots=True)
-class _Open:
+class _OpenRequest:
     """A request that has not ended.  output: int32s."""
 
     at: float
@@ -90,10 +93,10 @@ class TraceRecorder:
         """Create the folder, and no file yet.  clock: the planner's.  Raises ConfigError if it cannot be written to."""
         self._model = model
         self._clock = clock
-        self._files = _Files(Path(storage.folder) / "traces", model, storage.trace_mb * MIB)
+        self._files = _Files(Path(storage.folder) / "traces", model, TraceSettings.read(storage).trace_mb * MIB)
         self._key = secrets.token_bytes(16)
         self._notes: deque[tuple[float, object]] = deque()
-        self._open: dict[int, _Open] = {}
+        self._open: dict[int, _OpenRequest] = {}
         self._in_flight: deque[tuple[float, StepSize]] = deque()
         self._completed_at = 0.0
         self._sizes = StepSizes(0)
@@ -167,7 +170,7 @@ class TraceRecorder:
                 case Tokens():
                     tokens.append(message)
                 case Admit():
-                    self._open[message.request_id] = _Open(at, message)
+                    self._open[message.request_id] = _OpenRequest(at, message)
                 case Failed():
                     self._open.pop(message.request_id, None)
                 case ExecutorsLost():
@@ -211,7 +214,7 @@ class TraceRecorder:
         if request is None or finish is None:
             return
         admit, params = request.admit, request.admit.params
-        adapter = admit.adapter.digest[:12] if admit.adapter is not None else ""
+        parts = {name: part.digest[:DIGEST_CHARS] for name, part in sorted(admit.parts.items())}
         tokens = (admit.token_ids + b"".join(request.output))[: 4 * (one.num_prompt_tokens + one.num_output_tokens)]
         self._files.write(
             TracedRequest(
@@ -219,7 +222,7 @@ class TraceRecorder:
                 prompt=one.num_prompt_tokens,
                 output=len(tokens) // 4 - one.num_prompt_tokens,
                 finish=finish,
-                blocks=chained(tokens, self._block, self._key, f"{adapter} {admit.cache_salt}"),
+                blocks=chained(tokens, self._block, self._key, f"{''.join(parts.values())} {admit.cache_salt}"),
                 e2e_s=round(one.e2e_s, 6),
                 ttft_s=one.ttft_s and round(one.ttft_s, 6),
                 tpot_s=one.tpot_s and round(one.tpot_s, 7),
@@ -228,7 +231,7 @@ class TraceRecorder:
                 priority=one.priority,
                 tenant=admit.origin.tenant,
                 client=admit.origin.client,
-                adapter=adapter,
+                parts=parts,
                 whole=_whole(params),
                 cached=one.cached_tokens,
                 retractions=one.num_retractions,
@@ -249,8 +252,8 @@ def relevant_settings(config: Config) -> dict[str, dict[str, Any]]:
     names = [f"{kind}.{name}" for kind, name in kinds.items()]
     options = {name: table for name, table in config.plugins.options.items() if name in names}
     sections = {name: msgspec.to_builtins(getattr(config, name)) for name in ("kv", "scheduler", "limits")}
-    lora = {"folder": "recorded" if config.lora.folder else "", "max_adapters": config.lora.max_adapters}
-    return {**sections, "lora": lora, "plugins": {**kinds, "options": options}}
+    brought = {one.table: settings for one in additions() if (settings := one.of(config).recorded())}
+    return {**sections, **brought, "plugins": {**kinds, "options": options}}
 
 
 class _Files:

@@ -49,7 +49,7 @@ class TracedRequest(msgspec.Struct, frozen=True, omit_defaults=True, tag_field="
     prompt, output: number of tokens; ``resumed`` of the output tokens came with the request.
     max_tokens: None for no limit.
     blocks: ``DIGEST_BYTES`` for each whole block of prompt and output, equal if everything up to its end is equal.
-    adapter: the adapter that it read, '' for none.
+    parts: name of a feature -> the digest of its part of the request.
     whole: why nothing of its prompt was taken from the cache, '' if it could be.
     The other fields were measured, as in ``RequestMetrics``."""
 
@@ -66,7 +66,7 @@ class TracedRequest(msgspec.Struct, frozen=True, omit_defaults=True, tag_field="
     priority: int = 0
     tenant: str = ""
     client: str = ""
-    adapter: str = ""
+    parts: dict[str, str] = {}
     whole: Literal["", "prompt_logprobs", "pooling"] = ""
     cached: Count = 0
     retractions: Count = 0

@@ -42,8 +42,13 @@ class TokenizerProcess(WorkerProcess[TokenizerAssignment]):
     async def build(self, assignment: TokenizerAssignment, outgoing: Outgoing) -> Tokenizer:
         """Return the tokenizer.  Files are read on another thread, so that heartbeats continue meanwhile."""
         spec, codec, grammars, processors = await asyncio.to_thread(load_text, assignment.config)
-        tokenizer = Tokenizer(capacity=assignment.capacity, codec=codec, vocab_size=spec.vocab_size, grammars=grammars)
-        tokenizer.processors = processors
+        tokenizer = Tokenizer(
+            capacity=assignment.capacity,
+            codec=codec,
+            vocab_size=spec.vocab_size,
+            grammars=grammars,
+            processors=processors,
+        )
         link = TextLink(outgoing)
         tokenizer.connect(scheduler=link, ingress=link)
         outgoing.put(WorkerReady())

@@ -52,7 +52,7 @@ class CompletionChoice(msgspec.Struct, frozen=True):
     prompt_token_ids: list[int] | UnsetType = UNSET
 
 
-class Completion(ResponseHead, frozen=True, kw_only=True):
+class TextCompletion(ResponseHead, frozen=True, kw_only=True):
     """The answer of /v1/completions, and every chunk of its stream."""
 
     object: Literal["text_completion"] = "text_completion"

@@ -35,7 +35,7 @@ class LocalOperations:
     source: where its configuration is from.  card: what the API says of it."""
 
     def __init__(self, system: System, source: ConfigSource, card: ModelCard) -> None:
-        self._changeover = Changeover(system, lambda system: msgspec.msgpack.encode(card.after_changes(system)))
+        self._changeover = Changeover(system, lambda engine: msgspec.msgpack.encode(card.after_changes(engine)))
         self._source = source
         self._recorder = system.recorder
         self._answering: set[asyncio.Task[None]] = set()

@@ -177,7 +177,6 @@ SAMPLES = {
     "drafted": b"guess",
     "num_proposed": 3,
     "num_accepted": 2,
-    "lost_adapter": "it is gone",
 }
 
 

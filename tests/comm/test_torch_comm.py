@@ -14,13 +14,7 @@ from engine.plugins.support.rendezvous import local_address, serve_store
 from engine.plugins.testing.comm import check_comm
 from engine.types.errors import PluginError
 from tests.comm.groups import at_once
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+from tests.ports import free_port
 
 
 def group(url: str, size: int, **options: object) -> list[TorchComm]:

@@ -83,7 +83,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "an encoder": ("bert", {}, "its masks are neither causal nor those of a sliding window"),
     "masks of its own": ("doge", {}, "it computes with its masks, which are not made here"),
     "attention twice in a layer": ("diffllama", {}, "interface 4 times for 2 layers"),
-    "mixed heads": ("mimo_v2_flash", {}, r"its layers have different numbers of heads: \(4, 2\), \(4, 4\)"),
+    "mixed sinks": ("mimo_v2_flash", {}, "its layers have different sinks: False, True"),
     "recurrent layers": ("lfm2", {"layer_types": ["conv", "full_attention"]}, "it has layers of kind conv, not only"),
 }
 

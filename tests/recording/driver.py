@@ -4,22 +4,23 @@ Owns: the traffic, and virtual time.  Does not know: what is done with the recor
 """
 
 import random
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import msgspec
 import numpy as np
 
 from engine.config import Config, build_config
-from engine.messages import Abort, Admit, Step
+from engine.features.lora.files import Adapter
+from engine.messages import Abort, Admit, Reconfigure, Step
+from engine.plugins.blueprint import Blueprint, BlueprintPlanners, without_secrets
 from engine.plugins.observers import Observers
-from engine.recording.blueprint import Blueprint, without_secrets
 from engine.recording.recorder import RecordedScheduler, Recorder
 from engine.scheduling.rows import PlannerLimits
 from engine.types.notices import ExecutorsLost, ExecutorsReady
 from engine.types.params import Grammar, SamplingParams
-from engine.types.prompt import Adapter, Origin
+from engine.types.prompt import Origin
 from tests.scheduling import fake_device
 from tests.scheduling.fake_device import VOCAB, FakeDevice
 
@@ -80,13 +81,11 @@ class Driver:
             self.blueprint, plugins, folder=folder, limit_bytes=limit_bytes, prompts=prompts, waited_s=waited_s,
             clock=self._clock,
         )  # fmt: skip
-        self.policy = self.blueprint.policy(plugins)
         self._executor, self.said = Mailman(), Mailman()
         self.scheduler = RecordedScheduler(
             recorder=self.recorder,
             capacity=1000,
-            overlap_depth=2,
-            new_planner=lambda num_pages: self.blueprint.planner(plugins, num_pages, self.recorder.clock, self.policy),
+            source=BlueprintPlanners(self.blueprint, plugins, self.recorder.clock),
             executors=[self._executor],
             explain=lambda message: None,
             tokenizer=self.said,
@@ -125,19 +124,10 @@ class Driver:
         return True
 
     def change(self, blueprint: Blueprint, *, renews: bool) -> None:
-        """As ``engine/control/changeover.py`` does it."""
-        plugins, scheduler = blueprint.plugins(), self.scheduler
-        self.recorder.changed(blueprint)
-        scheduler.overlap_depth, scheduler.is_renewed = blueprint.overlap_depth, renews
-        self.policy = blueprint.policy(plugins)
-        scheduler.new_planner = lambda num_pages: blueprint.planner(
-            plugins, num_pages, self.recorder.clock, self.policy
-        )
+        """Send the message that ``engine/control/changeover.py`` sends."""
+        self.tell(Reconfigure(blueprint=msgspec.msgpack.encode(blueprint), renews=renews))
         if renews:
             self.lose_executors(is_fault=False)
-        else:
-            assert scheduler.planner is not None
-            scheduler.planner.retune(replace(blueprint.limits, num_pages=NUM_PAGES), self.policy)
 
     def lose_executors(self, *, is_fault: bool = True) -> None:
         """And get new ones."""
@@ -166,7 +156,7 @@ class Driver:
             cache_salt=SECRET if rng.random() < 0.2 else "",
             num_resumed=0,
             origin=Origin(tenant=f"tenant {rng.randrange(3)}"),
-            adapter=adapter,
+            parts=adapter.parts if adapter is not None else {},
         )
 
     def run(self, seconds: float, losses: int = 0) -> None:

@@ -15,9 +15,9 @@ from unittest import mock
 import msgspec
 
 from engine.config import Config, build_config
+from engine.plugins.blueprint import Blueprint
 from engine.plugins.manager import Plugins
 from engine.recording import state
-from engine.recording.blueprint import Blueprint
 from engine.recording.file import Recording, read_recording
 from engine.recording.recorder import RecordedScheduler, Recorder
 from engine.scheduling.planner import Planner
@@ -40,9 +40,11 @@ class SimBlueprint(Blueprint, frozen=True):
     def policy(self, plugins: Plugins) -> SchedulingPolicy:
         return probe.POLICIES[self.setup.policy](self.setup.max_overtaken)
 
-    def planner(self, plugins: Plugins, num_pages: int, clock: Any, policy: SchedulingPolicy) -> Planner:
+    def planner(
+        self, plugins: Plugins, limits: PlannerLimits, clock: Any, policy: SchedulingPolicy, watchers: Any = ()
+    ) -> Planner:
         before: Any = SimpleNamespace(_policy=policy)
-        return BUILD(replace(self.setup, record_events=False), num_pages, clock, before)
+        return BUILD(replace(self.setup, record_events=False), limits.num_pages, clock, before)
 
 
 def blueprint_of(scenario: Scenario, proposer: str = "") -> Blueprint:
@@ -111,7 +113,7 @@ def recorded_run(
 
     def build(setup: Any, num_pages: int, clock: Any, before: Planner | None) -> Planner:
         recorder.now = clock
-        return blueprint.planner(plugins, num_pages, recorder.clock, policy)
+        return blueprint.planner(plugins, replace(blueprint.limits, num_pages=num_pages), recorder.clock, policy)
 
     scheduler = partial(RecordedScheduler, recorder=recorder)
     with mock.patch.object(assembly, "Scheduler", scheduler), mock.patch.object(probe, "build_planner", build):

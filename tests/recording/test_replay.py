@@ -55,7 +55,7 @@ def test_a_minute_with_faults_replays_to_the_same_digest_in_another_process(tmp_
     assert planner is not None
     assert planner.meter.num_retractions > 2
     assert planner.meter.accepted_at
-    assert planner.num_host_pages_used
+    assert planner.features.gauges()["host_pages_used"]
     driver.recorder.write("test")
     (path,) = driver.written()
     recording = read_recording(path)

@@ -10,6 +10,8 @@ import msgspec
 import pytest
 
 from engine.kv.radix import RadixTree
+from engine.messages import Reconfigure
+from engine.plugins.blueprint import Blueprint
 from engine.recording.file import read_recording, write_recording
 from engine.recording.replay import Replay
 from engine.recording.shrinking import shrunk
@@ -91,6 +93,10 @@ def test_a_bug_behind_a_state_is_found_too(tmp_path: Path, monkeypatch: pytest.M
     assert again.fault == found[1]
 
 
+def chunk_of(message: Reconfigure) -> int:
+    return msgspec.msgpack.decode(message.blueprint, type=Blueprint).limits.prefill_chunk
+
+
 @pytest.mark.parametrize("renews", [False, True])
 def test_a_bug_that_a_change_of_settings_brings_is_found_and_the_change_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, renews: bool
@@ -124,7 +130,7 @@ def test_a_bug_that_a_change_of_settings_brings_is_found_and_the_change_stays(
     first = driver.blueprint
     changed = msgspec.structs.replace(first, limits=replace(first.limits, prefill_chunk=8))
     driver.change(changed, renews=renews)
-    if not renews:  # nothing arrives between two changes: the first one is a turn without messages
+    if not renews:  # nothing arrives between two changes
         other = replace(first.limits, prefill_chunk=12)
         driver.change(msgspec.structs.replace(first, limits=other), renews=False)
     driver.run(6)
@@ -132,7 +138,9 @@ def test_a_bug_that_a_change_of_settings_brings_is_found_and_the_change_stays(
     found = shrunk(read_recording(driver.written()[0]), 20.0)
     assert found is not None
     small, fault, _ = found
-    assert [turn.change.limits.prefill_chunk for turn in small.turns if turn.change is not None] == [8]
+    assert [
+        chunk_of(message) for turn in small.turns for message in turn.messages if isinstance(message, Reconfigure)
+    ] == [8]
     assert sum(len(turn.messages) for turn in small.turns) < MANY
     write_recording(tmp_path / "small.cbr", small.header, small.state, map(msgspec.msgpack.encode, small.turns))
     again = Replay(read_recording(tmp_path / "small.cbr"))

@@ -17,9 +17,9 @@ from typing import Any
 
 from PIL import Image
 
+from tests.ports import free_port
 from tests.server.browser_tab import Tab, launched, playwright
 from tests.server.http_client import ask
-from tests.workers.machines.processes import free_port
 
 ROOT = Path(__file__).parents[2]
 WARM_UP_S = 45

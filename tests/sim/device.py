@@ -16,6 +16,8 @@ from engine.actors.actor import Actor, Link
 from engine.features.host_tier.messages import transfers_of
 from engine.features.kv_store.messages import moves_of
 from engine.features.kv_store.records import DIGEST_BYTES, PageRecords
+from engine.features.lora.files import NAME as LORA
+from engine.features.lora.files import Placement
 from engine.kv.node import chained
 from engine.kv.pages import Pages
 from engine.messages import (
@@ -151,11 +153,7 @@ class SimDevice:
             self._tables[row] = self._nowhere
             self._tables[row, : len(pages)] = pages
             self._known[row] = len(tokens)
-            self._row_slots[row] = admission.slot
-            if admission.adapter is not None:
-                if self._salts[admission.slot] not in (0, POISON):
-                    self._mark("adapter replaced")
-                self._salts[admission.slot] = ADAPTER_SALT[admission.adapter.digest]
+            self._row_slots[row] = 0
             self._computed[row] = admission.num_computed_tokens
             self._nan_positions.pop(row, None)
             self._break_positions.pop(row, None)
@@ -173,9 +171,20 @@ class SimDevice:
                 self._slow_rows[row] = seed
             if admission.params.logprobs is not None:
                 self._logprob_rows.add(row)
+        self._place(step)
         if step.table_rows:
             self._tables[ints(step.table_rows), ints(step.table_indexes)] = ints(step.table_pages)
         return self._forward(step)
+
+    def _place(self, step: Step) -> None:
+        if (part := step.parts.get(LORA)) is None:
+            return
+        for one in msgspec.msgpack.decode(part, type=list[Placement]):
+            self._row_slots[one.row] = one.slot
+            if one.adapter is not None:
+                if self._salts[one.slot] not in (0, POISON):
+                    self._mark("adapter replaced")
+                self._salts[one.slot] = ADAPTER_SALT[one.adapter.digest]
 
     def _save(self, step: Step) -> None:
         moves = moves_of(step)

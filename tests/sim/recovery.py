@@ -151,7 +151,7 @@ class SimWorker:
     def _send(self, message: Message) -> None:
         if not self.is_silent:
             self.num_said += 1
-            self._way("from", lambda: self._reports.heard(message))
+            self._way("from", lambda: self._reports.received(message))
 
     def _way(self, way: str, arrive: Callable[[], None]) -> None:
         """In order, each message after a delay of its own."""

@@ -5,6 +5,7 @@ import logging
 import subprocess
 import sys
 import weakref
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -77,7 +78,24 @@ def test_a_pool_without_room_for_one_sequence_is_refused_with_what_took_the_room
 )
 def test_what_can_be_lowered_is_what_the_room_went_to(needs, levers):
     with pytest.raises(ConfigError, match=f"raise it, lower {levers} set kv.num_pages"):
-        pool_pages(config(), 16_000, 1_000_000, GB, needs)
+        pool_pages(set_length(16_000), 16_000, 1_000_000, GB, needs)
+
+
+def set_length(tokens):
+    return build_config(config(), {"model": {"max_model_len": tokens}})
+
+
+def test_a_context_that_does_not_fit_is_lowered_unless_it_was_set(caplog):
+    assert pool_pages(config(), 16_000, 1_000_000, GB, Needs(10**8)) == 400
+    (line,) = [one.getMessage() for one in caplog.records]
+    assert line == (
+        "the context is lowered to 6400 tokens from the model's 16000: no more fit 1.00 GB of memory after 0.10 GB for "
+        "a step; a smaller kv.dtype holds more"
+    )
+    with pytest.raises(ConfigError, match="room for 400 pages"):
+        pool_pages(set_length(16_000), 16_000, 1_000_000, GB, Needs(10**8))
+    with pytest.raises(ConfigError, match="room for 60 pages"):
+        pool_pages(config(), 16_000, 1_000_000, GB, Needs(44 * 10**7))
 
 
 def test_a_sampler_that_works_in_parts_is_not_estimated_as_one_that_does_not():
@@ -113,6 +131,21 @@ def test_the_largest_step_samples_each_row_behind_its_proposals(monkeypatch):
     assert seen == [(64, 8, 8), (64, 32, 8), (64, 64, 8)]
 
 
+@dataclass
+class Kernel:
+    element_bytes: float
+
+
+class Keeper(Kernel):
+    """One that takes rows as they are stored."""
+
+    def keep(self, target, rows):
+        return True
+
+    def keeps(self, weight_OI):
+        return True
+
+
 @pytest.mark.parametrize(
     "device, load_format, ranks, extra",
     [
@@ -127,7 +160,7 @@ def test_loading_takes_a_copy_of_the_largest_tensor_where_it_makes_one(device, l
     shape = msgspec.structs.replace(read_model(DEMO).shape, tied=False)
     plan = Decoder(shape, Unconnected(0, ranks), torch.device("meta"), torch.bfloat16)
     largest = 4 * shape.vocab_size * shape.hidden_size
-    more = loader.loading_bytes(plan, torch.device(device), load_format, 2) - plan.parameter_bytes
+    more = loader.loading_bytes(plan, torch.device(device), load_format, Kernel(2)) - plan.parameter_bytes
     assert more == {"part": largest // ranks, "whole": largest, "none": 0}[extra]
 
 
@@ -136,8 +169,19 @@ def test_layers_that_are_rounded_one_by_one_take_less_on_a_cpu():
     plan = Decoder(shape, Unconnected(0, 1), torch.device("meta"), torch.float32)
     layer = sum(weight.numel() for one in plan.layers[0].linears for weight in [one.weight])
     for device, saved in (("cpu", 3 * layer * (shape.num_layers - 1)), ("cuda", 0)):
-        whole, rounded = (loader.loading_bytes(plan, torch.device(device), "safetensors", size) for size in (4, 1))
+        whole, rounded = (
+            loader.loading_bytes(plan, torch.device(device), "safetensors", Kernel(size)) for size in (4, 1)
+        )
         assert whole - rounded == saved
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_rows_that_are_kept_as_they_are_stored_are_never_counted_as_floats(tied):
+    shape = msgspec.structs.replace(read_model(DEMO).shape, tied=tied)
+    plan = Decoder(shape, Unconnected(0, 1), torch.device("meta"), torch.float32)
+    matrices = sum(one.target.numel() for one in plan.slices() if one.target.dim() == 2)
+    others = plan.parameter_bytes - 4 * matrices
+    assert loader.loading_bytes(plan, torch.device("cpu"), "safetensors", Keeper(0.5)) == others + matrices // 2
 
 
 @pytest.fixture(scope="module")
@@ -330,10 +374,10 @@ def test_a_runner_that_comes_back_with_its_pages_is_not_asked_whether_they_fit(c
     terms = GenerationSettings(num_pages=100)
     monkeypatch.setattr(pools, "require_room", lambda *_: pytest.fail("asked"))
     if executor == "inline":
-        assert system._load_runner(0, terms).num_pages == 100
+        assert system._load_runner(system.engine, 0, terms).num_pages == 100
         return
     monkeypatch.setattr("engine.workers.placement.start_child", lambda *_, assignment, **__: assignment)
-    with system.placement(1).generation(terms) as start:
+    with system.placement(system.engine).generation(terms) as start:
         assignment = start(WorkerSlot("executor0", 0), None)
     assert assignment.config.kv.num_pages == 0
     assert load_rank(assignment).num_pages == 100

@@ -28,7 +28,7 @@ def fitting_model(
 
     Raises PluginError if it does not fit the model, WeightsError if it cannot be read."""
     if draft.reads_states:
-        return fitting_head(draft, plugin, config, spec, max_len)
+        return fitting_head(draft, plugin, spec, max_len)
     return fitting_draft(draft, plugin, config, spec, vocabulary)
 
 
@@ -55,7 +55,7 @@ def fitting_draft(
     return msgspec.structs.replace(draft, path=str(directory), max_len=max_len)
 
 
-def fitting_head(draft: DraftModel, plugin: str, config: Config, spec: ModelSpec, max_len: int) -> DraftModel:
+def fitting_head(draft: DraftModel, plugin: str, spec: ModelSpec, max_len: int) -> DraftModel:
     """Return the head with its path resolved, and the model's longest sequence.
 
     Raises PluginError with the first mismatch, or WeightsError if it cannot be read."""
@@ -73,8 +73,6 @@ def fitting_head(draft: DraftModel, plugin: str, config: Config, spec: ModelSpec
         reason = f"target_hidden_size is {own.state_size}, expected the model's hidden_size {model.hidden_size}"
     elif list(layers) != sorted(set(layers)) or not 0 <= layers[0] <= layers[-1] < model.num_layers:
         reason = f"it reads the inputs of layers {list(layers)}, and the model has {model.num_layers} layers"
-    elif config.plugins.kv_store not in ("", "none"):
-        reason = f"plugins.kv_store={config.plugins.kv_store} does not keep the model states it reads; set it to 'none'"
     else:
         log.info("EAGLE-3 head: %s, up to %d tokens at a time", directory, draft.num_tokens)
         return msgspec.structs.replace(draft, path=str(directory), max_len=max_len)

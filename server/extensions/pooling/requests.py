@@ -119,7 +119,7 @@ class PooledTranslator:
             prompts=tuple(prompts),
             params=params,
             options=msgspec.structs.replace(
-                options, chat=chat, origin=tenant_of(body.user), adapter=self._translator.adapter_of(body.model)
+                options, chat=chat, origin=tenant_of(body.user), parts=self._translator.parts_of(body.model)
             ),
             request_id=body.request_id or "",
         )

@@ -23,7 +23,7 @@ from engine.traffic.sizes import NOTHING, StepSize, StepSizes
 from engine.traffic.trace import DIGEST_BYTES, TracedRequest, TraceHead
 from engine.types.errors import RequestError
 from engine.types.params import SamplingParams
-from engine.types.prompt import Adapter, Origin
+from engine.types.prompt import Origin, RequestPart
 from server.extensions.whatif.changes import Case
 
 TokenIds = npt.NDArray[np.int32]
@@ -59,7 +59,7 @@ def stand_ins(requests: Sequence[TracedRequest], head: TraceHead) -> list[TokenI
     return sequences
 
 
-class Replay:
+class TraceReplay:
     """One case.  seconds: how long a step takes.  concurrency: clients of a closed loop; 0 for recorded arrivals."""
 
     def __init__(
@@ -148,7 +148,7 @@ class Replay:
             priority=one.priority,
             num_resumed=one.resumed,
             origin=Origin(client=one.client, tenant=one.tenant),
-            adapter=Adapter(one.adapter, "") if one.adapter else None,
+            parts={name: RequestPart(digest) for name, digest in one.parts.items()},
         )
         try:
             self._planner.admit(message)

@@ -42,7 +42,7 @@ def load(checkpoint: Path, **kv: int | str) -> ModelRunner:
     model = {"path": str(checkpoint), "tokenizer": "none", "dtype": "float32", "max_model_len": MAX_LEN}
     config = build_config(Config(), {"model": model, "device": {"kind": "cpu"}, "kv": kv})
     system = System(config)
-    return load_runner(system.config, system.spec, system.max_len, system._plugins, rank=0, progress=False)
+    return load_runner(system.config, system.spec, system.max_len, system.engine.plugins, rank=0, progress=False)
 
 
 def host_tier(runner: ModelRunner) -> HostTierRank:

@@ -1,6 +1,5 @@
 """Several machines on this one: each is a process group of its own, started as a launcher would start it."""
 
-import socket
 from typing import Any
 
 from engine.config import Config, build_config
@@ -9,13 +8,6 @@ from tests.workers.server import Server
 
 KEY = "0123456789abcdef-the-key-of-the-machines"
 RANKS = ("device.tensor_parallel=2", "placement.executor=process")
-
-
-def free_port() -> int:
-    """A TCP port at which nothing listens just now."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
 
 
 def link_to(port: int) -> str:

@@ -11,8 +11,9 @@ import pytest
 
 from callboard import LLM, SamplingParams
 from tests.pace import far
+from tests.ports import free_port
 from tests.workers.executors import alive, children, send, within
-from tests.workers.machines.processes import KEY, RANKS, environment, free_port, link_to, machine
+from tests.workers.machines.processes import KEY, RANKS, environment, link_to, machine
 from tests.workers.server import DEMO, Client, Server, request, run_cli
 
 pytestmark = pytest.mark.slow

@@ -1,0 +1,440 @@
+/* Products y[T,O] = x[T,I] W[O,I]^T + bias of float32 rows with weights of 4 to 8 bits, as a file stores them.
+   engine/kernels/blocks.py calls them.
+
+   A weight is integers q with scales: w = scale (q - zero), or scale q + minimum.  They lie in panels of V outputs, with
+   the file's number of bytes.  A row of the input is rounded to integers with a scale per group, of one byte (rounded)
+   or of three (as exact as float32), and products of bytes are summed as integers.  An output is one sum over the
+   groups in their order, so a row has the same bits whatever other rows, tiles and threads there are.
+
+   Legend: T rows, I inputs, O outputs, V outputs of a panel, G inputs that share a scale, M rows and N panels of a
+   tile. */
+
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "cpu.h"
+#include "vectors.h"
+
+#ifdef V
+
+/* PLAIN: a scale per group.  MINIMUM: a scale and a minimum.  SUPER: an integer scale per group, times a float scale per
+   SPAN inputs.  SUPER_MINIMUM: the same with integer minima, times another float. */
+enum { PLAIN, MINIMUM, SUPER, SUPER_MINIMUM };
+/* A kind is the bits and the form of a tile; formats of one kind differ by their blocks in the file. */
+enum { PLAIN4, MINIMUM4, PLAIN5, MINIMUM5, PLAIN8, SUPER_MINIMUM4, SUPER_MINIMUM5, SUPER6, KINDS };
+enum { Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K, FORMATS };
+
+#define SPAN 256
+
+typedef struct {
+    int64_t kind, bits, form, group, zero;
+    int64_t size, bytes; /* elements and bytes of a block of the file */
+} Format;
+
+static const Format TABLE[FORMATS] = {
+    [Q4_0] = {PLAIN4, 4, PLAIN, 32, 8, 32, 18},
+    [Q4_1] = {MINIMUM4, 4, MINIMUM, 32, 0, 32, 20},
+    [Q5_0] = {PLAIN5, 5, PLAIN, 32, 16, 32, 22},
+    [Q5_1] = {MINIMUM5, 5, MINIMUM, 32, 0, 32, 24},
+    [Q8_0] = {PLAIN8, 8, PLAIN, 32, 128, 32, 34},
+    [Q4_K] = {SUPER_MINIMUM4, 4, SUPER_MINIMUM, 32, 0, SPAN, 144},
+    [Q5_K] = {SUPER_MINIMUM5, 5, SUPER_MINIMUM, 32, 0, SPAN, 176},
+    [Q6_K] = {SUPER6, 6, SUPER, 16, 32, SPAN, 210},
+};
+
+#define MOST_PANELS 4
+#define MOST_ROWS (V == 8 ? 4 : 8)
+#define panels_of(M) (V == 8 ? (M) == 1 ? 4 : (M) <= 3 ? 2 : 1 : (M) <= 2 ? 4 : (M) <= 6 ? 2 : 1)
+#define MOST_GROUP 32
+#define ROW_BLOCK_BYTES (384 << 10)
+#define SMALL_PRODUCT (1 << 17) /* multiplications below which a second thread does not pay */
+
+static int64_t span_header(int64_t form) { return form == SUPER_MINIMUM ? 4 * V : form == SUPER ? 2 * V : 0; }
+static int64_t group_header(int64_t form) {
+    return form == MINIMUM ? 4 * V : form == PLAIN || form == SUPER_MINIMUM ? 2 * V : V;
+}
+
+/* Bytes of a panel's groups that have one header: a group, or all groups of a span. */
+static int64_t group_bytes(const Format *is) { return group_header(is->form) + V * is->group * is->bits / 8; }
+static int64_t block_bytes(const Format *is) {
+    return span_header(is->form) + is->size / is->group * group_bytes(is);
+}
+
+static int64_t panels_in(int64_t O) { return (O + MOST_PANELS * V - 1) / (MOST_PANELS * V) * MOST_PANELS; }
+
+int64_t blocks_bytes(int64_t format, int64_t O, int64_t I) {
+    const Format *is = TABLE + format;
+    return panels_in(O) * (I / is->size) * block_bytes(is);
+}
+
+/* One block of the file: its integers, from 0, and its scales as stored. */
+typedef struct {
+    uint8_t q[SPAN];
+    uint16_t scale, minimum;
+    int8_t scales[16], minima[8];
+} Block;
+
+static uint16_t half_at(const uint8_t *from) {
+    uint16_t half;
+    memcpy(&half, from, sizeof half);
+    return half;
+}
+
+static void read_nibbles(const uint8_t *from, uint8_t *q, int count) {
+    for (int i = 0; i < count; i++) q[i] = from[i] & 15, q[i + count] = from[i] >> 4;
+}
+
+/* The 6-bit scales and minima of Q4_K and Q5_K, in 12 bytes. */
+static void read_scales(const uint8_t *from, Block *to) {
+    for (int j = 0; j < 4; j++) {
+        to->scales[j] = from[j] & 63;
+        to->minima[j] = from[j + 4] & 63;
+        to->scales[j + 4] = (from[j + 8] & 15) | from[j] >> 6 << 4;
+        to->minima[j + 4] = from[j + 8] >> 4 | from[j + 4] >> 6 << 4;
+    }
+}
+
+static void read_block(int64_t format, const uint8_t *from, Block *to) {
+    const uint8_t *high;
+    to->minimum = 0;
+    to->scale = half_at(format == Q6_K ? from + 208 : from);
+    switch (format) {
+    case Q4_0: read_nibbles(from + 2, to->q, 16); return;
+    case Q4_1:
+        to->minimum = half_at(from + 2);
+        read_nibbles(from + 4, to->q, 16);
+        return;
+    case Q5_0:
+    case Q5_1:
+        if (format == Q5_1) to->minimum = half_at(from + 2), from += 2;
+        read_nibbles(from + 6, to->q, 16);
+        for (int i = 0; i < 32; i++) to->q[i] |= (from[2 + i / 8] >> i % 8 & 1) << 4;
+        return;
+    case Q8_0:
+        for (int i = 0; i < 32; i++) to->q[i] = from[2 + i] ^ 128;
+        return;
+    case Q4_K:
+    case Q5_K:
+        to->minimum = half_at(from + 2) ^ 0x8000; /* a block's minimum is subtracted */
+        read_scales(from + 4, to);
+        high = from + 16, from += format == Q5_K ? 48 : 16;
+        for (int j = 0; j < 4; j++) read_nibbles(from + 32 * j, to->q + 64 * j, 32);
+        for (int i = 0; format == Q5_K && i < SPAN; i++) to->q[i] |= (high[i % 32] >> i / 32 & 1) << 4;
+        return;
+    default:
+        memcpy(to->scales, from + 192, 16);
+        for (int i = 0; i < SPAN; i++) {
+            int at = i % 128, low = from[i / 128 * 64 + at % 64] >> at / 64 * 4 & 15;
+            to->q[i] = low | (from[128 + i / 128 * 32 + at % 32] >> at / 32 * 2 & 3) << 4;
+        }
+    }
+}
+
+/* Writes the integers of a group of output o; the memory is zeros. */
+static void write_group(const Format *is, const uint8_t *q, uint8_t *to, int64_t o) {
+    for (int64_t k = 0; k < is->group / 4; k++)
+        for (int64_t j = 0; j < 4; j++, q++) {
+            int64_t at = o * 4 + j;
+            if (is->bits == 8) {
+                to[k * V * 4 + at] = *q;
+                continue;
+            }
+            to[k / 2 * V * 4 + at] |= (*q & 15) << k % 2 * 4;
+            if (is->bits > 4) to[is->group / 8 * V * 4 + at] |= *q >> 4 << k * (is->bits - 4);
+        }
+}
+
+static void write_block(const Format *is, const Block *block, char *to, int64_t o) {
+    if (is->form >= SUPER) memcpy(to + o * 2, &block->scale, 2);
+    if (is->form == SUPER_MINIMUM) memcpy(to + (V + o) * 2, &block->minimum, 2);
+    to += span_header(is->form);
+    for (int64_t g = 0; g < is->size / is->group; g++, to += group_bytes(is)) {
+        if (is->form < SUPER) memcpy(to + o * 2, &block->scale, 2);
+        if (is->form == MINIMUM) memcpy(to + (V + o) * 2, &block->minimum, 2);
+        if (is->form >= SUPER) to[o] = block->scales[g];
+        if (is->form == SUPER_MINIMUM) to[V + o] = block->minima[g];
+        write_group(is, block->q + g * is->group, (uint8_t *)to + group_header(is->form), o);
+    }
+}
+
+static int is_finite(uint16_t half) { return (half & 0x7c00) != 0x7c00; }
+
+/* rows: of O outputs, each I / size blocks, as a GGUF file stores them.  panels: ``blocks_bytes`` of memory, which this
+   fills.  Returns how many scales are NaN or infinite. */
+int64_t blocks_pack(int64_t format, int64_t O, int64_t I, const uint8_t *rows, char *panels, int64_t threads) {
+    const Format *is = TABLE + format;
+    int64_t count = panels_in(O), blocks = I / is->size, size = blocks * block_bytes(is), wrong = 0;
+#pragma omp parallel for schedule(static) num_threads(threads) reduction(+ : wrong)
+    for (int64_t p = 0; p < count; p++) {
+        char *panel = panels + p * size;
+        memset(panel, 0, size);
+        for (int64_t o = 0; o < V && p * V + o < O; o++)
+            for (int64_t b = 0; b < blocks; b++) {
+                Block block;
+                read_block(format, rows + ((p * V + o) * blocks + b) * is->bytes, &block);
+                wrong += !is_finite(block.scale) + !is_finite(block.minimum);
+                write_block(is, &block, panel + b * block_bytes(is), o);
+            }
+    }
+    return wrong;
+}
+
+/* Consecutive outputs of a weight that are stored alike.  parts: bytes of an input element. */
+typedef struct {
+    const char *panels;
+    int64_t format, O, parts;
+} Blocks;
+
+static float value_of(uint16_t half) { return _cvtsh_ss(half); }
+
+static int whole_at(const Format *is, const uint8_t *group, int64_t o, int64_t i) {
+    int64_t k = i / 4, at = o * 4 + i % 4;
+    if (is->bits == 8) return group[k * V * 4 + at];
+    int low = group[k / 2 * V * 4 + at] >> k % 2 * 4 & 15;
+    if (is->bits == 4) return low;
+    return low | (group[is->group / 8 * V * 4 + at] >> k * (is->bits - 4) & ((1 << (is->bits - 4)) - 1)) << 4;
+}
+
+static void read_row(const Blocks *blocks, int64_t I, int64_t row, float *out) {
+    const Format *is = TABLE + blocks->format;
+    const char *at = blocks->panels + row / V * (I / is->size) * block_bytes(is);
+    int64_t o = row % V;
+    for (int64_t first = 0; first < I; first += is->size) {
+        const uint8_t *header = (const uint8_t *)at;
+        at += span_header(is->form);
+        for (int64_t g = 0; g < is->size / is->group; g++, at += group_bytes(is)) {
+            const uint8_t *group = (const uint8_t *)at;
+            const uint8_t *halves = is->form >= SUPER ? header : group;
+            float scale = value_of(half_at(halves + o * 2)), least = 0;
+            if (is->form == MINIMUM || is->form == SUPER_MINIMUM) least = value_of(half_at(halves + (V + o) * 2));
+            if (is->form >= SUPER) scale *= (int8_t)group[o], least *= is->form == SUPER_MINIMUM ? group[V + o] : 0;
+            for (int64_t i = 0; i < is->group; i++)
+                *out++ = scale * (whole_at(is, group + group_header(is->form), o, i) - is->zero) + least;
+        }
+    }
+}
+
+/* Writes the rows of these outputs as floats. */
+void blocks_rows(const Weight *weight, const int64_t *outputs_T, float *out_TI, int64_t T) {
+    for (int64_t t = 0; t < T; t++) {
+        const Blocks *blocks = weight->panels;
+        int64_t row = outputs_T[t];
+        while (row >= blocks->O) row -= blocks++->O;
+        read_row(blocks, weight->I, row, out_TI + t * weight->I);
+    }
+}
+
+/* The rows of a tile.  bytes[M,groups,parts,G]: digits, the lowest first; scales[M,groups,parts]: of a digit; starts:
+   the digits' sum times minus the zero; sums[M,groups]: of the rounded inputs. */
+typedef struct {
+    const int8_t *bytes;
+    const float *scales, *sums;
+    const int32_t *starts;
+    int64_t groups, parts;
+} Input;
+
+/* Integers of V outputs and of inputs 4k to 4k + 3 of a group. */
+INLINE Integers element(const char *low, Integers high, const int k, const int bits) {
+    if (bits == 8) return load_bytes(low + k * V * 4);
+    Integers pair = load_bytes(low + k / 2 * V * 4);
+    Integers four = both(k % 2 ? right(pair, 4) : pair, all_integers(0x0f0f0f0f));
+    const int shift = 4 - k * (bits - 4);
+    if (bits == 4) return four;
+    return either(four, both(shift >= 0 ? left(high, shift) : right(high, -shift),
+                             all_integers(bits == 5 ? 0x10101010 : 0x30303030)));
+}
+
+INLINE void finish(Floats sum, const float *bias, float *y, int64_t width) {
+    float kept[V];
+    if (width >= V) {
+        store(y, bias ? plus(sum, load(bias)) : sum);
+        return;
+    }
+    store(kept, sum);
+    for (int64_t o = 0; o < width; o++) y[o] = kept[o] + (bias ? bias[o] : 0);
+}
+
+INLINE void tile(const char *panel, int64_t size, Input in, const float *bias, float *y, int64_t step, int64_t width,
+                 const int M, const int N, const int bits, const int form) {
+    const int G = bits == 6 ? 16 : 32, has_minimum = form == MINIMUM || form == SUPER_MINIMUM;
+    const int64_t row = in.groups * in.parts;
+    Floats sum[12];
+    EACH(n, M * N) sum[n] = all(0);
+    const char *header = panel;
+    for (int64_t g = 0; g < in.groups; g++) {
+        if (form >= SUPER && g % (SPAN / G) == 0) header = panel, panel += form == SUPER ? 2 * V : 4 * V;
+        const char *low = panel + (form == MINIMUM ? 4 : form == SUPER ? 1 : 2) * V;
+        Floats scale[4];
+        EACH(n, N)
+            scale[n] = form >= SUPER ? times(load_halves((const uint16_t *)(header + n * size)), load_small(panel + n * size))
+                                     : load_halves((const uint16_t *)(panel + n * size));
+        for (int64_t part = 0; part < in.parts; part++) {
+            Integers whole[12], w[4];
+            int64_t at = g * in.parts + part;
+            EACH(n, M * N) whole[n] = all_integers(has_minimum ? 0 : in.starts[n / N * row + at]);
+            EACH(k, G / 4) {
+                EACH(n, N) {
+                    const char *from = low + n * size;
+                    Integers high = bits == 5 || bits == 6 ? load_bytes(from + G / 8 * V * 4) : all_integers(0);
+                    w[n] = element(from, high, k, bits);
+                }
+                EACH(m, M) {
+                    int32_t four;
+                    memcpy(&four, in.bytes + (m * row + at) * G + k * 4, sizeof four);
+                    EACH(n, N) whole[m * N + n] = dot(whole[m * N + n], w[n], all_integers(four));
+                }
+            }
+            EACH(m, M) EACH(n, N)
+                sum[m * N + n] = fused(float_of(whole[m * N + n]), times(scale[n], all(in.scales[m * row + at])),
+                                       sum[m * N + n]);
+        }
+        if (has_minimum)
+            EACH(n, N) {
+                Floats least = form == MINIMUM ? load_halves((const uint16_t *)(panel + n * size + 2 * V))
+                                               : times(load_halves((const uint16_t *)(header + n * size + 2 * V)),
+                                                       load_small(panel + n * size + V));
+                EACH(m, M) sum[m * N + n] = fused(least, all(in.sums[m * in.groups + g]), sum[m * N + n]);
+            }
+        panel = low + G * bits / 8 * V;
+    }
+    EACH(m, M) EACH(n, N) finish(sum[m * N + n], bias ? bias + n * V : 0, y + m * step + n * V, width - n * V);
+}
+
+#define ARGUMENTS \
+    const char *panel, int64_t size, Input in, const float *bias, float *y, int64_t step, int64_t width
+typedef void (*Tile)(ARGUMENTS);
+#define TILE(name, M, bits, form)                                          \
+    static void name##_##M(ARGUMENTS) {                                    \
+        tile(panel, size, in, bias, y, step, width, M, panels_of(M), bits, form); \
+    }
+#if V == 16
+#define TILES_OF(name, bits, form)                                                                                  \
+    TILE(name, 1, bits, form) TILE(name, 2, bits, form) TILE(name, 3, bits, form) TILE(name, 4, bits, form)         \
+    TILE(name, 5, bits, form) TILE(name, 6, bits, form) TILE(name, 7, bits, form) TILE(name, 8, bits, form)         \
+    static const Tile name[] = {0, name##_1, name##_2, name##_3, name##_4, name##_5, name##_6, name##_7, name##_8};
+#else
+#define TILES_OF(name, bits, form)                                                                                  \
+    TILE(name, 1, bits, form) TILE(name, 2, bits, form) TILE(name, 3, bits, form) TILE(name, 4, bits, form)         \
+    static const Tile name[] = {0, name##_1, name##_2, name##_3, name##_4};
+#endif
+TILES_OF(plain4, 4, PLAIN)
+TILES_OF(minimum4, 4, MINIMUM)
+TILES_OF(plain5, 5, PLAIN)
+TILES_OF(minimum5, 5, MINIMUM)
+TILES_OF(plain8, 8, PLAIN)
+TILES_OF(super_minimum4, 4, SUPER_MINIMUM)
+TILES_OF(super_minimum5, 5, SUPER_MINIMUM)
+TILES_OF(super6, 6, SUPER)
+static const Tile *const TILES[KINDS] = {
+    [PLAIN4] = plain4, [MINIMUM4] = minimum4, [PLAIN5] = plain5, [MINIMUM5] = minimum5, [PLAIN8] = plain8,
+    [SUPER_MINIMUM4] = super_minimum4, [SUPER_MINIMUM5] = super_minimum5, [SUPER6] = super6,
+};
+
+/* Rounded rows, one block of memory. */
+typedef struct {
+    int64_t groups, parts;
+    float *scales, *sums;
+    int32_t *starts;
+    int8_t *bytes;
+} Rounded;
+
+/* Cuts memory for T rows into arrays.  Returns its size; block: 0 to compute only that. */
+static int64_t cut(char *block, const Format *is, int64_t parts, int64_t T, int64_t I, Rounded *to) {
+    int64_t groups = I / is->group, digits = T * groups * parts;
+    to->groups = groups, to->parts = parts;
+    to->scales = (float *)block;
+    to->starts = (int32_t *)(to->scales + digits);
+    to->sums = (float *)(to->starts + digits);
+    to->bytes = (int8_t *)(to->sums + T * groups);
+    return digits * 8 + T * groups * 4 + T * I * parts;
+}
+
+/* Rounds row t; NaN or infinity gives scales that make its outputs NaN.  Digits of products that might exceed 16 bits
+   have 7 bits. */
+OF_VECTORS static void round_row(const Format *is, const float *x, int64_t t, const Rounded *to) {
+    const int G = is->group, bits = WIDE_SUMS || is->bits < 8 ? 8 : 7, parts = to->parts;
+    const int32_t half = 1 << (bits - 1);
+    const int32_t largest = (half - 1) << bits * (parts - 1); /* below what fits, as a product may be rounded up */
+    for (int64_t g = 0; g < to->groups; g++, x += G) {
+        int64_t at = (t * to->groups + g) * parts;
+        uint32_t magnitudes[MOST_GROUP], highest = 0;
+        int32_t whole[MOST_GROUP], sum = 0;
+        float most;
+        memcpy(magnitudes, x, G * sizeof *x);
+        for (int i = 0; i < G; i++) {
+            uint32_t magnitude = magnitudes[i] & 0x7fffffff;
+            highest = magnitude > highest ? magnitude : highest;
+        }
+        memcpy(&most, &highest, sizeof most);
+        int finite = highest < 0x7f800000;
+        float inverse = finite && most > 1e-30f ? largest / most : 0, unit = finite ? most / largest : NAN;
+        for (int i = 0; i < G; i++) whole[i] = inverse ? (int32_t)rintf(x[i] * inverse) : 0, sum += whole[i];
+        to->sums[t * to->groups + g] = sum * unit;
+        for (int part = 0; part < parts; part++) {
+            int8_t *bytes = to->bytes + (at + part) * G;
+            int32_t digits = 0;
+            for (int i = 0; i < G; i++) {
+                int32_t digit = part + 1 < parts ? ((whole[i] + half) & (2 * half - 1)) - half : whole[i];
+                whole[i] = (whole[i] - digit) >> bits;
+                bytes[i] = digit;
+                digits += digit;
+            }
+            to->scales[at + part] = unit;
+            to->starts[at + part] = -digits * (int32_t)is->zero;
+            unit *= 2 * half;
+        }
+    }
+}
+
+static Input rows_from(const Format *is, const Rounded *in, int64_t t) {
+    int64_t at = t * in->groups * in->parts;
+    return (Input){in->bytes + at * is->group, in->scales + at, in->sums + t * in->groups, in->starts + at,
+                   in->groups, in->parts};
+}
+
+/* Computes the outputs of one part of a weight; O: outputs of the weight.  Returns -1 if memory is lacking. */
+static int64_t blocks_part(const Blocks *blocks, int64_t I, const float *x_TI, int64_t x_step, const float *bias,
+                           float *y, int64_t O, int64_t T, int64_t threads) {
+    const Format *is = TABLE + blocks->format;
+    const Tile *of_kind = TILES[is->kind];
+    int64_t count = (blocks->O + V - 1) / V, size = I / is->size * block_bytes(is);
+    if (T * blocks->O * I < SMALL_PRODUCT) threads = 1;
+    Rounded in;
+    char *memory = malloc(cut(0, is, blocks->parts, T, I, &in) + 1);
+    if (!memory) return -1;
+    cut(memory, is, blocks->parts, T, I, &in);
+    /* As in products.c: rows form tiles of two sizes that differ by one, and tiles form blocks that fit a cache. */
+    int64_t tiles = (T + MOST_ROWS - 1) / MOST_ROWS;
+    int64_t in_block = ROW_BLOCK_BYTES / (I * blocks->parts * MOST_ROWS) + 1;
+#pragma omp parallel num_threads(threads) if (threads > 1)
+    {
+#pragma omp for schedule(static)
+        for (int64_t t = 0; t < T; t++) round_row(is, x_TI + t * x_step, t, &in);
+        for (int64_t block = 0; block < tiles; block += in_block) {
+            int64_t last = block + in_block < tiles ? block + in_block : tiles;
+#pragma omp for schedule(static) nowait
+            for (int64_t p = 0; p < count; p += MOST_PANELS)
+                for (int64_t b = block; b < last; b++) {
+                    int64_t first = b * T / tiles, rows = (b + 1) * T / tiles - first;
+                    for (int64_t q = p; q < p + MOST_PANELS && q < count; q += panels_of(rows))
+                        of_kind[rows](blocks->panels + q * size, size, rows_from(is, &in, first),
+                                      bias ? bias + q * V : 0, y + first * O + q * V, O, blocks->O - q * V);
+                }
+        }
+    }
+    free(memory);
+    return 0;
+}
+
+/* weight->panels: ``kind`` times Blocks.  The rest is as in ``product``. */
+int64_t blocks_product(const Weight *weight, const float *x_TI, int64_t x_step, const float *bias_O, float *y_TO,
+                       int64_t T, int64_t threads) {
+    const Blocks *blocks = weight->panels;
+    int64_t failed = 0, first = 0;
+    for (int64_t n = 0; n < weight->kind && !failed; first += blocks[n++].O)
+        failed = blocks_part(blocks + n, weight->I, x_TI, x_step, bias_O ? bias_O + first : 0, y_TO + first, weight->O,
+                             T, threads);
+    return failed;
+}
+#endif

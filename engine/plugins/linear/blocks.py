@@ -1,0 +1,124 @@
+"""Products by callboard's own C with weights in blocks of 4 to 8 bits, as GGUF files store them.
+
+Legend: T rows of the input · I input features · O output features
+A weight takes the file's number of bytes, also while it is loaded.  With ``model.quantization = "none"`` the input is
+kept to 24 bits, and a product is as exact as in float32 of the weight's floats; with "int8" the input is rounded to 8
+bits in groups.  Either way a row has the same bits in every batch, with any number of threads.
+Owns: the rows that were taken and not yet laid out.  Does not know: the kernels (``engine/kernels/blocks.c``), files.
+"""
+
+from collections import defaultdict
+from itertools import groupby
+
+import torch
+from torch import Tensor
+
+from engine.kernels.blocks import BlockProducts, BlockWeight, Format, Parts, block_products
+from engine.layers.packing import LinearKernel, PackedWeight, StoredRows
+from engine.plugins.hookspecs import LinearContext, hookimpl
+from engine.plugins.linear import panels
+from engine.plugins.options import Options, decode_options
+from engine.types.errors import PluginError, WeightsError
+
+CALLBOARD_PLUGIN = {
+    "api": 1,
+    "devices": ["cpu"],
+    "dtypes": ["float32"],
+    "quantizations": ["none", "int8"],
+    "stored_formats": ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K"],
+    "instruction_sets": ["avx2"],
+    "invariant": True,
+}
+# Of an element, with its scales.
+BYTES = {
+    "Q4_0": 0.5625, "Q4_1": 0.625, "Q5_0": 0.6875, "Q5_1": 0.75, "Q8_0": 1.0625,
+    "Q4_K": 0.579, "Q5_K": 0.704, "Q6_K": 0.821,
+}  # fmt: skip
+
+
+class Taken:
+    """Rows that kernels of one model have taken, by the storage of their weight and their place in it."""
+
+    def __init__(self) -> None:
+        self._rows: defaultdict[int, dict[int, StoredRows]] = defaultdict(dict)
+
+    def add(self, target: Tensor, rows: StoredRows) -> None:
+        """Add the rows of a part of a weight."""
+        self._rows[target.untyped_storage().data_ptr()][int(target.storage_offset())] = rows
+
+    def all_of(self, weight_OI: Tensor) -> bool:
+        """Return whether no row of the weight is missing."""
+        rows = self._rows.get(weight_OI.untyped_storage().data_ptr(), {})
+        return sum(len(one.blocks) for one in rows.values()) == len(weight_OI)
+
+    def pop(self, weight_OI: Tensor) -> list[tuple[int, StoredRows]]:
+        """Return (first row, rows) of each part of the weight, in order, and forget them."""
+        parts = self._rows.pop(weight_OI.untyped_storage().data_ptr(), {})
+        return [(offset // weight_OI.shape[1], parts[offset]) for offset in sorted(parts)]
+
+
+class StoredBlocks:
+    """A kernel that multiplies by rows as they are stored; a weight of floats is left to ``plain``."""
+
+    def __init__(
+        self, functions: BlockProducts, plain: LinearKernel, parts: Parts, element_bytes: float, taken: Taken
+    ) -> None:
+        self._functions = functions
+        self._plain = plain
+        self._parts = parts
+        self._taken = taken
+        self.element_bytes = element_bytes
+
+    def keep(self, target: Tensor, rows: StoredRows) -> bool:
+        """Take the rows, if they are in a format of blocks that has a product (``RowKeeper``)."""
+        if rows.format not in Format.__members__:
+            return False
+        self._taken.add(target, rows)
+        return True
+
+    def keeps(self, weight_OI: Tensor) -> bool:
+        """Return whether all rows of the weight were taken."""
+        return self._taken.all_of(weight_OI)
+
+    def pack(self, weight_OI: Tensor) -> PackedWeight | None:
+        """Return the weight in blocks, or as floats if a part of it is not in blocks.  Raises WeightsError."""
+        whole = self.keeps(weight_OI)
+        parts = self._taken.pop(weight_OI)
+        if whole:
+            return self._blocks([rows for _, rows in parts])
+        for first, rows in parts:
+            floats_OI = self._blocks([rows]).rows(torch.arange(len(rows.blocks)))
+            weight_OI[first : first + len(floats_OI)] = floats_OI
+        return self._plain.pack(weight_OI)
+
+    @property
+    def head(self) -> "StoredBlocks":
+        """The kernel for the LM head, whose rounding matters most: if the input is rounded, it has twice the bits."""
+        parts = Parts.FINE if self._parts == Parts.ROUNDED else self._parts
+        plain = self._plain.head if isinstance(self._plain, panels.Panels) else self._plain
+        return StoredBlocks(self._functions, plain, parts, self.element_bytes, self._taken)
+
+    def _blocks(self, rows: list[StoredRows]) -> BlockWeight:
+        alike = [list(group) for _, group in groupby(rows, key=lambda one: one.format)]
+        joined = [
+            StoredRows(of[0].where, of[0].format, torch.cat([one.blocks for one in of]), of[0].inputs) for of in alike
+        ]
+        weight = BlockWeight(self._functions, joined, self._parts)
+        if weight.damaged is not None:
+            raise WeightsError(f"{weight.damaged.where} contains NaN or infinity; the file is damaged")
+        return weight
+
+
+@hookimpl
+def callboard_linear(context: LinearContext) -> StoredBlocks:
+    """Build the kernel; takes no options.  Raises PluginError if its kernels could not be compiled."""
+    decode_options("linear.blocks", context.options, Options)
+    functions = block_products()
+    if functions is None:
+        raise PluginError(
+            "linear.blocks: its kernels are compiled on this machine, but are not (no C compiler, no AVX2 and F16C, or "
+            "CALLBOARD_KERNELS=torch); install one (cc, or CC), or set plugins.linear to another kernel"
+        )
+    parts = Parts.EXACT if context.quantization == "none" else Parts.ROUNDED
+    element_bytes = max((BYTES.get(one, 4.0) for one in context.stored_formats), default=4.0)
+    return StoredBlocks(functions, panels.callboard_linear(context), parts, element_bytes, Taken())
