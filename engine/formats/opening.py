@@ -3,8 +3,6 @@
 Owns: the choice.  Does not know: how tensors are stored.
 """
 
-import logging
-
 from engine.checkpoints.checkpoint import ModelSpec
 from engine.checkpoints.gguf import LINK
 from engine.checkpoints.shape import DecoderShape
@@ -12,8 +10,6 @@ from engine.checkpoints.shards import StoredTensor, read_shards
 from engine.formats.gguf import GGUFWeights
 from engine.formats.quantized import QuantizedReader
 from engine.formats.reader import SafetensorsReader, WeightReader
-
-log = logging.getLogger(__name__)
 
 
 def open_reader(spec: ModelSpec) -> WeightReader:
@@ -23,7 +19,6 @@ def open_reader(spec: ModelSpec) -> WeightReader:
     stored = _with_prefix(spec.shape, read_shards(spec.directory))
     if spec.quantization is None:
         return SafetensorsReader(stored)
-    log.info("%s: weights in %s are decoded to float32", spec.directory, spec.quantization)
     return QuantizedReader(stored, spec.quantization)
 
 

@@ -109,6 +109,10 @@ class EagleHead:
         shapes = [(linear.weight.shape[0], linear.weight.shape[1]) for linear in (*self.linears, self.head)]
         return shapes[:-1], shapes[-1]
 
+    def kept_weights(self) -> Iterator[Tensor]:
+        """Yield none: heads are published as floats."""
+        return iter(())
+
     def load(
         self, read: Callable[[Iterator[WeightSlice]], None], kernels: LayerKernels | None, linears: Linears
     ) -> None:
