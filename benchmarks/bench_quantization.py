@@ -28,7 +28,7 @@ from rich.table import Table
 from torch import Tensor
 
 from callboard import LLM, SamplingParams
-from engine.kernels.panels import Kind, products
+from engine.kernels.panels import PanelKind, products
 from engine.layers.packing import LinearKernel
 from engine.plugins.linear import fbgemm_fp16, fbgemm_int8, onednn
 from engine.plugins.linear.panels import Panels
@@ -54,14 +54,14 @@ def kernels() -> dict[str, LinearKernel]:
     assert functions is not None, "there is no C compiler, or no AVX2"
     return {
         "onednn": onednn.OneDNN(4),
-        "panels, float32": Panels(functions, Kind.FLOATS, 4.0),
-        "panels, bfloat16": Panels(functions, Kind.UPPER_HALVES, 2.0),
-        "panels, float16": Panels(functions, Kind.HALVES, 2.0),
-        "panels, int8": Panels(functions, Kind.BYTES, 1.1),
-        "panels, int8, 16-bit input": Panels(functions, Kind.FINE_BYTES, 1.1),
+        "panels, float32": Panels(functions, PanelKind.FLOATS, 4.0),
+        "panels, bfloat16": Panels(functions, PanelKind.UPPER_HALVES, 2.0),
+        "panels, float16": Panels(functions, PanelKind.HALVES, 2.0),
+        "panels, int8": Panels(functions, PanelKind.BYTES, 1.1),
+        "panels, int8, 16-bit input": Panels(functions, PanelKind.FINE_BYTES, 1.1),
         "fbgemm_fp16": fbgemm_fp16.Fp16(exact=False, one_thread=torch.get_num_threads() == 1),
         "fbgemm_fp16 by schema": fbgemm_fp16.Fp16(exact=False, one_thread=False),
-        "fbgemm_int8": fbgemm_int8.Int8(),
+        "fbgemm_int8": fbgemm_int8.FbgemmInt8(),
     }
 
 

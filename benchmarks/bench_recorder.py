@@ -24,8 +24,9 @@ from rich.console import Console
 from rich.table import Table
 
 from engine.config import Config, build_config
+from engine.features.recording.engine import RecordingFeature
+from engine.features.recording.recorder import Recorder
 from engine.llm import LLM
-from engine.recording.recorder import Recorder
 from engine.types.params import SamplingParams
 
 FULL_BYTES = 200_000  # so small a ring is full at once
@@ -89,10 +90,15 @@ def main() -> None:
     keep(arguments.output, {"rows": rows})
 
 
+def _recorder(llm: LLM) -> Recorder | None:
+    feature = llm._system.features.get("recording")
+    return feature.recorder if isinstance(feature, RecordingFeature) else None
+
+
 def measure(folder: Path, num_streams: int, num_tokens: int, num_turns: int) -> list[dict[str, Any]]:
     ways = {"none": new_llm(None), "none again": new_llm(None)}
     ways |= {way: new_llm(folder) for way in ("ring", "full ring", "and writes")}
-    recorders = {way: llm._system.recorder for way, llm in ways.items()}
+    recorders = {way: _recorder(llm) for way, llm in ways.items()}
     timed = {way: Timed(recorder) for way, recorder in recorders.items() if recorder is not None}
     for way in ("full ring", "and writes"):
         recorder = recorders[way]

@@ -37,8 +37,8 @@ from engine.messages import Admit, Failed, Step, StepDone, Stop, Tokens
 from engine.plugins.manager import Plugins
 from engine.plugins.observers import Observers
 from engine.scheduling.planner import Planner
-from engine.scheduling.prefills import WORTH_WAITING_TOKENS
 from engine.scheduling.requests import OutputForecast
+from engine.scheduling.rows import WORTH_WAITING_TOKENS
 from engine.types.notices import ExecutorsReady
 from engine.types.params import SamplingParams
 from engine.workers.wire import Wire
@@ -176,6 +176,24 @@ class Link:
         self.put = put
 
 
+class OnePlanner:
+    """A source with one planner, which nothing changes."""
+
+    overlap_depth = DEPTH
+
+    def __init__(self, planner: Planner) -> None:
+        self._planner = planner
+
+    def build(self, num_pages: int) -> Planner:
+        return self._planner
+
+    def change(self, blueprint: bytes) -> None:
+        raise NotImplementedError
+
+    def retune(self, planner: Planner) -> None:
+        raise NotImplementedError
+
+
 async def through_actor(planner: Planner, admits: list[Admit], executor: NullExecutor) -> int:
     """The same through the scheduler actor: mailboxes and the loop come on top."""
     num_tokens = num_ended = 0
@@ -190,8 +208,7 @@ async def through_actor(planner: Planner, admits: list[Admit], executor: NullExe
 
     scheduler = Scheduler(
         capacity=len(admits) + 16,
-        overlap_depth=DEPTH,
-        new_planner=lambda num_pages: planner,
+        source=OnePlanner(planner),
         executors=[Link(lambda step: scheduler.inbox.put(executor.answer(step)))],
         explain=lambda loss: None,
         tokenizer=Link(take),
@@ -212,13 +229,14 @@ def through_loop(planner: Planner, admits: list[Admit], executor: NullExecutor) 
 def count_evictions(planner: Planner) -> list[int]:
     """What the planner evicts from now on; somebody must drain its events."""
     counts: list[int] = []
-    drain = planner.drain_kv_events
+    tree = planner.pages.tree
+    drain = tree.drain_events
 
     def counting() -> list[KVEvent]:
         counts.extend(len(event.hashes) for event in drain() if event.kind == "removed")
         return []
 
-    planner.drain_kv_events = counting  # type: ignore[method-assign]
+    tree.drain_events = counting  # type: ignore[method-assign]
     return counts
 
 
@@ -234,7 +252,7 @@ def throughput(driver: str, num_pages: int, num_sequences: int, rounds: int) -> 
         before = time.perf_counter()
         num_tokens = through(planner, admits, executor)
         seconds.append(time.perf_counter() - before)
-        planner.drain_kv_events()
+        planner.pages.tree.drain_events()
         assert num_tokens == expected, f"{num_tokens} tokens came out, {expected} were asked for"
     best = min(seconds[:rounds])
     row = {"part": "throughput", "driver": driver, "pages": num_pages, "steps": executor.num_steps, "tokens": expected}
@@ -308,7 +326,7 @@ def shared_prefix(at_once: int, scale: float) -> Iterator[Row]:
         requests += [Request(at, np.concatenate((stem, tokens(rng, 50))), 50, 64) for _ in range(at_once)]
     needed = len(requests) * 50 + len(requests) // at_once * 2000
     for setting, worth_waiting in (("start at once", 1 << 30), ("wait for it", WORTH_WAITING_TOKENS)):
-        with mock.patch("engine.scheduling.prefills.WORTH_WAITING_TOKENS", worth_waiting):
+        with mock.patch("engine.features.shared_prefix.planner.WORTH_WAITING_TOKENS", worth_waiting):
             simulation = Simulation(requests, max_running=256, num_pages=20_000)
             outcome = simulation.run()
         row = {"part": "decision", "decision": f"shared prefix, {at_once} at once", "setting": setting}

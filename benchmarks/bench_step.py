@@ -141,7 +141,7 @@ def load(way: str, folder: str, num_rows: int) -> ModelRunner:
 
     system = System(build_config(Config(), sections))
     with patch.object(rank, "device_for_graphs", lambda _: NoDevice()), patch.object(RankAttention, "build", build):
-        return load_runner(system.config, system.spec, system.max_len, system._plugins, rank=0, progress=False)
+        return load_runner(system.config, system.spec, system.max_len, system.engine.plugins, rank=0, progress=False)
 
 
 def median_us(run: Callable[[int], object], times: int, before: Callable[[int], object] = lambda _: None) -> float:

@@ -31,17 +31,17 @@ from rich.table import Table
 from simulation import num_sampled
 
 from engine.config import Config
+from engine.features.traffic.sizes import StepSize, StepSizes
+from engine.features.traffic.trace import Trace, read_trace
 from engine.messages import Step, StepDone
-from engine.traffic.sizes import StepSize, StepSizes
-from engine.traffic.trace import Trace, read_trace
 from server.extensions.bench.client import Target
-from server.extensions.bench.loads import Sizes, arrivals, draw, due
+from server.extensions.bench.loads import LoadSizes, arrivals, draw, due
 from server.extensions.bench.report import summarise
 from server.extensions.bench.run import run
 from server.extensions.whatif.changes import as_recorded, changed
 from server.extensions.whatif.costs import StepCosts
 from server.extensions.whatif.figures import predicted, recorded
-from server.extensions.whatif.replay import Replay, stand_ins
+from server.extensions.whatif.replay import TraceReplay, stand_ins
 
 BASE = {
     "kv.num_pages": 1200,
@@ -82,7 +82,7 @@ def serve_paced(arguments: list[str]) -> None:
     from server.cli import main
 
     class PacedSystem(engine.control.system.System):
-        def _load_runner(self, rank: int, settings: Any, rendezvous: str = "") -> Any:
+        def _load_runner(self, *_: Any) -> Any:
             config: Config = self.config
             token = int(self.codec.encode(" return")[-1])
             return paced_runner(config.kv.num_pages, config.scheduler.max_running, token)
@@ -136,7 +136,7 @@ async def load(arguments: argparse.Namespace, url: str) -> dict[str, float]:
                 raise RuntimeError("the server does not get ready")
             await asyncio.sleep(0.1)
     rng = np.random.default_rng(0)
-    sizes = Sizes(prompt=100, output=40, variation=0.6, prefix=120, groups=24)
+    sizes = LoadSizes(prompt=100, output=40, variation=0.6, prefix=120, groups=24)
     conversations = draw(arguments.requests, sizes, rng)
     times = arrivals(len(conversations), arguments.rate, 1, rng)
     target = Target(url, fields={"ignore_eos": True})
@@ -158,7 +158,7 @@ def measure(arguments: argparse.Namespace) -> list[dict[str, Any]]:
             if not case:
                 before, costs, tokens = trace, StepCosts(trace.steps), stand_ins(trace.requests, trace.head)
             asked = changed(before.head, case) if case else as_recorded(before.head)
-            replayed = Replay(asked, before.requests, tokens, costs.seconds).run()
+            replayed = TraceReplay(asked, before.requests, tokens, costs.seconds).run()
             for found, said in ((recorded(trace), "real"), (predicted("", "", replayed, costs), "predicted")):
                 row[said].append({name: found.figures[name] for name in (*COMPARED, "retractions")})
             row["client"].append({name: client[name] for name in ("ttft_p50_ms", "ttft_p99_ms")})

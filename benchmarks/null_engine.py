@@ -17,6 +17,7 @@ import numpy as np
 from engine.actors.actor import Actor, Link
 from engine.actors.runner import Runner
 from engine.config import Config
+from engine.control.engine_spec import EngineSpec
 from engine.control.system import System
 from engine.messages import Deltas, Logprobs, Step, StepDone, StepExtras
 from engine.workers.executors import GenerationSettings
@@ -157,9 +158,9 @@ class NullSystem(System):
             self.tokenizer.connect(scheduler=self.scheduler.inbox, ingress=self._delivery)
         await super().start()
 
-    def _load_runner(self, rank: int, terms: GenerationSettings, *_: Any) -> Runner:
+    def _load_runner(self, engine: EngineSpec, rank: int, terms: GenerationSettings, *_: Any) -> Runner:
         turns = Turns(self._loop, LOOP_TURNS)
-        num_pages = terms.num_pages or self.config.kv.num_pages
+        num_pages = terms.num_pages or engine.config.kv.num_pages
         return NullRunner(num_pages, self._token, turns, self._step_s, self._delivery, self._num_logprobs)
 
 

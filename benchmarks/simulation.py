@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 
 from engine.features.host_tier.planner import HostTierPlanner
+from engine.features.itl_target.planner import TargetPlanner
+from engine.features.shared_prefix.planner import SharedPrefixPlanner
 from engine.messages import Admission, Admit, Step, Tokens
 from engine.plugins.hookspecs import EvictionContext, PolicyContext
 from engine.plugins.manager import Plugins
@@ -37,7 +39,7 @@ def new_planner(clock: Callable[[], float], policy: str = "priority", **limits: 
         hook.callboard_eviction_strategy(context=EvictionContext(PAGE_SIZE, given["num_pages"])),
         hook.callboard_scheduling_policy(context=PolicyContext(given["max_running"], PAGE_SIZE)),
         clock,
-        features=[HostTierPlanner] if given.get("num_host_pages") else [],
+        features=[SharedPrefixPlanner, TargetPlanner, *([HostTierPlanner] if given.get("num_host_pages") else [])],
     )
 
 

@@ -15,19 +15,19 @@ from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
+from engine.settings.additions import additions, with_sections
+from engine.settings.attention_names import AttentionNames
+from engine.settings.section import Section
 from engine.settings.sections import (
-    AttentionNames,
     DeviceSection,
     GraphsSection,
     KVSection,
     LimitsSection,
-    LoraSection,
     ModelSection,
     ModelTable,
     PlacementSection,
     PluginsSection,
     SchedulerSection,
-    Section,
     ServerSection,
     StorageSection,
 )
@@ -37,7 +37,6 @@ ENVIRONMENT_PREFIX = "CALLBOARD_"
 MAX_FILE_BYTES = 1 << 20
 UNKNOWN_FIELD = re.compile("unknown field `(.*)`")  # msgspec's own words
 PATTERN = "Expected `str` matching regex"  # msgspec's own words
-MIN_CLUSTER_KEY = 32
 MIN_KEY = 16  # characters of a key of clients or operators
 SECRETS = frozenset({"api_key", "operator_key", "cluster_key"})
 # Keys of earlier versions -> the setting that replaced each; '' where there is nothing left to choose.
@@ -66,8 +65,9 @@ MODELS_HEADER = re.compile(rf"^[ \t]*\[\[\s*{MODELS}\s*\]\]", re.MULTILINE)
 S = TypeVar("S", bound=Section)
 
 
+@with_sections
 class Config(Section, frozen=True):
-    """The whole of callboard.toml."""
+    """The whole of callboard.toml: the core's sections, and those that folders bring."""
 
     model: ModelSection = ModelSection()
     device: DeviceSection = DeviceSection()
@@ -78,7 +78,6 @@ class Config(Section, frozen=True):
     plugins: PluginsSection = PluginsSection()
     server: ServerSection = ServerSection()
     limits: LimitsSection = LimitsSection()
-    lora: LoraSection = LoraSection()
     storage: StorageSection = StorageSection()
 
 
@@ -294,10 +293,9 @@ def _instead_of_section(name: str) -> str:
 
 
 def _allowed_keys(section: str, kind: type[Section]) -> str:
-    known: type[Any] | None = kind
-    if section:
-        known = {**Config.__annotations__, "plugins.attention": AttentionNames}.get(section)
-    return f"; known keys: {', '.join(known.__struct_fields__)}" if known is not None else ""
+    known: dict[str, type[Section]] = {"": kind, "plugins.attention": AttentionNames}
+    known |= {name: type(getattr(Config(), name)) for name in Config.__struct_fields__}
+    return f"; known keys: {', '.join(known[section].__struct_fields__)}" if section in known else ""
 
 
 def _allowed_values(key: str, kind: type[Section]) -> str:
@@ -347,11 +345,6 @@ def _check(config: Config) -> None:
             f"{config.scheduler.max_running}, so a full decode batch would not fit a step; "
             "raise it or lower max_running"
         )
-    if 0 < len(config.placement.cluster_key) < MIN_CLUSTER_KEY:
-        raise ConfigError(
-            f"placement.cluster_key: {len(config.placement.cluster_key)} characters, expected at least "
-            f"{MIN_CLUSTER_KEY}: openssl rand -hex 32 makes some"
-        )
     given = config.server.api_key
     keys = {"api_key": [given] if isinstance(given, str) else given, "operator_key": [config.server.operator_key]}
     for name, values in keys.items():
@@ -359,8 +352,6 @@ def _check(config: Config) -> None:
             raise ConfigError(
                 f"server.{name}: {short[0]} characters, expected at least {MIN_KEY}: openssl rand -hex 32 makes some"
             )
-    if config.storage.trace_mb and not config.storage.folder:
-        raise ConfigError(f"storage.trace_mb={config.storage.trace_mb}: traces need storage.folder to lie below")
     if "*" in config.server.cors_origins and not config.server.needs_key:
         reason = "every page of the web could use the server; name pages, or set server.api_key or server.key_file"
         raise ConfigError(f"server.cors_origins={config.server.cors_origins}: {reason}")
@@ -371,6 +362,8 @@ def _check(config: Config) -> None:
     if not loopback and not config.server.needs_key:
         needs = "listening beyond loopback needs server.api_key or server.key_file"
         raise ConfigError(f"server.host={config.server.host}: {needs}")
+    for addition in additions():
+        addition.of(config).check(config)
 
 
 def json_schema() -> dict[str, Any]:

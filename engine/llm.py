@@ -17,9 +17,10 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from numbers import Real
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 import uvloop
 from tqdm import tqdm
 
@@ -27,11 +28,13 @@ from engine.actors.stream import Stream
 from engine.config import Config, build_config
 from engine.control.system import System
 from engine.messages import DEFAULT_OPTIONS, Delta, Finish, RequestOptions, TokenLogprobs, Usage
-from engine.pooling import Float32, PooledRequests, check_task
 from engine.text.turns import read_turn
 from engine.types.errors import RequestError
 from engine.types.params import SamplingParams
 from engine.types.prompt import Prompt
+
+if TYPE_CHECKING:
+    from engine.features.pooling.requests import PooledRequests
 
 T = TypeVar("T")
 Message = Mapping[str, Any]
@@ -64,11 +67,12 @@ class Completion:
 class Pooled:
     """The numbers that a model returns for one prompt in place of text.
 
-    data: float32[n], an embedding or one value per label.  label: the likeliest label; '' for an embedding.
+    data: float32[n], an embedding or one value per label; [tokens, n] for ``token_embed``.
+    label: the likeliest label; '' for an embedding.
     """
 
     prompt: Prompt
-    data: Float32
+    data: npt.NDArray[np.float32]
     label: str
     usage: Usage
 
@@ -112,6 +116,11 @@ class LLM:
         """The size of the vocabulary; token ids are smaller."""
         return self._system.spec.vocab_size
 
+    @property
+    def sampling_defaults(self) -> dict[str, float | int]:
+        """The sampling parameters that the checkpoint recommends; a request has them only if it names them."""
+        return self._system.engine.sampling_defaults
+
     def generate(
         self, prompts: Prompts, params: Params | None = None, *, progress: bool | None = None
     ) -> list[Completion]:
@@ -147,7 +156,7 @@ class LLM:
         truncate_prompt_tokens: cut a longer prompt at its end, -1 to what fits; None refuses it.
         Raises RequestError for a model without embeddings, and as ``generate`` does.
         """
-        check_task(self._requests.pooling, "embed")
+        self._system.spec.use.check("embed", "it gives no embeddings")
         self._requests.check_dimensions(dimensions)
         every = self._requests.prompts(_as_prompts(prompts), prompt_name)
         return self._pool(every, truncate_prompt_tokens, progress, dimensions=dimensions)
@@ -163,21 +172,28 @@ class LLM:
         """Return the probability of each label, or its logit without ``use_activation``.
 
         Other arguments and errors are those of ``embed``."""
-        check_task(self._requests.pooling, "classify")
+        self._system.spec.use.check("classify", "it has no labels")
         return self._pool(_as_prompts(prompts), truncate_prompt_tokens, progress, activated=use_activation)
 
     def encode(
         self,
         prompts: Prompts,
         *,
+        pooling_task: str | None = None,
         use_activation: bool = True,
         truncate_prompt_tokens: int | None = None,
         progress: bool | None = None,
     ) -> list[Pooled]:
         """Run the model's own task: ``classify`` for a classifier, else ``embed``; raw numbers without
-        ``use_activation``."""
-        every = self._requests.prompts(_as_prompts(prompts))
-        return self._pool(every, truncate_prompt_tokens, progress, activated=use_activation)
+        ``use_activation``.
+
+        pooling_task: 'token_embed' for an array with a row for each token of the prompt."""
+        self._system.spec.use.check("pool", "it pools nothing")
+        requests = self._requests
+        if pooling_task not in (None, *requests.tasks):
+            raise RequestError(f"pooling_task={pooling_task!r:.100}: must be one of {', '.join(requests.tasks)}")
+        every = requests.prompts(_as_prompts(prompts))
+        return self._pool(every, truncate_prompt_tokens, progress, activated=use_activation, task=pooling_task)
 
     def score(
         self,
@@ -192,7 +208,7 @@ class LLM:
 
         text_1: one text, or one for each of ``text_2``.
         Raises RequestError for a model that is not a reranker and has no embeddings, and as ``embed`` does."""
-        check_task(self._requests.pooling, "score")
+        self._system.spec.use.check("score", "it scores no pairs of texts")
         queries, documents = ([one] if isinstance(one, str) else list(one) for one in (text_1, text_2))
         outputs = self._pool(
             self._requests.pairs(queries, documents), truncate_prompt_tokens, progress, activated=False
@@ -225,8 +241,10 @@ class LLM:
         self.close()
 
     @property
-    def _requests(self) -> PooledRequests:
-        return PooledRequests(self._system.spec.pooling, self.max_model_len)
+    def _requests(self) -> "PooledRequests":
+        from engine.features.pooling.requests import PooledRequests  # a feature, whose folder may be absent
+
+        return PooledRequests(self._system.spec.use, self.max_model_len)
 
     def _pool(
         self,
@@ -236,15 +254,17 @@ class LLM:
         *,
         dimensions: int | None = None,
         activated: bool = True,
+        task: str | None = None,
     ) -> list[Pooled]:
         requests = self._requests
-        params, options = [requests.params()] * len(prompts), requests.options(truncate)
+        method = None if task in (None, requests.tasks[0]) else task
+        params, options = [requests.params(method)] * len(prompts), requests.options(truncate)
         with self._bar(len(prompts), "pooling", progress) as bar:
             deltas = self._await(self._complete_all(prompts, params, bar, options))
         outputs = []
         for prompt, delta in zip(prompts, deltas, strict=True):
             assert delta.usage is not None, "the last delta carries the usage"
-            data = requests.result(delta.pooled, dimensions=dimensions, activated=activated)
+            data = requests.result(delta.pooled, dimensions=dimensions, activated=activated, task=task)
             label = requests.label(data) if requests.pooling.labels else ""
             outputs.append(Pooled(prompt, data, label, delta.usage))
         return outputs

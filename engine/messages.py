@@ -15,17 +15,20 @@ from typing import Final
 
 from msgspec import field
 
+from engine.types.errors import RequestError
 from engine.types.notices import (
     EngineReady,
     EngineRecovering,
     ExecutorsLost,
     ExecutorsReady,
     Message,
+    Profile,
+    Stats,
     TokenizersLost,
     TokenizersReady,
 )
 from engine.types.params import SamplingParams
-from engine.types.prompt import UNKNOWN_ORIGIN, Adapter, ChatOptions, ChatTurn, Origin
+from engine.types.prompt import UNKNOWN_ORIGIN, ChatOptions, ChatTurn, Origin, RequestPart
 
 
 class Finish(IntEnum):
@@ -50,7 +53,8 @@ class RequestOptions(Message, frozen=True, kw_only=True):
     return_prompt_ids: the first delta has the prompt's token ids.
     truncate_to: cut the end of a longer prompt, or of the document of a query and a document; 0 for no limit.
     keep_last: cut a text prompt to its last tokens; 0 for all.
-    resumed: int32[n], output that the client has already from another engine; the answer continues it."""
+    resumed: int32[n], output that the client has already from another engine; the answer continues it.
+    parts: what features read, by their names."""
 
     echo: bool = False
     priority: int = 0
@@ -62,7 +66,7 @@ class RequestOptions(Message, frozen=True, kw_only=True):
     keep_last: int = 0
     resumed: bytes = b""
     origin: Origin = UNKNOWN_ORIGIN
-    adapter: Adapter | None = None
+    parts: dict[str, RequestPart] = field(default_factory=dict)
 
 
 DEFAULT_OPTIONS: Final = RequestOptions()
@@ -96,7 +100,7 @@ class Abort(Message, frozen=True, kw_only=True):
 
 class Admit(Message, frozen=True, kw_only=True):
     """A tokenised request.  token_ids: int32[n], n >= 1.  num_resumed: how many of them, at the end, are output.
-    grammar_s: seconds in which its grammar was compiled."""
+    grammar_s: seconds in which its grammar was compiled.  parts: see ``RequestOptions``."""
 
     request_id: int
     token_ids: bytes
@@ -105,8 +109,22 @@ class Admit(Message, frozen=True, kw_only=True):
     cache_salt: str = ""
     num_resumed: int = 0
     origin: Origin = UNKNOWN_ORIGIN
-    adapter: Adapter | None = None
+    parts: dict[str, RequestPart] = field(default_factory=dict)
     grammar_s: float = 0.0
+
+
+# ---- changeover -> scheduler ----------------------------------------------------------------
+
+
+class Reconfigure(Message, frozen=True, kw_only=True):
+    """Plan with other settings from now on.
+
+    blueprint: a ``Blueprint`` as msgpack; empty if it stays as it is.
+    renews: the next executors get a new planner, which takes over the requests; otherwise the present planner goes on
+    with the settings."""
+
+    blueprint: bytes = b""
+    renews: bool = False
 
 
 # ---- scheduler -> executors -----------------------------------------------------------------
@@ -117,8 +135,7 @@ class Admission(Message, frozen=True, kw_only=True):
 
     token_ids: int32[n], all tokens known so far (prompt, then output kept over a retraction).
     num_prompt_tokens: how many of them are the prompt.
-    num_computed_tokens: how many already have their K/V in ``pages``: int32[k], the page table's entries 0..k-1.
-    slot: of the adapter that the row reads, 0 for none.  adapter: what the slot gets before, unless it has it."""
+    num_computed_tokens: how many already have their K/V in ``pages``: int32[k], the page table's entries 0..k-1."""
 
     row: int
     token_ids: bytes
@@ -126,17 +143,6 @@ class Admission(Message, frozen=True, kw_only=True):
     num_computed_tokens: int
     pages: bytes
     params: SamplingParams
-    slot: int = 0
-    adapter: Adapter | None = None
-
-
-class Profile(Message, frozen=True, kw_only=True):
-    """Record the next steps for a profiler's viewer; what is being recorded is written first.
-
-    num_steps: then it is written; 0 for no more recording.  folder: where, a file for each rank."""
-
-    num_steps: int
-    folder: str
 
 
 class FetchPages(Message, frozen=True, kw_only=True):
@@ -213,7 +219,6 @@ class StepExtras(Message, frozen=True, kw_only=True):
     it, and a part may come again.
     pooled: float32[n], a state or labels' logits.
     failure: why a grammar has no token.
-    lost_adapter: why the row could not read its adapter; its results are useless then.
     later_logprobs: of the row's other tokens.
     drafted: int32[k], the draft model's proposals for the row; the requested number, or none.
     num_proposed, num_accepted: proposals that the token settles: its own or all that it refutes, and right ones."""
@@ -222,7 +227,6 @@ class StepExtras(Message, frozen=True, kw_only=True):
     prompt_logprobs: PromptLogprobs | None = None
     pooled: bytes = b""
     failure: str = ""
-    lost_adapter: str = ""
     later_logprobs: tuple[Logprobs, ...] = ()
     drafted: bytes = b""
     num_proposed: int = 0
@@ -233,13 +237,17 @@ class StepDone(Message, frozen=True, kw_only=True):
     """A step has finished.
 
     token_ids: int32[N] as ``Step`` orders them; -1: the logits are not finite, ``RULED_OUT``: processors left no token.
-    extras: row -> what it has beside a token; of prefills that sample nothing too.  note: why it took longer."""
+    extras: row -> what it has beside a token; of prefills that sample nothing too.  note: why it took longer.
+    parts: of features, by name, as each encodes its own.
+    late: rows with a slow grammar whose next mask is not ready."""
 
     rank: int
     step_id: int
     token_ids: bytes
     extras: dict[int, StepExtras] = field(default_factory=dict)
     note: str = ""
+    parts: dict[str, bytes] = field(default_factory=dict)
+    late: tuple[int, ...] = ()
 
 
 # ---- scheduler -> tokenizer -----------------------------------------------------------------
@@ -267,6 +275,13 @@ class Failed(Message, frozen=True, kw_only=True):
     status: int = 400
     code: str = "invalid_value"
     param: str | None = None
+
+    @classmethod
+    def of(cls, request_id: int, error: RequestError) -> "Failed":
+        """Return the message for an error."""
+        return cls(
+            request_id=request_id, message=error.message, status=error.status, code=error.code, param=error.param
+        )
 
 
 # ---- tokenizer -> ingress -------------------------------------------------------------------
@@ -333,22 +348,6 @@ class Deltas(Message, frozen=True, kw_only=True):
     deltas: tuple[Delta, ...]
 
 
-# ---- scheduler -> ingress -------------------------------------------------------------------
-
-
-class Stats(Message, frozen=True, kw_only=True):
-    """Gauges of the scheduler, sent when a step has changed them.
-
-    free + cached + used pages make up the whole pool.  step_id: the last step that completed."""
-
-    step_id: int
-    running: int
-    waiting: int
-    pages_free: int
-    pages_cached: int
-    pages_used: int
-
-
 # ---- supervision ----------------------------------------------------------------------------
 
 
@@ -358,7 +357,9 @@ class Stop(Message, frozen=True, kw_only=True):
 
 # What each actor handles; Stop reaches every one of them and is handled by the base class.
 TokenizerInbox = Tokenize | Abort | Tokens | Failed
-FromExecutor = StepDone | PagesFetched
-SchedulerInbox = Admit | Abort | FromExecutor | ExecutorsReady | ExecutorsLost
-ExecutorInbox = Step | FetchPages | Profile
+FeatureRequest = FetchPages  # from features of the planner to the executors
+FeatureAnswer = PagesFetched
+FromExecutor = StepDone | FeatureAnswer
+SchedulerInbox = Admit | Abort | FromExecutor | ExecutorsReady | ExecutorsLost | Reconfigure
+ExecutorInbox = Step | FeatureRequest | Profile
 IngressInbox = Deltas | Failed | EngineReady | EngineRecovering | TokenizersReady | TokenizersLost | Stats

@@ -12,14 +12,15 @@ from engine.actors.admission import Admitting
 from engine.actors.operations import Operate, SettingsChanged
 from engine.actors.snapshot import NO_VIEWS, Snapshot, Views
 from engine.actors.supervisor import Entrance
-from engine.messages import DEFAULT_OPTIONS, Delta, Profile, RequestOptions, Stats
+from engine.messages import DEFAULT_OPTIONS, Delta, RequestOptions
 from engine.text.codec import TextCodec
+from engine.types.notices import Profile, Stats
 from engine.types.params import SamplingParams
 from engine.types.prompt import Prompt
 from server.model_card import ModelCard
 
 
-class Stream(Protocol):
+class EngineStream(Protocol):
     """The output of one choice.  request_id: the engine's own number for it.  estimated_tokens: of its prompt."""
 
     request_id: int
@@ -39,7 +40,7 @@ class Stream(Protocol):
         """Cancel the request unless it has ended; idempotent."""
 
 
-class Ingress(Entrance, Admitting, Protocol):
+class EngineIngress(Entrance, Admitting, Protocol):
     """The entrance of requests to the engine.
 
     recovering: executors or tokenizers were lost, and requests wait for new ones.
@@ -51,14 +52,14 @@ class Ingress(Entrance, Admitting, Protocol):
     stats: Stats | None
     settings_watchers: list[Callable[[SettingsChanged], None]]
 
-    def open(self, prompt: Prompt, params: SamplingParams, options: RequestOptions = DEFAULT_OPTIONS) -> Stream:
+    def open(self, prompt: Prompt, params: SamplingParams, options: RequestOptions = DEFAULT_OPTIONS) -> EngineStream:
         """Accept a request or raise RequestError; never waits."""
 
     def abort(self, request_id: int) -> bool:
         """End one request; its stream then ends with ``Finish.ABORT``.  Returns whether it was open."""
 
 
-class Monitor(Protocol):
+class EngineMonitor(Protocol):
     """A view of the engine."""
 
     async def look(
@@ -92,8 +93,8 @@ class Backend:
 
     operations: None where it goes on as it was started."""
 
-    ingress: Ingress
-    monitor: Monitor
+    ingress: EngineIngress
+    monitor: EngineMonitor
     card: ModelCard
     codec: TextCodec = field(default_factory=TextCodec.without_tokenizer)
     operations: Operations | None = None

@@ -13,7 +13,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -25,12 +25,14 @@ from rich.console import Console
 from rich.table import Table
 
 from engine import __version__
+from engine.checkpoints.checkpoint import DESCRIPTION, resolve_checkpoint
 from engine.checkpoints.shards import PICKLED
 from engine.config import Config, ConfigSource, SeveralModels, json_schema, load_config, load_served, render_toml
 from engine.host.logs import LogSettings
-from engine.plugins.families import THROUGH, list_families
+from engine.plugins.families import THROUGH, list_families, read_model
 from engine.plugins.hookspecs import API_VERSION
 from engine.plugins.listing import list_plugins
+from engine.plugins.verdict import how_served
 from engine.settings.sections import ServerSection
 from engine.types.errors import CallboardError, ConfigError, PluginError, RequestError
 from engine.types.params import SamplingParams
@@ -43,9 +45,9 @@ from server.keys import read_keys
 from server.local_token import read_token
 from server.model_card import ModelCard
 from server.operators.apply_command import add_arguments, apply
-from server.run.extension import find_extensions
+from server.run.extension import described, find_extensions
 from server.run.greeting import greet
-from server.run.serve import serve, serve_from_process, write_recordings_on_signal
+from server.run.serve import serve, serve_from_process
 
 if TYPE_CHECKING:
     from engine.control.system import System
@@ -54,6 +56,9 @@ if TYPE_CHECKING:
 
 OF_CHECKPOINTS = (".safetensors", ".json", *PICKLED)  # ends of files that are no configuration, and no model alone
 FRONT_MODULE = "server.run.frontend_process"  # the engine starts it, and knows it by name alone
+GENERATING: dict[str, float] = {"temperature": 0.7}
+# Without them the answers of small models wander off; a checkpoint that recommends any parameter knows better.
+CHATTING: dict[str, float] = {"temperature": 0.7, "top_p": 0.95, "min_p": 0.05}
 EPILOG = """\
 examples:
   callboard serve Qwen/Qwen3-0.6B
@@ -152,7 +157,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     command.add_argument("--schema", action="store_true", help="print its JSON Schema instead")
     add("plugins", _plugins, "list the plugins that can be chosen", target_argument(), shared_arguments("warning"))
-    add("models", _models, "list the architectures that can be served", target_argument(), shared_arguments("warning"))
+    add(
+        "models",
+        _models,
+        "say how a checkpoint is served, or list the architectures that can be",
+        target_argument(),
+        shared_arguments("warning"),
+    )
     tune = "measure the attention backends that can run here on the model's heads, for later starts to choose by"
     add("tune", _tune, tune, target_argument(), shared_arguments("warning"))
     for extension in find_extensions():
@@ -163,8 +174,9 @@ def _parser() -> argparse.ArgumentParser:
 def _sampling() -> argparse.ArgumentParser:
     parent = argparse.ArgumentParser(add_help=False)
     parent.add_argument("--max-tokens", type=count, default=256, help="most tokens to write (default: 256)")
-    parent.add_argument("--temperature", type=real, default=0.7, help="0 takes the likeliest token (default: 0.7)")
-    parent.add_argument("--top-p", type=real, default=1.0, help="nucleus sampling (default: 1, off)")
+    parent.add_argument("--temperature", type=real, help="0 takes the likeliest token (default: 0.7)")
+    parent.add_argument("--top-p", type=real, help="nucleus sampling (default: off; chat: 0.95)")
+    parent.add_argument("--min-p", type=real, help="least share of the likeliest token's (default: off; chat: 0.05)")
     parent.add_argument("--seed", type=natural, help="the same seed gives the same text")
     return parent
 
@@ -227,11 +239,11 @@ def _check(configs: Sequence[Config], engines: str = "") -> None:
 async def _serve_on_machines(config: Config, source: ConfigSource) -> None:
     from engine.workers.machines.head import Head
     from engine.workers.machines.launch import read_launch
-    from engine.workers.machines.node import Node
+    from engine.workers.machines.node import MachineNode
 
     launch = read_launch(os.environ, config)
     if launch.index:
-        await Node(launch, config).run()
+        await MachineNode(launch, config).run()
         return
     async with Head(launch, config) as head:
         await _serve_until_stopped(config, source, head)
@@ -250,16 +262,17 @@ async def _serve_until_stopped(config: Config, source: ConfigSource, machines: "
     with bind(config.server.host, config.server.port) as listener:
         frontend = FrontendCommand(FRONT_MODULE, listener.fileno()) if config.placement.ingress == "process" else None
         system = System(config, progress=sys.stderr.isatty(), machines=machines, frontend=frontend)
-        write_recordings_on_signal(system.recorder)
+        for part in find_extensions():
+            part.with_engine(system)
         if machines is not None:
             machines.is_draining = lambda: system.entrance.draining
-        card = ModelCard.of(system, config.server)
+        card = ModelCard.of(system, config.server, described(system))
         operations = LocalOperations(system, source, card)
         engine = asyncio.create_task(_run_engine(system, url_of(listener, config.server.scheme), config.server))
         ways: dict[str, Any] = {"listener": listener, "engine": engine, "reload": operations.reload}
         try:
             if isinstance(system.entrance, RemoteIngress):
-                system.entrance.about, system.entrance.operate = msgspec.msgpack.encode(card), operations.answer
+                system.entrance.connect_operations(msgspec.msgpack.encode(card), operations.answer)
                 await serve_from_process(config.server, system.entrance, **ways)
             else:
                 backend = Backend(system.entrance, system.monitor, card, system.codec, operations)
@@ -290,7 +303,7 @@ def _generate(parsed: argparse.Namespace, config: Config) -> None:
     from engine.llm import LLM
 
     with LLM(config=config, progress=False) as llm:
-        for number, delta in enumerate(llm.stream(prompt, _sampling_params(parsed))):
+        for number, delta in enumerate(llm.stream(prompt, _sampling_params(parsed, GENERATING))):
             print(delta.text if number else prompt + delta.text, end="", flush=True)
         print()
 
@@ -302,6 +315,10 @@ def _chat(parsed: argparse.Namespace, config: Config) -> None:
     opening = [{"role": "system", "content": parsed.system}] if parsed.system else []
     turns = list(opening)
     with LLM(config=config, progress=False) as llm:
+        recommended = llm.sampling_defaults
+        params = _sampling_params(parsed, GENERATING | recommended if recommended else CHATTING)
+        sampled = f"temperature {params.temperature:g}, top_p {params.top_p:g}, min_p {params.min_p:g}"
+        console.print(f"[dim]{sampled} (--temperature, --top-p, --min-p)[/dim]")
         console.print("[dim]/reset starts over, /quit or Ctrl-D leaves, Ctrl-C stops an answer[/dim]")
         while True:
             try:
@@ -318,7 +335,7 @@ def _chat(parsed: argparse.Namespace, config: Config) -> None:
                 console.print("[dim]known commands: /reset, /quit[/dim]")
             elif text:
                 turns.append({"role": "user", "content": text})
-                answer = _answer(llm, turns, _sampling_params(parsed))
+                answer = _answer(llm, turns, params)
                 if answer is None:
                     turns.pop()
                 else:
@@ -341,10 +358,10 @@ def _answer(llm: "LLM", turns: list[dict[str, str]], params: SamplingParams) -> 
     return "".join(pieces)
 
 
-def _sampling_params(parsed: argparse.Namespace) -> SamplingParams:
-    return SamplingParams(
-        max_tokens=parsed.max_tokens, temperature=parsed.temperature, top_p=parsed.top_p, seed=parsed.seed
-    )
+def _sampling_params(parsed: argparse.Namespace, defaults: Mapping[str, float]) -> SamplingParams:
+    given = {name: value for name in CHATTING if (value := getattr(parsed, name)) is not None}
+    known: dict[str, Any] = {**defaults, **given}
+    return SamplingParams(max_tokens=parsed.max_tokens, seed=parsed.seed, **known)
 
 
 def _config(parsed: argparse.Namespace, config: Config) -> None:
@@ -379,6 +396,11 @@ def _tune(parsed: argparse.Namespace, config: Config) -> None:
 
 
 def _models(parsed: argparse.Namespace, config: Config) -> None:
+    if any(one is not None and not _is_configuration(one) for one in (parsed.target, parsed.model)):
+        path = config.model.path
+        spec = read_model(resolve_checkpoint(path, config.model.revision, DESCRIPTION), config.plugins, config.model)
+        print(f"{path}: {spec.architecture} is served {how_served(spec)}")
+        return
     table = Table("architecture", "family", "distribution", "is served")
     for row in list_families(config.plugins):
         served = "natively" if row.serves else f"once plugins.models names {row.info.short}"

@@ -21,7 +21,7 @@ from engine.settings.sections import LimitsSection, ServerSection
 from engine.types.errors import RequestError
 from engine.types.params import SamplingParams
 from engine.types.prompt import Origin, Prompt
-from server.backend import Ingress, Stream
+from server.backend import EngineIngress, EngineStream
 from server.http.exchange import EXCHANGE, Exchange
 from server.http.operation import Handler
 from server.keys import Key
@@ -157,9 +157,9 @@ class ClientRequest:
 
     def __init__(self, clients: "Clients", client: str, salt: str, exchange: Exchange) -> None:
         self.exchange = exchange
-        self.streams: list[Stream] = []
+        self.streams: list[EngineStream] = []
         self.prompts: list[Prompt] = []
-        self.opened: Callable[[Stream], None] | None = None
+        self.opened: Callable[[EngineStream], None] | None = None
         self.choices: list[tuple[int, float]] = []
         self.num_choices = 0
         self.num_open = 0
@@ -179,7 +179,7 @@ class ClientRequest:
         """Count a request whose work has limits of its own.  Raises RequestError (429) for a client over its rates."""
         self._clients.rates.admit(self._client)
 
-    def open(self, prompt: Prompt, params: SamplingParams, options: RequestOptions = DEFAULT_OPTIONS) -> Stream:
+    def open(self, prompt: Prompt, params: SamplingParams, options: RequestOptions = DEFAULT_OPTIONS) -> EngineStream:
         """Open a choice as the engine's ingress does.
 
         Raises RequestError, also a 429 if the client has its share."""
@@ -271,7 +271,7 @@ class Clients:
     num_open: choices by client.  limits: of now."""
 
     def __init__(
-        self, ingress: Ingress, server: ServerSection, limits: LimitsSection, salts: CacheSalts | None = None
+        self, ingress: EngineIngress, server: ServerSection, limits: LimitsSection, salts: CacheSalts | None = None
     ) -> None:
         self.ingress = ingress
         self.num_open: Counter[str] = Counter()

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from engine.checkpoints.fingerprint import fingerprint
-from engine.checkpoints.pooling import GENERATING, Pooling
-from engine.features.lora.files import AdapterRules
+from engine.checkpoints.use import GENERATING, ModelUse
+from engine.plugins.kinds import ATTENTION, LINEAR, named
 from engine.settings.own_kernels import kernels_here
 from engine.settings.sections import ServerSection
-from server.adapters import ServedAdapter, adapters_below
 
 if TYPE_CHECKING:
+    from engine.control.engine_spec import EngineSpec
     from engine.control.system import System
 
 
@@ -34,11 +34,10 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
         that leave them out.
     tool_parser, reasoning_parser: the names of what reads its function calls and its thoughts.
     template_variables: what clients may set in its chat template.  template_roles: the roles that it knows by name.
-    pooling: what the model is for.
+    use: what requests may ask of the model.
     fingerprint: hash of the weights and of what they are computed with; empty if that is not known.
     about: what people should know of it beside its name; empty if there is nothing.
-    adapter_rules: which adapters it takes; None for none.  adapters: those that are served at start, by their names.
-    recordings: the folder that the flight recorder of its engine writes to; empty for none.
+    parts: what extensions of the server know of it, by their names.
     """
 
     name: str
@@ -49,42 +48,39 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     tool_parser: str = "hermes"
     reasoning_parser: str = "none"
     template_variables: tuple[str, ...] = ()
-    pooling: Pooling = GENERATING
+    use: ModelUse = GENERATING
     template_roles: tuple[str, ...] = ()
     fingerprint: str = ""
     about: str = ""
-    adapter_rules: AdapterRules | None = None
-    adapters: dict[str, ServedAdapter] = {}
-    recordings: str = ""
+    parts: dict[str, bytes] = {}
 
     @classmethod
-    def of(cls, system: "System", server: ServerSection) -> "ModelCard":
-        """Returns the card of what an engine serves, created now."""
+    def of(cls, system: "System", server: ServerSection, parts: dict[str, bytes] | None = None) -> "ModelCard":
+        """Returns the card of what an engine serves, created now.  parts: see ``described``."""
+        engine, formats = system.engine, system.engine.codec.formats
         return cls(
-            name=system.model_name,
-            max_model_len=system.max_len,
-            vocab_size=system.spec.vocab_size,
+            name=engine.model_name,
+            max_model_len=engine.max_len,
+            vocab_size=engine.model.vocab_size,
             created=int(time.time()),
-            chat_defaults=system.sampling_defaults,
-            tool_parser=system.codec.formats.tool_parser,
-            reasoning_parser=system.codec.formats.reasoning_parser,
+            chat_defaults=engine.sampling_defaults,
+            tool_parser=formats.tool_parser,
+            reasoning_parser=formats.reasoning_parser,
             template_variables=server.allowed_template_variables,
-            pooling=system.spec.pooling,
-            template_roles=system.codec.roles,
-            fingerprint=_fingerprint(system),
-            about=about(system.num_parameters),
-            adapter_rules=system.adapter_rules,
-            recordings="" if system.recorder is None else str(system.recorder.folder),
-            adapters={} if system.adapter_rules is None else adapters_below(system.adapter_rules, system.model_name),
+            use=engine.model.use,
+            template_roles=engine.codec.roles,
+            fingerprint=_fingerprint(engine),
+            about=about(engine.num_parameters),
+            parts={} if parts is None else parts,
         )
 
-    def after_changes(self, system: "System") -> "ModelCard":
-        """Returns the card of the same name, with the same adapters, when the engine's settings have changed."""
+    def after_changes(self, engine: "EngineSpec") -> "ModelCard":
+        """Returns the card of the same name, with the same parts, when the engine's settings have changed."""
         return msgspec.structs.replace(
             self,
-            chat_defaults=system.sampling_defaults,
-            fingerprint=_fingerprint(system),
-            about=about(system.num_parameters),
+            chat_defaults=engine.sampling_defaults,
+            fingerprint=_fingerprint(engine),
+            about=about(engine.num_parameters),
         )
 
 
@@ -94,15 +90,15 @@ def about(num_parameters: int) -> str:
     return f"a toy of {num_parameters / 1e6:.1f} million parameters" if 0 < num_parameters < TOY_PARAMETERS else ""
 
 
-def _fingerprint(system: "System") -> str:
+def _fingerprint(engine: "EngineSpec") -> str:
     """The fingerprint of the weights, the kernels by the names that are configured, whether a compiler makes
     callboard's own
     here, torch's version and the numerics.
 
     What pages keep is part of those: rounded keys and values give other logits."""
-    config, model = system.config, system.config.model
-    weights = fingerprint(system.spec, model.load_format)
-    kernels = (config.plugins.linear, config.plugins.attention, config.graphs.mode)
+    config, model = engine.config, engine.config.model
+    weights = fingerprint(engine.model, model.load_format)
+    kernels = (named(config.plugins, LINEAR), named(config.plugins, ATTENTION), config.graphs.mode)
     made = (kernels_here(), metadata.version("torch"))
     numerics = (model.numerics, model.dtype, model.quantization, config.kv.dtype)
     ranks = (config.device.kind, config.device.tensor_parallel)

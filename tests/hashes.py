@@ -19,8 +19,12 @@ from packaging.utils import canonicalize_name, parse_sdist_filename, parse_wheel
 
 ROOT = Path(__file__).parents[1]
 FILE = ROOT / "requirements.txt"
+IMAGES_FILE = ROOT / "deploy" / "requirements.txt"
 HEADER = """\
 # What `make serve` installs beside torch, with the hashes of each release's files.  Made by `make hashes INDEX=URL`.
+"""
+IMAGES_HEADER = """\
+# What the images install beside ../requirements.txt, for traces.  Made by `make hashes INDEX=URL`.
 """
 SIMPLE_JSON = "application/vnd.pypi.simple.v1+json"
 BUILDING = (
@@ -75,6 +79,14 @@ def serving() -> set[str]:
     return needed([*(one.name for one in _requirements("callboard")), *(one.name for one in _requirements("torch"))])
 
 
+def tracing() -> set[str]:
+    """Returns every package that traces need and serving does not."""
+    extra = {**ENVIRONMENTS[0], "extra": "otel"}
+    wanted = (Requirement(line) for line in requires("callboard") or ())
+    roots = [one.name for one in wanted if one.marker is not None and one.marker.evaluate(extra)]
+    return needed(roots) - serving()
+
+
 def hashes(files: Iterable[dict[str, Any]], version: str) -> list[str]:
     """Returns the hashes of the files of a release.  files: as the index lists them."""
     return sorted(
@@ -111,17 +123,21 @@ def main() -> None:
     parser.add_argument(
         "index", help="a package index with the JSON API of PEP 691, such as https://index.example/simple"
     )
-    index, versions = parser.parse_args().index, pinned((ROOT / "constraints.txt").read_text())
-    names = sorted(serving() | needed(BUILDING))
-    if missing := [name for name in names if name not in versions]:
-        raise SystemExit(f"constraints.txt has no version of {', '.join(missing)}")
-    text = HEADER
-    for name in names:
-        found = hashes(fetched(index, name), versions[name])
-        if not found:
+    index = parser.parse_args().index
+    FILE.write_text(HEADER + _all_lines(index, serving() | needed(BUILDING)))
+    IMAGES_FILE.write_text(IMAGES_HEADER + _all_lines(index, tracing()))
+
+
+def _all_lines(index: str, names: Iterable[str]) -> str:
+    """Returns packages as pip reads them, in the versions of constraints.txt.  Raises SystemExit."""
+    versions, text = pinned((ROOT / "constraints.txt").read_text()), ""
+    for name in sorted(names):
+        if name not in versions:
+            raise SystemExit(f"constraints.txt has no version of {name}")
+        if not (found := hashes(fetched(index, name), versions[name])):
             raise SystemExit(f"{index} has no file of {name} {versions[name]}")
         text += lines(name, versions[name], found)
-    FILE.write_text(text)
+    return text
 
 
 if __name__ == "__main__":

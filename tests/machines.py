@@ -16,6 +16,7 @@ import argparse
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -96,7 +97,7 @@ def main() -> None:
             results.append({"row": row, "left out": "this processor has no AVX-512"})
             table.add_row(row, "", "", "", str(results[-1]["left out"]))
             continue
-        results.append(result := run(row, chosen.options.split()))
+        results.append(result := run(row, shlex.split(chosen.options)))
         counts = (str(result.get(word, 0)) for word in ("passed", "failed", "skipped"))
         table.add_row(row, *counts, "\n".join(result["which"]) or str(result.get("output", "")))  # type: ignore[arg-type]
         if chosen.output:

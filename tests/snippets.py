@@ -147,7 +147,9 @@ def main() -> int:
         # What `. .venv/bin/activate` would do has been done.
         path = f"{Path(sys.executable).parent}{os.pathsep}/usr/bin{os.pathsep}/bin"
         (home / ".venv").symlink_to(Path(sys.prefix))
-        runner = Runner(home, {"PATH": path, "HOME": name, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}, free_port())
+        runner = Runner(
+            home, {"PATH": path, "HOME": name, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}, free_port()
+        )
         failed = 0
         for block in (block for page in PAGES for block in read_blocks(page)):
             if block.skipped is not None or block.language not in ("console", "python"):

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from engine.config import OLD_KEYS, Config, build_config, json_schema, load_config, render_toml
 from engine.plugins.kinds import chosen_plugins
-from engine.settings.sections import AttentionNames
+from engine.settings.attention_names import AttentionNames
 from engine.types.errors import ConfigError
 
 SECTIONS = Config.__struct_fields__
@@ -90,7 +90,7 @@ def test_a_file_that_is_no_configuration_is_named_beside_what_could_be(tmp_path:
         ("page_size=16", "unknown section"),
         ("kw.page_size=16", "unknown section"),
         ("page_size=16", "; it is kv.page_size"),
-        ("folder=x", "; it is lora.folder or storage.folder"),
+        ("folder=x", "; it is storage.folder or lora.folder"),
         ("adapters.x=1", r"; \[lora]: LoRA adapters for the model"),
         ("kv.page_sise=16", "unknown field `page_sise`; known keys: page_size"),
         ("kv.page_size=x", "--set kv.page_size=x"),

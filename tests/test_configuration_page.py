@@ -34,7 +34,8 @@ not at all; *by the file* is what no request changes, but the server's own file;
 [operations.md](operations.md#settings-that-change) says more.
 
 [several_models.md](several_models.md) says more about `[[models]]`, [scheduling.md](scheduling.md) about `scheduler`
-and `kv`, [plugins.md](plugins.md) about `plugins`. These tables are made from `engine/settings/sections.py` by
+and `kv`, [plugins.md](plugins.md) about `plugins`. These tables are made from
+`engine/settings/sections.py` and the `settings.py` of the folders that bring settings, by
 `python -m tests.test_configuration_page`.
 """
 

@@ -6,6 +6,7 @@ import random
 import re
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -171,7 +172,7 @@ def test_it_has_one_name_and_is_called_a_toy(path: str, capsys: pytest.CaptureFi
     )
     assert "What is a page?" in said  # which it was taught
     assert ModelCard.of(system, ServerSection()).about == "a toy of 3.4 million parameters"
-    system.num_parameters = 600_000_000
+    system.follow(replace(system.engine, num_parameters=600_000_000))
     greet(system, "http://127.0.0.1:8000", needs_key=False, took_s=1.0)
     said = capsys.readouterr().out
     assert "toy" not in said

@@ -8,20 +8,20 @@ from pathlib import Path
 
 import pytest
 
+from engine.features.recording import recorder
+from engine.features.traffic import recorder as traffic
+from engine.features.traffic.trace import TraceHead
 from engine.host.cache_folder import replace_file
 from engine.kernels import compiled
 from engine.plugins.kv_store import files
-from engine.recording import recorder
 from engine.scheduling.rows import PlannerLimits
 from engine.settings.sections import StorageSection
-from engine.traffic import recorder as traffic
-from engine.traffic.trace import TraceHead
 from engine.workers import socket_directory
 from server.extensions.journal import segments
 from server.extensions.storage import store
 from server.extensions.storage.files import Files
 from tests.extensions.journal.test_journal import accepted, journal_of
-from tests.recording.driver import Driver
+from tests.features.recording.driver import Driver
 
 NAMES = (
     *(".ssh/id_ed25519", "thesis.txt", "notes.log", "7.log", "0007.log", "my-asked-1.cbr", "x-died-notes.cbr"),
@@ -104,13 +104,13 @@ async def kernel_cache(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def by_number_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """The journal takes every file with a number for its own, whatever it says."""
 
-    def path(self: segments.Segments, number: int) -> Path:
+    def path(self: segments.JournalSegments, number: int) -> Path:
         named = (one for one in self._folder.glob("*.log") if one.stem.isdecimal() and int(one.stem) == number)
         return next(named, self._folder / f"{number:08d}.log")
 
     monkeypatch.setattr(segments, "NAMED", re.compile(r"[0-9]+\.log"))
     monkeypatch.setattr(segments, "MAGIC", b"")
-    monkeypatch.setattr(segments.Segments, "_path", path)
+    monkeypatch.setattr(segments.JournalSegments, "_path", path)
 
 
 # What writes, the folder that it has below its root, and a mutant that does not look at names.

@@ -117,15 +117,15 @@ WRITERS: dict[str, tuple[Callable[[Path, NotedDisk], Awaitable[None]], Callable[
 }
 
 
-def unsynced_copy(self: segments.Segments, number: int, entries: Any, *, is_synced: bool) -> int:
+def unsynced_copy(self: segments.JournalSegments, number: int, entries: Any, *, is_synced: bool) -> int:
     return COPY(self, number, entries, is_synced=False)
 
 
-COPY = segments.Segments.copy
+COPY = segments.JournalSegments.copy
 # Writer, and what is left out.  The first two are how the journal once was.
 MUTANTS: dict[str, tuple[str, Any, str, Any]] = {
     "no sync of the journal's folder": ("journal", segments, "sync_folder", lambda path: None),
-    "old files go before the new one is synced": ("journal", segments.Segments, "copy", unsynced_copy),
+    "old files go before the new one is synced": ("journal", segments.JournalSegments, "copy", unsynced_copy),
     "no sync of the folder above": ("journal", disk, "sync_folder", lambda path: None),
     "no sync of a page's folder": ("page store", appended_file, "sync_folder", lambda path: None),
     "no sync of the folder above the store": ("storage", disk, "sync_folder", lambda path: None),

@@ -8,7 +8,19 @@ from pathlib import Path
 import pytest
 
 from tests import sbom
-from tests.hashes import BUILDING, FILE, ROOT, SIMPLE_JSON, hashes, lines, needed, pinned, serving
+from tests.hashes import (
+    BUILDING,
+    FILE,
+    IMAGES_FILE,
+    ROOT,
+    SIMPLE_JSON,
+    hashes,
+    lines,
+    needed,
+    pinned,
+    serving,
+    tracing,
+)
 
 PINNED = pinned((ROOT / "constraints.txt").read_text())
 MAKEFILE = (ROOT / "Makefile").read_text()
@@ -19,6 +31,14 @@ def test_every_package_that_serving_or_building_needs_has_a_version_and_hashes()
     assert found.keys() == serving() | needed(BUILDING)
     assert all(found.values())
     assert pinned(FILE.read_text()) == {name: PINNED[name] for name in found}
+
+
+def test_every_package_that_the_images_need_for_traces_has_a_version_and_hashes() -> None:
+    pytest.importorskip("opentelemetry.sdk", reason="what it needs is looked up in its installation")
+    found = sbom.hashes_of(IMAGES_FILE.read_text())
+    assert found.keys() == tracing()
+    assert all(found.values())
+    assert pinned(IMAGES_FILE.read_text()) == {name: PINNED[name] for name in found}
 
 
 def test_torch_alone_is_left_out_of_what_is_imported() -> None:

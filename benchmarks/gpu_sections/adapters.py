@@ -76,7 +76,8 @@ async def _said(kind: str, folder: Path, num_out: int, graphs: Mapping[str, Any]
 
         async def one(index: int, adapter: Any) -> list[int]:
             prompt = f"def function_{index}(value, other):\n    return value"
-            delta = await system.ingress.open(prompt, params, RequestOptions(adapter=adapter)).collect()
+            options = RequestOptions(parts=adapter.parts if adapter else {})
+            delta = await system.ingress.open(prompt, params, options).collect()
             tokens: list[int] = np.frombuffer(delta.token_ids, np.int32).tolist()
             return tokens
 

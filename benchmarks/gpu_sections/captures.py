@@ -66,7 +66,7 @@ def capture_costs(model: str, way: str, max_tokens: int, max_rows: int, device: 
     system = System(build_config(Config(), sections))
     rank.Capturing = Measured  # type: ignore[misc]
     try:
-        loading.load_runner(system.config, system.spec, system.max_len, system._plugins, rank=0, progress=False)
+        loading.load_runner(system.config, system.spec, system.max_len, system.engine.plugins, rank=0, progress=False)
     finally:
         rank.Capturing = Capturing  # type: ignore[misc]
     return rows

@@ -7,7 +7,7 @@ import torch
 from engine.layers.attention import AttentionSpec
 from engine.plugins.kinds import ATTENTION
 from engine.plugins.manager import Plugins
-from engine.startup.race import Race
+from engine.startup.race import AttentionRace
 from gpu_sections.rows import Row
 
 HEAD_SIZE, PAGE_SIZE = 128, 16
@@ -23,7 +23,7 @@ def section(
         spec = AttentionSpec(layers, heads, kv_heads, HEAD_SIZE, HEAD_SIZE**-0.5)
         plugins = Plugins({ATTENTION: "auto"})
         share_s = limit_s / len(models)
-        report = Race(plugins, spec, PAGE_SIZE, device, dtype, limit_s=share_s, compile_s=share_s).run()
+        report = AttentionRace(plugins, spec, PAGE_SIZE, device, dtype, limit_s=share_s, compile_s=share_s).run()
         fastest = report.fastest()
         for phase, results in report.results.items():
             for one in results:

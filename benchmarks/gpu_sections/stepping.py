@@ -57,7 +57,7 @@ def load(
         "plugins": {"attention": attention},
     }
     system = System(build_config(Config(), sections))
-    return load_runner(system.config, system.spec, system.max_len, system._plugins, rank=0, progress=False)
+    return load_runner(system.config, system.spec, system.max_len, system.engine.plugins, rank=0, progress=False)
 
 
 def pages_each(context: int, room: int) -> int:

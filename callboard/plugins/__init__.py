@@ -47,7 +47,6 @@ from engine.checkpoints.shape import (
 from engine.kv.events import KVEvent, Tier
 from engine.kv.eviction import Candidate, EvictionListener, EvictionStrategy, SortKey
 from engine.kv.node import Namespace, namespace_seed
-from engine.kv.store import KVStore
 from engine.messages import Finish
 from engine.plugins.hookspecs import (
     API_VERSION,
@@ -66,6 +65,7 @@ from engine.plugins.hookspecs import (
     ProposerContext,
     hookimpl,
 )
+from engine.plugins.kv_store.store import KVStore
 from engine.plugins.options import Options, decode_options
 from engine.plugins.selection import attention_factory
 from engine.scheduling.meter import RequestMetrics

@@ -8,12 +8,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from engine.plugins.declaration import Declaration, read_declaration
+from engine.plugins.kv_store.kit import check_kv_store
 from engine.plugins.proof.attention_cases import AttentionCase
 from engine.plugins.proof.findings import ConformanceError
 from engine.plugins.testing.attention_cases import attention_cases
 from engine.plugins.testing.eviction import check_eviction_strategy
 from engine.plugins.testing.grammar import GrammarExample, check_grammar_engine
-from engine.plugins.testing.kv_store import check_kv_store
 from engine.plugins.testing.observer import check_observer
 from engine.plugins.testing.parsers import check_reasoning_parser, check_tool_parser
 from engine.plugins.testing.policy import check_scheduling_policy

@@ -5,15 +5,14 @@ Does not know: clients, HTTP, which requests are open.
 The server checks before it reads a body, and ingress checks again when the request arrives.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Final, NamedTuple, Protocol
 
 import msgspec
 import numpy as np
 
-from engine.checkpoints.pooling import Pooling
+from engine.checkpoints.use import ModelUse
 from engine.messages import RequestOptions
-from engine.pooling import pooled_params
 from engine.settings.sections import LimitsSection
 from engine.types.errors import FieldError, RequestError
 from engine.types.params import SamplingParams
@@ -34,13 +33,17 @@ MAX_CHARS_PER_TOKEN = 8  # no prompt that fits the context is longer in practice
 class Admitting(Protocol):
     """The state of the actor that admits requests: ingress.
 
-    ready: the model is loaded.  asleep: an operator put the engine to sleep.  failure: why the engine died, if it did.
+    ready: the model is loaded.  loading: returns what a start does right now, or ''.
+    asleep: an operator put the engine to sleep.  failure: why the engine died, if it did.
     num_leaving: cancelled requests that the engine has not released yet."""
 
     ready: bool
-    draining: bool
+    loading: Callable[[], str]
     asleep: bool
     failure: str | None
+
+    @property
+    def draining(self) -> bool: ...
 
     @property
     def num_open(self) -> int:
@@ -83,9 +86,9 @@ class Load(NamedTuple):
         raise RequestError(reason, status=429, code=code, retry_after_s=RETRY_AFTER_S)
 
 
-def not_serving(code: str) -> RequestError:
-    """Return the refusal of all requests until a state changes.  code: a key of ``STATES``."""
-    return RequestError(STATES[code], status=503, code=code, retry_after_s=RETRY_LATER_S)
+def not_serving(code: str, detail: str = "") -> RequestError:
+    """Return the refusal of all requests until a state changes.  code: a key of ``STATES``.  detail: follows it."""
+    return RequestError(STATES[code] + detail, status=503, code=code, retry_after_s=RETRY_LATER_S)
 
 
 def unavailable(ingress: Admitting) -> RequestError | None:
@@ -95,7 +98,10 @@ def unavailable(ingress: Admitting) -> RequestError | None:
         error.add_note(ingress.failure)  # for callers in Python; an HTTP response does not contain it
         return error
     states = {"draining": ingress.draining, "not_ready": not ingress.ready, "asleep": ingress.asleep}
-    return next((not_serving(code) for code, holds in states.items() if holds), None)
+    code = next((code for code, holds in states.items() if holds), None)
+    if code is None:
+        return None
+    return not_serving(code, f": {what}" if code == "not_ready" and (what := ingress.loading()) else "")
 
 
 def check_admission(ingress: Admitting, limits: LimitsSection) -> None:
@@ -105,12 +111,10 @@ def check_admission(ingress: Admitting, limits: LimitsSection) -> None:
     Load(ingress.num_open, ingress.num_leaving).check(limits)
 
 
-def read_params(params: SamplingParams, pooling: Pooling, vocab_size: int) -> SamplingParams:
+def read_params(params: SamplingParams, use: ModelUse, vocab_size: int) -> SamplingParams:
     """Return the parameters to sample with.  Raises RequestError if a value is out of range or the task unsupported."""
     params.check(vocab_size)
-    if params.pooling or pooling.kind != "generate":
-        return pooled_params(pooling, params)
-    return params
+    return params if params.generates and use.kind == "generate" else use.params(params)
 
 
 def read_prompt(

@@ -18,8 +18,8 @@ from functools import partial
 
 from engine.actors.actor import Actor
 from engine.actors.runner import PendingStep, Runner
-from engine.messages import ExecutorInbox, FromExecutor, Profile, Step, StepDone
-from engine.types.notices import Message
+from engine.messages import ExecutorInbox, FromExecutor, Step, StepDone
+from engine.types.notices import Message, Profile
 
 log = logging.getLogger(__name__)
 

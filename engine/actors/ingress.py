@@ -11,13 +11,14 @@ import itertools
 import logging
 import random
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Literal, assert_never
 
 from engine.actors.actor import Actor, Link
 from engine.actors.admission import RETRY_AFTER_S, Load, check_admission, prompt_cost, read_params, read_prompt
 from engine.actors.operations import SettingsChanged
 from engine.actors.stream import Stream
-from engine.checkpoints.pooling import GENERATING, Pooling
+from engine.checkpoints.use import GENERATING, ModelUse
 from engine.messages import (
     DEFAULT_OPTIONS,
     Abort,
@@ -27,12 +28,11 @@ from engine.messages import (
     Finish,
     IngressInbox,
     RequestOptions,
-    Stats,
     Tokenize,
 )
 from engine.settings.sections import LimitsSection
 from engine.types.errors import EngineDied, RequestError
-from engine.types.notices import EngineReady, EngineRecovering, TokenizersLost, TokenizersReady
+from engine.types.notices import EngineReady, EngineRecovering, Stats, TokenizersLost, TokenizersReady
 from engine.types.params import MAX_SEED, SamplingParams
 from engine.types.prompt import Prompt
 
@@ -41,22 +41,21 @@ log = logging.getLogger(__name__)
 Part = Literal["executors", "tokenizers"]
 
 
+@dataclass(slots=True)
 class _Open:
     """A request between its acceptance and its terminal event."""
 
-    __slots__ = ("estimated_tokens", "stream", "timer")
-
-    def __init__(self, stream: Stream, estimated_tokens: int, timer: asyncio.TimerHandle) -> None:
-        self.stream = stream
-        self.estimated_tokens = estimated_tokens
-        self.timer = timer
+    stream: Stream
+    estimated_tokens: int
+    timer: asyncio.TimerHandle
 
 
 class Ingress(Actor[IngressInbox | SettingsChanged]):
     """Accepts or refuses requests at once; every accepted one ends in exactly one terminal event.
 
     parts: the parts that must report ready before requests are accepted; requests wait while one of them recovers.
-    first_id: id of its first request, larger than those of a previous ingress.  pooling: the model's tasks.
+    first_id: id of its first request, larger than those of a previous ingress.  use: the model's.
+    loading: returns what a start does right now, '' if it is not known.
     settings_watchers: called when limits have changed."""
 
     def __init__(
@@ -70,14 +69,16 @@ class Ingress(Actor[IngressInbox | SettingsChanged]):
         tokenizer: Link[Tokenize | Abort],
         parts: Iterable[Part] = ("executors",),
         first_id: int = 1,
-        pooling: Pooling = GENERATING,
+        use: ModelUse = GENERATING,
+        loading: Callable[[], str] = str,
     ) -> None:
         super().__init__("ingress", capacity)
+        self.loading = loading
         self._missing: set[Part] = set(parts)
         self._limits = limits
         self._max_model_len = max_model_len
         self._vocab_size = vocab_size
-        self._pooling = pooling
+        self._use = use
         self._rng = rng
         self._tokenizer = tokenizer
         self._ids = itertools.count(first_id)
@@ -98,6 +99,10 @@ class Ingress(Actor[IngressInbox | SettingsChanged]):
 
     # ---- the client side: called on the event loop ------------------------------------------
 
+    def drain(self) -> None:
+        """Accept no more requests."""
+        self.draining = True
+
     @property
     def num_open(self) -> int:
         """Requests accepted and not yet ended."""
@@ -114,7 +119,7 @@ class Ingress(Actor[IngressInbox | SettingsChanged]):
         Raises RequestError: 503 when not serving, 429 when full, 400 when a value is out of range.
         """
         check_admission(self, self._limits)
-        params = read_params(params, self._pooling, self._vocab_size)
+        params = read_params(params, self._use, self._vocab_size)
         text, token_ids, turns = read_prompt(prompt, options, self._max_model_len, self._vocab_size)
         estimated = prompt_cost(text, token_ids, turns, options.chat.tools) + len(options.resumed) // 4
         Load(self.num_open, self.num_leaving, self._queued_tokens).check(self._limits, estimated)
@@ -233,10 +238,10 @@ class Ingress(Actor[IngressInbox | SettingsChanged]):
             case Stats():
                 self.stats = message
             case EngineReady():
-                self._came("executors")
+                self._part_is_ready("executors")
                 self.asleep = False
             case TokenizersReady():
-                self._came("tokenizers")
+                self._part_is_ready("tokenizers")
             case EngineRecovering(reason=_, is_sleep=is_sleep):
                 self._lost("executors")
                 self.asleep = is_sleep
@@ -249,7 +254,7 @@ class Ingress(Actor[IngressInbox | SettingsChanged]):
             case _:
                 assert_never(message)
 
-    def _came(self, part: Part) -> None:
+    def _part_is_ready(self, part: Part) -> None:
         self._missing.discard(part)
         if not self._missing:
             self.ready = True

@@ -17,14 +17,16 @@ class SettingsChanged(Message, frozen=True, kw_only=True):
 
 
 class Operate(Message, frozen=True, kw_only=True):
-    """Change the settings, sleep, wake up, or write a recording of the scheduler's recent messages to a file.
+    """Change the settings, sleep, wake up, or do the operation of a feature.
 
     number: the answer, an ``Operated``, has the same one.
-    text: TOML with the settings, None for the file that the server was started with; the file name of a recording.
+    text: TOML with the settings, None for the file that the server was started with; the argument of a feature.
+    feature: its name.
     dry_run: only report what would change.  level: of sleep, as in ``Changeover.sleep``."""
 
-    what: Literal["apply", "sleep", "wake_up", "record"]
+    what: Literal["apply", "sleep", "wake_up", "feature"]
     number: int = 0
+    feature: str = ""
     text: str | None = None
     dry_run: bool = False
     level: Literal[1, 2] = 1
@@ -33,9 +35,10 @@ class Operate(Message, frozen=True, kw_only=True):
 class Operated(Message, frozen=True, kw_only=True):
     """The answer to ``Operate``.
 
-    outcome: an ``Outcome`` as JSON, for ``apply``.  error: why nothing was done, with the status of the answer."""
+    outcome: an ``Outcome`` as JSON, for ``apply``.  error: why nothing was done, with the answer's status and code."""
 
     number: int
     outcome: bytes = b""
     error: str = ""
     status: int = 200
+    code: str = ""

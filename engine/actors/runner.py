@@ -6,8 +6,8 @@ Owns: the protocols.  Does not know: torch, threads, what a step computes.
 from collections.abc import Callable
 from typing import Protocol
 
-from engine.messages import FromExecutor, Profile, Step, StepDone
-from engine.types.notices import Message
+from engine.messages import FromExecutor, Step, StepDone
+from engine.types.notices import Message, Profile
 
 Answer = Callable[[FromExecutor], None]
 

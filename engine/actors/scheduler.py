@@ -1,32 +1,61 @@
 """The scheduler actor: a shell around the planner.
 
-consumes: Admit, Abort (tokenizer) · StepDone, PagesFetched, ExecutorsReady, ExecutorsLost (executors) · Stop (system)
-produces: Step, FetchPages (every executor, same order) · LossExplained (their group) · Tokens, Failed (tokenizer)
+consumes: Admit, Abort (tokenizer) · StepDone, FeatureAnswer, ExecutorsReady, ExecutorsLost (executors)
+  Reconfigure (changeover) · Stop (system)
+produces: Step, FeatureRequest (every executor, same order) · LossExplained (their group) · Tokens, Failed (tokenizer)
   EngineReady, EngineRecovering, Stats (ingress)
 calls: observers, in batches, with finished requests and events of the prefix cache
 waits for: a message; never for a peer.   owns: the life of every sequence and every page.
 """
 
 import logging
-from collections import deque
 from collections.abc import Callable, Sequence
-from typing import assert_never
+from typing import Protocol, assert_never
 
 import msgspec
 
 from engine.actors.actor import Actor, Link
-from engine.messages import Abort, Admit, ExecutorInbox, Failed, PagesFetched, SchedulerInbox, Stats, StepDone, Tokens
+from engine.actors.rank_results import RankResults
+from engine.messages import (
+    Abort,
+    Admit,
+    ExecutorInbox,
+    Failed,
+    FeatureAnswer,
+    Reconfigure,
+    SchedulerInbox,
+    StepDone,
+    Tokens,
+)
 from engine.plugins.observers import Observers
 from engine.scheduling.planner import Planner
 from engine.types.errors import RequestError
-from engine.types.notices import EngineReady, EngineRecovering, ExecutorsLost, ExecutorsReady, LossExplained
+from engine.types.notices import EngineReady, EngineRecovering, ExecutorsLost, ExecutorsReady, LossExplained, Stats
+
+
+class PlannerSource(Protocol):
+    """The source of a scheduler's planners, which has their settings.  overlap_depth: most steps in flight."""
+
+    @property
+    def overlap_depth(self) -> int: ...
+
+    def build(self, num_pages: int) -> Planner:
+        """Return a planner for a pool of so many pages."""
+        ...
+
+    def change(self, blueprint: bytes) -> None:
+        """Use other settings from now on.  blueprint: as in ``Reconfigure``."""
+        ...
+
+    def retune(self, planner: Planner) -> None:
+        """Give a planner the settings that can change while it works."""
+        ...
 
 
 class Scheduler(Actor[SchedulerInbox]):
-    """Plans steps while fewer than ``overlap_depth`` are in flight.
+    """Plans steps while fewer than the source's ``overlap_depth`` are in flight.
 
-    new_planner: builds the planner when executors have reported their number of pages.
-    is_renewed: the next executors need a new planner, which takes over the present one's requests.
+    source: builds the planner when executors have reported their number of pages.
     executors: one link per rank.  explain: called with the request that caused a loss, for their group.
     When executors are lost, requests keep their state and wait until all are ready again.
     """
@@ -37,8 +66,7 @@ class Scheduler(Actor[SchedulerInbox]):
         self,
         *,
         capacity: int,
-        overlap_depth: int,
-        new_planner: Callable[[int], Planner],
+        source: PlannerSource,
         executors: Sequence[Link[ExecutorInbox]],
         explain: Callable[[LossExplained], None],
         tokenizer: Link[Tokens | Failed],
@@ -46,16 +74,16 @@ class Scheduler(Actor[SchedulerInbox]):
         observers: Observers,
     ) -> None:
         super().__init__("scheduler", capacity)
-        self.overlap_depth = overlap_depth
-        self.new_planner = new_planner
-        self.is_renewed = False
+        self._source = source
+        self._overlap_depth = source.overlap_depth
+        self._renews = False
         self._executors = executors
         self._explain = explain
         self._tokenizer = tokenizer
         self._ingress = ingress
         self._observers = observers
         self._is_ready = False
-        self._results = RankResults(len(executors))
+        self._results = RankResults(len(executors)) if len(executors) > 1 else None
         self._planner: Planner | None = None
         self._num_pages = 0
         self._last_stats: Stats | None = None
@@ -63,14 +91,16 @@ class Scheduler(Actor[SchedulerInbox]):
     def handle(self, message: SchedulerInbox) -> None:
         match message:
             case StepDone():
-                if (result := self._results.add(message)) is not None:
+                if (result := self._results.add(message) if self._results is not None else message) is not None:
                     self._planned.complete(result)
             case Admit():
                 self._admit(message)
-            case PagesFetched():
+            case FeatureAnswer():
                 self._planned.received(message)
             case Abort(request_id=request_id, finish=finish):
                 self._planned.abort(request_id, finish)
+            case Reconfigure():
+                self._reconfigure(message)
             case ExecutorsReady(num_pages=num_pages):
                 self._executors_ready(num_pages)
             case ExecutorsLost():
@@ -83,7 +113,7 @@ class Scheduler(Actor[SchedulerInbox]):
         if planner is None:
             return
         # Steps first: the device should not wait for the tokenizer.
-        while self._is_ready and planner.num_in_flight < self.overlap_depth:
+        while self._is_ready and planner.num_in_flight < self._overlap_depth:
             if (step := planner.next_step()) is None:
                 break
             for executor in self._executors:
@@ -98,15 +128,16 @@ class Scheduler(Actor[SchedulerInbox]):
         if self._last_stats is None or msgspec.structs.replace(self._last_stats, step_id=stats.step_id) != stats:
             self._last_stats = stats
             self._ingress.put(stats)
-        self._tell_observers(planner)
+        self._call_observers(planner)
 
-    def _tell_observers(self, planner: Planner) -> None:
+    def _call_observers(self, planner: Planner) -> None:
         """Call the observers last: messages that were put above are delivered only after this returns."""
         if planner.finished:
             finished = tuple(planner.finished)
             planner.finished.clear()
-            self._observers.request_finished(finished)
-        if events := planner.drain_kv_events():
+            if self._observers.wants_requests:
+                self._observers.request_finished(finished)
+        if events := planner.pages.tree.drain_events():
             self._observers.kv_event(tuple(events))
 
     def close(self) -> None:
@@ -136,68 +167,36 @@ class Scheduler(Actor[SchedulerInbox]):
         except Exception:  # from one request, or the policy that ranks it; the planner has not admitted it
             self.log.exception("request=%d failed in the scheduler", message.request_id)
             error = RequestError("internal error; the server log has the details", status=500, code="internal_error")
-        self._tokenizer.put(
-            Failed(
-                request_id=message.request_id,
-                message=error.message,
-                status=error.status,
-                code=error.code,
-                param=error.param,
-            )
-        )
+        self._tokenizer.put(Failed.of(message.request_id, error))
+
+    def _reconfigure(self, message: Reconfigure) -> None:
+        if message.blueprint:
+            self._source.change(message.blueprint)
+            self._overlap_depth = self._source.overlap_depth
+        if message.renews:
+            self._renews = True
+        elif self._planner is not None:
+            self._source.retune(self._planner)
 
     def _executors_ready(self, pages: int) -> None:
         self._is_ready = True
         if self._planner is None:
-            self._planner = self.new_planner(pages)
-        elif self.is_renewed:
-            self._planner = self.new_planner(pages).with_requests_of(self._planner)
+            self._planner = self._source.build(pages)
+        elif self._renews:
+            self._planner = self._source.build(pages).with_requests_of(self._planner)
         else:
             # Requests were admitted for the first pool's size, so later executors are started with the same size.
             assert pages >= self._num_pages, f"the pool had {self._num_pages} pages and came back with {pages}"
             pages = self._num_pages
-        self._num_pages, self.is_renewed = pages, False
+        self._num_pages, self._renews = pages, False
         page_size = self._planner.requests.limits.page_size
         self.log.info("scheduler ready: pages=%d page_size=%d tokens=%d", pages, page_size, pages * page_size)
         self._ingress.put(EngineReady())
 
     def _executors_lost(self, lost: ExecutorsLost) -> None:
         self._is_ready = False
-        self._results.clear()
+        if self._results is not None:
+            self._results.clear()
         if self._planner is not None and (explained := self._planner.restart(is_fault=lost.is_fault)) is not None:
             self._explain(explained)
         self._ingress.put(EngineRecovering(reason=lost.reason, is_sleep=lost.is_sleep))
-
-
-class RanksDiverged(RuntimeError):
-    """Two ranks have sampled different tokens from logits that should be equal."""
-
-
-class RankResults:
-    """Results of ranks that are ahead of others: a step is done when every rank has answered, and all must agree.
-
-    Each rank answers its steps in order; rank 0's answer is used, since it has the details."""
-
-    def __init__(self, num_ranks: int) -> None:
-        self._waiting: list[deque[StepDone]] = [deque() for _ in range(num_ranks)]
-
-    def add(self, result: StepDone) -> StepDone | None:
-        """Add one rank's result.  Returns the step's result once complete.  Raises RanksDiverged if ranks disagree."""
-        if len(self._waiting) == 1:
-            return result
-        self._waiting[result.rank].append(result)
-        if not all(self._waiting):
-            return None
-        first, *others = (results.popleft() for results in self._waiting)
-        for other in others:
-            if (other.step_id, other.token_ids) != (first.step_id, first.token_ids):
-                raise RanksDiverged(
-                    f"step {first.step_id}: rank {other.rank} sampled other tokens than rank {first.rank} "
-                    f"(its answer is to step {other.step_id}); the ranks no longer compute the same"
-                )
-        return first
-
-    def clear(self) -> None:
-        """Drop the answers of ranks that are gone."""
-        for results in self._waiting:
-            results.clear()

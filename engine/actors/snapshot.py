@@ -42,7 +42,6 @@ class Gauges(msgspec.Struct, frozen=True):
     pages_cached: int = 0
     pages_used: int = 0
     page_size: int = 0
-    host_pages_used: int = 0
     num_in_flight: int = 0
     stalled_s: float = 0.0
     num_restarts: int = 0

@@ -14,9 +14,9 @@ import numpy as np
 import numpy.typing as npt
 
 from engine.actors.runner import Answer, PendingStep, Runner
-from engine.messages import Profile, PromptLogprobs, Step, StepDone, StepExtras
+from engine.messages import PromptLogprobs, Step, StepDone, StepExtras
 from engine.types.errors import StepTooLarge
-from engine.types.notices import Message
+from engine.types.notices import Message, Profile
 
 log = logging.getLogger(__name__)
 
@@ -55,7 +55,7 @@ class StepSplitter:
         first, second = halves(step)
         if not changes_made:
             first = msgspec.structs.replace(step, **batch_of(first))
-        return _Parts([self.launch(first), self.launch(second)])
+        return _StepParts([self.launch(first), self.launch(second)])
 
     def profile(self, ask: Profile) -> None:
         """Start or stop recording steps, as ``Runner.profile``."""
@@ -133,7 +133,7 @@ def _step(step: Step, decode_rows: bytes, columns: Sequence[Ints]) -> Step:
 
 
 @dataclass(frozen=True, slots=True)
-class _Parts:
+class _StepParts:
     """The launched parts of a step."""
 
     parts: list[PendingStep]
@@ -154,7 +154,11 @@ def merged(results: Sequence[StepDone]) -> StepDone:
         for row, one in done.extras.items():
             extras[row] = together(extras[row], one) if row in extras else one
     token_ids = b"".join(done.token_ids for done in results)
-    return msgspec.structs.replace(results[0], token_ids=token_ids, extras=extras, note=IN_PARTS)
+    parts = {name: part for done in results for name, part in done.parts.items()}
+    late = results[-1].late  # which knows best what is ready
+    return msgspec.structs.replace(
+        results[0], token_ids=token_ids, extras=extras, note=IN_PARTS, parts=parts, late=late
+    )
 
 
 def together(first: StepExtras, later: StepExtras) -> StepExtras:

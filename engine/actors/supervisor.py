@@ -20,15 +20,16 @@ STOP_TIMEOUT_S = 5.0
 class Entrance(Protocol):
     """The actor that admits requests: ingress, or its replacement.
 
-    became_ready: requests can be served.  draining: set to accept no more."""
+    became_ready: requests can be served.  draining: it accepts no more."""
 
     became_ready: asyncio.Event
 
     @property
     def draining(self) -> bool: ...
 
-    @draining.setter
-    def draining(self, value: bool) -> None: ...
+    def drain(self) -> None:
+        """Accept no more requests."""
+        ...
 
     @property
     def num_open(self) -> int:
@@ -111,7 +112,7 @@ class Supervisor:
         """Refuse new requests, let open ones finish for a while, cancel the rest, then end the actors in order."""
         if self._supervising is None:
             return
-        self._entrance.draining = True
+        self._entrance.drain()
         if not await self._entrance.wait_idle(drain_timeout_s):
             log.warning("%d requests still open after %g s are cancelled", self._entrance.num_open, drain_timeout_s)
             self._entrance.abort_all()

@@ -23,7 +23,6 @@ from engine.messages import (
     Deltas,
     Failed,
     Finish,
-    Logprobs,
     StepExtras,
     Tokenize,
     TokenizerInbox,
@@ -91,12 +90,20 @@ class Tokenizer(Actor[TokenizerInbox | _Encoded]):
     """Encodes and decodes text.  codec: the model's tokenizer and chat template.  vocab_size: the model's, which may be
     smaller than the tokenizer's.  grammars, processors: check those of requests; None for no check."""
 
-    def __init__(self, *, capacity: int, codec: TextCodec, vocab_size: int, grammars: Grammars | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        capacity: int,
+        codec: TextCodec,
+        vocab_size: int,
+        grammars: Grammars | None = None,
+        processors: Processors | None = None,
+    ) -> None:
         super().__init__("tokenizer", capacity)
         self._codec = codec
         self._vocab_size = vocab_size
         self._grammars = grammars
-        self.processors = Processors({})
+        self._processors = processors or Processors({})
         self._texts: dict[int, _Text] = {}
         self._out: list[Delta] = []
 
@@ -131,7 +138,7 @@ class Tokenizer(Actor[TokenizerInbox | _Encoded]):
         try:
             token_ids, params, options = request.token_ids, request.params, request.options
             if params.logits_processors:
-                self.processors.read(params.logits_processors)
+                self._processors.read(params.logits_processors)
             if token_ids is not None and not params.needs_vocabulary:
                 return _Encoded(request, self._codec.trimmed(token_ids, options.truncate_to), params)
             return await asyncio.to_thread(self._understand, request)
@@ -152,7 +159,7 @@ class Tokenizer(Actor[TokenizerInbox | _Encoded]):
         else:
             assert request.text is not None, f"request {request.request_id} has no prompt of any kind"
             token_ids = self._codec.encode(request.text, truncate_to=request.options.truncate_to)
-        self._check_known(token_ids, "messages" if request.turns is not None else "prompt")
+        self._codec.check_known(token_ids, self._vocab_size, "messages" if request.turns is not None else "prompt")
         token_ids = token_ids[-request.options.keep_last :]
         params = self._codec.spelt(request.params)
         if params.grammar is not None:
@@ -165,24 +172,13 @@ class Tokenizer(Actor[TokenizerInbox | _Encoded]):
         shown = thinking if request.options.chat.split_reasoning else "none"
         return _Encoded(request, token_ids, params, shown, grammar_s)
 
-    def _check_known(self, token_ids: TokenIds, param: str) -> None:
-        """Raise RequestError for a token that the tokenizer knows and the model does not."""
-        if token_ids.max() >= self._vocab_size:
-            unknown = int(token_ids[token_ids >= self._vocab_size][0])
-            raise RequestError(
-                f"{param}: the text has the token {self._codec.token_text(unknown, 0.0).text!r} (id {unknown}), which "
-                f"the tokenizer knows and the model does not: its token ids end at {self._vocab_size - 1}",
-                code="unknown_token",
-                param=param,
-            )
-
     def _admit(self, encoded: _Encoded) -> None:
         request = encoded.request
         if (text := self._texts.get(request.request_id)) is None:
             return  # cancelled while it was encoded
         if encoded.token_ids is None:
             assert encoded.error is not None, "encoding gave neither tokens nor an error"
-            self._refuse(request.request_id, encoded.error)
+            self._fail(Failed.of(request.request_id, encoded.error))
             return
         text.num_prompt = len(encoded.token_ids)
         params, chat, options = encoded.params, request.turns is not None, request.options
@@ -203,20 +199,19 @@ class Tokenizer(Actor[TokenizerInbox | _Encoded]):
                 text.num_completion = num_resumed
                 old = resumed_delta(request, self._codec, self._vocab_size, text.stream, self._usage(text))
                 self._out.append(text.opened(old))
-        except BaseException as error:  # as above
-            self._refuse(request.request_id, _fault(request.request_id, error))
+        except BaseException as error:  # of the tokenizer: only this request fails
+            self._fail(Failed.of(request.request_id, _fault(request.request_id, error)))
             return
-        ids, salt = encoded.token_ids.tobytes() + options.resumed, options.cache_salt
         self._scheduler.put(
             Admit(
                 request_id=request.request_id,
-                token_ids=ids,
+                token_ids=encoded.token_ids.tobytes() + options.resumed,
                 params=params,
                 priority=options.priority,
-                cache_salt=salt,
+                cache_salt=options.cache_salt,
                 num_resumed=num_resumed,
                 origin=options.origin,
-                adapter=options.adapter,
+                parts=options.parts,
                 grammar_s=encoded.grammar_s,
             )
         )
@@ -230,13 +225,6 @@ class Tokenizer(Actor[TokenizerInbox | _Encoded]):
         elif text.encoding is not None:
             text.encoding.cancel()  # a prompt that waits for a thread must not delay others
         self._out.append(text.opened(Delta(request_id=message.request_id, text="", finish=Finish.ABORT)))
-
-    def _refuse(self, request_id: int, error: RequestError) -> None:
-        self._fail(
-            Failed(
-                request_id=request_id, message=error.message, status=error.status, code=error.code, param=error.param
-            )
-        )
 
     def _fail(self, message: Failed) -> None:
         if self._texts.pop(message.request_id, None) is not None:
@@ -263,31 +251,18 @@ class Tokenizer(Actor[TokenizerInbox | _Encoded]):
             if text is not None:  # else it has ended here already, by a stop string or a cancellation
                 extras = message.extras.get(request_id, NO_EXTRAS)
                 try:
-                    if text.request.options.prompt_only:
-                        self._take_prompt(text, Finish(finish), extras.pooled)
-                    else:
-                        self._take_token(text, token_id, Finish(finish), extras.logprobs)
-                except BaseException as error:  # as above
+                    self._take_token(text, token_id, Finish(finish), extras)
+                except BaseException as error:  # of the tokenizer: only this request fails
                     self._texts[request_id] = text
                     self._scheduler.put(Abort(request_id=request_id))
-                    self._refuse(request_id, _fault(request_id, error))
+                    self._fail(Failed.of(request_id, _fault(request_id, error)))
 
-    def _take_prompt(self, text: _Text, finish: Finish, pooled: bytes) -> None:
-        """End a request that needs its prompt alone, without output."""
-        if finish == Finish.RUNNING:
-            return
-        del self._texts[text.request.request_id]
-        delta = Delta(
-            request_id=text.request.request_id,
-            finish=finish if finish == Finish.ABORT else Finish.LENGTH,
-            usage=self._usage(text),
-            prompt_logprobs=text.take_prompt_logprobs(),
-            pooled=pooled,
-        )
-        self._out.append(text.opened(delta))
-
-    def _take_token(self, text: _Text, token_id: int, finish: Finish, logprobs: Logprobs | None) -> None:
+    def _take_token(self, text: _Text, token_id: int, finish: Finish, extras: StepExtras) -> None:
         stream, request = text.stream, text.request
+        if request.options.prompt_only:
+            if finish == Finish.RUNNING:
+                return
+            token_id, finish = -1, finish if finish == Finish.ABORT else Finish.LENGTH
         assert stream is not None, f"request {request.request_id} got a token before it was admitted"
         stop_reason: str | int | None = None
         shown = ""
@@ -315,9 +290,10 @@ class Tokenizer(Actor[TokenizerInbox | _Encoded]):
             stop_reason=stop_reason,
             # The first delta carries the prompt's length, the last one all usage.
             usage=self._usage(text) if finish != Finish.RUNNING or text.num_completion == 1 else None,
-            logprobs=(logprob_texts(self._codec, token_id, logprobs),) if logprobs is not None else (),
+            logprobs=() if extras.logprobs is None else (logprob_texts(self._codec, token_id, extras.logprobs),),
             reasoning=stream.take_thoughts(),
             prompt_logprobs=text.take_prompt_logprobs(),
+            pooled=extras.pooled,
         )
         self._out.append(delta if text.opening is None else text.opened(delta))
 

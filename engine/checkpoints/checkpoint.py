@@ -6,17 +6,19 @@ Owns: resolving a model path, and ModelSpec.  Does not know: torch, tensors, ran
 import logging
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from engine.checkpoints.feature import CheckpointFeature, Reading
 from engine.checkpoints.fields import Fields, read_fields
 from engine.checkpoints.gguf import STORED_FORMATS, SUFFIX, unfold
-from engine.checkpoints.pooling import GENERATING, REWARD, Pooling, read_pooling
 from engine.checkpoints.quantization import Quantization, read_quantization
-from engine.checkpoints.shape import ClassifierShape, DecoderShape, NoHeadShape, PartShape, RewardShape, TokenScoreShape
+from engine.checkpoints.shape import DecoderShape
+from engine.checkpoints.text_part import read_text_part
+from engine.checkpoints.use import GENERATING, ModelUse
 from engine.types.errors import WeightsError
 
 log = logging.getLogger(__name__)
@@ -27,6 +29,8 @@ DEMO_NAME = "callboard-demo"
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 HUB_ADDRESS = re.compile(r"https?://[^/]+/([\w.-]+/[\w.-]+)")
 HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "*.model", "merges.txt", "vocab.txt"]
+DESCRIPTION = ["*.json"]
+"""Files without weights that ``read_spec`` reads."""
 # Second copies of the weights in other layouts, which some repositories contain.  A folder whose name begins with a
 # number is a module of sentence-transformers.
 HUB_COPIES = ["[!0-9]*/*", "consolidated*"]
@@ -49,7 +53,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     dtype: type in which the weights were saved.  quantization: how they are rounded, if they are.
     eos_token_ids: every id that ends a text, sorted, maybe none.  All token ids here are in the vocabulary.
     config: config.json as it is.
-    pooling: the model's use, and how prompts are pooled if it is not text.
+    use: what requests may ask of the model.
     """
 
     directory: Path
@@ -60,7 +64,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     eos_token_ids: tuple[int, ...]
     sampling: SamplingDefaults
     config: dict[str, Any]
-    pooling: Pooling = GENERATING
+    use: ModelUse = GENERATING
 
     @property
     def vocab_size(self) -> int:
@@ -77,12 +81,13 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def max_len(self) -> int:
         """Longest sequence that the model was trained for."""
-        return min(self.shape.max_len, self.pooling.max_len or self.shape.max_len)
+        return min(self.shape.max_len, self.use.max_len or self.shape.max_len)
 
 
-def resolve_checkpoint(path: str, revision: str) -> Path:
+def resolve_checkpoint(path: str, revision: str, files: Sequence[str] = HUB_FILES) -> Path:
     """Return the directory of ``model.path``: a directory, 'demo', one made for a GGUF file, or a hub id's download.
 
+    files: patterns of the files that are downloaded.
     Raises WeightsError, in one sentence, if there is none.
     """
     directory = Path(path).expanduser()
@@ -95,7 +100,7 @@ def resolve_checkpoint(path: str, revision: str) -> Path:
             return unfold(directory)
         raise WeightsError(f"{path}: is a file, expected a checkpoint directory or a {SUFFIX} file")
     if is_hub_id(path):
-        return _download(path, revision)
+        return _download(path, revision, files)
     if address := HUB_ADDRESS.match(path):
         raise WeightsError(f"{path}: is the address of a page; name a model of the hub as {address[1]!r}")
     raise WeightsError(
@@ -115,26 +120,30 @@ def read_spec(
     read_shape: Callable[[str, Fields], DecoderShape],
     score_tokens: tuple[str, ...] = (),
     token_id: Callable[[str], int] = int,
+    features: Iterable[CheckpointFeature] = (),
 ) -> ModelSpec:
     """Read config.json and generation_config.json.  Raises WeightsError naming the file, field and expectation.
 
     read_shape: returns the shape for an architecture's name and config.json.
-    score_tokens, token_id: for ``read_pooling``."""
-    fields = read_fields(directory / "config.json")
-    architecture = _architecture(fields)
+    score_tokens, token_id: see ``Reading``.  features: read the rest."""
+    whole = read_fields(directory / "config.json")
+    architecture, fields = read_text_part(_architecture(whole), whole)
     quantization = read_quantization(fields)
-    shape = read_shape(architecture, fields)
-    has_labels = shape.pooled_head is not None
-    pooling = read_pooling(directory, architecture, fields, score_tokens, token_id, has_labels=has_labels)
-    if pooling.kind != "generate" and shape.built_by != DecoderShape.built_by:
-        what = f"{pooling} is served by callboard's own families only, and {architecture} is computed by another"
-        raise WeightsError(f"{directory}: {what}")
-    if unknown := [one for one in pooling.score_ids if one >= shape.vocab_size]:
-        what = f"a score is read from the logit of token {unknown[0]}, but the model's last is {shape.vocab_size - 1}"
-        raise WeightsError(f"{directory}: {what}")
-    if not has_labels:
-        shape = msgspec.structs.replace(shape, pooled_head=_pooled_head(architecture, shape, pooling))
-    if quantization is not None and shape.unlike_rounded:
+    reading = Reading(
+        directory=directory,
+        architecture=architecture,
+        fields=fields,
+        shape=read_shape(architecture, fields),
+        use=GENERATING,
+        score_tokens=score_tokens,
+        token_id=token_id,
+    )
+    for feature in features:
+        reading = feature.read(reading)
+    shape = reading.shape
+    if shape.pooled_head is not None and reading.use == GENERATING:
+        raise WeightsError(f"{directory}: {architecture} generates no text, and nothing here serves its labels")
+    if quantization is not None and quantization.method != "mxfp4" and shape.unlike_rounded:
         expected = f"none: {architecture} has {shape.unlike_rounded}, which is read only if it is not rounded"
         raise fields.error("quantization_config", str(quantization), expected)
     path = directory / "generation_config.json"
@@ -144,32 +153,14 @@ def read_spec(
     return ModelSpec(
         directory=directory,
         architecture=architecture,
-        shape=shape,
+        shape=reading.shape,
         dtype=_dtype(fields),
         quantization=quantization,
         eos_token_ids=tuple(sorted(eos_token_ids)),
         sampling=_sampling(generation),
-        config=fields.table,
-        pooling=pooling,
+        config=whole.table,
+        use=reading.use,
     )
-
-
-def _pooled_head(architecture: str, shape: DecoderShape, pooling: Pooling) -> PartShape | None:
-    """Return the head that the model has in place of the LM head, by its use."""
-    if pooling.score_ids:
-        name = shape.names.embedding if shape.tied else shape.names.head
-        return TokenScoreShape(
-            token_ids=pooling.score_ids,
-            vocab_size=shape.vocab_size,
-            name=name,
-            scale=shape.logit_scale,
-            cap=shape.logit_cap,
-        )
-    if architecture.endswith(REWARD):
-        return RewardShape()
-    if pooling.kind == "classify":
-        return ClassifierShape(num_labels=len(pooling.labels))
-    return NoHeadShape() if pooling.kind == "embed" else None
 
 
 def _demo_directory() -> Path:
@@ -183,7 +174,7 @@ def _demo_directory() -> Path:
     raise WeightsError(f"demo: the demo model is not installed; looked in {' and '.join(map(str, places))}")
 
 
-def _download(hub_id: str, revision: str) -> Path:
+def _download(hub_id: str, revision: str, files: Sequence[str]) -> Path:
     # Imported here: it takes 0.3 s and only hub ids need it.
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError, RevisionNotFoundError
@@ -191,7 +182,7 @@ def _download(hub_id: str, revision: str) -> Path:
     where = f"{hub_id}{'@' + revision if revision else ''}"
     try:
         return Path(
-            snapshot_download(hub_id, revision=revision or None, allow_patterns=HUB_FILES, ignore_patterns=HUB_COPIES)
+            snapshot_download(hub_id, revision=revision or None, allow_patterns=[*files], ignore_patterns=HUB_COPIES)
         )
     except GatedRepoError:
         reason = "access to it must be granted on the hub first; then set HF_TOKEN"

@@ -1,78 +1,39 @@
 """GGUF files: one file with weights, the model's shape and its tokenizer, as llama.cpp reads it.
 
 Owns: the part of a file that is read, and its names; a directory for it in Hugging Face format, in the user's cache,
-whose ``model.gguf`` links to the file.  Does not know: torch, how blocks of numbers are stored (the gguf package does),
-the tokenizer, which is written to that directory when it is first read.
+whose ``model.gguf`` links to the file, and which has all that is in the header, so that later starts do not read it.
+Does not know: torch, the format of the header, how blocks of numbers are decoded.
 """
 
 import hashlib
 import json
+import logging
 import re
 import shutil
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import msgspec
+import numpy as np
+
+from engine.checkpoints.gguf_families import BY_ARCHITECTURE, FAMILIES, FIELDS, NAMES, OPTIONAL, GGUFFamily
+from engine.checkpoints.gguf_header import GGUFHeader, GGUFTensor
+from engine.checkpoints.gguf_tokenizer import tokenizer_files
 from engine.checkpoints.shards import StoredTensor, read_shards
 from engine.host.cache_folder import cache_folder
 from engine.types.errors import WeightsError
 
-if TYPE_CHECKING:
-    from gguf import GGUFReader
+log = logging.getLogger(__name__)
 
 LINK = "model.gguf"
 SUFFIX = ".gguf"
-UNFOLDING = 3  # part of the directory's name: raise it when its content changes
+TABLE = "gguf_tensors.json"
+UNFOLDING = 4  # part of the directory's name: raise it when its content changes
 STORED_FORMATS = "stored_formats"  # field of config.json: types of matrices in blocks, by ggml's names
-# general.architecture -> Hugging Face's name.  llama.cpp treats a Mistral as a Llama.
-ARCHITECTURES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
-# Key below the architecture's name -> field of config.json.
-FIELDS = {
-    "context_length": "max_position_embeddings",
-    "embedding_length": "hidden_size",
-    "block_count": "num_hidden_layers",
-    "feed_forward_length": "intermediate_size",
-    "attention.head_count": "num_attention_heads",
-    "attention.head_count_kv": "num_key_value_heads",
-    "attention.key_length": "head_dim",
-    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
-}
-OPTIONAL = {"attention.head_count_kv", "attention.key_length"}
 FLOATS = {"F64", "F32", "F16", "BF16"}
-NAMES = {
-    "token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head",
-    "attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm",
-    "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj", "attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm",
-    "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj",
-}  # fmt: skip
 DIVISORS = "rope_freqs.weight"  # divisors of rotary frequencies: llama.cpp's form of the type llama3
 TENSOR = re.compile(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)")
-
-
-def open_gguf(path: Path) -> "GGUFReader":
-    """Map a file, and return a reader of its metadata and tensors.  Raises WeightsError naming the file."""
-    try:
-        from gguf import GGUFReader
-    except ImportError:
-        raise WeightsError(
-            f"{path}: GGUF files are read with the gguf package: pip install 'callboard[gguf]'"
-        ) from None
-
-    class Bounded(GGUFReader):  # type: ignore[misc]
-        """A reader that stops at the end of a truncated or hostile file."""
-
-        def _get(self, offset: Any, dtype: Any, count: Any = 1, override_order: Any = None) -> Any:
-            if not 0 <= int(offset) <= int(offset) + int(count) <= len(self.data):
-                raise ValueError(f"{int(count)} values at byte {int(offset)} of {len(self.data)}; it is truncated")
-            return super()._get(offset, dtype, count, override_order)
-
-    try:
-        return Bounded(path)
-    except OSError as error:
-        raise WeightsError(f"{path}: {error.strerror or error}") from None
-    except (ValueError, IndexError, KeyError, OverflowError, TypeError, RecursionError) as error:
-        raise WeightsError(f"{path}: not a GGUF file that can be read: {error}") from None
 
 
 def unfold(path: Path) -> Path:
@@ -86,12 +47,18 @@ def unfold(path: Path) -> Path:
     directory = base / f"{path.stem}-{hashlib.sha256(what.encode()).hexdigest()[:16]}"
     if directory.is_dir():
         return directory
-    reader = open_gguf(path)
-    config = _config(path, reader)
+    header = GGUFHeader(path)
+    files = {"config.json": json.dumps(_config(path, header), indent=1).encode()}
+    files[TABLE] = msgspec.json.encode(header.tensors)
+    try:
+        files |= tokenizer_files(header)
+    except WeightsError as error:  # the weights can be served without it
+        log.warning("%s", error)
     try:
         base.mkdir(parents=True, exist_ok=True)
         partial = Path(tempfile.mkdtemp(dir=base))
-        (partial / "config.json").write_text(json.dumps(config, indent=1))
+        for name, content in files.items():
+            (partial / name).write_bytes(content)
         (partial / LINK).symlink_to(path)
         try:
             partial.rename(directory)
@@ -102,57 +69,99 @@ def unfold(path: Path) -> Path:
     return directory
 
 
-def read_tensors(path: Path, reader: "GGUFReader") -> dict[str, tuple[StoredTensor, Any]]:
-    """Return the tensors by their names in Hugging Face format, together with the reader's own.
-
-    Their dtype is float32, to which blocks are decoded.  Raises WeightsError for a tensor without such a name."""
-    tensors: dict[str, tuple[StoredTensor, Any]] = {}
-    for tensor in reader.tensors:
-        if tensor.name == DIVISORS:
-            continue  # part of the configuration
-        found = TENSOR.fullmatch(tensor.name)
-        if found is None or found[2] not in NAMES:
-            raise WeightsError(f"{path}: tensor {tensor.name!r} is not known")
-        layer = "" if found[1] is None else f"model.layers.{found[1]}."
-        name = f"{layer}{NAMES[found[2]]}.{found[3]}"
-        shape = tuple(int(size) for size in reversed(tensor.shape))
-        tensors[name] = (StoredTensor(path, name, "F32", shape, int(tensor.n_bytes)), tensor)
-    return tensors
+def read_table(directory: Path) -> dict[str, tuple[StoredTensor, GGUFTensor]]:
+    """Return the tensors of a directory that ``unfold`` made.  Raises WeightsError."""
+    try:
+        path = (directory / LINK).resolve(strict=True)
+        tensors = msgspec.json.decode((directory / TABLE).read_bytes(), type=list[GGUFTensor])
+        family = BY_ARCHITECTURE[json.loads((directory / "config.json").read_bytes())["architectures"][0]]
+        size = path.stat().st_size
+    except (OSError, ValueError, LookupError, msgspec.MsgspecError) as error:
+        raise WeightsError(f"{directory}: the directory of a GGUF file is damaged; remove it: {error}") from None
+    if any(one.offset + one.num_bytes > size for one in tensors):
+        raise WeightsError(f"{path}: {size} bytes, but its tensors need more; it was changed while it is read")
+    return _named(path, tensors, family)
 
 
 def stored_tensors(directory: Path) -> dict[str, StoredTensor]:
     """Return all tensors of a checkpoint of either format, by their names in Hugging Face format.
 
     Raises WeightsError naming the file and the tensor at fault."""
-    path = directory / LINK
-    if not path.exists():
+    if not (directory / LINK).exists():
         return read_shards(directory)
-    return {name: tensor for name, (tensor, _) in read_tensors(path, open_gguf(path)).items()}
+    return {name: tensor for name, (tensor, _) in read_table(directory).items()}
 
 
-def _config(path: Path, reader: "GGUFReader") -> dict[str, Any]:
+def block_kinds(directory: Path) -> list[str]:
+    """Return the types of blocks of a GGUF file's matrices; none for another checkpoint.  Raises WeightsError."""
+    if not (directory / LINK).exists():
+        return []
+    tensors = [tensor for _, tensor in read_table(directory).values()]
+    return sorted({one.kind for one in tensors if len(one.shape) > 1} - {"F64", "F32", "F16", "BF16"})
+
+
+def _named(path: Path, tensors: list[GGUFTensor], family: GGUFFamily) -> dict[str, tuple[StoredTensor, GGUFTensor]]:
+    """Return the tensors by their names in Hugging Face format, together with the file's own.
+
+    Their dtype is float32, to which blocks are decoded.  Raises WeightsError for a tensor without such a name."""
+    named: dict[str, tuple[StoredTensor, GGUFTensor]] = {}
+    names = {**NAMES, **family.names}
+    for tensor in tensors:
+        if tensor.name == DIVISORS:
+            continue  # part of the configuration
+        found = TENSOR.fullmatch(tensor.name)
+        if found is None or found[2] not in names:
+            raise WeightsError(f"{path}: tensor {tensor.name!r} is not known")
+        layer = "" if found[1] is None else f"model.layers.{found[1]}."
+        name = f"{layer}{names[found[2]]}.{found[3]}"
+        parts = _experts(path, tensor) if "#" in name else [tensor]
+        for number, part in enumerate(parts):
+            own = name.replace("#", str(number))
+            named[own] = (StoredTensor(path, own, "F32", part.shape, part.num_bytes), part)
+    return named
+
+
+def _experts(path: Path, stack: GGUFTensor) -> list[GGUFTensor]:
+    """Return the matrix of each expert of a stack."""
+    if len(stack.shape) != 3:
+        raise WeightsError(f"{path}: tensor {stack.name!r} has shape {list(stack.shape)}, expected a matrix per expert")
+    num_bytes = stack.num_bytes // stack.shape[0]
+    return [
+        msgspec.structs.replace(
+            stack, shape=stack.shape[1:], offset=stack.offset + number * num_bytes, num_bytes=num_bytes
+        )
+        for number in range(stack.shape[0])
+    ]
+
+
+def _family(path: Path, header: GGUFHeader) -> tuple[str, GGUFFamily]:
+    """Return general.architecture and its family."""
+    name = header.value("general.architecture")
+    if name not in tuple(FAMILIES):  # a tuple, as the value may be unhashable
+        expected = ", ".join(one for one in FAMILIES if " " not in one)
+        raise WeightsError(f"{path}: general.architecture is {name!r}, expected one of {expected}")
+    experts = header.value(f"{name}.expert_count")
+    family = FAMILIES.get(f"{name} with experts", FAMILIES[name]) if experts else FAMILIES[name]
+    if experts and "expert_count" not in family.fields:
+        raise WeightsError(f"{path}: {name}.expert_count is {experts}, expected none: this family is read without")
+    return name, family
+
+
+def _config(path: Path, header: GGUFHeader) -> dict[str, Any]:
     """Return a config.json for the file.  Raises WeightsError for a value that the tables here do not have."""
-
-    def value(key: str) -> Any:
-        field = reader.get_field(key)
-        try:
-            return None if field is None else field.contents()
-        except ValueError as error:
-            raise WeightsError(f"{path}: {key} cannot be read: {error}") from None
-
-    family = value("general.architecture")
-    if family not in tuple(ARCHITECTURES):  # a tuple, as the value may be unhashable
-        expected = ", ".join(ARCHITECTURES)
-        raise WeightsError(f"{path}: general.architecture is {family!r}, expected one of {expected}")
-    if experts := value(f"{family}.expert_count"):
-        raise WeightsError(f"{path}: {family}.expert_count is {experts}, expected none: no mixture of experts is read")
-    config: dict[str, Any] = {"architectures": [f"{ARCHITECTURES[family]}ForCausalLM"], "model_type": family}
-    for key, name in FIELDS.items():
-        if (seen := value(f"{family}.{key}")) is not None:
+    value = header.value
+    prefix, family = _family(path, header)
+    if (count := value("split.count")) not in (None, 0, 1):
+        advice = "join them with llama-gguf-split --merge of llama.cpp"
+        raise WeightsError(f"{path}: is one of {count} files of a model, expected a whole one; {advice}")
+    config: dict[str, Any] = {"architectures": [family.architecture], "model_type": family.model_type}
+    config |= family.settings
+    for key, name in {**FIELDS, **family.fields}.items():
+        if (seen := value(f"{prefix}.{key}")) is not None:
             config[name] = seen
-        elif key not in OPTIONAL:
-            raise WeightsError(f"{path}: {family}.{key} is missing")
-    tensors = read_tensors(path, reader)
+        elif key in FIELDS and key not in OPTIONAL:
+            raise WeightsError(f"{path}: {prefix}.{key} is missing")
+    tensors = _named(path, header.tensors, family)
     table = tensors.get("model.embed_tokens.weight")
     if table is None or len(table[0].shape) != 2:
         raise WeightsError(f"{path}: there is no matrix 'token_embd.weight'")
@@ -160,27 +169,31 @@ def _config(path: Path, reader: "GGUFReader") -> dict[str, Any]:
     config["tie_word_embeddings"] = "lm_head.weight" not in tensors
     config["attention_bias"] = "model.layers.0.self_attn.o_proj.bias" in tensors
     config["hidden_act"] = "silu"
-    window = value(f"{family}.attention.sliding_window")
-    if family == "mistral":
-        config["sliding_window"] = window
-    elif window is not None:
-        raise WeightsError(f"{path}: {family}.attention.sliding_window is {window}, expected none")
-    config["rope_parameters"] = _rotary(path, family, value, _divisors(path, reader))
+    window = value(f"{prefix}.attention.sliding_window")
+    if window is not None and "attention.sliding_window" not in family.fields:
+        raise WeightsError(f"{path}: {prefix}.attention.sliding_window is {window}, expected none")
+    if family.by_width:
+        width = config["hidden_size"] // config["num_attention_heads"]
+        wide = config["num_hidden_layers"] == family.by_width
+        config["query_pre_attn_scalar"] = width if wide else config.get("head_dim", width)
+    config[family.rotary] = _rotary(path, prefix, value, _divisors(path, header))
     ends = (value("tokenizer.ggml.eos_token_id"), value("tokenizer.ggml.eot_token_id"))
     config["eos_token_id"] = [one for one in dict.fromkeys(ends) if one is not None]
-    kinds = {tensor.tensor_type.name for _, tensor in tensors.values() if len(tensor.shape) > 1}
+    kinds = {tensor.kind for _, tensor in tensors.values() if len(tensor.shape) > 1}
     config[STORED_FORMATS] = sorted(kinds - FLOATS)
     halves = {"F16": "float16", "BF16": "bfloat16"}
     config["dtype"] = halves.get(min(kinds), "float32") if len(kinds) == 1 else "float32"
     return config
 
 
-def _divisors(path: Path, reader: "GGUFReader") -> list[float] | None:
-    for tensor in reader.tensors:
+def _divisors(path: Path, header: GGUFHeader) -> list[float] | None:
+    for tensor in header.tensors:
         if tensor.name == DIVISORS:
-            if tensor.tensor_type.name != "F32":
-                raise WeightsError(f"{path}: tensor {DIVISORS!r} has type {tensor.tensor_type.name}, expected F32")
-            return [float(one) for one in tensor.data.flat]
+            if tensor.kind != "F32":
+                raise WeightsError(f"{path}: tensor {DIVISORS!r} has type {tensor.kind}, expected F32")
+            with path.open("rb") as file:
+                file.seek(tensor.offset)
+                return np.frombuffer(file.read(tensor.num_bytes), "<f4").tolist()  # type: ignore[no-any-return]
     return None
 
 

@@ -10,7 +10,7 @@ import msgspec
 
 from engine.checkpoints.fields import Fields
 
-Method = Literal["awq", "gptq", "compressed-tensors", "fp8"]
+Method = Literal["awq", "gptq", "compressed-tensors", "fp8", "mxfp4"]
 INTEGER_BITS = {"awq": (4,), "gptq": (2, 3, 4, 8)}
 PACKED_BITS = (2, 4, 8)  # of compressed-tensors
 FLOAT_BITS = 8
@@ -40,6 +40,11 @@ class Quantization(msgspec.Struct, frozen=True, kw_only=True):
         return f"{self.method} ({self.kind}{self.bits})"
 
     @property
+    def is_float8(self) -> bool:
+        """Whether elements are floats that some devices multiply as they are."""
+        return self.kind == "float" and self.bits == FLOAT_BITS
+
+    @property
     def scales(self) -> str:
         """Text for people: what shares a scale."""
         outputs, inputs = self.block
@@ -53,7 +58,7 @@ def read_quantization(fields: Fields) -> Quantization | None:
     if not fields.has("quantization_config"):
         return None
     config = fields.section("quantization_config")
-    readers = {"awq": _awq, "gptq": _gptq, "compressed-tensors": _compressed_tensors, "fp8": _fp8}
+    readers = {"awq": _awq, "gptq": _gptq, "compressed-tensors": _compressed_tensors, "fp8": _fp8, "mxfp4": _mxfp4}
     return readers[config.choice("quant_method", "", sorted(readers))](config)
 
 
@@ -82,6 +87,11 @@ def _fp8(config: Fields) -> Quantization:
     if (form := config.text("fmt", "e4m3")) != "e4m3":
         raise config.error("fmt", form, "e4m3")
     return Quantization(method="fp8", kind="float", bits=FLOAT_BITS, block=_block(config, "weight_block_size"))
+
+
+def _mxfp4(config: Fields) -> Quantization:
+    """Read the format of gpt-oss, which has no settings."""
+    return Quantization(method="mxfp4", kind="float", bits=4, block=(1, 32))
 
 
 def _compressed_tensors(config: Fields) -> Quantization:

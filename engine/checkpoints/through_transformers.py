@@ -61,13 +61,17 @@ class ThroughTransformers(DecoderShape, frozen=True, kw_only=True):
 
 
 def shape_of(facts: Facts, architecture: str, config: dict[str, Any]) -> ThroughTransformers:
-    """Return the shape of a checkpoint with that config.json."""
+    """Return the shape of a checkpoint with that config.json.
+
+    Layers share pages, so those with smaller or fewer key/value heads get heads of the widest."""
+    head_size = max(one.head_size for one in facts.layers)
+    num_kv_heads = max(one.num_kv_heads for one in facts.layers)
     layers = [
         LayerShape(
             attention=AttentionShape(
                 num_heads=one.num_heads,
-                num_kv_heads=one.num_kv_heads,
-                head_size=one.head_size,
+                num_kv_heads=num_kv_heads,
+                head_size=head_size,
                 rotary=None,
                 scale=one.scale,
                 window=one.window,

@@ -9,6 +9,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
 import msgspec
@@ -20,13 +21,15 @@ from engine.control.changes import (
     changes,
     refuse_fixed,
     refuse_more_requests,
-    refuse_other_adapters,
     refuse_other_text,
     refuse_places,
 )
+from engine.control.engine_spec import EngineSpec, engine_spec
 from engine.host.device_defaults import gpu_bytes, torch_may_use_gpus
 from engine.host.memory import available_bytes, release_freed
-from engine.plugins.kinds import KV_STORE, chosen_plugins
+from engine.messages import Reconfigure
+from engine.plugins.features import check_successor
+from engine.plugins.kinds import KINDS, chosen_plugins
 from engine.types.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -57,11 +60,12 @@ class Changeover:
     describe: returns the data of an engine for its entrance, sent as ``about`` of ``SettingsChanged``.
     is_asleep: the engine takes no requests, and those it has wait for ``wake``."""
 
-    def __init__(self, system: "System", describe: Callable[["System"], bytes] = lambda system: b"") -> None:
+    def __init__(self, system: "System", describe: Callable[[EngineSpec], bytes] = lambda engine: b"") -> None:
         self.is_asleep = False
         self._describe = describe
         self._system = system
         self._most_requests = system.config.limits.max_requests
+        self._longest = system.max_len  # of requests that ingress admits
         self._lock = asyncio.Lock()
 
     async def apply(self, config: Config, *, dry_run: bool = False, is_sent: bool = False) -> Outcome:
@@ -72,13 +76,13 @@ class Changeover:
             system, began = self._system, time.monotonic()
             if is_sent:
                 refuse_places(system.config, config)
-            new = await asyncio.to_thread(system.with_config, config)
+            present, several = system.engine, system.has_several_machines
+            new = await asyncio.to_thread(engine_spec, config, system.stages, several_machines=several, present=present)
             found = changes(system.config, new.config)
             refuse_fixed(found)
             refuse_more_requests(self._most_requests, new.config)
-            if system.spec is not new.spec:
-                refuse_other_text(system.spec, system.directory, new.spec, new.directory, system.max_len)
-            refuse_other_adapters(system.adapter_rules, new.adapter_rules, config.model.path)
+            refuse_other_text(present.model, present.directory, new.model, new.directory, self._longest)
+            check_successor(present.facts, new.facts, config.model.path)
             by_executors = any(one.changed == "executors" for one in found)
             road: Road = self._road(new) if by_executors else "live" if found else "none"
             if dry_run or not found:
@@ -86,39 +90,39 @@ class Changeover:
             # On a thread, since it may read all weights; and first, so that the new model never has the old one's name.
             about = await asyncio.to_thread(self._describe, new)
             if not by_executors:
-                system.become(new)
-                system.scheduler.overlap_depth = new.config.scheduler.overlap_depth
-                if (planner := system.scheduler.planner) is not None:
-                    planner.retune(system.planner_limits(planner.requests.limits.num_pages), system.policy)
+                self._follow(new, renews=False)
             else:
                 await self._replace(new, beside=road == "beside")
             system.entrance.inbox.put(SettingsChanged(limits=system.config.limits, about=about))
             log.info("applied: %s", ", ".join(f"{one.key}={one.after}" for one in found))
             return Outcome(changes=found, road=road, applied=True, took_s=time.monotonic() - began)
 
-    async def _replace(self, new: "System", *, beside: bool) -> None:
+    async def _replace(self, new: EngineSpec, *, beside: bool) -> None:
         if self.is_asleep:
             raise ConfigError("the engine sleeps, and this needs new executors: wake it up first (POST /wake_up)")
         system = self._system
 
         def taking_over(num_pages: int) -> None:
-            limits, scheduler = new.planner_limits(num_pages), system.scheduler
-            most = scheduler.planner.requests.most_total if scheduler.planner is not None else 0
+            limits, planner = replace(new.blueprint.limits, num_pages=num_pages), system.scheduler.planner
+            most = planner.requests.most_total if planner is not None else 0
             if most > limits.longest:
                 raise ConfigError(
                     f"kv.num_pages={num_pages} of {limits.page_size} tokens: an open request may get {most} "
                     "tokens; try again when it has ended, or with more pages"
                 )
-            system.become(new)
-            scheduler.new_planner, scheduler.is_renewed = new.new_planner, True
-            scheduler.overlap_depth = new.config.scheduler.overlap_depth
+            self._follow(new, renews=True)
 
         step_timeout_s = new.config.placement.step_timeout_s
-        await system.executors.replace(new.placement(system.capacity), step_timeout_s, taking_over, beside=beside)
+        await system.executors.replace(system.placement(new), step_timeout_s, taking_over, beside=beside)
 
-    def _road(self, new: "System") -> Road:
+    def _follow(self, new: EngineSpec, *, renews: bool) -> None:
+        self._system.follow(new)
+        blueprint = msgspec.msgpack.encode(new.blueprint)
+        self._system.scheduler.inbox.put(Reconfigure(blueprint=blueprint, renews=renews))
+
+    def _road(self, new: EngineSpec) -> Road:
         """Return how executors are replaced.  Pools of GPUs take all memory; ranks on other machines have one place."""
-        if new.has_several_machines or _is_on_gpu(new.config):
+        if self._system.has_several_machines or _is_on_gpu(new.config):
             return "after"
         return "beside" if BYTES_PER_PARAMETER * new.num_parameters < MEMORY_SHARE * available_bytes() else "after"
 
@@ -131,7 +135,8 @@ class Changeover:
                 return
             self.is_asleep = True
             config = self._system.config
-            keep = level == 1 and not _is_on_gpu(config) and KV_STORE not in chosen_plugins(config)
+            moves = any(KINDS[kind].moves_pages for kind in chosen_plugins(config))
+            keep = level == 1 and not _is_on_gpu(config) and not moves
             log.info("the engine goes to sleep, and keeps %s", "its executors" if keep else "no executor")
             await self._system.executors.release("the engine sleeps", is_sleep=True, keep=keep)
             if not keep:

@@ -11,9 +11,9 @@ import msgspec
 
 from engine.checkpoints.checkpoint import ModelSpec
 from engine.config import SECRETS, Config
-from engine.features.lora.files import AdapterRules
 from engine.plugins.kinds import KINDS
-from engine.settings.sections import Changed, PluginsSection, Section
+from engine.settings.section import Changed, Section
+from engine.settings.sections import PluginsSection
 from engine.types.errors import ConfigError
 
 TOKENIZER_FILE: Final = "tokenizer.json"
@@ -111,22 +111,13 @@ def refuse_other_text(old: ModelSpec, old_path: Path, new: ModelSpec, new_path: 
 
     max_len: the longest sequence of accepted requests."""
     said = f"model.path={new_path}"
-    if new.vocab_size != old.vocab_size or new.pooling != old.pooling or new.max_len < max_len:
+    if new.vocab_size != old.vocab_size or new.use != old.use or new.max_len < max_len:
         raise ConfigError(
-            f"{said}: it has {new.vocab_size} tokens, contexts of {new.max_len} and serves {new.pooling.kind}; to "
-            f"replace the present model it needs {old.vocab_size}, at least {max_len} and {old.pooling.kind}"
+            f"{said}: it has {new.vocab_size} tokens, contexts of {new.max_len} and serves {new.use.kind}; to "
+            f"replace the present model it needs {old.vocab_size}, at least {max_len} and {old.use.kind}"
         )
     if old_path != new_path and _tokenizer(old_path) != _tokenizer(new_path):
         raise ConfigError(f"{said}: its {TOKENIZER_FILE} differs, so the streams' tokens would mean other text")
-
-
-def refuse_other_adapters(old: AdapterRules | None, new: AdapterRules | None, path: str) -> None:
-    """Raise ConfigError for a model that the served adapters do not fit.  path: the model's path."""
-    if old != new:
-        raise ConfigError(
-            f"model.path={path}: its layers have other shapes than those that adapters are served for, and lora.folder "
-            "stays as it is while the server runs; restart the server with this model"
-        )
 
 
 def _tokenizer(path: Path) -> bytes:

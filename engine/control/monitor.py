@@ -14,11 +14,11 @@ from engine.actors.ingress import Ingress
 from engine.actors.scheduler import Scheduler
 from engine.actors.snapshot import NO_VIEWS, Gauges, GetSnapshot, MailboxGauges, Snapshot, Views
 from engine.actors.tokenizer import Tokenizer
-from engine.messages import Profile
 from engine.plugins.observers import Observers
-from engine.scheduling.board import Board
+from engine.scheduling.board import Board, draw_board
 from engine.scheduling.meter import Meter
 from engine.scheduling.rows import PlannerLimits
+from engine.types.notices import Profile
 from engine.workers.executors import Executors
 from engine.workers.frontend import RemoteIngress
 from engine.workers.tokenizers import TokenizerPool
@@ -102,12 +102,11 @@ class Monitor:
             pages_free=stats.pages_free,
             pages_cached=stats.pages_cached,
             pages_used=stats.pages_used,
-            host_pages_used=planner.num_host_pages_used,
             num_in_flight=planner.num_in_flight,
-            of_features=planner.gauges(),
+            of_features=planner.features.gauges(),
             running_adapters=frozenset(digest for digest, is_running in adapted if is_running),
             waiting_adapters=frozenset(digest for digest, is_running in adapted if not is_running),
-            stalled_s=max(0.0, self._clock() - planner.due_since) if planner.num_open else 0.0,
+            stalled_s=max(0.0, self._clock() - planner.requests.due_since) if planner.num_open else 0.0,
         )
 
     def snapshot(self, ask: GetSnapshot) -> Snapshot:
@@ -147,4 +146,6 @@ class Monitor:
     def board(self) -> Board:
         """Return the place of every request, and the content of every page."""
         planner = self._scheduler.planner
-        return planner.board() if planner is not None else Board()
+        if planner is None:
+            return Board()
+        return draw_board(planner.requests, planner.table, planner.pages, self.now)

@@ -1,4 +1,4 @@
-"""The system: builds every actor and every link of one engine.
+"""The system: every actor and every link of one engine.
 
 Owns: which actor is connected to which.
 Does not know: what messages mean, HTTP.  Importing it does not import torch; starting it does.
@@ -6,49 +6,37 @@ Does not know: what messages mean, HTTP.  Importing it does not import torch; st
 
 import asyncio
 import logging
-import math
 import random
 import time
-from copy import copy
+from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
 from engine.actors.actor import Actor, Link
+from engine.actors.feature import EngineContext, NewScheduler
 from engine.actors.ingress import Ingress, Part
 from engine.actors.runner import Runner
 from engine.actors.scheduler import Scheduler
 from engine.actors.step_splitting import StepSplitter
 from engine.actors.supervisor import Supervisor
 from engine.actors.tokenizer import Tokenizer
-from engine.checkpoints.checkpoint import DEMO, DEMO_NAME, ModelSpec, resolve_checkpoint
-from engine.checkpoints.gguf import stored_tensors
+from engine.checkpoints.checkpoint import ModelSpec
 from engine.config import Config, build_config, without_cluster_key
+from engine.control.engine_spec import EngineSpec, engine_spec
+from engine.control.features import engine_features
 from engine.control.monitor import Monitor
-from engine.features.lora.files import AdapterRules, adapter_rules
-from engine.host.device_defaults import runs_on_cpu, with_device_defaults
-from engine.plugins.deciders import plugin_policy, plugin_proposer, plugin_strategy, policy_choice
-from engine.plugins.families import read_model
-from engine.plugins.features import FeatureContext, planner_features, planner_watchers
-from engine.plugins.kinds import KINDS, chosen_plugins
-from engine.plugins.linears import check_linear_fits, linear_context
-from engine.plugins.manager import Plugins
+from engine.host.openmp import wait_briefly
+from engine.host.stages import Stages
+from engine.plugins.blueprint import BlueprintPlanners
+from engine.plugins.features import planner_watchers
 from engine.plugins.observers import Observers
-from engine.plugins.parsers import plugin_codec
-from engine.plugins.selection import check_named, expected_context
 from engine.plugins.structured import plugin_grammars, plugin_processors
-from engine.recording.blueprint import Blueprint, without_secrets
-from engine.recording.recorder import RecordedScheduler, Recorder
-from engine.scheduling.planner import Planner
-from engine.scheduling.policy import SchedulingPolicy
-from engine.scheduling.proposer import DraftModel, Proposer
 from engine.scheduling.rows import PlannerLimits
-from engine.text.codec import TextCodec, warn_of_unknown_tokens
+from engine.text.codec import TextCodec
 from engine.text.grammar import Grammars
-from engine.traffic.recorder import TraceRecorder
-from engine.types.errors import ConfigError, EngineDied
+from engine.types.errors import EngineDied
 from engine.workers.executors import ExecutorPlacement, Executors, GenerationSettings
 from engine.workers.frontend import FrontendCommand, RemoteIngress
 from engine.workers.inline import InlineExecutors
@@ -61,15 +49,14 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 M = TypeVar("M")
-SCORED_LOGITS = 1 << 24  # logits of prompt tokens in a step, 64 MB in float32
-MIN_SCORED_CHUNK = 16
 RESTART_WINDOW_S = 300.0  # in which restarts are counted
-WAITED_S = 30.0  # wait for a request's first step after which a recording is written
 READ_AT_ONCE = 256  # messages; at least as many as a link delivers before other actors get their turn
 
 
 class System:
-    """One engine.  ``start``, use ``ingress``, ``stop``; ``died`` is set if an actor crashed.  codec: for its text."""
+    """One engine.  ``start``, use ``ingress``, ``stop``; ``died`` is set if an actor crashed.
+
+    engine: the description in force.  features: by their folders' names."""
 
     def __init__(
         self,
@@ -78,175 +65,138 @@ class System:
         progress: bool = False,
         machines: "Machines | None" = None,
         frontend: FrontendCommand | None = None,
-        before: "System | None" = None,
     ) -> None:
-        """Check everything that can be checked without loading weights.  Raises CallboardError.
+        """Check everything that can be checked without loading weights, and build the actors.  Raises CallboardError.
 
         machines: those that run the ranks; None if all ranks are on this one.
-        frontend: how to start the process that takes requests; None for an ingress in this process.
-        before: a running engine for which this configuration is: its actors stay, and this object builds none."""
-        config = self.config = with_device_defaults(config, several_machines=machines is not None)
-        self._machines = machines
-        self._front = frontend
-        self._progress = progress
-        self._read_checkpoint(before)
-        self.codec: TextCodec = (
-            plugin_codec(config, self.directory, self.spec.pooling) if before is None else before.codec
+        frontend: how to start the process that takes requests; None for an ingress in this process."""
+        wait_briefly()
+        self._machines, self._front, self._progress = machines, frontend, progress
+        self.stages = Stages().of_process()
+        self.engine = engine = engine_spec(config, self.stages, several_machines=machines is not None)
+        config, placement = engine.config, engine.config.placement
+        self.watchers: dict[str, object] = planner_watchers(time.monotonic)
+        self._observers = Observers(
+            engine.plugins, config.plugins.options, page_size=config.kv.page_size, model=engine.model_name
         )
-        log.info("%s: %s", self.model_name, self.spec.pooling)
-        warn_of_unknown_tokens(self.codec, self.spec.vocab_size)
-        self._plugins = Plugins(chosen_plugins(config), config.plugins.options)
-        check_named(self._plugins, expected_context(config, self.spec.shape))
-        device = "cpu" if runs_on_cpu(config.device.kind) else ""
-        check_linear_fits(
-            self._plugins,
-            linear_context(config, self.spec.dtype, device=device, stored_formats=self.spec.stored_formats),
+        self._grammars = self._new_grammars()
+        self.features = engine_features(
+            EngineContext(
+                config=config,
+                model_name=engine.model_name,
+                blueprint=engine.blueprint,
+                plugins=engine.plugins,
+                observers=self._observers,
+                clock=time.monotonic,
+            )
         )
-        if self._plugins.absent:
-            log.warning("requests with a grammar are refused: %s", self._plugins.absent)
-        choice = policy_choice(self._plugins, config)
-        is_same = before is not None and choice == policy_choice(before._plugins, before.config)
-        self.policy: SchedulingPolicy = (
-            before.policy if before is not None and is_same else plugin_policy(self._plugins, config)
-        )
-        proposer = plugin_proposer(self._plugins, config, self.spec, self.max_len, self.codec.vocabulary)
-        self._draft = proposer if isinstance(proposer, DraftModel) else None
-        self._features = planner_features(FeatureContext(config, proposer, self.spec.vocab_size))
-        self.watchers: dict[str, object] = planner_watchers(time.monotonic) if before is None else before.watchers
-        self._given = _given_to_ranks(proposer)
-        self._observers, self._grammars = self._watched_by(before), self._grammars_of(before)
-        self._traffic = self._traffic_by(before)
-        self.recorder: Recorder | None = self._new_recorder() if before is None else before.recorder
-        if before is None:
-            self._build()
-
-    def _read_checkpoint(self, before: "System | None") -> None:
-        """Read what the engine must know of its checkpoint, without the weights."""
-        config = self.config
-        directory = self.directory = resolve_checkpoint(config.model.path, config.model.revision)
-        self.spec: ModelSpec = read_model(directory, config.plugins, config.model)
-        lora, numerics = config.lora, config.model.numerics
-        self.adapter_rules: AdapterRules | None = None
-        if lora.folder:
-            self.adapter_rules = adapter_rules(self.spec.shape, lora.folder, lora.max_rank, numerics)
-        self.num_parameters = 0  # as stored; 0 for dummy weights
-        if config.model.load_format == "safetensors":
-            # Headers only, and now: a damaged file must not cost the time of importing torch.
-            stored = stored_tensors(directory)
-            self.num_parameters = sum(math.prod(tensor.shape) for tensor in stored.values())
-        self.model_name = config.model.name or (
-            DEMO_NAME if config.model.path == DEMO else Path(config.model.path).name
-        )
-        if before is not None:
-            self.model_name = before.model_name  # clients use it
-        self.max_len = _max_len(config, self.spec)
-        # A pooling request samples one unused token, so its row needs one extra position.
-        self._row_len = self.max_len + (self.spec.pooling.kind != "generate")
-
-    def _watched_by(self, before: "System | None") -> Observers:
-        if before is not None:
-            return before._observers
-        return Observers(
-            self._plugins, self.config.plugins.options, page_size=self.config.kv.page_size, model=self.model_name
-        )
-
-    def _traffic_by(self, before: "System | None") -> TraceRecorder | None:
-        if before is not None:
-            return before._traffic
-        storage = self.config.storage
-        if not storage.trace_mb:
-            return None
-        recorder = TraceRecorder(storage, self.model_name, time.monotonic)
-        self._observers.add(recorder, "storage.trace_mb")
-        return recorder
-
-    def _grammars_of(self, before: "System | None") -> Grammars:
-        if before is not None:
-            return before._grammars
-        return plugin_grammars(
-            self._plugins,
-            lambda: self.codec,
-            vocab_size=self.spec.vocab_size,
-            eos_token_ids=self.spec.eos_token_ids,
-        )
-
-    def _build(self) -> None:
-        """Create the actors in the order of the flow, then close the circle of links."""
-        config = self.config
-        # Per open request at most: its Tokenize and Abort, or its Admit and Abort, plus steps and their results.
-        # Messages of other processes come as fast as they are read, some of each before the next actor's turn.
-        num_outside = config.placement.tokenizers + (self._front is not None)
-        self.capacity = capacity = 4 * config.limits.max_requests + 64 + READ_AT_ONCE * num_outside
-        self.tokenizer = self._tokenizer(capacity)
-        self.entrance = self._entrance(capacity)
-        placement = config.placement
+        # The actors, in the order of the flow; then the circle of links is closed.
+        self.capacity = self._capacity()
+        self.tokenizer = self._new_tokenizer()
+        self.entrance = self._new_entrance()
         self.executors = Executors(
             num_ranks=config.device.tensor_parallel,
-            placement=self.placement(capacity),
+            placement=self.placement(engine),
             intensity=RestartIntensity(placement.max_restarts, RESTART_WINDOW_S),
             step_timeout_s=placement.step_timeout_s,
         )
-        new_scheduler = Scheduler if self.recorder is None else partial(RecordedScheduler, recorder=self.recorder)
-        self.scheduler: Scheduler = new_scheduler(
-            capacity=capacity,
-            overlap_depth=config.scheduler.overlap_depth,
-            new_planner=self.new_planner,
-            executors=[self._tapped(self.executors.links[0]), *self.executors.links[1:]],
-            explain=self.executors.explain,
-            tokenizer=self._tapped(self.tokenizer.inbox),
-            ingress=self.entrance.inbox,
-            observers=self._observers,
-        )
+        self.scheduler = self._new_scheduler()
         scheduler = self._tapped(self.scheduler.inbox)
         self.executors.connect(scheduler)
         self.tokenizer.connect(scheduler=scheduler, ingress=self.entrance.inbox)
         # Stopped in this order: upstream first, so that no message is lost.
         self.actors: list[Actor[Any]] = [self.tokenizer, self.scheduler, self.executors, self.entrance]
         self._supervisor = Supervisor(self.actors, self.entrance)
-        self.monitor = Monitor(
+        self.monitor = self._new_monitor()
+        if isinstance(self.entrance, RemoteIngress):
+            monitor = self.monitor
+            self.entrance.connect(look=monitor.snapshot, watch=monitor.watch, profile=monitor.profile)
+
+    def follow(self, engine: EngineSpec) -> None:
+        """Describe another engine from now on, as which the actors work when they have got its settings."""
+        self.engine = engine
+
+    # ---- the parts ------------------------------------------------------------------------------
+
+    def _capacity(self) -> int:
+        """Return the capacity of mailboxes.
+
+        Per open request at most: its Tokenize and Abort, or its Admit and Abort, plus steps and their results.
+        Messages of other processes come as fast as they are read, some of each before the next actor's turn."""
+        num_outside = self.config.placement.tokenizers + (self._front is not None)
+        return 4 * self.config.limits.max_requests + 64 + READ_AT_ONCE * num_outside
+
+    def _new_grammars(self) -> Grammars | None:
+        model = self.engine.model
+        return plugin_grammars(
+            self.engine.plugins,
+            lambda: self.codec,
+            vocab_size=model.vocab_size,
+            eos_token_ids=model.eos_token_ids,
+        )
+
+    def _new_scheduler(self) -> Scheduler:
+        clock: Callable[[], float] = time.monotonic
+        new_scheduler: NewScheduler = Scheduler
+        for feature in self.features.values():
+            clock, new_scheduler = feature.clock(clock), feature.scheduler(new_scheduler)
+        planners = BlueprintPlanners(
+            self.engine.blueprint,
+            self.engine.plugins,
+            clock,
+            load=lambda blueprint: self.engine.plugins,  # loaded when the configuration was checked
+            watchers=self.watchers.values(),
+            began=self._planner_begins,
+            record_events=self._observers.wants_kv_events,
+        )
+        first, *others = self.executors.links
+        return new_scheduler(
+            capacity=self.capacity,
+            source=planners,
+            executors=[self._tapped(first), *others],
+            explain=self.executors.explain,
+            tokenizer=self._tapped(self.tokenizer.inbox),
+            ingress=self.entrance.inbox,
+            observers=self._observers,
+        )
+
+    def _planner_begins(self, limits: PlannerLimits) -> None:
+        for feature in self.features.values():
+            feature.plans(limits, self.config)
+
+    def _new_monitor(self) -> Monitor:
+        return Monitor(
             ingress=self.entrance,
             tokenizer=self.tokenizer,
             scheduler=self.scheduler,
             executors=self.executors,
             observers=self._observers,
-            limits=self.planner_limits(0),
+            limits=self.engine.blueprint.limits,
             watchers=self.watchers,
             decode=self.codec.decode,
             clock=time.monotonic,
         )
-        if isinstance(self.entrance, RemoteIngress):
-            monitor = self.monitor
-            self.entrance.connect(look=monitor.snapshot, watch=monitor.watch, profile=monitor.profile)
 
     def _tapped(self, link: Link[M]) -> Link[M]:
-        """Return a link of the scheduler, with a tap of the trace recorder if there is one."""
-        return link if self._traffic is None else self._traffic.tap(link)
+        """Return a link of the scheduler, with the taps of features."""
+        for feature in self.features.values():
+            link = feature.tap(link)
+        return link
 
-    @property
-    def ingress(self) -> Ingress:
-        """The actor that takes requests; an engine whose frontend is a process of its own has none."""
-        assert isinstance(self.entrance, Ingress), "requests enter by the frontend's process"
-        return self.entrance
-
-    @property
-    def sampling_defaults(self) -> dict[str, float | int]:
-        """The sampling parameters that the checkpoint recommends."""
-        given: dict[str, float | int | None] = msgspec.to_builtins(self.spec.sampling)
-        return {name: value for name, value in given.items() if value is not None}
-
-    def _entrance(self, capacity: int) -> Ingress | RemoteIngress:
+    def _new_entrance(self) -> Ingress | RemoteIngress:
         config, placement = self.config, self.config.placement
         parts: tuple[Part, ...] = ("executors", "tokenizers") if placement.tokenizers else ("executors",)
         if self._front is None:
             return Ingress(
-                capacity=capacity,
+                capacity=self.capacity,
                 limits=config.limits,
                 max_model_len=self.max_len,
-                vocab_size=self.spec.vocab_size,
+                vocab_size=self.engine.model.vocab_size,
                 rng=random.Random(config.device.seed or None),
                 tokenizer=self.tokenizer.inbox,
                 parts=parts,
-                pooling=self.spec.pooling,
+                use=self.engine.model.use,
+                loading=lambda: self.stages.now,
             )
         from engine.workers.placement import process_frontend  # ZeroMQ is needed from here on
 
@@ -254,11 +204,11 @@ class System:
             config=self._child_config(),
             command=self._front,
             max_len=self.max_len,
-            vocab_size=self.spec.vocab_size,
-            capacity=capacity,
+            vocab_size=self.engine.model.vocab_size,
+            capacity=self.capacity,
         )
         return RemoteIngress(
-            capacity=capacity,
+            capacity=self.capacity,
             tokenizer=self.tokenizer.inbox,
             start=start,
             intensity=RestartIntensity(placement.max_restarts, RESTART_WINDOW_S),
@@ -269,145 +219,113 @@ class System:
     def _child_config(self) -> Config:
         """Return the configuration that this machine's other processes get: an absolute path and no secret."""
         config = without_cluster_key(self.config)
-        model = msgspec.structs.replace(config.model, path=str(self.directory))
+        model = msgspec.structs.replace(config.model, path=str(self.engine.directory))
         config = msgspec.structs.replace(config, model=model)
         if self._machines is not None:  # placement.link is for ranks on other machines then
             config = build_config(config, {"placement": {"link": "unix"}})
         return config
 
-    def _tokenizer(self, capacity: int) -> Tokenizer | TokenizerPool:
+    def _new_tokenizer(self) -> Tokenizer | TokenizerPool:
         placement = self.config.placement
         if not placement.tokenizers:
-            tokenizer = Tokenizer(
-                capacity=capacity, codec=self.codec, vocab_size=self.spec.vocab_size, grammars=self._grammars
+            return Tokenizer(
+                capacity=self.capacity,
+                codec=self.codec,
+                vocab_size=self.engine.model.vocab_size,
+                grammars=self._grammars,
+                processors=plugin_processors(self.engine.plugins, self.engine.model.vocab_size),
             )
-            tokenizer.processors = plugin_processors(self._plugins, self.spec.vocab_size)
-            return tokenizer
         from engine.workers.placement import process_tokenizers  # ZeroMQ is needed from here on
 
         return TokenizerPool(
-            capacity=capacity,
+            capacity=self.capacity,
             num_processes=placement.tokenizers,
-            start=process_tokenizers(config=self._child_config(), capacity=capacity),
+            start=process_tokenizers(config=self._child_config(), capacity=self.capacity),
             intensity=RestartIntensity(placement.max_restarts, RESTART_WINDOW_S),
             silence_timeout_s=placement.silence_timeout_s,
         )
 
-    def placement(self, capacity: int) -> ExecutorPlacement:
-        """Return where executors of this configuration run.  capacity: capacity of their mailboxes."""
-        num_ranks = self.config.device.tensor_parallel
-        if self.config.placement.executor == "process":
+    def placement(self, engine: EngineSpec) -> ExecutorPlacement:
+        """Return where the executors of an engine run."""
+        num_ranks = engine.config.device.tensor_parallel
+        if engine.config.placement.executor == "process":
             from engine.workers.placement import ProcessExecutors  # ZeroMQ is needed from here on
 
             return ProcessExecutors(
-                config=self.config,
-                max_len=self._row_len,
+                config=engine.config,
+                max_len=engine.row_len,
                 num_ranks=num_ranks,
-                capacity=capacity,
+                capacity=self.capacity,
                 progress=self._progress,
                 machines=self._machines,
-                given=self._given,
+                given=dict(engine.facts),
             )
-        return InlineExecutors(num_ranks=num_ranks, capacity=capacity, load=self._load_runner)
+        return InlineExecutors(num_ranks=num_ranks, capacity=self.capacity, load=partial(self._load_runner, engine))
 
-    def _load_runner(self, rank: int, settings: GenerationSettings, rendezvous: str = "") -> Runner:
+    def _load_runner(self, engine: EngineSpec, rank: int, settings: GenerationSettings, rendezvous: str = "") -> Runner:
+        self.stages.begin("torch")
         from engine.startup.loading import load_runner  # torch is needed from here on
 
         runner = load_runner(
-            self.config,
-            self.spec,
-            self._row_len,
-            self._plugins,
+            engine.config,
+            engine.model,
+            engine.row_len,
+            engine.plugins,
             rank=rank,
             rendezvous=rendezvous,
             progress=self._progress and not rank,
             num_pages=settings.num_pages,
             grammars=self._grammars,
-            given=self._given,
+            given=dict(engine.facts),
+            stages=self.stages if not rank else None,
         )
-        return StepSplitter(runner, alone=self.config.device.tensor_parallel == 1, most_tokens=settings.most_tokens)
+        alone = engine.config.device.tensor_parallel == 1
+        return StepSplitter(runner, alone=alone, most_tokens=settings.most_tokens)
 
-    def planner_limits(self, num_pages: int) -> PlannerLimits:
-        """Return the planner's limits for a pool of so many pages."""
-        scheduler, kv = self.config.scheduler, self.config.kv
-        return PlannerLimits(
-            max_running=scheduler.max_running,
-            max_step_tokens=scheduler.max_step_tokens,
-            prefill_chunk=scheduler.prefill_chunk,
-            page_size=kv.page_size,
-            num_pages=num_pages,
-            max_len=self._row_len,
-            eos_token_ids=self.spec.eos_token_ids,
-            num_host_pages=kv.num_host_pages,
-            itl_target_s=scheduler.itl_target_ms / 1000,
-            record_events=self._observers.wants_kv_events,
-            num_ranks=self.config.device.tensor_parallel,
-            bigram=self._draft is not None and self._draft.reads_states,
-            scored_chunk=max(MIN_SCORED_CHUNK, SCORED_LOGITS // self.spec.vocab_size),
-        )
+    # ---- what others read -----------------------------------------------------------------------
 
-    def _new_recorder(self) -> Recorder | None:
-        """Return the recorder of the scheduler, or None without a folder for it."""
-        storage = self.config.storage
-        if not storage.folder or not storage.recording_mb:
-            return None
-        return Recorder(
-            self._blueprint(),
-            self._plugins,
-            folder=Path(storage.folder, "recordings"),
-            limit_bytes=storage.recording_mb << 20,
-            prompts=storage.recording_prompts,
-            waited_s=self.config.limits.first_token_timeout_s or WAITED_S,
-        )
+    @property
+    def config(self) -> Config:
+        """The configuration in force."""
+        return self.engine.config
 
-    def _blueprint(self) -> Blueprint:
-        names = {kind: name for kind, name in self._plugins.names.items() if KINDS[kind].decides}
-        return Blueprint(
-            limits=self.planner_limits(0),
-            overlap_depth=self.config.scheduler.overlap_depth,
-            vocab_size=self.spec.vocab_size,
-            max_len=self.max_len,
-            names=names,
-            config=without_secrets(self.config, names),
-            draft=self._draft,
-        )
+    @property
+    def spec(self) -> ModelSpec:
+        """The content of the checkpoint."""
+        return self.engine.model
 
-    def new_planner(self, num_pages: int) -> Planner:
-        """Return a planner of this configuration, for a pool of so many pages."""
-        limits = self.planner_limits(num_pages)
-        if self._traffic is not None:
-            self._traffic.begin(limits, self.config)
-        strategy = plugin_strategy(self._plugins, self.config, num_pages)
-        clock = time.monotonic if self.recorder is None else self.recorder.clock
-        return Planner(limits, strategy, self.policy, clock, features=self._features, watchers=self.watchers.values())
+    @property
+    def codec(self) -> TextCodec:
+        """The text of the model."""
+        return self.engine.codec
+
+    @property
+    def max_len(self) -> int:
+        """The most tokens of prompt and output."""
+        return self.engine.max_len
+
+    @property
+    def model_name(self) -> str:
+        """The model's name for clients."""
+        return self.engine.model_name
+
+    @property
+    def ingress(self) -> Ingress:
+        """The actor that takes requests; an engine whose frontend is a process of its own has none."""
+        assert isinstance(self.entrance, Ingress), "requests enter by the frontend's process"
+        return self.entrance
 
     @property
     def has_several_machines(self) -> bool:
         """Whether its ranks are on several machines."""
         return self._machines is not None
 
-    def with_config(self, config: Config) -> "System":
-        """Return this engine with another configuration, for ``Changeover``: to check it and to ``become`` it.
-
-        It loads models as this one does, even if a subclass defines that.  Raises CallboardError."""
-        new = copy(self)
-        System.__init__(new, config, machines=self._machines, frontend=self._front, before=self)
-        return new
-
-    def become(self, new: "System") -> None:
-        """Take over the configuration of another system, and what follows from it."""
-        self.config, self.spec, self.directory = new.config, new.spec, new.directory
-        self.num_parameters, self._plugins, self._grammars = new.num_parameters, new._plugins, new._grammars
-        self.policy, self._draft, self._features = new.policy, new._draft, new._features
-        self._given = new._given
-        if self._traffic is not None and (planner := self.scheduler.planner) is not None:
-            self._traffic.begin(self.planner_limits(planner.requests.limits.num_pages), self.config)
-        if self.recorder is not None:
-            self.recorder.changed(self._blueprint())
+    # ---- its life -------------------------------------------------------------------------------
 
     async def start(self) -> None:
         """Run the actors and wait until the model is loaded.  Raises the errors of loading."""
         await self._supervisor.start()
+        log.info("start: %.2f s, of them %s", self.stages.total_s, self.stages)
 
     async def wait(self) -> None:
         """Wait until the engine has ended.  Raises EngineDied if an actor crashed."""
@@ -416,37 +334,10 @@ class System:
     async def stop(self, drain_timeout_s: float = 0.0) -> None:
         """Refuse new requests, let open ones finish for a while, cancel the rest, then end the actors in order."""
         await self._supervisor.stop(drain_timeout_s)
-        if self._traffic is not None:
-            await asyncio.to_thread(self._traffic.close)
+        for feature in self.features.values():
+            await asyncio.to_thread(feature.close)
 
     @property
     def died(self) -> EngineDied | None:
         """The error that ended the engine, if an actor crashed; otherwise None."""
         return self._supervisor.died
-
-
-def _max_len(config: Config, spec: ModelSpec) -> int:
-    if config.model.max_model_len > spec.max_len:
-        raise ConfigError(
-            f"model.max_model_len={config.model.max_model_len}: the model was trained for {spec.max_len} tokens; "
-            "lower it or use 0"
-        )
-    max_len, kv = config.model.max_model_len or spec.max_len, config.kv
-    if 0 < kv.num_pages * kv.page_size < max_len:
-        log.warning(
-            "kv.num_pages=%d: the pool holds %d tokens, and a longer request is refused, though the model takes %d; "
-            "raise it to %d, or lower model.max_model_len",
-            kv.num_pages,
-            kv.num_pages * kv.page_size,
-            max_len,
-            -(-max_len // kv.page_size),
-        )
-    return max_len
-
-
-def _given_to_ranks(proposer: Proposer | DraftModel | None) -> dict[str, bytes]:
-    """Return the facts that features on ranks need, see ``RankContext``."""
-    if proposer is None:
-        return {}
-    draft = proposer if isinstance(proposer, DraftModel) else None
-    return {"speculation": msgspec.msgpack.encode({"draft": draft, "num_proposed": proposer.num_tokens})}

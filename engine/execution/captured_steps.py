@@ -13,10 +13,10 @@ from torch import Tensor
 
 from engine.layers.step import StepTensors
 from engine.messages import Step
-from engine.sampling.captured import Variant
+from engine.sampling.captured import SamplingVariant
 
 
-class Event(Protocol):
+class StepEvent(Protocol):
     """A place in the stream of queued work."""
 
     def record(self) -> None:
@@ -42,7 +42,7 @@ class Decoded:
     """
 
     token_ids_N: Tensor | None
-    event: Event | None
+    event: StepEvent | None
     logits_NV: Tensor | None
     write_at_N: Tensor
 
@@ -54,15 +54,17 @@ class CapturedDecodes(Protocol):
         """Return whether there is a captured step for so many rows."""
         ...
 
-    def variant_of(self, rows_N: npt.NDArray[np.int64], positions_N: npt.NDArray[np.int64]) -> Variant:
+    def variant_of(self, rows_N: npt.NDArray[np.int64], positions_N: npt.NDArray[np.int64]) -> SamplingVariant:
         """Return how a step of these rows will be sampled.  positions_N: positions of the tokens that are sampled."""
         ...
 
-    def tell(self, step: Step) -> None:
+    def apply(self, step: Step) -> None:
         """Take in the changes since the last step, including new pages of rows."""
         ...
 
-    def launch(self, rows_N: npt.NDArray[np.int64], lengths_N: npt.NDArray[np.int32], variant: Variant) -> Decoded:
+    def launch(
+        self, rows_N: npt.NDArray[np.int64], lengths_N: npt.NDArray[np.int32], variant: SamplingVariant
+    ) -> Decoded:
         """Queue the step that ``tell`` was last called with.  lengths_N: lengths including the new token."""
         ...
 

@@ -23,13 +23,13 @@ from engine.layers.comm import Comm
 from engine.layers.kv_pool import KVPool
 from engine.layers.linear import Linear, VocabLinear
 from engine.layers.mlp import GatedMLP
-from engine.layers.norm import HeadNorm, RMSNorm, Unchanged
+from engine.layers.norm import HeadNorm, RMSNorm, UnchangedNorm
 from engine.layers.packing import WrappedWeight
 from engine.layers.rotary import Rotary
 from engine.layers.self_attention import SelfAttention
 from engine.messages import Step
 from engine.models.decoder import Decoder, DecoderLayer
-from engine.sampling.captured import Variant
+from engine.sampling.captured import SamplingVariant
 from engine.sampling.sampler import Sampler
 
 NO_MEMORY, WRONG_TOKEN, WRONG_ROW = 1, 2, 3  # results of ``decode``; 0 for success
@@ -49,7 +49,7 @@ class Layer(ctypes.Structure):
     )
 
 
-class Stack(ctypes.Structure):
+class DecoderStack(ctypes.Structure):
     """All layers of a decoder, the parts before and after them, and the tables of rows."""
 
     _fields_ = (
@@ -77,14 +77,14 @@ class CompiledDecodes:
         self._sampler = sampler
         self._attention = attention.another()
         self._layers = (Layer * len(decoder.layers))(
-            *(_told(index, decoder, pool, attention.windows[index]) for index in range(len(decoder.layers)))
+            *(_described(index, decoder, pool, attention.windows[index]) for index in range(len(decoder.layers)))
         )
         table, norm, mlp = decoder.embedding, decoder.norm, decoder.layers[0].mlp
         plain_VD = getattr(table, "weight", None)
         assert isinstance(mlp, GatedMLP)
         assert isinstance(norm, RMSNorm)
         (num_rows, row_len), width = rows.tokens_RM.shape, rows.pages_RP.shape[1]
-        self._stack = Stack(
+        self._stack = DecoderStack(
             layers=ctypes.addressof(self._layers),
             embedding_VD=None if plain_VD is None else plain_VD.data_ptr(),
             norm_D=norm.weight.data_ptr(),
@@ -111,15 +111,15 @@ class CompiledDecodes:
         """Return whether there is a call for so many rows."""
         return num_rows > 0 and self._decoder.tap is None
 
-    def variant_of(self, rows_N: Int64, positions_N: Int64) -> Variant:
+    def variant_of(self, rows_N: Int64, positions_N: Int64) -> SamplingVariant:
         """Return how a step of these rows will be sampled."""
-        return Variant.GREEDY if self._sampler.takes_likeliest(rows_N, positions_N) else Variant.LOGITS
+        return SamplingVariant.GREEDY if self._sampler.takes_likeliest(rows_N, positions_N) else SamplingVariant.LOGITS
 
-    def tell(self, step: Step) -> None:
+    def apply(self, step: Step) -> None:
         """Take in the changes since the last step."""
         self._rows.apply(step)
 
-    def launch(self, rows_N: Int64, lengths_N: Int32, variant: Variant) -> Decoded:
+    def launch(self, rows_N: Int64, lengths_N: Int32, variant: SamplingVariant) -> Decoded:
         """Run the step; it is done when this returns.
 
         Raises MemoryError, and IndexError for a row that cannot exist."""
@@ -130,7 +130,7 @@ class CompiledDecodes:
         write_at_N = torch.from_numpy(rows_N * self._rows.tokens_RM.shape[1] + lengths_N)
         threads = torch.get_num_threads()
         self._attention.have_scratch(threads)
-        token_ids_N = torch.empty(num, dtype=torch.int64) if variant is Variant.GREEDY else None
+        token_ids_N = torch.empty(num, dtype=torch.int64) if variant is SamplingVariant.GREEDY else None
         failed = self._decode(
             ctypes.addressof(self._stack),
             rows_N.ctypes.data,
@@ -166,14 +166,14 @@ def compiled_decodes(
     """Return decode steps in C, or None if C does not compute what the model does, or is missing."""
     if type(model) is not Decoder or not isinstance(attention, CompiledAttention) or comm.size > 1:
         return None  # a decoder that a plugin has derived from this one may compute something else
-    if not _ends_are_told(model) or not all(_is_told(layer, model) for layer in model.layers):
+    if not _ends_are_described(model) or not all(_is_described(layer, model) for layer in model.layers):
         return None
     if any(_inputs(one) != _inputs(other) for one, other in pairwise(model.layers)):
         return None
     return CompiledDecodes(model, pool, attention, rows, sampler)
 
 
-def _ends_are_told(model: Decoder) -> bool:
+def _ends_are_described(model: Decoder) -> bool:
     shape, head = model.shape, model.head
     return (
         model.positions is None
@@ -185,9 +185,9 @@ def _ends_are_told(model: Decoder) -> bool:
     )
 
 
-def _is_told(layer: DecoderLayer, model: Decoder) -> bool:
+def _is_described(layer: DecoderLayer, model: Decoder) -> bool:
     attention, mlp = layer.attention, layer.mlp
-    nothing_behind = type(layer.behind_attention) is type(layer.behind_mlp) is Unchanged
+    nothing_behind = type(layer.behind_attention) is type(layer.behind_mlp) is UnchangedNorm
     return (
         _is_plain(layer.before_attention)
         and _is_plain(layer.before_mlp)
@@ -218,7 +218,7 @@ def _panels(linear: object) -> CompiledWeight | None:
     return plain if isinstance(plain, CompiledWeight) else None
 
 
-def _told(index: int, decoder: Decoder, pool: KVPool, window: int) -> Layer:
+def _described(index: int, decoder: Decoder, pool: KVPool, window: int) -> Layer:
     layer = decoder.layers[index]
     attention, mlp, before_attention, before_mlp = layer.attention, layer.mlp, layer.before_attention, layer.before_mlp
     assert isinstance(attention, SelfAttention)

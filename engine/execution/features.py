@@ -18,6 +18,7 @@ from engine.config import Config
 from engine.execution.captured_steps import CapturedDecodes
 from engine.execution.launched_step import LaunchedStep
 from engine.execution.needs import Needs
+from engine.execution.prompts import PromptReader
 from engine.execution.rows import DeviceRows
 from engine.layers.attention import AttentionBackend
 from engine.layers.comm import Comm
@@ -57,11 +58,13 @@ class RankFeature:
     order: features of lower order come first.
     more_samples: positions of one row that are sampled in a step, in addition to its last one.
     page_bytes: memory that the feature takes for each page of the KV pool.
+    reader: reads the states of prompts; None for none.
     pools: pools with as many pages as the KV pool, whose pages move between the tiers with those of the KV pool."""
 
     order = 0
     more_samples = 0
     page_bytes = 0
+    reader: PromptReader | None = None
     pools: tuple[KVPool, ...] = ()
 
     # ---- while the rank is loaded -----------------------------------------------------------

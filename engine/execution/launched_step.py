@@ -4,19 +4,19 @@ Owns: the wait for the device, the columns of a result.  Does not know: how a st
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from concurrent.futures import Future
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from engine.execution.captured_steps import Event
-from engine.execution.prompts import PromptResults
+from engine.execution.captured_steps import StepEvent
+from engine.execution.prompts import Columns, PromptResult
 from engine.messages import StepDone, StepExtras
 from engine.sampling.sampler import SampledTokens
 
 T = TypeVar("T")
-Columns = dict[str, Mapping[int, Any]]  # field of ``StepExtras`` -> row -> its value
 
 
 def extras_by_row(columns: Columns) -> dict[int, StepExtras]:
@@ -33,16 +33,19 @@ class LaunchedStep:
     event: recorded after the step's copies to the host; None on a CPU.
     prompts: results for prompts.
     failures: index in N -> the reason why there is no token.
-    note: the note of ``StepDone``."""
+    note, parts: those of ``StepDone``.
+    ahead: row -> its next mask, of rows with a slow grammar."""
 
     rank: int
     step_id: int
     rows_N: npt.NDArray[np.int64]
     sampled: SampledTokens
-    event: Event | None
-    prompts: PromptResults | None
+    event: StepEvent | None
+    prompts: tuple[PromptResult, ...]
     failures: dict[int, str]
     note: str = ""
+    parts: dict[str, bytes] = field(default_factory=dict)
+    ahead: "Mapping[int, Future[Any]]" = field(default_factory=dict)
     _extensions: tuple[Callable[[], Columns], ...] = ()
 
     def extend(self, columns: Callable[[], Columns]) -> None:
@@ -58,14 +61,23 @@ class LaunchedStep:
         token_ids = self.tokens().astype(np.int32, copy=False).tobytes()
         columns: Columns = {
             **(self.sampled.logprobs.by_row(self.rows_N) if self.sampled.logprobs is not None else {}),
-            "prompt_logprobs": self.prompts.prompt_logprobs() if self.prompts is not None else {},
-            "pooled": self.prompts.pooled_bytes() if self.prompts is not None else {},
             "failure": self._by_row(self.failures),
         }
+        for prompts in self.prompts:
+            columns.update(prompts.columns())
         for extension in self._extensions:
             columns.update(extension())
         extras = extras_by_row(columns)
-        return StepDone(rank=self.rank, step_id=self.step_id, token_ids=token_ids, extras=extras, note=self.note)
+        late = tuple(row for row, mask in self.ahead.items() if not mask.done())
+        return StepDone(
+            rank=self.rank,
+            step_id=self.step_id,
+            token_ids=token_ids,
+            extras=extras,
+            note=self.note,
+            parts=self.parts,
+            late=late,
+        )
 
     def _by_row(self, by_index: dict[int, T]) -> dict[int, T]:
         return {int(self.rows_N[index]): value for index, value in by_index.items()}

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity
 
-from engine.messages import Profile
+from engine.types.notices import Profile
 
 log = logging.getLogger(__name__)
 

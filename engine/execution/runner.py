@@ -17,7 +17,8 @@ from engine.execution.captured_steps import CapturedDecodes, CapturedModel, Capt
 from engine.execution.features import RankFeature, hooks
 from engine.execution.launched_step import LaunchedStep
 from engine.execution.profiles import Profiles
-from engine.execution.prompts import PromptOutputs, PromptResults, Prompts
+from engine.execution.prompt_logprobs import PromptScores
+from engine.execution.prompts import PromptResult, Prompts, WantedStates
 from engine.execution.rows import DeviceRows
 from engine.host.timeouts import returns_within
 from engine.layers.attention import AttentionBackend
@@ -26,7 +27,7 @@ from engine.layers.kv_pool import KVPool
 from engine.layers.step import StepTensors
 from engine.messages import Admission, Step
 from engine.models.model import Model
-from engine.sampling.captured import Variant
+from engine.sampling.captured import SamplingVariant
 from engine.sampling.constraints import Constraints, PendingMasks
 from engine.sampling.sampler import SampledTokens, Sampler
 from engine.sampling.state import Newcomer
@@ -76,7 +77,7 @@ class ModelRunner:
         self._decoding = self._prefilling if captured else model
         self._rows = rows
         self._constraints = constraints
-        self._prompts = Prompts()
+        self._prompts = Prompts((PromptScores(), *(one.reader for one in features if one.reader is not None)))
         self._sampler = sampler
         self._eos_token_ids = eos_token_ids
         self._on_cuda = pool.data.device.type == "cuda"
@@ -126,7 +127,7 @@ class ModelRunner:
         if whole is None:
             self._apply(step)
         else:
-            whole.tell(step)
+            whole.apply(step)
         computed = self._rows.computed.copy()
         try:
             with self._profiles.step(step.step_id) if self._profiles.recording else nullcontext():
@@ -136,6 +137,8 @@ class ModelRunner:
                 raise RuntimeError(f"no room for a step that adds to sums, and so cannot run twice: {error}") from error
             self._rows.restore(computed)
             raise MemoryError(str(error)) from None
+        if self._constraints.rows:
+            launched.ahead = self._constraints.ahead()
         for note in self._launches:
             note(step, launched)
         return launched
@@ -160,7 +163,7 @@ class ModelRunner:
         wanted = self._prompts.wanted(step, batch) if self._prompts.rows else None
         inputs = self._rows.inputs(batch)
         tensors = inputs.planned(batch, self._attention, self._pool)
-        prompts = None
+        prompts: tuple[PromptResult, ...] = ()
         if wanted is not None:
             logits_NV, prompts = self._forward_with_prompt_outputs(tensors, wanted)
         else:
@@ -181,11 +184,11 @@ class ModelRunner:
         lengths_N = computed[rows_N]  # also the sampled token's position: as many tokens come before it
         masks = self._constraints.begin(rows_N) if self._constraints.rows else None
         positions_N = lengths_N.astype(np.int64)
-        variant = whole.variant_of(rows_N, positions_N) if masks is None else Variant.LOGITS
+        variant = whole.variant_of(rows_N, positions_N) if masks is None else SamplingVariant.LOGITS
         decoded = whole.launch(rows_N, lengths_N, variant)
         if decoded.token_ids_N is not None:
             sampled = SampledTokens(decoded.token_ids_N, None)
-            return LaunchedStep(self._rank, step.step_id, rows_N, sampled, decoded.event, None, {})
+            return LaunchedStep(self._rank, step.step_id, rows_N, sampled, decoded.event, (), {})
         assert decoded.logits_NV is not None
         return self._sample(step.step_id, rows_N, positions_N, decoded.logits_NV, decoded.write_at_N, masks)
 
@@ -197,7 +200,7 @@ class ModelRunner:
         logits_NV: torch.Tensor,
         write_at_N: torch.Tensor,
         masks: PendingMasks | None,
-        prompts: PromptResults | None = None,
+        prompts: tuple[PromptResult, ...] = (),
     ) -> LaunchedStep:
         """Sample from the logits of a queued forward pass.  masks: computed while that runs."""
         ready = None if masks is None else masks.result()
@@ -218,19 +221,17 @@ class ModelRunner:
             params = one.params
             if self._constraints.rows or params.grammar is not None or params.limits_tokens:
                 self._constraints.admit(one.row, params, one.token_ids, one.num_prompt_tokens)
-            if self._prompts.rows or params.prompt_logprobs is not None or params.pooling:
+            if self._prompts.rows or params.reads_prompt:
                 self._prompts.admit(admission)
 
     def _forward_with_prompt_outputs(
-        self, tensors: StepTensors, wanted: PromptOutputs
-    ) -> tuple[torch.Tensor, PromptResults]:
-        """Return logits_NV and the prompt outputs, which need more rows than are sampled."""
+        self, tensors: StepTensors, wanted: WantedStates
+    ) -> tuple[torch.Tensor, tuple[PromptResult, ...]]:
+        """Return logits_NV and the results of prompts, which need more rows than are sampled."""
         sample_at_N = tensors.sample_at_N
-        more_at = self._rows.upload(np.concatenate((wanted.scored_at_E, wanted.pooled_at_P)))
-        num_sampled, num_scored = len(sample_at_N), len(wanted.scored_at_E)
+        num_sampled, more_at = len(sample_at_N), self._rows.upload(wanted.at_P)
         states = self._prefilling.hidden(tensors, torch.cat((sample_at_N, more_at)))
-        scored_ED, pooled_PD = states[num_sampled:].split((num_scored, len(wanted.pooled_at_P)))
-        prompts = self._prompts.results(wanted, scored_ED, pooled_PD, self._model)
+        prompts = wanted.read(states[num_sampled:], self._model)
         return self._model.logits(states[:num_sampled]), prompts
 
     def _returning(
@@ -238,13 +239,13 @@ class ModelRunner:
         step_id: int,
         rows_N: npt.NDArray[np.int64],
         sampled: SampledTokens,
-        prompts: PromptResults | None,
+        prompts: tuple[PromptResult, ...],
         failures: dict[int, str] | None = None,
     ) -> LaunchedStep:
         if not self._on_cuda:
             return LaunchedStep(self._rank, step_id, rows_N, sampled, None, prompts, failures or {})
         host = sampled.to_host()
-        host_prompts = None if prompts is None else prompts.to_host()
+        host_prompts = tuple(one.to_host() for one in prompts)
         event = torch.cuda.Event()
         event.record()
         return LaunchedStep(self._rank, step_id, rows_N, host, event, host_prompts, failures or {})

@@ -31,6 +31,7 @@ SLOW_FOR_S = 2.0
 TRIED = 8  # steps of the trial's shape with each number
 TRYING = "ran while other numbers of threads were tried"
 LONGEST_TRIAL = 256  # steps of any shape
+SHORT_S = 1e-3  # a step that is as long as the event loop's work: one core is left to that
 PAUSE_S, LONGEST_PAUSE_S = 30.0, 960.0
 
 
@@ -67,6 +68,7 @@ class StepThreads:
         self._slow_since: float | None = None
         self._trial: Trial | None = None
         self._not_before = clock()
+        self._upwards_after = clock() + PAUSE_S
         self._pause_s = PAUSE_S
 
     @property
@@ -84,7 +86,8 @@ class StepThreads:
             self._trial = Trial(shape, [self.chosen, *others])
 
     def _should_try(self, shape: Shape, seconds: float) -> bool:
-        """Return whether steps have been slow for long, or another number than the start's was taken long ago."""
+        """Return whether steps have been slow for long, or another number was taken long ago: than the start's, or than
+        the greatest, since a neighbour that was busy then may be gone."""
         times = self._recent.setdefault(shape, [])
         times.append(seconds)
         if len(times) < WINDOW:
@@ -98,7 +101,8 @@ class StepThreads:
         elif self._slow_since is None:
             self._slow_since = now
         slow = self._slow_since is not None and now - self._slow_since >= SLOW_FOR_S
-        return now >= self._not_before and (slow or self.chosen != self._at_start)
+        upwards = now >= self._upwards_after and self.chosen < max(self._choices) and median >= SHORT_S
+        return now >= self._not_before and (slow or upwards or self.chosen != self._at_start)
 
     def _go_on(self, trial: "Trial", shape: Shape, seconds: float) -> None:
         if trial.take(shape, seconds):

@@ -1,51 +1,50 @@
 """Weights of a GGUF file as float32.
 
 Legend: O outputs · I inputs · H head size
-Owns: the numbers and their order.  Does not know: which tensors a model needs, how blocks are stored.
+Owns: the numbers and their order.  Does not know: which tensors a model needs, how a kind of block is laid out.
 """
-
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from engine.checkpoints.checkpoint import ModelSpec
-from engine.checkpoints.gguf import LINK, open_gguf, read_tensors
-from engine.checkpoints.shards import StoredTensor
+from engine.checkpoints.gguf import LINK, read_table
+from engine.checkpoints.gguf_families import BY_ARCHITECTURE
+from engine.checkpoints.gguf_header import GGUFTensor
+from engine.formats.blocks import DECODERS, PLAIN, decode
 from engine.layers.packing import StoredRows
 from engine.types.errors import WeightsError
 
-# For these families llama.cpp's converter reorders the rows of queries and keys: pairs that rotate become neighbours.
-PAIRED = ("LlamaForCausalLM", "MistralForCausalLM")
-
 
 class GGUFWeights:
-    """Tensors of a GGUF file.  If rows allow it, only the blocks of a requested part are decoded."""
+    """Tensors of a GGUF file, which is mapped.  If rows allow it, only the blocks of a requested part are decoded."""
 
     def __init__(self, spec: ModelSpec) -> None:
-        self._path = spec.directory / LINK
+        self._path = (spec.directory / LINK).resolve()
         self._heads = {"q_proj": spec.shape.num_heads, "k_proj": spec.shape.num_kv_heads}
-        if spec.architecture not in PAIRED:
+        family = BY_ARCHITECTURE[spec.architecture]
+        if not family.paired:
             self._heads = {}
-        self._found: dict[str, tuple[StoredTensor, Any]] = read_tensors(self._path, open_gguf(self._path))
+        self._shift = 1.0 if family.shifted else 0.0
+        self._found = read_table(spec.directory)
         self.tensors = {name: tensor for name, (tensor, _) in self._found.items()}
+        # Mapped so that torch may take it for memory that can be written; nothing is.
+        self._bytes = torch.from_numpy(np.memmap(self._path, np.uint8, "c"))
 
     def part(self, name: str, dim: int, start: int, length: int, member: int | None = None) -> Tensor:
-        """Return a part of a tensor.  No family that is read from GGUF files has stacks."""
-        from gguf.quants import dequantize
-
-        _, source = self._found[name]
+        """Return a part of a tensor.  Stacks of experts are seen as a matrix per expert."""
+        source = self._found[name][1]
         heads = self._heads.get(name.split(".")[-2], 0)
         whole = dim != 0 or heads
-        try:
-            data = source.data if whole else source.data[start : start + length]
-            with np.errstate(all="ignore"):  # the loader refuses NaN and infinity
-                # A copy: plain numbers are returned as the mapped file, which cannot be written.
-                weight = torch.from_numpy(np.array(dequantize(data, source.tensor_type), dtype=np.float32))
-        except (NotImplementedError, ValueError) as error:
-            kind = source.tensor_type.name
-            raise WeightsError(f"{self._path}: tensor {source.name!r} of type {kind} cannot be read: {error}") from None
+        rows = self._stored(source)
+        if len(source.shape) < 2:
+            weight = self._decoded(rows, source.kind, source.name)[0]
+            if self._shift and name.endswith("norm.weight"):
+                weight = weight - self._shift
+            return weight.narrow(dim, start, length)
+        weight = self._decoded(rows if whole else rows[start : start + length], source.kind, source.name)
+        weight = weight.view(-1, *source.shape[1:])
         if heads:
             weight = _unpaired(weight, heads)
         return weight.narrow(dim, start, length) if whole else weight
@@ -53,18 +52,38 @@ class GGUFWeights:
     def rows(self, name: str, dim: int, start: int, length: int) -> StoredRows | None:
         """Return rows of blocks, in the model's order; None for a type without blocks, and for a part of the inputs."""
         stored, source = self._found[name]
-        if len(stored.shape) != 2 or source.data.dtype != np.uint8 or (dim and length != stored.shape[1]):
+        if len(stored.shape) != 2 or source.kind in PLAIN or (dim and length != stored.shape[1]):
             return None
-        blocks = torch.from_numpy(np.array(source.data))
+        blocks = self._stored(source)
         if heads := self._heads.get(name.split(".")[-2], 0):
             blocks = _unpaired(blocks, heads)
         where = f"{self._path}: tensor {name!r}"
-        return StoredRows(
-            where, source.tensor_type.name, blocks if dim else blocks[start : start + length], stored.shape[1]
-        )
+        return StoredRows(where, source.kind, blocks if dim else blocks[start : start + length], stored.shape[1])
+
+    def _stored(self, source: GGUFTensor) -> Tensor:
+        """Return the bytes of each row, where they are mapped; a vector is one row."""
+        stored = self._bytes[source.offset : source.offset + source.num_bytes]
+        return stored.view(source.shape[0] if len(source.shape) > 1 else 1, -1)
+
+    def _decoded(self, rows: Tensor, kind: str, name: str) -> Tensor:
+        if kind in PLAIN or kind in DECODERS:
+            return decode(rows, kind)
+        try:
+            from gguf import GGMLQuantizationType
+            from gguf.quants import dequantize
+
+            with np.errstate(all="ignore"):  # the loader refuses NaN and infinity
+                return torch.from_numpy(dequantize(rows.numpy(), GGMLQuantizationType[kind]))
+        except ImportError:
+            what = "blocks of this type are decoded with the gguf package: pip install 'callboard[gguf]'"
+        except (NotImplementedError, ValueError) as error:
+            what = str(error)
+        raise WeightsError(f"{self._path}: tensor {name!r} of type {kind} cannot be read: {what}")
 
     def close(self) -> None:
+        """Let go of the file."""
         self._found.clear()
+        self._bytes = torch.empty(0, dtype=torch.uint8)
 
 
 def _unpaired(weight: Tensor, heads: int) -> Tensor:

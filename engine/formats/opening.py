@@ -7,7 +7,9 @@ from engine.checkpoints.checkpoint import ModelSpec
 from engine.checkpoints.gguf import LINK
 from engine.checkpoints.shape import DecoderShape
 from engine.checkpoints.shards import StoredTensor, read_shards
+from engine.checkpoints.text_part import text_tensors
 from engine.formats.gguf import GGUFWeights
+from engine.formats.mxfp4 import MXFP4Reader
 from engine.formats.quantized import QuantizedReader
 from engine.formats.reader import SafetensorsReader, WeightReader
 
@@ -16,9 +18,11 @@ def open_reader(spec: ModelSpec) -> WeightReader:
     """Return a reader of a checkpoint's weights.  Raises WeightsError naming the file and the tensor at fault."""
     if (spec.directory / LINK).exists():
         return GGUFWeights(spec)
-    stored = _with_prefix(spec.shape, read_shards(spec.directory))
+    stored = _with_prefix(spec.shape, text_tensors(spec.config["architectures"][0], read_shards(spec.directory)))
     if spec.quantization is None:
         return SafetensorsReader(stored)
+    if spec.quantization.method == "mxfp4":
+        return MXFP4Reader(stored)
     return QuantizedReader(stored, spec.quantization)
 
 

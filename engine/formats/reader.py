@@ -59,7 +59,7 @@ class SafetensorsReader:
             part: Tensor = self._file(stored.file).get_slice(stored.name)[place if member is None else (member, *place)]
         except (SafetensorError, OSError) as error:
             raise WeightsError(f"{stored.file}: {error}") from None
-        return part.float() if part.dtype.itemsize == 1 else part
+        return part.float() if part.is_floating_point() and part.dtype.itemsize == 1 else part
 
     def rows(self, name: str, dim: int, start: int, length: int) -> StoredRows | None:
         """Return None: the file has floats."""

@@ -1,6 +1,6 @@
 """A tokenizer as files in Hugging Face format: python -m engine.formats.tokenizer_json SOURCE DIRECTORY
 
-SOURCE is a GGUF file, or a checkpoint whose tokenizer is in another format.
+SOURCE is a checkpoint whose tokenizer is in another format.
 
 Owns: the call of transformers that converts it.  Does not know: weights.
 """
@@ -13,12 +13,9 @@ from transformers import AutoTokenizer
 
 def main(source: Path, directory: Path) -> None:
     """Write tokenizer.json, tokenizer_config.json and the chat template of ``source`` into ``directory``."""
-    folder, file = (source.parent, source.name) if source.is_file() else (source, None)
     try:
         # By default, transformers prompts on the terminal whether to run code that a checkpoint contains.
-        tokenizer = AutoTokenizer.from_pretrained(
-            folder, gguf_file=file, local_files_only=True, trust_remote_code=False
-        )
+        tokenizer = AutoTokenizer.from_pretrained(source, local_files_only=True, trust_remote_code=False)
     except ValueError as error:
         if "trust_remote_code" not in str(error):
             raise

@@ -23,7 +23,7 @@ from engine.graphs.device import GraphDevice, Pool
 
 
 @dataclass(frozen=True, slots=True)
-class Recording:
+class GraphRecording:
     """The capture of one size.
 
     parts: graphs and eager bodies in order.
@@ -77,7 +77,7 @@ class SegmentRecorder:
         """Whether a run is being recorded."""
         return self._parts is not None
 
-    def record(self, size: int, run: Callable[[], Tensor]) -> Recording:
+    def record(self, size: int, run: Callable[[], Tensor]) -> GraphRecording:
         """Capture one run of ``size`` rows.  Its result is valid at once: every part has run when this returns.
 
         ``run`` must have run before, outside a capture, on the capturing stream: kernels and libraries load then.
@@ -90,7 +90,7 @@ class SegmentRecorder:
             # Weak inside the capture: the next, smaller size shares the memory of the result.
             result = self._device.weak(run())
             self._end_graph()
-            return Recording(size, tuple(self._parts), result, self._breaks)
+            return GraphRecording(size, tuple(self._parts), result, self._breaks)
         except BaseException:
             if self._named is not None:
                 self._named.leave()

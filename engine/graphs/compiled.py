@@ -35,7 +35,7 @@ from engine.graphs.breakable import SegmentRecorder
 from engine.graphs.comm import BreakingComm
 from engine.graphs.norm_rounding import round_behind_norms
 from engine.graphs.passes import GraphPass, PassManager, hide_packed_products
-from engine.graphs.splitting import ALL_REDUCE, ATTEND, MarkedAttention, Part, fingerprint, split
+from engine.graphs.splitting import ALL_REDUCE, ATTEND, GraphPart, MarkedAttention, fingerprint, split
 from engine.host.cache_folder import cache_folder
 from engine.layers.comm import Comm
 from engine.layers.kv_pool import KVPool
@@ -200,7 +200,7 @@ class CompiledModel:
         log.info("traced: %d parts, %d to compile", len(parts), sum(part.operation is None for part in parts))
         return stitched
 
-    def _replacement(self, part: Part) -> nn.Module:
+    def _replacement(self, part: GraphPart) -> nn.Module:
         if part.operation is None:
             return Piece(self, part.module)
         if part.operation == ATTEND:

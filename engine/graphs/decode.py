@@ -23,7 +23,7 @@ from torch import Tensor
 from engine.execution.batch import decode_rows
 from engine.execution.captured_steps import Decoded
 from engine.execution.rows import DeviceRows
-from engine.graphs.breakable import Recording, SegmentRecorder
+from engine.graphs.breakable import GraphRecording, SegmentRecorder
 from engine.graphs.capturing import Capturing, round_up
 from engine.graphs.decode_attention import DecodeAttention
 from engine.graphs.device import GraphDevice
@@ -34,7 +34,14 @@ from engine.layers.kv_pool import KVPool
 from engine.layers.step import DecodeInputs, StepTensors
 from engine.messages import Step
 from engine.models.model import Model
-from engine.sampling.captured import NO_ROW, CapturedSampler, Variant, array_columns, columns_bytes, tensor_columns
+from engine.sampling.captured import (
+    NO_ROW,
+    CapturedSampler,
+    SamplingVariant,
+    array_columns,
+    columns_bytes,
+    tensor_columns,
+)
 from engine.sampling.sampler import Sampler
 
 DECODES = "decode steps"
@@ -85,10 +92,10 @@ class DecodeGraphs:
         self._attention = DecodeAttention(attention, self._inputs, self.sizes)
         self._outgoing = PinnedRing(device, NUM_BUFFERS, self._packed.nbytes)
         self._incoming = PinnedReceiver(device, self._tokens_M.nbytes)
-        self._recordings: dict[tuple[int, Variant], Recording] = {}
+        self._recordings: dict[tuple[int, SamplingVariant], GraphRecording] = {}
         self._sent: tuple[int, bytes] | None = None
         self._sent_columns = np.empty(0, dtype=np.uint8)
-        self._decided: tuple[tuple[int, bytes], Variant] | None = None
+        self._decided: tuple[tuple[int, bytes], SamplingVariant] | None = None
 
     @property
     def captured(self) -> tuple[int, ...]:
@@ -126,19 +133,19 @@ class DecodeGraphs:
     def fits(self, num_rows: int) -> bool:
         """Return whether there is a graph for so many rows."""
         size = round_up(self.sizes, num_rows) if num_rows else None
-        return size is not None and (size, Variant.GREEDY) in self._recordings
+        return size is not None and (size, SamplingVariant.GREEDY) in self._recordings
 
-    def variant_of(self, rows_N: Int64, positions_N: Int64) -> Variant:
+    def variant_of(self, rows_N: Int64, positions_N: Int64) -> SamplingVariant:
         """Return how a step of these rows will be sampled.  positions_N: of the sampled tokens."""
         key = (self._sampler.version, rows_N.tobytes())
         if self._decided is not None and self._decided[0] == key:
             return self._decided[1]
         variant = self._sampler.variant_of(rows_N, positions_N)
         # Stop tokens are suppressed only for a while, so rows that are sampled elsewhere are checked in each step.
-        self._decided = None if variant is Variant.LOGITS else (key, variant)
+        self._decided = None if variant is SamplingVariant.LOGITS else (key, variant)
         return variant
 
-    def launch(self, rows_N: Int64, lengths_N: Int32, variant: Variant) -> Decoded:
+    def launch(self, rows_N: Int64, lengths_N: Int32, variant: SamplingVariant) -> Decoded:
         """Queue the step of the last ``tell``, for rows that ``fits``.
 
         rows_N: its decode rows.  lengths_N: their lengths, the new token included."""
@@ -149,12 +156,12 @@ class DecodeGraphs:
         self._attention.plan(size, lengths_N)
         result = self._recordings[size, variant].replay()
         write_at_N = self._inputs.write_at_B[:num]
-        if variant is Variant.LOGITS:
+        if variant is SamplingVariant.LOGITS:
             return Decoded(None, None, result[:num], write_at_N)
         token_ids_N, event = self._incoming.receive(self._tokens_M[:num])
         return Decoded(token_ids_N, event, None, write_at_N)
 
-    def tell(self, step: Step) -> None:
+    def apply(self, step: Step) -> None:
         """Send the changes since the last step, new pages included: one copy, or none if nothing has changed."""
         rows_N = decode_rows(step)
         first = self._packed.nbytes
@@ -205,17 +212,17 @@ class DecodeGraphs:
     def _warm_up(self, size: int) -> None:
         attention = self._attention.prepare(size)
         self._recorder.num_tokens = size
-        for variant in Variant:
+        for variant in SamplingVariant:
             self._run(size, variant, attention)
 
     def _record(self, size: int) -> None:
         attention = self._attention.prepare(size)
         self._recorder.num_tokens = size
-        for variant in Variant:
+        for variant in SamplingVariant:
             run = partial(self._run, size, variant, attention)
             self._recordings[size, variant] = self._recorder.record(size, run)
 
-    def _run(self, size: int, variant: Variant, attention: AttentionBackend) -> Tensor:
+    def _run(self, size: int, variant: SamplingVariant, attention: AttentionBackend) -> Tensor:
         """Run one step of the rows that the columns name; return the logits, or the tokens."""
         rows, static = self._rows, self._inputs
         inputs = DecodeInputs(
@@ -247,7 +254,7 @@ class DecodeGraphs:
             pool=self._pool,
         )
         logits_BV = self._model.logits(self._model.hidden(step))
-        if variant is Variant.LOGITS:
+        if variant is SamplingVariant.LOGITS:
             return logits_BV
         token_ids_B = self._sampler.pick(variant, logits_BV, inputs.positions_B + 1)
         self._input_ops.write(inputs.write_at_B, token_ids_B, rows.tokens_RM)

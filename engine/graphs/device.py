@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from engine.execution.captured_steps import Event
+from engine.execution.captured_steps import StepEvent
 from engine.host.memory import available_bytes
 
 Pool = Any  # an opaque handle of memory that graphs allocate tensors from, and may share
@@ -109,7 +109,7 @@ class GraphDevice(Protocol):
         """Queue a copy between ``host`` memory and the device's."""
         ...
 
-    def event(self) -> Event:
+    def event(self) -> StepEvent:
         """Return a new event, which counts as reached until it is recorded."""
         ...
 
@@ -224,7 +224,7 @@ class CudaDevice:
     def copy(self, target: Tensor, source: Tensor) -> None:
         target.copy_(source, non_blocking=True)
 
-    def event(self) -> Event:
+    def event(self) -> StepEvent:
         return torch.cuda.Event()
 
 
@@ -282,7 +282,7 @@ class HostDevice:
     def copy(self, target: Tensor, source: Tensor) -> None:
         target.copy_(source)
 
-    def event(self) -> Event:
+    def event(self) -> StepEvent:
         """Raise AssertionError: nothing is ever queued."""
         raise AssertionError("a CPU has no queue to wait for")
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from engine.graphs.attention import ATTENTION, BreakingAttention
-from engine.graphs.breakable import Recording, SegmentRecorder
+from engine.graphs.breakable import GraphRecording, SegmentRecorder
 from engine.graphs.capturing import Capturing, frozen_garbage, round_up
 from engine.graphs.device import GraphDevice
 from engine.layers.attention import AttentionBatch
@@ -63,7 +63,7 @@ class Piecewise:
         self._device = device
         self._recorder = recorder
         self._capturing = capturing
-        self._recordings: dict[int, Recording] = {}
+        self._recordings: dict[int, GraphRecording] = {}
         self.inputs_3M = device.buffer((3, self.sizes[-1]), torch.int64)
         self._padding_31 = device.buffer((3, 1), torch.int64)
         self._padding_31[2] = pool.dump_page * pool.page_stride
@@ -130,7 +130,7 @@ class Piecewise:
             self._plan_nothing()
             self._run(FEWEST_DIRECT)
 
-    def _record(self, size: int) -> Recording:
+    def _record(self, size: int) -> GraphRecording:
         recording = self._recorder.record(size, lambda: self._run(size))
         broken, layers = recording.breaks[ATTENTION], self._model.attention_spec.num_layers
         if broken != layers:

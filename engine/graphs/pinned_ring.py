@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from engine.execution.captured_steps import Event
+from engine.execution.captured_steps import StepEvent
 from engine.graphs.device import GraphDevice
 
 
@@ -17,7 +17,7 @@ class PinnedBuffer:
     """A page-locked buffer.  data: uint8.  event: recorded after the last copy that was queued from or to it."""
 
     data: Tensor
-    event: Event
+    event: StepEvent
 
     def wait(self) -> None:
         """Wait until no copy uses the buffer."""
@@ -48,7 +48,7 @@ class PinnedReceiver:
         self._num_bytes = num_bytes
         self._free: list[PinnedBuffer] = []
 
-    def receive(self, source: Tensor) -> tuple[Tensor, Event]:
+    def receive(self, source: Tensor) -> tuple[Tensor, StepEvent]:
         """Queue a copy of a one-dimensional ``source``; the result can be read once the event is reached."""
         if self._free:
             buffer = self._free.pop()

@@ -21,6 +21,7 @@ from engine.graphs.decode_attention import can_capture
 from engine.graphs.device import Pool, device_for_graphs
 from engine.graphs.passes import GraphPass
 from engine.graphs.piecewise import PREFILL, Piecewise
+from engine.graphs.settings import CaptureSettings
 from engine.layers.attention import AttentionBackend
 from engine.layers.comm import Comm
 from engine.layers.kv_pool import KVPool
@@ -66,7 +67,7 @@ class RankGraphs:
                 "graphs.mode=compiled"
             )
         self.comm = comm
-        self._section = section
+        self._section, self._settings = section, CaptureSettings.read(section)
         self._passes = tuple(passes)
         self._recorder: SegmentRecorder | None = None
         self._pool: Pool = None
@@ -80,7 +81,7 @@ class RankGraphs:
     def break_at(self, operations: Sequence[str]) -> None:
         """Keep operations that plugins name, and those of graphs.split_ops, out of graphs.  Call it after all plugins
         are loaded and before any capture.  Raises ConfigError for an unknown operation in graphs.split_ops."""
-        for name in self._section.split_ops:
+        for name in self._settings.split_ops:
             library, _, operation = name.partition("::")
             if not operation or not hasattr(getattr(torch.ops, library), operation):
                 raise ConfigError(
@@ -88,7 +89,7 @@ class RankGraphs:
                     "as in 'aten::index_copy_'"
                 )
         if self._recorder is not None:
-            self._recorder.break_at(list(dict.fromkeys([*operations, *self._section.split_ops])))
+            self._recorder.break_at(list(dict.fromkeys([*operations, *self._settings.split_ops])))
 
     def piecewise(self, parts: StepParts, scheduler: SchedulerSection, progress: bool) -> Piecewise | None:
         """Return steps with prefill, captured or compiled up to the largest step; None if off, or failed under 'auto'.
@@ -139,7 +140,7 @@ class RankGraphs:
         if self._recorder is None or self.mode == DECODE:
             return None
         model, pool = parts.model, parts.pool
-        sizes = piecewise_sizes(min(self._section.max_tokens, scheduler.max_step_tokens))
+        sizes = piecewise_sizes(min(self._settings.max_tokens, scheduler.max_step_tokens))
         attention = BreakingAttention(
             parts.attention,
             model.attention_spec,
@@ -160,7 +161,7 @@ class RankGraphs:
                 comm=self.comm,
                 recorder=self._recorder,
                 compiler="inductor",
-                autotuned=sizes if self._section.autotune else (),
+                autotuned=sizes if self._settings.autotune else (),
                 passes=self._passes,
                 named=self._recorder.named,
             ).hidden
@@ -190,7 +191,7 @@ class RankGraphs:
             device=self.device,
             recorder=self._recorder,
             capturing=Capturing(self.device, self.comm, parts.pool.data.device),
-            sizes=decode_sizes(min(self._section.max_rows, scheduler.max_running)),
+            sizes=decode_sizes(min(self._settings.max_rows, scheduler.max_running)),
         )
 
     def _captured(self, graphs: Piecewise | DecodeGraphs, what: str, progress: bool) -> bool:

@@ -61,7 +61,7 @@ class MarkedAttention:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class GraphPart:
     """A child of the stitched module.  operation: the split operation it consists of; None for a piece."""
 
     name: str
@@ -69,7 +69,7 @@ class Part:
     operation: str | None
 
 
-def split(trace: GraphModule, operations: Collection[str]) -> tuple[GraphModule, list[Part]]:
+def split(trace: GraphModule, operations: Collection[str]) -> tuple[GraphModule, list[GraphPart]]:
     """Return the stitched module, which calls the parts in order, and the parts."""
     numbers: dict[Node, int] = {}
     split_at: dict[int, str] = {}
@@ -91,7 +91,7 @@ def split(trace: GraphModule, operations: Collection[str]) -> tuple[GraphModule,
     # In the order of the trace, so that in-place writes do not move past reads.
     stitched = split_module(trace, trace, lambda node: numbers[node], keep_original_order=True)
     parts = [
-        Part(name, module, split_at.get(int(name.rpartition("_")[2])))
+        GraphPart(name, module, split_at.get(int(name.rpartition("_")[2])))
         for name, module in stitched.named_children()
         if isinstance(module, GraphModule)
     ]

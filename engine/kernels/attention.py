@@ -20,7 +20,7 @@ from engine.layers.kv_pool import KVPool
 WORTH_THREADS = 1 << 20
 
 
-class Step(ctypes.Structure):
+class AttentionStep(ctypes.Structure):
     """The C struct ``Attention`` of ``cpu.h``: a step, for all of its layers."""
 
     _fields_ = (
@@ -49,7 +49,7 @@ class CompiledAttention:
         self._threads, self._room = 0, 0
         self._scratch, self._items = torch.empty(0), torch.empty(0, dtype=torch.int32)
         self._read: tuple[Tensor, ...] = ()
-        self.step = Step(
+        self.step = AttentionStep(
             Q=spec.num_heads,
             G=spec.num_kv_heads,
             H=spec.head_size,

@@ -16,7 +16,7 @@ from engine.kernels.compiled import compiled
 ALIGNMENT = 64  # a cache line
 
 
-class Kind(IntEnum):
+class PanelKind(IntEnum):
     """The type of a stored element.
 
     UPPER_HALVES: bfloat16, lossless for floats whose lower 16 bits are zero.
@@ -91,7 +91,7 @@ class CompiledWeight:
 class PanelWeight(CompiledWeight):
     """A weight in panels of numbers of one kind."""
 
-    def __init__(self, products: Products, weight_OI: Tensor, kind: Kind) -> None:
+    def __init__(self, products: Products, weight_OI: Tensor, kind: PanelKind) -> None:
         """Pack the weight.  weight_OI: float32, on a CPU; its values must fit the kind."""
         assert weight_OI.dtype == torch.float32, f"{weight_OI.dtype} is not float32"
         weight_OI = weight_OI.contiguous()

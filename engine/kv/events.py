@@ -18,7 +18,7 @@ Tier = Literal["device", "host"]
 class KVEvent:
     """Pages came to or left a tier.  'restored' pages came back to the device from the host, which keeps its copy.
 
-    hashes: hashes of the pages, in order; in a bigram tree, of their pairs of tokens.
+    hashes: hashes of the pages, in order; with a lookahead, of their pairs of tokens.
     parent: the hash before the first.
     tokens: the tokens of a stored event's pages, int32s; empty for the others."""
 
@@ -33,17 +33,17 @@ class KVEvent:
 class EventLog:
     """A list of events; ``drain`` empties it."""
 
-    def __init__(self, page_bytes: int, *, bigram: bool = False) -> None:
-        """Begin an empty log.  bigram: keys are pairs of tokens, of which the first is the page's."""
+    def __init__(self, page_bytes: int, *, stride: int = 1) -> None:
+        """Begin an empty log.  stride: number of tokens in an element of a key, of which the first is the page's."""
         self._page_bytes = page_bytes
-        self._bigram = bigram
+        self._stride = stride
         self._events: list[KVEvent] = []
 
     def stored(self, node: Node, tier: Tier, first_page: int = 0) -> None:
         """Note that a node's pages from ``first_page`` on are in ``tier`` now."""
         tokens = bytes(node.key[first_page * self._page_bytes :])
-        if self._bigram:
-            tokens = np.frombuffer(tokens, dtype=np.int32)[::2].tobytes()
+        if self._stride > 1:
+            tokens = np.frombuffer(tokens, dtype=np.int32)[:: self._stride].tobytes()
         self._note("stored", tier, node, first_page, tokens)
 
     def removed(self, node: Node, tier: Tier) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from engine.kv.node import INDEX_BYTES, Namespace, Node
+from engine.kv.node import INDEX_BYTES, Namespace, Node, namespace_seed
 from engine.kv.pages import Pages
 
 
@@ -30,6 +30,22 @@ class Match:
     end: Node | None = None
     num_end_pages: int = 0
     host_end: Node | None = None
+
+    @property
+    def num_cached(self) -> int:
+        """Number of pages that need no computing."""
+        return self.num_pages + self.num_host_pages
+
+    def last_hash(self) -> bytes:
+        """Return the chained hash of the last page that was found; the namespace's seed if there is none."""
+        node = self.host_end or self.end
+        if node is None:
+            return namespace_seed(self.namespace)
+        start, above = self.num_cached, node.parent
+        while above is not None:
+            start -= len(above.key) // len(node.first)
+            above = above.parent
+        return node.page_hashes[start - 1]
 
     @property
     def pages(self) -> Pages:
@@ -83,15 +99,3 @@ def match_on_device(match: Match, root: Node, page_bytes: int) -> None:
     match.raw_pages = b"".join(found)
     match.num_pages = at // page_bytes
     match.end, match.num_end_pages = node, shared // page_bytes
-
-
-def match_on_host(match: Match, page_bytes: int) -> None:
-    """Continue the match of ``match_on_device`` through nodes that are only on the host."""
-    node = match.end
-    assert node is not None
-    key, at, shared = match.key, match.num_pages * page_bytes, match.num_end_pages * page_bytes
-    while shared == len(node.key) and (child := node.children.get(key[at : at + page_bytes])) is not None:
-        match.host_end = node = child
-        shared = common_bytes(child.key, key, at, page_bytes)
-        at += shared
-    match.num_host_pages = at // page_bytes - match.num_pages

@@ -60,7 +60,7 @@ def outline(
 ) -> Outline:
     """Return at most ``max_nodes`` of a tree's nodes.
 
-    now: the step being planned.  stride: distance of tokens in keys, 2 for bigrams.
+    now: the step being planned.  stride: number of tokens in an element of a key.
     holders: an entry per page of the pool; those of the nodes shown are set to the node's index."""
     frontier: list[tuple[tuple[int, ...], int, int, int, int, Node]] = []
     numbers: dict[Namespace, int] = {}

@@ -93,7 +93,7 @@ class GatedMLP:
         name = joined(prefix, self.shape.name)
         gate_up = self.gate_up.slices(name)
         yield from merged(gate_up, f"{name}.{self.shape.merged}") if self.shape.merged else gate_up
-        yield from self.down.slices(f"{name}.down_proj")
+        yield from self.down.slices(f"{name}.{self.shape.down}")
 
 
 class MLP:

@@ -17,7 +17,7 @@ from engine.layers.kernels import DeviceKernels, LayerKernels
 from engine.layers.weights import WeightSlice, joined, parameter, whole
 
 
-class Unchanged:
+class UnchangedNorm:
     """A norm that returns its input."""
 
     def __call__(self, x_TD: Tensor) -> Tensor:
@@ -35,7 +35,7 @@ class Unchanged:
         yield from ()
 
 
-class Scaled(Unchanged):
+class Scaled(UnchangedNorm):
     """A product x * factor, in place: only after attention and MLPs, whose results nothing else reads."""
 
     def __init__(self, factor: float) -> None:
@@ -227,9 +227,9 @@ class HeadLayerNorm(WideHeadNorm):
             yield WeightSlice(one.source, shape, 0, one.start // self.size, len(heads), heads)
 
 
-def unchanged(shape: PartShape, *_: object) -> Unchanged:
+def unchanged(shape: PartShape, *_: object) -> UnchangedNorm:
     """Build the layer of ``engine.checkpoints.shape.Unchanged``."""
-    return Unchanged()
+    return UnchangedNorm()
 
 
 def scaled(shape: Scaling, *_: object) -> Scaled:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 # Relative to a weight's norm: half of what float32 rounds each element by.
 EXACT = 2.0**-25
+ROWS_AT_ONCE = 256
 
 
 class PackedWeight(Protocol):
@@ -98,5 +99,10 @@ class Linears:
 
 def fits_float16(weight_OI: Tensor, exactly: bool) -> bool:
     """Return whether float16 can hold every element; if ``exactly``, also whether it loses less than float32 rounds."""
-    lost = weight_OI.half().sub(weight_OI).norm()  # in float32; infinite beyond the range
-    return bool(lost.isfinite()) and not (exactly and lost > EXACT * weight_OI.norm())
+    allowed = EXACT * float(weight_OI.norm()) if exactly else float("inf")
+    lost = 0.0
+    for rows_OI in weight_OI.split(ROWS_AT_ONCE):  # weights that do not fit show it in their first rows
+        lost += float(rows_OI.half().sub(rows_OI).square().sum())  # in float32; infinite beyond the range
+        if not lost < float("inf") or lost > allowed**2:
+            return False
+    return True

@@ -40,7 +40,7 @@ HARMLESS = re.compile(r".*\.(rotary_emb\.(inv_freq|cos_cached|sin_cached)|attn\.
 DUMMY_SCALE = 0.02
 COMPARED_ROWS = 4096
 BLOCK_BYTES = 1.5  # more than any element has in blocks, and less than a float of 16 bits
-SAY_EVERY_S = 5.0
+SAY_EVERY_S = 2.0
 
 
 def load_model(
@@ -54,6 +54,7 @@ def load_model(
     linears: Linears,
     check_room: Callable[[int], None] | None = None,
     kernels: LayerKernels | None = None,
+    share: Callable[[float], None] | None = None,
 ) -> Model:
     """Build this rank's part of the model and fill it.
 
@@ -64,6 +65,7 @@ def load_model(
     check_room: called with the bytes that loading needs, after all names, shapes and files are checked and before
     memory is allocated; it raises an error if that is too much.
     kernels: fused kernels in place of the device's own.
+    share: called with the share of the weights that is read.
     Raises WeightsError naming file and tensor; ConfigError if the ranks cannot share the model.
     """
     shape, reader, kernels = spec.shape, None, kernels or choose_kernels(device)
@@ -92,11 +94,11 @@ def load_model(
             if reader is None:
                 model.load(lambda slices: _draw(slices, seed), kernels, linears)
             else:
-                filling = Filling(list(model.slices()), reader, copies_to(device), progress, comm.rank)
+                filling = Filling(list(model.slices()), reader, copies_to(device), progress, comm.rank, share)
                 filling.keep_rows(model.kept_weights(), linears.layers)
                 opened.callback(filling.close)
                 model.load(filling.fill, kernels, linears)
-                filling.say()
+                filling.log_progress()
     release_freed()
     return model
 
@@ -201,9 +203,16 @@ class Filling:
     """Fills slices from a reader, layer by layer, with a progress bar and log lines."""
 
     def __init__(
-        self, slices: Sequence[WeightSlice], reader: WeightReader, copies: WeightCopies, progress: bool, rank: int
+        self,
+        slices: Sequence[WeightSlice],
+        reader: WeightReader,
+        copies: WeightCopies,
+        progress: bool,
+        rank: int,
+        share: Callable[[float], None] | None = None,
     ) -> None:
-        """Start the bar.  slices: all that will be read.  rank: number for the log."""
+        """Start the bar.  slices: all that will be read.  rank: number for the log.  share: as in ``load_model``."""
+        self._share = share or (lambda share: None)
         self._reader = reader
         self._copies = copies
         self._rank = rank
@@ -213,7 +222,7 @@ class Filling:
         self._began_at = time.monotonic()
         off = None if progress else True  # None: off without a terminal
         self._bar = tqdm(total=self._total, desc="loading weights", unit="B", unit_scale=True, disable=off)
-        self.say()
+        self.log_progress()
 
     def keep_rows(self, weights: Iterable[Tensor], kernel: LinearKernel) -> None:
         """Offer the rows of these weights to the kernel as they are stored."""
@@ -244,7 +253,7 @@ class Filling:
         rows = self._reader.rows(one.source, one.dim, one.start, one.length)
         return rows is not None and self._keeper.keep(one.target, rows)
 
-    def say(self) -> None:
+    def log_progress(self) -> None:
         """Log the progress."""
         self._logged_at = time.monotonic()
         took_s = self._logged_at - self._began_at
@@ -263,8 +272,9 @@ class Filling:
     def _note(self, num_bytes: int) -> None:
         self._num_read += num_bytes
         self._bar.update(num_bytes)
+        self._share(self._num_read / max(1, self._total))
         if time.monotonic() - self._logged_at >= SAY_EVERY_S:
-            self.say()
+            self.log_progress()
 
     def _num_bytes(self, one: WeightSlice) -> int:
         num_bytes = self._reader.tensors[one.source].num_bytes // max(1, one.num_members)

@@ -18,7 +18,7 @@ BUFFER_BYTES: Final = 64 << 20
 NUM_BUFFERS: Final = 2
 
 
-class Event(Protocol):
+class CopyEvent(Protocol):
     """The methods of ``torch.cuda.Event`` that are used here."""
 
     def record(self) -> None: ...
@@ -62,7 +62,7 @@ class PinnedCopies:
         self,
         device: torch.device,
         new_buffer: Callable[[int], Tensor] | None = None,
-        new_event: Callable[[], Event] = torch.cuda.Event,
+        new_event: Callable[[], CopyEvent] = torch.cuda.Event,
     ) -> None:
         """Allocate buffers.  new_buffer: returns uint8 memory of so many bytes; None for page-locked memory."""
         self._device = device

@@ -3,9 +3,6 @@
 Owns: the calls to these plugins, and a guard around those of other packages.  Does not know: their decisions.
 """
 
-from importlib import import_module
-
-from engine.checkpoints.checkpoint import ModelSpec
 from engine.config import Config
 from engine.kv.eviction import EvictionStrategy
 from engine.plugins.guards import GuardedStrategy, guarded
@@ -14,7 +11,6 @@ from engine.plugins.kinds import PROPOSER
 from engine.plugins.manager import Plugins
 from engine.scheduling.policy import SchedulingPolicy
 from engine.scheduling.proposer import DraftModel, Proposer
-from engine.text.vocabulary import Vocabulary
 from engine.types.errors import PluginError
 
 MOST_PROPOSED = 64  # most draft tokens of a row in a step
@@ -40,25 +36,12 @@ def plugin_policy(plugins: Plugins, config: Config) -> SchedulingPolicy:
     return policy if plugins.known[name].built_in else guarded(name, policy)
 
 
-def plugin_proposer(
-    plugins: Plugins, config: Config, spec: ModelSpec, max_len: int, vocabulary: Vocabulary
-) -> Proposer | DraftModel | None:
-    """Build the proposer, or return None if none is configured.  spec, max_len, vocabulary: of the model.
+def built_proposer(plugins: Plugins, vocab_size: int, max_len: int) -> Proposer | DraftModel | None:
+    """Return what the configured plugin builds, with the path of a draft model unresolved; None if there is none.
 
-    The path of a draft model is resolved.  Raises PluginError, or WeightsError if a draft model cannot be read."""
-    if PROPOSER not in plugins.names:
+    Raises PluginError."""
+    if (name := plugins.names.get(PROPOSER)) is None:
         return None
-    built = built_proposer(plugins, spec.vocab_size, max_len)
-    if isinstance(built, DraftModel):
-        fitting = import_module("engine.features.speculation.fitting")  # no folder of the engine imports a feature
-        fitted: DraftModel = fitting.fitting_model(built, plugins.names[PROPOSER], config, spec, max_len, vocabulary)
-        return fitted
-    return built
-
-
-def built_proposer(plugins: Plugins, vocab_size: int, max_len: int) -> Proposer | DraftModel:
-    """Return what the configured plugin builds, with the path of a draft model unresolved.  Raises PluginError."""
-    name = plugins.names[PROPOSER]
     built = plugins.build(name, ProposerContext(vocab_size, max_len), Proposer, DraftModel)
     assert isinstance(built, Proposer | DraftModel), f"{name} has built {built!r}"
     if type(built.num_tokens) is not int or not 1 <= built.num_tokens <= MOST_PROPOSED:

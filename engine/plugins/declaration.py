@@ -66,7 +66,8 @@ class Declaration(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     api: the version of the plugin API it was written for.
     packages: required packages, by the names that are imported; 'a | b' for either.  devices: 'cpu', 'cuda'.
     dtypes: 'float32', 'bfloat16', 'float16'.
-    architectures: for model families: the names in config.json that the plugin reads, each with its model_type.
+    architectures: for model families: the names in config.json that the plugin reads, each with its model_type, 'a | b'
+    for either.
     The next are for attention backends.  head_sizes, page_sizes: lists or {"multiple_of": ..., "at_most": ...}.
     heads_per_kv_head: ratios of query heads to KV heads.  It and head_sizes do not apply to latents.
     window: whether it computes sliding windows.  supports: other features of ``AttentionSpec``: 'soft_cap', 'sinks',

@@ -12,14 +12,16 @@ from msgspec.structs import replace
 
 from engine.checkpoints.checkpoint import ModelSpec, read_spec
 from engine.checkpoints.fields import Fields
-from engine.checkpoints.pooling import causal_names
 from engine.checkpoints.shape import DecoderShape, ExpertsShape
 from engine.plugins.declaration import Declaration
+from engine.plugins.features import checkpoint_features
 from engine.plugins.hookspecs import ModelContext
 from engine.plugins.kinds import MODEL
 from engine.plugins.manager import PluginInfo, Plugins, checked, declared
+from engine.plugins.model.settings import ModelFamilySettings
 from engine.settings.sections import ModelSection, PluginsSection
 from engine.text.files import token_id
+from engine.text.settings import ScoreSettings
 from engine.types.errors import ConfigError, PluginError
 
 THROUGH = "model.transformers"  # declares no architecture: it reads what no other family does
@@ -41,8 +43,10 @@ def read_model(directory: Path, section: PluginsSection | None = None, model: Mo
     Raises WeightsError with the file, field and expectation; PluginError for a plugin that fails; ConfigError for
     divided experts in a model without experts."""
     model = model or ModelSection()
+    tokens = ScoreSettings.read(model).score_tokens
     shapes = partial(read_shape, section or PluginsSection())
-    spec = read_spec(directory, shapes, model.score_tokens, partial(token_id, Path(model.tokenizer or directory)))
+    id_of = partial(token_id, Path(model.tokenizer or directory))
+    spec = read_spec(directory, shapes, tokens, id_of, checkpoint_features())
     if model.experts == "divided":
         spec = replace(spec, shape=_with_divided_experts(spec))
     return spec
@@ -51,10 +55,12 @@ def read_model(directory: Path, section: PluginsSection | None = None, model: Mo
 def read_shape(section: PluginsSection, architecture: str, fields: Fields) -> DecoderShape:
     """Return the shape of a checkpoint.  Raises WeightsError with the known architectures otherwise."""
     plugins = Plugins({}, section.options)
-    info, model_type, declared_name = _family(plugins, section, architecture, fields)
+    info, model_types, declared_name = _family(plugins, section, architecture, fields)
     # transformers reads one field or the other, depending on the call, so both must agree.
-    if model_type and (seen := fields.text("model_type", model_type)) != model_type:
-        raise fields.error("model_type", seen, f'"{model_type}", since architectures names {architecture}')
+    allowed = model_types.split(" | ")
+    if model_types and (seen := fields.text("model_type", allowed[0])) not in allowed:
+        expected = " or ".join(f'"{one}"' for one in allowed)
+        raise fields.error("model_type", seen, f"{expected}, since architectures names {architecture}")
     plugins.load(info.name)
     return plugins.build(info.name, ModelContext(declared_name, fields), DecoderShape)
 
@@ -75,7 +81,7 @@ def _with_divided_experts(spec: ModelSpec) -> DecoderShape:
 def list_families(section: PluginsSection) -> list[ListedFamily]:
     """Return every architecture that an installed plugin declares, sorted; no plugin is imported."""
     known = Plugins({}).known.values()
-    named = {f"{MODEL}.{name}" for name in section.models}
+    named = {f"{MODEL}.{name}" for name in ModelFamilySettings.read(section).models}
     listed = [
         ListedFamily(architecture, info, info.built_in or info.name in named)
         for info in known
@@ -87,15 +93,16 @@ def list_families(section: PluginsSection) -> list[ListedFamily]:
 def _family(
     plugins: Plugins, section: PluginsSection, architecture: str, fields: Fields
 ) -> tuple[PluginInfo, str, str]:
-    """Return the plugin, the model_type of the architecture ('' for any), and the plugin's name of the architecture.
+    """Return the plugin, the model_types of the architecture ('' for any), and the plugin's name of the architecture.
 
     A family also reads its decoder under another head, or none, if no plugin declares that architecture itself."""
     claimed = {}
-    for name in section.models:
+    for name in ModelFamilySettings.read(section).models:
         info = plugins.load(f"{MODEL}.{name}")
         claimed[info] = plugins.declarations[info.name].architectures
     built_in = {info: declaration.architectures for info, declaration in _built_in(plugins.known.values())}
-    through, others = plugins.known[THROUGH], causal_names(architecture)
+    through = plugins.known[THROUGH]
+    others = [name for feature in checkpoint_features() for name in feature.decoders(architecture)]
     for name in (architecture, *others):
         claims = [(info, known[name], name) for info, known in claimed.items() if name in known]
         if len(claims) > 1:

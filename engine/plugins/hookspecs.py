@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     from engine.graphs.passes import GraphPass
     from engine.kv.events import KVEvent
     from engine.kv.eviction import EvictionStrategy
-    from engine.kv.store import KVStore
     from engine.layers.attention import AttentionFactory
     from engine.layers.comm import Comm
     from engine.layers.packing import LinearKernel
+    from engine.plugins.kv_store.store import KVStore
     from engine.scheduling.meter import RequestMetrics
     from engine.scheduling.policy import SchedulingPolicy
     from engine.scheduling.proposer import DraftModel, Proposer
@@ -263,7 +263,7 @@ def callboard_kv_store(context: KVStoreContext) -> "KVStore | None":
     """Build the store that keeps KV pages outside the pool, possibly outside the process.
 
     Called: once per executor, when its KV pool exists.
-    Returns: a KVStore, as in ``engine/kv/store.py``.  Raises: PluginError if it cannot run here.
+    Returns: a KVStore, as in ``engine/plugins/kv_store/store.py``.  Raises: PluginError if it cannot run here.
     """
 
 

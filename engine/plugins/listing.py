@@ -9,12 +9,13 @@ from dataclasses import dataclass, replace
 from engine.config import Config
 from engine.plugins.declaration import Declaration
 from engine.plugins.hookspecs import AttentionContext, LinearContext
-from engine.plugins.kinds import ATTENTION, KINDS, LINEAR, MODEL, REASONING_PARSER, TOOL_PARSER, chosen_plugins
+from engine.plugins.kinds import ATTENTION, KINDS, LINEAR, MODEL, REASONING_PARSER, TOOL_PARSER, chosen_plugins, named
 from engine.plugins.linears import fitting_linears, linear_context
 from engine.plugins.manager import PluginInfo, available_plugins, checked, decide, declared, several_names
+from engine.plugins.model.settings import ModelFamilySettings
 from engine.plugins.parsers import wanted_parsers
 from engine.plugins.selection import BOTH, first_fit
-from engine.settings.sections import AttentionNames
+from engine.settings.attention_names import AttentionNames
 from engine.types.errors import PluginError
 
 
@@ -65,7 +66,7 @@ def _chosen(
     config: Config, known: Mapping[str, PluginInfo], context: AttentionContext, linear: LinearContext
 ) -> dict[str, str]:
     # A built-in family needs no choice: it serves every checkpoint of its architectures.
-    chosen = {f"{MODEL}.{name}": "yes" for name in config.plugins.models}
+    chosen = {f"{MODEL}.{name}": "yes" for name in ModelFamilySettings.read(config.plugins).models}
     for kind, wanted in chosen_plugins(config).items():
         if isinstance(wanted, list):
             chosen |= dict.fromkeys(several_names(kind, wanted), "yes")
@@ -92,11 +93,10 @@ def _chosen(
 
 def _chosen_parsers(config: Config, template: str | None) -> dict[str, str]:
     parsers = zip((TOOL_PARSER, REASONING_PARSER), wanted_parsers(config.plugins, template or ""), strict=True)
-    settings = {TOOL_PARSER: config.plugins.tool_parser, REASONING_PARSER: config.plugins.reasoning_parser}
     return {
         f"{kind}.{name}": "yes"
         for kind, (name, _) in parsers
-        if name != "none" and (template is not None or settings[kind] != "auto")
+        if name != "none" and (template is not None or named(config.plugins, kind) != "auto")
     }
 
 

@@ -23,7 +23,7 @@ from engine.host.timeouts import named_while_slow
 from engine.plugins import hookspecs
 from engine.plugins.declaration import CONSTANT, Declaration, check_api, convert_declaration, read_declaration
 from engine.plugins.kinds import ATTENTION, GRAMMAR, KINDS, LINEAR, OBSERVER, Wanted
-from engine.settings.sections import AttentionNames
+from engine.settings.attention_names import AttentionNames
 from engine.types.errors import CallboardError, PluginError
 
 log = logging.getLogger(__name__)

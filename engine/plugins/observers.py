@@ -27,7 +27,8 @@ SLOW_S = 0.05  # as long as several decode steps: clients notice
 class Observers:
     """Calls every loaded observer with what happened; the end of ``hookspecs.py`` has the contract.
 
-    It must be used on the scheduler's loop.  Exceptions of observers are logged, not raised."""
+    It must be used on the scheduler's loop.  Exceptions of observers are logged, not raised.
+    wants_requests: whether any observer implements the hook for requests that have ended."""
 
     def __init__(
         self,
@@ -72,6 +73,7 @@ class Observers:
     def _look_up(self) -> None:
         self._on_request_finished = self._plugins.implementations("callboard_request_finished")
         self._on_kv_event = self._plugins.implementations("callboard_kv_event")
+        self.wants_requests = bool(self._on_request_finished)
         self._on_engine_stopped = self._plugins.implementations("callboard_engine_stopped")
 
     def add(self, observer: object, name: str) -> None:

@@ -8,11 +8,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final, TypeVar
 
-from engine.checkpoints.pooling import GENERATING, Pooling
+from engine.checkpoints.use import GENERATING, ModelUse
 from engine.config import Config
 from engine.plugins.hookspecs import ParserContext
 from engine.plugins.kinds import REASONING_PARSER, TOOL_PARSER
 from engine.plugins.manager import Plugins
+from engine.plugins.reasoning_parser.settings import ReasoningParserSettings
+from engine.plugins.tool_parser.settings import ToolParserSettings
 from engine.settings.sections import PluginsSection
 from engine.text.codec import Formats, TextCodec, load_codec
 from engine.text.reasoning import ReasoningFormat
@@ -43,13 +45,13 @@ REASONING_SIGNS: Final = (
 )
 
 
-def plugin_codec(config: Config, directory: Path, pooling: Pooling = GENERATING) -> TextCodec:
+def plugin_codec(config: Config, directory: Path, use: ModelUse = GENERATING) -> TextCodec:
     """Load the codec with the parsers chosen by the configuration or the chat template.
 
-    directory: the checkpoint's.  pooling: the model's tasks.
+    directory: the checkpoint's.  use: the model's.
 
     Raises WeightsError with the file, or PluginError."""
-    return load_codec(config.model, directory, plugin_formats(config), pooling)
+    return load_codec(config.model, directory, plugin_formats(config), use)
 
 
 def plugin_formats(config: Config) -> Callable[[str], Formats]:
@@ -77,8 +79,8 @@ def _build(section: PluginsSection, kind: str, name: str, template: str, protoco
 def wanted_parsers(section: PluginsSection, template: str) -> tuple[tuple[str, str], tuple[str, str]]:
     """Return (name, reason for the choice) of the tool parser and the reasoning parser; 'none' for no parser."""
     return (
-        _wanted(section.tool_parser, template, TOOL_SIGNS, "hermes"),
-        _wanted(section.reasoning_parser, template, REASONING_SIGNS, "none"),
+        _wanted(ToolParserSettings.read(section).tool_parser, template, TOOL_SIGNS, "hermes"),
+        _wanted(ReasoningParserSettings.read(section).reasoning_parser, template, REASONING_SIGNS, "none"),
     )
 
 

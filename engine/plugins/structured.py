@@ -1,43 +1,35 @@
-"""Builds the plugins that requests may use: grammars of structured output, logits processors.
+"""Builds the objects that check and apply the forms of output that requests may ask for: grammars, logits processors.
 
-Owns: the calls to these plugins.  Does not know: any library.  The grammar plugin is built for the first request that
-needs it, since its tables for a large vocabulary take a second and tens of megabytes that most servers never use.
+Owns: the search for the feature that has grammars, the calls to logits processors.  Does not know: any library.
 """
 
 from collections.abc import Callable
+from typing import NamedTuple
 
-from engine.plugins.hookspecs import GrammarContext, LogitsProcessorContext
-from engine.plugins.kinds import GRAMMAR, LOGITS_PROCESSOR
+from engine.plugins.features import feature_modules
+from engine.plugins.hookspecs import LogitsProcessorContext
+from engine.plugins.kinds import LOGITS_PROCESSOR
 from engine.plugins.manager import Plugins
 from engine.text.codec import TextCodec
-from engine.text.grammar import GrammarEngine, Grammars
+from engine.text.grammar import Grammars
 from engine.text.processors import LogitsProcessor, Processors
-from engine.types.errors import RequestError
+
+
+class TextContext(NamedTuple):
+    """A model's text in one process.  codec: called at most once, when it is needed."""
+
+    plugins: Plugins
+    codec: Callable[[], TextCodec]
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
 
 
 def plugin_grammars(
-    plugins: Plugins,
-    codec: Callable[[], TextCodec],
-    *,
-    vocab_size: int,
-    eos_token_ids: tuple[int, ...],
-) -> Grammars:
-    """Return the grammars.  codec: called at most once, for the first grammar."""
-    name = plugins.names[GRAMMAR]
-
-    def new_engine() -> GrammarEngine:
-        if plugins.absent:
-            raise RequestError(f"structured output: {plugins.absent}", code="unsupported_parameter")
-        vocabulary = codec().vocabulary
-        context = GrammarContext(
-            vocab_size=vocab_size,
-            pieces=vocabulary.all_pieces[:vocab_size],
-            special_token_ids=[token_id for token_id in vocabulary.special_ids if token_id < vocab_size],
-            eos_token_ids=eos_token_ids,
-        )
-        return plugins.build(name, context, GrammarEngine)
-
-    return Grammars(new_engine, name=name)
+    plugins: Plugins, codec: Callable[[], TextCodec], *, vocab_size: int, eos_token_ids: tuple[int, ...]
+) -> Grammars | None:
+    """Return the grammars of requests, which a feature's ``grammars.py`` builds; None without such a feature."""
+    context = TextContext(plugins, codec, vocab_size, eos_token_ids)
+    return next((module.request_grammars(context) for module in feature_modules("grammars").values()), None)
 
 
 def plugin_processors(plugins: Plugins, vocab_size: int) -> Processors:

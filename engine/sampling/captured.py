@@ -34,7 +34,7 @@ C = TypeVar("C", Tensor, npt.NDArray[Any])
 Int64 = npt.NDArray[np.int64]
 
 
-class Variant(StrEnum):
+class SamplingVariant(StrEnum):
     """A way to sample a batch.  logits: not here; the step returns logits, and the ``Sampler`` picks from them."""
 
     GREEDY = "greedy"
@@ -45,7 +45,7 @@ class Variant(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Columns(Generic[C]):
+class SamplingColumns(Generic[C]):
     """Sampling parameters with one entry per row of a batch; in memory they follow each other in this order.
 
     rows: int64, number of the row in the engine, NO_ROW for padding.
@@ -75,30 +75,30 @@ def columns_bytes(max_rows: int) -> int:
     return max_rows * sum(np.dtype(dtype).itemsize * width for dtype, width in zip(_DTYPES, _WIDTHS, strict=True))
 
 
-def tensor_columns(packed: Tensor, max_rows: int) -> Columns[Tensor]:
+def tensor_columns(packed: Tensor, max_rows: int) -> SamplingColumns[Tensor]:
     """Return columns in a uint8 tensor."""
     return _columns(lambda part, dtype: part.view(getattr(torch, dtype)), packed, max_rows)
 
 
-def array_columns(packed: npt.NDArray[np.uint8], max_rows: int) -> Columns[npt.NDArray[Any]]:
+def array_columns(packed: npt.NDArray[np.uint8], max_rows: int) -> SamplingColumns[npt.NDArray[Any]]:
     """Return columns in a uint8 array."""
     return _columns(lambda part, dtype: part.view(dtype), packed, max_rows)
 
 
-def _columns(view: Callable[[C, str], C], packed: C, max_rows: int) -> Columns[C]:
+def _columns(view: Callable[[C, str], C], packed: C, max_rows: int) -> SamplingColumns[C]:
     start, made = 0, []
     for dtype, width in zip(_DTYPES, _WIDTHS, strict=True):
         end = start + max_rows * width * np.dtype(dtype).itemsize
         column = view(packed[start:end], dtype)
         made.append(column if width == 1 else column.reshape(max_rows, width))
         start = end
-    return Columns(*made)
+    return SamplingColumns(*made)
 
 
 class CapturedSampler:
     """Samples batches of one rank's rows by columns; built once, for batches of up to ``max_rows``."""
 
-    def __init__(self, state: SamplingState, kernels: "KernelSampler | None", columns: Columns[Tensor]) -> None:
+    def __init__(self, state: SamplingState, kernels: "KernelSampler | None", columns: SamplingColumns[Tensor]) -> None:
         """Take memory for batches of as many rows as ``columns`` has, which are on the device of ``state``."""
         self._state = state
         self._kernels = kernels
@@ -130,7 +130,7 @@ class CapturedSampler:
         mine = (self._places_M, self._places32_M, self._starts_M1, self._no_ids, self._no_bias)
         return (*mine, self._state.counts.table_CV)
 
-    def variant_of(self, rows_N: Int64, positions_N: Int64) -> Variant:
+    def variant_of(self, rows_N: Int64, positions_N: Int64) -> SamplingVariant:
         """Return the cheapest variant that serves these rows.  positions_N: of the tokens that will be sampled."""
         state = self._state
         if (
@@ -139,14 +139,14 @@ class CapturedSampler:
             or (state.logprobs[rows_N] != NO_LOGPROBS).any()
             or (positions_N < state.stop_from[rows_N]).any()
         ):
-            return Variant.LOGITS
+            return SamplingVariant.LOGITS
         if state.penalised[rows_N].any():
-            return Variant.FULL
+            return SamplingVariant.FULL
         if state.cut[rows_N].any():
-            return Variant.CUT
-        return Variant.GREEDY if state.greedy[rows_N].all() else Variant.TEMPERATURE
+            return SamplingVariant.CUT
+        return SamplingVariant.GREEDY if state.greedy[rows_N].all() else SamplingVariant.TEMPERATURE
 
-    def fill(self, columns: Columns[npt.NDArray[Any]], rows_N: Int64) -> None:
+    def fill(self, columns: SamplingColumns[npt.NDArray[Any]], rows_N: Int64) -> None:
         """Write the columns of a batch of these rows; the remaining entries are padding, which is greedy."""
         state, num = self._state, len(rows_N)
         for field in fields(columns):
@@ -160,7 +160,7 @@ class CapturedSampler:
         if penalised_N.any():
             columns.line[:num][penalised_N] = state.counts.lines(rows_N[penalised_N])
 
-    def pick(self, variant: Variant, logits_BV: Tensor, positions_B: Tensor) -> Tensor:
+    def pick(self, variant: SamplingVariant, logits_BV: Tensor, positions_B: Tensor) -> Tensor:
         """Return token_ids_B, int64, by the first B columns; -1 if a row's logits have no finite maximum.
 
         positions_B: int64, of the sampled tokens.  Nothing here waits for the device or depends on values.
@@ -168,10 +168,12 @@ class CapturedSampler:
         size = len(logits_BV)
         if self._kernels is not None:
             parts = self._kernel_parts(variant, size)
-            token_ids_B = self._kernels.pick(parts, logits_BV, None if variant is Variant.GREEDY else positions_B)
+            token_ids_B = self._kernels.pick(
+                parts, logits_BV, None if variant is SamplingVariant.GREEDY else positions_B
+            )
         else:
             token_ids_B = self._pick_by_torch(variant, logits_BV, positions_B)
-        if variant is Variant.FULL:
+        if variant is SamplingVariant.FULL:
             self._state.counts.add(self._lines(size), token_ids_B)
         return token_ids_B
 
@@ -180,21 +182,21 @@ class CapturedSampler:
         line_B = self._columns.line[:size].to(torch.int64)
         return torch.where(line_B < 0, self._spare_line, line_B)
 
-    def _kernel_parts(self, variant: Variant, size: int) -> "tuple[KernelPart, ...]":
+    def _kernel_parts(self, variant: SamplingVariant, size: int) -> "tuple[KernelPart, ...]":
         # Triton is needed from here on.
         from engine.sampling.triton.adjusted import Adjustment
         from engine.sampling.triton.parts import KernelPart
         from engine.sampling.triton.picks import CutRows
 
         parts = []
-        cuts = variant in (Variant.CUT, Variant.FULL)
+        cuts = variant in (SamplingVariant.CUT, SamplingVariant.FULL)
         group = self.group if cuts else size  # rows with cuts or penalties take memory per vocabulary entry
         for first in range(0, size, group):
             here = slice(first, min(first + group, size))
             num = here.stop - first
-            of = Columns(*(getattr(self._columns, field.name)[here] for field in fields(self._columns)))
+            of = SamplingColumns(*(getattr(self._columns, field.name)[here] for field in fields(self._columns)))
             adjustment = cut_rows = None
-            if variant is Variant.FULL:
+            if variant is SamplingVariant.FULL:
                 starts = self._starts_M1[: num + 1]
                 adjustment = Adjustment(
                     of.line, of.penalties, starts, self._no_ids, self._no_bias, starts, self._no_ids
@@ -202,15 +204,15 @@ class CapturedSampler:
             if cuts:
                 floor = of.floor.view(torch.int32)
                 cut_rows = CutRows(of.cut, self._places32_M[:num], floor, of.top_k, of.top_p)
-            draws = variant is not Variant.GREEDY
+            draws = variant is not SamplingVariant.GREEDY
             at, own = self._places_M[here], self._places_M[:num]
             parts.append(KernelPart(at, own, of.inverse_temperature, of.seed, draws, adjustment, cut_rows))
         return tuple(parts)
 
-    def _pick_by_torch(self, variant: Variant, logits_BV: Tensor, positions_B: Tensor) -> Tensor:
+    def _pick_by_torch(self, variant: SamplingVariant, logits_BV: Tensor, positions_B: Tensor) -> Tensor:
         size, columns = len(logits_BV), self._columns
         finite_B = logits_BV.amax(dim=-1).isfinite()
-        if variant is Variant.FULL:
+        if variant is SamplingVariant.FULL:
             logits_BV = logits_BV.to(torch.float32, copy=True)
             Penalties(
                 at_p=self._places_M[:size],
@@ -218,11 +220,11 @@ class CapturedSampler:
                 columns=by_name(columns.penalties[:size]),
             ).apply(logits_BV, self._state.counts)
         top_B, token_ids_B = logits_BV.max(dim=-1)
-        if variant is not Variant.GREEDY:
+        if variant is not SamplingVariant.GREEDY:
             inverse_B = columns.inverse_temperature[:size]
             scores_BW = padded_scores(logits_BV, top_B, inverse_B)
             weights_BW = weights(scores_BW)
-            if variant in (Variant.CUT, Variant.FULL):
+            if variant in (SamplingVariant.CUT, SamplingVariant.FULL):
                 weights_BW.masked_fill_(scores_BW < lowest_kept(scores_BW, weights_BW, self._cuts(size)), 0.0)
             numbers_B = uniforms(stream_starts(columns.seed[:size]), positions_B)
             token_ids_B = torch.where(inverse_B > 0, draw(weights_BW, numbers_B), token_ids_B)

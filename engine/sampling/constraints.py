@@ -6,6 +6,9 @@ Owns: a matcher per row and the thread that advances them.  Does not know: steps
 A mask depends on the token before it, which may still be on the device when the next step is launched.  So the thread
 waits for that token and computes the mask while the forward pass of the next step runs; the caller reads the mask after
 it has queued that pass.  The scheduler plans ahead as usual.
+
+A row whose last mask took long is slow.  Its next mask is computed in another thread as soon as its token is known, and
+not with those of the next step: a row that sits out the steps until then delays none of them.
 """
 
 import logging
@@ -34,6 +37,7 @@ Int32 = npt.NDArray[np.int32]
 BUDGET_TOKENS = 16  # tokens over which the time of a row is summed
 BUDGET_S = 0.02  # per token, for all rows of a step together
 LEAST_BUDGET_S = 0.005  # per token of one row, however many rows there are
+LATE_S = 0.002  # of work; a row whose mask took longer is slow
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +79,11 @@ class _Row:
     failure: str = ""
     took_s: deque[float] = field(default_factory=lambda: deque(maxlen=BUDGET_TOKENS))
 
+    @property
+    def is_slow(self) -> bool:
+        """Whether its last mask took long."""
+        return bool(self.took_s) and self.took_s[-1] > LATE_S and not self.failure
+
 
 class PendingMasks:
     """Masks in computation."""
@@ -101,26 +110,34 @@ class PendingMasks:
 class Constraints:
     """The grammars of all rows of one rank.  Equal calls on every rank give equal masks.
 
+    grammars: None if requests with a grammar are refused.
     rows: rows that have, or had, a grammar or limits; while it is empty, no other method needs a call.
-    clock: seconds of this thread's work; None if ranks must agree, since their clocks differ."""
+    clock: seconds of this thread's work.
+    must_agree: there are other ranks, whose clocks differ, so that no row ends because of its time."""
 
     def __init__(
         self,
-        grammars: Grammars,
+        grammars: Grammars | None,
         vocab_size: int,
         device: torch.device,
-        clock: Callable[[], float] | None = time.thread_time,
+        clock: Callable[[], float] = time.thread_time,
+        must_agree: bool = False,
     ) -> None:
         self._clock = clock
+        self._must_agree = must_agree
         self._grammars = grammars
         self._num_words = -(-vocab_size // 32)
         self._device = device
         self.rows: dict[int, _Row] = {}
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="grammar")
+        self._slow_worker = ThreadPoolExecutor(1, thread_name_prefix="slow-grammar")
+        self._ahead: dict[int, Future[tuple[Int32, str]]] = {}  # masks and failures by row, of slow ones
+        self._num_at_once = 1
 
     def admit(self, row: int, params: SamplingParams, token_ids: Int32, num_prompt_tokens: int) -> None:
         """Assign a row to a sequence.  token_ids: its prompt, then output kept over a retraction."""
         self.rows.pop(row, None)
+        self._ahead.pop(row, None)
         if params.grammar is not None or params.limits_tokens:
             output = token_ids[num_prompt_tokens:].tolist()
             self.rows[row] = _Row(self._worker.submit(self._open, params, output))
@@ -132,7 +149,8 @@ class Constraints:
         at = np.array([index for index, row in enumerate(rows_N.tolist()) if row in self.rows], dtype=np.int64)
         if not len(at):
             return None
-        rows = [self.rows[row] for row in rows_N[at].tolist()]
+        rows = [(self.rows[row], self._ahead.get(row)) for row in rows_N[at].tolist()]
+        self._num_at_once = len(rows)
         return PendingMasks(at, self._worker.submit(self._fill, rows), self._device)
 
     def sampled(self, rows_N: Int64, tokens: Callable[[], Int64]) -> None:
@@ -141,35 +159,53 @@ class Constraints:
             row = self.rows.get(number)
             if row is not None:
                 row.last = lambda index=index: int(tokens()[index])
+                if row.is_slow:
+                    self._ahead[number] = self._slow_worker.submit(self._next, row, self._num_at_once)
+                else:
+                    self._ahead.pop(number, None)
+
+    def ahead(self) -> "dict[int, Future[tuple[Int32, str]]]":
+        """Return the next masks of slow rows, some of which are not ready."""
+        return dict(self._ahead)
 
     def close(self) -> None:
-        """End the thread."""
-        self._worker.shutdown(wait=False, cancel_futures=True)
+        """End the threads."""
+        for worker in (self._worker, self._slow_worker):
+            worker.shutdown(wait=False, cancel_futures=True)
 
     def _open(self, params: SamplingParams, output: list[int]) -> Matcher:
-        matcher = None if params.grammar is None else self._grammars.matcher(params.grammar)
+        matcher: Matcher | None = None
+        if params.grammar is not None:
+            assert self._grammars is not None, "a request with a grammar came to an engine that refuses them"
+            matcher = self._grammars.matcher(params.grammar)
         if matcher is None or params.limits_tokens:
             matcher = TokenLimits(params, self._num_words, matcher)
         for token_id in output:
             matcher.consume(token_id)
         return matcher
 
-    def _fill(self, rows: list[_Row]) -> tuple[Int32, dict[int, str]]:
+    def _fill(self, rows: "list[tuple[_Row, Future[tuple[Int32, str]] | None]]") -> tuple[Int32, dict[int, str]]:
         words = np.zeros((len(rows), self._num_words), dtype=np.int32)
         failures: dict[int, str] = {}
-        for index, row in enumerate(rows):
-            if not row.failure:
-                token_id = row.last() if row.last is not None else -1  # waits for the device, and may raise its errors
-                row.last = None
-                began = self._clock() if self._clock is not None else 0.0
-                row.failure = self._advance(row, token_id, words[index])
-                if self._clock is not None and not row.failure:
-                    row.took_s.append(self._clock() - began)
-                    row.failure = _overdue(row, len(rows))
-            if row.failure:
+        for index, (row, ahead) in enumerate(rows):
+            words[index], failure = self._next(row, len(rows)) if ahead is None else ahead.result()
+            if failure:
                 words[index] = 0
-                failures[index] = f"the grammar of this request cannot go on{row.failure}"
+                failures[index] = f"the grammar of this request cannot go on{failure}"
         return words, failures
+
+    def _next(self, row: _Row, num_rows: int) -> tuple[Int32, str]:
+        """Return a row's next mask, and why there is none or ''.  num_rows: rows with a grammar in a step."""
+        words = np.zeros(self._num_words, dtype=np.int32)
+        if not row.failure:
+            token_id = row.last() if row.last is not None else -1  # waits for the device, and may raise its errors
+            row.last = None
+            began = self._clock()
+            row.failure = self._advance(row, token_id, words)
+            if not row.failure:
+                row.took_s.append(self._clock() - began)
+                row.failure = "" if self._must_agree else _overdue(row, num_rows)
+        return words, row.failure
 
     def _advance(self, row: _Row, token_id: int, words: Int32) -> str:
         """Advance the row's matcher by a token and write the next mask.  Returns why that failed, or ''."""
@@ -181,7 +217,8 @@ class Constraints:
         except (GrammarFailure, RequestError) as error:
             return f": {error}"
         except BaseException:  # a plugin may raise any error
-            log.exception("a matcher of plugin %s raised an error; its request ends", self._grammars.name)
+            name = "none" if self._grammars is None else self._grammars.name
+            log.exception("a matcher of plugin %s raised an error; its request ends", name)
             return "; the server log has the details"
         return ""
 

@@ -25,7 +25,7 @@ Int64 = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
-class _Row:
+class _ProcessedRow:
     """A row with processors.  params: by the processor's name."""
 
     params: dict[str, msgspec.Struct]
@@ -38,7 +38,7 @@ class Processing:
     def __init__(self, processors: Processors, tokens_RM: Tensor) -> None:
         self._processors = processors
         self._tokens_RM = tokens_RM
-        self._rows: dict[int, _Row] = {}
+        self._rows: dict[int, _ProcessedRow] = {}
 
     def admit(self, newcomers: Sequence[Newcomer]) -> None:
         """Assign rows to sequences; nothing of the rows' former sequences remains."""
@@ -46,7 +46,7 @@ class Processing:
             self._rows.pop(one.row, None)
             if one.params.logits_processors:
                 params = self._processors.read(one.params.logits_processors)
-                self._rows[one.row] = _Row(params, one.num_prompt_tokens)
+                self._rows[one.row] = _ProcessedRow(params, one.num_prompt_tokens)
 
     def apply(self, logits_NV: Tensor, rows_N: Int64, positions_N: Int64) -> Tensor:
         """Return the logits to pick from: the logits themselves if no row has processors, else a float32 copy.
@@ -62,7 +62,7 @@ class Processing:
         return logits_NV
 
     def _process(
-        self, name: str, mine: list[tuple[int, _Row]], logits_NV: Tensor, rows_N: Int64, positions_N: Int64
+        self, name: str, mine: list[tuple[int, _ProcessedRow]], logits_NV: Tensor, rows_N: Int64, positions_N: Int64
     ) -> None:
         at = np.array([index for index, _ in mine], dtype=np.int64)
         lengths = positions_N[at]

@@ -32,12 +32,12 @@ from torch import Tensor
 
 from engine.kernels.choice import choose_kernels
 from engine.messages import RULED_OUT
-from engine.sampling.captured import CapturedSampler, Columns
+from engine.sampling.captured import CapturedSampler, SamplingColumns
 from engine.sampling.constraints import Masks
 from engine.sampling.cuts import lowest_kept
 from engine.sampling.draw import block_sums, draw, padded_scores, uniforms, weights
 from engine.sampling.logprobs import BatchLogprobs, batch_logprobs, pinned_copy
-from engine.sampling.state import Adjustments, Draws, Newcomer, Part, SampleBatch, SamplingState, build_batch
+from engine.sampling.state import Adjustments, Draws, Newcomer, SampleBatch, SampledRows, SamplingState, build_batch
 from engine.types.params import SamplingParams
 
 if TYPE_CHECKING:
@@ -103,7 +103,7 @@ class Sampler:
         if self.processing is not None:
             self.processing.admit(newcomers)
 
-    def captured(self, columns: Columns[Tensor]) -> CapturedSampler:
+    def captured(self, columns: SamplingColumns[Tensor]) -> CapturedSampler:
         """Return a sampler of the same rows in fixed batches (``captured.py``)."""
         return CapturedSampler(self._state, self.kernels, columns)
 
@@ -162,7 +162,7 @@ class Sampler:
             self._batch, self._batch_key = build_batch(self._state, rows_N, holding_N, split), key
         return self._batch
 
-    def _pick(self, part: Part, logits_nV: Tensor, positions_N: Tensor | None) -> Tensor:
+    def _pick(self, part: SampledRows, logits_nV: Tensor, positions_N: Tensor | None) -> Tensor:
         """Return a token per row of a part; -1 if the maximum of the logits, unchanged or adjusted, is not finite."""
         raw_top_n = None
         if part.adjustments is not None:

@@ -163,7 +163,7 @@ class Draws:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class SampledRows:
     """Rows of a batch that are sampled alike.  at: their indices; a slice for neighbours, to avoid a copy of logits."""
 
     at: slice | Tensor
@@ -175,7 +175,7 @@ class Part:
 class SampleBatch:
     """A batch of rows with their parameters.
 
-    parts: ``Part``, or those of ``engine/sampling/triton/sampler.py``.
+    parts: ``SampledRows``, or those of ``engine/sampling/triton/sampler.py``.
     counted_at, counted_lines: int64, rows whose sampled token must be counted, and their lines of counts.
     logprobs_at: int64, rows with log probabilities.  num_logprobs: number of alternatives for each.
     named: the tokens that rows name in place of the most likely ones."""
@@ -200,7 +200,7 @@ def build_batch(
 ) -> SampleBatch:
     """Build the batch of these rows.
 
-    holding_N: rows that have not yet produced their min_tokens.  split: makes the parts, in place of ``Part``."""
+    holding_N: rows that have not yet produced their min_tokens.  split: makes the parts instead."""
     counted_at = np.flatnonzero(state.penalised[rows_N])
     logprobs_at = np.flatnonzero(state.logprobs[rows_N] != NO_LOGPROBS)
     return SampleBatch(
@@ -216,11 +216,11 @@ def build_batch(
     )
 
 
-def _split(state: SamplingState, rows_N: Int64, holding_N: npt.NDArray[np.bool_]) -> tuple[Part, ...]:
+def _split(state: SamplingState, rows_N: Int64, holding_N: npt.NDArray[np.bool_]) -> tuple[SampledRows, ...]:
     adjusted_N = state.adjusted(rows_N, holding_N)
     random_N = ~state.greedy[rows_N]
     rows_per_part = max(1, (PART_SCORES_CPU if state.device.type == "cpu" else PART_SCORES_GPU) // state.vocab_size)
-    parts: list[Part] = []
+    parts: list[SampledRows] = []
     for adjusted, random in ((False, False), (False, True), (True, False), (True, True)):
         at = np.flatnonzero((adjusted_N == adjusted) & (random_N == random))
         size = rows_per_part if adjusted or random else max(1, len(at))
@@ -228,7 +228,7 @@ def _split(state: SamplingState, rows_N: Int64, holding_N: npt.NDArray[np.bool_]
             part_at = at[start : start + size]
             rows_n = rows_N[part_at]
             parts.append(
-                Part(
+                SampledRows(
                     at=_slice_or_index(state, part_at),
                     adjustments=_adjustments(state, rows_n, holding_N[part_at]) if adjusted else None,
                     draws=_draws(state, rows_n) if random else None,

@@ -80,7 +80,7 @@ def draw_board(requests: Requests, table: RowTable, pages: PageManager, now: flo
     """Return the board.  now: seconds of the planner's clock."""
     shown = list(islice(requests.open.values(), MAX_ROWS))
     nodes = np.full(pages.allocator.num_pages, -1, dtype=np.int32)
-    outline = pages.outline(MAX_NODES, nodes)
+    outline = pages.tree.outline(MAX_NODES, nodes)
     return Board(
         rows=tuple(_row(sequence, table, requests.limits.prefill_chunk, now) for sequence in shown),
         num_hidden=len(requests.open) - len(shown),

@@ -6,19 +6,14 @@ them has completed.
 """
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import numpy as np
 
 from engine.messages import RULED_OUT, Failed, Finish, StepDone, StepExtras, Tokens
-from engine.scheduling.decodes import Decodes
-from engine.scheduling.events import PlannerEvents
-from engine.scheduling.feature import PlannerFeatures
+from engine.scheduling.feature import PlannerParts
 from engine.scheduling.meter import StepRecord
-from engine.scheduling.pages import PageManager
-from engine.scheduling.prefills import Prefills
-from engine.scheduling.requests import Requests
-from engine.scheduling.rows import Rows, RowTable, TokenIds
+from engine.scheduling.rows import Rows, Sequence, TokenIds
 from engine.scheduling.step_builder import InFlight, Wave
 from engine.types.errors import RequestError
 
@@ -28,28 +23,18 @@ class Completions:
 
     last_completed: id of the last completed step.  num_completed: number of completed steps."""
 
-    def __init__(
-        self,
-        table: RowTable,
-        page_manager: PageManager,
-        decodes: Decodes,
-        prefills: Prefills,
-        requests: Requests,
-        clock: Callable[[], float],
-        features: PlannerFeatures,
-        events: PlannerEvents,
-    ) -> None:
+    def __init__(self, parts: PlannerParts) -> None:
         self.in_flight: deque[InFlight] = deque()
         self.last_completed = -1
         self.num_completed = 0
-        self._table = table
-        self._page_manager = page_manager
-        self._decodes = decodes
-        self._prefills = prefills
-        self._requests = requests
-        self._clock = clock
-        self._features = features
-        self._events = events
+        self._table = parts.table
+        self._page_manager = parts.pages
+        self._decodes = parts.decodes
+        self._prefills = parts.prefills
+        self._requests = parts.requests
+        self._clock = parts.clock
+        self._features = parts.features
+        self._events = parts.events
         self._ended: list[int] = []
 
     def forget(self, last_launched: int) -> None:
@@ -81,7 +66,7 @@ class Completions:
             self._commit(rows, tokens, first, extras)
         for wave in waves[1:]:
             rows, tokens, extras = self._keep_valid(wave, some_ended=True)
-            self._requests.meter.came_along(len(rows))
+            self._requests.meter.followed(len(rows))
             self._commit(rows, tokens, {}, extras)
         for completed in self._features.completed:
             completed(record, now - completed_before)
@@ -134,7 +119,9 @@ class Completions:
                 computed(sequence, self.last_completed, int(end - table.num_confirmed[row]))
             table.num_confirmed[row] = end
             self._page_manager.publish(row, end)
-            self._prefills.published(row, end)
+            for published in self._features.published:
+                published(row, end)
+            self._prefills.unblock()
             if end == len(sequence.tokens):
                 for decodes in self._events.decodes:
                     decodes(sequence)
@@ -190,9 +177,7 @@ class Completions:
         """End a request with an error.  Its computed tokens may be wrong, so they are not shared."""
         request_id = int(self._table.request_ids[row])
         self.end(row, Finish.ERROR, share=False)
-        self._requests.outbox.append(
-            Failed(request_id=request_id, message=error.message, status=error.status, code=error.code)
-        )
+        self._requests.outbox.append(Failed.of(request_id, error))
 
     def end(self, row: int, finish: Finish, *, share: bool = True) -> None:
         """End the request that has this row.  share: as in ``leave``."""
@@ -216,6 +201,15 @@ class Completions:
         table.running[row] = False
         self._ended.append(row)
         self._release_ended()
+
+    def retract(self, sequence: Sequence) -> None:
+        """Send a running sequence back to the queue, with its tokens."""
+        row, table = sequence.row, self._table
+        self.leave(row)
+        sequence.tokens = table.tokens[row, : table.num_known[row]].copy()
+        sequence.row = -1
+        self._requests.retracted(sequence)
+        self._prefills.wait(sequence)
 
     def _release_ended(self) -> None:
         self._page_manager.collect(self.last_completed)

@@ -1,7 +1,7 @@
 """The planner's events: what happens to requests and steps, for the objects that watch.
 
 Owns: the list of events, and which watcher gets which.  Does not know: what a watcher does with them.
-The meter, explanations, traces and recordings are watchers.  An event costs one call for each watcher that has a method
+The meter and the watchers of features are such objects.  An event costs one call for each watcher that has a method
 for it, and nothing if none has one.  A watcher changes nothing that the planner reads and never reads the planner's
 clock, so a planner makes the same plans with and without it.
 """
@@ -17,8 +17,8 @@ from engine.scheduling.meter import RequestMetrics, StepRecord
 from engine.scheduling.rows import Sequence
 
 Why = Literal["queue", "no_room", "aside", "fetch"]
-"""The reason why a sequence has no row: others are ahead of it; too few pages; a running prefill computes its prefix; a
-feature holds it."""
+"""The reason why a sequence has no row: others are ahead of it; too few pages; a running prefill computes its prefix;
+its prefix is read from elsewhere."""
 
 
 class PlannerWatcher:

@@ -6,15 +6,16 @@ the planner is built: a hook that no feature overrides costs nothing.
 """
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from engine.kv.node import Handle
 from engine.kv.pages import Pages
-from engine.messages import Admit, FetchPages, PagesFetched, StepDone
-from engine.scheduling.events import Callbacks, PlannerEvents, callbacks
+from engine.messages import Admit, FeatureAnswer, FeatureRequest, StepDone
+from engine.scheduling.events import Callbacks, PlannerEvents, Why, callbacks
 from engine.scheduling.rows import PlannerLimits, RowTable, Sequence
 from engine.scheduling.step_builder import InFlight, StepBuilder, Wave
+from engine.types.notices import LossExplained
 
 if TYPE_CHECKING:
     from engine.scheduling.completions import Completions
@@ -24,29 +25,39 @@ if TYPE_CHECKING:
     from engine.scheduling.requests import Requests
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class PlannerParts:
-    """The parts of one planner, for its features."""
+    """The parts of one planner, for each other and for its features.  Those after ``events`` are added as it is built.
+
+    clock: seconds."""
 
     limits: PlannerLimits
+    clock: Callable[[], float]
     table: RowTable
-    pages: "PageManager"
-    decodes: "Decodes"
-    prefills: "Prefills"
-    requests: "Requests"
-    completions: "Completions"
+    features: "PlannerFeatures"
     events: PlannerEvents
+    pages: "PageManager" = field(init=False)
+    decodes: "Decodes" = field(init=False)
+    prefills: "Prefills" = field(init=False)
+    requests: "Requests" = field(init=False)
+    completions: "Completions" = field(init=False)
 
 
 class PlannerFeature:
-    """An optional part of one planner.  A subclass overrides the hooks that it needs."""
+    """An optional part of one planner.  A subclass overrides the hooks that it needs.
+
+    order: features of lower order come first.
+    is_on: whether the hooks are called; ``PlannerFeatures.refresh`` must follow a change."""
+
+    order = 0
+    is_on = True
 
     def admit(self, sequence: Sequence, message: Admit) -> None:
         """Called when a request arrives.  Raise RequestError to refuse it."""
 
-    def hold(self, sequence: Sequence) -> bool:
-        """Return True to keep a sequence whose turn has come; the feature later passes it to ``Prefills.wait``."""
-        return False
+    def hold(self, sequence: Sequence) -> Why | None:
+        """Return a reason to keep a sequence whose turn has come; the feature later passes it to ``Prefills.wait``."""
+        return None
 
     def blocks(self) -> bool:
         """Return True to start no sequence now."""
@@ -61,6 +72,10 @@ class PlannerFeature:
 
     def started(self, sequence: Sequence) -> None:
         """Called when a sequence has got a row."""
+
+    def prefill_tokens(self, num_decodes: int, most: int) -> int:
+        """Return the number of prompt tokens, at most ``most``, for a step that has ``num_decodes`` decodes."""
+        return most
 
     def awaits_tokens(self) -> bool:
         """Return True to plan nothing before every step in flight has completed."""
@@ -83,34 +98,48 @@ class PlannerFeature:
     def completed(self, record: InFlight, seconds: float) -> None:
         """Called when the tokens of a step are noted.  seconds: time since the completion of the step before it."""
 
+    def published(self, row: int, num_tokens: int) -> None:
+        """Called when the first ``num_tokens`` tokens of a row's prompt are in the tree, as far as they fill pages."""
+
     def left(self, row: int) -> None:
         """Called when a row is no longer in the batch."""
 
     def released(self, row: int) -> None:
         """Called before a row is free: no step in flight uses it any more."""
 
+    def ended(self, sequence: Sequence) -> None:
+        """Called when a request has ended."""
+
+    def lost(self, *, is_fault: bool) -> LossExplained | None:
+        """Called when the executors are gone, even while the feature is off.
+
+        It may end a request that caused losses, and return the explanation.  is_fault: as in ``ExecutorsLost``."""
+        return None
+
     def forget(self, sequence: Sequence) -> bool:
         """Called when a sequence without a row has ended.  Return whether the feature held it."""
         return False
 
-    def outgoing(self) -> list[FetchPages]:
+    def outgoing(self) -> list[FeatureRequest]:
         """Return the messages for the executors since the last call."""
         return []
 
-    def received(self, message: PagesFetched) -> None:
+    def received(self, message: FeatureAnswer) -> None:
         """Called when an executor has answered a message of ``outgoing``."""
 
     def reset(self) -> list[Sequence]:
         """Called when the executors are new and nothing is in flight.  Return the sequences that the feature held."""
         return []
 
+    def retuned(self, limits: PlannerLimits) -> None:
+        """Called when the limits have changed."""
+
     def gauges(self) -> dict[str, int]:
         """Return numbers of the present state, by name."""
         return {}
 
-    @property
     def num_held(self) -> int:
-        """Number of sequences that the feature holds."""
+        """Return the number of sequences that the feature holds."""
         return 0
 
 
@@ -127,32 +156,50 @@ class PlannerFeatures:
 
     def install(self, features: Iterable[PlannerFeature]) -> None:
         """Use the hooks of these features from now on."""
-        self.all = tuple(features)
+        self.all = tuple(sorted(features, key=lambda one: one.order))
         self.admit = self._hooks("admit")
         self.hold = self._hooks("hold")
         self.blocks = self._hooks("blocks")
         self.has_room = self._hooks("has_room")
         self.adopt = self._hooks("adopt")
         self.started = self._hooks("started")
+        self.prefill_tokens = self._hooks("prefill_tokens")
         self.awaits_tokens = self._hooks("awaits_tokens")
         self.plan = self._hooks("plan")
         self.attach = self._hooks("attach")
         self.examine = self._hooks("examine")
         self.waves = self._hooks("waves")
         self.completed = self._hooks("completed")
+        self.published = self._hooks("published")
         self.left = self._hooks("left")
         self.released = self._hooks("released")
+        self.ended = self._hooks("ended")
+        self.num_held = self._hooks("num_held")
         self.forget = self._hooks("forget")
         self.outgoing = self._hooks("outgoing")
         self.received = self._hooks("received")
 
     def _hooks(self, name: str) -> Callbacks:
-        return callbacks(self.all, PlannerFeature, name)
+        return callbacks([one for one in self.all if one.is_on], PlannerFeature, name)
 
-    @property
-    def num_held(self) -> int:
-        """Number of sequences that features hold."""
-        return sum(one.num_held for one in self.all)
+    def retuned(self, limits: PlannerLimits) -> None:
+        """Pass new limits to every feature; it may switch on or off."""
+        for one in self.all:
+            one.retuned(limits)
+        self.refresh()
+
+    def lost(self, *, is_fault: bool) -> LossExplained | None:
+        """Pass a loss to every feature.  Return the explanation, if there is one."""
+        explained = [one.lost(is_fault=is_fault) for one in self.all]
+        return next(filter(None, explained), None)
+
+    def refresh(self) -> None:
+        """Look the hooks up again, after a feature has switched on or off."""
+        self.install(self.all)
+
+    def gauges(self) -> dict[str, int]:
+        """Return the features' numbers of the present state, by name."""
+        return {name: number for one in self.all for name, number in one.gauges().items()}
 
     def reset(self) -> list[Sequence]:
         """Reset every feature.  Return the sequences that they held."""

@@ -209,7 +209,7 @@ class Meter(msgspec.Struct):
             for place in range(num):
                 counts[place] += 1
 
-    def came_along(self, num_tokens: int) -> None:
+    def followed(self, num_tokens: int) -> None:
         """Count the tokens of a step that follow its first one for the same requests."""
         self.num_output_tokens += num_tokens
         self.itl_s.note(0.0, num_tokens)

@@ -14,16 +14,14 @@ from collections.abc import Callable
 
 import numpy as np
 
-from engine.kv.events import KVEvent
 from engine.kv.eviction import Candidate, EvictionListener, EvictionStrategy, SortKey
 from engine.kv.match import Match
 from engine.kv.node import Handle, Namespace
-from engine.kv.outline import Outline
 from engine.kv.pages import PageAllocator, Pages
 from engine.kv.radix import RadixTree
 from engine.scheduling.events import PlannerEvents
-from engine.scheduling.feature import PlannerFeatures
-from engine.scheduling.rows import PlannerLimits, RowTable, Sequence
+from engine.scheduling.feature import PlannerParts
+from engine.scheduling.rows import Sequence
 from engine.scheduling.step_builder import NO_ROWS, Appends
 
 
@@ -48,69 +46,31 @@ class WatchedEvictions:
 class PageManager:
     """Pages by owner, for the rows of one table.  allocator, tree: other parts only read them."""
 
-    def __init__(
-        self,
-        limits: PlannerLimits,
-        table: RowTable,
-        strategy: EvictionStrategy,
-        features: PlannerFeatures,
-        events: PlannerEvents,
-    ) -> None:
+    def __init__(self, parts: PlannerParts, strategy: EvictionStrategy) -> None:
+        self._limits = limits = parts.limits
+        self._table = parts.table
+        self._features = parts.features
+        self._events = parts.events
         self.allocator = PageAllocator(limits.num_pages)
-        self._evictions = WatchedEvictions(strategy, events)
-        self.tree = RadixTree(
-            limits.page_size,
-            self._evictions,
-            bigram=limits.bigram,
-            num_host_pages=limits.num_host_pages,
-            record_events=limits.record_events,
-        )
-        self._table = table
-        self._features = features
-        self._events = events
+        self._evictions = WatchedEvictions(strategy, parts.events)
+        self.use(RadixTree)
         self._page_size = limits.page_size
-        self._num_behind = int(limits.bigram)  # tokens after a page that belong to its key
+        self._num_behind = limits.lookahead  # tokens after a page that belong to its key
         self._handles: dict[int, Handle] = {}
         self._deferred: deque[tuple[int, Pages]] = deque()
         self._rewrites: list[Appends] = []
+
+    def use(self, tree: Callable[..., RadixTree]) -> None:
+        """Use an empty tree of another kind."""
+        limits = self._limits
+        self.tree = tree(
+            limits.page_size, self._evictions, lookahead=limits.lookahead, record_events=limits.record_events
+        )
 
     @property
     def num_available(self) -> int:
         """Number of pages that ``allocate`` can return, by evicting unused ones."""
         return self.allocator.num_free + self.tree.num_evictable
-
-    @property
-    def num_free(self) -> int:
-        """Number of pages without any content."""
-        return self.allocator.num_free
-
-    @property
-    def num_cached(self) -> int:
-        """Number of pages whose content is kept although no request uses it."""
-        return self.tree.num_evictable
-
-    @property
-    def num_used(self) -> int:
-        """Number of pages that requests need, or that wait for a step in flight."""
-        return self.allocator.num_held - self.tree.num_evictable
-
-    @property
-    def num_handles(self) -> int:
-        """Number of rows that have a handle in the tree."""
-        return len(self._handles)
-
-    @property
-    def num_on_host(self) -> int:
-        """Number of pages of the host tier that hold something."""
-        return self.tree.num_on_host
-
-    def outline(self, max_nodes: int, holders: Pages) -> Outline:
-        """Return the most used part of the prefix cache.  holders: per page, set to the index of its node."""
-        return self.tree.outline(max_nodes, holders)
-
-    def tick(self, step_id: int) -> None:
-        """Set the clock of least-recent use to the step being planned."""
-        self.tree.now = step_id
 
     def match(self, sequence: Sequence) -> Match:
         """Find the longest cached prefix of a sequence that it may use.  Changes nothing."""
@@ -118,8 +78,7 @@ class PageManager:
 
     def num_cached_tokens(self, sequence: Sequence) -> int:
         """Return the number of the sequence's tokens that would need no computing.  Changes nothing."""
-        match = self.match(sequence)
-        return (match.num_pages + match.num_host_pages) * self._page_size
+        return self.match(sequence).num_cached * self._page_size
 
     def start(self, sequence: Sequence, reserve: int) -> int | None:
         """Give a sequence a row, with the cached pages of its prefix and new pages for the rest of its tokens.
@@ -130,7 +89,8 @@ class PageManager:
         match = self.match(sequence)
         key = match.key
         num_new = -(-len(sequence.tokens) // self._page_size) - match.num_pages
-        if num_new + reserve > self.num_available or not self._has_room(sequence):
+        has_room = all(has_room(sequence) for has_room in self._features.has_room)
+        if num_new + reserve > self.num_available or not has_room:
             return None
         handle = self.tree.lock(match, sequence.priority)  # before the second count: locked pages cannot be evicted
         if num_new + reserve > self.num_available:
@@ -138,9 +98,6 @@ class PageManager:
             return None
         shared = self.tree.pages(handle)
         new = self.allocate(num_new, sequence.request_id)
-        if match.num_host_pages:
-            # Pages on the host are copied into the first of the new pages, which belong to the tree from then on.
-            self.tree.restore(handle, key, new)
         for adopt in self._features.adopt:
             adopt(sequence, handle, key, new[handle.num_pages - len(shared) :])
         for matched in self._events.matched:
@@ -150,9 +107,6 @@ class PageManager:
         for started in self._features.started:
             started(sequence)
         return row
-
-    def _has_room(self, sequence: Sequence) -> bool:
-        return all(has_room(sequence) for has_room in self._features.has_room)
 
     def allocate(self, count: int, request_id: int) -> Pages:
         """Take pages for a request, evicting cached ones if too few are free.  The caller checks ``num_available``."""
@@ -202,10 +156,6 @@ class PageManager:
         while self._deferred and self._deferred[0][0] <= last_completed:
             self.allocator.free(self._deferred.popleft()[1])
 
-    def drain_events(self) -> list[KVEvent]:
-        """Return the events of cached pages since the last call."""
-        return self.tree.drain_events()
-
     def take_rewrites(self) -> list[Appends]:
         """Return the page-table entries that changed since the last call."""
         rewrites, self._rewrites = self._rewrites, []
@@ -231,6 +181,10 @@ class PageManager:
         private += [pages for _, pages in self._deferred]
         held = np.concatenate(private)
         assert len(np.unique(held)) == len(held), "a page is held twice"
+        num_locks = self.tree.num_handles
+        assert num_locks == len(self._handles), (
+            f"{num_locks} prefixes are locked, and {len(self._handles)} rows have one"
+        )
         total = self.allocator.num_free + self.tree.num_cached + len(held)
         assert total == self.allocator.num_pages, (
             f"free {self.allocator.num_free} + cached {self.tree.num_cached} + held {len(held)} "

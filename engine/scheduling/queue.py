@@ -1,16 +1,10 @@
-"""The waiting queue: sequences without a row, in the order of the policy, after those in quarantine.
+"""The waiting queue: sequences without a row, in the order of the policy.
 
-Owns: their order; which sequences were under way when executors were lost, how often in a row, and which of them runs
-alone.  Does not know: why they wait, why executors were lost, pages, rows.
-
-The quarantine finds the request that ends the executors, by elimination, so that the request ends and not the engine.
-A single loss blames no request: a process may be killed from outside.  Sequences that two losses in a row have met at
-the same place, without getting past it in between, then run one at a time.  Most get past it.  One that is lost again,
-while nothing else runs, is the culprit.  The quarantine wraps the waiting queue, since all rows are given there.
+Owns: their order.  Does not know: why they wait, pages, rows.
 """
 
 import heapq
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
@@ -21,7 +15,6 @@ from engine.scheduling.policy import SchedulingPolicy, SortKey, TenantPolicy
 from engine.scheduling.rows import RowTable, Sequence
 
 WINDOW = 128  # Sequences that a policy that looks at the cache ranks anew: one look-up each, 2 us.
-LOSSES_TO_SUSPECT = 2
 
 
 class WaitingQueue(Protocol):
@@ -49,6 +42,17 @@ class WaitingQueue(Protocol):
         """Remove and return ``first``, which must exist.  starts: it gets a row, and so overtakes earlier arrivals."""
         ...
 
+    def lets_wait(self) -> bool:
+        """Return whether a sequence may give up its turn."""
+        return True
+
+    def moved_to(self, other: "WaitingQueue") -> "WaitingQueue":
+        """Move all sequences to another queue.  Return the queue to use."""
+        while len(self):
+            self.rerank(lambda sequence: 0)
+            other.push(self.pop(starts=False))
+        return other
+
 
 def waiting_queue(policy: SchedulingPolicy, table: RowTable) -> WaitingQueue:
     """Return the queue for a policy.  table: the row table in which the sequences that it returns get rows."""
@@ -57,7 +61,7 @@ def waiting_queue(policy: SchedulingPolicy, table: RowTable) -> WaitingQueue:
     return RerankedQueue(policy.rank) if policy.looks_at_cache else RankedQueue(policy.rank)
 
 
-class RankedQueue:
+class RankedQueue(WaitingQueue):
     """A heap by rank, then age.  A sequence that is removed out of turn is freed at once, with its prompt: only its
     number stays in the heap, until its turn comes or such numbers are most of the heap."""
 
@@ -94,7 +98,7 @@ class RankedQueue:
         return self._waiting.pop(sequence.arrival)
 
 
-class RerankedQueue:
+class RerankedQueue(WaitingQueue):
     """A queue for policies that look at the cache.
 
     A window of the sequences that would be first if nothing were cached is ranked anew each time; the rest wait."""
@@ -146,7 +150,7 @@ class _Lane:
     place: int
 
 
-class TenantQueue:
+class TenantQueue(WaitingQueue):
     """A lane for each tenant with waiting requests, and a heap of the tenants' turns.
 
     Turns only rise while a tenant waits, so a risen one is noticed when it comes to the top.  The tokens of running
@@ -171,7 +175,7 @@ class TenantQueue:
     def push(self, sequence: Sequence) -> None:
         tenant = sequence.tenant
         if tenant not in self._lanes:
-            self._tell()
+            self._report_output()
             self.first()
             self._policy.returned(tenant, self._lowest)
             self._lanes[tenant] = _Lane(RankedQueue(self._policy.rank), 0)
@@ -188,7 +192,7 @@ class TenantQueue:
 
     def rerank(self, num_cached_tokens: Callable[[Sequence], int]) -> None:
         """Report the served tokens to the policy.  Turns are read when they matter."""
-        self._tell()
+        self._report_output()
 
     def first(self) -> Sequence | None:
         asked: set[str] = set()  # once each: a turn may rise with time
@@ -232,7 +236,7 @@ class TenantQueue:
         """Return whether an entry of the heap is the tenant's latest one."""
         return tenant in self._lanes and self._lanes[tenant].place == place
 
-    def _tell(self) -> None:
+    def _report_output(self) -> None:
         """Report each tenant's new output tokens to the policy.  A row keeps its numbers until it is given again."""
         table = self._table
         gained = np.where(table.request_ids == self._request_ids, table.num_known - self._num_told, 0)
@@ -243,120 +247,3 @@ class TenantQueue:
             outputs[self._tenants[row]] += count
         for tenant, count in outputs.items():
             self._policy.served(tenant, 0, count)
-
-
-@dataclass(slots=True)
-class _Record:
-    """The losses of one sequence.
-
-    num_losses: number of losses in a row, before the sequence had ``place`` tokens computed."""
-
-    num_losses: int
-    place: int
-
-
-class Quarantine:
-    """A ``WaitingQueue`` around another one: as long as there are suspects it gives rows to one of them at a time.
-
-    alone: the suspect that has its row; nothing else runs then."""
-
-    def __init__(self, waiting: WaitingQueue) -> None:
-        self.alone: Sequence | None = None
-        self._waiting = waiting
-        self._records: dict[int, _Record] = {}
-        self._suspects: deque[Sequence] = deque()
-
-    @property
-    def is_on(self) -> bool:
-        """Whether a suspect runs alone, or waits to do so."""
-        return self.alone is not None or bool(self._suspects)
-
-    def lets_wait(self) -> bool:
-        """Return whether a sequence may give up its turn.  A suspect may not: nothing else runs when its turn comes."""
-        return not self.is_on
-
-    # ---- losses -----------------------------------------------------------------------------
-
-    def note_loss(self, sequence: Sequence, num_done: int, num_planned: int) -> bool:
-        """Note that executors were lost with this sequence under way.  Return whether that makes it the culprit.
-
-        num_done: its tokens that completed steps have computed.  num_planned: those and the ones in flight."""
-        record = self._records.get(sequence.request_id)
-        if record is None or num_done >= record.place:
-            record = self._records[sequence.request_id] = _Record(0, 0)
-        record.num_losses += 1
-        # Plus one: a sequence that fails wherever it decodes gets one token further by being prefilled again.
-        record.place = num_planned + 1
-        return sequence is self.alone
-
-    def begin(self) -> None:
-        """Note that no sequence has a row any more: ``push`` sorts all sequences again."""
-        self.alone = None
-
-    def num_losses(self, sequence: Sequence) -> int:
-        """Return the number of losses in a row with the sequence under way at one place."""
-        record = self._records.get(sequence.request_id)
-        return record.num_losses if record is not None else 0
-
-    def acquit_all(self) -> None:
-        """Clear all suspects: they wait like any other request."""
-        self._records.clear()
-        suspects, self._suspects = self._suspects, deque()
-        for sequence in suspects:
-            self._waiting.push(sequence)
-
-    def passes(self, num_done: int) -> bool:
-        """Return whether the sequence that runs alone is acquitted by having computed so many tokens."""
-        assert self.alone is not None, "no sequence runs alone"
-        if num_done < self._records[self.alone.request_id].place:
-            return False
-        del self._records[self.alone.request_id]
-        self.alone = None
-        return True
-
-    def forget(self, sequence: Sequence) -> None:
-        """Forget a sequence that has ended."""
-        if sequence is self.alone:
-            self.alone = None
-        self._records.pop(sequence.request_id, None)
-
-    def reorder(self, waiting: WaitingQueue) -> None:
-        """Move all sequences but suspects to another queue."""
-        old, self._waiting = self._waiting, waiting
-        while len(old):
-            old.rerank(lambda sequence: 0)
-            waiting.push(old.pop(starts=False))
-
-    # ---- the methods of a waiting queue -----------------------------------------------------
-
-    def __len__(self) -> int:
-        return len(self._waiting) + len(self._suspects)
-
-    def push(self, sequence: Sequence) -> None:
-        if self.num_losses(sequence) >= LOSSES_TO_SUSPECT:
-            self._suspects.append(sequence)
-        else:
-            self._waiting.push(sequence)
-
-    def remove(self, sequence: Sequence) -> None:
-        if sequence in self._suspects:
-            self._suspects.remove(sequence)
-        else:
-            self._waiting.remove(sequence)
-
-    def rerank(self, num_cached_tokens: Callable[[Sequence], int]) -> None:
-        self._waiting.rerank(num_cached_tokens)
-
-    def first(self) -> Sequence | None:
-        if not self.is_on:
-            return self._waiting.first()
-        return self._suspects[0] if self.alone is None else None
-
-    def pop(self, *, starts: bool) -> Sequence:
-        if not self.is_on:
-            sequence = self._waiting.pop(starts=starts)
-        else:
-            sequence = self._suspects.popleft()
-            if starts:
-                self.alone = sequence
-        return sequence

@@ -8,16 +8,15 @@ limit.  The peak of future use follows Gong et al. 2025 (the "past-future" sched
 their pages back before the others have grown to their full length.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import numpy as np
 import numpy.typing as npt
 
 from engine.messages import Admit, Failed, Finish, Tokens
-from engine.scheduling.events import PlannerEvents
+from engine.scheduling.feature import PlannerParts
 from engine.scheduling.meter import Meter, RequestMetrics
-from engine.scheduling.queue import Quarantine
-from engine.scheduling.rows import PlannerLimits, Sequence
+from engine.scheduling.rows import Sequence
 from engine.types.errors import RequestError
 
 Ints = npt.NDArray[np.int32]
@@ -91,26 +90,23 @@ class Requests:
     ``outbox`` collects messages for the tokenizer, ``finished`` records for observers; the planner's caller empties
     both.  open_since: arrival of the first request after none was open."""
 
-    def __init__(
-        self,
-        limits: PlannerLimits,
-        forecast: OutputForecast,
-        quarantine: Quarantine,
-        clock: Callable[[], float],
-        meter: Meter,
-        events: PlannerEvents,
-    ) -> None:
+    def __init__(self, parts: PlannerParts, forecast: OutputForecast, meter: Meter) -> None:
         self.open: dict[int, Sequence] = {}
         self.outbox: list[Tokens | Failed] = []
         self.finished: list[RequestMetrics] = []
         self.meter = meter
         self.open_since = 0.0
-        self.limits = limits
+        self.limits = parts.limits
         self._forecast = forecast
-        self._quarantine = quarantine
-        self._events = events
-        self._clock = clock
+        self._features = parts.features
+        self._events = parts.events
+        self._clock = parts.clock
         self._num_arrived = 0
+
+    @property
+    def due_since(self) -> float:
+        """Time from which on the completion of a step is due, provided that requests are open."""
+        return max(self.open_since, self.meter.last_completed_at)
 
     @property
     def most_total(self) -> int:
@@ -184,7 +180,7 @@ class Requests:
         for retracted in self._events.retracted:
             retracted(sequence)
 
-    def tell_end(self, request_id: int, finish: Finish) -> None:
+    def send_end(self, request_id: int, finish: Finish) -> None:
         """Send the end of a request without a token."""
         self.outbox.append(
             Tokens(
@@ -194,24 +190,11 @@ class Requests:
             )
         )
 
-    def blame(self, culprit: Sequence, num_losses: int) -> None:
-        """End the request that has caused so many losses of executors in a row."""
-        self.end(culprit, Finish.ERROR, len(culprit.tokens))
-        self.outbox.append(
-            Failed(
-                request_id=culprit.request_id,
-                message=f"this request ended the model's executors {num_losses} times in a row, the last time while "
-                "nothing else ran; it was ended so that other requests go on.  The server log says what happened; "
-                "the same request is likely to fail again",
-                status=500,
-                code="executors_lost",
-            )
-        )
-
     def end(self, sequence: Sequence, finish: Finish, num_tokens: int) -> None:
         """End a request, with that many tokens of prompt and output."""
         del self.open[sequence.request_id]
-        self._quarantine.forget(sequence)
+        for ended in self._features.ended:
+            ended(sequence)
         num_output = num_tokens - sequence.num_prompt
         if finish in (Finish.STOP, Finish.LENGTH):
             self._forecast.note_end(num_output)

@@ -96,7 +96,7 @@ class PlannerLimits:
     num_ranks: number of executors, each of which has a part of every page.
     scored_chunk: the most tokens of a prompt in a step if log probabilities of all of them are requested; these take
     memory of vocabulary size each.
-    bigram: pages are shared only if the token after them is the same too, as in ``RadixTree``."""
+    lookahead: 1 if pages are shared only where the token after them is the same too, as in ``RadixTree``."""
 
     max_running: int
     max_step_tokens: int
@@ -110,7 +110,7 @@ class PlannerLimits:
     record_events: bool = False
     scored_chunk: int = 64
     num_ranks: int = 1
-    bigram: bool = False
+    lookahead: int = 0
 
     @property
     def longest(self) -> int:

@@ -1,35 +1,20 @@
-"""The sections of callboard.toml: every key, its type, its range, its default and its one-line help.
+"""The sections of callboard.toml: the core's keys, each with its type, its range, its default and its one-line help.
 
-Owns: the tables, and how a running server changes each setting.
+Owns: the core's tables, and how a running server changes each setting.
 Does not know: where values come from, devices, checkpoints; plugins decode their own option tables.
-The file is long because each setting stands with its help.
+Folders bring further keys to the sections that are ``extended``.
 """
 
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
-from msgspec import Meta
 
-Changed = Literal["live", "executors", "fixed"]
-"""How a setting changes while the server runs: at once, by replacing the executors, or not at all."""
-
-
-def key(description: str, *, changed: Changed | None = None, is_place: bool = False, **bounds: Any) -> Meta:
-    """Return the description of a setting.  changed: how it changes, if not as its section does.
-
-    is_place: it names a place on disk or network; only the file on the server's own disk may change it.
-    bounds: limits of its value, as ``msgspec.Meta`` accepts them."""
-    extra = {**({} if changed is None else {"changed": changed}), "is_place": is_place}
-    return Meta(description=description, extra=extra, **bounds)
+from engine.settings.additions import extended
+from engine.settings.section import Changed, Section, key
 
 
 # fmt: off
-class Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A TOML table.  Unknown keys are errors.  changed: how its settings change, unless their ``key`` differs."""
-
-    changed: ClassVar[Changed] = "fixed"
-
-
+@extended("model")
 class ModelSection(Section, frozen=True):
     """[model]: which checkpoint to serve and how to read it."""
 
@@ -61,36 +46,13 @@ class ModelSection(Section, frozen=True):
         "How ranks share a mixture of experts: each holds a part of every expert ('cut'), or whole experts ('divided')",
         changed="executors"
     )] = "cut"
-    score_tokens: Annotated[tuple[str, ...], key(
-        "Serves a language model as a reranker: a score is the first token's logit less the second's, as [\"yes\", "
-        '"no"] for Qwen3-Reranker; empty for those of the checkpoint', max_length=2
-    )] = ()
-    score_template: Annotated[str, key(
-        "File of a Jinja template that renders a message with role query and one with role document as a prompt; "
-        "empty for the checkpoint's chat template if it knows these roles", is_place=True
-    )] = ""
     numerics: Annotated[Literal["fast", "invariant"], key(
         "'invariant': a request gets the same tokens and log probabilities, to the bit, whatever else runs; "
         "checked at start; not yet tried on GPUs", changed="executors"
     )] = "fast"
     max_model_len: Annotated[int, key(
-        "Longest prompt plus output in tokens; 0 for the model's trained length", ge=0
+        "Longest prompt plus output in tokens; 0 for the model's trained length, or what of it fits the memory", ge=0
     )] = 0
-
-
-class LoraSection(Section, frozen=True):
-    """[lora]: LoRA adapters for the model, selected by their names as models."""
-
-    folder: Annotated[str, key(
-        "Folder of adapters in PEFT's format: each of its folders is served by its name from the start, others can be "
-        "loaded from below it; empty for none", is_place=True
-    )] = ""
-    max_adapters: Annotated[int, key(
-        "Most adapters in use at once; requests with others wait", ge=1, le=256, changed="executors"
-    )] = 8
-    max_rank: Annotated[int, key(
-        "Largest rank of an adapter; each uses memory and time for that rank", ge=1, le=512
-    )] = 16
 
 
 class DeviceSection(Section, frozen=True):
@@ -107,6 +69,7 @@ class DeviceSection(Section, frozen=True):
     seed: Annotated[int, key("Seeds dummy weights and requests without a seed; 0 draws one", ge=0)] = 0
 
 
+@extended("kv")
 class KVSection(Section, frozen=True):
     """[kv]: the paged KV cache."""
 
@@ -121,15 +84,6 @@ class KVSection(Section, frozen=True):
     layout: Annotated[Literal["layer_first", "page_first"], key(
         "'page_first' makes each page one block over all layers, for cheaper copies between tiers"
     )] = "layer_first"
-    num_host_pages: Annotated[int, key(
-        "Pages of host memory for evicted pages, which return from there; 0 for none", ge=0
-    )] = 0
-    store_timeout_s: Annotated[float, key(
-        "Longest wait of a prompt for its pages from plugins.kv_store; then it is computed", gt=0
-    )] = 0.5
-    store_buffer_mb: Annotated[int, key(
-        "Host memory of a rank for pages in transfer from plugins.kv_store, and the same amount for pages to it", ge=1
-    )] = 256
     memory_fraction: Annotated[float, key(
         "Fraction of free memory for the pool, on CPU at most 4 GiB; 0 for 0.85 on CPU, 0.9 on a GPU", ge=0, le=0.98
     )] = 0.0
@@ -166,6 +120,7 @@ class SchedulerSection(Section, frozen=True):
     )] = 2
 
 
+@extended("placement")
 class PlacementSection(Section, frozen=True):
     """[placement]: where executors, tokenizers and HTTP run, and what happens when one is lost."""
 
@@ -185,13 +140,6 @@ class PlacementSection(Section, frozen=True):
         "How processes connect: 'unix', 'unix:DIRECTORY' for sockets below it, or 'tcp://HOST:PORT' (port 0: "
         "any), encrypted and authenticated", is_place=True, pattern=r"^(unix|unix:.+|tcp://[^/]+:[0-9]+)$"
     )] = "unix"
-    cluster_key: Annotated[str, key(
-        "Secret of at least 32 characters that ranks on other machines authenticate with; best set as "
-        "CALLBOARD_PLACEMENT__CLUSTER_KEY; never printed"
-    )] = ""
-    join_timeout_s: Annotated[float, key(
-        "Longest time for ranks on other machines to join, and to find the server", gt=0
-    )] = 300.0
     step_timeout_s: Annotated[float, key(
         "An executor whose step takes longer than this is restarted; 0 for never", ge=0, changed="executors"
     )] = 120.0
@@ -204,6 +152,7 @@ class PlacementSection(Section, frozen=True):
     )] = 3
 
 
+@extended("graphs")
 class GraphsSection(Section, frozen=True):
     """[graphs]: steps that are captured once and replayed without running the model's Python."""
 
@@ -213,82 +162,18 @@ class GraphsSection(Section, frozen=True):
         "'decode' captures decode steps alone, 'breakable' also the model between attention calls for steps with "
         "prefill, 'compiled' compiles that too; 'auto' is breakable on a GPU, off on CPU"
     )] = "auto"
-    max_rows: Annotated[int, key("Largest captured decode batch; larger ones run without graphs", ge=1)] = 512
-    max_tokens: Annotated[int, key(
-        "Largest captured step with prefill, in tokens; larger ones run without graphs, or compiled for any size", ge=1
-    )] = 4096
-    split_ops: Annotated[list[str], key(
-        "Operations that run uncaptured, between graphs and pieces, e.g. ['acme::route']"
-    )] = []
-    autotune: Annotated[bool, key(
-        "With mode 'compiled': each size is also compiled separately with autotuning on first use, which takes "
-        "minutes, once"
-    )] = False
 
 
-class AttentionNames(Section, frozen=True):
-    """Attention backends for the two parts of a step: sequences that read their prompt, and those that generate."""
-
-    prefill: str = "auto"
-    decode: str = "auto"
-
-
+@extended("plugins")
 class PluginsSection(Section, frozen=True):
     """[plugins]: the implementation behind each hook, and the option tables of plugins."""
 
-    attention: Annotated[str | AttentionNames, key(
-        "Attention backend, or { prefill = ..., decode = ... }; 'auto' picks by device and model", changed="executors"
-    )] = "auto"
-    race_s: Annotated[float, key(
-        "Longest time for 'auto' to measure attention backends at the first start with a model's heads, if several "
-        "can run; compilers have eight minutes before that; 0 measures nothing and uses a fixed order",
-        ge=0, changed="executors"
-    )] = 60.0
-    eviction: Annotated[str, key(
-        "Eviction order of the prefix cache: lru, lfu, fifo, slru, s3fifo, priority; 'auto' is lru", changed="executors"
-    )] = "auto"
-    policy: Annotated[str, key(
-        "Order of waiting requests: priority, fcfs, lpm, fair; 'auto' is fair if clients have keys, else "
-        "priority", changed="live"
-    )] = "auto"
-    grammar: Annotated[str, key("Engine that constrains output to a schema or grammar; 'auto' is llguidance")] = "auto"
-    linear: Annotated[str, key(
-        "Matrix multiplication by weights; 'auto' measures the fastest of those for model.quantization",
-        changed="executors"
-    )] = "auto"
-    tool_parser: Annotated[str, key(
-        "Format of the model's function calls; 'auto' detects it from the chat template"
-    )] = "auto"
-    reasoning_parser: Annotated[str, key(
-        "Format of the model's thoughts; 'none' returns them as text; 'auto' detects it from the chat template"
-    )] = "auto"
-    comm: Annotated[str, key(
-        "Communication library between ranks; 'auto' picks by world size", changed="executors"
-    )] = "auto"
-    kv_store: Annotated[str, key(
-        "Store for KV pages outside the pool and the process: files; 'none' is no store", changed="executors"
-    )] = "none"
-    proposer: Annotated[str, key(
-        "Proposer of draft tokens for a step to verify: ngram, suffix, draft_model, eagle; 'none' is none",
-        changed="executors"
-    )] = "none"
-    observers: Annotated[list[str], key(
-        "Receivers of finished requests and of cached pages: any number of names, e.g. ['log']"
-    )] = []
-    graph_passes: Annotated[list[str], key(
-        "Passes over the model's pieces before graphs.mode=compiled compiles them, in this order", changed="executors"
-    )] = []
-    logits_processors: Annotated[list[str], key(
-        "Logits processors that requests may name in logits_processors, applied in this order"
-    )] = []
-    models: Annotated[list[str], key(
-        "Model families that are tried before the built-in ones; 'transformers' reads all decoders", changed="executors"
-    )] = []
     options: Annotated[dict[str, dict[str, Any]], key(
         "Option table per plugin, e.g. [plugins.options.'attention.torch']", changed="executors", is_place=True
     )] = {}
 
 
+@extended("server")
 class ServerSection(Section, frozen=True):
     """[server]: the HTTP frontend."""
 
@@ -342,18 +227,7 @@ class ServerSection(Section, frozen=True):
         "Public names by which clients without a key may call the server, e.g. ['llm.example.org'] behind a "
         "proxy; '*' for any"
     )] = []
-    profile_folder: Annotated[str, key(
-        "Folder for the executors' traces of steps from /start_profile; empty disables profiles",
-        is_place=True
-    )] = ""
-    traces: Annotated[str, key(
-        "URL for OpenTelemetry spans, e.g. 'http://127.0.0.1:4318/v1/traces'; empty for none", is_place=True
-    )] = ""
 
-    models_memory_mb: Annotated[int, key(
-        "Most memory that loaded [[models]] may use together; the least recently used idle one is unloaded for "
-        "another; 0 for no limit", ge=0
-    )] = 0
 
     @property
     def scheme(self) -> str:
@@ -395,6 +269,7 @@ class LimitsSection(Section, frozen=True):
     request_timeout_s: Annotated[float, key("Longest total time of a request", gt=0)] = 600.0
 
 
+@extended("storage")
 class StorageSection(Section, frozen=True):
     """[storage]: files that the server writes about its clients' requests; none unless a folder is named."""
 
@@ -402,34 +277,6 @@ class StorageSection(Section, frozen=True):
         "Folder of files, batches, stored responses, the journal and recordings; empty writes nothing",
         is_place=True
     )] = ""
-    quota_mb: Annotated[int, key(
-        "Most storage of one API key for files, responses and batches; beyond it requests get 400", ge=1
-    )] = 1024
-    max_file_mb: Annotated[int, key("Largest file that a client may upload", ge=1)] = 200
-    retention_hours: Annotated[int, key(
-        "Finished files, responses and batches are deleted after this time; 0 for never", ge=0
-    )] = 720
-    trace_mb: Annotated[int, key(
-        "Most disk space for traces of traffic, without texts, for `callboard whatif`; 0 for no traces", ge=0
-    )] = 0
-    journal_streams: Annotated[bool, key(
-        "Write streams to the journal, so that clients can rejoin them, even after a crash of the server"
-    )] = False
-    fsync: Annotated[Literal["always", "interval", "never"], key(
-        "What the journal may lose in a power loss: nothing, a second, or all that the system has not written; a "
-        "crash of the server loses nothing"
-    )] = "interval"
-    journal_mb: Annotated[int, key("Largest journal, on disk and in memory, in MiB", ge=8)] = 256
-    rejoin_s: Annotated[float, key(
-        "How long a stream continues without its client, and stays available after its end", gt=0
-    )] = 60.0
-    recording_mb: Annotated[int, key(
-        "Memory for the last minutes of the scheduler's messages, written to the folder when something goes "
-        "wrong; 0 for no recording", ge=0, le=4096
-    )] = 32
-    recording_prompts: Annotated[Literal["whole", "hashed"], key(
-        "Tokens in recordings: unchanged, or replaced one for one"
-    )] = "hashed"
 
 
 class ModelTable(Section, frozen=True):

@@ -28,7 +28,7 @@ from engine.plugins.hookspecs import CommContext
 from engine.plugins.kinds import ATTENTION
 from engine.plugins.manager import Plugins
 from engine.plugins.proof.comm import check_rank
-from engine.startup.race import Race
+from engine.startup.race import AttentionRace
 from engine.types.errors import PluginError
 
 LIMIT_S = 120.0  # for all checks
@@ -37,7 +37,7 @@ TOLERANCE = 2e-2  # a few roundings of bfloat16
 COMMS = {"cuda": ("torch", "pynccl", "symmetric"), "cpu": ("torch",)}
 
 
-class Result(msgspec.Struct, frozen=True):
+class CheckResult(msgspec.Struct, frozen=True):
     """The result of a check.  right: whether it passed.  found: what was observed."""
 
     name: str
@@ -46,7 +46,7 @@ class Result(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class CheckPlace:
     """The device of a check.  rank, size, rendezvous: for a process that is one of several; else a group of one."""
 
     device: torch.device
@@ -55,7 +55,7 @@ class Place:
     rendezvous: str = ""
 
 
-def check_kernels(place: Place) -> str:
+def check_kernels(place: CheckPlace) -> str:
     """Compare fused kernels with the same computation in torch, on random numbers."""
     kernels = choose_kernels(place.device)
     if kernels is None:
@@ -72,12 +72,12 @@ def check_kernels(place: Place) -> str:
     return f"triton, within {error:.2g} of torch"
 
 
-def check_attention(place: Place) -> str:
+def check_attention(place: CheckPlace) -> str:
     """Measure every backend that can run on the heads of a usual model."""
     dtype = torch.bfloat16 if place.device.type == "cuda" else torch.float32
     spec = AttentionSpec(4, 16, 8, 128, 128**-0.5)
     plugins = Plugins({ATTENTION: "auto"})
-    report = Race(plugins, spec, 16, place.device, dtype, limit_s=RACE_S, compile_s=COMPILE_S).run()
+    report = AttentionRace(plugins, spec, 16, place.device, dtype, limit_s=RACE_S, compile_s=COMPILE_S).run()
     fastest = report.fastest()
     told = [f"{phase}: {one}" for phase, one in fastest.items()]
     told += [
@@ -90,7 +90,7 @@ def check_attention(place: Place) -> str:
     return "fastest in " + "; ".join(told)
 
 
-def check_graphs(place: Place) -> str:
+def check_graphs(place: CheckPlace) -> str:
     """Capture work once and replay it on other numbers."""
     graphs = device_for_graphs(place.device)
     if not graphs.captures:
@@ -112,7 +112,7 @@ def check_graphs(place: Place) -> str:
     return f"captured and replayed, within {worst:.2g}"
 
 
-def check_collectives(place: Place) -> str:
+def check_collectives(place: CheckPlace) -> str:
     """Check every communication library that can run here, on all GPUs of this machine."""
     if place.rendezvous:
         return _check_rank(place)
@@ -136,7 +136,7 @@ def check_collectives(place: Place) -> str:
     return f"{size} ranks: {results[0].found}"
 
 
-def _check_rank(place: Place) -> str:
+def _check_rank(place: CheckPlace) -> str:
     if place.device.type == "cuda":
         torch.cuda.set_device(place.rank)
     told = []
@@ -179,7 +179,7 @@ def check_captured(comm: Comm, device: torch.device, num_elements: int = 8 * 409
     return error
 
 
-CHECKS: Mapping[str, Callable[[Place], str]] = {
+CHECKS: Mapping[str, Callable[[CheckPlace], str]] = {
     "kernels": check_kernels,
     "graphs": check_graphs,
     "collectives": check_collectives,
@@ -187,7 +187,7 @@ CHECKS: Mapping[str, Callable[[Place], str]] = {
 }
 
 
-def self_test(device: str, limit_s: float = LIMIT_S) -> Iterator[Result]:
+def self_test(device: str, limit_s: float = LIMIT_S) -> Iterator[CheckResult]:
     """Yield the result of every check as it ends, on a 'cuda' or 'cpu' device.
 
     A check that hangs, dies or comes too late has failed, and the others still run."""
@@ -199,7 +199,7 @@ def self_test(device: str, limit_s: float = LIMIT_S) -> Iterator[Result]:
         try:
             said, _ = process.communicate(timeout=left_s)
         except subprocess.TimeoutExpired:
-            yield Result(name, False, f"not done within the {limit_s:g} s for all checks")
+            yield CheckResult(name, False, f"not done within the {limit_s:g} s for all checks")
         else:
             yield _read(name, said, process.returncode)
         finally:
@@ -212,11 +212,11 @@ def _command(name: str, device: str) -> list[str]:
     return [sys.executable, "-m", "engine.startup.gpu_checks", name, device]
 
 
-def _read(name: str, said: str, code: int) -> Result:
+def _read(name: str, said: str, code: int) -> CheckResult:
     try:
-        return msgspec.json.decode(said.strip().rpartition("\n")[2], type=Result)
+        return msgspec.json.decode(said.strip().rpartition("\n")[2], type=CheckResult)
     except msgspec.DecodeError:
-        return Result(name, False, f"its process ended with exit code {code} and no result")
+        return CheckResult(name, False, f"its process ended with exit code {code} and no result")
 
 
 def _error(found: torch.Tensor, expected: torch.Tensor) -> float:
@@ -229,9 +229,11 @@ def main(name: str, device: str, rank: str = "0", size: str = "1", rendezvous: s
     """Run one check and print its result as a line of JSON."""
     try:
         with torch.inference_mode():
-            result = Result(name, True, CHECKS[name](Place(torch.device(device), int(rank), int(size), rendezvous)))
+            result = CheckResult(
+                name, True, CHECKS[name](CheckPlace(torch.device(device), int(rank), int(size), rendezvous))
+            )
     except Exception as error:  # any error is the result of the check
-        result = Result(name, False, " ".join(f"{type(error).__name__}: {error}".split())[:500])
+        result = CheckResult(name, False, " ".join(f"{type(error).__name__}: {error}".split())[:500])
     print(msgspec.json.encode(result).decode(), flush=True)
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from engine.checkpoints.shape import ExpertsShape
 from engine.execution.attention import RankAttention
 from engine.execution.captured_steps import CapturedDecodes
-from engine.execution.prompts import SCORED_ROWS
+from engine.execution.prompt_logprobs import SCORED_ROWS
 from engine.execution.rows import DeviceRows
 from engine.layers.attention import AttentionBackend, AttentionSpec
 from engine.layers.comm import Comm
@@ -31,7 +31,7 @@ from engine.models.decoder import Decoder, DecoderLayer
 from engine.models.model import Model
 from engine.plugins.proof.invariance import layers_needed, pages_needed, require_same_bits
 from engine.plugins.support.paging import batch_on, new_pool
-from engine.sampling.captured import Variant
+from engine.sampling.captured import SamplingVariant
 from engine.sampling.logprobs import batch_logprobs
 from engine.sampling.sampler import Sampler
 from engine.sampling.state import Newcomer
@@ -129,7 +129,7 @@ def prove_decodes(
     rows.tokens_RM[row_N, positions_N] = token_ids_N.to(torch.int32)
     rows.pages_RP[row_N, 0] = row_N.to(torch.int32)
     lengths = (positions_N + 1).numpy().astype(np.int32)
-    found_NV = decodes.launch(row_N.numpy(), lengths, Variant.LOGITS).logits_NV
+    found_NV = decodes.launch(row_N.numpy(), lengths, SamplingVariant.LOGITS).logits_NV
     table_NP = row_N[:, None].numpy().astype(np.int32)
     attention.plan_step(batch_on(pool.data.device, num_rows, table_NP, lengths, np.ones_like(lengths)))
     slots_N = row_N * pool.page_stride + positions_N

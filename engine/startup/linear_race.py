@@ -25,7 +25,7 @@ SMALL_BYTES = 4 << 20  # a model with less than this is not worth measuring
 MAX_OUTPUTS = 8192  # of a measured weight: further rows of an LM head cost what those before do
 
 
-class Race:
+class LinearRace:
     """A race of kernels, in turns over random weights, once per machine, shapes and number of threads."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:

@@ -19,7 +19,7 @@ from engine.plugins.hookspecs import LinearContext
 from engine.plugins.kinds import LINEAR
 from engine.plugins.linears import check_linear_fits, fitting_linears, keeping, linear_context, linear_refusal
 from engine.plugins.manager import PluginInfo, Plugins
-from engine.startup.linear_race import Race
+from engine.startup.linear_race import LinearRace
 from engine.types.errors import PluginError
 
 log = logging.getLogger(__name__)
@@ -35,7 +35,7 @@ def choose_linears(config: Config, spec: ModelSpec, plugins: Plugins, plan: Mode
     Raises PluginError."""
     context = rank_context(config, spec, device, plan.dtype)
     if spec.quantization is not None:
-        log.info("weights: %s", told(spec.quantization, context.quantization, _keeps(plugins, context)))
+        log.info("weights: %s", handling(spec.quantization, context.quantization, _keeps(plugins, context)))
         if widens(spec.quantization, context):
             log.warning(
                 "weights: %s is widened to %s, which takes twice the memory and up to twice the time of a decode step; "
@@ -43,7 +43,7 @@ def choose_linears(config: Config, spec: ModelSpec, plugins: Plugins, plan: Mode
                 spec.quantization,
                 context.dtype,
             )
-    race = Race(device, plan.dtype)
+    race = LinearRace(device, plan.dtype)
     layers, head = plan.linear_shapes()
     if context.quantization == "none":
         kernel = choose_linear(plugins, context, lambda kernels: race.seconds(kernels, [*layers, head]))
@@ -60,10 +60,11 @@ def choose_linears(config: Config, spec: ModelSpec, plugins: Plugins, plan: Mode
 def _keeps(plugins: Plugins, context: LinearContext) -> bool:
     """Return whether the kernel that will be chosen is for integers as they are stored."""
     fitting = [info.short for info in fitting_linears(plugins.known, context)]
-    return LINEAR not in plugins.names and bool(context.stored_formats and keeping(plugins.known, fitting, context))
+    auto = plugins.names.get(LINEAR) is None
+    return auto and bool(context.stored_formats and keeping(plugins.known, fitting, context))
 
 
-def told(stored: Quantization, wanted: str, kept: bool = False) -> str:
+def handling(stored: Quantization, wanted: str, kept: bool = False) -> str:
     """Return how weights that a checkpoint stores rounded are multiplied.  wanted: model.quantization."""
     if kept:
         return f"stored as {stored} with {stored.scales}, kept so"
@@ -75,7 +76,7 @@ def told(stored: Quantization, wanted: str, kept: bool = False) -> str:
 
 def widens(stored: Quantization, context: LinearContext) -> bool:
     """Return whether a GPU multiplies by floats that are larger than those of the file, and need not."""
-    return context.device == "cuda" and stored.kind == "float" and context.quantization == "none"
+    return context.device == "cuda" and stored.is_float8 and context.quantization == "none"
 
 
 def rank_context(config: Config, spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> LinearContext:
@@ -85,7 +86,7 @@ def rank_context(config: Config, spec: ModelSpec, device: torch.device, dtype: t
         config,
         # Weights that were rounded with a scale fit no float of 16 bits.
         spec.dtype if stored is None else "float32",
-        scale_block=stored.block if stored is not None and stored.kind == "float" else None,
+        scale_block=stored.block if stored is not None and stored.is_float8 else None,
         stored_formats=spec.stored_formats,
         device=device.type,
         dtype=str(dtype).removeprefix("torch."),

@@ -4,7 +4,6 @@ Owns: how one rank is put together.  Does not know: actors, steps, which feature
 """
 
 import logging
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -12,6 +11,7 @@ import numpy as np
 import torch
 
 from engine.checkpoints.checkpoint import ModelSpec, resolve_checkpoint
+from engine.checkpoints.gguf import block_kinds
 from engine.config import Config
 from engine.execution.attention import RankAttention
 from engine.execution.captured_steps import CapturedDecodes
@@ -25,20 +25,23 @@ from engine.execution.runner import ModelRunner
 from engine.execution.step_threads import StepThreads, TimedSteps
 from engine.graphs.passes import build_passes
 from engine.graphs.rank import RankGraphs, StepParts
+from engine.host.stages import Stages
 from engine.kernels.cpu import CPUKernels, cpu_kernels
 from engine.layers.comm import Comm
 from engine.layers.kv_pool import KVPool
 from engine.layers.ordered_comm import OrderedComm
+from engine.layers.packing import Linears, RowKeeper
 from engine.models.decoder import Decoder
 from engine.models.loader import load_model
 from engine.models.model import Model, build_model
+from engine.plugins.attention.settings import AttentionSettings
 from engine.plugins.hookspecs import CommContext
 from engine.plugins.kinds import LOGITS_PROCESSOR
 from engine.plugins.manager import Plugins
 from engine.plugins.parsers import plugin_codec
 from engine.plugins.selection import NOT_MEASURED
 from engine.plugins.structured import plugin_grammars, plugin_processors
-from engine.sampling.captured import Variant
+from engine.sampling.captured import SamplingVariant
 from engine.sampling.constraints import Constraints
 from engine.sampling.processing import Processing
 from engine.sampling.sampler import Sampler
@@ -48,7 +51,7 @@ from engine.startup.linears import choose_linears
 from engine.startup.memory import check_weights, report
 from engine.startup.model_steps import ModelSteps
 from engine.startup.pools import PoolMaker
-from engine.startup.race import Race, measured_attention
+from engine.startup.race import AttentionRace, measured_attention
 from engine.startup.start import Start
 from engine.startup.thread_race import ThreadRace, common_choices
 from engine.text.codec import TextCodec
@@ -86,6 +89,7 @@ def load_runner(
     num_pages: int = 0,
     grammars: Grammars | None = None,
     given: Mapping[str, bytes] | None = None,
+    stages: Stages | None = None,
 ) -> ModelRunner:
     """Return a runner that is ready for its first step.  Runs on the device thread, of all ranks at the same time.
 
@@ -94,23 +98,28 @@ def load_runner(
     num_pages: pages that the runner must have, since the runner before it had them; 0 for kv.num_pages, or what fits.
     grammars: those of this process, if the text side is in it as well.
     given: as in ``RankContext``.
+    stages: of the start that this is part of.
 
     Raises ConfigError, WeightsError, PluginError, GraphError with a message for the user."""
     device = choose_device(config.device, rank if local_rank is None else local_rank)
     _check_device(config, device)
-    start = _start(config, spec, max_len, plugins, device, rank, rendezvous, progress)
+    stages = stages or Stages()
+    stages.begin("device")
+    start = _start(config, spec, max_len, plugins, device, rank, rendezvous, progress, stages)
     loaded = _load_weights(start)
+    stages.begin("attention")
     attention = _choose_attention(start, loaded.model)
     rows, sampler = _new_rows(start, loaded.model), _new_sampler(start, loaded)
     if start.invariant:
         _prove(start, loaded.model, attention, sampler)
     if plugins.several.get(LOGITS_PROCESSOR):
         sampler.processing = Processing(plugin_processors(plugins, spec.vocab_size), rows.tokens_RM)
+    stages.begin("KV pool")
     features = rank_features(_context(start, loaded.model, rows, given or {}))
     pools = PoolMaker(start, loaded.model, attention, rows, sampler, features)
     parts = pools.parts(num_pages)
-    clock = time.thread_time if start.comm.size == 1 else None
-    constraints = Constraints(grammars or _own_grammars(start), spec.vocab_size, device, clock)
+    must_agree = start.comm.size > 1
+    constraints = Constraints(grammars or _own_grammars(start), spec.vocab_size, device, must_agree=must_agree)
     return _new_runner(start, loaded, parts, constraints, features, pools.needs)
 
 
@@ -123,6 +132,7 @@ def _start(
     rank: int,
     rendezvous: str,
     progress: bool,
+    stages: Stages,
 ) -> Start:
     """Connect the rank to the others, and its device to graphs."""
     dtype = choose_dtype(config.model.dtype, device, spec.dtype)
@@ -138,6 +148,7 @@ def _start(
         graphs=RankGraphs(config.graphs, device, comm, build_passes(plugins, device, dtype)),
         place=host_place() if device.type == "cpu" else comm.rank,
         progress=progress,
+        stages=stages,
     )
 
 
@@ -155,6 +166,10 @@ def _load_weights(start: Start) -> Loaded:
     if start.on_cpu:
         thread_choices = common_choices(thread_choices, comm)
     kernels = _cpu_kernels(start) if start.on_cpu else None
+    start.stages.begin("kernels")
+    linears = choose_linears(config, spec, start.plugins, plan, device)
+    _log_precision(start, linears)
+    start.stages.begin("weights")
     model = load_model(
         spec,
         model_comm,
@@ -163,11 +178,27 @@ def _load_weights(start: Start) -> Loaded:
         load_format=config.model.load_format,
         seed=config.device.seed,
         progress=start.progress,
-        linears=choose_linears(config, spec, start.plugins, plan, device),
+        linears=linears,
         check_room=lambda needed: check_weights(spec, needed + copied, start.dtype, room, comm.size),
         kernels=kernels,
+        share=start.stages.share,
     )
     return Loaded(model, kernels, thread_choices)
+
+
+def _log_precision(start: Start, linears: Linears) -> None:
+    """Log that products compute with more bits than the file stores, and what takes fewer."""
+    kinds, dtype = ", ".join(block_kinds(start.spec.directory)), str(start.dtype).removeprefix("torch.")
+    if not kinds or not start.on_cpu or start.config.model.quantization != "none":
+        return
+    if isinstance(linears.layers, RowKeeper):
+        other = "model.quantization = 'int8' rounds inputs of products to 8 bits, and is faster"
+        log.info("weights: stored as %s, kept so and multiplied as exactly as in %s; %s", kinds, dtype, other)
+    else:
+        other = (
+            "model.quantization = 'int8' takes about 1.1 bytes for each and is the fastest on CPUs, 'float16' takes 2"
+        )
+        log.info("weights: stored as %s, computed in %s; %s", kinds, dtype, other)
 
 
 def _choose_attention(start: Start, model: Model) -> RankAttention:
@@ -177,7 +208,7 @@ def _choose_attention(start: Start, model: Model) -> RankAttention:
     measured = NOT_MEASURED
     if not start.invariant:  # a race may end otherwise at the next start, and another backend has other bits
         start.graphs.device.trim()  # contenders run in processes of their own
-        race = Race(start.plugins, *kind_of_pages, limit_s=start.config.plugins.race_s)
+        race = AttentionRace(start.plugins, *kind_of_pages, limit_s=AttentionSettings.of(start.config).race_s)
         measured = measured_attention(race, start.comm, start.device, start.progress)
     return RankAttention(start.plugins, *kind_of_pages, measured, start.invariant)
 
@@ -241,10 +272,14 @@ def _new_runner(
     """Capture the steps, let the features build the rest, and put the runner together."""
     graphs, scheduler, model = start.graphs, start.config.scheduler, parts.model
     before = graphs.device.memory().free_bytes
+    start.stages.begin("decode steps")
     in_c = _compiled_decodes(start, loaded, parts)
+    start.stages.begin("threads")
     threads = _step_threads(start, loaded, parts, in_c)
+    start.stages.begin("graphs")
     piecewise = graphs.piecewise(parts, scheduler, start.progress)
     whole = in_c or graphs.decode(parts, scheduler, start.progress)
+    start.stages.begin("")
     _log_ready(start, parts)
     left = graphs.device.memory().free_bytes
     report(start.comm.rank, model, parts.pool, needs, before - left, left)
@@ -329,7 +364,7 @@ def _connect(config: Config, plugins: Plugins, rank: int, device: torch.device, 
     return plugins.build(plugins.names["comm"], context, Comm)
 
 
-def _own_grammars(start: Start) -> Grammars:
+def _own_grammars(start: Start) -> Grammars | None:
     """Return grammars for a process without a text side: its tokenizer is read when the first grammar comes."""
     config, spec = start.config, start.spec
 
@@ -355,7 +390,7 @@ def _step_threads(
         rows = min(rows, most_rows)
         lengths = np.full(rows, length, dtype=np.int32)
         if whole_decodes is not None and whole_decodes.fits(rows):
-            whole_decodes.launch(np.arange(rows), lengths, Variant.GREEDY)
+            whole_decodes.launch(np.arange(rows), lengths, SamplingVariant.GREEDY)
         else:
             steps.run(lengths, np.ones(rows, dtype=np.int32), rows, greedy)
 

@@ -30,7 +30,7 @@ from engine.plugins.manager import Plugins
 from engine.plugins.proof.attention import NUM_LAYERS, check_steps
 from engine.plugins.proof.attention_cases import trial_cases
 from engine.plugins.selection import Contender, ask
-from engine.startup.trial_steps import Load, TrialSteps
+from engine.startup.trial_steps import TrialLoad, TrialSteps
 from engine.types.errors import PluginError
 
 MOST_LAYERS = 16  # in turn, so that keys come from memory and not from a cache, as in a step
@@ -38,7 +38,7 @@ WARM_UPS, REPEATS, MEASURED_S = 2, 3, 0.02
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class RaceEntry:
     """A contender in one phase, and the heads, pages and device that it is measured on.
 
     options: options of plugins, per full name, as the user has set them.  spec: its sinks are in host memory."""
@@ -52,7 +52,7 @@ class Entry:
     dtype: torch.dtype
     layout: Layout
     kv_dtype: str
-    loads: tuple[Load, ...]
+    loads: tuple[TrialLoad, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ class Measurement:
     """The measurement of one entry, on the calling thread and on graphs of its own."""
 
     def __init__(
-        self, entry: Entry, *, graphs: GraphDevice | None = None, clock: Callable[[], float] = time.perf_counter
+        self, entry: RaceEntry, *, graphs: GraphDevice | None = None, clock: Callable[[], float] = time.perf_counter
     ) -> None:
         self._entry = entry
         self._clock = clock
@@ -120,7 +120,7 @@ class Measurement:
         entry = self._entry
         return TrialSteps(spec, entry.page_size, entry.device, entry.dtype, self._loads, entry.layout, entry.kv_dtype)
 
-    def _checked(self, backend: AttentionBackend, load: Load, steps: TrialSteps) -> "_Step":
+    def _checked(self, backend: AttentionBackend, load: TrialLoad, steps: TrialSteps) -> "_Step":
         """Return the step, planned.  Raises AssertionError if its first layer's result is wrong."""
         batch, q_TNH = steps.batch(load), steps.queries(load)
         captured = load.phase == "decode" and self._graphs.captures
@@ -134,7 +134,7 @@ class Measurement:
         steps.compare(backend.attend(0, q_TNH), q_TNH, batch)
         return _Step(backend, batch, q_TNH, captured, planned)
 
-    def _time(self, backend: AttentionBackend, load: Load, steps: TrialSteps) -> float:
+    def _time(self, backend: AttentionBackend, load: TrialLoad, steps: TrialSteps) -> float:
         """Return the microseconds of all layers of a step, including its plan unless graphs need none."""
         step = self._checked(backend, load, steps)
 

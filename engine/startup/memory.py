@@ -13,7 +13,7 @@ from engine.checkpoints.checkpoint import ModelSpec
 from engine.checkpoints.shape import DecoderShape
 from engine.config import Config
 from engine.execution.needs import Needs, gigabytes
-from engine.execution.prompts import SCORED_ROWS
+from engine.execution.prompt_logprobs import SCORED_ROWS
 from engine.kernels.attention import attends_in_c
 from engine.layers.kv_pool import KVPool
 from engine.models.model import Model
@@ -36,16 +36,28 @@ SAMPLING_BYTES = 40
 SCORING_BYTES = 12
 # If scores are capped or have sinks, a block of queries has its scores in memory, and copies of them.
 SCORED_QUERIES = 128
+LEAST_CONTEXT = 1024  # tokens; with less a model is of little use, and an error says what to change
 POOL_SEQUENCES = 4  # a pool beyond this many full batches is of no use until prefixes are shared
 # The parameters that take the most memory to sample, without counts of tokens.
 SAMPLED = SamplingParams(temperature=1.0, top_k=50, top_p=0.9, min_p=0.01, logprobs=1)
 
 
 def pool_pages(config: Config, max_len: int, page_bytes: int, free_bytes: int, needs: Needs) -> int:
-    """Return the pages for the free memory.  Raises ConfigError if one sequence of full length does not fit."""
+    """Return the pages for the free memory.  If a sequence of full length does not fit, the pool bounds the context,
+    with a warning.  Raises ConfigError for a length that was set, and if less than LEAST_CONTEXT tokens fit."""
     page_size, fraction = config.kv.page_size, config.kv.memory_fraction
     per_sequence = -(-max_len // page_size)
     fitting = max(0, int(free_bytes * fraction) - needs.total) // page_bytes
+    if per_sequence > fitting >= -(-LEAST_CONTEXT // page_size) and not config.model.max_model_len:
+        log.warning(
+            "the context is lowered to %d tokens from the model's %d: no more fit %s of memory%s; "
+            "a smaller kv.dtype holds more",
+            fitting * page_size,
+            max_len,
+            gigabytes(free_bytes),
+            f" after {needs}" if needs != Needs() else "",
+        )
+        return fitting
     if fitting < per_sequence:
         reserved = f" after {needs}" if needs != Needs() else ""
         levers = ["model.max_model_len"]

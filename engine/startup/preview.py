@@ -18,6 +18,7 @@ from engine.models.loader import loading_bytes
 from engine.models.model import build_model
 from engine.plugins.families import read_model
 from engine.plugins.hookspecs import AttentionContext
+from engine.plugins.kinds import LINEAR, named
 from engine.plugins.manager import Plugins
 from engine.plugins.selection import expected_context
 from engine.startup.linears import choose_linear, rank_context
@@ -64,7 +65,7 @@ def preview_weights(config: Config, spec: ModelSpec) -> tuple[int, int]:
     dtype = choose_dtype(config.model.dtype, device, spec.dtype)
     ranks = config.device.tensor_parallel
     plan = build_model(spec.shape, Unconnected(0, ranks), torch.device("meta"), dtype)
-    plugins = Plugins({"linear": config.plugins.linear}, options=config.plugins.options)
+    plugins = Plugins({LINEAR: named(config.plugins, LINEAR)}, options=config.plugins.options)
     kernel = choose_linear(plugins, rank_context(config, spec, device, dtype), lambda kernels: {})
     has_files = config.model.load_format == "safetensors"
     reader = open_reader(spec) if has_files and isinstance(kernel, RowKeeper) else None

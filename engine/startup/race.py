@@ -26,16 +26,17 @@ from engine.host.timeouts import named_while_slow
 from engine.layers.attention import AttentionSpec
 from engine.layers.comm import Comm
 from engine.layers.kv_pool import Layout
+from engine.plugins.attention.settings import AttentionSettings
 from engine.plugins.declaration import Phase
 from engine.plugins.kinds import ATTENTION
 from engine.plugins.manager import Plugins
 from engine.plugins.selection import BOTH, NOT_MEASURED, Contender, Measured, contenders
 from engine.settings.own_kernels import missing_for_flashinfer
-from engine.startup.measurement import Entry
+from engine.startup.measurement import RaceEntry
 from engine.startup.preview import preview_attention
-from engine.startup.race_process import Answer, RaceProcess
-from engine.startup.standings import Report, Result
-from engine.startup.trial_steps import LOADS, Load
+from engine.startup.race_process import RaceAnswer, RaceProcess
+from engine.startup.standings import RaceReport, RaceResult
+from engine.startup.trial_steps import LOADS, TrialLoad
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +55,7 @@ class Measurer(Protocol):
         """Wait until it is compiled or has failed.  Return False if that takes longer."""
         ...
 
-    def measured(self, timeout_s: float) -> Answer | None:
+    def measured(self, timeout_s: float) -> RaceAnswer | None:
         """Let it measure.  Return None if that takes longer."""
         ...
 
@@ -63,7 +64,7 @@ class Measurer(Protocol):
         ...
 
 
-class Race:
+class AttentionRace:
     """The race for one rank's heads, on its own device.
 
     limit_s: for measuring all contenders together.  0: no race.  compile_s: for everything that they compile before.
@@ -82,8 +83,8 @@ class Race:
         *,
         limit_s: float,
         compile_s: float = COMPILE_S,
-        loads: Sequence[Load] = (),
-        start: Callable[[Entry], Measurer] = RaceProcess,
+        loads: Sequence[TrialLoad] = (),
+        start: Callable[[RaceEntry], Measurer] = RaceProcess,
     ) -> None:
         self._plugins = plugins
         self._spec = spec
@@ -117,7 +118,7 @@ class Race:
                 self._limit_s,
             )
             known = self.run(known)
-            known.tell()
+            known.log_all()
             if progress:
                 Console(stderr=True).print(known.table())
         return known.fastest()
@@ -131,11 +132,11 @@ class Race:
         names = (wanted.prefill, wanted.decode)
         return [phase for phase, name in zip(BOTH, names, strict=True) if name == "auto"]
 
-    def known(self) -> Report:
+    def known(self) -> RaceReport:
         """Return the results of earlier races of the same contenders on the same heads, device and versions."""
-        return Report(self._about(), self._kept().load() or self._report({}).results)
+        return RaceReport(self._about(), self._kept().load() or self._report({}).results)
 
-    def run(self, known: Report | None = None) -> Report:
+    def run(self, known: RaceReport | None = None) -> RaceReport:
         """Measure whatever ``known`` lacks, and keep each result as it comes: the next start continues from there.
 
         A contender that lacked time is measured again then, MOST_TRIES times in all."""
@@ -147,32 +148,34 @@ class Race:
             tries = answer.begun + (found[key].tries if key in found else 0)
             late = answer.late and tries < MOST_TRIES
             options = dict(entry.contender.options)
-            found[key] = Result(entry.contender.name, options, answer.us, answer.problem, late, tries)
+            found[key] = RaceResult(entry.contender.name, options, answer.us, answer.problem, late, tries)
             known = self._report(found)
             self._kept().keep(known.results)
         log.info("attention: the race took %.1f s", time.monotonic() - began)
         return known
 
-    def _left(self, known: Report) -> list[Entry]:
+    def _left(self, known: RaceReport) -> list[RaceEntry]:
         """Return the contenders without a result, in every phase that they can run in."""
         spec = replace(self._spec, sinks=tuple(one.cpu() for one in self._spec.sinks))
         place = (spec, self._page_size, self._device, self._dtype, self._layout, self._kv_dtype, self._loads)
         options = {name: dict(table) for name, table in self._plugins.options.items()}
         found = known.by_contender()
         return [
-            Entry(Contender(one.name, dict(one.options)), phase, options, *place)
+            RaceEntry(Contender(one.name, dict(one.options)), phase, options, *place)
             for phase, (entrants, _) in self._contenders.items()
             for one in entrants
             if (phase, str(one)) not in found or found[phase, str(one)].late
         ]
 
-    def _answers(self, entries: Sequence[Entry]) -> Iterator[tuple[Entry, Answer]]:
+    def _answers(self, entries: Sequence[RaceEntry]) -> Iterator[tuple[RaceEntry, RaceAnswer]]:
         """Measure each entry.  A few at once are compiled, and then measured one after the other."""
         compile_s, measure_s = self._compile_s, self._limit_s
         for first in range(0, len(entries), AT_ONCE):
             group = entries[first : first + AT_ONCE]
             if compile_s <= 0 or measure_s <= 0:
-                yield from ((entry, Answer({}, "no time was left for it", late=True, begun=False)) for entry in group)
+                yield from (
+                    (entry, RaceAnswer({}, "no time was left for it", late=True, begun=False)) for entry in group
+                )
                 continue
             processes = [self._start(entry) for entry in group]
             try:
@@ -188,9 +191,11 @@ class Race:
                     began = time.monotonic()
                     if is_ready:
                         answer = process.measured(measure_s)
-                        answer = answer or Answer({}, f"not measured within the {self._limit_s:g} s for all", late=True)
+                        answer = answer or RaceAnswer(
+                            {}, f"not measured within the {self._limit_s:g} s for all", late=True
+                        )
                     else:
-                        answer = Answer({}, f"not compiled within the {self._compile_s:g} s for all", late=True)
+                        answer = RaceAnswer({}, f"not compiled within the {self._compile_s:g} s for all", late=True)
                     process.end()  # so that its memory is free again
                     measure_s -= time.monotonic() - began
                     yield entry, answer
@@ -198,13 +203,13 @@ class Race:
                 for process in processes:
                     process.end()
 
-    def _report(self, found: Mapping[tuple[str, str], Result]) -> Report:
+    def _report(self, found: Mapping[tuple[str, str], RaceResult]) -> RaceReport:
         """Return the results in the order of preference; backends that cannot run here come last."""
-        results: dict[str, list[Result]] = {}
+        results: dict[str, list[RaceResult]] = {}
         for phase, (entrants, passed_over) in self._contenders.items():
             results[phase] = [found[phase, str(one)] for one in entrants if (phase, str(one)) in found]
-            results[phase] += [Result(name, {}, {}, reason) for name, reason in passed_over.items()]
-        return Report(self._about(), results)
+            results[phase] += [RaceResult(name, {}, {}, reason) for name, reason in passed_over.items()]
+        return RaceReport(self._about(), results)
 
     def _about(self) -> str:
         spec = self._spec
@@ -217,14 +222,14 @@ class Race:
             + (f", {self._kv_dtype} pages" if self._kv_dtype else "")
         )
 
-    def _kept(self) -> KeptResults[dict[str, list[Result]]]:
+    def _kept(self) -> KeptResults[dict[str, list[RaceResult]]]:
         """Return the results on the disk, by all that they depend on."""
         entrants = {phase: [str(one) for one in found] for phase, (found, _) in self._contenders.items()}
         names = sorted({one.name for found, _ in self._contenders.values() for one in found})
         packages = [_version(self._plugins, name) for name in names]
         options = {name: dict(self._plugins.options.get(f"attention.{name}", {})) for name in names}
         holds_for = (torch.__version__, torch.version.cuda, packages, entrants, options, self._loads)
-        return KeptResults("attention", self._about(), holds_for, dict[str, list[Result]])
+        return KeptResults("attention", self._about(), holds_for, dict[str, list[RaceResult]])
 
 
 def _version(plugins: Plugins, name: str) -> str:
@@ -239,14 +244,15 @@ def _version(plugins: Plugins, name: str) -> str:
     return ", ".join(found)
 
 
-def race_for(config: Config) -> Race:
+def race_for(config: Config) -> AttentionRace:
     """Return the race of a start with this configuration, without the start.  Compilers have no limit of time, and
     with plugins.race_s=0 steps have none.  Raises ConfigError, WeightsError, PluginError."""
     spec, device, dtype = preview_attention(config)
-    plugins = Plugins({ATTENTION: config.plugins.attention}, options=config.plugins.options)
-    limit_s = config.plugins.race_s or LONGEST_S
+    settings = AttentionSettings.of(config)
+    plugins = Plugins({ATTENTION: settings.attention}, options=config.plugins.options)
+    limit_s = settings.race_s or LONGEST_S
     kv_dtype = config.kv.kept_as(str(dtype).removeprefix("torch."))
-    return Race(
+    return AttentionRace(
         plugins,
         spec,
         config.kv.page_size,
@@ -259,7 +265,7 @@ def race_for(config: Config) -> Race:
     )
 
 
-def measured_attention(race: Race, comm: Comm, device: torch.device, progress: bool) -> Measured:
+def measured_attention(race: AttentionRace, comm: Comm, device: torch.device, progress: bool) -> Measured:
     """Return the choice of 'auto' on every rank, by rank 0's race or an earlier one.  progress: show the race."""
     measured: Measured = race.decide(progress) if comm.rank == 0 else NOT_MEASURED
     if comm.size == 1:

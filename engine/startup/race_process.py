@@ -19,12 +19,12 @@ import msgspec
 import torch
 from torch import Tensor
 
-from engine.startup.measurement import Entry, Measurement
+from engine.startup.measurement import Measurement, RaceEntry
 
 COMPILED, MEASURE = b"compiled\n", b"measure\n"
 
 
-class Answer(msgspec.Struct, frozen=True):
+class RaceAnswer(msgspec.Struct, frozen=True):
     """The result of a contender.  us: load -> microseconds of all layers.  problem: why it is out, or ''.
     late: whether only time was lacking.  begun: whether it was started at all."""
 
@@ -37,8 +37,8 @@ class Answer(msgspec.Struct, frozen=True):
 class RaceProcess:
     """The starting process's side of a measurement."""
 
-    def __init__(self, entry: Entry) -> None:
-        self._answer: Answer | None = None
+    def __init__(self, entry: RaceEntry) -> None:
+        self._answer: RaceAnswer | None = None
         # A session of its own: compilers that it has started end with it.
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-m", "engine.startup.race_process"],
@@ -59,7 +59,7 @@ class RaceProcess:
         self._answer = self._receive()
         return True
 
-    def measured(self, timeout_s: float) -> Answer | None:
+    def measured(self, timeout_s: float) -> RaceAnswer | None:
         """Let it measure, once it is compiled.  Return None if that takes longer."""
         if self._answer is None:
             self._send(MEASURE)
@@ -86,15 +86,15 @@ class RaceProcess:
     def _answers_within(self, timeout_s: float) -> bool:
         return bool(select.select([self._from], [], [], max(0.0, timeout_s))[0])
 
-    def _receive(self) -> Answer | None:
+    def _receive(self) -> RaceAnswer | None:
         """Return the process's answer, or None for the message that it is compiled."""
         line = self._from.readline()
         if not line:
-            return Answer({}, f"its process ended with exit code {self._process.wait()} and no result")
-        return None if line == COMPILED else msgspec.json.decode(line, type=Answer)
+            return RaceAnswer({}, f"its process ended with exit code {self._process.wait()} and no result")
+        return None if line == COMPILED else msgspec.json.decode(line, type=RaceAnswer)
 
 
-def encode(entry: Entry) -> bytes:
+def encode(entry: RaceEntry) -> bytes:
     """Return an entry as its process reads it: a line of JSON."""
 
     def plain(value: Any) -> object:
@@ -103,7 +103,7 @@ def encode(entry: Entry) -> bytes:
     return msgspec.json.encode(entry, enc_hook=plain) + b"\n"
 
 
-def decode(line: bytes) -> Entry:
+def decode(line: bytes) -> RaceEntry:
     """Return the entry that ``encode`` has written."""
 
     def built(kind: type, value: Any) -> object:
@@ -111,7 +111,7 @@ def decode(line: bytes) -> Entry:
             return torch.tensor(value)
         return torch.device(value) if kind is torch.device else getattr(torch, value)
 
-    return msgspec.json.decode(line, type=Entry, dec_hook=built)
+    return msgspec.json.decode(line, type=RaceEntry, dec_hook=built)
 
 
 # ---- in the process -------------------------------------------------------------------------
@@ -127,9 +127,9 @@ def measure(requests: IO[bytes], answers: IO[bytes]) -> None:
         measurement.compile()
         answers.write(COMPILED)
         may_run.wait()
-        answer = Answer(measurement.run())
+        answer = RaceAnswer(measurement.run())
     except (Exception, SystemExit) as error:  # any error is this contender's result
-        answer = Answer({}, " ".join(f"{type(error).__name__}: {error}".split())[:300])
+        answer = RaceAnswer({}, " ".join(f"{type(error).__name__}: {error}".split())[:300])
     answers.write(msgspec.json.encode(answer) + b"\n")
 
 

@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 AS_FAST = 1.03  # within this of the fastest the order of preference decides: times vary that much by themselves
 
 
-class Result(msgspec.Struct, frozen=True):
+class RaceResult(msgspec.Struct, frozen=True):
     """A contender's result in one phase.  us: load -> microseconds of all layers.  problem: why it is out, or ''.
     late: whether only time was lacking, so that the next start tries again.  tries: number of starts so far."""
 
@@ -35,13 +35,13 @@ class Result(msgspec.Struct, frozen=True):
         return Contender(self.name, self.options)
 
 
-class Report(msgspec.Struct, frozen=True):
+class RaceReport(msgspec.Struct, frozen=True):
     """The results of a race: phase -> results, in the order of preference.  about: what they hold for."""
 
     about: str
-    results: dict[str, list[Result]]
+    results: dict[str, list[RaceResult]]
 
-    def by_contender(self) -> dict[tuple[str, str], Result]:
+    def by_contender(self) -> dict[tuple[str, str], RaceResult]:
         """Return the results by phase and contender, as its text."""
         return {(phase, str(one.contender)): one for phase, results in self.results.items() for one in results}
 
@@ -65,7 +65,7 @@ class Report(msgspec.Struct, frozen=True):
                 table.add_row(phase, str(one.contender), mark, one.problem or _spell(one.us))
         return table
 
-    def tell(self) -> None:
+    def log_all(self) -> None:
         """Log the results."""
         for phase, results in self.results.items():
             for one in results:

@@ -10,6 +10,7 @@ import torch
 from engine.checkpoints.checkpoint import ModelSpec
 from engine.config import Config
 from engine.graphs.rank import RankGraphs
+from engine.host.stages import Stages
 from engine.layers.comm import Comm
 from engine.plugins.manager import Plugins
 
@@ -18,7 +19,7 @@ from engine.plugins.manager import Plugins
 class Start:
     """The facts from which a rank is loaded.
 
-    place: equal on ranks that share memory, as in ``fair_share``."""
+    place: equal on ranks that share memory, as in ``fair_share``.  stages: of the start."""
 
     config: Config
     spec: ModelSpec
@@ -30,6 +31,7 @@ class Start:
     graphs: RankGraphs
     place: int
     progress: bool
+    stages: Stages
 
     @property
     def on_cpu(self) -> bool:

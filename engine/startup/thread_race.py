@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from engine.execution.step_threads import HOPELESS, fastest
+from engine.execution.step_threads import HOPELESS, SHORT_S, fastest
 from engine.host.contest import Contest
 from engine.layers.comm import Comm
 
@@ -21,9 +21,6 @@ log = logging.getLogger(__name__)
 ROWS = (1, 8)
 TURNS = 5
 LIMIT_S = 0.8  # no turn begins later; one is made in any case
-# The event loop's work between steps takes about as long as such a step, so one core is left to it: threads would wait
-# for the thread that the event loop has displaced.
-SHORT_S = 1e-3
 
 
 def common_choices(choices: Sequence[int], comm: Comm) -> Sequence[int]:
@@ -72,6 +69,8 @@ class ThreadRace:
         # Most threads first: if a few are slow, fewer are not even tried.
         times = contest.run(sorted(choices, reverse=True))
         means = {threads: statistics.geometric_mean(of_rows) for threads, of_rows in times.items()}
+        # The event loop's work between steps takes about as long as such a step, so one core is left to it: threads
+        # would wait for the thread that the event loop has displaced.
         short = len(means) > 1 and min(means.values()) < SHORT_S
         if short:
             means.pop(max(choices), None)

@@ -26,7 +26,7 @@ COMPARED = 4  # tokens
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class TrialLoad:
     """A step: sequences of ``context`` tokens each, of which ``new`` are computed."""
 
     phase: Phase
@@ -38,8 +38,8 @@ class Load:
         return f"{self.rows} x {self.context}" + (f", {self.new} new" if 1 < self.new < self.context else "")
 
 
-def _loads(decodes: Sequence[tuple[int, int]], prefills: Sequence[tuple[int, int, int]]) -> tuple[Load, ...]:
-    return (*(Load("decode", *one, 1) for one in decodes), *(Load("prefill", *one) for one in prefills))
+def _loads(decodes: Sequence[tuple[int, int]], prefills: Sequence[tuple[int, int, int]]) -> tuple[TrialLoad, ...]:
+    return (*(TrialLoad("decode", *one, 1) for one in decodes), *(TrialLoad("prefill", *one) for one in prefills))
 
 
 LOADS = {
@@ -62,7 +62,7 @@ class TrialSteps:
         page_size: int,
         device: torch.device,
         dtype: torch.dtype,
-        loads: Sequence[Load],
+        loads: Sequence[TrialLoad],
         layout: Layout = "layer_first",
         kv_dtype: str = "",
     ) -> None:
@@ -76,12 +76,12 @@ class TrialSteps:
         self._fill(torch.Generator(device).manual_seed(0))
         self.loads = [one for one in loads if self._pages_of(one) <= self.pool.num_pages]
 
-    def queries(self, load: Load) -> Tensor:
+    def queries(self, load: TrialLoad) -> Tensor:
         """Return q_TNH of a step."""
         shape = (load.rows * load.new, self.spec.num_heads, self.spec.head_size)
         return torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(self._device, self.pool.dtype)
 
-    def batch(self, load: Load) -> AttentionBatch:
+    def batch(self, load: TrialLoad) -> AttentionBatch:
         """Return sequences over scattered pages that they do not share; decode rows have different lengths."""
         lengths = np.full(load.rows, load.context, dtype=np.int32)
         if load.phase == "decode":
@@ -118,5 +118,5 @@ class TrialSteps:
             drawn = torch.randn(shape, generator=generator, dtype=pool.dtype, device=self._device)
             pool.store(layer, drawn[0], drawn[1], slots_T)
 
-    def _pages_of(self, load: Load) -> int:
+    def _pages_of(self, load: TrialLoad) -> int:
         return load.rows * -(-load.context // self._page_size)

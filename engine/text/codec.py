@@ -23,13 +23,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from engine.checkpoints.pooling import GENERATING, Pooling
+from engine.checkpoints.use import GENERATING, ModelUse
 from engine.messages import TokenText
 from engine.settings.sections import ModelSection
 from engine.text.chat import PLAIN
 from engine.text.files import TokenizerFiles, read_template
 from engine.text.pairs import ROLES, Pairs, cut_text, knows_pairs
 from engine.text.reasoning import ReasoningFormat, ReasoningParser, Thinking
+from engine.text.settings import ScoreSettings
 from engine.text.stops import StopMatcher
 from engine.text.tool_calls import ToolFormat
 from engine.text.vocabulary import Vocabulary
@@ -249,11 +250,11 @@ class TextCodec:
         self._pairs = Pairs(files.tokenizer, own) if files else None
 
     @classmethod
-    def load(cls, directory: Path, formats: Callable[[str], Formats] | None = None, **pooling: Any) -> "TextCodec":
-        """Return the codec of a checkpoint directory.  pooling: keywords of the constructor.
+    def load(cls, directory: Path, formats: Callable[[str], Formats] | None = None, **more: Any) -> "TextCodec":
+        """Return the codec of a checkpoint directory.  more: keywords of the constructor.
 
         Raises WeightsError that names the file."""
-        return cls(TokenizerFiles(directory), formats, **pooling)
+        return cls(TokenizerFiles(directory), formats, **more)
 
     @classmethod
     def without_tokenizer(
@@ -295,6 +296,17 @@ class TextCodec:
         """Return an int32 prompt of token ids without excess tokens and padding."""
         ids = np.frombuffer(token_ids, dtype=np.int32)[: truncate_to or None]
         return ids if self._pad_token_id is None else self._without_padding(ids)
+
+    def check_known(self, token_ids: Int32, vocab_size: int, param: str) -> None:
+        """Raise RequestError for a token that the tokenizer knows and the model, of ``vocab_size`` tokens, does not."""
+        if token_ids.max() >= vocab_size:
+            unknown = int(token_ids[token_ids >= vocab_size][0])
+            raise RequestError(
+                f"{param}: the text has the token {self.token_text(unknown, 0.0).text!r} (id {unknown}), which "
+                f"the tokenizer knows and the model does not: its token ids end at {vocab_size - 1}",
+                code="unknown_token",
+                param=param,
+            )
 
     def _without_padding(self, ids: Int32) -> Int32:
         """Return the ids without padding at the end: transformers classifies by the last token that is not padding."""
@@ -366,21 +378,21 @@ class TextCodec:
 
 
 def load_codec(
-    model: ModelSection, directory: Path, formats: Callable[[str], Formats] | None = None, pooling: Pooling = GENERATING
+    model: ModelSection, directory: Path, formats: Callable[[str], Formats] | None = None, use: ModelUse = GENERATING
 ) -> TextCodec:
     """Return the codec that ``model`` configures.  Raises WeightsError that names the file.
 
-    directory: the checkpoint's.  formats: as in ``TextCodec``.  pooling: the model's use."""
-    setting = model.tokenizer
+    directory: the checkpoint's.  formats: as in ``TextCodec``.  use: the model's."""
+    setting, template = model.tokenizer, ScoreSettings.read(model).score_template
     dummy = model.load_format == "dummy" and not (directory / "tokenizer.json").exists()
     if setting == "none" or (dummy and not setting):
         log.info("no tokenizer: prompts and output are token ids only")
-        return TextCodec.without_tokenizer(formats, pooling.pad_token_id)
+        return TextCodec.without_tokenizer(formats, use.pad_token_id)
     return TextCodec.load(
         Path(setting) if setting else directory,
         formats,
-        pad_token_id=pooling.pad_token_id,
-        pair_template=Path(model.score_template).expanduser() if model.score_template else None,
+        pad_token_id=use.pad_token_id,
+        pair_template=Path(template).expanduser() if template else None,
     )
 
 

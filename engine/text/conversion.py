@@ -1,7 +1,7 @@
 """Conversion of a checkpoint without tokenizer.json: transformers writes one from the checkpoint's other files.
 
 transformers imports torch, so it runs once, in its own process.  The result is kept in the user's cache, named by the
-content of the source files; that of a GGUF file is kept in the directory made for the file.
+content of the source files.
 
 Owns: which files are sources, and running the conversion.  Does not know: their content.
 """
@@ -16,6 +16,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from engine.checkpoints.gguf import LINK
+from engine.checkpoints.gguf_header import GGUFHeader
+from engine.checkpoints.gguf_tokenizer import tokenizer_files
 from engine.host.cache_folder import cache_folder
 from engine.types.errors import WeightsError
 
@@ -37,28 +39,24 @@ def convert_tokenizer(directory: Path) -> Path | None:
     """Return a tokenizer.json made for a checkpoint that has none; None if it has no source for one.
 
     Raises WeightsError naming the file and the reason if it cannot be made; the next call tries again."""
-    source = next((directory / name for name in (LINK, *SOURCES) if (directory / name).is_file()), None)
+    if (directory / LINK).is_file():
+        tokenizer_files(GGUFHeader((directory / LINK).resolve()))  # raises why there is none
+    source = next((directory / name for name in SOURCES if (directory / name).is_file()), None)
     if source is None:
         return None
-    if is_gguf := source.name == LINK:
-        source = source.resolve()
     if find_spec("transformers") is None:
         raise WeightsError(f"{source}: without a {WRITTEN} next to it, transformers must convert it: {ADVICE}")
     try:
         folder = cache_folder("tokenizers")
         if folder is None:
             raise WeightsError(f"{source}: no home directory to keep its conversion in; set XDG_CACHE_HOME")
-        kept = (directory if is_gguf else folder / _digest(directory)) / WRITTEN
+        kept = folder / _digest(directory) / WRITTEN
         if not kept.is_file():
             log.info("%s: converted to %s by transformers; this is done once", source, WRITTEN)
             folder.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(dir=folder) as partial:
-                _convert(source, source if is_gguf else directory, Path(partial))
+                _convert(source, directory, Path(partial))
                 kept.parent.mkdir(exist_ok=True)
-                # A checkpoint directory has the other files itself; a GGUF file does not.
-                for path in Path(partial).iterdir() if is_gguf else ():
-                    if path.name != WRITTEN:
-                        shutil.move(path, directory / path.name)
                 shutil.move(Path(partial) / WRITTEN, kept)
         return kept
     except OSError as error:
@@ -74,8 +72,8 @@ def _digest(directory: Path) -> str:
     return digest.hexdigest()[:32]
 
 
-def _convert(source: Path, read: Path, target: Path) -> None:
-    command = [sys.executable, "-m", CONVERTER, str(read), str(target)]
+def _convert(source: Path, directory: Path, target: Path) -> None:
+    command = [sys.executable, "-m", CONVERTER, str(directory), str(target)]
     try:
         done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=TIMEOUT_S)
     except subprocess.TimeoutExpired:

@@ -1,25 +1,17 @@
-"""The protocols of a grammar plugin, from a grammar to the tokens that may come next, and a cache of compiled grammars.
+"""The protocols from a grammar to the tokens that may come next.
 
-Owns: the protocols, the plugin's engine, the cache.  Does not know: any library, requests, devices.
+Owns: the protocols of a grammar plugin, and of the object that has the grammars of requests.
+Does not know: any library, requests, devices, whether there is such an object (``engine/features/grammar``).
 A mask has a bit per token of the model's vocabulary, packed into int32 words: token t is bit t % 32 of word t // 32.
 """
 
-import logging
-import threading
-import time
-from collections import OrderedDict
-from collections.abc import Callable
 from typing import Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 
-from engine.types.errors import CallboardError, RequestError
+from engine.types.errors import CallboardError
 from engine.types.params import Grammar
-
-log = logging.getLogger(__name__)
-
-MAX_CACHE_BYTES = 64 << 20
 
 Mask = npt.NDArray[np.int32]
 
@@ -64,65 +56,15 @@ class GrammarEngine(Protocol):
         ...
 
 
-class Grammars:
-    """The grammars of open requests: each is compiled once, and kept while there is room.
+class Grammars(Protocol):
+    """The grammars of the requests of a process; any thread may call it.  name: of the plugin, for the log."""
 
-    The tokenizer compiles a grammar in a worker thread, to refuse a wrong one; the executor then finds it in its cache.
-    new_engine: builds the plugin's engine at the first request that needs it, which takes a second for a large
-    vocabulary.  max_cache_bytes, num_cached_bytes: of compiled grammars.  name: of the plugin, for the log.
-    """
-
-    def __init__(
-        self, new_engine: Callable[[], GrammarEngine], max_cache_bytes: int = MAX_CACHE_BYTES, name: str = "grammar"
-    ) -> None:
-        self.name = name
-        self._new_engine = new_engine
-        self._max_cache_bytes = max_cache_bytes
-        self._engine: GrammarEngine | None = None
-        self._cache: OrderedDict[Grammar, CompiledGrammar] = OrderedDict()
-        self.num_cached_bytes = 0
-        self._building = threading.Lock()
-        self._caching = threading.Lock()
+    name: str
 
     def check(self, grammar: Grammar) -> float:
         """Compile the grammar; return the seconds that it took.  Raises RequestError if it is wrong or too large."""
-        began = time.perf_counter()
-        self._compiled(grammar)
-        return time.perf_counter() - began
+        ...
 
     def matcher(self, grammar: Grammar) -> Matcher:
         """Return a new matcher at the grammar's start.  Raises RequestError as ``check`` does."""
-        return self._compiled(grammar).matcher()
-
-    def _compiled(self, grammar: Grammar) -> CompiledGrammar:
-        with self._caching:
-            found = self._cache.get(grammar)
-            if found is not None:
-                self._cache.move_to_end(grammar)
-                return found
-        with self._building:
-            engine = self._engine = self._engine or self._new_engine()
-        compiled = self._compile(engine, grammar)
-        with self._caching:
-            if grammar not in self._cache:
-                self._cache[grammar] = compiled
-                self.num_cached_bytes += compiled.num_bytes
-            while self.num_cached_bytes > self._max_cache_bytes and len(self._cache) > 1:
-                self.num_cached_bytes -= self._cache.popitem(last=False)[1].num_bytes
-        return compiled
-
-    def _compile(self, engine: GrammarEngine, grammar: Grammar) -> CompiledGrammar:
-        try:
-            compiled = engine.compile(grammar)
-            if not isinstance(compiled, CompiledGrammar):
-                raise TypeError(f"compile returned {compiled!r}")
-            return compiled
-        except CallboardError:
-            raise
-        except (Exception, SystemExit) as error:
-            log.exception("plugin %s raised an error for a grammar; its request ends", self.name)
-            raise RequestError(
-                "the grammar of this request could not be read; the server log has the details",
-                status=500,
-                code="internal_error",
-            ) from error
+        ...

@@ -15,7 +15,7 @@ _MAX_HELD_SPACE: Final = 8
 Thinking = Literal["none", "open", "optional"]
 
 
-class _Place(Enum):
+class _Side(Enum):
     BEFORE = "before"  # only white space so far: thoughts may still begin
     INSIDE = "inside"
     BEHIND = "behind"  # the thoughts have ended; white space after them is not part of the answer
@@ -94,43 +94,43 @@ class ReasoningSplitter:
     def __init__(self, thinking: Thinking, opens: Sequence[str] = (OPEN,), closes: Sequence[str] = (CLOSE,)) -> None:
         self._opens = opens
         self._closes = closes
-        self._place = {"none": _Place.ANSWER, "open": _Place.INSIDE, "optional": _Place.BEFORE}[thinking]
+        self._place = {"none": _Side.ANSWER, "open": _Side.INSIDE, "optional": _Side.BEFORE}[thinking]
         self._held = ""
 
     @property
     def inside(self) -> bool:
         """Whether the next text belongs to thoughts, as far as is known."""
-        return self._place is _Place.INSIDE
+        return self._place is _Side.INSIDE
 
     def push(self, text: str) -> tuple[str, str]:
         """Return the (thoughts, answer) that are certain now."""
         text, self._held = self._held + text, ""
         thoughts = ""
-        if self._place is _Place.BEFORE:
+        if self._place is _Side.BEFORE:
             begun = text.lstrip()
             if marker := next((one for one in self._opens if begun.startswith(one)), ""):
-                self._place = _Place.INSIDE
+                self._place = _Side.INSIDE
                 text = begun[len(marker) :]
             elif any(one.startswith(begun) for one in self._opens):
                 self._held = text
                 return "", ""
             else:
-                self._place = _Place.ANSWER
-        if self._place is _Place.INSIDE:
+                self._place = _Side.ANSWER
+        if self._place is _Side.INSIDE:
             end, marker = min(((at, one) for one in self._closes if (at := text.find(one)) >= 0), default=(-1, ""))
             if end < 0:
                 num_certain = len(text) - max(_num_held(text, one) for one in self._closes)
                 self._held = text[num_certain:]
                 return text[:num_certain], ""
-            self._place = _Place.BEHIND
+            self._place = _Side.BEHIND
             # At most as much space is stripped as is held back, so that pieces give the same as the whole.
             before = text[:end]
             num_space = min(len(before) - len(before.rstrip()), _MAX_HELD_SPACE)
             thoughts, text = before[: len(before) - num_space], text[end + len(marker) :]
-        if self._place is _Place.BEHIND:
+        if self._place is _Side.BEHIND:
             text = text.lstrip()
             if text:
-                self._place = _Place.ANSWER
+                self._place = _Side.ANSWER
         return thoughts, text
 
     def finish(self) -> tuple[str, str]:

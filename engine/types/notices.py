@@ -1,4 +1,4 @@
-"""Messages about the state of the engine's parts: which are ready and which are lost.
+"""Messages about the engine's own state: which parts are ready or lost, gauges, and requests for a profile.
 
     scheduler and tokenizers ──→ ingress        executors ←─→ scheduler
 
@@ -58,3 +58,25 @@ class TokenizersLost(Message, frozen=True, kw_only=True):
     """All tokenizer processes are gone; new requests wait for the next ``TokenizersReady``."""
 
     reason: str
+
+
+class Stats(Message, frozen=True, kw_only=True):
+    """Gauges of the scheduler, sent when a step has changed them.
+
+    free + cached + used pages make up the whole pool.  step_id: the last step that completed."""
+
+    step_id: int
+    running: int
+    waiting: int
+    pages_free: int
+    pages_cached: int
+    pages_used: int
+
+
+class Profile(Message, frozen=True, kw_only=True):
+    """Record the next steps for a profiler's viewer; what is being recorded is written first.
+
+    num_steps: then it is written; 0 for no more recording.  folder: where, a file for each rank."""
+
+    num_steps: int
+    folder: str

@@ -26,7 +26,6 @@ GREEDY_TEMPERATURE = 1e-5  # below it the likeliest token is always taken
 MIN_REPETITION_PENALTY = 0.01  # logits are divided by it, and must stay finite in float16 as well
 
 GrammarKind = Literal["json_object", "json_schema", "regex", "choice", "ebnf", "tool_calls", "structural_tag"]
-Method = Literal["", "last", "mean", "classify"]
 GRAMMAR_KINDS: tuple[str, ...] = get_args(GrammarKind)
 
 
@@ -64,8 +63,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     bad_token_ids: the token ids of these spellings; the tokenizer fills them in.
     prompt_logprobs: like logprobs, for the tokens of the prompt.
     logits_processors: name of a plugin -> its parameters, a mapping, which is stored as JSON.
-    pooling: 'last' or 'mean' for the last layer's normed output of the prompt's last token or the mean over all tokens,
-    'classify' for the logits of the labels; '' for no pooling.
+    pooling: the numbers that are wanted in place of text: 'last' or 'mean' for the last layer's normed output of the
+    prompt's last token or the mean over all tokens, 'classify' for the logits of the labels; '' for text.
+    whole_prompt: every token of the prompt is computed, even if its keys and values are cached; ``pooling`` sets it.
     """
 
     max_tokens: int | None = 16
@@ -92,7 +92,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     bad_token_ids: tuple[tuple[int, ...], ...] = ()
     prompt_logprobs: int | None = None
     logits_processors: dict[str, str] = {}
-    pooling: Method = ""
+    pooling: str = ""
+    whole_prompt: bool = False
 
     def __post_init__(self) -> None:
         """Convert the values of Python callers to each field's type: lists, NumPy's numbers, 5.0 for 5, None for ().
@@ -106,7 +107,17 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     @property
     def needs_whole_prompt(self) -> bool:
         """Whether every prompt token must be computed, even if its keys and values are cached."""
-        return self.prompt_logprobs is not None or self.pooling == "mean"
+        return self.whole_prompt or self.prompt_logprobs is not None
+
+    @property
+    def generates(self) -> bool:
+        """Whether text is wanted."""
+        return not self.pooling
+
+    @property
+    def reads_prompt(self) -> bool:
+        """Whether results of the prompt are wanted, in addition to tokens or in place of them."""
+        return self.prompt_logprobs is not None or not self.generates
 
     @property
     def needs_vocabulary(self) -> bool:
@@ -289,8 +300,8 @@ def _grammar(field: str, value: Any) -> Grammar:
 
 
 def _pooling(field: str, value: Any) -> str:
-    if not isinstance(value, str) or value not in get_args(Method):
-        raise _refused(field, _shown(value), "'last', 'mean', 'classify' or ''")
+    if not isinstance(value, str):
+        raise _refused(field, _shown(value), "a text, such as 'last' or 'mean'")
     return str.__str__(value)
 
 
@@ -302,6 +313,7 @@ _FIELDS: tuple[tuple[str, tuple[type, ...], Callable[[str, Any], Any]], ...] = (
     *((field, (float,), _number) for field in ("temperature", "top_p", "min_p", "repetition_penalty")),
     *((field, (float,), _number) for field in ("presence_penalty", "frequency_penalty")),
     *((field, (bool,), _flag) for field in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens")),
+    ("whole_prompt", (bool,), _flag),
     ("stop", (), _strings),
     ("stop_token_ids", (), _ids),
     ("allowed_token_ids", (), _ids),

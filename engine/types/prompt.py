@@ -69,11 +69,11 @@ class Origin(_Content, frozen=True):
 UNKNOWN_ORIGIN: Final = Origin()
 
 
-class Adapter(_Content, frozen=True):
-    """A LoRA adapter (Hu et al. 2021), identified by its content rather than its name.
+class RequestPart(_Content, frozen=True):
+    """The part of a request that a feature reads.
 
-    digest: SHA-256 of its files, in hex; the cache keeps the KV of different digests apart.
-    path: its directory, absolute."""
+    digest: identifies its content, in hex; the cache keeps the KV of different digests apart.
+    data: as the feature encodes it."""
 
     digest: str
-    path: str
+    data: bytes = b""

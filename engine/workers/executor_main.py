@@ -13,6 +13,7 @@ from msgspec import structs
 from engine.actors.executor import Executor
 from engine.actors.runner import Runner
 from engine.actors.step_splitting import StepSplitter
+from engine.host.openmp import wait_briefly
 from engine.workers.child import Ticket, enter
 from engine.workers.main import Outgoing, WorkerProcess
 from engine.workers.messages import ExecutorAssignment, ExecutorProcessInbox, Place, WorkerReady
@@ -23,6 +24,7 @@ CAPACITY = 64  # messages of the link; with two steps in flight a handful are in
 
 def main(load: Load) -> None:
     """Serve, then exit with the process's exit code."""
+    wait_briefly()  # on another machine the engine's own call does not count
     enter(lambda ticket: ExecutorProcess(ticket, load).run())
 
 

@@ -16,9 +16,9 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from engine.actors.actor import Actor, Link
-from engine.messages import ExecutorInbox, FromExecutor, Profile, Step, StepDone, Stop
+from engine.messages import ExecutorInbox, FromExecutor, Step, StepDone, Stop
 from engine.types.errors import CallboardError, EngineDied, StepTooLarge
-from engine.types.notices import ExecutorsLost, ExecutorsReady, LossExplained
+from engine.types.notices import ExecutorsLost, ExecutorsReady, LossExplained, Profile
 from engine.workers.group import Owner, Start, WorkerGroup, WorkerSlot, one_for_all
 from engine.workers.limits import Patience, RestartIntensity
 from engine.workers.messages import WorkerReady
@@ -70,10 +70,10 @@ class RankLink:
                 self.slot.lose(WorkerLost(f"{self.slot.name}: {error}"))
 
 
-class _Crew(Owner[FromExecutor, ExecutorInbox]):
+class _ExecutorGroup(Owner[FromExecutor, ExecutorInbox]):
     """The ranks of one placement, over all their generations.
 
-    settings: from an earlier crew, if it loads the same model.  is_heard: it works for the scheduler."""
+    settings: from an earlier group, if it loads the same model.  is_active: it works for the scheduler."""
 
     def __init__(
         self,
@@ -86,8 +86,8 @@ class _Crew(Owner[FromExecutor, ExecutorInbox]):
         self.step_timeout_s = step_timeout_s
         self.settings = settings or GenerationSettings()
         self.loaded = asyncio.Event()
-        self.is_heard = False
-        self.group = WorkerGroup[FromExecutor, ExecutorInbox](
+        self.is_active = False
+        self.workers = WorkerGroup[FromExecutor, ExecutorInbox](
             self,
             [f"executor{rank}" for rank in range(executors.num_ranks)],
             one_for_all,
@@ -107,27 +107,27 @@ class _Crew(Owner[FromExecutor, ExecutorInbox]):
             return
         if isinstance(message, StepDone):
             slot.watch.answered()
-        if self.is_heard:
-            self._executors.tell(message)
+        if self.is_active:
+            self._executors.send(message)
         else:
             self._settle()
 
-    def came(self, slots: Sequence[ExecutorSlot], ready: Sequence[WorkerReady]) -> None:
+    def on_ready(self, slots: Sequence[ExecutorSlot], ready: Sequence[WorkerReady]) -> None:
         """Report that every rank has loaded."""
-        num_pages = min(one.num_pages for one in ready)
+        num_pages, took_s = min(one.num_pages for one in ready), 0.0
         if not self.settings.num_pages:
             self.settings = replace(self.settings, num_pages=num_pages)
         elif self._lost_at:
-            self._executors.last_recovery_s = took_s = asyncio.get_running_loop().time() - self._lost_at
+            took_s = asyncio.get_running_loop().time() - self._lost_at
             log.info("executors are back after %.2f s", took_s)
-        self._executors.came(self, num_pages)
+        self._executors.put_to_work(self, num_pages, took_s)
         self.loaded.set()
 
-    def went(self, slots: Sequence[ExecutorSlot], loss: WorkerLost) -> None:
+    def on_lost(self, slots: Sequence[ExecutorSlot], loss: WorkerLost) -> None:
         """Report a loss, so that the scheduler does not plan for ranks that are gone."""
         self._lost_at = asyncio.get_running_loop().time()
-        if self.is_heard:
-            self._executors.tell(ExecutorsLost(reason=str(loss)))
+        if self.is_active:
+            self._executors.send(ExecutorsLost(reason=str(loss)))
         self._settle()
 
     async def quiet(self) -> None:
@@ -137,7 +137,7 @@ class _Crew(Owner[FromExecutor, ExecutorInbox]):
         await self._is_quiet.wait()
 
     def _settle(self) -> None:
-        if not any(slot.is_ready and slot.watch.is_waiting for slot in self.group.slots):
+        if not any(slot.is_ready and slot.watch.is_waiting for slot in self.workers.slots):
             self._is_quiet.set()
 
     def judge(self, losses: Sequence[WorkerLost]) -> bool:
@@ -156,13 +156,13 @@ class _Crew(Owner[FromExecutor, ExecutorInbox]):
             raise EngineDied(f"{loss}; this process cannot repair it, with placement.executor = 'process' it restarts")
         if isinstance(loss.error, StepTooLarge):
             # Not a fault yet, and not a loop: the limit from now on is half of the size that failed.
-            self._executors.tell(ExecutorsLost(reason=str(loss), is_fault=False))
+            self._executors.send(ExecutorsLost(reason=str(loss), is_fault=False))
             self.settings = replace(self.settings, most_tokens=loss.error.num_tokens // 2)
             log.warning("%s; steps are cut to %d tokens from now on", loss, self.settings.most_tokens)
             return False
         if explained is None:
             return True
-        self.group.intensity.forgive(explained.num_losses - 1)
+        self.workers.intensity.forgive(explained.num_losses - 1)
         return not explained.executors_work
 
 
@@ -185,13 +185,13 @@ class Executors(Actor[Stop]):
         self.intensity = intensity
         self.last_recovery_s = 0.0
         self.are_out = False
-        self._present = _Crew(self, placement, step_timeout_s)
-        self._next: tuple[_Crew, TakingOver] | None = None
-        self.links = [RankLink(slot) for slot in self._present.group.slots]
-        self._running: dict[_Crew, asyncio.Task[None]] = {}
+        self._present = _ExecutorGroup(self, placement, step_timeout_s)
+        self._next: tuple[_ExecutorGroup, TakingOver] | None = None
+        self.links = [RankLink(slot) for slot in self._present.workers.slots]
+        self._running: dict[_ExecutorGroup, asyncio.Task[None]] = {}
         self._over: asyncio.Future[None] | None = None
         self._explained: LossExplained | None = None  # the explanation of the next loss to judge
-        self._restarts_before = 0  # restarts of earlier crews
+        self._restarts_before = 0  # restarts of earlier groups
 
     def connect(self, scheduler: Link[ExecutorsReady | FromExecutor | ExecutorsLost]) -> None:
         """Set the receiver of results, the scheduler; it needs this actor's links, so it is built later."""
@@ -204,7 +204,7 @@ class Executors(Actor[Stop]):
 
     @property
     def _group(self) -> WorkerGroup[FromExecutor, ExecutorInbox]:
-        return self._present.group
+        return self._present.workers
 
     def explain(self, loss: LossExplained) -> None:
         """Store the explanation at once: the scheduler is notified of a loss, and answers, before it is judged."""
@@ -220,7 +220,7 @@ class Executors(Actor[Stop]):
 
         Raises what the first load raised, or EngineDied when restarting does not help."""
         self._over = asyncio.get_running_loop().create_future()
-        self._present.is_heard = True  # an error of its first load is raised here
+        self._present.is_active = True  # an error of its first load is raised here
         self._start(self._present)
         self.inbox.open(lambda messages: self._stop())
         try:
@@ -243,12 +243,12 @@ class Executors(Actor[Stop]):
 
         beside: the present ones work until the new ones have loaded.  If not, they end first, requests wait, and they
         are loaded again if the new ones fail.  Raises what loading or ``taking_over`` raised."""
-        crew = _Crew(self, placement, step_timeout_s)
+        group = _ExecutorGroup(self, placement, step_timeout_s)
         if not beside:
             await self.release("the executors are being replaced")
-        self._next = crew, taking_over
+        self._next = group, taking_over
         try:
-            await self._load(crew)
+            await self._load(group)
         except CallboardError:
             self._next = None
             if not beside:
@@ -261,26 +261,26 @@ class Executors(Actor[Stop]):
         """Take the executors out of work; requests keep their state and wait.  Returns when no step is running.
 
         keep: the executors stay loaded; otherwise they end.  is_sleep: as in ``ExecutorsLost``."""
-        crew = self._present
-        self.are_out, crew.is_heard = True, False
-        self.tell(ExecutorsLost(reason=reason, is_fault=False, is_sleep=is_sleep))
+        group = self._present
+        self.are_out, group.is_active = True, False
+        self.send(ExecutorsLost(reason=reason, is_fault=False, is_sleep=is_sleep))
         if keep:
-            await crew.quiet()
+            await group.quiet()
         else:
-            await self._end(crew)
+            await self._end(group)
 
     async def resume(self) -> None:
         """Put executors back to work after ``release``.  Raises what loading raised; they stay out then."""
-        crew = self._present
+        group = self._present
         self.are_out = False
-        if crew in self._running:
-            crew.is_heard = True
+        if group in self._running:
+            group.is_active = True
             if all(
-                slot.is_ready for slot in crew.group.slots
+                slot.is_ready for slot in group.workers.slots
             ):  # else it was lost meanwhile, and reports when it is back
-                self.came(crew, crew.settings.num_pages)
+                self.put_to_work(group, group.settings.num_pages)
             return
-        self._adopt(_Crew(self, crew.placement, crew.step_timeout_s, crew.settings))
+        self._adopt(_ExecutorGroup(self, group.placement, group.step_timeout_s, group.settings))
         try:
             await self._load(self._present)
         except CallboardError:
@@ -294,28 +294,31 @@ class Executors(Actor[Stop]):
             if self._over is not None and not self._over.done():
                 self._over.set_exception(EngineDied(f"the previous executors cannot be loaded again: {error}"))
 
-    def came(self, crew: _Crew, num_pages: int) -> None:
-        """Put a loaded generation to work: one of the present crew, or of the crew that replaces it now."""
-        if self._next is not None and crew is self._next[0]:
+    def put_to_work(self, group: _ExecutorGroup, num_pages: int, took_s: float = 0.0) -> None:
+        """Put a loaded generation to work: one of the present group, or of the group that replaces it now.
+
+        took_s: since the loss that it recovers from, 0 for none."""
+        self.last_recovery_s = took_s or self.last_recovery_s
+        if self._next is not None and group is self._next[0]:
             self._next[1](num_pages)
             if not self.are_out:
                 # Results of the old ones are dropped; the scheduler's next step is for the new ones.
-                self._present.is_heard = False
-                self.tell(ExecutorsLost(reason="the executors are being replaced", is_fault=False))
-                self._present.group.stop()
-            self._adopt(crew)
+                self._present.is_active = False
+                self.send(ExecutorsLost(reason="the executors are being replaced", is_fault=False))
+                self._present.workers.stop()
+            self._adopt(group)
             self.are_out = False
         if not self.are_out:
-            crew.is_heard = True
-            self.tell(ExecutorsReady(num_pages=num_pages))
+            group.is_active = True
+            self.send(ExecutorsReady(num_pages=num_pages))
 
-    def _adopt(self, crew: _Crew) -> None:
+    def _adopt(self, group: _ExecutorGroup) -> None:
         self._restarts_before += self._group.num_restarts
-        self._present = crew
-        for link, slot in zip(self.links, crew.group.slots, strict=True):
+        self._present = group
+        for link, slot in zip(self.links, group.workers.slots, strict=True):
             link.slot = slot
 
-    def tell(self, message: ExecutorsReady | FromExecutor | ExecutorsLost) -> None:
+    def send(self, message: ExecutorsReady | FromExecutor | ExecutorsLost) -> None:
         """Send to the scheduler."""
         self._scheduler.put(message)
 
@@ -324,39 +327,39 @@ class Executors(Actor[Stop]):
         explained, self._explained = self._explained, None
         return explained
 
-    # ---- crews as tasks ---------------------------------------------------------------------
+    # ---- groups as tasks ---------------------------------------------------------------------
 
-    def _start(self, crew: _Crew) -> asyncio.Task[None]:
-        task = self._running[crew] = asyncio.create_task(crew.group.run(), name="executors.group")
-        task.add_done_callback(lambda done: self._has_ended(crew, done))
+    def _start(self, group: _ExecutorGroup) -> asyncio.Task[None]:
+        task = self._running[group] = asyncio.create_task(group.workers.run(), name="executors.group")
+        task.add_done_callback(lambda done: self._has_ended(group, done))
         return task
 
-    async def _load(self, crew: _Crew) -> None:
-        """Start a crew and wait until it has loaded.  Raises what loading raised."""
-        running, loaded = self._start(crew), asyncio.create_task(crew.loaded.wait())
+    async def _load(self, group: _ExecutorGroup) -> None:
+        """Start a group and wait until it has loaded.  Raises what loading raised."""
+        running, loaded = self._start(group), asyncio.create_task(group.loaded.wait())
         await asyncio.wait((running, loaded), return_when=asyncio.FIRST_COMPLETED)
         loaded.cancel()
-        if not crew.loaded.is_set():
+        if not group.loaded.is_set():
             if not running.cancelled():
                 running.result()
             raise EngineDied("the engine was stopped while executors loaded")
 
-    async def _end(self, crew: _Crew) -> None:
-        crew.group.stop()
-        if (task := self._running.get(crew)) is not None:
+    async def _end(self, group: _ExecutorGroup) -> None:
+        group.workers.stop()
+        if (task := self._running.get(group)) is not None:
             await asyncio.wait((task,))
 
-    def _has_ended(self, crew: _Crew, task: asyncio.Task[None]) -> None:
-        del self._running[crew]
+    def _has_ended(self, group: _ExecutorGroup, task: asyncio.Task[None]) -> None:
+        del self._running[group]
         error = None if task.cancelled() else task.exception()
         assert self._over is not None
-        if not self._over.done() and crew is self._present and crew.is_heard:
+        if not self._over.done() and group is self._present and group.is_active:
             self._over.set_exception(error) if error is not None else self._over.set_result(None)
 
     def _stop(self) -> None:
         if self._present in self._running:
-            self._present.is_heard = True
-            self._present.group.stop()
+            self._present.is_active = True
+            self._present.workers.stop()
         elif self._over is not None and not self._over.done():
             self._over.set_result(None)
 

@@ -22,11 +22,11 @@ from engine.actors.ingress import Part
 from engine.actors.operations import Operate, Operated, SettingsChanged
 from engine.actors.snapshot import GetSnapshot, RequestsFinished, Snapshot, Subscribe
 from engine.host.timeouts import is_set_within
-from engine.messages import Abort, Deltas, Failed, Finish, IngressInbox, Profile, Stats, Tokenize
+from engine.messages import Abort, Deltas, Failed, Finish, IngressInbox, Tokenize
 from engine.plugins.hookspecs import hookimpl
 from engine.scheduling.meter import RequestMetrics
 from engine.types.errors import EngineDied
-from engine.types.notices import EngineReady, EngineRecovering, TokenizersLost, TokenizersReady
+from engine.types.notices import EngineReady, EngineRecovering, Profile, Stats, TokenizersLost, TokenizersReady
 from engine.workers.group import Owner, WorkerGroup, WorkerSlot, one_for_one
 from engine.workers.limits import Patience, RestartIntensity
 from engine.workers.messages import (
@@ -60,12 +60,12 @@ class FrontendCommand(msgspec.Struct, frozen=True):
 class _Subscription:
     """An observer of the engine for the frontend."""
 
-    def __init__(self, tell: Callable[[RequestsFinished], None]) -> None:
-        self._tell = tell
+    def __init__(self, send: Callable[[RequestsFinished], None]) -> None:
+        self._send = send
 
     @hookimpl
     def callboard_request_finished(self, requests: Sequence[RequestMetrics]) -> None:
-        self._tell(RequestsFinished(requests=tuple(requests)))
+        self._send(RequestsFinished(requests=tuple(requests)))
 
 
 class RemoteIngress(Actor[IngressInbox | SettingsChanged], Owner[FromFrontend, ToFrontend]):
@@ -73,7 +73,7 @@ class RemoteIngress(Actor[IngressInbox | SettingsChanged], Owner[FromFrontend, T
 
     start: starts a frontend's process.  silence_timeout_s: one that sends nothing for longer hangs.
     parts: the parts that must report ready, besides the frontend.
-    about: as in ``Handover``; set before it runs, as is operate, which executes an operator's command and answers."""
+    about: as in ``Handover``."""
 
     def __init__(
         self,
@@ -87,7 +87,6 @@ class RemoteIngress(Actor[IngressInbox | SettingsChanged], Owner[FromFrontend, T
     ) -> None:
         super().__init__("frontend", capacity)
         self.about = b""
-        self.operate: Callable[[Operate, Callable[[Operated], None]], None]
         self.became_ready = asyncio.Event()
         self._tokenizer = tokenizer
         self._group = WorkerGroup[FromFrontend, ToFrontend](
@@ -125,6 +124,12 @@ class RemoteIngress(Actor[IngressInbox | SettingsChanged], Owner[FromFrontend, T
         self._watch = watch
         self._profile = profile
 
+    def connect_operations(self, about: bytes, operate: Callable[[Operate, Callable[[Operated], None]], None]) -> None:
+        """Set what a server brings before this actor runs.  about: as in ``Handover``.
+
+        operate: executes an operator's command and answers it."""
+        self.about, self._operate = about, operate
+
     # ---- as ingress: for the supervisor and the server --------------------------------------
 
     @property
@@ -144,14 +149,14 @@ class RemoteIngress(Actor[IngressInbox | SettingsChanged], Owner[FromFrontend, T
 
     @property
     def draining(self) -> bool:
-        """Whether no more requests are accepted.  Setting it notifies the frontend."""
+        """Whether no more requests are accepted."""
         return self._draining
 
-    @draining.setter
-    def draining(self, value: bool) -> None:
-        if value and not self._draining:
+    def drain(self) -> None:
+        """Accept no more requests; the frontend is notified."""
+        if not self._draining:
             self._draining = True
-            self._tell(Drain())
+            self._send(Drain())
             self._settle()
 
     async def wait_idle(self, timeout_s: float) -> bool:
@@ -160,12 +165,12 @@ class RemoteIngress(Actor[IngressInbox | SettingsChanged], Owner[FromFrontend, T
 
     def abort_all(self) -> None:
         """Cancel every open request; the frontend answers its clients."""
-        self._tell(AbortAll())
+        self._send(AbortAll())
         self._abort_open()
 
     def fail_all(self, error: EngineDied) -> None:
         """Send the reason to the frontend, which ends its clients' requests and itself, after the engine died."""
-        self._tell(EngineFailed(reason=str(error)))
+        self._send(EngineFailed(reason=str(error)))
         self._open.clear()
         self._group.stop()
 
@@ -200,7 +205,7 @@ class RemoteIngress(Actor[IngressInbox | SettingsChanged], Owner[FromFrontend, T
                 self._lost["tokenizers"] = message
             case _:
                 assert_never(message)
-        self._tell(message)
+        self._send(message)
         self._settle()
 
     def _has_come(self, part: Part, message: EngineReady | TokenizersReady) -> None:
@@ -212,7 +217,7 @@ class RemoteIngress(Actor[IngressInbox | SettingsChanged], Owner[FromFrontend, T
         if self.slot.is_ready and all(part in self._came for part in self._parts):
             self.became_ready.set()
 
-    def _tell(self, message: ToFrontend) -> None:
+    def _send(self, message: ToFrontend) -> None:
         """Send to the frontend, if it is ready; a later one gets a handover instead."""
         if not self.slot.is_ready:
             return
@@ -222,7 +227,7 @@ class RemoteIngress(Actor[IngressInbox | SettingsChanged], Owner[FromFrontend, T
             if not isinstance(message, Deltas):
                 raise
             for part in in_parts(message, error):
-                self._abort(part) if isinstance(part, Abort) else self._tell(part)
+                self._abort(part) if isinstance(part, Abort) else self._send(part)
 
     # ---- from the frontend ---------------------------------------------------------------------
 
@@ -237,15 +242,15 @@ class RemoteIngress(Actor[IngressInbox | SettingsChanged], Owner[FromFrontend, T
             case Abort():
                 self._abort(message)
             case GetSnapshot():
-                self._tell(self._look(message))
+                self._send(self._look(message))
             case Subscribe():
                 if not self._is_subscribed:
                     self._is_subscribed = True
-                    self._watch(_Subscription(self._tell), "the frontend")
+                    self._watch(_Subscription(self._send), "the frontend")
             case Profile():
                 self._profile(message)
             case Operate():
-                self.operate(message, self._tell)
+                self._operate(message, self._send)
             case FrontendDrained():
                 self._has_drained = True
             case FrontendState(state=state):
@@ -260,12 +265,12 @@ class RemoteIngress(Actor[IngressInbox | SettingsChanged], Owner[FromFrontend, T
             self._open.discard(message.request_id)
             self._tokenizer.put(message)
 
-    def came(self, slots: Sequence[FrontendSlot], ready: Sequence[WorkerReady]) -> None:
+    def on_ready(self, slots: Sequence[FrontendSlot], ready: Sequence[WorkerReady]) -> None:
         """Send a loaded frontend what it has missed since its handover."""
         for message in self._replay():
-            self._tell(message)
+            self._send(message)
         if self._draining:
-            self._tell(Drain())
+            self._send(Drain())
         self._look_ready()
         self._settle()
 
@@ -277,7 +282,7 @@ class RemoteIngress(Actor[IngressInbox | SettingsChanged], Owner[FromFrontend, T
     def _handover(self) -> Handover:
         return Handover(first_id=self._largest_id + 1, replay=self._replay(), about=self.about, state=self._state)
 
-    def went(self, slots: Sequence[FrontendSlot], loss: WorkerLost) -> None:
+    def on_lost(self, slots: Sequence[FrontendSlot], loss: WorkerLost) -> None:
         """Abort the requests of a lost frontend, whose clients are gone with it."""
         if self._open:
             log.warning("the frontend had %d requests, which are aborted", len(self._open))

@@ -20,7 +20,7 @@ from engine.types.errors import CallboardError, EngineDied
 from engine.workers.limits import Patience, RestartIntensity
 from engine.workers.messages import WorkerAlive, WorkerReady
 from engine.workers.wire import WireError
-from engine.workers.worker import Reports, Said, Told, Worker, WorkerLost
+from engine.workers.worker import Inbound, Outbound, Reports, Worker, WorkerLost
 
 log = logging.getLogger(__name__)
 
@@ -60,7 +60,7 @@ class Watch:
         self._num_out -= 1
         self._step_quiet = 0
 
-    def heard(self) -> None:
+    def received(self) -> None:
         """Note any message of the worker."""
         self._quiet = 0
 
@@ -77,18 +77,18 @@ class Watch:
         return None
 
 
-class Owner(Protocol[Said, Told]):
+class Owner(Protocol[Inbound, Outbound]):
     """The actor that gives the workers their work.  An exception of its methods ends the group."""
 
-    def take(self, slot: "WorkerSlot[Said, Told]", message: Said) -> None:
+    def take(self, slot: "WorkerSlot[Inbound, Outbound]", message: Inbound) -> None:
         """Handle a message of a worker."""
         ...
 
-    def came(self, slots: "Sequence[WorkerSlot[Said, Told]]", ready: Sequence[WorkerReady]) -> None:
+    def on_ready(self, slots: "Sequence[WorkerSlot[Inbound, Outbound]]", ready: Sequence[WorkerReady]) -> None:
         """Handle a generation that has loaded and accepts work.  ready: the reports of its workers."""
         ...
 
-    def went(self, slots: "Sequence[WorkerSlot[Said, Told]]", loss: WorkerLost) -> None:
+    def on_lost(self, slots: "Sequence[WorkerSlot[Inbound, Outbound]]", loss: WorkerLost) -> None:
         """Handle the loss of a generation."""
         ...
 
@@ -99,7 +99,7 @@ class Owner(Protocol[Said, Told]):
         return True
 
 
-class WorkerSlot(Generic[Said, Told]):
+class WorkerSlot(Generic[Inbound, Outbound]):
     """A slot of a group, filled by one worker after the other.
 
     name: of the worker in it.  waiting, peak: of its mailbox, as last reported."""
@@ -109,7 +109,7 @@ class WorkerSlot(Generic[Said, Told]):
         self.number = number
         self.waiting = 0
         self.peak = 0
-        self.life: _Life[Said, Told] | None = None
+        self.life: WorkerRun[Inbound, Outbound] | None = None
 
     @property
     def is_ready(self) -> bool:
@@ -122,11 +122,11 @@ class WorkerSlot(Generic[Said, Told]):
         return self._current.watch
 
     @property
-    def _current(self) -> "_Life[Said, Told]":
+    def _current(self) -> "WorkerRun[Inbound, Outbound]":
         assert self.life is not None, f"{self.name} has no worker"
         return self.life
 
-    def put(self, message: Told) -> None:
+    def put(self, message: Outbound) -> None:
         """Send to the worker, which must be ready; one that accepts nothing is treated as lost.  Raises WireError."""
         life = self._current
         assert life.takes_work, f"{self.name} is not ready for {type(message).__name__}"
@@ -145,30 +145,32 @@ class WorkerSlot(Generic[Said, Told]):
         self._current.lost(loss)
 
 
-class _Life(Generic[Said, Told]):
+class WorkerRun(Generic[Inbound, Outbound]):
     """One worker in a slot, from its start until its generation is over.  ready: its report when it had loaded."""
 
-    def __init__(self, generation: "_Generation[Said, Told]", slot: WorkerSlot[Said, Told], watch: Watch) -> None:
+    def __init__(
+        self, generation: "_Generation[Inbound, Outbound]", slot: WorkerSlot[Inbound, Outbound], watch: Watch
+    ) -> None:
         self.slot = slot
         self.watch = watch
-        self.worker: Worker[Told] | None = None
+        self.worker: Worker[Outbound] | None = None
         self.ready: WorkerReady | None = None
         self.has_spoken = self.takes_work = False
         self._generation = generation
         slot.life = self
         slot.waiting = 0
 
-    def heard(self, message: Said | WorkerReady | WorkerAlive) -> None:
-        self._generation.heard(self, message)
+    def received(self, message: Inbound | WorkerReady | WorkerAlive) -> None:
+        self._generation.received(self, message)
 
     def lost(self, loss: WorkerLost) -> None:
         self._generation.lost(loss)
 
 
-class _Generation(Generic[Said, Told]):
+class _Generation(Generic[Inbound, Outbound]):
     """Workers that live and die together.  losses: the reasons of its end, in order.  over: set with the first one."""
 
-    def __init__(self, group: "WorkerGroup[Said, Told]", slots: Sequence[WorkerSlot[Said, Told]]) -> None:
+    def __init__(self, group: "WorkerGroup[Inbound, Outbound]", slots: Sequence[WorkerSlot[Inbound, Outbound]]) -> None:
         loop = asyncio.get_running_loop()
         self.slots = slots
         self.started_at = loop.time()
@@ -176,14 +178,14 @@ class _Generation(Generic[Said, Told]):
         self.over: asyncio.Future[None] = loop.create_future()
         self.is_open = True
         self.is_ready = self.is_stuck = False
-        self.lives = [_Life(self, slot, group.new_watch()) for slot in slots]
+        self.lives = [WorkerRun(self, slot, group.new_watch()) for slot in slots]
         self._group = group
 
-    def heard(self, life: _Life[Said, Told], message: Said | WorkerReady | WorkerAlive) -> None:
+    def received(self, life: WorkerRun[Inbound, Outbound], message: Inbound | WorkerReady | WorkerAlive) -> None:
         """Handle a message of a worker."""
         if not self.is_open:
             return
-        life.watch.heard()
+        life.watch.received()
         life.has_spoken = True
         match message:
             case WorkerAlive(waiting=waiting, peak=peak):
@@ -197,7 +199,7 @@ class _Generation(Generic[Said, Told]):
                         one.takes_work = True
                     self._group.loaded(self, ready)
             case _:
-                self._group.tell(lambda owner: owner.take(life.slot, message))
+                self._group.call_owner(lambda owner: owner.take(life.slot, message))
 
     def lost(self, loss: WorkerLost) -> None:
         """Handle the loss of a worker.  Later losses, until all workers are gone, may hold the cause."""
@@ -206,7 +208,7 @@ class _Generation(Generic[Said, Told]):
             self.close()
             self.over.set_result(None)
             # At once, not when the group's task runs: nothing more may be given to these workers.
-            self._group.tell(lambda owner: owner.went(self.slots, loss))
+            self._group.call_owner(lambda owner: owner.on_lost(self.slots, loss))
 
     def close(self) -> None:
         """Drop later messages, and accept no more work."""
@@ -228,27 +230,27 @@ class _Generation(Generic[Said, Told]):
                 self.lost(WorkerLost(f"{life.slot.name} {failing}"))
 
 
-Start = Callable[[WorkerSlot[Said, Told], Reports[Said]], Worker[Told]]
+Start = Callable[[WorkerSlot[Inbound, Outbound], Reports[Inbound]], Worker[Outbound]]
 """Starts a worker for a slot.  Raises CallboardError on failure."""
 
-Generation = Callable[[], AbstractContextManager[Start[Said, Told]]]
+Generation = Callable[[], AbstractContextManager[Start[Inbound, Outbound]]]
 """Opens what the workers of a generation share, for its lifetime.  Raises CallboardError on failure."""
 
-Policy = Callable[[Sequence[WorkerSlot[Said, Told]]], Sequence[Sequence[WorkerSlot[Said, Told]]]]
+Policy = Callable[[Sequence[WorkerSlot[Inbound, Outbound]]], Sequence[Sequence[WorkerSlot[Inbound, Outbound]]]]
 """Groups the slots whose workers share a generation."""
 
 
-def one_for_all(slots: Sequence[WorkerSlot[Said, Told]]) -> Sequence[Sequence[WorkerSlot[Said, Told]]]:
+def one_for_all(slots: Sequence[WorkerSlot[Inbound, Outbound]]) -> Sequence[Sequence[WorkerSlot[Inbound, Outbound]]]:
     """Group all slots: a loss ends and restarts all of them."""
     return [slots]
 
 
-def one_for_one(slots: Sequence[WorkerSlot[Said, Told]]) -> Sequence[Sequence[WorkerSlot[Said, Told]]]:
+def one_for_one(slots: Sequence[WorkerSlot[Inbound, Outbound]]) -> Sequence[Sequence[WorkerSlot[Inbound, Outbound]]]:
     """Group each slot alone: a loss ends and restarts nothing else."""
     return [[slot] for slot in slots]
 
 
-class WorkerGroup(Generic[Said, Told]):
+class WorkerGroup(Generic[Inbound, Outbound]):
     """Keeps a worker in every slot.
 
     names: of the slots.  can_kill: whether a worker that hangs can be killed.
@@ -256,16 +258,16 @@ class WorkerGroup(Generic[Said, Told]):
 
     def __init__(
         self,
-        owner: Owner[Said, Told],
+        owner: Owner[Inbound, Outbound],
         names: Sequence[str],
-        policy: Policy[Said, Told],
-        generation: Generation[Said, Told],
+        policy: Policy[Inbound, Outbound],
+        generation: Generation[Inbound, Outbound],
         *,
         intensity: RestartIntensity,
         patience: Patience,
         can_kill: bool = True,
     ) -> None:
-        self.slots = [WorkerSlot[Said, Told](name, number) for number, name in enumerate(names)]
+        self.slots = [WorkerSlot[Inbound, Outbound](name, number) for number, name in enumerate(names)]
         self.intensity = intensity
         self.num_restarts = 0
         self.has_started = False
@@ -276,7 +278,7 @@ class WorkerGroup(Generic[Said, Told]):
         self._can_kill = can_kill
         self._tick_s = min((one for one in (patience.step_s, patience.silence_s) if one > 0), default=TICKS) / TICKS
         self._load_s = 0.0
-        self._told_to_stop = asyncio.Event()
+        self._stop_requested = asyncio.Event()
         self._is_given_up = False
         self._failure: Exception | None = None
 
@@ -287,7 +289,7 @@ class WorkerGroup(Generic[Said, Told]):
 
     def stop(self) -> None:
         """Let workers finish their work and end; ``run`` returns then."""
-        self._told_to_stop.set()
+        self._stop_requested.set()
 
     async def run(self) -> None:
         """Keep a worker in every slot until ``stop`` is called.
@@ -311,7 +313,7 @@ class WorkerGroup(Generic[Said, Told]):
         step_s, silence_s = self._patience.step_s, self._patience.silence_s
         return Watch(math.ceil(step_s / self._tick_s), math.ceil(silence_s / self._tick_s))
 
-    def tell(self, what: Callable[[Owner[Said, Told]], None]) -> None:
+    def call_owner(self, what: Callable[[Owner[Inbound, Outbound]], None]) -> None:
         """Call the owner.  As with a message in an actor's mailbox, an exception is fatal."""
         try:
             what(self._owner)
@@ -322,18 +324,18 @@ class WorkerGroup(Generic[Said, Told]):
     def _give_up(self) -> None:
         """Kill all workers.  No task is cancelled: it may be in the middle of killing its workers."""
         self._is_given_up = True
-        self._told_to_stop.set()
+        self._stop_requested.set()
 
-    def loaded(self, generation: _Generation[Said, Told], ready: Sequence[WorkerReady]) -> None:
+    def loaded(self, generation: _Generation[Inbound, Outbound], ready: Sequence[WorkerReady]) -> None:
         """Report a loaded generation to the owner."""
         load_s = asyncio.get_running_loop().time() - generation.started_at
         if not self.has_started:
             self._load_s = max(self._load_s, load_s)
             self.has_started = all(slot.is_ready for slot in self.slots)
         log.info("%s ready after %.2f s", ", ".join(slot.name for slot in generation.slots), load_s)
-        self.tell(lambda owner: owner.came(generation.slots, ready))
+        self.call_owner(lambda owner: owner.on_ready(generation.slots, ready))
 
-    async def _keep(self, slots: Sequence[WorkerSlot[Said, Told]]) -> None:
+    async def _keep(self, slots: Sequence[WorkerSlot[Inbound, Outbound]]) -> None:
         """Run one generation after the other."""
         while losses := await self._live(slots):
             loss = losses[0]
@@ -346,12 +348,12 @@ class WorkerGroup(Generic[Said, Told]):
             subject = "it is" if len(slots) == 1 else f"all {len(slots)} are"
             log.warning("%s; %s restarted (%d so far)", loss, subject, self.num_restarts)
 
-    async def _live(self, slots: Sequence[WorkerSlot[Said, Told]]) -> list[WorkerLost]:
+    async def _live(self, slots: Sequence[WorkerSlot[Inbound, Outbound]]) -> list[WorkerLost]:
         """Run one generation from start to end.  Returns why it was lost; an empty list if the group was stopped."""
         generation = _Generation(self, slots)
         timer = asyncio.create_task(self._keep_time(generation), name=f"{slots[0].name}.watch")
-        stopping = asyncio.create_task(self._told_to_stop.wait(), name=f"{slots[0].name}.stop")
-        workers: list[Worker[Told]] = []
+        stopping = asyncio.create_task(self._stop_requested.wait(), name=f"{slots[0].name}.stop")
+        workers: list[Worker[Outbound]] = []
         try:
             with self._new_generation() as start:
                 try:
@@ -370,9 +372,9 @@ class WorkerGroup(Generic[Said, Told]):
         finally:
             timer.cancel()
             stopping.cancel()
-        return [] if self._told_to_stop.is_set() else generation.losses
+        return [] if self._stop_requested.is_set() else generation.losses
 
-    async def _keep_time(self, generation: _Generation[Said, Told]) -> None:
+    async def _keep_time(self, generation: _Generation[Inbound, Outbound]) -> None:
         """Detect workers that do not join, load or answer in time, or send nothing for too long."""
         patience = self._patience
         reload_s = LOAD_FACTOR * self._load_s + LOAD_SECONDS + patience.join_s

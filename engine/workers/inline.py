@@ -61,7 +61,9 @@ class InlineWorker:
         self._executor = executor
         self._reports = reports
         self._reloaded = reloaded
-        executor.connect(ready=lambda num_pages: reports.heard(WorkerReady(num_pages=num_pages)), done=reports.heard)
+        executor.connect(
+            ready=lambda num_pages: reports.received(WorkerReady(num_pages=num_pages)), done=reports.received
+        )
         self.put: Callable[[ExecutorInbox], None] = executor.inbox.put
         self._task = asyncio.create_task(self._run(), name=executor.name)
 

@@ -48,7 +48,7 @@ class ClientKeys(msgspec.Struct, frozen=True, array_like=True):
     server: bytes
 
 
-class Doorman:
+class Authenticator:
     """Authenticates each client that connects to the CURVE sockets of a context (ZAP, RFC 27).
 
     domain: of the socket -> the keys that it admits.  Any other client is refused and logged."""

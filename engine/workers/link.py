@@ -1,6 +1,6 @@
 """A link between two processes: messages as frames on a ZeroMQ PAIR socket, read by callbacks of the event loop.
 
-Owns: one socket; the refusal of frames; the engine's end of it, with its context, its doorman and its directory.
+Owns: one socket; the refusal of frames; the engine's end of it, with its context, its authenticator and its directory.
 Does not know: the meaning of messages, processes.
 A frame that is not a message of this link is refused, counted and logged, and the link continues.  ZeroMQ itself closes
 the connection on other errors (a client without a key, another user's process, a frame of more than ``HARD_LIMIT``
@@ -18,7 +18,7 @@ import zmq
 
 from engine.types.errors import CallboardError
 from engine.types.notices import Message
-from engine.workers.keys import ClientKeys, Doorman, KeyPair
+from engine.workers.keys import Authenticator, ClientKeys, KeyPair
 from engine.workers.socket_directory import SocketDirectory, base_of
 from engine.workers.wire import MAX_FRAME_BYTES, Wire, WireError
 
@@ -66,7 +66,7 @@ class SocketLink(Generic[Incoming]):
     def bind(self, endpoint: str, keys: KeyPair) -> str:
         """Listen for the other end; returns the address with its port filled in.  Raises LinkError.
 
-        keys: this end's; a ``Doorman`` must have the other end's under the link's name."""
+        keys: this end's; a ``Authenticator`` must have the other end's under the link's name."""
         self._socket.curve_server = True
         self._socket.curve_publickey, self._socket.curve_secretkey = keys.public, keys.secret
         self._socket.zap_domain = self.name.encode()
@@ -171,12 +171,12 @@ class LinkServer(Generic[Incoming]):
     ) -> None:
         self._directory = SocketDirectory(base_of(where)) if where.startswith("unix") else None
         self._context = zmq.Context()
-        self.doorman = Doorman(self._context)
+        self.authenticator = Authenticator(self._context)
         self.link: SocketLink[Incoming] = SocketLink(name, self._context, accepts, deliver, capacity=capacity)
         ours = KeyPair.draw()
         self.client = ClientKeys(KeyPair.draw(), ours.public)
         try:
-            self.doorman.admit(name, frozenset((self.client.own.public,)))
+            self.authenticator.admit(name, frozenset((self.client.own.public,)))
             self.endpoint = self.link.bind(self._directory.endpoint(name) if self._directory else where, ours)
         except BaseException:
             self.close()
@@ -190,6 +190,6 @@ class LinkServer(Generic[Incoming]):
     def close(self) -> None:
         """Close the link and remove its files; idempotent."""
         self.link.close()
-        self.doorman.close()
+        self.authenticator.close()
         self.leave_directory()
         self._context.term()

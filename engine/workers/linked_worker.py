@@ -16,7 +16,7 @@ from engine.workers.group import LAST_WORDS_S
 from engine.workers.keys import ClientKeys
 from engine.workers.link import LinkError, LinkServer
 from engine.workers.messages import WorkerAlive, WorkerFailed
-from engine.workers.worker import Reports, Said, Told, WorkerLost
+from engine.workers.worker import Inbound, Outbound, Reports, WorkerLost
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ StartProcess = Callable[[str, ClientKeys, Callable[..., None]], Process]
 """Starts a process that connects to an endpoint with these keys, and calls ``LinkedWorker.ended`` at its end."""
 
 
-class LinkedWorker(Generic[Said, Told]):
+class LinkedWorker(Generic[Inbound, Outbound]):
     """A worker as its group uses it.  assignment: its first message.  server: makes the link, given its ``deliver``.
 
     Raises ConfigError or LinkError if the link cannot be made."""
@@ -49,7 +49,7 @@ class LinkedWorker(Generic[Said, Told]):
         self,
         name: str,
         assignment: Message,
-        reports: Reports[Said],
+        reports: Reports[Inbound],
         server: Callable[[Callable[[Any], None]], LinkServer[Any]],
         start: StartProcess,
         *,
@@ -68,7 +68,7 @@ class LinkedWorker(Generic[Said, Told]):
             self._server.close()
             raise
 
-    def put(self, message: Told) -> None:
+    def put(self, message: Outbound) -> None:
         """Send.  Raises WireError if the message is over the limit, LinkError if the worker accepts nothing."""
         self._server.link.put(message)
 
@@ -100,7 +100,7 @@ class LinkedWorker(Generic[Said, Told]):
             self._is_connected = True
             self._server.link.put(self._assignment)
             self._server.leave_directory()
-        self._reports.heard(message)
+        self._reports.received(message)
 
     def ended(self, how: str, error: CallboardError | None = None) -> None:
         """Report the end of the process.  how: the reason as text.  error: an error that a restart would repeat."""

@@ -17,7 +17,6 @@ from engine.messages import (
     ExecutorInbox,
     Failed,
     IngressInbox,
-    Profile,
     SchedulerInbox,
     Stop,
     Tokenize,
@@ -32,10 +31,10 @@ from engine.types.errors import (
     StepTooLarge,
     WeightsError,
 )
-from engine.types.notices import Message
+from engine.types.notices import Message, Profile
 
 # Errors that are raised again on the other side of a process boundary; any other is sent as text.
-TOLD_AS_THEMSELVES = {error.__name__: error for error in (ConfigError, WeightsError, PluginError, GraphError)}
+RAISED_AGAIN = {error.__name__: error for error in (ConfigError, WeightsError, PluginError, GraphError)}
 
 
 # ---- starting a worker ----------------------------------------------------------------------
@@ -150,7 +149,7 @@ class WorkerFailed(Message, frozen=True, kw_only=True):
         """Return the error to raise for the failed worker ``name``."""
         if self.num_tokens:
             return StepTooLarge(self.text, self.num_tokens)
-        known = TOLD_AS_THEMSELVES.get(self.kind)
+        known = RAISED_AGAIN.get(self.kind)
         return known(self.text) if known is not None else EngineDied(f"{name} crashed: {self.kind}: {self.text}")
 
 

@@ -188,7 +188,7 @@ class ProcessExecutors:
         return start_child(
             slot,
             reports,
-            assignment=self._told(assignment, slot.number),
+            assignment=self._of_rank(assignment, slot.number),
             module=self._module,
             where=where,
             accepts=FromExecutor,
@@ -202,7 +202,7 @@ class ProcessExecutors:
         path = resolve_checkpoint(config.model.path, config.model.revision)
         config = structs.replace(config, model=structs.replace(config.model, path=str(path)))
         return ExecutorAssignment(
-            **_basics(config, self._capacity),
+            **assignment_basics(config, self._capacity),
             rank=0,
             num_ranks=self._num_ranks,
             rendezvous=rendezvous,
@@ -217,7 +217,7 @@ class ProcessExecutors:
         )
 
     @staticmethod
-    def _told(assignment: ExecutorAssignment, rank: int) -> ExecutorAssignment:
+    def _of_rank(assignment: ExecutorAssignment, rank: int) -> ExecutorAssignment:
         """Return one rank's assignment: rank 0 shows progress, and has read the checkpoint that others compare."""
         if not rank:
             return structs.replace(assignment, fingerprint="")
@@ -232,7 +232,7 @@ def process_tokenizers(
     capacity += STEPS_BEHIND  # for the link as well, which holds messages that the mailbox has not received
     return partial(
         start_child,
-        assignment=TokenizerAssignment(**_basics(config, capacity)),
+        assignment=TokenizerAssignment(**assignment_basics(config, capacity)),
         module=module,
         where=_any_port(config.placement.link),
         accepts=FromTokenizer,
@@ -249,7 +249,7 @@ def process_frontend(
 
     def start(slot: FrontendSlot, reports: Reports[FromFrontend], handover: Handover) -> Worker[ToFrontend]:
         assignment = FrontendAssignment(
-            **_basics(config, capacity),
+            **assignment_basics(config, capacity),
             max_len=max_len,
             vocab_size=vocab_size,
             has_tokenizers=config.placement.tokenizers > 0,
@@ -272,7 +272,7 @@ def process_frontend(
     return start
 
 
-def _basics(config: Config, capacity: int) -> dict[str, Any]:
+def assignment_basics(config: Config, capacity: int) -> dict[str, Any]:
     """Return the fields of every ``Assignment``."""
     heartbeat_s = config.placement.silence_timeout_s / BEATS
     return {"config": config, "capacity": capacity, "heartbeat_s": heartbeat_s, "logs": LogSettings.here()}

@@ -42,8 +42,13 @@ class TokenizerProcess(WorkerProcess[TokenizerAssignment]):
     async def build(self, assignment: TokenizerAssignment, outgoing: Outgoing) -> Tokenizer:
         """Return the tokenizer.  Files are read on another thread, so that heartbeats continue meanwhile."""
         spec, codec, grammars, processors = await asyncio.to_thread(load_text, assignment.config)
-        tokenizer = Tokenizer(capacity=assignment.capacity, codec=codec, vocab_size=spec.vocab_size, grammars=grammars)
-        tokenizer.processors = processors
+        tokenizer = Tokenizer(
+            capacity=assignment.capacity,
+            codec=codec,
+            vocab_size=spec.vocab_size,
+            grammars=grammars,
+            processors=processors,
+        )
         link = TextLink(outgoing)
         tokenizer.connect(scheduler=link, ingress=link)
         outgoing.put(WorkerReady())
@@ -85,11 +90,11 @@ class TextLink:
             self._outgoing.fail(error)
 
 
-def load_text(config: Config) -> tuple[ModelSpec, TextCodec, Grammars, Processors]:
+def load_text(config: Config) -> tuple[ModelSpec, TextCodec, Grammars | None, Processors]:
     """Return what a tokenizer needs.  config: with the model's path resolved.  Raises CallboardError."""
     directory = Path(config.model.path)
     spec = read_model(directory, config.plugins, config.model)
-    codec = plugin_codec(config, directory, spec.pooling)
+    codec = plugin_codec(config, directory, spec.use)
     # Only the plugins that are needed here: others may need a device.
     chosen = chosen_plugins(config)
     plugins = Plugins({kind: chosen[kind] for kind in (GRAMMAR, LOGITS_PROCESSOR)}, config.plugins.options)

@@ -7,8 +7,8 @@ waits for: the processes' loading and their end; never for a peer.   owns: which
 
 When a process dies, hangs or accepts nothing, the text of its requests is lost: those that the scheduler knows end with
 an error, those that were still being encoded are encoded again elsewhere, once.  Other requests are not affected.
-The process is restarted; new requests go to the others meanwhile, or wait.  ``Router`` knows which requests are not in
-the process that their id selects, and splits the columns of ``Tokens``.
+The process is restarted; new requests go to the others meanwhile, or wait.  ``RequestRouter`` knows which requests are
+not in the process that their id selects, and splits the columns of ``Tokens``.
 """
 
 import asyncio
@@ -39,7 +39,7 @@ V = TypeVar("V")
 TokenizerSlot = WorkerSlot[FromTokenizer, TokenizerInbox]
 
 
-class Router:
+class RequestRouter:
     """Assigns requests to processes: a request's home is its id modulo ``num_homes``, unless it was moved."""
 
     def __init__(self, num_homes: int) -> None:
@@ -131,7 +131,7 @@ class TokenizerPool(Actor[TokenizerInbox], Owner[FromTokenizer, TokenizerInbox])
             patience=Patience(silence_s=silence_timeout_s, first_load_s=LOAD_TIMEOUT_S),
         )
         self.slots = self._group.slots
-        self._router = Router(num_processes)
+        self._router = RequestRouter(num_processes)
         self._requests: dict[int, _Request] = {}
         self._are_there = False  # the state last sent to ingress
 
@@ -244,7 +244,7 @@ class TokenizerPool(Actor[TokenizerInbox], Owner[FromTokenizer, TokenizerInbox])
             case _:
                 assert_never(message)
 
-    def came(self, slots: Sequence[TokenizerSlot], ready: Sequence[WorkerReady]) -> None:
+    def on_ready(self, slots: Sequence[TokenizerSlot], ready: Sequence[WorkerReady]) -> None:
         """Handle a loaded process; at the start, requests wait until all processes have loaded."""
         if not self._group.has_started:
             return
@@ -255,7 +255,7 @@ class TokenizerPool(Actor[TokenizerInbox], Owner[FromTokenizer, TokenizerInbox])
             if request.slot < 0 and request.tokenize is not None:
                 self._place(request.tokenize, request)
 
-    def went(self, slots: Sequence[TokenizerSlot], loss: WorkerLost) -> None:
+    def on_lost(self, slots: Sequence[TokenizerSlot], loss: WorkerLost) -> None:
         """Handle the loss of a process, and with it of the text of its requests."""
         (slot,) = slots
         if self._are_there and not self.num_ready:

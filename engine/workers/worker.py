@@ -9,10 +9,10 @@ from engine.types.errors import CallboardError
 from engine.types.notices import Message
 from engine.workers.messages import WorkerAlive, WorkerReady
 
-Said = TypeVar("Said", bound=Message)  # the messages of a worker, without reports on its state
-Told = TypeVar("Told", bound=Message)  # the messages to it
-Said_contra = TypeVar("Said_contra", bound=Message, contravariant=True)
-Told_contra = TypeVar("Told_contra", bound=Message, contravariant=True)
+Inbound = TypeVar("Inbound", bound=Message)  # the messages of a worker, without reports on its state
+Outbound = TypeVar("Outbound", bound=Message)  # the messages to it
+Inbound_contra = TypeVar("Inbound_contra", bound=Message, contravariant=True)
+Outbound_contra = TypeVar("Outbound_contra", bound=Message, contravariant=True)
 
 
 class WorkerLost(CallboardError):
@@ -26,10 +26,10 @@ class WorkerLost(CallboardError):
         self.curable = curable
 
 
-class Reports(Protocol[Said_contra]):
+class Reports(Protocol[Inbound_contra]):
     """The receiver of a worker's messages; all calls are made on the event loop."""
 
-    def heard(self, message: Said_contra | WorkerReady | WorkerAlive) -> None:
+    def received(self, message: Inbound_contra | WorkerReady | WorkerAlive) -> None:
         """Handle a message of the worker."""
         ...
 
@@ -38,10 +38,10 @@ class Reports(Protocol[Said_contra]):
         ...
 
 
-class Worker(Protocol[Told_contra]):
+class Worker(Protocol[Outbound_contra]):
     """One worker in any placement."""
 
-    def put(self, message: Told_contra) -> None:
+    def put(self, message: Outbound_contra) -> None:
         """Send.  Raises WireError if the message is over the limit, LinkError if the worker accepts nothing."""
         ...
 

@@ -10,7 +10,6 @@ from typing import Any, ClassVar, Protocol, TypeVar
 
 import msgspec
 
-from engine.checkpoints.pooling import Task
 from engine.messages import Delta
 from engine.types.errors import RequestError
 from server.generate.generation import Generation
@@ -60,13 +59,15 @@ class Writer(Protocol):
 class Endpoint(Protocol[B]):
     """One generating endpoint.
 
-    operation: the declaration of its route.  task: what it asks of a model.
+    operation: the declaration of its route.
+    task: what it asks of a model.  refusal: why a model without the task refuses, as the end of a sentence.
     elsewhere: fields that belong into another one, see ``BodyReader``.
     repeats_logprobs: events of its streams repeat those of tokens that came before.  ping: see ``EventStream``."""
 
     operation: ClassVar[Operation]
     body_type: type[B]
-    task: ClassVar[Task] = "generate"
+    task: ClassVar[str] = "generate"
+    refusal: ClassVar[str] = "it generates no text"
     elsewhere: ClassVar[Mapping[str, str]] = MappingProxyType({})
     ping: ClassVar[bytes] = PING_COMMENT
     repeats_logprobs: ClassVar[bool] = False

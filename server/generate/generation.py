@@ -21,13 +21,14 @@ from engine.types.params import MAX_SEED, SamplingParams
 from engine.types.prompt import Prompt
 
 MAX_CHOICES = 128  # in one request
+END_OF_TIME = 1 << 40  # seconds since 1970
 
 
-class Told(msgspec.Struct, frozen=True):
+class DeliveredChoice(msgspec.Struct, frozen=True):
     """A choice as far as the client has it.  tokens: int32[n].  num_events: of the stream.  ended: its end as well."""
 
     tokens: bytes
-    num_events: int = 0
+    num_events: Annotated[int, Meta(ge=0)] = 0
     ended: bool = False
 
     @property
@@ -36,7 +37,7 @@ class Told(msgspec.Struct, frozen=True):
         return self.tokens[:-4] if self.ended else self.tokens
 
 
-class Origin(msgspec.Struct, frozen=True):
+class ResumePoint(msgspec.Struct, frozen=True):
     """The facts that must be the same wherever a request runs, so that a router may let another replica go on with it.
 
     key: what its answer's names are made of.  created: seconds since 1970.  ``told``: choice -> what the client has of
@@ -44,9 +45,9 @@ class Origin(msgspec.Struct, frozen=True):
     seed: of the choices without one; only a router gives it, and wants to know how far the client has got."""
 
     key: uuid.UUID = msgspec.field(default_factory=uuid.uuid4)
-    created: float = msgspec.field(default_factory=time.time)
+    created: Annotated[float, Meta(ge=0, le=END_OF_TIME)] = msgspec.field(default_factory=time.time)
     seed: Annotated[int, Meta(ge=0, le=MAX_SEED)] | None = None
-    told: dict[int, Told] = {}
+    told: dict[int, DeliveredChoice] = {}
 
     def name(self, number: int) -> str:
         """Returns 32 hex digits for the number-th part of the answer."""
@@ -71,7 +72,7 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
     new_parser: Callable[[], ToolCallParser] | None = None
     names_tokens_by_id: bool = False
     request_id: str = ""
-    origin: Origin = msgspec.field(default_factory=Origin)
+    origin: ResumePoint = msgspec.field(default_factory=ResumePoint)
 
 
 def new_seed() -> int:

@@ -19,10 +19,10 @@ from engine.messages import Delta, Finish, RequestOptions
 from engine.settings.sections import ServerSection
 from engine.types.errors import FieldError, RequestError
 from engine.types.params import SamplingParams
-from server.backend import Stream
+from server.backend import EngineStream
 from server.clients import CLIENT, ClientRequest
 from server.generate.endpoint import Endpoint, Writer
-from server.generate.generation import MAX_CHOICES, Generation, Origin, choice_seed
+from server.generate.generation import MAX_CHOICES, Generation, ResumePoint, choice_seed
 from server.generate.output import TOKEN_ID_BYTES, Output, PlainText, UsageCounter, by_id, is_plain
 from server.http.body import ORIGIN, BodyReader
 from server.http.replies import json_reply
@@ -44,7 +44,7 @@ class Choices:
         self._client = client
         self._generation = generation
         self.num_choices = len(generation.prompts) * generation.num_choices
-        self._streams: list[Stream] = []
+        self._streams: list[EngineStream] = []
         try:
             for _ in range(min(self.num_choices, MAX_CHOICES)):
                 self._open_next()
@@ -131,7 +131,7 @@ class Choices:
         pump = asyncio.create_task(self._pump(index, self._streams[index]), name=f"choice-{index}")
         self._pumps.append(pump)
 
-    async def _pump(self, index: int, stream: Stream) -> None:
+    async def _pump(self, index: int, stream: EngineStream) -> None:
         try:
             delta = await stream.next()
             while delta.finish == Finish.RUNNING:
@@ -237,7 +237,7 @@ class GenerateRoute(Generic[B]):
         if not generation.stream:
             return json_reply(await self.whole(client, task))
         async with self._opened(client, task) as choices:
-            events = EventStream(request, named=self.endpoint.operation.names_events, ping=self.ping)
+            events = EventStream(request, framing=self.endpoint.operation.framing, ping=self.ping)
 
             def last_word(error: RequestError) -> msgspec.Struct:
                 if generation.origin.seed is not None and error.code in ENDS_HERE_ONLY:
@@ -264,7 +264,7 @@ class GenerateRoute(Generic[B]):
     def _with_origin(self, generation: Generation, raw: msgspec.Raw) -> Generation:
         """Returns the generation as the router wants it.  Raises RequestError: 400, or 409 if it cannot go on here."""
         try:
-            origin = msgspec.json.decode(raw, type=Origin)
+            origin = msgspec.json.decode(raw, type=ResumePoint)
         except (msgspec.MsgspecError, RecursionError) as error:
             raise RequestError(f"not what a router sends: {error}", code="malformed_json") from None
         if any(len(one.tokens) % TOKEN_ID_BYTES for one in origin.told.values()):
@@ -292,7 +292,7 @@ class GenerateRoute(Generic[B]):
 
 
 def _as_elsewhere(
-    origin: Origin, index: int, params: SamplingParams, options: RequestOptions
+    origin: ResumePoint, index: int, params: SamplingParams, options: RequestOptions
 ) -> tuple[SamplingParams, RequestOptions]:
     """Returns what a choice asks so that it draws as on any other replica, and goes on from what the client has of
     it."""

@@ -33,6 +33,7 @@ from server.http.listener import BACKLOG
 from server.http.replies import error_response, raw_response
 from server.http.tls import LOOK_EVERY_S as LOOK_AT_TLS_EVERY_S
 from server.http.tls import Tls
+from server.http.turnstile import Turnstile
 
 log = logging.getLogger(__name__)
 
@@ -289,6 +290,7 @@ class ConnectionServer(web.Server):
         self._places: dict[Connection, str] = {}  # its address; those that have rested longest are first
         self._num_from: Counter[str] = Counter()
         self._for_probes: set[Connection] = set()
+        self._turnstile = Turnstile()
 
     @property
     def num_open(self) -> int:
@@ -338,6 +340,7 @@ class ConnectionServer(web.Server):
             response = error_response(_too_many())
             response.force_close()
             return response
+        await self._turnstile.enter()
         return await self._outermost.handle(request)
 
     def __call__(self) -> RequestHandler:

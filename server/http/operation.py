@@ -15,6 +15,7 @@ from aiohttp import web
 from server.http.replies import ErrorBody
 
 Access = Literal["open", "client", "operator"]
+Framing = Literal["data", "events", "lines"]
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 H = TypeVar("H", bound=Callable[..., Any])
 DECLARED = "declared_operations"
@@ -30,13 +31,15 @@ class Operation:
     access: 'open' needs no key; 'client' needs any; 'operator' needs an operator's, where operators have keys.
     summary: of the OpenAPI document; '' leaves the route out of it.
     answer: the type of what comes in one piece; None for a stream alone.  event: the parts of its stream.
-    names_events: each event has its type beside it, and no word of its own ends the stream.
+    framing: 'data' is server-sent events with "[DONE]" at the end; with 'events' each has its type beside it, and no
+    word of its own ends the stream; 'lines' is JSON, a line each, which a router cannot let go on elsewhere.
     body: the type of the request's JSON.  form: the fields of a body that has a file, as OpenAPI has them.
     error: the body of its errors.
     gathered: any engine may have what it asks for, so a router asks all of them.
     generates: it costs tokens, so a router counts it.  in_batches: a line of a batch may ask for it.
     span: what OpenTelemetry's conventions call its work.  polled: it is asked every second, and seldom logged.
-    off: answers where its part of the server is off, and where several engines are behind one address."""
+    off: answers where its part of the server is off, and where several engines are behind one address.
+    replicated: answers in place of ``off`` where these are engines of one model."""
 
     method: str
     path: str
@@ -46,7 +49,7 @@ class Operation:
     answer: Any = None
     body: type[msgspec.Struct] | None = None
     event: Any = None
-    names_events: bool = False
+    framing: Framing = "data"
     error: type[msgspec.Struct] = ErrorBody
     form: dict[str, Any] | None = None
     gathered: bool = False
@@ -55,6 +58,7 @@ class Operation:
     span: str = ""
     polled: bool = False
     off: Handler | None = None
+    replicated: Handler | None = None
 
     @property
     def methods(self) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""A response as server-sent events.
+"""A response as server-sent events, or as lines of JSON.
 
 Owns: framing, headers, pings, not running ahead of a client that reads slowly.  Does not know: what the events say.
 Events are JSON without line breaks (JSON escapes them), so no text can end an event early.
@@ -15,12 +15,15 @@ from aiohttp import HttpVersion11, web
 
 from engine.types.errors import CallboardError, RequestError
 from server.http.exchange import EXCHANGE
+from server.http.operation import Framing
 from server.http.replies import as_request_error
 
 log = logging.getLogger(__name__)
 
 DONE = b"data: [DONE]\n\n"
 PING_COMMENT = b": ping\n\n"
+EVENT_STREAM = "text/event-stream"
+LINES = "application/x-ndjson"
 PING_EVENT = b'event: ping\ndata: {"type":"ping"}\n\n'
 
 
@@ -34,17 +37,17 @@ class Ping(NamedTuple):
 class EventStream:
     """Sends events.  Until the first one, or the first ping, nothing goes out, and an error has its own status."""
 
-    def __init__(self, request: web.Request, *, named: bool, ping: Ping) -> None:
-        """Make a stream.  named: every event is announced by its ``type``, and the last one needs no "[DONE]"."""
+    def __init__(self, request: web.Request, *, framing: Framing, ping: Ping) -> None:
+        """Make a stream.  framing: see ``Operation``; lines have no pings."""
         self._request = request
-        self._named = named
-        self._ping = ping
+        self._framing = framing
+        self._ping = ping if framing != "lines" else Ping(b"", 0.0)
         self._clock = asyncio.get_running_loop().time
         self._wrote_at = self._clock()
         self._encoder = msgspec.json.Encoder()
         self.response = web.StreamResponse(
             headers={
-                "Content-Type": "text/event-stream; charset=utf-8",
+                "Content-Type": f"{EVENT_STREAM if framing != 'lines' else LINES}; charset=utf-8",
                 "Cache-Control": "no-cache",
                 "X-Accel-Buffering": "no",  # nginx would otherwise collect the events
                 **request[EXCHANGE].headers,
@@ -104,7 +107,9 @@ class EventStream:
 
     def _frames(self, events: Iterable[msgspec.Struct]) -> list[bytes]:
         encode = self._encoder.encode
-        if self._named:
+        if self._framing == "lines":
+            return [encode(event) + b"\n" for event in events]
+        if self._framing == "events":
             return [b"event: %s\ndata: %s\n\n" % (event.type.encode(), encode(event)) for event in events]  # type: ignore[attr-defined]
         return [b"data: %b\n\n" % encode(event) for event in events]
 
@@ -144,7 +149,7 @@ class EventStream:
                     await self._write(self._ping.data)
 
     async def _end(self) -> None:
-        if not self._named:
+        if self._framing == "data":
             await self._write(DONE)
         elif not self.started:
             await self.response.prepare(self._request)

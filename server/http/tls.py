@@ -18,12 +18,18 @@ LOOK_EVERY_S = 1.0
 
 
 class Tls:
-    """The context, for all new connections.  Raises ConfigError for files that cannot be used."""
+    """The context of a listener, which every handshake replaces by the newest one, with its authorities.
+
+    Raises ConfigError for files that cannot be used."""
 
     def __init__(self, server: ServerSection) -> None:
         self._server = server
         self._marks = self._marked()
-        self.context = _context(server)
+        self.context = self._newest = _context(server)
+        self.context.sni_callback = self._choose  # OpenSSL calls it also for clients that name no server
+
+    def _choose(self, wire: ssl.SSLObject, name: str, context: ssl.SSLContext) -> None:
+        wire.context = self._newest
 
     def look(self) -> None:
         """Read the files again if they have changed; connections that are open keep what they began with."""
@@ -31,8 +37,8 @@ class Tls:
             return
         self._marks = marks
         try:
-            _context(self._server)  # so that a pair that does not fit leaves the one in use whole
-            _load(self.context, self._server)
+            # A context keeps every authority that it has loaded, also those that are no longer in the file.
+            self._newest = _context(self._server)
         except ConfigError as error:
             log.error("the certificate stays as it was: %s", error)
         else:
@@ -52,15 +58,13 @@ class Tls:
 
 
 def _context(server: ServerSection) -> ssl.SSLContext:
+    """Return a context of the files as they are.  Raises ConfigError."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.set_alpn_protocols(["http/1.1"])
-    _load(context, server)
-    return context
-
-
-def _load(context: ssl.SSLContext, server: ServerSection) -> None:
-    """Raises ConfigError."""
+    # A session that goes on by a ticket is not checked against the authorities of now.
+    context.num_tickets = 0
+    context.options |= ssl.OP_NO_TICKET
     said = f"server.tls_cert={server.tls_cert} server.tls_key={server.tls_key}"
     try:
         context.load_cert_chain(server.tls_cert, server.tls_key, password=_no_password)
@@ -72,6 +76,7 @@ def _load(context: ssl.SSLContext, server: ServerSection) -> None:
         raise ConfigError(f"{said}: {error.reason or error}; expected PEM files that fit each other") from None
     except (OSError, ValueError) as error:
         raise ConfigError(f"{said}: {getattr(error, 'strerror', None) or error}") from None
+    return context
 
 
 def _no_password() -> str:

@@ -10,7 +10,7 @@ from typing import Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from engine.checkpoints.pooling import Kind
+from engine.checkpoints.use import Kind
 from engine.messages import TokenLogprobs
 from server.generate.output import FinishReason, OptionalUsage, UsageBody, finite
 
@@ -52,7 +52,7 @@ class CompletionChoice(msgspec.Struct, frozen=True):
     prompt_token_ids: list[int] | UnsetType = UNSET
 
 
-class Completion(ResponseHead, frozen=True, kw_only=True):
+class TextCompletion(ResponseHead, frozen=True, kw_only=True):
     """The answer of /v1/completions, and every chunk of its stream."""
 
     object: Literal["text_completion"] = "text_completion"

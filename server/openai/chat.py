@@ -14,7 +14,7 @@ from engine.text.tool_calls import CallPiece, text_and_calls
 from engine.types.errors import FieldError
 from engine.types.prompt import ChatOptions
 from server.generate.endpoint import Endpoint
-from server.generate.generation import Generation, Origin
+from server.generate.generation import Generation, ResumePoint
 from server.generate.output import (
     FinishReason,
     OptionalUsage,
@@ -192,12 +192,12 @@ def read_calls(text: str, generation: Generation, choice: int) -> tuple[str, lis
     return content, calls, parser.cut_off
 
 
-def call_id(origin: Origin, choice: int, index: int) -> str:
+def call_id(origin: ResumePoint, choice: int, index: int) -> str:
     """Returns the id by which a client's answer refers to a call of a choice: the same wherever it is written."""
     return f"call_{origin.name((choice << 32) + index)[:24]}"
 
 
-def _call_delta(piece: CallPiece, origin: Origin, choice: int) -> ToolCallDelta:
+def _call_delta(piece: CallPiece, origin: ResumePoint, choice: int) -> ToolCallDelta:
     if piece.name is None:
         return ToolCallDelta(piece.index, FunctionDelta(arguments=piece.arguments))
     function = FunctionDelta(piece.name, piece.arguments)

@@ -25,13 +25,13 @@ from server.generate.output import (
     stop_reason,
 )
 from server.http.operation import Operation
-from server.openai.answers import Completion, CompletionChoice, CompletionLogprobs
+from server.openai.answers import CompletionChoice, CompletionLogprobs, TextCompletion
 from server.openai.requests import CompletionBody
 from server.openai.translator import DEFAULT, Translator
 from server.openai.writer import ChoicesWriter, StreamState
 
 
-class Completions(Endpoint[CompletionBody]):
+class CompletionsEndpoint(Endpoint[CompletionBody]):
     """POST /v1/completions."""
 
     operation = Operation(
@@ -39,9 +39,9 @@ class Completions(Endpoint[CompletionBody]):
         "/v1/completions",
         "client",
         "Continue prompts.",
-        answer=Completion,
+        answer=TextCompletion,
         body=CompletionBody,
-        event=Completion,
+        event=TextCompletion,
         generates=True,
         in_batches=True,
         span="text_completion",
@@ -93,7 +93,7 @@ class CompletionWriter(ChoicesWriter):
         self._num_wanted = _num_wanted(body)
         self._shows_logprobs = body.logprobs is not None
 
-    def whole(self, outputs: Sequence[Output]) -> Completion:
+    def whole(self, outputs: Sequence[Output]) -> TextCompletion:
         choices = [
             CompletionChoice(
                 index=index,
@@ -123,11 +123,11 @@ class CompletionWriter(ChoicesWriter):
         state.num_chars += sum(map(_num_chars, (*delta.prompt_logprobs, *delta.logprobs)))
         return [self._completion([choice], usage)]
 
-    def usage_chunk(self, usage: UsageBody) -> Completion:
+    def usage_chunk(self, usage: UsageBody) -> TextCompletion:
         return self._completion([], usage)
 
-    def _completion(self, choices: list[CompletionChoice], usage: OptionalUsage) -> Completion:
-        return Completion(**self.head, choices=choices, usage=usage)
+    def _completion(self, choices: list[CompletionChoice], usage: OptionalUsage) -> TextCompletion:
+        return TextCompletion(**self.head, choices=choices, usage=usage)
 
     def _best(self, outputs: Sequence[Output]) -> list[Output]:
         """Returns as many of each prompt's outputs as were wanted: the likeliest per token, where there are more."""

@@ -129,7 +129,7 @@ def part_text(part: ContentPart, path: str, *, past: bool) -> str:
     Raises RequestError for images and the like elsewhere."""
     if part.type == "refusal":
         return needed(part.refusal, f"{path}.refusal")
-    if past and (told := told_left_out(part.type)):
+    if past and (told := left_out_note(part.type)):
         return told
     if part.type not in TEXT_TYPES:
         raise FieldError(
@@ -141,7 +141,7 @@ def part_text(part: ContentPart, path: str, *, past: bool) -> str:
     return needed(part.text, f"{path}.text")
 
 
-def told_left_out(kind: str) -> str:
+def left_out_note(kind: str) -> str:
     """Returns what stands in the place of a part that the model cannot read; empty for a type that is not known."""
     noun = UNREADABLE.get(kind)
     return f"[{noun} left out: this model reads text]" if noun else ""

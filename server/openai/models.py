@@ -21,7 +21,7 @@ class ModelRoutes:
 
     @operation("GET", "/v1/models", "client", "The served models and their adapters.", answer=ModelList)
     async def all(self, request: web.Request) -> web.Response:
-        names = (self._translator.card.name, *self._translator.adapters)
+        names = (self._translator.card.name, *self._translator.variants)
         return json_reply(model_list([self._body(name) for name in names]))
 
     @operation("GET", "/v1/models/{id:.+}", "client", "A served model, or an adapter.", answer=ModelBody)
@@ -31,15 +31,15 @@ class ModelRoutes:
         return json_reply(self._body(name))
 
     def _body(self, name: str) -> ModelBody:
-        card, adapter = self._translator.card, self._translator.adapters.get(name)
-        created = card.created if adapter is None else adapter.created
+        card, variant = self._translator.card, self._translator.variants.get(name)
+        created = card.created if variant is None else variant.created
         return ModelBody(
             id=name,
             display_name=name,
             created=created,
             created_at=datetime.fromtimestamp(created, UTC),
             max_model_len=card.max_model_len,
-            kind=card.pooling.kind,
+            kind=card.use.kind,
             root=card.name,
-            parent=None if adapter is None else card.name,
+            parent=None if variant is None else card.name,
         )

@@ -6,8 +6,7 @@ Does not know: JSON, prompts' formats, responses, how a grammar is compiled.  A 
 bodies declare it by the name that it has there; a name that only one of the two has never does.
 """
 
-from collections.abc import Iterator, Mapping
-from types import MappingProxyType
+from collections.abc import Iterator
 
 import msgspec
 
@@ -15,14 +14,14 @@ from engine.messages import DEFAULT_OPTIONS, RequestOptions
 from engine.text.tool_calls import ToolFormat
 from engine.types.errors import FieldError, RequestError
 from engine.types.params import MAX_GRAMMAR_CHARS, MAX_SEED, Grammar, SamplingParams
-from engine.types.prompt import Adapter, ChatOptions, Origin, Prompt
-from server.adapters import ServedAdapter
+from engine.types.prompt import ChatOptions, Origin, Prompt, RequestPart
 from server.generate.generation import MAX_CHOICES, Generation
 from server.http.body import is_given
 from server.model_card import ModelCard
 from server.openai.conversation import HERMES, NO_TOOLS, ToolRequest
 from server.openai.requests import GenerationBody, ResponseFormat, StructuredOutputs
 from server.openai.structural_tags import decode_structural_tag, read_structural_tag
+from server.variant import ServedVariant
 
 DEFAULT = SamplingParams()
 SAME_FIELDS = tuple(name for name in SamplingParams.__struct_fields__ if name in GenerationBody.__struct_fields__)
@@ -41,20 +40,19 @@ def tenant_of(user: str | None) -> Origin:
 class Translator:
     """Turns request bodies into generations for one model, which ``card`` describes.
 
-    tool_format: how it writes function calls.  adapters: name -> what else can be asked for as a model.
+    tool_format: how it writes function calls.  variants: name -> what else can be asked for as a model; they come and
+    go.
     The card may be replaced by one of the same name."""
 
     def __init__(
         self,
         card: ModelCard,
         tool_format: ToolFormat | None = None,
-        adapters: Mapping[str, ServedAdapter] = MappingProxyType({}),
         server: str = "",
     ) -> None:
-        """Make a translator.  tool_format: None for the hermes format.  adapters: they may come and go.
-        server: what the fingerprint says of it."""
+        """Make a translator.  tool_format: None for the hermes format.  server: what the fingerprint says of it."""
         self.card = card
-        self.adapters = adapters
+        self.variants: dict[str, ServedVariant] = {}
         self._server = server
         self.tool_format = tool_format or HERMES
 
@@ -101,7 +99,7 @@ class Translator:
             prompt_only=prompt_only,
             return_prompt_ids=bool(body.return_token_ids),
             origin=tenant_of(body.user),
-            adapter=self.adapter_of(body.model),
+            parts=self.parts_of(body.model),
         )
         return Generation(
             prompts=prompts,
@@ -115,25 +113,25 @@ class Translator:
             request_id=body.request_id or body.rid or "",
         )
 
-    def adapter_of(self, name: str | None) -> Adapter | None:
-        """Returns the adapter that ``name`` asks for; None for the model itself.  Raises RequestError (404).
+    def parts_of(self, name: str | None) -> dict[str, RequestPart]:
+        """Returns the parts of a request for ``name``; none for the model itself.  Raises RequestError (404).
 
-        An adapter may be unloaded between two looks: what is none by now never stands for the model."""
+        A variant may be gone between two looks: what is none by now never stands for the model."""
         if name is None or name == self.card.name:
-            return None
-        if (served := self.adapters.get(name)) is None:
-            more = f" and {len(self.adapters)} adapters, which GET /v1/models names" if self.adapters else ""
+            return {}
+        if (variant := self.variants.get(name)) is None:
+            more = f" and {len(self.variants)} adapters, which GET /v1/models names" if self.variants else ""
             raise RequestError(
                 f"the model '{name[:100]}' does not exist; this server has '{self.card.name}'{more}",
                 status=404,
                 code="model_not_found",
                 param="model",
             )
-        return served.adapter
+        return variant.parts
 
     def check_model(self, name: str | None) -> None:
-        """Raise RequestError (404) unless ``name`` is the served model or an adapter of it, or none is named."""
-        self.adapter_of(name)
+        """Raise RequestError (404) unless ``name`` is the served model or a variant of it, or none is named."""
+        self.parts_of(name)
 
     def check_count(self, num_prompts: int, num_choices: int, counted: str) -> None:
         """Raise RequestError for more choices than one request may have.  counted: the field that says how many."""

@@ -7,8 +7,7 @@ Nothing is kept here: each scrape looks at the engine's counters once and turns 
 
 import asyncio
 import os
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from aiohttp import web
 from prometheus_client import CollectorRegistry, ProcessCollector
@@ -20,14 +19,14 @@ from engine.actors.admission import unavailable
 from engine.actors.snapshot import Gauges, Snapshot
 from engine.messages import Finish
 from engine.scheduling.meter import Distribution, Meter
-from server.adapters import ServedAdapter
-from server.backend import Backend, Ingress
+from server.backend import Backend, EngineIngress
 from server.http.exchange import Traffic
 from server.http.operation import operation
 
 OWN = "callboard_"
 VLLM = "vllm:"
 More = Callable[[], Iterable[tuple[str, str, float]]]  # name, what it says, value
+Collect = Callable[[Snapshot], Iterable[Metric]]
 FINISHES = {Finish.STOP: "stop", Finish.LENGTH: "length", Finish.ABORT: "abort", Finish.ERROR: "error"}
 
 # What is sampled of the engine.  The names are vLLM's without its prefix wherever it has the same thing, so that one
@@ -120,13 +119,13 @@ class EngineCollector(Collector):
 
 
 class VllmCollector(EngineCollector):
-    """The common samples under vLLM's names, and two that the Gateway API's endpoint picker asks of model servers.
+    """The common samples under vLLM's names, and one that the Gateway API's endpoint picker asks of model servers.
 
-    served: the adapters, by their names."""
+    collectors: of samples of other parts of the server."""
 
-    def __init__(self, seen: Snapshot, model: str, served: Mapping[str, ServedAdapter]) -> None:
+    def __init__(self, seen: Snapshot, model: str, collectors: Sequence[Collect]) -> None:
         super().__init__(seen, VLLM, {"model_name": model, "engine": "0"})
-        self._served = served
+        self._collectors = collectors
 
     def collect(self) -> Iterator[Metric]:
         yield from super().collect()
@@ -134,17 +133,8 @@ class VllmCollector(EngineCollector):
         num_pages = gauges.pages_free + gauges.pages_cached + gauges.pages_used
         pool = {"block_size": str(gauges.page_size), "num_gpu_blocks": str(num_pages)}
         yield self._info("cache_config_info", "The KV pool: tokens per page, and pages.", pool, 1)
-        if num_slots := gauges.of_features.get("num_adapter_slots"):
-            adapters = {
-                "max_lora": str(num_slots),
-                "running_lora_adapters": self._named(gauges.running_adapters),
-                "waiting_lora_adapters": self._named(gauges.waiting_adapters),
-            }
-            help_text = "Adapters of requests in and out of the batch; the value is the Unix time."
-            yield self._info("lora_requests_info", help_text, adapters, time.time())
-
-    def _named(self, digests: frozenset[str]) -> str:
-        return ",".join(sorted(name for name, one in self._served.items() if one.adapter.digest in digests))
+        for collect in self._collectors:
+            yield from collect(self._seen)
 
     def _info(self, name: str, help_text: str, labels: dict[str, str], value: float) -> Metric:
         family = GaugeMetricFamily(VLLM + name, help_text, labels=[*self._names, *labels])
@@ -158,7 +148,7 @@ class OwnCollector(EngineCollector):
     more: gauges of other parts of the server."""
 
     def __init__(
-        self, seen: Snapshot, ingress: Ingress, traffic: Traffic, about: dict[str, str], more: Sequence[More] = ()
+        self, seen: Snapshot, ingress: EngineIngress, traffic: Traffic, about: dict[str, str], more: Sequence[More] = ()
     ) -> None:
         super().__init__(seen, OWN, {})
         self._more = more
@@ -201,7 +191,8 @@ class OwnCollector(EngineCollector):
         pages.add_metric(["cached"], gauges.pages_cached)
         pages.add_metric(["used"], gauges.pages_used)
         yield pages
-        yield self._gauge("kv_host_pages_used", "Pages of the host tier that hold something.", gauges.host_pages_used)
+        num_on_host = gauges.of_features.get("host_pages_used", 0)
+        yield self._gauge("kv_host_pages_used", "Pages of the host tier that hold something.", num_on_host)
         yield self._gauge("kv_page_tokens", "Tokens per page.", gauges.page_size)
 
     def _of_mailboxes(self, gauges: Gauges) -> Iterator[Metric]:
@@ -238,7 +229,7 @@ class OwnCollector(EngineCollector):
 
 
 class MetricsRoute:
-    """Handles GET /metrics.  adapters: see ``VllmCollector``.  more: see ``OwnCollector``."""
+    """Handles GET /metrics.  more: see ``OwnCollector``.  collectors: see ``VllmCollector``."""
 
     def __init__(
         self,
@@ -246,10 +237,10 @@ class MetricsRoute:
         traffic: Traffic,
         *,
         version: str,
-        adapters: Mapping[str, ServedAdapter],
         more: Sequence[More] = (),
+        collectors: Sequence[Collect] = (),
     ) -> None:
-        self._adapters = adapters
+        self._collectors = collectors
         self._more = more
         self._ingress, self._monitor = backend.ingress, backend.monitor
         self._traffic = traffic
@@ -265,7 +256,7 @@ class MetricsRoute:
         if seen.gauges.process not in (0, os.getpid()):
             ProcessCollector(f"{OWN}engine", pid=lambda: str(seen.gauges.process), registry=registry)
         registry.register(OwnCollector(seen, self._ingress, self._traffic, self._about, self._more))
-        registry.register(VllmCollector(seen, self._about["model_name"], self._adapters))
+        registry.register(VllmCollector(seen, self._about["model_name"], self._collectors))
         encode, content_type = choose_encoder(request.headers.get("Accept", ""))
         return web.Response(body=encode(registry), headers={"Content-Type": content_type})
 

@@ -73,12 +73,14 @@ class QuantilesBody(msgspec.Struct, frozen=True):
 
 
 class StatsBody(msgspec.Struct, frozen=True, kw_only=True):
-    """The figures that the page shows.  status: 'ready', or the code of the error that /ready gives.
+    """The figures that the page shows.  status: 'ready', or the code of the error that /ready gives.  loading: what a
+    start does right now.
 
     Token counts only grow; rates are over the last seconds that had steps.  board: requests, oldest first, with
     ``board_hidden`` others behind them.  history: minutes, as far as something ran in them."""
 
     status: str
+    loading: str
     model: str
     about: str
     version: str
@@ -124,6 +126,7 @@ class StatsRoute:
         error = trouble(self._ingress, gauges)
         body = StatsBody(
             status=error.code if error is not None else "ready",
+            loading=self._ingress.loading() if not self._ingress.ready else "",
             model=self._model,
             about=self._about,
             version=self._version,
@@ -140,7 +143,7 @@ class StatsRoute:
                 "free": gauges.pages_free,
                 "cached": gauges.pages_cached,
                 "used": gauges.pages_used,
-                "host_used": gauges.host_pages_used,
+                "host_used": gauges.of_features.get("host_pages_used", 0),
                 "page_size": gauges.page_size,
             },
             latency=_latency(meter),

@@ -16,11 +16,11 @@ from msgspec import UNSET, UnsetType
 
 from engine.actors.admission import RETRY_LATER_S, check_admission, unavailable
 from engine.actors.snapshot import Gauges
-from engine.checkpoints.pooling import GENERATING, Kind, Pooling
+from engine.checkpoints.use import GENERATING, ModelUse
 from engine.messages import Finish, RequestOptions
 from engine.types.errors import RequestError
-from engine.types.params import Method, SamplingParams
-from server.backend import Backend, Ingress, Stream
+from engine.types.params import SamplingParams
+from server.backend import Backend, EngineIngress, EngineStream
 from server.clients import Clients
 from server.generate.generation import MAX_CHOICES
 from server.http.operation import operation
@@ -88,7 +88,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     has_audio_understanding: bool = False
 
 
-class Load(msgspec.Struct, frozen=True):
+class ServerLoad(msgspec.Struct, frozen=True):
     """The number of requests.  server_load: open ones, each choice counted; running, waiting: in the engine."""
 
     server_load: int
@@ -172,15 +172,15 @@ class StatusRoutes:
             ModelInfo(
                 model_path=card.name,
                 tokenizer_path=card.name,
-                is_generation="generate" in card.pooling.tasks,
+                is_generation="generate" in card.use.tasks,
                 preferred_sampling_params=defaults,
             )
         )
 
-    @operation("GET", "/load", "operator", "How many requests there are.", answer=Load, polled=True)
+    @operation("GET", "/load", "operator", "How many requests there are.", answer=ServerLoad, polled=True)
     async def load(self, request: web.Request) -> web.Response:
         gauges = (await self._monitor.look()).gauges
-        return json_reply(Load(self._ingress.num_open, gauges.num_running, gauges.num_waiting))
+        return json_reply(ServerLoad(self._ingress.num_open, gauges.num_running, gauges.num_waiting))
 
     def _with_gauges(self, status: Status) -> HealthBody:
         stats = self._ingress.stats
@@ -191,7 +191,7 @@ class StatusRoutes:
         return HealthBody(status, pages, stats.running, stats.waiting)
 
 
-def trouble(ingress: Ingress, gauges: Gauges) -> RequestError | None:
+def trouble(ingress: EngineIngress, gauges: Gauges) -> RequestError | None:
     """Returns why requests would be refused now, or taken and left waiting; None while all is well."""
     if (error := unavailable(ingress)) is not None:
         return error
@@ -206,13 +206,12 @@ def trouble(ingress: Ingress, gauges: Gauges) -> RequestError | None:
 
 
 class ProbeRoute:
-    """Handles the probe, of which one runs at a time.  pooling: what the model is for."""
+    """Handles the probe, of which one runs at a time.  use: the model's."""
 
-    def __init__(self, clients: Clients, pooling: Pooling = GENERATING, limit_s: float = PROBE_LIMIT_S) -> None:
+    def __init__(self, clients: Clients, use: ModelUse = GENERATING, limit_s: float = PROBE_LIMIT_S) -> None:
         self._clients = clients
         self._probe: asyncio.Task[Finish] | None = None
-        methods: dict[Kind, Method] = {"generate": "", "embed": "last", "classify": "classify"}
-        self._params = ONE_TOKEN.replace(pooling=methods[pooling.kind])
+        self._params = use.shortest(ONE_TOKEN)
         self._limit_s = limit_s
 
     @operation("GET", "/health_generate", "operator")
@@ -229,7 +228,7 @@ class ProbeRoute:
             raise RequestError("the probe was aborted", status=503, code="aborted", retry_after_s=RETRY_LATER_S)
         return json_reply({"status": "ok"})
 
-    async def _run(self, stream: Stream) -> Finish:
+    async def _run(self, stream: EngineStream) -> Finish:
         """Returns how it has ended.  Raises RequestError (503) if nothing came."""
         try:
             async with asyncio.timeout(self._limit_s):
@@ -242,7 +241,7 @@ class ProbeRoute:
             stream.close()
 
 
-async def _end_of(stream: Stream) -> Finish:
+async def _end_of(stream: EngineStream) -> Finish:
     while (finish := (await stream.next()).finish) == Finish.RUNNING:
         pass
     return finish

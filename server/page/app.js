@@ -145,7 +145,7 @@ function show(stats) {
   playground.offer(stats.about !== "");
   byId("version").textContent = `callboard ${stats.version}`;
   byId("links").hidden = hasKey(); // a link brings no key
-  setStatus(stats.status.replaceAll("_", " "), stats.status === "ready");
+  setStatus(stats.loading || stats.status.replaceAll("_", " "), stats.status === "ready");
   if (!byId("engine").hidden) engine.show(stats);
 }
 

@@ -29,10 +29,12 @@ class Answer(NamedTuple):
     body: bytes
 
 
-Told = tuple[Replica, Answer | aiohttp.ClientError | TimeoutError]
+Answered = tuple[Replica, Answer | aiohttp.ClientError | TimeoutError]
 
 
-async def ask_all(group: Group, session: aiohttp.ClientSession, request: web.Request, body: bytes = b"") -> list[Told]:
+async def ask_all(
+    group: Group, session: aiohttp.ClientSession, request: web.Request, body: bytes = b""
+) -> list[Answered]:
     """Send a request to all replicas that run, ready or not: one that recovers has its requests, maybe its cache.
 
     Returns what each has answered, to a GET for a HEAD, or why it has not."""
@@ -41,7 +43,7 @@ async def ask_all(group: Group, session: aiohttp.ClientSession, request: web.Req
     timeout = aiohttp.ClientTimeout(total=CHECK_TIMEOUT_S)
     method, path = "GET" if request.method == "HEAD" else request.method, request.rel_url.raw_path_qs
 
-    async def ask(replica: Replica) -> Told:
+    async def ask(replica: Replica) -> Answered:
         url = URL(replica.url + path, encoded=True)  # as sent, but without the host that a client may name
         try:
             async with session.request(method, url, data=body, headers=headers, timeout=timeout) as response:

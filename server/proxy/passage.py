@@ -14,7 +14,7 @@ import msgspec
 
 from engine.messages import Finish
 from engine.types.errors import CallboardError
-from server.generate.generation import Origin, Told, new_seed
+from server.generate.generation import DeliveredChoice, ResumePoint, new_seed
 from server.http.sse import PING_COMMENT, PING_EVENT
 
 # A mark is a comment, see ``_mark`` in server/generate/route.py.  JSON has no line breaks, so no event has one within.
@@ -33,10 +33,10 @@ class Passage:
 
     def __init__(self, body: bytes) -> None:
         self._body = msgspec.Raw(body)
-        self._origin = Origin()
+        self._origin = ResumePoint()
         self._seed = new_seed()
         self._held = b""
-        self._choices: dict[int, _Choice] = {}
+        self._choices: dict[int, _PassedChoice] = {}
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -67,7 +67,7 @@ class Passage:
         """Returns what to send to a replica, so that it goes on from what the client has."""
         self._held = b""
         told = {
-            index: Told(bytes(one.tokens), one.num_events, one.finish != Finish.RUNNING)
+            index: DeliveredChoice(bytes(one.tokens), one.num_events, one.finish != Finish.RUNNING)
             for index, one in self._choices.items()
         }
         origin = msgspec.structs.replace(self._origin, seed=self._seed, told=told)
@@ -97,7 +97,7 @@ class Passage:
         return b"".join(parts)
 
     def _note(self, index: bytes, tokens: bytes, finish: bytes, num_prompt: bytes, num_events: bytes) -> None:
-        choice = self._choices.setdefault(int(index), _Choice())
+        choice = self._choices.setdefault(int(index), _PassedChoice())
         choice.tokens += bytes.fromhex(tokens.decode())
         choice.finish = int(finish)
         choice.num_events += int(num_events)
@@ -110,7 +110,23 @@ class Passage:
         return held
 
 
-class _Choice:
+class WholeLines:
+    """A stream of lines, of which the client gets no half: an error may follow as a line of its own."""
+
+    def __init__(self) -> None:
+        self._held = b""
+
+    def take(self, chunk: bytes) -> bytes:
+        """Take what a replica has sent; returns the lines that are whole."""
+        lines, end, self._held = (self._held + chunk).rpartition(b"\n")
+        return lines + end
+
+    def rest(self) -> bytes:
+        """Returns what follows the last line, once the replica has ended its stream."""
+        return self._held
+
+
+class _PassedChoice:
     """A choice as far as the client has it.  tokens: int32[n]."""
 
     __slots__ = ("finish", "num_events", "num_prompt_tokens", "tokens")

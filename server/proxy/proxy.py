@@ -29,9 +29,9 @@ from server.clients import LEAST_OUTPUT, Charge, Rates
 from server.http.body import JSON_TYPE, ROUTED_TYPE, collect, is_object, media_type
 from server.http.exchange import CLIENT_LEFT, EXCHANGE, REQUEST_ID_HEADER, USAGE_HEADER
 from server.http.replies import error_body
-from server.http.sse import DONE
+from server.http.sse import DONE, EVENT_STREAM, LINES
 from server.proxy.affinity import PrefixAffinity
-from server.proxy.passage import Passage, WrongMark
+from server.proxy.passage import Passage, WholeLines, WrongMark
 from server.proxy.replica import Choice, Replica, unavailable
 
 log = logging.getLogger(__name__)
@@ -46,7 +46,6 @@ NOT_SENT_ON = frozenset(
 TRY_ELSEWHERE = frozenset({429, 503})  # this one is full or leaving; another one may not be
 REFUSED = frozenset({*range(400, CLIENT_LEFT), 503})  # before anything was done for a prompt, unless there is a usage
 NO_HEADERS: Mapping[str, str] = MappingProxyType({})
-EVENT_STREAM = "text/event-stream"
 MOST_LOSSES = 3  # of replicas, in one stream: it may be what ends them
 GO_ON_WITHIN_S = 30.0
 CONNECT_TIMEOUT_S = 5.0
@@ -99,7 +98,9 @@ class Proxy:
 
         Only a replica counts a prompt, so until it has sent the number they are estimated from the body."""
         exchange, status = request[EXCHANGE], CLIENT_LEFT
-        passage = Passage(body) if media_type(request) == JSON_TYPE and is_object(body) else None
+        declared = exchange.operation
+        goes_on = declared is not None and declared.framing != "lines" and media_type(request) == JSON_TYPE
+        passage = Passage(body) if goes_on and is_object(body) else None
         estimated = len(body) // CHARS_PER_TOKEN + 1
         charge.pay(estimated + LEAST_OUTPUT)
         try:
@@ -217,7 +218,7 @@ class _Delivery:
         Raises _ReplicaLost."""
         url, self._exchange.replica = replica.url, replica.name
         async with await self._open(url) as answer:
-            if not answer.headers.get("Content-Type", "").startswith(EVENT_STREAM):
+            if not answer.headers.get("Content-Type", "").startswith((EVENT_STREAM, LINES)):
                 with _asking(url):
                     whole = await answer.read()
                 if USAGE_HEADER in answer.headers:
@@ -240,9 +241,14 @@ class _Delivery:
         """End the stream with an error, as an engine ends one."""
         assert self.stream is not None, "nothing was sent, so the error has a status"
         form = self._exchange.error_format
-        name, last = (b"", DONE) if form is error_body else (b"event: error\n", b"")
+        word = msgspec.json.encode(form(error))
+        if _has_lines(self.stream):
+            event = word + b"\n"
+        else:
+            name, last = (b"", DONE) if form is error_body else (b"event: error\n", b"")
+            event = b"%bdata: %b\n\n%b" % (name, word, last)
         with suppress(ConnectionError):
-            await self.stream.write(b"%bdata: %b\n\n%b" % (name, msgspec.json.encode(form(error)), last))
+            await self.stream.write(event)
         return self.stream
 
     async def _open(self, url: str) -> aiohttp.ClientResponse:
@@ -261,7 +267,9 @@ class _Delivery:
 
     async def _pass_on(self, url: str, chunk: bytes, content: aiohttp.StreamReader, stream: web.StreamResponse) -> None:
         """Pass a stream on, from its first chunk."""
-        passage = self._passage
+        passage: Passage | WholeLines | None = self._passage
+        if _has_lines(stream):
+            passage = WholeLines()
         while chunk:
             with _asking(url):
                 told = chunk if passage is None else passage.take(chunk)
@@ -290,6 +298,10 @@ def _asking(url: str) -> Iterator[None]:
         yield
     except (aiohttp.ClientError, TimeoutError, WrongMark) as error:
         raise _ReplicaLost(error, url) from error
+
+
+def _has_lines(stream: web.StreamResponse) -> bool:
+    return stream.headers.get("Content-Type", "").startswith(LINES)
 
 
 def _check_path(request: web.Request) -> None:

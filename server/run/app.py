@@ -11,10 +11,8 @@ from aiohttp import web
 from aiohttp.typedefs import Middleware
 
 from engine.actors.operations import SettingsChanged
-from engine.pooling import check_task
 from engine.settings.sections import LimitsSection, ServerSection, StorageSection
 from server.access import check_access
-from server.adapters import Adapters
 from server.backend import Backend
 from server.clients import CacheSalts, Clients
 from server.generate.endpoint import Endpoint
@@ -28,6 +26,7 @@ from server.model_card import ModelCard
 from server.openai.translator import Translator
 from server.run.core import all_parts
 from server.run.extension import ServerParts, declared, error_formats
+from server.run.kept import Kept
 
 DISTRIBUTION = "callboard"
 NO_STORAGE = StorageSection()
@@ -38,7 +37,7 @@ def create_runner(
     limits: LimitsSection,
     backend: Backend,
     salts: CacheSalts | None = None,
-    adapters: Adapters | None = None,
+    kept: Kept | None = None,
     *,
     storage: StorageSection = NO_STORAGE,
     guard: Middleware | None = None,
@@ -46,11 +45,10 @@ def create_runner(
     """Returns aiohttp's runner for the whole API, to be set up on the event loop that ingress runs on.
 
     guard: the middleware that every request must pass first.
-    salts: None for new ones.  adapters: None for those of the model's card.  Raises ConfigError for a folder of
+    salts: None for new ones.  kept: what a process before this one has kept.  Raises ConfigError for a folder of
     ``storage`` that cannot be used."""
     version, card, all_of_it = own_version(), backend.card, all_parts()
-    adapters = adapters or Adapters(card.adapter_rules, card.adapters, card.name)
-    translator = Translator(card, backend.codec.formats.tools, adapters.served, f"{DISTRIBUTION}-{version}")
+    translator = Translator(card, backend.codec.formats.tools, f"{DISTRIBUTION}-{version}")
     clients = Clients(backend.ingress, server, limits, salts)
     _follow_settings(backend, clients, translator)
     keys, routes = Keys(server), Routes()
@@ -71,7 +69,7 @@ def create_runner(
         clients=clients,
         keys=keys,
         translator=translator,
-        adapters=adapters,
+        kept=kept or Kept(),
         traffic=Traffic(),
         app=app,
         routes=routes,
@@ -107,7 +105,7 @@ def _add_endpoints(
     """Add the endpoints; returns those that the model is for: path -> what answers it."""
     served: dict[str, GenerateRoute[Any]] = {}
     for endpoint in endpoints:
-        if endpoint.task in card.pooling.tasks:
+        if endpoint.task in card.use.tasks:
             route = GenerateRoute(endpoint, server)
             served |= dict.fromkeys(endpoint.operation.paths, route)
             routes.handle(endpoint.operation, route.post)
@@ -120,7 +118,7 @@ def refused(endpoint: Endpoint[Any], card: ModelCard) -> Handler:
     """Returns the handler of an endpoint that the model is not for.  It raises RequestError: 400."""
 
     async def refuse(request: web.Request) -> web.StreamResponse:
-        check_task(card.pooling, endpoint.task)
+        card.use.check(endpoint.task, endpoint.refusal)
         raise AssertionError(f"{card.name} serves {endpoint.task}")
 
     return refuse

@@ -6,12 +6,11 @@ Owns: which handlers it has.  Does not know: what they do, how they are routed.
 from collections.abc import Mapping
 from typing import ClassVar
 
-from engine.checkpoints.pooling import Kind
+from engine.checkpoints.use import Kind
 from server.openai.chat import Chat
-from server.openai.completions import Completions
+from server.openai.completions import CompletionsEndpoint
 from server.openai.models import ModelRoutes
 from server.openai.tokenization import TokenizationRoutes
-from server.operators.adapters import AdapterRoutes
 from server.operators.administration import AdministrationRoutes
 from server.operators.metrics import MetricsRoute
 from server.operators.settings import SettingsRoutes
@@ -25,16 +24,18 @@ from server.run.openapi import OpenApiRoute
 class Core(Extension):
     """The core, which brings what an extension may bring."""
 
-    endpoints = (Chat, Completions)
+    endpoints = (Chat, CompletionsEndpoint)
     first_requests: ClassVar[Mapping[Kind, FirstRequest]] = {
-        "generate": (Completions.operation.path, {"prompt": "def fibonacci(n):\n", "max_tokens": 48, "temperature": 0})
+        "generate": (
+            CompletionsEndpoint.operation.path,
+            {"prompt": "def fibonacci(n):\n", "max_tokens": 48, "temperature": 0},
+        )
     }
     handlers = (
         ModelRoutes,
         TokenizationRoutes,
         AdministrationRoutes,
         SettingsRoutes,
-        AdapterRoutes,
         StatusRoutes,
         ProbeRoute,
         StatsRoute,
@@ -50,11 +51,10 @@ class Core(Extension):
             TokenizationRoutes(backend.codec, parts.translator, server),
             AdministrationRoutes(clients, server),
             SettingsRoutes(backend, server),
-            AdapterRoutes(parts.adapters, server),
             StatusRoutes(backend, clients, version),
-            ProbeRoute(clients, backend.card.pooling),
+            ProbeRoute(clients, backend.card.use),
             StatsRoute(backend, clients, version=version, shows_text=not server.needs_key),
-            MetricsRoute(backend, parts.traffic, version=version, adapters=parts.adapters.served, more=parts.gauges),
+            MetricsRoute(backend, parts.traffic, version=version, more=parts.gauges, collectors=parts.collectors),
             Site(),
             OpenApiRoute(version, parts.operations),
         ):

@@ -14,14 +14,13 @@ from graphlib import TopologicalSorter
 from importlib import import_module
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from aiohttp import web
 
-from engine.checkpoints.pooling import Kind
+from engine.checkpoints.use import Kind
 from engine.config import Config, SeveralModels
 from engine.settings.sections import LimitsSection, ServerSection, StorageSection
-from server.adapters import Adapters
 from server.backend import Backend
 from server.clients import Clients
 from server.generate.endpoint import Endpoint
@@ -31,7 +30,15 @@ from server.http.operation import Operation, declared_by
 from server.http.routes import Routes
 from server.keys import Keys
 from server.openai.translator import Translator
-from server.operators.metrics import More
+from server.operators.metrics import Collect, More
+from server.run.finding import Finding
+from server.run.kept import Kept
+
+if TYPE_CHECKING:
+    from engine.control.system import System
+
+if TYPE_CHECKING:
+    from engine.control.system import System
 
 FirstRequest = tuple[str, dict[str, Any]]
 PACKAGE = "server.extensions"
@@ -41,7 +48,7 @@ FOLDER = Path(__file__).parents[1] / "extensions"
 class Serving(NamedTuple):
     """Another way to serve than one engine in this process.  run: serves until stopped.
 
-    engines: what there are several of.  configs: of each kind of engine."""
+    engines: what there are several of.  configs: of each kind of engine, and the whole where they differ."""
 
     run: Callable[[], None]
     engines: str
@@ -52,7 +59,8 @@ class Serving(NamedTuple):
 class ServerParts:
     """One server while it is put together.  operations: all that are declared.
 
-    served: path -> what answers it, of those that generate.  gauges: give samples for /metrics."""
+    served: path -> what answers it, of those that generate.  gauges, collectors: give samples for /metrics.
+    kept: what outlives the process of HTTP."""
 
     server: ServerSection
     limits: LimitsSection
@@ -62,13 +70,14 @@ class ServerParts:
     clients: Clients
     keys: Keys
     translator: Translator
-    adapters: Adapters
+    kept: Kept
     traffic: Traffic
     app: web.Application
     routes: Routes
     operations: tuple[Operation, ...]
     served: Mapping[str, GenerateRoute[Any]]
     gauges: list[More] = field(default_factory=list)
+    collectors: list[Collect] = field(default_factory=list)
 
 
 class Extension:
@@ -94,8 +103,19 @@ class Extension:
 
         engines: what there are several of; '' for one engine."""
 
+    def describe(self, system: "System") -> dict[str, bytes]:
+        """Return what the part must know of an engine, for the model's card: it may be used in another process."""
+        return {}
+
+    def findings(self, config: Config) -> Iterator[Finding]:
+        """Return what ``callboard doctor`` finds of the part: whether a start with this configuration can serve it."""
+        yield from ()
+
     def join(self, parts: ServerParts) -> None:
         """Become part of a server: add handlers, and what lives while it does.  Raises ConfigError."""
+
+    def with_engine(self, system: "System") -> None:
+        """Called in the process of an engine, on its event loop, before the engine starts."""
 
     def add_commands(self, commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
         """Add the part's subcommands to ``callboard``."""
@@ -123,6 +143,11 @@ def find_extensions() -> tuple[Extension, ...]:
 def declared(parts: Iterable[Extension]) -> tuple[Operation, ...]:
     """Returns the operations of parts."""
     return tuple(operation for part in parts for operation in part.operations())
+
+
+def described(system: "System") -> dict[str, bytes]:
+    """Return what the extensions must know of an engine, for the model's card."""
+    return {name: about for one in find_extensions() for name, about in one.describe(system).items()}
 
 
 def error_formats(parts: Iterable[Extension]) -> ErrorFormats:

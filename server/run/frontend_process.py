@@ -22,11 +22,12 @@ from engine.actors.admission import RETRY_LATER_S
 from engine.actors.ingress import Ingress
 from engine.actors.operations import Operated
 from engine.actors.snapshot import NO_VIEWS, GetSnapshot, RequestsFinished, Snapshot, Subscribe, Views
-from engine.messages import Abort, Failed, Profile, Stop, Tokenize
+from engine.messages import Abort, Failed, Stop, Tokenize
 from engine.plugins.manager import Plugins
 from engine.plugins.observers import Observers
 from engine.plugins.parsers import plugin_codec
 from engine.types.errors import CallboardError, EngineDied, RequestError
+from engine.types.notices import Profile
 from engine.workers.child import Ticket, enter
 from engine.workers.main import Outgoing, WorkerProcess
 from engine.workers.messages import (
@@ -40,24 +41,22 @@ from engine.workers.messages import (
     WorkerReady,
 )
 from engine.workers.wire import WireError
-from server.adapters import Adapters, ServedAdapter
 from server.backend import Backend
 from server.clients import CacheSalts
 from server.model_card import ModelCard
 from server.run.app import create_runner
+from server.run.kept import Kept
 from server.run.operations import RemoteOperations
 
 MAX_ASKED = 64  # without an answer; more would only wait behind them
 CAPACITY = 1 << 18  # of the link, in messages: of as many requests as may be open at most, four each
 
 
-class Kept(msgspec.Struct, frozen=True):
-    """The state that the next frontend gets of this one.
-
-    salts: see ``CacheSalts``.  adapters: None for those of the card."""
+class FrontendKept(msgspec.Struct, frozen=True):
+    """The state that the next frontend gets of this one.  salts: see ``CacheSalts``.  parts: see ``Kept``."""
 
     salts: bytes = b""
-    adapters: dict[str, ServedAdapter] | None = None
+    parts: dict[str, bytes] = {}
 
 
 class RemoteMonitor:
@@ -153,19 +152,20 @@ class FrontendProcess(WorkerProcess[FrontendAssignment]):
             tokenizer=engine,
             parts=("executors", "tokenizers") if assignment.has_tokenizers else ("executors",),
             first_id=handover.first_id,
-            pooling=card.pooling,
+            use=card.use,
         )
         engine.connect(ingress)
         self._monitor = RemoteMonitor(outgoing, ingress, codec.decode)
         self._operations = RemoteOperations(outgoing)
-        kept = self._kept = msgspec.msgpack.decode(handover.state, type=Kept) if handover.state else Kept()
-        served = card.adapters if kept.adapters is None else kept.adapters
+        kept = self._kept = (
+            msgspec.msgpack.decode(handover.state, type=FrontendKept) if handover.state else FrontendKept()
+        )
         self._runner = create_runner(
             config.server,
             config.limits,
             Backend(ingress, self._monitor, card, codec, self._operations),
             CacheSalts(config.server, kept=kept.salts, keep=lambda what: self._keep(salts=what)),
-            Adapters(card.adapter_rules, served, card.name, keep=lambda what: self._keep(adapters=dict(what))),
+            Kept(kept.parts, lambda parts: self._keep(parts=parts)),
             storage=config.storage,
         )
         for message in handover.replay:
@@ -190,7 +190,7 @@ class FrontendProcess(WorkerProcess[FrontendAssignment]):
             case Operated():
                 self._operations.take(message)
             case Drain():
-                self._ingress.draining = True
+                self._ingress.drain()
                 self._outgoing.put(FrontendDrained())
             case AbortAll():
                 self._ingress.abort_all()

@@ -28,9 +28,9 @@ def greet(system: "System", url: str, *, needs_key: bool, token: str = "", took_
     """Print it to standard output, as an object where logs are objects.
 
     token: opens the operators' routes on this machine; it is printed on a terminal alone, for the page."""
-    kind = system.spec.pooling.kind
+    kind = system.spec.use.kind
     path, fields = next((part.first_requests[kind] for part in all_parts() if kind in part.first_requests), NO_REQUEST)
-    toy = about(system.num_parameters)
+    toy = about(system.engine.num_parameters)
     if kind == "generate" and system.codec.template_source:
         messages = [{"role": "user", "content": QUESTION_FOR_A_TOY if toy else QUESTION}]
         path, fields = Chat.operation.path, {"messages": messages, "max_tokens": 64, "temperature": 0}

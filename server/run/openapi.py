@@ -10,10 +10,10 @@ import msgspec
 from aiohttp import web
 
 from server.http.operation import Operation, operation
+from server.http.sse import EVENT_STREAM, LINES
 
 REFERENCE = "#/components/schemas/{name}"
 JSON = "application/json"
-STREAM = "text/event-stream"
 BINARY = "application/octet-stream"
 MULTIPART = "multipart/form-data"
 ERRORS = {
@@ -58,11 +58,8 @@ def _operation(one: Operation, by_kind: dict[Any, dict[str, Any]]) -> dict[str, 
     if one.answer is bytes:
         answers = {BINARY: {"schema": {"type": "string", "format": "binary"}}}
     if one.event is not None:
-        content = {"anyOf": [by_kind[one.event], by_kind[one.error]]}
-        told = {"type": "string", "contentMediaType": JSON, "contentSchema": content}
-        data = told if one.names_events else {"anyOf": [{"const": "[DONE]"}, told]}
-        event = {"type": "object", "properties": {"data": data, "event": {"type": "string"}}, "required": ["data"]}
-        answers[STREAM] = {"schema": event}
+        kind = LINES if one.framing == "lines" else EVENT_STREAM
+        answers[kind] = {"schema": _part_of_stream(one, {"anyOf": [by_kind[one.event], by_kind[one.error]]})}
     failed = {JSON: {"schema": by_kind[one.error]}}
     described: dict[str, Any] = {
         "summary": one.summary,
@@ -78,6 +75,14 @@ def _operation(one: Operation, by_kind: dict[Any, dict[str, Any]]) -> dict[str, 
     if "{id}" in one.name:
         described["parameters"] = [{"name": "id", "in": "path", "required": True, "schema": {"type": "string"}}]
     return described
+
+
+def _part_of_stream(one: Operation, content: dict[str, Any]) -> dict[str, Any]:
+    if one.framing == "lines":
+        return content
+    told = {"type": "string", "contentMediaType": JSON, "contentSchema": content}
+    data = told if one.framing == "events" else {"anyOf": [{"const": "[DONE]"}, told]}
+    return {"type": "object", "properties": {"data": data, "event": {"type": "string"}}, "required": ["data"]}
 
 
 class OpenApiRoute:

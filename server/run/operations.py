@@ -10,11 +10,11 @@ import itertools
 import logging
 import re
 from collections.abc import Callable
-from http import HTTPStatus
 
 import msgspec
 
 from engine.actors.actor import Link
+from engine.actors.feature import EngineFeature
 from engine.actors.operations import Operate, Operated
 from engine.config import Config, ConfigSource
 from engine.control.changeover import Changeover
@@ -25,7 +25,6 @@ from server.model_card import ModelCard
 log = logging.getLogger(__name__)
 
 MAX_ASKED = 8  # without an answer: they are done one after the other
-CODES = {400: "invalid_settings", 507: "recording_failed"}
 SETTING = re.compile(rf"\b(?:{'|'.join(Config.__struct_fields__)})\.\w+")
 
 
@@ -35,9 +34,9 @@ class LocalOperations:
     source: where its configuration is from.  card: what the API says of it."""
 
     def __init__(self, system: System, source: ConfigSource, card: ModelCard) -> None:
-        self._changeover = Changeover(system, lambda system: msgspec.msgpack.encode(card.after_changes(system)))
+        self._changeover = Changeover(system, lambda engine: msgspec.msgpack.encode(card.after_changes(engine)))
         self._source = source
-        self._recorder = system.recorder
+        self._features = system.features
         self._answering: set[asyncio.Task[None]] = set()
 
     async def operate(self, ask: Operate) -> bytes:
@@ -52,11 +51,8 @@ class LocalOperations:
                     await self._changeover.sleep(ask.level)
                 case "wake_up":
                     await self._changeover.wake()
-                case "record" if self._recorder is not None:
-                    # A client that leaves cancels this task, and not what the recorder's thread ends.
-                    written = asyncio.wrap_future(self._recorder.write("asked", ask.text or ""))
-                    if reason := await asyncio.shield(written):
-                        raise _refusal(f"the recording is not written: {reason}", HTTPStatus.INSUFFICIENT_STORAGE)
+                case "feature":
+                    await self._features.get(ask.feature, EngineFeature()).operate(ask.text or "")
         except CallboardError as error:
             raise _as_request_error(error) from error
         return b""
@@ -71,7 +67,7 @@ class LocalOperations:
         try:
             tell(Operated(number=ask.number, outcome=await self.operate(ask)))
         except RequestError as error:
-            tell(Operated(number=ask.number, error=error.message, status=error.status))
+            tell(Operated(number=ask.number, error=error.message, status=error.status, code=error.code))
 
     def reload(self) -> None:
         """Read the file that the server was started with again, and go over to what it says now."""
@@ -104,7 +100,7 @@ class RemoteOperations:
         finally:
             del self._asked[number]
         if done.error:
-            raise _refusal(done.error, done.status)
+            raise _refusal(done.error, done.status, done.code)
         return done.outcome
 
     def take(self, done: Operated) -> None:
@@ -117,10 +113,11 @@ def _as_request_error(error: CallboardError) -> RequestError:
     if isinstance(error, RequestError):
         return error
     is_operators = isinstance(error, ConfigError | PluginError | WeightsError)
-    return _refusal(f"{error}; nothing has changed" if is_operators else str(error), 400 if is_operators else 503)
+    if is_operators:
+        return _refusal(f"{error}; nothing has changed", 400, "invalid_settings")
+    return _refusal(str(error), 503, "engine_failed")
 
 
-def _refusal(reason: str, status: int) -> RequestError:
+def _refusal(reason: str, status: int, code: str) -> RequestError:
     named = SETTING.search(reason)
-    code = CODES.get(status, "engine_failed")
     return RequestError(reason, status=status, code=code, param=named[0] if named else None)

@@ -12,7 +12,6 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from engine.actors.supervisor import Entrance
-from engine.recording.recorder import Recorder
 from engine.settings.sections import LimitsSection, ServerSection, StorageSection
 from engine.workers.frontend import RemoteIngress
 from server.backend import Backend
@@ -42,11 +41,11 @@ async def serve(
     A SIGHUP calls ``reload``, which cuts no stream; nor does a terminal that closes.
     The engine's failure: open requests were ended by it; their clients get the error, then it is raised here.
     """
-    told_to_stop = listen_for_signals(reload)
+    stop_requested = listen_for_signals(reload)
     runner = create_runner(server, limits, backend, storage=storage)
     try:
         await runner.listen(listener)
-        await _serve_and_drain(server, backend.ingress, engine, told_to_stop)
+        await _serve_and_drain(server, backend.ingress, engine, stop_requested)
     finally:
         await runner.cleanup()
     if engine.done():
@@ -62,9 +61,9 @@ async def serve_from_process(
     reload: Callable[[], None],
 ) -> None:
     """Serve as ``serve`` does while a process of its own has the connections; that ends before this returns."""
-    told_to_stop = listen_for_signals(reload)
+    stop_requested = listen_for_signals(reload)
     try:
-        await _serve_and_drain(server, ingress, engine, told_to_stop)
+        await _serve_and_drain(server, ingress, engine, stop_requested)
     finally:
         await ingress.leave()
         listener.close()  # that process has ended
@@ -74,31 +73,22 @@ async def serve_from_process(
 
 def listen_for_signals(reload: Callable[[], None]) -> asyncio.Event:
     """Returns what SIGTERM and SIGINT set.  reload: called at a SIGHUP."""
-    told_to_stop = asyncio.Event()
+    stop_requested = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in SIGNALS:
-        loop.add_signal_handler(number, _on_signal, number, told_to_stop)
+        loop.add_signal_handler(number, _on_signal, number, stop_requested)
     loop.add_signal_handler(signal.SIGHUP, reload)
-    return told_to_stop
-
-
-def write_recordings_on_signal(recorder: Recorder | None) -> None:
-    """SIGUSR2 has the flight recorder write a file; where there is none it says so, and ends nothing."""
-    loop = asyncio.get_running_loop()
-    if recorder is None:
-        loop.add_signal_handler(signal.SIGUSR2, log.warning, "SIGUSR2: nothing is recorded without storage.folder")
-    else:
-        loop.add_signal_handler(signal.SIGUSR2, recorder.write, "signal")
+    return stop_requested
 
 
 async def _serve_and_drain(
-    server: ServerSection, ingress: Entrance, engine: "asyncio.Future[None]", told_to_stop: asyncio.Event
+    server: ServerSection, ingress: Entrance, engine: "asyncio.Future[None]", stop_requested: asyncio.Event
 ) -> None:
-    await _either(told_to_stop.wait(), engine)
+    await _either(stop_requested.wait(), engine)
     if engine.done():
         return
     log.info("draining: %d requests are open, up to %g s", ingress.num_open, server.drain_timeout_s)
-    ingress.draining = True
+    ingress.drain()
     await _either(ingress.wait_idle(server.drain_timeout_s), engine)
     if ingress.num_open:
         log.warning("draining: %d requests end unfinished", ingress.num_open)
@@ -113,8 +103,8 @@ async def _either(event: Coroutine[Any, Any, bool], engine: "asyncio.Future[None
     task.cancel()
 
 
-def _on_signal(number: signal.Signals, told_to_stop: asyncio.Event) -> None:
-    if told_to_stop.is_set() and number == signal.SIGINT:
+def _on_signal(number: signal.Signals, stop_requested: asyncio.Event) -> None:
+    if stop_requested.is_set() and number == signal.SIGINT:
         # Not an exception: it would have to find its way through whatever is being waited for.
         os._exit(INTERRUPTED_EXIT_CODE)
-    told_to_stop.set()
+    stop_requested.set()

@@ -9,12 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from engine.actors.admission import unavailable
 from engine.actors.ingress import Ingress
 from engine.actors.stream import Stream
-from engine.messages import Abort, Delta, Deltas, Failed, Finish, RequestOptions, Stats, Tokenize, Usage
+from engine.messages import Abort, Delta, Deltas, Failed, Finish, RequestOptions, Tokenize, Usage
 from engine.settings.sections import LimitsSection
 from engine.types.errors import EngineDied, RequestError
-from engine.types.notices import EngineReady
+from engine.types.notices import EngineReady, Stats
 from engine.types.params import SamplingParams
 from engine.types.prompt import ChatTurn
 
@@ -266,6 +267,9 @@ async def test_not_ready_and_draining_are_503_with_retry_after() -> None:
         ingress.ready = False
         with pytest.raises(RequestError) as loading:
             ingress.open("hello", SamplingParams())
+        assert str(loading.value) == "the model is loading"
+        ingress.loading = lambda: "weights, 42%"
+        assert str(unavailable(ingress)) == "the model is loading: weights, 42%"
         ingress.ready, ingress.draining = True, True
         with pytest.raises(RequestError) as draining:
             ingress.open("hello", SamplingParams())

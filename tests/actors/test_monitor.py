@@ -29,7 +29,7 @@ class HangingSystem(NullSystem):
         self.go_on = threading.Event()
         self.go_on.set()
 
-    def _load_runner(self, rank: int, *rest: Any) -> Any:
+    def _load_runner(self, *rest: Any) -> Any:
         system = self
 
         class Hanging(NullRunner):

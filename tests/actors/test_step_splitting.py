@@ -133,6 +133,7 @@ def test_results_of_parts_are_joined_and_a_prompt_that_was_cut_has_both_its_part
             step_id=1,
             token_ids=ints(11, -1),
             extras={3: StepExtras(logprobs=entry[0]), 4: StepExtras(failure="no way on")},
+            late=(3, 5),
         ),
         StepDone(
             rank=0,
@@ -145,6 +146,7 @@ def test_results_of_parts_are_joined_and_a_prompt_that_was_cut_has_both_its_part
             step_id=1,
             token_ids=ints(13),
             extras={9: StepExtras(logprobs=entry[3], prompt_logprobs=last, pooled=b"vector")},
+            late=(3,),
         ),
     ]
     assert merged(done) == StepDone(
@@ -162,6 +164,7 @@ def test_results_of_parts_are_joined_and_a_prompt_that_was_cut_has_both_its_part
             ),
         },
         note=IN_PARTS,
+        late=(3,),
     )
 
 
@@ -174,7 +177,6 @@ SAMPLES = {
     "drafted": b"guess",
     "num_proposed": 3,
     "num_accepted": 2,
-    "lost_adapter": "it is gone",
 }
 
 

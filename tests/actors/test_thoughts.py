@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from engine.actors.tokenizer import Tokenizer
+from engine.features.grammar.grammars import GrammarCache
 from engine.messages import Abort, Admit, Deltas, Failed, Finish, RequestOptions, Stop, Tokenize, Tokens
 from engine.text.codec import Formats, TextCodec
-from engine.text.grammar import Grammars
 from engine.text.reasoning import THINK
 from engine.types.errors import RequestError
 from engine.types.params import Grammar, SamplingParams
@@ -63,7 +63,7 @@ async def converse(
 ) -> tuple[Any, list[Any], list[Any], Refusing]:
     """(the request as the scheduler got it, deltas, failures, the engine) of one conversation."""
     engine = Refusing()
-    grammars = Grammars(lambda: engine)
+    grammars = GrammarCache(lambda: engine)
     tokenizer = Tokenizer(capacity=10_000, codec=codec, vocab_size=codec.vocab_size, grammars=grammars)
     scheduler, ingress = Sent(), Sent()
     tokenizer.connect(scheduler=scheduler, ingress=ingress)

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from engine.plugins.attention.triton import backend
-from engine.plugins.attention.triton.tiles import Processors
+from engine.plugins.attention.triton.tiles import GpuProcessors
 
 KERNELS = ("decode_attention", "merge_parts", "prefill_attention")
-H200 = Processors("NVIDIA H200", count=132, shared_bytes=227 << 10)
+H200 = GpuProcessors("NVIDIA H200", count=132, shared_bytes=227 << 10)
 
 
 @dataclass(frozen=True)

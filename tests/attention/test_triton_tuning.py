@@ -16,8 +16,8 @@ from engine.plugins.attention.triton.backend import TritonAttention
 from engine.plugins.attention.triton.tiles import (
     INTERPRETED,
     DecodeTiles,
+    GpuProcessors,
     PrefillTiles,
-    Processors,
     decode_candidates,
     prefill_candidates,
 )
@@ -44,7 +44,7 @@ def recorder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Recorder:
     return recorder
 
 
-def backend_of(processors: Processors = H200, window: int = 0, num_heads: int = 4) -> TritonAttention:
+def backend_of(processors: GpuProcessors = H200, window: int = 0, num_heads: int = 4) -> TritonAttention:
     spec = AttentionSpec(2, num_heads, 2, 128, 128**-0.5, window)
     return TritonAttention(spec, KVPool(2, 64, 16, 2, 128, torch.bfloat16, CPU), processors)
 
@@ -130,7 +130,7 @@ def test_tiles_from_the_file_that_cannot_run_are_dropped(recorder: Recorder, cap
 
 
 def test_the_interpreter_is_not_tuned(recorder: Recorder) -> None:
-    backend = backend_of(Processors(INTERPRETED, 4, 227 << 10))
+    backend = backend_of(GpuProcessors(INTERPRETED, 4, 227 << 10))
     use_known(backend)
     assert tune(backend, (1,), (64,)) == TileTable()
     assert recorder.launches == []

@@ -31,7 +31,7 @@ from engine.plugins.attention.xqa import XQAAttention
 from engine.plugins.hookspecs import AttentionContext
 from engine.plugins.manager import BUILTIN
 from engine.plugins.support.paging import windows_of
-from engine.startup.race import Race
+from engine.startup.race import AttentionRace
 from tests.attention.fake_device import FakeStream
 from tests.attention.fake_flashinfer import fake_flashinfer
 from tests.attention.test_kit_with_fakes import NUM_SMS, fa2, fa3
@@ -54,7 +54,9 @@ def install_doubles(patch: pytest.MonkeyPatch) -> list[EngineDevice]:
     patch.setitem(BUILTIN, "attention.flashinfer", "tests.benchmarks.planned_attention")
     patch.setitem(selection.PREFERRED, "cpu", ("triton",))
     # Other processes would not see what is put in place here.
-    patch.setattr(Race.__init__, "__kwdefaults__", {**Race.__init__.__kwdefaults__, "start": InThisProcess})
+    patch.setattr(
+        AttentionRace.__init__, "__kwdefaults__", {**AttentionRace.__init__.__kwdefaults__, "start": InThisProcess}
+    )
     patch.setattr(compiled, "CompiledModel", partial(_by_no_compiler, compiled.CompiledModel))
     _check_pages(patch)
     _install_libraries(patch)

@@ -39,6 +39,7 @@ CLIENTS = (
     Client("pydantic-ai", ("pydantic-ai-slim[openai]",), "test_pydantic_ai.py"),
     Client("instructor", ("instructor",), "test_instructor.py"),
     Client("dspy", ("dspy",), "test_dspy.py"),
+    Client("ollama", ("ollama",), "test_ollama.py"),
     Client("lm-eval", ("lm-eval[api]",), "test_lm_eval.py"),
     Client("schemathesis", ("schemathesis",), "test_schemathesis.py"),
     Client("openai (node)", ("openai", "zod"), "test_node.py::test_openai", is_node=True),

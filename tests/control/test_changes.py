@@ -8,7 +8,7 @@ import pytest
 
 from engine.config import Config, ConfigSource, build_config
 from engine.control.changes import changed, changes, is_place, refuse_fixed, refuse_more_requests, refuse_places
-from engine.settings.sections import Changed
+from engine.settings.section import Changed
 from engine.types.errors import ConfigError
 
 SECTIONS = {name: type(getattr(Config(), name)) for name in Config.__struct_fields__}

@@ -5,6 +5,7 @@ import json
 import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,6 +16,7 @@ from benchmarks.null_engine import NullSystem
 from engine.actors.stream import Stream
 from engine.config import Config, build_config
 from engine.control.changeover import Changeover
+from engine.control.engine_spec import EngineSpec, engine_spec
 from engine.control.system import System
 from engine.messages import Finish
 from engine.settings.sections import LimitsSection
@@ -174,7 +176,7 @@ async def test_the_new_model_is_described_before_it_answers_and_beside_the_event
 
     async with running(config) as (system, _):
 
-        def describe(new: System) -> bytes:
+        def describe(new: EngineSpec) -> bytes:
             beside = threading.current_thread() is not threading.main_thread()
             described.append((new.config.kv.num_pages, system.config.kv.num_pages, new.num_parameters, beside))
             if new.config.kv.num_pages == 98:
@@ -237,7 +239,7 @@ async def test_live_settings_take_effect_at_once(config: Config) -> None:
         chunks = [one.num_prefill_tokens for one in planner.meter.recent_steps if one.num_decodes]
         assert 0 < max(chunks) <= 33 + 7
         assert planner.num_in_flight <= 1, "overlap_depth is 1"
-        assert system.policy.looks_at_cache, "lpm ranks who waits"
+        assert planner._policy.looks_at_cache, "lpm ranks who waits"
         await asyncio.gather(*(stream.collect() for stream in streams))
         assert system.executors.links[0].slot is slot, "by the same executors"
 
@@ -247,13 +249,10 @@ async def test_where_both_do_not_fit_streams_wait_for_the_new_executors(
 ) -> None:
     monkeypatch.setattr("engine.control.changeover.available_bytes", lambda: 0)
 
-    system_with_weights = System.__init__
+    def with_weights(*args: Any, **kwargs: Any) -> EngineSpec:
+        return replace(engine_spec(*args, **kwargs), num_parameters=1)  # dummy weights are not counted
 
-    def init(self: System, *args: Any, **kwargs: Any) -> None:
-        system_with_weights(self, *args, **kwargs)
-        self.num_parameters = 1  # dummy weights are not counted
-
-    monkeypatch.setattr(System, "__init__", init)
+    monkeypatch.setattr("engine.control.changeover.engine_spec", with_weights)
     async with running(config) as (system, changeover):
         streams = open_streams(system)
         await some_steps(system, 1)

@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -16,7 +17,7 @@ from engine.actors.stream import Stream
 from engine.config import Config, build_config
 from engine.control.changeover import Changeover, Road
 from engine.control.system import System
-from engine.features.lora.files import read_adapter
+from engine.features.lora.files import AdapterRules, read_adapter
 from engine.features.speculation.payoff import Payoff
 from engine.messages import Finish, RequestOptions
 from engine.plugins.proposer.ngram import NgramProposer
@@ -140,11 +141,13 @@ async def test_another_model_says_the_rest_of_every_stream(
         tables["lora"] = {"folder": str(models.adapters), "max_adapters": 2, "max_rank": 4}
 
     async with running(models.config("first", **tables)) as (system, changeover):
-        rules = system.adapter_rules
+        facts = system.engine.facts.get("lora")
+        rules = msgspec.msgpack.decode(facts, type=AdapterRules) if facts is not None else None
         adapter = read_adapter(models.adapter, rules) if rules is not None else None
+        parts = adapter.parts if adapter is not None else {}
         uses = [adapter is not None and number % 2 == 0 for number in range(len(PROMPTS))]
         streams = [
-            system.ingress.open(prompt, GREEDY, RequestOptions(adapter=adapter if use else None))
+            system.ingress.open(prompt, GREEDY, RequestOptions(parts=parts if use else {}))
             for prompt, use in zip(PROMPTS, uses, strict=True)
         ]
         began = await all_decode(system, streams)

@@ -1,4 +1,4 @@
-"""What may be asked of prompts alone: log probabilities of their tokens, and embeddings."""
+"""Requests for results of prompts alone: log probabilities of their tokens, and embeddings."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from callboard import LLM, SamplingParams
-from engine.execution import prompts
+from engine.execution import prompt_logprobs
+from engine.features.pooling.rank import PooledPrompts, PooledRows
 from engine.messages import Delta, RequestOptions
 from engine.models.decoder import Decoder
 
@@ -59,7 +60,7 @@ def test_chunks_and_the_cache_change_no_score(llm: LLM) -> None:
 
 def test_scores_are_computed_some_rows_at_a_time(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = scores(asked(llm, PROMPT, prompt_logprobs=0))
-    monkeypatch.setattr(prompts, "SCORED_ROWS", 3)
+    monkeypatch.setattr(prompt_logprobs, "SCORED_ROWS", 3)
     most, logits = [0], Decoder.logits
 
     def watching(self: Decoder, x_ND: torch.Tensor) -> torch.Tensor:
@@ -100,10 +101,10 @@ def test_an_embedding_is_the_same_however_it_is_computed(llm: LLM, pooling: str)
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError, MemoryError])
 def test_a_sum_whose_step_had_no_room_is_begun_anew(error: type[Exception], monkeypatch: pytest.MonkeyPatch) -> None:
-    results, calls = prompts.Prompts.results, []
+    read, calls = PooledRows._read, []
 
-    def full(self: prompts.Prompts, *arguments: Any) -> prompts.PromptResults:
-        found = results(self, *arguments)
+    def full(self: PooledRows, *arguments: Any) -> PooledPrompts:
+        found = read(self, *arguments)
         calls.append(found)
         if len(calls) == 1:
             raise error("planted")
@@ -111,7 +112,7 @@ def test_a_sum_whose_step_had_no_room_is_begun_anew(error: type[Exception], monk
 
     with LLM(progress=False, config={"scheduler": {"max_step_tokens": 64, "prefill_chunk": 7}}) as llm:
         expected = np.frombuffer(asked(llm, PROMPT, pooling="mean").pooled, dtype=np.float32)
-        monkeypatch.setattr(prompts.Prompts, "results", full)
+        monkeypatch.setattr(PooledRows, "_read", full)
         found = np.frombuffer(asked(llm, PROMPT, pooling="mean").pooled, dtype=np.float32)
     assert len(calls) > 2
     assert found == pytest.approx(expected, abs=1e-5)

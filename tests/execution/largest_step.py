@@ -33,7 +33,7 @@ def main() -> None:
     }
     system = System(build_config(Config(), sections))
     config, spec = system.config, system.spec
-    runner = load_runner(config, spec, max_len, system._plugins, rank=0, progress=False)
+    runner = load_runner(config, spec, max_len, system.engine.plugins, rank=0, progress=False)
     before, _ = anonymous_and_peak()
     steps = ModelSteps(runner._model, runner._pool, runner._attention, runner._sampler)
     run_largest_step(config, max_len, steps)

@@ -8,7 +8,7 @@ from engine.execution.compiled_decodes import compiled_decodes
 from engine.kernels import attention
 from engine.kernels.attention import compiled_attention
 from engine.kernels.cpu import cpu_kernels
-from engine.kernels.panels import Kind, products
+from engine.kernels.panels import PanelKind, products
 from engine.layers.packing import Linears
 from engine.messages import Step
 from engine.models.loader import load_model
@@ -16,7 +16,7 @@ from engine.plugins.comm.local import LocalComm
 from engine.plugins.families import read_model
 from engine.plugins.linear.panels import Panels
 from engine.plugins.testing.steps import Driver
-from engine.sampling.captured import Variant
+from engine.sampling.captured import SamplingVariant
 from engine.types.params import SamplingParams
 from tests.execution.compiled_rows import MAX_LEN, MAX_ROWS, Rows
 from tests.models.checkpoints import VOCAB, build, random_tokens, save
@@ -30,7 +30,7 @@ TAKEN = (
 LEFT = ("llama-gelu", "phi4-longrope", "gemma2", "gemma3", "olmo2", "cohere", "granite")
 
 
-def driven(variant: str, folder, kind: Kind | None = None) -> Rows:
+def driven(variant: str, folder, kind: PanelKind | None = None) -> Rows:
     """Three sequences that have been computed, layer by layer."""
     spec = read_model(save(build(variant), folder))
     functions = products()
@@ -61,7 +61,7 @@ def forget_last(driver: Driver) -> None:
 
 
 @pytest.mark.parametrize("variant", TAKEN)
-@pytest.mark.parametrize("kind", [None, Kind.BYTES], ids=str)
+@pytest.mark.parametrize("kind", [None, PanelKind.BYTES], ids=str)
 def test_it_has_the_bits_of_layer_by_layer_with_any_threads(tmp_path, variant, kind, monkeypatch):
     monkeypatch.setattr(attention, "WORTH_THREADS", 0)
     rows = driven(variant, tmp_path, kind)
@@ -69,7 +69,11 @@ def test_it_has_the_bits_of_layer_by_layer_with_any_threads(tmp_path, variant, k
     for token in range(5):
         expected = torch.cat([*driver.step({n: [(7 * token + i) % VOCAB] for i, n in enumerate(PROMPTS)}).values()])
         stored = driver.pool.data.clone()
-        for threads, asked in ((1, Variant.LOGITS), (2, Variant.LOGITS), (1 + token % 2, Variant.GREEDY)):
+        for threads, asked in (
+            (1, SamplingVariant.LOGITS),
+            (2, SamplingVariant.LOGITS),
+            (1 + token % 2, SamplingVariant.GREEDY),
+        ):
             torch.set_num_threads(threads)
             rows_N, lengths_N = rows.told()
             rows.rows.tokens_RM[rows_N, lengths_N] = 0
@@ -77,7 +81,7 @@ def test_it_has_the_bits_of_layer_by_layer_with_any_threads(tmp_path, variant, k
             with torch.inference_mode():
                 found = decodes.launch(rows_N, lengths_N, asked)
             assert torch.equal(driver.pool.data.nan_to_num(3e38), stored.nan_to_num(3e38))
-            if asked is Variant.LOGITS:
+            if asked is SamplingVariant.LOGITS:
                 assert torch.equal(found.logits_NV, expected)
                 assert not rows.rows.tokens_RM[rows_N, lengths_N].any()
                 rows.rows.write_sampled(found.write_at_N, torch.full((3,), 9))
@@ -109,12 +113,12 @@ def test_it_fits_any_rows(tmp_path):
 @pytest.mark.parametrize(
     ("params", "variant"),
     [
-        (SamplingParams(temperature=0.0, min_tokens=1), Variant.GREEDY),
-        (SamplingParams(temperature=0.0, min_tokens=9, stop_token_ids=(5,)), Variant.LOGITS),
-        (SamplingParams(temperature=0.7), Variant.LOGITS),
-        (SamplingParams(temperature=0.0, logprobs=0), Variant.LOGITS),
-        (SamplingParams(temperature=0.0, logit_bias={3: 1.0}), Variant.LOGITS),
-        (SamplingParams(temperature=0.0, presence_penalty=0.5), Variant.LOGITS),
+        (SamplingParams(temperature=0.0, min_tokens=1), SamplingVariant.GREEDY),
+        (SamplingParams(temperature=0.0, min_tokens=9, stop_token_ids=(5,)), SamplingVariant.LOGITS),
+        (SamplingParams(temperature=0.7), SamplingVariant.LOGITS),
+        (SamplingParams(temperature=0.0, logprobs=0), SamplingVariant.LOGITS),
+        (SamplingParams(temperature=0.0, logit_bias={3: 1.0}), SamplingVariant.LOGITS),
+        (SamplingParams(temperature=0.0, presence_penalty=0.5), SamplingVariant.LOGITS),
     ],
 )
 def test_only_rows_that_take_their_likeliest_token_get_it_from_c(tmp_path, params, variant):
@@ -127,7 +131,9 @@ def test_only_rows_that_take_their_likeliest_token_get_it_from_c(tmp_path, param
 def test_pages_are_told_before_a_step(tmp_path):
     rows = driven("llama", tmp_path)
     columns = {"table_rows": [3, 4], "table_indexes": [2, 0], "table_pages": [17, 19]}
-    rows.whole.tell(Step(step_id=1, **{name: np.array(values, np.int32).tobytes() for name, values in columns.items()}))
+    rows.whole.apply(
+        Step(step_id=1, **{name: np.array(values, np.int32).tobytes() for name, values in columns.items()})
+    )
     assert rows.rows.pages_RP[[3, 4], [2, 0]].tolist() == [17, 19]
 
 
@@ -154,7 +160,7 @@ def test_a_row_that_cannot_be_is_named(tmp_path, place, value, said):
         {"row": rows_N, "length": lengths_N}[place][1] = value
     before = rows.rows.tokens_RM.clone()
     with torch.inference_mode(), pytest.raises(IndexError, match=said):
-        rows.whole.launch(rows_N, lengths_N, Variant.GREEDY)
+        rows.whole.launch(rows_N, lengths_N, SamplingVariant.GREEDY)
     assert torch.equal(rows.rows.tokens_RM, before)
 
 
@@ -165,6 +171,6 @@ def test_a_row_that_is_not_finite_reaches_no_other(tmp_path):
     driver.pool.keys(1)[driver.sequences["b"].pages[0] * driver.pool.page_size] = torch.nan
     rows_N, lengths_N = rows.told()
     with torch.inference_mode():
-        found = rows.whole.launch(rows_N, lengths_N, Variant.GREEDY)
+        found = rows.whole.launch(rows_N, lengths_N, SamplingVariant.GREEDY)
     assert found.token_ids_N.tolist() == [expected[0], -1, expected[2]]
     assert rows.rows.tokens_RM[rows_N, lengths_N].tolist() == [expected[0], 0, expected[2]]

@@ -42,7 +42,7 @@ class Noting(RankFeature):
 
     def launched(self, step: Step, launched: LaunchedStep) -> None:
         row = int(launched.rows_N[0])
-        launched.extend(lambda: {"lost_adapter": {row: self._name}})
+        launched.extend(lambda: {"failure": {row: self._name}})
 
     def receive(self, message: Message, answer: Any) -> bool:
         answer(PagesFetched(rank=0, fetch_id=3, num_pages=self.order))
@@ -72,7 +72,7 @@ def test_features_take_a_step_in_their_order_and_what_they_add_is_in_its_result(
     proposals = {f"proposed_{name}": np.array([one], np.int32).tobytes() for name, one in columns.items()}
     done = runner.launch(Step(step_id=1, decode_rows=np.array([0], np.int32).tobytes(), **proposals)).collect()
     assert said[2:] == ["first applies 4", "second applies 0"], "a feature sees the step as the one before it left it"
-    assert done.extras[0].lost_adapter == "second"
+    assert done.extras[0].failure == "second"
     runner.close()
     assert said[-2:] == ["first closes", "second closes"]
 

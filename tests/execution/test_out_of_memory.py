@@ -18,7 +18,7 @@ from engine.execution.compiled_decodes import CompiledDecodes
 from engine.execution.host_rows import HostRows
 from engine.execution.rows import DeviceRows, StepInputs
 from engine.models.decoder import Decoder
-from engine.sampling.captured import Variant
+from engine.sampling.captured import SamplingVariant
 from engine.types.errors import EngineDied
 from engine.types.params import SamplingParams
 from tests.models.checkpoints import build, random_tokens, save
@@ -102,7 +102,7 @@ async def test_decode_steps_that_have_no_room_are_launched_again_from_where_they
         fail(batch.num_decodes if batch.num_decodes == len(batch.positions_T) else 0)
         return run(self, batch)
 
-    def full_whole(self: CompiledDecodes, rows_N: Int64, lengths_N: Int32, variant: Variant) -> Decoded:
+    def full_whole(self: CompiledDecodes, rows_N: Int64, lengths_N: Int32, variant: SamplingVariant) -> Decoded:
         decoded = run_whole(self, rows_N, lengths_N, variant)  # what it has written is written again
         fail(len(rows_N))
         return decoded

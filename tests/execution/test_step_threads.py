@@ -61,6 +61,25 @@ def test_the_first_number_comes_back_when_the_neighbour_has_gone():
     assert machine.threads == 2
 
 
+def test_a_start_beside_a_busy_neighbour_gets_more_threads_when_it_has_gone(caplog):
+    machine = Machine(chosen=1)
+    machine.busy = True
+    machine.run(PAUSE_S / 2)
+    assert set(machine.ran_with) == {1}
+    machine.busy = False
+    with caplog.at_level(logging.INFO):
+        machine.run(PAUSE_S)
+    assert machine.threads == 2
+    assert "threads: from 1 to 2" in caplog.text
+
+
+def test_steps_as_short_as_the_event_loops_work_get_no_more_threads():
+    machine = Machine(chosen=1)
+    machine.seconds = lambda: 0.0005
+    machine.run(4 * PAUSE_S)
+    assert set(machine.ran_with) == {1}
+
+
 def test_trials_that_change_nothing_become_rare():
     machine = Machine()
     machine.run(5)

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from tests.models.checkpoints import build, save
 
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", ".w1", ".w2", ".w3")
+LINEARS += ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
 GROUP = 16
 Stored = dict[str, Tensor]
 # A weight [outputs, inputs] -> its tensors, by the last part of their names, and the weight that they stand for.
@@ -141,7 +142,7 @@ def int8_with_zeros(weight: Tensor, generator: torch.Generator) -> tuple[Stored,
 
 
 def float8(block: tuple[int, int] = (0, 0), name: str = "weight_scale") -> Store:
-    """block: its outputs and inputs, 0 for all."""
+    """Return a store of float8.  block: outputs and inputs that share a scale, 0 for all."""
 
     def store(weight: Tensor, generator: torch.Generator) -> tuple[Stored, Tensor]:
         height, width = (length or size for length, size in zip(block, weight.shape, strict=True))

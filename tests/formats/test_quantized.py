@@ -13,9 +13,24 @@ from engine.formats.opening import open_reader
 from engine.plugins.families import read_model
 from engine.plugins.testing.steps import Driver
 from engine.types.errors import WeightsError
-from tests.formats.stored import AWQ, FORMATS, FP8, GPTQ, GROUP, INT4, awq, compressed, float8, gptq, packed, write
+from tests.formats.stored import (
+    AWQ,
+    FORMATS,
+    FP8,
+    GPTQ,
+    GROUP,
+    INT4,
+    Store,
+    awq,
+    compressed,
+    float8,
+    gptq,
+    packed,
+    write,
+)
 from tests.models.conftest import load
 
+BLOCKS = FP8 | {"weight_block_size": [24, 40]}
 PROMPT = [5, 17, 200, 3, 99, 41, 7]
 
 
@@ -45,6 +60,27 @@ def test_biases_norms_and_tied_heads_are_as_they_were(variant: str, tmp_path: Pa
 @pytest.mark.parametrize("variant", ["phi3", "mixtral", "qwen3-moe"])
 def test_merged_weights_and_those_of_experts_are_read(variant: str, tmp_path: Path) -> None:
     directory, reference = write(tmp_path, gptq(), GPTQ, variant=variant)
+    assert_equal(directory, reference)
+
+
+@pytest.mark.parametrize(
+    ("kind", "store", "config", "skip"),
+    [
+        ("deepseek_v3", float8((24, 40), "weight_scale_inv"), BLOCKS | {"scale_fmt": "ue8m0"}, "lm_head"),
+        ("kimi_k2", float8((24, 40), "weight_scale_inv"), BLOCKS, "lm_head"),
+        ("kimi_k2", packed(), compressed("pack-quantized", **INT4) | {"ignore": ["re:.*self_attn.*"]}, "self_attn"),
+    ],
+)
+def test_deepseek_v3_and_kimi_k2_are_read_as_they_are_published(
+    kind: str, store: Store, config: dict, skip: str, tmp_path: Path
+) -> None:
+    """V3.1 has float8, K2 Thinking int4, and both a model_type of their own or layers behind the last."""
+    directory, reference = write(tmp_path, store, config, variant="deepseek-v3", skip=skip)
+    path = directory / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"model_type": kind, "num_nextn_predict_layers": 1}))
+    tensors = load_file(directory / "model.safetensors")
+    further = {f"model.layers.3.{name}.weight": torch.zeros(4) for name in ("enorm", "eh_proj", "shared_head.norm")}
+    save_file(tensors | further, directory / "model.safetensors")
     assert_equal(directory, reference)
 
 

@@ -22,7 +22,7 @@ def fuzz(name: str, options: list[str]) -> None:
 
     logging.disable()  # what readers say of most inputs
     # Of what is ours and of the packages in Python that read for it, branches are seen.
-    with atheris.instrument_imports(include=["engine", "server", "gguf", "aiohttp.multipart", "aiohttp.helpers"]):
+    with atheris.instrument_imports(include=["engine", "server", "aiohttp.multipart", "aiohttp.helpers"]):
         importlib.import_module(f"tests.fuzz.{name}")
     with target(name) as read:
         atheris.Setup([sys.argv[0], *options], read)

@@ -1,4 +1,4 @@
-"""Foreign bytes as a GGUF file, which is unfolded: its metadata to a configuration, its tensors to their names.
+"""Foreign bytes as a GGUF file, which is unfolded: metadata to a configuration and a tokenizer, tensors to their names.
 
 Owns: the file, and the cache folder that it is unfolded in.
 """

@@ -7,9 +7,9 @@ is packed with the right checksum.
 import zlib
 from pathlib import Path
 
+from engine.features.recording.file import FORMAT, NAME, RecordingError, read_recording
+from engine.features.recording.state import StateError, state_of
 from engine.host.appended_file import frame
-from engine.recording.file import FORMAT, NAME, RecordingError, read_recording
-from engine.recording.state import StateError, state_of
 
 
 def read(data: bytes, folder: Path) -> None:

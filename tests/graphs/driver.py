@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor
 
 from engine.graphs.attention import BreakingAttention
-from engine.graphs.breakable import Recording, SegmentRecorder
+from engine.graphs.breakable import GraphRecording, SegmentRecorder
 from engine.graphs.capturing import Capturing
 from engine.graphs.compiled import CompiledModel
 from engine.graphs.device import GraphDevice
@@ -26,9 +26,9 @@ class KeepingRecorder(SegmentRecorder):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.recordings: list[Recording] = []
+        self.recordings: list[GraphRecording] = []
 
-    def record(self, size: int, run: Callable[[], Tensor]) -> Recording:
+    def record(self, size: int, run: Callable[[], Tensor]) -> GraphRecording:
         self.recordings.append(super().record(size, run))
         return self.recordings[-1]
 

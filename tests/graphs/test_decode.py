@@ -16,7 +16,7 @@ from engine.models.decoder import Decoder
 from engine.plugins.comm.local import LocalComm
 from engine.plugins.logits_processor.no_repeat_ngram import NoRepeatNgram
 from engine.plugins.testing.threads import on_ranks
-from engine.sampling.captured import Variant, columns_bytes, tensor_columns
+from engine.sampling.captured import SamplingVariant, columns_bytes, tensor_columns
 from engine.sampling.processing import Processing
 from engine.sampling.sampler import Sampler
 from engine.text.processors import Processors
@@ -84,7 +84,7 @@ def test_all_sizes_in_all_variants_are_captured_the_largest_first(loaded):
     captured, plain, device = loaded
     assert plain.parts.whole_decodes is None
     assert captured.parts.whole_decodes.sizes == captured.parts.whole_decodes.captured == (1, 2, 3, 4, 6, 8)
-    descending = [size for size in (8, 8, 6, 4, 3, 2, 1) for _ in Variant]  # the largest once for nothing
+    descending = [size for size in (8, 8, 6, 4, 3, 2, 1) for _ in SamplingVariant]  # the largest once for nothing
     assert [graph.size for graph in device.graphs] == descending
     assert len(set(device.pools)) == 1
 
@@ -170,7 +170,7 @@ def test_rows_that_asked_for_a_logits_processor_are_replayed_up_to_their_logits(
     assert len({first for first, _ in seen}) == 12, "each step sees what the step before has sampled"
     both.prefill(0, 5)
     both.decode(0, 1)
-    assert both.parts.whole_decodes.variant_of(np.array([0, 1]), np.array([6, 19])) is Variant.GREEDY
+    assert both.parts.whole_decodes.variant_of(np.array([0, 1]), np.array([6, 19])) is SamplingVariant.GREEDY
 
 
 def test_steps_with_prompts_come_between(both):

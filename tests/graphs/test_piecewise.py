@@ -19,7 +19,7 @@ from engine.layers.attention import writer_of
 from engine.layers.ordered_comm import OrderedComm
 from engine.models.decoder import DecoderLayer
 from engine.plugins.comm.local import LocalComm
-from engine.plugins.testing.steps import Driver, Sequence
+from engine.plugins.testing.steps import Driver, SampleSequence
 from engine.plugins.testing.threads import ThreadComm, on_ranks
 from engine.types.errors import GraphError
 from tests.graphs.driver import SIZES, KeepingRecorder, PiecewiseDriver
@@ -98,7 +98,7 @@ def test_every_count_around_every_size(drivers, variant):
         both(drivers, {f"fresh{count}": random_tokens(count, count)}, rows="all")
         for driver in drivers:
             cached = driver.sequences["prefix"]
-            driver.sequences[f"hit{count}"] = Sequence(list(cached.tokens), list(cached.pages))
+            driver.sequences[f"hit{count}"] = SampleSequence(list(cached.tokens), list(cached.pages))
         both(drivers, {f"hit{count}": random_tokens(count, 50 + count)}, rows="all")
 
 

@@ -6,10 +6,12 @@ used, by walking every page of a path on every use.  The tree must agree althoug
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 
 import numpy as np
 
+from engine.features.host_tier.tree import TieredTree
 from engine.kv.eviction import EvictionStrategy
 from engine.kv.match import Match
 from engine.kv.node import SHARED, Handle, Namespace, Node, Published, page_indices
@@ -58,9 +60,8 @@ class CacheModel:
                  num_host_pages: int = 0) -> None:  # fmt: skip
         self.page_size, self.bigram, self.num_pages, self.num_host_pages = page_size, bigram, num_pages, num_host_pages
         self.strategy_name, self.strategy = strategy_name, strategy(strategy_name)
-        self.tree = RadixTree(
-            page_size, self.strategy, bigram=bigram, num_host_pages=num_host_pages, record_events=True
-        )
+        kind = partial(TieredTree, num_host_pages=num_host_pages) if num_host_pages else RadixTree
+        self.tree = kind(page_size, self.strategy, lookahead=int(bigram), record_events=True)
         self.allocator = PageAllocator(num_pages)
         self.requests: list[Request] = []
         self.cached: dict[Prefix, int] = {}
@@ -205,6 +206,8 @@ class CacheModel:
 
     def restore(self, request: Request) -> int:
         """Bring back what the host has, as far as there is room."""
+        if not isinstance(self.tree, TieredTree):
+            return 0
         key = self.tree.key(request.tokens[:-1])
         match = self.tree.match(key, request.namespace)
         if match.num_pages != request.handle.num_pages or len(request.row) != match.num_pages:
@@ -226,7 +229,7 @@ class CacheModel:
 
     def apply_transfers(self) -> None:
         """What the executor does."""
-        for transfer in self.tree.drain_transfers():
+        for transfer in self.tree.drain_transfers() if isinstance(self.tree, TieredTree) else ():
             pairs = zip(transfer.device_pages.tolist(), transfer.host_pages.tolist(), strict=True)
             for device_page, host_page in pairs:
                 if transfer.to_host:

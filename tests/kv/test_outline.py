@@ -1,7 +1,10 @@
 """A picture of the radix tree: true where it is complete, hot where it is not, and never expensive."""
 
+from functools import partial
+
 import numpy as np
 
+from engine.features.host_tier.tree import TieredTree
 from engine.kv.node import Namespace
 from engine.kv.outline import FAN, MAX_VISITS, Outline
 from engine.kv.radix import RadixTree
@@ -15,7 +18,8 @@ class Cache:
     """A tree, filled with whole prompts."""
 
     def __init__(self, num_host_pages: int = 0) -> None:
-        self.tree = RadixTree(PAGE, LeastRecentlyUsed(), num_host_pages=num_host_pages)
+        kind = partial(TieredTree, num_host_pages=num_host_pages) if num_host_pages else RadixTree
+        self.tree = kind(PAGE, LeastRecentlyUsed())
         self._next_page = 0
 
     def insert(self, tokens: list[int], salt: str = "") -> None:

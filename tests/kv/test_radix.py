@@ -356,7 +356,7 @@ def test_a_namespace_is_forgotten_with_its_last_page() -> None:
 
 def test_pairs_of_tokens_need_the_next_token_to_agree() -> None:
     prompt = ids(17)
-    tree = tree_of(prompt, bigram=True)
+    tree = tree_of(prompt, lookahead=1)
     assert tree.num_cached == 4
     other = prompt.copy()
     other[8] += 1

@@ -172,7 +172,49 @@ NOT_PLAIN: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
-VARIANTS = {**PLAIN, **NOT_PLAIN}
+LATER: dict[str, tuple[str, dict[str, Any]]] = {
+    "ernie4-5": ("Ernie4_5", {"head_dim": 16, "use_bias": True}),
+    "exaone4": ("Exaone4", {"sliding_window": 11, "layer_types": LAST_FULL}),
+    "exaone4-no-window": ("Exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 3}),
+    "glm4-moe": (
+        "Glm4Moe",
+        {
+            "head_dim": 16,
+            "use_qk_norm": True,
+            "attention_bias": True,
+            "n_routed_experts": 6,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 32,
+            "routed_scaling_factor": 2.5,
+        },
+    ),
+    "granite4-dense": (
+        "GraniteMoeHybrid",
+        {
+            "layer_types": ["attention"] * 3,
+            "num_local_experts": 0,
+            "shared_intermediate_size": 96,
+            "position_embedding_type": "rope",
+            "embedding_multiplier": 6.0,
+            "logits_scaling": 4.0,
+            "residual_multiplier": 0.22,
+            "attention_multiplier": 0.1,
+            "mamba_n_heads": 64,
+        },
+    ),
+    "olmo3": (
+        "Olmo3",
+        {
+            "sliding_window": 11,
+            "layer_types": LAST_FULL,
+            "rope_parameters": {
+                "full_attention": YARN,
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            },
+        },
+    ),
+}
+VARIANTS = {**PLAIN, **NOT_PLAIN, **LATER}
 CLASSES = {"Gemma3": ("Gemma3TextConfig", "Gemma3ForCausalLM"), "GPT2": ("GPT2Config", "GPT2LMHeadModel")}
 
 
@@ -187,8 +229,8 @@ def configuration(variant: str) -> PretrainedConfig:
 
 
 def _seed(variant: str) -> int:
-    """Cohere came later: with its places among the others, one of these would have a near tie in what it generates."""
-    later = [name for name in sorted(VARIANTS) if name.startswith("cohere")]
+    """Some came later: with their places among the others, one of these would have a near tie in what it generates."""
+    later = [*(name for name in sorted(VARIANTS) if name.startswith("cohere")), *LATER]
     return [*(name for name in sorted(VARIANTS) if name not in later), *later].index(variant)
 
 

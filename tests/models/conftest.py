@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from engine.checkpoints.checkpoint import ModelSpec
+from engine.layers.comm import Comm
 from engine.models.decoder import Decoder
 from engine.models.loader import load_model
 from engine.plugins.comm.local import LocalComm
@@ -44,10 +45,17 @@ class Cases:
         return self.made[variant]
 
 
-def load(spec: ModelSpec, dtype: torch.dtype = torch.float32) -> Decoder:
-    """The whole model on one rank."""
+def load(spec: ModelSpec, dtype: torch.dtype = torch.float32, comm: Comm | None = None) -> Decoder:
+    """The model, whole unless there are other ranks."""
     return load_model(
-        spec, LocalComm(), torch.device("cpu"), dtype, "safetensors", 0, linears=onednn_linears(dtype), progress=False
+        spec,
+        comm or LocalComm(),
+        torch.device("cpu"),
+        dtype,
+        "safetensors",
+        0,
+        linears=onednn_linears(dtype),
+        progress=False,
     )
 
 

@@ -4,6 +4,7 @@
 """
 
 import importlib
+import itertools
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -12,12 +13,14 @@ from typing import Any
 import pytest
 
 from engine.checkpoints.shape import DecoderShape
+from engine.checkpoints.text_part import TEXT_PARTS
 from engine.plugins.declaration import read_declaration
 from engine.plugins.manager import BUILTIN
 from engine.plugins.model.transformers import callboard_model
 from engine.plugins.proof.findings import ConformanceError
 from engine.plugins.testing.model import check_model
-from tests.models.checkpoints import NOT_PLAIN, build
+from tests.models.checkpoints import LATER, NOT_PLAIN, build
+from tests.models.hub import CHECKPOINTS, answers
 from tests.models.through_transformers import KINDS, architecture_of, build_kind, has_experts, num_ranks
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
@@ -36,8 +39,8 @@ named. [plugins.md](plugins.md) says how to add a family, and what a package of 
 written by `python -m tests.models.test_families`.
 
 - Mixtures of experts run on CPUs and on NVIDIA GPUs. On a GPU one kernel takes all experts of a layer, and
-  `model.quantization` leaves them as they are; `graphs.mode = "compiled"` is for models without experts. gpt-oss is
-  read unquantised, its MXFP4 files are not.
+  `model.quantization` leaves them as they are; `graphs.mode = "compiled"` is for models without experts. The
+  experts of gpt-oss are read in MXFP4, as they are published, and in floats.
 - With several ranks each has a part of every expert; `model.experts = "divided"` gives each some of the experts whole,
   which keeps products large. Every rank has every token's state, so nothing but the sum of what they computed is
   exchanged, as without it: tokens are not sent to and fro (no all-to-all). What is served through transformers has no
@@ -47,7 +50,8 @@ written by `python -m tests.models.test_families`.
   not read.
 - Quantized checkpoints (AWQ, GPTQ, compressed-tensors, fp8: [checkpoints.md](checkpoints.md#quantized-weights))
   are read for all families but GPT-2, whose matrices lie as [inputs, outputs], and gpt-oss, whose experts lie in one
-  tensor: these two are refused at start. GGUF files are read for dense Llama, Mistral, Qwen2 and Qwen3.
+  tensor: these two are refused at start. MXFP4 is for gpt-oss. GGUF files, of one file each, are read for Llama,
+  Mistral, Mixtral, Qwen2, Qwen3 with and without experts, Gemma 2 and 3, OLMo 2, Granite 3, SmolLM3 and ERNIE 4.5.
   `model.quantization` rounds the layers of every family at load, but not the routers of experts.
 - Soft-capped scores (Gemma 2), attention sinks (gpt-oss) and latents (DeepSeek) need `attention.triton` or
   `attention.torch`, which `auto` then takes; the other backends are refused by name.
@@ -64,6 +68,26 @@ Every family's decoder is also read under another head, or under none: [pooling.
 
 | architecture | family | checked as |
 |---|---|---|"""
+TEXT_PART = """
+## The text part of models that read images or sound
+
+Of these the text decoder is served as that decoder would be alone, by its own family or through transformers, or it is
+refused; the log names the parts that are not read, and a request with an image, sound or video ends with 400. The
+decoders of Gemma 3, Gemma 3n, Gemma 4, InternVL, LLaVA, Mistral 3, Ministral 3, Qwen2-VL, Qwen2.5-VL, Qwen3-VL (with
+and without experts) and Qwen3-Omni are checked on tiny checkpoints in the published layout, by
+`pytest tests/checkpoints/test_text_part.py`.
+
+| architecture | its decoder |
+|---|---|"""
+NAMED = """
+## Checkpoints
+
+`callboard models CHECKPOINT` says of any checkpoint how it is served, from its `config.json` alone; of a name on the
+hub it downloads no weights. Its answers for many that are downloaded most, by the settings that decide them
+(`tests/models/hub.py`), with transformers 5.23:
+
+| checkpoint | architecture | served |
+|---|---|---|"""
 THROUGH = """
 ## Through transformers
 
@@ -76,10 +100,13 @@ this, too.
 What a class does is found out by running it without weights, once for each `config.json`: it must call transformers'
 attention interface once for each layer, with masks that are causal or have one sliding window, and with keys and
 values of the step's own tokens. All others are refused at start, with the reason: attention of their own or with ALiBi
-(Falcon, Bloom, GPT-J, MPT), recurrent and hybrid models, encoders, layers with different heads. Code that a repository
-brings along is not run. With several ranks, what transformers' tensor-parallel plan cuts by columns and rows is cut,
-and the rest, such as experts, is held by every rank; without a plan one rank serves. Experts are multiplied by
-transformers' own kernels, and are not rounded by `model.quantization`. GPUs have not been tried yet.
+(Falcon, Bloom, GPT-J, MPT), recurrent and hybrid models, encoders, layers with different numbers of query heads. Where
+key/value heads differ from layer to layer (Gemma 4), every layer's pages are as large as those of the widest, and
+layers that share keys and values (Gemma 3n, 4) each store them. Code that a repository brings along is not run.
+
+With several ranks, what transformers' tensor-parallel plan cuts by columns and rows is cut, and the rest, such as
+experts, is held by every rank; without a plan one rank serves. Experts are multiplied by transformers' own kernels, and
+are not rounded by `model.quantization`. GPUs have not been tried yet.
 
 Checked like the families above, on one tiny checkpoint each:
 
@@ -89,8 +116,8 @@ FAMILIES = {
     name: module for name, module in BUILTIN.items() if name.startswith("model.") and name != "model.transformers"
 }
 # Their CPU form picks experts by value.
-WITH_EXPERTS = ("mixtral", "qwen3-moe", "gpt-oss", "deepseek-v2", "deepseek-v3")
-CHECKED = ["llama", "mistral-window", "qwen2-tied-upper-window", "qwen3-yarn-bias", "seed-oss", *NOT_PLAIN]
+WITH_EXPERTS = ("mixtral", "qwen3-moe", "gpt-oss", "deepseek-v2", "deepseek-v3", "glm4-moe")
+CHECKED = ["llama", "mistral-window", "qwen2-tied-upper-window", "qwen3-yarn-bias", "seed-oss", *NOT_PLAIN, *LATER]
 
 
 def family_of(architecture: str) -> str:
@@ -100,7 +127,7 @@ def family_of(architecture: str) -> str:
 
 
 def hook_of(architecture: str) -> Callable[..., DecoderShape]:
-    """What reads its config.json."""
+    """The function that reads its config.json."""
     hook: Callable[..., DecoderShape] = importlib.import_module(family_of(architecture)).callboard_model
     return hook
 
@@ -116,8 +143,8 @@ def test_every_family_is_among_them():
     assert architectures == {name for one in FAMILIES.values() for name in read_declaration(one).architectures}
 
 
-def render(passed: list[str], through: list[str]) -> str:
-    """docs/models.md."""
+def render(passed: list[str], through: list[str], checkpoints: dict[str, str]) -> str:
+    """The page docs/models.md."""
     rows = []
     for name in sorted(FAMILIES):
         declared = read_declaration(FAMILIES[name]).architectures
@@ -127,12 +154,19 @@ def render(passed: list[str], through: list[str]) -> str:
         f"| `{architecture_of(kind)}` | `{kind}` | {'1, 2' if num_ranks(kind) > 1 else '1'} |"
         for kind in sorted(through, key=architecture_of)
     ]
-    return "\n".join([INTRODUCTION, *rows, THROUGH, *others, ""])
+    parts = []
+    for name, decoders in sorted(TEXT_PARTS.items()):
+        own = dict.fromkeys(f"`{decoder}`" for decoder, _ in decoders.values())
+        parts.append(f"| `{name}` | {', '.join(own)} |")
+    named = [f"| `{name}` | `{CHECKPOINTS[name][0][0]}` | {said} |" for name, said in checkpoints.items()]
+    sections = ([INTRODUCTION, *rows], [TEXT_PART, *parts], [NAMED, *named], [THROUGH, *others])
+    return "\n".join([*itertools.chain.from_iterable(sections), ""])
 
 
 @pytest.mark.slow
-def test_the_page_has_what_passed():
-    assert PAGE.read_text() == render(CHECKED, KINDS), "run python -m tests.models.test_families"
+def test_the_page_has_what_passed(tmp_path: Path):
+    page = render(CHECKED, KINDS, answers(tmp_path))
+    assert PAGE.read_text() == page, "run python -m tests.models.test_families"
 
 
 def main() -> None:
@@ -147,7 +181,8 @@ def main() -> None:
         reference = build_kind(kind)
         if passes(callboard_model, reference, not has_experts(reference), num_ranks(kind)):
             through.append(kind)
-    PAGE.write_text(render(passed, through))
+    with tempfile.TemporaryDirectory() as directory:
+        PAGE.write_text(render(passed, through, answers(Path(directory))))
 
 
 def passes(hook: Any, reference: Any, captured: bool, ranks: int = 2) -> bool:

@@ -8,7 +8,7 @@ from engine.checkpoints.checkpoint import ModelSpec
 from engine.checkpoints.shape import ExpertsShape
 from engine.kernels.attention import compiled_attention
 from engine.kernels.cpu import cpu_kernels
-from engine.kernels.panels import Kind, products
+from engine.kernels.panels import PanelKind, products
 from engine.layers.comm import Comm, Unconnected
 from engine.layers.experts import Experts
 from engine.layers.ordered_comm import OrderedComm
@@ -63,8 +63,8 @@ def test_every_rank_gives_the_logits_of_the_whole_model(cases: Cases, variant: s
 
 @pytest.mark.skipif(products() is None, reason="there is no C compiler, or no AVX2")
 @pytest.mark.parametrize("variant", ["llama", "llama-biases", "qwen2-tied-upper-window", "qwen3-yarn-bias"])
-@pytest.mark.parametrize("kind", [None, Kind.BYTES], ids=str)
-def test_ranks_that_add_nothing_up_give_the_bits_of_one(cases: Cases, variant: str, kind: Kind | None):
+@pytest.mark.parametrize("kind", [None, PanelKind.BYTES], ids=str)
+def test_ranks_that_add_nothing_up_give_the_bits_of_one(cases: Cases, variant: str, kind: PanelKind | None):
     spec, tokens = cases[variant].spec, random_tokens(20, 5)
     functions = products()
     assert functions is not None

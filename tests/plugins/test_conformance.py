@@ -15,6 +15,7 @@ from engine.plugins.comm.local import LocalComm
 from engine.plugins.declaration import Declaration, read_declaration
 from engine.plugins.hookspecs import ProposerContext
 from engine.plugins.kv_store.files import FileStore
+from engine.plugins.kv_store.kit import check_kv_store
 from engine.plugins.logits_processor.no_repeat_ngram import NoRepeatNgram
 from engine.plugins.manager import BUILTIN, Plugins
 from engine.plugins.observer.log import RequestAndPageLog, RequestLog
@@ -26,7 +27,6 @@ from engine.plugins.testing.attention_cases import attention_cases
 from engine.plugins.testing.comm import check_comm
 from engine.plugins.testing.eviction import check_eviction_strategy
 from engine.plugins.testing.grammar import check_grammar_engine
-from engine.plugins.testing.kv_store import check_kv_store
 from engine.plugins.testing.logits_processor import check_logits_processor
 from engine.plugins.testing.observer import check_observer
 from engine.plugins.testing.policy import check_scheduling_policy

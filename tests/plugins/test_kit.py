@@ -16,6 +16,7 @@ from engine.layers.attention import AttentionBackend, AttentionBatch, AttentionS
 from engine.layers.kv_pool import KVPool
 from engine.plugins.attention.torch import TorchAttention
 from engine.plugins.declaration import Declaration, Multiples
+from engine.plugins.kv_store.kit import check_kv_store
 from engine.plugins.proof import comm as comm_proof
 from engine.plugins.proof.attention_cases import trial_cases
 from engine.plugins.proof.findings import ConformanceError, Findings
@@ -27,7 +28,6 @@ from engine.plugins.testing.attention import check_attention_backend
 from engine.plugins.testing.attention_cases import attention_cases
 from engine.plugins.testing.comm import check_comm
 from engine.plugins.testing.eviction import check_eviction_strategy
-from engine.plugins.testing.kv_store import check_kv_store
 from engine.plugins.testing.policy import check_scheduling_policy
 from engine.plugins.testing.threads import ThreadComm
 from engine.scheduling.policy import Waiting

@@ -18,7 +18,7 @@ from engine.checkpoints.checkpoint import resolve_checkpoint
 from engine.checkpoints.quantization import Quantization
 from engine.config import Config, build_config
 from engine.execution.device import instruction_sets
-from engine.kernels.panels import Kind, products
+from engine.kernels.panels import PanelKind, products
 from engine.layers.packing import Linears
 from engine.models import loader
 from engine.plugins.comm.local import LocalComm
@@ -31,8 +31,8 @@ from engine.plugins.manager import BUILTIN, Plugins
 from engine.plugins.proof.findings import ConformanceError
 from engine.plugins.testing.linear import check_linear
 from engine.plugins.testing.steps import Driver
-from engine.startup.linear_race import Race
-from engine.startup.linears import choose_linear, told, widens
+from engine.startup.linear_race import LinearRace
+from engine.startup.linears import choose_linear, handling, widens
 from engine.types.errors import PluginError
 from tests.models.checkpoints import build, reference_logits, save
 
@@ -215,7 +215,7 @@ def test_float16_goes_on_without_what_torch_is_to_drop(monkeypatch) -> None:
 def test_the_scales_of_int8_are_those_of_its_rows() -> None:
     weight = torch.randn(8, 64, generator=torch.Generator().manual_seed(2)) * torch.logspace(-3, 3, 8)[:, None]
     x = torch.eye(64)
-    error = (fbgemm_int8.Int8Weight(weight)(x, None) - weight.T).abs().amax(0) / weight.abs().amax(1)
+    error = (fbgemm_int8.FbgemmInt8Weight(weight)(x, None) - weight.T).abs().amax(0) / weight.abs().amax(1)
     assert error.max() < 0.6 / 127
 
 
@@ -291,9 +291,9 @@ def test_auto_takes_the_preferred_one_unless_another_is_clearly_faster() -> None
 def test_how_a_rounded_checkpoint_is_multiplied_by_is_said(block: tuple[int, int], scales: str) -> None:
     stored = Quantization(method="fp8", kind="float", bits=8, block=block)
     said = f"stored as fp8 (float8) with {scales}, read as the floats that they stand for"
-    assert told(stored, "none") == f"{said}; model.quantization keeps them small"
-    assert told(stored, "fp8") == f"{said} and rounded to fp8"
-    assert told(stored, "none", kept=True) == f"stored as fp8 (float8) with {scales}, kept so"
+    assert handling(stored, "none") == f"{said}; model.quantization keeps them small"
+    assert handling(stored, "fp8") == f"{said} and rounded to fp8"
+    assert handling(stored, "none", kept=True) == f"stored as fp8 (float8) with {scales}, kept so"
 
 
 def test_a_float8_checkpoint_that_a_gpu_widens_is_named() -> None:
@@ -364,7 +364,7 @@ def test_kernels_are_measured_once_and_only_for_models_worth_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    race = Race(torch.device("cpu"), torch.float32)
+    race = LinearRace(torch.device("cpu"), torch.float32)
     assert race.seconds({"a": Counted()}, [(64, 64)]) == {}
     kernels = {"a": Counted(), "b": Counted()}
     shapes = [(1024, 1024), (1024, 600)]
@@ -383,7 +383,7 @@ def test_what_one_kind_of_gpu_is_best_at_is_not_taken_for_another(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    race = Race(torch.device("cuda"), torch.bfloat16)
+    race = LinearRace(torch.device("cuda"), torch.bfloat16)
     took = {"H100": {"a": 1.0}, "L40S": {"b": 2.0}}
     for name in ("H100", "L40S"):
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: name)
@@ -452,9 +452,9 @@ def test_libraries_do_what_nothing_was_compiled_for(monkeypatch, caplog: pytest.
 
 
 @needs_panels
-@pytest.mark.parametrize("kind", Kind)
+@pytest.mark.parametrize("kind", PanelKind)
 @pytest.mark.parametrize("missing", [torch.nan, torch.inf])
-def test_a_weight_that_is_not_finite_is_seen_in_its_output_alone(kind: Kind, missing: float) -> None:
+def test_a_weight_that_is_not_finite_is_seen_in_its_output_alone(kind: PanelKind, missing: float) -> None:
     weight_OI = torch.randn(40, 200)
     weight_OI[7, 130] = missing
     y_TO = panels.PanelWeight(products(), weight_OI, kind)(torch.randn(5, 200), None)
@@ -475,19 +475,19 @@ def test_panels_keep_what_they_do_not_round_as_halves_and_round_the_head_least()
     exact, asked, bytes_ = (
         panels.callboard_linear(replace(CPU, quantization=one)) for one in ("none", "float16", "int8")
     )
-    assert exact.pack(weight.bfloat16().float()).weight.kind == Kind.UPPER_HALVES
-    assert exact.pack((weight * 1e-3).half().float()).weight.kind == Kind.HALVES
-    assert exact.pack(weight).weight.kind == Kind.FLOATS
-    assert asked.pack(weight).weight.kind == Kind.HALVES
-    assert asked.pack(weight * 1e5).weight.kind == Kind.FLOATS
+    assert exact.pack(weight.bfloat16().float()).weight.kind == PanelKind.UPPER_HALVES
+    assert exact.pack((weight * 1e-3).half().float()).weight.kind == PanelKind.HALVES
+    assert exact.pack(weight).weight.kind == PanelKind.FLOATS
+    assert asked.pack(weight).weight.kind == PanelKind.HALVES
+    assert asked.pack(weight * 1e5).weight.kind == PanelKind.FLOATS
     assert exact.head is exact
     assert off(bytes_.head) < 0.7 * off(bytes_)
     assert off(exact) < 1e-6
 
 
 @needs_panels
-@pytest.mark.parametrize("kind", Kind)
-def test_a_row_of_panels_that_is_not_finite_reaches_no_other(kind: Kind) -> None:
+@pytest.mark.parametrize("kind", PanelKind)
+def test_a_row_of_panels_that_is_not_finite_reaches_no_other(kind: PanelKind) -> None:
     kernel = panels.Panels(products(), kind, 1.0).pack(torch.randn(40, 200))
     x = torch.randn(5, 200)
     x[1, 3], x[3, 150] = torch.nan, torch.inf
@@ -495,8 +495,8 @@ def test_a_row_of_panels_that_is_not_finite_reaches_no_other(kind: Kind) -> None
 
 
 @needs_panels
-@pytest.mark.parametrize("kind", Kind)
-def test_two_threads_give_the_bits_of_one(kind: Kind) -> None:
+@pytest.mark.parametrize("kind", PanelKind)
+def test_two_threads_give_the_bits_of_one(kind: PanelKind) -> None:
     kernel, x = panels.Panels(products(), kind, 1.0).pack(torch.randn(300, 500)), torch.randn(40, 500)
     threads = torch.get_num_threads()
     found = []

@@ -10,7 +10,7 @@ import pytest
 from engine.plugins.grammar import repeats
 from engine.plugins.grammar.llguidance import LLGuidance
 from engine.plugins.hookspecs import GrammarContext
-from engine.text.grammar import GrammarFailure, Grammars
+from engine.text.grammar import GrammarFailure
 from engine.text.tool_format import Tool
 from engine.types.errors import RequestError
 from engine.types.params import MAX_GRAMMAR_CHARS, Grammar
@@ -305,18 +305,3 @@ def test_a_grammar_that_can_be_read_in_ever_more_ways_ends_its_request() -> None
         for _ in range(1900):
             matcher.consume(ord("a"))
             matcher.fill(mask)
-
-
-def test_compiled_grammars_are_kept_within_a_size() -> None:
-    built = []
-
-    def new_engine() -> LLGuidance:
-        built.append(1)
-        return LLGuidance(GrammarContext(VOCAB, PIECES, SPECIAL, [EOS]))
-
-    grammars = Grammars(new_engine, max_cache_bytes=300_000)
-    for number in range(40):
-        grammars.check(Grammar("regex", f"a{number}"))
-        assert sum(compiled.num_bytes for compiled in grammars._cache.values()) <= 300_000
-    assert built == [1]
-    assert grammars.matcher(Grammar("regex", "a39")) is not grammars.matcher(Grammar("regex", "a39"))

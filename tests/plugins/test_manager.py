@@ -9,7 +9,7 @@ from engine.config import Config, build_config
 from engine.plugins.hookspecs import hookimpl
 from engine.plugins.manager import Plugins, available_plugins
 from engine.plugins.selection import check_named, expected_context
-from engine.settings.sections import AttentionNames
+from engine.settings.attention_names import AttentionNames
 from engine.types.errors import PluginError
 from tests.plugins.conftest import Install
 

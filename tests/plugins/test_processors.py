@@ -132,7 +132,7 @@ def test_parameters_that_leave_no_token_are_the_clients_mistake(llm: LLM) -> Non
 
 def test_without_plugins_it_says_that_there_are_none(checkpoint: Path) -> None:
     with LLM(progress=False, config=config(checkpoint, logits_processors=[])) as llm:
-        assert llm._system._plugins.several["logits_processor"] == []
+        assert llm._system.engine.plugins.several["logits_processor"] == []
         with pytest.raises(RequestError, match=r"plugins\.logits_processors names: none"):
             llm.generate([PROMPTS[0]], without_repeats(2))
 

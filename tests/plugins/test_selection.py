@@ -11,7 +11,7 @@ from engine.plugins import manager, selection
 from engine.plugins.hookspecs import AttentionContext
 from engine.plugins.manager import Plugins
 from engine.plugins.selection import check_named, choose_attention, expected_context
-from engine.settings.sections import AttentionNames
+from engine.settings.attention_names import AttentionNames
 from engine.types.errors import PluginError
 from tests.plugins.conftest import Install
 

@@ -20,7 +20,7 @@ from engine.layers.kv_pool import KVPool
 from engine.plugins import manager, selection
 from engine.plugins.attention.torch import TorchAttention
 from engine.plugins.manager import Plugins
-from engine.settings.sections import AttentionNames
+from engine.settings.attention_names import AttentionNames
 from engine.types.errors import EngineDied, PluginError
 from tests.benchmarks.planned_attention import PlannedTorchAttention
 from tests.graphs.resident import ResidentTorchAttention

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from engine.sampling.captured import NO_ROW, Variant, array_columns, columns_bytes, tensor_columns
+from engine.sampling.captured import NO_ROW, SamplingVariant, array_columns, columns_bytes, tensor_columns
 from engine.sampling.sampler import Sampler
 from engine.types.params import SamplingParams
 
@@ -38,11 +38,14 @@ class Uniform:
 @pytest.mark.parametrize(
     ("wishes", "variant"),
     [
-        ([GREEDY] * ROWS, Variant.GREEDY),
-        ([GREEDY, RANDOM, RANDOM.replace(seed=9, temperature=1.7), GREEDY, RANDOM, GREEDY], Variant.TEMPERATURE),
+        ([GREEDY] * ROWS, SamplingVariant.GREEDY),
+        (
+            [GREEDY, RANDOM, RANDOM.replace(seed=9, temperature=1.7), GREEDY, RANDOM, GREEDY],
+            SamplingVariant.TEMPERATURE,
+        ),
         (
             [CUT, GREEDY, RANDOM.replace(top_p=0.3), RANDOM, RANDOM.replace(top_k=3), RANDOM.replace(min_p=0.1)],
-            Variant.CUT,
+            SamplingVariant.CUT,
         ),
         (
             [
@@ -53,7 +56,7 @@ class Uniform:
                 RANDOM.replace(top_p=0.3, repetition_penalty=0.8),
                 SamplingParams(seed=8, min_p=0.3),
             ],
-            Variant.FULL,
+            SamplingVariant.FULL,
         ),
     ],
 )
@@ -74,21 +77,23 @@ def test_tokens_are_those_of_the_sampler(wishes, variant, rows):
 
 def test_the_variant_is_the_cheapest_that_serves_all_rows():
     both = Uniform([GREEDY, RANDOM, CUT, PENALISED, GREEDY.replace(top_k=3), RANDOM.replace(min_p=0.1)])
-    assert both.variant([0]) == both.variant([0, 4]) == Variant.GREEDY  # a greedy row's cuts cut nothing
-    assert both.variant([0, 1]) == Variant.TEMPERATURE
-    assert both.variant([2]) == both.variant([1, 5]) == both.variant([0, 2, 4]) == Variant.CUT
-    assert both.variant([0, 3]) == both.variant([0, 1, 2, 3, 4, 5]) == Variant.FULL
+    assert both.variant([0]) == both.variant([0, 4]) == SamplingVariant.GREEDY  # a greedy row's cuts cut nothing
+    assert both.variant([0, 1]) == SamplingVariant.TEMPERATURE
+    assert both.variant([2]) == both.variant([1, 5]) == both.variant([0, 2, 4]) == SamplingVariant.CUT
+    assert both.variant([0, 3]) == both.variant([0, 1, 2, 3, 4, 5]) == SamplingVariant.FULL
 
 
 def test_what_has_no_columns_is_sampled_by_somebody_else():
     asked = [GREEDY.replace(logit_bias={3: 1.0}), GREEDY.replace(logprobs=0), GREEDY.replace(min_tokens=20), GREEDY]
     asked.append(GREEDY.replace(logits_processors={"x": {}}))
     both = Uniform(asked)
-    assert {both.variant([row, 3], position=10) for row in (0, 1, 2, 4)} == {Variant.LOGITS}
-    assert both.variant([2, 3], position=24) == Variant.GREEDY  # 4 of the prompt and 20 more
+    assert {both.variant([row, 3], position=10) for row in (0, 1, 2, 4)} == {SamplingVariant.LOGITS}
+    assert both.variant([2, 3], position=24) == SamplingVariant.GREEDY  # 4 of the prompt and 20 more
 
 
-@pytest.mark.parametrize("variant", [Variant.GREEDY, Variant.TEMPERATURE, Variant.CUT, Variant.FULL])
+@pytest.mark.parametrize(
+    "variant", [SamplingVariant.GREEDY, SamplingVariant.TEMPERATURE, SamplingVariant.CUT, SamplingVariant.FULL]
+)
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 def test_a_row_without_finite_logits_fails_alone(variant, value):
     both = Uniform([GREEDY, CUT, PENALISED])

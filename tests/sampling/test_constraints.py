@@ -1,15 +1,17 @@
 """Rows with a grammar: their masks, what they have seen, and that they change nothing for others."""
 
 import threading
+from collections import Counter
 from collections.abc import Callable
 
 import numpy as np
 import pytest
 import torch
 
-from engine.sampling.constraints import BUDGET_TOKENS, Constraints, Masks
+from engine.features.grammar.grammars import GrammarCache
+from engine.sampling.constraints import BUDGET_TOKENS, LATE_S, Constraints, Masks
 from engine.sampling.sampler import Sampler
-from engine.text.grammar import GrammarFailure, Grammars, Mask
+from engine.text.grammar import GrammarFailure, Mask
 from engine.types.errors import RequestError
 from engine.types.params import Grammar, SamplingParams
 from tests.pace import far
@@ -62,7 +64,7 @@ def engine() -> CountingEngine:
 
 @pytest.fixture
 def constraints(engine: CountingEngine) -> Constraints:
-    return Constraints(Grammars(lambda: engine), VOCAB, CPU)
+    return Constraints(GrammarCache(lambda: engine), VOCAB, CPU)
 
 
 def follows(source: str = "99") -> SamplingParams:
@@ -183,17 +185,34 @@ def test_a_grammar_that_cannot_go_on_fails_its_row_alone(constraints: Constraint
     assert sampler.sample(logits, rows(1, 0), rows(1, 1), masks).token_ids_N.tolist() == [0, -1]
 
 
+class Work:
+    """The work of each thread, in seconds."""
+
+    def __init__(self) -> None:
+        self._by_thread: Counter[int] = Counter()
+
+    def clock(self) -> float:
+        return self._by_thread[threading.get_ident()]
+
+    def add(self, seconds: float) -> None:
+        self._by_thread[threading.get_ident()] += seconds  # type: ignore[assignment]
+
+    @property
+    def total(self) -> float:
+        return self._by_thread.total()
+
+
 def test_a_row_whose_grammar_takes_too_long_fails_and_leaves_the_step_to_the_others(engine: CountingEngine) -> None:
     """One row takes 30 ms a token, the others a millisecond."""
-    now = [0.0]
-    constraints = Constraints(Grammars(lambda: engine), VOCAB, CPU, lambda: now[0])
+    work = Work()
+    constraints = Constraints(GrammarCache(lambda: engine), VOCAB, CPU, work.clock)
     for row in range(3):
         constraints.admit(row, follows(), known(7), 1)
         constraints.rows[row].matcher.result()
     for number, matcher in enumerate(engine.made):
 
         def fill(mask: Mask, number: int = number, fill: Callable[[Mask], None] = matcher.fill) -> None:
-            now[0] += 0.03 if number == 1 else 0.001
+            work.add(0.03 if number == 1 else 0.001)
             fill(mask)
 
         matcher.fill = fill  # type: ignore[method-assign]
@@ -206,23 +225,83 @@ def test_a_row_whose_grammar_takes_too_long_fails_and_leaves_the_step_to_the_oth
     assert list(failures) == [1]
     assert "too ambiguous to follow" in failures[1]
     assert 0 < steps < BUDGET_TOKENS / 2
-    before = now[0]
+    before = work.total
     pending = constraints.begin(rows(0, 1, 2))
     assert pending is not None
     assert list(pending.result().failures) == [1]
-    assert now[0] - before < 0.01, "it costs the step nothing any more"
+    assert work.total - before < 0.01, "it costs the step nothing any more"
 
 
-def test_a_slow_token_now_and_then_is_no_reason_and_ranks_that_must_agree_count_no_time(engine: CountingEngine) -> None:
-    now = [0.0]
-    for clock, first_s in ((lambda: now[0], 0.2), (None, 9.0)):
-        constraints = Constraints(Grammars(lambda: engine), VOCAB, CPU, clock)
-        constraints.admit(0, follows(), known(7), 1)
-        constraints.rows[0].matcher.result()
-        engine.made[-1].fill = lambda mask, first_s=first_s: now.__setitem__(0, now[0] + first_s)  # type: ignore
-        pending = constraints.begin(rows(0))
+@pytest.mark.parametrize(("must_agree", "first_s"), [(False, 0.2), (True, 9.0)])
+def test_a_slow_token_now_and_then_is_no_reason_and_ranks_that_must_agree_end_no_row(
+    engine: CountingEngine, must_agree: bool, first_s: float
+) -> None:
+    work = Work()
+    constraints = Constraints(GrammarCache(lambda: engine), VOCAB, CPU, work.clock, must_agree=must_agree)
+    constraints.admit(0, follows(), known(7), 1)
+    constraints.rows[0].matcher.result()
+    engine.made[-1].fill = lambda mask: work.add(first_s)  # type: ignore[method-assign]
+    pending = constraints.begin(rows(0))
+    assert pending is not None
+    assert pending.result().failures == {}
+
+
+def test_the_mask_of_a_slow_row_is_computed_beside_the_steps_of_the_others(engine: CountingEngine) -> None:
+    """Its mask waits for an event here; the masks of the other row do not wait for it."""
+    work, goes_on = Work(), threading.Event()
+    constraints = Constraints(GrammarCache(lambda: engine), VOCAB, CPU, work.clock)
+    for row in (4, 5):
+        constraints.admit(row, follows(), known(7), 1)
+        constraints.rows[row].matcher.result()
+    slow, fill = engine.made[0], engine.made[0].fill
+
+    def fill_slowly(mask: Mask) -> None:
+        if slow.seen:
+            assert goes_on.wait(far(10))
+        work.add(2 * LATE_S if len(slow.seen) < 2 else 0.0)
+        fill(mask)
+
+    slow.fill = fill_slowly  # type: ignore[method-assign]
+    pending = constraints.begin(rows(4, 5))
+    assert pending is not None
+    pending.result()
+    assert constraints.ahead() == {}, "it is not known as slow before that"
+    constraints.sampled(rows(4, 5), lambda: rows(0, 0))
+    ahead = constraints.ahead()
+    assert list(ahead) == [4]
+    for count in range(1, 4):
+        pending = constraints.begin(rows(5))
         assert pending is not None
-        assert pending.result().failures == {}
+        assert allowed(pending.result()) == [[count]]
+        constraints.sampled(rows(5), lambda: rows(0))
+        assert not ahead[4].done()
+    goes_on.set()
+    for _ in range(2):  # also if a step asks for it again
+        pending = constraints.begin(rows(4))
+        assert pending is not None
+        assert allowed(pending.result()) == [[1]], "it has seen its token once"
+    constraints.sampled(rows(4), lambda: rows(0))
+    assert list(constraints.ahead()) == [4]
+    pending = constraints.begin(rows(4))
+    assert pending is not None
+    assert allowed(pending.result()) == [[2]]
+    constraints.sampled(rows(4), lambda: rows(0))
+    assert constraints.ahead() == {}, "it was quick this time"
+
+
+def test_a_slow_row_that_changes_hands_is_slow_no_more(engine: CountingEngine) -> None:
+    work = Work()
+    constraints = Constraints(GrammarCache(lambda: engine), VOCAB, CPU, work.clock)
+    constraints.admit(0, follows(), known(7), 1)
+    constraints.rows[0].matcher.result()
+    engine.made[0].fill = lambda mask: work.add(2 * LATE_S)  # type: ignore[method-assign]
+    pending = constraints.begin(rows(0))
+    assert pending is not None
+    pending.result()
+    constraints.sampled(rows(0), lambda: rows(0))
+    assert list(constraints.ahead()) == [0]
+    constraints.admit(0, SamplingParams(), known(7), 1)
+    assert constraints.ahead() == {}
 
 
 def sampled(change: Callable[[torch.Tensor], None] = lambda logits: None, **params: float) -> list[int]:

@@ -14,7 +14,7 @@ from torch import Tensor
 from engine.kernels.attention import compiled_attention
 from engine.kernels.blocks import BlockWeight, Format, Parts, block_products
 from engine.kernels.cpu import CPUKernels, cpu_kernels
-from engine.kernels.panels import Kind, PanelWeight, products
+from engine.kernels.panels import PanelKind, PanelWeight, products
 from engine.layers.attention import AttentionSpec
 from engine.layers.kv_pool import KVPool
 from engine.plugins.support.paging import batch_on
@@ -157,7 +157,7 @@ def ends_of_float32(dice: Random) -> None:
     for odd in ODD:
         weight_OI = torch.randn(3, 70) * dice.choice((1.0, abs(odd)))
         weight_OI[1, dice.randrange(70)] = odd
-        for kind in Kind if functions is not None else ():
+        for kind in PanelKind if functions is not None else ():
             found_O = PanelWeight(functions, weight_OI, kind)(torch.ones(1, 70), None)[0]
             assert weight_OI[1].isfinite().all() or not found_O[1].isfinite()
     x_T, y_T = torch.cartesian_prod(torch.tensor(ODD), torch.tensor(ODD)).T
@@ -170,10 +170,12 @@ def product(dice: Random) -> None:
     if functions is None:
         return
     num_rows, inputs, outputs = rows(dice), dice.choice((size(dice), 700)), dice.choice((size(dice), 300))
-    kind, strange = dice.choice(list(Kind)), dice.random() < 0.2
+    kind, strange = dice.choice(list(PanelKind)), dice.random() < 0.2
     weight_OI = torch.randn(outputs, inputs) * (10.0 ** dice.randint(-42, 36) if strange else 1.0)
-    weight_OI = {Kind.HALVES: weight_OI.half(), Kind.UPPER_HALVES: weight_OI.bfloat16()}.get(kind, weight_OI).float()
-    odd_O = spoiled(dice, weight_OI) | (strange and kind >= Kind.BYTES)
+    weight_OI = {PanelKind.HALVES: weight_OI.half(), PanelKind.UPPER_HALVES: weight_OI.bfloat16()}.get(
+        kind, weight_OI
+    ).float()
+    odd_O = spoiled(dice, weight_OI) | (strange and kind >= PanelKind.BYTES)
     weight = PanelWeight(functions, weight_OI, kind)
     x_TJ = torch.randn(num_rows, inputs + dice.choice((0, 0, 5)))
     x_TI, odd_T = x_TJ[:, :inputs], spoiled(dice, x_TJ)
@@ -181,7 +183,9 @@ def product(dice: Random) -> None:
     found_TO = _with_little_memory(dice, lambda: weight(x_TI, bias_O))
     expected_TO = x_TI.double() @ weight_OI.double().T + (0 if bias_O is None else bias_O.double())
     terms_TO = x_TI.double().abs() @ weight_OI.double().abs().T + 1
-    bound_TO = terms_TO * inputs * 2**-23 if kind < Kind.BYTES else _rounded_by(x_TI, weight_OI, kind) + terms_TO * 1e-5
+    bound_TO = (
+        terms_TO * inputs * 2**-23 if kind < PanelKind.BYTES else _rounded_by(x_TI, weight_OI, kind) + terms_TO * 1e-5
+    )
     plain_TO = ~odd_T[:, None] & ~odd_O & (terms_TO < 1e37)
     close(found_TO[plain_TO], expected_TO[plain_TO], bound_TO[plain_TO])
 
@@ -211,11 +215,11 @@ def block_product(dice: Random) -> None:
     close(found_TO[~odd_T], expected_TO[~odd_T], bound_TO[~odd_T])
 
 
-def _rounded_by(x_TI: Tensor, weight_OI: Tensor, kind: Kind) -> Tensor:
+def _rounded_by(x_TI: Tensor, weight_OI: Tensor, kind: PanelKind) -> Tensor:
     """How far a product of bytes may be off, with half a unit of each factor's group."""
     x_TI, weight_OI = x_TI.double(), weight_OI.double()
     x_unit_TI, weight_unit_OI = (_largest_of_groups(one) for one in (x_TI, weight_OI))
-    x_unit_TI *= 0.51 / (63 if kind is Kind.BYTES else 8191)
+    x_unit_TI *= 0.51 / (63 if kind is PanelKind.BYTES else 8191)
     weight_unit_OI *= 0.51 / 126
     return x_unit_TI @ (weight_OI.abs() + weight_unit_OI).T + x_TI.abs() @ weight_unit_OI.T
 

@@ -13,7 +13,7 @@ import torch
 
 from engine.kernels.attention import compiled_attention
 from engine.kernels.cpu import cpu_kernels
-from engine.kernels.panels import Kind, products
+from engine.kernels.panels import PanelKind, products
 from engine.layers.packing import LinearKernel, Linears
 from engine.models.loader import load_model
 from engine.plugins.comm.local import LocalComm
@@ -21,7 +21,7 @@ from engine.plugins.families import read_model
 from engine.plugins.linear.panels import Panels
 from engine.plugins.linear.torch import Plain
 from engine.plugins.testing.steps import Driver
-from engine.sampling.captured import Variant
+from engine.sampling.captured import SamplingVariant
 from tests.execution.compiled_rows import MAX_LEN, MAX_ROWS, Rows
 from tests.sanitized.sanitizers import mallocs
 
@@ -70,7 +70,7 @@ def decode(dice: Random) -> None:
     functions = products()
     if functions is None:
         return
-    config, seed, kind = configuration(dice), dice.randrange(1 << 30), dice.choice((None, None, *Kind))
+    config, seed, kind = configuration(dice), dice.randrange(1 << 30), dice.choice((None, None, *PanelKind))
     order = tuple(dice.sample(range(MAX_ROWS), dice.randint(1, MAX_ROWS)))
     vocab = int(config["vocab_size"])
     prompts = {str(n): dice.choices(range(vocab), k=dice.randint(1, MAX_LEN - STEPS - 1)) for n in range(len(order))}
@@ -86,7 +86,7 @@ def decode(dice: Random) -> None:
         new = {name: [dice.randrange(vocab)] for name in driver.sequences}
         expected_BV, torch_BV = (torch.cat([*one.step(new).values()]) for one in (driver, plain))
         _check_step(dice, rows, expected_BV)
-        if kind in (None, Kind.FLOATS):
+        if kind in (None, PanelKind.FLOATS):
             torch.testing.assert_close(expected_BV, torch_BV, rtol=1e-3, atol=1e-3)
 
 
@@ -96,9 +96,9 @@ def _check_step(dice: Random, rows: Rows, expected_BV: torch.Tensor) -> None:
     if dice.random() < 0.3:
         _check_refusals(dice, rows, rows_N, lengths_N)
     with torch.inference_mode():
-        logits_BV = rows.whole.launch(rows_N, lengths_N, Variant.LOGITS).logits_NV.clone()
+        logits_BV = rows.whole.launch(rows_N, lengths_N, SamplingVariant.LOGITS).logits_NV.clone()
         assert torch.equal(logits_BV, expected_BV)
-        token_ids_N = rows.whole.launch(rows_N, lengths_N, Variant.GREEDY).token_ids_N
+        token_ids_N = rows.whole.launch(rows_N, lengths_N, SamplingVariant.GREEDY).token_ids_N
     assert torch.equal(token_ids_N, expected_BV.argmax(-1))
     assert torch.equal(rows.rows.tokens_RM[rows_N, lengths_N].long(), token_ids_N)
 
@@ -113,14 +113,14 @@ def _check_refusals(dice: Random, rows: Rows, rows_N: np.ndarray, lengths_N: np.
     with torch.inference_mode():
         for given in ((rows_N, wrong_N), (wrong_rows_N, lengths_N)):
             try:
-                rows.whole.launch(*given, Variant.GREEDY)
+                rows.whole.launch(*given, SamplingVariant.GREEDY)
             except IndexError:
                 continue
             raise AssertionError(f"rows {given[0]} with lengths {given[1]} were decoded")
         for count in range(2 + 4 * len(rows.driver.model.layers)):  # a block, each product, the head
             try:
                 with mallocs(count):
-                    rows.whole.launch(rows_N, lengths_N, Variant.GREEDY)
+                    rows.whole.launch(rows_N, lengths_N, SamplingVariant.GREEDY)
             except MemoryError:
                 continue
             raise AssertionError(f"{count} calls of malloc were enough")

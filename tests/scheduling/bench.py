@@ -5,6 +5,7 @@ from collections import Counter
 import numpy as np
 
 from engine.features.explain.timelines import Timelines
+from engine.features.lora.files import Adapter
 from engine.kv.eviction import EvictionStrategy
 from engine.messages import Admit, Failed, Finish, Step
 from engine.plugins.eviction.lru import LeastRecentlyUsed
@@ -16,7 +17,7 @@ from engine.scheduling.proposer import DraftModel, Proposer
 from engine.scheduling.rows import PlannerLimits
 from engine.types.notices import LossExplained
 from engine.types.params import SamplingParams
-from engine.types.prompt import Adapter, Origin
+from engine.types.prompt import Origin
 from tests.scheduling.fake_device import VOCAB, FakeDevice, expected_output
 from tests.scheduling.features import features_of
 
@@ -83,7 +84,7 @@ class Bench:
                 cache_salt=salt,
                 num_resumed=num_resumed,
                 origin=Origin(tenant=tenant),
-                adapter=adapter,
+                parts=adapter.parts if adapter is not None else {},
             )
         )
         self.streams[request_id], self.ends[request_id] = [], []

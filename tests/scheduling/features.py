@@ -3,8 +3,12 @@
 from functools import partial
 
 from engine.features.host_tier.planner import HostTierPlanner
+from engine.features.itl_target.planner import TargetPlanner
 from engine.features.kv_store.planner import StorePlanner
+from engine.features.late_masks.planner import LateMasks
 from engine.features.lora.planner import LoraPlanner
+from engine.features.quarantine.planner import QuarantinePlanner
+from engine.features.shared_prefix.planner import SharedPrefixPlanner
 from engine.features.speculation.planner import SpeculationPlanner
 from engine.scheduling.feature import NewFeature
 from engine.scheduling.proposer import DraftModel, Proposer
@@ -20,7 +24,7 @@ def features_of(
     vocab_size: int = VOCAB,
 ) -> list[NewFeature]:
     """Return what builds the features that the arguments switch on."""
-    features: list[NewFeature] = []
+    features: list[NewFeature] = [SharedPrefixPlanner, TargetPlanner, QuarantinePlanner, LateMasks]
     if has_host:
         features.append(HostTierPlanner)
     if store_timeout_s:

@@ -149,7 +149,7 @@ def test_through_the_planner_a_newcomer_gets_the_first_row_that_is_free(depth: i
     assert bench.started[:3] == [0, 1, 12]
     assert bench.streams == bench.expected
     # A prompt of 5 and 8 tokens for twice as much; what has come out by the time the last one started is counted.
-    policy = bench.planner._quarantine._waiting._policy  # type: ignore[attr-defined]
+    policy = bench.planner._prefills.queue._policy  # type: ignore[attr-defined]
     assert 5 + 2 * 7 <= policy.turn("calm") - 5 <= 5 + 3 * 16
 
 

@@ -82,7 +82,7 @@ def test_observers_hear_that_every_cached_page_is_gone() -> None:
     held: dict[str, set[bytes]] = {"device": set(), "host": set()}
 
     def follow() -> None:
-        for event in bench.planner.drain_kv_events():
+        for event in bench.planner.pages.tree.drain_events():
             for page in event.hashes:
                 held[event.tier].remove(page) if event.kind == "removed" else held[event.tier].add(page)
 

@@ -66,7 +66,7 @@ class EngineServer:
             created=1_700_000_000,
             tool_parser=system.codec.formats.tool_parser,
             template_variables=config.server.allowed_template_variables,
-            pooling=system.spec.pooling,
+            use=system.spec.use,
             template_roles=system.codec.roles,
         )
         await system.start()

@@ -16,8 +16,9 @@ import numpy as np
 
 from engine.actors.operations import SettingsChanged
 from engine.actors.stream import Stream, merged
-from engine.messages import DEFAULT_OPTIONS, Delta, Finish, RequestOptions, Stats, TokenLogprobs, TokenText, Usage
+from engine.messages import DEFAULT_OPTIONS, Delta, Finish, RequestOptions, TokenLogprobs, TokenText, Usage
 from engine.types.errors import CallboardError, EngineDied, RequestError
+from engine.types.notices import Stats
 from engine.types.params import SamplingParams
 from engine.types.prompt import ChatTurn, Prompt
 
@@ -47,6 +48,7 @@ class FakeIngress:
     ) -> None:
         self.delay_s = delay_s
         self.ready = True
+        self.loading = str  # returns ''
         self.draining = False
         self.recovering = self.asleep = False
         self.settings_watchers: list[Callable[[SettingsChanged], None]] = []

@@ -10,11 +10,12 @@ from engine.features.explain.explanation import Explained
 from engine.features.explain.watcher import NAME
 from engine.kv.node import Namespace
 from engine.kv.radix import RadixTree
-from engine.messages import Finish, Profile
+from engine.messages import Finish
 from engine.plugins.eviction.lru import LeastRecentlyUsed
 from engine.scheduling.board import MAX_NODES, Board, BoardRow, Pool
 from engine.scheduling.meter import Meter, RequestMetrics, StepRecord
 from engine.scheduling.rows import Sequence
+from engine.types.notices import Profile
 from engine.types.params import SamplingParams
 from tests.kv.inserting import insert
 from tests.server.fake_ingress import FakeIngress

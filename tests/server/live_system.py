@@ -12,11 +12,11 @@ from aiohttp import web
 from engine.actors.snapshot import Gauges
 from engine.config import Config, ConfigSource
 from engine.control.system import System
-from server.adapters import adapters_below
 from server.backend import Backend
 from server.http.listener import bind
 from server.model_card import ModelCard
 from server.run.app import create_runner
+from server.run.extension import described
 from server.run.operations import LocalOperations
 from tests.pace import far
 from tests.server.http_client import Reply, ask
@@ -108,9 +108,7 @@ class LiveSystem:
             max_model_len=self.system.max_len,
             vocab_size=self.system.spec.vocab_size,
             created=0,
-            adapter_rules=(rules := self.system.adapter_rules),
-            adapters={} if rules is None else adapters_below(rules, MODEL),
-            recordings="" if self.system.recorder is None else str(self.system.recorder.folder),
+            parts=described(self.system),
         )
         config = self._config
         self.operations = LocalOperations(self.system, self._source, card)

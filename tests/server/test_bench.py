@@ -15,7 +15,7 @@ from engine.types.params import SamplingParams
 from server.cli import main
 from server.extensions.bench import report
 from server.extensions.bench.client import Record
-from server.extensions.bench.loads import WORDS, Sizes, arrivals, draw, read_trace
+from server.extensions.bench.loads import WORDS, LoadSizes, arrivals, draw, read_trace
 from tests.server.fake_ingress import FakeIngress
 from tests.server.live_server import MODEL, LiveServer
 
@@ -44,7 +44,7 @@ def test_bursts_come_together_and_at_the_same_rate() -> None:
 
 
 def test_a_load_has_the_sizes_the_prefixes_and_the_turns_that_were_asked_for() -> None:
-    load = draw(40, Sizes(prompt=20, output=8, variation=0.5, prefix=6, groups=3, turns=2), rng())
+    load = draw(40, LoadSizes(prompt=20, output=8, variation=0.5, prefix=6, groups=3, turns=2), rng())
     texts = [[turn.text.split() for turn in one.turns] for one in load]
     assert {len(one) for one in texts} == {2}
     assert len({tuple(first[:6]) for first, _ in texts}) == 3
@@ -52,7 +52,7 @@ def test_a_load_has_the_sizes_the_prefixes_and_the_turns_that_were_asked_for() -
     assert 10 <= min(lengths) < 15 < 25 < max(lengths) <= 30
     assert {word for first, _ in texts for word in first} <= set(WORDS)
     assert all(4 <= turn.max_tokens <= 12 for one in load for turn in one.turns)
-    assert load == draw(40, Sizes(prompt=20, output=8, variation=0.5, prefix=6, groups=3, turns=2), rng())
+    assert load == draw(40, LoadSizes(prompt=20, output=8, variation=0.5, prefix=6, groups=3, turns=2), rng())
 
 
 def test_a_trace_begins_with_its_first_line_and_is_sent_in_order(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from engine.types.prompt import ChatTurn
 from server.http import connection
 from server.http.bodies import Bodies
 from server.openai.requests import MAX_PARTS, MAX_TURNS
+from tests.pace import far
 from tests.server.http_client import RawClient, ask, http_bytes
 from tests.server.live_server import MODEL, LiveServer
 
@@ -179,9 +180,9 @@ def test_a_hundred_thousand_empty_messages_are_refused_while_they_are_decoded(pa
     with LiveServer(server=ServerSection(max_body_bytes=8 << 20)) as live:
         started = time.monotonic()
         reply = ask(live.port, "POST", path, {"model": MODEL, **fields})
-        assert time.monotonic() - started < 5
+        assert time.monotonic() - started < far(5)
         assert reply.status == 400
-        assert b"length <=" in reply.body or b"can fit the context" in reply.body
+        assert b"length <=" in reply.body
         assert live.ingress.asked == []
 
 

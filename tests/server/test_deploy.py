@@ -214,7 +214,15 @@ def test_the_image_for_gpus_has_what_their_kernels_need() -> None:
         assert f'"{package}==$FLASHINFER"' in text
     checked = re.findall(r"flashinfer-python==(\S+)", (DEPLOY.parent / "Makefile").read_text())
     assert checked == re.findall(r"^ARG FLASHINFER=(.*)$", text, re.MULTILINE), "the version whose calls are checked"
-    assert "[cuda,otel]" in text
+
+
+@pytest.mark.parametrize("name", ["Dockerfile", "Dockerfile.gpu"])
+def test_the_images_install_by_hashes_and_fetch_nothing_else_than_builds_with_an_index_of_their_own(name: str) -> None:
+    text = (DEPLOY / name).read_text().replace("\\\n", " ")
+    by_hashes, *others, ours = re.findall(r"pip install (.*?)(?: && |$)", text, re.MULTILINE)
+    assert "--require-hashes --only-binary :all: --requirement requirements.txt --requirement traces.txt" in by_hashes
+    assert "--no-deps --no-build-isolation ." in ours
+    assert all(re.search(r'"(torch|flashinfer-[a-z-]+)==', one) for one in others), others
 
 
 def test_compose_starts_what_is_there_and_caddy_finds_it() -> None:

@@ -19,6 +19,7 @@ from engine.types.errors import WeightsError
 from server.cli import main
 from server.extensions.doctor import doctor
 from server.extensions.doctor.doctor import Finding, examine
+from server.extensions.traces import extension
 from tests.models.checkpoints import build
 
 ROOT = Path(__file__).parents[2]
@@ -161,7 +162,7 @@ def test_too_few_files_for_the_connections_are_noted() -> None:
 
 
 def test_traces_without_their_package_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "_installed", lambda module: False)
+    monkeypatch.setattr(extension, "is_installed", lambda: False)
     one = findings(server={"port": 0, "traces": "http://127.0.0.1:4318/v1/traces"})["traces"]
     assert (one.verdict, "callboard[otel]" in one.advice) == ("bad", True)
 

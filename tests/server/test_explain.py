@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from engine.config import Config, build_config
-from engine.features.explain.explanation import Explained, Part
+from engine.features.explain.explanation import Explained, TimeShare
 from engine.messages import Finish
 from server import clients
 from tests.pace import at_some_pace, far
@@ -124,7 +124,7 @@ def tell(live: LiveServer, *told: Explained) -> None:
     live.call(lambda: setattr(live.monitor, "explained", told))
 
 
-def engine_saw(number: int, until: float, *parts: Part, **more: Any) -> Explained:
+def engine_saw(number: int, until: float, *parts: TimeShare, **more: Any) -> Explained:
     """A request that was in the engine for a tenth of a second."""
     return Explained(
         request_id=number, arrived_at=until - 0.1, until=until, finish=Finish.STOP, grammar_s=0.0, num_prompt_tokens=8,
@@ -139,7 +139,7 @@ def test_who_may_ask_and_whose_names_are_told(tmp_path: Path) -> None:
                 client.send(post(name, key))
                 assert client.read_reply().status == 200
         hers, his = (stream.request_id for stream in live.ingress.opened)
-        queue = Part("queue", 1e-5, {"running": 1.0}, ((hers, 1e-5),))
+        queue = TimeShare("queue", 1e-5, {"running": 1.0}, ((hers, 1e-5),))
         tell(live, engine_saw(his, time.monotonic(), queue, missed={hers: 2}))
 
         def asked(key: str, name: str) -> Reply:
@@ -162,7 +162,7 @@ def test_a_call_of_several_choices_is_named_once() -> None:
                 assert client.read_reply().status == 200
         *others, mine = (stream.request_id for stream in live.ingress.opened)
         shares = tuple((number, 1e-5) for number in others)
-        tell(live, engine_saw(mine, time.monotonic(), Part("queue", 1e-5, {"running": 4.0}, shares)))
+        tell(live, engine_saw(mine, time.monotonic(), TimeShare("queue", 1e-5, {"running": 4.0}, shares)))
         queue = parts_of(explained(live.port, "mine"))["queue"]
         assert queue["text"].endswith("4 others had rows meanwhile, longest several, one.")
         assert [other["number"] for other in queue["others"]] == others
@@ -218,7 +218,7 @@ def test_the_end_of_an_answer_ends_the_parts_though_the_engine_went_on() -> None
             client.send(post("stopped"))
             client.read_reply()
         now = time.monotonic()
-        decode = Part("decode", 0.1 + 5.0)
+        decode = TimeShare("decode", 0.1 + 5.0)
         tell(live, engine_saw(live.ingress.opened[0].request_id, now + 5.0, decode))
         told = explained(live.port, "stopped")
         assert told["seconds"] < 5.0

@@ -12,7 +12,7 @@ from server.generate.generation import Generation, choice_seed
 from server.http.body import UNSUPPORTED, BodyReader, name_field
 from server.model_card import ModelCard
 from server.openai.chat import Chat
-from server.openai.completions import Completions
+from server.openai.completions import CompletionsEndpoint
 from server.openai.requests import ChatBody, CompletionBody, GenerationBody
 from server.openai.translator import Translator, own_seed
 
@@ -22,7 +22,7 @@ DEFAULTS = {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "repetition_penalty"
 def completion(chat_defaults: dict[str, float | int] | None = None, **fields: object) -> Generation:
     card = ModelCard(name="m", max_model_len=100, vocab_size=50, created=0, chat_defaults=chat_defaults or {})
     body = msgspec.convert({"model": "m", "prompt": "p", **fields}, CompletionBody)
-    return Completions(Translator(card)).translate(body)
+    return CompletionsEndpoint(Translator(card)).translate(body)
 
 
 def chat(**fields: object) -> Generation:

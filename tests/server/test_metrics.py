@@ -2,19 +2,16 @@
 
 from collections.abc import Iterator
 
-import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from engine.messages import Finish
 from engine.settings.sections import LimitsSection, ServerSection
 from engine.types.params import SamplingParams
-from engine.types.prompt import Adapter
-from server.adapters import ServedAdapter
 from server.operators.metrics import COUNTERS, HISTOGRAMS
 from tests.server.fake_ingress import FakeIngress
 from tests.server.http_client import RawClient, ask
-from tests.server.live_server import CARD, MODEL, LiveServer
+from tests.server.live_server import MODEL, LiveServer
 
 COMPLETION = {"model": MODEL, "prompt": "p"}
 # What the dashboards in vLLM's repository and the Gateway API's endpoint picker read.
@@ -125,21 +122,11 @@ def test_vllms_names_are_there_with_its_labels(busy: LiveServer) -> None:
     assert one(samples, "vllm:num_requests_running", **labels) == 3
 
 
-def test_an_endpoint_picker_reads_the_pool_and_the_adapters_by_their_names() -> None:
-    served = {name: ServedAdapter(Adapter(digest, "/"), 0) for name, digest in (("a", "1"), ("b", "2"), ("c", "2"))}
-    with LiveServer(card=msgspec.structs.replace(CARD, adapters=served)) as live:
-        assert not [name for name, _ in scrape(live) if name == "vllm:lora_requests_info"]
-        live.monitor.changed = {
-            "of_features": {"num_adapter_slots": 8},
-            "running_adapters": frozenset("2"),
-            "waiting_adapters": frozenset({"1", "unloaded"}),
-        }
+def test_an_endpoint_picker_reads_the_pool() -> None:
+    with LiveServer() as live:
         samples = {name: dict(labels) for name, labels in scrape(live)}
     labels = {"model_name": MODEL, "engine": "0"}
     assert samples["vllm:cache_config_info"] == {**labels, "block_size": "16", "num_gpu_blocks": "100"}
-    assert samples["vllm:lora_requests_info"] == {
-        **labels, "max_lora": "8", "running_lora_adapters": "b,c", "waiting_lora_adapters": "a",
-    }  # fmt: skip
 
 
 def test_a_server_whose_model_loads_can_be_scraped() -> None:

@@ -8,12 +8,12 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 
-from engine.features.explain.explanation import Explained, Part
+from engine.features.explain.explanation import Explained, TimeShare
+from engine.features.lora.files import Adapter
 from engine.messages import Finish
 from engine.settings.sections import ServerSection
-from engine.types.prompt import Adapter
-from server.adapters import ServedAdapter
 from server.operators.site import FOLDER
+from tests.extensions.adapters.cards import card_with
 from tests.server.browser_tab import Tab, busy_server, launched, needs_browser, playwright
 from tests.server.fake_ingress import FakeIngress
 from tests.server.http_client import ask
@@ -59,7 +59,7 @@ def test_a_chat_streams_into_the_log_without_a_mouse(browser: "playwright.Browse
 @needs_browser
 def test_an_adapter_is_asked_and_the_engine_of_its_model_is_shown(browser: "playwright.Browser") -> None:
     adapter = Adapter("digest", "/path")
-    card = msgspec.structs.replace(CARD, adapters={"sql": ServedAdapter(adapter, 0)})
+    card = card_with({"sql": adapter})
     with LiveServer(card=card) as live, Tab(browser, live.url) as page:
         expect(page.locator("#model")).to_contain_text(CARD.about)
         page.locator("#models").select_option("sql")
@@ -67,7 +67,7 @@ def test_an_adapter_is_asked_and_the_engine_of_its_model_is_shown(browser: "play
         page.locator("#prompt").fill("one")
         page.keyboard.press("Enter")
         expect(page.locator("#log .turn").nth(1).locator("footer")).to_contain_text("tokens")
-        assert [options.adapter for *_, options in live.ingress.asked] == [adapter]
+        assert [options.parts for *_, options in live.ingress.asked] == [adapter.parts]
 
 
 @needs_browser
@@ -266,7 +266,10 @@ def test_each_request_has_a_line_on_the_board_until_it_is_aborted(browser: "play
 def test_where_a_requests_time_went_is_a_bar_and_sentences(browser: "playwright.Browser") -> None:
     with busy_server() as live, Tab(browser, live.url, "#engine", reduced_motion="reduce") as page:
         now = time.monotonic()
-        parts = (Part("queue", 3.0, {"rows": 3.0, "running": 1.0}, ((2, 3.0),)), Part("decode", 1.0, {"steps": 35.0}))
+        parts = (
+            TimeShare("queue", 3.0, {"rows": 3.0, "running": 1.0}, ((2, 3.0),)),
+            TimeShare("decode", 1.0, {"steps": 35.0}),
+        )
         told = Explained(1, now, now + 4.0, Finish.RUNNING, 0.0, 48, 32, None, 0, {}, parts)
         live.call(lambda: setattr(live.monitor, "explained", (told,)))
         page.get_by_role("button", name="Why request 1 ").focus()

@@ -11,7 +11,7 @@ from msgspec import UNSET
 from engine.messages import Delta, Finish, TokenLogprobs, TokenText, Usage
 from server.generate.output import PlainText, UsageCounter, is_plain
 from server.openai.chat import Chat
-from server.openai.completions import Completions
+from server.openai.completions import CompletionsEndpoint
 from server.openai.translator import Translator
 from server.openai.writer import StreamState
 from tests.server.live_server import CARD
@@ -22,11 +22,15 @@ TOKEN = TokenText(token_id=1, text="x", utf8=b"x", logprob=-1.0)
 
 def endpoints() -> list[Any]:
     translator = Translator(CARD)
-    return [Completions(translator), Chat(translator)]
+    return [CompletionsEndpoint(translator), Chat(translator)]
 
 
 def renderer(endpoint: Any, index: int, usage: Any, **fields: object):
-    prompt = {"prompt": "p"} if isinstance(endpoint, Completions) else {"messages": [{"role": "user", "content": "p"}]}
+    prompt = (
+        {"prompt": "p"}
+        if isinstance(endpoint, CompletionsEndpoint)
+        else {"messages": [{"role": "user", "content": "p"}]}
+    )
     body = msgspec.convert({"model": CARD.name, "stream": True, **prompt, **fields}, endpoint.body_type)
     generation = endpoint.translate(body)
     writer = endpoint.writer(body, generation, UsageCounter(generation))

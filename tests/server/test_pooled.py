@@ -98,6 +98,19 @@ def test_inputs_of_every_kind_are_embedded(embedder: EngineServer) -> None:
     assert error["code"] == "no_chat_template"
 
 
+def test_a_vector_comes_for_each_token(embedder: EngineServer) -> None:
+    ids = post(embedder, "/tokenize", prompt="Query: " + QUERY)["tokens"]
+    answer = post(embedder, "/pooling", input=["Query: " + QUERY, "Query: x"], task="token_embed")
+    vectors = np.array(answer["data"][0]["data"])
+    assert (answer["object"], answer["data"][0]["object"], answer["data"][1]["index"]) == ("list", "pooling", 1)
+    assert vectors.shape == (len(ids), 64)
+    assert np.linalg.norm(vectors, axis=1) == pytest.approx(1.0, abs=1e-5)
+    encoded = post(embedder, "/pooling", input=ids, task="token_embed", encoding_format="base64")["data"][0]["data"]
+    assert np.frombuffer(base64.b64decode(encoded), "<f4") == pytest.approx(vectors.ravel(), abs=1e-5)
+    cut = np.array(post(embedder, "/pooling", input=ids, task="token_embed", dimensions=8)["data"][0]["data"])
+    assert cut == pytest.approx(vectors[:, :8] / np.linalg.norm(vectors[:, :8], axis=1, keepdims=True), abs=1e-5)
+
+
 def test_an_embedding_model_scores_by_the_cosine(embedder: EngineServer) -> None:
     every = post(embedder, "/v1/embeddings", input=[QUERY, *DOCUMENTS])["data"]
     query, *documents = (np.array(entry["embedding"]) for entry in every)
@@ -174,7 +187,9 @@ def test_models_say_what_they_are_for(embedder: EngineServer, classifier: Engine
         ("/v1/embeddings", {"input": [4000]}, "input"),
         ("/v1/embeddings", {"input": "x", "add_special_tokens": False}, "add_special_tokens"),
         ("/rerank", {"query": "x", "documents": ["x"], "add_special_tokens": False}, "add_special_tokens"),
-        ("/pooling", {"input": "x", "task": "token_embed"}, "task"),
+        ("/pooling", {"input": "x", "task": "token_classify"}, "task"),
+        ("/pooling", {"input": "x", "task": "token_embed", "pooling": "mean"}, "pooling"),
+        ("/pooling", {"input": "x", "task": "token_embed", "dimensions": 65}, "dimensions"),
         ("/score", {"text_1": "x"}, "text_1"),
         ("/score", {"query": "x", "items": ["y"]}, "items"),
         ("/score", {"query": "x", "items": ["y"], "label_token_ids": [1, 2]}, "label_token_ids"),

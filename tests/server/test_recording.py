@@ -11,8 +11,11 @@ import pytest
 from engine.actors.operations import Operate
 from engine.config import Config, ConfigSource, build_config
 from engine.control.system import System
-from engine.recording.file import read_recording
-from engine.recording.replay import Replay
+from engine.features.recording.engine import RecordingFeature
+from engine.features.recording.file import read_recording
+from engine.features.recording.recorder import Recorder
+from engine.features.recording.replay import Replay
+from engine.types.errors import RequestError
 from server.run.operations import LocalOperations
 from tests.models.checkpoints import build, save
 from tests.server.http_client import ask
@@ -61,16 +64,25 @@ def test_a_file_that_cannot_be_written_is_no_answer(checkpoint: Path, tmp_path: 
 
 async def test_a_client_that_leaves_cancels_no_recording() -> None:
     written = Future[str]()
-    recorder = SimpleNamespace(write=lambda why, name: written)
-    system = cast("System", SimpleNamespace(config=Config(), recorder=recorder))
+    recorder = cast("Recorder", SimpleNamespace(write=lambda why, name: written, folder=Path()))
+    features = {"recording": RecordingFeature(recorder)}
+    system = cast("System", SimpleNamespace(config=Config(), max_len=64, features=features))
     operations = LocalOperations(system, cast("ConfigSource", None), CARD)
-    asked = asyncio.create_task(operations.operate(Operate(what="record", text="a")))
+    asked = asyncio.create_task(operations.operate(Operate(what="feature", feature="recording", text="a")))
     await asyncio.sleep(0)
     asked.cancel()
     with pytest.raises(asyncio.CancelledError):
         await asked
     assert not written.cancelled()
     written.set_result("")  # as the recorder's thread does
+
+
+async def test_an_operation_of_no_feature_is_refused() -> None:
+    system = cast("System", SimpleNamespace(config=Config(), max_len=64, features={}))
+    operations = LocalOperations(system, cast("ConfigSource", None), CARD)
+    with pytest.raises(RequestError, match="no such operation") as refused:
+        await operations.operate(Operate(what="feature", feature="recording"))
+    assert refused.value.status == 404
 
 
 def test_without_a_folder_there_is_none_and_it_says_so(checkpoint: Path) -> None:

@@ -11,7 +11,7 @@ from openai.types.responses import Response
 
 from engine.settings.sections import StorageSection
 from engine.types.prompt import ChatTurn, ToolCall
-from server.extensions.responses.endpoint import _told_tool
+from server.extensions.responses.endpoint import _tool_body
 from server.extensions.responses.requests import InputItem
 from server.extensions.responses.tools import RUN_BY_CLIENT, Callee, call_item, earlier_call
 from server.openai.conversation import warn_left_out
@@ -202,7 +202,7 @@ def test_a_conversation_with_custom_calls_goes_on_from_where_it_is_stored(
 
 def test_a_schema_is_told_as_it_was_given() -> None:
     schema = {"properties": {"a": {"type": ["string", "null"], "default": None}}}
-    told = _told_tool({"type": "function", "name": "f", "description": None, "parameters": schema})
+    told = _tool_body({"type": "function", "name": "f", "description": None, "parameters": schema})
     assert told == {"type": "function", "name": "f", "description": None, "parameters": schema, "strict": None}
 
 

@@ -98,6 +98,26 @@ def test_a_changed_certificate_is_read_again_and_one_that_does_not_fit_changes_n
             ask(live.port, Path(first))
 
 
+def test_a_changed_authority_of_clients_is_read_again_and_the_old_one_is_trusted_no_more(tmp_path: Path) -> None:
+    before, after = made(tmp_path, "before"), made(tmp_path, "after")
+    authority = Path(shutil.copy(before[0], tmp_path / "authority.pem"))
+    server = section(tmp_path, tls_client_ca=str(authority))
+
+    def is_let_in(own: tuple[Path, Path]) -> bool:
+        with suppress(ssl.SSLError, ConnectionError):  # or the connection just ends
+            return ask(live.port, Path(server.tls_cert), own).startswith(b"HTTP/1.1 200 ")
+        return False
+
+    with LiveServer(server=server) as live:
+        assert (is_let_in(before), is_let_in(after)) == (True, False)
+        os.replace(shutil.copy(after[0], tmp_path / "half"), authority)
+        deadline = time.monotonic() + far(10)
+        while not is_let_in(after):
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        assert not is_let_in(before)
+
+
 def test_a_handshake_that_never_ends_is_cut(tmp_path: Path) -> None:
     with (
         LiveServer(server=section(tmp_path)) as live,

@@ -11,10 +11,9 @@ from typing import Any
 
 from engine.actors.actor import Actor
 from engine.actors.ingress import Ingress
-from engine.actors.scheduler import Scheduler
+from engine.actors.scheduler import PlannerSource, Scheduler
 from engine.actors.supervisor import Supervisor
 from engine.actors.tokenizer import Tokenizer
-from engine.scheduling.planner import Planner
 from engine.settings.sections import LimitsSection
 from engine.types.notices import Message
 from tests.sim.codec import SimCodec
@@ -48,7 +47,7 @@ class Engine:
 def assemble(
     scenario: Scenario,
     *,
-    new_planner: Callable[[int], Planner],
+    source: PlannerSource,
     observers: Any,
     nan_tokens: dict[int, int],
     breaks: dict[int, int],
@@ -103,8 +102,7 @@ def assemble(
     )
     scheduler = Scheduler(
         capacity=capacity,
-        overlap_depth=setup.overlap,
-        new_planner=new_planner,
+        source=source,
         executors=[links["scheduler>executor"]],
         explain=lambda loss: mark("loss explained"),
         tokenizer=links["scheduler>tokenizer"],

@@ -12,10 +12,11 @@ import numpy as np
 
 from engine.actors.ingress import Ingress
 from engine.actors.stream import Stream
+from engine.features.lora.files import Adapter
 from engine.messages import Delta, Finish, RequestOptions, TokenLogprobs, Usage
 from engine.types.errors import CallboardError, RequestError
 from engine.types.params import SamplingParams
-from engine.types.prompt import Adapter, ChatTurn, Origin
+from engine.types.prompt import ChatTurn, Origin
 from tests.sim.codec import text_of
 from tests.sim.luck import luck
 from tests.sim.probe import wrap
@@ -73,7 +74,7 @@ class Client:
                     priority=op.priority,
                     cache_salt=op.salt,
                     origin=Origin(tenant=op.tenant),
-                    adapter=Adapter(op.adapter, "/nowhere") if op.adapter else None,
+                    parts=Adapter(op.adapter, "/nowhere").parts if op.adapter else {},
                 ),
             )
         except RequestError as error:

@@ -16,6 +16,8 @@ from engine.actors.actor import Actor, Link
 from engine.features.host_tier.messages import transfers_of
 from engine.features.kv_store.messages import moves_of
 from engine.features.kv_store.records import DIGEST_BYTES, PageRecords
+from engine.features.lora.files import NAME as LORA
+from engine.features.lora.files import Placement
 from engine.kv.node import chained
 from engine.kv.pages import Pages
 from engine.messages import (
@@ -36,6 +38,7 @@ from tests.sim.oracle import ADAPTER_SALT, U64, VOCAB, WEIGHT, hashes, next_toke
 from tests.sim.store import SimStore
 
 POISON = np.uint64(0xDEADBEEFDEADBEEF)
+SLOW_GRAMMARS = 0x51DE  # a key of luck
 GARBAGE = np.uint64(0x0BADF00D0BADF00D)  # what a step leaves behind whose logits were not finite
 
 
@@ -94,6 +97,7 @@ class SimDevice:
         self._break_positions: dict[int, int] = {}
         self._nan_positions: dict[int, int] = {}
         self._logprob_rows: set[int] = set()
+        self._slow_rows: dict[int, int] = {}  # those whose masks may be late -> the seed of their request
         # Rows that had proposals in their last step: a device does not know how many of them were right.
         self._overrun: set[int] = set()
         self._mark = mark
@@ -112,6 +116,7 @@ class SimDevice:
         self._nan_positions.clear()
         self._break_positions.clear()
         self._logprob_rows.clear()
+        self._slow_rows.clear()
         self._overrun.clear()
 
     def poison(self, pages: Pages) -> None:
@@ -148,11 +153,7 @@ class SimDevice:
             self._tables[row] = self._nowhere
             self._tables[row, : len(pages)] = pages
             self._known[row] = len(tokens)
-            self._row_slots[row] = admission.slot
-            if admission.adapter is not None:
-                if self._salts[admission.slot] not in (0, POISON):
-                    self._mark("adapter replaced")
-                self._salts[admission.slot] = ADAPTER_SALT[admission.adapter.digest]
+            self._row_slots[row] = 0
             self._computed[row] = admission.num_computed_tokens
             self._nan_positions.pop(row, None)
             self._break_positions.pop(row, None)
@@ -164,11 +165,26 @@ class SimDevice:
                 self._nan_positions[row] = admission.num_prompt_tokens + nan_token
             self._logprob_rows.discard(row)
             self._overrun.discard(row)
+            self._slow_rows.pop(row, None)
+            seed = admission.params.seed or 0
+            if luck(SLOW_GRAMMARS, seed) < 0.2:
+                self._slow_rows[row] = seed
             if admission.params.logprobs is not None:
                 self._logprob_rows.add(row)
+        self._place(step)
         if step.table_rows:
             self._tables[ints(step.table_rows), ints(step.table_indexes)] = ints(step.table_pages)
         return self._forward(step)
+
+    def _place(self, step: Step) -> None:
+        if (part := step.parts.get(LORA)) is None:
+            return
+        for one in msgspec.msgpack.decode(part, type=list[Placement]):
+            self._row_slots[one.row] = one.slot
+            if one.adapter is not None:
+                if self._salts[one.slot] not in (0, POISON):
+                    self._mark("adapter replaced")
+                self._salts[one.slot] = ADAPTER_SALT[one.adapter.digest]
 
     def _save(self, step: Step) -> None:
         moves = moves_of(step)
@@ -271,7 +287,11 @@ class SimDevice:
                     said = np.array(drafted, dtype=np.int32).tobytes()
                     extras[row] = msgspec.structs.replace(extras.get(row, StepExtras()), drafted=said)
                     self._mark("tokens drafted")
-        return StepDone(rank=0, step_id=step.step_id, token_ids=tokens.astype(np.int32).tobytes(), extras=extras)
+        late = tuple(row for row, seed in self._slow_rows.items() if luck(SLOW_GRAMMARS, seed, step.step_id) < 0.5)
+        if late:
+            self._mark("masks late")
+        tokens = tokens.astype(np.int32)
+        return StepDone(rank=0, step_id=step.step_id, token_ids=tokens.tobytes(), extras=extras, late=late)
 
     def _propose(self, step: Step) -> dict[int, list[int]]:
         """Write proposed tokens behind the known ones; returns them by row."""

@@ -14,8 +14,8 @@ from struct import pack
 from msgspec.msgpack import encode
 
 from engine.actors.actor import Mailbox
-from engine.messages import Abort, Admit, Deltas, Failed, Stats, Step, StepDone, Stop, Tokenize, Tokens
-from engine.types.notices import Message
+from engine.messages import Abort, Admit, Deltas, Failed, Step, StepDone, Stop, Tokenize, Tokens
+from engine.types.notices import Message, Stats
 from tests.sim.luck import luck
 
 GAP_S = 1e-4  # between the messages that a resumed link lets go of: a stalled channel, not a pile on the doormat

@@ -12,12 +12,15 @@ from typing import Any
 import engine.scheduling.pages as holdings_module
 from engine.actors.ingress import Ingress, _Open
 from engine.actors.tokenizer import Tokenizer
+from engine.features.host_tier.tier import Transfer
+from engine.features.host_tier.tree import TieredTree
 from engine.features.kv_store.planner import StorePlanner
 from engine.features.kv_store.records import PageRecords
 from engine.features.lora.planner import LoraPlanner
 from engine.features.lora.slots import AdapterSlots
+from engine.features.quarantine.suspects import Quarantine
+from engine.features.shared_prefix.planner import SharedPrefixPlanner
 from engine.features.speculation.planner import NAME, SpeculationPlanner
-from engine.kv.host_tier import Transfer
 from engine.kv.match import Match
 from engine.kv.node import SHARED, Namespace, Node
 from engine.kv.radix import RadixTree
@@ -28,7 +31,7 @@ from engine.scheduling.decodes import Decodes
 from engine.scheduling.pages import PageManager
 from engine.scheduling.planner import Planner
 from engine.scheduling.prefills import Prefills
-from engine.scheduling.queue import Quarantine, RankedQueue
+from engine.scheduling.queue import RankedQueue
 from engine.scheduling.requests import Requests
 from engine.scheduling.rows import Rows, RowTable, Sequence
 from engine.scheduling.step_builder import Appends, InFlight, StepBuilder, Wave
@@ -80,7 +83,7 @@ def a_page_comes_one_token_late(_: Callable[..., Rows]) -> Callable[..., Rows]:
 
 
 def transfers_are_dropped(drain: Callable[..., list[Transfer]]) -> Callable[..., list[Transfer]]:
-    def mutant(self: RadixTree) -> list[Transfer]:
+    def mutant(self: TieredTree) -> list[Transfer]:
         return drain(self)[1:]
 
     return mutant
@@ -89,7 +92,7 @@ def transfers_are_dropped(drain: Callable[..., list[Transfer]]) -> Callable[...,
 def transfers_come_a_step_late(drain: Callable[..., list[Transfer]]) -> Callable[..., list[Transfer]]:
     late: list[Transfer] = []
 
-    def mutant(self: RadixTree) -> list[Transfer]:
+    def mutant(self: TieredTree) -> list[Transfer]:
         due, late[:] = list(late), drain(self)
         return due
 
@@ -183,8 +186,7 @@ def slots_outlive_the_device(reset: Callable[..., Any]) -> Callable[..., Any]:
 
 def the_look_ahead_ignores_the_salt(_: Callable[..., int]) -> Callable[..., int]:
     def mutant(self: PageManager, sequence: Sequence) -> int:
-        match = self.tree.match(self._prefix_key(sequence), SHARED)
-        return (match.num_pages + match.num_host_pages) * self._page_size
+        return self.tree.match(self._prefix_key(sequence), SHARED).num_cached * self._page_size
 
     return mutant
 
@@ -196,9 +198,9 @@ def damaged_pages_are_used(_: Callable[..., bool]) -> Callable[..., bool]:
     return lambda self, page_hash, record: self.store.get(self._name(page_hash), record)
 
 
-def the_store_does_not_know_salts(hash_before: Callable[..., bytes]) -> Callable[..., bytes]:
-    def mutant(self: RadixTree, match: Match) -> bytes:
-        return hash_before(self, match if match.end is not None else Match(match.key, SHARED, match.version))
+def the_store_does_not_know_salts(last_hash: Callable[..., bytes]) -> Callable[..., bytes]:
+    def mutant(self: Match) -> bytes:
+        return last_hash(self if self.end is not None else Match(self.key, SHARED, self.version))
 
     return mutant
 
@@ -278,7 +280,7 @@ def a_tenant_is_served_for_nothing(served: Callable[..., None]) -> Callable[...,
 
 
 def who_stands_aside_is_forgotten(_: Callable[..., None]) -> Callable[..., None]:
-    def mutant(self: Prefills, row: int, sequence: Sequence) -> None:
+    def mutant(self: SharedPrefixPlanner, row: int) -> None:
         self._unshared.clear()
 
     return mutant
@@ -317,7 +319,7 @@ def the_device_is_not_told_where_a_row_goes_on(completed: Callable[..., None]) -
 def a_rejected_page_is_published(num_done: Callable[..., int]) -> Callable[..., int]:
     def mutant(self: Completions, row: int) -> int:
         # Where the row goes on, keys and values are still those of the token that was rejected there.
-        speculating = [one for one in self._features.all if isinstance(one, SpeculationPlanner)]
+        speculating = [one for one in self.features.all if isinstance(one, SpeculationPlanner)]
         return num_done(self, row) + any(row in one._guesses._lines for one in speculating)
 
     return mutant
@@ -394,7 +396,7 @@ def a_loss_blames_at_once(_: Callable[..., bool]) -> Callable[..., bool]:
 
 
 def suspects_run_together(_: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda self: self._suspects[0] if self._suspects else self._waiting.first()
+    return lambda self: self._suspects[0] if self._suspects else self.waiting.first()
 
 
 def a_cancelled_request_is_never_let_go_of(_: Callable[..., bool]) -> Callable[..., bool]:
@@ -405,8 +407,8 @@ MUTANTS: dict[Mutant, tuple[Any, str]] = {
     a_page_is_freed_twice: (PageManager, "release"),
     a_page_leaks_when_a_row_is_released: (PageManager, "release"),
     a_page_comes_one_token_late: (Decodes, "_needy"),
-    transfers_are_dropped: (RadixTree, "drain_transfers"),
-    transfers_come_a_step_late: (RadixTree, "drain_transfers"),
+    transfers_are_dropped: (TieredTree, "drain_transfers"),
+    transfers_come_a_step_late: (TieredTree, "drain_transfers"),
     an_unlock_is_missed: (RadixTree, "unlock"),
     a_live_page_can_be_evicted: (RadixTree, "lock"),
     a_split_is_off_by_one: (Node, "split"),
@@ -420,7 +422,7 @@ MUTANTS: dict[Mutant, tuple[Any, str]] = {
     slots_outlive_the_device: (LoraPlanner, "reset"),
     the_look_ahead_ignores_the_salt: (PageManager, "num_cached_tokens"),
     damaged_pages_are_used: (PageRecords, "load"),
-    the_store_does_not_know_salts: (RadixTree, "hash_before"),
+    the_store_does_not_know_salts: (Match, "last_hash"),
     fetched_pages_land_off_by_one: (StorePlanner, "adopt"),
     pages_are_saved_a_step_late: (StorePlanner, "attach"),
     who_waits_for_the_store_cannot_be_cancelled: (StorePlanner, "forget"),
@@ -429,7 +431,7 @@ MUTANTS: dict[Mutant, tuple[Any, str]] = {
     a_retraction_forgets_a_token: (Prefills, "wait"),
     the_youngest_goes_first: (RankedQueue, "push"),
     a_tenant_is_served_for_nothing: (FairShare, "served"),
-    who_stands_aside_is_forgotten: (Prefills, "_publishes_no_more"),
+    who_stands_aside_is_forgotten: (SharedPrefixPlanner, "left"),
     whatever_was_proposed_is_accepted: (SpeculationPlanner, "waves"),
     a_row_goes_on_a_token_too_late: (SpeculationPlanner, "completed"),
     the_device_is_not_told_where_a_row_goes_on: (SpeculationPlanner, "completed"),

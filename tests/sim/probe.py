@@ -12,7 +12,11 @@ import numpy as np
 from engine.actors.ingress import Ingress
 from engine.actors.supervisor import Supervisor
 from engine.actors.tokenizer import Tokenizer
+from engine.features.host_tier.tree import TieredTree
 from engine.features.kv_store.planner import StorePlanner
+from engine.features.quarantine.planner import QuarantinePlanner
+from engine.features.quarantine.suspects import Quarantine
+from engine.features.shared_prefix.planner import SharedPrefixPlanner
 from engine.features.speculation.planner import SpeculationPlanner
 from engine.kv.eviction import EvictionStrategy
 from engine.kv.node import Namespace, Node
@@ -68,7 +72,7 @@ def build_planner(setup: Setup, num_pages: int, clock: Callable[[], float], befo
         num_host_pages=setup.num_host_pages,
         itl_target_s=setup.itl_target_s,
         record_events=setup.record_events,
-        bigram=bool(setup.proposer) and setup.drafted and not setup.store_timeout_s,
+        lookahead=int(bool(setup.proposer) and setup.drafted and not setup.store_timeout_s),
     )
     liar = liar_of(setup)
     drafted = DraftModel(path="", num_tokens=liar.num_tokens, max_len=setup.max_len)
@@ -98,7 +102,13 @@ def _speculation(parts: PlannerParts, proposer: Liar | DraftModel) -> Speculatio
 
 def store_of(planner: Planner) -> StorePlanner | None:
     """The planner's part of the store; None if it has none."""
-    return next((one for one in planner._features.all if isinstance(one, StorePlanner)), None)
+    return next((one for one in planner.features.all if isinstance(one, StorePlanner)), None)
+
+
+def quarantine_of(planner: Planner) -> Quarantine:
+    """The planner's quarantine."""
+    (feature,) = (one for one in planner.features.all if isinstance(one, QuarantinePlanner))
+    return feature.quarantine
 
 
 class Probe:
@@ -128,7 +138,7 @@ class Probe:
         self._store = store_of(planner)
         if self._store is not None:
             wrap(self._store, "attach", self._watch_saves)
-            planner._features.install(planner._features.all)  # whose hooks it is now
+            planner.features.install(planner.features.all)  # whose hooks it is now
         wrap(planner, "abort", self._watch_abort)
         wrap(planner, "complete", self._watch_complete)
 
@@ -139,8 +149,9 @@ class Probe:
         saving = [as_pages(pages) for _, pages in self._store._saves] if self._store is not None else []
         if saving:
             pages = pages[~np.isin(pages, np.concatenate(saving))]  # the next step still copies what is in them
-        host = self._tree._host
-        leaving = [one.device_pages for one in host._transfers if one.to_host] if host is not None else []
+        tree = self._tree
+        transfers = tree.host._transfers if isinstance(tree, TieredTree) else []
+        leaving = [one.device_pages for one in transfers if one.to_host]
         if leaving:
             # Their content is still to be copied, by the step that is being planned; the device poisons them after.
             pages = pages[~np.isin(pages, np.concatenate(leaving))]
@@ -215,7 +226,7 @@ class Probe:
     @property
     def is_in_quarantine(self) -> bool:
         """Whether suspects run one at a time."""
-        return self.planner._quarantine.is_on
+        return quarantine_of(self.planner).is_on
 
     def started(self, step: Step) -> list[Sequence]:
         """Those that got a row in this step, in order; it has just been planned."""
@@ -225,7 +236,8 @@ class Probe:
 
     def waiting(self) -> Iterator[Sequence]:
         """Those without a row, but for those who stand aside to share what another one computes."""
-        aside = {sequence.arrival for entries in self.planner._prefills._aside.values() for _, sequence in entries}
+        (shared,) = (one for one in self.planner.features.all if isinstance(one, SharedPrefixPlanner))
+        aside = {sequence.arrival for entries in shared._waiting.values() for _, sequence in entries}
         if aside:
             self._mark("stood aside to share")
         if self._store is not None:

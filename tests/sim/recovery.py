@@ -13,8 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from engine.features.recording.shrink import shrink
 from engine.messages import Stop
-from engine.recording.shrink import shrink
 from engine.types.errors import CallboardError, EngineDied
 from engine.types.notices import Message
 from engine.workers.group import LOAD_PATIENCE, TICKS, WorkerSlot
@@ -151,7 +151,7 @@ class SimWorker:
     def _send(self, message: Message) -> None:
         if not self.is_silent:
             self.num_said += 1
-            self._way("from", lambda: self._reports.heard(message))
+            self._way("from", lambda: self._reports.received(message))
 
     def _way(self, way: str, arrive: Callable[[], None]) -> None:
         """In order, each message after a delay of its own."""

@@ -7,9 +7,9 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-from engine.workers.executors import _Crew
+from engine.workers.executors import _ExecutorGroup
 from engine.workers.frontend import RemoteIngress
-from engine.workers.group import Watch, WorkerGroup, _Generation, _Life
+from engine.workers.group import Watch, WorkerGroup, WorkerRun, _Generation
 from engine.workers.limits import RestartIntensity
 from engine.workers.messages import Handover
 from engine.workers.tokenizers import TokenizerPool
@@ -58,7 +58,7 @@ def one_that_loads_too_long_is_waited_for(lost: Callable[..., None]) -> Callable
 
 
 def the_first_that_loads_stands_for_all(heard: Callable[..., None]) -> Callable[..., None]:
-    def mutant(self: _Generation, life: _Life, message: Any) -> None:
+    def mutant(self: _Generation, life: WorkerRun, message: Any) -> None:
         for one in self.lives:
             one.ready = one.ready or life.ready
         heard(self, life, message)
@@ -109,7 +109,7 @@ def every_restart_counts_twice(allows: Callable[..., bool]) -> Callable[..., boo
 
 
 def the_scheduler_hears_of_a_loss_too_late(_: Callable[..., None]) -> Callable[..., None]:
-    def mutant(self: _Crew, slots: Any, loss: Any) -> None:
+    def mutant(self: _ExecutorGroup, slots: Any, loss: Any) -> None:
         self._lost_at = 0.0
 
     return mutant
@@ -135,18 +135,18 @@ MUTANTS: dict[Mutant, tuple[Any, str]] = {
     a_lost_worker_still_gets_work: (_Generation, "close"),
     a_hang_is_not_noticed: (Watch, "tick"),
     a_hang_while_loading_is_not_noticed: (_Generation, "tick_loading"),
-    a_worker_that_speaks_counts_as_silent: (Watch, "heard"),
+    a_worker_that_speaks_counts_as_silent: (Watch, "received"),
     a_loading_worker_is_watched_like_any: (Watch, "tick"),
     one_that_loads_too_long_is_waited_for: (_Generation, "lost"),
-    the_first_that_loads_stands_for_all: (_Generation, "heard"),
+    the_first_that_loads_stands_for_all: (_Generation, "received"),
     the_next_starts_before_the_last_is_gone: (SimWorker, "kill"),
     a_slot_is_filled_again_while_the_engine_ends: (WorkerGroup, "_live"),
     a_kill_is_cut_short: (WorkerGroup, "_give_up"),
     workers_are_killed_at_the_end: (SimWorker, "end"),
     restarts_are_not_counted: (RestartIntensity, "allows"),
     every_restart_counts_twice: (RestartIntensity, "allows"),
-    the_scheduler_hears_of_a_loss_too_late: (_Crew, "went"),
-    requests_wait_for_a_tokenizer_that_is_gone: (TokenizerPool, "went"),
+    the_scheduler_hears_of_a_loss_too_late: (_ExecutorGroup, "on_lost"),
+    requests_wait_for_a_tokenizer_that_is_gone: (TokenizerPool, "on_lost"),
     a_lost_fronts_requests_go_on: (RemoteIngress, "_abort_open"),
     the_next_front_counts_from_one: (RemoteIngress, "_handover"),
 }

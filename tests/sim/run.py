@@ -28,7 +28,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from engine.recording.shrink import shrink
+from engine.features.recording.shrink import shrink
 from tests.sim.dice import draw
 from tests.sim.failures import SimStuck
 from tests.sim.scenario import describe
@@ -82,6 +82,7 @@ MARKS = (
     "the store failed",
     "token after the end dropped",
     "tokens drafted",
+    "masks late",
 )
 
 

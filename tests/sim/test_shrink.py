@@ -2,7 +2,7 @@
 
 import pytest
 
-from engine.recording.shrink import shrink
+from engine.features.recording.shrink import shrink
 from tests.sim.dice import draw
 from tests.sim.mutants import a_page_leaks_when_a_row_is_released, an_unlock_is_missed, planted
 from tests.sim.run import explain, play_seed, replay_line, shrink_seed

@@ -50,8 +50,8 @@ class Traffic:
         self.group: WorkerGroup[Any, Any] = owner._group
         self.num_losses = 0
         self.lost_slots: set[int] = set()
-        probe.wrap(self.group._owner, "came", self._watch_came)
-        probe.wrap(self.group._owner, "went", self._watch_went)
+        probe.wrap(self.group._owner, "on_ready", self._watch_ready)
+        probe.wrap(self.group._owner, "on_lost", self._watch_lost)
 
     def work(self, worker: "SimWorker", message: Message) -> None:
         """Do what a worker does with a message."""
@@ -110,11 +110,11 @@ class Traffic:
             if not self.world.is_stopped:
                 self.give_work()
 
-    def _watch_came(self, came: Callable[..., None], slots: Any, ready: Any) -> None:
+    def _watch_ready(self, came: Callable[..., None], slots: Any, ready: Any) -> None:
         self.lost_slots -= {slot.number for slot in slots}
         came(slots, ready)
 
-    def _watch_went(self, went: Callable[..., None], slots: Any, loss: WorkerLost) -> None:
+    def _watch_lost(self, went: Callable[..., None], slots: Any, loss: WorkerLost) -> None:
         if any(slot.is_ready for slot in slots):
             raise SimIncorrect(f"{slots[0].name} is lost and takes work")
         self.num_losses += 1
@@ -292,7 +292,7 @@ class FrontendTraffic(Traffic):
         return bool(self._open)
 
     def stop(self) -> None:
-        self.owner.draining = True
+        self.owner.drain()
         super().stop()
 
     def check_lost(self, slots: Sequence[WorkerSlot[Any, Any]]) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from engine.kv.events import KVEvent
-from engine.messages import Step, Stop, Tokenize
+from engine.messages import Reconfigure, Step, Stop, Tokenize
 from engine.scheduling.meter import RequestMetrics
 from engine.scheduling.planner import Planner
 from engine.types.notices import Message
@@ -58,6 +58,8 @@ class Bomb(Message, frozen=True):
 class _Observers:
     """What the scheduler tells observers, for the checks."""
 
+    wants_requests = True
+
     def __init__(self, checks: Checks) -> None:
         self.request_finished: Callable[[Sequence[RequestMetrics]], None] = checks.finished
 
@@ -66,6 +68,20 @@ class _Observers:
 
     def close(self) -> None:
         pass
+
+
+class _Planners:
+    """The source of the scheduler's planners, whose settings stay."""
+
+    def __init__(self, overlap_depth: int, build: Callable[[int], Planner]) -> None:
+        self.overlap_depth = overlap_depth
+        self.build = build
+
+    def change(self, blueprint: bytes) -> None:
+        raise NotImplementedError
+
+    def retune(self, planner: Planner) -> None:
+        raise NotImplementedError
 
 
 class World:
@@ -92,7 +108,7 @@ class World:
         self.loop.set_exception_handler(self._on_loop_error)
         self.engine = assemble(
             scenario,
-            new_planner=self._new_planner,
+            source=_Planners(self.setup.overlap, self._new_planner),
             observers=_Observers(self.checks),
             nan_tokens=self.nan_tokens,
             breaks=self.breaks,
@@ -255,7 +271,8 @@ class World:
                 if self.engine.executor.lose(is_fault=not is_change):
                     self.mark("executors replaced" if is_change else "executors lost")
                     self.causes.add("executors lost")
-                    self.engine.scheduler.is_renewed |= is_change
+                    if is_change:
+                        self.engine.scheduler.inbox.put(Reconfigure(renews=True))
                     self._bring_back_after(seconds)
             case Crash(actor=actor):
                 if self.engine.supervisor.died is None and not self.engine.supervisor.stopped.is_set():

@@ -2,14 +2,14 @@
 
 from typing import Any
 
-from engine.startup.measurement import Entry, Measurement
-from engine.startup.race_process import Answer
+from engine.startup.measurement import Measurement, RaceEntry
+from engine.startup.race_process import RaceAnswer
 
 
 class InThisProcess:
     """What a process does for an entry, here, so that the backends move this process's clock."""
 
-    def __init__(self, entry: Entry, **doubles: Any) -> None:
+    def __init__(self, entry: RaceEntry, **doubles: Any) -> None:
         self._entry, self._doubles = entry, doubles
         self._problem = ""
 
@@ -21,8 +21,8 @@ class InThisProcess:
             self._problem = str(error)
         return True
 
-    def measured(self, timeout_s: float) -> Answer:
-        return Answer({}, self._problem) if self._problem else Answer(self._measurement.run())
+    def measured(self, timeout_s: float) -> RaceAnswer:
+        return RaceAnswer({}, self._problem) if self._problem else RaceAnswer(self._measurement.run())
 
     def end(self) -> None:
         pass

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from engine.startup import gpu_checks, inventory
-from engine.startup.gpu_checks import Place, Result, check_graphs, check_kernels, main, self_test
+from engine.startup.gpu_checks import CheckPlace, CheckResult, check_graphs, check_kernels, main, self_test
 from engine.startup.inventory import GPU, Inventory
 from server import cli
 from tests.graphs.engines import EngineDevice
 
-CPU = Place(torch.device("cpu"))
+CPU = CheckPlace(torch.device("cpu"))
 
 
 class TorchKernels:
@@ -70,10 +70,10 @@ def test_a_check_that_dies_hangs_or_fails_is_wrong_and_the_others_are_made(monke
     monkeypatch.setattr(gpu_checks, "CHECKS", scripts)
     monkeypatch.setattr(gpu_checks, "_command", lambda name, device: [sys.executable, "-S", "-c", scripts[name]])
     assert list(self_test("cpu", limit_s=4)) == [
-        Result("fails", False, "off by 3"),
-        Result("dies", False, "its process ended with exit code 7 and no result"),
-        Result("passes", True, "fine"),
-        Result("hangs", False, "not done within the 4 s for all checks"),
+        CheckResult("fails", False, "off by 3"),
+        CheckResult("dies", False, "its process ended with exit code 7 and no result"),
+        CheckResult("passes", True, "fine"),
+        CheckResult("hangs", False, "not done within the 4 s for all checks"),
     ]
 
 
@@ -84,10 +84,10 @@ def test_the_command_says_what_was_found(
     there = Inventory("2.13", "13.0", 8, (GPU("H200", "9.0", 100 << 30, 139 << 30),))
     monkeypatch.setattr(inventory, "take_inventory", lambda: there)
 
-    def found(device: str) -> Iterator[Result]:
+    def found(device: str) -> Iterator[CheckResult]:
         assert device == "cuda"
-        yield Result("kernels", True, "triton, within 0.01 of torch")
-        yield Result("graphs", right, "a replay")
+        yield CheckResult("kernels", True, "triton, within 0.01 of torch")
+        yield CheckResult("graphs", right, "a replay")
 
     monkeypatch.setattr(gpu_checks, "self_test", found)
     if code:

@@ -37,7 +37,7 @@ from engine.plugins.linears import check_linear_fits, fitting_linears, linear_co
 from engine.plugins.manager import Plugins
 from engine.plugins.selection import expected_context, first_fit
 from engine.sampling import sampler
-from engine.sampling.captured import Variant
+from engine.sampling.captured import SamplingVariant
 from engine.sampling.sampler import Sampler
 from engine.settings.own_kernels import c_compiler
 from engine.settings.sections import PluginsSection
@@ -301,13 +301,13 @@ class Decodes:
     def fits(self, num_rows: int) -> bool:
         return num_rows > 0
 
-    def variant_of(self, rows_N: Int64, positions_N: Int64) -> Variant:
+    def variant_of(self, rows_N: Int64, positions_N: Int64) -> SamplingVariant:
         raise AssertionError("logits are compared, whatever is sampled")
 
     def tell(self, step: Step) -> None:
         raise AssertionError("the rows are told before")
 
-    def launch(self, rows_N: Int64, lengths_N: Int32, variant: Variant) -> Decoded:
+    def launch(self, rows_N: Int64, lengths_N: Int32, variant: SamplingVariant) -> Decoded:
         self._rows.computed[rows_N] = lengths_N - 1
         batch = lay_out(Step(step_id=0, decode_rows=rows_N.astype(np.int32).tobytes()), self._rows.computed)
         inputs = self._rows.inputs(batch)

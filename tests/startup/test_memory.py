@@ -80,7 +80,24 @@ def test_a_pool_without_room_for_one_sequence_is_refused_with_what_took_the_room
 )
 def test_what_can_be_lowered_is_what_the_room_went_to(needs, levers):
     with pytest.raises(ConfigError, match=f"raise it, lower {levers} set kv.num_pages"):
-        pool_pages(config(), 16_000, 1_000_000, GB, needs)
+        pool_pages(set_length(16_000), 16_000, 1_000_000, GB, needs)
+
+
+def set_length(tokens):
+    return build_config(config(), {"model": {"max_model_len": tokens}})
+
+
+def test_a_context_that_does_not_fit_is_lowered_unless_it_was_set(caplog):
+    assert pool_pages(config(), 16_000, 1_000_000, GB, Needs(10**8)) == 400
+    (line,) = [one.getMessage() for one in caplog.records]
+    assert line == (
+        "the context is lowered to 6400 tokens from the model's 16000: no more fit 1.00 GB of memory after 0.10 GB for "
+        "a step; a smaller kv.dtype holds more"
+    )
+    with pytest.raises(ConfigError, match="room for 400 pages"):
+        pool_pages(set_length(16_000), 16_000, 1_000_000, GB, Needs(10**8))
+    with pytest.raises(ConfigError, match="room for 60 pages"):
+        pool_pages(config(), 16_000, 1_000_000, GB, Needs(44 * 10**7))
 
 
 def test_a_sampler_that_works_in_parts_is_not_estimated_as_one_that_does_not():
@@ -366,10 +383,10 @@ def test_a_runner_that_comes_back_with_its_pages_is_not_asked_whether_they_fit(c
     terms = GenerationSettings(num_pages=100)
     monkeypatch.setattr(pools, "require_room", lambda *_: pytest.fail("asked"))
     if executor == "inline":
-        assert system._load_runner(0, terms).num_pages == 100
+        assert system._load_runner(system.engine, 0, terms).num_pages == 100
         return
     monkeypatch.setattr("engine.workers.placement.start_child", lambda *_, assignment, **__: assignment)
-    with system.placement(1).generation(terms) as start:
+    with system.placement(system.engine).generation(terms) as start:
         assignment = start(WorkerSlot("executor0", 0), None)
     assert assignment.config.kv.num_pages == 0
     assert load_rank(assignment).num_pages == 100

@@ -24,11 +24,12 @@ from engine.plugins.comm.torch import TorchCommOptions
 from engine.plugins.manager import Plugins
 from engine.plugins.selection import Contender
 from engine.plugins.testing.threads import on_ranks
-from engine.settings.sections import AttentionNames, PluginsSection
-from engine.startup.measurement import Entry
-from engine.startup.race import COMPILE_S, Race, measured_attention
-from engine.startup.race_process import Answer, RaceProcess, decode, encode
-from engine.startup.trial_steps import Load
+from engine.settings.attention_names import AttentionNames
+from engine.settings.sections import PluginsSection
+from engine.startup.measurement import RaceEntry
+from engine.startup.race import COMPILE_S, AttentionRace, measured_attention
+from engine.startup.race_process import RaceAnswer, RaceProcess, decode, encode
+from engine.startup.trial_steps import TrialLoad
 from server.cli import main
 from tests.graphs.engines import EngineDevice
 from tests.plugins.conftest import Install, install
@@ -38,7 +39,12 @@ pytestmark = pytest.mark.slow
 
 CPU = torch.device("cpu")
 SPEC = AttentionSpec(num_layers=3, num_heads=4, num_kv_heads=2, head_size=16, scale=0.25)
-LOADS = (Load("decode", 2, 40, 1), Load("decode", 1, 70, 1), Load("prefill", 1, 33, 33), Load("prefill", 2, 40, 7))
+LOADS = (
+    TrialLoad("decode", 2, 40, 1),
+    TrialLoad("decode", 1, 70, 1),
+    TrialLoad("prefill", 1, 33, 33),
+    TrialLoad("prefill", 2, 40, 7),
+)
 SOURCE = """
 import acme_clock
 from engine.plugins.attention.torch import TorchAttention
@@ -95,21 +101,26 @@ def enter(install: Install, monkeypatch: pytest.MonkeyPatch) -> Enter:
     return enter
 
 
-def start_here(entry: Entry, **doubles: Any) -> InThisProcess:
+def start_here(entry: RaceEntry, **doubles: Any) -> InThisProcess:
     import acme_clock
 
     return InThisProcess(entry, clock=lambda: acme_clock.now, **doubles)
 
 
 def race(
-    attention: str | AttentionNames = "auto", limit_s: float = 60.0, loads: tuple[Load, ...] = LOADS, **options: Any
-) -> Race:
+    attention: str | AttentionNames = "auto",
+    limit_s: float = 60.0,
+    loads: tuple[TrialLoad, ...] = LOADS,
+    **options: Any,
+) -> AttentionRace:
     plugins = Plugins({"attention": attention}, options=options.pop("tables", None))
     options.setdefault("start", start_here)
-    return Race(plugins, options.pop("spec", SPEC), 16, CPU, torch.float32, limit_s=limit_s, loads=loads, **options)
+    return AttentionRace(
+        plugins, options.pop("spec", SPEC), 16, CPU, torch.float32, limit_s=limit_s, loads=loads, **options
+    )
 
 
-def problems(one: Race) -> dict[str, dict[str, str]]:
+def problems(one: AttentionRace) -> dict[str, dict[str, str]]:
     report = one.run()
     return {phase: {str(r.contender): r.problem for r in found} for phase, found in report.results.items()}
 
@@ -168,16 +179,16 @@ def test_what_raises_is_wrong_or_cannot_run_is_shown_with_its_reason_and_never_t
 class Scripted:
     """A contender that is slow where the script says so.  events: what it was asked to do."""
 
-    def __init__(self, entry: Entry, slow: str, events: list[str]) -> None:
+    def __init__(self, entry: RaceEntry, slow: str, events: list[str]) -> None:
         self._name, self._slow, self._events = f"{entry.contender} {entry.phase}", slow, events
 
     def is_compiled(self, timeout_s: float) -> bool:
         self._events.append(f"{self._name} compiles")
         return self._slow != "compiles"
 
-    def measured(self, timeout_s: float) -> Answer | None:
+    def measured(self, timeout_s: float) -> RaceAnswer | None:
         self._events.append(f"{self._name} is measured")
-        return None if self._slow == "runs" else Answer({"1 x 70": 5.0})
+        return None if self._slow == "runs" else RaceAnswer({"1 x 70": 5.0})
 
     def end(self) -> None:
         if self._events[-1] != f"{self._name} ends":
@@ -190,7 +201,7 @@ def test_what_is_known_of_others_is_kept_when_one_is_late_which_has_one_more_sta
     enter("right", 1, 1)
     events: list[str] = []
 
-    def start(entry: Entry) -> Scripted:
+    def start(entry: RaceEntry) -> Scripted:
         return Scripted(entry, slow if entry.contender.name == "slow" else "", events)
 
     for tries in (1, 2):
@@ -259,7 +270,7 @@ def test_a_contender_that_sleeps_past_the_limit_is_killed_with_all_that_it_has_s
     install("acme-sleeper", {"attention.sleeper": "acme_sleeper"}, {"acme_sleeper.py": SLEEPER})
     beats = tmp_path / "beats"
 
-    def start(entry: Entry) -> RaceProcess:
+    def start(entry: RaceEntry) -> RaceProcess:
         process = RaceProcess(entry)
         while not beats.exists():
             assert process._process.poll() is None
@@ -268,7 +279,7 @@ def test_a_contender_that_sleeps_past_the_limit_is_killed_with_all_that_it_has_s
 
     plugins = Plugins({"attention": "sleeper"})
     before = set(threading.enumerate())
-    report = Race(plugins, SPEC, 16, CPU, torch.float32, limit_s=60, compile_s=0.5, start=start).run()
+    report = AttentionRace(plugins, SPEC, 16, CPU, torch.float32, limit_s=60, compile_s=0.5, start=start).run()
     assert set(threading.enumerate()) <= before, "nothing of a contender is in the engine's process"
     written = beats.stat().st_size
     time.sleep(0.1)
@@ -282,7 +293,7 @@ def test_contenders_in_processes_of_their_own_are_measured_and_one_that_dies_is_
     source = SLEEPER.replace("time.sleep(600)", "os._exit(3)").replace("os.fork()", "1")
     install("acme-sleeper", {"attention.sleeper": "acme_sleeper"}, {"acme_sleeper.py": source})
     plugins = Plugins({"attention": "sleeper"})
-    report = Race(plugins, SPEC, 16, CPU, torch.float32, limit_s=60, loads=LOADS[1:3]).run()
+    report = AttentionRace(plugins, SPEC, 16, CPU, torch.float32, limit_s=60, loads=LOADS[1:3]).run()
     for phase in ("prefill", "decode"):
         right, out = report.results[phase]
         assert (right.problem, len(right.us)) == ("", 1)
@@ -297,7 +308,7 @@ def test_a_model_of_one_layer_is_measured_in_one(enter: Enter) -> None:
 
 def test_sinks_types_and_devices_reach_the_process() -> None:
     spec = replace(SPEC, sinks=(torch.tensor([0.5, 1.5]), torch.tensor([2.0, 3.0])))
-    entry = Entry(
+    entry = RaceEntry(
         Contender("a", {"x": 1}), "decode", {"attention.a": {"y": 2}}, spec, 16, CPU, torch.bfloat16, "layer_first", "",
         LOADS,
     )  # fmt: skip
@@ -308,7 +319,7 @@ def test_sinks_types_and_devices_reach_the_process() -> None:
 
 def test_a_process_ends_when_the_one_that_started_it_is_gone(install: Install, tmp_path: Path) -> None:
     install("acme-sleeper", {"attention.sleeper": "acme_sleeper"}, {"acme_sleeper.py": SLEEPER})
-    entry = Entry(Contender("sleeper"), "decode", {}, SPEC, 16, CPU, torch.float32, "layer_first", "", LOADS[1:2])
+    entry = RaceEntry(Contender("sleeper"), "decode", {}, SPEC, 16, CPU, torch.float32, "layer_first", "", LOADS[1:2])
     process = RaceProcess(entry)
     while not (tmp_path / "beats").exists():
         assert process._process.poll() is None
@@ -351,7 +362,7 @@ def test_a_gpu_on_which_flashinfer_cannot_be_compiled_is_a_warning_that_says_wha
 ) -> None:
     monkeypatch.setattr("engine.startup.race.missing_for_flashinfer", lambda: "Install flashinfer-jit-cache")
     plugins = Plugins({"attention": attention})
-    Race(plugins, SPEC, 16, torch.device(device), torch.bfloat16, limit_s=0).decide(progress=False)
+    AttentionRace(plugins, SPEC, 16, torch.device(device), torch.bfloat16, limit_s=0).decide(progress=False)
     said = "attention: FlashInfer cannot run, and slower kernels take its place. Install flashinfer-jit-cache"
     assert [one.getMessage() for one in caplog.records if one.levelname == "WARNING"] == [said] * lines
 
@@ -394,8 +405,8 @@ def test_an_engine_is_built_with_what_was_measured_and_says_so(
     caplog.set_level("INFO")
     enter("a", 2, 2)
     enter("b", 1, 1)
-    clocked = {**Race.__init__.__kwdefaults__, "start": start_here}
-    monkeypatch.setattr(Race.__init__, "__kwdefaults__", clocked)
+    clocked = {**AttentionRace.__init__.__kwdefaults__, "start": start_here}
+    monkeypatch.setattr(AttentionRace.__init__, "__kwdefaults__", clocked)
     config = build_config(Config(), {"model": {"path": "demo"}, "kv": {"num_pages": 64}})
     with LLM(config=config, progress=False) as llm:
         assert llm.generate(["a"], SamplingParams(max_tokens=2, temperature=0))
@@ -416,7 +427,9 @@ def test_results_over_latents_are_compared_too(enter: Enter, kv_dtype: str) -> N
 def test_the_command_prints_the_table(
     enter: Enter, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Race.__init__, "__kwdefaults__", {**Race.__init__.__kwdefaults__, "start": start_here})
+    monkeypatch.setattr(
+        AttentionRace.__init__, "__kwdefaults__", {**AttentionRace.__init__.__kwdefaults__, "start": start_here}
+    )
     enter("raises", 1e-6, 1e-6, change="raise RuntimeError('no kernel image')")
     enter("right", 1, 1)
     main(["tune"])

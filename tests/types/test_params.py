@@ -1,4 +1,4 @@
-"""What Python callers write is brought into each field's type where it is written, or refused there by name."""
+"""The values of Python callers: each is converted to its field's type, or refused with the field's name."""
 
 from decimal import Decimal
 from fractions import Fraction
@@ -74,7 +74,6 @@ def test_what_is_meant_is_taken(given: dict[str, Any], taken: dict[str, Any]) ->
         ("grammar", "root ::= x"),
         ("grammar", Grammar("sql")),  # type: ignore[arg-type]
         ("grammar", Grammar("regex", 5)),  # type: ignore[arg-type]
-        ("pooling", "max"),
         ("pooling", []),
         ("pooling", np.array(["a", "b"])),
         ("grammar", Grammar("regex", "a", "maybe")),  # type: ignore[arg-type]

@@ -10,7 +10,7 @@ import uvloop
 import zmq
 
 from engine.messages import Step, StepDone, Stop
-from engine.workers.keys import ClientKeys, Doorman, KeyPair
+from engine.workers.keys import Authenticator, ClientKeys, KeyPair
 from engine.workers.link import SocketLink
 from engine.workers.messages import FromWorker
 from engine.workers.socket_directory import SocketDirectory
@@ -34,8 +34,8 @@ class Pair:
         )
         ours, theirs = KeyPair.draw(), KeyPair.draw()
         self.keys = ClientKeys(theirs, ours.public)
-        self.doorman = Doorman(self.context)
-        self.doorman.admit("executor0", frozenset((theirs.public,)))
+        self.authenticator = Authenticator(self.context)
+        self.authenticator.admit("executor0", frozenset((theirs.public,)))
         self.endpoint = self.link.bind(self.directory.endpoint("executor0"), ours)
         self.bare = self.context.socket(zmq.PAIR)
         self.bare.linger = 0
@@ -58,7 +58,7 @@ class Pair:
     def close(self) -> None:
         self.bare.close()
         self.link.close()
-        self.doorman.close()
+        self.authenticator.close()
         self.directory.remove()
         self.context.destroy(linger=0)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from engine.actors.scheduler import RankResults, RanksDiverged
+from engine.actors.rank_results import RankResults, RanksDiverged
 from engine.messages import Step, StepDone, Stop
 from engine.types.errors import EngineDied, StepTooLarge, WeightsError
 from engine.types.notices import ExecutorsLost, ExecutorsReady, LossExplained
@@ -45,7 +45,7 @@ class FakeRanks:
         return [worker.killed for worker in self.workers]
 
     def hear(self, rank: int, message: Any) -> None:
-        self.workers[rank].reports.heard(message)
+        self.workers[rank].reports.received(message)
 
     def ready(self, num_pages: int = 9) -> None:
         for rank in range(len(self.workers)):

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from engine.actors.snapshot import Gauges, GetSnapshot, RequestsFinished, Snapshot, Subscribe
-from engine.messages import Abort, Delta, Deltas, Failed, Finish, Profile, Stats, Stop, Tokenize
+from engine.messages import Abort, Delta, Deltas, Failed, Finish, Stop, Tokenize
 from engine.scheduling.meter import RequestMetrics
 from engine.types.errors import CallboardError, ConfigError, EngineDied
-from engine.types.notices import EngineReady, EngineRecovering, TokenizersReady
+from engine.types.notices import EngineReady, EngineRecovering, Profile, Stats, TokenizersReady
 from engine.types.params import SamplingParams
 from engine.workers.frontend import FrontendSlot, RemoteIngress
 from engine.workers.limits import RestartIntensity
@@ -62,7 +62,7 @@ class Double:
 
     def says(self, *messages: FromFrontend) -> None:
         for message in messages:
-            self.reports.heard(message)
+            self.reports.received(message)
 
     def dies(self, error: CallboardError | None = None) -> None:
         self.reports.lost(WorkerLost("frontend was killed", error))
@@ -241,7 +241,7 @@ async def test_output_that_is_too_large_is_cut_and_what_cannot_be_is_one_request
 
 async def test_draining_waits_for_the_word_that_no_more_comes_and_for_what_is_open() -> None:
     async with on_stage() as stage:
-        stage.ingress.draining = True
+        stage.ingress.drain()
         assert stage.frontend.got == [Drain()]
         waiting = asyncio.ensure_future(stage.ingress.wait_idle(5))
         await stage.turn()
@@ -259,7 +259,7 @@ async def test_draining_waits_for_the_word_that_no_more_comes_and_for_what_is_op
 async def test_what_is_open_when_time_is_up_is_aborted_on_both_sides() -> None:
     async with on_stage() as stage:
         stage.frontend.says(tokenize(1))
-        stage.ingress.draining = True
+        stage.ingress.drain()
         stage.frontend.says(FrontendDrained())
         assert not await stage.ingress.wait_idle(0.01)
         stage.ingress.abort_all()
@@ -272,7 +272,7 @@ async def test_what_is_open_when_time_is_up_is_aborted_on_both_sides() -> None:
 async def test_a_front_that_is_lost_while_it_drains_is_not_missed() -> None:
     async with on_stage() as stage:
         stage.frontend.says(tokenize(1))
-        stage.ingress.draining = True
+        stage.ingress.drain()
         stage.frontend.dies()
         assert await stage.ingress.wait_idle(5)
         await stage.ingress.leave()
@@ -284,7 +284,7 @@ async def test_one_that_came_while_the_engine_drains_is_told_so() -> None:
     async with on_stage() as stage:
         stage.frontend.dies()
         await stage.turn()
-        stage.ingress.draining = True
+        stage.ingress.drain()
         assert await stage.ingress.wait_idle(0), "there is nobody to wait for"
         stage.frontend.says(WorkerReady())
         assert stage.frontend.got == [READY, Drain()]

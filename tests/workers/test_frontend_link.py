@@ -16,10 +16,10 @@ from engine.actors.snapshot import Gauges, MailboxGauges, RequestsFinished, Snap
 from engine.config import Config
 from engine.host.logs import LogSettings
 from engine.kv.outline import Outline, OutlinedNode
-from engine.messages import Abort, Delta, Deltas, Failed, Finish, Stats, StepDone, Stop, Tokenize
+from engine.messages import Abort, Delta, Deltas, Failed, Finish, StepDone, Stop, Tokenize
 from engine.scheduling.board import Board, BoardRow, Pool
 from engine.scheduling.meter import Meter, RequestMetrics, StepRecord
-from engine.types.notices import EngineReady
+from engine.types.notices import EngineReady, Stats
 from engine.types.params import SamplingParams
 from engine.workers.link import LinkServer
 from engine.workers.main import Outgoing

@@ -10,7 +10,7 @@ import pytest
 import zmq
 
 from engine.messages import Step, StepDone
-from engine.workers.keys import ClientKeys, Doorman, KeyPair
+from engine.workers.keys import Authenticator, ClientKeys, KeyPair
 from engine.workers.link import SocketLink
 from engine.workers.messages import FromWorker, WorkerAlive
 from tests.pace import far
@@ -24,8 +24,8 @@ class Host:
     def __init__(self) -> None:
         self.context = zmq.Context()
         self.server, self.client = KeyPair.draw(), KeyPair.draw()
-        self.doorman = Doorman(self.context)
-        self.doorman.admit("executor0", frozenset((self.client.public,)))
+        self.authenticator = Authenticator(self.context)
+        self.authenticator.admit("executor0", frozenset((self.client.public,)))
         self.messages: list[Any] = []
         self.link: SocketLink[StepDone | FromWorker] = SocketLink(
             "executor0", self.context, StepDone | FromWorker, self.messages.append, capacity=8
@@ -46,7 +46,7 @@ class Host:
 
     def close(self) -> None:
         self.link.close()
-        self.doorman.close()
+        self.authenticator.close()
         self.context.destroy(linger=0)
 
 
@@ -67,7 +67,7 @@ async def test_a_known_key_gets_in() -> None:
         host.link.put(Step(step_id=3))
         await host.wait_for(lambda: arrived == [Step(step_id=3)])
         link.close()
-        assert host.doorman.num_refused == 0
+        assert host.authenticator.num_refused == 0
 
 
 async def test_keys_are_derived_alike_by_all_who_share_the_secret_and_by_nobody_else() -> None:
@@ -96,7 +96,7 @@ async def test_an_unknown_key_is_refused_and_the_known_one_still_gets_in(caplog:
     with caplog.at_level(logging.WARNING):
         async with host_and_elsewhere() as (host, elsewhere):
             stranger, _ = host.knock(ClientKeys(KeyPair.draw(), host.server.public), elsewhere)
-            await host.wait_for(lambda: host.doorman.num_refused > 0)
+            await host.wait_for(lambda: host.authenticator.num_refused > 0)
             assert not host.messages
             link, _ = host.knock(ClientKeys(host.client, host.server.public), elsewhere)
             await host.wait_for(lambda: bool(host.messages))

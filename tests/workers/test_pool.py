@@ -48,7 +48,7 @@ class Double:
 
     def says(self, *messages: Any) -> None:
         for message in messages:
-            self.reports.heard(message)
+            self.reports.received(message)
 
     def dies(self, reason: str = "was killed", error: CallboardError | None = None) -> None:
         self.reports.lost(WorkerLost(f"{self.name} {reason}", error))

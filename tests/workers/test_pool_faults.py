@@ -69,7 +69,7 @@ class Process:
         self.number = number
         self.tokenizer = Tokenizer(capacity=10_000, codec=SimCodec(()), vocab_size=VOCAB)
         self._reports = reports
-        self._to, self._back = Way(world.rng, self.tokenizer.inbox.put), Way(world.rng, reports.heard)
+        self._to, self._back = Way(world.rng, self.tokenizer.inbox.put), Way(world.rng, reports.received)
         self.tokenizer.connect(scheduler=self._back, ingress=self._back)
         self._tasks = [asyncio.ensure_future(self._live(world.rng.random() * 0.2)), asyncio.ensure_future(self._beat())]
 

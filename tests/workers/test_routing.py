@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from engine.messages import Logprobs, PromptLogprobs, StepExtras, Tokens
-from engine.workers.tokenizers import Router
+from engine.workers.tokenizers import RequestRouter
 
 
 def tokens(request_ids: list[int], **details: object) -> Tokens:
@@ -27,7 +27,7 @@ def read(message: Tokens) -> list[tuple[int, int, int]]:
 @pytest.mark.parametrize("num_homes", [1, 2, 3, 7])
 def test_every_line_goes_to_its_home_once_and_in_order(num_homes: int) -> None:
     rng = np.random.default_rng(num_homes)
-    shards = Router(num_homes)
+    shards = RequestRouter(num_homes)
     moved = {5: 0, 12: num_homes - 1}
     for request_id, home in moved.items():
         shards.move(request_id, home)
@@ -47,11 +47,11 @@ def test_every_line_goes_to_its_home_once_and_in_order(num_homes: int) -> None:
 
 def test_a_part_of_a_prompt_travels_without_a_line() -> None:
     extras = {3: StepExtras(prompt_logprobs=PromptLogprobs(first=0, entries=(Logprobs(logprob=-1.0),)))}
-    assert Router(2).split(tokens([], extras=extras)) == [(1, tokens([], extras=extras))]
+    assert RequestRouter(2).split(tokens([], extras=extras)) == [(1, tokens([], extras=extras))]
 
 
 def test_a_request_that_was_moved_is_forgotten_with_its_end() -> None:
-    shards = Router(2)
+    shards = RequestRouter(2)
     shards.move(4, 1)
     assert shards.home(4) == 1
     shards.forget(4)

@@ -57,7 +57,7 @@ CASES: dict[str, tuple[Prompt, SamplingParams, RequestOptions]] = {
     "token ids": ([5, 6, 7, 8], GREEDY, PLAIN),
     "prompt only": (
         "a prompt that is measured",
-        GREEDY.replace(max_tokens=1, pooling="mean"),
+        GREEDY.replace(max_tokens=1, pooling="mean", whole_prompt=True),
         RequestOptions(prompt_only=True),
     ),
     "chat": (TURNS[:1], GREEDY, PLAIN),
@@ -102,7 +102,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 async def nothing_used(system: System) -> None:
-    """No page is anybody's."""
+    """No page has an owner."""
     await until(lambda: system.ingress.stats is not None and not system.ingress.stats.pages_used)
 
 
@@ -255,7 +255,7 @@ async def test_draining_lets_streams_finish() -> None:
 
 
 async def test_a_tokenizer_that_cannot_be_read_is_the_starts_own_error(tmp_path: Path) -> None:
-    """Of the process: here it could still be read."""
+    """The process fails: this one could still read it."""
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (tmp_path / name).write_bytes((DEMO / name).read_bytes())
     config = build_config(configured(tokenizers=1), {"model": {"tokenizer": str(tmp_path)}})
@@ -268,7 +268,7 @@ async def test_a_tokenizer_that_cannot_be_read_is_the_starts_own_error(tmp_path:
 
 
 async def test_processes_log_as_the_engine_does(capfd: pytest.CaptureFixture[str]) -> None:
-    """In JSON, with the process's name."""
+    """The lines are JSON, with the process's name."""
     handler = logging.StreamHandler()
     handler.setFormatter(JSONFormatter())
     root = logging.getLogger()

@@ -33,7 +33,7 @@ Floats = npt.NDArray[np.float64]
 Records = npt.NDArray[np.void]
 
 
-class Part(msgspec.Struct, frozen=True):
+class TimeShare(msgspec.Struct, frozen=True):
     """A share of a request's time.
 
     others: requests that had to do with it, largest share first, each with its amount: seconds that it held a row in
@@ -66,10 +66,10 @@ class Explained(msgspec.Struct, frozen=True):
     num_output_tokens: int | None
     num_retractions: int
     missed: dict[int, int]
-    parts: tuple[Part, ...]
+    parts: tuple[TimeShare, ...]
 
 
-class Span(NamedTuple):
+class StateSpan(NamedTuple):
     """A state of a request.  cause: the event that took its row away, until it decodes again."""
 
     state: State
@@ -127,7 +127,7 @@ def _all_known(requests: Requests, timelines: Timelines, now: float) -> Iterator
         yield request_id, _Known(one.arrived_at, now, Finish.RUNNING, tuple(timelines.open[request_id].marks))
 
 
-def spans(marks: tuple[Mark, ...], arrived_at: float, until: float) -> Iterator[Span]:
+def spans(marks: tuple[Mark, ...], arrived_at: float, until: float) -> Iterator[StateSpan]:
     """Yield the states of a request, one after the other, from its arrival on."""
     cause: Literal["", "retraction", "recovery"] = ""
     at = arrived_at
@@ -135,7 +135,7 @@ def spans(marks: tuple[Mark, ...], arrived_at: float, until: float) -> Iterator[
     for mark in (*marks, None):
         end = until if mark is None else min(max(mark.at, at), until)
         if end > at:
-            yield Span(state, cause, at, end)
+            yield StateSpan(state, cause, at, end)
         if mark is None:
             return
         at, state = end, mark.state
@@ -169,18 +169,18 @@ class _Account:
         first, last = np.searchsorted(steps["completed_at"], (self._own.arrived_at, self._own.until))
         return steps[max(0, first - WIDE) : last + WIDE]
 
-    def parts(self) -> Iterator[Part]:
+    def parts(self) -> Iterator[TimeShare]:
         """Yield the parts that took any time, in the order in which a request meets them."""
         own = self._own
         cut = list(spans(own.marks, own.arrived_at, own.until))
-        for span, following in pairwise((*cut, Span("queue", "", own.until, own.until))):
+        for span, following in pairwise((*cut, StateSpan("queue", "", own.until, own.until))):
             self._add(span, is_lost=following.cause == "recovery" and not span.cause)
         self._look_around([(span.start, span.end) for span in cut if span.state in WAITS and not span.cause])
         names: tuple[PartName, ...] = PartName.__args__  # type: ignore[attr-defined]
         for name in names:
             if self._seconds[name] > 0:
                 others = nlargest(MOST_NAMED, self._others.get(name, {}).items(), key=itemgetter(1))
-                yield Part(name, self._seconds[name], dict(self._reasons.get(name, ())), tuple(others))
+                yield TimeShare(name, self._seconds[name], dict(self._reasons.get(name, ())), tuple(others))
 
     def _of(self, name: PartName) -> defaultdict[str, float]:
         return self._reasons.setdefault(name, defaultdict(float))
@@ -190,7 +190,7 @@ class _Account:
         if reason:
             self._of(name)[reason] += seconds
 
-    def _add(self, span: Span, *, is_lost: bool) -> None:
+    def _add(self, span: StateSpan, *, is_lost: bool) -> None:
         """Add a span.  is_lost: its executors are lost at its end, which is noticed some time after their last step."""
         start, end = span.start, span.end
         if is_lost:

@@ -83,7 +83,7 @@ class LandedDecodes:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._captured, name)
 
-    def tell(self, step: Step) -> None:
+    def apply(self, step: Step) -> None:
         """Wait for all pages, then take in the changes since the last step."""
         self._landings.settle()
-        self._captured.tell(step)
+        self._captured.apply(step)

@@ -1,13 +1,20 @@
-"""The host tier in the planner: copies between the KV pool and host memory travel with the next step.
+"""The host tier in the planner: a tree with two tiers, and the copies between them, which travel with the next step.
 
-Owns: the columns of a step that hold them.  Does not know: which pages are copied (the radix tree's host tier decides).
+Owns: the columns of a step that hold them.  Does not know: which pages are copied (``HostTier`` decides).
 """
+
+from functools import partial
 
 import numpy as np
 
 from engine.features.host_tier.messages import Transfers
+from engine.features.host_tier.settings import HostTierSettings
+from engine.features.host_tier.tree import TieredTree
+from engine.kv.node import Handle
+from engine.kv.pages import Pages
 from engine.plugins.features import FeatureContext
 from engine.scheduling.feature import NewFeature, PlannerFeature, PlannerParts
+from engine.scheduling.rows import Sequence
 from engine.scheduling.step_builder import StepBuilder
 
 
@@ -15,7 +22,17 @@ class HostTierPlanner(PlannerFeature):
     """The host tier in one planner."""
 
     def __init__(self, parts: PlannerParts) -> None:
+        parts.pages.use(partial(TieredTree, num_host_pages=parts.limits.num_host_pages))
+        assert isinstance(parts.pages.tree, TieredTree)
         self._tree = parts.pages.tree
+
+    def adopt(self, sequence: Sequence, handle: Handle, key: bytes, pages: Pages) -> None:
+        """Let the copies of pages on the host fill the first of the new pages, which the tree owns from then on."""
+        self._tree.restore(handle, key, pages)
+
+    def gauges(self) -> dict[str, int]:
+        """Return the number of host pages that hold something."""
+        return {"host_pages_used": self._tree.host.num_used}
 
     def attach(self, step: StepBuilder) -> None:
         """Add the copies since the last step, in the order in which they must happen."""
@@ -34,4 +51,4 @@ class HostTierPlanner(PlannerFeature):
 
 def planner_feature(context: FeatureContext) -> NewFeature | None:
     """Return the builder of the feature; None without host pages."""
-    return HostTierPlanner if context.config.kv.num_host_pages else None
+    return HostTierPlanner if HostTierSettings.of(context.config).num_host_pages else None

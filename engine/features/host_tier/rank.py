@@ -14,6 +14,7 @@ from engine.features.host_tier.copy_stream import copies_on
 from engine.features.host_tier.landings import LandedAttention, LandedDecodes, Landings
 from engine.features.host_tier.messages import NAME, transfers_of
 from engine.features.host_tier.pool import HostPool
+from engine.features.host_tier.settings import HostTierSettings
 from engine.host.memory import available_bytes
 from engine.layers.attention import AttentionBackend
 from engine.layers.kv_pool import KVPool
@@ -45,7 +46,7 @@ class HostTierRank(RankFeature):
 
     def build(self, pool: KVPool, pools: Sequence[KVPool], needs: Needs) -> None:
         """Allocate host memory.  Raises ConfigError if there is none."""
-        num_pages, comm = self._context.config.kv.num_host_pages, self._context.comm
+        num_pages, comm = HostTierSettings.of(self._context.config).num_host_pages, self._context.comm
         page_bytes = sum(one.data.nbytes // (one.num_pages + 1) for one in (pool, *pools))  # each has a dump page
         on_cpu = pool.data.device.type == "cpu"
         # A pool on CPU takes its memory only as pages are written, so its memory still counts as available.
@@ -79,4 +80,4 @@ class HostTierRank(RankFeature):
 
 def rank_feature(context: RankContext) -> HostTierRank | None:
     """Return the host tier, or None if the configuration has none."""
-    return HostTierRank(context) if context.config.kv.num_host_pages else None
+    return HostTierRank(context) if HostTierSettings.of(context.config).num_host_pages else None

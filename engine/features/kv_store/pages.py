@@ -29,7 +29,7 @@ TOKEN_BYTES = 4
 
 
 @dataclass(slots=True)
-class _Fetch:
+class _PageRead:
     """A fetch and the records read so far, each a digest and its page.  is_closed: no more records count."""
 
     message: FetchPages
@@ -61,11 +61,11 @@ class StoredPages:
         self._most_bytes = most_bytes
         self._on_cuda = pool.data.is_cuda
         self._changing = threading.Lock()
-        self._fetches: dict[int, _Fetch] = {}
+        self._fetches: dict[int, _PageRead] = {}
         self._num_read_bytes = self._num_write_bytes = 0
         self._num_failed = self._num_skipped = 0
-        self._reading: _Fetch | None = None
-        self._to_read: queue.SimpleQueue[_Fetch | None] = queue.SimpleQueue()
+        self._reading: _PageRead | None = None
+        self._to_read: queue.SimpleQueue[_PageRead | None] = queue.SimpleQueue()
         self._to_write: queue.SimpleQueue[_Save | None] = queue.SimpleQueue()
         self._is_closed = False
         self._reader = threading.Thread(target=self._read_all, name=f"kv_store.read{rank}", daemon=True)
@@ -121,7 +121,7 @@ class StoredPages:
 
     def fetch(self, message: FetchPages, answer: Callable[[PagesFetched], None]) -> None:
         """Begin to read.  ``answer`` is called once, from any thread, at ``give_up`` at the latest."""
-        fetch = _Fetch(message, answer)
+        fetch = _PageRead(message, answer)
         with self._changing:
             self._fetches[message.fetch_id] = fetch
         reading = self._reading
@@ -149,7 +149,7 @@ class StoredPages:
 
     # ---- internals --------------------------------------------------------------------------
 
-    def _answer(self, fetch: _Fetch) -> None:
+    def _answer(self, fetch: _PageRead) -> None:
         with self._changing:
             if fetch.is_answered:
                 return
@@ -167,7 +167,7 @@ class StoredPages:
             self._reading = None
             self._answer(fetch)
 
-    def _read(self, fetch: _Fetch) -> None:
+    def _read(self, fetch: _PageRead) -> None:
         """Read page by page, as far as they follow each other without a gap."""
         size = self._records.record_bytes
         for page_hash in chained(fetch.message.parent, fetch.message.tokens, self._page_bytes):

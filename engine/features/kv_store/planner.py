@@ -10,13 +10,18 @@ until it starts or ends.
 from dataclasses import dataclass
 from functools import partial
 
+import numpy as np
+
 from engine.features.kv_store.messages import Landing, StoreMoves
+from engine.features.kv_store.settings import StoreSettings
 from engine.kv.node import Handle, Node
 from engine.kv.pages import Pages
 from engine.kv.radix import TOKEN_BYTES
 from engine.messages import FetchPages, PagesFetched
 from engine.plugins.features import FeatureContext
-from engine.plugins.kinds import KV_STORE, chosen_plugins
+from engine.plugins.kinds import chosen_plugins
+from engine.plugins.kv_store.kind import KV_STORE
+from engine.scheduling.events import Why
 from engine.scheduling.feature import NewFeature, PlannerFeature, PlannerParts
 from engine.scheduling.rows import WORTH_WAITING_TOKENS, Sequence
 from engine.scheduling.step_builder import StepBuilder
@@ -85,35 +90,34 @@ class StorePlanner(PlannerFeature):
 
     # ---- pages that come from the store -----------------------------------------------------
 
-    @property
     def num_held(self) -> int:
-        """Number of sequences that wait for the store."""
+        """Return the number of sequences that wait for the store."""
         return len(self._waiting)
 
     def blocks(self) -> bool:
         """Return whether no other sequence may wait now."""
         return len(self._waiting) >= MOST_WAITING
 
-    def hold(self, sequence: Sequence) -> bool:
+    def hold(self, sequence: Sequence) -> Why | None:
         """Request the pages of a sequence's prefix that the cache lacks, unless that was done."""
-        if sequence.request_id in self._answered or not self._prefills.lets_wait():
-            return False
+        if sequence.request_id in self._answered:
+            return None
         first_page, parent, tokens = self._missing(sequence)
         if len(tokens) < WORTH_WAITING_TOKENS * TOKEN_BYTES:
-            return False
+            return None
         fetch_id = self._num_requested
         self._num_requested += 1
         num_pages = len(tokens) // (TOKEN_BYTES * self._limits.page_size)
         self._waiting[fetch_id] = _Fetch(fetch_id, sequence, first_page, num_pages, self._limits.num_ranks)
         self._requested.append(FetchPages(fetch_id=fetch_id, parent=parent, tokens=tokens, timeout_s=self._timeout_s))
-        return True
+        return "fetch"
 
     def _missing(self, sequence: Sequence) -> tuple[int, bytes, bytes]:
         """Return the first page that the cache lacks, the hash of the page before it, and the tokens from there on."""
         match = self._pages.match(sequence)
-        first_page = match.num_pages + match.num_host_pages
+        first_page = match.num_cached
         tokens = match.key[first_page * self._limits.page_size * TOKEN_BYTES :]
-        return first_page, self._tree.hash_before(match) if tokens else b"", tokens
+        return first_page, match.last_hash() if tokens else b"", tokens
 
     def outgoing(self) -> list[FetchPages]:
         requested, self._requested = self._requested, []
@@ -141,7 +145,13 @@ class StorePlanner(PlannerFeature):
             self._drop(fetched.fetch_id)
             return
         pages = pages[: end - first]
-        self._tree.adopt(handle, key, pages)
+        num_saves = len(self._saves)
+        page_bytes = self._tree.page_bytes
+        self._tree.publish(
+            handle, key[: (first + len(pages)) * page_bytes], np.concatenate((self._tree.pages(handle), pages))
+        )
+        assert handle.num_pages == first + len(pages)
+        del self._saves[num_saves:]  # the store has these pages
         self._landings.append(
             Landing(fetch_id=fetched.fetch_id, first=first - fetched.first_page, pages=pages.tobytes())
         )
@@ -173,4 +183,4 @@ class StorePlanner(PlannerFeature):
 def planner_feature(context: FeatureContext) -> NewFeature | None:
     """Return the builder of the feature; None if no store is configured."""
     is_on = KV_STORE in chosen_plugins(context.config)
-    return partial(StorePlanner, timeout_s=context.config.kv.store_timeout_s) if is_on else None
+    return partial(StorePlanner, timeout_s=StoreSettings.of(context.config).store_timeout_s) if is_on else None

@@ -15,11 +15,13 @@ from engine.execution.features import RankContext, RankFeature
 from engine.execution.needs import Needs
 from engine.features.kv_store.pages import StoredPages
 from engine.features.kv_store.records import DIGEST_BYTES, PageRecords
-from engine.kv.store import KVStore
+from engine.features.kv_store.settings import StoreSettings
 from engine.layers.kv_pool import KVPool
 from engine.messages import FetchPages, Step
 from engine.plugins.hookspecs import KVStoreContext
-from engine.plugins.kinds import KV_STORE
+from engine.plugins.kinds import ATTENTION, LINEAR, named
+from engine.plugins.kv_store.kind import KV_STORE
+from engine.plugins.kv_store.store import KVStore
 from engine.settings.own_kernels import kernels_here
 from engine.types.notices import Message
 
@@ -44,8 +46,8 @@ class StoreRank(RankFeature):
             size=context.comm.size,
         )
         store = context.plugins.build(name, store_context, KVStore)
-        records = PageRecords(store, namespace, page.nbytes)
-        self.pages = StoredPages(records, pool, context.comm.rank, context.config.kv.store_buffer_mb << 20)
+        records, settings = PageRecords(store, namespace, page.nbytes), StoreSettings.of(context.config)
+        self.pages = StoredPages(records, pool, context.comm.rank, settings.store_buffer_mb << 20)
 
     def begin(self, step: Step) -> None:
         """Copy the pages that the step saves out of the pool, before anything else of the step changes them."""
@@ -82,7 +84,7 @@ def page_namespace(context: RankContext, pool: KVPool) -> bytes:
     arithmetic: tuple[object, ...] = (config.model.quantization, config.model.numerics)
     if config.model.numerics == "invariant":
         place = (pool.data.device.type, kernels_here(), torch.__version__)
-        arithmetic += (*place, config.plugins.attention, config.plugins.linear)
+        arithmetic += (*place, named(config.plugins, ATTENTION), named(config.plugins, LINEAR))
     what = (2, fingerprint(context.spec, load_format), seed, *arithmetic, *shape, comm.rank, comm.size)
     return hashlib.sha256(repr(what).encode()).digest()
 

@@ -9,7 +9,7 @@ miss, whatever the store has done to it.
 
 import hashlib
 
-from engine.kv.store import KVStore
+from engine.plugins.kv_store.store import KVStore
 
 DIGEST_BYTES = 32
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -22,7 +23,17 @@ from torch import Tensor
 
 from engine.checkpoints.fields import Fields
 from engine.execution.captured_steps import CapturedDecodes, CapturedModel
-from engine.features.lora.files import Product, digest_of, layer_products, module_scale, read_files, tensor_name
+from engine.features.lora.files import (
+    NAME,
+    Adapter,
+    Placement,
+    Product,
+    digest_of,
+    layer_products,
+    module_scale,
+    read_files,
+    tensor_name,
+)
 from engine.features.lora.layers import AdaptedRows, AdaptedWeight
 from engine.layers.comm import Comm
 from engine.layers.linear import ColumnLinear, Linear, QKVLinear, RowLinear
@@ -33,13 +44,14 @@ from engine.messages import Step
 from engine.models.decoder import Decoder
 from engine.models.model import Model
 from engine.types.errors import WeightsError
-from engine.types.prompt import Adapter
 
 log = logging.getLogger(__name__)
 
+PLACEMENTS = msgspec.msgpack.Decoder(list[Placement])
+
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class _AdapterPlace:
     """A module's part of a product.
 
     matrix: index among the merged matrices.  inputs, outputs: this rank's part of the module."""
@@ -64,7 +76,7 @@ class RankAdapters:
         self._slots_T: npt.NDArray[np.int64] | None = None
         self._rows, self._last_rows = AdaptedRows(), AdaptedRows()
         self._weights: list[AdaptedWeight] = []
-        self._places: dict[str, _Place] = {}
+        self._places: dict[str, _AdapterPlace] = {}
         last = len(decoder.layers) - 1
         for index, layer in enumerate(decoder.layers):
             of_attention, of_mlp = layer_products(decoder.shape, index)
@@ -95,19 +107,22 @@ class RankAdapters:
         linear.adapt(around)
         self._weights += built
         for matrix, ((name, _), part) in enumerate(zip(product.modules, outputs, strict=True)):
-            self._places[name] = _Place(built[0], matrix, whole, part)
+            self._places[name] = _AdapterPlace(built[0], matrix, whole, part)
 
     # ---- steps ------------------------------------------------------------------------------
 
     @torch.inference_mode()
     def take(self, step: Step) -> dict[int, str]:
-        """Fill the slots that the step's admissions name, and note the slots of its rows.
+        """Fill the slots that the step's part names, and note the slots of its rows.
 
         Return row -> reason, for rows of the step whose adapter could not be read."""
         for admission in step.admissions:
-            self._slot_of_row[admission.row] = admission.slot
-            if admission.adapter is not None:
-                self._fill(admission.slot, admission.adapter)
+            self._slot_of_row[admission.row] = 0
+        if (part := step.parts.get(NAME)) is not None:
+            for one in PLACEMENTS.decode(part):
+                self._slot_of_row[one.row] = one.slot
+                if one.adapter is not None:
+                    self._fill(one.slot, one.adapter)
         rows = np.frombuffer(step.decode_rows, dtype=np.int32)
         lengths = np.ones(len(rows), dtype=np.int64)
         if step.prefill_rows:

@@ -17,8 +17,9 @@ from engine.checkpoints.fields import LARGEST, Fields, read_fields
 from engine.checkpoints.shape import AttentionShape, DecoderShape, GatedShape, LayerShape, MLPShape
 from engine.checkpoints.shards import StoredTensor, read_header
 from engine.types.errors import ConfigError, WeightsError
-from engine.types.prompt import Adapter
+from engine.types.prompt import RequestPart
 
+NAME = "lora"  # of parts of messages
 CONFIG = "adapter_config.json"
 TENSORS = "adapter_model.safetensors"
 TENSOR_NAME = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
@@ -36,6 +37,33 @@ UNSERVED = {
     "target_parameters": ([],),
     "alora_invocation_tokens": ([],),
 }
+
+
+class Adapter(msgspec.Struct, frozen=True, array_like=True):
+    """An adapter, identified by its content rather than its name.
+
+    digest: SHA-256 of its files, in hex.  path: its directory, absolute."""
+
+    digest: str
+    path: str
+
+    @classmethod
+    def of(cls, part: RequestPart) -> "Adapter":
+        """Return the adapter that a request's part names."""
+        return cls(part.digest, part.data.decode())
+
+    @property
+    def parts(self) -> dict[str, RequestPart]:
+        """The parts of a request that reads it."""
+        return {NAME: RequestPart(self.digest, self.path.encode())}
+
+
+class Placement(msgspec.Struct, frozen=True, array_like=True):
+    """The slot that a new row reads.  adapter: what the slot gets before, unless it has it."""
+
+    row: int
+    slot: int
+    adapter: Adapter | None = None
 
 
 class Product(msgspec.Struct, frozen=True, array_like=True):

@@ -8,6 +8,8 @@ from typing import Final
 
 import msgspec
 
+from engine.features.lora.files import NAME, Adapter, Placement
+from engine.features.lora.settings import LoraSettings
 from engine.features.lora.slots import AdapterSlots
 from engine.messages import Admit, StepDone
 from engine.plugins.features import FeatureContext
@@ -15,9 +17,7 @@ from engine.scheduling.feature import NewFeature, PlannerFeature, PlannerParts
 from engine.scheduling.rows import Sequence
 from engine.scheduling.step_builder import StepBuilder
 from engine.types.errors import RequestError
-from engine.types.prompt import Adapter
 
-NAME: Final = "lora"
 NO_SLOT: Final = 0
 
 
@@ -32,9 +32,9 @@ class LoraPlanner(PlannerFeature):
         self._to_place: dict[int, Adapter] = {}  # by row that the next step admits
 
     def admit(self, sequence: Sequence, message: Admit) -> None:
-        if message.adapter is not None:
-            sequence.weights = message.adapter.digest
-            sequence.notes[NAME] = message.adapter
+        if (part := message.parts.get(NAME)) is not None:
+            sequence.weights = part.digest
+            sequence.notes[NAME] = Adapter.of(part)
 
     def has_room(self, sequence: Sequence) -> bool:
         """Return whether there is a slot for the sequence's adapter, if it has one."""
@@ -50,18 +50,22 @@ class LoraPlanner(PlannerFeature):
             self._to_place[sequence.row] = adapter
 
     def attach(self, step: StepBuilder) -> None:
-        """Add slots, and adapters that the executors lack, to the step's admissions."""
-        if self._of_row:
-            step.admissions = [
-                msgspec.structs.replace(
-                    one, slot=self._of_row.get(one.row, NO_SLOT), adapter=self._to_place.pop(one.row, None)
-                )
-                for one in step.admissions
-            ]
+        """Add the slots of new rows to the step, and adapters that the executors lack."""
+        if not self._of_row:
+            return
+        placed = [
+            Placement(one.row, self._of_row[one.row], self._to_place.pop(one.row, None))
+            for one in step.admissions
+            if one.row in self._of_row
+        ]
+        if placed:
+            step.parts[NAME] = msgspec.msgpack.encode(placed)
 
     def examine(self, done: StepDone) -> bool:
         """End rows whose adapter could not be read, whether they have a token or not."""
-        lost = {row: one.lost_adapter for row, one in done.extras.items() if one.lost_adapter}
+        if (part := done.parts.get(NAME)) is None:
+            return False
+        lost = msgspec.msgpack.decode(part, type=dict[int, str])
         for row in lost:  # also for rows that have ended meanwhile: the slot does not hold the adapter
             self._slots.forget(row)
         for row, reason in lost.items():
@@ -88,5 +92,5 @@ class LoraPlanner(PlannerFeature):
 
 def planner_feature(context: FeatureContext) -> NewFeature | None:
     """Return the builder of the feature; None if no adapters are served."""
-    lora = context.config.lora
+    lora = LoraSettings.of(context.config)
     return partial(LoraPlanner, num_slots=lora.max_adapters) if lora.folder else None

@@ -6,11 +6,15 @@ Owns: when slots are filled, and which steps run without graphs.  Does not know:
 from dataclasses import replace
 from typing import Any
 
+import msgspec
+
 from engine.execution.captured_steps import CapturedDecodes
 from engine.execution.features import RankContext, RankFeature
 from engine.execution.launched_step import LaunchedStep
 from engine.execution.needs import Needs
 from engine.features.lora.adapters import AdaptedDecodes, AdaptedModel, RankAdapters
+from engine.features.lora.files import NAME
+from engine.features.lora.settings import LoraSettings
 from engine.messages import Step
 from engine.models.decoder import Decoder
 from engine.types.errors import ConfigError
@@ -49,12 +53,12 @@ class LoraRank(RankFeature):
     def launched(self, step: Step, launched: LaunchedStep) -> None:
         """Add to the result the reasons why rows got no adapter."""
         if lost := self._lost:
-            launched.extend(lambda: {"lost_adapter": lost})
+            launched.parts[NAME] = msgspec.msgpack.encode(lost)
 
 
 def rank_feature(context: RankContext) -> LoraRank | None:
     """Return slots for adapters, or None if none are served.  Raises ConfigError if there is no memory for them."""
-    lora, model = context.config.lora, context.model
+    lora, model = LoraSettings.of(context.config), context.model
     if not lora.folder:
         return None
     assert isinstance(model, Decoder), f"{type(model).__name__} takes no adapters"

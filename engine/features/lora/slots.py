@@ -8,7 +8,7 @@ that no row reads.  Slots are numbered from 1.
 
 from dataclasses import dataclass, field
 
-from engine.types.prompt import Adapter
+from engine.features.lora.files import Adapter
 
 
 @dataclass(slots=True)

@@ -87,7 +87,7 @@ class DraftedGuesses:
         if drafted:
             self._asleep_until = 0
 
-    def told(self, row: int) -> None:
+    def tokens_added(self, row: int) -> None:
         """Let a new row speculate from now on, if its parameters allow it."""
         if row not in self._lines:
             allowed = may_speculate(self._table.params_of(row))

@@ -28,7 +28,7 @@ def fitting_model(
 
     Raises PluginError if it does not fit the model, WeightsError if it cannot be read."""
     if draft.reads_states:
-        return fitting_head(draft, plugin, config, spec, max_len)
+        return fitting_head(draft, plugin, spec, max_len)
     return fitting_draft(draft, plugin, config, spec, vocabulary)
 
 
@@ -42,8 +42,8 @@ def fitting_draft(
     directory = resolve_checkpoint(draft.path, "")
     own = read_model(directory, config.plugins)
     what = f"plugin {plugin}: {directory} cannot draft for {spec.directory}"
-    if own.pooling.kind != "generate":
-        raise PluginError(f"{what}: it is for {own.pooling}; name a model that generates text")
+    if own.use.kind != "generate":
+        raise PluginError(f"{what}: it is for {own.use}; name a model that generates text")
     if not len(vocabulary):
         if own.vocab_size != spec.vocab_size:
             sizes = f"it has {own.vocab_size} tokens, expected {spec.vocab_size}"
@@ -55,7 +55,7 @@ def fitting_draft(
     return msgspec.structs.replace(draft, path=str(directory), max_len=max_len)
 
 
-def fitting_head(draft: DraftModel, plugin: str, config: Config, spec: ModelSpec, max_len: int) -> DraftModel:
+def fitting_head(draft: DraftModel, plugin: str, spec: ModelSpec, max_len: int) -> DraftModel:
     """Return the head with its path resolved, and the model's longest sequence.
 
     Raises PluginError with the first mismatch, or WeightsError if it cannot be read."""
@@ -63,7 +63,7 @@ def fitting_head(draft: DraftModel, plugin: str, config: Config, spec: ModelSpec
     own, model = read_eagle_head(directory).shape, spec.shape
     assert isinstance(own, EagleHeadShape)
     layers = own.state_layers_of(model.num_layers)
-    if model.built_by != DecoderShape.built_by or spec.pooling.kind != "generate":
+    if model.built_by != DecoderShape.built_by or spec.use.kind != "generate":
         reason = f"{spec.architecture} is not one of callboard's own families, or generates no text"
     elif own.vocab_size != model.vocab_size:
         reason = f"vocab_size is {own.vocab_size}, expected the model's {model.vocab_size}"
@@ -73,8 +73,6 @@ def fitting_head(draft: DraftModel, plugin: str, config: Config, spec: ModelSpec
         reason = f"target_hidden_size is {own.state_size}, expected the model's hidden_size {model.hidden_size}"
     elif list(layers) != sorted(set(layers)) or not 0 <= layers[0] <= layers[-1] < model.num_layers:
         reason = f"it reads the inputs of layers {list(layers)}, and the model has {model.num_layers} layers"
-    elif config.plugins.kv_store not in ("", "none"):
-        reason = f"plugins.kv_store={config.plugins.kv_store} does not keep the model states it reads; set it to 'none'"
     else:
         log.info("EAGLE-3 head: %s, up to %d tokens at a time", directory, draft.num_tokens)
         return msgspec.structs.replace(draft, path=str(directory), max_len=max_len)

@@ -64,7 +64,7 @@ class Guesses(Protocol):
         """Note that a step has completed.  drafted: it has verified proposals."""
         ...
 
-    def told(self, row: int) -> None:
+    def tokens_added(self, row: int) -> None:
         """Read the row's new tokens."""
         ...
 
@@ -129,7 +129,7 @@ class SessionGuesses:
         """Renew the number of tokens that sessions may read in a step."""
         self._num_to_tell = TOLD_AT_ONCE
 
-    def told(self, row: int) -> None:
+    def tokens_added(self, row: int) -> None:
         """Compare the row's guess with its new tokens, and request another guess."""
         line = self._lines.get(row)
         if line is None:
@@ -187,4 +187,4 @@ def may_speculate(params: SamplingParams) -> bool:
     """Return whether a token that is sampled depends on the tokens before it through the model alone."""
     penalties = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
     limits = params.grammar or params.limits_tokens or params.logits_processors
-    return penalties == (1.0, 0.0, 0.0) and not limits and not params.pooling and not params.logprob_token_ids
+    return penalties == (1.0, 0.0, 0.0) and not limits and params.generates and not params.logprob_token_ids

@@ -110,7 +110,7 @@ class EagleHead:
         return shapes[:-1], shapes[-1]
 
     def kept_weights(self) -> Iterator[Tensor]:
-        """Yield none: heads are published as floats."""
+        """Yield none: heads are published in floats."""
         return iter(())
 
     def load(

@@ -13,7 +13,6 @@ A row whose tokens are waited for has no step in flight, so steps do not overlap
 
 from collections.abc import Iterable
 from functools import partial
-from typing import Final
 
 import msgspec
 import numpy as np
@@ -21,6 +20,7 @@ import numpy as np
 from engine.features.speculation.drafted import DraftedGuesses
 from engine.features.speculation.guesses import Guesses, SessionGuesses
 from engine.features.speculation.payoff import Chance, Payoff
+from engine.features.speculation.terms import NAME
 from engine.messages import DRAFTED, StepExtras
 from engine.plugins.features import FeatureContext
 from engine.scheduling.feature import NewFeature, PlannerFeature, PlannerParts
@@ -28,7 +28,6 @@ from engine.scheduling.proposer import DraftModel, Proposer
 from engine.scheduling.rows import Rows, Sequence
 from engine.scheduling.step_builder import Appends, Columns, InFlight, StepBuilder, Wave
 
-NAME: Final = "speculation"
 Drafts = dict[int, tuple[int, ...]]
 """Row -> proposals that a step verifies; none for a row that has only overrun."""
 
@@ -186,7 +185,7 @@ class SpeculationPlanner(PlannerFeature):
         self._measure(record, drafts, seconds)
         for row in dict.fromkeys(record.sampled_rows.tolist()):
             if table.running[row]:
-                self._guesses.told(row)
+                self._guesses.tokens_added(row)
         self._awaits_tokens = bool(self._overrun) or bool(self._promised(self._decodes.rows.tolist()))
 
     def _measure(self, record: InFlight, drafts: Drafts, seconds: float) -> None:

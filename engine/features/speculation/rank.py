@@ -18,21 +18,14 @@ from engine.execution.needs import Needs
 from engine.features.speculation.draft_model import RankDraft
 from engine.features.speculation.drafting import Drafted, Drafter
 from engine.features.speculation.eagle_head import RankHead
+from engine.features.speculation.terms import NAME, Terms
 from engine.layers.kv_pool import KVPool
 from engine.messages import Step
-from engine.scheduling.proposer import DraftModel
 
 log = logging.getLogger(__name__)
 
 CPU_ALLOCATOR = "DefaultCPUAllocator"  # in the text of torch's RuntimeError on a CPU, which is no OutOfMemoryError
 NO_TOKENS = {"proposed_rows": b"", "proposed_positions": b"", "proposed_tokens": b""}
-
-
-class Terms(msgspec.Struct, frozen=True):
-    """The proposer of the engine.  draft: the model that drafts; None if the planner does.  num_proposed: of a row."""
-
-    num_proposed: int
-    draft: DraftModel | None = None
 
 
 class SpeculationRank(RankFeature):
@@ -102,7 +95,7 @@ def rank_feature(context: RankContext) -> SpeculationRank | None:
     """Return the feature that drafts or verifies tokens here, or None if no proposer is configured.
 
     Raises ConfigError, WeightsError, PluginError, as for the model itself."""
-    if (given := context.given.get("speculation")) is None:
+    if (given := context.given.get(NAME)) is None:
         return None
     terms = msgspec.msgpack.decode(given, type=Terms)
     if (draft := terms.draft) is not None:

@@ -70,7 +70,13 @@ class StandInMask:
     def __getattr__(self, name: str) -> Any:
         raise WeightsError("it computes with its masks, which are not made here")
 
-    __getitem__ = __radd__ = __add__ = __getattr__
+    def __getitem__(self, place: Any) -> "StandInMask":
+        """Return the same mask for a slice of all of it."""
+        if all(one == slice(None) or one == slice(0, None) for one in place):
+            return self
+        return self.__getattr__("__getitem__")
+
+    __radd__ = __add__ = __getattr__
 
 
 def stand_in_mask(*, mask_function: MaskFunction, **_: Any) -> StandInMask:

@@ -27,7 +27,7 @@ from engine.layers.pooled_head import PooledHead
 from engine.layers.step import StepTensors
 from engine.layers.weights import WeightSlice, whole
 from engine.models.through_transformers.attention import ANSWERER, Call, probe
-from engine.models.through_transformers.linear import Product, same_inputs, swap_linears
+from engine.models.through_transformers.linear import LinearProduct, same_inputs, swap_linears
 from engine.models.through_transformers.module import (
     ATTENTION,
     allocate,
@@ -40,7 +40,7 @@ from engine.models.through_transformers.module import (
 from engine.models.through_transformers.names import in_checkpoint
 from engine.types.errors import ConfigError
 
-NUMBERED = re.compile(r".*?\.\d+(?=\.)")  # the name of a layer, at the beginning of a tensor's
+NUMBERED = re.compile(r".*?\.\d+(?=\.|$)")  # the name of a layer, at the beginning of a tensor's
 
 
 class TransformersDecoder:
@@ -125,7 +125,7 @@ class TransformersDecoder:
     def linear_shapes(self) -> tuple[list[tuple[int, int]], tuple[int, int]]:
         """Return (outputs, inputs) of the layers' weights, and of the LM head; call before ``load``."""
 
-        def shape(one: Product) -> tuple[int, int]:
+        def shape(one: LinearProduct) -> tuple[int, int]:
             outputs, inputs = one.linear.weight.shape
             return outputs, inputs
 
@@ -207,19 +207,25 @@ class _Layer:
         spec = decoder.attention_spec
         self._decoder, self._layer, self._dtype = decoder, layer, decoder.dtype
         self._factor = call.scale / spec.scale  # backends have one scale for all layers
-        self._value_size, self._padding = call.value_size, spec.head_size - call.value_size
+        self._head_size, self._value_size = spec.head_size, call.value_size
+        self._copies = spec.num_kv_heads // call.num_kv_heads
 
     def __call__(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **_: Any) -> Tensor:
         """Store keys and values and return [1, T, Q, value size] (``attention.attend``)."""
         step = self._decoder.step
-        q_TQH, k_TGH, v_TGH = (one[0].transpose(0, 1).to(self._dtype) for one in (query, key, value))
-        if self._padding:
-            v_TGH = F.pad(v_TGH, (0, self._padding))
+        q_TQH, k_TGH, v_TGH = (self._padded(one[0].transpose(0, 1).to(self._dtype)) for one in (query, key, value))
+        if self._copies > 1:  # of each head, next to each other: a query still finds its own
+            k_TGH, v_TGH = (one.repeat_interleave(self._copies, 1) for one in (k_TGH, v_TGH))
         if self._factor != 1.0:
             q_TQH = q_TQH * self._factor
         step.pool.store(self._layer, k_TGH.contiguous(), v_TGH.contiguous(), step.slots_T)
         out_TQH = step.attention.attend(self._layer, q_TQH.contiguous())
         return out_TQH[None, ..., : self._value_size].to(query.dtype)
+
+    def _padded(self, heads_TNH: Tensor) -> Tensor:
+        """Return heads of the pool's size; zeros at their end change no score."""
+        padding = self._head_size - heads_TNH.shape[-1]
+        return F.pad(heads_TNH, (0, padding)) if padding else heads_TNH
 
 
 class _Output(BaseModelOutputWithPast):
@@ -247,7 +253,7 @@ def _attention_spec(
     return AttentionSpec(
         num_layers=shape.num_layers,
         num_heads=first.num_heads,
-        num_kv_heads=first.num_kv_heads,
+        num_kv_heads=max(one.num_kv_heads for one in calls),
         head_size=shape.head_size,
         scale=first.scale,
         window=shape.window,

@@ -62,8 +62,7 @@ def _check_calls(module: PreTrainedModel, calls: tuple[Call, ...]) -> None:
             "layers without attention, or with attention of their own, are not served"
         )
     for what, seen in (
-        ("numbers of heads", {(one.num_heads, one.num_kv_heads) for one in calls}),
-        ("head sizes", {one.head_size for one in calls}),
+        ("numbers of heads", {one.num_heads for one in calls}),
         ("windows", {one.window for one in calls} - {0}),
         ("soft caps", {one.soft_cap for one in calls}),
         ("sinks", {one.sinks is None for one in calls}),
@@ -72,6 +71,9 @@ def _check_calls(module: PreTrainedModel, calls: tuple[Call, ...]) -> None:
             raise WeightsError(f"its layers have different {what}: {', '.join(map(str, sorted(seen)))}")
     if any(one.value_size > one.head_size for one in calls):
         raise WeightsError("its values are wider than its keys")
+    numbers = {one.num_kv_heads for one in calls}
+    if any(max(numbers) % one for one in numbers):
+        raise WeightsError(f"its layers have {', '.join(map(str, sorted(numbers)))} key/value heads, no multiples")
 
 
 def _facts(call: Call) -> AttentionFacts:

@@ -27,7 +27,7 @@ BY_OUTPUTS, BY_INPUTS = "colwise", "rowwise"
 ROUTERS = {"gate", "router", "shared_expert_gate", "wg"}  # they choose experts, and are never rounded
 
 
-class Product:
+class LinearProduct:
     """The product of one ``nn.Linear``, or of several in one module that are called with the same tensor.
 
     names: the layers' names in the model, in the order of their calls."""
@@ -79,7 +79,7 @@ class Product:
 class SwappedLinear(nn.Module):
     """A stand-in for an ``nn.Linear``: one part of a product."""
 
-    def __init__(self, product: Product, number: int) -> None:
+    def __init__(self, product: LinearProduct, number: int) -> None:
         super().__init__()
         self._product, self._number = product, number
 
@@ -94,7 +94,7 @@ def swap_linears(
     device: torch.device,
     dtype: torch.dtype,
     joined: Collection[tuple[str, ...]] = (),
-) -> dict[str, Product]:
+) -> dict[str, LinearProduct]:
     """Swap each plain ``nn.Linear`` of a model; return the products by the name of their first layer.
 
     joined: the result of ``same_inputs``.
@@ -116,7 +116,7 @@ def swap_linears(
     groups = [*together, *((name,) for name in plain if name not in taken)]
     products = {}
     for names in sorted(groups, key=lambda names: order[names[0]]):
-        product = Product(names, [plain[one] for one in names], cut(names[0]), comm, device, dtype)
+        product = LinearProduct(names, [plain[one] for one in names], cut(names[0]), comm, device, dtype)
         products[names[0]] = product
         for number, name in enumerate(names):
             setattr(model.get_submodule(_parent(name)), _last(name), SwappedLinear(product, number))
@@ -147,7 +147,8 @@ def same_inputs(model: PreTrainedModel) -> Iterator[list[tuple[str, ...]]]:
     times = Counter(name for name, *_ in calls)
     groups: dict[tuple[object, ...], list[str]] = {}
     for name, x, version, bias in calls:
-        if times[name] == 1:
+        # The members of a list are read one after the other, and each is packed once it is read.
+        if times[name] == 1 and not _last(name).isdigit():
             groups.setdefault((_parent(name), id(x), version, bias), []).append(name)
     found += [tuple(names) for names in groups.values() if len(names) > 1]
 

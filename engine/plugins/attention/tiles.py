@@ -68,7 +68,7 @@ class KeyTiles:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class TileRun:
     """Query tiles that are computed together.
 
     taken: indices of the T x N queries in the tiles, in the order of B, G, R; any index for a row without a query.
@@ -103,8 +103,8 @@ class TiledAttention:
         # Where the results of all N lie for a tile's first position; those of the next one are this much further.
         self._result_N = (np.arange(self._heads) * spec.num_kv_heads + head_G1).ravel()
         self._position_results = self._heads * spec.num_kv_heads
-        self._whole: list[Run] = []
-        self._windowed: list[Run] = []
+        self._whole: list[TileRun] = []
+        self._windowed: list[TileRun] = []
 
     def plan_step(self, batch: AttentionBatch) -> None:
         """Compute every sequence's tiles, once for all layers."""
@@ -131,7 +131,7 @@ class TiledAttention:
         assert out_TNH is not None, "a step without tokens"
         return out_TNH
 
-    def _attend_run(self, run: Run, q_BGRH: Tensor, keys_SGH: Tensor, values_SGH: Tensor) -> Tensor:
+    def _attend_run(self, run: TileRun, q_BGRH: Tensor, keys_SGH: Tensor, values_SGH: Tensor) -> Tensor:
         """Return out_BGRH: each key tile's result, weighted by its share of the softmax, added in order."""
         results = []
         for tiles in run.key_tiles:
@@ -171,7 +171,7 @@ class TiledAttention:
         written_Y: npt.NDArray[np.int64],
         count: int,
         key_tiles: list[KeyTiles],
-    ) -> Run:
+    ) -> TileRun:
         """Return the run.
 
         rows_BP: rows of T at a tile's positions.  tiles_Y, places_Y: tile and position in it of each wanted token,
@@ -182,9 +182,9 @@ class TiledAttention:
         kept = firsts_Y[:, None] + self._result_N
         whole = len(written_Y) == count and (written_Y[1:] > written_Y[:-1]).all()
         written = None if whole else torch.from_numpy(written_Y)
-        return Run(torch.from_numpy(taken.ravel()), torch.from_numpy(kept.ravel()), written, tuple(key_tiles))
+        return TileRun(torch.from_numpy(taken.ravel()), torch.from_numpy(kept.ravel()), written, tuple(key_tiles))
 
-    def _plan(self, batch: AttentionBatch, table_BP: Int32, window: int) -> list[Run]:
+    def _plan(self, batch: AttentionBatch, table_BP: Int32, window: int) -> list[TileRun]:
         starts = np.concatenate(([0], np.cumsum(batch.host_query_lengths)))
         single = np.flatnonzero(batch.host_query_lengths == 1)
         lengths = batch.host_lengths.astype(np.int64)
@@ -226,7 +226,7 @@ class TiledAttention:
         lengths_B: npt.NDArray[np.int64],
         firsts_B: npt.NDArray[np.int64],
         window: int,
-    ) -> Run:
+    ) -> TileRun:
         """Return a run.  rows: sequences with one query, most key tiles first.  starts: the place of each in T."""
         counts_B = (lengths_B - 1) // KEYS + 1 - firsts_B
         # For each key tile, in order, the number of rows that meet it, which are the first ones.
@@ -256,7 +256,7 @@ class TiledAttention:
 
     def _prefill_run(
         self, table_P: Int32, first_row: int, count: int, length: int, step_tokens: int, window: int
-    ) -> Run:
+    ) -> TileRun:
         """Return the run of a chunk of a prompt: rows first_row on of T, the last ``count`` positions of the sequence.
 
         The last query tile comes first, so that a mask, which moves by a tile's positions each time, can be a view of

@@ -30,7 +30,7 @@ _product = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32.def
 SMALLEST = 1e-30  # replaces a scale of 0, which must not be a divisor
 
 
-class Int8Weight:
+class FbgemmInt8Weight:
     """W[O, I] as int8, with the largest element of each output's row as its scale."""
 
     def __init__(self, weight_OI: Tensor) -> None:
@@ -52,18 +52,18 @@ class Int8Weight:
         return y_TO if bias_O is None else y_TO.add_(bias_O)
 
 
-class Int8:
+class FbgemmInt8:
     """A kernel that rounds every weight to int8."""
 
     element_bytes = torch.int8.itemsize
 
-    def pack(self, weight_OI: Tensor) -> Int8Weight:
+    def pack(self, weight_OI: Tensor) -> FbgemmInt8Weight:
         """Return the weight as int8."""
-        return Int8Weight(weight_OI)
+        return FbgemmInt8Weight(weight_OI)
 
 
 @hookimpl
-def callboard_linear(context: LinearContext) -> Int8:
+def callboard_linear(context: LinearContext) -> FbgemmInt8:
     """Build the kernel of FBGEMM's products with int8 weights; takes no options."""
     decode_options("linear.fbgemm_int8", context.options, Options)
-    return Int8()
+    return FbgemmInt8()

@@ -9,7 +9,7 @@ Owns: the choice of panels for a weight.  Does not know: the kernels (``engine/k
 import torch
 from torch import Tensor
 
-from engine.kernels.panels import Kind, PanelWeight, Products, products
+from engine.kernels.panels import PanelKind, PanelWeight, Products, products
 from engine.layers.packing import fits_float16
 from engine.plugins.hookspecs import LinearContext, hookimpl
 from engine.plugins.options import Options, decode_options
@@ -30,7 +30,7 @@ ELEMENT_BYTES = {"none": 4.0, "float16": 2.0, "int8": 1.07}  # at most, with sca
 class Panels:
     """A kernel that lays weights out in panels.  kind: None for halves if lossless, else floats."""
 
-    def __init__(self, functions: Products, kind: Kind | None, element_bytes: float) -> None:
+    def __init__(self, functions: Products, kind: PanelKind | None, element_bytes: float) -> None:
         self._functions = functions
         self._kind = kind
         self.element_bytes = element_bytes
@@ -38,17 +38,24 @@ class Panels:
     def pack(self, weight_OI: Tensor) -> PanelWeight:
         """Return the weight in panels.  Values beyond float16's range are kept in float32."""
         kind = self._kind
-        if kind in (None, Kind.HALVES):
-            if not (weight_OI.contiguous().view(torch.int32) & LOWER_HALF).any():
-                kind = Kind.UPPER_HALVES
+        if kind in (None, PanelKind.HALVES):
+            weight_OI = weight_OI.contiguous()
+            if _is_bfloat16(weight_OI[:1]) and _is_bfloat16(weight_OI):  # one row shows most of those that are not
+                kind = PanelKind.UPPER_HALVES
             else:
-                kind = Kind.HALVES if fits_float16(weight_OI, exactly=kind is None) else Kind.FLOATS
+                kind = PanelKind.HALVES if fits_float16(weight_OI, exactly=kind is None) else PanelKind.FLOATS
         return PanelWeight(self._functions, weight_OI, kind)
 
     @property
     def head(self) -> "Panels":
         """The kernel for the LM head, whose rounding matters most: if layers are rounded, it has twice the bits."""
-        return Panels(self._functions, Kind.FINE_BYTES, self.element_bytes) if self._kind == Kind.BYTES else self
+        return (
+            Panels(self._functions, PanelKind.FINE_BYTES, self.element_bytes) if self._kind == PanelKind.BYTES else self
+        )
+
+
+def _is_bfloat16(weight_OI: Tensor) -> bool:
+    return not (weight_OI.view(torch.int32) & LOWER_HALF).any()
 
 
 @hookimpl
@@ -61,5 +68,5 @@ def callboard_linear(context: LinearContext) -> Panels:
             "linear.panels: its kernels are compiled on this machine, but are not (no C compiler, no AVX2 and F16C, or "
             "CALLBOARD_KERNELS=torch); install one (cc, or CC), or set plugins.linear to another kernel"
         )
-    kinds = {"none": None, "float16": Kind.HALVES, "int8": Kind.BYTES}
+    kinds = {"none": None, "float16": PanelKind.HALVES, "int8": PanelKind.BYTES}
     return Panels(functions, kinds[context.quantization], ELEMENT_BYTES[context.quantization])

@@ -19,7 +19,7 @@ from engine.checkpoints.reading import (
     read_sizes,
     yarn_temperature,
 )
-from engine.checkpoints.shape import DecoderShape, ExpertsShape, LatentAttentionShape, RouterShape
+from engine.checkpoints.shape import AttentionShape, DecoderShape, ExpertsShape, LatentAttentionShape, RouterShape
 from engine.plugins.hookspecs import ModelContext, hookimpl
 
 CALLBOARD_PLUGIN = {"api": 1, "architectures": {"DeepseekV2ForCausalLM": "deepseek_v2"}}
@@ -110,7 +110,12 @@ def grouped(fields: Fields, router: RouterShape, num_groups: int, num_chosen: in
 
 
 def with_first_dense(
-    fields: Fields, sizes: Sizes, attention: LatentAttentionShape, experts: ExpertsShape, *, first_experts: int
+    fields: Fields,
+    sizes: Sizes,
+    attention: AttentionShape | LatentAttentionShape,
+    experts: ExpertsShape,
+    *,
+    first_experts: int,
 ) -> DecoderShape:
     """Return the decoder whose first layers have an MLP.  first_experts: the default for their number."""
     if fields.integer("moe_layer_freq", 1) != 1:

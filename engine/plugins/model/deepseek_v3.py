@@ -1,4 +1,4 @@
-"""DeepSeek-V3 and R1 (DeepSeek-AI 2024): DeepSeek-V2 with experts chosen by bias-corrected sigmoids.
+"""DeepSeek-V3, R1 and Kimi K2 (DeepSeek-AI 2024): DeepSeek-V2 with experts chosen by bias-corrected sigmoids.
 
 Released files have layers for multi-token prediction after the last layer, which are not read."""
 
@@ -14,7 +14,7 @@ from engine.plugins.model.deepseek_v2 import (
     with_first_dense,
 )
 
-CALLBOARD_PLUGIN = {"api": 1, "architectures": {"DeepseekV3ForCausalLM": "deepseek_v3"}}
+CALLBOARD_PLUGIN = {"api": 1, "architectures": {"DeepseekV3ForCausalLM": "deepseek_v3 | kimi_k2"}}
 
 
 @hookimpl

@@ -23,12 +23,14 @@ from engine.plugins.hookspecs import ModelContext, hookimpl
 from engine.plugins.model.gemma2 import sandwich
 
 CALLBOARD_PLUGIN = {"api": 1, "architectures": {"Gemma3ForCausalLM": "gemma3_text"}}
+# Published files of models that also read images leave these out.
+LEFT_OUT = {"vocab_size": 262_208, "num_attention_heads": 8, "max_position_embeddings": 131_072}
 
 
 @hookimpl
 def callboard_model(context: ModelContext) -> DecoderShape:
     """Return the shape.  Every sixth layer is full, unless layer_types or sliding_window_pattern set others."""
-    fields = context.fields
+    fields = context.fields.with_defaults(**LEFT_OUT)
     sizes = read_sizes(fields, head_size=256, num_kv_heads=4)
     if fields.has("attn_logit_softcapping"):
         cap = fields.number("attn_logit_softcapping")

@@ -69,7 +69,7 @@ def check_steps(case: AttentionCase, factory: AttentionFactory, spec: AttentionS
         assert callable(getattr(backend, method, None)), f"the backend has no method {method!r}"
     generator = torch.Generator().manual_seed(zlib.crc32(str(case).encode()))
     for number, (rows, segments) in enumerate(case.steps):
-        step = _Step.draw(case, rows, segments, spec, pool, generator)
+        step = _ProofStep.draw(case, rows, segments, spec, pool, generator)
         try:
             _check_step(backend, step, spec, pool, case)
             if not segments and not case.num_padding:
@@ -82,7 +82,7 @@ def check_steps(case: AttentionCase, factory: AttentionFactory, spec: AttentionS
 
 
 @dataclass(frozen=True, slots=True)
-class _Step:
+class _ProofStep:
     """A batch, its queries, and for each sequence the slots of its keys and its number of queries."""
 
     batch: AttentionBatch
@@ -98,7 +98,7 @@ class _Step:
         spec: AttentionSpec,
         pool: KVPool,
         generator: torch.Generator,
-    ) -> "_Step":
+    ) -> "_ProofStep":
         """Return random keys, values and queries, in a pool that is NaN everywhere else.
 
         Page 0, which the unused entries of the page table name, is NaN too."""
@@ -128,7 +128,7 @@ class _Step:
         wide = spec.num_heads + 2 * spec.num_kv_heads if case.strided else spec.num_heads
         q_TNH = _normal((int(host_queries.sum()), wide, spec.head_size), pool, generator)[:, : spec.num_heads]
         batch = batch_on(device, len(rows) + len(padding), table, host_lengths, host_queries)
-        return _Step(batch, q_TNH * LOUD if case.loud else q_TNH, slots, len(padding))
+        return _ProofStep(batch, q_TNH * LOUD if case.loud else q_TNH, slots, len(padding))
 
 
 def _normal(shape: tuple[int, ...], pool: KVPool, generator: torch.Generator) -> Tensor:
@@ -136,7 +136,9 @@ def _normal(shape: tuple[int, ...], pool: KVPool, generator: torch.Generator) ->
 
 
 @torch.inference_mode()
-def _check_step(backend: AttentionBackend, step: _Step, spec: AttentionSpec, pool: KVPool, case: AttentionCase) -> None:
+def _check_step(
+    backend: AttentionBackend, step: _ProofStep, spec: AttentionSpec, pool: KVPool, case: AttentionCase
+) -> None:
     batch, q_TNH = step.batch, step.q_TNH
     inputs = {
         "the KV pool": pool.data,
@@ -165,7 +167,7 @@ def _check_step(backend: AttentionBackend, step: _Step, spec: AttentionSpec, poo
 
 @torch.inference_mode()
 def _check_captured(
-    backend: AttentionBackend, step: _Step, spec: AttentionSpec, pool: KVPool, case: AttentionCase
+    backend: AttentionBackend, step: _ProofStep, spec: AttentionSpec, pool: KVPool, case: AttentionCase
 ) -> None:
     """Check a decode step as in a graph: nothing is captured, but code that a replay would not repeat is not called.
 
@@ -205,7 +207,9 @@ def _static_batch(batch: AttentionBatch, pool: KVPool) -> AttentionBatch:
     )
 
 
-def _compare(out_TNH: Tensor, step: _Step, spec: AttentionSpec, pool: KVPool, layer: int, case: AttentionCase) -> None:
+def _compare(
+    out_TNH: Tensor, step: _ProofStep, spec: AttentionSpec, pool: KVPool, layer: int, case: AttentionCase
+) -> None:
     """Raise AssertionError with the place of the largest error, if it is too large."""
     sinks_N = spec.sinks[layer] if spec.sinks else None
     absolute, relative = TOLERANCES[case.dtype]

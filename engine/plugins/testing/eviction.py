@@ -26,7 +26,7 @@ MOST_REQUESTS = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class SampleCandidate:
     """A candidate with everything that a strategy may read, as ``engine.kv.eviction.Candidate``."""
 
     created: int
@@ -55,7 +55,7 @@ def check_eviction_strategy(make: Callable[[], EvictionStrategy]) -> None:
 
 
 def _check_life(page_size: int, make: Callable[[], EvictionStrategy]) -> None:
-    first, second = (_Life(page_size, with_clocks(make(), "rank", "evicted")).run() for _ in range(2))
+    first, second = (_SampleLife(page_size, with_clocks(make(), "rank", "evicted")).run() for _ in range(2))
     assert first == second, "the same requests evict different pages in a second run"
 
 
@@ -63,7 +63,7 @@ def _check_memory(strategy: EvictionStrategy) -> None:
     """Check with new candidates all the time, each of which is evicted."""
 
     def come_and_go(number: int) -> None:
-        candidate = Seen(number, number, 0, 0, 1)
+        candidate = SampleCandidate(number, number, 0, 0, 1)
         strategy.rank(candidate)
         if isinstance(strategy, EvictionListener):
             strategy.evicted(candidate)
@@ -71,17 +71,21 @@ def _check_memory(strategy: EvictionStrategy) -> None:
     watch_memory(come_and_go, "a candidate that comes and goes")
 
 
-def _candidates() -> list[Seen]:
+def _candidates() -> list[SampleCandidate]:
     rng = np.random.default_rng(0)
-    seen = [Seen(0, 0, 0, 0, 1), Seen(1 << 40, 1 << 40, 1 << 40, 1 << 31, 1 << 10), Seen(0, 1 << 40, 0, -(1 << 31), 1)]
+    seen = [
+        SampleCandidate(0, 0, 0, 0, 1),
+        SampleCandidate(1 << 40, 1 << 40, 1 << 40, 1 << 31, 1 << 10),
+        SampleCandidate(0, 1 << 40, 0, -(1 << 31), 1),
+    ]
     for _ in range(200):
         created, age, hits, priority, num_pages = rng.integers(0, 1000, 5).tolist()
-        seen.append(Seen(created, created + age, hits % 7, priority % 5 - 2, 1 + num_pages % 9))
+        seen.append(SampleCandidate(created, created + age, hits % 7, priority % 5 - 2, 1 + num_pages % 9))
     return seen
 
 
 @dataclass(slots=True, eq=False)
-class _Request:
+class _SampleRequest:
     """A running request.  row: its pages, of which the tree owns the first ``handle.num_pages``."""
 
     tokens: np.ndarray
@@ -89,7 +93,7 @@ class _Request:
     row: list[int]
 
 
-class _Life:
+class _SampleLife:
     """Requests that share prefixes, arrive, publish their pages in chunks, end, and reuse each other's pages."""
 
     def __init__(self, page_size: int, strategy: EvictionStrategy) -> None:
@@ -98,7 +102,7 @@ class _Life:
         self._allocator = PageAllocator(NUM_PAGES)
         self._rng = np.random.default_rng(page_size)
         self._stems = self._rng.integers(0, 3, (3, 6 * page_size)).astype(np.int32)
-        self._requests: list[_Request] = []
+        self._requests: list[_SampleRequest] = []
         self._evicted: list[list[int]] = []
 
     def run(self) -> list[list[int]]:
@@ -127,9 +131,9 @@ class _Life:
         tail = self._rng.integers(0, 2, self._rng.integers(1, 3 * self._page_size + 2)).astype(np.int32)
         tokens = np.concatenate((stem, tail))
         handle = self._tree.lock(self._tree.match(self._tree.key(tokens[:-1])), int(self._rng.integers(-1, 2)))
-        self._requests.append(_Request(tokens, handle, self._tree.pages(handle).tolist()))
+        self._requests.append(_SampleRequest(tokens, handle, self._tree.pages(handle).tolist()))
 
-    def _chunk(self, request: _Request) -> None:
+    def _chunk(self, request: _SampleRequest) -> None:
         """Compute up to two more pages, and publish them."""
         left = len(request.tokens) // self._page_size - len(request.row)
         wanted = min(left, int(self._rng.integers(1, 3)))

@@ -197,7 +197,7 @@ def _check_dummy(load: _Loading, tokens: list[int], ranks: int) -> None:
         assert error <= TOLERANCE, f"logits of {ranks} ranks differ by {error:.3g} from those of one"
 
 
-class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class RecordedOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records the names of the operations that run."""
 
     def __init__(self) -> None:
@@ -227,7 +227,7 @@ def _check_operations(driver: Driver, prompts: list[list[int]]) -> None:
     driver.attention = _NoAttention(driver.model.attention_spec.value_size)
     runs = []
     for name, tokens in (("a", prompts[-1][:16]), ("b", prompts[-2][:16])):
-        with Operations() as operations:
+        with RecordedOperations() as operations:
             driver.step({name: tokens}, rows="last")
         runs.append(operations.names)
     waits = sorted({name for name in runs[0] if name in WAITING})

@@ -20,7 +20,7 @@ from engine.plugins.support.paging import new_pool
 
 
 @dataclass
-class Sequence:
+class SampleSequence:
     """A sequence: its tokens that are in the pool already, and their pages."""
 
     tokens: list[int] = field(default_factory=list)
@@ -39,7 +39,7 @@ class Driver:
         self.attention: AttentionBackend = TorchAttention(spec, self.pool)
         order = np.random.default_rng(0).permutation(num_pages) if shuffled else np.arange(num_pages)[::-1]
         self.free = [int(page) for page in order]
-        self.sequences: dict[str, Sequence] = {}
+        self.sequences: dict[str, SampleSequence] = {}
 
     def step(self, new_tokens: dict[str, list[int]], rows: Literal["all", "last", "none"] = "all") -> dict[str, Tensor]:
         """Run one step; returns logits of all new tokens of each sequence, of the last one, or of none.
@@ -48,7 +48,7 @@ class Driver:
         """
         names = sorted(new_tokens, key=lambda name: len(new_tokens[name]) != 1)
         for name in names:
-            self._append(self.sequences.setdefault(name, Sequence()), new_tokens[name])
+            self._append(self.sequences.setdefault(name, SampleSequence()), new_tokens[name])
         counts = [len(new_tokens[name]) for name in names]
         ends = np.cumsum(counts)
         sampled = {"all": np.arange(ends[-1]), "last": ends - 1, "none": ends[:0]}[rows]
@@ -57,7 +57,7 @@ class Driver:
         parts = torch.split(logits_NV, {"all": counts, "last": [1] * len(names), "none": [0] * len(names)}[rows])
         return dict(zip(names, parts, strict=True))
 
-    def _append(self, sequence: Sequence, tokens: list[int]) -> None:
+    def _append(self, sequence: SampleSequence, tokens: list[int]) -> None:
         sequence.tokens += tokens
         while len(sequence.pages) * self.pool.page_size < len(sequence.tokens):
             sequence.pages.append(self.free.pop())

@@ -20,11 +20,12 @@ from engine.config import Config
 from engine.host.timeouts import is_set_within
 from engine.types.errors import CallboardError, ConfigError
 from engine.workers.child import Ticket
-from engine.workers.keys import ClientKeys, Doorman
+from engine.workers.keys import Authenticator, ClientKeys
 from engine.workers.link import LinkError
 from engine.workers.machines import messages as m
 from engine.workers.machines.launch import Launch
 from engine.workers.machines.link import MachineLink, node_keys
+from engine.workers.machines.settings import MachinesSettings
 from engine.workers.messages import Place
 
 log = logging.getLogger(__name__)
@@ -89,15 +90,15 @@ class RemoteNode:
     def _take(self, message: m.FromNode) -> None:
         match message:
             case m.NodeHere():
-                self._came(message)
+                self._joined(message)
             case m.NodeLeaving():
-                asyncio.get_running_loop().call_later(LEAVE_GRACE_S, self._let_go)
+                asyncio.get_running_loop().call_later(LEAVE_GRACE_S, self._release)
             case m.RankEnded(number=number, how=how):
                 self.rank_ended(number, how)
 
-    def _came(self, here: m.NodeHere) -> None:
+    def _joined(self, here: m.NodeHere) -> None:
         if self.is_here:
-            self._went("cannot be reached: its machine has started again")
+            self._lost("cannot be reached: its machine has started again")
         ours = self._head.launch.facts()
         differing = [name for name in ours if here.facts.get(name) != ours[name]]
         differences = [f"{name} is {here.facts.get(name, 'unknown')}, at RANK=0 {ours[name]}" for name in differing]
@@ -106,7 +107,7 @@ class RemoteNode:
         if self.misfit is not None:
             log.warning("%s is refused: %s", self.name, problem)
             self.send(m.Farewell(reason=problem, is_refusal=True))
-            self._went("does not fit", self.misfit)
+            self._lost("does not fit", self.misfit)
             return
         log.info("%s has come", self.name)
         self.is_away.clear()
@@ -114,19 +115,19 @@ class RemoteNode:
         for rank in self.ranks.values():
             self.send(rank.order)
 
-    def _went(self, how: str, error: CallboardError | None = None) -> None:
+    def _lost(self, how: str, error: CallboardError | None = None) -> None:
         self.is_away.set()
         for number in list(self.ranks):
             self.rank_ended(number, how, error)
 
-    def _let_go(self) -> None:
+    def _release(self) -> None:
         if self.is_here and not self._head.is_draining():
             self.send(m.Farewell())
-            self._went("has left: its process was asked to end")
+            self._lost("has left: its process was asked to end")
 
     def _disconnected(self) -> None:
         if self.is_here and not self.link.has_peer:
-            self._went("cannot be reached: its machine has gone")
+            self._lost("cannot be reached: its machine has gone")
 
 
 class Head:
@@ -136,7 +137,8 @@ class Head:
 
     def __init__(self, launch: Launch, config: Config) -> None:
         self.launch = launch
-        self.join_timeout_s = config.placement.join_timeout_s
+        self._settings = MachinesSettings.of(config)
+        self.join_timeout_s = self._settings.join_timeout_s
         self.is_draining: Callable[[], bool] = lambda: False
         self._placement = config.placement
         self._numbers = itertools.count(1)
@@ -146,13 +148,13 @@ class Head:
         """Listen for the nodes.  Raises ConfigError if that cannot be."""
         address = self._address()
         self._context = zmq.Context()
-        self._doorman = Doorman(self._context)
+        self._authenticator = Authenticator(self._context)
         try:
             for number in range(1, self.launch.size):
                 node = RemoteNode(number, self, self._context, self._placement.silence_timeout_s)
                 self._nodes[number] = node
-                keys, client = node_keys(self._placement.cluster_key, number)
-                self._doorman.admit(node.link.name, frozenset((client.own.public,)))
+                keys, client = node_keys(self._settings.cluster_key, number)
+                self._authenticator.admit(node.link.name, frozenset((client.own.public,)))
                 node.link.bind(f"tcp://{address}:{self.launch.port + number}", keys)
                 log.info("%s joins at %s; this process listens on %s", node.name, self.launch.address(number), address)
         except LinkError as error:
@@ -176,7 +178,7 @@ class Head:
     def _close(self) -> None:
         for node in self._nodes.values():
             node.link.close()
-        self._doorman.close()
+        self._authenticator.close()
         self._context.term()
 
     # ---- as ``Machines`` ------------------------------------------------------------------------

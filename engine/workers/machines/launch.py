@@ -11,6 +11,7 @@ import msgspec
 
 from engine.config import Config
 from engine.types.errors import ConfigError
+from engine.workers.machines.settings import MachinesSettings
 from engine.workers.messages import Place
 
 ANYWHERE = ("0.0.0.0", "*")
@@ -86,7 +87,7 @@ def _check(size: int, config: Config) -> None:
             "RANK 0's machine, or 0.0.0.0 for MASTER_ADDR; the process with RANK r joins at PORT + r, so PORT is from "
             f"1 to {MOST_PORTS + 1 - size}"
         )
-    if not placement.cluster_key:
+    if not MachinesSettings.read(placement).cluster_key:
         raise ConfigError(
             f"WORLD_SIZE={size} needs placement.cluster_key, the same secret on every machine: "
             'CALLBOARD_PLACEMENT__CLUSTER_KEY="$(openssl rand -hex 32)"'

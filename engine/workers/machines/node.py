@@ -24,6 +24,7 @@ from engine.workers.linked_worker import KILL_TIMEOUT_S
 from engine.workers.machines import messages as m
 from engine.workers.machines.launch import Launch
 from engine.workers.machines.link import MachineLink, node_keys
+from engine.workers.machines.settings import MachinesSettings
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +33,7 @@ PAUSE_S = 0.5
 MAX_REFUSALS = 3  # in a row; the end of the head looks like one
 
 
-class Node:
+class MachineNode:
     """A node, which downloads a checkpoint of the hub first.  module: what the processes of ranks run."""
 
     def __init__(self, launch: Launch, config: Config, module: str = "engine.workers.executor_main") -> None:
@@ -55,7 +56,7 @@ class Node:
 
         Raises ConfigError if this machine does not fit the head's, EngineDied if the head has failed, or does not
         answer for placement.join_timeout_s."""
-        loop, timeout_s = asyncio.get_running_loop(), self._config.placement.join_timeout_s
+        loop, timeout_s = asyncio.get_running_loop(), MachinesSettings.of(self._config).join_timeout_s
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._leave)
         log.info("%s joins RANK=0 at %s", self._name, self._address)
@@ -75,11 +76,12 @@ class Node:
     async def _attempt(self, timeout_s: float) -> bool:
         """Join, and run ranks for as long as the connection lasts.  Returns whether the head has let us go."""
         placement, context, loop = self._config.placement, zmq.Context(), asyncio.get_running_loop()
+        key = MachinesSettings.of(self._config).cluster_key
         self._over: asyncio.Future[bool] = loop.create_future()
         self._link: MachineLink[m.FromHead] = MachineLink(
             "head", context, m.FromHead, self._take, self._disconnected, silence_s=placement.silence_timeout_s
         )
-        self._link.connect(f"tcp://{self._address}", node_keys(placement.cluster_key, self._launch.index)[1])
+        self._link.connect(f"tcp://{self._address}", node_keys(key, self._launch.index)[1])
         self._link.put(m.NodeHere(facts=self._launch.facts(), problem=self._problem))
         unanswered = loop.call_later(timeout_s, lambda: None if self._is_welcome else self._end(False))
         try:

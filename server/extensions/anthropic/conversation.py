@@ -11,7 +11,7 @@ import msgspec
 from engine.types.errors import FieldError
 from engine.types.prompt import ChatTurn, ToolCall
 from server.extensions.anthropic.requests import BlockBody, BlockSource, CountBody, MessageBody
-from server.openai.conversation import needed, num_answered, told_left_out
+from server.openai.conversation import left_out_note, needed, num_answered
 
 # A line about the client's version and the session, which Claude Code puts in front of its system prompt: in the prompt
 # it would keep sessions from sharing what is cached.
@@ -138,7 +138,7 @@ def _block_text(block: BlockBody, path: str, *, past: bool = False) -> str:
         case "document" if source is not None and source.type == "content":
             text = _nested_text(source.content, f"{path}.source.content", past=past)
             return _titled(text, block.title, block.context)
-    if past and (told := told_left_out(block.type)):
+    if past and (told := left_out_note(block.type)):
         return told
     raise FieldError(
         f"{path}.type",

@@ -50,7 +50,7 @@ class Messages(Endpoint[MessagesBody]):
         answer=MessageObject,
         body=MessagesBody,
         event=MessageEvent,
-        names_events=True,
+        framing="events",
         error=MessageError,
         generates=True,
         span="chat",

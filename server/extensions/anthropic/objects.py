@@ -24,7 +24,7 @@ ERROR_TYPES = {
 }
 
 
-class Event(msgspec.Struct, frozen=True):
+class AnnouncedEvent(msgspec.Struct, frozen=True):
     """An event, which is announced by its ``type``."""
 
     @property
@@ -91,7 +91,7 @@ class MessageErrorDetail(msgspec.Struct, frozen=True):
     message: str
 
 
-class MessageError(Event, frozen=True, kw_only=True, tag_field="type", tag="error"):
+class MessageError(AnnouncedEvent, frozen=True, kw_only=True, tag_field="type", tag="error"):
     """The whole body of an error response, and an event, which names no request."""
 
     error: MessageErrorDetail
@@ -113,13 +113,13 @@ def message_errors(request_id: str) -> ErrorFormat:
 # ---- events ---------------------------------------------------------------------------------
 
 
-class MessageStart(Event, frozen=True, kw_only=True, tag_field="type", tag="message_start"):
+class MessageStart(AnnouncedEvent, frozen=True, kw_only=True, tag_field="type", tag="message_start"):
     """The answer before it has content."""
 
     message: MessageObject
 
 
-class BlockStart(Event, frozen=True, kw_only=True, tag_field="type", tag="content_block_start"):
+class BlockStart(AnnouncedEvent, frozen=True, kw_only=True, tag_field="type", tag="content_block_start"):
     """A block begins, empty."""
 
     index: int
@@ -144,14 +144,14 @@ class InputDelta(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", ta
     partial_json: str
 
 
-class BlockDelta(Event, frozen=True, kw_only=True, tag_field="type", tag="content_block_delta"):
+class BlockDelta(AnnouncedEvent, frozen=True, kw_only=True, tag_field="type", tag="content_block_delta"):
     """More of a block."""
 
     index: int
     delta: TextDelta | ThinkingDelta | InputDelta
 
 
-class BlockStop(Event, frozen=True, kw_only=True, tag_field="type", tag="content_block_stop"):
+class BlockStop(AnnouncedEvent, frozen=True, kw_only=True, tag_field="type", tag="content_block_stop"):
     """A block ends."""
 
     index: int
@@ -164,14 +164,14 @@ class MessageEnd(msgspec.Struct, frozen=True):
     stop_sequence: str | None
 
 
-class MessageDelta(Event, frozen=True, kw_only=True, tag_field="type", tag="message_delta"):
+class MessageDelta(AnnouncedEvent, frozen=True, kw_only=True, tag_field="type", tag="message_delta"):
     """The answer's end and its token counts."""
 
     delta: MessageEnd
     usage: MessageUsage
 
 
-class MessageStop(Event, frozen=True, kw_only=True, tag_field="type", tag="message_stop"):
+class MessageStop(AnnouncedEvent, frozen=True, kw_only=True, tag_field="type", tag="message_stop"):
     """No more events come."""
 
 

@@ -25,7 +25,7 @@ from server.extensions.batches.table import OK, BatchTable
 from server.extensions.storage.pace import Pace
 from server.extensions.storage.store import TRY_AGAIN_S
 from server.extensions.storage.unattended import ACCOUNT, unhurried, until_taken
-from server.generate.generation import Origin
+from server.generate.generation import ResumePoint
 from server.generate.route import GenerateRoute
 from server.http.exchange import Exchange
 from server.http.replies import as_request_error, error_body
@@ -164,7 +164,7 @@ class BatchRunner:
         output = OutputLine(id=_line_name(origin), custom_id=line.custom_id, response=response)
         await self._table.answered(owner, batch.id, line.number, status, msgspec.json.encode(output))
 
-    async def _attempt(self, exchange: Exchange, owner: str, endpoint: str, body: bytes, origin: Origin) -> object:
+    async def _attempt(self, exchange: Exchange, owner: str, endpoint: str, body: bytes, origin: ResumePoint) -> object:
         route = self._routes[endpoint]
 
         def new_client() -> ClientRequest:
@@ -176,12 +176,12 @@ class BatchRunner:
         )
 
 
-def _origin(batch: BatchObject, number: int) -> Origin:
+def _origin(batch: BatchObject, number: int) -> ResumePoint:
     """Returns what a line's answer is named and drawn by, the same whenever it runs."""
     digest = hashlib.blake2b(f"{batch.id} {number}".encode(), digest_size=24).digest()
     seed = int.from_bytes(digest[16:], "little") & MAX_SEED
-    return Origin(key=uuid.UUID(bytes=digest[:16]), created=batch.created_at, seed=seed)
+    return ResumePoint(key=uuid.UUID(bytes=digest[:16]), created=batch.created_at, seed=seed)
 
 
-def _line_name(origin: Origin) -> str:
+def _line_name(origin: ResumePoint) -> str:
     return f"batch_req_{origin.key.hex}"

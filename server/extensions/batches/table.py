@@ -45,7 +45,7 @@ NOT_RUN = {
 }
 
 
-class Entry(msgspec.Struct, frozen=True):
+class BatchEntry(msgspec.Struct, frozen=True):
     """A batch as its table has it."""
 
     owner: str
@@ -83,7 +83,7 @@ class BatchTable:
                 "INSERT INTO batches (id, owner, status, created_at, input_file_id, body) VALUES (?, ?, ?, ?, ?, ?)",
                 (batch.id, owner, batch.status, batch.created_at, batch.input_file_id, msgspec.json.encode(batch)),
             )
-            check_quota(connection, self._store.section, owner)
+            check_quota(connection, self._store.settings, owner)
 
         await self._store.run(work)
 
@@ -128,7 +128,7 @@ class BatchTable:
         query = f"SELECT id FROM batches WHERE status IN ({marks}) ORDER BY created_at, id"
         return await self._store.insist(lambda connection: [one for (one,) in connection.execute(query, ACTIVE)])
 
-    async def entry(self, batch_id: str) -> Entry:
+    async def entry(self, batch_id: str) -> BatchEntry:
         """A batch, whosever it is."""
         return await self._store.insist(lambda connection: _find(connection, batch_id))
 
@@ -160,7 +160,7 @@ class BatchTable:
 
         def read(connection: Connection) -> None:
             _insert(connection, batch.id, reader, reader.read(LINES_AT_ONCE))
-            check_quota(connection, self._store.section, owner)
+            check_quota(connection, self._store.settings, owner)
 
         def end(connection: Connection) -> BatchObject:
             now = _find(connection, batch.id).batch
@@ -172,7 +172,7 @@ class BatchTable:
                 now = structs.replace(now, errors=LineErrors(reader.errors))
                 failed = _change(connection, now, "failed", self.now())
                 try:
-                    check_quota(connection, self._store.section, owner)
+                    check_quota(connection, self._store.settings, owner)
                 except RequestError:  # the first of them says what is wrong
                     now = structs.replace(now, errors=LineErrors(reader.errors[:1]))
                     failed = _change(connection, now, "failed", self.now())
@@ -233,7 +233,7 @@ class BatchTable:
             ).rowcount
             column = "completed" if status == OK else "failed"
             connection.execute(f"UPDATE batches SET {column} = {column} + ? WHERE id = ?", (changed, batch_id))
-            check_quota(connection, self._store.section, owner)
+            check_quota(connection, self._store.settings, owner)
 
         await self._store.insist(work, gives_up=True)
 
@@ -333,7 +333,7 @@ def _insert(connection: Connection, batch_id: str, reader: LineReader, lines: Se
             reader.wrong("duplicate_custom_id", reason, line.number, "custom_id")
 
 
-def _find(connection: Connection, batch_id: str, owner: str | None = None) -> Entry:
+def _find(connection: Connection, batch_id: str, owner: str | None = None) -> BatchEntry:
     """Raises RequestError (404) for a batch that is not there, or not ``owner``'s."""
     row = connection.execute(
         f"SELECT {COLUMNS} FROM batches WHERE id = ? AND (? IS NULL OR owner = ?)", (batch_id, owner, owner)
@@ -343,10 +343,12 @@ def _find(connection: Connection, batch_id: str, owner: str | None = None) -> En
     return _entry(row)
 
 
-def _entry(row: tuple[str, str, Status, int, int, int, bytes]) -> Entry:
+def _entry(row: tuple[str, str, Status, int, int, int, bytes]) -> BatchEntry:
     _, owner, status, total, completed, failed, body = row
     batch = msgspec.json.decode(body, type=BatchObject)
-    return Entry(owner, structs.replace(batch, status=status, request_counts=RequestCounts(total, completed, failed)))
+    return BatchEntry(
+        owner, structs.replace(batch, status=status, request_counts=RequestCounts(total, completed, failed))
+    )
 
 
 def _change(connection: Connection, batch: BatchObject, status: Status, now: int) -> BatchObject:

@@ -14,7 +14,7 @@ import aiohttp
 import msgspec
 
 from engine.types.errors import ConfigError
-from server.extensions.bench.loads import Turn
+from server.extensions.bench.loads import LoadTurn
 
 MAX_ERROR_BYTES = 1 << 16
 DONE = b"[DONE]"
@@ -99,7 +99,7 @@ class Client:
         except (msgspec.DecodeError, LookupError, TypeError):
             raise ConfigError(f"{url} lists no model; name one with --model") from None
 
-    async def ask(self, said: list[dict[str, str]], turn: Turn, record: Record) -> str:
+    async def ask(self, said: list[dict[str, str]], turn: LoadTurn, record: Record) -> str:
         """Send a turn behind what was said before, fill in the record, and return the answer.
 
         Never raises for what the server or the network does: that is the record's error."""
@@ -116,7 +116,7 @@ class Client:
         record.e2e_s = time.perf_counter() - began
         return "".join(pieces)
 
-    def _body(self, said: list[dict[str, str]], turn: Turn) -> bytes:
+    def _body(self, said: list[dict[str, str]], turn: LoadTurn) -> bytes:
         asked: dict[str, Any] = {"model": self.target.model, "max_tokens": turn.max_tokens, "temperature": 0}
         asked |= {"stream": True, "stream_options": {"include_usage": True}, **self.target.fields}
         if self.target.chat:

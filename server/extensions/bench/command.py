@@ -106,7 +106,7 @@ def _fields(parsed: Namespace) -> dict[str, Any]:
 def _load(parsed: Namespace) -> "list[Conversation]":
     import numpy as np
 
-    from server.extensions.bench.loads import Sizes, arrivals, draw, due, read_trace
+    from server.extensions.bench.loads import LoadSizes, arrivals, draw, due, read_trace
 
     rng = np.random.default_rng(parsed.seed)
     if parsed.turns > 1 and parsed.endpoint != "chat":
@@ -117,7 +117,7 @@ def _load(parsed: Namespace) -> "list[Conversation]":
         if parsed.rate is not None:
             raise ConfigError("--rate and --trace both say when requests are sent; give one of them")
         return read_trace(parsed.trace, rng)
-    sizes = Sizes(parsed.prompt, parsed.output, parsed.variation, parsed.prefix, parsed.groups, parsed.turns)
+    sizes = LoadSizes(parsed.prompt, parsed.output, parsed.variation, parsed.prefix, parsed.groups, parsed.turns)
     load = draw(parsed.requests, sizes, rng)
     return load if parsed.rate is None else due(load, arrivals(len(load), parsed.rate, parsed.burst, rng))
 

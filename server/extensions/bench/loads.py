@@ -24,7 +24,7 @@ WORDS = TEXT.split()
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class LoadTurn:
     """The words of a user, and the most tokens of the answer."""
 
     text: str
@@ -36,12 +36,12 @@ class Conversation:
     """Turns, each of which is sent with all before it and their answers.  due_s: after the run's begin; 0 if as soon
     as there is room."""
 
-    turns: tuple[Turn, ...]
+    turns: tuple[LoadTurn, ...]
     due_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
-class Sizes:
+class LoadSizes:
     """The lengths of a random load, in words.
 
     variation: lengths are between (1 - it) and (1 + it) times what is given.
@@ -56,7 +56,7 @@ class Sizes:
     turns: int = 1
 
 
-def draw(count: int, sizes: Sizes, rng: np.random.Generator) -> list[Conversation]:
+def draw(count: int, sizes: LoadSizes, rng: np.random.Generator) -> list[Conversation]:
     """So many random conversations, all due at once."""
     prefixes = [_words(sizes.prefix, rng) for _ in range(sizes.groups)]
     conversations = []
@@ -65,7 +65,7 @@ def draw(count: int, sizes: Sizes, rng: np.random.Generator) -> list[Conversatio
         turns = []
         for number in range(sizes.turns):
             words = [*(prefix if number == 0 else ()), *_words(_vary(sizes.prompt, sizes, rng), rng)]
-            turns.append(Turn(" ".join(words), _vary(sizes.output, sizes, rng)))
+            turns.append(LoadTurn(" ".join(words), _vary(sizes.output, sizes, rng)))
         conversations.append(Conversation(tuple(turns)))
     return conversations
 
@@ -74,7 +74,7 @@ def _words(count: int, rng: np.random.Generator) -> list[str]:
     return [WORDS[index] for index in rng.integers(len(WORDS), size=count)]
 
 
-def _vary(length: int, sizes: Sizes, rng: np.random.Generator) -> int:
+def _vary(length: int, sizes: LoadSizes, rng: np.random.Generator) -> int:
     return max(1, round(length * float(rng.uniform(1 - sizes.variation, 1 + sizes.variation))))
 
 
@@ -107,7 +107,7 @@ def read_trace(path: Path, rng: np.random.Generator) -> list[Conversation]:
     if not lines:
         raise ConfigError(f"the trace {path} has no requests; it needs a JSON object on each line")
     begin = min(line.time for line in lines)
-    found = [Conversation((Turn(_prompt_of(line, rng), line.max_tokens),), line.time - begin) for line in lines]
+    found = [Conversation((LoadTurn(_prompt_of(line, rng), line.max_tokens),), line.time - begin) for line in lines]
     return sorted(found, key=lambda one: one.due_s)
 
 

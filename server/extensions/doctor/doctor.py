@@ -10,51 +10,39 @@ import platform
 import shutil
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Literal
 
 from rich.console import Console
 
 from engine.checkpoints.checkpoint import ModelSpec, is_hub_id, resolve_checkpoint
 from engine.checkpoints.gguf import stored_tensors
 from engine.config import Config
-from engine.features.lora.files import adapter_rules
 from engine.host.memory import available_bytes
 from engine.plugins.families import read_model
+from engine.plugins.kinds import GRAMMAR, named
 from engine.settings.own_kernels import missing_for_flashinfer, missing_for_triton
 from engine.text.codec import Formats, load_codec
 from engine.types.errors import CallboardError, ConfigError
 from server.http.connection import require_c_parser
 from server.http.listener import bind
-
-Verdict = Literal["good", "note", "bad"]
+from server.run.extension import find_extensions
+from server.run.finding import Finding, Verdict
 
 OLDEST_PYTHON = (3, 11)
 REQUIRED = ("aiohttp", "msgspec", "numpy", "pluggy", "prometheus-client", "safetensors", "tokenizers", "uvloop")
 ATTENTION_PACKAGES = {"flashinfer": "flashinfer-python", "flash_attn": "flash-attn", "triton": "triton"}
-TRACING = "opentelemetry.exporter.otlp.proto.http"
 GIB = 1 << 30
 COLOURS: dict[Verdict, str] = {"good": "green", "note": "yellow", "bad": "red"}
 FEW_FILES = 4096
 
 
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """One thing that was looked at.  found: what is there.  advice: what to do, unless it is good."""
-
-    what: str
-    verdict: Verdict
-    found: str
-    advice: str = ""
-
-
 def examine(config: Config) -> list[Finding]:
     """Returns the findings of every check, in the order in which a start would meet them."""
     findings: list[Finding] = []
-    for check in (_python, _packages, _http, _torch, _plugins, _machine, _limits, _port, _storage, _model, _options):
+    checks = (_python, _packages, _http, _torch, _plugins, _machine, _limits, _port, _storage, _model)
+    for check in (*checks, _extensions, _options):
         findings += check(config)
     return findings
 
@@ -166,7 +154,7 @@ def _plugins(config: Config) -> Iterator[Finding]:
         if row.chosen and row.hindrances:
             reasons = "; ".join(row.hindrances)
             what, advice = f"plugin {row.info.name}", "choose another one: `callboard plugins`"
-            if row.info.kind == "grammar" and config.plugins.grammar == "auto":
+            if row.info.kind == GRAMMAR and named(config.plugins, GRAMMAR) == "auto":
                 advice = f"requests with a grammar will be refused: pip install {row.info.short}"
                 yield Finding(what, "note", reasons, advice)
             else:
@@ -218,8 +206,6 @@ def _port(config: Config) -> Iterator[Finding]:
 def _storage(config: Config) -> Iterator[Finding]:
     folder = Path(config.storage.folder).absolute()
     if not config.storage.folder:
-        if config.storage.journal_streams:
-            yield Finding("storage", "bad", "storage.journal_streams has no folder", "set storage.folder")
         return
     there = next(one for one in (folder, *folder.parents) if one.exists())
     if there.is_dir() and os.access(there, os.W_OK | os.X_OK):
@@ -242,8 +228,6 @@ def _model(config: Config) -> Iterator[Finding]:
         yield Finding("model", "bad", path, str(error))
         return
     yield Finding("model", "good", f"{directory}: {spec.architecture}, up to {spec.max_len} tokens")
-    if config.lora.folder:
-        yield _adapters(spec, config)
     yield _weights(spec, config)
     yield from _tokenizer(spec, config)
 
@@ -265,22 +249,13 @@ def _tokenizer(spec: ModelSpec, config: Config) -> Iterator[Finding]:
         return Formats()
 
     try:
-        load_codec(config.model, spec.directory, note, spec.pooling)
+        load_codec(config.model, spec.directory, note, spec.use)
     except CallboardError as error:
         advice = f"{error}; set model.tokenizer, or 'none' for ids only"
         yield Finding("tokenizer", "bad", "it cannot be read", advice)
         return
-    if not any(templates) and spec.pooling.kind == "generate":
+    if not any(templates) and spec.use.kind == "generate":
         yield Finding("chat template", "note", "none", "/v1/chat/completions will refuse; completions work")
-
-
-def _adapters(spec: ModelSpec, config: Config) -> Finding:
-    lora = config.lora
-    try:
-        rules = adapter_rules(spec.shape, lora.folder, lora.max_rank, config.model.numerics)
-    except ConfigError as error:
-        return Finding("adapters", "bad", "a start refuses them", str(error))
-    return Finding("adapters", "good", f"served from {rules.folder}")
 
 
 def _room_for(spec: ModelSpec, config: Config) -> Finding:
@@ -300,16 +275,12 @@ def _room_for(spec: ModelSpec, config: Config) -> Finding:
     return Finding("weights", "good", found)
 
 
+def _extensions(config: Config) -> Iterator[Finding]:
+    for one in find_extensions():
+        yield from one.findings(config)
+
+
 def _options(config: Config) -> Iterator[Finding]:
-    if config.server.traces and not _installed(TRACING):
-        yield Finding("traces", "bad", f"{TRACING} is not installed", "pip install 'callboard[otel]'")
     if not config.server.needs_key:
         advice = "all that can reach the port may use the model; set server.api_key or server.key_file"
         yield Finding("API key", "note", "none", advice)
-
-
-def _installed(module: str) -> bool:
-    try:
-        return find_spec(module) is not None
-    except ModuleNotFoundError:
-        return False

@@ -14,7 +14,7 @@ from typing import Literal
 import msgspec
 from aiohttp import web
 
-from engine.features.explain.explanation import Explained, Part, PartName
+from engine.features.explain.explanation import Explained, PartName, TimeShare
 from engine.features.explain.watcher import asked_for, explained_in
 from engine.messages import Finish
 from engine.types.errors import RequestError
@@ -139,11 +139,11 @@ def explained(
     parts.add("accepting", exchange.received_at, "It was there, and the server's event loop was busy with others.")
     missed: list[MissedBody] = []
     if last is None:
-        _tell_way_in(parts, one, one.choices[-1][1])
+        _add_way_in(parts, one, one.choices[-1][1])
         parts.add("unknown", until, "The engine knows nothing of it: it was refused there, or is forgotten.")
     else:
-        _tell_way_in(parts, one, opened_at[last.request_id])
-        _tell(parts, last, exchange.waits, names, max_running)
+        _add_way_in(parts, one, opened_at[last.request_id])
+        _add_life(parts, last, exchange.waits, names, max_running)
         missed = [
             MissedBody(id=names.get(who), number=who if who in names else None, pages=count)
             for who, count in last.missed.items()
@@ -200,14 +200,14 @@ class _Parts:
         self.parts.append(part)
 
 
-def _tell_way_in(parts: _Parts, one: ClientRequest, opened_at: float) -> None:
+def _add_way_in(parts: _Parts, one: ClientRequest, opened_at: float) -> None:
     if one.exchange.was_received:
         parts.add("receiving", opened_at, "Its headers and its body were read and checked.")
         return
     parts.add("waiting", opened_at, "It was there before the engine was, or before the engine had room for it.")
 
 
-def _tell(
+def _add_life(
     parts: _Parts,
     told: Explained,
     waits: tuple[tuple[float, float], ...],
@@ -233,7 +233,7 @@ def _tell(
     parts.add("delivery", float("inf"), "Its last tokens became text and went out.")
 
 
-def _sentence(part: Part, told: Explained, others: str, max_running: int) -> str:
+def _sentence(part: TimeShare, told: Explained, others: str, max_running: int) -> str:
     """Returns what the numbers of an engine's part say."""
     reasons = part.reasons
     match part.name:

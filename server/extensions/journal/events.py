@@ -8,6 +8,7 @@ from collections.abc import Iterable
 import msgspec
 from aiohttp import web
 
+from server.http.operation import Framing
 from server.http.sse import EventStream, Ping
 
 
@@ -16,8 +17,8 @@ class NumberedEvents(EventStream):
 
     num_known: how many it has, which are left out.  num_events: how many there were, with those."""
 
-    def __init__(self, request: web.Request, *, named: bool, ping: Ping, stream_id: str, num_known: int) -> None:
-        super().__init__(request, named=named, ping=ping)
+    def __init__(self, request: web.Request, *, framing: Framing, ping: Ping, stream_id: str, num_known: int) -> None:
+        super().__init__(request, framing=framing, ping=ping)
         self.num_events = 0
         self._prefix = b"id: %b:" % stream_id.encode()
         self._num_known = num_known

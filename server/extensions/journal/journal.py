@@ -25,7 +25,7 @@ import msgspec
 
 from engine.types.errors import ConfigError
 from server.extensions.journal.records import Accepted, Ended, Record, decode, encode
-from server.extensions.journal.segments import Segments
+from server.extensions.journal.segments import JournalSegments
 
 log = logging.getLogger(__name__)
 
@@ -95,7 +95,7 @@ class Journal:
         self._moving_bytes = 0
         self._timer: asyncio.TimerHandle | None = None
         self._homes: dict[int, dict[int, Entry]] = {}
-        self._segments = Segments(folder)
+        self._segments = JournalSegments(folder)
         try:
             self._recover()
             self._segments.begin()

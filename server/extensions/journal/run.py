@@ -19,7 +19,7 @@ from server.clients import ClientRequest
 from server.extensions.journal.journal import Entry, Journal
 from server.extensions.journal.records import Accepted, Delivered, Ended, Failure, decode
 from server.generate.endpoint import Endpoint
-from server.generate.generation import Generation, Origin, Told
+from server.generate.generation import DeliveredChoice, Generation, ResumePoint
 from server.generate.output import UsageCounter
 from server.generate.route import ENDS_HERE_ONLY, Choices, Item
 from server.http.replies import as_request_error
@@ -68,7 +68,7 @@ class Run:
         self.accepted = accepted
         self.route = route
         self.body = body
-        self.generation = msgspec.structs.replace(generation, origin=Origin(accepted.key, accepted.created))
+        self.generation = msgspec.structs.replace(generation, origin=ResumePoint(accepted.key, accepted.created))
         self.num_written = 0
         self.ended = False
         self.ended_at = 0.0
@@ -148,7 +148,7 @@ class Run:
 
     async def _open(self) -> Choices:
         """Returns the choices, in the engine.  Raises RequestError; what an earlier server took waits for its turn."""
-        told = {index: Told(bytes(one.tokens), ended=one.ended) for index, one in self._told.items()}
+        told = {index: DeliveredChoice(bytes(one.tokens), ended=one.ended) for index, one in self._told.items()}
         origin = msgspec.structs.replace(self.generation.origin, seed=self.accepted.seed, told=told)
         generation = msgspec.structs.replace(self.generation, origin=origin)
         while True:

@@ -43,7 +43,7 @@ def frame_of(records: Sequence[bytes]) -> bytes:
     return frame(ARRAY.pack(ARRAY_MARK, len(records)) + b"".join(records))
 
 
-class Segments:
+class JournalSegments:
     """The files of a folder, of which the last one is written to.
 
     sizes: number of each file that records may still be needed of -> its bytes."""

@@ -22,12 +22,13 @@ from aiohttp import web
 from engine.actors.admission import unavailable
 from engine.settings.sections import StorageSection
 from engine.types.errors import ConfigError, RequestError
-from server.backend import Stream
+from server.backend import EngineStream
 from server.clients import CLIENT, Clients
 from server.extensions.journal.events import NumberedEvents
 from server.extensions.journal.journal import Entry, Journal
 from server.extensions.journal.records import Accepted, decode
 from server.extensions.journal.run import TAKEN, Route, Run
+from server.extensions.journal.settings import JournalSettings
 from server.generate.generation import Generation, new_seed
 from server.generate.output import UsageCounter
 from server.generate.route import ENDS_HERE_ONLY, send_all
@@ -49,13 +50,14 @@ def open_streams(
     storage: StorageSection, clients: Clients, keys: Keys | None, model: Callable[[], str]
 ) -> "Streams | None":
     """Returns the journaled streams, if they are configured.  Raises ConfigError for a folder that cannot be used."""
-    if not storage.journal_streams:
+    settings = JournalSettings.read(storage)
+    if not settings.journal_streams:
         return None
     if not storage.folder:
         raise ConfigError("storage.journal_streams=true needs a folder for the journal: set storage.folder")
     folder = Path(storage.folder).expanduser() / FOLDER
-    journal = Journal(folder, fsync=storage.fsync, most_bytes=storage.journal_mb << 20)
-    return Streams(journal, clients, keys, rejoin_s=storage.rejoin_s, model=model)
+    journal = Journal(folder, fsync=settings.fsync, most_bytes=settings.journal_mb << 20)
+    return Streams(journal, clients, keys, rejoin_s=settings.rejoin_s, model=model)
 
 
 async def no_streams(request: web.Request) -> web.StreamResponse:
@@ -99,10 +101,10 @@ class Streams:
             if (run.accepted.path, run.accepted.body) != (path, body):
                 reason = "the stream that Last-Event-ID names answers another request; send the body as it was"
                 raise RequestError(reason, status=409, code="stream_mismatch")
-            return await self._tell(request, run, num_events)
+            return await self._send_on(request, run, num_events)
         if not self._journal.takes(len(body)):
             return None
-        return await self._tell(request, self._begin(request, body, understood), 0)
+        return await self._send_on(request, self._begin(request, body, understood), 0)
 
     @operation(
         "GET",
@@ -121,7 +123,7 @@ class Streams:
             named, num_events = _read_event_id(given)
             if named != stream_id:
                 raise RequestError("Last-Event-ID is of another stream than the path names", param=LAST_EVENT_ID)
-        return await self._tell(request, *self._find(request, stream_id, num_events))
+        return await self._send_on(request, *self._find(request, stream_id, num_events))
 
     def gauges(self) -> Iterable[tuple[str, str, float]]:
         """Give what operators look at: name, meaning, value."""
@@ -155,7 +157,7 @@ class Streams:
         accepted: Accepted,
         given: Exchange,
         understood: tuple[Any, Generation],
-        opened: Callable[[Stream], None] | None = None,
+        opened: Callable[[EngineStream], None] | None = None,
     ) -> Run:
         """Add a run.  given: what is known of the request.  Its run has one of its own, which ends with the run."""
         route, (body, generation) = self.routes[accepted.path], understood
@@ -183,13 +185,13 @@ class Streams:
             )
         return run, num_events
 
-    async def _tell(self, request: web.Request, run: Run, num_events: int) -> web.StreamResponse:
+    async def _send_on(self, request: web.Request, run: Run, num_events: int) -> web.StreamResponse:
         route, body, generation = run.route, run.body, run.generation
         usage = UsageCounter(generation)
         writer = route.endpoint.writer(body, generation, usage)
         events = NumberedEvents(
             request,
-            named=route.endpoint.operation.names_events,
+            framing=route.endpoint.operation.framing,
             ping=route.ping,
             stream_id=run.accepted.stream_id,
             num_known=num_events,

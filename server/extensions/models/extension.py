@@ -14,7 +14,8 @@ class ModelsExtension(Extension):
             return None
         from server.extensions.models.front import serve_several
 
-        return Serving(lambda: serve_several(config), "several models", tuple(one.config for one in config.models))
+        configs = (config, *(one.config for one in config.models))
+        return Serving(lambda: serve_several(config), "several models", configs)
 
 
 EXTENSION = ModelsExtension()

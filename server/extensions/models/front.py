@@ -20,9 +20,10 @@ from engine.settings.sections import ServerSection
 from engine.types.errors import ConfigError
 from server.access import check_access
 from server.clients import Rates
-from server.extensions.models.model import Model
+from server.extensions.models.model import ModelReplica
 from server.extensions.models.models import Models
 from server.extensions.models.routes import ModelsRoutes, counts
+from server.extensions.models.settings import ModelsSettings
 from server.http.connection import HttpRunner
 from server.http.exchange import Traffic, note_route
 from server.http.listener import bind, url_of
@@ -35,7 +36,7 @@ from server.operators.administration import AdministrationRoutes
 from server.operators.metrics import MetricsRoute
 from server.operators.settings import SettingsRoutes, refuse_settings
 from server.operators.site import Site
-from server.operators.status import Load, StatusRoutes
+from server.operators.status import ServerLoad, StatusRoutes
 from server.proxy.administration import FleetAdministration
 from server.proxy.affinity import PrefixAffinity
 from server.proxy.observation import Observation
@@ -61,10 +62,10 @@ async def _serve(config: SeveralModels, listener: socket.socket) -> None:
     """Serve until SIGTERM or SIGINT: open requests go on for up to ``drain_timeout_s``, then the models end.
 
     Raises ConfigError for a model that cannot be one of several."""
-    told_to_stop = listen_for_signals(partial(log.info, "SIGHUP: several models go on as they were started"))
+    stop_requested = listen_for_signals(partial(log.info, "SIGHUP: several models go on as they were started"))
     async with fronting(config, listener) as (routes, models):
         starting = asyncio.create_task(start(routes, models))
-        await told_to_stop.wait()
+        await stop_requested.wait()
         starting.cancel()
         log.info("draining: %d requests are open, up to %g s", models.num_open, config.server.drain_timeout_s)
         routes.is_leaving = True
@@ -88,12 +89,10 @@ async def fronting(config: SeveralModels, listener: socket.socket) -> AsyncItera
             raise ConfigError(
                 f"[[models]] {one.table.name}: placement.ingress = 'process': it has its HTTP with it here"
             )
-    if config.lora.folder:
-        raise ConfigError(f"lora.folder={config.lora.folder}: adapters are of one model, and this file has [[models]]")
     server = config.server
     read_keys(server)  # a file that cannot be used is said before a model is loaded
     async with new_session() as session, AsyncExitStack() as stack:
-        models = Models([Model(one) for one in config.models], server.models_memory_mb << 20)
+        models = Models([ModelReplica(one) for one in config.models], ModelsSettings.of(config).models_memory_mb << 20)
         rates, affinity = Rates(config.limits), PrefixAffinity()
         # As long as its requests may wait for a model, a stream does whose model is loaded again.
         patience_s = config.limits.first_token_timeout_s or config.limits.request_timeout_s
@@ -113,7 +112,7 @@ def _application(
     observation = Observation(models, session, lambda: counts(models))
     administration = FleetAdministration(server, models, session)
 
-    async def tell_version(request: web.Request) -> web.Response:
+    async def answer_version(request: web.Request) -> web.Response:
         return json_reply({"version": version})
 
     async def load(request: web.Request) -> web.StreamResponse:
@@ -122,12 +121,12 @@ def _application(
             return await routes.look(request)
         if any(one.is_ready for one in models.all):
             return await observation.stats(request)
-        return json_reply(Load(models.num_open, 0, models.num_open))
+        return json_reply(ServerLoad(models.num_open, 0, models.num_open))
 
     own: tuple[tuple[Callable[..., Any], Handler], ...] = (
         (StatusRoutes.health, routes.health),
         (StatusRoutes.ready, routes.ready),
-        (StatusRoutes.version, tell_version),
+        (StatusRoutes.version, answer_version),
         (StatusRoutes.load, load),
         (ModelRoutes.all, routes.list),
         (ModelRoutes.one, routes.one),

@@ -1,24 +1,30 @@
 """One of several models: its process, and what is known of it while it has none.
 
-Owns: how the process is started, found dead and ended; the model's state.
+Owns: the model's state, and its process as a group of one worker.
 Does not know: when it is loaded or unloaded, and what wants it (``models.py``); what requests say.
 """
 
 import asyncio
 import logging
-import os
+import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 import msgspec
 
 from engine.config import Config, ServedModel
-from engine.host.logs import LogSettings
 from engine.host.memory import resident_bytes
+from engine.messages import Stop
 from engine.types.errors import CallboardError, RequestError
 from engine.workers.child import Child
-from server.extensions.models.model_process import ModelTicket, Report
+from engine.workers.group import Owner, WorkerGroup, WorkerSlot, one_for_one
+from engine.workers.limits import Patience, RestartIntensity
+from engine.workers.messages import WorkerReady
+from engine.workers.placement import assignment_basics, start_child
+from engine.workers.worker import Reports, Worker, WorkerLost
+from server.extensions.models.model_process import CAPACITY, ModelAssignment, ModelLoaded
 from server.http.listener import bind, url_of
 from server.model_card import ModelCard
 from server.proxy.replica import Replica, State, unavailable
@@ -27,18 +33,19 @@ log = logging.getLogger(__name__)
 
 MODULE = "server.extensions.models.model_process"
 LOOPBACK = "127.0.0.1"
-END_TIMEOUT_S = 10.0  # for a process that was let go of, with nothing open
+END_TIMEOUT_S = 10.0  # for a process that was stopped, with nothing open
 # A connection that broke may be that of a process that has just died, which the kernel reports a moment later.
 DEATH_SHOWS_WITHIN_S = 0.5
 WEIGHTS = (".safetensors", ".gguf")
 
 
-class Model(Replica):
+class ModelReplica(Replica, Owner[ModelLoaded, Stop]):
     """A model that is loaded (READY), being loaded (STARTING), being unloaded (DRAINING) or not loaded (STOPPED).
 
     num_wanted: requests that run, or wait for the load.  last_used: when the last of them ended.
     card: as of the last load.  refusal: of requests for a while, since it could not be loaded.
-    changed: called when it has become another state.  bring: called to have it loaded.  Both are set by its owner."""
+    changed: called when it has become another state.  bring: called to have it loaded.  Both are set by its owner.
+    pid: of its last process."""
 
     def __init__(self, served: ServedModel, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__(served.table.name, state=State.STOPPED)
@@ -57,8 +64,10 @@ class Model(Replica):
         self._clock = clock
         self._path = Path(served.config.model.path)
         self._config = _for_process(served.config)
-        self._child: Child | None = None
-        self._ended_because = ""
+        self._group: WorkerGroup[ModelLoaded, Stop] | None = None
+        self._running: asyncio.Task[None] | None = None
+        self._loaded = asyncio.Event()
+        self.pid = 0
         self._measured = 0
 
     @property
@@ -76,63 +85,104 @@ class Model(Replica):
     async def load(self) -> None:
         """Start its process, and wait until that is ready.  Raises CallboardError, with the reason, if it ends."""
         started = self._clock()
-        reading, writing = os.pipe()
-        try:
-            with bind(LOOPBACK, 0) as listener:
-                url = url_of(listener)
-                ticket = ModelTicket(self._config, listener.fileno(), writing, os.getpid(), LogSettings.here())
-                self._child = child = Child(
-                    MODULE, ticket, lambda reason: self._ended(child, reason), (listener.fileno(), writing)
-                )
-        except BaseException:
-            os.close(reading)
-            raise
-        finally:
-            os.close(writing)
+        self._loaded.clear()
+        self._group = WorkerGroup[ModelLoaded, Stop](
+            self,
+            [self.name],
+            one_for_one,
+            lambda: nullcontext(self._start),
+            intensity=RestartIntensity(0, math.inf),  # the next request loads it again, if there is room
+            patience=Patience(silence_s=self._config.placement.silence_timeout_s),
+        )
+        running = self._running = asyncio.create_task(self._group.run(), name=f"process of {self.name}")
+        running.add_done_callback(self._ended)
+        loaded = asyncio.create_task(self._loaded.wait())
         self._set(State.STARTING)
-        log.info("process %d loads %s", child.pid, self.name)
         try:
-            report = await _report(reading)
-        except BaseException:
-            child.kill()
-            raise
-        if report.card is None:
-            if not await child.wait(END_TIMEOUT_S):
-                child.kill()
-                await child.wait(END_TIMEOUT_S)
-            reason = report.failure or f"its process {self._ended_because}"
-            raise CallboardError(reason.replace(str(self._path), self.name))
-        self.card, self.url = report.card, url
-        self.num_loads += 1
-        self.load_s = self._clock() - started
-        self.last_used = self._clock()
-        if child.alive:
-            self._set(State.READY)
-            log.info("%s is ready after %.1f s", self.name, self.load_s)
+            await asyncio.wait((running, loaded), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            loaded.cancel()
+            if not self._loaded.is_set():
+                self._group.stop()
+                await self.unloaded()
+        if self._loaded.is_set():
+            self.load_s = self._clock() - started
+            return
+        try:
+            running.result()
+        except CallboardError as error:
+            raise CallboardError(str(error).replace(str(self._path), self.name)) from None
+
+    def _start(self, slot: WorkerSlot[ModelLoaded, Stop], reports: Reports[ModelLoaded]) -> Worker[Stop]:
+        with bind(LOOPBACK, 0) as listener:
+            number, url = listener.fileno(), url_of(listener)
+            worker = start_child(
+                slot,
+                reports,
+                assignment=ModelAssignment(**assignment_basics(self._config, CAPACITY), listener=number),
+                module=MODULE,
+                where="unix",
+                accepts=ModelLoaded,
+                capacity=CAPACITY,
+                keep=(number,),
+                end_timeout_s=END_TIMEOUT_S,
+            )
+        assert isinstance(worker.process, Child)
+        self.url, self.pid = url, worker.process.pid
+        log.info("process %d loads %s", self.pid, self.name)
+        return worker
 
     def unload(self) -> None:
         """Let its process end, which gives back all of its memory; ``unloaded`` waits for that."""
-        assert self._child is not None
+        assert self._group is not None
         assert not self.num_wanted or self.server_leaves, f"{self.name} is in use"
         log.info("%s is unloaded: it takes %d MB", self.name, self.num_bytes >> 20)
         self._set(State.DRAINING)
-        self._child.let_go()
+        self._group.stop()
 
     async def unloaded(self) -> None:
         """Wait until it has no process."""
-        if self._child is not None and not await self._child.wait(END_TIMEOUT_S):
-            log.warning("%s does not end by itself", self.name)
-            self._child.kill()
-            await self._child.wait(END_TIMEOUT_S)
+        if self._running is not None:
+            await asyncio.wait((self._running,))
 
     async def settle(self) -> None:
         """Wait until it is known whether its process runs: of one that was lost or is being ended."""
-        if self._child is None or self.state is State.READY:
+        if self._running is None:
             return
         if self.state is State.DRAINING:
             await self.unloaded()
-        elif self.state is State.STARTING and not await self._child.wait(DEATH_SHOWS_WITHIN_S):
-            self._set(State.READY)
+        elif self.state is State.STARTING:
+            await asyncio.wait((self._running,), timeout=DEATH_SHOWS_WITHIN_S)
+            if not self._running.done():
+                self._set(State.READY)
+
+    # ---- as the owner of its process --------------------------------------------------------
+
+    def take(self, slot: WorkerSlot[ModelLoaded, Stop], message: ModelLoaded) -> None:
+        """Keep the card of the model that has been loaded."""
+        self.card = message.card
+
+    def on_ready(self, slots: Sequence[WorkerSlot[ModelLoaded, Stop]], ready: Sequence[WorkerReady]) -> None:
+        """Take requests: the process answers."""
+        self.num_loads += 1
+        self.last_used = self._clock()
+        self._loaded.set()
+        self._set(State.READY)
+
+    def on_lost(self, slots: Sequence[WorkerSlot[ModelLoaded, Stop]], loss: WorkerLost) -> None:
+        """Take no requests: the process has died, or does not answer and is killed."""
+        if not self._loaded.is_set():
+            return
+        if self.state is State.READY:
+            log.error("%s; the next request loads it again", loss)
+            self.num_lost += 1
+        self._set(State.DRAINING)
+
+    def _ended(self, running: "asyncio.Task[None]") -> None:
+        if not running.cancelled():
+            running.exception()  # of a loss, which ``on_lost`` has logged, or of the load, which raises it
+        self.url = ""
+        self._set(State.STOPPED)
 
     @property
     def num_bytes(self) -> int:
@@ -140,7 +190,7 @@ class Model(Replica):
         weights."""
         if self.table.memory_mb:
             return self.table.memory_mb << 20
-        now = resident_bytes(self._child.pid) if self._child is not None and self._child.alive else 0
+        now = resident_bytes(self.pid) if self._running is not None and not self._running.done() else 0
         if self.state is State.READY:
             self._measured = now
         return max(now, self._measured or _weights_bytes(self._path))
@@ -167,44 +217,19 @@ class Model(Replica):
             self._set(State.STARTING)
             self.bring()
 
-    def _ended(self, child: Child, reason: str) -> None:
-        if child is not self._child:
-            return
-        self._ended_because = reason
-        if self.state is State.READY:
-            log.error("%s: its process %s; the next request loads it again", self.name, reason)
-            self.num_lost += 1
-        self.url = ""
-        self._set(State.STOPPED)
-
     def _set(self, state: State) -> None:
         self.state = state
         self.changed()
 
 
-async def _report(pipe: int) -> Report:
-    """Returns the report of the process at the other end of a pipe, which is closed then; an empty report if it ends
-    before."""
-    loop = asyncio.get_running_loop()
-    reader = asyncio.StreamReader()
-    transport, _ = await loop.connect_read_pipe(
-        lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(pipe, "rb", buffering=0)
-    )
-    try:
-        line = await reader.readline()
-    finally:
-        transport.close()
-    return msgspec.json.decode(line, type=Report) if line else Report()
-
-
-def _for_process(config: Config) -> bytes:
-    """The configuration of the model's process, as JSON.  What a client may have in all, the front counts; and it
-    drains, so what is open when a process is let go of ends at once."""
+def _for_process(config: Config) -> Config:
+    """Returns the configuration of the model's process.  What a client may have in all, the front counts; and it
+    drains, so what is open when a process is stopped ends at once."""
     limits = msgspec.structs.replace(
         config.limits, requests_per_minute=0, tokens_per_minute=0, max_requests_per_client=0
     )
     server = msgspec.structs.replace(config.server, host=LOOPBACK, port=0, drain_timeout_s=0.0)
-    return msgspec.json.encode(msgspec.structs.replace(config, limits=limits, server=server))
+    return msgspec.structs.replace(config, limits=limits, server=server)
 
 
 def _weights_bytes(path: Path) -> int:

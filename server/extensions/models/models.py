@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from engine.actors.admission import RETRY_LATER_S
 from engine.host.timeouts import is_set_within
 from engine.types.errors import CallboardError, RequestError
-from server.extensions.models.model import Model
+from server.extensions.models.model import ModelReplica
 from server.proxy.replica import Replica, State
 
 log = logging.getLogger(__name__)
@@ -29,7 +29,9 @@ class Models:
 
     noun = "model"
 
-    def __init__(self, models: Sequence[Model], budget_bytes: int, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, models: Sequence[ModelReplica], budget_bytes: int, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self.all = models
         self.num_open = 0
         self._budget_bytes = budget_bytes
@@ -44,7 +46,7 @@ class Models:
         for one in models:
             one.changed, one.bring = self._changed.set, self._bringing(one)
 
-    def find(self, name: str | None) -> Model:
+    def find(self, name: str | None) -> ModelReplica:
         """The model that is called so, or the first if none is named.  Raises RequestError (404)."""
         for one in self.all:
             if name in (None, one.name):
@@ -61,7 +63,7 @@ class Models:
         self.find(replica.name).lose(replica, reason, url)
 
     @contextmanager
-    def wanted(self, model: Model) -> Iterator[None]:
+    def wanted(self, model: ModelReplica) -> Iterator[None]:
         """Keep a model from being unloaded for as long as the context lasts."""
         self.num_open += 1
         self._idle.clear()
@@ -80,7 +82,7 @@ class Models:
                 self._watch_idleness(model)
                 self._changed.set()
 
-    async def loaded(self, model: Model, within_s: float) -> None:
+    async def loaded(self, model: ModelReplica, within_s: float) -> None:
         """Wait until a model is loaded, and have it loaded if it is not.  Raises RequestError, a 503."""
         if model.is_ready:
             return
@@ -97,7 +99,7 @@ class Models:
             retry_after_s=RETRY_LATER_S,
         )
 
-    def bring(self, model: Model) -> "asyncio.Task[None]":
+    def bring(self, model: ModelReplica) -> "asyncio.Task[None]":
         """Have a model loaded; returns the task that does it, of which there is one at a time."""
         task = self._loads.get(model.name)
         if task is None or task.done():
@@ -133,10 +135,10 @@ class Models:
                 one.unload()
         await asyncio.gather(*(one.unloaded() for one in self.all))
 
-    def _bringing(self, model: Model) -> Callable[[], object]:
+    def _bringing(self, model: ModelReplica) -> Callable[[], object]:
         return lambda: self.bring(model)
 
-    async def _bring(self, model: Model) -> None:
+    async def _bring(self, model: ModelReplica) -> None:
         """Load a model unless it is there after all, or has failed a moment ago."""
         await model.settle()
         if model.is_ready or model.is_leaving:
@@ -159,7 +161,7 @@ class Models:
             self._watch_idleness(model)
             await self._unload_idle(0, model)
 
-    def _refuse(self, model: Model, error: Exception) -> None:
+    def _refuse(self, model: ModelReplica, error: Exception) -> None:
         log.error("%s cannot be loaded: %s", model.name, error)
         model.num_failures += 1
         model.refusal = RequestError(
@@ -176,7 +178,7 @@ class Models:
 
     # ---- room -------------------------------------------------------------------------------
 
-    async def _make_room(self, model: Model) -> bool:
+    async def _make_room(self, model: ModelReplica) -> bool:
         """Unload idle models until there is room for one, and wait for those that are in use.
 
         False if no request waits for it (any more): none leaves for that."""
@@ -188,7 +190,7 @@ class Models:
             await self._changed.wait()
         return True
 
-    async def _unload_idle(self, more_bytes: int, besides: Model) -> bool:
+    async def _unload_idle(self, more_bytes: int, besides: ModelReplica) -> bool:
         """Unload idle models, as long as all and ``more_bytes`` do not fit.  Returns whether they do in the end.
 
         A model alone fits whatever its size."""
@@ -204,12 +206,12 @@ class Models:
             await oldest.unloaded()
         return True
 
-    def _watch_idleness(self, model: Model) -> None:
+    def _watch_idleness(self, model: ModelReplica) -> None:
         if model.table.unload_after_s and not model.num_wanted:
             loop = asyncio.get_running_loop()
             self._timers[model.name] = loop.call_later(model.table.unload_after_s, self._unload_by_time, model)
 
-    def _unload_by_time(self, model: Model) -> None:
+    def _unload_by_time(self, model: ModelReplica) -> None:
         if model.is_ready and not model.num_wanted and not model.server_leaves:
             model.unload()
             self._leaving[model.name] = asyncio.create_task(model.unloaded())

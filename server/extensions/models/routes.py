@@ -20,7 +20,7 @@ from engine.actors.admission import RETRY_LATER_S, Load, not_serving
 from engine.settings.sections import LimitsSection, ServerSection
 from engine.types.errors import RequestError
 from server.clients import Charge, Rates
-from server.extensions.models.model import Model
+from server.extensions.models.model import ModelReplica
 from server.extensions.models.models import Models
 from server.http.body import check_headers, collect, name_field
 from server.http.exchange import EXCHANGE, refuse_foreign_page
@@ -29,7 +29,7 @@ from server.openai.answers import ModelBody, model_list
 from server.proxy.proxy import MOST_LOSSES, Proxy
 from server.proxy.replica import unavailable
 
-LOST = "model_lost"  # as ``Model.choose`` says it
+LOST = "model_lost"  # as ``ModelReplica.choose`` says it
 
 
 class _Named(msgspec.Struct):
@@ -158,7 +158,7 @@ class ModelsRoutes:
             raise not_serving("draining" if self.is_leaving else "not_ready")
         return json_reply({"status": "ready"})
 
-    def _body(self, model: Model) -> ModelBody:
+    def _body(self, model: ModelReplica) -> ModelBody:
         card = model.card
         return ModelBody(
             id=model.name,
@@ -166,7 +166,7 @@ class ModelsRoutes:
             created=self._created,
             created_at=datetime.fromtimestamp(self._created, UTC),
             max_model_len=UNSET if card is None else card.max_model_len,
-            kind=UNSET if card is None else card.pooling.kind,
+            kind=UNSET if card is None else card.use.kind,
             root=model.name,
             loaded=model.is_ready,
         )

@@ -133,7 +133,7 @@ class NativeWriter(Writer):
         self._usage = usage
         self._asked = _asked(body)
         self._num_choices = generation.num_choices
-        self._tells_news = bool(body.stream_output)
+        self._sends_news = bool(body.stream_output)
         self._shows_text = bool(body.return_text_in_logprobs)
         self._outputs: dict[int, Output] = {}
         self._is_single = _is_one(body) and generation.num_choices == 1
@@ -146,15 +146,15 @@ class NativeWriter(Writer):
         }
 
     def whole(self, outputs: Sequence[Output]) -> NativeOutput | list[NativeOutput]:
-        told = [self._told(output) for output in outputs]
+        told = [self._body_of(output) for output in outputs]
         return told[0] if self._is_single else told
 
     def events(self, index: int, delta: Delta) -> list[msgspec.Struct]:
-        output = Output(index) if self._tells_news else self._outputs.setdefault(index, Output(index))
+        output = Output(index) if self._sends_news else self._outputs.setdefault(index, Output(index))
         output.add(delta)
-        return [self._told(output)] if delta.token_ids or delta.finish else []
+        return [self._body_of(output)] if delta.token_ids or delta.finish else []
 
-    def _told(self, output: Output) -> NativeOutput:
+    def _body_of(self, output: Output) -> NativeOutput:
         """Returns an output, or what there is of it, in this format."""
         return NativeOutput(
             text=output.delta.text,
@@ -174,7 +174,7 @@ class NativeWriter(Writer):
             values[0] = (None, *values[0][1:])
             top = [None, *top[1:]]
         shown = asked.logprobs
-        of_prompt = shown and (bool(prompt) or not self._tells_news)
+        of_prompt = shown and (bool(prompt) or not self._sends_news)
         return NativeInfo(
             id=self._names[number],
             finish_reason=_finish(output, asked.params),

@@ -8,7 +8,6 @@ from typing import ClassVar, Literal
 
 import msgspec
 
-from engine.checkpoints.pooling import Task
 from server.extensions.pooling.requests import InputFields, PooledEndpoint, PooledUsage, numbers
 from server.generate.generation import Generation
 from server.http.operation import Operation
@@ -52,7 +51,8 @@ class Classify(PooledEndpoint[ClassifyBody]):
         generates=True,
     )
     body_type = ClassifyBody
-    task: ClassVar[Task] = "classify"
+    task: ClassVar[str] = "classify"
+    refusal: ClassVar[str] = "it has no labels"
     id_prefix = "classify-"
 
     def translate(self, body: ClassifyBody) -> Generation:

@@ -8,8 +8,7 @@ from typing import ClassVar, Literal
 
 import msgspec
 
-from engine.checkpoints.pooling import Task
-from engine.pooling import PooledRequests
+from engine.features.pooling.requests import PooledRequests
 from server.extensions.pooling.requests import Dimensions, InputFields, PooledEndpoint, PooledUsage, numbers
 from server.generate.generation import Generation
 from server.http.operation import Operation
@@ -58,7 +57,8 @@ class Embeddings(PooledEndpoint[EmbeddingBody]):
         span="embeddings",
     )
     body_type = EmbeddingBody
-    task: ClassVar[Task] = "embed"
+    task: ClassVar[str] = "embed"
+    refusal: ClassVar[str] = "it gives no embeddings"
 
     def translate(self, body: EmbeddingBody) -> Generation:
         self.translator.requests.check_dimensions(body.dimensions)

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import ClassVar
 
-from engine.checkpoints.pooling import Kind
+from engine.checkpoints.use import Kind
 from server.extensions.pooling.classify import Classify
 from server.extensions.pooling.embeddings import Embeddings
 from server.extensions.pooling.pairs import Rerank, ScorePairs

@@ -9,8 +9,7 @@ from typing import Annotated, ClassVar, Literal
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-from engine.checkpoints.pooling import Task
-from engine.pooling import PooledRequests
+from engine.features.pooling.requests import PooledRequests
 from engine.types.errors import FieldError
 from server.extensions.pooling.requests import PooledEndpoint, PooledFields, PooledUsage
 from server.generate.generation import Generation
@@ -102,7 +101,8 @@ class ScorePairs(PooledEndpoint[ScoreBody]):
         generates=True,
     )
     body_type = ScoreBody
-    task: ClassVar[Task] = "score"
+    task: ClassVar[str] = "score"
+    refusal: ClassVar[str] = "it scores no pairs of texts"
     id_prefix = "score-"
 
     def translate(self, body: ScoreBody) -> Generation:
@@ -134,7 +134,8 @@ class Rerank(PooledEndpoint[RerankBody]):
         generates=True,
     )
     body_type = RerankBody
-    task: ClassVar[Task] = "score"
+    task: ClassVar[str] = "score"
+    refusal: ClassVar[str] = "it scores no pairs of texts"
     id_prefix = "rerank-"
 
     def translate(self, body: RerankBody) -> Generation:

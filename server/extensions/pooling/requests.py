@@ -11,8 +11,8 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
+from engine.features.pooling.requests import Float32, PooledRequests
 from engine.messages import Finish
-from engine.pooling import Float32, PooledRequests
 from engine.types.errors import FieldError, RequestError
 from engine.types.params import SamplingParams
 from engine.types.prompt import ChatOptions, Prompt
@@ -83,7 +83,7 @@ class PooledTranslator:
     def __init__(self, translator: Translator) -> None:
         self._translator = translator
         self.card = translator.card
-        self.requests = PooledRequests(self.card.pooling, self.card.max_model_len)
+        self.requests = PooledRequests(self.card.use, self.card.max_model_len)
 
     def inputs(self, body: InputFields, *, method: str | None = None, prompt_name: str | None = None) -> Generation:
         """Returns what a body asks with an input or with messages.  Raises RequestError."""
@@ -119,7 +119,7 @@ class PooledTranslator:
             prompts=tuple(prompts),
             params=params,
             options=msgspec.structs.replace(
-                options, chat=chat, origin=tenant_of(body.user), adapter=self._translator.adapter_of(body.model)
+                options, chat=chat, origin=tenant_of(body.user), parts=self._translator.parts_of(body.model)
             ),
             request_id=body.request_id or "",
         )

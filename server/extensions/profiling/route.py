@@ -10,10 +10,11 @@ import msgspec
 from aiohttp import web
 from msgspec import Meta
 
-from engine.messages import Profile
 from engine.settings.sections import ServerSection
 from engine.types.errors import RequestError
-from server.backend import Monitor
+from engine.types.notices import Profile
+from server.backend import EngineMonitor
+from server.extensions.profiling.settings import ProfilingSettings
 from server.http.body import BodyReader
 from server.http.exchange import refuse_foreign_page
 from server.http.operation import operation
@@ -39,9 +40,9 @@ class ProfileAnswer(msgspec.Struct, frozen=True):
 class ProfileRoutes:
     """Handles both."""
 
-    def __init__(self, monitor: Monitor, server: ServerSection) -> None:
+    def __init__(self, monitor: EngineMonitor, server: ServerSection) -> None:
         self._monitor = monitor
-        self._folder = server.profile_folder
+        self._folder = ProfilingSettings.read(server).profile_folder
         self._reader = BodyReader(ProfileBody, lambda body: body.num_steps or MAX_STEPS, server)
 
     @operation("POST", "/start_profile", "operator", "Record steps for a profiler.", answer=ProfileAnswer)
@@ -58,7 +59,7 @@ class ProfileRoutes:
 
     def _ask(self, num_steps: int) -> web.Response:
         if not self._folder:
-            reason = "no profiles are made here; an operator can set server.profile_folder"
+            reason = "no profiles are made here; an operator can set ProfilingSettings.read(server).profile_folder"
             raise RequestError(reason, status=404, code="profiles_off")
         self._monitor.profile(Profile(num_steps=num_steps, folder=self._folder))
         return json_reply(ProfileAnswer(self._folder, num_steps))

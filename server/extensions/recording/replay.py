@@ -11,11 +11,11 @@ from pathlib import Path
 import msgspec
 from rich.console import Console
 
+from engine.features.recording.file import Recording, read_recording, write_recording
+from engine.features.recording.replay import Played, Replay
+from engine.features.recording.shrinking import shrunk
+from engine.features.recording.turns import planning_code
 from engine.messages import Abort, Admit, PagesFetched, SchedulerInbox, StepDone
-from engine.recording.blueprint import planning_code
-from engine.recording.file import Recording, read_recording, write_recording
-from engine.recording.replay import Played, Replay
-from engine.recording.shrinking import shrunk
 from engine.types.errors import ConfigError
 from engine.types.notices import ExecutorsLost, ExecutorsReady
 from server.arguments import count, natural, positive

@@ -10,7 +10,7 @@ import msgspec
 from aiohttp import web
 
 from engine.actors.operations import Operate
-from engine.recording.file import file_name
+from engine.features.recording.file import file_name
 from engine.types.errors import RequestError
 from server.backend import Operations
 from server.http.exchange import refuse_foreign_page
@@ -45,5 +45,5 @@ class RecordingRoute:
             reason = "nothing is recorded here; an operator can set storage.folder, and storage.recording_mb above 0"
             raise RequestError(reason, status=404, code="recording_off")
         name = file_name("asked")
-        await self._operations.operate(Operate(what="record", text=name))
+        await self._operations.operate(Operate(what="feature", feature="recording", text=name))
         return json_reply(RecordingAnswer(str(Path(self._folder, name))))

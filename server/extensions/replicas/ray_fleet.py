@@ -22,6 +22,7 @@ from server.extensions.replicas.secret import FleetSecret, require_secret, with_
 from server.http.listener import bind, url_of
 from server.keys import read_keys
 from server.model_card import ModelCard
+from server.run.extension import described
 
 log = logging.getLogger(__name__)
 
@@ -94,7 +95,8 @@ class EngineReplica:
         config = self._config
         host = host_of_replica(config.server, LOOPBACK if here else ray.util.get_node_ip_address())
         system = System(config)
-        backend = Backend(system.ingress, system.monitor, ModelCard.of(system, config.server), system.codec)
+        card = ModelCard.of(system, config.server, described(system))
+        backend = Backend(system.ingress, system.monitor, card, system.codec)
         with bind(host, 0) as listener:
             runner = create_runner(config.server, config.limits, backend, guard=require_secret(self._digest))
             await runner.listen(listener)

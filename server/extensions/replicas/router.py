@@ -5,10 +5,10 @@ Owns: the routes, the life of the router.  Does not know: how a replica is start
 
 import asyncio
 import logging
-import signal
 import socket
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager, closing
+from functools import partial
 
 import aiohttp
 import msgspec
@@ -27,7 +27,6 @@ from server.http.operation import Operation, operation
 from server.http.replies import json_reply
 from server.http.routes import ROUTES, Routes
 from server.keys import Keys
-from server.operators.adapters import AdapterRoutes
 from server.operators.administration import AdministrationRoutes
 from server.operators.metrics import MetricsRoute
 from server.operators.stats import StatsRoute
@@ -39,6 +38,7 @@ from server.proxy.proxy import Proxy, new_session
 from server.proxy.replica import Replica, State, unavailable
 from server.run.core import all_parts
 from server.run.extension import declared, error_formats
+from server.run.serve import listen_for_signals
 
 log = logging.getLogger(__name__)
 
@@ -147,12 +147,6 @@ class RouterRoutes:
         return json_reply({"status": "ok", "replicas": states})
 
 
-async def refuse_adapters(request: web.Request) -> web.StreamResponse:
-    """Raise RequestError (400): a name that one replica knows alone would be there for some requests only."""
-    reason = "replicas serve the adapters that they find in lora.folder as they start: put it there, then restart them"
-    raise RequestError(f"{reason} (POST /replicas/restart)", code="adapters_at_start")
-
-
 async def _logged(work: Coroutine[None, None, None]) -> None:
     try:
         await work
@@ -162,14 +156,12 @@ async def _logged(work: Coroutine[None, None, None]) -> None:
 
 async def route(config: Config, fleet: Fleet, listener: socket.socket) -> None:
     """Serve until SIGTERM or SIGINT; then the replicas are drained and end."""
-    told_to_stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, told_to_stop.set)
-    loop.add_signal_handler(signal.SIGHUP, log.info, "SIGHUP: server.key_file is read anew by itself; nothing else is")
+    stop_requested = listen_for_signals(
+        partial(log.info, "SIGHUP: server.key_file is read anew by itself; nothing else is")
+    )
     with closing(fleet):
         async with routing(config, fleet, listener) as replicas:
-            await told_to_stop.wait()
+            await stop_requested.wait()
             replicas.is_leaving = True
             log.info("draining: %d requests are open", sum(one.num_open for one in replicas.all))
             try:
@@ -209,6 +201,8 @@ def _application(
             routes.handle(one, proxy.generate)
         elif one.gathered:
             routes.handle(one, administration.gather)
+        elif one.replicated is not None:
+            routes.handle(one, one.replicated)
         elif one.off is not None:
             routes.refuse(one)
     for handler, answer in (
@@ -219,8 +213,6 @@ def _application(
         (MetricsRoute.get, observation.metrics),
         (AdministrationRoutes.abort, administration.abort),
         (AdministrationRoutes.reset, administration.reset),
-        (AdapterRoutes.load, refuse_adapters),
-        (AdapterRoutes.unload, refuse_adapters),
     ):
         routes.replace(handler, answer)
     routes.add(own)

@@ -16,11 +16,11 @@ from engine.types.prompt import ChatOptions
 from server.extensions.responses.item_writer import ItemWriter
 from server.extensions.responses.items import read_input
 from server.extensions.responses.objects import (
-    Event,
     IncompleteDetails,
     InputTokensDetails,
     OutputTokensDetails,
     ResponseError,
+    ResponseEvent,
     ResponseObject,
     ResponseUsage,
     Status,
@@ -50,8 +50,8 @@ class Responses(Endpoint[ResponsesBody]):
         "Answer a conversation, as items.",
         answer=ResponseObject,
         body=ResponsesBody,
-        event=Event,
-        names_events=True,
+        event=ResponseEvent,
+        framing="events",
         generates=True,
         in_batches=True,
         span="chat",
@@ -177,14 +177,14 @@ class ResponsesWriter(Writer):
             temperature=params.temperature,
             text=given["text"] or {"format": {"type": "text"}},
             tool_choice=_without_nulls(given["tool_choice"]) or "auto",
-            tools=[_told_tool(tool) for tool in given["tools"] or () if tool["type"] in (*KINDS, "namespace")],
+            tools=[_tool_body(tool) for tool in given["tools"] or () if tool["type"] in (*KINDS, "namespace")],
             top_p=params.top_p,
             usage=None if status in UNDER_WAY else _usage(self._usage.total()),
             metadata=body.metadata or {},
         )
 
 
-def _told_tool(tool: dict[str, Any]) -> dict[str, Any]:
+def _tool_body(tool: dict[str, Any]) -> dict[str, Any]:
     """Returns a tool as it was given; a function has each of its fields, as clients' types demand."""
     told = _without_nulls(tool)
     nulls = ("description", "parameters", "strict") if tool["type"] == "function" else ()

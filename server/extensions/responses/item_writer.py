@@ -12,16 +12,16 @@ from engine.text.tool_calls import CallPiece, OutputPart, ToolCallParser
 from server.extensions.responses.objects import (
     CallItem,
     CustomCallItem,
-    Event,
     Item,
     MessageItem,
     OutputText,
     ReasoningItem,
     ReasoningText,
+    ResponseEvent,
     Status,
 )
 from server.extensions.responses.tools import Callee, call_item, function_named
-from server.generate.generation import Origin
+from server.generate.generation import ResumePoint
 from server.openai.answers import TokenLogprob, token_logprob
 
 
@@ -32,12 +32,12 @@ class ItemWriter:
     known: what can be called, by the names that the model has for it.
     num_events: of the stream so far; names are made by ``origin``."""
 
-    def __init__(self, origin: Origin, parser: ToolCallParser | None, known: Mapping[str, Callee]) -> None:
+    def __init__(self, origin: ResumePoint, parser: ToolCallParser | None, known: Mapping[str, Callee]) -> None:
         self.output: list[Item] = []
         self._origin = origin
         self._parser = parser
         self._known = known
-        self._events: list[Event] = []
+        self._events: list[ResponseEvent] = []
         self.num_events = 0
         self._kind = ""  # of the open item
         self._text: list[str] = []
@@ -46,12 +46,12 @@ class ItemWriter:
         self._callee: Callee | None = None
         self._identity = ""  # of the open item
 
-    def event(self, kind: str, **fields: Any) -> Event:
+    def event(self, kind: str, **fields: Any) -> ResponseEvent:
         """Returns the next event of the stream."""
         number, self.num_events = self.num_events, self.num_events + 1
-        return Event(type=f"response.{kind}", sequence_number=number, **fields)
+        return ResponseEvent(type=f"response.{kind}", sequence_number=number, **fields)
 
-    def take(self, delta: Delta) -> list[Event]:
+    def take(self, delta: Delta) -> list[ResponseEvent]:
         """Add new output; returns its events."""
         if delta.reasoning:
             self._write("reasoning", delta.reasoning, ())

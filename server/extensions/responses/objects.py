@@ -188,7 +188,7 @@ class ResponseObject(msgspec.Struct, kw_only=True):
 # ---- events ---------------------------------------------------------------------------------
 
 
-class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=False):
+class ResponseEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=False):
     """An event of a stream; only the fields that its type has are there.  sequence_number: counts from 0."""
 
     type: str

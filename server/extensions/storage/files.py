@@ -50,7 +50,7 @@ class Files:
 
     def expiry(self, created_at: int, within_s: int | None = None) -> int | None:
         """Returns when something goes that was made then; None for never.  within_s: what its client asked for."""
-        hours = self._store.section.retention_hours
+        hours = self._store.settings.retention_hours
         spans = [span for span in (hours * HOUR_S, within_s) if span]
         return created_at + min(spans) if spans else None
 
@@ -59,7 +59,7 @@ class Files:
 
         def work(connection: Connection) -> None:
             insert_file(connection, owner, file)
-            check_quota(connection, self._store.section, owner)
+            check_quota(connection, self._store.settings, owner)
             self._store.place(part, file.id)
 
         try:
@@ -70,7 +70,7 @@ class Files:
 
     async def check_room(self, owner: str, num_bytes: int) -> None:
         """Raise RequestError (400) for more than an owner may store."""
-        await self._store.run(lambda connection: check_quota(connection, self._store.section, owner, num_bytes))
+        await self._store.run(lambda connection: check_quota(connection, self._store.settings, owner, num_bytes))
 
     async def get(self, owner: str, file_id: str) -> FileObject:
         """Raises RequestError (404)."""
@@ -115,7 +115,7 @@ class Files:
 
     async def sweep(self) -> None:
         """Let go of what has expired.  Raises RequestError for a disk that is full (507) or fails (503)."""
-        now, hours = int(self._store.clock()), self._store.section.retention_hours
+        now, hours = int(self._store.clock()), self._store.settings.retention_hours
         expired = [("files", f"expires_at <= ? AND id NOT IN ({IN_USE})", now)]
         if hours:
             ended = "'completed', 'incomplete', 'failed', 'cancelled'"

@@ -62,7 +62,7 @@ class FileRoutes:
     async def create(self, request: web.Request) -> web.Response:
         """Store a file.  Raises RequestError: 400, 403, 408, 413, 415 or 507."""
         refuse_foreign_page(request)  # a form of another site's page could be sent without asking first
-        owner, most = owner_of(request), self._store.section.max_file_mb << 20
+        owner, most = owner_of(request), self._store.settings.max_file_mb << 20
         announced = request.content_length or 0
         if announced > most + FORM_BYTES:
             raise too_large(most)

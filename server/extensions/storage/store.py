@@ -30,6 +30,7 @@ from aiohttp import web
 from engine.host.disk import make_folder, sync_folder
 from engine.settings.sections import StorageSection
 from engine.types.errors import ConfigError, RequestError
+from server.extensions.storage.settings import FileSettings
 
 log = logging.getLogger(__name__)
 
@@ -109,7 +110,7 @@ class Store:
     Raises ConfigError for a folder that cannot be written to, is another server's, or holds what is no such store."""
 
     def __init__(self, section: StorageSection, clock: Callable[[], float] = time.time) -> None:
-        self.section = section
+        self.settings = FileSettings.read(section)
         self.clock = clock
         self._folder = Path(section.folder) / "store"
         self._spare = self._folder / "spare"
@@ -309,15 +310,15 @@ def disk_error(error: Exception) -> RequestError:
     return RequestError(reason, status=503, code="storage_failed")
 
 
-def check_quota(connection: Connection, section: StorageSection, owner: str, more_bytes: int = 0) -> None:
+def check_quota(connection: Connection, settings: FileSettings, owner: str, more_bytes: int = 0) -> None:
     """Raise RequestError (400) if an owner has more stored than it may, with what the transaction has written so far.
 
     more_bytes: that it wants to store besides."""
     row = connection.execute("SELECT bytes FROM owners WHERE owner = ?", (owner,)).fetchone()
     needed = (row[0] if row else 0) + more_bytes
-    if needed > section.quota_mb << 20:
+    if needed > (most := settings.quota_mb << 20):
         raise RequestError(
-            f"with this you would have {needed} bytes stored and may have {section.quota_mb << 20} (storage.quota_mb); "
+            f"with this you would have {needed} bytes stored and may have {most} (storage.quota_mb); "
             "delete files or responses",
             code=QUOTA_EXCEEDED,
         )

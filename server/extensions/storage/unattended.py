@@ -13,7 +13,7 @@ from msgspec import structs
 from engine.actors.admission import RETRY_AFTER_S
 from engine.messages import RequestOptions
 from engine.types.errors import EngineDied, RequestError
-from server.generate.generation import Generation, Origin
+from server.generate.generation import Generation, ResumePoint
 
 T = TypeVar("T")
 LAST_PRIORITY = (1 << 31) - 1
@@ -22,7 +22,7 @@ MOST_ACTIVE = 100  # batches of an owner that have not ended, and as many respon
 ENDED_WITH_THE_ENGINE = frozenset({"engine_died", "shutting_down"})
 
 
-def unhurried(origin: Origin, generation: Generation) -> Generation:
+def unhurried(origin: ResumePoint, generation: Generation) -> Generation:
     """Returns a generation that comes after all live ones.  origin: what it is named and drawn by."""
 
     def last(options: RequestOptions) -> RequestOptions:

@@ -30,7 +30,7 @@ from server.extensions.storage.routes import owner_of
 from server.extensions.storage.store import QUOTA_EXCEEDED
 from server.extensions.storage.unattended import ACCOUNT, unhurried, until_taken
 from server.extensions.stored_responses.table import ResponseTable, input_items
-from server.generate.generation import Generation, Origin
+from server.generate.generation import Generation, ResumePoint
 from server.generate.route import GenerateRoute, GenerateTask
 from server.http.body import BodyReader
 from server.http.exchange import EXCHANGE, Exchange, refuse_foreign_page
@@ -103,7 +103,7 @@ class StoredResponses:
         owner = owner_of(request)
         if body.background:
             request[CLIENT].admit()
-        task = await self._task(owner, body, Origin())
+        task = await self._task(owner, body, ResumePoint())
         if body.store is False:
             # A stream that is kept is understood again from its body alone, which a conversation is not.
             is_whole = body.previous_response_id is None
@@ -170,7 +170,7 @@ class StoredResponses:
 
     # ---- work -------------------------------------------------------------------------------
 
-    async def _task(self, owner: str, body: ResponsesBody, origin: Origin) -> GenerateTask[ResponsesBody]:
+    async def _task(self, owner: str, body: ResponsesBody, origin: ResumePoint) -> GenerateTask[ResponsesBody]:
         """Returns what is to be done for a body.  Raises RequestError: 400, 404."""
         # What the endpoint itself would have to refuse is done here.
         asked = structs.replace(body, previous_response_id=None, background=None)
@@ -209,7 +209,7 @@ class StoredResponses:
         client.check_admission()
         if (work := await self._table.begin(response_id)) is None:
             return
-        origin = Origin(uuid.UUID(hex=response_id.removeprefix(PREFIX)), work.created_at, work.seed)
+        origin = ResumePoint(uuid.UUID(hex=response_id.removeprefix(PREFIX)), work.created_at, work.seed)
         task = await self._task(owner, await self._reader.understand(work.request), origin)
         _writer(task).keep = self._table.finish
         await self._route.whole(client, task._replace(generation=unhurried(origin, task.generation)))

@@ -29,7 +29,7 @@ SELECT id, previous, status, input, object FROM chain ORDER BY depth DESC
 """
 
 
-class Turn(msgspec.Struct, frozen=True):
+class StoredTurn(msgspec.Struct, frozen=True):
     """The turns that a stored response adds to a conversation."""
 
     output: list[InputItem]
@@ -51,7 +51,7 @@ class ResponseTable:
 
     async def check_room(self, owner: str, num_bytes: int) -> None:
         """Raise RequestError (400) for more than an owner may store."""
-        await self._store.run(lambda connection: check_quota(connection, self._store.section, owner, num_bytes))
+        await self._store.run(lambda connection: check_quota(connection, self._store.settings, owner, num_bytes))
 
     async def add(
         self, owner: str, response: ResponseObject, items: Sequence[Any], request: bytes = b"", seed: int | None = None
@@ -80,7 +80,7 @@ class ResponseTable:
                 check_active("responses", connection.execute(query, (owner,)).fetchone()[0])
             marks = ", ".join("?" * len(row))
             connection.execute(f"INSERT INTO responses VALUES ({marks})", row)
-            check_quota(connection, self._store.section, owner)
+            check_quota(connection, self._store.settings, owner)
 
         await self._store.run(work)
 
@@ -116,7 +116,7 @@ class ResponseTable:
                         code="previous_response_not_whole",
                     )
                 items += msgspec.json.decode(given, type=list[InputItem])
-                items += msgspec.json.decode(body, type=Turn).output
+                items += msgspec.json.decode(body, type=StoredTurn).output
             return items
 
         return await self._store.run(work)
@@ -173,7 +173,7 @@ class ResponseTable:
                 (response.status, body, len(body), response.id),
             ).fetchall()
             for (owner,) in found:
-                check_quota(connection, self._store.section, owner)
+                check_quota(connection, self._store.settings, owner)
 
         await self._store.insist(work, gives_up=True)
 

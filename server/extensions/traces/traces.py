@@ -11,6 +11,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Sequence
 from functools import partial
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
@@ -18,7 +19,7 @@ from aiohttp import web
 from engine.plugins.hookspecs import hookimpl
 from engine.scheduling.meter import RequestMetrics
 from engine.types.errors import ConfigError
-from server.backend import Stream
+from server.backend import EngineStream
 from server.clients import CLIENT
 from server.http.exchange import EXCHANGE
 from server.http.operation import Handler
@@ -28,10 +29,19 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+EXPORTER = "opentelemetry.exporter.otlp.proto.http"
 API_ROUTES = "/v1/"  # probes and scrapes are not worth a span
 MAX_OPEN = 65536  # requests whose end may not have come; some never will, refused by the tokenizer
 NS = 1_000_000_000
 SEND_TIMEOUT_S = 2  # also what a collector that does not answer may cost at shutdown
+
+
+def is_installed() -> bool:
+    """Return whether OpenTelemetry's exporter can be imported."""
+    try:
+        return find_spec(EXPORTER) is not None
+    except ModuleNotFoundError:
+        return False
 
 
 def open_provider(endpoint: str, version: str) -> "TracerProvider":
@@ -115,7 +125,7 @@ class Traces:
             "gen_ai.response.model": self._model,
         }
 
-    def _note(self, context: Any, stream: Stream) -> None:
+    def _note(self, context: Any, stream: EngineStream) -> None:
         """Remember the span of a request that the engine will speak of by its own number."""
         self._contexts[stream.request_id] = context
         if len(self._contexts) > MAX_OPEN:

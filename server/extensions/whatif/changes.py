@@ -9,13 +9,14 @@ from dataclasses import dataclass, replace
 import msgspec
 
 from engine.config import Config, with_overrides
+from engine.features.traffic.recorder import RELEVANT
+from engine.features.traffic.trace import TraceHead
 from engine.plugins.deciders import plugin_policy, plugin_strategy
 from engine.plugins.features import FeatureContext, planner_features
+from engine.plugins.kinds import named
 from engine.plugins.manager import Plugins
 from engine.scheduling.planner import Planner
 from engine.scheduling.rows import PlannerLimits
-from engine.traffic.recorder import RELEVANT
-from engine.traffic.trace import TraceHead
 from engine.types.errors import ConfigError
 
 ASKABLE = {
@@ -41,7 +42,7 @@ class Case:
     def planner(self, clock: Callable[[], float]) -> Planner:
         """The one that such a server has."""
         plugins = self.config.plugins
-        chosen = Plugins({"eviction": plugins.eviction, "policy": plugins.policy}, plugins.options)
+        chosen = Plugins({kind: named(plugins, kind) for kind in ("eviction", "policy")}, plugins.options)
         strategy = plugin_strategy(chosen, self.config, self.limits.num_pages)
         features = planner_features(FeatureContext(self.config, None, 0))
         return Planner(self.limits, strategy, plugin_policy(chosen, self.config), clock, features=features)
@@ -91,7 +92,7 @@ def changed(head: TraceHead, changes: Sequence[str]) -> Case:
         itl_target_s=scheduler.itl_target_ms / 1000,
         page_size=kv.page_size,
         num_pages=num_pages,
-        num_host_pages=kv.num_host_pages,
+        num_host_pages=getattr(kv, "num_host_pages", 0),  # of an optional folder
     )
     return Case(" ".join(changes), config, limits)
 

@@ -66,12 +66,12 @@ def add_whatif(commands: "argparse._SubParsersAction[ArgumentParser]") -> None:
 
 
 def _whatif(parsed: Namespace, config: Config) -> None:
-    from engine.traffic.trace import read_trace
+    from engine.features.traffic.trace import read_trace
     from server.extensions.bench import report as bench
     from server.extensions.whatif import figures
     from server.extensions.whatif.changes import as_recorded, changed
     from server.extensions.whatif.costs import StepCosts
-    from server.extensions.whatif.replay import Replay, stand_ins
+    from server.extensions.whatif.replay import TraceReplay, stand_ins
 
     trace = read_trace(parsed.trace)
     asked = [[*parsed.changes, *one] for one in parsed.cases] or [parsed.changes] * bool(parsed.changes)
@@ -80,7 +80,7 @@ def _whatif(parsed: Namespace, config: Config) -> None:
     columns = [figures.recorded(trace)]
     for number, case in enumerate(cases):
         name = f"case {number}" if len(cases) > 2 else "changed"
-        replayed = Replay(case, trace.requests, tokens, costs.seconds, parsed.concurrency).run()
+        replayed = TraceReplay(case, trace.requests, tokens, costs.seconds, parsed.concurrency).run()
         if not replayed.ended:
             raise ConfigError(f"{case.name}: every request is refused, by {', '.join(replayed.refused)}")
         columns.append(figures.predicted(name if number else "replayed", case.name if number else "", replayed, costs))

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from engine.traffic.sizes import StepSize
-from engine.traffic.trace import TracedStep
+from engine.features.traffic.sizes import StepSize
+from engine.features.traffic.trace import TracedStep
 
 Floats = npt.NDArray[np.float64]
 

@@ -11,8 +11,8 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from engine.traffic.sizes import StepSize
-from engine.traffic.trace import Trace
+from engine.features.traffic.sizes import StepSize
+from engine.features.traffic.trace import Trace
 from server.extensions.bench.report import Result
 from server.extensions.whatif.costs import BEYOND, Fit, StepCosts
 from server.extensions.whatif.replay import Replayed

@@ -16,14 +16,14 @@ import numpy as np
 import numpy.typing as npt
 
 from engine.actors.admission import Load
+from engine.features.traffic.sizes import NOTHING, StepSize, StepSizes
+from engine.features.traffic.trace import DIGEST_BYTES, TracedRequest, TraceHead
 from engine.messages import Admission, Admit, Step, Tokens
 from engine.scheduling.meter import RequestMetrics
 from engine.scheduling.playback import Playback
-from engine.traffic.sizes import NOTHING, StepSize, StepSizes
-from engine.traffic.trace import DIGEST_BYTES, TracedRequest, TraceHead
 from engine.types.errors import RequestError
 from engine.types.params import SamplingParams
-from engine.types.prompt import Adapter, Origin
+from engine.types.prompt import Origin, RequestPart
 from server.extensions.whatif.changes import Case
 
 TokenIds = npt.NDArray[np.int32]
@@ -59,7 +59,7 @@ def stand_ins(requests: Sequence[TracedRequest], head: TraceHead) -> list[TokenI
     return sequences
 
 
-class Replay:
+class TraceReplay:
     """One case.  seconds: how long a step takes.  concurrency: clients of a closed loop; 0 for recorded arrivals."""
 
     def __init__(
@@ -138,8 +138,7 @@ class Replay:
         params = SamplingParams(
             max_tokens=one.max_tokens,
             seed=index,  # by which the device knows whose row it is
-            prompt_logprobs=0 if one.whole == "prompt_logprobs" else None,
-            pooling="mean" if one.whole == "pooling" else "",
+            whole_prompt=bool(one.whole),
         )
         message = Admit(
             request_id=index,
@@ -148,7 +147,7 @@ class Replay:
             priority=one.priority,
             num_resumed=one.resumed,
             origin=Origin(client=one.client, tenant=one.tenant),
-            adapter=Adapter(one.adapter, "") if one.adapter else None,
+            parts={name: RequestPart(digest) for name, digest in one.parts.items()},
         )
         try:
             self._planner.admit(message)

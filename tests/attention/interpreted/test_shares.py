@@ -8,7 +8,7 @@ from engine.layers.attention import AttentionBackend, AttentionFactory, Attentio
 from engine.layers.kv_pool import KVPool
 from engine.plugins.attention.triton import backend as backend_module
 from engine.plugins.attention.triton.backend import TritonAttention
-from engine.plugins.attention.triton.tiles import DecodeTiles, Processors
+from engine.plugins.attention.triton.tiles import DecodeTiles, GpuProcessors
 from engine.plugins.proof.attention import check_case
 from engine.plugins.proof.attention_cases import AttentionCase
 from tests.attention.batches import batch_of
@@ -20,7 +20,7 @@ def with_programs(count: int, per_processor: int = 1) -> AttentionFactory:
     """A factory of backends with so many processors and small tiles."""
 
     def factory(spec: AttentionSpec, pool: KVPool) -> AttentionBackend:
-        attention = TritonAttention(spec, pool, Processors("few", count, 227 << 10))
+        attention = TritonAttention(spec, pool, GpuProcessors("few", count, 227 << 10))
         attention._default_decode = DecodeTiles(KEYS, num_warps=4, num_stages=2, programs=per_processor)
         return attention
 

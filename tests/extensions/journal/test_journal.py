@@ -17,6 +17,7 @@ from server.extensions.journal.journal import Entry, Journal
 from server.extensions.journal.records import Accepted, Delivered, Ended, decode
 
 MOST_BYTES = 64 << 10
+LARGEST_BATCH = 8 << 10
 
 
 @pytest.fixture(autouse=True)
@@ -108,7 +109,8 @@ async def test_files_rotate_and_running_requests_move_on(tmp_path: Path) -> None
         journal.append(brief, accepted(brief, b"x" * 500), nothing)
         journal.end(brief, Ended(brief.number, 1, 1.0), nothing)
         await turn(1)
-        assert journal.num_bytes <= MOST_BYTES
+        # A file ends behind the batch that fills it, and a busy disk makes larger batches.
+        assert journal.num_bytes <= MOST_BYTES + LARGEST_BATCH
     written = asyncio.Event()
     journal.append(old, delivered(old, 400), written.set)
     expected.append(delivered(old, 400))
@@ -130,7 +132,7 @@ async def test_the_event_loop_neither_syncs_nor_writes_again_and_removes_what_is
     monkeypatch.setattr(journal_module, "MEND_EVERY_S", 0.01)
     journal = journal_of(tmp_path, fsync=fsync)
     here, threads, synced = threading.get_ident(), set(), set()
-    fsync_of, copy, unlink = os.fsync, segments.Segments.copy, Path.unlink
+    fsync_of, copy, unlink = os.fsync, segments.JournalSegments.copy, Path.unlink
     removed_before_sync: list[str] = []
 
     def noted_fsync(file: int) -> None:
@@ -138,7 +140,7 @@ async def test_the_event_loop_neither_syncs_nor_writes_again_and_removes_what_is
         synced.add(Path(f"/proc/self/fd/{file}").readlink().name)
         fsync_of(file)
 
-    def noted_copy(self: segments.Segments, number: int, *given: Any, **more: Any) -> int:
+    def noted_copy(self: segments.JournalSegments, number: int, *given: Any, **more: Any) -> int:
         threads.add(threading.get_ident())
         return copy(self, number, *given, **more)
 
@@ -148,7 +150,7 @@ async def test_the_event_loop_neither_syncs_nor_writes_again_and_removes_what_is
         unlink(self, **given)
 
     monkeypatch.setattr(os, "fsync", noted_fsync)
-    monkeypatch.setattr(segments.Segments, "copy", noted_copy)
+    monkeypatch.setattr(segments.JournalSegments, "copy", noted_copy)
     monkeypatch.setattr(Path, "unlink", noted_unlink)
     running = journal.begin()
     for at in range(200):
@@ -192,7 +194,8 @@ async def test_streams_that_grow_beyond_all_bounds_give_way(tmp_path: Path) -> N
     for at in range(1, 400):
         journal.append(large, delivered(large, at, "x" * 500), partial(told.append, at))
         await turn(1)
-        assert journal.num_bytes <= MOST_BYTES
+        # A file ends behind the batch that fills it, and a busy disk makes larger batches.
+        assert journal.num_bytes <= MOST_BYTES + LARGEST_BATCH
     await turn()
     assert told == list(range(1, 400)), "who reads it is told all the same"
     assert not large.is_kept
@@ -267,7 +270,7 @@ async def test_a_full_disk_holds_nobody_up_and_is_made_good(
 
 def test_what_follows_a_gap_is_not_taken_for_the_rest(tmp_path: Path) -> None:
     entry = Entry(3)
-    files = segments.Segments(tmp_path)
+    files = segments.JournalSegments(tmp_path)
     files.begin()
     records = [accepted(entry), delivered(entry, 1), delivered(entry, 3), delivered(entry, 1), Ended(3, 4, 1.0)]
     files.write([journal_module.encode(record) for record in records])
@@ -279,7 +282,7 @@ def test_a_copy_that_was_carried_counts_once(tmp_path: Path) -> None:
     entry = Entry(3)
     records = [accepted(entry), delivered(entry, 1)]
     for _ in range(2):
-        files = segments.Segments(tmp_path)
+        files = segments.JournalSegments(tmp_path)
         files.begin()
         files.write([journal_module.encode(record) for record in records])
         files.close()

@@ -10,7 +10,7 @@ import pytest
 
 from engine.types.errors import ConfigError
 from server.extensions.journal import segments
-from server.extensions.journal.segments import Segments
+from server.extensions.journal.segments import JournalSegments
 from tests.small_disk import SmallDisk
 
 RECORDS = [[b"\x01", b"\x02"], [msgspec.msgpack.encode("three" * 9)], [b"\x04", msgspec.msgpack.encode([5, "six"])]]
@@ -18,7 +18,7 @@ RECORDS = [[b"\x01", b"\x02"], [msgspec.msgpack.encode("three" * 9)], [b"\x04", 
 
 def write(folder: Path, frames: list[list[bytes]]) -> Path:
     """A folder with one file; returns that."""
-    files = Segments(folder)
+    files = JournalSegments(folder)
     files.begin()
     for records in frames:
         files.write(records)
@@ -27,7 +27,7 @@ def write(folder: Path, frames: list[list[bytes]]) -> Path:
 
 
 def read(folder: Path) -> list[list[bytes]]:
-    files = Segments(folder)
+    files = JournalSegments(folder)
     try:
         return [records for number in sorted(files.sizes) for records in files.read(number)]
     finally:
@@ -85,8 +85,8 @@ def test_two_servers_cannot_have_one_folder(tmp_path: Path, monkeypatch: pytest.
         [
             sys.executable,
             "-c",
-            "import pathlib, sys; from server.extensions.journal.segments import Segments; "
-            f"held = Segments(pathlib.Path({str(tmp_path)!r})); print('held', flush=True); sys.stdin.read()",
+            "import pathlib, sys; from server.extensions.journal.segments import JournalSegments; "
+            f"held = JournalSegments(pathlib.Path({str(tmp_path)!r})); print('held', flush=True); sys.stdin.read()",
         ],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -95,21 +95,21 @@ def test_two_servers_cannot_have_one_folder(tmp_path: Path, monkeypatch: pytest.
         assert holder.stdout is not None
         assert holder.stdout.readline() == b"held\n"
         with pytest.raises(ConfigError, match=rf"{tmp_path} is in use by another server \(process {holder.pid}\)"):
-            Segments(tmp_path)
+            JournalSegments(tmp_path)
     finally:
         holder.kill()
         holder.communicate()
-    Segments(tmp_path).close()
+    JournalSegments(tmp_path).close()
 
 
 @pytest.mark.parametrize("name", ["/proc/callboard", "/dev/null/journal"])
 def test_a_folder_that_cannot_be_written_to_is_an_error_that_names_it(name: str) -> None:
     with pytest.raises(ConfigError, match=r"storage.folder: /(proc|dev)/.*needs a folder that it can write to"):
-        Segments(Path(name))
+        JournalSegments(Path(name))
 
 
 def test_a_disk_that_fills_up_leaves_no_half_of_a_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    files = Segments(tmp_path)
+    files = JournalSegments(tmp_path)
     files.begin()
     files.write(RECORDS[0])
     disk = SmallDisk(monkeypatch)

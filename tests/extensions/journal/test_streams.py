@@ -18,7 +18,7 @@ from server.extensions.journal import journal as journal_module
 from server.extensions.journal import streams as streams_module
 from server.extensions.journal.journal import Entry, Journal
 from server.extensions.journal.records import Ended, decode, encode
-from server.extensions.journal.segments import Segments
+from server.extensions.journal.segments import JournalSegments
 from tests.pace import at_some_pace
 from tests.server.fake_ingress import FakeIngress
 from tests.server.http_client import RawClient, Reply
@@ -123,7 +123,7 @@ def crash(folder: Path, target: Path, num_records: int) -> Path:
     journal = Journal(folder / streams_module.FOLDER, fsync="never", most_bytes=1 << 26)
     (entry,) = journal.entries.values()
     journal.close()
-    files = Segments(target / streams_module.FOLDER)
+    files = JournalSegments(target / streams_module.FOLDER)
     files.begin()
     for record in entry.records[:num_records]:
         files.write([record])
@@ -399,7 +399,7 @@ def test_a_journal_that_cannot_be_written_is_no_reason_to_refuse(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with server(tmp_path) as live, monkeypatch.context() as patched:
-        patched.setattr(Segments, "write", lambda self, records: (_ for _ in ()).throw(OSError(28, "No space")))
+        patched.setattr(JournalSegments, "write", lambda self, records: (_ for _ in ()).throw(OSError(28, "No space")))
         first = events_of(ask(live, "/v1/completions", {"prompt": "one"}))
         check_numbers(first, 0)
         plain = ask(live, "/v1/completions", {"prompt": "one"}, name="b")
@@ -500,7 +500,7 @@ def test_ended_streams_are_kept_as_long_as_was_left(tmp_path: Path) -> None:
         ended = decode(records[-1])
         assert isinstance(ended, Ended)
         folder = tmp_path / f"{age}"
-        files = Segments(folder / streams_module.FOLDER)
+        files = JournalSegments(folder / streams_module.FOLDER)
         files.begin()
         files.write([*records[:-1], encode(Ended(ended.number, ended.at, time.time() - age))])
         files.close()

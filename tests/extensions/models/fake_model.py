@@ -5,11 +5,11 @@ import asyncio
 from engine.config import Config, ServedModel
 from engine.settings.sections import ModelTable
 from engine.types.errors import CallboardError
-from server.extensions.models.model import Model
+from server.extensions.models.model import ModelReplica
 from server.proxy.replica import State
 
 
-class FakeModel(Model):
+class FakeModel(ModelReplica):
     """Loads when ``gate`` is open.  fails: with which reason it cannot be loaded."""
 
     def __init__(self, name: str, megabytes: int = 10, **table: object) -> None:

@@ -1,41 +1,35 @@
 """A model's process without an engine.  The path of its model says what it does: die, fail, stay or serve."""
 
-import json
-import os
-import sys
 import time
-from typing import Any
 
-import msgspec
-
-from engine.workers.child import begin, end, wait_for_end
-
-
-class ModelTicket(msgspec.Struct, array_like=True, tag=True):
-    """As the real process gets it."""
-
-    config: bytes
-    listener: int
-    report: int
-    parent: int
-    logs: Any
+from engine.actors.actor import Actor
+from engine.messages import Stop
+from engine.types.errors import WeightsError
+from engine.workers.child import end, enter
+from engine.workers.main import Outgoing
+from engine.workers.messages import WorkerReady
+from server.extensions.models.model_process import ModelAssignment, ModelLoaded, ModelProcess
+from server.model_card import ModelCard
 
 
-def main() -> None:
-    ticket = begin(ModelTicket)
-    path = json.loads(ticket.config)["model"]["path"]
-    if path == "die":
-        end(3)
-    card = {"name": path, "max_model_len": 8, "vocab_size": 9, "created": 0}
-    told = {"failure": f"{path}: no weights"} if path == "fail" else {"card": card}
-    os.write(ticket.report, json.dumps(told).encode() + b"\n")
-    if path == "fail":
-        end(3)
-    wait_for_end(sys.stdin.fileno())
-    if path == "stay":
+class Staying(Actor[Stop]):
+    """An actor that does not leave."""
+
+    def close(self) -> None:
         time.sleep(600)
-    end(0)
+
+
+class FakeProcess(ModelProcess):
+    async def build(self, assignment: ModelAssignment, outgoing: Outgoing) -> Actor[Stop]:
+        path = assignment.config.model.path
+        if path == "die":
+            end(3)
+        if path == "fail":
+            raise WeightsError(f"{path}: no weights")
+        outgoing.put(ModelLoaded(card=ModelCard(name=path, max_model_len=8, vocab_size=9, created=0)))
+        outgoing.put(WorkerReady())
+        return Staying("model", 1) if path == "stay" else Actor("model", 1)
 
 
 if __name__ == "__main__":
-    main()
+    enter(lambda ticket: FakeProcess(ticket).run())

@@ -10,7 +10,6 @@ import pytest
 
 from engine.config import Config, ServedModel, SeveralModels, build_config
 from engine.settings.sections import LimitsSection, ModelTable, ServerSection
-from engine.types.errors import ConfigError
 from server.backend import Backend
 from server.extensions.models import front
 from server.extensions.models.models import Models
@@ -75,7 +74,7 @@ class Front:
 @asynccontextmanager
 async def fronted(monkeypatch: pytest.MonkeyPatch, **sections: dict) -> AsyncIterator[Front]:
     """sections: configuration tables."""
-    monkeypatch.setattr(front, "Model", ServedFake)
+    monkeypatch.setattr(front, "ModelReplica", ServedFake)
     base = build_config(Config(), sections)
     tables = (ModelTable(name="a"), ModelTable(name="b", load="demand"))
     config = SeveralModels(**msgspec.structs.asdict(base), models=tuple(ServedModel(one, base) for one in tables))
@@ -227,12 +226,6 @@ async def test_keys_hold_for_the_front_and_for_every_model(monkeypatch: pytest.M
         assert (await one.post({"model": "b", "prompt": "p"}, Authorization="Bearer " + "k" * 16))[0] == 200
         async with one.client.post(one.model("b").url + "/v1/completions", json={"prompt": "p"}) as response:
             assert response.status == 401
-
-
-async def test_adapters_are_refused_at_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match=r"lora\.folder=there: adapters are of one model"):
-        async with fronted(monkeypatch, lora={"folder": "there"}):
-            raise AssertionError("it started")
 
 
 async def test_a_draining_front_takes_no_more(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,33 +13,29 @@ from engine.config import Config, ServedModel, build_config
 from engine.host.memory import resident_bytes
 from engine.settings.sections import ModelTable
 from engine.types.errors import CallboardError, RequestError
+from engine.workers import placement
 from server.extensions.models import model as model_module
-from server.extensions.models.model import Model
+from server.extensions.models.model import ModelReplica
 from server.proxy.replica import State
 from tests.pace import far
 
 
 @asynccontextmanager
-async def a_model(path: str = "serve") -> AsyncIterator[Model]:
+async def a_model(path: str = "serve") -> AsyncIterator[ModelReplica]:
     config = build_config(Config(), {"model": {"path": path, "name": "m"}})
-    model = Model(ServedModel(ModelTable(name="m"), config))
+    model = ModelReplica(ServedModel(ModelTable(name="m"), config))
     try:
         async with asyncio.timeout(far(20)):
             yield model
     finally:
-        if model._child is not None:
-            model._child.kill()
+        if model.state is State.READY:
+            model.unload()
         await model.unloaded()
 
 
 @pytest.fixture(autouse=True)
 def _without_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model_module, "MODULE", "tests.extensions.models.fake_process")
-
-
-def process_of(model: Model) -> int:
-    assert model._child is not None
-    return model._child.pid
 
 
 async def test_it_is_loaded_killed_loaded_again_and_unloaded() -> None:
@@ -52,19 +48,19 @@ async def test_it_is_loaded_killed_loaded_again_and_unloaded() -> None:
             assert model.card.max_model_len == 8
             assert model.choose([], []) is model
             if num_losses == 0:
-                os.kill(process_of(model), signal.SIGKILL)
+                os.kill(model.pid, signal.SIGKILL)
                 while model.state is not State.STOPPED:
                     await asyncio.sleep(0.01)
-        assert model.num_bytes == pytest.approx(resident_bytes(process_of(model)), rel=0.2)
+        assert model.num_bytes == pytest.approx(resident_bytes(model.pid), rel=0.2)
         assert model.num_bytes > 1 << 20
         model.unload()
         assert model.state is State.DRAINING
         await model.unloaded()
         assert (model.state, model.url, model.loaded_bytes) == (State.STOPPED, "", 0)
-        assert resident_bytes(process_of(model)) == 0
+        assert resident_bytes(model.pid) == 0
 
 
-@pytest.mark.parametrize("path, reason", [("die", "its process ended with code 3"), ("fail", "m: no weights")])
+@pytest.mark.parametrize("path, reason", [("die", "m ended with code 3 while it started"), ("fail", "m: no weights")])
 async def test_a_load_that_fails_says_why_and_tells_no_path(path: str, reason: str) -> None:
     async with a_model(path) as model:
         with pytest.raises(CallboardError, match=f"^{reason}$"):
@@ -77,7 +73,7 @@ async def test_a_process_that_cannot_be_started_leaves_nothing(monkeypatch: pyte
         raise OSError(errno.EAGAIN, "no more processes")
 
     async with a_model() as model:
-        monkeypatch.setattr(model_module, "Child", refuse)
+        monkeypatch.setattr(placement, "Child", refuse)
         before = os.listdir("/proc/self/fd")
         with pytest.raises(OSError, match="no more processes"):
             await model.load()
@@ -87,11 +83,11 @@ async def test_a_process_that_cannot_be_started_leaves_nothing(monkeypatch: pyte
 
 async def test_a_process_that_does_not_leave_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     async with a_model("stay") as model:
-        await model.load()
         monkeypatch.setattr(model_module, "END_TIMEOUT_S", 0.05)
+        await model.load()
         model.unload()
-        while model.state is not State.STOPPED:
-            await model.unloaded()
+        await model.unloaded()
+        assert model.state is State.STOPPED
 
 
 async def test_a_broken_connection_is_no_death(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,7 +104,7 @@ async def test_a_broken_connection_is_no_death(monkeypatch: pytest.MonkeyPatch) 
         assert found.value.status == 503
         await model.settle()
         assert model.state is State.READY
-        os.kill(process_of(model), signal.SIGKILL)
+        os.kill(model.pid, signal.SIGKILL)
         model.lose(model, "reset by peer", model.url)
         await model.settle()
         assert (model.state, model.num_lost) == (State.STOPPED, 2)

@@ -25,6 +25,7 @@ CHAT = [{"role": "user", "content": "Write a function that adds."}]
 TOOL = {"name": "look", "parameters": {"type": "object", "properties": {"n": {"enum": [1, 2]}}, "required": ["n"]}}
 TOOLS = [{"type": "function", "function": TOOL}]
 COMPLETIONS, CHATS, NATIVE = "/v1/completions", "/v1/chat/completions", "/generate"
+OLLAMA = "/api/generate"
 TOKENS = {"max_tokens": 24, "ignore_eos": True}
 USAGE = {"stream_options": {"include_usage": True}}
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -55,7 +56,7 @@ class Scissors:
 
     def cut(self, chunk: bytes) -> bytes | None:
         """The part of a chunk that comes before the cut; None if there is none in it."""
-        for found in re.finditer(rb"data: ", chunk):
+        for found in re.finditer(rb"data: |\{\"model\"", chunk):
             self.num_events += 1
             if self.num_events == self.at:
                 self.at = 0
@@ -147,6 +148,8 @@ class Routed:
         ):
             text = await response.text()
             assert response.status == 200, text
+        if path == OLLAMA:
+            return [json.loads(line) for line in text.splitlines()]
         blocks = [block.rpartition("data: ")[2] for block in text.split("\n\n") if block]
         assert not any(block.startswith(":") for block in text.split("\n\n")), "a mark has reached the client"
         return [json.loads(block, parse_float=rounded) for block in blocks if block != "[DONE]"]
@@ -200,6 +203,16 @@ async def test_a_stream_that_is_cut_says_what_an_undisturbed_one_says(kind: str,
         for after in sorted({1, len(whole) // 2, len(whole) * 3 // 4} - {0}):
             events = await router.cut_stream(path, body, after)
             assert said(path, events) == said(path, whole), f"cut after {after} of {len(whole)} events"
+
+
+async def test_lines_pass_as_they_come_and_end_with_their_replica(engine: EngineServer) -> None:
+    body = {"prompt": PROMPT, "raw": True, "options": {"num_predict": 24, "temperature": 0}}
+    async with routed(engine) as router:
+        whole = await router.stream(OLLAMA, body)
+        assert len(whole) > 2
+        assert (whole[-1]["done"], whole[-1]["eval_count"]) == (True, 24)
+        *_, last = await router.cut_stream(OLLAMA, body, 2)
+        assert set(last) == {"error"}
 
 
 def said(path: str, events: list[dict[str, Any]]) -> Any:

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from engine.actors.snapshot import Gauges, Snapshot
-from engine.messages import Stats
 from engine.settings.sections import LimitsSection
+from engine.types.notices import Stats
 from server.backend import Backend
 from server.extensions.storage.pace import Pace, Turns
 from tests.pace import far

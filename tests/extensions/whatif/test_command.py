@@ -11,7 +11,7 @@ import pytest
 from server import arguments
 from server.cli import main
 from server.extensions.whatif.changes import ASKABLE
-from tests.traffic.recorded import lines, record, requests
+from tests.features.traffic.recorded import lines, record, requests
 
 MADE = requests(60, 60.0)
 

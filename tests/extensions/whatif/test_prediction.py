@@ -8,13 +8,13 @@ import msgspec
 import numpy as np
 import pytest
 
-from engine.traffic.sizes import StepSize
-from engine.traffic.trace import Trace, TracedStep
+from engine.features.traffic.sizes import StepSize
+from engine.features.traffic.trace import Trace, TracedStep
 from server.extensions.whatif.changes import as_recorded, changed
 from server.extensions.whatif.costs import StepCosts, nonnegative
 from server.extensions.whatif.figures import doubts, predicted, recorded
-from server.extensions.whatif.replay import Replay, Replayed, stand_ins
-from tests.traffic.recorded import NUM_PAGES, record, requests
+from server.extensions.whatif.replay import Replayed, TraceReplay, stand_ins
+from tests.features.traffic.recorded import NUM_PAGES, record, requests
 
 pytestmark = pytest.mark.slow
 
@@ -32,7 +32,7 @@ def trace(tmp_path_factory: pytest.TempPathFactory) -> Trace:
 def replayed(trace: Trace, *changes: str, concurrency: int = 0) -> Replayed:
     case = changed(trace.head, changes) if changes else as_recorded(trace.head)
     tokens = stand_ins(trace.requests, trace.head)
-    return Replay(case, trace.requests, tokens, StepCosts(trace.steps).seconds, concurrency).run()
+    return TraceReplay(case, trace.requests, tokens, StepCosts(trace.steps).seconds, concurrency).run()
 
 
 def figures(trace: Trace, *changes: str) -> dict[str, float]:

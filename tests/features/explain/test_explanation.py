@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from engine.features.explain import timelines
-from engine.features.explain.explanation import Explained, Part, explain
+from engine.features.explain.explanation import Explained, TimeShare, explain
 from engine.features.explain.timelines import STEP, Ring, StepLog
 from engine.messages import Finish
 from tests.scheduling.bench import Bench, lose_the_device, prompt_of
@@ -24,7 +24,7 @@ def run(bench: Bench, *, prefill_s: float = 0.0, most: int = 10_000) -> None:
         bench.deliver()
 
 
-def told(bench: Bench, request_id: int) -> tuple[Explained, dict[str, Part]]:
+def told(bench: Bench, request_id: int) -> tuple[Explained, dict[str, TimeShare]]:
     explained = explain(bench.planner.requests, bench.timelines, request_id, bench.now)
     assert explained is not None
     assert sum(part.seconds for part in explained.parts) == pytest.approx(explained.until - explained.arrived_at)
@@ -113,9 +113,9 @@ def test_a_slow_step_is_told_with_what_its_executor_says(note: str) -> None:
     assert parts["decode"].seconds == pytest.approx(39 * STEP_S)
 
 
-@pytest.mark.parametrize("bigram", [False, True])
-def test_pages_that_another_request_had_evicted_are_told_with_its_name(bigram: bool) -> None:
-    bench = Bench(depth=1, num_pages=16, max_len=60, bigram=bigram)
+@pytest.mark.parametrize("lookahead", [0, 1])
+def test_pages_that_another_request_had_evicted_are_told_with_its_name(lookahead: int) -> None:
+    bench = Bench(depth=1, num_pages=16, max_len=60, lookahead=lookahead)
     prompt = prompt_of(33)
     bench.submit(1, prompt, max_tokens=1, ignore_eos=True)
     run(bench)

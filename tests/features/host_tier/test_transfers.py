@@ -42,7 +42,7 @@ def load(checkpoint: Path, **kv: int | str) -> ModelRunner:
     model = {"path": str(checkpoint), "tokenizer": "none", "dtype": "float32", "max_model_len": MAX_LEN}
     config = build_config(Config(), {"model": model, "device": {"kind": "cpu"}, "kv": kv})
     system = System(config)
-    return load_runner(system.config, system.spec, system.max_len, system._plugins, rank=0, progress=False)
+    return load_runner(system.config, system.spec, system.max_len, system.engine.plugins, rank=0, progress=False)
 
 
 def host_tier(runner: ModelRunner) -> HostTierRank:
@@ -149,19 +149,19 @@ def test_a_captured_step_begins_when_all_pages_have_landed(checkpoint: Path, mon
     monkeypatch.setattr(rank, "copies_on", lambda device: copies)
     runner = load(checkpoint, page_size=16, num_pages=8, num_host_pages=4)
 
-    class Told(Exception):
-        """What runs the step has been told of it."""
+    class Applied(Exception):
+        """The captured step has got its plan."""
 
-    def tell(step: Step) -> None:
+    def apply(step: Step) -> None:
         assert not runner._pool.data[:, :, 4:].any(), "host pages that were never written are zeros"
-        raise Told
+        raise Applied
 
     step = Step(step_id=0, decode_rows=int32([0]), parts=transfers([0] * 4, [4, 5, 6, 7], range(4)))
-    whole: Any = host_tier(runner).decodes(SimpleNamespace(tell=tell))  # type: ignore[arg-type]
+    whole: Any = host_tier(runner).decodes(SimpleNamespace(apply=apply))  # type: ignore[arg-type]
     monkeypatch.setattr(runner, "_whole_for", lambda step: whole)
     runner._pool.data.fill_(1.0)
     runner._pool.data[:, :, 8] = 0  # the dump page
-    with pytest.raises(Told):
+    with pytest.raises(Applied):
         runner.launch(step)
 
 

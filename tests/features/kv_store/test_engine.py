@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from callboard import LLM, SamplingParams
+from engine.kernels.panels import products
 from tests.models.checkpoints import build, random_tokens, save
 
 PARAMS = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
@@ -59,11 +60,23 @@ def test_two_ranks_find_their_own_halves(checkpoint: Path, tmp_path: Path) -> No
     assert from_the_start == [64] * 12
 
 
-def test_pages_of_other_weights_or_numerics_are_not_taken(checkpoint: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "other",
+    [
+        pytest.param(
+            {"quantization": "int8"},
+            marks=pytest.mark.skipif(products() is None, reason="there is no C compiler, or no AVX2"),
+        ),
+        {"numerics": "invariant"},
+    ],
+    ids=["weights", "numerics"],
+)
+def test_pages_of_other_weights_or_numerics_are_not_taken(
+    checkpoint: Path, tmp_path: Path, other: dict[str, str]
+) -> None:
     serve(checkpoint, tmp_path)
-    for other in ({"quantization": "int8"}, {"numerics": "invariant"}):
-        model = {"dtype": "float32", "tokenizer": "none", **other}
-        assert serve(checkpoint, tmp_path, model=model)[1] == [0] * 6 + [64] * 6, other
+    model = {"dtype": "float32", "tokenizer": "none", **other}
+    assert serve(checkpoint, tmp_path, model=model)[1] == [0] * 6 + [64] * 6
 
 
 def test_invariant_pages_of_another_kernel_are_not_taken(checkpoint: Path, tmp_path: Path) -> None:

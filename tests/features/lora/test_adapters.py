@@ -47,7 +47,7 @@ def model(name: str) -> Any:
 def test_only_steps_without_adapters_are_replayed() -> None:
     adapters: Any = Adapters()
     usual = AdaptedModel(model("plain"), model("captured"), adapters)
-    decodes = AdaptedDecodes(SimpleNamespace(fits=lambda rows: rows < 9, tell=lambda step: "told"), adapters)  # type: ignore[arg-type]
+    decodes = AdaptedDecodes(SimpleNamespace(fits=lambda rows: rows < 9, apply=lambda step: "told"), adapters)  # type: ignore[arg-type]
     step: Any = SimpleNamespace(sample_at_N=None)
     assert usual.forward(step) == "captured forward"
     assert usual.hidden(step, torch.zeros(1)) == "captured hidden"
@@ -58,7 +58,7 @@ def test_only_steps_without_adapters_are_replayed() -> None:
     assert not decodes.fits(8)
     assert adapters.said == ["begin", "end"]
     assert usual.name == "captured"
-    assert decodes.tell(step) == "told"
+    assert decodes.apply(step) == "told"
 
 
 def test_what_fails_in_a_step_leaves_no_row_with_an_adapter() -> None:

@@ -5,6 +5,7 @@ import signal
 from collections.abc import Sequence
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -15,16 +16,17 @@ from engine.control.system import System
 from engine.execution.batch import Int32, Int64
 from engine.execution.captured_steps import Decoded
 from engine.execution.compiled_decodes import CompiledDecodes
+from engine.execution.device import instruction_sets
 from engine.features.lora.adapters import RankAdapters
-from engine.features.lora.files import read_adapter
+from engine.features.lora.files import NAME, Adapter, AdapterRules, read_adapter
 from engine.features.speculation.payoff import Payoff
 from engine.kernels.panels import products
 from engine.kv.node import Namespace
 from engine.messages import RequestOptions, Step
-from engine.sampling.captured import Variant
+from engine.sampling.captured import SamplingVariant
 from engine.types.errors import RequestError
 from engine.types.params import SamplingParams
-from engine.types.prompt import Adapter
+from engine.types.prompt import RequestPart
 from tests.features.lora.made import greedy, make_adapter, merged
 from tests.models.checkpoints import build, random_tokens, save
 from tests.scheduling.liars import Everything
@@ -75,9 +77,12 @@ class Made:
         return build_config(Config(), mine)
 
     def adapters(self, system: System) -> dict[str, Adapter | None]:
-        assert system.adapter_rules is not None
-        rules = system.adapter_rules
+        rules = msgspec.msgpack.decode(system.engine.facts[NAME], type=AdapterRules)
         return {name: read_adapter(self.folder / name, rules) if name else None for name in self.references}
+
+
+def parts_of(adapter: Adapter | None) -> dict[str, RequestPart]:
+    return adapter.parts if adapter is not None else {}
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +100,7 @@ async def run(
         adapters = made.adapters(system)
 
         async def one(prompt: list[int], name: str) -> Said:
-            delta = await system.ingress.open(prompt, params, RequestOptions(adapter=adapters[name])).collect()
+            delta = await system.ingress.open(prompt, params, RequestOptions(parts=parts_of(adapters[name]))).collect()
             scores = [entry.sampled.logprob for entry in (*delta.prompt_logprobs[1:], *delta.logprobs)]
             assert delta.usage is not None
             return np.frombuffer(delta.token_ids, np.int32).tolist(), scores, delta.usage.cached_tokens
@@ -113,7 +118,8 @@ def check(made: Made, asked: Asked, said: Said) -> None:
     with torch.inference_mode():
         scores = model(whole).logits[0].double().log_softmax(-1)
     expected = scores[:-1].gather(1, whole[0, 1:, None])[:, 0]
-    np.testing.assert_allclose(said[1], expected.numpy(), atol=1e-4)
+    # Measured: up to 1.04e-4 for Gemma 2 where torch has no vector instructions (ATEN_CPU_CAPABILITY=default).
+    np.testing.assert_allclose(said[1], expected.numpy(), atol=3e-4)
 
 
 @pytest.mark.skipif(products() is None, reason="there is no C compiler, or no AVX2")
@@ -123,7 +129,7 @@ async def test_decode_steps_without_an_adapter_are_one_call_of_c(
 ) -> None:
     launch, ran = CompiledDecodes.launch, []
 
-    def noted(self: CompiledDecodes, rows_N: Int64, lengths_N: Int32, variant: Variant) -> Decoded:
+    def noted(self: CompiledDecodes, rows_N: Int64, lengths_N: Int32, variant: SamplingVariant) -> Decoded:
         ran.append(len(rows_N))
         return launch(self, rows_N, lengths_N, variant)
 
@@ -212,6 +218,7 @@ async def test_the_same_prompt_under_two_adapters_and_none_shares_no_page(llama:
         assert said[0] == greedy(llama.references[name], prompt, NUM_NEW), name
 
 
+@pytest.mark.skipif("avx2" not in instruction_sets(), reason="FBGEMM needs AVX2")
 async def test_rounded_weights_get_the_same_adapters(llama: Made) -> None:
     """Of the weights themselves, rounding changes little here; a lost adapter changes everything."""
     asked = [*zip(PROMPTS, NAMES, strict=True)]
@@ -233,7 +240,7 @@ async def test_they_outlive_the_executor_that_held_them(llama: Made) -> None:
     try:
         adapters = llama.adapters(system)
         streams = [
-            system.ingress.open(prompt, params, RequestOptions(adapter=adapters[name]))
+            system.ingress.open(prompt, params, RequestOptions(parts=parts_of(adapters[name])))
             for prompt, name in zip(PROMPTS[:3], NAMES[:3], strict=True)
         ]
         first = [await stream.next() for stream in streams]
@@ -256,9 +263,9 @@ async def test_an_adapter_that_is_gone_ends_its_request_alone(llama: Made, num_r
     try:
         params = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
         gone = Adapter("0" * 64, str(llama.folder / "nowhere"))
-        stays = system.ingress.open(PROMPTS[2], params, RequestOptions(adapter=llama.adapters(system)["few"]))
+        stays = system.ingress.open(PROMPTS[2], params, RequestOptions(parts=llama.adapters(system)["few"].parts))
         for _ in range(2):
-            lost = system.ingress.open(PROMPTS[1], params, RequestOptions(adapter=gone))
+            lost = system.ingress.open(PROMPTS[1], params, RequestOptions(parts=gone.parts))
             with pytest.raises(RequestError, match="can no longer be read") as found:
                 await lost.collect()
             assert (found.value.status, found.value.code) == (500, "adapter_lost")

@@ -5,9 +5,9 @@ import random
 import msgspec
 import pytest
 
+from engine.features.lora.files import NAME, Adapter, Placement
 from engine.features.lora.slots import AdapterSlots
-from engine.messages import Finish, StepExtras
-from engine.types.prompt import Adapter
+from engine.messages import Finish
 from tests.scheduling.bench import Bench, prompt_of
 
 
@@ -74,7 +74,7 @@ def test_thousands_of_adapters_come_and_go_without_a_trace() -> None:
 def lose_the_adapter(bench: Bench) -> None:
     """Of whoever starts in the last step that has run."""
     done, row = bench.device.done.pop(), bench.steps[-1].admissions[-1].row
-    bench.device.done.append(msgspec.structs.replace(done, extras={row: StepExtras(lost_adapter="gone")}))
+    bench.device.done.append(msgspec.structs.replace(done, parts={NAME: msgspec.msgpack.encode({row: "gone"})}))
 
 
 @pytest.mark.parametrize("max_tokens", [1, 5])
@@ -99,4 +99,5 @@ def test_the_next_request_does_not_trust_a_slot_that_was_lost_on_one_that_has_en
     bench.finish()
     bench.submit(2, prompt_of(7), max_tokens=5, adapter=adapter("a"))
     bench.plan()
-    assert bench.steps[-1].admissions[0].adapter == adapter("a")
+    (placed,) = msgspec.msgpack.decode(bench.steps[-1].parts[NAME], type=list[Placement])
+    assert placed.adapter == adapter("a")

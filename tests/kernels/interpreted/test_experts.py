@@ -12,7 +12,7 @@ from engine.kernels.fused import FusedKernels
 from engine.layers.experts import Experts
 from engine.layers.mlp import clamped_swish
 from engine.plugins.comm.local import LocalComm
-from engine.plugins.testing.model import WAITING, Operations
+from engine.plugins.testing.model import WAITING, RecordedOperations
 from engine.types.errors import ConfigError
 from tests.kernels.interpreted.test_layers import normal, rounding
 
@@ -119,7 +119,7 @@ def test_the_layer_takes_it_and_waits_for_no_value(stacked):
     with pytest.raises(ConfigError, match="Triton kernels"):
         layer.pack(None)
     layer.pack(FusedKernels("cpu"))
-    operations = Operations()
+    operations = RecordedOperations()
     with operations:
         found = layer(x, None)
     assert not set(operations.names) & set(WAITING)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.sampling.captured import Variant, array_columns, columns_bytes, tensor_columns
+from engine.sampling.captured import SamplingVariant, array_columns, columns_bytes, tensor_columns
 from engine.sampling.constraints import Masks
 from engine.sampling.sampler import Sampler
 from engine.sampling.triton import sampler
@@ -213,7 +213,12 @@ def test_the_columns_of_a_captured_step_give_the_same_tokens(monkeypatch):
     penalties = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
     cut = np.array([row for row in rows if wishes[row].replace(**penalties) == wishes[row]])
     logits = normal_logits(size, vocab_size).bfloat16()
-    variants = ((Variant.GREEDY, greedy), (Variant.TEMPERATURE, plain), (Variant.CUT, cut), (Variant.FULL, rows))
+    variants = (
+        (SamplingVariant.GREEDY, greedy),
+        (SamplingVariant.TEMPERATURE, plain),
+        (SamplingVariant.CUT, cut),
+        (SamplingVariant.FULL, rows),
+    )
     for variant, chosen in variants:
         positions = np.full(len(chosen), 9)
         found = []

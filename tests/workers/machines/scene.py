@@ -12,7 +12,7 @@ from engine.types.notices import ExecutorsLost, ExecutorsReady
 from engine.workers.executors import Executors
 from engine.workers.limits import RestartIntensity
 from engine.workers.machines.head import Head
-from engine.workers.machines.node import Node
+from engine.workers.machines.node import MachineNode
 from engine.workers.placement import ProcessExecutors
 from tests.pace import far
 from tests.ports import free_port
@@ -41,7 +41,7 @@ class Scene:
     def join(self, config: Config | None = None, size: int = 2) -> "asyncio.Task[None]":
         """One more process with RANK=1."""
         config = config or self.config
-        self.nodes.append(asyncio.create_task(Node(launch(1, config, size), config, MODULE).run()))
+        self.nodes.append(asyncio.create_task(MachineNode(launch(1, config, size), config, MODULE).run()))
         return self.nodes[-1]
 
     async def ready(self) -> None:

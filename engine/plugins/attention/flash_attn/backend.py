@@ -12,7 +12,7 @@ from torch import Tensor
 
 from engine.layers.attention import AttentionBatch, AttentionSpec
 from engine.layers.kv_pool import KVPool
-from engine.plugins.attention.flash_attn.kernels import QUERY_TILE, Kernels, Part, Prepared
+from engine.plugins.attention.flash_attn.kernels import QUERY_TILE, CallPart, Kernels, Prepared
 from engine.plugins.support.paging import padding_on_dump_page, pages_of, positive_lengths, variant_of, windows_of
 
 MASKED_QUERIES = 2
@@ -36,7 +36,7 @@ class FlashAttention:
         self._windows = windows_of(spec)
         self._firsts = {variant_of(spec, layer): layer for layer in reversed(range(spec.num_layers))}
         self._pages = pages_of(pool)
-        self._parts: list[Part] = []
+        self._parts: list[CallPart] = []
         self._prepared: dict[int, list[Prepared]] = {}
 
     def plan_step(self, batch: AttentionBatch) -> None:
@@ -67,13 +67,13 @@ class FlashAttention:
             first = last
 
 
-def cut(batch: AttentionBatch, spec: AttentionSpec, pool: KVPool, invariant: bool = False) -> list[Part]:
+def cut(batch: AttentionBatch, spec: AttentionSpec, pool: KVPool, invariant: bool = False) -> list[CallPart]:
     """Return the decode rows and the prompts of a step as parts, at least one.  invariant: all in one, as prompts."""
     count, parts = 0 if invariant else batch.num_decodes, []
     table_BP, lengths_B = padding_on_dump_page(batch, pool), positive_lengths(batch)
     if count:
         parts.append(
-            Part(
+            CallPart(
                 decode=True,
                 page_table_BP=table_BP[:count],
                 lengths_B=lengths_B[:count],
@@ -87,7 +87,7 @@ def cut(batch: AttentionBatch, spec: AttentionSpec, pool: KVPool, invariant: boo
         query_lengths = batch.host_query_lengths[count:]
         num_tiles = -(-query_lengths * (spec.num_heads // spec.num_kv_heads) // QUERY_TILE)
         parts.append(
-            Part(
+            CallPart(
                 decode=False,
                 page_table_BP=table_BP[count:],
                 lengths_B=lengths_B[count:],

@@ -19,7 +19,7 @@ QUERY_TILE = 128  # queries per block of FA3, over all heads that share a key he
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class CallPart:
     """Adjacent sequences of a step that one call serves: decode rows, or segments of prompts.
 
     page_table_BP, lengths_B, query_starts_B1: as in ``AttentionBatch``, with starts relative to the part's first query.
@@ -53,11 +53,11 @@ class Prepared:
 class Kernels(Protocol):
     """One generation of FlashAttention."""
 
-    def prepare(self, part: Part, window: int) -> Prepared:
+    def prepare(self, part: CallPart, window: int) -> Prepared:
         """Prepare a step's calls for the layers with this window; 0 for no window."""
         ...
 
-    def run(self, q_TNH: Tensor, pages: KVPages, part: Part, prepared: Prepared) -> Tensor:
+    def run(self, q_TNH: Tensor, pages: KVPages, part: CallPart, prepared: Prepared) -> Tensor:
         """Return out_TNH of the part's queries in one layer."""
         ...
 
@@ -72,14 +72,14 @@ class FA2:
     with_kvcache: Callable[..., Any]
     varlen: Callable[..., Any]
 
-    def prepare(self, part: Part, window: int) -> Prepared:
+    def prepare(self, part: CallPart, window: int) -> Prepared:
         if part.decode:
             return Prepared(window_size(window))
         key_starts_B1 = part.lengths_B.new_zeros(len(part.lengths_B) + 1)
         torch.cumsum(part.lengths_B, 0, dtype=torch.int32, out=key_starts_B1[1:])
         return Prepared(window_size(window), key_starts_B1=key_starts_B1)
 
-    def run(self, q_TNH: Tensor, pages: KVPages, part: Part, prepared: Prepared) -> Tensor:
+    def run(self, q_TNH: Tensor, pages: KVPages, part: CallPart, prepared: Prepared) -> Tensor:
         keys, values = pages
         if part.decode:
             return self.with_kvcache(
@@ -123,7 +123,7 @@ class FA3:
     scheduler_metadata: Callable[..., Tensor] | None
     invariant: bool = False
 
-    def prepare(self, part: Part, window: int) -> Prepared:
+    def prepare(self, part: CallPart, window: int) -> Prepared:
         # Split keys have partial results of (pieces x heads x queries) in float32: for a long prompt, gigabytes.
         fills = not part.decode and part.num_tiles >= self.num_sms
         num_splits = 1 if fills or self.invariant else 0
@@ -148,7 +148,7 @@ class FA3:
         )
         return Prepared(window_size(window), num_splits, metadata=metadata)
 
-    def run(self, q_TNH: Tensor, pages: KVPages, part: Part, prepared: Prepared) -> Tensor:
+    def run(self, q_TNH: Tensor, pages: KVPages, part: CallPart, prepared: Prepared) -> Tensor:
         keys, values = pages
         form = self.pool.format
         out_TNH: Tensor = self.with_kvcache(

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from engine.layers.attention import AttentionBackend, AttentionBatch
-from engine.plugins.attention.flashinfer.kernels import DecodeRows, GraphRows, Planner, PrefillSegments, Setup
+from engine.plugins.attention.flashinfer.kernels import DecodeRows, GraphRows, PrefillSegments, Setup, WrapperPlanner
 from engine.plugins.attention.flashinfer.lists import DeviceLists, HostLists, Int32, gather_pages
 from engine.plugins.attention.flashinfer.staging import StagingRing
 from engine.plugins.support.paging import padding_on_dump_page, pages_of, variant_of, windows_of
@@ -28,8 +28,8 @@ class FlashInferAttention:
         phases: 'prefill', 'decode' or both; a wrapper needs memory, and its kernels may have to be compiled."""
         self._setup = setup
         self._lists = lists
-        self._decode: list[Planner] = []
-        self._prefill: list[Planner] = []
+        self._decode: list[WrapperPlanner] = []
+        self._prefill: list[WrapperPlanner] = []
         for window in windows_of(setup.spec):
             if "decode" in phases:
                 self._decode.append(DecodeRows(setup, window))
@@ -49,7 +49,7 @@ class FlashInferAttention:
         if count < len(lengths):
             self._plan(table_BP[count:], lengths[count:], query_lengths[count:], self._prefill)
 
-    def _plan(self, table_BP: Tensor, lengths: Int32, query_lengths: Int32, planners: list[Planner]) -> None:
+    def _plan(self, table_BP: Tensor, lengths: Int32, query_lengths: Int32, planners: list[WrapperPlanner]) -> None:
         host = HostLists(self._lists, lengths, query_lengths, self._setup.pool.page_size)
         starts_and_last = host.starts_and_last.to(table_BP.device, non_blocking=True)
         pages_I1 = table_BP.new_empty(host.num_pages + 1)

@@ -75,7 +75,7 @@ class Setup:
             staging.sent()
 
 
-class Planner:
+class WrapperPlanner:
     """Computes a part of each step by one of FlashInfer's wrappers."""
 
     _kernel: PlannedKernel
@@ -89,7 +89,7 @@ class Planner:
         self._kernel(q_TNH, pages, out_TNH)
 
 
-class DecodeRows(Planner):
+class DecodeRows(WrapperPlanner):
     """Any number of sequences with one query each."""
 
     def __init__(self, setup: Setup, window: int, **graph_buffers: Any) -> None:
@@ -112,7 +112,7 @@ class DecodeRows(Planner):
         self._kernel = PlannedKernel(self._wrapper)
 
 
-class PrefillSegments(Planner):
+class PrefillSegments(WrapperPlanner):
     """Sequences with any number of queries each.
 
     backend: 'fa3' uses Hopper's tensor cores best, but a block works on all keys of its queries: with few queries most

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 
-class Event(Protocol):
+class StagingEvent(Protocol):
     """The part of ``torch.cuda.Event`` that is used here."""
 
     def record(self) -> None: ...
@@ -24,7 +24,7 @@ class Event(Protocol):
 class Staging:
     """One buffer.  data: uint8, page-locked if there is a device to copy to."""
 
-    def __init__(self, event: Event | None) -> None:
+    def __init__(self, event: StagingEvent | None) -> None:
         self.data: Tensor = torch.empty(0, dtype=torch.uint8)
         self._event = event
         self._sent = False
@@ -45,7 +45,9 @@ class Staging:
 class StagingRing:
     """Buffers that are used in turn: with one more than can be queued at a time, ``take`` never waits."""
 
-    def __init__(self, num_buffers: int, device: torch.device, new_event: Callable[[], Event] | None = None) -> None:
+    def __init__(
+        self, num_buffers: int, device: torch.device, new_event: Callable[[], StagingEvent] | None = None
+    ) -> None:
         """Make the buffers.
 
         new_event: None for CUDA's own events, or for none on a CPU, where a copy has run when it returns."""

@@ -26,8 +26,8 @@ from engine.plugins.attention.triton.prefill import prefill_attention
 from engine.plugins.attention.triton.tiles import (
     MAX_PROGRAMS_PER_PROCESSOR,
     DecodeTiles,
+    GpuProcessors,
     PrefillTiles,
-    Processors,
     default_decode,
     default_prefill,
     padded,
@@ -54,7 +54,7 @@ class TritonAttention:
     capturable = True
 
     def __init__(
-        self, spec: AttentionSpec, pool: KVPool, processors: Processors | None = None, invariant: bool = False
+        self, spec: AttentionSpec, pool: KVPool, processors: GpuProcessors | None = None, invariant: bool = False
     ) -> None:
         slots_SGH = pool.keys(0)
         assert slots_SGH.shape[1:] == (spec.num_kv_heads, spec.head_size), f"pool {slots_SGH.shape} is not for {spec}"

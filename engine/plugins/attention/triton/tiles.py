@@ -17,7 +17,7 @@ MAX_HEAD_SIZE = 256  # of separate keys and values; larger ones are latents
 
 
 @dataclass(frozen=True, slots=True)
-class Processors:
+class GpuProcessors:
     """The processors that run the kernels.  shared_bytes: memory of one processor for its programs' tiles."""
 
     name: str
@@ -48,13 +48,13 @@ class PrefillTiles(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     num_stages: int
 
 
-def processors_of(device: torch.device) -> Processors:
+def processors_of(device: torch.device) -> GpuProcessors:
     """Return the processors of a GPU; few on the CPU, so that work is shared among few programs."""
     if device.type == "cpu":
-        return Processors(INTERPRETED, count=4, shared_bytes=227 << 10)
+        return GpuProcessors(INTERPRETED, count=4, shared_bytes=227 << 10)
     properties = torch.cuda.get_device_properties(device)
     shared_bytes = getattr(properties, "shared_memory_per_block_optin", 99 << 10)
-    return Processors(properties.name, properties.multi_processor_count, shared_bytes)
+    return GpuProcessors(properties.name, properties.multi_processor_count, shared_bytes)
 
 
 def padded(size: int) -> int:
@@ -62,7 +62,7 @@ def padded(size: int) -> int:
     return 1 << (size - 1).bit_length()
 
 
-def default_decode(head_size: int, itemsize: int, processors: Processors, converted: bool = False) -> DecodeTiles:
+def default_decode(head_size: int, itemsize: int, processors: GpuProcessors, converted: bool = False) -> DecodeTiles:
     """Return three programs per processor of an H200, each with two tiles of 16 KB keys and 16 KB values in flight.
 
     Decoding is bound by reads.  A processor's share of 4.3 TB/s needs 26 KB in flight at 800 ns, so 192 KB leave room
@@ -80,7 +80,7 @@ def default_decode(head_size: int, itemsize: int, processors: Processors, conver
 
 
 def decode_candidates(
-    head_size: int, itemsize: int, processors: Processors, converted: bool = False
+    head_size: int, itemsize: int, processors: GpuProcessors, converted: bool = False
 ) -> list[DecodeTiles]:
     """Return the default first, then smaller, larger and more tiles, as far as they fit."""
     default = default_decode(head_size, itemsize, processors, converted)
@@ -103,7 +103,7 @@ def decode_candidates(
     ]
 
 
-def default_prefill(head_size: int, itemsize: int, processors: Processors) -> PrefillTiles:
+def default_prefill(head_size: int, itemsize: int, processors: GpuProcessors) -> PrefillTiles:
     """Return the first candidate that fits; float32, which tensor cores would round, gets tiles that fit registers."""
     if itemsize > 2:
         return PrefillTiles(block_rows=16, block_keys=16, num_warps=4, num_stages=2)
@@ -111,7 +111,7 @@ def default_prefill(head_size: int, itemsize: int, processors: Processors) -> Pr
     return candidates[0] if candidates else PrefillTiles(block_rows=64, block_keys=32, num_warps=4, num_stages=2)
 
 
-def prefill_candidates(head_size: int, itemsize: int, processors: Processors) -> list[PrefillTiles]:
+def prefill_candidates(head_size: int, itemsize: int, processors: GpuProcessors) -> list[PrefillTiles]:
     """Return candidates, the best guess first; [] if there is no choice.
 
     128 rows come first: with fewer, all programs together would read more keys from the L2 cache than it delivers.

@@ -1,0 +1,102 @@
+"""Log probabilities of prompts' tokens.
+
+Legend: T new tokens in the step · E prompt positions whose logits are wanted · D model dim · V vocabulary
+Owns: which positions are scored, for which tokens.  Does not know: sampling, the model.
+"""
+
+from dataclasses import dataclass, replace
+from functools import partial
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.execution.prompts import Columns, Int64, PromptSegment, Wanted
+from engine.messages import Admission, PromptLogprobs
+from engine.models.model import Model
+from engine.sampling.logprobs import BatchLogprobs, batch_logprobs, joined_logprobs
+
+SCORED_ROWS = 128  # rows of logits at a time: those of a whole step may take gigabytes
+
+
+@dataclass(frozen=True, slots=True)
+class _Scored:
+    """A row's share of the E positions: entries first..first + count - 1 of its prompt."""
+
+    row: int
+    first: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredPrompts:
+    """The scores of a step, as ``PromptResult``."""
+
+    logprobs: BatchLogprobs
+    scored: tuple[_Scored, ...]
+
+    def to_host(self) -> "ScoredPrompts":
+        return replace(self, logprobs=self.logprobs.to_host())
+
+    def columns(self) -> Columns:
+        """Return the log probabilities of each row's part of the prompt."""
+        entries = self.logprobs.messages()
+        start, by_row = 0, {}
+        for one in self.scored:
+            by_row[one.row] = PromptLogprobs(
+                first=one.first, entries=tuple(entries[index] for index in range(start, start + one.count))
+            )
+            start += one.count
+        return {"prompt_logprobs": by_row}
+
+
+class PromptScores:
+    """The rows whose prompts are scored; a ``PromptReader``."""
+
+    def __init__(self) -> None:
+        self._rows: dict[int, Admission] = {}
+
+    def admit(self, admission: Admission) -> bool:
+        self._rows.pop(admission.row, None)
+        if admission.params.prompt_logprobs is None:
+            return False
+        self._rows[admission.row] = admission
+        return True
+
+    def wanted(self, segments: list[PromptSegment]) -> Wanted | None:
+        scored: list[_Scored] = []
+        at: list[Int64] = []
+        next_ids: list[Int64] = []
+        num_top: list[Int64] = []
+        for one in segments:
+            if (admission := self._rows.get(one.row)) is None:
+                continue
+            if (count := min(one.length, admission.num_prompt_tokens - 1 - one.start)) > 0:
+                first = one.start + 1
+                tokens = np.frombuffer(admission.token_ids, dtype=np.int32)
+                scored.append(_Scored(one.row, first, count))
+                at.append(np.arange(one.at, one.at + count))
+                next_ids.append(tokens[first : first + count].astype(np.int64))
+                num_top.append(np.full(count, admission.params.prompt_logprobs))
+        if not scored:
+            return None
+        read = partial(_scores, np.concatenate(next_ids), np.concatenate(num_top), tuple(scored))
+        return Wanted(np.concatenate(at), read)
+
+    def sums(self, row: int) -> bool:
+        return False
+
+
+def _scores(
+    next_ids_E: Int64, num_top_E: Int64, scored: tuple[_Scored, ...], states_ED: Tensor, model: Model
+) -> ScoredPrompts:
+    """Return the scores.
+
+    next_ids_E: the token after each position, whose log probability is wanted.  num_top_E: number of alternatives."""
+    on_device_E = torch.from_numpy(next_ids_E).to(states_ED.device, non_blocking=True)
+    parts = []
+    for first in range(0, len(states_ED), SCORED_ROWS):
+        part = slice(first, first + SCORED_ROWS)
+        logits_eV, num_top = model.logits(states_ED[part]), num_top_E[part]
+        parts.append(batch_logprobs(logits_eV, on_device_E[part], np.arange(len(num_top)), num_top))
+    return ScoredPrompts(joined_logprobs(parts), scored)

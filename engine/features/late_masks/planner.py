@@ -1,0 +1,76 @@
+"""Late masks in the planner: rows whose grammar is slow sit steps out until their mask is ready.
+
+Owns: which rows are slow, and which of them sit out.  Does not know: grammars, why a mask is late.
+A plan follows from the results of steps alone, so a replay makes the same one.
+"""
+
+from engine.messages import StepDone
+from engine.plugins.features import FeatureContext
+from engine.scheduling.feature import NewFeature, PlannerFeature, PlannerParts
+from engine.scheduling.rows import Sequence
+from engine.scheduling.step_builder import InFlight, StepBuilder
+
+
+class LateMasks(PlannerFeature):
+    """The slow rows of one planner."""
+
+    def __init__(self, parts: PlannerParts) -> None:
+        self._table = parts.table
+        self._decodes = parts.decodes
+        self._completions = parts.completions
+        self._slow: set[int] = set()
+        self._out: set[int] = set()  # of the slow ones
+
+    def attach(self, step: StepBuilder) -> None:
+        """Take the slow rows of the step out of those behind it."""
+        for row in self._slow - self._out:
+            self._sit_out(row)
+
+    def examine(self, done: StepDone) -> bool:
+        """Take out the rows whose masks are late, and return those whose masks are not.  Return False: none ends."""
+        for row in done.late:
+            if row in self._decodes.rows:
+                self._sit_out(row)
+        for row in self._out.difference(done.late):
+            if (last := self._table.last_step[row]) <= done.step_id:
+                self._join(row)
+                if last == done.step_id:
+                    self._slow.discard(row)  # its next mask was ready at once
+        return False
+
+    def completed(self, record: InFlight, seconds: float) -> None:
+        """Return all rows if nothing else is to do."""
+        self._join_if_idle()
+
+    def left(self, row: int) -> None:
+        """Forget a row, and return the others if it was the last that decodes: it may have been retracted."""
+        self._slow.discard(row)
+        self._out.discard(row)
+        self._join_if_idle()
+
+    def reset(self) -> list[Sequence]:
+        """Forget all rows."""
+        self._slow.clear()
+        self._out.clear()
+        return []
+
+    def _sit_out(self, row: int) -> None:
+        self._slow.add(row)
+        if row in self._decodes.rows:  # it is not if the step in flight has its last token
+            self._decodes.leave(row)
+            self._out.add(row)
+
+    def _join_if_idle(self) -> None:
+        """Return all rows if no step would follow: one that they delay is better than none."""
+        if self._out and not len(self._decodes) and not self._completions.in_flight:
+            for row in tuple(self._out):
+                self._join(row)
+
+    def _join(self, row: int) -> None:
+        self._out.discard(row)
+        self._decodes.join(row)
+
+
+def planner_feature(context: FeatureContext) -> NewFeature | None:
+    """Return the builder of the feature."""
+    return LateMasks

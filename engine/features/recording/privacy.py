@@ -1,0 +1,119 @@
+"""The token ids of prompts in a recording: as they are, or replaced so that they cannot be read as text.
+
+Owns: the key, which is never written.  Does not know: when something is recorded.
+A token id becomes another one, the same one every time, by a permutation drawn at start.  So equal prefixes stay equal,
+and the prefix cache, proposals and stop tokens work as before.  This is a substitution cipher: a recording alone
+reveals no text, but with a long recording and the frequencies of tokens much of it can be guessed.
+A cache salt is a client's secret, and is always replaced.
+"""
+
+import hashlib
+import secrets
+from dataclasses import replace
+
+import msgspec
+import numpy as np
+
+from engine.messages import Admit, Reconfigure, SchedulerInbox, StepDone, StepExtras
+from engine.plugins.blueprint import Blueprint
+from engine.types.params import SamplingParams
+
+NO_TOKENS = (-2, -1)  # ``RULED_OUT`` and "none", which stay
+
+
+class Privacy:
+    """The replacement of token ids.  hashed: whether ids are replaced.  vocab_size: that of the model."""
+
+    def __init__(self, vocab_size: int, *, hashed: bool) -> None:
+        self._key = secrets.token_bytes(32)
+        self._others: np.ndarray | None = None
+        if hashed:
+            order = np.random.default_rng(secrets.randbits(128)).permutation(vocab_size)
+            # A negative id is counted from the end.
+            self._others = np.concatenate((order, NO_TOKENS)).astype(np.int32)
+
+    def blueprint(self, blueprint: Blueprint) -> Blueprint:
+        """Return a blueprint with the replacements of its token ids.  Tokens of a larger vocabulary get theirs."""
+        self._grow(blueprint.vocab_size)
+        eos = self.ids(blueprint.limits.eos_token_ids)
+        return msgspec.structs.replace(blueprint, limits=replace(blueprint.limits, eos_token_ids=eos))
+
+    def _grow(self, vocab_size: int) -> None:
+        """Add the tokens of another model that has more; those that were known keep their replacement."""
+        if self._others is not None and vocab_size > (known := len(self._others) - len(NO_TOKENS)):
+            more = known + np.random.default_rng(secrets.randbits(128)).permutation(vocab_size - known)
+            self._others = np.concatenate((self._others[:known], more, NO_TOKENS)).astype(np.int32)
+
+    def message(self, message: SchedulerInbox) -> SchedulerInbox:
+        """Return the part of a message that is recorded: everything that influences plans."""
+        if isinstance(message, StepDone):
+            extras = _planned_with(message.extras, hides=self._others is not None) if message.extras else {}
+            if self._others is None and not message.extras:
+                return message
+            extras = {
+                row: msgspec.structs.replace(one, drafted=self.tokens(one.drafted)) for row, one in extras.items()
+            }
+            return StepDone(
+                rank=message.rank,
+                step_id=message.step_id,
+                token_ids=self.tokens(message.token_ids),
+                extras=extras,
+                parts=message.parts,
+                late=message.late,
+            )
+        if isinstance(message, Admit):
+            salt = message.cache_salt
+            if salt:
+                salt = hashlib.blake2b(salt.encode("utf-8", "surrogatepass"), key=self._key, digest_size=16).hexdigest()
+            return msgspec.structs.replace(
+                message,
+                token_ids=self.tokens(message.token_ids),
+                params=self._params(message.params),
+                cache_salt=salt,
+            )
+        if isinstance(message, Reconfigure) and message.blueprint:
+            blueprint = self.blueprint(msgspec.msgpack.decode(message.blueprint, type=Blueprint))
+            return msgspec.structs.replace(message, blueprint=msgspec.msgpack.encode(blueprint))
+        return message
+
+    def tokens(self, token_ids: bytes) -> bytes:
+        """Return token ids with their replacements.  Both are int32[n]."""
+        if self._others is None or not token_ids:
+            return token_ids
+        return self._others[np.frombuffer(token_ids, dtype=np.int32)].tobytes()
+
+    def ids(self, token_ids: tuple[int, ...]) -> tuple[int, ...]:
+        """Return a few token ids with their replacements."""
+        if self._others is None:
+            return token_ids
+        return tuple(int(self._others[one]) for one in token_ids)
+
+    def _params(self, params: SamplingParams) -> SamplingParams:
+        """Return parameters without text of the client; that there was some stays, since it decides on proposals."""
+        if self._others is None:
+            return params
+        grammar = params.grammar
+        return msgspec.structs.replace(
+            params,
+            stop=(),
+            stop_token_ids=self.ids(params.stop_token_ids),
+            logit_bias={},
+            bad_words=(),
+            bad_token_ids=((0,),) if params.bad_token_ids else (),
+            allowed_token_ids=(0,) if params.allowed_token_ids else (),
+            logprob_token_ids=(0,) if params.logprob_token_ids else (),
+            grammar=None if grammar is None else msgspec.structs.replace(grammar, source=""),
+            logits_processors=dict.fromkeys(params.logits_processors, ""),
+        )
+
+
+def _planned_with(extras: dict[int, StepExtras], *, hides: bool) -> dict[int, StepExtras]:
+    """Return extras without log probabilities and states, which are large and go to clients unchanged."""
+    return {
+        row: StepExtras(
+            failure="(left out)" if hides and one.failure else one.failure,
+            drafted=one.drafted,
+        )
+        for row, one in extras.items()
+        if one.failure or one.drafted
+    }

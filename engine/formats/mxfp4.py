@@ -1,0 +1,79 @@
+"""Experts in MXFP4 (OCP Microscaling Formats 1.0), as gpt-oss stores them: 4-bit floats that share a scale by 32.
+
+Legend: E experts · O outputs · I inputs · G groups of 32 inputs with a scale of their own
+Owns: the two tensors of a stack, NAME_blocks [E, O, G, 16] and NAME_scales [E, O, G], and their numbers.
+Does not know: which layers a model has.  Other tensors are read as they are.
+"""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from engine.checkpoints.shards import StoredTensor
+from engine.formats.reader import SafetensorsReader
+from engine.layers.packing import StoredRows
+from engine.types.errors import WeightsError
+
+BLOCKS, SCALES = "_blocks", "_scales"
+GROUP, GROUP_BYTES = 32, 16
+BIAS, NO_SCALE = 127, 255  # of a scale's exponent; the code that stands for NaN
+POSITIVE = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # floats of 1 bit sign, 2 bits exponent, 1 bit mantissa
+VALUES = (*POSITIVE, *(-one for one in POSITIVE))
+
+
+class MXFP4Reader:
+    """Tensors of a checkpoint with stacks in MXFP4; a stack is seen as [E, I, O], and an expert is decoded alone.
+
+    Raises WeightsError if the tensors of a stack are missing or do not fit each other."""
+
+    def __init__(self, stored: Mapping[str, StoredTensor]) -> None:
+        self._plain = SafetensorsReader(stored)
+        stacks = {
+            name.removesuffix(BLOCKS): tensor
+            for name, tensor in stored.items()
+            if name.endswith(BLOCKS) and tensor.dtype == "U8"
+        }
+        parts = {f"{name}{kind}" for name in stacks for kind in (BLOCKS, SCALES)}
+        self._stacks = {name: _stack(name, blocks, stored) for name, blocks in stacks.items()}
+        self.tensors = {name: one for name, one in stored.items() if name not in parts} | self._stacks
+
+    def part(self, name: str, dim: int, start: int, length: int, member: int | None = None) -> Tensor:
+        """Return a part of a tensor; of a stack, a part of one expert's matrix [I, O]."""
+        if name not in self._stacks:
+            return self._plain.part(name, dim, start, length, member)
+        outputs = (start, length) if dim == 1 else (0, self._stacks[name].shape[2])
+        blocks, scales = (self._plain.part(f"{name}{kind}", 0, *outputs, member) for kind in (BLOCKS, SCALES))
+        if (scales == NO_SCALE).any():
+            raise WeightsError(f"{self._stacks[name].file}: tensor '{name}{SCALES}' contains NaN; the file is damaged")
+        weight_IO = decoded(blocks, scales).t()
+        return weight_IO if dim == 1 else weight_IO.narrow(0, start, length)
+
+    def rows(self, name: str, dim: int, start: int, length: int) -> StoredRows | None:
+        """Return None: a stack's experts are decoded one at a time."""
+
+    def close(self) -> None:
+        self._plain.close()
+
+
+def decoded(blocks_OGB: Tensor, scales_OG: Tensor) -> Tensor:
+    """Return weight_OI in float32, which is exact.  The lower half of a byte is the first of two neighbours."""
+    codes = torch.stack((blocks_OGB & 15, blocks_OGB >> 4), -1).flatten(-2)
+    values = torch.tensor(VALUES)[codes.int()]
+    return torch.ldexp(values, scales_OG[..., None].int() - BIAS).flatten(-2)
+
+
+def _stack(name: str, blocks: StoredTensor, stored: Mapping[str, StoredTensor]) -> StoredTensor:
+    scales = stored.get(f"{name}{SCALES}")
+    if scales is None:
+        raise WeightsError(f"{blocks.file}: tensor {blocks.name!r} needs the tensor '{name}{SCALES}', which is missing")
+    if blocks.shape != (*scales.shape, GROUP_BYTES) or len(scales.shape) != 3 or scales.dtype != "U8":
+        seen = f"{list(blocks.shape)} and {scales.dtype} {list(scales.shape)}"
+        expected = f"[experts, outputs, groups, {GROUP_BYTES}] and U8 [experts, outputs, groups]"
+        raise WeightsError(
+            f"{blocks.file}: tensors {blocks.name!r} and {scales.name!r} are {seen}, expected {expected}"
+        )
+    experts, outputs, groups = scales.shape
+    return StoredTensor(
+        blocks.file, name, "F32", (experts, groups * GROUP, outputs), blocks.num_bytes + scales.num_bytes
+    )

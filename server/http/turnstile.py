@@ -1,0 +1,38 @@
+"""The turnstile before the handlers: it lets one request in on each turn of the event loop.
+
+Owns: the requests that wait for their turn, in the order of their arrival.  Does not know: clients, what is requested.
+Many requests may become readable at once.  Without the turnstile one turn of the event loop handles all of them, and
+the tokens of every stream wait until then.  With it, tokens wait for at most one of them.
+"""
+
+import asyncio
+from collections import deque
+
+
+class Turnstile:
+    """Lets one request in on each turn of the running event loop."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[asyncio.Future[None]] = deque()
+        self._is_taken = False  # this turn has had its request
+
+    async def enter(self) -> None:
+        """Wait for a turn of the event loop that no other request has."""
+        loop = asyncio.get_running_loop()
+        if not self._is_taken:
+            self._is_taken = True
+            loop.call_soon(self._turn)
+            return
+        turn = loop.create_future()
+        self._waiting.append(turn)
+        await turn
+
+    def _turn(self) -> None:
+        """Let the next request in; called once on each turn while requests come."""
+        while self._waiting:
+            turn = self._waiting.popleft()
+            if not turn.done():  # one whose client has left is cancelled
+                turn.set_result(None)
+                asyncio.get_running_loop().call_soon(self._turn)
+                return
+        self._is_taken = False

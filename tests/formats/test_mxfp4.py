@@ -1,0 +1,123 @@
+"""The MXFP4 reader gives transformers' numbers for gpt-oss as it is published, one expert at a time."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import GptOssForCausalLM, Mxfp4Config
+
+from engine.formats.mxfp4 import POSITIVE, decoded
+from engine.formats.opening import open_reader
+from engine.plugins.families import read_model
+from engine.plugins.testing.steps import Driver
+from engine.plugins.testing.threads import on_ranks
+from engine.types.errors import WeightsError
+from tests.models.checkpoints import build
+from tests.models.conftest import load
+from tests.models.published import PROMPT, assert_same, write
+
+QUANTIZATION = {
+    "modules_to_not_convert": [
+        "model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head",
+    ],
+    "quant_method": "mxfp4",
+}  # fmt: skip
+BLOCKS = "model.layers.1.mlp.experts.down_proj_blocks"
+SCALES = "model.layers.1.mlp.experts.down_proj_scales"
+
+
+def stored(stack_EIO: Tensor) -> tuple[Tensor, Tensor]:
+    """Blocks and scales of the nearest numbers, packed as the format's paper says."""
+    groups = stack_EIO.mT.unflatten(-1, (-1, 32))
+    exponents = groups.abs().amax(-1).log2().floor() - 2
+    scaled = groups / exponents.exp2()[..., None]
+    codes = (scaled.abs()[..., None] - torch.tensor(POSITIVE)).abs().argmin(-1) + 8 * (scaled < 0)
+    codes = codes.to(torch.uint8).unflatten(-1, (-1, 2))
+    return codes[..., 0] | codes[..., 1] << 4, (exponents + 127).to(torch.uint8)
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    model = build("gpt-oss")
+    tensors: dict[str, Tensor] = {}
+    for name, tensor in model.state_dict().items():
+        if name.endswith(("gate_up_proj", "down_proj")):
+            tensors[f"{name}_blocks"], tensors[f"{name}_scales"] = stored(tensor)
+        else:
+            tensors[name] = tensor.bfloat16()
+    config: dict[str, Any] = model.config.to_dict() | {"torch_dtype": "bfloat16", "dtype": None}
+    # The older spelling of rotary settings, as in the published file.
+    rotary = config.pop("rope_parameters")
+    config |= {"rope_theta": rotary.pop("rope_theta"), "rope_scaling": rotary, "quantization_config": QUANTIZATION}
+    config["architectures"] = ["GptOssForCausalLM"]
+    return write(tmp_path_factory.mktemp("mxfp4"), config, tensors)
+
+
+def test_the_published_layout_gives_the_tokens_of_transformers(published: Path) -> None:
+    reference = GptOssForCausalLM.from_pretrained(
+        published,
+        quantization_config=Mxfp4Config(dequantize=True),
+        dtype=torch.float32,
+        attn_implementation="eager",
+    ).eval()
+    assert_same(published, reference)
+
+
+def test_every_code_stands_for_its_number() -> None:
+    codes = torch.arange(16, dtype=torch.uint8)
+    blocks = codes | codes.flip(0) << 4
+    expected = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
+    for exponent in (-127, -3, 0, 5, 127):
+        scale = torch.tensor([[exponent + 127]], dtype=torch.uint8)
+        got = decoded(blocks.view(1, 1, 16), scale)[0]
+        assert (got[0::2] == expected * 2.0**exponent).all()
+        assert (got[1::2] == expected.flip(0) * 2.0**exponent).all()
+
+
+def test_ranks_read_their_parts(published: Path) -> None:
+    spec = read_model(published)
+    expected = Driver(load(spec)).step({"a": PROMPT})["a"]
+    for got in on_ranks(2, lambda comm: Driver(load(spec, comm=comm)).step({"a": PROMPT})["a"]):
+        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+
+
+def without_scales(tensors: dict[str, Tensor]) -> None:
+    del tensors[SCALES]
+
+
+def with_other_groups(tensors: dict[str, Tensor]) -> None:
+    tensors[SCALES] = tensors[SCALES][..., :1].contiguous()
+
+
+def with_nan(tensors: dict[str, Tensor]) -> None:
+    tensors[SCALES][0, 0, 0] = 255
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (without_scales, f"{BLOCKS}' needs the tensor '{SCALES}', which is missing"),
+        (with_other_groups, r"are \[5, 64, 3, 16\] and U8 \[5, 64, 1\], expected"),
+        (with_nan, f"{SCALES}' contains NaN; the file is damaged"),
+    ],
+)
+def test_tensors_that_do_not_fit_are_named(
+    damage: Callable[[dict[str, Tensor]], None], said: str, published: Path, tmp_path: Path
+) -> None:
+    tensors = load_file(published / "model.safetensors")
+    damage(tensors)
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text((published / "config.json").read_text())
+    with pytest.raises(WeightsError, match=said):
+        load(read_model(tmp_path))
+
+
+def test_a_stack_counts_with_its_stored_bytes(published: Path) -> None:
+    reader = open_reader(read_model(published))
+    stack = reader.tensors[BLOCKS.removesuffix("_blocks")]
+    assert stack.shape == (5, 96, 64)
+    assert stack.num_bytes == 5 * 96 * 64 * 17 // 32

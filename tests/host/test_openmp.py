@@ -1,0 +1,40 @@
+"""OpenMP's threads sleep after a short wait, unless the environment has decided."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from engine.host.openmp import SPINS, wait_briefly
+
+NAMES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
+
+
+@pytest.mark.parametrize(
+    ("given", "left"),
+    [
+        ({}, {"GOMP_SPINCOUNT": SPINS, "KMP_BLOCKTIME": "0"}),
+        ({"GOMP_SPINCOUNT": "7"}, {"GOMP_SPINCOUNT": "7", "KMP_BLOCKTIME": "0"}),
+        ({"OMP_WAIT_POLICY": "active"}, {"OMP_WAIT_POLICY": "active"}),
+    ],
+)
+def test_what_is_set_stays(given: dict[str, str], left: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in NAMES:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    wait_briefly()
+    assert {name: os.environ[name] for name in NAMES if name in os.environ} == left
+    for name in NAMES:  # monkeypatch does not know what was set since
+        os.environ.pop(name, None)
+
+
+def test_a_system_sets_it_before_torch_is_imported() -> None:
+    code = (
+        "import os, sys\nfrom engine.config import Config\nfrom engine.control.system import System\n"
+        "System(Config())\nprint(os.environ['GOMP_SPINCOUNT'], 'torch' in sys.modules)"
+    )
+    kept = {name: value for name, value in os.environ.items() if name not in NAMES}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=kept)
+    assert done.stdout.split() == [SPINS, "False"]
