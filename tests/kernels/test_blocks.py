@@ -8,7 +8,7 @@ import torch
 
 from engine.kernels.blocks import BlockProducts, BlockWeight, Format, Parts, block_products
 from engine.layers.packing import StoredRows
-from tests.kernels.stored_blocks import BITS, random_rows
+from tests.kernels.stored_blocks import BITS, INT4, int4_floats, random_rows
 
 pytestmark = pytest.mark.skipif(block_products() is None, reason="there is no C compiler, or no AVX2")
 # Of the sum of the products' magnitudes.
@@ -23,6 +23,8 @@ def functions() -> BlockProducts:
 
 
 def floats_of(rows: StoredRows) -> torch.Tensor:
+    if Format[rows.format] in INT4:
+        return int4_floats(rows)
     gguf = pytest.importorskip("gguf", reason="pip install 'callboard[gguf]'")
     read = gguf.quants.dequantize(rows.blocks.numpy(), gguf.GGMLQuantizationType[rows.format])
     return torch.from_numpy(np.array(read, dtype=np.float32))
@@ -88,10 +90,8 @@ def test_a_row_has_the_same_bits_in_every_batch(functions: BlockProducts, kind: 
 
 def test_parts_of_a_weight_may_be_in_several_formats(functions: BlockProducts) -> None:
     dice = Random(4)
-    stored = [
-        random_rows(dice, kind, outputs, 512)
-        for kind, outputs in zip(Format, (3, 64, 17, 8, 1, 40, 64, 5), strict=True)
-    ]
+    sizes = dict(zip(Format, (3, 64, 17, 8, 1, 40, 64, 5, 2, 9, 33, 64, 1, 7), strict=True))
+    stored = [random_rows(dice, kind, outputs, 512) for kind, outputs in sizes.items()]
     weight = BlockWeight(functions, stored, Parts.EXACT)
     weight_OI = torch.cat([floats_of(one) for one in stored])
     assert torch.equal(weight.rows(torch.arange(weight.outputs)), weight_OI)

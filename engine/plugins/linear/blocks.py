@@ -1,4 +1,4 @@
-"""Products by callboard's own C with weights in blocks of 4 to 8 bits, as GGUF files store them.
+"""Products by callboard's own C with weights of 4 to 8 bits, as GGUF files, AWQ, GPTQ and compressed-tensors have them.
 
 Legend: T rows of the input · I input features · O output features
 A weight takes the file's number of bytes, also while it is loaded.  With ``model.quantization = "none"`` the input is
@@ -25,14 +25,14 @@ CALLBOARD_PLUGIN = {
     "devices": ["cpu"],
     "dtypes": ["float32"],
     "quantizations": ["none", "int8"],
-    "stored_formats": ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K"],
+    "stored_formats": ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "int4"],
     "instruction_sets": ["avx2"],
     "invariant": True,
 }
 # Of an element, with its scales.
 BYTES = {
     "Q4_0": 0.5625, "Q4_1": 0.625, "Q5_0": 0.6875, "Q5_1": 0.75, "Q8_0": 1.0625,
-    "Q4_K": 0.579, "Q5_K": 0.704, "Q6_K": 0.821,
+    "Q4_K": 0.579, "Q5_K": 0.704, "Q6_K": 0.821, "int4": 0.594,
 }  # fmt: skip
 
 
