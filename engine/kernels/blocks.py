@@ -63,7 +63,7 @@ class BlockProducts:
         self.rows.argtypes, self.rows.restype = [pointer] * 3 + [size], None
 
 
-class BlockWeight(CompiledWeight):
+class StoredWeight(CompiledWeight):
     """W[O, I] as integers of a few bits with scales, in the file's number of bytes; parts may have several formats.
 
     damaged: the first part with a scale that is NaN or infinite; None for none."""

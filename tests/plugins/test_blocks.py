@@ -12,7 +12,7 @@ from engine.checkpoints.checkpoint import resolve_checkpoint
 from engine.config import Config
 from engine.formats import integers
 from engine.formats.opening import open_reader
-from engine.kernels.blocks import BlockWeight, Parts, block_products
+from engine.kernels.blocks import Parts, StoredWeight, block_products
 from engine.kernels.panels import PanelWeight
 from engine.layers.packing import Linears, StoredRows
 from engine.models.decoder import Decoder
@@ -68,7 +68,7 @@ def test_logits_are_those_of_the_file_and_no_weight_is_floats(kind: str, tmp_pat
     expected = reference_logits(reference, PROMPT)
     torch.testing.assert_close(Driver(model).step({"a": PROMPT})["a"], expected, rtol=1e-4, atol=1e-4)
     linears = [model.embedding, model.head, *(one for layer in model.layers for one in layer.linears)]
-    assert all(isinstance(one.packed, BlockWeight) and not hasattr(one, "weight") for one in linears)
+    assert all(isinstance(one.packed, StoredWeight) and not hasattr(one, "weight") for one in linears)
     assert model.weight_bytes == sum(one.nbytes for one in linears) + sum(
         one.numel() * 4 for one in reference.parameters() if one.dim() == 1
     )
@@ -93,7 +93,7 @@ def test_rounded_inputs_change_logits_by_little_and_those_of_the_head_have_more_
     found = Driver(model).step({"a": PROMPT})["a"]
     error = float((found - expected).norm() / expected.norm())
     assert 1e-5 < error < 0.06
-    assert isinstance(model.head.packed, BlockWeight)
+    assert isinstance(model.head.packed, StoredWeight)
     assert model.head.packed._blocks[0].parts == Parts.FINE
     assert model.layers[0].linears[0].packed._blocks[0].parts == Parts.ROUNDED
 
@@ -124,7 +124,7 @@ def test_rows_are_read_in_parts_as_the_model_orders_them_and_not_within_a_row(tm
         weight = f"model.layers.1.{name}.weight"
         rows = reader.rows(weight, 0, 16, 16)
         assert rows is not None
-        found_OI = BlockWeight(functions, [rows], Parts.EXACT).rows(torch.arange(16))
+        found_OI = StoredWeight(functions, [rows], Parts.EXACT).rows(torch.arange(16))
         assert torch.equal(found_OI, reader.part(weight, 0, 16, 16))
     assert reader.rows("model.layers.1.self_attn.o_proj.weight", 1, 0, 64) is not None
     assert reader.rows("model.layers.1.self_attn.o_proj.weight", 1, 0, 32) is None
@@ -166,7 +166,7 @@ def test_integers_of_4_bits_in_safetensors_files_are_kept_unless_their_groups_ar
     expected = reference_logits(reference, PROMPT)
     torch.testing.assert_close(Driver(model).step({"a": PROMPT})["a"], expected, rtol=1e-4, atol=1e-4)
     linears = [one for layer in model.layers for one in layer.linears]
-    assert all(isinstance(one.packed, BlockWeight) for one in linears) == (name != "gptq-order")
+    assert all(isinstance(one.packed, StoredWeight) for one in linears) == (name != "gptq-order")
     assert isinstance(model.head.packed, PanelWeight)
 
 
@@ -176,7 +176,7 @@ def test_scales_in_bfloat16_are_kept_to_the_bit() -> None:
     weight_OI, scales_OG = torch.randint(0, 16, (5, 128), dtype=torch.int32), torch.randn(5, 2).bfloat16()
     zeros_OG = torch.randint(0, 17, (5, 2), dtype=torch.int32)
     rows = StoredRows("random", "UPPER64", integers.stored(weight_OI, scales_OG, zeros_OG, (1, 64), None), 128)
-    found_OI = BlockWeight(functions, [rows], Parts.EXACT).rows(torch.arange(5))
+    found_OI = StoredWeight(functions, [rows], Parts.EXACT).rows(torch.arange(5))
     assert torch.equal(found_OI, integers.scaled(weight_OI, scales_OG, zeros_OG, (1, 64)))
 
 

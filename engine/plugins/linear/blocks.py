@@ -13,7 +13,7 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from engine.kernels.blocks import BlockProducts, BlockWeight, Format, Parts, block_products
+from engine.kernels.blocks import BlockProducts, Format, Parts, StoredWeight, block_products
 from engine.layers.packing import LinearKernel, PackedWeight, StoredRows
 from engine.plugins.hookspecs import LinearContext, hookimpl
 from engine.plugins.linear import panels
@@ -98,12 +98,12 @@ class StoredBlocks:
         plain = self._plain.head if isinstance(self._plain, panels.Panels) else self._plain
         return StoredBlocks(self._functions, plain, parts, self.element_bytes, self._taken)
 
-    def _blocks(self, rows: list[StoredRows]) -> BlockWeight:
+    def _blocks(self, rows: list[StoredRows]) -> StoredWeight:
         alike = [list(group) for _, group in groupby(rows, key=lambda one: one.format)]
         joined = [
             StoredRows(of[0].where, of[0].format, torch.cat([one.blocks for one in of]), of[0].inputs) for of in alike
         ]
-        weight = BlockWeight(self._functions, joined, self._parts)
+        weight = StoredWeight(self._functions, joined, self._parts)
         if weight.damaged is not None:
             raise WeightsError(f"{weight.damaged.where} contains NaN or infinity; the file is damaged")
         return weight
