@@ -204,7 +204,7 @@ class Filling:
         self.log_progress()
 
     def keep_rows(self, weights: Iterable[Tensor], kernel: LinearKernel) -> None:
-        """From now on, give rows of these weights to the kernel as they are stored, if it takes them."""
+        """Give rows of these weights to the kernel as they are stored, from now on, if it takes them."""
         if isinstance(kernel, RowKeeper):
             self._keeper = kernel
             self._kept = {weight.untyped_storage().data_ptr() for weight in weights}
