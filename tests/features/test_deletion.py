@@ -38,7 +38,6 @@ NAMED: dict[str, tuple[str, tuple[str, ...]]] = {
     "traffic": (r"trace_mb|features\.traffic|TraceRecorder", ()),
 }
 MOST_FILES = 3
-MOST_OF = {"host_tier": 7}  # its tree and its pages lie in engine/kv and engine/scheduling
 GENERATE = """
 from callboard import LLM, SamplingParams
 with LLM("examples/demo_model", progress=False) as llm:
@@ -101,7 +100,7 @@ def test_few_files_outside_import_a_feature(name: str) -> None:
 def test_few_files_outside_name_a_feature(name: str) -> None:
     pattern, folders = NAMED[name]
     found = outside(pattern, own_folders(name) | {ROOT / path for path in folders})
-    assert len(found) <= MOST_OF.get(name, MOST_FILES), found
+    assert len(found) <= MOST_FILES, found
 
 
 @pytest.mark.parametrize("name", NAMES)
