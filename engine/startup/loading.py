@@ -165,7 +165,7 @@ def _load_weights(start: Start) -> Loaded:
     if start.on_cpu:
         thread_choices = common_choices(thread_choices, comm)
     kernels = _cpu_kernels(start) if start.on_cpu else None
-    _say_precision(start)
+    _log_precision(start)
     start.stages.begin("kernels")
     linears = choose_linears(config, spec, start.plugins, plan, device)
     start.stages.begin("weights")
@@ -185,7 +185,7 @@ def _load_weights(start: Start) -> Loaded:
     return Loaded(model, kernels, thread_choices)
 
 
-def _say_precision(start: Start) -> None:
+def _log_precision(start: Start) -> None:
     """Log that products compute with more bits than the file stores, and what takes fewer."""
     kinds = block_kinds(start.spec.directory)
     if kinds and start.on_cpu and start.config.model.quantization == "none":
