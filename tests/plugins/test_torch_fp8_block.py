@@ -20,8 +20,8 @@ from engine.plugins.families import read_model
 from engine.plugins.hookspecs import LinearContext
 from engine.plugins.linear.torch_fp8_block import (
     CALLBOARD_PLUGIN,
-    BlockWeight,
     Float8Blocks,
+    Fp8BlockWeight,
     callboard_linear,
     in_blocks,
 )
@@ -109,13 +109,13 @@ def test_inputs_reach_torch_as_it_wants_them(product: None, rows: int, outputs: 
     wide = numbers(rows, 1280, seed=2)
     wide[:, 128:256] *= 1000  # one group, whose scale is nobody else's
     for x in (wide[:, :640], wide[:, 640:].t().contiguous().t()):
-        found, expected = BlockWeight(weight)(x, bias), x.double() @ weight.double().t() + bias.double()
+        found, expected = Fp8BlockWeight(weight)(x, bias), x.double() @ weight.double().t() + bias.double()
         assert found.shape == (rows, outputs)
         assert (found.double() - expected).norm() <= 6e-2 * expected.norm()
 
 
 def test_a_compiler_traces_it_once_for_any_number_of_rows(product: None) -> None:
-    packed, traces = BlockWeight(numbers(128, 256)), []
+    packed, traces = Fp8BlockWeight(numbers(128, 256)), []
 
     def look(trace: GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
         traces.append([name for node in trace.graph.nodes if (name := operation_name(node))])

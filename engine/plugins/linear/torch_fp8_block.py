@@ -98,7 +98,7 @@ def _(x_TI: Tensor, scales_TC: Tensor, weight_OI: Tensor, scales_LB: Tensor, num
     return x_TI.new_empty((num_rows, weight_OI.shape[0]), dtype=torch.bfloat16)
 
 
-class BlockWeight:
+class Fp8BlockWeight:
     """W[O, I] in float8, with a scale per block."""
 
     def __init__(self, weight_OI: Tensor) -> None:
@@ -124,7 +124,7 @@ class Float8Blocks:
     def pack(self, weight_OI: Tensor) -> PackedWeight | None:
         """Return the weight in float8 blocks, or None if its size is not supported."""
         outputs, inputs = weight_OI.shape
-        return None if outputs % MULTIPLE or inputs % GROUP else BlockWeight(weight_OI)
+        return None if outputs % MULTIPLE or inputs % GROUP else Fp8BlockWeight(weight_OI)
 
 
 def try_out(device: torch.device) -> None:
@@ -134,7 +134,7 @@ def try_out(device: torch.device) -> None:
             scales_O1 = torch.logspace(-2, 2, 2 * GROUP, device=device)[:, None]
             weight_OI = scales_O1.expand(-1, 3 * GROUP).bfloat16()
             x_TI = torch.logspace(-3, 3, 3 * GROUP, device=device).expand(5, -1).bfloat16()
-            found_TO = BlockWeight(weight_OI)(x_TI, None).double()
+            found_TO = Fp8BlockWeight(weight_OI)(x_TI, None).double()
             expected_TO = x_TI.double() @ weight_OI.double().t()
         error = float((found_TO - expected_TO).norm() / expected_TO.norm())
         problem = f"a product is off by {error:.2g} of its size" if not error <= TRIAL_ERROR else ""
