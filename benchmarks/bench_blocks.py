@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from engine.kernels.blocks import BlockWeight, Format, Parts, block_products
+from engine.kernels.blocks import Format, Parts, StoredWeight, block_products
 from engine.kernels.panels import Kind, PanelWeight, products
 from engine.layers.packing import PackedWeight, StoredRows
 
@@ -52,7 +52,7 @@ def kernels(formats: list[str]) -> Iterator[tuple[str, Pack]]:
         for parts in (Parts.EXACT, Parts.ROUNDED):
 
             def pack(weight: Tensor, name: str = name, parts: Parts = parts) -> PackedWeight:
-                return BlockWeight(blocks, [rows_of(Format[name], weight)], parts)
+                return StoredWeight(blocks, [rows_of(Format[name], weight)], parts)
 
             yield f"{name} {parts.name.lower()}", pack
     yield from ggml(formats)
@@ -63,7 +63,7 @@ def ggml(formats: list[str]) -> Iterator[tuple[str, Pack]]:
     sys.path.append(str(EXAMPLE))
     try:
         from callboard_ggml.blocks import Backend
-        from callboard_ggml.blocks import BlockWeight as Theirs
+        from callboard_ggml.blocks import StoredWeight as Theirs
 
         backend = Backend()
     except (ImportError, AttributeError, ValueError, OSError) as error:

@@ -1,10 +1,12 @@
 """What does one good client notice of many hostile ones?
 
 A real server of the demo model, its executor in a process of its own, with keys and without.  The good client streams
-one answer after the other: first alone, then beside the hostile clients, which send 100,000 requests of every kind that
-once disturbed others, from a process of their own.  Compared are the good client's texts, which must not change, and
-the time between two of its tokens.  The script fails where the 99th percentile is more than twice that of alone, where
-a text differs, where an answer is a 5xx other than 503, or where something is still held at the end.
+one answer after the other, beside the hostile clients and alone in turns, so that both meet the same machine.  The
+hostile clients send 100,000 requests of every kind that once disturbed others.  They stand for clients elsewhere: their
+process runs only where no other one needs the processor, and is stopped while the good client is alone.  Compared are
+the good client's texts, which must not change, and the time between two of its tokens.  The script fails where the 99th
+percentile is more than twice that of alone, where a text differs, where an answer is a 5xx other than 503, or where
+something is still held at the end.
 
     python benchmarks/bench_hostile.py --json benchmarks/results/hostile_2core_cpu.json
     python benchmarks/bench_hostile.py --requests 3000 --only keyed     # a smoke run
@@ -16,6 +18,7 @@ import json
 import os
 import random
 import re
+import signal
 import statistics
 import subprocess
 import sys
@@ -46,6 +49,7 @@ path = "{model}"
 name = "demo"
 [scheduler]
 max_running = 16
+itl_target_ms = 2
 [placement]
 executor = "process"
 [limits]
@@ -62,6 +66,8 @@ AMBIGUOUS = 'root ::= root root root | root root | "a" | "aa" | "aaa"'
 ODD_PATHS = ("/x/../v1/completions", "/v1/./completions", "//v1/completions", "/v1/completions%00")
 AT_ONCE = 32
 HOLD_S = 0.5
+ALONE_S, BESIDE_S = 2.0, 6.0  # of a turn
+SETTLE_S = 0.5  # until what the hostile clients have begun is over
 PATIENCE_S = 60.0
 # Of a thousand requests.  The costly ones are few, and far more than one of them is under way at any time.
 KINDS = {
@@ -194,7 +200,7 @@ class Hostile:
 
 def be_hostile(port: int, keyed: bool, count: int) -> None:
     """The process of the hostile clients; it prints what they were answered."""
-    os.nice(10)  # the machine is the server's; these stand for clients elsewhere
+    os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
     hostile = Hostile(port, keyed, count)
     asyncio.run(hostile.run())
     print(json.dumps(hostile.counts))
@@ -227,6 +233,13 @@ class Good:
         connection.close()
         return text
 
+    def stream_for(self, seconds: float, texts: dict[str, str], crowd: subprocess.Popen[str]) -> int:
+        """Stream answers for so long, or until the crowd has ended.  Returns how many of them are not as they were."""
+        until, differing = time.monotonic() + seconds, 0
+        while time.monotonic() < until and crowd.poll() is None:
+            differing += sum(self.stream(prompt) != text for prompt, text in texts.items())
+        return differing
+
     def figures(self) -> dict[str, float]:
         return {
             "streams": len(self.waits),
@@ -255,7 +268,7 @@ def measure(mode: str, num_requests: int) -> dict[str, Any]:
             port = int(found[1])
             Good(port, keyed).stream(PROMPTS[0])
             alone = Good(port, keyed)
-            texts = {prompt: alone.stream(prompt) for prompt in PROMPTS * 8}
+            texts = {prompt: alone.stream(prompt) for prompt in PROMPTS}
             crowd_command = [
                 sys.executable,
                 __file__,
@@ -269,13 +282,17 @@ def measure(mode: str, num_requests: int) -> dict[str, Any]:
             crowd = subprocess.Popen(crowd_command, stdout=subprocess.PIPE, text=True)
             beside, differing, started = Good(port, keyed), 0, time.monotonic()
             while crowd.poll() is None:
-                for prompt, text in texts.items():
-                    differing += beside.stream(prompt) != text
+                differing += beside.stream_for(BESIDE_S, texts, crowd)
+                crowd.send_signal(signal.SIGSTOP)
+                time.sleep(SETTLE_S)
+                differing += alone.stream_for(ALONE_S, texts, crowd)
+                crowd.send_signal(signal.SIGCONT)
             took_s, counts = time.monotonic() - started, json.loads(crowd.communicate()[0])
             return {
                 "mode": mode,
                 "hostile_requests": sum(counts.values()),
                 "seconds": round(took_s, 1),
+                "load": [round(one, 1) for one in os.getloadavg()],
                 "alone": alone.figures(),
                 "beside": beside.figures(),
                 "texts_that_differ": differing,
@@ -317,7 +334,8 @@ def main() -> None:
             wrong.append(f"{mode}: ratio {found['ratio']}, {found['texts_that_differ']} texts differ, {failures}")
     Console(width=140).print(table)
     for found in results:
-        print(f"{found['mode']}: {found['ratio']} times, {found['hostile_requests']} in {found['seconds']} s")
+        count, seconds = found["hostile_requests"], found["seconds"]
+        print(f"{found['mode']}: {found['ratio']} times, {count} in {seconds} s, load {found['load']}")
         print(*(f"  {name}: {count}" for name, count in found["answers"].items()), sep="\n")
     keep(arguments.output, {"runs": results})
     if wrong:

@@ -73,7 +73,9 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def stored_formats(self) -> tuple[str, ...]:
-        """Formats of blocks in which a GGUF file stores matrices, by ggml's names."""
+        """Formats of blocks in which a GGUF file stores matrices, by ggml's names; or 'int4' of AWQ, GPTQ and so on."""
+        if self.quantization is not None:
+            return ("int4",) if self.quantization.is_int4 else ()
         return tuple(self.config.get(STORED_FORMATS, ()))
 
     @property

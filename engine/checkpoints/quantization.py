@@ -14,6 +14,7 @@ Method = Literal["awq", "gptq", "compressed-tensors", "fp8", "mxfp4"]
 INTEGER_BITS = {"awq": (4,), "gptq": (2, 3, 4, 8)}
 PACKED_BITS = (2, 4, 8)  # of compressed-tensors
 FLOAT_BITS = 8
+INT4_GROUPS = (32, 64, 128)
 MAX_SIZE = 1 << 20  # of a group or block
 
 
@@ -28,6 +29,12 @@ class Quantization(msgspec.Struct, frozen=True, kw_only=True):
     kind: Literal["int", "float"]
     block: tuple[int, int]
     zero_offset: int = 0
+
+    @property
+    def is_int4(self) -> bool:
+        """Whether the elements are integers of 4 bits, of which 32, 64 or 128 inputs of an output share a scale."""
+        outputs, inputs = self.block
+        return self.kind == "int" and self.bits == 4 and outputs == 1 and inputs in INT4_GROUPS
 
     def __str__(self) -> str:
         return f"{self.method} ({self.kind}{self.bits})"

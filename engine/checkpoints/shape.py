@@ -245,7 +245,8 @@ class ExpertsShape(PartShape, frozen=True, kw_only=True):
 
     shared_size: size of a further expert, for all tokens and without a weight; 0 for none.
     activation: as in ``GatedShape``; or "clamped_swish" of gpt-oss, with ``limit`` and ``slope``.
-    stacked: all experts of a layer are one tensor [experts, in, out], with gate and up interleaved, and with biases.
+    stacked: all experts of a layer are one tensor [experts, in, out], with gate and up interleaved, and with biases;
+    if ``halved``, with gate before up, and without biases.
     gate, up, down: names of the products, if each expert has its own tensors.
     divided: whether a rank has some of the experts whole, instead of a part of each.
     """
@@ -259,6 +260,7 @@ class ExpertsShape(PartShape, frozen=True, kw_only=True):
     shared_size: int = 0
     name: str = "mlp"
     stacked: bool = False
+    halved: bool = False
     gate: str = "gate_proj"
     up: str = "up_proj"
     down: str = "down_proj"

@@ -29,17 +29,22 @@ TEXT_PARTS: Final[Mapping[str, Mapping[str, tuple[str, str]]]] = {
     "Mistral3ForConditionalGeneration": MISTRAL,
     "Qwen2VLForConditionalGeneration": {"qwen2_vl": QWEN2, "qwen2_vl_text": QWEN2},
     "Qwen2_5_VLForConditionalGeneration": {"qwen2_5_vl": QWEN2, "qwen2_5_vl_text": QWEN2},
+    "Qwen3OmniMoeForConditionalGeneration": {"qwen3_omni_moe_text": QWEN3_MOE},
     "Qwen3VLForConditionalGeneration": {"qwen3_vl_text": QWEN3},
+    "Qwen3VLMoeForConditionalGeneration": {"qwen3_vl_moe_text": ("Qwen3MoeForCausalLM", "qwen3_vl_moe_text")},
     "Qwen3_5ForConditionalGeneration": {"qwen3_5_text": ("Qwen3_5ForCausalLM", "qwen3_5_text")},
     "Qwen3_5MoeForConditionalGeneration": {"qwen3_5_moe_text": ("Qwen3_5MoeForCausalLM", "qwen3_5_moe_text")},
 }
 # Settings that may be beside the text section and count for it.
 SHARED = ("tie_word_embeddings", "dtype", "torch_dtype", "quantization_config", "eos_token_id", "bos_token_id")
 RENAMED = (
-    (re.compile(r"^(?:language_model\.model|model\.language_model)\."), "model."),
-    (re.compile(r"^language_model\.lm_head\."), "lm_head."),
+    (re.compile(r"^(?:thinker\.model|language_model\.model|model\.language_model)\."), "model."),
+    (re.compile(r"^(?:thinker|language_model)\.lm_head\."), "lm_head."),
 )
-LEFT_OUT = re.compile(r"^(?:model\.)?(visual|vision_\w+|audio_tower|multi_modal_projector|embed_(?:vision|audio))\.")
+LEFT_OUT = re.compile(
+    r"^(?:model\.|thinker\.)?"
+    r"(visual|vision_\w+|audio_tower|multi_modal_projector|embed_(?:vision|audio)|talker|code2wav)\."
+)
 
 
 def read_text_part(architecture: str, fields: Fields) -> tuple[str, Fields]:
@@ -50,7 +55,8 @@ def read_text_part(architecture: str, fields: Fields) -> tuple[str, Fields]:
     if decoders is None:
         return architecture, fields
     # Qwen2-VL has the settings of its decoder beside those of its vision tower.
-    inner = fields.section("text_config") if fields.has("text_config") else fields
+    whole = fields.section("thinker_config") if fields.has("thinker_config") else fields
+    inner = whole.section("text_config") if whole.has("text_config") else whole
     decoder, model_type = decoders[inner.choice("model_type", next(iter(decoders)), decoders)]
     table = {**inner.table, **{name: fields.table[name] for name in SHARED if fields.has(name)}}
     for name in ("rope_parameters", "rope_scaling"):

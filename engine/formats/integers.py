@@ -6,6 +6,7 @@ Results are float32, in which the products of integers and scales are exact.
 """
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -40,14 +41,29 @@ def _unpack_cut(words: Tensor, bits: int, dim: int, shape: tuple[int, ...]) -> T
     return integers.bitwise_and_((1 << bits) - 1).int().flatten(dim, dim + 1)
 
 
-def awq(qweight: Tensor, qzeros: Tensor, scales_GO: Tensor, block: tuple[int, int]) -> Tensor:
-    """Return weight_OI.  qweight: [I, O / P].  qzeros: [G, O / P]."""
+class Form(Protocol):
+    """What becomes of unpacked integers: ``scaled`` or ``stored``."""
+
+    def __call__(
+        self,
+        weight_OI: Tensor,
+        scales: Tensor,
+        zeros: Tensor | None,
+        block: tuple[int, int],
+        groups_I: Tensor | None,
+        /,
+    ) -> Tensor: ...
+
+
+def awq(form: Form, qweight: Tensor, qzeros: Tensor, scales_GO: Tensor, block: tuple[int, int]) -> Tensor:
+    """Return a weight in a form.  qweight: [I, O / P].  qzeros: [G, O / P]."""
     # Transposed before unpacking, when they have an eighth as many elements.
     weight_OI, zeros_OG = (unpack(one.t().contiguous(), 4, 0, AWQ_PLACES) for one in (qweight, qzeros))
-    return scaled(weight_OI, scales_GO.t(), zeros_OG, block)
+    return form(weight_OI, scales_GO.t(), zeros_OG, block, None)
 
 
 def gptq(
+    form: Form,
     qweight: Tensor,
     qzeros: Tensor,
     scales_GO: Tensor,
@@ -56,12 +72,15 @@ def gptq(
     bits: int,
     zero_offset: int,
 ) -> Tensor:
-    """Return weight_OI.  qweight: [I / P, O].  qzeros: [G, O / P].  groups_I: group of each input; None if in order."""
+    """Return a weight in a form.  qweight: [I / P, O].  qzeros: [G, O / P].
+
+    groups_I: group of each input; None if in order."""
     zeros_OG = unpack(qzeros.t().contiguous(), bits, 0) + zero_offset
-    return scaled(unpack(qweight.t().contiguous(), bits, 1), scales_GO.t(), zeros_OG, block, groups_I)
+    return form(unpack(qweight.t().contiguous(), bits, 1), scales_GO.t(), zeros_OG, block, groups_I)
 
 
 def packed(
+    form: Form,
     packed_OI: Tensor,
     scales_OG: Tensor,
     zeros: Tensor | None,
@@ -69,12 +88,29 @@ def packed(
     block: tuple[int, int],
     bits: int,
 ) -> Tensor:
-    """Return a weight_OI of compressed-tensors.  packed_OI: [O, I / P].  zeros: [O / P, G]; None if all are 0.
+    """Return a weight of compressed-tensors in a form.  packed_OI: [O, I / P].  zeros: [O / P, G]; None if all are
+    2^(bits - 1), the offset with which integers are stored."""
+    middle = torch.tensor([1 << bits - 1], dtype=torch.int32)
+    zeros_OG = middle if zeros is None else unpack(zeros, bits, 0)[: len(scales_OG)]
+    return form(unpack(packed_OI, bits, 1), scales_OG, zeros_OG, block, groups_I)
 
-    Integers are stored with an offset of 2^(bits - 1)."""
-    middle = 1 << bits - 1
-    zeros_OG = None if zeros is None else (unpack(zeros, bits, 0) - middle)[: len(scales_OG)]
-    return scaled(unpack(packed_OI, bits, 1) - middle, scales_OG, zeros_OG, block, groups_I)
+
+def stored(
+    weight_OI: Tensor, scales: Tensor, zeros: Tensor | None, block: tuple[int, int], groups_I: Tensor | None
+) -> Tensor:
+    """Return rows of blocks as ``linear.blocks`` reads them, uint8: for each group of inputs its scale of 16 bits, its
+    zero point, and two integers of 4 bits per byte, of which the lower ones are the group's first half.
+
+    Raises ValueError for a weight that has no such form: its groups are not in order, or it does not fill them."""
+    (outputs, inputs), (_, width) = weight_OI.shape, block
+    fit = (outputs, inputs // width)
+    if groups_I is not None and not torch.equal(groups_I.long(), torch.arange(inputs) // width):
+        raise ValueError("its groups of inputs are not in order")
+    if zeros is None or inputs % width or tuple(scales.shape) != fit or scales.dtype.itemsize != 2:
+        raise ValueError(f"it has no zero points, or not {fit[0]} x {fit[1]} scales of 16 bits")
+    half_OGH, upper_OGH = weight_OI.to(torch.uint8).view(*fit, 2, width // 2).unbind(2)
+    parts = scales.contiguous().view(torch.uint8).view(*fit, 2), zeros.to(torch.uint8).expand(fit)[..., None]
+    return torch.cat([*parts, half_OGH | upper_OGH << 4], 2).flatten(1)
 
 
 def scaled(

@@ -3,8 +3,6 @@
 Owns: the choice.  Does not know: how tensors are stored.
 """
 
-import logging
-
 from engine.checkpoints.checkpoint import ModelSpec
 from engine.checkpoints.gguf import LINK
 from engine.checkpoints.shape import DecoderShape
@@ -15,8 +13,6 @@ from engine.formats.mxfp4 import MXFP4Reader
 from engine.formats.quantized import QuantizedReader
 from engine.formats.reader import SafetensorsReader, WeightReader
 
-log = logging.getLogger(__name__)
-
 
 def open_reader(spec: ModelSpec) -> WeightReader:
     """Return a reader of a checkpoint's weights.  Raises WeightsError naming the file and the tensor at fault."""
@@ -25,7 +21,6 @@ def open_reader(spec: ModelSpec) -> WeightReader:
     stored = _with_prefix(spec.shape, text_tensors(spec.config["architectures"][0], read_shards(spec.directory)))
     if spec.quantization is None:
         return SafetensorsReader(stored)
-    log.info("%s: weights in %s are decoded to float32", spec.directory, spec.quantization)
     if spec.quantization.method == "mxfp4":
         return MXFP4Reader(stored)
     return QuantizedReader(stored, spec.quantization)

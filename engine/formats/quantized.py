@@ -7,6 +7,7 @@ Does not know: which layers a model has.  Tensors that are not rounded are read 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from engine.checkpoints.quantization import Quantization
@@ -52,7 +53,18 @@ class QuantizedReader:
         return self._weight(name).narrow(dim, start, length)
 
     def rows(self, name: str, dim: int, start: int, length: int) -> StoredRows | None:
-        """Return None: the integers of these formats are in another order."""
+        """Return rows of blocks of a weight with integers of 4 bits and a scale per 32, 64 or 128 inputs in order."""
+        if not self._quantization.is_int4 or name not in self._parts or (dim and length != self.tensors[name].shape[1]):
+            return None
+        parts = {kind: self._plain.whole(stored) for kind, stored in self._parts[name].items()}
+        scales = parts["weight_scale"] if "weight_scale" in parts else parts["scales"]
+        try:
+            blocks = _in_form(integers.stored, parts, self._quantization)
+        except (RuntimeError, IndexError, ValueError):
+            return None  # ``part`` names what does not fit
+        inputs, width = self.tensors[name].shape[1], self._quantization.block[1]
+        kind = f"{'UPPER' if scales.dtype == torch.bfloat16 else 'HALF'}{width}"
+        return StoredRows(self._where(name), kind, blocks if dim else blocks[start : start + length], inputs)
 
     def close(self) -> None:
         self._plain.close()
@@ -87,7 +99,7 @@ class QuantizedReader:
         parts = {kind: self._plain.whole(stored) for kind, stored in self._parts[name].items()}
         method = self._quantization
         try:
-            weight = _dequantized(parts, method)
+            weight = _in_form(integers.scaled, parts, method)
         except (RuntimeError, IndexError, ValueError) as error:
             reason = str(error).strip().partition("\n")[0]
             shapes = ", ".join(f"{kind} {list(one.shape)}" for kind, one in parts.items())
@@ -101,19 +113,19 @@ class QuantizedReader:
         return f"{self.tensors[name].file}: tensor {name!r} in {self._quantization}"
 
 
-def _dequantized(parts: Mapping[str, Tensor], method: Quantization) -> Tensor:
-    """Return the weight.  Raises torch's errors, or ValueError, if tensors do not fit each other."""
+def _in_form(form: integers.Form, parts: Mapping[str, Tensor], method: Quantization) -> Tensor:
+    """Return the weight.  Raises torch's errors, or ValueError, if tensors do not fit each other, or the form."""
     if method.method == "awq":
-        return integers.awq(parts["qweight"], parts["qzeros"], parts["scales"], method.block)
+        return integers.awq(form, parts["qweight"], parts["qzeros"], parts["scales"], method.block)
     if method.method == "gptq":
         tensors = (parts["qweight"], parts["qzeros"], parts["scales"], parts.get("g_idx"))
-        return integers.gptq(*tensors, method.block, method.bits, method.zero_offset)
+        return integers.gptq(form, *tensors, method.block, method.bits, method.zero_offset)
     zeros = parts.get("weight_zero_point")
     if "weight_packed" in parts:
         elements, scales = parts["weight_packed"], parts["weight_scale"]
-        return integers.packed(elements, scales, zeros, parts.get("weight_g_idx"), method.block, method.bits)
+        return integers.packed(form, elements, scales, zeros, parts.get("weight_g_idx"), method.block, method.bits)
     scales = parts["weight_scale"] if "weight_scale" in parts else parts["weight_scale_inv"]
-    return integers.scaled(parts["weight"], scales, zeros, method.block)
+    return form(parts["weight"], scales, zeros, method.block, None)
 
 
 def _layouts(quantization: Quantization) -> list[Layout]:

@@ -18,12 +18,14 @@
 
 #ifdef V
 
-/* PLAIN: a scale per group.  MINIMUM: a scale and a minimum.  SUPER: an integer scale per group, times a float scale per
-   SPAN inputs.  SUPER_MINIMUM: the same with integer minima, times another float. */
-enum { PLAIN, MINIMUM, SUPER, SUPER_MINIMUM };
+/* PLAIN: a scale per group.  MINIMUM: a scale and a minimum.  ZERO: a scale and a zero point per block of several groups;
+   ZERO_UPPER: the same with a scale in bfloat16.  SUPER: an integer scale per group, times a float scale per block.
+   SUPER_MINIMUM: the same with integer minima, times another float. */
+enum { PLAIN, MINIMUM, ZERO, ZERO_UPPER, SUPER, SUPER_MINIMUM };
 /* A kind is the bits and the form of a tile; formats of one kind differ by their blocks in the file. */
-enum { PLAIN4, MINIMUM4, PLAIN5, MINIMUM5, PLAIN8, SUPER_MINIMUM4, SUPER_MINIMUM5, SUPER6, KINDS };
-enum { Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K, FORMATS };
+enum { PLAIN4, MINIMUM4, PLAIN5, MINIMUM5, PLAIN8, SUPER_MINIMUM4, SUPER_MINIMUM5, SUPER6, ZERO4, ZERO_UPPER4, KINDS };
+/* The last six are of safetensors files, with a block per scale; formats/integers.py orders their integers. */
+enum { Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K, HALF32, HALF64, HALF128, UPPER32, UPPER64, UPPER128, FORMATS };
 
 #define SPAN 256
 
@@ -41,6 +43,12 @@ static const Format TABLE[FORMATS] = {
     [Q4_K] = {SUPER_MINIMUM4, 4, SUPER_MINIMUM, 32, 0, SPAN, 144},
     [Q5_K] = {SUPER_MINIMUM5, 5, SUPER_MINIMUM, 32, 0, SPAN, 176},
     [Q6_K] = {SUPER6, 6, SUPER, 16, 32, SPAN, 210},
+    [HALF32] = {ZERO4, 4, ZERO, 32, 0, 32, 19},
+    [HALF64] = {ZERO4, 4, ZERO, 32, 0, 64, 35},
+    [HALF128] = {ZERO4, 4, ZERO, 32, 0, 128, 67},
+    [UPPER32] = {ZERO_UPPER4, 4, ZERO_UPPER, 32, 0, 32, 19},
+    [UPPER64] = {ZERO_UPPER4, 4, ZERO_UPPER, 32, 0, 64, 35},
+    [UPPER128] = {ZERO_UPPER4, 4, ZERO_UPPER, 32, 0, 128, 67},
 };
 
 #define MOST_PANELS 4
@@ -50,15 +58,17 @@ static const Format TABLE[FORMATS] = {
 #define ROW_BLOCK_BYTES (384 << 10)
 #define SMALL_PRODUCT (1 << 17) /* multiplications below which a second thread does not pay */
 
-static int64_t span_header(int64_t form) { return form == SUPER_MINIMUM ? 4 * V : form == SUPER ? 2 * V : 0; }
-static int64_t group_header(int64_t form) {
-    return form == MINIMUM ? 4 * V : form == PLAIN || form == SUPER_MINIMUM ? 2 * V : V;
+/* Bytes of a panel before the groups of a block, and before the integers of a group. */
+INLINE int64_t block_header(int64_t form) {
+    return form == SUPER_MINIMUM ? 4 * V : form >= SUPER ? 2 * V : form >= ZERO ? 3 * V : 0;
+}
+INLINE int64_t group_header(int64_t form) {
+    return form == MINIMUM ? 4 * V : form == PLAIN || form == SUPER_MINIMUM ? 2 * V : form == SUPER ? V : 0;
 }
 
-/* Bytes of a panel's groups that have one header: a group, or all groups of a span. */
 static int64_t group_bytes(const Format *is) { return group_header(is->form) + V * is->group * is->bits / 8; }
 static int64_t block_bytes(const Format *is) {
-    return span_header(is->form) + is->size / is->group * group_bytes(is);
+    return block_header(is->form) + is->size / is->group * group_bytes(is);
 }
 
 static int64_t panels_in(int64_t O) { return (O + MOST_PANELS * V - 1) / (MOST_PANELS * V) * MOST_PANELS; }
@@ -68,11 +78,11 @@ int64_t blocks_bytes(int64_t format, int64_t O, int64_t I) {
     return panels_in(O) * (I / is->size) * block_bytes(is);
 }
 
-/* One block of the file: its integers, from 0, and its scales as stored. */
+/* One block of the file: its integers, from 0, and its scales as stored.  zero: minus the zero point. */
 typedef struct {
     uint8_t q[SPAN];
     uint16_t scale, minimum;
-    int8_t scales[16], minima[8];
+    int8_t scales[16], minima[8], zero;
 } Block;
 
 static uint16_t half_at(const uint8_t *from) {
@@ -122,12 +132,16 @@ static void read_block(int64_t format, const uint8_t *from, Block *to) {
         for (int j = 0; j < 4; j++) read_nibbles(from + 32 * j, to->q + 64 * j, 32);
         for (int i = 0; format == Q5_K && i < SPAN; i++) to->q[i] |= (high[i % 32] >> i / 32 & 1) << 4;
         return;
-    default:
+    case Q6_K:
         memcpy(to->scales, from + 192, 16);
         for (int i = 0; i < SPAN; i++) {
             int at = i % 128, low = from[i / 128 * 64 + at % 64] >> at / 64 * 4 & 15;
             to->q[i] = low | (from[128 + i / 128 * 32 + at % 32] >> at / 32 * 2 & 3) << 4;
         }
+        return;
+    default:
+        to->zero = -from[2];
+        read_nibbles(from + 3, to->q, TABLE[format].size / 2);
     }
 }
 
@@ -146,11 +160,12 @@ static void write_group(const Format *is, const uint8_t *q, uint8_t *to, int64_t
 }
 
 static void write_block(const Format *is, const Block *block, char *to, int64_t o) {
-    if (is->form >= SUPER) memcpy(to + o * 2, &block->scale, 2);
+    if (is->form >= ZERO) memcpy(to + o * 2, &block->scale, 2);
+    if (is->form == ZERO || is->form == ZERO_UPPER) to[2 * V + o] = block->zero;
     if (is->form == SUPER_MINIMUM) memcpy(to + (V + o) * 2, &block->minimum, 2);
-    to += span_header(is->form);
+    to += block_header(is->form);
     for (int64_t g = 0; g < is->size / is->group; g++, to += group_bytes(is)) {
-        if (is->form < SUPER) memcpy(to + o * 2, &block->scale, 2);
+        if (is->form < ZERO) memcpy(to + o * 2, &block->scale, 2);
         if (is->form == MINIMUM) memcpy(to + (V + o) * 2, &block->minimum, 2);
         if (is->form >= SUPER) to[o] = block->scales[g];
         if (is->form == SUPER_MINIMUM) to[V + o] = block->minima[g];
@@ -158,9 +173,12 @@ static void write_block(const Format *is, const Block *block, char *to, int64_t 
     }
 }
 
-static int is_finite(uint16_t half) { return (half & 0x7c00) != 0x7c00; }
+static int is_finite(const Format *is, uint16_t scale) {
+    uint16_t exponent = is->form == ZERO_UPPER ? 0x7f80 : 0x7c00;
+    return (scale & exponent) != exponent;
+}
 
-/* rows: of O outputs, each I / size blocks, as a GGUF file stores them.  panels: ``blocks_bytes`` of memory, which this
+/* rows: of O outputs, each I / size blocks, as their file stores them.  panels: ``blocks_bytes`` of memory, which this
    fills.  Returns how many scales are NaN or infinite. */
 int64_t blocks_pack(int64_t format, int64_t O, int64_t I, const uint8_t *rows, char *panels, int64_t threads) {
     const Format *is = TABLE + format;
@@ -173,7 +191,7 @@ int64_t blocks_pack(int64_t format, int64_t O, int64_t I, const uint8_t *rows, c
             for (int64_t b = 0; b < blocks; b++) {
                 Block block;
                 read_block(format, rows + ((p * V + o) * blocks + b) * is->bytes, &block);
-                wrong += !is_finite(block.scale) + !is_finite(block.minimum);
+                wrong += !is_finite(is, block.scale) + !is_finite(is, block.minimum);
                 write_block(is, &block, panel + b * block_bytes(is), o);
             }
     }
@@ -186,7 +204,12 @@ typedef struct {
     int64_t format, O, parts;
 } Blocks;
 
-static float value_of(uint16_t half) { return _cvtsh_ss(half); }
+static float value_of(const Format *is, uint16_t scale) {
+    uint32_t bits = (uint32_t)scale << 16;
+    float value;
+    memcpy(&value, &bits, sizeof value);
+    return is->form == ZERO_UPPER ? value : _cvtsh_ss(scale);
+}
 
 static int whole_at(const Format *is, const uint8_t *group, int64_t o, int64_t i) {
     int64_t k = i / 4, at = o * 4 + i % 4;
@@ -202,15 +225,16 @@ static void read_row(const Blocks *blocks, int64_t I, int64_t row, float *out) {
     int64_t o = row % V;
     for (int64_t first = 0; first < I; first += is->size) {
         const uint8_t *header = (const uint8_t *)at;
-        at += span_header(is->form);
+        at += block_header(is->form);
         for (int64_t g = 0; g < is->size / is->group; g++, at += group_bytes(is)) {
             const uint8_t *group = (const uint8_t *)at;
-            const uint8_t *halves = is->form >= SUPER ? header : group;
-            float scale = value_of(half_at(halves + o * 2)), least = 0;
-            if (is->form == MINIMUM || is->form == SUPER_MINIMUM) least = value_of(half_at(halves + (V + o) * 2));
+            const uint8_t *halves = is->form >= ZERO ? header : group;
+            float scale = value_of(is, half_at(halves + o * 2)), least = 0;
+            int64_t zero = is->form == ZERO || is->form == ZERO_UPPER ? -(int8_t)header[2 * V + o] : is->zero;
+            if (is->form == MINIMUM || is->form == SUPER_MINIMUM) least = value_of(is, half_at(halves + (V + o) * 2));
             if (is->form >= SUPER) scale *= (int8_t)group[o], least *= is->form == SUPER_MINIMUM ? group[V + o] : 0;
             for (int64_t i = 0; i < is->group; i++)
-                *out++ = scale * (whole_at(is, group + group_header(is->form), o, i) - is->zero) + least;
+                *out++ = scale * (whole_at(is, group + group_header(is->form), o, i) - zero) + least;
         }
     }
 }
@@ -226,12 +250,12 @@ void blocks_rows(const Weight *weight, const int64_t *outputs_T, float *out_TI, 
 }
 
 /* The rows of a tile.  bytes[M,groups,parts,G]: digits, the lowest first; scales[M,groups,parts]: of a digit; starts:
-   the digits' sum times minus the zero; sums[M,groups]: of the rounded inputs. */
+   the digits' sum times minus the zero; sums[M,groups]: of the rounded inputs.  in_block: groups of a block. */
 typedef struct {
     const int8_t *bytes;
     const float *scales, *sums;
     const int32_t *starts;
-    int64_t groups, parts;
+    int64_t groups, in_block, parts;
 } Input;
 
 /* Integers of V outputs and of inputs 4k to 4k + 3 of a group. */
@@ -257,18 +281,25 @@ INLINE void finish(Floats sum, const float *bias, float *y, int64_t width) {
 
 INLINE void tile(const char *panel, int64_t size, Input in, const float *bias, float *y, int64_t step, int64_t width,
                  const int M, const int N, const int bits, const int form) {
-    const int G = bits == 6 ? 16 : 32, has_minimum = form == MINIMUM || form == SUPER_MINIMUM;
+    const int G = bits == 6 ? 16 : 32, has_zero = form == ZERO || form == ZERO_UPPER;
+    const int has_minimum = form == MINIMUM || form == SUPER_MINIMUM || has_zero;
     const int64_t row = in.groups * in.parts;
     Floats sum[12];
     EACH(n, M * N) sum[n] = all(0);
     const char *header = panel;
+    int64_t left_in_block = 0;
     for (int64_t g = 0; g < in.groups; g++) {
-        if (form >= SUPER && g % (SPAN / G) == 0) header = panel, panel += form == SUPER ? 2 * V : 4 * V;
-        const char *low = panel + (form == MINIMUM ? 4 : form == SUPER ? 1 : 2) * V;
+        if (form >= ZERO && left_in_block-- == 0) {
+            header = panel, panel += block_header(form);
+            left_in_block = in.in_block - 1;
+        }
+        const char *low = panel + group_header(form);
         Floats scale[4];
-        EACH(n, N)
-            scale[n] = form >= SUPER ? times(load_halves((const uint16_t *)(header + n * size)), load_small(panel + n * size))
-                                     : load_halves((const uint16_t *)(panel + n * size));
+        EACH(n, N) {
+            const uint16_t *from = (const uint16_t *)((form >= ZERO ? header : panel) + n * size);
+            scale[n] = form == ZERO_UPPER ? load_scales(from) : load_halves(from);
+            if (form >= SUPER) scale[n] = times(scale[n], load_small(panel + n * size));
+        }
         for (int64_t part = 0; part < in.parts; part++) {
             Integers whole[12], w[4];
             int64_t at = g * in.parts + part;
@@ -291,9 +322,9 @@ INLINE void tile(const char *panel, int64_t size, Input in, const float *bias, f
         }
         if (has_minimum)
             EACH(n, N) {
-                Floats least = form == MINIMUM ? load_halves((const uint16_t *)(panel + n * size + 2 * V))
-                                               : times(load_halves((const uint16_t *)(header + n * size + 2 * V)),
-                                                       load_small(panel + n * size + V));
+                const char *from = (form >= ZERO ? header : panel) + n * size + 2 * V;
+                Floats least = has_zero ? times(scale[n], load_small(from)) : load_halves((const uint16_t *)from);
+                if (form == SUPER_MINIMUM) least = times(least, load_small(panel + n * size + V));
                 EACH(m, M) sum[m * N + n] = fused(least, all(in.sums[m * in.groups + g]), sum[m * N + n]);
             }
         panel = low + G * bits / 8 * V;
@@ -326,9 +357,12 @@ TILES_OF(plain8, 8, PLAIN)
 TILES_OF(super_minimum4, 4, SUPER_MINIMUM)
 TILES_OF(super_minimum5, 5, SUPER_MINIMUM)
 TILES_OF(super6, 6, SUPER)
+TILES_OF(zero4, 4, ZERO)
+TILES_OF(zero_upper4, 4, ZERO_UPPER)
 static const Tile *const TILES[KINDS] = {
     [PLAIN4] = plain4, [MINIMUM4] = minimum4, [PLAIN5] = plain5, [MINIMUM5] = minimum5, [PLAIN8] = plain8,
     [SUPER_MINIMUM4] = super_minimum4, [SUPER_MINIMUM5] = super_minimum5, [SUPER6] = super6,
+    [ZERO4] = zero4, [ZERO_UPPER4] = zero_upper4,
 };
 
 /* Rounded rows, one block of memory. */
@@ -390,7 +424,7 @@ OF_VECTORS static void round_row(const Format *is, const float *x, int64_t t, co
 static Input rows_from(const Format *is, const Rounded *in, int64_t t) {
     int64_t at = t * in->groups * in->parts;
     return (Input){in->bytes + at * is->group, in->scales + at, in->sums + t * in->groups, in->starts + at,
-                   in->groups, in->parts};
+                   in->groups, is->size / is->group, in->parts};
 }
 
 /* Computes the outputs of one part of a weight; O: outputs of the weight.  Returns -1 if memory is lacking. */

@@ -1,4 +1,4 @@
-"""Weights of 4 to 8 bits as GGUF files store them, and products of float32 rows with them: ``blocks.c`` for one weight.
+"""Weights of 4 to 8 bits as their files store them, and products of float32 rows with them: ``blocks.c`` for one.
 
 Legend: T rows of the input · I input features · O output features
 Owns: the memory of a weight, calling the functions.  Does not know: files, the model.
@@ -17,7 +17,7 @@ from engine.layers.packing import StoredRows
 
 
 class Format(IntEnum):
-    """A format of blocks, by ggml's name."""
+    """A format of blocks, by ggml's name, or by the scale's type and the number of 4-bit integers that share it."""
 
     Q4_0 = 0
     Q4_1 = 1
@@ -27,6 +27,12 @@ class Format(IntEnum):
     Q4_K = 5
     Q5_K = 6
     Q6_K = 7
+    HALF32 = 8
+    HALF64 = 9
+    HALF128 = 10
+    UPPER32 = 11
+    UPPER64 = 12
+    UPPER128 = 13
 
 
 class Parts(IntEnum):
@@ -57,7 +63,7 @@ class BlockProducts:
         self.rows.argtypes, self.rows.restype = [pointer] * 3 + [size], None
 
 
-class BlockWeight(CompiledWeight):
+class StoredWeight(CompiledWeight):
     """W[O, I] as integers of a few bits with scales, in the file's number of bytes; parts may have several formats.
 
     damaged: the first part with a scale that is NaN or infinite; None for none."""

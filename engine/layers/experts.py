@@ -20,7 +20,7 @@ from engine.layers.kernels import DeviceKernels, LayerKernels
 from engine.layers.linear import ColumnLinear, Linear, RowLinear
 from engine.layers.mlp import clamped_swish, gated
 from engine.layers.router import Router
-from engine.layers.weights import WeightSlice, joined, not_here, parameter, transposed
+from engine.layers.weights import WeightSlice, joined, merged, not_here, parameter, transposed
 from engine.types.errors import ConfigError
 
 
@@ -39,8 +39,8 @@ class Expert:
     def __init__(
         self, shape: ExpertsShape, size: int, hidden_size: int, comm: Comm, device: torch.device, dtype: torch.dtype
     ) -> None:
-        bias = shape.stacked
-        parts = [("gate_up_proj", 2 * size)] if shape.stacked else [(shape.gate, size), (shape.up, size)]
+        bias = shape.stacked and not shape.halved
+        parts = [("gate_up_proj", 2 * size)] if bias else [(shape.gate, size), (shape.up, size)]
         self.shape = shape
         self.gate_up = ColumnLinear(hidden_size, parts, bias, comm, device, dtype)
         self.down = PartialLinear(size, hidden_size, bias, comm, device, dtype)
@@ -48,7 +48,7 @@ class Expert:
 
     def __call__(self, x_TD: Tensor, kernels: LayerKernels | None = None) -> Tensor:
         gate_up = self.gate_up(x_TD)
-        if self.shape.stacked:
+        if self.shape.activation == "clamped_swish":
             return self.down(clamped_swish(gate_up, self.shape.limit, self.shape.slope))
         return self.down(gated(gate_up, self.shape.activation, kernels))
 
@@ -99,10 +99,9 @@ class Experts:
         """Return what ``_mixed`` returns, computed without reading the choice on the host, as a graph needs it."""
         shape, (gate_up, down) = self.shape, self._stacks
         biases = (gate_up.biases, down.biases if shape.divided or self.comm.rank == 0 else None)
-        kind = "clamped_swish" if shape.stacked else shape.activation
         weights, first = (gate_up.weights, down.weights), self.first if shape.divided else None
         return kernels.mix_experts(
-            x_TD, weights_TK, experts_TK, *weights, *biases, kind, shape.limit, shape.slope, first
+            x_TD, weights_TK, experts_TK, *weights, *biases, shape.activation, shape.limit, shape.slope, first
         )
 
     def _mixed(self, x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor) -> Tensor:
@@ -151,7 +150,10 @@ class Experts:
             yield from self.shared.slices(f"{name}.shared_experts")
 
     def _members(self, name: str, number: int, expert: Expert) -> Iterator[WeightSlice]:
-        slices = [*expert.gate_up.slices(name), *expert.down.slices(f"{name}.down_proj")]
+        gate_up = expert.gate_up.slices(name)
+        if self.shape.halved:
+            gate_up = merged(gate_up, f"{name}.gate_up_proj")
+        slices = [*gate_up, *expert.down.slices(f"{name}.down_proj")]
         for one in transposed(slices):
             source = one.source.removesuffix(".weight").replace(".bias", "_bias")
             yield replace(one, source=source, member=number, num_members=len(self.every))

@@ -39,6 +39,7 @@ log = logging.getLogger(__name__)
 HARMLESS = re.compile(r".*\.(rotary_emb\.(inv_freq|cos_cached|sin_cached)|attn\.(bias|masked_bias))")
 DUMMY_SCALE = 0.02
 COMPARED_ROWS = 4096
+BLOCK_BYTES = 1.5  # more than any element has in blocks, and less than a float of 16 bits
 SAY_EVERY_S = 2.0
 
 
@@ -83,7 +84,7 @@ def load_model(
         if reader is not None:
             _check_names(spec, plan.slices(), reader.tensors)
         if check_room is not None:
-            check_room(loading_bytes(plan, device, load_format, linears.layers))
+            check_room(loading_bytes(plan, device, load_format, linears.layers, reader))
         try:
             model = build_model(shape, comm, device, dtype)
         except RuntimeError as error:  # torch raises it on every device when it cannot allocate
@@ -103,17 +104,21 @@ def load_model(
 
 
 def loading_bytes(
-    plan: Model, device: torch.device, load_format: Literal["safetensors", "dummy"], kernel: LinearKernel
+    plan: Model,
+    device: torch.device,
+    load_format: Literal["safetensors", "dummy"],
+    kernel: LinearKernel,
+    reader: WeightReader | None = None,
 ) -> int:
     """Return the peak of device memory during loading.  plan: of one rank, on the meta device.
 
     Added to the parameters: one more copy of the largest tensor (drawn whole; or, read on a CPU, the rank's part while
     it is laid out), and on a CPU the table of a tied LM head, which is kept in both layouts.  A GPU's two buffers are
     small.  On a CPU memory is taken as it is written, and layers are laid out one by one, so all but the first take
-    only the kernel's ``element_bytes`` per element.  A kernel that takes rows as they are stored never has floats."""
-    if isinstance(kernel, RowKeeper) and load_format == "safetensors":
-        kept = sum(math.prod(one.shape) for one in plan.kept_weights())
-        return int(plan.parameter_bytes - kept * (plan.dtype.itemsize - kernel.element_bytes))
+    only the kernel's ``element_bytes`` per element.  reader: of the checkpoint, for a kernel that takes rows as
+    they are stored."""
+    if isinstance(kernel, RowKeeper) and reader is not None:
+        return _kept_bytes(plan, reader)
     on_cpu = device.type == "cpu"
     largest = 0
     if load_format == "dummy":
@@ -128,6 +133,22 @@ def loading_bytes(
             sum(map(math.prod, layers[plan.linears_per_layer :])) * (plan.dtype.itemsize - kernel.element_bytes)
         )
     return plan.parameter_bytes + tied - saved + largest * torch.float32.itemsize
+
+
+def _kept_bytes(plan: Model, reader: WeightReader) -> int:
+    """Return the peak of memory on a CPU if matrices in blocks stay as they are stored.
+
+    Added to what stays: one more copy of the largest tensor, and the table of a tied LM head that is not in blocks."""
+    total = largest = 0
+    tied = plan.doubled_bytes
+    for index, one in enumerate(plan.slices()):
+        stored = reader.tensors[one.source].num_bytes * one.length // max(1, one.whole_length)
+        in_blocks = one.target.dim() == 2 and stored < BLOCK_BYTES * one.target.numel()
+        total += stored if in_blocks else one.target.nbytes
+        largest = max(largest, stored if in_blocks else one.target.numel() * torch.float32.itemsize)
+        if index == 0 and in_blocks:  # the embedding
+            tied = 0
+    return total + tied + largest
 
 
 def _check_names(spec: ModelSpec, slices: Iterable[WeightSlice], stored: Mapping[str, StoredTensor]) -> None:
@@ -204,7 +225,7 @@ class Filling:
         self.log_progress()
 
     def keep_rows(self, weights: Iterable[Tensor], kernel: LinearKernel) -> None:
-        """From now on, give rows of these weights to the kernel as they are stored, if it takes them."""
+        """Offer the rows of these weights to the kernel as they are stored."""
         if isinstance(kernel, RowKeeper):
             self._keeper = kernel
             self._kept = {weight.untyped_storage().data_ptr() for weight in weights}

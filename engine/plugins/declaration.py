@@ -81,7 +81,7 @@ class Declaration(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     The next are for linear kernels.  quantizations: the kept forms of weights, 'none' for the exactness of the dtype.
     checkpoint_dtypes: those from which 'none' is exact.  instruction_sets: the CPU must have one of them.
     scale_blocks: (outputs, inputs) that share a scale, 0 for all; the elements of such float8 checkpoints are kept.
-    stored_formats: formats of blocks of a GGUF file whose integers are kept; the kernel is for such files alone.
+    stored_formats: formats of blocks whose integers are kept; the kernel is for such checkpoints alone.
     traceable: whether a compiler can trace their products.
     invariant: of an attention backend or linear kernel: whether, if its context requires it, a token's result has
     the same bits whatever else is in the step, and however its sequence was cut into steps.

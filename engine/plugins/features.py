@@ -54,8 +54,8 @@ class ModelFit:
 def fitted(fit: ModelFit) -> ModelFit:
     """Return the fit as every feature leaves it.  Raises the features' errors for a model that one cannot serve.
 
-    A folder's ``model.py`` has a function ``fit_model``, which adds to the fit."""
-    for module in feature_modules("model").values():
+    A folder's ``fit.py`` has a function ``fit_model``, which adds to the fit."""
+    for module in feature_modules("fit").values():
         fit = module.fit_model(fit)
     return fit
 
@@ -63,8 +63,8 @@ def fitted(fit: ModelFit) -> ModelFit:
 def check_successor(old: Facts, new: Facts, path: str) -> None:
     """Raise ConfigError if a feature cannot go on with the model at ``path`` in place of the one that is served.
 
-    A folder's ``model.py`` may have a function ``check_successor``."""
-    for module in feature_modules("model").values():
+    A folder's ``fit.py`` may have a function ``check_successor``."""
+    for module in feature_modules("fit").values():
         if hasattr(module, "check_successor"):
             module.check_successor(old, new, path)
 

@@ -35,7 +35,7 @@ def choose_linears(config: Config, spec: ModelSpec, plugins: Plugins, plan: Mode
     Raises PluginError."""
     context = rank_context(config, spec, device, plan.dtype)
     if spec.quantization is not None:
-        log.info("weights: %s", handling(spec.quantization, context.quantization))
+        log.info("weights: %s", handling(spec.quantization, context.quantization, _keeps(plugins, context)))
         if widens(spec.quantization, context):
             log.warning(
                 "weights: %s is widened to %s, which takes twice the memory and up to twice the time of a decode step; "
@@ -57,8 +57,17 @@ def choose_linears(config: Config, spec: ModelSpec, plugins: Plugins, plan: Mode
     return Linears(kernel, choose_linear(unnamed, exact, lambda kernels: race.seconds(kernels, [head])))
 
 
-def handling(stored: Quantization, wanted: str) -> str:
+def _keeps(plugins: Plugins, context: LinearContext) -> bool:
+    """Return whether the kernel that will be chosen is for integers as they are stored."""
+    fitting = [info.short for info in fitting_linears(plugins.known, context)]
+    auto = plugins.names.get(LINEAR) is None
+    return auto and bool(context.stored_formats and keeping(plugins.known, fitting, context))
+
+
+def handling(stored: Quantization, wanted: str, kept: bool = False) -> str:
     """Return how weights that a checkpoint stores rounded are multiplied.  wanted: model.quantization."""
+    if kept:
+        return f"stored as {stored} with {stored.scales}, kept so"
     floats = f"stored as {stored} with {stored.scales}, read as the floats that they stand for"
     if wanted == "none":
         return f"{floats}; model.quantization keeps them small"

@@ -30,6 +30,7 @@ from engine.kernels.cpu import CPUKernels, cpu_kernels
 from engine.layers.comm import Comm
 from engine.layers.kv_pool import KVPool
 from engine.layers.ordered_comm import OrderedComm
+from engine.layers.packing import Linears, RowKeeper
 from engine.models.decoder import Decoder
 from engine.models.loader import load_model
 from engine.models.model import Model, build_model
@@ -165,9 +166,9 @@ def _load_weights(start: Start) -> Loaded:
     if start.on_cpu:
         thread_choices = common_choices(thread_choices, comm)
     kernels = _cpu_kernels(start) if start.on_cpu else None
-    _say_precision(start)
     start.stages.begin("kernels")
     linears = choose_linears(config, spec, start.plugins, plan, device)
+    _log_precision(start, linears)
     start.stages.begin("weights")
     model = load_model(
         spec,
@@ -185,16 +186,19 @@ def _load_weights(start: Start) -> Loaded:
     return Loaded(model, kernels, thread_choices)
 
 
-def _say_precision(start: Start) -> None:
+def _log_precision(start: Start, linears: Linears) -> None:
     """Log that products compute with more bits than the file stores, and what takes fewer."""
-    kinds = block_kinds(start.spec.directory)
-    if kinds and start.on_cpu and start.config.model.quantization == "none":
-        log.info(
-            "weights: stored as %s, computed in %s; model.quantization = 'int8' takes about 1.1 bytes for each and is "
-            "the fastest on CPUs, 'float16' takes 2",
-            ", ".join(kinds),
-            str(start.dtype).removeprefix("torch."),
+    kinds, dtype = ", ".join(block_kinds(start.spec.directory)), str(start.dtype).removeprefix("torch.")
+    if not kinds or not start.on_cpu or start.config.model.quantization != "none":
+        return
+    if isinstance(linears.layers, RowKeeper):
+        other = "model.quantization = 'int8' rounds inputs of products to 8 bits, and is faster"
+        log.info("weights: stored as %s, kept so and multiplied as exactly as in %s; %s", kinds, dtype, other)
+    else:
+        other = (
+            "model.quantization = 'int8' takes about 1.1 bytes for each and is the fastest on CPUs, 'float16' takes 2"
         )
+        log.info("weights: stored as %s, computed in %s; %s", kinds, dtype, other)
 
 
 def _choose_attention(start: Start, model: Model) -> RankAttention:

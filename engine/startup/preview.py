@@ -10,8 +10,10 @@ import torch
 from engine.checkpoints.checkpoint import ModelSpec, is_hub_id, resolve_checkpoint
 from engine.config import Config
 from engine.execution.device import choose_device, choose_dtype, free_bytes
+from engine.formats.opening import open_reader
 from engine.layers.attention import AttentionSpec
 from engine.layers.comm import Unconnected
+from engine.layers.packing import RowKeeper
 from engine.models.loader import loading_bytes
 from engine.models.model import build_model
 from engine.plugins.families import read_model
@@ -65,7 +67,11 @@ def preview_weights(config: Config, spec: ModelSpec) -> tuple[int, int]:
     plan = build_model(spec.shape, Unconnected(0, ranks), torch.device("meta"), dtype)
     plugins = Plugins({LINEAR: named(config.plugins, LINEAR)}, options=config.plugins.options)
     kernel = choose_linear(plugins, rank_context(config, spec, device, dtype), lambda kernels: {})
-    needed = loading_bytes(plan, device, config.model.load_format, kernel)
+    has_files = config.model.load_format == "safetensors"
+    reader = open_reader(spec) if has_files and isinstance(kernel, RowKeeper) else None
+    needed = loading_bytes(plan, device, config.model.load_format, kernel, reader)
+    if reader is not None:
+        reader.close()
     available = free_bytes(device)
     if device.type == "cpu":
         available //= ranks

@@ -200,10 +200,10 @@ class Executors(Actor[Stop]):
     @property
     def num_restarts(self) -> int:
         """Restarts of all executors together."""
-        return self._restarts_before + self._workers.num_restarts
+        return self._restarts_before + self._group.num_restarts
 
     @property
-    def _workers(self) -> WorkerGroup[FromExecutor, ExecutorInbox]:
+    def _group(self) -> WorkerGroup[FromExecutor, ExecutorInbox]:
         return self._present.workers
 
     def explain(self, loss: LossExplained) -> None:
@@ -313,7 +313,7 @@ class Executors(Actor[Stop]):
             self.send(ExecutorsReady(num_pages=num_pages))
 
     def _adopt(self, group: _ExecutorGroup) -> None:
-        self._restarts_before += self._workers.num_restarts
+        self._restarts_before += self._group.num_restarts
         self._present = group
         for link, slot in zip(self.links, group.workers.slots, strict=True):
             link.slot = slot

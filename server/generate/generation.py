@@ -21,13 +21,14 @@ from engine.types.params import MAX_SEED, SamplingParams
 from engine.types.prompt import Prompt
 
 MAX_CHOICES = 128  # in one request
+END_OF_TIME = 1 << 40  # seconds since 1970
 
 
 class DeliveredChoice(msgspec.Struct, frozen=True):
     """A choice as far as the client has it.  tokens: int32[n].  num_events: of the stream.  ended: its end as well."""
 
     tokens: bytes
-    num_events: int = 0
+    num_events: Annotated[int, Meta(ge=0)] = 0
     ended: bool = False
 
     @property
@@ -44,7 +45,7 @@ class ResumePoint(msgspec.Struct, frozen=True):
     seed: of the choices without one; only a router gives it, and wants to know how far the client has got."""
 
     key: uuid.UUID = msgspec.field(default_factory=uuid.uuid4)
-    created: float = msgspec.field(default_factory=time.time)
+    created: Annotated[float, Meta(ge=0, le=END_OF_TIME)] = msgspec.field(default_factory=time.time)
     seed: Annotated[int, Meta(ge=0, le=MAX_SEED)] | None = None
     told: dict[int, DeliveredChoice] = {}
 

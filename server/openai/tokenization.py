@@ -5,10 +5,11 @@ Encoding runs in a worker thread, after a bound on the number of characters.
 """
 
 import asyncio
+from typing import Annotated
 
 import msgspec
 from aiohttp import web
-from msgspec import UNSET, UnsetType
+from msgspec import UNSET, Meta, UnsetType
 
 from engine.actors.admission import check_chars, num_chars
 from engine.settings.sections import ServerSection
@@ -19,7 +20,7 @@ from server.http.body import BodyReader
 from server.http.operation import operation
 from server.http.replies import json_reply
 from server.openai.conversation import HERMES, read_end, read_tools, read_turns, read_variables
-from server.openai.requests import ChatMessage, Scalar, Short, TokenId, Tools
+from server.openai.requests import MAX_TURNS, ChatMessage, Scalar, Short, TokenId, Tools
 from server.openai.translator import Translator
 
 
@@ -28,7 +29,7 @@ class TokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[ChatMessage] | None = None
+    messages: Annotated[list[ChatMessage], Meta(max_length=MAX_TURNS)] | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None

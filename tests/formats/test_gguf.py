@@ -378,9 +378,7 @@ def test_a_start_says_that_it_computes_with_more_bits_than_the_file_has(
     with caplog.at_level("INFO"), LLM(str(tmp_path / "tiny.gguf"), progress=False, config=config | CPU):
         pass
     lines = [one.getMessage() for one in caplog.records]
-    assert (
-        any("weights: stored as Q4_0, computed in float32; model.quantization = 'int8'" in one for one in lines) == said
-    )
+    assert any("weights: stored as Q4_0" in one and "model.quantization = 'int8'" in one for one in lines) == said
     (table,) = [one for one in lines if one.startswith("start: ")]
     for stage in (
         "imports",

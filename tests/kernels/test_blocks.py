@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from engine.kernels.blocks import BlockProducts, BlockWeight, Format, Parts, block_products
+from engine.kernels.blocks import BlockProducts, Format, Parts, StoredWeight, block_products
 from engine.layers.packing import StoredRows
-from tests.kernels.stored_blocks import BITS, random_rows
+from tests.kernels.stored_blocks import BITS, INT4, int4_floats, random_rows
 
 pytestmark = pytest.mark.skipif(block_products() is None, reason="there is no C compiler, or no AVX2")
 # Of the sum of the products' magnitudes.
@@ -23,6 +23,8 @@ def functions() -> BlockProducts:
 
 
 def floats_of(rows: StoredRows) -> torch.Tensor:
+    if Format[rows.format] in INT4:
+        return int4_floats(rows)
     gguf = pytest.importorskip("gguf", reason="pip install 'callboard[gguf]'")
     read = gguf.quants.dequantize(rows.blocks.numpy(), gguf.GGMLQuantizationType[rows.format])
     return torch.from_numpy(np.array(read, dtype=np.float32))
@@ -32,7 +34,7 @@ def floats_of(rows: StoredRows) -> torch.Tensor:
 @pytest.mark.parametrize("outputs", [1, 37, 200])
 def test_rows_are_those_that_the_file_means_to_the_bit(functions: BlockProducts, kind: Format, outputs: int) -> None:
     stored = random_rows(Random(outputs), kind, outputs, 768)
-    weight = BlockWeight(functions, [stored], Parts.EXACT)
+    weight = StoredWeight(functions, [stored], Parts.EXACT)
     assert torch.equal(weight.rows(torch.arange(outputs)), floats_of(stored))
     twice_T = torch.tensor([outputs - 1, 0, outputs - 1])
     assert torch.equal(weight.rows(twice_T), floats_of(stored)[twice_T])
@@ -51,7 +53,7 @@ def test_a_product_is_as_close_to_float64_as_its_input_is_kept(
     for _ in range(12):
         outputs, inputs = dice.choice((1, 8, 31, 64, 65, 200)), dice.choice((256, 512, 1280))
         stored = random_rows(dice, kind, outputs, inputs)
-        weight = BlockWeight(functions, [stored], parts)
+        weight = StoredWeight(functions, [stored], parts)
         rows, threads = dice.choice((0, 1, 2, 3, 5, 7, 8, 9, 13, 17, 33)), dice.choice((1, 2))
         x_TI = torch.randn(rows, inputs + 5)[:, :inputs] * 10.0 ** dice.randint(-3, 3)
         bias_O = torch.randn(outputs) if dice.random() < 0.5 else None
@@ -72,7 +74,7 @@ def test_a_product_is_as_close_to_float64_as_its_input_is_kept(
 @pytest.mark.parametrize("parts", Parts)
 @pytest.mark.parametrize("kind", Format)
 def test_a_row_has_the_same_bits_in_every_batch(functions: BlockProducts, kind: Format, parts: Parts) -> None:
-    weight = BlockWeight(functions, [random_rows(Random(1), kind, 300, 1024)], parts)
+    weight = StoredWeight(functions, [random_rows(Random(1), kind, 300, 1024)], parts)
     x_TI = torch.randn(60, 1024)
     x_TI[3] *= 1000
     x_TI[4, 5] = torch.nan
@@ -88,11 +90,9 @@ def test_a_row_has_the_same_bits_in_every_batch(functions: BlockProducts, kind: 
 
 def test_parts_of_a_weight_may_be_in_several_formats(functions: BlockProducts) -> None:
     dice = Random(4)
-    stored = [
-        random_rows(dice, kind, outputs, 512)
-        for kind, outputs in zip(Format, (3, 64, 17, 8, 1, 40, 64, 5), strict=True)
-    ]
-    weight = BlockWeight(functions, stored, Parts.EXACT)
+    sizes = dict(zip(Format, (3, 64, 17, 8, 1, 40, 64, 5, 2, 9, 33, 64, 1, 7), strict=True))
+    stored = [random_rows(dice, kind, outputs, 512) for kind, outputs in sizes.items()]
+    weight = StoredWeight(functions, stored, Parts.EXACT)
     weight_OI = torch.cat([floats_of(one) for one in stored])
     assert torch.equal(weight.rows(torch.arange(weight.outputs)), weight_OI)
     x_TI, bias_O = torch.randn(9, 512), torch.randn(weight.outputs)
@@ -107,12 +107,12 @@ def test_a_weight_takes_the_bytes_of_the_file(functions: BlockProducts, kind: Fo
     stored = random_rows(Random(2), kind, 128, 512)
     # Scales of 6 bits are kept in 8.
     most = 1.03 if kind in (Format.Q4_K, Format.Q5_K) else 1
-    assert BITS[kind] / 8 * 128 * 512 <= BlockWeight(functions, [stored], Parts.EXACT).nbytes
-    assert BlockWeight(functions, [stored], Parts.EXACT).nbytes <= most * stored.blocks.nbytes
+    assert BITS[kind] / 8 * 128 * 512 <= StoredWeight(functions, [stored], Parts.EXACT).nbytes
+    assert StoredWeight(functions, [stored], Parts.EXACT).nbytes <= most * stored.blocks.nbytes
 
 
 def test_a_scale_that_is_no_number_is_found(functions: BlockProducts) -> None:
     whole, damaged = (random_rows(Random(seed), Format.Q4_1, 40, 64) for seed in (1, 2))
     damaged.blocks[39, 20:22] = torch.tensor([0, 0x7C])  # an infinite scale in its last row's second block
-    assert BlockWeight(functions, [whole], Parts.EXACT).damaged is None
-    assert BlockWeight(functions, [whole, damaged], Parts.EXACT).damaged is damaged
+    assert StoredWeight(functions, [whole], Parts.EXACT).damaged is None
+    assert StoredWeight(functions, [whole, damaged], Parts.EXACT).damaged is damaged

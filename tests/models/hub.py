@@ -80,6 +80,9 @@ CHECKPOINTS: dict[str, tuple[Kind, dict[str, Any]]] = {
     "Qwen/Qwen3-VL-30B-A3B-Instruct": (
         ("Qwen3VLMoeForConditionalGeneration", "qwen3_vl_moe", "qwen3_vl_moe_text"), {}
     ),
+    "Qwen/Qwen3-VL-235B-A22B-Instruct": (
+        ("Qwen3VLMoeForConditionalGeneration", "qwen3_vl_moe", "qwen3_vl_moe_text"), {}
+    ),
     "google/gemma-2-2b-it": (("Gemma2ForCausalLM", "gemma2"), {}),
     "google/gemma-2-9b-it": (("Gemma2ForCausalLM", "gemma2"), {}),
     "google/gemma-3-270m-it": (("Gemma3ForCausalLM", "gemma3_text"), {}),

@@ -73,8 +73,9 @@ TEXT_PART = """
 
 Of these the text decoder is served as that decoder would be alone, by its own family or through transformers, or it is
 refused; the log names the parts that are not read, and a request with an image, sound or video ends with 400. The
-decoders of Gemma 3, Gemma 3n, Gemma 4, InternVL, LLaVA, Mistral 3, Ministral 3, Qwen2-VL, Qwen2.5-VL and Qwen3-VL are
-checked on tiny checkpoints in the published layout, by `pytest tests/checkpoints/test_text_part.py`.
+decoders of Gemma 3, Gemma 3n, Gemma 4, InternVL, LLaVA, Mistral 3, Ministral 3, Qwen2-VL, Qwen2.5-VL, Qwen3-VL (with
+and without experts) and Qwen3-Omni are checked on tiny checkpoints in the published layout, by
+`pytest tests/checkpoints/test_text_part.py`.
 
 | architecture | its decoder |
 |---|---|"""

@@ -10,10 +10,11 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from callboard import LLM, SamplingParams
 from engine.checkpoints.checkpoint import resolve_checkpoint
 from engine.config import Config
+from engine.formats import integers
 from engine.formats.opening import open_reader
-from engine.kernels.blocks import BlockWeight, Parts, block_products
+from engine.kernels.blocks import Parts, StoredWeight, block_products
 from engine.kernels.panels import PanelWeight
-from engine.layers.packing import Linears
+from engine.layers.packing import Linears, StoredRows
 from engine.models.decoder import Decoder
 from engine.models.loader import load_model
 from engine.plugins.comm.local import LocalComm
@@ -23,6 +24,7 @@ from engine.plugins.linear.blocks import StoredBlocks, callboard_linear
 from engine.plugins.manager import Plugins
 from engine.plugins.testing.steps import Driver
 from engine.startup.linears import choose_linears
+from tests.formats import stored
 from tests.models.checkpoints import SIZES, build, reference_logits
 
 gguf = pytest.importorskip("gguf", reason="pip install 'callboard[gguf]'")
@@ -66,7 +68,7 @@ def test_logits_are_those_of_the_file_and_no_weight_is_floats(kind: str, tmp_pat
     expected = reference_logits(reference, PROMPT)
     torch.testing.assert_close(Driver(model).step({"a": PROMPT})["a"], expected, rtol=1e-4, atol=1e-4)
     linears = [model.embedding, model.head, *(one for layer in model.layers for one in layer.linears)]
-    assert all(isinstance(one.packed, BlockWeight) and not hasattr(one, "weight") for one in linears)
+    assert all(isinstance(one.packed, StoredWeight) and not hasattr(one, "weight") for one in linears)
     assert model.weight_bytes == sum(one.nbytes for one in linears) + sum(
         one.numel() * 4 for one in reference.parameters() if one.dim() == 1
     )
@@ -91,7 +93,7 @@ def test_rounded_inputs_change_logits_by_little_and_those_of_the_head_have_more_
     found = Driver(model).step({"a": PROMPT})["a"]
     error = float((found - expected).norm() / expected.norm())
     assert 1e-5 < error < 0.06
-    assert isinstance(model.head.packed, BlockWeight)
+    assert isinstance(model.head.packed, StoredWeight)
     assert model.head.packed._blocks[0].parts == Parts.FINE
     assert model.layers[0].linears[0].packed._blocks[0].parts == Parts.ROUNDED
 
@@ -122,7 +124,7 @@ def test_rows_are_read_in_parts_as_the_model_orders_them_and_not_within_a_row(tm
         weight = f"model.layers.1.{name}.weight"
         rows = reader.rows(weight, 0, 16, 16)
         assert rows is not None
-        found_OI = BlockWeight(functions, [rows], Parts.EXACT).rows(torch.arange(16))
+        found_OI = StoredWeight(functions, [rows], Parts.EXACT).rows(torch.arange(16))
         assert torch.equal(found_OI, reader.part(weight, 0, 16, 16))
     assert reader.rows("model.layers.1.self_attn.o_proj.weight", 1, 0, 64) is not None
     assert reader.rows("model.layers.1.self_attn.o_proj.weight", 1, 0, 32) is None
@@ -136,6 +138,46 @@ def test_a_file_in_other_blocks_is_left_to_other_kernels(tmp_path: Path) -> None
     plan = Decoder(spec.shape, LocalComm(), torch.device("meta"), torch.float32)
     chosen = choose_linears(Config(), spec, Plugins({"linear": "auto"}), plan, CPU)
     assert not isinstance(chosen.layers, StoredBlocks)
+
+
+INT4_FORMATS = {
+    "awq": (stored.awq, stored.AWQ),
+    "gptq": (stored.gptq(), stored.GPTQ),
+    "gptq-v2": (stored.gptq(offset=0), stored.GPTQ | {"checkpoint_format": "gptq_v2"}),
+    "packed": (stored.packed(), stored.compressed("pack-quantized", **stored.INT4 | {"group_size": 32})),
+    "packed-zeros": (
+        stored.packed(symmetric=False),
+        stored.compressed("pack-quantized", **stored.INT4 | {"group_size": 32, "symmetric": False}),
+    ),
+    "gptq-order": (stored.gptq(act_order=True), stored.GPTQ | {"desc_act": True}),
+}
+
+
+@pytest.mark.parametrize("name", INT4_FORMATS)
+@torch.inference_mode()
+def test_integers_of_4_bits_in_safetensors_files_are_kept_unless_their_groups_are_not_in_order(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stored, "_groups", lambda inputs, size=32: torch.arange(inputs) // 32)
+    store, config = INT4_FORMATS[name]
+    config = config | ({"group_size": 32} if "group_size" in config else {})
+    directory, reference = stored.write(tmp_path, store, config)
+    model = loaded(directory, kernel_for("int4"))
+    expected = reference_logits(reference, PROMPT)
+    torch.testing.assert_close(Driver(model).step({"a": PROMPT})["a"], expected, rtol=1e-4, atol=1e-4)
+    linears = [one for layer in model.layers for one in layer.linears]
+    assert all(isinstance(one.packed, StoredWeight) for one in linears) == (name != "gptq-order")
+    assert isinstance(model.head.packed, PanelWeight)
+
+
+def test_scales_in_bfloat16_are_kept_to_the_bit() -> None:
+    functions = block_products()
+    assert functions is not None
+    weight_OI, scales_OG = torch.randint(0, 16, (5, 128), dtype=torch.int32), torch.randn(5, 2).bfloat16()
+    zeros_OG = torch.randint(0, 17, (5, 2), dtype=torch.int32)
+    rows = StoredRows("random", "UPPER64", integers.stored(weight_OI, scales_OG, zeros_OG, (1, 64), None), 128)
+    found_OI = StoredWeight(functions, [rows], Parts.EXACT).rows(torch.arange(5))
+    assert torch.equal(found_OI, integers.scaled(weight_OI, scales_OG, zeros_OG, (1, 64)))
 
 
 @pytest.mark.parametrize("numerics", ["fast", "invariant"])

@@ -293,6 +293,7 @@ def test_how_a_rounded_checkpoint_is_multiplied_by_is_said(block: tuple[int, int
     said = f"stored as fp8 (float8) with {scales}, read as the floats that they stand for"
     assert handling(stored, "none") == f"{said}; model.quantization keeps them small"
     assert handling(stored, "fp8") == f"{said} and rounded to fp8"
+    assert handling(stored, "none", kept=True) == f"stored as fp8 (float8) with {scales}, kept so"
 
 
 def test_a_float8_checkpoint_that_a_gpu_widens_is_named() -> None:

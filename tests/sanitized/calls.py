@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from engine.kernels.attention import compiled_attention
-from engine.kernels.blocks import BlockWeight, Format, Parts, block_products
+from engine.kernels.blocks import Format, Parts, StoredWeight, block_products
 from engine.kernels.cpu import CPUKernels, cpu_kernels
 from engine.kernels.panels import PanelKind, PanelWeight, products
 from engine.layers.attention import AttentionSpec
@@ -200,11 +200,11 @@ def block_product(dice: Random) -> None:
         inputs = 32 * dice.randint(1, 20)
     stored = [random_rows(dice, one, dice.choice((size(dice), 300)), inputs) for one in formats]
     parts = dice.choice(list(Parts))
-    weight = BlockWeight(functions, stored, parts)
+    weight = StoredWeight(functions, stored, parts)
     weight_OI = weight.rows(torch.arange(weight.outputs))
     for one in stored:  # any bits are a block: its scales may be infinite, or no numbers
         one.blocks.random_(0, 256)
-    BlockWeight(functions, stored, parts)(torch.randn(num_rows, inputs), None)
+    StoredWeight(functions, stored, parts)(torch.randn(num_rows, inputs), None)
     x_TJ = torch.randn(num_rows, inputs + dice.choice((0, 0, 5)))
     x_TI, odd_T = x_TJ[:, :inputs], spoiled(dice, x_TJ)
     bias_O = torch.randn(weight.outputs) if dice.random() < 0.5 else None

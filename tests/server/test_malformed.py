@@ -7,10 +7,12 @@ import gzip
 import json
 import threading
 import time
+import uuid
 from collections.abc import Iterator
 
 import pytest
 
+from server.http.body import ROUTED_TYPE
 from tests.figures import Figure
 from tests.pace import far
 from tests.server.http_client import RawClient, Reply, ask, http_bytes
@@ -381,6 +383,20 @@ def test_the_largest_body_allowed_is_served(live: LiveServer) -> None:
     body += b" " * ((4 << 20) - len(body))
     assert ask(live.port, "POST", "/v1/completions", body).status == 200
     assert ask(live.port, "POST", "/v1/completions", body + b" ").status == 413
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"created": 1e300}, {"created": -1.0}, {"told": {"0": {"tokens": "", "num_events": -1}}}, {"key": "x"}],
+    ids=["far", "before 1970", "fewer than no events", "no key"],
+)
+def test_an_origin_that_no_router_sends_is_refused(live: LiveServer, wrong: dict[str, object]) -> None:
+    origin = {"key": str(uuid.UUID(int=1)), "created": 1.0, "seed": 1, "told": {}}
+    headers = {"Content-Type": ROUTED_TYPE}
+    body = {"request": {"model": MODEL, "prompt": "p", "stream": True}}
+    assert ask(live.port, "POST", "/v1/completions", body | {"origin": origin}, headers).status == 200
+    reply = ask(live.port, "POST", "/v1/completions", body | {"origin": origin | wrong}, headers)
+    assert (reply.status, reply.error["code"]) == (400, "malformed_json")
 
 
 def test_what_client_libraries_add_is_let_through(live: LiveServer) -> None:

@@ -39,15 +39,14 @@ class LateMasks(PlannerFeature):
         return False
 
     def completed(self, record: InFlight, seconds: float) -> None:
-        """Return all rows if nothing else is to do: a step that they delay is better than none."""
-        if self._out and not len(self._decodes) and not self._completions.in_flight:
-            for row in tuple(self._out):
-                self._join(row)
+        """Return all rows if nothing else is to do."""
+        self._join_if_idle()
 
     def left(self, row: int) -> None:
-        """Forget a row."""
+        """Forget a row, and return the others if it was the last that decodes: it may have been retracted."""
         self._slow.discard(row)
         self._out.discard(row)
+        self._join_if_idle()
 
     def reset(self) -> list[Sequence]:
         """Forget all rows."""
@@ -60,6 +59,12 @@ class LateMasks(PlannerFeature):
         if row in self._decodes.rows:  # it is not if the step in flight has its last token
             self._decodes.leave(row)
             self._out.add(row)
+
+    def _join_if_idle(self) -> None:
+        """Return all rows if no step would follow: one that they delay is better than none."""
+        if self._out and not len(self._decodes) and not self._completions.in_flight:
+            for row in tuple(self._out):
+                self._join(row)
 
     def _join(self, row: int) -> None:
         self._out.discard(row)

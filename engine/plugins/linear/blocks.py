@@ -1,4 +1,4 @@
-"""Products by callboard's own C with weights in blocks of 4 to 8 bits, as GGUF files store them.
+"""Products by callboard's own C with weights of 4 to 8 bits, as GGUF files, AWQ, GPTQ and compressed-tensors have them.
 
 Legend: T rows of the input · I input features · O output features
 A weight takes the file's number of bytes, also while it is loaded.  With ``model.quantization = "none"`` the input is
@@ -13,7 +13,7 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from engine.kernels.blocks import BlockProducts, BlockWeight, Format, Parts, block_products
+from engine.kernels.blocks import BlockProducts, Format, Parts, StoredWeight, block_products
 from engine.layers.packing import LinearKernel, PackedWeight, StoredRows
 from engine.plugins.hookspecs import LinearContext, hookimpl
 from engine.plugins.linear import panels
@@ -25,14 +25,14 @@ CALLBOARD_PLUGIN = {
     "devices": ["cpu"],
     "dtypes": ["float32"],
     "quantizations": ["none", "int8"],
-    "stored_formats": ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K"],
+    "stored_formats": ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "int4"],
     "instruction_sets": ["avx2"],
     "invariant": True,
 }
 # Of an element, with its scales.
 BYTES = {
     "Q4_0": 0.5625, "Q4_1": 0.625, "Q5_0": 0.6875, "Q5_1": 0.75, "Q8_0": 1.0625,
-    "Q4_K": 0.579, "Q5_K": 0.704, "Q6_K": 0.821,
+    "Q4_K": 0.579, "Q5_K": 0.704, "Q6_K": 0.821, "int4": 0.594,
 }  # fmt: skip
 
 
@@ -98,12 +98,12 @@ class StoredBlocks:
         plain = self._plain.head if isinstance(self._plain, panels.Panels) else self._plain
         return StoredBlocks(self._functions, plain, parts, self.element_bytes, self._taken)
 
-    def _blocks(self, rows: list[StoredRows]) -> BlockWeight:
+    def _blocks(self, rows: list[StoredRows]) -> StoredWeight:
         alike = [list(group) for _, group in groupby(rows, key=lambda one: one.format)]
         joined = [
             StoredRows(of[0].where, of[0].format, torch.cat([one.blocks for one in of]), of[0].inputs) for of in alike
         ]
-        weight = BlockWeight(self._functions, joined, self._parts)
+        weight = StoredWeight(self._functions, joined, self._parts)
         if weight.damaged is not None:
             raise WeightsError(f"{weight.damaged.where} contains NaN or infinity; the file is damaged")
         return weight

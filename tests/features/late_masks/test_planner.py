@@ -6,7 +6,7 @@ from collections.abc import Callable
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from engine.messages import Step
@@ -104,6 +104,8 @@ def test_a_row_may_end_or_be_lost_while_it_sits_out(bench: Bench, end: Callable[
 
 
 @given(st.integers(0, 10**6), st.integers(1, 2), st.sampled_from([12, 64]))
+@example(18, 1, 12)  # the row that decodes is retracted while the only other one sits out
+@example(34, 2, 12)
 def test_no_stream_changes_whichever_masks_are_late(seed: int, depth: int, num_pages: int) -> None:
     """Rows that sit out are also retracted, where there are few pages."""
     dice = random.Random(seed)
