@@ -19,7 +19,7 @@ def test_a_result_names_the_rows_whose_masks_are_not_ready() -> None:
     ready: Future[None] = Future()
     ready.set_result(None)
     sampled = SampledTokens(torch.tensor([7]), None)
-    step = LaunchedStep(0, 1, np.array([2]), sampled, None, None, {}, ahead={4: Future(), 5: ready, 6: Future()})
+    step = LaunchedStep(0, 1, np.array([2]), sampled, None, (), {}, ahead={4: Future(), 5: ready, 6: Future()})
     assert step.collect().late == (4, 6)
 
 
