@@ -42,7 +42,7 @@ def _unpack_cut(words: Tensor, bits: int, dim: int, shape: tuple[int, ...]) -> T
 
 
 class Form(Protocol):
-    """What becomes of unpacked integers: ``scaled`` or ``stored``."""
+    """The form that unpacked integers get: ``scaled`` or ``stored``."""
 
     def __call__(
         self,
