@@ -40,3 +40,8 @@ _decoder = msgspec.msgpack.Decoder(StoreMoves)
 def moves_of(step: Step) -> StoreMoves:
     """Return the moves of a step."""
     return _decoder.decode(part) if (part := step.parts.get(NAME)) is not None else NO_MOVES
+
+
+def without_tokens(part: bytes) -> bytes:
+    """Return the part of a step without what follows from the values of tokens."""
+    return msgspec.msgpack.encode(msgspec.structs.replace(_decoder.decode(part), save_hashes=b""))

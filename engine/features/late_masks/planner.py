@@ -23,7 +23,7 @@ class LateMasks(PlannerFeature):
 
     def attach(self, step: StepBuilder) -> None:
         """Take the slow rows of the step out of those behind it."""
-        for row in self._slow - self._out:
+        for row in sorted(self._slow - self._out):  # the order of a set differs in a replay
             self._sit_out(row)
 
     def examine(self, done: StepDone) -> bool:
@@ -31,7 +31,7 @@ class LateMasks(PlannerFeature):
         for row in done.late:
             if row in self._decodes.rows:
                 self._sit_out(row)
-        for row in self._out.difference(done.late):
+        for row in sorted(self._out.difference(done.late)):
             if (last := self._table.last_step[row]) <= done.step_id:
                 self._join(row)
                 if last == done.step_id:
@@ -63,7 +63,7 @@ class LateMasks(PlannerFeature):
     def _join_if_idle(self) -> None:
         """Return all rows if no step would follow: one that they delay is better than none."""
         if self._out and not len(self._decodes) and not self._completions.in_flight:
-            for row in tuple(self._out):
+            for row in sorted(self._out):
                 self._join(row)
 
     def _join(self, row: int) -> None:

@@ -5,12 +5,14 @@ Does not know: files, rings, planners.
 """
 
 import hashlib
+from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
 
 import msgspec
 
 from engine.messages import FetchPages, SchedulerInbox, Step
+from engine.plugins.features import feature_modules
 
 PLANS = ("actors/scheduler.py", "scheduling/*.py", "kv/*.py", "features/*/planner.py")  # the code that plans
 PLAN_BYTES = 8
@@ -41,9 +43,22 @@ def plan_digest(plan: Step | FetchPages) -> bytes:
         told = (
             plan.step_id, admissions, plan.table_rows, plan.table_indexes, plan.table_pages, plan.decode_rows,
             plan.prefill_rows, plan.prefill_starts, plan.prefill_lengths, plan.prefill_samples, plan.proposed_rows,
-            plan.proposed_positions, sorted(plan.parts.items()), plan.filled_pages, plan.num_copied,
+            plan.proposed_positions, _comparable(plan.parts), plan.filled_pages, plan.num_copied,
         )  # fmt: skip
     return hashlib.blake2b(_encode(told), digest_size=PLAN_BYTES).digest()
+
+
+def _comparable(parts: Mapping[str, bytes]) -> list[tuple[str, bytes]]:
+    """Return the parts of a step in the order of their names, without what follows from tokens."""
+    stripped = _stripping()
+    return [(name, stripped[name](part) if name in stripped else part) for name, part in sorted(parts.items())]
+
+
+@cache
+def _stripping() -> Mapping[str, Callable[[bytes], bytes]]:
+    """Return name of a feature -> its ``without_tokens``, which the ``messages.py`` of its folder may have."""
+    modules = feature_modules("messages")
+    return {name: one.without_tokens for name, one in modules.items() if hasattr(one, "without_tokens")}
 
 
 @cache
