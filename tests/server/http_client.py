@@ -6,6 +6,8 @@ import time
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+import pytest
+
 from server.local_token import make_token
 from tests.pace import far
 
@@ -113,8 +115,10 @@ def http_bytes(method: str, path: str, body: bytes = b"", headers: Mapping[str, 
 
 
 def as_operator() -> dict[str, str]:
-    """Returns the header that opens the operators' routes of a server without keys."""
-    return {"Authorization": f"Bearer {make_token()}"}
+    """Returns the header that opens the operators' routes of a server without keys; skips without a home for it."""
+    if not (token := make_token()):
+        pytest.skip("no cache folder can be written, so operators have no token")
+    return {"Authorization": f"Bearer {token}"}
 
 
 def ask(port: int, method: str, path: str, body: Any = b"", headers: Mapping[str, str] | None = None) -> Reply:

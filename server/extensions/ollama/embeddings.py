@@ -58,6 +58,7 @@ class OllamaEmbed(PooledEndpoint[OllamaEmbedBody]):
     )
     body_type = OllamaEmbedBody
     task: ClassVar[str] = "embed"
+    refusal: ClassVar[str] = "it gives no embeddings"
 
     def __init__(self, translator: Translator) -> None:
         super().__init__(translator)
@@ -92,6 +93,7 @@ class OldEmbeddings(PooledEndpoint[OldEmbedBody]):
     )
     body_type = OldEmbedBody
     task: ClassVar[str] = "embed"
+    refusal: ClassVar[str] = "it gives no embeddings"
 
     def __init__(self, translator: Translator) -> None:
         super().__init__(translator)

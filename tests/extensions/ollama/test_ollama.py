@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from engine.types.prompt import ChatTurn, ToolCall
+from tests.server.engine_server import EngineServer
 from tests.server.http_client import Reply, ask
 from tests.server.live_server import MODEL, LiveServer
 
@@ -159,9 +160,19 @@ def test_the_served_model_is_listed_and_shown_with_a_tag_or_without(live: LiveSe
     assert (missing.status, "other" in missing.json["error"]) == (404, True)
 
 
-def test_texts_become_vectors(live: LiveServer) -> None:
-    answer = post(live, "embed", input=["a", "b"]).json
-    assert len(answer["embeddings"]) == 2
-    one = post(live, "embed", input="a").json["embeddings"]
-    assert one[0] == answer["embeddings"][0]
-    assert post(live, "embeddings", prompt="a").json["embedding"] == one[0]
+def test_a_model_without_vectors_says_so(live: LiveServer) -> None:
+    refused = post(live, "embed", input="a")
+    assert (refused.status, "no embeddings" in refused.json["error"]) == (400, True)
+
+
+def test_texts_become_vectors() -> None:
+    with EngineServer(model={"name": "demo"}, kv={"num_pages": 64}) as server:
+
+        def embed(path: str, **fields: Any) -> Any:
+            return ask(server.port, "POST", f"/api/{path}", {"model": "demo:latest", **fields}).json
+
+        both, one = embed("embed", input=["a", "b"]), embed("embed", input="a")
+        assert len(both["embeddings"]) == 2
+        assert both["prompt_eval_count"] > one["prompt_eval_count"] > 0
+        assert one["embeddings"][0] == pytest.approx(both["embeddings"][0], abs=1e-5)
+        assert embed("embeddings", prompt="a")["embedding"] == pytest.approx(one["embeddings"][0], abs=1e-5)
