@@ -176,7 +176,7 @@ async def test_line_breaks_in_a_text_do_not_break_the_event_stream(text: str) ->
 
     class Kept(EventStream):
         def __init__(self) -> None:
-            self._named = False
+            self._framing = "data"
             self._encoder = msgspec.json.Encoder()
 
         async def _write(self, data: bytes) -> None:

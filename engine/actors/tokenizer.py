@@ -266,6 +266,7 @@ class Tokenizer(Actor[TokenizerInbox | _Encoded]):
         assert stream is not None, f"request {request.request_id} got a token before it was admitted"
         stop_reason: str | int | None = None
         shown = ""
+        logprobs = extras.logprobs if token_id >= 0 else None
         if token_id >= 0:
             text.num_completion += 1
             if finish == Finish.STOP and not request.params.include_stop_str_in_output:
@@ -290,7 +291,7 @@ class Tokenizer(Actor[TokenizerInbox | _Encoded]):
             stop_reason=stop_reason,
             # The first delta carries the prompt's length, the last one all usage.
             usage=self._usage(text) if finish != Finish.RUNNING or text.num_completion == 1 else None,
-            logprobs=() if extras.logprobs is None else (logprob_texts(self._codec, token_id, extras.logprobs),),
+            logprobs=(logprob_texts(self._codec, token_id, logprobs),) if logprobs is not None else (),
             reasoning=stream.take_thoughts(),
             prompt_logprobs=text.take_prompt_logprobs(),
             pooled=extras.pooled,

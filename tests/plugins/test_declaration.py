@@ -6,7 +6,6 @@ from dataclasses import replace
 import msgspec
 import pytest
 
-from engine.config import Config
 from engine.plugins import declaration as module
 from engine.plugins.declaration import Declaration, Multiples, read_declaration
 from engine.plugins.hookspecs import API_VERSION, AttentionContext
@@ -151,5 +150,6 @@ def test_what_fits_or_is_not_known_is_none() -> None:
 def test_the_configuration_can_name_every_page_size_of_the_kit() -> None:
     from engine.plugins.testing.attention_cases import PAGE_SIZES
 
-    sizes = type(Config().kv).__annotations__["page_size"].__args__[0].__args__
+    types = {one.name: one.type for one in msgspec.structs.fields(Config().kv)}
+    sizes = types["page_size"].__args__[0].__args__
     assert set(PAGE_SIZES) <= set(sizes)

@@ -64,6 +64,9 @@ class FakeIngress:
         self._ids = itertools.count(1)
         self._open: dict[int, tuple[Stream, asyncio.Task[None]]] = {}
 
+    def drain(self) -> None:
+        self.draining = True
+
     @property
     def num_open(self) -> int:
         return len(self._open)

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 import openai
 import uvloop
 
+from engine.features.pooling.checkpoint import Pooling
 from engine.settings.sections import LimitsSection, ServerSection, StorageSection
 from engine.text.codec import Formats, TextCodec
 from server.backend import Backend
@@ -21,7 +22,9 @@ from tests.server.fake_monitor import FakeMonitor
 
 T = TypeVar("T")
 MODEL = "fake/model-1"
-CARD = ModelCard(name=MODEL, max_model_len=1024, vocab_size=1000, created=1_700_000_000, about="a toy")
+CARD = ModelCard(
+    name=MODEL, max_model_len=1024, vocab_size=1000, created=1_700_000_000, about="a toy", use=Pooling().use
+)
 
 
 class LiveServer:

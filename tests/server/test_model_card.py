@@ -16,7 +16,7 @@ DEMO = Path(__file__).parents[2] / "examples" / "demo_model"
 
 def fingerprint(tables: dict[str, Any]) -> str:
     config = build_config(Config(), tables)
-    return _fingerprint(SimpleNamespace(config=config, spec=read_model(DEMO, config.plugins)))  # type: ignore[arg-type]
+    return _fingerprint(SimpleNamespace(config=config, model=read_model(DEMO, config.plugins)))  # type: ignore[arg-type]
 
 
 def test_it_tells_what_may_change_an_answer_and_nothing_else() -> None:

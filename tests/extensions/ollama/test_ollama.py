@@ -4,12 +4,14 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+import msgspec
 import pytest
 
+from engine.checkpoints.use import GENERATING
 from engine.types.prompt import ChatTurn, ToolCall
 from tests.server.engine_server import EngineServer
 from tests.server.http_client import Reply, ask
-from tests.server.live_server import MODEL, LiveServer
+from tests.server.live_server import CARD, MODEL, LiveServer
 
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
 HI = [{"role": "user", "content": "hi"}]
@@ -160,8 +162,9 @@ def test_the_served_model_is_listed_and_shown_with_a_tag_or_without(live: LiveSe
     assert (missing.status, "other" in missing.json["error"]) == (404, True)
 
 
-def test_a_model_without_vectors_says_so(live: LiveServer) -> None:
-    refused = post(live, "embed", input="a")
+def test_a_model_without_vectors_says_so() -> None:
+    with LiveServer(card=msgspec.structs.replace(CARD, use=GENERATING)) as live:
+        refused = post(live, "embed", input="a")
     assert (refused.status, "no embeddings" in refused.json["error"]) == (400, True)
 
 
