@@ -6,6 +6,7 @@ from dataclasses import replace
 import msgspec
 import pytest
 
+from engine.config import Config
 from engine.plugins import declaration as module
 from engine.plugins.declaration import Declaration, Multiples, read_declaration
 from engine.plugins.hookspecs import API_VERSION, AttentionContext
