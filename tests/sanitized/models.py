@@ -87,7 +87,8 @@ def decode(dice: Random) -> None:
         expected_BV, torch_BV = (torch.cat([*one.step(new).values()]) for one in (driver, plain))
         _check_step(dice, rows, expected_BV)
         if kind in (None, PanelKind.FLOATS):
-            torch.testing.assert_close(expected_BV, torch_BV, rtol=1e-3, atol=1e-3)
+            # Weights this large multiply the noise of float32: torch's own logits of 28 are 1e-3 off those of float64.
+            torch.testing.assert_close(expected_BV, torch_BV, rtol=1e-3, atol=5e-4 * (2 + float(torch_BV.abs().max())))
 
 
 def _check_step(dice: Random, rows: Rows, expected_BV: torch.Tensor) -> None:
