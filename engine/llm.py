@@ -264,7 +264,7 @@ class LLM:
         outputs = []
         for prompt, delta in zip(prompts, deltas, strict=True):
             assert delta.usage is not None, "the last delta carries the usage"
-            data = requests.result(delta.pooled, dimensions=dimensions, activated=activated, task=task)
+            data = requests.result(delta.result, dimensions=dimensions, activated=activated, task=task)
             label = requests.label(data) if requests.pooling.labels else ""
             outputs.append(Pooled(prompt, data, label, delta.usage))
         return outputs

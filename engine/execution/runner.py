@@ -25,13 +25,12 @@ from engine.layers.attention import AttentionBackend
 from engine.layers.comm import Comm
 from engine.layers.kv_pool import KVPool
 from engine.layers.step import StepTensors
-from engine.messages import Admission, Step
+from engine.messages import Admission, FeatureRequest, Step
 from engine.models.model import Model
 from engine.sampling.captured import SamplingVariant
-from engine.sampling.constraints import Constraints, PendingMasks
+from engine.sampling.constraints import LATE_MASKS, Constraints, PendingMasks
 from engine.sampling.sampler import SampledTokens, Sampler
 from engine.sampling.state import Newcomer
-from engine.types.notices import Message
 
 log = logging.getLogger(__name__)
 
@@ -88,10 +87,10 @@ class ModelRunner:
         self._profiles = Profiles(comm.rank)
         self.profile = self._profiles.begin
 
-    def receive(self, message: Message, answer: Answer) -> None:
+    def receive(self, message: FeatureRequest, answer: Answer) -> None:
         """Pass a message that is no step to the feature that takes it."""
         taken = any(feature.receive(message, answer) for feature in self._features)
-        assert taken, f"no feature of rank {self._rank} takes {type(message).__name__}"
+        assert taken, f"no feature of rank {self._rank} takes a request of {message.feature}"
 
     def close(self) -> None:
         """Let the features finish their work next to the steps."""
@@ -138,7 +137,7 @@ class ModelRunner:
             self._rows.restore(computed)
             raise MemoryError(str(error)) from None
         if self._constraints.rows:
-            launched.ahead = self._constraints.ahead()
+            launched.parts[LATE_MASKS] = self._constraints.late()
         for note in self._launches:
             note(step, launched)
         return launched
@@ -219,7 +218,7 @@ class ModelRunner:
         self._sampler.admit_all(newcomers, self._eos_token_ids)
         for admission, one in zip(admissions, newcomers, strict=True):
             params = one.params
-            if self._constraints.rows or params.grammar is not None or params.limits_tokens:
+            if self._constraints.rows or params.is_constrained:
                 self._constraints.admit(one.row, params, one.token_ids, one.num_prompt_tokens)
             if self._prompts.rows or params.reads_prompt:
                 self._prompts.admit(admission)

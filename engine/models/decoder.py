@@ -17,9 +17,9 @@ from engine.layers.kernels import LayerKernels
 from engine.layers.linear import Linear, VocabLinear
 from engine.layers.packing import LinearKernel, Linears
 from engine.layers.part import Attention, FeedForward, Norm, RowwisePart, build
-from engine.layers.pooled_head import PooledHead
 from engine.layers.rotary import Rotary
 from engine.layers.step import StateTap, StepTensors
+from engine.layers.task_head import TaskHead
 from engine.layers.weights import WeightSlice, parameter, whole
 from engine.models.frequencies import frequencies
 from engine.models.model import attention_spec_of
@@ -102,9 +102,9 @@ class Decoder:
             self.layers.append(DecoderLayer(layer, shape.hidden_size, number, comm, device, dtype))
         self.rotaries = [build_rotary(turn, shape.head_size, device, dtype) for turn in rotaries]
         self.norm = build(Norm, shape.norm, shape.hidden_size, comm, device, dtype)
-        self.head: VocabLinear | PooledHead = self.embedding
-        if shape.pooled_head is not None:
-            self.head = build(PooledHead, shape.pooled_head, shape.hidden_size, comm, device, dtype)
+        self.head: VocabLinear | TaskHead = self.embedding
+        if shape.task_head is not None:
+            self.head = build(TaskHead, shape.task_head, shape.hidden_size, comm, device, dtype)
         elif not shape.tied:
             self.head = VocabLinear(shape.vocab_size, shape.hidden_size, comm, device, dtype)
         self.attention_spec = attention_spec_of(shape, [layer.attention for layer in self.layers])
@@ -116,9 +116,9 @@ class Decoder:
         self.embedding_scale = torch.tensor(scale, dtype=dtype).item() if shape.rounded_scale else scale
 
     @property
-    def pooled_head(self) -> PooledHead | None:
+    def task_head(self) -> TaskHead | None:
         """The head of a model that generates nothing; None if it generates."""
-        return self.head if isinstance(self.head, PooledHead) else None
+        return self.head if isinstance(self.head, TaskHead) else None
 
     @property
     def doubled_bytes(self) -> int:
@@ -195,7 +195,7 @@ class Decoder:
     def linear_shapes(self) -> tuple[list[tuple[int, int]], tuple[int, int]]:
         """Return (outputs, inputs) of all weights of the layers in order, and of the LM head; call before ``load``."""
 
-        def shape(linear: Linear | PooledHead) -> tuple[int, int]:
+        def shape(linear: Linear | TaskHead) -> tuple[int, int]:
             outputs, inputs = linear.weight.shape
             return outputs, inputs
 

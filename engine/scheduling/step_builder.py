@@ -72,7 +72,6 @@ class StepBuilder:
     decode_rows: rows that sample one token each.
     overlaps: a step before it is still in flight.
     prompts: the segments of prompts.  inserted: segments of features, which go before those.
-    fields: values of fields of ``Step`` that features set.
     parts, filled_pages, num_copied: see ``Step``.  notes: as in ``InFlight``."""
 
     step_id: int
@@ -83,7 +82,6 @@ class StepBuilder:
     admissions: list[Admission] = field(default_factory=list)
     prompts: Columns | None = None
     inserted: Columns | None = None
-    fields: dict[str, Any] = field(default_factory=dict)
     parts: dict[str, bytes] = field(default_factory=dict)
     filled_pages: list[bytes] = field(default_factory=list)
     num_copied: int = 0
@@ -125,7 +123,6 @@ class StepBuilder:
             num_copied=self.num_copied,
             parts=self.parts,
             **columns,
-            **self.fields,
         )
         return step, record
 

@@ -201,8 +201,8 @@ class Formats:
     reasoning_parser: str = "none"
     reasoning: ReasoningFormat | None = None
 
-    def thinking_of_grammar(self, thinking: Thinking) -> Thinking:
-        """Return where a grammar's output begins.  thinking: the state in which the prompt leaves the model."""
+    def beginning_of_form(self, thinking: Thinking) -> Thinking:
+        """Return where output of a demanded form begins.  thinking: the state in which the prompt leaves the model."""
         return thinking if self.reasoning is not None and self.reasoning.constrains else "none"
 
     @property

@@ -1,7 +1,7 @@
 """The executors of one engine: all ranks of the model, which are lost, restarted and replaced together.
 
-consumes: Step, FetchPages (scheduler, through ``links``) · LossExplained (scheduler) · Profile · Stop (system)
-produces: ExecutorsReady, StepDone, PagesFetched, ExecutorsLost (scheduler)
+consumes: Step, FeatureRequest (scheduler, through ``links``) · LossExplained (scheduler) · Profile · Stop (system)
+produces: ExecutorsReady, StepDone, FeatureAnswer, ExecutorsLost (scheduler)
 waits for: the executors' loading and end; never for the scheduler.   owns: the reaction to a loss.
 
 Requests live in the scheduler, so a lost generation costs time but no tokens.  The same holds for a generation that is

@@ -19,7 +19,7 @@ SAMPLES: dict[str, Any] = {
     "logprobs": (ENTRY,),
     "reasoning": "hm",
     "prompt_logprobs": (ENTRY, ENTRY),
-    "pooled": b"\0\0\0\0",
+    "result": b"\0\0\0\0",
     "prompt_token_ids": b"\1\0\0\0\2\0\0\0",
     "resumed": True,
 }

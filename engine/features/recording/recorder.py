@@ -31,7 +31,7 @@ from engine.features.recording.state import state_entries
 from engine.features.recording.turns import Turn, failure_of, plan_digest, planning_code
 from engine.host.disk import make_folder
 from engine.host.own_files import own_files
-from engine.messages import ExecutorInbox, FetchPages, SchedulerInbox, Step, StepDone
+from engine.messages import ExecutorInbox, FeatureRequest, SchedulerInbox, Step, StepDone
 from engine.plugins.blueprint import Blueprint
 from engine.plugins.manager import Plugins
 from engine.scheduling.planner import Planner
@@ -107,7 +107,7 @@ class Recorder:
             self._readings.clear()  # readings of views of the planner between two turns
         self._messages.append(message)
 
-    def planned(self, plan: Step | FetchPages) -> None:
+    def planned(self, plan: Step | FeatureRequest) -> None:
         """Note a plan that is sent to the executors."""
         self._plans.append(plan_digest(plan))
 
@@ -271,7 +271,7 @@ class _Told:
         self._recorder = recorder
 
     def put(self, message: ExecutorInbox) -> None:
-        if isinstance(message, Step | FetchPages):
+        if isinstance(message, Step | FeatureRequest):
             self._recorder.planned(message)
         self._executor.put(message)
 
