@@ -16,17 +16,8 @@ from typing import Final
 from msgspec import field
 
 from engine.types.errors import RequestError
-from engine.types.notices import (
-    EngineReady,
-    EngineRecovering,
-    ExecutorsLost,
-    ExecutorsReady,
-    Message,
-    Profile,
-    Stats,
-    TokenizersLost,
-    TokenizersReady,
-)
+from engine.types.logprobs import Logprobs, PromptLogprobs, TokenLogprobs
+from engine.types.notices import Message
 from engine.types.params import SamplingParams
 from engine.types.prompt import UNKNOWN_ORIGIN, ChatOptions, ChatTurn, Origin, RequestPart
 
@@ -112,20 +103,6 @@ class Admit(Message, frozen=True, kw_only=True):
     check_s: float = 0.0
 
 
-# ---- changeover -> scheduler ----------------------------------------------------------------
-
-
-class Reconfigure(Message, frozen=True, kw_only=True):
-    """Plan with other settings from now on.
-
-    blueprint: a ``Blueprint`` as msgpack; empty if it stays as it is.
-    renews: the next executors get a new planner, which takes over the requests; otherwise the present planner goes on
-    with the settings."""
-
-    blueprint: bytes = b""
-    renews: bool = False
-
-
 # ---- scheduler -> executors -----------------------------------------------------------------
 
 
@@ -186,23 +163,6 @@ class FeatureAnswer(Message, frozen=True, kw_only=True):
     feature: str
     number: int
     body: bytes
-
-
-class Logprobs(Message, frozen=True, kw_only=True):
-    """Log probabilities of one sampled token, and of the k most likely or of those that the request names.
-
-    top_ids: int32[k], top_logprobs: float32[k], most likely first, or as they are named."""
-
-    logprob: float
-    top_ids: bytes = b""
-    top_logprobs: bytes = b""
-
-
-class PromptLogprobs(Message, frozen=True, kw_only=True):
-    """Log probabilities of prompt tokens in a row, from position ``first`` on."""
-
-    first: int
-    entries: tuple[Logprobs, ...]
 
 
 class StepExtras(Message, frozen=True, kw_only=True):
@@ -291,22 +251,6 @@ class Usage(Message, frozen=True, kw_only=True):
     rejected_tokens: int = 0
 
 
-class TokenText(Message, frozen=True, kw_only=True):
-    """A token for log probabilities: its own bytes may be part of a character."""
-
-    token_id: int
-    text: str
-    utf8: bytes
-    logprob: float
-
-
-class TokenLogprobs(Message, frozen=True, kw_only=True):
-    """The sampled token and the most likely ones at its position."""
-
-    sampled: TokenText
-    top: tuple[TokenText, ...]
-
-
 class Delta(Message, frozen=True, kw_only=True):
     """New output of one request.
 
@@ -343,11 +287,3 @@ class Deltas(Message, frozen=True, kw_only=True):
 
 class Stop(Message, frozen=True, kw_only=True):
     """End after the messages before this one; from the system to each actor, in the order of the flow."""
-
-
-# What each actor handles; Stop reaches every one of them and is handled by the base class.
-TokenizerInbox = Tokenize | Abort | Tokens | Failed
-FromExecutor = StepDone | FeatureAnswer
-SchedulerInbox = Admit | Abort | FromExecutor | ExecutorsReady | ExecutorsLost | Reconfigure
-ExecutorInbox = Step | FeatureRequest | Profile
-IngressInbox = Deltas | Failed | EngineReady | EngineRecovering | TokenizersReady | TokenizersLost | Stats

@@ -18,8 +18,9 @@ from functools import partial
 from typing import assert_never
 
 from engine.actors.actor import Actor
+from engine.actors.inboxes import ExecutorInbox, FromExecutor
 from engine.actors.runner import PendingStep, Runner
-from engine.messages import ExecutorInbox, FeatureRequest, FromExecutor, Step, StepDone
+from engine.messages import FeatureRequest, Step, StepDone
 from engine.types.notices import Profile
 
 log = logging.getLogger(__name__)
@@ -28,13 +29,7 @@ log = logging.getLogger(__name__)
 class Executor(Actor[ExecutorInbox]):
     """The actor of one rank's device.  rank: its number.  load: builds the runner, on the device thread."""
 
-    def __init__(
-        self,
-        *,
-        rank: int,
-        capacity: int,
-        load: Callable[[], Runner],
-    ) -> None:
+    def __init__(self, *, rank: int, capacity: int, load: Callable[[], Runner]) -> None:
         super().__init__(f"executor{rank}", capacity)
         self._load = load
         self._steps: queue.SimpleQueue[Step | Profile | None] = queue.SimpleQueue()

@@ -6,7 +6,8 @@ Owns: the protocols.  Does not know: torch, threads, what a step computes.
 from collections.abc import Callable
 from typing import Protocol
 
-from engine.messages import FeatureRequest, FromExecutor, Step, StepDone
+from engine.actors.inboxes import FromExecutor
+from engine.messages import FeatureRequest, Step, StepDone
 from engine.types.notices import Profile
 
 Answer = Callable[[FromExecutor], None]

@@ -14,8 +14,9 @@ import numpy as np
 import numpy.typing as npt
 
 from engine.actors.runner import Answer, PendingStep, Runner
-from engine.messages import FeatureRequest, PromptLogprobs, Step, StepDone, StepExtras
+from engine.messages import FeatureRequest, Step, StepDone, StepExtras
 from engine.types.errors import StepTooLarge
+from engine.types.logprobs import PromptLogprobs
 from engine.types.notices import Profile
 
 log = logging.getLogger(__name__)

@@ -14,27 +14,16 @@ import numpy as np
 import numpy.typing as npt
 
 from engine.actors.actor import Actor, Link
+from engine.actors.inboxes import TokenizerInbox
 from engine.actors.stream import merged
-from engine.messages import (
-    Abort,
-    Admit,
-    Delta,
-    Deltas,
-    Failed,
-    Finish,
-    StepExtras,
-    Tokenize,
-    TokenizerInbox,
-    TokenLogprobs,
-    Tokens,
-    Usage,
-)
+from engine.messages import Abort, Admit, Delta, Deltas, Failed, Finish, StepExtras, Tokenize, Tokens, Usage
 from engine.text.codec import TextCodec, TextStream
 from engine.text.forms import OutputForms
 from engine.text.logprobs import PromptLogprobTexts, logprob_texts
 from engine.text.reasoning import Thinking
 from engine.text.resumed import resumed_delta
 from engine.types.errors import RequestError
+from engine.types.logprobs import TokenLogprobs
 from engine.types.params import SamplingParams
 
 log = logging.getLogger(__name__)

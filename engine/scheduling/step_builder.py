@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from engine.messages import Admission, Step, StepExtras
-from engine.scheduling.rows import Rows, TokenIds
+from engine.scheduling.rows import Rows, Sequence, TokenIds
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +43,23 @@ class Columns(NamedTuple):
     starts: Rows
     lengths: Rows
     samples: Rows
+
+
+@dataclass(slots=True)
+class Segments:
+    """The prompts of a step, as they are planned.  started: sequences that got a row for it."""
+
+    rows: list[int] = field(default_factory=list)
+    starts: list[int] = field(default_factory=list)
+    lengths: list[int] = field(default_factory=list)
+    samples: list[int] = field(default_factory=list)
+    started: list[Sequence] = field(default_factory=list)
+    admissions: list[Admission] = field(default_factory=list)
+
+    def columns(self) -> Columns:
+        """Return the segments as columns."""
+        rows, starts, lengths, samples = map(column, (self.rows, self.starts, self.lengths, self.samples))
+        return Columns(rows, starts, lengths, samples)
 
 
 class InFlight(msgspec.Struct, frozen=True):

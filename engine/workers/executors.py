@@ -16,7 +16,8 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from engine.actors.actor import Actor, Link
-from engine.messages import ExecutorInbox, FromExecutor, Step, StepDone, Stop
+from engine.actors.inboxes import ExecutorInbox, FromExecutor
+from engine.messages import Step, StepDone, Stop
 from engine.types.errors import CallboardError, EngineDied, StepTooLarge
 from engine.types.notices import ExecutorsLost, ExecutorsReady, LossExplained, Profile
 from engine.workers.group import Owner, Start, WorkerGroup, WorkerSlot, one_for_all

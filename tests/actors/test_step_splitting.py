@@ -12,8 +12,9 @@ from benchmarks.echo_executor import Pending
 from engine.actors.runner import Runner
 from engine.actors.step_splitting import IN_PARTS, StepSplitter, halves, merged, num_tokens, together
 from engine.execution.launched_step import extras_by_row
-from engine.messages import Logprobs, PromptLogprobs, Step, StepDone, StepExtras
+from engine.messages import Step, StepDone, StepExtras
 from engine.types.errors import StepTooLarge
+from engine.types.logprobs import Logprobs, PromptLogprobs
 from tests.scheduling.bench import Bench, prompt_of
 from tests.scheduling.fake_device import FakeDevice
 

@@ -6,7 +6,8 @@ import msgspec
 import pytest
 
 from engine.actors.stream import merged
-from engine.messages import Delta, Finish, TokenLogprobs, TokenText, Usage
+from engine.messages import Delta, Finish, Usage
+from engine.types.logprobs import TokenLogprobs, TokenText
 from server.generate.output import Output, is_plain
 
 ENTRY = TokenLogprobs(sampled=TokenText(token_id=1, text="x", utf8=b"x", logprob=-1.0), top=())

@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 
 from engine.actors.actor import Actor, Link
+from engine.actors.inboxes import ExecutorInbox, FromExecutor
 from engine.features.host_tier.messages import transfers_of
 from engine.features.kv_store.messages import FetchPages, PagesFetched, moves_of
 from engine.features.kv_store.records import DIGEST_BYTES, PageRecords
@@ -22,16 +23,9 @@ from engine.features.speculation.messages import DRAFTED, drafted_part, proposal
 from engine.features.speculation.messages import NAME as SPECULATION
 from engine.kv.node import chained
 from engine.kv.pages import Pages
-from engine.messages import (
-    ExecutorInbox,
-    FeatureRequest,
-    FromExecutor,
-    Logprobs,
-    Step,
-    StepDone,
-    StepExtras,
-)
+from engine.messages import FeatureRequest, Step, StepDone, StepExtras
 from engine.sampling.constraints import LATE_MASKS
+from engine.types.logprobs import Logprobs
 from engine.types.notices import ExecutorsLost, ExecutorsReady
 from tests.sim.failures import SimIncorrect
 from tests.sim.luck import luck

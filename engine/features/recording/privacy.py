@@ -14,9 +14,11 @@ from dataclasses import replace
 import msgspec
 import numpy as np
 
+from engine.actors.inboxes import SchedulerInbox
 from engine.features.recording.turns import of_messages
-from engine.messages import Admit, Reconfigure, SchedulerInbox, StepDone, StepExtras
+from engine.messages import Admit, StepDone, StepExtras
 from engine.plugins.blueprint import Blueprint
+from engine.types.notices import Reconfigure
 from engine.types.params import SamplingParams
 
 NO_TOKENS = (-2, -1)  # ``RULED_OUT`` and "none", which stay

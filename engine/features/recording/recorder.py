@@ -23,6 +23,7 @@ import numpy as np
 
 from engine import __version__
 from engine.actors.actor import Link
+from engine.actors.inboxes import ExecutorInbox, SchedulerInbox
 from engine.actors.scheduler import Scheduler
 from engine.features.recording.file import NAMED, Header, file_name, write_recording
 from engine.features.recording.privacy import Privacy
@@ -31,7 +32,7 @@ from engine.features.recording.state import state_entries
 from engine.features.recording.turns import Turn, failure_of, plan_digest, planning_code
 from engine.host.disk import make_folder
 from engine.host.own_files import own_files
-from engine.messages import ExecutorInbox, FeatureRequest, SchedulerInbox, Step, StepDone
+from engine.messages import FeatureRequest, Step, StepDone
 from engine.plugins.blueprint import Blueprint
 from engine.plugins.manager import Plugins
 from engine.scheduling.planner import Planner

@@ -18,24 +18,16 @@ from dataclasses import dataclass, field, replace
 import msgspec
 import numpy as np
 
+from engine.actors.inboxes import SchedulerInbox
 from engine.features.recording.file import Recording
 from engine.features.recording.invariants import Invariants
 from engine.features.recording.replay import new_scheduler, play
 from engine.features.recording.replayed import ReplayedScheduler
 from engine.features.recording.shrink import shrink
 from engine.features.recording.turns import Turn
-from engine.messages import (
-    Admit,
-    FeatureAnswer,
-    FeatureRequest,
-    Reconfigure,
-    SchedulerInbox,
-    Step,
-    StepDone,
-    StepExtras,
-)
+from engine.messages import Admit, FeatureAnswer, FeatureRequest, Step, StepDone, StepExtras
 from engine.plugins.manager import Plugins
-from engine.types.notices import ExecutorsLost, ExecutorsReady
+from engine.types.notices import ExecutorsLost, ExecutorsReady, Reconfigure
 
 Place = tuple[int, int]  # a request, and a position in its sequence
 

@@ -12,7 +12,8 @@ from typing import Any
 
 import msgspec
 
-from engine.messages import FeatureRequest, SchedulerInbox, Step
+from engine.actors.inboxes import SchedulerInbox
+from engine.messages import FeatureRequest, Step
 from engine.plugins.features import feature_modules
 
 PLANS = ("actors/scheduler.py", "scheduling/*.py", "kv/*.py", "features/*/planner.py")  # the code that plans

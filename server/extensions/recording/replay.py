@@ -11,12 +11,13 @@ from pathlib import Path
 import msgspec
 from rich.console import Console
 
+from engine.actors.inboxes import SchedulerInbox
 from engine.features.recording.file import Recording, read_recording, write_recording
 from engine.features.recording.reasons import sentence_of
 from engine.features.recording.replay import Played, Replay
 from engine.features.recording.shrinking import shrunk
 from engine.features.recording.turns import planning_code
-from engine.messages import Abort, Admit, FeatureAnswer, SchedulerInbox, StepDone
+from engine.messages import Abort, Admit, FeatureAnswer, StepDone
 from engine.types.errors import ConfigError
 from engine.types.notices import ExecutorsLost, ExecutorsReady
 from server.arguments import count, natural, positive
