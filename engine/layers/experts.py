@@ -39,7 +39,7 @@ class Expert:
     def __init__(
         self, shape: ExpertsShape, size: int, hidden_size: int, comm: Comm, device: torch.device, dtype: torch.dtype
     ) -> None:
-        bias = shape.stacked and not shape.halved
+        bias = self.alternating = shape.activation == "clamped_swish"
         parts = [("gate_up_proj", 2 * size)] if bias else [(shape.gate, size), (shape.up, size)]
         self.shape = shape
         self.gate_up = ColumnLinear(hidden_size, parts, bias, comm, device, dtype)
@@ -54,8 +54,16 @@ class Expert:
 
     def slices(self, name: str) -> Iterator[WeightSlice]:
         """Yield the slices of a checkpoint that has this expert in its own tensors."""
-        yield from self.gate_up.slices(name)
+        for one in self.gate_up.slices(name):
+            yield from self._sides(name, one) if self.alternating else (one,)
         yield from self.down.slices(f"{name}.{self.shape.down}")
+
+    def _sides(self, name: str, both: WeightSlice) -> Iterator[WeightSlice]:
+        """Yield the slices of gate and up that are stored apart, where one tensor has their rows in turns."""
+        kind = both.source.rpartition(".")[2]
+        for side, own in enumerate((self.shape.gate, self.shape.up)):
+            shape, target = (both.shape[0] // 2, *both.shape[1:]), both.target[side::2]
+            yield WeightSlice(f"{name}.{own}.{kind}", shape, 0, both.start // 2, len(target), target)
 
 
 class Experts:

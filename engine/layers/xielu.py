@@ -16,6 +16,8 @@ from engine.layers.kernels import LayerKernels
 from engine.layers.mlp import MLP, activated_by_rows
 from engine.layers.weights import WeightSlice, joined, parameter, whole
 
+NAMES = ("alpha_p", "alpha_n", "beta", "eps")
+
 
 class XIELU(MLP):
     """An ``MLP`` whose activation of x is a x^2 + beta x above 0, and c (e^min(x, eps) - 1 - x) + beta x below.
@@ -26,6 +28,7 @@ class XIELU(MLP):
         self, shape: XIELUShape, hidden_size: int, comm: Comm, device: torch.device, dtype: torch.dtype
     ) -> None:
         super().__init__(shape, hidden_size, comm, device, dtype)
+        self.numbers = shape.numbers
         self.alpha_p, self.alpha_n = (parameter(1, device=device, dtype=dtype) for _ in range(2))
         self.beta, self.eps = (parameter(device=device, dtype=dtype) for _ in range(2))
         self._activate = self._activated
@@ -36,12 +39,14 @@ class XIELU(MLP):
 
     def pack(self, kernels: LayerKernels | None) -> None:
         """Compute the factors; called once, after loading."""
+        for name, number in zip(NAMES, self.numbers, strict=False):
+            getattr(self, name).fill_(number)
         self.above, self.below = F.softplus(self.alpha_p), self.beta + F.softplus(self.alpha_n)
 
     def slices(self, prefix: str) -> Iterator[WeightSlice]:
         """Yield the slices of the checkpoint that this part reads."""
         yield from super().slices(prefix)
-        for name in ("alpha_p", "alpha_n", "beta", "eps"):
+        for name in () if self.numbers else NAMES:
             yield whole(f"{joined(prefix, self.shape.name)}.act_fn.{name}", getattr(self, name))
 
     def _activated(self, x_TI: Tensor, kind: str) -> Tensor:

@@ -1,5 +1,7 @@
 """Apertus (Swiss AI 2025): normalised heads, and an MLP without a gate whose activation xIELU is learned."""
 
+import msgspec
+
 from engine.checkpoints.reading import alike, decoder, read_norm, read_rotary, read_sizes
 from engine.checkpoints.shape import AttentionShape, DecoderShape, HeadNormShape, LayerShape
 from engine.checkpoints.xielu import XIELUShape
@@ -7,6 +9,8 @@ from engine.plugins.hookspecs import ModelContext, hookimpl
 
 CALLBOARD_PLUGIN = {"api": 1, "architectures": {"ApertusForCausalLM": "apertus"}}
 
+# Numbers of the activation, one for each layer, which a GGUF file has among its settings.
+NUMBERS = ("xielu_alpha_p", "xielu_alpha_n", "xielu_beta", "xielu_eps")
 LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 12_000_000.0,
@@ -41,4 +45,8 @@ def callboard_model(context: ModelContext) -> DecoderShape:
         before_mlp=read_norm(fields, "feedforward_layernorm"),
         mlp=XIELUShape(intermediate_size=sizes.intermediate_size),
     )
-    return decoder(fields, sizes, alike(fields, sizes, layer))
+    layers = alike(fields, sizes, layer)
+    if tables := [fields.table[name] for name in NUMBERS if isinstance(fields.table.get(name), list)]:
+        mlps = [msgspec.structs.replace(layer.mlp, numbers=one) for one in zip(*tables, strict=False)]
+        layers = [msgspec.structs.replace(layer, mlp=mlp) for mlp in mlps]
+    return decoder(fields, sizes, layers)

@@ -83,7 +83,8 @@ def _attentions(fields: Fields, sizes: Sizes) -> tuple[AttentionShape, Attention
 
 
 def _mlps(fields: Fields, sizes: Sizes) -> list[PartShape]:
-    """Return the MLP of each layer, or its experts."""
+    """Return the MLP of each layer, or its experts, which a GGUF file has one by one."""
+    in_stacks = fields.flag("experts_in_stacks", True)
     activation, name = read_activation(fields), "feed_forward"
     dense = GatedShape(
         intermediate_size=fields.integer("intermediate_size_mlp", 16384, maximum=MAX_WIDTH),
@@ -99,8 +100,8 @@ def _mlps(fields: Fields, sizes: Sizes) -> list[PartShape]:
         router=RouterShape(name="router", scoring="sigmoid", normalised=False),
         shared_size=sizes.intermediate_size,
         name=name,
-        stacked=True,
-        halved=True,
+        stacked=in_stacks,
+        halved=in_stacks,
         shared="shared_expert",
         weighs_inputs=True,
     )
