@@ -47,6 +47,7 @@ def kernels(formats: list[str]) -> Iterator[tuple[str, Pack]]:
         sys.exit("there is no C compiler, or no AVX2: none of callboard's own products can be measured")
     yield "float32", lambda weight: PanelWeight(panels, weight, PanelKind.FLOATS)
     yield "bfloat16", lambda weight: PanelWeight(panels, weight.bfloat16().float(), PanelKind.UPPER_HALVES)
+    yield "bfloat16 rounded", lambda weight: PanelWeight(panels, weight, PanelKind.PAIRS)
     yield "int8", lambda weight: PanelWeight(panels, weight, PanelKind.BYTES)
     for name in formats:
         for parts in (Parts.EXACT, Parts.ROUNDED):

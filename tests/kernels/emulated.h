@@ -22,3 +22,27 @@ static inline __m256i emulated_dpbusd(__m256i sum, __m256i x, __m256i w) {
     return to.all;
 }
 #endif
+
+#ifdef EMULATE_AVX512BF16
+#define __AVX512BF16__ 1
+#define _mm512_dpbf16_ps(sum, x, w) emulated_dpbf16(sum, x, w)
+static inline __m512 emulated_dpbf16(__m512 sum, __m512bh x, __m512bh w) {
+    union {
+        __m512bh all;
+        uint32_t pairs[16];
+    } left = {x}, right = {w};
+    union {
+        __m512 all;
+        float sums[16];
+    } to = {sum};
+    for (int i = 0; i < 16; i++)
+        for (int shift = 16; shift >= 0; shift -= 16) { /* the upper halves first */
+            uint32_t a = left.pairs[i] >> shift << 16, b = right.pairs[i] >> shift << 16;
+            float one, other;
+            __builtin_memcpy(&one, &a, 4);
+            __builtin_memcpy(&other, &b, 4);
+            to.sums[i] += one * other;
+        }
+    return to.all;
+}
+#endif
