@@ -283,7 +283,7 @@ INLINE void tile(const char *panel, int64_t size, Input in, const float *bias, f
                  const int M, const int N, const int bits, const int form) {
     const int G = bits == 6 ? 16 : 32, has_zero = form == ZERO || form == ZERO_UPPER;
     const int has_minimum = form == MINIMUM || form == SUPER_MINIMUM || has_zero;
-    const int64_t row = in.groups * in.parts;
+    const int64_t row = in.groups * in.parts, ahead = ahead_of(MOST_PANELS * size);
     Floats sum[12];
     EACH(n, M * N) sum[n] = all(0);
     const char *header = panel;
@@ -294,6 +294,7 @@ INLINE void tile(const char *panel, int64_t size, Input in, const float *bias, f
             left_in_block = in.in_block - 1;
         }
         const char *low = panel + group_header(form);
+        EACH(n, N) FETCH(low + n * size + ahead, group_header(form) + G * bits / 8 * V);
         Floats scale[4];
         EACH(n, N) {
             const uint16_t *from = (const uint16_t *)((form >= ZERO ? header : panel) + n * size);

@@ -7,6 +7,14 @@
 #define INLINE static inline __attribute__((always_inline))
 #define EACH(index, count) _Pragma("GCC unroll 24") for (int index = 0; index < (count); index++)
 
+/* Fetches ``bytes`` bytes from an address on into the second cache; there may be no such address. */
+#define FETCH(from, bytes) \
+    _Pragma("GCC unroll 24") for (int line = 0; line < (bytes); line += 64) __builtin_prefetch((from) + line, 0, 2)
+/* Distance of what is fetched while panels are multiplied: as far as the next ones, unless these are large.  Few rows
+   wait for their weights, and CPUs foresee only reads of one page of memory. */
+#define FETCHED_AT_ONCE (256 << 10)
+#define ahead_of(panels_bytes) ((panels_bytes) <= FETCHED_AT_ONCE ? (panels_bytes) : 4096)
+
 /* Loops over a group profit from -O3. */
 #if defined(__GNUC__) && !defined(__clang__)
 #define OF_VECTORS __attribute__((optimize("O3")))
