@@ -10,12 +10,12 @@ import json
 import logging
 import re
 import shutil
+import struct
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 
 from engine.checkpoints.gguf_families import BY_ARCHITECTURE, FAMILIES, FIELDS, NAMES, OPTIONAL, GGUFFamily
 from engine.checkpoints.gguf_header import GGUFHeader, GGUFTensor
@@ -193,7 +193,7 @@ def _divisors(path: Path, header: GGUFHeader) -> list[float] | None:
                 raise WeightsError(f"{path}: tensor {DIVISORS!r} has type {tensor.kind}, expected F32")
             with path.open("rb") as file:
                 file.seek(tensor.offset)
-                return np.frombuffer(file.read(tensor.num_bytes), "<f4").tolist()  # type: ignore[no-any-return]
+                return list(struct.unpack(f"<{tensor.num_bytes // 4}f", file.read(tensor.num_bytes)))
     return None
 
 
