@@ -16,6 +16,7 @@ import msgspec
 import uvloop
 
 from engine.config import Config, ConfigSource, SeveralModels
+from engine.host.torch_start import start_torch
 from engine.settings.sections import ServerSection
 from engine.types.errors import ConfigError
 from server.backend import Backend
@@ -47,7 +48,10 @@ def run(parsed: argparse.Namespace, config: Config) -> None:
         return
     if isinstance(config, SeveralModels):
         raise ConfigError(f"{parsed.target}: has [[models]], and server/extensions/models is not installed")
+    if config.placement.executor != "process":
+        start_torch()
     source = read_source(parsed, *overrides)
+    gc.disable()  # while modules are imported, which are no garbage and would be looked at again and again
     is_alone = os.environ.get("WORLD_SIZE", "1") == "1"
     uvloop.run(_serve_until_stopped(config, source) if is_alone else _serve_on_machines(config, source))
     sys.stderr.flush()
@@ -87,7 +91,8 @@ async def _serve_until_stopped(config: Config, source: ConfigSource, machines: "
     # The port first: finding it taken must not cost the time of loading a model.
     with bind(config.server.host, config.server.port) as listener:
         frontend = FrontendCommand(FRONT_MODULE, listener.fileno()) if config.placement.ingress == "process" else None
-        system = System(config, progress=sys.stderr.isatty(), machines=machines, frontend=frontend)
+        ways: dict[str, Any] = {"machines": machines, "frontend": frontend, "imported": _exempt}
+        system = System(config, progress=sys.stderr.isatty(), **ways)
         for part in find_extensions():
             part.with_engine(system)
         if machines is not None:
@@ -95,7 +100,7 @@ async def _serve_until_stopped(config: Config, source: ConfigSource, machines: "
         card = ModelCard.of(system, config.server, described(system))
         operations = LocalOperations(system, source, card)
         engine = asyncio.create_task(_run_engine(system, url_of(listener, config.server.scheme), config.server))
-        ways: dict[str, Any] = {"listener": listener, "engine": engine, "reload": operations.reload}
+        ways = {"listener": listener, "engine": engine, "reload": operations.reload}
         try:
             if isinstance(system.entrance, RemoteIngress):
                 system.entrance.connect_operations(msgspec.msgpack.encode(card), operations.answer)
@@ -108,13 +113,18 @@ async def _serve_until_stopped(config: Config, source: ConfigSource, machines: "
             engine.cancel()
 
 
+def _exempt() -> None:
+    """Go on with garbage collections, without the objects that there are: they live as long as the process."""
+    gc.freeze()
+    gc.enable()
+
+
 async def _run_engine(system: "System", url: str, server: ServerSection) -> None:
     started = time.perf_counter()
     await system.start()
     took_s = time.perf_counter() - started
-    # What loading has left lives as long as the process: the collector need not look at it again and again.
     gc.collect()
-    gc.freeze()
+    _exempt()
     token = "" if server.needs_key or server.operator_key else read_token()
     greet(system, url, needs_key=server.needs_key, token=token, took_s=took_s)
     await system.wait()
