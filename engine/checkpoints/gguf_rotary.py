@@ -3,10 +3,9 @@
 Owns: their keys, and the tensors that are part of them.  Does not know: families, other tensors.
 """
 
+import struct
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from engine.checkpoints.gguf_families import YARN, GGUFFamily
 from engine.checkpoints.gguf_header import GGUFHeader
@@ -71,5 +70,5 @@ def _vector(path: Path, header: GGUFHeader, name: str) -> list[float] | None:
                 raise WeightsError(f"{path}: tensor {name!r} has type {tensor.kind}, expected F32")
             with path.open("rb") as file:
                 file.seek(tensor.offset)
-                return np.frombuffer(file.read(tensor.num_bytes), "<f4").tolist()  # type: ignore[no-any-return]
+                return list(struct.unpack(f"<{tensor.num_bytes // 4}f", file.read(tensor.num_bytes)))
     return None
