@@ -1,4 +1,4 @@
-"""How many seconds until a server is ready, and how much memory has it then, beside llama.cpp's server?
+"""Seconds until a server is ready, and its memory then, beside llama.cpp's server.
 
 Each server is a process of its own that is started, looked at when it is ready, and ended, in turns.  A first start has
 an empty cache folder, as on a new machine; the second line has the least of the later ones.  Processor time is that of

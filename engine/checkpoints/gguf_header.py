@@ -33,13 +33,16 @@ KINDS = {
 
 
 class GGUFTensor(msgspec.Struct, frozen=True):
-    """A tensor of a GGUF file.  kind: of its blocks.  shape: the outermost size first.  offset: in the file."""
+    """A tensor of a GGUF file.  kind: of its blocks.  shape: the outermost size first.  offset: in the file.
+
+    part: the index of the file, of a model in several."""
 
     name: str
     kind: str
     shape: tuple[int, ...]
     offset: int
     num_bytes: int
+    part: int = 0
 
 
 class GGUFHeader:
