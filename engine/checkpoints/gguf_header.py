@@ -46,11 +46,12 @@ class GGUFTensor(msgspec.Struct, frozen=True):
 
 
 class GGUFHeader:
-    """The header, read in full.  tensors: in the file's order, each within the file."""
+    """The header, read in full.  tensors: in the file's order, each within the file.  files: by part."""
 
     def __init__(self, path: Path) -> None:
         """Read it.  Raises WeightsError naming the file."""
         self.path = path
+        self.files = [path]
         self.tensors: list[GGUFTensor] = []
         self._values: dict[str, Any] = {}
         self._at = 0

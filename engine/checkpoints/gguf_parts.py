@@ -51,6 +51,7 @@ def read_header(paths: Sequence[Path]) -> GGUFHeader:
             raise WeightsError(f"{path}: {NUMBER} is {seen[0]} and {COUNT} is {seen[1]}, expected {part} and {count}")
         if part:
             header.tensors += [replace(one, part=part) for one in own.tensors]
+            header.files.append(path)
     num_names, total = len({one.name for one in header.tensors}), header.value(NUM_TENSORS)
     if num_names < len(header.tensors):
         raise WeightsError(f"{paths[0]}: a tensor is in two of the {count} parts, so they are not of one model")
