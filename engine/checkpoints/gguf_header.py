@@ -33,21 +33,25 @@ KINDS = {
 
 
 class GGUFTensor(msgspec.Struct, frozen=True):
-    """A tensor of a GGUF file.  kind: of its blocks.  shape: the outermost size first.  offset: in the file."""
+    """A tensor of a GGUF file.  kind: of its blocks.  shape: the outermost size first.  offset: in the file.
+
+    part: the index of the file, of a model in several."""
 
     name: str
     kind: str
     shape: tuple[int, ...]
     offset: int
     num_bytes: int
+    part: int = 0
 
 
 class GGUFHeader:
-    """The header, read in full.  tensors: in the file's order, each within the file."""
+    """The header, read in full.  tensors: in the file's order, each within the file.  files: by part."""
 
     def __init__(self, path: Path) -> None:
         """Read it.  Raises WeightsError naming the file."""
         self.path = path
+        self.files = [path]
         self.tensors: list[GGUFTensor] = []
         self._values: dict[str, Any] = {}
         self._at = 0
