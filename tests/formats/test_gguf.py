@@ -315,7 +315,9 @@ def test_what_llama_cpp_reads_and_we_do_not_is_refused(tmp_path: Path) -> None:
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.close()
-    with pytest.raises(WeightsError, match=r"general.architecture is 'bert', expected one of .*llama, llama4, minimax-m2, mistral"):
+    with pytest.raises(
+        WeightsError, match=r"general.architecture is 'bert', expected one of .*llama, llama4, minimax-m2, mistral"
+    ):
         resolve_checkpoint(str(path), "")
 
 

@@ -368,9 +368,7 @@ class Journal:
             self._forget_for_others(entry)
 
     def _forget_for_others(self, entry: Entry) -> None:
-        if (
-            entry.home and not entry.ended
-        ):  # its records may stay for a while
+        if entry.home and not entry.ended:  # its records may stay for a while
             self._given_way.append(encode(Ended(entry.number, len(entry.records), time.time(), is_forgotten=True)))
         self._drop(entry)
         self.forgotten(entry)
