@@ -130,7 +130,7 @@ def test_a_file_computes_what_the_checkpoint_does(variant: str, tmp_path: Path) 
 
 @pytest.mark.parametrize("kind", ["MXFP4", "Q8_0"])
 def test_gpt_oss_is_read_with_its_experts_in_blocks(kind: str, tmp_path: Path) -> None:
-    """As in the files that are downloaded most: MXFP4 for the experts, floats for the rest."""
+    """The files that are downloaded most have MXFP4 for the experts and floats for the rest."""
     reference = build("gpt-oss")
     with torch.no_grad():
         for name, stack_EIO in reference.named_parameters():
