@@ -167,11 +167,7 @@ def test_stretched_frequencies_are_read(tmp_path: Path) -> None:
 
 
 def llama3_divisors() -> np.ndarray:
-<<<<<<< HEAD
     """Return the tensor that llama.cpp's converter writes for the frequencies of Llama 3.1."""
-=======
-    """The divisors that llama.cpp's converter writes for the frequencies of Llama 3.1."""
->>>>>>> families
     frequencies = LLAMA3["rope_theta"] ** -(np.arange(0, 16, 2) / 16)
     turns = LLAMA3["original_max_position_embeddings"] * frequencies / (2 * np.pi)
     low, high = LLAMA3["low_freq_factor"], LLAMA3["high_freq_factor"]
