@@ -27,7 +27,8 @@ def start_torch() -> None:
         return
     DeferredModules(DEFERRED, NEEDING).install()
     if sys.platform == "linux":
-        Thread(target=_load, args=(Path(spec.origin).parent / "lib",), name="libraries", daemon=True).start()
+        # No daemon: a process that ends while the linker works is damaged, so its end waits.
+        Thread(target=_load, args=(Path(spec.origin).parent / "lib",), name="libraries").start()
 
 
 def _load(folder: Path) -> None:
