@@ -27,8 +27,8 @@ from engine.config import Config, build_config, without_cluster_key
 from engine.control.engine_spec import EngineSpec, engine_spec
 from engine.control.features import engine_features
 from engine.control.monitor import Monitor
-from engine.host.openmp import wait_briefly
 from engine.host.stages import Stages
+from engine.host.waiting import wait_briefly
 from engine.plugins.blueprint import BlueprintPlanners
 from engine.plugins.features import planner_watchers
 from engine.plugins.observers import Observers

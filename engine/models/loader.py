@@ -247,7 +247,7 @@ class Filling:
 
     def _takes(self, one: WeightSlice) -> bool:
         """Return whether the kernel has taken the slice as it is stored."""
-        whole = one.target.shape[one.dim] == one.length
+        whole = one.target.shape[one.dim] == one.length and one.target.is_contiguous()
         if self._keeper is None or one.target.untyped_storage().data_ptr() not in self._kept or not whole:
             return False
         rows = self._reader.rows(one.source, one.dim, one.start, one.length)

@@ -108,4 +108,5 @@ def attention_spec_of(shape: DecoderShape, attentions: Sequence[Attention]) -> A
         soft_cap=attention.soft_cap,
         sinks=tuple(one for one in sinks if one is not None),
         latent_size=attention.latent_size,
+        chunked=any(layer.attention.chunked for layer in shape.layers),
     )

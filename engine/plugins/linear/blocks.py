@@ -26,7 +26,7 @@ CALLBOARD_PLUGIN = {
     "dtypes": ["float32"],
     "quantizations": ["none", "int8"],
     "stored_formats": ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "int4"],
-    "instruction_sets": ["avx2"],
+    "instruction_sets": ["avx2", "neon"],
     "invariant": True,
 }
 # Of an element, with its scales.
