@@ -1,7 +1,7 @@
 """A whole engine whose device computes nothing, and whose every row samples the same token.
 
-Owns: that device.  Does not know: who asks.  What is left to measure is everything around the device.
-A device that needs no time would be steps ahead of the event loop, and tokens would merge before anybody could write
+Owns: that device.  Does not know: requests.  What is left to measure is everything around the device.
+A device that needs no time would be steps ahead of the event loop, and tokens would merge before they could be written
 them.  So a step is done when the loop has come round often enough to have written what the step before it brought.
 """
 
@@ -90,7 +90,9 @@ class Delivery:
 
 
 class NullRunner(Runner):
-    """token: what every row samples.  turns: what a step waits for, after ``step_s`` asleep, and ``delivery`` too.
+    """A device without a model.
+
+    token: sampled by every row.  turns: a step and ``delivery`` wait for it, after ``step_s`` asleep.
     num_logprobs: alternatives whose log probabilities every token comes with; 0 for no log probabilities."""
 
     def __init__(
@@ -152,7 +154,7 @@ class NullSystem(System):
         self._delivery: Delivery | None = None
 
     async def start(self) -> None:
-        """As a system does."""
+        """Start, as a system does."""
         self._loop = asyncio.get_running_loop()
         if isinstance(self.tokenizer, TokenizerPool):
             self._delivery = Delivery(self.ingress.inbox)

@@ -4,7 +4,7 @@
     ingress ←─Deltas── tokenizer ←Tokens─ scheduler ←StepDone─ executors
 
 Messages about the engine's own state are in ``engine/types/notices.py``; those between worker processes and their
-engine are in ``engine/workers/messages.py``.
+engine are in ``engine/workers/messages.py``.  ``engine/actors/inboxes.py`` lists what each actor handles.
 Messages are immutable plain data.  Integer columns travel as packed little-endian bytes
 (int32 unless said otherwise), so a message costs per step and not per token.
 ``engine/workers/wire.py`` encodes them with msgpack; nothing is ever pickled.
@@ -136,7 +136,7 @@ class Step(Message, frozen=True, kw_only=True):
 
     Applied in order: the parts of features, admissions, writes to page tables, then the batch: every decode row (one
     token each, its last sampled one), then every prefill segment.  Sampled: all decode rows, then the last
-    ``prefill_samples`` positions of each segment, usually 1 if the segment ends at the last known token, else 0."""
+    ``prefill_samples`` positions of each segment: 0, 1 if it ends at the last known token, more if a part wants so."""
 
     step_id: int
     admissions: tuple[Admission, ...] = ()

@@ -1,4 +1,4 @@
-"""docs/tour.md: the core is an afternoon's reading and imports nothing around it; README says how large both are."""
+"""The core that docs/tour.md lists is an afternoon's reading and imports nothing around it; README has its size."""
 
 import ast
 import re

@@ -18,7 +18,7 @@ TIMEOUT_S = 60.0
 
 
 class Memory:
-    """See ``KVStore``."""
+    """Return whether the record was found (``KVStore``)."""
 
     def __init__(self) -> None:
         self.kept: dict[bytes, bytes] = {}
@@ -39,7 +39,7 @@ class Memory:
 
 
 def stored_pages(device: torch.device, num_layers: int = 28, num_pages: int = 100) -> list[Row]:
-    """From half of the pool's pages to the other half, by way of a store: equal, and no wait on the device thread."""
+    """Move half of the pool's pages to the other half through a store: equal, without a wait on the device thread."""
     rows = []
     for layout in ("layer_first", "page_first"):
         pool = KVPool(num_layers, 2 * num_pages, PAGE_SIZE, 8, 128, torch.bfloat16, device, layout)

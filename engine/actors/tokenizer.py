@@ -143,7 +143,7 @@ class Tokenizer(Actor[TokenizerInbox | _Encoded]):
             assert request.text is not None, f"request {request.request_id} has no prompt of any kind"
             token_ids = self._codec.encode(request.text, truncate_to=request.options.truncate_to)
         self._codec.check_known(token_ids, self._vocab_size, "messages" if request.turns is not None else "prompt")
-        token_ids = token_ids[-request.options.keep_last :]
+        token_ids = token_ids[-request.options.keep_last :]  # 0 keeps all of them, as -0 is 0
         params = self._codec.spelt(request.params)
         if params.has_form:
             params, check_s = self._forms.checked(params, self._codec.formats.beginning_of_form(thinking))

@@ -27,7 +27,7 @@ from engine.scheduling.prefills import Prefills
 from engine.scheduling.queue import waiting_queue
 from engine.scheduling.requests import OutputForecast, Requests
 from engine.scheduling.rows import PlannerLimits, RowTable
-from engine.scheduling.step_builder import Segments, StepBuilder
+from engine.scheduling.step_builder import NO_SEGMENTS, Segments, StepBuilder
 from engine.types.notices import LossExplained, Stats
 
 
@@ -117,7 +117,7 @@ class Planner:
         while self._decodes.lack_pages() and self._retract_one():
             pass
         decode_rows, appends = self._decodes.plan()
-        segments = self._prefills.plan(len(decode_rows)) if self._prefills.may_go_on else Segments()
+        segments = self._prefills.plan(len(decode_rows)) if self._prefills.may_go_on else NO_SEGMENTS
         if not segments.rows and not len(decode_rows):
             return None
         overlaps = bool(self._completions.in_flight)

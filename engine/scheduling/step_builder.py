@@ -62,6 +62,9 @@ class Segments:
         return Columns(rows, starts, lengths, samples)
 
 
+NO_SEGMENTS = Segments()  # never changed
+
+
 class InFlight(msgspec.Struct, frozen=True):
     """The expected result of a planned step.
 

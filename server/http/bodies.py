@@ -10,7 +10,7 @@ from engine.types.errors import RequestError
 
 MOST_OF_ALL = 64  # bodies of the largest size, of all clients together
 MOST_OF_ONE = 16
-FREE_BYTES = 64 << 10  # of one body; connections are counted too
+FREE_BYTES = 64 << 10  # of one body, which are not counted; connections are counted too
 
 
 class Bodies:

@@ -18,6 +18,7 @@ from aiohttp import web
 
 from engine.settings.sections import ServerSection
 from engine.types.errors import FieldError, RequestError
+from server.http.bodies import FREE_BYTES, Bodies, Share
 from server.http.exchange import EXCHANGE
 
 B = TypeVar("B", bound=msgspec.Struct)
@@ -214,7 +215,7 @@ async def collect(request: web.Request, server: ServerSection, num_more_bytes: i
     most, timeout_s = server.max_body_bytes + num_more_bytes, server.client_timeout_s
     body = bytearray()
     exchange = request[EXCHANGE]
-    share = exchange.bodies.share(exchange.client, server)
+    share: Share | None = None
     try:
         if request.content_length is not None and request.content_length > most:
             raise _too_large(most)
@@ -224,7 +225,9 @@ async def collect(request: web.Request, server: ServerSection, num_more_bytes: i
                 body += chunk
                 if len(body) > most:
                     raise _too_large(most)
-                share.hold(len(body))
+                if len(body) > FREE_BYTES:
+                    share = share or (exchange.bodies or Bodies()).share(exchange.client, server)
+                    share.hold(len(body))
                 timeout.reschedule(deadline + len(body) / LEAST_BYTES_PER_S)
     except TimeoutError:
         raise RequestError(
@@ -235,7 +238,8 @@ async def collect(request: web.Request, server: ServerSection, num_more_bytes: i
     except web.RequestPayloadError:
         raise RequestError("the body is not framed as HTTP demands", code="malformed_body") from None
     finally:
-        share.close()
+        if share is not None:
+            share.close()
     return bytes(body)
 
 

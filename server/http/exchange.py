@@ -70,7 +70,7 @@ class Exchange:
     replica: which one has answered.
     key: which of the API keys it brought, where there are any.
     cors: the headers that a browser needs.
-    bodies: those under way of all requests of its server, if a server has it.
+    bodies: those under way of all requests of its server; None without a server.
     changed: names of the settings that an operator has changed by it.
     error_format: what errors look like to the route's clients.
     arrived_at, received_at, ended_at: when its first bytes were there, its headers were read, and the last byte of the
@@ -92,7 +92,7 @@ class Exchange:
         self._address = address
         self.cors: dict[str, str] = {}
         self.changed: tuple[str, ...] = ()
-        self.bodies = Bodies()
+        self.bodies: Bodies | None = None
         self.error_format: ErrorFormat = error_body
         self.received_at = time.monotonic()
         self.arrived_at = self.received_at

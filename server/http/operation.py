@@ -93,6 +93,11 @@ def operation(method: str, path: str, access: Access, summary: str = "", **more:
     return declare
 
 
+def generating(path: str, summary: str, **more: Any) -> Operation:
+    """Returns the declaration of a route that costs tokens, which any client may call."""
+    return Operation("POST", path, "client", summary, generates=True, **more)
+
+
 def operations_of(handler: Callable[..., Any]) -> tuple[Operation, ...]:
     """Returns what is declared of a handler."""
     declared: tuple[Operation, ...] = getattr(handler, DECLARED, ())

@@ -27,7 +27,7 @@ from server.generate.output import (
     matched_stop,
     stop_reason,
 )
-from server.http.operation import Operation
+from server.http.operation import generating
 from server.openai.answers import (
     ChatAnswer,
     ChatChoice,
@@ -51,15 +51,12 @@ from server.openai.writer import ChoicesWriter, StreamState
 class Chat(Endpoint[ChatBody]):
     """POST /v1/chat/completions."""
 
-    operation = Operation(
-        "POST",
+    operation = generating(
         "/v1/chat/completions",
-        "client",
         "Answer a conversation.",
         answer=ChatCompletion,
         body=ChatBody,
         event=ChatChunk,
-        generates=True,
         in_batches=True,
         span="chat",
     )

@@ -25,7 +25,7 @@ from server.generate.output import (
     matched_stop,
     stop_reason,
 )
-from server.http.operation import Operation
+from server.http.operation import generating
 from server.openai.answers import CompletionChoice, CompletionLogprobs, TextCompletion
 from server.openai.requests import CompletionBody
 from server.openai.translator import DEFAULT, Translator
@@ -35,15 +35,12 @@ from server.openai.writer import ChoicesWriter, StreamState
 class CompletionsEndpoint(Endpoint[CompletionBody]):
     """POST /v1/completions."""
 
-    operation = Operation(
-        "POST",
+    operation = generating(
         "/v1/completions",
-        "client",
         "Continue prompts.",
         answer=TextCompletion,
         body=CompletionBody,
         event=TextCompletion,
-        generates=True,
         in_batches=True,
         span="text_completion",
     )

@@ -1,4 +1,4 @@
-"""From a conversation to thoughts and an answer through the tokenizer actor: what the prompt leaves open decides."""
+"""A conversation becomes thoughts and an answer in the tokenizer actor; the end of the prompt decides."""
 
 import asyncio
 import shutil

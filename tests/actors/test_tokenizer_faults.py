@@ -23,7 +23,7 @@ BAD, GOOD = 7, 8
 
 
 class Panic(BaseException):
-    """As libraries in Rust raise them: not an Exception."""
+    """A panic as libraries in Rust raise it, which is not an Exception."""
 
 
 FAULTS: dict[str, type[BaseException]] = {"an exception": ZeroDivisionError, "a panic": Panic}

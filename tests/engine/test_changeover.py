@@ -171,7 +171,7 @@ async def test_a_change_that_fails_costs_nothing(config: Config, tmp_path: Path,
 
 
 async def test_the_new_model_is_described_before_it_answers_and_beside_the_event_loop(config: Config) -> None:
-    """To describe it may take as long as reading its weights."""
+    """A description of a model may take as long as reading its weights."""
     described: list[tuple[int, int, int, bool]] = []
 
     async with running(config) as (system, _):
@@ -226,7 +226,7 @@ async def test_live_settings_take_effect_at_once(config: Config) -> None:
         outcome = await changeover.apply(wanted)
         assert {one.changed for one in outcome.changes} == {"live"}
         await asyncio.sleep(0)
-        assert heard == [wanted.limits], "the server hears of it"
+        assert heard == [wanted.limits], "the server gets the new limits"
         planner = system.scheduler.planner
         assert planner is not None
         assert (planner.requests.limits.prefill_chunk, planner.requests.limits.itl_target_s) == (33, 0.044)
@@ -239,7 +239,7 @@ async def test_live_settings_take_effect_at_once(config: Config) -> None:
         chunks = [one.num_prefill_tokens for one in planner.meter.recent_steps if one.num_decodes]
         assert 0 < max(chunks) <= 33 + 7
         assert planner.num_in_flight <= 1, "overlap_depth is 1"
-        assert planner._policy.looks_at_cache, "lpm ranks who waits"
+        assert planner._policy.looks_at_cache, "lpm reads the cache to rank the queue"
         await asyncio.gather(*(stream.collect() for stream in streams))
         assert system.executors.links[0].slot is slot, "by the same executors"
 
@@ -307,7 +307,7 @@ async def test_a_sleeping_engine_stops(config: Config) -> None:
 
 
 async def test_an_engine_on_a_device_of_its_own_stays_there() -> None:
-    """Its class says what its executors run on, and those of the next configuration run on that too."""
+    """The class of a system determines the place of its executors, also after a changeover."""
     demo = {"model": {"path": str(DEMO)}, "kv": {"num_pages": 64}, "device": {"kind": "cpu", "threads": 1}}
     system = NullSystem(build_config(Config(), demo))
     await system.start()

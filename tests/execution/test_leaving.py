@@ -19,7 +19,7 @@ FAR_S = 60.0
 
 
 class LikeNccl(LocalComm):
-    """Its ``close`` returns once no graph is left that could hold a collective, and never else."""
+    """A communicator whose ``close`` returns only when no graph is left that could hold a collective."""
 
     def __init__(self, device) -> None:
         self.closed = threading.Event()

@@ -8,7 +8,7 @@ from engine.messages import Delta
 from server.generate.endpoint import Endpoint, Writer
 from server.generate.generation import Generation
 from server.generate.output import Output, UsageCounter
-from server.http.operation import Operation
+from server.http.operation import generating
 from server.openai.requests import GenerationBody
 from server.openai.translator import Translator
 from server.run.extension import Extension
@@ -29,16 +29,7 @@ class EchoAnswer(msgspec.Struct, frozen=True):
 class Echo(Endpoint[EchoBody]):
     """POST /v1/echo."""
 
-    operation = Operation(
-        "POST",
-        "/v1/echo",
-        "client",
-        "Say it again.",
-        answer=EchoAnswer,
-        body=EchoBody,
-        event=EchoAnswer,
-        generates=True,
-    )
+    operation = generating("/v1/echo", "Say it again.", answer=EchoAnswer, body=EchoBody, event=EchoAnswer)
     body_type = EchoBody
 
     def __init__(self, translator: Translator) -> None:

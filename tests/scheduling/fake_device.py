@@ -27,7 +27,7 @@ def next_token(tokens: np.ndarray) -> int:
 
 
 def expected_output(prompt: np.ndarray, count: int, stop_ids: frozenset[int] = frozenset()) -> list[int]:
-    """What an undisturbed run of ``count`` tokens gives."""
+    """Return the tokens of an undisturbed run of length ``count``."""
     tokens = list(prompt)
     output: list[int] = []
     while len(output) < count:
@@ -64,7 +64,7 @@ class FakeDevice:
         pages = self._slots.reshape(-1, self._page_size)  # a view
         moves = moves_of(step)
         for number, page in enumerate(np.frombuffer(moves.save_pages, dtype=np.int32)):
-            assert (pages[page] != POISON).all(), f"page {page}, which nobody has filled, is saved"
+            assert (pages[page] != POISON).all(), f"page {page} has no content and is saved"
             self.stored[moves.save_hashes[32 * number : 32 * number + 32]] = pages[page].copy()
         self._move_pages(step)
         for landing in moves.landings:
@@ -113,7 +113,7 @@ class FakeDevice:
         return {NAME: drafted_part(by_row)}
 
     def fetch(self, message: FetchPages) -> int:
-        """How many of the pages are stored, from the first on."""
+        """Return how many of the pages are stored, from the first on."""
         hashes = chained(message.parent, message.tokens, 4 * self._page_size)
         found = list(takewhile(lambda page: page is not None, map(self.stored.get, hashes)))
         self._fetched[message.fetch_id] = [page for page in found if page is not None]
@@ -125,7 +125,7 @@ class FakeDevice:
         columns = (moves.to_host, moves.device_pages, moves.host_pages)
         for to_host, on_device, on_host in zip(*(np.frombuffer(one, dtype=np.int32) for one in columns), strict=True):
             source = device_pages[on_device] if to_host else self._host_pages[on_host]
-            assert (source != POISON).all(), f"a page that nobody has filled is moved: {on_device} {to_host} {on_host}"
+            assert (source != POISON).all(), f"a page without content is moved: {on_device} {to_host} {on_host}"
             if to_host:
                 self._host_pages[on_host] = source
                 self.num_moved_to_host += 1

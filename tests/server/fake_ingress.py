@@ -42,7 +42,7 @@ EOS_AFTER = 12
 
 
 class FakeIngress:
-    """See the module.  ``delay_s`` is the time between two tokens; ``opened`` has every stream ever opened."""
+    """An ingress without an engine.  ``delay_s`` is the time between two tokens; ``opened`` has all streams."""
 
     def __init__(
         self, *, delay_s: float = 0.0, max_requests: int = 512, max_model_len: int = 1024, vocab_size: int = 1000

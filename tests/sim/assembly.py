@@ -28,7 +28,7 @@ from tests.sim.store import SimStore
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """links: by name, ``sender>receiver``.  actors: by name, in the order in which they are stopped."""
+    """The actors of one run.  links: by name, ``sender>receiver``.  actors: by name, in the order of their end."""
 
     links: dict[str, SimLink]
     device: SimDevice
@@ -56,7 +56,7 @@ def assemble(
     op_of: Callable[[int], int],
     watch: Callable[[str, Message], None],
 ) -> Engine:
-    """nan_tokens, breaks, mark: see ``SimDevice``.  op_of, watch: see ``SimLink``."""
+    """Build the actors of one run.  nan_tokens, breaks, mark: see ``SimDevice``.  op_of, watch: see ``SimLink``."""
     setup = scenario.setup
     capacity = 4 * setup.max_requests + 64
     inboxes = {name: SimMailbox(name, capacity) for name in ("ingress", "tokenizer", "scheduler", "executor0")}

@@ -1,4 +1,4 @@
-"""A simulated client: opens a request, reads its stream in its own manner, remembers everything it was told.
+"""A simulated client: opens a request, reads its stream in its own manner, remembers everything that it gets.
 
 Owns: what one client saw.  Does not know: what it should have seen.
 """
@@ -25,7 +25,7 @@ from tests.sim.scenario import Submit
 
 
 class Client:
-    """number: of its operation; also its seed, by which the device knows it."""
+    """A client.  number: of its operation; also its seed, by which the device knows it."""
 
     def __init__(self, number: int, op: Submit) -> None:
         self.number = number
@@ -110,7 +110,7 @@ class Client:
         self.ended_at = min(self.ended_at, asyncio.get_running_loop().time())
 
     async def read(self) -> None:
-        """To the end."""
+        """Read to the end."""
         assert self.stream is not None
         try:
             if self.op.reader == "collect":

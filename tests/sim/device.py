@@ -1,8 +1,8 @@
-"""A device whose K/V tells whether it was read from the right place, and the actor that runs steps on it.
+"""A device whose K/V shows whether it was read from the right place, and the actor that runs steps on it.
 
 Owns: the pool, page tables and tokens as an executor holds them; the time that steps take.
 Does not know: why a page is where it is.  Pages are poisoned the moment the scheduler frees them, also while steps
-that were planned before are still to run: whoever needs them then has been wronged.
+that were planned before are still to run: a step that needs them then is wrong.
 """
 
 import asyncio
@@ -43,7 +43,7 @@ def ints(column: bytes) -> np.ndarray:
 
 
 def logprob_of(token: int, position: int) -> float:
-    """What a request that asks for log probabilities is told; exact in float32."""
+    """Return the log probability of a token; exact in float32."""
     return -float(token * 16 + position % 16)
 
 
@@ -229,7 +229,7 @@ class SimDevice:
         lengths = samples = np.ones(len(rows), dtype=np.int64)
         proposed = self._propose(step) if SPECULATION in step.parts else {}
         if untold := self._overrun.intersection(rows.tolist()):
-            raise SimIncorrect(f"step {step.step_id}: rows {sorted(untold)} decode, and are not told from where on")
+            raise SimIncorrect(f"step {step.step_id}: rows {sorted(untold)} decode, and no segment gives their start")
         if step.prefill_rows:
             rows = np.concatenate((rows, ints(step.prefill_rows)))
             starts = np.concatenate((starts, ints(step.prefill_starts)))
@@ -311,7 +311,7 @@ class SimDevice:
         return proposed
 
     def _verify(self, proposed: dict[int, list[int]], sampled: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-        """Which of the tokens decoding would have sampled as well."""
+        """Return which of the tokens decoding would have sampled as well."""
         counts = np.ones(len(sampled), dtype=np.bool_)
         for row, wanted in proposed.items():
             at = np.flatnonzero(sampled == row)
@@ -404,10 +404,10 @@ class SimExecutor(Actor[ExecutorInbox]):
         self._is_up = False
         self._num_lives = 0
         self._scheduler: Link[ExecutorsReady | FromExecutor | ExecutorsLost] | None = None
-        self.broke: Callable[[], None] = lambda: None  # told when a step has ended the device
+        self.broke: Callable[[], None] = lambda: None  # called when a step has ended the device
 
     def connect(self, scheduler: Link[ExecutorsReady | FromExecutor | ExecutorsLost]) -> None:
-        """Where results go."""
+        """Set the receiver of results."""
         self._scheduler = scheduler
 
     async def run(self) -> None:
@@ -420,9 +420,9 @@ class SimExecutor(Actor[ExecutorInbox]):
             self._fetch(FetchPages.of(message))
             return
         if not isinstance(message, Step):
-            raise SimulatedCrash(f"{self.name} was told to crash")
+            raise SimulatedCrash(f"{self.name} crashes by a fault of the plan")
         if not self._is_up:
-            return  # sent before the scheduler heard of the loss
+            return  # sent before the scheduler was notified of the loss
         self._steps.append(message)
         if len(self._steps) > self._overlap:
             raise SimIncorrect(f"{len(self._steps)} steps in flight, at most {self._overlap} were agreed")

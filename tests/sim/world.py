@@ -34,7 +34,7 @@ POLL_S = 0.05
 
 
 class Outcome(msgspec.Struct, frozen=True):
-    """What became of a run.  digest: of every message and when it was sent.  failure: its kind and message."""
+    """The outcome of a run.  digest: of every message and when it was sent.  failure: its kind and message."""
 
     seed: int
     digest: int
@@ -52,11 +52,11 @@ class Outcome(msgspec.Struct, frozen=True):
 
 
 class Bomb(Message, frozen=True):
-    """No actor knows this message: whoever gets it crashes."""
+    """A message that no actor knows: one that gets it crashes."""
 
 
 class _Observers:
-    """What the scheduler tells observers, for the checks."""
+    """The messages of the scheduler to observers, for the checks."""
 
     wants_requests = True
 
@@ -85,7 +85,7 @@ class _Planners:
 
 
 class World:
-    """Everything that exists in one run.  ``log``: told what happens, for a reader."""
+    """Everything that exists in one run.  ``log``: gets a line for each event, for a reader."""
 
     def __init__(self, scenario: Scenario, log: Callable[[str], None] | None = None) -> None:
         self.scenario = scenario
@@ -176,7 +176,7 @@ class World:
             self.loop.run_until_complete(self._play())
         except (SimDeadlock, SimLivelock) as error:
             self._fail(SimStuck(f"{type(error).__name__}: {error}"))
-        except Exception as error:  # the simulation's own mistakes too are told with the seed that shows them
+        except Exception as error:  # the simulation's own mistakes too are reported with their seed
             self._fail(error)
         finally:
             self._close()
@@ -197,7 +197,7 @@ class World:
 
     @property
     def failure(self) -> Exception | None:
-        """With its traceback."""
+        """Return an error with its traceback."""
         return self._failure
 
     def _close(self) -> None:
@@ -307,7 +307,7 @@ class World:
         self._bring_back_after(0.05)
 
     def _bring_back_after(self, seconds: float) -> None:
-        """New executors, ``seconds`` after the scheduler has heard that the old ones are gone.
+        """New executors, ``seconds`` after the scheduler was notified that the old ones are gone.
 
         Not before what it had sent until then has arrived: their group sits beside the scheduler, and drops that."""
 
@@ -328,7 +328,7 @@ class World:
         await self._wait_for(lambda: all(reader.done() for reader in readers), "all clients to have read their streams")
 
     async def _settle(self, starting: asyncio.Future[None]) -> None:
-        """What is under way arrives, and what runs comes back."""
+        """Deliver what is under way, and let what runs finish."""
         await self._wait_for(lambda: starting.done(), "the engine to start or fail")
         if self.engine.supervisor.died is None and not self._stops:
             self._calm_at = max(self._calm_at, self.loop.time())
@@ -366,7 +366,7 @@ class World:
             raise SimIncorrect(f"{count} requests open or leaving, {tokens} tokens")
         if "crash" in self.causes:
             if self.engine.supervisor.died is None and "drain" not in self.causes:
-                raise SimIncorrect("an actor crashed and nobody noticed")
+                raise SimIncorrect("an actor crashed without notice")
         elif self.probe is not None and not self._stopped_early():
             check_books(self.engine, self.probe, self.checks)
         for number, client in self.clients.items():

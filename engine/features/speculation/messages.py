@@ -53,9 +53,9 @@ def drafted_part(by_row: Mapping[int, bytes]) -> bytes:
     return msgspec.msgpack.encode(by_row)
 
 
-def drafted_of(parts: Mapping[str, bytes]) -> dict[int, bytes]:
-    """Return the drafted tokens of a result by row."""
-    return _result_decoder.decode(part) if (part := parts.get(NAME)) is not None else {}
+def drafted_of(part: bytes) -> dict[int, bytes]:
+    """Return the drafted tokens of a result by row, from its part."""
+    return _result_decoder.decode(part)
 
 
 def without_tokens(part: bytes) -> bytes:
@@ -65,4 +65,4 @@ def without_tokens(part: bytes) -> bytes:
 
 def with_other_tokens(part: bytes, others: Callable[[bytes], bytes]) -> bytes:
     """Return the part of a result with other token ids."""
-    return drafted_part({row: others(tokens) for row, tokens in _result_decoder.decode(part).items()})
+    return drafted_part({row: others(tokens) for row, tokens in drafted_of(part).items()})

@@ -146,7 +146,7 @@ class SpeculationPlanner(PlannerFeature):
 
     def take(self, part: bytes, done: StepDone) -> bool:
         """Keep the tokens that the executors have drafted until ``waves``."""
-        self._drafted = drafted_of(done.parts)
+        self._drafted = drafted_of(part)
         return False
 
     def waves(self, record: InFlight, wave: Wave) -> list[Wave]:

@@ -21,7 +21,7 @@ from server.generate.endpoint import Endpoint
 from server.generate.generation import Generation
 from server.generate.output import UsageCounter
 from server.http.body import BodyReader
-from server.http.operation import Operation, operation
+from server.http.operation import generating, operation
 from server.http.replies import json_reply
 from server.http.sse import PING_EVENT
 from server.model_card import ModelCard
@@ -42,17 +42,14 @@ RENAMED = {
 class Messages(Endpoint[MessagesBody]):
     """POST /v1/messages."""
 
-    operation = Operation(
-        "POST",
+    operation = generating(
         "/v1/messages",
-        "client",
         "Answer a conversation, as blocks.",
         answer=MessageObject,
         body=MessagesBody,
         event=MessageEvent,
         framing="events",
         error=MessageError,
-        generates=True,
         span="chat",
     )
     body_type = MessagesBody

@@ -26,7 +26,7 @@ from server.extensions.native.bodies import (
 from server.generate.endpoint import Endpoint, Writer
 from server.generate.generation import Generation
 from server.generate.output import Output, UsageCounter, finish_reason, finite, matched_stop, unpacked
-from server.http.operation import Operation
+from server.http.operation import generating
 from server.openai.completions import read_prompts
 from server.openai.requests import GenerationBody, SamplingFields
 from server.openai.translator import Translator
@@ -40,15 +40,12 @@ PER_PROMPT = ("sampling_params", "return_logprob", "logprob_start_len", "top_log
 class Native(Endpoint[NativeBody]):
     """POST /generate."""
 
-    operation = Operation(
-        "POST",
+    operation = generating(
         "/generate",
-        "client",
         "Continue prompts.",
         answer=NativeOutput | list[NativeOutput],
         body=NativeBody,
         event=NativeOutput,
-        generates=True,
         span="text_completion",
     )
     body_type = NativeBody

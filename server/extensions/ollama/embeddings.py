@@ -9,16 +9,17 @@ from engine.features.pooling.requests import LONGEST
 from server.extensions.ollama.names import served_name
 from server.extensions.ollama.objects import EmbedAnswer, OldEmbedAnswer, OllamaError
 from server.extensions.ollama.requests import KeepAlive, OllamaOptions
+from server.extensions.pooling.embeddings import VectorEndpoint
 from server.extensions.pooling.requests import (
     Dimensions,
+    F,
     InputFields,
-    PooledEndpoint,
     PooledFields,
     PooledUsage,
     numbers,
 )
 from server.generate.generation import Generation
-from server.http.operation import Operation
+from server.http.operation import Operation, generating
 from server.openai.translator import Translator
 
 
@@ -42,34 +43,36 @@ class OldEmbedBody(PooledFields, frozen=True, kw_only=True):
     keep_alive: KeepAlive = None
 
 
-class OllamaEmbed(PooledEndpoint[OllamaEmbedBody]):
-    """POST /api/embed."""
-
-    operation: ClassVar[Operation] = Operation(
-        "POST",
-        "/api/embed",
-        "client",
-        "Texts as vectors, as Ollama has them.",
-        answer=EmbedAnswer,
-        body=OllamaEmbedBody,
-        error=OllamaError,
-        generates=True,
-        span="embeddings",
-    )
-    body_type = OllamaEmbedBody
-    task: ClassVar[str] = "embed"
-    refusal: ClassVar[str] = "it gives no embeddings"
+class _Vectors(VectorEndpoint[F]):
+    """An endpoint for vectors of the model that Ollama's clients name."""
 
     def __init__(self, translator: Translator) -> None:
         super().__init__(translator)
         self._names = translator
 
+    def inputs(self, model: str, texts: str | list[str | int | list[int]], longest: int | None = LONGEST) -> Generation:
+        """Returns what texts ask.  longest: tokens to which they are cut; None for a refusal of longer ones."""
+        name = served_name(model, self._names)
+        return self.translator.inputs(InputFields(model=name, input=texts, truncate_prompt_tokens=longest))
+
+
+class OllamaEmbed(_Vectors[OllamaEmbedBody]):
+    """POST /api/embed."""
+
+    operation: ClassVar[Operation] = generating(
+        "/api/embed",
+        "Texts as vectors, as Ollama has them.",
+        answer=EmbedAnswer,
+        body=OllamaEmbedBody,
+        error=OllamaError,
+        span="embeddings",
+    )
+    body_type = OllamaEmbedBody
+
     def translate(self, body: OllamaEmbedBody) -> Generation:
         self.translator.requests.check_dimensions(body.dimensions)
         longest = None if body.truncate is False else LONGEST
-        name = served_name(body.model, self._names)
-        texts: str | list[str | int | list[int]] = body.input if isinstance(body.input, str) else [*body.input]
-        return self.translator.inputs(InputFields(model=name, input=texts, truncate_prompt_tokens=longest))
+        return self.inputs(body.model, body.input if isinstance(body.input, str) else [*body.input], longest)
 
     def answer(self, name: str, body: OllamaEmbedBody, outputs: list[bytes], usage: PooledUsage) -> EmbedAnswer:
         result = self.translator.requests.result
@@ -77,31 +80,21 @@ class OllamaEmbed(PooledEndpoint[OllamaEmbedBody]):
         return EmbedAnswer(model=body.model, embeddings=vectors, prompt_eval_count=usage.prompt_tokens)
 
 
-class OldEmbeddings(PooledEndpoint[OldEmbedBody]):
+class OldEmbeddings(_Vectors[OldEmbedBody]):
     """POST /api/embeddings."""
 
-    operation: ClassVar[Operation] = Operation(
-        "POST",
+    operation: ClassVar[Operation] = generating(
         "/api/embeddings",
-        "client",
         "A text as a vector, as Ollama had it before.",
         answer=OldEmbedAnswer,
         body=OldEmbedBody,
         error=OllamaError,
-        generates=True,
         span="embeddings",
     )
     body_type = OldEmbedBody
-    task: ClassVar[str] = "embed"
-    refusal: ClassVar[str] = "it gives no embeddings"
-
-    def __init__(self, translator: Translator) -> None:
-        super().__init__(translator)
-        self._names = translator
 
     def translate(self, body: OldEmbedBody) -> Generation:
-        name = served_name(body.model, self._names)
-        return self.translator.inputs(InputFields(model=name, input=body.prompt, truncate_prompt_tokens=LONGEST))
+        return self.inputs(body.model, body.prompt)
 
     def rename(self, field: str, body: OldEmbedBody) -> str:
         return "prompt" if field == "input" else field

@@ -19,7 +19,7 @@ from server.generate.endpoint import Endpoint
 from server.generate.generation import Generation
 from server.generate.output import UsageCounter
 from server.http.body import is_given
-from server.http.operation import Operation
+from server.http.operation import Operation, generating
 from server.openai.conversation import NO_TOOLS, ToolRequest, read_tools, read_variables
 from server.openai.requests import GenerationBody, JsonSchemaFormat, ResponseFormat, ToolBody
 from server.openai.translator import Translator
@@ -95,17 +95,14 @@ class _TextEndpoint(Endpoint[B]):
 class OllamaChat(_TextEndpoint[OllamaChatBody]):
     """POST /api/chat."""
 
-    operation: ClassVar[Operation] = Operation(
-        "POST",
+    operation: ClassVar[Operation] = generating(
         "/api/chat",
-        "client",
         "Answer a conversation, as Ollama does.",
         answer=ChatLine,
         body=OllamaChatBody,
         event=ChatLine,
         framing="lines",
         error=OllamaError,
-        generates=True,
         span="chat",
     )
     body_type = OllamaChatBody
@@ -126,17 +123,14 @@ class OllamaChat(_TextEndpoint[OllamaChatBody]):
 class OllamaGenerate(_TextEndpoint[OllamaGenerateBody]):
     """POST /api/generate."""
 
-    operation: ClassVar[Operation] = Operation(
-        "POST",
+    operation: ClassVar[Operation] = generating(
         "/api/generate",
-        "client",
         "Answer a prompt, as Ollama does.",
         answer=GenerateLine,
         body=OllamaGenerateBody,
         event=GenerateLine,
         framing="lines",
         error=OllamaError,
-        generates=True,
         span="text_completion",
     )
     body_type = OllamaGenerateBody

@@ -10,7 +10,7 @@ import msgspec
 
 from server.extensions.pooling.requests import InputFields, PooledEndpoint, PooledUsage, numbers
 from server.generate.generation import Generation
-from server.http.operation import Operation
+from server.http.operation import generating
 
 
 class ClassifyBody(InputFields, frozen=True, kw_only=True):
@@ -40,15 +40,12 @@ class ClassificationList(msgspec.Struct, frozen=True, kw_only=True):
 class Classify(PooledEndpoint[ClassifyBody]):
     """POST /classify."""
 
-    operation = Operation(
-        "POST",
+    operation = generating(
         "/classify",
-        "client",
         "Texts as probabilities of labels.",
         also=("/v1/classify",),
         answer=ClassificationList,
         body=ClassifyBody,
-        generates=True,
     )
     body_type = ClassifyBody
     task: ClassVar[str] = "classify"

@@ -9,9 +9,9 @@ from typing import ClassVar, Literal
 import msgspec
 
 from engine.features.pooling.requests import PooledRequests
-from server.extensions.pooling.requests import Dimensions, InputFields, PooledEndpoint, PooledUsage, numbers
+from server.extensions.pooling.requests import Dimensions, F, InputFields, PooledEndpoint, PooledUsage, numbers
 from server.generate.generation import Generation
-from server.http.operation import Operation
+from server.http.operation import generating
 from server.openai.requests import Short
 
 
@@ -42,23 +42,25 @@ class EmbeddingList(msgspec.Struct, frozen=True, kw_only=True):
     usage: PooledUsage
 
 
-class Embeddings(PooledEndpoint[EmbeddingBody]):
+class VectorEndpoint(PooledEndpoint[F]):
+    """An endpoint whose answers have the vectors of texts."""
+
+    task: ClassVar[str] = "embed"
+    refusal: ClassVar[str] = "it gives no embeddings"
+
+
+class Embeddings(VectorEndpoint[EmbeddingBody]):
     """POST /v1/embeddings."""
 
-    operation = Operation(
-        "POST",
+    operation = generating(
         "/v1/embeddings",
-        "client",
         "Texts as vectors.",
         answer=EmbeddingList,
         body=EmbeddingBody,
-        generates=True,
         in_batches=True,
         span="embeddings",
     )
     body_type = EmbeddingBody
-    task: ClassVar[str] = "embed"
-    refusal: ClassVar[str] = "it gives no embeddings"
 
     def translate(self, body: EmbeddingBody) -> Generation:
         self.translator.requests.check_dimensions(body.dimensions)

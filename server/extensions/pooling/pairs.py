@@ -13,7 +13,7 @@ from engine.features.pooling.requests import PooledRequests
 from engine.types.errors import FieldError
 from server.extensions.pooling.requests import PooledEndpoint, PooledFields, PooledUsage
 from server.generate.generation import Generation
-from server.http.operation import Operation
+from server.http.operation import generating
 
 # What vLLM calls the two sides; the first two names are those of errors.
 NAMES = (("text_1", "text_2"), ("queries", "documents"), ("queries", "items"), ("data_1", "data_2"))
@@ -90,15 +90,8 @@ class Ranking(msgspec.Struct, frozen=True, kw_only=True):
 class ScorePairs(PooledEndpoint[ScoreBody]):
     """POST /v1/score."""
 
-    operation = Operation(
-        "POST",
-        "/v1/score",
-        "client",
-        "How well texts fit another.",
-        also=("/score",),
-        answer=ScoreList,
-        body=ScoreBody,
-        generates=True,
+    operation = generating(
+        "/v1/score", "How well texts fit another.", also=("/score",), answer=ScoreList, body=ScoreBody
     )
     body_type = ScoreBody
     task: ClassVar[str] = "score"
@@ -123,15 +116,12 @@ class ScorePairs(PooledEndpoint[ScoreBody]):
 class Rerank(PooledEndpoint[RerankBody]):
     """POST /v1/rerank."""
 
-    operation = Operation(
-        "POST",
+    operation = generating(
         "/v1/rerank",
-        "client",
         "Documents in the order in which they fit a query.",
         also=("/rerank", "/v2/rerank"),
         answer=Ranking,
         body=RerankBody,
-        generates=True,
     )
     body_type = RerankBody
     task: ClassVar[str] = "score"

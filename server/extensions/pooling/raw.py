@@ -15,7 +15,7 @@ from engine.types.errors import FieldError
 from server.extensions.pooling.embeddings import EmbeddingBody, encoded
 from server.extensions.pooling.requests import PooledEndpoint, PooledUsage
 from server.generate.generation import Generation
-from server.http.operation import Operation
+from server.http.operation import generating
 
 Encoded = list[float | list[float]] | str
 
@@ -50,15 +50,7 @@ class PoolingList(msgspec.Struct, frozen=True, kw_only=True):
 class RawPooling(PooledEndpoint[PoolingBody]):
     """POST /pooling."""
 
-    operation = Operation(
-        "POST",
-        "/pooling",
-        "client",
-        "Whatever a model gives that is no text.",
-        answer=PoolingList,
-        body=PoolingBody,
-        generates=True,
-    )
+    operation = generating("/pooling", "Whatever a model gives that is no text.", answer=PoolingList, body=PoolingBody)
     body_type = PoolingBody
     task: ClassVar[str] = "pool"
     refusal: ClassVar[str] = "it pools nothing"

@@ -31,7 +31,7 @@ from server.generate.endpoint import Endpoint, Writer
 from server.generate.generation import Generation
 from server.generate.output import Output, UsageBody, UsageCounter
 from server.http.body import is_given
-from server.http.operation import Operation
+from server.http.operation import generating
 from server.openai.conversation import read_variables
 from server.openai.requests import JsonSchemaFormat, ResponseFormat
 from server.openai.translator import Translator
@@ -43,16 +43,13 @@ UNDER_WAY: tuple[Status | None, ...] = ("queued", "in_progress")
 class Responses(Endpoint[ResponsesBody]):
     """POST /v1/responses."""
 
-    operation = Operation(
-        "POST",
+    operation = generating(
         "/v1/responses",
-        "client",
         "Answer a conversation, as items.",
         answer=ResponseObject,
         body=ResponsesBody,
         event=ResponseEvent,
         framing="events",
-        generates=True,
         in_batches=True,
         span="chat",
     )

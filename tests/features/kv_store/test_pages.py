@@ -1,4 +1,4 @@
-"""Pages between a pool and a store: what is copied when, and that no store can keep anybody waiting."""
+"""Pages between a pool and a store: what is copied when; no store can delay a request."""
 
 import threading
 from collections.abc import Iterator
@@ -23,7 +23,7 @@ HASHES = list(chained(PARENT, TOKENS, 4 * PAGE_SIZE))
 
 
 class Memory:
-    """A store that may be told to hang or to raise."""
+    """A store that can be made to hang or to raise."""
 
     def __init__(self) -> None:
         self.kept: dict[bytes, bytes] = {}

@@ -1,4 +1,4 @@
-"""Prompts whose pages are in the store: who waits for them, for how long, and what becomes of what comes."""
+"""Prompts whose pages are in the store: which wait for them, how long, and what happens to the pages that arrive."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Slots for adapters: who is in which, who leaves, and who waits."""
+"""Slots for adapters: which adapter is in which slot, which leave, and which requests wait."""
 
 import random
 
@@ -72,7 +72,7 @@ def test_thousands_of_adapters_come_and_go_without_a_trace() -> None:
 
 
 def lose_the_adapter(bench: Bench) -> None:
-    """Of whoever starts in the last step that has run."""
+    """Lose the adapter of the row that starts in the last step that has run."""
     done, row = bench.device.done.pop(), bench.steps[-1].admissions[-1].row
     bench.device.done.append(msgspec.structs.replace(done, parts={NAME: msgspec.msgpack.encode({row: "gone"})}))
 

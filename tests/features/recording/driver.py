@@ -47,7 +47,7 @@ def periodic(context: np.ndarray) -> int:
 
 
 class Driver:
-    """names: kind -> plugin.  All else as ``Recorder`` has it."""
+    """A driver of a recorded scheduler.  names: kind -> plugin.  All else as ``Recorder`` has it."""
 
     def __init__(
         self,
@@ -130,7 +130,7 @@ class Driver:
             self.lose_executors(is_fault=False)
 
     def lose_executors(self, *, is_fault: bool = True) -> None:
-        """And get new ones."""
+        """Lose the executors and get new ones."""
         self.tell(ExecutorsLost(reason="killed", is_fault=is_fault))
         self._new_device()
         self.tell(ExecutorsReady(num_pages=NUM_PAGES))

@@ -16,7 +16,7 @@ def test_however_many_arrive_with_one_prefix_it_is_computed_once() -> None:
     bench.finish()
     assert bench.streams == bench.expected
     computed = sum(sum(segments(step).values()) for step in bench.steps)
-    assert computed <= 128 + 60 * 3 + 2 * 4, "the stem once, and everybody's own end"
+    assert computed <= 128 + 60 * 3 + 2 * 4, "the common prefix once, and the end of each prompt"
 
 
 def test_who_shares_only_the_beginning_of_a_long_prompt_does_not_wait_for_its_end() -> None:
@@ -32,14 +32,14 @@ def test_who_shares_only_the_beginning_of_a_long_prompt_does_not_wait_for_its_en
     bench.finish()
 
 
-@pytest.mark.parametrize("leaves", ["the one who computes", "the one who waits"])
+@pytest.mark.parametrize("leaves", ["the request that computes", "a request that waits"])
 def test_standing_aside_ends_when_either_leaves(leaves: str) -> None:
     bench = Bench(depth=1, prefill_chunk=16, num_pages=64, max_len=128)
     for request_id in (1, 2):
         bench.submit(request_id, prompt_of(80), max_tokens=3, ignore_eos=True)
     bench.step()
     assert bench.planner.stats().waiting == 1
-    gone = 1 if leaves == "the one who computes" else 2
+    gone = 1 if leaves == "the request that computes" else 2
     bench.planner.abort(gone)
     bench.read()
     assert bench.planner.stats().waiting == (1 if gone == 1 else 0)

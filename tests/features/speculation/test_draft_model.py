@@ -31,7 +31,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def stranger(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of another family and shape, with the same tokens: what it says is right by chance."""
+    """A model of another family and shape with the same tokens: its drafts are right by chance."""
     return save(build("qwen2"), tmp_path_factory.mktemp("qwen2"))
 
 
@@ -105,7 +105,7 @@ def test_a_model_that_drafts_for_itself_is_always_right_over_retractions_ranks_a
 
 @pytest.mark.usefixtures("always")
 def test_a_draft_that_is_a_position_off_is_seen(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the tests above take for granted: drafting for itself is right only if everything is in its place."""
+    """The tests above rely on this: drafting for itself is right only if everything is in its place."""
     read = Drafter._read
 
     def shifted(self: Drafter, step_id: int, rows: np.ndarray, ends: np.ndarray) -> np.ndarray:
@@ -199,7 +199,7 @@ class Counting(Drafter):
         self.passes.append(step)
 
     def lengths(self) -> list[int]:
-        """Of the first pass since the last call: prompts that are read, then those with one token."""
+        """Lengths in the first pass since the last call: prompts that are read, then those with one token."""
         step, *_ = self.passes
         self.passes.clear()
         return [*np.frombuffer(step.prefill_lengths, np.int32).tolist(), *[1] * (len(step.decode_rows) // 4)]
@@ -252,7 +252,7 @@ def test_only_what_is_lacking_is_computed() -> None:
     assert ask(0, 8) == [1]  # nothing of the draft was right: a token came
     assert ask(0, 11) == [2]  # all was right: the last one that was drafted, and the one behind it
     computed[0] = 11
-    # Who shares two pages finds what has been drafted from; a page that came back from the host has nothing.
+    # A row that shares two pages finds their keys and values; a page that came back from the host has nothing.
     drafter.follow(admitted(1, 9, 8, 0, 1, 3), computed)
     assert ask(1, 10) == [2]
     back = {"filled_pages": int32(1)}

@@ -191,7 +191,7 @@ def test_a_head_that_has_learnt_the_model_is_right(
     model: transformers.PreTrainedModel, directory: Path, head: Path, plain: tuple[Said, Said], tmp_path: Path,
     guesses: list[Guess],
 ) -> None:  # fmt: skip
-    """And so it is the model's states that it reads, not those of a head before it."""
+    """The head reads the states of the model, not those of a head before it."""
     texts = [[*prompt, *tokens] for prompt, (tokens, _) in zip(PROMPTS, plain[0], strict=True)]
     trained = train(ReferenceHead(model, head), texts)
     config = json.loads((head / "config.json").read_text())

@@ -25,7 +25,7 @@ def liar(kind: str, num: int = 4) -> Liar:
 
 
 def bench_of(liar: Liar, *, drafted: bool, **numbers: int) -> Bench:
-    """drafted: the liar is the device's draft model, and not the scheduler's proposer."""
+    """A bench with a liar.  drafted: it is the device's draft model, and not the scheduler's proposer."""
     if not drafted:
         return Bench(proposer=liar, **numbers)
     bench = Bench(proposer=DraftModel(path="", num_tokens=liar.num_tokens, max_len=1000), **numbers)
