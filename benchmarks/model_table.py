@@ -167,8 +167,10 @@ class Llama:
         assert [one["tokens_predicted"] for one in answers] == [num_new] * len(prompts)
 
     def perplexity(self, texts: list[str]) -> float:
-        """Return the perplexity.  The server scores what it may say next, so each token takes a request for what follows those
-        before; its answer is long if it holds all tokens, and most are among the likely ones."""
+        """Return the perplexity.
+
+        The server scores what it may say next, so each token takes a request for what follows those before; its answer
+        is long if it holds all tokens, and most are among the likely ones."""
         found: list[float] = []
         for text in texts:
             ids = self._server.tokens(text)
