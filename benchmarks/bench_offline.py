@@ -1,4 +1,4 @@
-"""How many output tokens per second does the offline engine give, beside transformers' ``generate``?
+"""Output tokens per second of the offline engine, beside transformers' ``generate``.
 
 Both run in this process on the same weights, in the same dtype, with the same threads, in turns, and greedy with EOS
 ignored, so that both produce exactly the asked-for tokens.  The table shows medians over the turns and their ratio.
@@ -22,7 +22,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import llama_cpp
 import model_table
 import torch
 from bench_quantization import held_out
@@ -42,6 +41,7 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from callboard import LLM, SamplingParams
+from server.extensions.bench import llama_cpp
 
 NUM_TEXTS = 4  # that are scored
 DEMO_MODEL = Path(__file__).parent.parent / "examples" / "demo_model"
@@ -86,7 +86,7 @@ def qwen3_moe_shape(directory: Path) -> None:
 
 
 def save(model: PreTrainedModel, directory: Path) -> None:
-    """In bfloat16, with the demo model's tokenizer; the weights are random."""
+    """Save it in bfloat16, with the demo model's tokenizer; the weights are random."""
     model.to(torch.bfloat16).save_pretrained(directory)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (directory / name).write_bytes((DEMO_MODEL / name).read_bytes())

@@ -22,11 +22,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import llama_cpp
+import llama_files
 from machine import keep, new_parser
 from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
+
+from server.extensions.bench import llama_cpp
 
 ROOT = Path(__file__).parent.parent
 DEMO = ROOT / "examples" / "demo_model"
@@ -110,7 +112,7 @@ def main() -> None:
             path = {"demo": DEMO, "real": real_model()}.get(model, Path(model))
             servers: dict[str, Callable[[str], dict[str, Any]]] = {"callboard": partial(callboard, path)}
             if command and path.suffix != ".gguf":
-                llama_cpp.write_gguf(path, Path(written) / f"{path.name}.gguf", "F32")
+                llama_files.write_gguf(path, Path(written) / f"{path.name}.gguf", "F32")
                 path = Path(written) / f"{path.name}.gguf"
             if command:
                 servers["llama.cpp"] = partial(llama, command, len(os.sched_getaffinity(0)), path)

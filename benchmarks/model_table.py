@@ -1,6 +1,6 @@
 """Precisions of callboard beside transformers and llama.cpp: speed, memory, start, quality of one checkpoint, in turns.
 
-Every engine is a process of its own that holds the checkpoint and is told over a pipe what to do next.  It is started
+Every engine is a process of its own that holds the checkpoint and reads over a pipe what to do next.  It is started
 twice: first with empty caches, as on a new machine, then with what the first start has kept.  All compute with the same
 number of threads.  Times are CPU time, of all threads of the process that has the weights, and beside it the clock's:
 where others use the machine as well, that says little.  With several threads the ratios are of the clock's, as threads
@@ -22,10 +22,12 @@ from pathlib import Path
 from random import Random
 from typing import Any, Protocol
 
-import llama_cpp
+import llama_files
 from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
+
+from server.extensions.bench import llama_cpp
 
 LARGEST_ID = 2000
 PROMPT_TOKENS, PREFILL_TOKENS = 16, 1024
@@ -45,14 +47,14 @@ ENGINES = {
 
 
 class Engine(Protocol):
-    """In its own process."""
+    """An engine in a process of its own."""
 
     def generate(self, prompts: Prompts, num_new: int) -> None:
         """Greedy, exactly so many tokens after each prompt."""
         ...
 
     def perplexity(self, texts: list[str]) -> float:
-        """Of all tokens but the first of each text."""
+        """Return the perplexity of all tokens but the first of each text."""
         ...
 
     def cpu_s(self) -> float:
@@ -61,7 +63,7 @@ class Engine(Protocol):
 
     @property
     def pid(self) -> int:
-        """Of that process."""
+        """The number of that process."""
         ...
 
     def close(self) -> None:
@@ -70,7 +72,7 @@ class Engine(Protocol):
 
 
 class InThisProcess:
-    """What has the weights here."""
+    """An engine that has the weights in this process."""
 
     pid = os.getpid()
 
@@ -78,7 +80,7 @@ class InThisProcess:
         return time.process_time()
 
     def close(self) -> None:
-        """See ``Engine``: nothing."""
+        """End nothing."""
 
 
 class Callboard(InThisProcess):
@@ -139,7 +141,7 @@ class Transformers(InThisProcess):
 
 
 class Llama:
-    """llama.cpp's server, with as many slots as prompts, each just large enough: begun anew when that changes."""
+    """A server of llama.cpp, with as many slots as prompts, each just large enough: begun anew when that changes."""
 
     def __init__(self, directory: str, kind: str, quantization: str, threads: int, *command: str) -> None:
         assert quantization == "none", "what llama.cpp rounds to is the kind of its file"
@@ -148,7 +150,7 @@ class Llama:
         self._path = Path(os.environ["XDG_CACHE_HOME"]) / f"{kind}.gguf"
         if not self._path.exists():
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            llama_cpp.write_gguf(Path(directory), self._path, kind)
+            llama_files.write_gguf(Path(directory), self._path, kind)
         self._shape = (1, 256)
         self._server = llama_cpp.LlamaServer(self._command, self._path, *self._shape, threads)
 
@@ -165,8 +167,10 @@ class Llama:
         assert [one["tokens_predicted"] for one in answers] == [num_new] * len(prompts)
 
     def perplexity(self, texts: list[str]) -> float:
-        """See ``Engine``.  The server scores what it may say next, so each token takes a request for what follows those
-        before; its answer is long if it holds all tokens, and most are among the likely ones."""
+        """Return the perplexity.
+
+        The server scores what it may say next, so each token takes a request for what follows those before; its answer
+        is long if it holds all tokens, and most are among the likely ones."""
         found: list[float] = []
         for text in texts:
             ids = self._server.tokens(text)
@@ -240,7 +244,7 @@ class Running:
         self.start_s, self.start_wall_s = self._answer()
 
     def ask(self, **what: object) -> Any:
-        """Its answer to a line of ``serve``."""
+        """Return its answer to a line of ``serve``."""
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(what) + "\n")
         self._process.stdin.flush()
@@ -322,7 +326,7 @@ def _in_turns(
 
 
 def show(model: str, rows: list[dict[str, Any]], threads: int) -> None:
-    """As a table for a terminal."""
+    """Print a table for a terminal."""
     shown = [name for name in rows[0] if not name.endswith((", x", ", wall"))]
     title = f"{model}: tokens per CPU second (times {rows[0]['engine']}; per second of the clock), threads: {threads}"
     table = Table(*shown, title=title, padding=(0, 1))
@@ -370,7 +374,7 @@ def run(
     llama: list[str],
     threads: int,
 ) -> dict[str, list[dict[str, Any]]]:
-    """models: by name, a directory or what writes one, new tokens, turns, texts to be scored.
+    """Measure models.  models: by name, a directory or what writes one, new tokens, turns, texts to be scored.
     engines: of ``ENGINES``, all at the same time; the others are compared with the first.  llama: what runs llama.cpp,
     for models whose file it can have.  Prints each table."""
     Console().print(f"llama.cpp: {' '.join(llama) or 'not found'}")
@@ -380,7 +384,7 @@ def run(
             directory = source if isinstance(source, Path) else Path(written)
             if not isinstance(source, Path):
                 source(directory)
-            served = llama if llama_cpp.can_write(directory) else []
+            served = llama if llama_files.can_write(directory) else []
             tables[model] = measure(directory, engines, batches, num_new, turns, texts, served, threads)
         show(model, tables[model], threads)
     return tables

@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import sys
 from argparse import ArgumentParser
 from pathlib import Path
 
@@ -24,6 +25,12 @@ examples:
   callboard bench serve --trace monday.jsonl --save monday.json --plot monday.png
   callboard bench offline path/to/checkpoint --sequences 64 --longest 512
   callboard bench compare before.json after.json
+  callboard bench league model.gguf checkpoint/ --streams 1 8 --llama-python VENV/bin/python --plot league.png
+"""
+LEAGUE = """\
+Serves each model by callboard, and by the others that are there: a GGUF file by llama.cpp (of the PATH, or the wheel
+xllamacpp of an interpreter) and ik_llama.cpp, a checkpoint by vLLM if it is installed.  Each gets the same texts, in
+turns.  A table has tokens a second, how many times the first server's, and the same by the servers' processor time.
 """
 
 
@@ -43,11 +50,31 @@ def add_commands(commands: "argparse._SubParsersAction[ArgumentParser]") -> None
     offline.add_argument("--longest", type=count, default=1024, help="prompt, and output (default: 1024 tokens)")
     offline.add_argument("--save", type=Path, metavar="FILE", help="write the result as JSON")
     offline.set_defaults(run=f"{COMMAND}:offline")
+    _add_league(kinds.add_parser("league", help="run servers of a model beside each other", description=LEAGUE))
     compare = kinds.add_parser("compare", help="compare two results, figure by figure")
     compare.add_argument("first", type=Path)
     compare.add_argument("second", type=Path)
     compare.add_argument("--plot", type=picture, metavar="PNG", help="draw both; needs matplotlib")
     compare.set_defaults(run=f"{COMMAND}:compare", **NO_CONFIGURATION)
+
+
+def _add_league(league: ArgumentParser) -> None:
+    league.add_argument("models", nargs="+", metavar="MODEL", help="GGUF files and directories of checkpoints")
+    league.add_argument("--streams", type=count, nargs="+", default=[1, 8, 32], help="at once (default: 1 8 32)")
+    loads = ["short", "long", "prefix", "prompt"]
+    league.add_argument("--loads", nargs="+", choices=loads, default=loads, help="default: all")
+    precisions = "model.quantization of callboard (default: none int8)"
+    league.add_argument("--precisions", nargs="+", default=["none", "int8"], help=precisions)
+    league.add_argument("--turns", type=count, default=3, help="measured, after one to warm up (default: 3)")
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    league.add_argument("--threads", type=count, default=cores, help="of each server (default: %(default)s)")
+    league.add_argument("--llama-server", default="", metavar="FILE", help="llama.cpp's binary (default: of the PATH)")
+    python = "else an interpreter that has xllamacpp (default: this one)"
+    league.add_argument("--llama-python", default=sys.executable, metavar="FILE", help=python)
+    league.add_argument("--ik-llama-server", default="", metavar="FILE", help="ik_llama.cpp's binary")
+    league.add_argument("--save", type=Path, metavar="FILE", help="write the figures as JSON")
+    league.add_argument("--plot", type=picture, metavar="PNG", help="draw them; needs matplotlib")
+    league.set_defaults(run=f"{COMMAND}:league", **NO_CONFIGURATION)
 
 
 def _add_serve(parser: ArgumentParser) -> None:

@@ -6,6 +6,7 @@ What measures is imported by the command that does it; ``serve`` and ``compare``
 
 import asyncio
 import json
+import shutil
 from argparse import Namespace
 from typing import TYPE_CHECKING, Any
 
@@ -101,3 +102,25 @@ def compare(parsed: Namespace, config: Config) -> None:
         paths = parsed.first, parsed.second
         names = [path.stem for path in paths] if parsed.first.stem != parsed.second.stem else map(str, paths)
         report.plot(dict(zip(names, (first, second), strict=True)), parsed.plot)
+
+
+def league(parsed: Namespace, config: Config) -> None:
+    from server.extensions.bench import league, llama_cpp
+
+    llama = {"llama.cpp": llama_cpp.find(parsed.llama_server, parsed.llama_python)}
+    if parsed.ik_llama_server:
+        if (binary := shutil.which(parsed.ik_llama_server)) is None:
+            raise ConfigError(f"--ik-llama-server {parsed.ik_llama_server}: is no program that can be run")
+        llama["ik_llama.cpp"] = [binary]
+    llama = {name: command for name, command in llama.items() if command}
+    entry = league.Entry(parsed.precisions, llama, parsed.threads, max(parsed.streams))
+    rows = [
+        row
+        for model in parsed.models
+        for row in league.compete(model, entry, parsed.loads, parsed.streams, parsed.turns)
+    ]
+    league.show(rows, Console())
+    if parsed.save is not None:
+        league.write(rows, parsed.save)
+    if parsed.plot is not None:
+        league.plot(rows, parsed.plot)
