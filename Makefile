@@ -16,7 +16,7 @@ TORCH_INDEX ?= $(if $(filter Linux,$(shell uname -s)),$(if $(shell command -v nv
 PIP := $(BIN)/pip --disable-pip-version-check
 PIP_INSTALL := $(PIP) install --constraint constraints.txt
 
-.PHONY: hashes sbom serve test slow real machines check reliability sanitize fuzz signatures newest conformance simulate snippets docs format demo-model clean
+.PHONY: hashes sbom serve test slow real machines check reliability sanitize kernels fuzz signatures newest conformance simulate snippets docs format demo-model clean
 
 serve: $(SERVES)  ## install what serving needs, then serve the demo model on 127.0.0.1:8000; CONFIG=FILE.toml ARGS="--port 8001"
 	$(BIN)/callboard serve $(CONFIG) $(ARGS)
@@ -51,6 +51,9 @@ reliability: $(STAMP)  ## the tests of docs/reliability.md alone, one by one, wi
 
 sanitize: $(STAMP)  ## random calls of the kernels in C under ASan and UBSan, for two minutes; ARGS="--seconds 3600 --seed 7"
 	$(BIN)/python -m tests.sanitized $(ARGS)
+
+kernels: $(STAMP)  ## the kernels in C for CPUs that this machine is not: a cross compiler and qemu-user for ARM, plain C for AVX-VNNI and AVX512_BF16
+	$(BIN)/python -m pytest -rs tests/kernels/test_levels.py tests/kernels/test_driver.py
 
 fuzz: $(STAMP)  ## foreign bytes that are made to reach new code, against all that reads them; SECONDS=600 ARGS="--only uploads"
 	$(BIN)/python -m tests.fuzz --seconds $(SECONDS) --folder $(VENV)/fuzz $(ARGS)

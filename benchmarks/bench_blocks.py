@@ -21,7 +21,7 @@ from rich.table import Table
 from torch import Tensor
 
 from engine.kernels.blocks import Format, Parts, StoredWeight, block_products
-from engine.kernels.panels import Kind, PanelWeight, products
+from engine.kernels.panels import PanelKind, PanelWeight, products
 from engine.layers.packing import PackedWeight, StoredRows
 
 GGML_TYPES = {"Q4_0": 2, "Q4_1": 3, "Q5_0": 6, "Q5_1": 7, "Q8_0": 8, "Q4_K": 12, "Q5_K": 13, "Q6_K": 14}
@@ -45,9 +45,10 @@ def kernels(formats: list[str]) -> Iterator[tuple[str, Pack]]:
     panels, blocks = products(), block_products()
     if panels is None or blocks is None:
         sys.exit("there is no C compiler, or no AVX2: none of callboard's own products can be measured")
-    yield "float32", lambda weight: PanelWeight(panels, weight, Kind.FLOATS)
-    yield "bfloat16", lambda weight: PanelWeight(panels, weight.bfloat16().float(), Kind.UPPER_HALVES)
-    yield "int8", lambda weight: PanelWeight(panels, weight, Kind.BYTES)
+    yield "float32", lambda weight: PanelWeight(panels, weight, PanelKind.FLOATS)
+    yield "bfloat16", lambda weight: PanelWeight(panels, weight.bfloat16().float(), PanelKind.UPPER_HALVES)
+    yield "bfloat16 rounded", lambda weight: PanelWeight(panels, weight, PanelKind.PAIRS)
+    yield "int8", lambda weight: PanelWeight(panels, weight, PanelKind.BYTES)
     for name in formats:
         for parts in (Parts.EXACT, Parts.ROUNDED):
 
@@ -62,15 +63,14 @@ def ggml(formats: list[str]) -> Iterator[tuple[str, Pack]]:
     """Kernels of ggml; none without the wheel."""
     sys.path.append(str(EXAMPLE))
     try:
-        from callboard_ggml.blocks import Backend
-        from callboard_ggml.blocks import StoredWeight as Theirs
+        from callboard_ggml.blocks import Backend, BlockWeight
 
         backend = Backend()
     except (ImportError, AttributeError, ValueError, OSError) as error:
         print(f"without ggml: {error}", file=sys.stderr)
         return
     for name in formats:
-        yield f"{name} ggml", lambda weight, name=name: Theirs(backend, GGML_TYPES[name], weight)
+        yield f"{name} ggml", lambda weight, name=name: BlockWeight(backend, GGML_TYPES[name], weight)
 
 
 def main() -> None:

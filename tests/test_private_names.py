@@ -30,7 +30,6 @@ TORCH: dict[str, list[str] | str | None] = {
     "torch._inductor.runtime.cache_dir_utils.default_cache_dir": [],
     "torch._make_per_channel_quantized_tensor": None,
     "torch.cpu._is_amx_tile_supported": [],
-    "torch.cpu._is_vnni_supported": [],
     "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu": "(Tensor query, Tensor key, Tensor value, "
     "float dropout_p=0., bool is_causal=False, *, Tensor? attn_mask=None, float? scale=None)",
     "torch.ops.aten._scaled_mm": "(Tensor self, Tensor mat2, Tensor scale_a, Tensor scale_b,",

@@ -308,13 +308,13 @@ class ExpertsShape(PartShape, frozen=True, kw_only=True):
 class NoHeadShape(PartShape, frozen=True):
     """No head, for a model whose output is its last states."""
 
-    built_by: ClassVar[str] = "engine.layers.pooled_head:NoHead"
+    built_by: ClassVar[str] = "engine.layers.task_head:NoHead"
 
 
 class ClassifierShape(PartShape, frozen=True, kw_only=True):
     """A head with a logit for each of ``num_labels`` labels.  name: of its weight."""
 
-    built_by: ClassVar[str] = "engine.layers.pooled_head:Classifier"
+    built_by: ClassVar[str] = "engine.layers.task_head:Classifier"
     num_labels: int
     name: str = "score"
 
@@ -324,7 +324,7 @@ class RewardShape(PartShape, frozen=True, kw_only=True):
 
     inner, out: names of the products."""
 
-    built_by: ClassVar[str] = "engine.layers.pooled_head:Reward"
+    built_by: ClassVar[str] = "engine.layers.task_head:Reward"
     inner: str = "score.0"
     out: str = "score.2"
 
@@ -335,7 +335,7 @@ class TokenScoreShape(PartShape, frozen=True, kw_only=True):
     name: of the table of ``vocab_size`` rows that would be the LM head.
     scale, cap: ``logit_scale`` and ``logit_cap`` of the decoder."""
 
-    built_by: ClassVar[str] = "engine.layers.pooled_head:TokenScore"
+    built_by: ClassVar[str] = "engine.layers.task_head:TokenScore"
     token_ids: tuple[int, ...]
     vocab_size: int
     name: str = "lm_head"
@@ -376,7 +376,7 @@ class DecoderShape(msgspec.Struct, frozen=True, kw_only=True):
     learned_positions: rows of a table of positions that is added to the embedding; 0 for none.
     logit_scale: factor of the logits.  logit_cap: caps logits as ``AttentionShape.soft_cap`` caps scores.
     unread: patterns for the names of stored tensors that are not read.
-    pooled_head: head in place of the LM head; None for the LM head.  A family sets it if labels have another name than
+    task_head: head in place of the LM head; None for the LM head.  A family sets it if labels have another name than
     in transformers; for other models it follows from the checkpoint's files.
     """
 
@@ -394,12 +394,12 @@ class DecoderShape(msgspec.Struct, frozen=True, kw_only=True):
     logit_cap: float = 0.0
     unread: tuple[str, ...] = ()
     names: Names = Names()
-    pooled_head: PartShape | None = None
+    task_head: PartShape | None = None
 
     @property
     def num_outputs(self) -> int:
         """Number of logits per row: the vocabulary, or 1 for a model that generates nothing."""
-        return self.vocab_size if self.pooled_head is None else 1
+        return self.vocab_size if self.task_head is None else 1
 
     @property
     def unlike_rounded(self) -> str:

@@ -13,6 +13,7 @@ import torch
 
 from engine.host.device_defaults import driver_cuda, gpu_bytes
 from engine.host.memory import available_bytes
+from engine.kernels.levels import levels_here
 from engine.layers.comm import Comm
 from engine.settings.sections import DeviceSection
 from engine.types.errors import ConfigError
@@ -91,10 +92,11 @@ def choose_dtype(setting: str, device: torch.device, checkpoint_dtype: str) -> t
 
 
 def instruction_sets() -> tuple[str, ...]:
-    """Return the instruction sets of this CPU, as ``LinearContext`` has them; () on one that is no x86."""
-    capability = torch.backends.cpu.get_cpu_capability().lower()
-    levels = ("avx2", "avx512")
-    found = levels[: levels.index(capability) + 1] if capability in levels else ()
+    """Return the instruction sets of this CPU, as ``LinearContext`` has them; () on one that has none of these."""
+    names = {level.name for level in levels_here(torch.backends.cpu.get_cpu_capability())}
+    found = tuple(one for one in ("avx2", "avx512") if one in names)
+    if "neon_dotprod" in names:
+        return ("neon",)
     return (*found, "amx") if torch.cpu._is_amx_tile_supported() else found
 
 

@@ -52,8 +52,8 @@ static const Format TABLE[FORMATS] = {
 };
 
 #define MOST_PANELS 4
-#define MOST_ROWS (V == 8 ? 4 : 8)
-#define panels_of(M) (V == 8 ? (M) == 1 ? 4 : (M) <= 3 ? 2 : 1 : (M) <= 2 ? 4 : (M) <= 6 ? 2 : 1)
+#define MOST_ROWS (REGISTERS == 16 ? 4 : 8)
+#define panels_of(M) (REGISTERS == 16 ? (M) == 1 ? 4 : (M) <= 3 ? 2 : 1 : (M) <= 2 ? 4 : (M) <= 6 ? 2 : 1)
 #define MOST_GROUP 32
 #define ROW_BLOCK_BYTES (384 << 10)
 #define SMALL_PRODUCT (1 << 17) /* multiplications below which a second thread does not pay */
@@ -208,7 +208,7 @@ static float value_of(const Format *is, uint16_t scale) {
     uint32_t bits = (uint32_t)scale << 16;
     float value;
     memcpy(&value, &bits, sizeof value);
-    return is->form == ZERO_UPPER ? value : _cvtsh_ss(scale);
+    return is->form == ZERO_UPPER ? value : float_of_half(scale);
 }
 
 static int whole_at(const Format *is, const uint8_t *group, int64_t o, int64_t i) {
@@ -283,7 +283,7 @@ INLINE void tile(const char *panel, int64_t size, Input in, const float *bias, f
                  const int M, const int N, const int bits, const int form) {
     const int G = bits == 6 ? 16 : 32, has_zero = form == ZERO || form == ZERO_UPPER;
     const int has_minimum = form == MINIMUM || form == SUPER_MINIMUM || has_zero;
-    const int64_t row = in.groups * in.parts;
+    const int64_t row = in.groups * in.parts, ahead = ahead_of(MOST_PANELS * size);
     Floats sum[12];
     EACH(n, M * N) sum[n] = all(0);
     const char *header = panel;
@@ -294,6 +294,7 @@ INLINE void tile(const char *panel, int64_t size, Input in, const float *bias, f
             left_in_block = in.in_block - 1;
         }
         const char *low = panel + group_header(form);
+        EACH(n, N) FETCH(low + n * size + ahead, group_header(form) + G * bits / 8 * V);
         Floats scale[4];
         EACH(n, N) {
             const uint16_t *from = (const uint16_t *)((form >= ZERO ? header : panel) + n * size);
@@ -313,7 +314,11 @@ INLINE void tile(const char *panel, int64_t size, Input in, const float *bias, f
                 EACH(m, M) {
                     int32_t four;
                     memcpy(&four, in.bytes + (m * row + at) * G + k * 4, sizeof four);
-                    EACH(n, N) whole[m * N + n] = dot(whole[m * N + n], w[n], all_integers(four));
+                    Integers x = all_integers(four);
+                    EACH(n, N) {
+                        Integers *to = whole + m * N + n;
+                        *to = bits == 8 ? dot_bytes(*to, w[n], x) : dot(*to, w[n], x);
+                    }
                 }
             }
             EACH(m, M) EACH(n, N)
@@ -339,7 +344,7 @@ typedef void (*Tile)(ARGUMENTS);
     static void name##_##M(ARGUMENTS) {                                    \
         tile(panel, size, in, bias, y, step, width, M, panels_of(M), bits, form); \
     }
-#if V == 16
+#if REGISTERS == 32
 #define TILES_OF(name, bits, form)                                                                                  \
     TILE(name, 1, bits, form) TILE(name, 2, bits, form) TILE(name, 3, bits, form) TILE(name, 4, bits, form)         \
     TILE(name, 5, bits, form) TILE(name, 6, bits, form) TILE(name, 7, bits, form) TILE(name, 8, bits, form)         \

@@ -14,11 +14,13 @@ import subprocess
 import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import product
 from pathlib import Path
 
 import torch
 
 from engine.host.cache_folder import cache_folder, replace_file
+from engine.kernels.levels import levels_here
 from engine.settings.own_kernels import VARIABLE, c_compiler
 
 log = logging.getLogger(__name__)
@@ -37,7 +39,6 @@ SOURCES = {
     "draw.c": ("-ffp-contract=off",),
 }
 HEADERS = ("cpu.h", "vectors.h")
-LEVELS = {"AVX2": ("-march=x86-64-v3",), "AVX512": ("-march=x86-64-v4", "-mprefer-vector-width=512")}
 COMPILE_S = 180.0
 # Threads come from torch's OpenMP, which every library of the process finds, so it is not linked again.  A compiler
 # without OpenMP, or with another one than torch, makes functions of one thread.
@@ -69,22 +70,21 @@ def compiled() -> ctypes.CDLL | None:
 
 def _library(compiler: list[str]) -> ctypes.CDLL:
     """Return the compiled sources, from the user's cache if possible.  Raises OSError, SubprocessError."""
-    level = LEVELS.get(torch.backends.cpu.get_cpu_capability(), ())
-    if level == LEVELS["AVX512"] and torch.cpu._is_vnni_supported():
-        level = (*level, "-mavx512vnni")
+    levels = levels_here(torch.backends.cpu.get_cpu_capability())
     texts = [(FOLDER / name).read_bytes() for name in (*SOURCES, *HEADERS)]
-    what = (texts, compiler, FLAGS, THREADS, *SOURCES.values(), level, platform.machine(), platform.system())
+    what = (texts, compiler, FLAGS, THREADS, *SOURCES.values(), levels, platform.machine(), platform.system())
     folder, kind = cache_folder("kernels"), _digest(repr(what).encode())
     if folder is not None and (library := _kept(folder, kind)) is not None:
         return library
     log.info("kernels: compiling %s, once on this machine", ", ".join(SOURCES))
-    for threads in THREADS:
+    for level, threads in product(levels, THREADS):
         try:
-            return _loaded(_made(compiler, (*FLAGS, *level, *threads)), folder, kind)
+            return _loaded(_made(compiler, (*FLAGS, *level.flags, *threads)), folder, kind)
         except (OSError, subprocess.CalledProcessError) as error:
-            if not threads:
+            if (level, threads) == (levels[-1], THREADS[-1]):
                 raise
-            log.info("%s have one thread: %s", ", ".join(SOURCES), error)
+            given = shlex.join((*level.flags, *threads))
+            log.info("kernels: %s cannot compile them with %s: %s", shlex.join(compiler), given, error)
     raise AssertionError("the last way returns or raises")
 
 

@@ -20,14 +20,16 @@ class PanelKind(IntEnum):
     """The type of a stored element.
 
     UPPER_HALVES: bfloat16, lossless for floats whose lower 16 bits are zero.
+    PAIRS: bfloat16, and a row of the input is rounded to it, too; sums are float32.
     BYTES: int8 with a scale per 64 inputs of an output.  A row of the input is rounded with a scale per 64 elements,
     to 8 bits (7 without VNNI).  FINE_BYTES: the same with twice as many bits for the input."""
 
     FLOATS = 0
     HALVES = 1
     UPPER_HALVES = 2
-    BYTES = 3
-    FINE_BYTES = 4
+    PAIRS = 3
+    BYTES = 4
+    FINE_BYTES = 5
 
 
 class Weight(ctypes.Structure):
@@ -41,11 +43,12 @@ class Weight(ctypes.Structure):
 
 
 class Products:
-    """The functions of ``products.c``."""
+    """The functions of ``products.c``.  has_pairs: whether the CPU multiplies bfloat16."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         pointer, size = ctypes.c_void_p, ctypes.c_int64
         self.packed_bytes, self.pack = library.packed_bytes, library.pack
+        self.has_pairs = bool(library.pair_products())
         self.product = product_of(library, "product")
         self.packed_bytes.argtypes, self.packed_bytes.restype = [pointer], size
         self.pack.argtypes, self.pack.restype = [pointer] * 3 + [size], None

@@ -14,21 +14,23 @@
 #include "cpu.h"
 #include "vectors.h"
 
-/* UPPER_HALVES: bfloat16, the upper halves of floats.  FINE_BYTES: as BYTES, with twice the bits of the input. */
-enum { FLOATS, HALVES, UPPER_HALVES, BYTES, FINE_BYTES };
+/* UPPER_HALVES: bfloat16, the upper halves of floats.  PAIRS: the same of inputs 2i and 2i + 1, whose products are added
+   at once; the input is rounded to bfloat16, too.  FINE_BYTES: as BYTES, with twice the bits of the input. */
+enum { FLOATS, HALVES, UPPER_HALVES, PAIRS, BYTES, FINE_BYTES };
 
 #define G 64
 
 #ifndef V
 int64_t panel_width(void) { return 0; }
+int64_t pair_products(void) { return 0; }
 #else
 
 /* Bits of an input byte: a sum of two products of 8 bits exceeds 16. */
 #define BITS (WIDE_SUMS ? 8 : 7)
-#define panels_of(M) (V == 8 ? (M) == 1 ? 4 : (M) == 2 ? 2 : 1 : (M) <= 2 ? 4 : (M) <= 5 ? 2 : 1)
-#define MOST_ROWS (V == 8 ? 6 : 12)
-#define byte_panels_of(M) (V == 8 ? 1 : (M) == 1 ? 4 : (M) == 2 ? 2 : 1)
-#define MOST_BYTE_ROWS (V == 8 ? 3 : 6)
+#define panels_of(M) (REGISTERS == 16 ? (M) == 1 ? 4 : (M) == 2 ? 2 : 1 : (M) <= 2 ? 4 : (M) <= 5 ? 2 : 1)
+#define MOST_ROWS (REGISTERS == 16 ? 6 : 12)
+#define byte_panels_of(M) (REGISTERS == 16 ? 1 : (M) == 1 ? 4 : (M) == 2 ? 2 : 1)
+#define MOST_BYTE_ROWS (REGISTERS == 16 ? 3 : 6)
 
 #define P (2 * V)
 /* A group of a panel of bytes: P scales, each the upper half of a float; P sums of bytes; the bytes, by fours. */
@@ -44,10 +46,14 @@ static int32_t zero_of(int64_t parts) { return 1 << (BITS * parts - 1); }
 static int64_t groups(int64_t I) { return (I + G - 1) / G; }
 
 int64_t panel_width(void) { return P; }
+int64_t pair_products(void) { return PAIR_PRODUCTS; }
+
+/* Steps of a tile's sum. */
+INLINE int64_t steps_of(int64_t kind, int64_t I) { return kind == PAIRS ? (I + 1) / 2 : I; }
 
 static int64_t panel_bytes(const Weight *weight) {
     if (weight->kind >= BYTES) return groups(weight->I) * GROUP_BYTES;
-    return weight->I * P * (weight->kind == FLOATS ? 4 : 2);
+    return steps_of(weight->kind, weight->I) * P * (weight->kind == FLOATS || weight->kind == PAIRS ? 4 : 2);
 }
 
 /* Tiles have up to MOST_PANELS panels, so the number of panels is a multiple of that. */
@@ -56,8 +62,6 @@ static int64_t panels_in(const Weight *weight) {
 }
 
 int64_t packed_bytes(const Weight *weight) { return panels_in(weight) * panel_bytes(weight); }
-
-static uint16_t half_of(float x) { return _cvtss_sh(x, _MM_FROUND_TO_NEAREST_INT); }
 
 /* Returns the bits of a group's largest magnitude and copies its ``size`` numbers to ``numbers``, padded with 0. */
 OF_VECTORS static uint32_t highest_of(const float *x, int64_t size, float *numbers) {
@@ -110,20 +114,23 @@ void pack(const Weight *weight, const float *w_OI, char *panels, int64_t threads
             pack_bytes(w_OI, panel, p * P, O, I);
             continue;
         }
+        if (weight->kind == PAIRS) memset(panel, 0, size); /* the last pair may lack one */
         for (int64_t o = 0; o < P; o++)
             for (int64_t i = 0; i < I; i++) {
                 float w = p * P + o < O ? w_OI[(p * P + o) * I + i] : 0;
                 if (weight->kind == HALVES)
                     ((uint16_t *)panel)[i * P + o] = half_of(w);
-                else if (weight->kind == UPPER_HALVES)  /* outputs o and o + V are neighbours */
-                    memcpy((uint16_t *)panel + i * P + o % V * 2 + o / V, (char *)&w + 2, 2);
+                else if (weight->kind == UPPER_HALVES) /* outputs o and o + V are neighbours */
+                    ((uint16_t *)panel)[i * P + o % V * 2 + o / V] = upper_half_of(w);
+                else if (weight->kind == PAIRS)
+                    ((uint16_t *)panel)[i / 2 * P * 2 + o * 2 + i % 2] = upper_half_of(w);
                 else
                     ((float *)panel)[i * P + o] = w;
             }
     }
 }
 
-/* The rows of a tile: x[I,M]; or scales[M,I/G] and bytes[M,I/G,parts,G], with the upper part first. */
+/* The rows of a tile: x[I,M]; pairs in their place; or scales[M,I/G] and bytes[M,I/G,parts,G], with the upper part first. */
 typedef struct {
     const float *x;
     const float *scales;
@@ -147,7 +154,7 @@ INLINE void tile(const Weight *is, const char *panel, int64_t size, Input in, co
                  int64_t width, const int M, const int N, const int kind) {
     Floats sum[24], w[8];
     EACH(n, M * N * 2) sum[n] = all(0);
-    for (int64_t i = 0; i < is->I; i++) {
+    for (int64_t i = 0; i < steps_of(kind, is->I); i++) {
         EACH(n, N * 2) {
             int64_t at = i * P + n % 2 * V;
             const char *from = panel + n / 2 * size;
@@ -159,7 +166,10 @@ INLINE void tile(const Weight *is, const char *panel, int64_t size, Input in, co
         }
         EACH(m, M) {
             Floats x = all(in.x[i * M + m]);
-            EACH(n, N * 2) sum[m * N * 2 + n] = fused(x, w[n], sum[m * N * 2 + n]);
+            EACH(n, N * 2) {
+                Floats *to = sum + m * N * 2 + n;
+                *to = kind == PAIRS ? dot_pairs(*to, x, w[n]) : fused(x, w[n], *to);
+            }
         }
     }
     EACH(m, M) EACH(n, N)
@@ -207,30 +217,34 @@ INLINE void byte_tile(const Weight *is, const char *panel, int64_t size, Input i
 #define TILE(M)                                                                                               \
     static void float_tile##M(ARGUMENTS) { tile(is, panel, size, in, bias, y, width, M, panels_of(M), FLOATS); } \
     static void half_tile##M(ARGUMENTS) { tile(is, panel, size, in, bias, y, width, M, panels_of(M), HALVES); } \
-    static void upper_tile##M(ARGUMENTS) { tile(is, panel, size, in, bias, y, width, M, panels_of(M), UPPER_HALVES); }
+    static void upper_tile##M(ARGUMENTS) { tile(is, panel, size, in, bias, y, width, M, panels_of(M), UPPER_HALVES); } \
+    static void pair_tile##M(ARGUMENTS) { tile(is, panel, size, in, bias, y, width, M, panels_of(M), PAIRS); }
 #define BYTE_TILE(M) \
     static void byte_tile##M(ARGUMENTS) { byte_tile(is, panel, size, in, bias, y, width, M, byte_panels_of(M)); }
 TILE(1) TILE(2) TILE(3) TILE(4) TILE(5) TILE(6)
 BYTE_TILE(1) BYTE_TILE(2) BYTE_TILE(3)
-#if V == 16
+#if REGISTERS == 32
 TILE(7) TILE(8) TILE(9) TILE(10) TILE(11) TILE(12)
 BYTE_TILE(4) BYTE_TILE(5) BYTE_TILE(6)
 #endif
 
 typedef void (*Tile)(ARGUMENTS);
-static const Tile TILES[4][13] = {
-#if V == 16
+static const Tile TILES[5][13] = {
+#if REGISTERS == 32
     {0, float_tile1, float_tile2, float_tile3, float_tile4, float_tile5, float_tile6, float_tile7, float_tile8,
      float_tile9, float_tile10, float_tile11, float_tile12},
     {0, half_tile1, half_tile2, half_tile3, half_tile4, half_tile5, half_tile6, half_tile7, half_tile8, half_tile9,
      half_tile10, half_tile11, half_tile12},
     {0, upper_tile1, upper_tile2, upper_tile3, upper_tile4, upper_tile5, upper_tile6, upper_tile7, upper_tile8,
      upper_tile9, upper_tile10, upper_tile11, upper_tile12},
+    {0, pair_tile1, pair_tile2, pair_tile3, pair_tile4, pair_tile5, pair_tile6, pair_tile7, pair_tile8, pair_tile9,
+     pair_tile10, pair_tile11, pair_tile12},
     {0, byte_tile1, byte_tile2, byte_tile3, byte_tile4, byte_tile5, byte_tile6},
 #else
     {0, float_tile1, float_tile2, float_tile3, float_tile4, float_tile5, float_tile6},
     {0, half_tile1, half_tile2, half_tile3, half_tile4, half_tile5, half_tile6},
     {0, upper_tile1, upper_tile2, upper_tile3, upper_tile4, upper_tile5, upper_tile6},
+    {0, pair_tile1, pair_tile2, pair_tile3, pair_tile4, pair_tile5, pair_tile6},
     {0, byte_tile1, byte_tile2, byte_tile3},
 #endif
 };
@@ -259,6 +273,16 @@ static void transpose(const float *x_MI, int64_t x_step, float *restrict out_IM,
         for (int64_t i = 0; i < I; i++) out_IM[i * M + m] = x_MI[m * x_step + i];
 }
 
+/* out[I/2,M]: two numbers of a row in each float. */
+static void transpose_pairs(const float *x_MI, int64_t x_step, float *restrict out, int64_t M, int64_t I) {
+    for (int64_t m = 0; m < M; m++)
+        for (int64_t i = 0; i < I; i += 2) {
+            const float *x = x_MI + m * x_step + i;
+            uint32_t pair = upper_half_of(x[0]) | (i + 1 < I ? (uint32_t)upper_half_of(x[1]) << 16 : 0);
+            memcpy(out + i / 2 * M + m, &pair, sizeof pair);
+        }
+}
+
 /* A Weight's ``product``.  x_step: distance of two rows.  bias_O: NULL for none.  threads: at most.  Returns 0, or -1 if memory is lacking. */
 int64_t product(const Weight *weight, const float *x_TI, int64_t x_step, const float *bias_O, float *y_TO, int64_t T,
                 int64_t threads) {
@@ -279,7 +303,7 @@ int64_t product(const Weight *weight, const float *x_TI, int64_t x_step, const f
     int64_t most = bytes ? MOST_BYTE_ROWS : MOST_ROWS, tiles = (T + most - 1) / most;
     int64_t rows = tiles ? (T - 1) / tiles + 1 : 0;
     int64_t step = bytes ? byte_panels_of(rows) : panels_of(rows);
-    int64_t row_bytes = bytes ? padded : I * (int64_t)sizeof(float);
+    int64_t steps = steps_of(weight->kind, I), row_bytes = bytes ? padded : steps * (int64_t)sizeof(float);
     int64_t in_block = ROW_BLOCK_BYTES / (row_bytes * most) + 1;
     if (in_block > tiles) in_block = tiles;
     int failed = 0;
@@ -297,13 +321,14 @@ int64_t product(const Weight *weight, const float *x_TI, int64_t x_step, const f
             int64_t last = block + in_block < tiles ? block + in_block : tiles, start = block * T / tiles;
             for (int64_t b = block; block_x && b < last; b++) {
                 int64_t first = b * T / tiles, end = (b + 1) * T / tiles;
-                transpose(x_TI + first * x_step, x_step, block_x + (first - start) * I, end - first, I);
+                (weight->kind == PAIRS ? transpose_pairs : transpose)(
+                    x_TI + first * x_step, x_step, block_x + (first - start) * steps, end - first, I);
             }
 #pragma omp for schedule(static) nowait
             for (int64_t p = 0; p < count; p += step)
                 for (int64_t b = block; b < last && (bytes || block_x); b++) {
                     int64_t first = b * T / tiles, end = (b + 1) * T / tiles;
-                    Input in = {block_x + (bytes ? 0 : (first - start) * I), scales + first * groups(I),
+                    Input in = {block_x + (bytes ? 0 : (first - start) * steps), scales + first * groups(I),
                                 (uint8_t *)rounded + first * padded};
                     of_kind[end - first](weight, (const char *)weight->panels + p * size, size, in,
                                          bias_O ? bias_O + p * P : 0, y_TO + first * O + p * P, O - p * P);

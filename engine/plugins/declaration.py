@@ -43,7 +43,7 @@ class Multiples(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 Sizes = tuple[int, ...] | Multiples
 Phase = Literal["prefill", "decode"]
 KVDtype = Literal["float32", "bfloat16", "float16", "int8", "fp8_e4m3"]
-InstructionSet = Literal["avx2", "avx512", "amx"]
+InstructionSet = Literal["avx2", "avx512", "amx", "neon"]
 Feature = Literal["soft_cap", "sinks", "layer_windows", "latents", "chunks"]
 FEATURES: Mapping[str, str] = {
     "soft_cap": "soft-capped scores",

@@ -7,12 +7,12 @@ import platform
 import statistics
 import time
 from collections.abc import Mapping
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from engine.host.contest import Contest
+from engine.host.cpuinfo import cpu_entry
 from engine.host.kept_results import KeptResults
 from engine.layers.packing import LinearKernel
 
@@ -37,7 +37,7 @@ class LinearRace:
         shapes = self._measured(shapes)
         if not shapes:
             return {}
-        processor = _processor(self._device)
+        processor = processor_name(self._device)
         holds_for = (sorted(kernels), shapes, str(self._dtype), torch.get_num_threads(), str(torch.__version__))
         kept = KeptResults("linear kernels", processor, holds_for, dict[str, float])
         known = kept.load()
@@ -95,13 +95,8 @@ class _Plain:
         return torch.nn.functional.linear(x_TI, self._weight_OI, bias_O)
 
 
-def _processor(device: torch.device) -> str:
+def processor_name(device: torch.device) -> str:
     """Return the name of the GPU, or of the CPU with the instruction set that torch's kernels use."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return f"{names[0] if names else platform.processor()} {torch.backends.cpu.get_cpu_capability()}"
+    return f"{cpu_entry('model name') or platform.processor()} {torch.backends.cpu.get_cpu_capability()}"

@@ -25,6 +25,7 @@ from engine.execution.runner import ModelRunner
 from engine.execution.step_threads import StepThreads, TimedSteps
 from engine.graphs.passes import build_passes
 from engine.graphs.rank import RankGraphs, StepParts
+from engine.host.kept_results import KeptResults
 from engine.host.stages import Stages
 from engine.kernels.cpu import CPUKernels, cpu_kernels
 from engine.layers.comm import Comm
@@ -47,6 +48,7 @@ from engine.sampling.processing import Processing
 from engine.sampling.sampler import Sampler
 from engine.startup.features import rank_features
 from engine.startup.invariance import prove_decodes, prove_invariance, require_provable
+from engine.startup.linear_race import processor_name
 from engine.startup.linears import choose_linears
 from engine.startup.memory import check_weights, report
 from engine.startup.model_steps import ModelSteps
@@ -303,7 +305,7 @@ def _new_runner(
         rows=parts.rows,
         constraints=constraints,
         sampler=parts.sampler,
-        eos_token_ids=start.spec.eos_token_ids if model.pooled_head is None else (),
+        eos_token_ids=start.spec.eos_token_ids if model.task_head is None else (),
         features=(*features, TimedSteps(parts.rows, threads)) if threads is not None and timed else features,
     )
 
@@ -381,7 +383,7 @@ def _step_threads(
 
     Invariant numerics are proved with one number of threads, and a model that pools runs no decode steps."""
     config, choices = start.config, loaded.thread_choices
-    if not choices or start.invariant or parts.model.pooled_head is not None:
+    if not choices or start.invariant or parts.model.task_head is not None:
         return None
     steps, greedy = ModelSteps(parts.model, parts.pool, parts.attention, parts.sampler), SamplingParams(temperature=0.0)
     length, most_rows = min(start.max_len, RACE_CONTEXT), config.scheduler.max_running
@@ -394,4 +396,6 @@ def _step_threads(
         else:
             steps.run(lengths, np.ones(rows, dtype=np.int32), rows, greedy)
 
-    return StepThreads(choices, ThreadRace(start.comm, step).run(choices))
+    holds_for = (choices, start.spec.shape, start.config.model.quantization, str(start.dtype), str(torch.__version__))
+    kept = KeptResults("threads", processor_name(start.device), holds_for, int)
+    return StepThreads(choices, ThreadRace(start.comm, step, kept=kept).run(choices))

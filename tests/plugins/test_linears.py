@@ -472,15 +472,19 @@ def test_panels_keep_what_they_do_not_round_as_halves_and_round_the_head_least()
         expected = x.double() @ weight.double().T
         return float((kernel.pack(weight)(x, None) - expected).norm() / expected.norm())
 
-    exact, asked, bytes_ = (
-        panels.callboard_linear(replace(CPU, quantization=one)) for one in ("none", "float16", "int8")
+    exact, asked, pairs, bytes_ = (
+        panels.callboard_linear(replace(CPU, quantization=one)) for one in ("none", "float16", "bfloat16", "int8")
     )
     assert exact.pack(weight.bfloat16().float()).weight.kind == PanelKind.UPPER_HALVES
     assert exact.pack((weight * 1e-3).half().float()).weight.kind == PanelKind.HALVES
     assert exact.pack(weight).weight.kind == PanelKind.FLOATS
     assert asked.pack(weight).weight.kind == PanelKind.HALVES
     assert asked.pack(weight * 1e5).weight.kind == PanelKind.FLOATS
+    halves = PanelKind.PAIRS if products().has_pairs else PanelKind.UPPER_HALVES
+    assert pairs.pack(weight).weight.kind == halves
     assert exact.head is exact
+    assert off(pairs) < 4e-3
+    assert off(pairs.head) < 1e-6
     assert off(bytes_.head) < 0.7 * off(bytes_)
     assert off(exact) < 1e-6
 

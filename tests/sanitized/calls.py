@@ -183,9 +183,11 @@ def product(dice: Random) -> None:
     found_TO = _with_little_memory(dice, lambda: weight(x_TI, bias_O))
     expected_TO = x_TI.double() @ weight_OI.double().T + (0 if bias_O is None else bias_O.double())
     terms_TO = x_TI.double().abs() @ weight_OI.double().abs().T + 1
-    bound_TO = (
-        terms_TO * inputs * 2**-23 if kind < PanelKind.BYTES else _rounded_by(x_TI, weight_OI, kind) + terms_TO * 1e-5
-    )
+    bound_TO = terms_TO * inputs * 2**-23
+    if kind is PanelKind.PAIRS:
+        bound_TO += terms_TO * 2**-7.9  # half a unit of 8 bits of each factor; numbers near 0 may be 0
+    elif kind >= PanelKind.BYTES:
+        bound_TO = _rounded_by(x_TI, weight_OI, kind) + terms_TO * 1e-5
     plain_TO = ~odd_T[:, None] & ~odd_O & (terms_TO < 1e37)
     close(found_TO[plain_TO], expected_TO[plain_TO], bound_TO[plain_TO])
 

@@ -14,7 +14,6 @@ from random import Random
 import torch
 
 from engine.kernels import attention, compiled
-from engine.models import loader
 from tests.sanitized.calls import CALLS
 from tests.sanitized.models import decode
 from tests.sanitized.sanitizers import compile_for, environment
@@ -25,7 +24,6 @@ GRACE_S = 300.0  # to import, compile and end
 def run(level: str, seconds: float, first: int) -> None:
     """In a process that has the sanitizers.  Each case follows from its seed, which is printed before it runs."""
     compile_for(level)
-    loader.DUMMY_SCALE = 0.3  # so that an error is seen in the logits
     assert compiled.compiled() is not None, "the kernels were not compiled"
     end, seed, cases = time.monotonic() + seconds, first, (*CALLS, decode)
     while time.monotonic() < end or seed < first + len(cases):

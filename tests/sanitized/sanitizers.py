@@ -16,7 +16,9 @@ from pathlib import Path
 import torch
 
 from engine.kernels import compiled, panels
+from engine.kernels.levels import LEVELS, Level, levels_here
 from engine.settings.own_kernels import c_compiler
+from tests.kernels.emulation import emulated
 
 HEADER = Path(__file__).parent / "memory.h"
 # -O1 compiles in seconds, and stays behind what a source says of itself.
@@ -30,7 +32,6 @@ OPTIONS = {
     "ASAN_OPTIONS": "detect_leaks=0:max_malloc_fill_size=1073741824:malloc_fill_byte=255:handle_segv=0",
     "UBSAN_OPTIONS": "print_stacktrace=1",
 }
-LEVELS = ("DEFAULT", *compiled.LEVELS)
 
 
 @cache
@@ -63,15 +64,17 @@ def _libraries(compiler: list[str]) -> list[str]:
     return [subprocess.run(one, capture_output=True, text=True, check=True).stdout.strip() for one in asked]
 
 
-def levels() -> tuple[str, ...]:
-    """Kinds of vectors that this CPU has, from none to the widest."""
-    widest = torch.backends.cpu.get_cpu_capability()
-    return LEVELS[: LEVELS.index(widest) + 1] if widest in LEVELS else LEVELS[:1]
+def levels() -> tuple[Level, ...]:
+    """Kinds of CPUs of which this one is, or can act, from one without vectors to the widest."""
+    here = levels_here(torch.backends.cpu.get_cpu_capability())
+    acted = [one for one in map(emulated, set(LEVELS) - set(here)) if one is not None and one.needs <= here[0].needs]
+    return (*here[::-1], *acted)
 
 
 def compile_for(level: str) -> None:
     """All kernels that this process calls are from now on of this level, and sanitized."""
-    torch.backends.cpu.get_cpu_capability = lambda: level
+    (chosen,) = (one for one in levels() if one.name == level)
+    compiled.levels_here = lambda capability: [chosen]
     compiled.SOURCES = {name: (*flags, *FLAGS) for name, flags in compiled.SOURCES.items()}
     # A panel that ends with its memory: a read behind it is seen.
     panels.ALIGNMENT = 1

@@ -1,4 +1,4 @@
-"""Products by callboard's own C, with weights in panels of outputs, as exact as float32 or rounded to int8 in groups.
+"""Products by callboard's own C, with weights in panels of outputs, as exact as float32, or rounded.
 
 Legend: T rows of the input · I input features · O output features
 A product of a small weight takes a few microseconds, where library operators take ten to forty before they multiply.
@@ -19,12 +19,12 @@ CALLBOARD_PLUGIN = {
     "api": 1,
     "devices": ["cpu"],
     "dtypes": ["float32"],
-    "quantizations": ["none", "float16", "int8"],
-    "instruction_sets": ["avx2"],
+    "quantizations": ["none", "float16", "bfloat16", "int8"],
+    "instruction_sets": ["avx2", "neon"],
     "invariant": True,
 }
 LOWER_HALF = 0xFFFF  # of a float32, whose upper half is a bfloat16
-ELEMENT_BYTES = {"none": 4.0, "float16": 2.0, "int8": 1.07}  # at most, with scales
+ELEMENT_BYTES = {"none": 4.0, "float16": 2.0, "bfloat16": 2.0, "int8": 1.07}  # at most, with scales
 
 
 class Panels:
@@ -48,10 +48,13 @@ class Panels:
 
     @property
     def head(self) -> "Panels":
-        """The kernel for the LM head, whose rounding matters most: if layers are rounded, it has twice the bits."""
-        return (
-            Panels(self._functions, PanelKind.FINE_BYTES, self.element_bytes) if self._kind == PanelKind.BYTES else self
-        )
+        """The kernel for the LM head, whose rounding matters most: if inputs are rounded, it has twice the bits."""
+        finer: dict[PanelKind | None, PanelKind | None] = {
+            PanelKind.BYTES: PanelKind.FINE_BYTES,
+            PanelKind.PAIRS: None,
+            PanelKind.UPPER_HALVES: None,
+        }
+        return Panels(self._functions, finer[self._kind], self.element_bytes) if self._kind in finer else self
 
 
 def _is_bfloat16(weight_OI: Tensor) -> bool:
@@ -68,5 +71,7 @@ def callboard_linear(context: LinearContext) -> Panels:
             "linear.panels: its kernels are compiled on this machine, but are not (no C compiler, no AVX2 and F16C, or "
             "CALLBOARD_KERNELS=torch); install one (cc, or CC), or set plugins.linear to another kernel"
         )
-    kinds = {"none": None, "float16": PanelKind.HALVES, "int8": PanelKind.BYTES}
+    # Without an instruction for it, rounding the input would cost time and gain nothing.
+    halves = PanelKind.PAIRS if functions.has_pairs else PanelKind.UPPER_HALVES
+    kinds = {"none": None, "float16": PanelKind.HALVES, "bfloat16": halves, "int8": PanelKind.BYTES}
     return Panels(functions, kinds[context.quantization], ELEMENT_BYTES[context.quantization])

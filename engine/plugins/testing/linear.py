@@ -26,9 +26,9 @@ Hook = Callable[[LinearContext], LinearKernel | None]
 DTYPES = ("float32", "bfloat16", "float16")
 # Largest relative error, in the L2 norm over a row, of a product in a dtype and of one with rounded weights.
 DTYPE_ERRORS = {"float32": 3e-6, "bfloat16": 1e-2, "float16": 1.5e-3}
-ERRORS = {"none": 0.0, "float16": 5e-4, "int8": 4e-2, "fp8": 6e-2, "int4": 0.15}
+ERRORS = {"none": 0.0, "float16": 5e-4, "bfloat16": 5e-3, "int8": 4e-2, "fp8": 6e-2, "int4": 0.15}
 OTHER_ERROR = 0.2  # of a quantization that is not listed
-BYTES = {"float16": 2.0, "int8": 1.0, "fp8": 1.0, "int4": 0.625}  # of an element
+BYTES = {"float16": 2.0, "bfloat16": 2.0, "int8": 1.0, "fp8": 1.0, "int4": 0.625}  # of an element
 # outputs, inputs: square, wide and tall ones of convenient sizes, and one of odd sizes.
 SHAPES = ((64, 64), (48, 256), (512, 96), (37, 80))
 ROWS = (1, 2, 3, 4, 7, 8, 16, 17, 64, 200)
