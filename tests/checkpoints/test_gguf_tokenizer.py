@@ -98,6 +98,13 @@ def test_every_digit_is_a_piece_for_smollm(tmp_path: Path) -> None:
     assert pieces == ["in", "Ġ", "2", "0", "2", "4", "Ġx"]
 
 
+def test_digits_and_ideographs_are_pieces_for_deepseek(tmp_path: Path) -> None:
+    ours = _read(_write(tmp_path / "model.gguf", byte_level(), pre="deepseek-v3"))
+    text = "abc12345 中文字x!foo"
+    pieces = [text[start:end] for _, (start, end) in ours.pre_tokenizer.pre_tokenize_str(text)]
+    assert pieces == ["abc", "123", "45", " ", "中文字", "x", "!foo"]
+
+
 def test_composed_characters_are_read_alike(tmp_path: Path) -> None:
     ours = _read(_write(tmp_path / "model.gguf", byte_level(), pre="qwen2"))
     assert _ids(ours, "cafe\u0301") == _ids(ours, "café")

@@ -31,7 +31,29 @@ from tests.formats.stored import (
 from tests.models.conftest import load
 
 BLOCKS = FP8 | {"weight_block_size": [24, 40]}
-STATIC = FP8 | {"activation_scheme": "static", "weight_block_size": None}
+FP8_BLOCKS = float8((24, 40), "weight_scale_inv")
+KIMI = {"model_type": "kimi_k2"}
+THINKING = compressed("pack-quantized", **INT4) | {"ignore": ["re:.*self_attn.*"]}
+# Model -> the variant, how its matrices are stored, quantization_config, the matrices left as they are, other settings.
+AS_PUBLISHED: dict[str, tuple[str, Store, dict, str, dict]] = {
+    "DeepSeek V3.1": ("deepseek-v3", FP8_BLOCKS, BLOCKS | {"scale_fmt": "ue8m0"}, "lm_head", {}),
+    "DeepSeek V3.2": ("deepseek-v32", FP8_BLOCKS, BLOCKS | {"scale_fmt": "ue8m0"}, "lm_head", {}),
+    "Kimi K2": ("deepseek-v3", FP8_BLOCKS, BLOCKS, "lm_head", KIMI),
+    "Kimi K2 Thinking": ("deepseek-v3", packed(), THINKING, "self_attn", KIMI),
+    "MiniMax M2": ("minimax-m2", FP8_BLOCKS, BLOCKS | {"activation_scheme": "dynamic"}, "gate.", {}),
+    "Ministral 3": (
+        "ministral3",
+        float8((0, 0), "weight_scale_inv"),
+        FP8 | {"activation_scheme": "static", "weight_block_size": None},
+        "lm_head",
+        {},
+    ),
+    "Qwen2.5 AWQ": ("qwen2", awq, AWQ, "lm_head", {}),
+    "Qwen2.5 GPTQ": ("qwen2", gptq(), GPTQ, "lm_head", {}),
+    "Qwen3 AWQ": ("qwen3", awq, AWQ, "lm_head", {}),
+    "Qwen3 FP8": ("qwen3", FP8_BLOCKS, BLOCKS, "lm_head", {}),
+    "Qwen3 MoE FP8": ("qwen3-moe", FP8_BLOCKS, BLOCKS, "lm_head", {}),
+}
 PROMPT = [5, 17, 200, 3, 99, 41, 7]
 
 
@@ -64,40 +86,16 @@ def test_merged_weights_and_those_of_experts_are_read(variant: str, tmp_path: Pa
     assert_equal(directory, reference)
 
 
-@pytest.mark.parametrize(
-    ("kind", "store", "config", "skip"),
-    [
-        ("deepseek_v3", float8((24, 40), "weight_scale_inv"), BLOCKS | {"scale_fmt": "ue8m0"}, "lm_head"),
-        ("kimi_k2", float8((24, 40), "weight_scale_inv"), BLOCKS, "lm_head"),
-        ("kimi_k2", packed(), compressed("pack-quantized", **INT4) | {"ignore": ["re:.*self_attn.*"]}, "self_attn"),
-    ],
-)
-def test_deepseek_v3_and_kimi_k2_are_read_as_they_are_published(
-    kind: str, store: Store, config: dict, skip: str, tmp_path: Path
-) -> None:
-    """V3.1 has float8, K2 Thinking int4, and both a model_type of their own or layers behind the last."""
-    directory, reference = write(tmp_path, store, config, variant="deepseek-v3", skip=skip)
-    path = directory / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"model_type": kind, "num_nextn_predict_layers": 1}))
-    tensors = load_file(directory / "model.safetensors")
-    further = {f"model.layers.3.{name}.weight": torch.zeros(4) for name in ("enorm", "eh_proj", "shared_head.norm")}
-    save_file(tensors | further, directory / "model.safetensors")
-    assert_equal(directory, reference)
-
-
-@pytest.mark.parametrize(
-    ("variant", "store", "config", "skip"),
-    [
-        ("minimax-m2", float8((24, 40), "weight_scale_inv"), BLOCKS | {"activation_scheme": "dynamic"}, "gate."),
-        ("ministral3", float8((0, 0), "weight_scale_inv"), STATIC, "lm_head"),
-        ("hunyuan", packed(), compressed("pack-quantized", **INT4), "lm_head"),
-        ("mistral-no-window", awq, AWQ, "lm_head"),
-    ],
-)
-def test_families_are_read_in_the_formats_of_their_files(
-    variant: str, store: Store, config: dict, skip: str, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("name", AS_PUBLISHED)
+def test_models_are_read_as_they_are_published(name: str, tmp_path: Path) -> None:
+    variant, store, config, skip, model_type = AS_PUBLISHED[name]
     directory, reference = write(tmp_path, store, config, variant=variant, skip=skip)
+    if variant.startswith("deepseek"):  # which has layers behind the last
+        path = directory / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"num_nextn_predict_layers": 1} | model_type))
+        tensors = load_file(directory / "model.safetensors")
+        further = {f"model.layers.3.{name}.weight": torch.zeros(4) for name in ("enorm", "eh_proj", "shared_head.norm")}
+        save_file(tensors | further, directory / "model.safetensors")
     assert_equal(directory, reference)
 
 

@@ -258,6 +258,23 @@ LATER: dict[str, tuple[str, dict[str, Any]]] = {
             "index_n_heads": 2,
         },
     ),
+    "glm4-moe-lite": (
+        "Glm4MoeLite",
+        {**LATENT_SIZES, "q_lora_rank": 24, "n_routed_experts": 6, "n_shared_experts": 1, "rope_parameters": YARN},
+    ),
+    "glm-moe-dsa": (
+        "GlmMoeDsa",
+        {
+            **LATENT_SIZES,
+            "q_lora_rank": 24,
+            "n_routed_experts": 6,
+            "n_shared_experts": 1,
+            "index_topk": 128,
+            "index_head_dim": 16,
+            "index_n_heads": 2,
+            "indexer_types": ["full", "shared", "full"],
+        },
+    ),
     "llama4": (
         "Llama4",
         {

@@ -34,6 +34,11 @@ NVFP4 = {"quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP
 LLAMA, QWEN2, QWEN3 = ("LlamaForCausalLM", "llama"), ("Qwen2ForCausalLM", "qwen2"), ("Qwen3ForCausalLM", "qwen3")
 QWEN3_MOE, DEEPSEEK = ("Qwen3MoeForCausalLM", "qwen3_moe"), ("DeepseekV3ForCausalLM", "deepseek_v3")
 MISTRAL3, GEMMA3 = "Mistral3ForConditionalGeneration", "Gemma3ForConditionalGeneration"
+LONGROPE = {
+    "rope_scaling": {"type": "longrope", "short_factor": [1.0] * 48, "long_factor": [2.0] * 48},
+    "original_max_position_embeddings": 4096,
+    "max_position_embeddings": 131072,
+}
 HYBRID = ["linear_attention", "linear_attention", "linear_attention", "full_attention"]
 Kind = tuple[str, str] | tuple[str, str, str]
 # Name -> architecture, model_type, and for a model that reads images the model_type of its text part; further settings.
@@ -83,6 +88,9 @@ CHECKPOINTS: dict[str, tuple[Kind, dict[str, Any]]] = {
     "Qwen/Qwen3-VL-235B-A22B-Instruct": (
         ("Qwen3VLMoeForConditionalGeneration", "qwen3_vl_moe", "qwen3_vl_moe_text"), {}
     ),
+    "Qwen/Qwen3-Omni-30B-A3B-Instruct": (
+        ("Qwen3OmniMoeForConditionalGeneration", "qwen3_omni_moe", "qwen3_omni_moe_text"), {}
+    ),
     "google/gemma-2-2b-it": (("Gemma2ForCausalLM", "gemma2"), {}),
     "google/gemma-2-9b-it": (("Gemma2ForCausalLM", "gemma2"), {}),
     "google/gemma-3-270m-it": (("Gemma3ForCausalLM", "gemma3_text"), {}),
@@ -101,12 +109,15 @@ CHECKPOINTS: dict[str, tuple[Kind, dict[str, Any]]] = {
     "mistralai/Mixtral-8x7B-Instruct-v0.1": (("MixtralForCausalLM", "mixtral"), {"sliding_window": None}),
     "mistralai/Mistral-Small-3.2-24B-Instruct-2506": ((MISTRAL3, "mistral3", "mistral"), {"sliding_window": None}),
     "mistralai/Ministral-3-8B-Instruct-2512": ((MISTRAL3, "mistral3", "ministral3"), STATIC_FP8),
+    "mistralai/Mistral-Small-4-119B-2603": ((MISTRAL3, "mistral3", "mistral4"), {}),
     "openai/gpt-oss-20b": (("GptOssForCausalLM", "gpt_oss"), MXFP4),
     "openai/gpt-oss-120b": (("GptOssForCausalLM", "gpt_oss"), MXFP4),
     "openai-community/gpt2": (("GPT2LMHeadModel", "gpt2"), {}),
     "microsoft/phi-4": (("Phi3ForCausalLM", "phi3"), {}),
-    "microsoft/Phi-3.5-mini-instruct": (("Phi3ForCausalLM", "phi3"), {}),
-    "microsoft/Phi-4-mini-instruct": (("Phi3ForCausalLM", "phi3"), {"partial_rotary_factor": 0.75}),
+    "microsoft/Phi-3.5-mini-instruct": (("Phi3ForCausalLM", "phi3"), LONGROPE),
+    "microsoft/Phi-4-mini-instruct": (
+        ("Phi3ForCausalLM", "phi3"), {"partial_rotary_factor": 0.75, "num_attention_heads": 24, **LONGROPE}
+    ),
     "microsoft/phi-2": (("PhiForCausalLM", "phi"), {}),
     "HuggingFaceTB/SmolLM2-135M-Instruct": (LLAMA, {"tie_word_embeddings": True}),
     "HuggingFaceTB/SmolLM3-3B": (("SmolLM3ForCausalLM", "smollm3"), {}),
@@ -152,6 +163,58 @@ CHECKPOINTS: dict[str, tuple[Kind, dict[str, Any]]] = {
     "OpenGVLab/InternVL3-8B-hf": (("InternVLForConditionalGeneration", "internvl", "qwen2"), {}),
     "llava-hf/llava-1.5-7b-hf": (("LlavaForConditionalGeneration", "llava", "llama"), {}),
 }  # fmt: skip
+# Architecture, and how weights are stored -> the test of a tiny checkpoint in that layout.
+PROOFS = {
+    "LlamaForCausalLM": "published[Llama 3.1]",
+    "Llama4ForConditionalGeneration": "text_part[Llama4]",
+    "Qwen2ForCausalLM": "families[qwen2-tied-upper-window]",
+    "Qwen2ForCausalLM awq": "quantized[Qwen2.5 AWQ]",
+    "Qwen2ForCausalLM gptq": "quantized[Qwen2.5 GPTQ]",
+    "Qwen3ForCausalLM": "families[qwen3-yarn-bias]",
+    "Qwen3ForCausalLM awq": "quantized[Qwen3 AWQ]",
+    "Qwen3ForCausalLM fp8": "quantized[Qwen3 FP8]",
+    "Qwen3MoeForCausalLM": "published[Qwen3 MoE]",
+    "Qwen3MoeForCausalLM fp8": "quantized[Qwen3 MoE FP8]",
+    "Qwen2_5_VLForConditionalGeneration": "text_part[Qwen2_5_VL]",
+    "Qwen3VLForConditionalGeneration": "text_part[Qwen3VL]",
+    "Qwen3VLMoeForConditionalGeneration": "text_part[Qwen3VLMoe]",
+    "Qwen3OmniMoeForConditionalGeneration": "text_part[thinker]",
+    "DeepseekV2ForCausalLM": "families[deepseek-v2]",
+    "DeepseekV3ForCausalLM fp8": "quantized[DeepSeek V3.1]",
+    "DeepseekV3ForCausalLM compressed-tensors": "quantized[Kimi K2 Thinking]",
+    "DeepseekV32ForCausalLM fp8": "quantized[DeepSeek V3.2]",
+    "Gemma2ForCausalLM": "families[gemma2]",
+    "Gemma3ForCausalLM": "families[gemma3]",
+    "Gemma3ForConditionalGeneration": "text_part[Gemma3]",
+    "Gemma3nForConditionalGeneration": "text_part[gemma3n_text]",
+    "Gemma4ForConditionalGeneration": "text_part[gemma4_text]",
+    "MistralForCausalLM": "families[mistral-window]",
+    "MixtralForCausalLM": "families[mixtral]",
+    "Mistral3ForConditionalGeneration": "text_part[Mistral3]",
+    "Mistral3ForConditionalGeneration fp8": "quantized[Ministral 3]",
+    "GptOssForCausalLM mxfp4": "mxfp4[published]",
+    "GPT2LMHeadModel": "families[gpt2]",
+    "Phi3ForCausalLM": "published[Phi-4-mini]",
+    "SmolLM3ForCausalLM": "families[smollm3]",
+    "Glm4ForCausalLM": "families[glm4]",
+    "Glm4MoeForCausalLM": "published[GLM-4.5]",
+    "Glm4MoeLiteForCausalLM": "families[glm4-moe-lite]",
+    "GlmMoeDsaForCausalLM": "families[glm-moe-dsa]",
+    "MiniMaxM2ForCausalLM fp8": "quantized[MiniMax M2]",
+    "Olmo2ForCausalLM": "families[olmo2]",
+    "Olmo3ForCausalLM": "published[OLMo 3]",
+    "GraniteForCausalLM": "families[granite]",
+    "GraniteMoeHybridForCausalLM": "published[Granite 4]",
+    "Exaone4ForCausalLM": "published[EXAONE 4]",
+    "Ernie4_5ForCausalLM": "published[ERNIE 4.5]",
+    "HunYuanDenseV1ForCausalLM": "published[Hunyuan]",
+    "ApertusForCausalLM": "published[Apertus]",
+    "NemotronForCausalLM": "published[Nemotron]",
+    "CohereForCausalLM": "families[cohere]",
+    "SeedOssForCausalLM": "families[seed-oss]",
+    "InternVLForConditionalGeneration": "text_part[InternVL]",
+    "LlavaForConditionalGeneration": "text_part[Llava]",
+}
 SMALLER = {"num_hidden_layers": NUM_LAYERS, "n_layer": NUM_LAYERS, "n_routed_experts": 8, "num_local_experts": 8}
 SMALLER |= {"num_experts": 8, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "num_kv_shared_layers": 0}
 
@@ -181,6 +244,13 @@ def answer(name: str, directory: Path) -> str:
     except CallboardError as error:
         reason = str(error).rpartition("config.json: ")[2].removeprefix("text_config: ")
         return f"refused: {reason.partition(', expected one of Cohere')[0]}"
+
+
+def proof_of(name: str, said: str) -> str:
+    """Return the test that proves an answer; '' for a refusal, and for what only transformers computes."""
+    (architecture, *_), changes = CHECKPOINTS[name]
+    method = changes.get("quantization_config", {}).get("quant_method", "")
+    return "" if said.startswith("refused") else PROOFS.get(f"{architecture} {method}".strip(), "")
 
 
 def answers(directory: Path) -> dict[str, str]:

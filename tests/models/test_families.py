@@ -19,8 +19,12 @@ from engine.plugins.manager import BUILTIN
 from engine.plugins.model.transformers import callboard_model
 from engine.plugins.proof.findings import ConformanceError
 from engine.plugins.testing.model import check_model
+from tests.checkpoints import test_text_part
+from tests.formats import test_quantized
+from tests.formats.stored import FORMATS
+from tests.models import test_published
 from tests.models.checkpoints import LATER, NOT_PLAIN, build
-from tests.models.hub import CHECKPOINTS, answers
+from tests.models.hub import CHECKPOINTS, answers, proof_of
 from tests.models.through_transformers import KINDS, architecture_of, build_kind, has_experts, num_ranks
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
@@ -47,11 +51,15 @@ written by `python -m tests.models.test_families`.
   experts to divide.
 - DeepSeek keeps one latent for each token and layer in the place of keys and values (V3: 576 numbers, not 40,960),
   whole on every rank. Prompts are computed on latents as well. The extra layers of V3 that predict several tokens are
-  not read.
+  not read. In DeepSeek V3.2 and GLM-5 a query sees the `index_topk` tokens (2,048) that an indexer chooses: up to so
+  many tokens these are all of them, so a sequence ends there, and the indexer is not read.
+- Llama 4's layers with positions see chunks of 8,192 tokens, which `attention.torch` computes for any page size that
+  divides them; the other attention backends are refused by name.
 - Quantized checkpoints (AWQ, GPTQ, compressed-tensors, fp8: [checkpoints.md](checkpoints.md#quantized-weights))
-  are read for all families but GPT-2, whose matrices lie as [inputs, outputs], and gpt-oss, whose experts lie in one
-  tensor: these two are refused at start. MXFP4 is for gpt-oss. GGUF files, of one file each, are read for Llama,
-  Mistral, Mixtral, Qwen2, Qwen3 with and without experts, Gemma 2 and 3, OLMo 2, Granite 3, SmolLM3 and ERNIE 4.5.
+  are read for all families but GPT-2, whose matrices lie as [inputs, outputs], and gpt-oss, Llama 4 and Mistral 4, whose
+  experts lie in one tensor: these are refused at start. MXFP4 is for gpt-oss. GGUF files are read for all families but
+  GPT-2, Mistral 4, DeepSeek V3.2, GLM-4.7-Flash and GLM-5, with experts in any type of blocks
+  (`pytest tests/formats/test_gguf_families.py`).
   `model.quantization` rounds the layers of every family at load, but not the routers of experts.
 - Soft-capped scores (Gemma 2), attention sinks (gpt-oss) and latents (DeepSeek) need `attention.triton` or
   `attention.torch`, which `auto` then takes; the other backends are refused by name.
@@ -73,9 +81,9 @@ TEXT_PART = """
 
 Of these the text decoder is served as that decoder would be alone, by its own family or through transformers, or it is
 refused; the log names the parts that are not read, and a request with an image, sound or video ends with 400. The
-decoders of Gemma 3, Gemma 3n, Gemma 4, InternVL, LLaVA, Mistral 3, Ministral 3, Qwen2-VL, Qwen2.5-VL, Qwen3-VL (with
-and without experts) and Qwen3-Omni are checked on tiny checkpoints in the published layout, by
-`pytest tests/checkpoints/test_text_part.py`.
+decoders of Gemma 3, Gemma 3n, Gemma 4, InternVL, Llama 4, LLaVA, Mistral 3, Ministral 3, Mistral 4, Qwen2-VL,
+Qwen2.5-VL, Qwen3-VL (with and without experts) and Qwen3-Omni are checked on tiny checkpoints in the published layout,
+by `pytest tests/checkpoints/test_text_part.py`.
 
 | architecture | its decoder |
 |---|---|"""
@@ -84,10 +92,14 @@ NAMED = """
 
 `callboard models CHECKPOINT` says of any checkpoint how it is served, from its `config.json` alone; of a name on the
 hub it downloads no weights. Its answers for many that are downloaded most, by the settings that decide them
-(`tests/models/hub.py`), with transformers 5.23:
+(`tests/models/hub.py`), with transformers 5.23.  Most name the test that compares a tiny checkpoint in the same layout
+with transformers, token for token or by its logits in float32: `families` is
+`tests/models/test_families.py::test_the_reference_and_the_family_agree`, `published` is
+`tests/models/test_published.py`, `text_part` is `tests/checkpoints/test_text_part.py`, `quantized` is
+`tests/formats/test_quantized.py`, `mxfp4` is `tests/formats/test_mxfp4.py`; `pytest FILE -k NAME` runs one.
 
-| checkpoint | architecture | served |
-|---|---|---|"""
+| checkpoint | architecture | served | checked by |
+|---|---|---|---|"""
 THROUGH = """
 ## Through transformers
 
@@ -115,20 +127,6 @@ Checked like the families above, on one tiny checkpoint each:
 FAMILIES = {
     name: module for name, module in BUILTIN.items() if name.startswith("model.") and name != "model.transformers"
 }
-# Their CPU form picks experts by value.
-WITH_EXPERTS = (
-    "mixtral",
-    "qwen3-moe",
-    "gpt-oss",
-    "deepseek-v2",
-    "deepseek-v3",
-    "glm4-moe",
-    "minimax-m2",
-    "mistral4",
-    "deepseek-v32",
-    "llama4",
-    "llama4-one-expert",
-)
 CHECKED = ["llama", "mistral-window", "qwen2-tied-upper-window", "qwen3-yarn-bias", "seed-oss", *NOT_PLAIN, *LATER]
 
 
@@ -147,7 +145,7 @@ def hook_of(architecture: str) -> Callable[..., DecoderShape]:
 @pytest.mark.parametrize("variant", CHECKED)
 def test_the_reference_and_the_family_agree(variant: str, tmp_path: Path):
     reference = build(variant)
-    check_model(hook_of(type(reference).__name__), reference, tmp_path, captured=variant not in WITH_EXPERTS)
+    check_model(hook_of(type(reference).__name__), reference, tmp_path, captured=not has_experts(reference))
 
 
 def test_every_family_is_among_them():
@@ -170,9 +168,20 @@ def render(passed: list[str], through: list[str], checkpoints: dict[str, str]) -
     for name, decoders in sorted(TEXT_PARTS.items()):
         own = dict.fromkeys(f"`{decoder}`" for decoder, _ in decoders.values())
         parts.append(f"| `{name}` | {', '.join(own)} |")
-    named = [f"| `{name}` | `{CHECKPOINTS[name][0][0]}` | {said} |" for name, said in checkpoints.items()]
+    named = [
+        f"| `{name}` | `{CHECKPOINTS[name][0][0]}` | {said} | {proof_of(name, said)} |"
+        for name, said in checkpoints.items()
+    ]
     sections = ([INTRODUCTION, *rows], [TEXT_PART, *parts], [NAMED, *named], [THROUGH, *others])
     return "\n".join([*itertools.chain.from_iterable(sections), ""])
+
+
+def test_what_a_checkpoint_names_is_a_test() -> None:
+    tests = {f"families[{variant}]" for variant in CHECKED} | {f"published[{kind}]" for kind in test_published.KINDS}
+    tests |= {f"text_part[{kind}]" for kind in (*test_text_part.KINDS, *test_text_part.THROUGH, "thinker")}
+    tests |= {f"quantized[{name}]" for name in (*FORMATS, *test_quantized.AS_PUBLISHED)} | {"mxfp4[published]"}
+    proofs = {name: proof_of(name, "natively") for name in CHECKPOINTS}
+    assert {name: proof for name, proof in proofs.items() if proof and proof not in tests} == {}
 
 
 @pytest.mark.slow
@@ -183,11 +192,11 @@ def test_the_page_has_what_passed(tmp_path: Path):
 
 def main() -> None:
     """Take every variant through the kit, and write the page with those that pass."""
-    passed = [
-        variant
-        for variant in CHECKED
-        if passes(hook_of(type(build(variant)).__name__), build(variant), variant not in WITH_EXPERTS)
-    ]
+    passed = []
+    for variant in CHECKED:
+        reference = build(variant)
+        if passes(hook_of(type(reference).__name__), reference, not has_experts(reference)):
+            passed.append(variant)
     through = []
     for kind in KINDS:
         reference = build_kind(kind)
@@ -198,7 +207,7 @@ def main() -> None:
 
 
 def passes(hook: Any, reference: Any, captured: bool, ranks: int = 2) -> bool:
-    """Whether a model passes the kit; what does not is printed."""
+    """Whether a model passes the kit; what does not is printed.  captured: the CPU form of experts cannot be."""
     with tempfile.TemporaryDirectory() as directory:
         try:
             check_model(hook, reference, Path(directory), ranks=ranks, captured=captured)

@@ -53,7 +53,7 @@ PLAIN = [
         "ministral", "nanochat", "olmo", "olmoe", "opt", "persimmon",
         "phi", "phimoe", "qwen2_moe", "solar_open", "stablelm", "starcoder2", "vaultgemma",
 ]  # fmt: skip
-LATENT = ["glm4_moe_lite", "minicpm3", "youtu"]
+LATENT = ["minicpm3", "youtu"]
 KINDS = [*PLAIN, *LATENT]
 
 
