@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from engine.kernels.compiled import FLAGS, FOLDER
 from engine.kernels.levels import LEVELS, Level, levels_here
+from engine.kernels.sources import FLAGS, FOLDER
 from engine.settings.own_kernels import c_compiler
 from tests.kernels.emulation import emulated
 

@@ -5,8 +5,8 @@ import subprocess
 
 import pytest
 
-from engine.kernels.compiled import FLAGS, FOLDER, SOURCES
 from engine.kernels.levels import LEVELS, levels_of
+from engine.kernels.sources import FLAGS, FOLDER, SOURCES
 from engine.settings.own_kernels import c_compiler
 
 HASWELL = "avx avx2 bmi1 bmi2 f16c fma"

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from engine.kernels import compiled, panels
+from engine.kernels import compiled, panels, sources
 from engine.kernels.levels import LEVELS, Level, levels_here
 from engine.settings.own_kernels import c_compiler
 from tests.kernels.emulation import emulated
@@ -75,7 +75,7 @@ def compile_for(level: str) -> None:
     """All kernels that this process calls are from now on of this level, and sanitized."""
     (chosen,) = (one for one in levels() if one.name == level)
     compiled.levels_here = lambda capability: [chosen]
-    compiled.SOURCES = {name: (*flags, *FLAGS) for name, flags in compiled.SOURCES.items()}
+    sources.SOURCES = {name: (*flags, *FLAGS) for name, flags in sources.SOURCES.items()}
     # A panel that ends with its memory: a read behind it is seen.
     panels.ALIGNMENT = 1
     # What torch makes and nobody writes is NaN.
