@@ -19,7 +19,8 @@ from engine.actors.runner import Runner
 from engine.config import Config
 from engine.control.engine_spec import EngineSpec
 from engine.control.system import System
-from engine.messages import Deltas, Logprobs, Step, StepDone, StepExtras
+from engine.messages import Deltas, Step, StepDone, StepExtras
+from engine.types.logprobs import Logprobs
 from engine.workers.executors import GenerationSettings
 from engine.workers.frontend import FrontendCommand
 from engine.workers.tokenizers import TokenizerPool

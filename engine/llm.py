@@ -27,9 +27,10 @@ from tqdm import tqdm
 from engine.actors.stream import Stream
 from engine.config import Config, build_config
 from engine.control.system import System
-from engine.messages import DEFAULT_OPTIONS, Delta, Finish, RequestOptions, TokenLogprobs, Usage
+from engine.messages import DEFAULT_OPTIONS, Delta, Finish, RequestOptions, Usage
 from engine.text.turns import read_turn
 from engine.types.errors import RequestError
+from engine.types.logprobs import TokenLogprobs
 from engine.types.params import SamplingParams
 from engine.types.prompt import Prompt
 
@@ -264,7 +265,7 @@ class LLM:
         outputs = []
         for prompt, delta in zip(prompts, deltas, strict=True):
             assert delta.usage is not None, "the last delta carries the usage"
-            data = requests.result(delta.pooled, dimensions=dimensions, activated=activated, task=task)
+            data = requests.result(delta.result, dimensions=dimensions, activated=activated, task=task)
             label = requests.label(data) if requests.pooling.labels else ""
             outputs.append(Pooled(prompt, data, label, delta.usage))
         return outputs

@@ -16,17 +16,8 @@ from typing import Final
 from msgspec import field
 
 from engine.types.errors import RequestError
-from engine.types.notices import (
-    EngineReady,
-    EngineRecovering,
-    ExecutorsLost,
-    ExecutorsReady,
-    Message,
-    Profile,
-    Stats,
-    TokenizersLost,
-    TokenizersReady,
-)
+from engine.types.logprobs import Logprobs, PromptLogprobs, TokenLogprobs
+from engine.types.notices import Message
 from engine.types.params import SamplingParams
 from engine.types.prompt import UNKNOWN_ORIGIN, ChatOptions, ChatTurn, Origin, RequestPart
 
@@ -71,7 +62,6 @@ class RequestOptions(Message, frozen=True, kw_only=True):
 
 DEFAULT_OPTIONS: Final = RequestOptions()
 RULED_OUT: Final = -2  # instead of a token, in ``StepDone``
-DRAFTED: Final = -1  # instead of a proposed token, in ``Step``: the executors' draft model is to say it
 
 
 class Tokenize(Message, frozen=True, kw_only=True):
@@ -100,7 +90,7 @@ class Abort(Message, frozen=True, kw_only=True):
 
 class Admit(Message, frozen=True, kw_only=True):
     """A tokenised request.  token_ids: int32[n], n >= 1.  num_resumed: how many of them, at the end, are output.
-    grammar_s: seconds in which its grammar was compiled.  parts: see ``RequestOptions``."""
+    parts: see ``RequestOptions``.  check_s: seconds in which the form of its output was checked."""
 
     request_id: int
     token_ids: bytes
@@ -110,21 +100,7 @@ class Admit(Message, frozen=True, kw_only=True):
     num_resumed: int = 0
     origin: Origin = UNKNOWN_ORIGIN
     parts: dict[str, RequestPart] = field(default_factory=dict)
-    grammar_s: float = 0.0
-
-
-# ---- changeover -> scheduler ----------------------------------------------------------------
-
-
-class Reconfigure(Message, frozen=True, kw_only=True):
-    """Plan with other settings from now on.
-
-    blueprint: a ``Blueprint`` as msgpack; empty if it stays as it is.
-    renews: the next executors get a new planner, which takes over the requests; otherwise the present planner goes on
-    with the settings."""
-
-    blueprint: bytes = b""
-    renews: bool = False
+    check_s: float = 0.0
 
 
 # ---- scheduler -> executors -----------------------------------------------------------------
@@ -145,25 +121,22 @@ class Admission(Message, frozen=True, kw_only=True):
     params: SamplingParams
 
 
-class FetchPages(Message, frozen=True, kw_only=True):
-    """Read pages from the store while steps run: as many as the store has in a row, from the first on.
+class FeatureRequest(Message, frozen=True, kw_only=True):
+    """Work for a feature's half on every rank, next to the steps.
 
-    parent: hash of the page before.  tokens: int32s of whole pages.  timeout_s: answer then with what has come."""
+    number: its answers have the same.  body: as the feature encodes it."""
 
-    fetch_id: int
-    parent: bytes
-    tokens: bytes
-    timeout_s: float
+    feature: str
+    number: int
+    body: bytes
 
 
 class Step(Message, frozen=True, kw_only=True):
     """One forward pass, as changes to the state that the executor holds.
 
-    Applied in order: the parts of features, admissions, writes to page tables and of proposed tokens, then the batch:
-    every decode row (one token each, its last sampled one), then every prefill segment.  Sampled: all decode rows, then
-    the last ``prefill_samples`` positions of each segment: 1 if the segment ends at the last known token, all if it is
-    the last known token with proposed ones after it.
-    A row that had proposed tokens in a step is a segment in the next step too, which gives its start."""
+    Applied in order: the parts of features, admissions, writes to page tables, then the batch: every decode row (one
+    token each, its last sampled one), then every prefill segment.  Sampled: all decode rows, then the last
+    ``prefill_samples`` positions of each segment, usually 1 if the segment ends at the last known token, else 0."""
 
     step_id: int
     admissions: tuple[Admission, ...] = ()
@@ -175,9 +148,6 @@ class Step(Message, frozen=True, kw_only=True):
     prefill_starts: bytes = b""  # int32[S]  first position of the segment
     prefill_lengths: bytes = b""  # int32[S]
     prefill_samples: bytes = b""  # int32[S]
-    proposed_rows: bytes = b""  # int32[K]  tokens that may follow the known ones, to be verified by what is sampled
-    proposed_positions: bytes = b""  # int32[K]
-    proposed_tokens: bytes = b""  # int32[K]  a token, or in all places ``DRAFTED``
     filled_pages: bytes = b""  # int32[F]  pages that parts fill with content that was computed before
     num_copied: int = 0  # pages that parts copy
     parts: dict[str, bytes] = field(default_factory=dict)  # of features, by name, as each encodes its own
@@ -186,29 +156,13 @@ class Step(Message, frozen=True, kw_only=True):
 # ---- executors -> scheduler -----------------------------------------------------------------
 
 
-class PagesFetched(Message, frozen=True, kw_only=True):
-    """A rank has so many of the pages that it was to fetch, and keeps them until a step uses or drops them."""
+class FeatureAnswer(Message, frozen=True, kw_only=True):
+    """One rank's answer to a ``FeatureRequest``."""
 
     rank: int
-    fetch_id: int
-    num_pages: int
-
-
-class Logprobs(Message, frozen=True, kw_only=True):
-    """Log probabilities of one sampled token, and of the k most likely or of those that the request names.
-
-    top_ids: int32[k], top_logprobs: float32[k], most likely first, or as they are named."""
-
-    logprob: float
-    top_ids: bytes = b""
-    top_logprobs: bytes = b""
-
-
-class PromptLogprobs(Message, frozen=True, kw_only=True):
-    """Log probabilities of prompt tokens in a row, from position ``first`` on."""
-
-    first: int
-    entries: tuple[Logprobs, ...]
+    feature: str
+    number: int
+    body: bytes
 
 
 class StepExtras(Message, frozen=True, kw_only=True):
@@ -217,20 +171,18 @@ class StepExtras(Message, frozen=True, kw_only=True):
     logprobs: of the token.
     prompt_logprobs: of the part of the prompt that the step computes; all parts come before the first token or with
     it, and a part may come again.
-    pooled: float32[n], a state or labels' logits.
-    failure: why a grammar has no token.
+    result: of a request that is more than tokens, as its reader of the prompt encodes it.
+    failure: why the row has no token.
     later_logprobs: of the row's other tokens.
-    drafted: int32[k], the draft model's proposals for the row; the requested number, or none.
-    num_proposed, num_accepted: proposals that the token settles: its own or all that it refutes, and right ones."""
+    num_accepted, num_rejected: tokens that were guessed before the token, right and wrong ones."""
 
     logprobs: Logprobs | None = None
     prompt_logprobs: PromptLogprobs | None = None
-    pooled: bytes = b""
+    result: bytes = b""
     failure: str = ""
     later_logprobs: tuple[Logprobs, ...] = ()
-    drafted: bytes = b""
-    num_proposed: int = 0
     num_accepted: int = 0
+    num_rejected: int = 0
 
 
 class StepDone(Message, frozen=True, kw_only=True):
@@ -238,8 +190,7 @@ class StepDone(Message, frozen=True, kw_only=True):
 
     token_ids: int32[N] as ``Step`` orders them; -1: the logits are not finite, ``RULED_OUT``: processors left no token.
     extras: row -> what it has beside a token; of prefills that sample nothing too.  note: why it took longer.
-    parts: of features, by name, as each encodes its own.
-    late: rows with a slow grammar whose next mask is not ready."""
+    parts: of features, by name, as each encodes its own."""
 
     rank: int
     step_id: int
@@ -247,7 +198,6 @@ class StepDone(Message, frozen=True, kw_only=True):
     extras: dict[int, StepExtras] = field(default_factory=dict)
     note: str = ""
     parts: dict[str, bytes] = field(default_factory=dict)
-    late: tuple[int, ...] = ()
 
 
 # ---- scheduler -> tokenizer -----------------------------------------------------------------
@@ -291,7 +241,7 @@ class Usage(Message, frozen=True, kw_only=True):
     """Token counts of a request, final in its last delta.
 
     reasoning_tokens: part of the completion, if thoughts are separated.
-    accepted_tokens, rejected_tokens: proposed tokens that were right and wrong."""
+    accepted_tokens, rejected_tokens: guessed tokens, right and wrong ones."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -299,22 +249,6 @@ class Usage(Message, frozen=True, kw_only=True):
     reasoning_tokens: int = 0
     accepted_tokens: int = 0
     rejected_tokens: int = 0
-
-
-class TokenText(Message, frozen=True, kw_only=True):
-    """A token for log probabilities: its own bytes may be part of a character."""
-
-    token_id: int
-    text: str
-    utf8: bytes
-    logprob: float
-
-
-class TokenLogprobs(Message, frozen=True, kw_only=True):
-    """The sampled token and the most likely ones at its position."""
-
-    sampled: TokenText
-    top: tuple[TokenText, ...]
 
 
 class Delta(Message, frozen=True, kw_only=True):
@@ -325,7 +259,7 @@ class Delta(Message, frozen=True, kw_only=True):
     stop_reason: the stop string or stop token id that ended it, where that is the cause.
     reasoning: thoughts, if they are separated; they come before all other text.
     prompt_logprobs: of every prompt token, in the first delta; the first token's number means nothing.
-    pooled: float32[n], in the last delta, if requested.  prompt_token_ids: int32[n], in the first delta, if requested.
+    result: as in ``StepExtras``, in the last delta.  prompt_token_ids: int32[n], in the first delta, if requested.
     resumed: this is ``RequestOptions.resumed`` again, with its text; it comes first, its log probabilities are 0."""
 
     request_id: int
@@ -337,7 +271,7 @@ class Delta(Message, frozen=True, kw_only=True):
     logprobs: tuple[TokenLogprobs, ...] = ()
     reasoning: str = ""
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
-    pooled: bytes = b""
+    result: bytes = b""
     prompt_token_ids: bytes = b""
     resumed: bool = False
 
@@ -353,13 +287,3 @@ class Deltas(Message, frozen=True, kw_only=True):
 
 class Stop(Message, frozen=True, kw_only=True):
     """End after the messages before this one; from the system to each actor, in the order of the flow."""
-
-
-# What each actor handles; Stop reaches every one of them and is handled by the base class.
-TokenizerInbox = Tokenize | Abort | Tokens | Failed
-FeatureRequest = FetchPages  # from features of the planner to the executors
-FeatureAnswer = PagesFetched
-FromExecutor = StepDone | FeatureAnswer
-SchedulerInbox = Admit | Abort | FromExecutor | ExecutorsReady | ExecutorsLost | Reconfigure
-ExecutorInbox = Step | FeatureRequest | Profile
-IngressInbox = Deltas | Failed | EngineReady | EngineRecovering | TokenizersReady | TokenizersLost | Stats

@@ -5,12 +5,12 @@ import threading
 import numpy as np
 import torch
 
-from engine.features.kv_store.messages import Landing, StoreMoves
+from engine.features.kv_store.messages import FetchPages, Landing, PagesFetched, StoreMoves
 from engine.features.kv_store.pages import StoredPages
 from engine.features.kv_store.records import PageRecords
 from engine.kv.node import chained
 from engine.layers.kv_pool import KVPool
-from engine.messages import FetchPages, PagesFetched, Step
+from engine.messages import Step
 from gpu_sections.rows import Row
 
 PAGE_SIZE = 16

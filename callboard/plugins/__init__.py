@@ -89,7 +89,7 @@ if TYPE_CHECKING:
     from engine.layers.linear import ColumnLinear, Linear, RowLinear
     from engine.layers.packing import LinearKernel, PackedWeight
     from engine.layers.part import FeedForward, Norm, Part
-    from engine.layers.pooled_head import PooledHead
+    from engine.layers.task_head import TaskHead
     from engine.layers.weights import WeightSlice
 
 __all__ = [
@@ -158,7 +158,6 @@ __all__ = [
     "PartShape",
     "PluginError",
     "PolicyContext",
-    "PooledHead",
     "Proposer",
     "ProposerContext",
     "ProposerSession",
@@ -176,6 +175,7 @@ __all__ = [
     "SchedulingPolicy",
     "Sizes",
     "SortKey",
+    "TaskHead",
     "TenantPolicy",
     "Thinking",
     "Tier",
@@ -214,7 +214,7 @@ _NEED_TORCH = {
         ("AttentionBackend", "AttentionBatch", "AttentionFactory", "AttentionSpec"), "engine.layers.attention"
     ),
     **dict.fromkeys(("ColumnLinear", "Linear", "RowLinear"), "engine.layers.linear"),
-    "PooledHead": "engine.layers.pooled_head",
+    "TaskHead": "engine.layers.task_head",
     **dict.fromkeys(("LinearKernel", "PackedWeight"), "engine.layers.packing"),
     **dict.fromkeys(("FeedForward", "Norm", "Part"), "engine.layers.part"),
 }

@@ -1,7 +1,7 @@
 """The executor actor: one rank's device, driven from a thread of its own.
 
-consumes: Step, messages of features (scheduler) · Profile (an operator, through their group) · Stop (system)
-produces: StepDone, answers of features, and the number of pages once it has loaded (scheduler, through its group)
+consumes: Step, FeatureRequest (scheduler) · Profile (an operator, through their group) · Stop (system)
+produces: StepDone, FeatureAnswer, and the number of pages once it has loaded (scheduler, through its group)
 waits for: a message; the collector waits for the device.   owns: the device thread and the collector's.
 
 Only plain steps and their results cross between the loop and the threads.  The device thread launches a step as soon
@@ -15,11 +15,13 @@ import queue
 import threading
 from collections.abc import Callable
 from functools import partial
+from typing import assert_never
 
 from engine.actors.actor import Actor
+from engine.actors.inboxes import ExecutorInbox, FromExecutor
 from engine.actors.runner import PendingStep, Runner
-from engine.messages import ExecutorInbox, FromExecutor, Step, StepDone
-from engine.types.notices import Message, Profile
+from engine.messages import FeatureRequest, Step, StepDone
+from engine.types.notices import Profile
 
 log = logging.getLogger(__name__)
 
@@ -27,13 +29,7 @@ log = logging.getLogger(__name__)
 class Executor(Actor[ExecutorInbox]):
     """The actor of one rank's device.  rank: its number.  load: builds the runner, on the device thread."""
 
-    def __init__(
-        self,
-        *,
-        rank: int,
-        capacity: int,
-        load: Callable[[], Runner],
-    ) -> None:
+    def __init__(self, *, rank: int, capacity: int, load: Callable[[], Runner]) -> None:
         super().__init__(f"executor{rank}", capacity)
         self._load = load
         self._steps: queue.SimpleQueue[Step | Profile | None] = queue.SimpleQueue()
@@ -84,13 +80,12 @@ class Executor(Actor[ExecutorInbox]):
         match message:
             case Step() | Profile():
                 self._steps.put(message)
+            case FeatureRequest():
+                loop = asyncio.get_running_loop()
+                assert self._runner is not None, f"a request of {message.feature} came before there is a runner"
+                self._runner.receive(message, lambda answer: _call_soon(loop, partial(self._done, answer)))
             case _:
-                self._receive(message)
-
-    def _receive(self, message: Message) -> None:
-        loop = asyncio.get_running_loop()
-        assert self._runner is not None, f"{type(message).__name__} before there is a runner"
-        self._runner.receive(message, lambda answer: _call_soon(loop, partial(self._done, answer)))
+                assert_never(message)
 
     def close(self) -> None:
         """End the device thread after its queued steps; a load that still runs ends with the process."""

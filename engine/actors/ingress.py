@@ -16,20 +16,12 @@ from typing import Literal, assert_never
 
 from engine.actors.actor import Actor, Link
 from engine.actors.admission import RETRY_AFTER_S, Load, check_admission, prompt_cost, read_params, read_prompt
+from engine.actors.inboxes import IngressInbox
 from engine.actors.operations import SettingsChanged
 from engine.actors.stream import Stream
 from engine.checkpoints.use import GENERATING, ModelUse
-from engine.messages import (
-    DEFAULT_OPTIONS,
-    Abort,
-    Delta,
-    Deltas,
-    Failed,
-    Finish,
-    IngressInbox,
-    RequestOptions,
-    Tokenize,
-)
+from engine.host.timeouts import is_set_within
+from engine.messages import DEFAULT_OPTIONS, Abort, Delta, Deltas, Failed, Finish, RequestOptions, Tokenize
 from engine.settings.sections import LimitsSection
 from engine.types.errors import EngineDied, RequestError
 from engine.types.notices import EngineReady, EngineRecovering, Stats, TokenizersLost, TokenizersReady
@@ -137,12 +129,7 @@ class Ingress(Actor[IngressInbox | SettingsChanged]):
 
     async def wait_idle(self, timeout_s: float) -> bool:
         """Wait until no request is open; False if the time ran out first."""
-        if not self._idle.is_set():
-            try:
-                await asyncio.wait_for(self._idle.wait(), timeout_s)
-            except TimeoutError:
-                return False
-        return True
+        return await is_set_within(timeout_s, self._idle)
 
     def fail_all(self, error: EngineDied) -> None:
         """End every open request with the reason and accept no more, after the engine died."""

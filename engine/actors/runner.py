@@ -6,8 +6,9 @@ Owns: the protocols.  Does not know: torch, threads, what a step computes.
 from collections.abc import Callable
 from typing import Protocol
 
-from engine.messages import FromExecutor, Step, StepDone
-from engine.types.notices import Message, Profile
+from engine.actors.inboxes import FromExecutor
+from engine.messages import FeatureRequest, Step, StepDone
+from engine.types.notices import Profile
 
 Answer = Callable[[FromExecutor], None]
 
@@ -36,11 +37,11 @@ class Runner(Protocol):
     def profile(self, ask: Profile) -> None:
         """Start or stop recording the next steps.  Errors of the profiler are logged and not raised."""
 
-    def receive(self, message: Message, answer: Answer) -> None:
+    def receive(self, message: FeatureRequest, answer: Answer) -> None:
         """Handle a message that is not a step.  Called on the event loop; returns at once.
 
         answer: sends messages to the scheduler, from any thread."""
-        raise AssertionError(f"this runner takes no {type(message).__name__}")
+        raise AssertionError(f"this runner takes no request of {message.feature}")
 
     def close(self) -> None:
         """Finish all work outside of steps, within limits.  Called after the last step."""

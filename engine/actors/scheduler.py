@@ -10,46 +10,27 @@ waits for: a message; never for a peer.   owns: the life of every sequence and e
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import Protocol, assert_never
+from typing import assert_never
 
 import msgspec
 
 from engine.actors.actor import Actor, Link
+from engine.actors.inboxes import ExecutorInbox, SchedulerInbox
 from engine.actors.rank_results import RankResults
-from engine.messages import (
-    Abort,
-    Admit,
-    ExecutorInbox,
-    Failed,
-    FeatureAnswer,
-    Reconfigure,
-    SchedulerInbox,
-    StepDone,
-    Tokens,
-)
+from engine.messages import Abort, Admit, Failed, FeatureAnswer, StepDone, Tokens
 from engine.plugins.observers import Observers
 from engine.scheduling.planner import Planner
+from engine.scheduling.source import PlannerSource
 from engine.types.errors import RequestError
-from engine.types.notices import EngineReady, EngineRecovering, ExecutorsLost, ExecutorsReady, LossExplained, Stats
-
-
-class PlannerSource(Protocol):
-    """The source of a scheduler's planners, which has their settings.  overlap_depth: most steps in flight."""
-
-    @property
-    def overlap_depth(self) -> int: ...
-
-    def build(self, num_pages: int) -> Planner:
-        """Return a planner for a pool of so many pages."""
-        ...
-
-    def change(self, blueprint: bytes) -> None:
-        """Use other settings from now on.  blueprint: as in ``Reconfigure``."""
-        ...
-
-    def retune(self, planner: Planner) -> None:
-        """Give a planner the settings that can change while it works."""
-        ...
+from engine.types.notices import (
+    EngineReady,
+    EngineRecovering,
+    ExecutorsLost,
+    ExecutorsReady,
+    LossExplained,
+    Reconfigure,
+    Stats,
+)
 
 
 class Scheduler(Actor[SchedulerInbox]):

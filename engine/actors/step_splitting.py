@@ -14,9 +14,10 @@ import numpy as np
 import numpy.typing as npt
 
 from engine.actors.runner import Answer, PendingStep, Runner
-from engine.messages import PromptLogprobs, Step, StepDone, StepExtras
+from engine.messages import FeatureRequest, Step, StepDone, StepExtras
 from engine.types.errors import StepTooLarge
-from engine.types.notices import Message, Profile
+from engine.types.logprobs import PromptLogprobs
+from engine.types.notices import Profile
 
 log = logging.getLogger(__name__)
 
@@ -61,7 +62,7 @@ class StepSplitter:
         """Start or stop recording steps, as ``Runner.profile``."""
         self._runner.profile(ask)
 
-    def receive(self, message: Message, answer: Answer) -> None:
+    def receive(self, message: FeatureRequest, answer: Answer) -> None:
         """Pass the message to the runner."""
         self._runner.receive(message, answer)
 
@@ -154,11 +155,8 @@ def merged(results: Sequence[StepDone]) -> StepDone:
         for row, one in done.extras.items():
             extras[row] = together(extras[row], one) if row in extras else one
     token_ids = b"".join(done.token_ids for done in results)
-    parts = {name: part for done in results for name, part in done.parts.items()}
-    late = results[-1].late  # which knows best what is ready
-    return msgspec.structs.replace(
-        results[0], token_ids=token_ids, extras=extras, note=IN_PARTS, parts=parts, late=late
-    )
+    parts = {name: part for done in results for name, part in done.parts.items()}  # the last one has the latest state
+    return msgspec.structs.replace(results[0], token_ids=token_ids, extras=extras, note=IN_PARTS, parts=parts)
 
 
 def together(first: StepExtras, later: StepExtras) -> StepExtras:

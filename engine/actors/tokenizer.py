@@ -10,33 +10,20 @@ import logging
 from dataclasses import dataclass
 from typing import Any, assert_never
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from engine.actors.actor import Actor, Link
+from engine.actors.inboxes import TokenizerInbox
 from engine.actors.stream import merged
-from engine.messages import (
-    Abort,
-    Admit,
-    Delta,
-    Deltas,
-    Failed,
-    Finish,
-    StepExtras,
-    Tokenize,
-    TokenizerInbox,
-    TokenLogprobs,
-    Tokens,
-    Usage,
-)
+from engine.messages import Abort, Admit, Delta, Deltas, Failed, Finish, StepExtras, Tokenize, Tokens, Usage
 from engine.text.codec import TextCodec, TextStream
-from engine.text.grammar import Grammars
+from engine.text.forms import OutputForms
 from engine.text.logprobs import PromptLogprobTexts, logprob_texts
-from engine.text.processors import Processors
 from engine.text.reasoning import Thinking
 from engine.text.resumed import resumed_delta
 from engine.types.errors import RequestError
+from engine.types.logprobs import TokenLogprobs
 from engine.types.params import SamplingParams
 
 log = logging.getLogger(__name__)
@@ -49,13 +36,13 @@ NO_EXTRAS = StepExtras()
 class _Encoded:
     """An encoded prompt, from a worker thread.  It stays inside this actor, so it needs no wire format.
 
-    params: the request's, with a grammar that matches the end of the prompt; grammar_s: seconds to compile it."""
+    params: the request's, as they are checked; check_s: seconds that this took."""
 
     request: Tokenize
     token_ids: TokenIds | None
     params: SamplingParams
     thinking: Thinking = "none"
-    grammar_s: float = 0.0
+    check_s: float = 0.0
     error: RequestError | None = None
 
 
@@ -88,7 +75,7 @@ class _Text:
 
 class Tokenizer(Actor[TokenizerInbox | _Encoded]):
     """Encodes and decodes text.  codec: the model's tokenizer and chat template.  vocab_size: the model's, which may be
-    smaller than the tokenizer's.  grammars, processors: check those of requests; None for no check."""
+    smaller than the tokenizer's.  forms: of output, that requests may demand."""
 
     def __init__(
         self,
@@ -96,14 +83,12 @@ class Tokenizer(Actor[TokenizerInbox | _Encoded]):
         capacity: int,
         codec: TextCodec,
         vocab_size: int,
-        grammars: Grammars | None = None,
-        processors: Processors | None = None,
+        forms: OutputForms | None = None,
     ) -> None:
         super().__init__("tokenizer", capacity)
         self._codec = codec
         self._vocab_size = vocab_size
-        self._grammars = grammars
-        self._processors = processors or Processors({})
+        self._forms = forms or OutputForms()
         self._texts: dict[int, _Text] = {}
         self._out: list[Delta] = []
 
@@ -137,9 +122,7 @@ class Tokenizer(Actor[TokenizerInbox | _Encoded]):
     async def _encode(self, request: Tokenize) -> _Encoded:
         try:
             token_ids, params, options = request.token_ids, request.params, request.options
-            if params.logits_processors:
-                self._processors.read(params.logits_processors)
-            if token_ids is not None and not params.needs_vocabulary:
+            if token_ids is not None and not params.has_form and not params.bad_words:
                 return _Encoded(request, self._codec.trimmed(token_ids, options.truncate_to), params)
             return await asyncio.to_thread(self._understand, request)
         except asyncio.CancelledError:
@@ -148,9 +131,9 @@ class Tokenizer(Actor[TokenizerInbox | _Encoded]):
             return _Encoded(request, None, request.params, error=_fault(request.request_id, error))
 
     def _understand(self, request: Tokenize) -> _Encoded:
-        """Encode the prompt and compile the grammar, in a worker thread; a wrong grammar is refused here."""
+        """Encode the prompt and check the form of the output, in a worker thread."""
         thinking: Thinking = "none"
-        grammar_s = 0.0
+        check_s = 0.0
         if request.token_ids is not None:
             token_ids = self._codec.trimmed(request.token_ids, request.options.truncate_to)
         elif request.turns is not None:
@@ -162,15 +145,10 @@ class Tokenizer(Actor[TokenizerInbox | _Encoded]):
         self._codec.check_known(token_ids, self._vocab_size, "messages" if request.turns is not None else "prompt")
         token_ids = token_ids[-request.options.keep_last :]
         params = self._codec.spelt(request.params)
-        if params.grammar is not None:
-            if self._grammars is None:
-                raise RequestError("structured output: this engine has no grammar plugin", code="unsupported_parameter")
-            begins = self._codec.formats.thinking_of_grammar(thinking)
-            grammar = msgspec.structs.replace(params.grammar, thinking=begins)
-            grammar_s = self._grammars.check(grammar)
-            params = params.replace(grammar=grammar)
+        if params.has_form:
+            params, check_s = self._forms.checked(params, self._codec.formats.beginning_of_form(thinking))
         shown = thinking if request.options.chat.split_reasoning else "none"
-        return _Encoded(request, token_ids, params, shown, grammar_s)
+        return _Encoded(request, token_ids, params, shown, check_s)
 
     def _admit(self, encoded: _Encoded) -> None:
         request = encoded.request
@@ -212,7 +190,7 @@ class Tokenizer(Actor[TokenizerInbox | _Encoded]):
                 num_resumed=num_resumed,
                 origin=options.origin,
                 parts=options.parts,
-                grammar_s=encoded.grammar_s,
+                check_s=encoded.check_s,
             )
         )
 
@@ -245,7 +223,7 @@ class Tokenizer(Actor[TokenizerInbox | _Encoded]):
             if extras.prompt_logprobs is not None and text.prompt_logprobs is not None:
                 text.prompt_logprobs.take(extras.prompt_logprobs)
             text.accepted_tokens += extras.num_accepted
-            text.rejected_tokens += extras.num_proposed - extras.num_accepted
+            text.rejected_tokens += extras.num_rejected
         for request_id, token_id, finish in zip(request_ids, token_ids, message.finishes, strict=True):
             text = self._texts.get(request_id)
             if text is not None:  # else it has ended here already, by a stop string or a cancellation
@@ -294,7 +272,7 @@ class Tokenizer(Actor[TokenizerInbox | _Encoded]):
             logprobs=(logprob_texts(self._codec, token_id, logprobs),) if logprobs is not None else (),
             reasoning=stream.take_thoughts(),
             prompt_logprobs=text.take_prompt_logprobs(),
-            pooled=extras.pooled,
+            result=extras.result,
         )
         self._out.append(delta if text.opening is None else text.opened(delta))
 

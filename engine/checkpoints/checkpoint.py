@@ -141,7 +141,7 @@ def read_spec(
     for feature in features:
         reading = feature.read(reading)
     shape = reading.shape
-    if shape.pooled_head is not None and reading.use == GENERATING:
+    if shape.task_head is not None and reading.use == GENERATING:
         raise WeightsError(f"{directory}: {architecture} generates no text, and nothing here serves its labels")
     if quantization is not None and quantization.method != "mxfp4" and shape.unlike_rounded:
         expected = f"none: {architecture} has {shape.unlike_rounded}, which is read only if it is not rounded"

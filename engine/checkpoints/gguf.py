@@ -15,10 +15,19 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 
-from engine.checkpoints.gguf_families import BY_ARCHITECTURE, FAMILIES, FIELDS, NAMES, OPTIONAL, GGUFFamily
+from engine.checkpoints.gguf_families import (
+    BY_ARCHITECTURE,
+    EPS,
+    FAMILIES,
+    FIELDS,
+    NAMES,
+    OPTIONAL,
+    OTHER_EPS,
+    GGUFFamily,
+)
 from engine.checkpoints.gguf_header import GGUFHeader, GGUFTensor
+from engine.checkpoints.gguf_rotary import DIVISORS, LONG, SHORT, rotary_settings
 from engine.checkpoints.gguf_tokenizer import tokenizer_files
 from engine.checkpoints.shards import StoredTensor, read_shards
 from engine.host.cache_folder import cache_folder
@@ -29,10 +38,9 @@ log = logging.getLogger(__name__)
 LINK = "model.gguf"
 SUFFIX = ".gguf"
 TABLE = "gguf_tensors.json"
-UNFOLDING = 4  # part of the directory's name: raise it when its content changes
+UNFOLDING = 5  # part of the directory's name: raise it when its content changes
 STORED_FORMATS = "stored_formats"  # field of config.json: types of matrices in blocks, by ggml's names
 FLOATS = {"F64", "F32", "F16", "BF16"}
-DIVISORS = "rope_freqs.weight"  # divisors of rotary frequencies: llama.cpp's form of the type llama3
 TENSOR = re.compile(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)")
 
 
@@ -107,13 +115,14 @@ def _named(path: Path, tensors: list[GGUFTensor], family: GGUFFamily) -> dict[st
     named: dict[str, tuple[StoredTensor, GGUFTensor]] = {}
     names = {**NAMES, **family.names}
     for tensor in tensors:
-        if tensor.name == DIVISORS:
-            continue  # part of the configuration
+        if tensor.name in (DIVISORS, SHORT, LONG) or ".nextn." in tensor.name:
+            continue  # part of the configuration, or of layers that predict several tokens
         found = TENSOR.fullmatch(tensor.name)
-        if found is None or found[2] not in names:
+        own_name = None if found is None else names.get(f"{found[2]}.{found[3]}")
+        if found is None or (own_name is None and found[2] not in names):
             raise WeightsError(f"{path}: tensor {tensor.name!r} is not known")
         layer = "" if found[1] is None else f"model.layers.{found[1]}."
-        name = f"{layer}{names[found[2]]}.{found[3]}"
+        name = layer + (own_name or f"{names[found[2]]}.{found[3]}")
         parts = _experts(path, tensor) if "#" in name else [tensor]
         for number, part in enumerate(parts):
             own = name.replace("#", str(number))
@@ -122,8 +131,8 @@ def _named(path: Path, tensors: list[GGUFTensor], family: GGUFFamily) -> dict[st
 
 
 def _experts(path: Path, stack: GGUFTensor) -> list[GGUFTensor]:
-    """Return the matrix of each expert of a stack."""
-    if len(stack.shape) != 3:
+    """Return the matrix or the bias of each expert of a stack."""
+    if len(stack.shape) != (2 if stack.name.endswith(".bias") else 3):
         raise WeightsError(f"{path}: tensor {stack.name!r} has shape {list(stack.shape)}, expected a matrix per expert")
     num_bytes = stack.num_bytes // stack.shape[0]
     return [
@@ -140,8 +149,10 @@ def _family(path: Path, header: GGUFHeader) -> tuple[str, GGUFFamily]:
     if name not in tuple(FAMILIES):  # a tuple, as the value may be unhashable
         expected = ", ".join(one for one in FAMILIES if " " not in one)
         raise WeightsError(f"{path}: general.architecture is {name!r}, expected one of {expected}")
-    experts = header.value(f"{name}.expert_count")
-    family = FAMILIES.get(f"{name} with experts", FAMILIES[name]) if experts else FAMILIES[name]
+    experts, window = (header.value(f"{name}.{key}") for key in ("expert_count", "attention.sliding_window"))
+    kinds = {"with experts": experts, "with 128 experts": experts == 128, "with a window": window}
+    others = [FAMILIES[f"{name} {words}"] for words, there in kinds.items() if there and f"{name} {words}" in FAMILIES]
+    family = others[0] if others else FAMILIES[name]
     if experts and "expert_count" not in family.fields:
         raise WeightsError(f"{path}: {name}.expert_count is {experts}, expected none: this family is read without")
     return name, family
@@ -155,11 +166,13 @@ def _config(path: Path, header: GGUFHeader) -> dict[str, Any]:
         advice = "join them with llama-gguf-split --merge of llama.cpp"
         raise WeightsError(f"{path}: is one of {count} files of a model, expected a whole one; {advice}")
     config: dict[str, Any] = {"architectures": [family.architecture], "model_type": family.model_type}
-    config |= family.settings
+    config |= {"hidden_act": "silu"} | dict(family.settings)
+    optional = OPTIONAL | {EPS} if OTHER_EPS in family.fields else OPTIONAL
     for key, name in {**FIELDS, **family.fields}.items():
-        if (seen := value(f"{prefix}.{key}")) is not None:
+        seen = value(f"{prefix}.{key}")
+        if (seen := value(key) if seen is None else seen) is not None:
             config[name] = seen
-        elif key in FIELDS and key not in OPTIONAL:
+        elif key in FIELDS and key not in optional:
             raise WeightsError(f"{path}: {prefix}.{key} is missing")
     tensors = _named(path, header.tensors, family)
     table = tensors.get("model.embed_tokens.weight")
@@ -167,8 +180,10 @@ def _config(path: Path, header: GGUFHeader) -> dict[str, Any]:
         raise WeightsError(f"{path}: there is no matrix 'token_embd.weight'")
     config["vocab_size"] = table[0].shape[0]
     config["tie_word_embeddings"] = "lm_head.weight" not in tensors
-    config["attention_bias"] = "model.layers.0.self_attn.o_proj.bias" in tensors
-    config["hidden_act"] = "silu"
+    config["attention_bias"] = f"model.layers.0.self_attn.{family.bias}.bias" in tensors
+    if family.optional_norms:
+        config["use_qk_norm"] = "model.layers.0.self_attn.q_norm.weight" in tensors
+    config |= _layers(prefix, header, config)
     window = value(f"{prefix}.attention.sliding_window")
     if window is not None and "attention.sliding_window" not in family.fields:
         raise WeightsError(f"{path}: {prefix}.attention.sliding_window is {window}, expected none")
@@ -176,7 +191,7 @@ def _config(path: Path, header: GGUFHeader) -> dict[str, Any]:
         width = config["hidden_size"] // config["num_attention_heads"]
         wide = config["num_hidden_layers"] == family.by_width
         config["query_pre_attn_scalar"] = width if wide else config.get("head_dim", width)
-    config[family.rotary] = _rotary(path, prefix, value, _divisors(path, header))
+    config[family.rotary] = rotary_settings(path, prefix, header, family, config)
     ends = (value("tokenizer.ggml.eos_token_id"), value("tokenizer.ggml.eot_token_id"))
     config["eos_token_id"] = [one for one in dict.fromkeys(ends) if one is not None]
     kinds = {tensor.kind for _, tensor in tensors.values() if len(tensor.shape) > 1}
@@ -186,33 +201,15 @@ def _config(path: Path, header: GGUFHeader) -> dict[str, Any]:
     return config
 
 
-def _divisors(path: Path, header: GGUFHeader) -> list[float] | None:
-    for tensor in header.tensors:
-        if tensor.name == DIVISORS:
-            if tensor.kind != "F32":
-                raise WeightsError(f"{path}: tensor {DIVISORS!r} has type {tensor.kind}, expected F32")
-            with path.open("rb") as file:
-                file.seek(tensor.offset)
-                return np.frombuffer(file.read(tensor.num_bytes), "<f4").tolist()  # type: ignore[no-any-return]
-    return None
-
-
-def _rotary(path: Path, family: str, value: Any, divisors: list[float] | None) -> dict[str, Any]:
-    theta = value(f"{family}.rope.freq_base")
-    kind = value(f"{family}.rope.scaling.type") or "none"
-    parameters: dict[str, Any] = {"rope_theta": 10000.0 if theta is None else theta, "rope_type": "default"}
-    if divisors is not None:
-        if kind != "none":
-            raise WeightsError(f"{path}: {family}.rope.scaling.type is {kind!r}, expected none with {DIVISORS!r}")
-        # The same divisors for short and long sequences, and no factor for scores.
-        context = value(f"{family}.context_length")
-        tables = {"short_factor": divisors, "long_factor": divisors, "attention_factor": 1.0}
-        return parameters | {"rope_type": "longrope", "original_max_position_embeddings": context, **tables}
-    if kind == "none":
-        return parameters
-    if kind not in ("linear", "yarn"):
-        raise WeightsError(f"{path}: {family}.rope.scaling.type is {kind!r}, expected one of none, linear, yarn")
-    parameters |= {"rope_type": kind, "factor": value(f"{family}.rope.scaling.factor")}
-    if (original := value(f"{family}.rope.scaling.original_context_length")) is not None:
-        parameters["original_max_position_embeddings"] = original
-    return parameters
+def _layers(prefix: str, header: GGUFHeader, config: dict[str, Any]) -> dict[str, Any]:
+    """Return the number of layers without those behind the last, and which ones have a window."""
+    number, behind = config["num_hidden_layers"], header.value(f"{prefix}.nextn_predict_layers")
+    found: dict[str, Any] = {}
+    if isinstance(number, int) and isinstance(behind, int):
+        found["num_hidden_layers"] = number - behind
+    pattern = header.value(f"{prefix}.attention.sliding_window_pattern")
+    if isinstance(pattern, list):
+        found["layer_types"] = ["sliding_attention" if one else "full_attention" for one in pattern]
+    if config.get("sliding_window") == 0:
+        found["sliding_window"] = None
+    return found

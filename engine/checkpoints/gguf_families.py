@@ -20,6 +20,15 @@ FIELDS = {
     "attention.layer_norm_rms_epsilon": "rms_norm_eps",
 }
 OPTIONAL = {"attention.head_count_kv", "attention.key_length"}
+EPS, OTHER_EPS = "attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon"
+WINDOW = {"attention.sliding_window": "sliding_window"}
+# Key below the architecture's name -> a setting of YaRN.
+YARN = {
+    "rope.scaling.original_context_length": "original_max_position_embeddings",
+    "rope.scaling.yarn_beta_fast": "beta_fast",
+    "rope.scaling.yarn_beta_slow": "beta_slow",
+    "attention.temperature_scale": "llama_4_scaling_beta",
+}
 NAMES = {
     "token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head",
     "attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm",
@@ -27,6 +36,8 @@ NAMES = {
     "attn_output": "self_attn.o_proj", "attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm",
     "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj",
 }  # fmt: skip
+HEAD_NORMS = {"attn_q_norm": "self_attn.query_layernorm", "attn_k_norm": "self_attn.key_layernorm"}
+SHARED = {f"ffn_{one}_shexp": f"mlp.shared_experts.{one}_proj" for one in ("gate", "up", "down")}
 SANDWICH = {
     "post_attention_norm": "post_attention_layernorm",
     "ffn_norm": "pre_feedforward_layernorm",
@@ -37,8 +48,14 @@ SANDWICH = {
 class GGUFFamily(msgspec.Struct, frozen=True, kw_only=True):
     """A family's files.  architecture, model_type: of config.json.
 
-    names: tensors besides ``NAMES``, or other names for those; '#' stands for the number of an expert of a stack.
-    fields: keys besides ``FIELDS``.  settings: what the family's files leave out.  rotary: the field for its settings.
+    names: tensors besides ``NAMES``, or other names for those, also with '.bias' or '.weight' at the end; '#' stands
+    for the number of an expert of a stack.
+    fields: keys besides ``FIELDS``, or other names for those.  settings: what the family's files leave out.
+    rotary: the field for its settings.  stretch: what files leave out of them if they have YaRN.
+    log_scale: factor of the logarithmic factor of YaRN that gives mscale; 0 for files without.
+    partial: whether the number of rotated elements of a head is given.
+    bias: the projection whose bias decides attention_bias.
+    optional_norms: whether the norms of heads decide use_qk_norm.
     paired: whether rows of queries and keys are reordered, so that pairs that rotate are neighbours.
     shifted: whether the weights of norms have 1 added.
     by_width: number of layers of the model whose scores are scaled by hidden size / heads instead of the head size.
@@ -50,9 +67,49 @@ class GGUFFamily(msgspec.Struct, frozen=True, kw_only=True):
     fields: Mapping[str, str] = {}
     settings: Mapping[str, Any] = {}
     rotary: str = "rope_parameters"
+    stretch: Mapping[str, Any] = {}
+    log_scale: float = 0.0
+    partial: bool = False
+    bias: str = "o_proj"
+    optional_norms: bool = False
     paired: bool = False
     shifted: bool = False
     by_width: int = 0
+
+
+def _experts(part: str, gate: str, up: str, down: str, router: str = "gate") -> dict[str, str]:
+    """Return the names of experts and their router.  part: of a layer, that has them."""
+    return {
+        "ffn_gate_inp": f"{part}.{router}",
+        "ffn_gate_exps": f"{part}.experts.#.{gate}",
+        "ffn_up_exps": f"{part}.experts.#.{up}",
+        "ffn_down_exps": f"{part}.experts.#.{down}",
+    }
+
+
+PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+COUNTS = {"expert_used_count": "num_experts_per_tok"}
+LOCAL = {"expert_count": "num_local_experts", **COUNTS}
+
+
+def _llama4(**settings: Any) -> GGUFFamily:
+    shared = {name: one.replace("mlp.shared_experts", "feed_forward.shared_expert") for name, one in SHARED.items()}
+    return GGUFFamily(
+        architecture="Llama4ForCausalLM",
+        model_type="llama4_text",
+        names={
+            **{f"ffn_{one}": f"feed_forward.{one}_proj" for one in ("gate", "up", "down")},
+            **_experts("feed_forward", *PROJECTIONS, router="router"),
+            **shared,
+        },
+        fields={
+            "feed_forward_length": "intermediate_size_mlp",
+            "expert_feed_forward_length": "intermediate_size",
+            "interleave_moe_layer_step": "interleave_moe_layer_step",
+            **LOCAL,
+        },
+        settings={"experts_in_stacks": False, **settings},
+    )
 
 
 def _gemma(number: int, by_width: int, fields: Mapping[str, str], rotary: str = "rope_parameters") -> GGUFFamily:
@@ -60,7 +117,7 @@ def _gemma(number: int, by_width: int, fields: Mapping[str, str], rotary: str = 
         architecture=f"Gemma{number}ForCausalLM",
         model_type="gemma3_text" if number == 3 else f"gemma{number}",
         names=SANDWICH,
-        fields={"attention.sliding_window": "sliding_window", **fields},
+        fields={**WINDOW, **fields},
         settings={"hidden_activation": "gelu_pytorch_tanh"},
         rotary=rotary,
         shifted=True,
@@ -70,12 +127,77 @@ def _gemma(number: int, by_width: int, fields: Mapping[str, str], rotary: str = 
 
 # general.architecture -> family.  llama.cpp calls a Mistral and, with experts, a Mixtral "llama".
 FAMILIES: Final[Mapping[str, GGUFFamily]] = {
+    "apertus": GGUFFamily(
+        architecture="ApertusForCausalLM",
+        model_type="apertus",
+        names={"attn_norm": "attention_layernorm", "ffn_norm": "feedforward_layernorm"},
+        fields={f"xielu.{one}": f"xielu_{one}" for one in ("alpha_p", "alpha_n", "beta", "eps")},
+        settings={"hidden_act": "xielu"},
+    ),
+    "command-r": GGUFFamily(
+        architecture="CohereForCausalLM",
+        model_type="cohere",
+        fields={OTHER_EPS: "layer_norm_eps", "logit_scale": "logit_scale"},
+        optional_norms=True,
+    ),
     "ernie4_5": GGUFFamily(architecture="Ernie4_5ForCausalLM", model_type="ernie4_5"),
+    "exaone4": GGUFFamily(
+        architecture="Exaone4ForCausalLM",
+        model_type="exaone4",
+        names={"post_attention_norm": SANDWICH["post_attention_norm"], "post_ffw_norm": SANDWICH["post_ffw_norm"]},
+        fields=WINDOW,
+        settings={"sliding_window": None},
+    ),
     "gemma2": _gemma(
         2, 46,
         {"attn_logit_softcapping": "attn_logit_softcapping", "final_logit_softcapping": "final_logit_softcapping"},
     ),
     "gemma3": _gemma(3, 62, {}, rotary="rope_scaling"),
+    "glm4": GGUFFamily(
+        architecture="Glm4ForCausalLM",
+        model_type="glm4",
+        names={
+            "post_attention_norm": "post_self_attn_layernorm",
+            "post_ffw_norm": "post_mlp_layernorm",
+            "ffn_up": "mlp.gate_up_proj",
+        },
+        partial=True,
+        bias="q_proj",
+    ),
+    "glm4moe": GGUFFamily(
+        architecture="Glm4MoeForCausalLM",
+        model_type="glm4_moe",
+        names={
+            "post_attention_norm": "post_attention_layernorm",
+            "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
+            **_experts("mlp", *PROJECTIONS),
+            **SHARED,
+        },
+        fields={
+            "expert_count": "n_routed_experts",
+            "expert_shared_count": "n_shared_experts",
+            "expert_feed_forward_length": "moe_intermediate_size",
+            "expert_weights_scale": "routed_scaling_factor",
+            "expert_weights_norm": "norm_topk_prob",
+            "leading_dense_block_count": "first_k_dense_replace",
+            **COUNTS,
+        },
+        partial=True,
+        optional_norms=True,
+        bias="q_proj",
+    ),
+    "gpt-oss": GGUFFamily(
+        architecture="GptOssForCausalLM",
+        model_type="gpt_oss",
+        names={
+            "post_attention_norm": "post_attention_layernorm",
+            "attn_sinks.weight": "self_attn.sinks",
+            **_experts("mlp", *PROJECTIONS, router="router"),
+        },
+        fields={**WINDOW, **LOCAL},
+        settings={"experts_in_stacks": False},
+        stretch={"truncate": False},
+    ),
     "granite": GGUFFamily(
         architecture="GraniteForCausalLM",
         model_type="granite",
@@ -87,44 +209,75 @@ FAMILIES: Final[Mapping[str, GGUFFamily]] = {
         },
         paired=True,
     ),
+    "hunyuan-dense": GGUFFamily(
+        architecture="HunYuanDenseV1ForCausalLM", model_type="hunyuan_v1_dense", names=HEAD_NORMS
+    ),
     "llama": GGUFFamily(architecture="LlamaForCausalLM", model_type="llama", paired=True),
     "llama with experts": GGUFFamily(
         architecture="MixtralForCausalLM",
         model_type="mixtral",
-        names={
-            "ffn_gate_inp": "block_sparse_moe.gate",
-            "ffn_gate_exps": "block_sparse_moe.experts.#.w1",
-            "ffn_up_exps": "block_sparse_moe.experts.#.w3",
-            "ffn_down_exps": "block_sparse_moe.experts.#.w2",
-        },
-        fields={"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"},
+        names=_experts("block_sparse_moe", "w1", "w3", "w2"),
+        fields=LOCAL,
         paired=True,
+    ),
+    "llama4": _llama4(),
+    "llama4 with 128 experts": _llama4(use_qk_norm=False),
+    "minimax-m2": GGUFFamily(
+        architecture="MiniMaxM2ForCausalLM",
+        model_type="minimax_m2",
+        names={
+            "exp_probs_b.bias": "block_sparse_moe.e_score_correction_bias",
+            **_experts("block_sparse_moe", "w1", "w3", "w2"),
+        },
+        fields={"rope.dimension_count": "rotary_dim", "expert_feed_forward_length": "intermediate_size", **LOCAL},
     ),
     "mistral": GGUFFamily(
         architecture="MistralForCausalLM",
         model_type="mistral",
-        fields={"attention.sliding_window": "sliding_window"},
+        fields=WINDOW,
         settings={"sliding_window": None},
         paired=True,
     ),
+    "mistral3": GGUFFamily(
+        architecture="Ministral3ForCausalLM", model_type="ministral3", fields=WINDOW, log_scale=1.0, paired=True
+    ),
+    "nemotron": GGUFFamily(
+        architecture="NemotronForCausalLM",
+        model_type="nemotron",
+        fields={OTHER_EPS: "norm_eps"},
+        settings={"hidden_act": "relu2"},
+        partial=True,
+        shifted=True,
+    ),
     "olmo2": GGUFFamily(architecture="Olmo2ForCausalLM", model_type="olmo2", names=SANDWICH),
+    "olmo2 with a window": GGUFFamily(
+        architecture="Olmo3ForCausalLM",
+        model_type="olmo3",
+        names=SANDWICH,
+        fields={**WINDOW, "rope.freq_base": "rope_theta"},
+        rotary="rope_scaling",
+    ),
+    "phi3": GGUFFamily(
+        architecture="Phi3ForCausalLM",
+        model_type="phi3",
+        names={"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
+        fields={**WINDOW, "rope.scaling.original_context_length": "original_max_position_embeddings"},
+        partial=True,
+    ),
     "qwen2": GGUFFamily(architecture="Qwen2ForCausalLM", model_type="qwen2"),
     "qwen3": GGUFFamily(architecture="Qwen3ForCausalLM", model_type="qwen3"),
     "qwen3moe": GGUFFamily(
         architecture="Qwen3MoeForCausalLM",
         model_type="qwen3_moe",
-        names={
-            "ffn_gate_inp": "mlp.gate",
-            "ffn_gate_exps": "mlp.experts.#.gate_proj",
-            "ffn_up_exps": "mlp.experts.#.up_proj",
-            "ffn_down_exps": "mlp.experts.#.down_proj",
-        },
-        fields={
-            "expert_count": "num_experts",
-            "expert_used_count": "num_experts_per_tok",
-            "expert_feed_forward_length": "moe_intermediate_size",
-        },
+        names=_experts("mlp", *PROJECTIONS),
+        fields={"expert_count": "num_experts", "expert_feed_forward_length": "moe_intermediate_size", **COUNTS},
         settings={"norm_topk_prob": True},
+    ),
+    "seed_oss": GGUFFamily(
+        architecture="SeedOssForCausalLM",
+        model_type="seed_oss",
+        names={"post_attention_norm": "post_attention_layernorm"},
+        bias="q_proj",
     ),
     "smollm3": GGUFFamily(architecture="SmolLM3ForCausalLM", model_type="smollm3", paired=True),
 }  # fmt: skip

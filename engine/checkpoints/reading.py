@@ -230,8 +230,8 @@ def read_stretch(fields: Fields, scaling: Fields, sizes: Sizes, theta: float, si
         return RotaryShape(theta=theta)
     if kind == "llama3":
         low, high = scaling.number("low_freq_factor"), scaling.number("high_freq_factor")
-        if high <= low:
-            raise scaling.error("high_freq_factor", high, f"a number above low_freq_factor={low}")
+        if high < low:
+            raise scaling.error("high_freq_factor", high, f"at least low_freq_factor={low}")
         return RotaryShape(
             kind=kind,
             theta=theta,

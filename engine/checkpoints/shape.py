@@ -12,7 +12,7 @@ from typing import ClassVar, Literal
 import msgspec
 
 # Features that a family may need of an attention backend besides causal attention with one window (``Declaration``).
-SOFT_CAP, SINKS, LAYER_WINDOWS, LATENTS = "soft_cap", "sinks", "layer_windows", "latents"
+SOFT_CAP, SINKS, LAYER_WINDOWS, LATENTS, CHUNKS = "soft_cap", "sinks", "layer_windows", "latents", "chunks"
 
 
 class RotaryShape(msgspec.Struct, frozen=True, kw_only=True):
@@ -83,12 +83,13 @@ class RMSNormShape(PartShape, frozen=True, kw_only=True):
 
 
 class LayerNormShape(PartShape, frozen=True, kw_only=True):
-    """The norm (x - mean) / sqrt(variance + eps) * weight + bias, Ba et al. 2016."""
+    """The norm (x - mean) / sqrt(variance + eps) * (offset + weight) + bias, Ba et al. 2016."""
 
     built_by: ClassVar[str] = "engine.layers.norm:layer_norm"
     name: str
     eps: float
     bias: bool = True
+    offset: float = 0.0
 
 
 class HeadNormShape(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -96,6 +97,14 @@ class HeadNormShape(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
     eps: float
     offset: float = 0.0
+
+
+class HeadLengthShape(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """An RMS norm without weights over each query head and over each key head.
+
+    Rotation keeps a head's length, so this norm may come before it or after it."""
+
+    eps: float
 
 
 class WideHeadNormShape(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -115,6 +124,7 @@ class AttentionShape(PartShape, frozen=True, kw_only=True):
 
     scale: factor of the scores; 0 for 1 / sqrt(head_size).  rotary: None for a layer without positions.
     window: tokens that a query sees, counted back and including itself; 0 for all.
+    chunked: whether the window does not move along: a query sees the tokens of its own chunk of ``window`` tokens.
     soft_cap: scores become cap * tanh(score / cap); 0 for none.  sinks: whether each head has a learned extra score.
     merged: the one tensor that holds q, k and v, in this order; '' for one each.  transposed: tensors are [in, out].
     input_size: size of the input of queries, keys and values; 0 for the model's width.
@@ -127,9 +137,10 @@ class AttentionShape(PartShape, frozen=True, kw_only=True):
     rotary: RotaryShape | None
     scale: float = 0.0
     window: int = 0
+    chunked: bool = False
     soft_cap: float = 0.0
     sinks: bool = False
-    head_norm: HeadNormShape | WideHeadNormShape | HeadLayerNormShape | None = None
+    head_norm: HeadNormShape | HeadLengthShape | WideHeadNormShape | HeadLayerNormShape | None = None
     qkv_bias: bool = False
     output_bias: bool = False
     name: str = "self_attn"
@@ -167,6 +178,7 @@ class LatentAttentionShape(PartShape, frozen=True, kw_only=True):
     bias: bool = False
     name: str = "self_attn"
     window: ClassVar[int] = 0
+    chunked: ClassVar[bool] = False
     soft_cap: ClassVar[float] = 0.0
     sinks: ClassVar[bool] = False
     num_kv_heads: ClassVar[int] = 1
@@ -178,7 +190,7 @@ class LatentAttentionShape(PartShape, frozen=True, kw_only=True):
 
 
 class MLPShape(PartShape, frozen=True, kw_only=True):
-    """A plain MLP: down(activation(up(x))).  activation: as in ``GatedShape``."""
+    """A plain MLP: down(activation(up(x))).  activation: as in ``GatedShape``, or relu2, the square of ReLU."""
 
     built_by: ClassVar[str] = "engine.layers.mlp:MLP"
     intermediate_size: int
@@ -225,6 +237,7 @@ class RouterShape(msgspec.Struct, frozen=True, kw_only=True):
 
     scoring: "softmax" over all experts, or "sigmoid" of each.  normalised: the weights are scaled to a sum of 1.
     corrected: a learned number per expert is added to its score for the choice, but not for the weight.
+    correction: name of these numbers below the experts; '' for one below the router.
     num_groups: number of groups of experts; the chosen come from the num_chosen_groups best: those with the highest
     score, or the highest sum of two if ``corrected``.  scale: factor of the weights.  exact: compute in float32.
     """
@@ -234,19 +247,28 @@ class RouterShape(msgspec.Struct, frozen=True, kw_only=True):
     normalised: bool = True
     bias: bool = False
     corrected: bool = False
+    correction: str = ""
     num_groups: int = 1
     num_chosen_groups: int = 1
     scale: float = 1.0
     exact: bool = False
 
+    @property
+    def by_scores(self) -> bool:
+        """Whether the weights follow from the scores of the chosen experts alone."""
+        if self.scoring == "softmax":
+            return self.normalised and not self.corrected
+        return not self.normalised and not self.corrected
+
 
 class ExpertsShape(PartShape, frozen=True, kw_only=True):
     """A mixture of experts: a router sends each token to some of many gated MLPs; their weighted results are summed.
 
-    shared_size: size of a further expert, for all tokens and without a weight; 0 for none.
+    shared_size: size of a further expert, for all tokens and without a weight; 0 for none.  shared: its name.
+    weighs_inputs: whether the weights of experts multiply what enters them, not their results.
     activation: as in ``GatedShape``; or "clamped_swish" of gpt-oss, with ``limit`` and ``slope``.
     stacked: all experts of a layer are one tensor [experts, in, out], with gate and up interleaved, and with biases;
-    if ``halved``, with gate before up, and without biases.
+    if ``halved``, with gate before up, and without biases; if ``upright``, it is [experts, out, in].
     gate, up, down: names of the products, if each expert has its own tensors.
     divided: whether a rank has some of the experts whole, instead of a part of each.
     """
@@ -261,6 +283,9 @@ class ExpertsShape(PartShape, frozen=True, kw_only=True):
     name: str = "mlp"
     stacked: bool = False
     halved: bool = False
+    upright: bool = False
+    shared: str = "shared_experts"
+    weighs_inputs: bool = False
     gate: str = "gate_proj"
     up: str = "up_proj"
     down: str = "down_proj"
@@ -281,13 +306,13 @@ class ExpertsShape(PartShape, frozen=True, kw_only=True):
 class NoHeadShape(PartShape, frozen=True):
     """No head, for a model whose output is its last states."""
 
-    built_by: ClassVar[str] = "engine.layers.pooled_head:NoHead"
+    built_by: ClassVar[str] = "engine.layers.task_head:NoHead"
 
 
 class ClassifierShape(PartShape, frozen=True, kw_only=True):
     """A head with a logit for each of ``num_labels`` labels.  name: of its weight."""
 
-    built_by: ClassVar[str] = "engine.layers.pooled_head:Classifier"
+    built_by: ClassVar[str] = "engine.layers.task_head:Classifier"
     num_labels: int
     name: str = "score"
 
@@ -297,7 +322,7 @@ class RewardShape(PartShape, frozen=True, kw_only=True):
 
     inner, out: names of the products."""
 
-    built_by: ClassVar[str] = "engine.layers.pooled_head:Reward"
+    built_by: ClassVar[str] = "engine.layers.task_head:Reward"
     inner: str = "score.0"
     out: str = "score.2"
 
@@ -308,7 +333,7 @@ class TokenScoreShape(PartShape, frozen=True, kw_only=True):
     name: of the table of ``vocab_size`` rows that would be the LM head.
     scale, cap: ``logit_scale`` and ``logit_cap`` of the decoder."""
 
-    built_by: ClassVar[str] = "engine.layers.pooled_head:TokenScore"
+    built_by: ClassVar[str] = "engine.layers.task_head:TokenScore"
     token_ids: tuple[int, ...]
     vocab_size: int
     name: str = "lm_head"
@@ -349,7 +374,7 @@ class DecoderShape(msgspec.Struct, frozen=True, kw_only=True):
     learned_positions: rows of a table of positions that is added to the embedding; 0 for none.
     logit_scale: factor of the logits.  logit_cap: caps logits as ``AttentionShape.soft_cap`` caps scores.
     unread: patterns for the names of stored tensors that are not read.
-    pooled_head: head in place of the LM head; None for the LM head.  A family sets it if labels have another name than
+    task_head: head in place of the LM head; None for the LM head.  A family sets it if labels have another name than
     in transformers; for other models it follows from the checkpoint's files.
     """
 
@@ -367,12 +392,12 @@ class DecoderShape(msgspec.Struct, frozen=True, kw_only=True):
     logit_cap: float = 0.0
     unread: tuple[str, ...] = ()
     names: Names = Names()
-    pooled_head: PartShape | None = None
+    task_head: PartShape | None = None
 
     @property
     def num_outputs(self) -> int:
         """Number of logits per row: the vocabulary, or 1 for a model that generates nothing."""
-        return self.vocab_size if self.pooled_head is None else 1
+        return self.vocab_size if self.task_head is None else 1
 
     @property
     def unlike_rounded(self) -> str:
@@ -437,5 +462,6 @@ class DecoderShape(msgspec.Struct, frozen=True, kw_only=True):
             SINKS: any(one.sinks for one in attentions),
             LAYER_WINDOWS: bool(self.full_layers),
             LATENTS: any(one.latent_size for one in attentions),
+            CHUNKS: any(one.chunked for one in attentions),
         }
         return tuple(name for name, needed in needs.items() if needed)

@@ -16,6 +16,7 @@ log = logging.getLogger(__name__)
 
 LLAMA = ("LlamaForCausalLM", "llama")
 MISTRAL = {"mistral": ("MistralForCausalLM", "mistral"), "ministral3": ("Ministral3ForCausalLM", "ministral3")}
+MISTRAL4 = ("Mistral4ForCausalLM", "mistral4")
 QWEN2, QWEN3 = ("Qwen2ForCausalLM", "qwen2"), ("Qwen3ForCausalLM", "qwen3")
 QWEN3_MOE = ("Qwen3MoeForCausalLM", "qwen3_moe")
 # Architecture -> model_type of its text section -> the decoder's architecture and model_type.
@@ -26,7 +27,7 @@ TEXT_PARTS: Final[Mapping[str, Mapping[str, tuple[str, str]]]] = {
     "Llama4ForConditionalGeneration": {"llama4_text": ("Llama4ForCausalLM", "llama4_text")},
     "InternVLForConditionalGeneration": {"llama": LLAMA, "qwen2": QWEN2, "qwen3": QWEN3, "qwen3_moe": QWEN3_MOE},
     "LlavaForConditionalGeneration": {"llama": LLAMA, **MISTRAL, "qwen2": QWEN2},
-    "Mistral3ForConditionalGeneration": MISTRAL,
+    "Mistral3ForConditionalGeneration": {**MISTRAL, "mistral4": MISTRAL4},
     "Qwen2VLForConditionalGeneration": {"qwen2_vl": QWEN2, "qwen2_vl_text": QWEN2},
     "Qwen2_5_VLForConditionalGeneration": {"qwen2_5_vl": QWEN2, "qwen2_5_vl_text": QWEN2},
     "Qwen3OmniMoeForConditionalGeneration": {"qwen3_omni_moe_text": QWEN3_MOE},

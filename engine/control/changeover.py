@@ -27,10 +27,10 @@ from engine.control.changes import (
 from engine.control.engine_spec import EngineSpec, engine_spec
 from engine.host.device_defaults import gpu_bytes, torch_may_use_gpus
 from engine.host.memory import available_bytes, release_freed
-from engine.messages import Reconfigure
 from engine.plugins.features import check_successor
 from engine.plugins.kinds import KINDS, chosen_plugins
 from engine.types.errors import ConfigError
+from engine.types.notices import Reconfigure
 
 if TYPE_CHECKING:
     from engine.control.system import System

@@ -27,15 +27,15 @@ from engine.config import Config, build_config, without_cluster_key
 from engine.control.engine_spec import EngineSpec, engine_spec
 from engine.control.features import engine_features
 from engine.control.monitor import Monitor
-from engine.host.openmp import wait_briefly
 from engine.host.stages import Stages
+from engine.host.waiting import wait_briefly
 from engine.plugins.blueprint import BlueprintPlanners
 from engine.plugins.features import planner_watchers
 from engine.plugins.observers import Observers
-from engine.plugins.structured import plugin_grammars, plugin_processors
+from engine.plugins.structured import plugin_forms
 from engine.scheduling.rows import PlannerLimits
 from engine.text.codec import TextCodec
-from engine.text.grammar import Grammars
+from engine.text.forms import OutputForms
 from engine.types.errors import EngineDied
 from engine.workers.executors import ExecutorPlacement, Executors, GenerationSettings
 from engine.workers.frontend import FrontendCommand, RemoteIngress
@@ -79,7 +79,7 @@ class System:
         self._observers = Observers(
             engine.plugins, config.plugins.options, page_size=config.kv.page_size, model=engine.model_name
         )
-        self._grammars = self._new_grammars()
+        self._forms = self._new_forms()
         self.features = engine_features(
             EngineContext(
                 config=config,
@@ -126,9 +126,9 @@ class System:
         num_outside = self.config.placement.tokenizers + (self._front is not None)
         return 4 * self.config.limits.max_requests + 64 + READ_AT_ONCE * num_outside
 
-    def _new_grammars(self) -> Grammars | None:
+    def _new_forms(self) -> OutputForms:
         model = self.engine.model
-        return plugin_grammars(
+        return plugin_forms(
             self.engine.plugins,
             lambda: self.codec,
             vocab_size=model.vocab_size,
@@ -232,8 +232,7 @@ class System:
                 capacity=self.capacity,
                 codec=self.codec,
                 vocab_size=self.engine.model.vocab_size,
-                grammars=self._grammars,
-                processors=plugin_processors(self.engine.plugins, self.engine.model.vocab_size),
+                forms=self._forms,
             )
         from engine.workers.placement import process_tokenizers  # ZeroMQ is needed from here on
 
@@ -275,7 +274,7 @@ class System:
             rendezvous=rendezvous,
             progress=self._progress and not rank,
             num_pages=settings.num_pages,
-            grammars=self._grammars,
+            grammars=self._forms.grammars,
             given=dict(engine.facts),
             stages=self.stages if not rank else None,
         )

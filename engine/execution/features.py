@@ -23,10 +23,9 @@ from engine.execution.rows import DeviceRows
 from engine.layers.attention import AttentionBackend
 from engine.layers.comm import Comm
 from engine.layers.kv_pool import KVPool
-from engine.messages import Step
+from engine.messages import FeatureRequest, Step
 from engine.models.model import Model
 from engine.plugins.manager import Plugins
-from engine.types.notices import Message
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,12 +102,12 @@ class RankFeature:
         return step
 
     def launched(self, step: Step, launched: LaunchedStep) -> None:
-        """Add to the result of a step that is launched, by ``LaunchedStep.extend``."""
+        """Add to the result of a step that is launched, by ``LaunchedStep.parts``."""
 
     # ---- next to the steps ------------------------------------------------------------------
 
-    def receive(self, message: Message, answer: Answer) -> bool:
-        """Take a message that is no step, and return True; False if it is another feature's.
+    def receive(self, message: FeatureRequest, answer: Answer) -> bool:
+        """Take a message, and return True; False if it is another feature's.
 
         It is called on the event loop, and returns at once.  answer: sends messages to the scheduler, on any thread."""
         return False

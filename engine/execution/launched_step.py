@@ -3,10 +3,9 @@
 Owns: the wait for the device, the columns of a result.  Does not know: how a step is launched, features.
 """
 
-from collections.abc import Callable, Mapping
-from concurrent.futures import Future
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -33,8 +32,8 @@ class LaunchedStep:
     event: recorded after the step's copies to the host; None on a CPU.
     prompts: results for prompts.
     failures: index in N -> the reason why there is no token.
-    note, parts: those of ``StepDone``.
-    ahead: row -> its next mask, of rows with a slow grammar."""
+    note: that of ``StepDone``.
+    parts: encoders of its parts, which are called when the device is done with the step."""
 
     rank: int
     step_id: int
@@ -44,13 +43,7 @@ class LaunchedStep:
     prompts: tuple[PromptResult, ...]
     failures: dict[int, str]
     note: str = ""
-    parts: dict[str, bytes] = field(default_factory=dict)
-    ahead: "Mapping[int, Future[Any]]" = field(default_factory=dict)
-    _extensions: tuple[Callable[[], Columns], ...] = ()
-
-    def extend(self, columns: Callable[[], Columns]) -> None:
-        """Add columns to the extras of the result.  ``columns`` is called when the device is done with the step."""
-        self._extensions += (columns,)
+    parts: dict[str, Callable[[], bytes]] = field(default_factory=dict)
 
     def ready(self) -> bool:
         """Return whether the device is done with the step."""
@@ -65,18 +58,13 @@ class LaunchedStep:
         }
         for prompts in self.prompts:
             columns.update(prompts.columns())
-        for extension in self._extensions:
-            columns.update(extension())
-        extras = extras_by_row(columns)
-        late = tuple(row for row, mask in self.ahead.items() if not mask.done())
         return StepDone(
             rank=self.rank,
             step_id=self.step_id,
             token_ids=token_ids,
-            extras=extras,
+            extras=extras_by_row(columns),
             note=self.note,
-            parts=self.parts,
-            late=late,
+            parts={name: encode() for name, encode in self.parts.items()},
         )
 
     def _by_row(self, by_index: dict[int, T]) -> dict[int, T]:

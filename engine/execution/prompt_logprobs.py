@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from engine.execution.prompts import Columns, Int64, PromptSegment, Wanted
-from engine.messages import Admission, PromptLogprobs
+from engine.messages import Admission
 from engine.models.model import Model
 from engine.sampling.logprobs import BatchLogprobs, batch_logprobs, joined_logprobs
+from engine.types.logprobs import PromptLogprobs
 
 SCORED_ROWS = 128  # rows of logits at a time: those of a whole step may take gigabytes
 

@@ -18,7 +18,8 @@ from engine.layers.step import StepTensors
 from engine.layers.upload import upload
 from engine.messages import Step
 
-_NOWHERE = np.empty(0, dtype=np.int64)
+NOWHERE = np.empty(0, dtype=np.int64)
+NO_INTS = np.empty(0, dtype=np.int32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,12 +112,11 @@ class DeviceRows:
             self.lengths_R.copy_(torch.from_numpy(computed))
 
     def apply(self, step: Step) -> None:
-        """Take in the sequences that a step admits, its entries of page tables and the tokens that it proposes, by one
-        packed copy for all."""
-        if not step.admissions and not step.table_rows and not step.proposed_rows:
+        """Take in the sequences that a step admits and its entries of page tables, by one packed copy for all."""
+        if not step.admissions and not step.table_rows:
             return
         row_len, width = self.tokens_RM.shape[1], self.pages_RP.shape[1]
-        tokens, pages, token_places, page_places = [], [], [_NOWHERE], []
+        tokens, pages, token_places, page_places = [], [], [NOWHERE], []
         for admission in step.admissions:
             row = admission.row
             tokens.append(np.frombuffer(admission.token_ids, dtype=np.int32))
@@ -125,14 +125,16 @@ class DeviceRows:
             page_places.append(np.arange(row * width, row * width + len(pages[-1])))
             self.computed[row] = admission.num_computed_tokens
         places_A, pages_A = self.appends(step)
-        proposed = (step.proposed_rows, step.proposed_positions, step.proposed_tokens)
-        rows_K, positions_K, tokens_K = (np.frombuffer(column, dtype=np.int32) for column in proposed)
         self._write(
-            np.concatenate((*token_places, rows_K.astype(np.int64) * row_len + positions_K)),
+            np.concatenate(token_places),
             np.concatenate((*page_places, places_A)),
-            np.concatenate((*tokens, tokens_K)),
+            np.concatenate((*tokens, NO_INTS)),
             np.concatenate((*pages, pages_A)),
         )
+
+    def write_tokens(self, rows_K: Int32, positions_K: Int32, tokens_K: Int32) -> None:
+        """Write tokens that are not sampled."""
+        self._write(rows_K.astype(np.int64) * self.tokens_RM.shape[1] + positions_K, NOWHERE, tokens_K, NO_INTS)
 
     def _write(self, token_places: Int64, page_places: Int64, tokens: Int32, pages: Int32) -> None:
         """Write tokens and pages at places of the flat tables."""

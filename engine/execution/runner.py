@@ -3,7 +3,6 @@
 Owns: everything on the device.  Does not know: requests, text, threads, which features there are; it knows rows.
 """
 
-import logging
 from collections.abc import Sequence
 from contextlib import nullcontext
 
@@ -19,24 +18,18 @@ from engine.execution.launched_step import LaunchedStep
 from engine.execution.profiles import Profiles
 from engine.execution.prompt_logprobs import PromptScores
 from engine.execution.prompts import PromptResult, Prompts, WantedStates
+from engine.execution.rank_end import RankEnd
 from engine.execution.rows import DeviceRows
-from engine.host.timeouts import returns_within
 from engine.layers.attention import AttentionBackend
 from engine.layers.comm import Comm
 from engine.layers.kv_pool import KVPool
 from engine.layers.step import StepTensors
-from engine.messages import Admission, Step
+from engine.messages import Admission, FeatureRequest, Step
 from engine.models.model import Model
 from engine.sampling.captured import SamplingVariant
-from engine.sampling.constraints import Constraints, PendingMasks
+from engine.sampling.constraints import LATE_MASKS, Constraints, PendingMasks
 from engine.sampling.sampler import SampledTokens, Sampler
 from engine.sampling.state import Newcomer
-from engine.types.notices import Message
-
-log = logging.getLogger(__name__)
-
-# Less than placement.silence_timeout_s is by default: the event loop of an executor that has failed waits for this.
-LEAVE_TIMEOUT_S = 5.0
 
 
 class ModelRunner:
@@ -65,8 +58,6 @@ class ModelRunner:
     ) -> None:
         self.num_pages = pool.num_pages
         self._rank = comm.rank
-        self._comm = comm
-        self._graphs = graphs
         self._pool = pool
         self._attention = attention
         self._model = model
@@ -87,31 +78,13 @@ class ModelRunner:
         self._launches = hooks(features, "launched")
         self._profiles = Profiles(comm.rank)
         self.profile = self._profiles.begin
+        self._end = RankEnd(comm, graphs, features)
+        self.close, self.leave = self._end.close, self._end.leave
 
-    def receive(self, message: Message, answer: Answer) -> None:
+    def receive(self, message: FeatureRequest, answer: Answer) -> None:
         """Pass a message that is no step to the feature that takes it."""
         taken = any(feature.receive(message, answer) for feature in self._features)
-        assert taken, f"no feature of rank {self._rank} takes {type(message).__name__}"
-
-    def close(self) -> None:
-        """Let the features finish their work next to the steps."""
-        for feature in self._features:
-            feature.close()
-
-    def leave(self) -> None:
-        """Give up the communicator, on a thread that is left behind if a library does not return."""
-        if not returns_within(LEAVE_TIMEOUT_S, self._leave, f"rank {self._rank} leaves"):
-            log.error("rank %d has not left its group after %g s; its process must end", self._rank, LEAVE_TIMEOUT_S)
-
-    def _leave(self) -> None:
-        for feature in self._features:
-            feature.leave()
-        # Graphs first, whatever refers to them: NCCL frees no communicator while one holds a collective of it.
-        for part in (self._graphs.discard, self._comm.close):
-            try:
-                part()
-            except Exception:
-                log.exception("rank %d has failed, and then failed to leave its group", self._rank)
+        assert taken, f"no feature of rank {self._rank} takes a request of {message.feature}"
 
     @torch.inference_mode()
     def launch(self, step: Step) -> LaunchedStep:
@@ -138,7 +111,7 @@ class ModelRunner:
             self._rows.restore(computed)
             raise MemoryError(str(error)) from None
         if self._constraints.rows:
-            launched.ahead = self._constraints.ahead()
+            launched.parts[LATE_MASKS] = self._constraints.late()
         for note in self._launches:
             note(step, launched)
         return launched
@@ -219,7 +192,7 @@ class ModelRunner:
         self._sampler.admit_all(newcomers, self._eos_token_ids)
         for admission, one in zip(admissions, newcomers, strict=True):
             params = one.params
-            if self._constraints.rows or params.grammar is not None or params.limits_tokens:
+            if self._constraints.rows or params.is_constrained:
                 self._constraints.admit(one.row, params, one.token_ids, one.num_prompt_tokens)
             if self._prompts.rows or params.reads_prompt:
                 self._prompts.admit(admission)

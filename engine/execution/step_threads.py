@@ -82,8 +82,12 @@ class StepThreads:
         if self._trial is not None:
             self._go_on(self._trial, shape, seconds)
         elif self._should_try(shape, seconds):
-            others = [threads for threads in self._choices if threads != self.chosen]
-            self._trial = Trial(shape, [self.chosen, *others])
+            others = [threads for threads in self._offered(self._usual[shape]) if threads != self.chosen]
+            self._trial = Trial(shape, [self.chosen, *others]) if others else None
+
+    def _offered(self, step_s: float) -> Sequence[int]:
+        """The numbers that suit steps of such a time.  Short ones leave a core to the event loop, as at the start."""
+        return [threads for threads in self._choices if step_s >= SHORT_S or threads < max(self._choices)]
 
     def _should_try(self, shape: Shape, seconds: float) -> bool:
         """Return whether steps have been slow for long, or another number was taken long ago: than the start's, or than
@@ -110,8 +114,10 @@ class StepThreads:
             return
         before, self._trial = self.chosen, None
         if trial.complete:
-            self.chosen = fastest(trial.medians())
-            self._usual = {trial.shape: trial.medians()[self.chosen]}
+            medians = trial.medians()
+            offered = self._offered(min(medians.values()))
+            self.chosen = fastest({threads: medians[threads] for threads in medians if threads in offered} or medians)
+            self._usual = {trial.shape: medians[self.chosen]}
         self._set_threads(self.chosen)
         changed = self.chosen != before
         self._pause_s = PAUSE_S if changed else min(LONGEST_PAUSE_S, 2 * self._pause_s)

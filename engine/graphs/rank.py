@@ -180,7 +180,7 @@ class RankGraphs:
     def _new_decode(self, parts: StepParts, scheduler: SchedulerSection) -> DecodeGraphs | None:
         if self._recorder is None or not self.device.captures or not can_capture(parts.attention):
             return None
-        if parts.model.pooled_head is not None:
+        if parts.model.task_head is not None:
             return None  # a model that generates nothing never decodes
         return DecodeGraphs(
             model=parts.model,

@@ -36,12 +36,7 @@ class RadixTree:
     A feature may use a subclass, which keeps pages that are evicted."""
 
     def __init__(
-        self,
-        page_size: int,
-        strategy: EvictionStrategy,
-        *,
-        lookahead: int = 0,
-        record_events: bool = False,
+        self, page_size: int, strategy: EvictionStrategy, *, lookahead: int = 0, record_events: bool = False
     ) -> None:
         self.page_size = page_size
         self.now = 0

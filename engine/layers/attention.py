@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from engine.checkpoints.shape import LATENTS, LAYER_WINDOWS, SINKS, SOFT_CAP
+from engine.checkpoints.shape import CHUNKS, LATENTS, LAYER_WINDOWS, SINKS, SOFT_CAP
 from engine.layers.kv_pool import KVPool
 
 
@@ -25,11 +25,13 @@ class AttentionSpec:
     window: tokens that a query sees, counted back and including itself; 0 for all.
     first_window_layer: first layer with the window; the layers before it see everything.
     full_layers: layers after ``first_window_layer`` that see everything.
+    chunked: whether the window does not move along: a query sees the tokens of its own chunk of ``window`` tokens.
     soft_cap: a score becomes soft_cap * tanh(score / soft_cap), before masks; 0 for none.
     sinks: for each layer a score per query head, [N], that enters the softmax without a value; () for none.
     latent_size: a value is the first ``latent_size`` numbers of its key and is not stored again; 0 for separate values.
 
-    A backend must declare full_layers, soft_cap, sinks and latent_size in ``Declaration.supports`` to get them.
+    A backend must declare full_layers, chunked, soft_cap, sinks and latent_size in ``Declaration.supports`` to get
+    them.
     """
 
     num_layers: int
@@ -43,6 +45,7 @@ class AttentionSpec:
     soft_cap: float = 0.0
     sinks: tuple[Tensor, ...] = field(default=(), compare=False)
     latent_size: int = 0
+    chunked: bool = False
 
     @property
     def value_size(self) -> int:
@@ -52,7 +55,13 @@ class AttentionSpec:
     @property
     def needs(self) -> tuple[str, ...]:
         """Names, as in ``Declaration.supports``, of the optional features that this attention uses."""
-        there = {SOFT_CAP: self.soft_cap, SINKS: self.sinks, LAYER_WINDOWS: self.full_layers, LATENTS: self.latent_size}
+        there = {
+            SOFT_CAP: self.soft_cap,
+            SINKS: self.sinks,
+            LAYER_WINDOWS: self.full_layers,
+            LATENTS: self.latent_size,
+            CHUNKS: self.chunked,
+        }
         return tuple(name for name, value in there.items() if value)
 
     def window_of(self, layer: int) -> int:

@@ -39,7 +39,7 @@ class Expert:
     def __init__(
         self, shape: ExpertsShape, size: int, hidden_size: int, comm: Comm, device: torch.device, dtype: torch.dtype
     ) -> None:
-        bias = shape.stacked and not shape.halved
+        bias = self.alternating = shape.activation == "clamped_swish"
         parts = [("gate_up_proj", 2 * size)] if bias else [(shape.gate, size), (shape.up, size)]
         self.shape = shape
         self.gate_up = ColumnLinear(hidden_size, parts, bias, comm, device, dtype)
@@ -54,8 +54,16 @@ class Expert:
 
     def slices(self, name: str) -> Iterator[WeightSlice]:
         """Yield the slices of a checkpoint that has this expert in its own tensors."""
-        yield from self.gate_up.slices(name)
+        for one in self.gate_up.slices(name):
+            yield from self._sides(name, one) if self.alternating else (one,)
         yield from self.down.slices(f"{name}.{self.shape.down}")
+
+    def _sides(self, name: str, both: WeightSlice) -> Iterator[WeightSlice]:
+        """Yield the slices of gate and up that are stored apart, where one tensor has their rows in turns."""
+        kind = both.source.rpartition(".")[2]
+        for side, own in enumerate((self.shape.gate, self.shape.up)):
+            shape, target = (both.shape[0] // 2, *both.shape[1:]), both.target[side::2]
+            yield WeightSlice(f"{name}.{own}.{kind}", shape, 0, both.start // 2, len(target), target)
 
 
 class Experts:
@@ -87,13 +95,20 @@ class Experts:
 
     def __call__(self, x_TD: Tensor, kernels: LayerKernels | None) -> Tensor:
         weights_TK, experts_TK = self.router(x_TD)
-        if self._kernels is not None:
-            out_TD = self._mixed_by(self._kernels, x_TD, weights_TK, experts_TK)
+        if self.shape.weighs_inputs:
+            out_TD, ones_T1 = torch.zeros_like(x_TD), torch.ones_like(weights_TK[:, :1])
+            for weight_T1, expert_T1 in zip(weights_TK.split(1, 1), experts_TK.split(1, 1), strict=True):
+                out_TD += self._result(x_TD * weight_T1, ones_T1, expert_T1)
         else:
-            out_TD = self._mixed(x_TD, weights_TK, experts_TK)
+            out_TD = self._result(x_TD, weights_TK, experts_TK)
         if self.shared is not None:
             out_TD += self.shared(x_TD, kernels)
         return self.comm.all_reduce(out_TD) if self.comm.size > 1 else out_TD
+
+    def _result(self, x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor) -> Tensor:
+        if self._kernels is not None:
+            return self._mixed_by(self._kernels, x_TD, weights_TK, experts_TK)
+        return self._mixed(x_TD, weights_TK, experts_TK)
 
     def _mixed_by(self, kernels: DeviceKernels, x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor) -> Tensor:
         """Return what ``_mixed`` returns, computed without reading the choice on the host, as a graph needs it."""
@@ -109,7 +124,7 @@ class Experts:
         # Pairs are sorted by expert, then by token, so a token's results are added in the order of experts, whatever
         # else is in the batch.
         order_P = experts_TK.flatten().argsort(stable=True)
-        tokens_P = order_P // self.shape.num_chosen
+        tokens_P = order_P // experts_TK.shape[1]
         weights_P1 = weights_TK.flatten()[order_P][:, None]
         counts = experts_TK.flatten().bincount(minlength=self.shape.num_experts).tolist()
         out_TD = torch.zeros_like(x_TD)
@@ -147,14 +162,14 @@ class Experts:
             held = self.first <= number < self.first + len(self.experts)
             yield from slices if held else not_here(slices)
         if self.shared is not None:
-            yield from self.shared.slices(f"{name}.shared_experts")
+            yield from self.shared.slices(f"{name}.{shape.shared}")
 
     def _members(self, name: str, number: int, expert: Expert) -> Iterator[WeightSlice]:
         gate_up = expert.gate_up.slices(name)
         if self.shape.halved:
             gate_up = merged(gate_up, f"{name}.gate_up_proj")
         slices = [*gate_up, *expert.down.slices(f"{name}.down_proj")]
-        for one in transposed(slices):
+        for one in slices if self.shape.upright else transposed(slices):
             source = one.source.removesuffix(".weight").replace(".bias", "_bias")
             yield replace(one, source=source, member=number, num_members=len(self.every))
 

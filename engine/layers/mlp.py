@@ -24,14 +24,16 @@ VECTORS = 128  # a multiple of so many elements has no remainder
 
 
 def activated(x_TI: Tensor, kind: str) -> Tensor:
-    """Return the activation of x, [T, I].  kind: one of ``GatedShape.activation``."""
+    """Return the activation of x, [T, I].  kind: one of ``MLPShape.activation``."""
+    if kind == "relu2":
+        return F.relu(x_TI).square()
     if kind == "silu":
         return F.silu(x_TI)
     return F.gelu(x_TI, approximate="tanh" if kind == "gelu_pytorch_tanh" else "none")
 
 
-def activated_by_rows(x_TI: Tensor, kind: str) -> Tensor:
-    """Return ``activated``, with the same bits for an element whatever other rows and features there are.
+def activated_by_rows(x_TI: Tensor, kind: str, activate: Callable[[Tensor, str], Tensor] = activated) -> Tensor:
+    """Return what ``activate`` does, with the same bits for an element whatever other rows and features there are.
 
     No thread begins within a row, zeros fill a row's last vectors, and rows have no gaps."""
     width = x_TI.shape[1]
@@ -39,9 +41,9 @@ def activated_by_rows(x_TI: Tensor, kind: str) -> Tensor:
     filled = F.pad(x_TI, (0, left)) if left else x_TI.contiguous()
     rows = max(1, (DIVIDED - 1) // (width + left))
     if len(x_TI) > rows:
-        whole = torch.cat([activated(part, kind) for part in filled.split(rows)])
+        whole = torch.cat([activate(part, kind) for part in filled.split(rows)])
     else:
-        whole = activated(filled, kind)
+        whole = activate(filled, kind)
     return whole[:, :width] if left else whole
 
 

@@ -111,14 +111,23 @@ class RMSNorm:
 
 
 class LayerNorm:
-    """The norm (x - mean) / sqrt(variance + eps) * weight + bias over the last dimension."""
+    """The norm (x - mean) / sqrt(variance + eps) * (offset + weight) + bias over the last dimension."""
 
     def __init__(
-        self, size: int, eps: float, device: torch.device, dtype: torch.dtype, *, name: str = "", bias: bool = True
+        self,
+        size: int,
+        eps: float,
+        device: torch.device,
+        dtype: torch.dtype,
+        *,
+        name: str = "",
+        bias: bool = True,
+        offset: float = 0.0,
     ) -> None:
         self.size = size
         self.eps = eps
         self.name = name
+        self.offset = offset
         self.weight = parameter(size, device=device, dtype=dtype)
         self.bias = parameter(size, device=device, dtype=dtype) if bias else None
 
@@ -130,7 +139,9 @@ class LayerNorm:
         return self(x_TD if update_TD is None else x_TD.add_(update_TD))
 
     def pack(self, kernels: LayerKernels | None = None) -> None:
-        """Do nothing: torch computes this norm in one operation."""
+        """Add the offset to the weight; torch computes the rest in one operation."""
+        if self.offset:
+            self.weight.add_(self.offset)
 
     def slices(self, prefix: str) -> Iterator[WeightSlice]:
         """Yield the slices of the checkpoint that this layer reads."""
@@ -164,6 +175,19 @@ class HeadNorm(RMSNorm):
 
     def _plain(self, x_TD: Tensor) -> Tensor:
         return F.rms_norm(x_TD, (self.size,), None, self.eps) * self.weight
+
+
+class HeadLength(HeadNorm):
+    """HeadNorm whose weights are all 1, and not stored."""
+
+    def pack(self, kernels: LayerKernels | None = None) -> None:
+        """Prepare for the device; called once, after loading."""
+        self.weight.fill_(1.0)
+        super().pack(kernels)
+
+    def slices(self, prefix: str) -> Iterator[WeightSlice]:
+        """Yield nothing: there is no weight."""
+        yield from ()
 
 
 class WideHeadNorm:
@@ -246,4 +270,4 @@ def layer_norm(
     shape: LayerNormShape, hidden_size: int, comm: Comm, device: torch.device, dtype: torch.dtype
 ) -> LayerNorm:
     """Build the layer of a ``LayerNormShape``."""
-    return LayerNorm(hidden_size, shape.eps, device, dtype, name=shape.name, bias=shape.bias)
+    return LayerNorm(hidden_size, shape.eps, device, dtype, name=shape.name, bias=shape.bias, offset=shape.offset)

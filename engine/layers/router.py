@@ -37,10 +37,10 @@ class Router:
         """Return weights_TK in x's dtype, and experts_TK."""
         shape = self.shape
         scores_TE = self.linear(x_TD.float() if shape.exact else x_TD).float()
-        if shape.scoring == "softmax" and shape.normalised:
-            # The same as normalising the softmax over all experts, without computing it.
+        if shape.by_scores:
+            # The same order as that of what follows from the scores, without computing it for all experts.
             scores_TK, experts_TK = self._grouped(scores_TE, -torch.inf).topk(self.num_chosen, -1)
-            weights_TK = scores_TK.softmax(-1)
+            weights_TK = scores_TK.softmax(-1) if shape.normalised else scores_TK.sigmoid()
         else:
             scores_TE = scores_TE.sigmoid() if shape.scoring == "sigmoid" else scores_TE.softmax(-1)
             # Scores are at least 0, but a corrected score may be negative.
@@ -59,7 +59,10 @@ class Router:
         if self.linear.bias is not None:
             yield whole(f"{name}.bias", self.linear.bias)
         if self.correction_E is not None:
-            yield whole(f"{name}.e_score_correction_bias", self.correction_E)
+            correction = self.shape.correction
+            yield whole(
+                f"{prefix}.{correction}" if correction else f"{name}.e_score_correction_bias", self.correction_E
+            )
 
     def _grouped(self, scores_TE: Tensor, hidden: float) -> Tensor:
         """Return the scores, with ``hidden`` for experts outside the best groups."""

@@ -11,11 +11,17 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from engine.checkpoints.shape import AttentionShape, HeadLayerNormShape, HeadNormShape, WideHeadNormShape
+from engine.checkpoints.shape import (
+    AttentionShape,
+    HeadLayerNormShape,
+    HeadLengthShape,
+    HeadNormShape,
+    WideHeadNormShape,
+)
 from engine.layers.comm import Comm
 from engine.layers.kernels import LayerKernels
 from engine.layers.linear import QKVLinear, RowLinear
-from engine.layers.norm import HeadLayerNorm, HeadNorm, WideHeadNorm
+from engine.layers.norm import HeadLayerNorm, HeadLength, HeadNorm, WideHeadNorm
 from engine.layers.rotary import Rotary
 from engine.layers.step import StepTensors
 from engine.layers.weights import WeightSlice, joined, merged, parameter, transposed
@@ -51,6 +57,8 @@ class SelfAttention:
         match shape.head_norm:
             case HeadNormShape(eps=eps, offset=offset):
                 return HeadNorm(*counts, size, eps, device, dtype, offset=offset)
+            case HeadLengthShape(eps=eps):
+                return HeadLength(*counts, size, eps, device, dtype)
             case HeadLayerNormShape(eps=eps):
                 return HeadLayerNorm(counts, totals, size, eps, comm, device, dtype)
             case WideHeadNormShape(eps=eps):

@@ -73,7 +73,7 @@ def load_model(
         if load_format == "safetensors":
             reader = open_reader(spec)
             opened.callback(reader.close)
-            if shape.pooled_head is not None:
+            if shape.task_head is not None:
                 shape = _with_stored_head(shape, reader)
             elif shape.tied and _has_own_head(shape, reader, dtype):
                 what = "%s: tie_word_embeddings is true, but %s differs from %s: the LM head is not tied"
@@ -174,10 +174,10 @@ def _check_names(spec: ModelSpec, slices: Iterable[WeightSlice], stored: Mapping
 
 def _with_stored_head(shape: DecoderShape, reader: WeightReader) -> DecoderShape:
     """Return a tied model's shape, which scores tokens by a stored LM head if there is one, as in transformers 5."""
-    head = shape.pooled_head
+    head = shape.task_head
     if not isinstance(head, TokenScoreShape) or f"{shape.names.head}.weight" not in reader.tensors:
         return shape
-    return msgspec.structs.replace(shape, pooled_head=msgspec.structs.replace(head, name=shape.names.head))
+    return msgspec.structs.replace(shape, task_head=msgspec.structs.replace(head, name=shape.names.head))
 
 
 def _has_own_head(shape: DecoderShape, reader: WeightReader, dtype: torch.dtype) -> bool:
@@ -247,7 +247,7 @@ class Filling:
 
     def _takes(self, one: WeightSlice) -> bool:
         """Return whether the kernel has taken the slice as it is stored."""
-        whole = one.target.shape[one.dim] == one.length
+        whole = one.target.shape[one.dim] == one.length and one.target.is_contiguous()
         if self._keeper is None or one.target.untyped_storage().data_ptr() not in self._kept or not whole:
             return False
         rows = self._reader.rows(one.source, one.dim, one.start, one.length)

@@ -17,8 +17,8 @@ from engine.layers.comm import Comm
 from engine.layers.kernels import LayerKernels
 from engine.layers.packing import Linears
 from engine.layers.part import Attention
-from engine.layers.pooled_head import PooledHead
 from engine.layers.step import StepTensors
+from engine.layers.task_head import TaskHead
 from engine.layers.weights import WeightSlice
 
 
@@ -38,7 +38,7 @@ class Model(Protocol):
     weight_bytes: int
 
     @property
-    def pooled_head(self) -> PooledHead | None:
+    def task_head(self) -> TaskHead | None:
         """The head of a model that generates nothing; None if it generates."""
         ...
 
@@ -108,4 +108,5 @@ def attention_spec_of(shape: DecoderShape, attentions: Sequence[Attention]) -> A
         soft_cap=attention.soft_cap,
         sinks=tuple(one for one in sinks if one is not None),
         latent_size=attention.latent_size,
+        chunked=any(layer.attention.chunked for layer in shape.layers),
     )

@@ -44,12 +44,13 @@ Sizes = tuple[int, ...] | Multiples
 Phase = Literal["prefill", "decode"]
 KVDtype = Literal["float32", "bfloat16", "float16", "int8", "fp8_e4m3"]
 InstructionSet = Literal["avx2", "avx512", "amx", "neon"]
-Feature = Literal["soft_cap", "sinks", "layer_windows", "latents"]
+Feature = Literal["soft_cap", "sinks", "layer_windows", "latents", "chunks"]
 FEATURES: Mapping[str, str] = {
     "soft_cap": "soft-capped scores",
     "sinks": "attention sinks",
     "layer_windows": "a window on some layers only",
     "latents": "values that are a part of their keys (latent attention)",
+    "chunks": "windows that are chunks (chunked attention)",
 }
 
 
@@ -71,7 +72,7 @@ class Declaration(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     The next are for attention backends.  head_sizes, page_sizes: lists or {"multiple_of": ..., "at_most": ...}.
     heads_per_kv_head: ratios of query heads to KV heads.  It and head_sizes do not apply to latents.
     window: whether it computes sliding windows.  supports: other features of ``AttentionSpec``: 'soft_cap', 'sinks',
-    'layer_windows' (``full_layers``), 'latents'.  phases: those that it serves, 'prefill' and 'decode'.
+    'layer_windows' (``full_layers``), 'latents', 'chunks'.  phases: those that it serves, 'prefill' and 'decode'.
     kv_layouts: of 'layer_first' and 'page_first'; in the second, a page's first slot is page * pool.page_stride.
     kv_dtypes: types of pages other than dtype that it reads, see ``engine/layers/page_format.py``.
     rounded_queries: those of them that it reads only with queries rounded to the same type; 'auto' excludes it there.

@@ -11,6 +11,7 @@ from engine.plugins.hookspecs import LogitsProcessorContext
 from engine.plugins.kinds import LOGITS_PROCESSOR
 from engine.plugins.manager import Plugins
 from engine.text.codec import TextCodec
+from engine.text.forms import OutputForms
 from engine.text.grammar import Grammars
 from engine.text.processors import LogitsProcessor, Processors
 
@@ -38,3 +39,11 @@ def plugin_processors(plugins: Plugins, vocab_size: int) -> Processors:
     for name in plugins.several.get(LOGITS_PROCESSOR, ()):
         by_name[plugins.known[name].short] = plugins.build(name, LogitsProcessorContext(vocab_size), LogitsProcessor)
     return Processors(by_name)
+
+
+def plugin_forms(
+    plugins: Plugins, codec: Callable[[], TextCodec], *, vocab_size: int, eos_token_ids: tuple[int, ...]
+) -> OutputForms:
+    """Return the forms of output that requests may demand.  Raises PluginError."""
+    grammars = plugin_grammars(plugins, codec, vocab_size=vocab_size, eos_token_ids=eos_token_ids)
+    return OutputForms(grammars, plugin_processors(plugins, vocab_size))

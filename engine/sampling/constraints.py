@@ -17,7 +17,9 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from typing import Final
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -38,6 +40,7 @@ BUDGET_TOKENS = 16  # tokens over which the time of a row is summed
 BUDGET_S = 0.02  # per token, for all rows of a step together
 LEAST_BUDGET_S = 0.005  # per token of one row, however many rows there are
 LATE_S = 0.002  # of work; a row whose mask took longer is slow
+LATE_MASKS: Final = "late_masks"  # the part of a result: slow rows whose next mask is not ready
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +141,7 @@ class Constraints:
         """Assign a row to a sequence.  token_ids: its prompt, then output kept over a retraction."""
         self.rows.pop(row, None)
         self._ahead.pop(row, None)
-        if params.grammar is not None or params.limits_tokens:
+        if params.is_constrained:
             output = token_ids[num_prompt_tokens:].tolist()
             self.rows[row] = _Row(self._worker.submit(self._open, params, output))
 
@@ -164,9 +167,10 @@ class Constraints:
                 else:
                     self._ahead.pop(number, None)
 
-    def ahead(self) -> "dict[int, Future[tuple[Int32, str]]]":
-        """Return the next masks of slow rows, some of which are not ready."""
-        return dict(self._ahead)
+    def late(self) -> Callable[[], bytes]:
+        """Return the encoder of the part ``LATE_MASKS``, for the step that is launched last."""
+        ahead = dict(self._ahead)
+        return lambda: msgspec.msgpack.encode([row for row, mask in ahead.items() if not mask.done()])
 
     def close(self) -> None:
         """End the threads."""

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.messages import Logprobs
+from engine.types.logprobs import Logprobs
 from engine.types.params import MAX_LOGPROBS
 
 ALIGNED = 8  # 16-bit logits of a 16-byte load of a GPU

@@ -53,8 +53,9 @@ class Completions:
         now = self._clock()
         completed_before = self._requests.meter.last_completed_at
         some_ended = bool(self._ended)
-        for examine in self._features.examine:
-            some_ended |= examine(done)
+        for name, part in done.parts.items():
+            if (take := self._features.take.get(name)) is not None:
+                some_ended |= take(part, done)
         waves = [Wave(record.sampled_rows, np.frombuffer(done.token_ids, dtype=np.int32), done.extras)]
         if record.notes:
             for split in self._features.waves:

@@ -110,10 +110,3 @@ class Decodes:
         until_page = table.num_pages[rows] * table.page_size - table.num_computed[rows]
         until_end = table.max_total[rows] - table.num_planned[rows] - 1
         return int(min(until_page.min(), until_end.min()))
-
-    def check(self) -> None:
-        """Raise AssertionError unless every row here runs and has not been planned beyond its end."""
-        table = self._table
-        for row in self.rows.tolist():
-            assert table.running[row], f"row {row} decodes after its end"
-            assert table.num_computed[row] < table.num_planned[row] <= table.max_total[row], f"row {row} ran ahead"

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Items
 from typing import Any, Literal
 
-from engine.kv.eviction import Candidate
+from engine.kv.eviction import Candidate, EvictionListener, EvictionStrategy, SortKey
 from engine.kv.node import Handle
 from engine.messages import Admit, Step
 from engine.scheduling.meter import RequestMetrics, StepRecord
@@ -88,6 +88,24 @@ class PlannerEvents:
         self.completed: Callbacks = callbacks(watchers, PlannerWatcher, "completed")
         self.finished: Callbacks = callbacks(watchers, PlannerWatcher, "finished")
         self.lost: Callbacks = callbacks(watchers, PlannerWatcher, "lost")
+
+
+class WatchedEvictions:
+    """An eviction strategy that also sends an event for each eviction.
+
+    request_id: the request that will get the pages that are evicted next."""
+
+    def __init__(self, strategy: EvictionStrategy, events: PlannerEvents) -> None:
+        self.request_id = -1
+        self.rank: Callable[[Candidate], SortKey] = strategy.rank
+        self._note = strategy.evicted if isinstance(strategy, EvictionListener) else None
+        self._events = events
+
+    def evicted(self, candidate: Candidate) -> None:
+        for evicted in self._events.evicted:
+            evicted(self.request_id, candidate)
+        if self._note is not None:
+            self._note(candidate)
 
 
 Callbacks = tuple[Callable[..., Any], ...]

@@ -47,9 +47,11 @@ class PlannerFeature:
     """An optional part of one planner.  A subclass overrides the hooks that it needs.
 
     order: features of lower order come first.
+    part: name of its parts in results of steps, '' for none.
     is_on: whether the hooks are called; ``PlannerFeatures.refresh`` must follow a change."""
 
     order = 0
+    part = ""
     is_on = True
 
     def admit(self, sequence: Sequence, message: Admit) -> None:
@@ -87,8 +89,10 @@ class PlannerFeature:
     def attach(self, step: StepBuilder) -> None:
         """Add to a step whose batch is complete."""
 
-    def examine(self, done: StepDone) -> bool:
-        """Read a step's result before anything else does.  Return whether a row has ended because of it."""
+    def take(self, part: bytes, done: StepDone) -> bool:
+        """Read the part of a step's result that has the feature's ``part`` as its name, before anything else is read.
+
+        It is called even while the feature is off.  Return whether a row has ended because of it."""
         return False
 
     def waves(self, record: InFlight, wave: Wave) -> list[Wave]:
@@ -157,6 +161,7 @@ class PlannerFeatures:
     def install(self, features: Iterable[PlannerFeature]) -> None:
         """Use the hooks of these features from now on."""
         self.all = tuple(sorted(features, key=lambda one: one.order))
+        self.take = {one.part: one.take for one in self.all if one.part}
         self.admit = self._hooks("admit")
         self.hold = self._hooks("hold")
         self.blocks = self._hooks("blocks")
@@ -167,7 +172,6 @@ class PlannerFeatures:
         self.awaits_tokens = self._hooks("awaits_tokens")
         self.plan = self._hooks("plan")
         self.attach = self._hooks("attach")
-        self.examine = self._hooks("examine")
         self.waves = self._hooks("waves")
         self.completed = self._hooks("completed")
         self.published = self._hooks("published")

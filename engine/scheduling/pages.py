@@ -14,33 +14,16 @@ from collections.abc import Callable
 
 import numpy as np
 
-from engine.kv.eviction import Candidate, EvictionListener, EvictionStrategy, SortKey
+from engine.kv.eviction import EvictionStrategy
 from engine.kv.match import Match
 from engine.kv.node import Handle, Namespace
 from engine.kv.pages import PageAllocator, Pages
 from engine.kv.radix import RadixTree
-from engine.scheduling.events import PlannerEvents
+from engine.scheduling.events import WatchedEvictions
 from engine.scheduling.feature import PlannerParts
+from engine.scheduling.invariants import check_owners
 from engine.scheduling.rows import Sequence
-from engine.scheduling.step_builder import NO_ROWS, Appends
-
-
-class WatchedEvictions:
-    """An eviction strategy that also sends an event for each eviction.
-
-    request_id: the request that will get the pages that are evicted next."""
-
-    def __init__(self, strategy: EvictionStrategy, events: PlannerEvents) -> None:
-        self.request_id = -1
-        self.rank: Callable[[Candidate], SortKey] = strategy.rank
-        self._note = strategy.evicted if isinstance(strategy, EvictionListener) else None
-        self._events = events
-
-    def evicted(self, candidate: Candidate) -> None:
-        for evicted in self._events.evicted:
-            evicted(self.request_id, candidate)
-        if self._note is not None:
-            self._note(candidate)
+from engine.scheduling.step_builder import Appends
 
 
 class PageManager:
@@ -169,24 +152,4 @@ class PageManager:
 
     def check(self) -> None:
         """Raise AssertionError unless every page has exactly one owner."""
-        self.allocator.check()
-        self.tree.check()
-        table = self._table
-        private = [NO_ROWS]
-        for row, handle in self._handles.items():
-            own = table.page_table[row, : table.num_pages[row]]
-            shared = self.tree.pages(handle)
-            assert np.array_equal(own[: handle.num_pages], shared), f"row {row} does not use the tree's pages"
-            private.append(own[handle.num_pages :])
-        private += [pages for _, pages in self._deferred]
-        held = np.concatenate(private)
-        assert len(np.unique(held)) == len(held), "a page is held twice"
-        num_locks = self.tree.num_handles
-        assert num_locks == len(self._handles), (
-            f"{num_locks} prefixes are locked, and {len(self._handles)} rows have one"
-        )
-        total = self.allocator.num_free + self.tree.num_cached + len(held)
-        assert total == self.allocator.num_pages, (
-            f"free {self.allocator.num_free} + cached {self.tree.num_cached} + held {len(held)} "
-            f"!= {self.allocator.num_pages}"
-        )
+        check_owners(self.allocator, self.tree, self._table, self._handles, [pages for _, pages in self._deferred])

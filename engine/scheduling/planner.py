@@ -19,14 +19,15 @@ from engine.scheduling.completions import Completions
 from engine.scheduling.decodes import Decodes
 from engine.scheduling.events import PlannerEvents
 from engine.scheduling.feature import NewFeature, PlannerFeatures, PlannerParts
+from engine.scheduling.invariants import check_decodes
 from engine.scheduling.meter import Meter
 from engine.scheduling.pages import PageManager
 from engine.scheduling.policy import SchedulingPolicy, TenantPolicy
-from engine.scheduling.prefills import Prefills, Segments
+from engine.scheduling.prefills import Prefills
 from engine.scheduling.queue import waiting_queue
 from engine.scheduling.requests import OutputForecast, Requests
 from engine.scheduling.rows import PlannerLimits, RowTable
-from engine.scheduling.step_builder import Columns, StepBuilder, column
+from engine.scheduling.step_builder import Segments, StepBuilder
 from engine.types.notices import LossExplained, Stats
 
 
@@ -116,29 +117,26 @@ class Planner:
         while self._decodes.lack_pages() and self._retract_one():
             pass
         decode_rows, appends = self._decodes.plan()
-        segments = self._prefills.plan(len(decode_rows)) if self._prefills.may_go_on else None
-        if segments is not None and not segments.rows:
-            segments = None
-        if segments is None and not len(decode_rows):
+        segments = self._prefills.plan(len(decode_rows)) if self._prefills.may_go_on else Segments()
+        if not segments.rows and not len(decode_rows):
             return None
         overlaps = bool(self._completions.in_flight)
         builder = StepBuilder(self._num_steps, self._clock(), decode_rows, overlaps, [appends])
         self._num_steps += 1
         self.table.last_step[decode_rows] = builder.step_id
-        if segments is not None:
+        if segments.rows:
             self._add_prompts(builder, segments)
         return builder
 
     def _add_prompts(self, builder: StepBuilder, segments: Segments) -> None:
         """Add prompts.  If a chunk is the last one of its prompt, the row decodes from the next step on."""
         self.requests.started(segments.started, builder.launched_at)
-        table, rows, samples = self.table, column(segments.rows), column(segments.samples)
-        for row in rows[samples == 1].tolist():
+        table, prompts = self.table, segments.columns()
+        for row in prompts.rows[prompts.samples == 1].tolist():
             if table.num_planned[row] < table.max_total[row]:
                 self._decodes.join(row)
-        table.last_step[rows] = builder.step_id
-        builder.admissions = segments.admissions
-        builder.prompts = Columns(rows, column(segments.starts), column(segments.lengths), samples)
+        table.last_step[prompts.rows] = builder.step_id
+        builder.admissions, builder.prompts = segments.admissions, prompts
 
     def outgoing(self) -> list[FeatureRequest]:
         """Return the messages of features to the executors since the last call."""
@@ -242,4 +240,4 @@ class Planner:
     def check(self) -> None:
         """Raise AssertionError unless every page has exactly one owner and no row runs ahead of its end."""
         self.pages.check()
-        self._decodes.check()
+        check_decodes(self.table, self._decodes.rows)

@@ -7,30 +7,16 @@ short ones waiting, and a stream of short ones cannot keep a long one from going
 """
 
 from collections import deque
-from dataclasses import dataclass, field
-
-import numpy as np
 
 from engine.messages import Admission
 from engine.scheduling.events import Why
 from engine.scheduling.feature import PlannerParts
 from engine.scheduling.queue import WaitingQueue
-from engine.scheduling.requests import OutputForecast, peak_growth
+from engine.scheduling.requests import OutputForecast
 from engine.scheduling.rows import PlannerLimits, Sequence
+from engine.scheduling.step_builder import Segments
 
 QUEUE = -1  # stands for the waiting queue among the rows that take turns
-
-
-@dataclass(slots=True)
-class Segments:
-    """The prefill half of one step.  started: sequences that got a row for it."""
-
-    rows: list[int] = field(default_factory=list)
-    starts: list[int] = field(default_factory=list)
-    lengths: list[int] = field(default_factory=list)
-    samples: list[int] = field(default_factory=list)
-    started: list[Sequence] = field(default_factory=list)
-    admissions: list[Admission] = field(default_factory=list)
 
 
 class Prefills:
@@ -154,7 +140,8 @@ class Prefills:
                 self.queue.pop(starts=False)
                 self._note_wait(sequence, why)
                 continue
-            row = self._page_manager.start(sequence, self._reserve(sequence))
+            num_available = self._page_manager.num_available
+            row = self._page_manager.start(sequence, self._forecast.reserve(self._table, sequence, num_available))
             if row is None:
                 self._blocked = True
                 self._note_wait(sequence, "no_room")
@@ -203,27 +190,3 @@ class Prefills:
             pages=table.page_table[row, : table.num_pages[row]].tobytes(),
             params=sequence.params,
         )
-
-    def _reserve(self, sequence: Sequence) -> int:
-        """Return the number of pages that must stay available when a sequence starts, for all that run to grow.
-
-        0 if it would run alone: it fits, by the check at its arrival."""
-        table, page_size = self._table, self._limits.page_size
-        rows = np.flatnonzero(table.running)
-        if not len(rows):
-            return 0
-        num_tokens = len(sequence.tokens)
-        # The sequence itself comes last.
-        known = np.append(table.num_known[rows], num_tokens)
-        num_pages = np.append(table.num_pages[rows], -(-num_tokens // page_size))
-        generated = known - np.append(table.num_prompt[rows], sequence.num_prompt)
-        most = np.append(table.max_total[rows], sequence.max_total) - known
-        slack = num_pages * page_size - known
-        worst = int(np.maximum(-(-(most - slack) // page_size), 0).sum())
-        if worst + int(num_pages[-1]) <= self._page_manager.num_available:
-            return worst
-        # One page for each sequence that may still want one, whatever the forecast is.
-        at_least = int((most > slack).sum())
-        given_back = num_pages - np.append(table.num_shared[rows], 0)
-        growth = peak_growth(self._forecast.remaining(generated, most), slack, given_back, page_size)
-        return min(worst, max(at_least, round(growth)))

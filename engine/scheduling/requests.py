@@ -16,7 +16,7 @@ import numpy.typing as npt
 from engine.messages import Admit, Failed, Finish, Tokens
 from engine.scheduling.feature import PlannerParts
 from engine.scheduling.meter import Meter, RequestMetrics
-from engine.scheduling.rows import Sequence
+from engine.scheduling.rows import RowTable, Sequence
 from engine.types.errors import RequestError
 
 Ints = npt.NDArray[np.int32]
@@ -66,6 +66,29 @@ class OutputForecast:
         lengths = self._sorted[np.minimum(first_longer + (spread * num_longer).astype(np.int64), len(self._sorted) - 1)]
         expected = np.where(num_longer > 0, lengths - generated, generated)
         return np.minimum(expected * (1.0 + self._caution), most)
+
+    def reserve(self, table: RowTable, sequence: Sequence, num_available: int) -> int:
+        """Return the number of pages that must stay available when a sequence starts, for all that run to grow.
+
+        0 if it would run alone: it fits, by the check at its arrival."""
+        rows, page_size = np.flatnonzero(table.running), table.page_size
+        if not len(rows):
+            return 0
+        num_tokens = len(sequence.tokens)
+        # The sequence itself comes last.
+        known = np.append(table.num_known[rows], num_tokens)
+        num_pages = np.append(table.num_pages[rows], -(-num_tokens // page_size))
+        generated = known - np.append(table.num_prompt[rows], sequence.num_prompt)
+        most = np.append(table.max_total[rows], sequence.max_total) - known
+        slack = num_pages * page_size - known
+        worst = int(np.maximum(-(-(most - slack) // page_size), 0).sum())
+        if worst + int(num_pages[-1]) <= num_available:
+            return worst
+        # One page for each sequence that may still want one, whatever the forecast is.
+        at_least = int((most > slack).sum())
+        given_back = num_pages - np.append(table.num_shared[rows], 0)
+        growth = peak_growth(self.remaining(generated, most), slack, given_back, page_size)
+        return min(worst, max(at_least, round(growth)))
 
 
 def peak_growth(remaining: Floats, slack: Ints, given_back: Ints, page_size: int) -> float:

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from engine.messages import Admission, Step, StepExtras
-from engine.scheduling.rows import Rows, TokenIds
+from engine.scheduling.rows import Rows, Sequence, TokenIds
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +45,23 @@ class Columns(NamedTuple):
     samples: Rows
 
 
+@dataclass(slots=True)
+class Segments:
+    """The prompts of a step, as they are planned.  started: sequences that got a row for it."""
+
+    rows: list[int] = field(default_factory=list)
+    starts: list[int] = field(default_factory=list)
+    lengths: list[int] = field(default_factory=list)
+    samples: list[int] = field(default_factory=list)
+    started: list[Sequence] = field(default_factory=list)
+    admissions: list[Admission] = field(default_factory=list)
+
+    def columns(self) -> Columns:
+        """Return the segments as columns."""
+        rows, starts, lengths, samples = map(column, (self.rows, self.starts, self.lengths, self.samples))
+        return Columns(rows, starts, lengths, samples)
+
+
 class InFlight(msgspec.Struct, frozen=True):
     """The expected result of a planned step.
 
@@ -72,7 +89,6 @@ class StepBuilder:
     decode_rows: rows that sample one token each.
     overlaps: a step before it is still in flight.
     prompts: the segments of prompts.  inserted: segments of features, which go before those.
-    fields: values of fields of ``Step`` that features set.
     parts, filled_pages, num_copied: see ``Step``.  notes: as in ``InFlight``."""
 
     step_id: int
@@ -83,7 +99,6 @@ class StepBuilder:
     admissions: list[Admission] = field(default_factory=list)
     prompts: Columns | None = None
     inserted: Columns | None = None
-    fields: dict[str, Any] = field(default_factory=dict)
     parts: dict[str, bytes] = field(default_factory=dict)
     filled_pages: list[bytes] = field(default_factory=list)
     num_copied: int = 0
@@ -125,7 +140,6 @@ class StepBuilder:
             num_copied=self.num_copied,
             parts=self.parts,
             **columns,
-            **self.fields,
         )
         return step, record
 

@@ -50,7 +50,7 @@ PENALISED_ROW, PENALISED = 3, SamplingParams(repetition_penalty=1.1)
 
 def require_provable(plan: Model) -> None:
     """Raise ConfigError for a model with a part that is known to differ, or that is not tried.  plan: its shapes."""
-    if not isinstance(plan, Decoder) or plan.pooled_head is not None:
+    if not isinstance(plan, Decoder) or plan.task_head is not None:
         fault = "only callboard's own families that generate text support it"
     elif plan.attention_spec.latent_size:
         fault = "this model's pages keep latents, for which there is no proof"

@@ -49,7 +49,7 @@ def choose_linears(config: Config, spec: ModelSpec, plugins: Plugins, plan: Mode
         kernel = choose_linear(plugins, context, lambda kernels: race.seconds(kernels, [*layers, head]))
         return Linears(kernel, kernel)
     kernel = choose_linear(plugins, context, lambda kernels: race.seconds(kernels, layers))
-    if isinstance(kernel, HeadKernel) and plan.pooled_head is None:
+    if isinstance(kernel, HeadKernel) and plan.task_head is None:
         return Linears(kernel, kernel.head)
     # 'auto' for the head: a kernel that was named for rounded weights need not know others.
     exact = replace(context, quantization="none")

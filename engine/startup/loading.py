@@ -303,7 +303,7 @@ def _new_runner(
         rows=parts.rows,
         constraints=constraints,
         sampler=parts.sampler,
-        eos_token_ids=start.spec.eos_token_ids if model.pooled_head is None else (),
+        eos_token_ids=start.spec.eos_token_ids if model.task_head is None else (),
         features=(*features, TimedSteps(parts.rows, threads)) if threads is not None and timed else features,
     )
 
@@ -381,7 +381,7 @@ def _step_threads(
 
     Invariant numerics are proved with one number of threads, and a model that pools runs no decode steps."""
     config, choices = start.config, loaded.thread_choices
-    if not choices or start.invariant or parts.model.pooled_head is not None:
+    if not choices or start.invariant or parts.model.task_head is not None:
         return None
     steps, greedy = ModelSteps(parts.model, parts.pool, parts.attention, parts.sampler), SamplingParams(temperature=0.0)
     length, most_rows = min(start.max_len, RACE_CONTEXT), config.scheduler.max_running

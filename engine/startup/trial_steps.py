@@ -101,8 +101,9 @@ class TrialSteps:
         pages_L = batch.page_table_BP[last].long()[position_L // self._page_size]
         slots_L = pages_L * self.pool.page_stride + position_L % self._page_size
         spec, sinks_N = self.spec, self.spec.sinks[0] if self.spec.sinks else None
+        keys_LGH, values_LGH = self.pool.read(0, slots_L)
         expected = attend(
-            q_TNH[-new:], *self.pool.read(0, slots_L), spec.scale, spec.window_of(0), spec.soft_cap, sinks_N
+            q_TNH[-new:], keys_LGH, values_LGH, spec.scale, spec.window_of(0), spec.soft_cap, sinks_N, spec.chunked
         )
         absolute, relative = TOLERANCES[str(self.pool.dtype).removeprefix("torch.")]
         error = (out_TNH[-new:].double().cpu() - expected).abs()

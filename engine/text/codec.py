@@ -24,7 +24,6 @@ import numpy as np
 import numpy.typing as npt
 
 from engine.checkpoints.use import GENERATING, ModelUse
-from engine.messages import TokenText
 from engine.settings.sections import ModelSection
 from engine.text.chat import PLAIN
 from engine.text.files import TokenizerFiles, read_template
@@ -35,6 +34,7 @@ from engine.text.stops import StopMatcher
 from engine.text.tool_calls import ToolFormat
 from engine.text.vocabulary import Vocabulary
 from engine.types.errors import RequestError
+from engine.types.logprobs import TokenText
 from engine.types.params import SamplingParams
 from engine.types.prompt import ChatOptions, ChatTurn
 
@@ -201,8 +201,8 @@ class Formats:
     reasoning_parser: str = "none"
     reasoning: ReasoningFormat | None = None
 
-    def thinking_of_grammar(self, thinking: Thinking) -> Thinking:
-        """Return where a grammar's output begins.  thinking: the state in which the prompt leaves the model."""
+    def beginning_of_form(self, thinking: Thinking) -> Thinking:
+        """Return where output of a demanded form begins.  thinking: the state in which the prompt leaves the model."""
         return thinking if self.reasoning is not None and self.reasoning.constrains else "none"
 
     @property

@@ -6,8 +6,8 @@ Owns: those of a prompt, while its parts arrive.  Does not know: requests, how t
 import numpy as np
 import numpy.typing as npt
 
-from engine.messages import Logprobs, PromptLogprobs, TokenLogprobs
 from engine.text.codec import TextCodec
+from engine.types.logprobs import Logprobs, PromptLogprobs, TokenLogprobs
 
 
 class PromptLogprobTexts:

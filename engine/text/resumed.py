@@ -5,10 +5,11 @@ Owns: the check of such output.  Does not know: actors, how the other engine was
 
 import numpy as np
 
-from engine.messages import Delta, Logprobs, Tokenize, Usage
+from engine.messages import Delta, Tokenize, Usage
 from engine.text.codec import TextCodec, TextStream
 from engine.text.logprobs import logprob_texts
 from engine.types.errors import RequestError
+from engine.types.logprobs import Logprobs
 
 
 def resumed_delta(request: Tokenize, codec: TextCodec, vocab_size: int, stream: TextStream, usage: Usage) -> Delta:

@@ -1,4 +1,4 @@
-"""Messages about the engine's own state: which parts are ready or lost, gauges, and requests for a profile.
+"""Messages about the engine's own state: which parts are ready or lost, gauges, other settings, profiles.
 
     scheduler and tokenizers ──→ ingress        executors ←─→ scheduler
 
@@ -80,3 +80,14 @@ class Profile(Message, frozen=True, kw_only=True):
 
     num_steps: int
     folder: str
+
+
+class Reconfigure(Message, frozen=True, kw_only=True):
+    """Plan with other settings from now on.
+
+    blueprint: a ``Blueprint`` as msgpack; empty if it stays as it is.
+    renews: the next executors get a new planner, which takes over the requests; otherwise the present planner goes on
+    with the settings."""
+
+    blueprint: bytes = b""
+    renews: bool = False

@@ -120,9 +120,14 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         return self.prompt_logprobs is not None or not self.generates
 
     @property
-    def needs_vocabulary(self) -> bool:
-        """Whether a grammar or bad words require the text of the tokens before the first one is picked."""
-        return self.grammar is not None or bool(self.bad_words)
+    def has_form(self) -> bool:
+        """Whether the output must have a form that the engine may not know."""
+        return self.grammar is not None or bool(self.logits_processors)
+
+    @property
+    def is_constrained(self) -> bool:
+        """Whether the tokens that may be picked depend on those before, or are limited."""
+        return self.grammar is not None or self.limits_tokens
 
     @property
     def limits_tokens(self) -> bool:

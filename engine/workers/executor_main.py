@@ -13,7 +13,7 @@ from msgspec import structs
 from engine.actors.executor import Executor
 from engine.actors.runner import Runner
 from engine.actors.step_splitting import StepSplitter
-from engine.host.openmp import wait_briefly
+from engine.host.waiting import wait_briefly
 from engine.workers.child import Ticket, enter
 from engine.workers.main import Outgoing, WorkerProcess
 from engine.workers.messages import ExecutorAssignment, ExecutorProcessInbox, Place, WorkerReady

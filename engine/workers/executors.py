@@ -1,7 +1,7 @@
 """The executors of one engine: all ranks of the model, which are lost, restarted and replaced together.
 
-consumes: Step, FetchPages (scheduler, through ``links``) · LossExplained (scheduler) · Profile · Stop (system)
-produces: ExecutorsReady, StepDone, PagesFetched, ExecutorsLost (scheduler)
+consumes: Step, FeatureRequest (scheduler, through ``links``) · LossExplained (scheduler) · Profile · Stop (system)
+produces: ExecutorsReady, StepDone, FeatureAnswer, ExecutorsLost (scheduler)
 waits for: the executors' loading and end; never for the scheduler.   owns: the reaction to a loss.
 
 Requests live in the scheduler, so a lost generation costs time but no tokens.  The same holds for a generation that is
@@ -16,7 +16,8 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from engine.actors.actor import Actor, Link
-from engine.messages import ExecutorInbox, FromExecutor, Step, StepDone, Stop
+from engine.actors.inboxes import ExecutorInbox, FromExecutor
+from engine.messages import Step, StepDone, Stop
 from engine.types.errors import CallboardError, EngineDied, StepTooLarge
 from engine.types.notices import ExecutorsLost, ExecutorsReady, LossExplained, Profile
 from engine.workers.group import Owner, Start, WorkerGroup, WorkerSlot, one_for_all

@@ -18,11 +18,12 @@ from typing import assert_never
 import msgspec
 
 from engine.actors.actor import Actor, Link
+from engine.actors.inboxes import IngressInbox
 from engine.actors.ingress import Part
 from engine.actors.operations import Operate, Operated, SettingsChanged
 from engine.actors.snapshot import GetSnapshot, RequestsFinished, Snapshot, Subscribe
 from engine.host.timeouts import is_set_within
-from engine.messages import Abort, Deltas, Failed, Finish, IngressInbox, Tokenize
+from engine.messages import Abort, Deltas, Failed, Finish, Tokenize
 from engine.plugins.hookspecs import hookimpl
 from engine.scheduling.meter import RequestMetrics
 from engine.types.errors import EngineDied

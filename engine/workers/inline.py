@@ -12,8 +12,9 @@ from contextlib import contextmanager
 from functools import partial
 
 from engine.actors.executor import Executor
+from engine.actors.inboxes import ExecutorInbox, FromExecutor
 from engine.actors.runner import Runner
-from engine.messages import ExecutorInbox, FromExecutor, Stop
+from engine.messages import Stop
 from engine.workers.executors import GenerationSettings
 from engine.workers.group import Start, WorkerSlot
 from engine.workers.messages import WorkerReady

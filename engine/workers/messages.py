@@ -6,22 +6,12 @@ frontend's process and its engine.  Does not know: senders, transport.
 
 import msgspec
 
+from engine.actors.inboxes import ExecutorInbox, IngressInbox, SchedulerInbox, TokenizerInbox
 from engine.actors.operations import Operate, Operated, SettingsChanged
 from engine.actors.snapshot import GetSnapshot, RequestsFinished, Snapshot, Subscribe
 from engine.config import Config
 from engine.host.logs import LogSettings
-from engine.messages import (
-    Abort,
-    Admit,
-    Deltas,
-    ExecutorInbox,
-    Failed,
-    IngressInbox,
-    SchedulerInbox,
-    Stop,
-    Tokenize,
-    TokenizerInbox,
-)
+from engine.messages import Abort, Admit, Deltas, Failed, Stop, Tokenize
 from engine.types.errors import (
     CallboardError,
     ConfigError,

@@ -13,11 +13,11 @@ from typing import Any, Protocol
 
 from msgspec import structs
 
+from engine.actors.inboxes import ExecutorInbox, FromExecutor, TokenizerInbox
 from engine.checkpoints.checkpoint import resolve_checkpoint
 from engine.checkpoints.fingerprint import fingerprint
 from engine.config import Config, without_cluster_key
 from engine.host.logs import LogSettings
-from engine.messages import ExecutorInbox, FromExecutor, TokenizerInbox
 from engine.plugins.families import read_model
 from engine.types.errors import ConfigError
 from engine.types.notices import Message

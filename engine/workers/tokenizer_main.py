@@ -15,10 +15,9 @@ from engine.plugins.families import read_model
 from engine.plugins.kinds import GRAMMAR, LOGITS_PROCESSOR, chosen_plugins
 from engine.plugins.manager import Plugins
 from engine.plugins.parsers import plugin_codec
-from engine.plugins.structured import plugin_grammars, plugin_processors
+from engine.plugins.structured import plugin_forms
 from engine.text.codec import TextCodec
-from engine.text.grammar import Grammars
-from engine.text.processors import Processors
+from engine.text.forms import OutputForms
 from engine.types.errors import CallboardError
 from engine.workers.child import Ticket, enter
 from engine.workers.main import Outgoing, WorkerProcess
@@ -41,13 +40,12 @@ class TokenizerProcess(WorkerProcess[TokenizerAssignment]):
 
     async def build(self, assignment: TokenizerAssignment, outgoing: Outgoing) -> Tokenizer:
         """Return the tokenizer.  Files are read on another thread, so that heartbeats continue meanwhile."""
-        spec, codec, grammars, processors = await asyncio.to_thread(load_text, assignment.config)
+        spec, codec, forms = await asyncio.to_thread(load_text, assignment.config)
         tokenizer = Tokenizer(
             capacity=assignment.capacity,
             codec=codec,
             vocab_size=spec.vocab_size,
-            grammars=grammars,
-            processors=processors,
+            forms=forms,
         )
         link = TextLink(outgoing)
         tokenizer.connect(scheduler=link, ingress=link)
@@ -90,7 +88,7 @@ class TextLink:
             self._outgoing.fail(error)
 
 
-def load_text(config: Config) -> tuple[ModelSpec, TextCodec, Grammars | None, Processors]:
+def load_text(config: Config) -> tuple[ModelSpec, TextCodec, OutputForms]:
     """Return what a tokenizer needs.  config: with the model's path resolved.  Raises CallboardError."""
     directory = Path(config.model.path)
     spec = read_model(directory, config.plugins, config.model)
@@ -98,8 +96,8 @@ def load_text(config: Config) -> tuple[ModelSpec, TextCodec, Grammars | None, Pr
     # Only the plugins that are needed here: others may need a device.
     chosen = chosen_plugins(config)
     plugins = Plugins({kind: chosen[kind] for kind in (GRAMMAR, LOGITS_PROCESSOR)}, config.plugins.options)
-    grammars = plugin_grammars(plugins, lambda: codec, vocab_size=spec.vocab_size, eos_token_ids=spec.eos_token_ids)
-    return spec, codec, grammars, plugin_processors(plugins, spec.vocab_size)
+    forms = plugin_forms(plugins, lambda: codec, vocab_size=spec.vocab_size, eos_token_ids=spec.eos_token_ids)
+    return spec, codec, forms
 
 
 if __name__ == "__main__":

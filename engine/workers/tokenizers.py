@@ -22,7 +22,8 @@ import numpy as np
 import numpy.typing as npt
 
 from engine.actors.actor import Actor, Link
-from engine.messages import Abort, Admit, Delta, Deltas, Failed, Finish, Tokenize, TokenizerInbox, Tokens
+from engine.actors.inboxes import TokenizerInbox
+from engine.messages import Abort, Admit, Delta, Deltas, Failed, Finish, Tokenize, Tokens
 from engine.types.notices import TokenizersLost, TokenizersReady
 from engine.workers.group import Owner, Start, WorkerGroup, WorkerSlot, one_for_one
 from engine.workers.limits import Patience, RestartIntensity

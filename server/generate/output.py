@@ -13,7 +13,8 @@ import numpy as np
 from msgspec import UNSET, UnsetType
 
 from engine.actors.stream import merged
-from engine.messages import Delta, Finish, TokenLogprobs, TokenText
+from engine.messages import Delta, Finish
+from engine.types.logprobs import TokenLogprobs, TokenText
 from server.generate.generation import Generation
 
 FinishReason = Literal["stop", "length", "abort", "tool_calls"]

@@ -11,7 +11,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from engine.checkpoints.use import Kind
-from engine.messages import TokenLogprobs
+from engine.types.logprobs import TokenLogprobs
 from server.generate.output import FinishReason, OptionalUsage, UsageBody, finite
 
 

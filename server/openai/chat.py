@@ -9,9 +9,10 @@ from collections.abc import Sequence
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from engine.messages import Delta, Finish, TokenLogprobs
+from engine.messages import Delta, Finish
 from engine.text.tool_calls import CallPiece, text_and_calls
 from engine.types.errors import FieldError
+from engine.types.logprobs import TokenLogprobs
 from engine.types.prompt import ChatOptions
 from server.generate.endpoint import Endpoint
 from server.generate.generation import Generation, ResumePoint

@@ -8,8 +8,9 @@ from typing import cast
 
 import msgspec
 
-from engine.messages import Delta, TokenLogprobs
+from engine.messages import Delta
 from engine.types.errors import FieldError, RequestError
+from engine.types.logprobs import TokenLogprobs
 from engine.types.prompt import Prompt
 from server.generate.endpoint import Endpoint
 from server.generate.generation import Generation

@@ -12,9 +12,8 @@ import pytest
 
 from engine.actors.executor import Executor
 from engine.actors.runner import Answer, Runner
-from engine.messages import FetchPages, PagesFetched, Step, StepDone, Stop
+from engine.messages import FeatureAnswer, FeatureRequest, Step, StepDone, Stop
 from engine.types.errors import WeightsError
-from engine.types.notices import Message
 from engine.workers.messages import WorkerReady
 from tests.pace import far
 
@@ -108,24 +107,23 @@ async def test_steps_run_in_order_on_one_thread_and_every_result_comes_back(slow
 class Answering(FakeRunner):
     """A device that answers a message on a thread of its own."""
 
-    def receive(self, message: Message, answer: Answer) -> None:
-        assert isinstance(message, FetchPages)
-        fetched = PagesFetched(rank=0, fetch_id=message.fetch_id, num_pages=3)
-        threading.Thread(target=answer, args=(fetched,)).start()
+    def receive(self, message: FeatureRequest, answer: Answer) -> None:
+        done = FeatureAnswer(rank=0, feature=message.feature, number=message.number, body=b"3")
+        threading.Thread(target=answer, args=(done,)).start()
 
 
 async def test_a_message_that_is_no_step_goes_to_the_runner_and_its_answer_comes_back() -> None:
     async with with_executor(Answering) as (executor, collected, task):
         await collected.wait_for(1)
-        executor.inbox.put(FetchPages(fetch_id=5, parent=b"", tokens=b"", timeout_s=0.05))
-        assert (await collected.wait_for(2))[1] == PagesFetched(rank=0, fetch_id=5, num_pages=3)
+        executor.inbox.put(FeatureRequest(feature="store", number=5, body=b""))
+        assert (await collected.wait_for(2))[1] == FeatureAnswer(rank=0, feature="store", number=5, body=b"3")
         executor.inbox.put(Stop())
         await task
 
 
 def test_a_runner_takes_no_messages_unless_it_says_so() -> None:
-    with pytest.raises(AssertionError, match="takes no FetchPages"):
-        FakeRunner().receive(FetchPages(fetch_id=5, parent=b"", tokens=b"", timeout_s=0.05), list[Any]().append)
+    with pytest.raises(AssertionError, match="takes no request of store"):
+        FakeRunner().receive(FeatureRequest(feature="store", number=5, body=b""), list[Any]().append)
 
 
 class Timeline(Runner):

@@ -12,8 +12,9 @@ from benchmarks.echo_executor import Pending
 from engine.actors.runner import Runner
 from engine.actors.step_splitting import IN_PARTS, StepSplitter, halves, merged, num_tokens, together
 from engine.execution.launched_step import extras_by_row
-from engine.messages import Logprobs, PromptLogprobs, Step, StepDone, StepExtras
+from engine.messages import Step, StepDone, StepExtras
 from engine.types.errors import StepTooLarge
+from engine.types.logprobs import Logprobs, PromptLogprobs
 from tests.scheduling.bench import Bench, prompt_of
 from tests.scheduling.fake_device import FakeDevice
 
@@ -133,7 +134,7 @@ def test_results_of_parts_are_joined_and_a_prompt_that_was_cut_has_both_its_part
             step_id=1,
             token_ids=ints(11, -1),
             extras={3: StepExtras(logprobs=entry[0]), 4: StepExtras(failure="no way on")},
-            late=(3, 5),
+            parts={"late_masks": b"3, 5", "lora": b"4"},
         ),
         StepDone(
             rank=0,
@@ -145,8 +146,8 @@ def test_results_of_parts_are_joined_and_a_prompt_that_was_cut_has_both_its_part
             rank=0,
             step_id=1,
             token_ids=ints(13),
-            extras={9: StepExtras(logprobs=entry[3], prompt_logprobs=last, pooled=b"vector")},
-            late=(3,),
+            extras={9: StepExtras(logprobs=entry[3], prompt_logprobs=last, result=b"vector")},
+            parts={"late_masks": b"3"},
         ),
     ]
     assert merged(done) == StepDone(
@@ -160,23 +161,22 @@ def test_results_of_parts_are_joined_and_a_prompt_that_was_cut_has_both_its_part
             9: StepExtras(
                 logprobs=entry[3],
                 prompt_logprobs=PromptLogprobs(first=2, entries=(entry[2], entry[3])),
-                pooled=b"vector",
+                result=b"vector",
             ),
         },
         note=IN_PARTS,
-        late=(3,),
+        parts={"late_masks": b"3", "lora": b"4"},
     )
 
 
 SAMPLES = {
     "logprobs": Logprobs(logprob=-1.0),
     "prompt_logprobs": PromptLogprobs(first=1, entries=(Logprobs(logprob=-1.0),)),
-    "pooled": b"vector",
+    "result": b"vector",
     "failure": "no way on",
     "later_logprobs": (Logprobs(logprob=-2.0),),
-    "drafted": b"guess",
-    "num_proposed": 3,
     "num_accepted": 2,
+    "num_rejected": 1,
 }
 
 

@@ -12,6 +12,7 @@ from engine.actors.tokenizer import Tokenizer
 from engine.features.grammar.grammars import GrammarCache
 from engine.messages import Abort, Admit, Deltas, Failed, Finish, RequestOptions, Stop, Tokenize, Tokens
 from engine.text.codec import Formats, TextCodec
+from engine.text.forms import OutputForms
 from engine.text.reasoning import THINK
 from engine.types.errors import RequestError
 from engine.types.params import Grammar, SamplingParams
@@ -64,7 +65,7 @@ async def converse(
     """(the request as the scheduler got it, deltas, failures, the engine) of one conversation."""
     engine = Refusing()
     grammars = GrammarCache(lambda: engine)
-    tokenizer = Tokenizer(capacity=10_000, codec=codec, vocab_size=codec.vocab_size, grammars=grammars)
+    tokenizer = Tokenizer(capacity=10_000, codec=codec, vocab_size=codec.vocab_size, forms=OutputForms(grammars))
     scheduler, ingress = Sent(), Sent()
     tokenizer.connect(scheduler=scheduler, ingress=ingress)
     running = asyncio.create_task(tokenizer.run())

@@ -13,6 +13,7 @@ import pytest
 from engine.actors.tokenizer import Tokenizer
 from engine.features.grammar.grammars import GrammarCache
 from engine.messages import Abort, Admit, Deltas, Failed, Finish, Stop, Tokenize, Tokens
+from engine.text.forms import OutputForms
 from engine.types.params import Grammar, SamplingParams
 from tests.actors.test_ingress import Sent
 from tests.pace import far
@@ -105,7 +106,7 @@ async def test_it_ends_its_own_request_and_no_other(
             capacity=100,
             codec=text_codec,
             vocab_size=text_codec.vocab_size,
-            grammars=GrammarCache(GRAMMAR_ENGINES.get(place, fault)),
+            forms=OutputForms(GrammarCache(GRAMMAR_ENGINES.get(place, fault))),
         )
         tokenizer.connect(scheduler=scheduler, ingress=ingress)
         running = asyncio.create_task(tokenizer.run())

@@ -85,7 +85,7 @@ def test_a_prompt_of_one_token_has_no_scores_but_its_token(llm: LLM) -> None:
 
 
 def vector(llm: LLM, prompt: list[int], pooling: str) -> np.ndarray:
-    raw = np.frombuffer(asked(llm, prompt, pooling=pooling).pooled, dtype=np.float32)
+    raw = np.frombuffer(asked(llm, prompt, pooling=pooling).result, dtype=np.float32)
     return raw / np.linalg.norm(raw)
 
 
@@ -111,9 +111,9 @@ def test_a_sum_whose_step_had_no_room_is_begun_anew(error: type[Exception], monk
         return found
 
     with LLM(progress=False, config={"scheduler": {"max_step_tokens": 64, "prefill_chunk": 7}}) as llm:
-        expected = np.frombuffer(asked(llm, PROMPT, pooling="mean").pooled, dtype=np.float32)
+        expected = np.frombuffer(asked(llm, PROMPT, pooling="mean").result, dtype=np.float32)
         monkeypatch.setattr(PooledRows, "_read", full)
-        found = np.frombuffer(asked(llm, PROMPT, pooling="mean").pooled, dtype=np.float32)
+        found = np.frombuffer(asked(llm, PROMPT, pooling="mean").result, dtype=np.float32)
     assert len(calls) > 2
     assert found == pytest.approx(expected, abs=1e-5)
 
@@ -151,7 +151,7 @@ def test_prompts_and_outputs_share_steps(llm: LLM) -> None:
     for one, other in zip(together, alone, strict=True):
         assert one.token_ids == other.token_ids
         assert scores(one) == pytest.approx(scores(other), abs=1e-3)
-        assert np.frombuffer(one.pooled, np.float32) == pytest.approx(np.frombuffer(other.pooled, np.float32), abs=1e-4)
+        assert np.frombuffer(one.result, np.float32) == pytest.approx(np.frombuffer(other.result, np.float32), abs=1e-4)
 
 
 @pytest.mark.slow

@@ -16,13 +16,12 @@ from engine.execution.runner import ModelRunner
 from engine.features.host_tier.rank import HostTierRank
 from engine.features.kv_store.rank import StoreRank
 from engine.features.speculation.rank import DraftRank
-from engine.messages import FetchPages, PagesFetched, Step
+from engine.messages import FeatureAnswer, FeatureRequest, Step
 from engine.startup import features as finder
-from engine.types.notices import Message
 from tests.graphs.runners import Steps, load
 from tests.models.checkpoints import build, save
 
-FETCH = FetchPages(fetch_id=3, parent=b"", tokens=b"", timeout_s=1.0)
+REQUEST = FeatureRequest(feature="store", number=3, body=b"")
 
 
 class Noting(RankFeature):
@@ -37,15 +36,14 @@ class Noting(RankFeature):
         self._said.append(f"{self._name} begins")
 
     def apply(self, step: Step) -> Step:
-        self._said.append(f"{self._name} applies {len(step.proposed_rows)}")
-        return msgspec.structs.replace(step, proposed_rows=b"", proposed_positions=b"", proposed_tokens=b"")
+        self._said.append(f"{self._name} applies {len(step.parts)}")
+        return msgspec.structs.replace(step, parts={})
 
     def launched(self, step: Step, launched: LaunchedStep) -> None:
-        row = int(launched.rows_N[0])
-        launched.extend(lambda: {"failure": {row: self._name}})
+        launched.parts["name"] = self._name.encode
 
-    def receive(self, message: Message, answer: Any) -> bool:
-        answer(PagesFetched(rank=0, fetch_id=3, num_pages=self.order))
+    def receive(self, message: FeatureRequest, answer: Any) -> bool:
+        answer(FeatureAnswer(rank=0, feature="store", number=self.order, body=b""))
         return self.order > 1
 
     def close(self) -> None:
@@ -68,11 +66,10 @@ def test_features_take_a_step_in_their_order_and_what_they_add_is_in_its_result(
     steps.prefill(0, 5)
     assert said == ["first begins", "second begins", "first applies 0", "second applies 0"]
     said.clear()
-    columns = {"rows": 0, "positions": 5, "tokens": 1}
-    proposals = {f"proposed_{name}": np.array([one], np.int32).tobytes() for name, one in columns.items()}
-    done = runner.launch(Step(step_id=1, decode_rows=np.array([0], np.int32).tobytes(), **proposals)).collect()
-    assert said[2:] == ["first applies 4", "second applies 0"], "a feature sees the step as the one before it left it"
-    assert done.extras[0].failure == "second"
+    step = Step(step_id=1, decode_rows=np.array([0], np.int32).tobytes(), parts={"one": b"", "two": b""})
+    done = runner.launch(step).collect()
+    assert said[2:] == ["first applies 2", "second applies 0"], "a feature gets the step as the one before it left it"
+    assert done.parts == {"name": b"second"}
     runner.close()
     assert said[-2:] == ["first closes", "second closes"]
 
@@ -80,10 +77,10 @@ def test_features_take_a_step_in_their_order_and_what_they_add_is_in_its_result(
 def test_a_message_goes_to_the_feature_that_takes_it(checkpoint: Path) -> None:
     answers: list[Any] = []
     runner = with_features(checkpoint, [Noting("first", 1, []), Noting("second", 2, []), Noting("third", 3, [])])
-    runner.receive(FETCH, answers.append)
-    assert [one.num_pages for one in answers] == [1, 2], "the third is not asked"
-    with pytest.raises(AssertionError, match="no feature of rank 0 takes FetchPages"):
-        with_features(checkpoint, []).receive(FETCH, answers.append)
+    runner.receive(REQUEST, answers.append)
+    assert [one.number for one in answers] == [1, 2], "the third is not asked"
+    with pytest.raises(AssertionError, match="no feature of rank 0 takes a request of store"):
+        with_features(checkpoint, []).receive(REQUEST, answers.append)
 
 
 def test_a_hook_that_no_feature_has_is_not_called() -> None:

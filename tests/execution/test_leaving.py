@@ -6,7 +6,7 @@ import threading
 import pytest
 import torch
 
-from engine.execution import runner
+from engine.execution import rank_end
 from engine.plugins.comm.local import LocalComm
 from engine.startup import loading
 from engine.types.errors import ConfigError
@@ -51,7 +51,7 @@ def captured(checkpoint, monkeypatch):
 
 def test_graphs_go_before_the_communicator(captured, monkeypatch):
     made, device = captured
-    made._comm = comm = LikeNccl(device)
+    made._end._comm = comm = LikeNccl(device)
     held = list(device.graphs)
     assert held
     made.leave()
@@ -61,9 +61,9 @@ def test_graphs_go_before_the_communicator(captured, monkeypatch):
 
 def test_a_library_that_does_not_return_is_left_behind(captured, monkeypatch, caplog):
     made, device = captured
-    monkeypatch.setattr(runner, "LEAVE_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(rank_end, "LEAVE_TIMEOUT_S", 0.05)
     monkeypatch.setattr(device, "discard", lambda: None)
-    made._comm = comm = LikeNccl(device)
+    made._end._comm = comm = LikeNccl(device)
     leaving = threading.Thread(target=made.leave, daemon=True)
     leaving.start()
     leaving.join(far(FAR_S))
@@ -80,7 +80,7 @@ def test_what_cannot_be_discarded_does_not_keep_the_rank_in_its_group(captured, 
 
     monkeypatch.setattr(device, "discard", discard)
     left = []
-    monkeypatch.setattr(made._comm, "close", lambda: left.append(True))
+    monkeypatch.setattr(made._end._comm, "close", lambda: left.append(True))
     with caplog.at_level(logging.ERROR):
         made.leave()
     assert left

@@ -80,6 +80,24 @@ def test_steps_as_short_as_the_event_loops_work_get_no_more_threads():
     assert set(machine.ran_with) == {1}
 
 
+def test_short_steps_that_become_slow_leave_a_core_to_the_event_loop():
+    machine = Machine(chosen=1)
+    machine.seconds = lambda: 0.0005
+    machine.run(5)
+    machine.seconds = lambda: 0.002 if machine.threads == 1 else 0.001
+    machine.run(PAUSE_S / 2)
+    assert set(machine.ran_with) == {1}
+
+
+def test_steps_that_become_short_give_a_core_back():
+    machine = Machine(chosen=1)
+    machine.run(2 * PAUSE_S)
+    assert machine.threads == 2
+    machine.seconds = lambda: 0.0005 if machine.threads == 2 else 0.0008
+    machine.run(2 * PAUSE_S)
+    assert machine.threads == 1
+
+
 def test_trials_that_change_nothing_become_rare():
     machine = Machine()
     machine.run(5)

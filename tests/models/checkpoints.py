@@ -3,6 +3,7 @@
 Owns: the configurations.  A new family adds its line here and is then covered by every test over ``VARIANTS``.
 """
 
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,13 @@ LLAMA3 = {
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 128}
 LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
 SHARP_YARN = {**YARN, "mscale": 1.0, "mscale_all_dim": 0.8}
+TEMPERED_YARN = {
+    **YARN,
+    "original_max_position_embeddings": 16,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.25,
+}
 LATENT_SIZES = {
     "num_key_value_heads": 4,
     "kv_lora_rank": 32,
@@ -213,14 +221,85 @@ LATER: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    "nemotron": ("Nemotron", {"head_dim": 16, "mlp_bias": True, "attention_bias": True}),
+    "apertus": ("Apertus", {"rope_parameters": LLAMA3}),
+    "hunyuan": ("HunYuanDenseV1", {"head_dim": 16, "rope_parameters": {**DYNAMIC, "alpha": 1000.0}}),
+    "minimax-m2": (
+        "MiniMaxM2",
+        {"head_dim": 16, "rotary_dim": 8, "num_local_experts": 6, "num_experts_per_tok": 3, "intermediate_size": 32},
+    ),
+    "ministral3": (
+        "Ministral3",
+        {"head_dim": 16, "rope_parameters": TEMPERED_YARN},
+    ),
+    "mistral4": (
+        "Mistral4",
+        {
+            **LATENT_SIZES,
+            "q_lora_rank": 24,
+            "n_routed_experts": 6,
+            "n_shared_experts": 1,
+            "rope_parameters": TEMPERED_YARN,
+            "attention_bias": True,
+        },
+    ),
+    "deepseek-v32": (
+        "DeepseekV32",
+        {
+            **LATENT_SIZES,
+            "q_lora_rank": 24,
+            "n_routed_experts": 12,
+            "n_shared_experts": 1,
+            "n_group": 4,
+            "topk_group": 2,
+            "rope_parameters": SHARP_YARN,
+            "index_topk": 128,
+            "index_head_dim": 16,
+            "index_n_heads": 2,
+        },
+    ),
+    "llama4": (
+        "Llama4",
+        {
+            "head_dim": 16,
+            "num_hidden_layers": 4,
+            "intermediate_size_mlp": 80,
+            "intermediate_size": 48,
+            "interleave_moe_layer_step": 2,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "no_rope_layers": [1, 1, 0, 1],
+            "attention_chunk_size": 16,
+            "floor_scale": 8,
+            "attn_scale": 0.3,
+            "rope_parameters": {**LLAMA3, "high_freq_factor": 1.0},
+        },
+    ),
+    "llama4-one-expert": (
+        "Llama4",
+        {
+            "head_dim": 16,
+            "num_hidden_layers": 4,
+            "intermediate_size_mlp": 80,
+            "intermediate_size": 48,
+            "num_local_experts": 4,
+            "attention_chunk_size": 512,
+            "use_qk_norm": False,
+            "attn_temperature_tuning": False,
+        },
+    ),
 }
 VARIANTS = {**PLAIN, **NOT_PLAIN, **LATER}
-CLASSES = {"Gemma3": ("Gemma3TextConfig", "Gemma3ForCausalLM"), "GPT2": ("GPT2Config", "GPT2LMHeadModel")}
+CLASSES = {
+    "Llama4": ("Llama4TextConfig", "Llama4ForCausalLM"),
+    "Gemma3": ("Gemma3TextConfig", "Gemma3ForCausalLM"),
+    "GPT2": ("GPT2Config", "GPT2LMHeadModel"),
+}
 
 
 def configuration(variant: str) -> PretrainedConfig:
     """The reference's configuration of a variant."""
-    family, changes = VARIANTS[variant]
+    family, changes = deepcopy(VARIANTS[variant])  # some classes write into the settings that they are given
     config_name, _ = CLASSES.get(family, (f"{family}Config", ""))
     # Eager attention: the reference's plainest path, so that both sides do not share a fused kernel.
     sizes = changes | {"initializer_range": 0.2} if family == "GPT2" else SIZES | changes

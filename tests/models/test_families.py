@@ -116,7 +116,19 @@ FAMILIES = {
     name: module for name, module in BUILTIN.items() if name.startswith("model.") and name != "model.transformers"
 }
 # Their CPU form picks experts by value.
-WITH_EXPERTS = ("mixtral", "qwen3-moe", "gpt-oss", "deepseek-v2", "deepseek-v3", "glm4-moe")
+WITH_EXPERTS = (
+    "mixtral",
+    "qwen3-moe",
+    "gpt-oss",
+    "deepseek-v2",
+    "deepseek-v3",
+    "glm4-moe",
+    "minimax-m2",
+    "mistral4",
+    "deepseek-v32",
+    "llama4",
+    "llama4-one-expert",
+)
 CHECKED = ["llama", "mistral-window", "qwen2-tied-upper-window", "qwen3-yarn-bias", "seed-oss", *NOT_PLAIN, *LATER]
 
 

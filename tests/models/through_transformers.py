@@ -47,10 +47,10 @@ GIVEN: dict[str, Any] = SIZES | {
 # Heads of latent attention: each has keys of its own, and their size follows from its parts.
 IN_LATENT: dict[str, Any] = {"head_dim": None, "num_key_value_heads": 4}
 PLAIN = [
-        "afmoe", "apertus", "arcee", "aria_text", "biogpt", "bitnet", "cohere2", "dots1",
+        "afmoe", "arcee", "aria_text", "biogpt", "bitnet", "cohere2", "dots1",
         "ernie4_5_moe", "exaone_moe", "flex_olmo", "gemma", "glm", "gpt_bigcode", "gpt_neox",
-        "granitemoe", "granitemoeshared", "helium", "hunyuan_v1_dense", "hunyuan_v1_moe", "hyperclovax", "jais2",
-        "minimax_m2", "ministral", "ministral3", "nanochat", "nemotron", "olmo", "olmoe", "opt", "persimmon",
+        "granitemoe", "granitemoeshared", "helium", "hunyuan_v1_moe", "hyperclovax", "jais2",
+        "ministral", "nanochat", "olmo", "olmoe", "opt", "persimmon",
         "phi", "phimoe", "qwen2_moe", "solar_open", "stablelm", "starcoder2", "vaultgemma",
 ]  # fmt: skip
 LATENT = ["glm4_moe_lite", "minicpm3", "youtu"]

@@ -12,9 +12,10 @@ import numpy as np
 
 from engine.execution.batch import lay_out
 from engine.features.host_tier.messages import transfers_of
-from engine.features.kv_store.messages import moves_of
+from engine.features.kv_store.messages import FetchPages, moves_of
+from engine.features.speculation.messages import DRAFTED, NAME, drafted_part, proposals_of
 from engine.kv.node import chained
-from engine.messages import DRAFTED, FetchPages, Step, StepDone, StepExtras
+from engine.messages import Step, StepDone
 
 VOCAB = 1000
 POISON = -7
@@ -82,10 +83,9 @@ class FakeDevice:
             np.frombuffer(column, dtype=np.int32) for column in (step.table_rows, step.table_indexes, step.table_pages)
         )
         self._pages[rows, indexes] = pages
-        proposed = (step.proposed_rows, step.proposed_positions, step.proposed_tokens)
-        rows, positions, tokens = (np.frombuffer(column, dtype=np.int32) for column in proposed)
+        rows, positions, tokens = proposals_of(step).columns()
         self._tokens[rows, positions] = tokens
-        extras = self._drafted(rows, positions) if DRAFTED in tokens else {}
+        parts = self._drafted(rows, positions) if DRAFTED in tokens else {}
         batch = lay_out(step, self._computed)
         slots = self._slot(batch.rows_T, batch.positions_T)
         assert len(np.unique(slots)) == len(slots), "two tokens of a step share a slot"
@@ -98,19 +98,19 @@ class FakeDevice:
             sampled.append(token)
         self.num_steps += 1
         self.done.append(
-            StepDone(rank=0, step_id=step.step_id, token_ids=np.array(sampled, dtype=np.int32).tobytes(), extras=extras)
+            StepDone(rank=0, step_id=step.step_id, token_ids=np.array(sampled, dtype=np.int32).tobytes(), parts=parts)
         )
 
-    def _drafted(self, rows: np.ndarray, positions: np.ndarray) -> dict[int, StepExtras]:
+    def _drafted(self, rows: np.ndarray, positions: np.ndarray) -> dict[str, bytes]:
         assert self.draft is not None
-        extras = {}
+        by_row = {}
         for row in np.unique(rows).tolist():
             at = positions[rows == row]
             drafted = self.draft(self._tokens[row, : at[0]].tolist(), len(at))
             self._tokens[row, at] = drafted or 0
             if drafted:
-                extras[row] = StepExtras(drafted=np.array(drafted, dtype=np.int32).tobytes())
-        return extras
+                by_row[row] = np.array(drafted, dtype=np.int32).tobytes()
+        return {NAME: drafted_part(by_row)}
 
     def fetch(self, message: FetchPages) -> int:
         """How many of the pages are stored, from the first on."""

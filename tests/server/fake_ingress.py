@@ -16,8 +16,9 @@ import numpy as np
 
 from engine.actors.operations import SettingsChanged
 from engine.actors.stream import Stream, merged
-from engine.messages import DEFAULT_OPTIONS, Delta, Finish, RequestOptions, TokenLogprobs, TokenText, Usage
+from engine.messages import DEFAULT_OPTIONS, Delta, Finish, RequestOptions, Usage
 from engine.types.errors import CallboardError, EngineDied, RequestError
+from engine.types.logprobs import TokenLogprobs, TokenText
 from engine.types.notices import Stats
 from engine.types.params import SamplingParams
 from engine.types.prompt import ChatTurn, Prompt

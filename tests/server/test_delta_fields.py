@@ -6,7 +6,8 @@ import msgspec
 import pytest
 
 from engine.actors.stream import merged
-from engine.messages import Delta, Finish, TokenLogprobs, TokenText, Usage
+from engine.messages import Delta, Finish, Usage
+from engine.types.logprobs import TokenLogprobs, TokenText
 from server.generate.output import Output, is_plain
 
 ENTRY = TokenLogprobs(sampled=TokenText(token_id=1, text="x", utf8=b"x", logprob=-1.0), top=())
@@ -19,7 +20,7 @@ SAMPLES: dict[str, Any] = {
     "logprobs": (ENTRY,),
     "reasoning": "hm",
     "prompt_logprobs": (ENTRY, ENTRY),
-    "pooled": b"\0\0\0\0",
+    "result": b"\0\0\0\0",
     "prompt_token_ids": b"\1\0\0\0\2\0\0\0",
     "resumed": True,
 }

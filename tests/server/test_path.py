@@ -11,7 +11,7 @@ from tests.server.live_system import MODEL, LiveSystem
 
 ROOT = Path(__file__).parents[2]
 DEMO = ROOT / "examples" / "demo_model"
-MOST_FILES = 66
+MOST_FILES = 65
 CHAT = {
     "model": MODEL,
     "messages": [{"role": "user", "content": "Write a function that adds."}],

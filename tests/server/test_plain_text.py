@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import UNSET
 
-from engine.messages import Delta, Finish, TokenLogprobs, TokenText, Usage
+from engine.messages import Delta, Finish, Usage
+from engine.types.logprobs import TokenLogprobs, TokenText
 from server.generate.output import PlainText, UsageCounter, is_plain
 from server.openai.chat import Chat
 from server.openai.completions import CompletionsEndpoint

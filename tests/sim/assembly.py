@@ -11,9 +11,10 @@ from typing import Any
 
 from engine.actors.actor import Actor
 from engine.actors.ingress import Ingress
-from engine.actors.scheduler import PlannerSource, Scheduler
+from engine.actors.scheduler import Scheduler
 from engine.actors.supervisor import Supervisor
 from engine.actors.tokenizer import Tokenizer
+from engine.scheduling.source import PlannerSource
 from engine.settings.sections import LimitsSection
 from engine.types.notices import Message
 from tests.sim.codec import SimCodec

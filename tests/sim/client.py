@@ -13,8 +13,9 @@ import numpy as np
 from engine.actors.ingress import Ingress
 from engine.actors.stream import Stream
 from engine.features.lora.files import Adapter
-from engine.messages import Delta, Finish, RequestOptions, TokenLogprobs, Usage
+from engine.messages import Delta, Finish, RequestOptions, Usage
 from engine.types.errors import CallboardError, RequestError
+from engine.types.logprobs import TokenLogprobs
 from engine.types.params import SamplingParams
 from engine.types.prompt import ChatTurn, Origin
 from tests.sim.codec import text_of

@@ -13,24 +13,19 @@ import msgspec
 import numpy as np
 
 from engine.actors.actor import Actor, Link
+from engine.actors.inboxes import ExecutorInbox, FromExecutor
 from engine.features.host_tier.messages import transfers_of
-from engine.features.kv_store.messages import moves_of
+from engine.features.kv_store.messages import FetchPages, PagesFetched, moves_of
 from engine.features.kv_store.records import DIGEST_BYTES, PageRecords
 from engine.features.lora.files import NAME as LORA
 from engine.features.lora.files import Placement
+from engine.features.speculation.messages import DRAFTED, drafted_part, proposals_of
+from engine.features.speculation.messages import NAME as SPECULATION
 from engine.kv.node import chained
 from engine.kv.pages import Pages
-from engine.messages import (
-    DRAFTED,
-    ExecutorInbox,
-    FetchPages,
-    FromExecutor,
-    Logprobs,
-    PagesFetched,
-    Step,
-    StepDone,
-    StepExtras,
-)
+from engine.messages import FeatureRequest, Step, StepDone, StepExtras
+from engine.sampling.constraints import LATE_MASKS
+from engine.types.logprobs import Logprobs
 from engine.types.notices import ExecutorsLost, ExecutorsReady
 from tests.sim.failures import SimIncorrect
 from tests.sim.luck import luck
@@ -232,7 +227,7 @@ class SimDevice:
         rows = ints(step.decode_rows)
         starts = self._computed[rows]
         lengths = samples = np.ones(len(rows), dtype=np.int64)
-        proposed = self._propose(step) if step.proposed_rows else {}
+        proposed = self._propose(step) if SPECULATION in step.parts else {}
         if untold := self._overrun.intersection(rows.tolist()):
             raise SimIncorrect(f"step {step.step_id}: rows {sorted(untold)} decode, and are not told from where on")
         if step.prefill_rows:
@@ -281,24 +276,32 @@ class SimDevice:
         extras = {
             row: StepExtras(logprobs=first, later_logprobs=tuple(later)) for row, (first, *later) in logprobs.items()
         }
-        if DRAFTED in ints(step.proposed_tokens):
-            for row, drafted in proposed.items():
-                if DRAFTED not in drafted:  # else the draft model was not ready
-                    said = np.array(drafted, dtype=np.int32).tobytes()
-                    extras[row] = msgspec.structs.replace(extras.get(row, StepExtras()), drafted=said)
-                    self._mark("tokens drafted")
+        parts = self._drafted(step, proposed)
         late = tuple(row for row, seed in self._slow_rows.items() if luck(SLOW_GRAMMARS, seed, step.step_id) < 0.5)
         if late:
             self._mark("masks late")
+        if self._slow_rows:
+            parts[LATE_MASKS] = msgspec.msgpack.encode(late)
         tokens = tokens.astype(np.int32)
-        return StepDone(rank=0, step_id=step.step_id, token_ids=tokens.tobytes(), extras=extras, late=late)
+        return StepDone(rank=0, step_id=step.step_id, token_ids=tokens.tobytes(), extras=extras, parts=parts)
+
+    def _drafted(self, step: Step, proposed: dict[int, list[int]]) -> dict[str, bytes]:
+        """The part of the result with the tokens that the draft model has named."""
+        if DRAFTED not in ints(proposals_of(step).tokens):
+            return {}
+        # A row that has ``DRAFTED`` still was not ready.
+        by_row = {row: np.array(one, np.int32).tobytes() for row, one in proposed.items() if DRAFTED not in one}
+        for _ in by_row:
+            self._mark("tokens drafted")
+        return {SPECULATION: drafted_part(by_row)}
 
     def _propose(self, step: Step) -> dict[int, list[int]]:
         """Write proposed tokens behind the known ones; returns them by row."""
         proposed: dict[int, list[int]] = {}
-        rows, positions, tokens = map(ints, (step.proposed_rows, step.proposed_positions, step.proposed_tokens))
+        rows, positions, tokens = proposals_of(step).columns()
         for row in np.unique(rows[tokens == DRAFTED]).tolist():
             count = int((rows == row).sum())
+            tokens = tokens.copy()
             tokens[rows == row] = self._draft(self._tokens[row, : self._known[row]].tolist(), count) or DRAFTED
         for row, position, token in zip(rows.tolist(), positions.tolist(), tokens.tolist(), strict=True):
             if position != self._known[row] + len(proposed.setdefault(row, [])) or not DRAFTED <= token < VOCAB:
@@ -413,8 +416,8 @@ class SimExecutor(Actor[ExecutorInbox]):
         await super().run()
 
     def handle(self, message: ExecutorInbox) -> None:
-        if isinstance(message, FetchPages):
-            self._fetch(message)
+        if isinstance(message, FeatureRequest):
+            self._fetch(FetchPages.of(message))
             return
         if not isinstance(message, Step):
             raise SimulatedCrash(f"{self.name} was told to crash")
@@ -437,7 +440,7 @@ class SimExecutor(Actor[ExecutorInbox]):
         def answer() -> None:
             if life == self._num_lives:
                 assert self._scheduler is not None
-                self._scheduler.put(PagesFetched(rank=0, fetch_id=message.fetch_id, num_pages=num_pages))
+                self._scheduler.put(PagesFetched(rank=0, fetch_id=message.fetch_id, num_pages=num_pages).message())
 
         asyncio.get_running_loop().call_later(min(message.timeout_s, page_s * (num_pages + 1)), answer)
 

@@ -15,10 +15,10 @@ from typing import Any
 import msgspec
 
 from engine.kv.events import KVEvent
-from engine.messages import Reconfigure, Step, Stop, Tokenize
+from engine.messages import Step, Stop, Tokenize
 from engine.scheduling.meter import RequestMetrics
 from engine.scheduling.planner import Planner
-from engine.types.notices import Message
+from engine.types.notices import Message, Reconfigure
 from tests.sim import probe
 from tests.sim.assembly import assemble
 from tests.sim.checks import Checks

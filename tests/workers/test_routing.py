@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from engine.messages import Logprobs, PromptLogprobs, StepExtras, Tokens
+from engine.messages import StepExtras, Tokens
+from engine.types.logprobs import Logprobs, PromptLogprobs
 from engine.workers.tokenizers import RequestRouter
 
 

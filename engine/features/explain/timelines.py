@@ -138,7 +138,7 @@ class Timelines(PlannerWatcher):
 
     def arrived(self, sequence: Sequence, message: Admit) -> None:
         """Note the time before the arrival."""
-        self.open[sequence.request_id].grammar_s = message.grammar_s
+        self.open[sequence.request_id].grammar_s = message.check_s
 
     def completed(self, step: StepRecord) -> None:
         """Pass a step on to the log of steps."""

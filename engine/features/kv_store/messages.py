@@ -1,12 +1,53 @@
-"""The KV store's part of a step: pages that are saved, and the pages of the pool that fetched pages go to."""
+"""The KV store's part of a step, pages that are saved and fetched; the requests for pages, and their answers."""
 
 from typing import Final
 
 import msgspec
 
-from engine.messages import Step
+from engine.messages import FeatureAnswer, FeatureRequest, Step
 
 NAME: Final = "kv_store"
+
+
+class FetchPages(msgspec.Struct, frozen=True, kw_only=True):
+    """Read pages from the store while steps run: as many as the store has in a row, from the first on.
+
+    parent: hash of the page before.  tokens: int32s of whole pages.  timeout_s: answer then with what has come."""
+
+    fetch_id: int
+    parent: bytes
+    tokens: bytes
+    timeout_s: float
+
+    def message(self) -> FeatureRequest:
+        """Return it as a message for every rank."""
+        body = msgspec.msgpack.encode((self.parent, self.tokens, self.timeout_s))
+        return FeatureRequest(feature=NAME, number=self.fetch_id, body=body)
+
+    @classmethod
+    def of(cls, message: FeatureRequest) -> "FetchPages":
+        """Return the content of a message."""
+        parent, tokens, timeout_s = msgspec.msgpack.decode(message.body, type=tuple[bytes, bytes, float])
+        return cls(fetch_id=message.number, parent=parent, tokens=tokens, timeout_s=timeout_s)
+
+
+class PagesFetched(msgspec.Struct, frozen=True, kw_only=True):
+    """A rank has so many of the pages that it was to fetch, and keeps them until a step uses or drops them."""
+
+    rank: int
+    fetch_id: int
+    num_pages: int
+
+    def message(self) -> FeatureAnswer:
+        """Return it as a message for the planner."""
+        body = msgspec.msgpack.encode(self.num_pages)
+        return FeatureAnswer(rank=self.rank, feature=NAME, number=self.fetch_id, body=body)
+
+    @classmethod
+    def of(cls, message: FeatureAnswer) -> "PagesFetched":
+        """Return the content of a message."""
+        num_pages = msgspec.msgpack.decode(message.body, type=int)
+        return cls(rank=message.rank, fetch_id=message.number, num_pages=num_pages)
 
 
 class Landing(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
@@ -40,6 +81,15 @@ _decoder = msgspec.msgpack.Decoder(StoreMoves)
 def moves_of(step: Step) -> StoreMoves:
     """Return the moves of a step."""
     return _decoder.decode(part) if (part := step.parts.get(NAME)) is not None else NO_MOVES
+
+
+def sentence(message: FeatureRequest | FeatureAnswer) -> str:
+    """Return a message in words."""
+    if isinstance(message, FeatureRequest):
+        fetch = FetchPages.of(message)
+        return f"fetch {fetch.fetch_id}: {len(fetch.tokens) // 4} tokens, for {fetch.timeout_s:g} s at most"
+    fetched = PagesFetched.of(message)
+    return f"fetch {fetched.fetch_id} done on rank {fetched.rank}: {fetched.num_pages} pages"
 
 
 def without_tokens(part: bytes) -> bytes:

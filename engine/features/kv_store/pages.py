@@ -16,11 +16,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.features.kv_store.messages import moves_of
+from engine.features.kv_store.messages import FetchPages, PagesFetched, moves_of
 from engine.features.kv_store.records import DIGEST_BYTES, PageRecords
 from engine.kv.node import chained
 from engine.layers.kv_pool import KVPool
-from engine.messages import FetchPages, PagesFetched, Step
+from engine.messages import Step
 
 log = logging.getLogger(__name__)
 

@@ -12,12 +12,12 @@ from functools import partial
 
 import numpy as np
 
-from engine.features.kv_store.messages import Landing, StoreMoves
+from engine.features.kv_store.messages import NAME, FetchPages, Landing, PagesFetched, StoreMoves
 from engine.features.kv_store.settings import StoreSettings
 from engine.kv.node import Handle, Node
 from engine.kv.pages import Pages
 from engine.kv.radix import TOKEN_BYTES
-from engine.messages import FetchPages, PagesFetched
+from engine.messages import FeatureAnswer, FeatureRequest
 from engine.plugins.features import FeatureContext
 from engine.plugins.kinds import chosen_plugins
 from engine.plugins.kv_store.kind import KV_STORE
@@ -119,16 +119,15 @@ class StorePlanner(PlannerFeature):
         tokens = match.key[first_page * self._limits.page_size * TOKEN_BYTES :]
         return first_page, match.last_hash() if tokens else b"", tokens
 
-    def outgoing(self) -> list[FetchPages]:
+    def outgoing(self) -> list[FeatureRequest]:
         requested, self._requested = self._requested, []
-        return requested
+        return [one.message() for one in requested]
 
-    def received(self, message: PagesFetched) -> None:
+    def received(self, message: FeatureAnswer) -> None:
         """Take one rank's answer.  The last one gives the sequence back to the queue."""
-        fetch = self._waiting.get(message.fetch_id)
-        if fetch is None:
+        if message.feature != NAME or (fetch := self._waiting.get(message.number)) is None:
             return  # the sequence has ended, or the executors that got the request are gone
-        fetch.num_pages = min(fetch.num_pages, message.num_pages)
+        fetch.num_pages = min(fetch.num_pages, PagesFetched.of(message).num_pages)
         fetch.num_unanswered -= 1
         if fetch.num_unanswered:
             return

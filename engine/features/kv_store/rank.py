@@ -13,17 +13,17 @@ from engine.actors.runner import Answer
 from engine.checkpoints.fingerprint import fingerprint
 from engine.execution.features import RankContext, RankFeature
 from engine.execution.needs import Needs
+from engine.features.kv_store.messages import NAME, FetchPages
 from engine.features.kv_store.pages import StoredPages
 from engine.features.kv_store.records import DIGEST_BYTES, PageRecords
 from engine.features.kv_store.settings import StoreSettings
 from engine.layers.kv_pool import KVPool
-from engine.messages import FetchPages, Step
+from engine.messages import FeatureRequest, Step
 from engine.plugins.hookspecs import KVStoreContext
 from engine.plugins.kinds import ATTENTION, LINEAR, named
 from engine.plugins.kv_store.kind import KV_STORE
 from engine.plugins.kv_store.store import KVStore
 from engine.settings.own_kernels import kernels_here
-from engine.types.notices import Message
 
 
 class StoreRank(RankFeature):
@@ -58,12 +58,13 @@ class StoreRank(RankFeature):
         self.pages.land(step)
         return step
 
-    def receive(self, message: Message, answer: Answer) -> bool:
+    def receive(self, message: FeatureRequest, answer: Answer) -> bool:
         """Begin to fetch pages, and give up when the message's time is over."""
-        if not isinstance(message, FetchPages):
+        if message.feature != NAME:
             return False
-        asyncio.get_running_loop().call_later(message.timeout_s, self.pages.give_up, message.fetch_id)
-        self.pages.fetch(message, answer)
+        fetch = FetchPages.of(message)
+        asyncio.get_running_loop().call_later(fetch.timeout_s, self.pages.give_up, fetch.fetch_id)
+        self.pages.fetch(fetch, lambda fetched: answer(fetched.message()))
         return True
 
     def close(self) -> None:

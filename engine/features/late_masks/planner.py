@@ -4,6 +4,8 @@ Owns: which rows are slow, and which of them sit out.  Does not know: grammars, 
 A plan follows from the results of steps alone, so a replay makes the same one.
 """
 
+import msgspec
+
 from engine.messages import StepDone
 from engine.plugins.features import FeatureContext
 from engine.scheduling.feature import NewFeature, PlannerFeature, PlannerParts
@@ -12,9 +14,13 @@ from engine.scheduling.step_builder import InFlight, StepBuilder
 
 
 class LateMasks(PlannerFeature):
-    """The slow rows of one planner."""
+    """The slow rows of one planner.  It is off before the first one."""
+
+    part = "late_masks"
+    is_on = False
 
     def __init__(self, parts: PlannerParts) -> None:
+        self._features = parts.features
         self._table = parts.table
         self._decodes = parts.decodes
         self._completions = parts.completions
@@ -26,12 +32,16 @@ class LateMasks(PlannerFeature):
         for row in sorted(self._slow - self._out):  # the order of a set differs in a replay
             self._sit_out(row)
 
-    def examine(self, done: StepDone) -> bool:
+    def take(self, part: bytes, done: StepDone) -> bool:
         """Take out the rows whose masks are late, and return those whose masks are not.  Return False: none ends."""
-        for row in done.late:
+        late = msgspec.msgpack.decode(part, type=tuple[int, ...])
+        if late and not self.is_on:
+            self.is_on = True
+            self._features.refresh()
+        for row in late:
             if row in self._decodes.rows:
                 self._sit_out(row)
-        for row in sorted(self._out.difference(done.late)):
+        for row in sorted(self._out.difference(late)):
             if (last := self._table.last_step[row]) <= done.step_id:
                 self._join(row)
                 if last == done.step_id:

@@ -24,6 +24,8 @@ NO_SLOT: Final = 0
 class LoraPlanner(PlannerFeature):
     """The slots of one planner's executors.  num_slots: adapters that the executors hold at once."""
 
+    part = NAME
+
     def __init__(self, parts: PlannerParts, num_slots: int) -> None:
         self._table = parts.table
         self._completions = parts.completions
@@ -61,10 +63,8 @@ class LoraPlanner(PlannerFeature):
         if placed:
             step.parts[NAME] = msgspec.msgpack.encode(placed)
 
-    def examine(self, done: StepDone) -> bool:
+    def take(self, part: bytes, done: StepDone) -> bool:
         """End rows whose adapter could not be read, whether they have a token or not."""
-        if (part := done.parts.get(NAME)) is None:
-            return False
         lost = msgspec.msgpack.decode(part, type=dict[int, str])
         for row in lost:  # also for rows that have ended meanwhile: the slot does not hold the adapter
             self._slots.forget(row)

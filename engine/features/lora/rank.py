@@ -4,6 +4,7 @@ Owns: when slots are filled, and which steps run without graphs.  Does not know:
 """
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -53,7 +54,7 @@ class LoraRank(RankFeature):
     def launched(self, step: Step, launched: LaunchedStep) -> None:
         """Add to the result the reasons why rows got no adapter."""
         if lost := self._lost:
-            launched.parts[NAME] = msgspec.msgpack.encode(lost)
+            launched.parts[NAME] = partial(msgspec.msgpack.encode, lost)
 
 
 def rank_feature(context: RankContext) -> LoraRank | None:

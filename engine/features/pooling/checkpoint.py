@@ -100,7 +100,7 @@ class PoolingCheckpoints(CheckpointFeature):
     def read(self, reading: Reading) -> Reading:
         """Return the reading with the model's use, and the head that it has in place of the LM head."""
         shape = reading.shape
-        has_labels = shape.pooled_head is not None
+        has_labels = shape.task_head is not None
         pooling = read_pooling(reading, has_labels=has_labels)
         if pooling.kind != "generate" and shape.built_by != DecoderShape.built_by:
             other = f"{reading.architecture} is computed by another"
@@ -111,7 +111,7 @@ class PoolingCheckpoints(CheckpointFeature):
             last = f"the model's last is {shape.vocab_size - 1}"
             raise WeightsError(f"{reading.directory}: a score is read from the logit of token {unknown[0]}, but {last}")
         if not has_labels:
-            shape = msgspec.structs.replace(shape, pooled_head=_head(reading.architecture, shape, pooling))
+            shape = msgspec.structs.replace(shape, task_head=_head(reading.architecture, shape, pooling))
         return replace(reading, shape=shape, use=pooling.use)
 
 

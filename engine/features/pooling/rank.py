@@ -49,7 +49,7 @@ class PooledPrompts:
         """Return each row's numbers as bytes."""
         if self.pooled_RW is None:
             return {}
-        return {"pooled": {row: one.tobytes() for row, one in zip(self.rows, self.pooled_RW.numpy(), strict=True)}}
+        return {"result": {row: one.tobytes() for row, one in zip(self.rows, self.pooled_RW.numpy(), strict=True)}}
 
 
 class PooledRows:
@@ -82,7 +82,7 @@ class PooledRows:
 
     def _read(self, pooled: Sequence[_Pooled], states_PD: Tensor, model: Model) -> PooledPrompts:
         """Return the results of prompts that end.  A model has labels for all of its requests or for none."""
-        normed_PD, head = model.normed(states_PD), model.pooled_head
+        normed_PD, head = model.normed(states_PD), model.task_head
         states_PW = normed_PD.to(torch.float32)
         if any(self._methods[one.row] == "classify" for one in pooled):
             assert head is not None, "a request for labels came to a model that has none"

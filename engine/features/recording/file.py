@@ -22,7 +22,7 @@ from engine.host.appended_file import Frames, frame, whole_file
 from engine.plugins.blueprint import Blueprint
 from engine.types.errors import CallboardError
 
-FORMAT = 3
+FORMAT = 4
 NAME = b"callboard recording "
 SUFFIX = ".cbr"
 NAMED = re.compile(rf"[0-9]{{8}}T[0-9]{{9}}-([a-z-]+)-[0-9]+{re.escape(SUFFIX)}")  # by ``file_name``; the group: reason

@@ -14,8 +14,11 @@ from dataclasses import replace
 import msgspec
 import numpy as np
 
-from engine.messages import Admit, Reconfigure, SchedulerInbox, StepDone, StepExtras
+from engine.actors.inboxes import SchedulerInbox
+from engine.features.recording.turns import of_messages
+from engine.messages import Admit, StepDone, StepExtras
 from engine.plugins.blueprint import Blueprint
+from engine.types.notices import Reconfigure
 from engine.types.params import SamplingParams
 
 NO_TOKENS = (-2, -1)  # ``RULED_OUT`` and "none", which stay
@@ -47,19 +50,14 @@ class Privacy:
     def message(self, message: SchedulerInbox) -> SchedulerInbox:
         """Return the part of a message that is recorded: everything that influences plans."""
         if isinstance(message, StepDone):
-            extras = _planned_with(message.extras, hides=self._others is not None) if message.extras else {}
             if self._others is None and not message.extras:
                 return message
-            extras = {
-                row: msgspec.structs.replace(one, drafted=self.tokens(one.drafted)) for row, one in extras.items()
-            }
             return StepDone(
                 rank=message.rank,
                 step_id=message.step_id,
                 token_ids=self.tokens(message.token_ids),
-                extras=extras,
-                parts=message.parts,
-                late=message.late,
+                extras=_planned_with(message.extras, hides=self._others is not None),
+                parts={name: self._part(name, part) for name, part in message.parts.items()},
             )
         if isinstance(message, Admit):
             salt = message.cache_salt
@@ -81,6 +79,10 @@ class Privacy:
         if self._others is None or not token_ids:
             return token_ids
         return self._others[np.frombuffer(token_ids, dtype=np.int32)].tobytes()
+
+    def _part(self, name: str, part: bytes) -> bytes:
+        replaced = of_messages("with_other_tokens").get(name)
+        return part if replaced is None else replaced(part, self.tokens)
 
     def ids(self, token_ids: tuple[int, ...]) -> tuple[int, ...]:
         """Return a few token ids with their replacements."""
@@ -110,10 +112,5 @@ class Privacy:
 def _planned_with(extras: dict[int, StepExtras], *, hides: bool) -> dict[int, StepExtras]:
     """Return extras without log probabilities and states, which are large and go to clients unchanged."""
     return {
-        row: StepExtras(
-            failure="(left out)" if hides and one.failure else one.failure,
-            drafted=one.drafted,
-        )
-        for row, one in extras.items()
-        if one.failure or one.drafted
+        row: StepExtras(failure="(left out)" if hides else one.failure) for row, one in extras.items() if one.failure
     }

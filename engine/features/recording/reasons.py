@@ -5,8 +5,9 @@ Owns: the sentences.  Does not know: where turns come from, how a sentence is sh
 
 import numpy as np
 
+from engine.features.recording.turns import of_messages
 from engine.kv.eviction import Candidate
-from engine.messages import FetchPages, Step
+from engine.messages import FeatureAnswer, FeatureRequest, Step
 from engine.scheduling.events import PlannerWatcher, Why
 from engine.scheduling.meter import RequestMetrics
 from engine.scheduling.planner import Planner
@@ -81,11 +82,10 @@ class Reasons(PlannerWatcher):
 
     # ---- plans ------------------------------------------------------------------------------
 
-    def of(self, plan: Step | FetchPages) -> str:
+    def of(self, plan: Step | FeatureRequest) -> str:
         """Return a plan as one line of text."""
-        if isinstance(plan, FetchPages):
-            num_pages = len(plan.tokens) // (4 * self.planner.table.page_size)
-            return f"fetch {plan.fetch_id}: {num_pages} pages from the store, for {plan.timeout_s:g} s at most"
+        if isinstance(plan, FeatureRequest):
+            return sentence_of(plan)
         decodes, rows = _ints(plan.decode_rows), _ints(plan.prefill_rows)
         parts = [f"{len(decodes)} rows decode"] if len(decodes) else []
         segments = zip(rows, _ints(plan.prefill_starts), _ints(plan.prefill_lengths), strict=True)
@@ -99,6 +99,12 @@ class Reasons(PlannerWatcher):
         if plan.parts:
             parts.append(f"with a part of {' and '.join(sorted(plan.parts))}")
         return f"step {plan.step_id}: {', '.join(parts)}"
+
+
+def sentence_of(message: FeatureRequest | FeatureAnswer) -> str:
+    """Return a message between the halves of a feature as one line of text."""
+    name, sentences = message.feature, of_messages("sentence")
+    return f"{name}: {sentences[name](message) if name in sentences else message.number}"
 
 
 def _ints(raw: bytes) -> np.ndarray:

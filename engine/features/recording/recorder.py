@@ -23,6 +23,7 @@ import numpy as np
 
 from engine import __version__
 from engine.actors.actor import Link
+from engine.actors.inboxes import ExecutorInbox, SchedulerInbox
 from engine.actors.scheduler import Scheduler
 from engine.features.recording.file import NAMED, Header, file_name, write_recording
 from engine.features.recording.privacy import Privacy
@@ -31,7 +32,7 @@ from engine.features.recording.state import state_entries
 from engine.features.recording.turns import Turn, failure_of, plan_digest, planning_code
 from engine.host.disk import make_folder
 from engine.host.own_files import own_files
-from engine.messages import ExecutorInbox, FetchPages, SchedulerInbox, Step, StepDone
+from engine.messages import FeatureRequest, Step, StepDone
 from engine.plugins.blueprint import Blueprint
 from engine.plugins.manager import Plugins
 from engine.scheduling.planner import Planner
@@ -107,7 +108,7 @@ class Recorder:
             self._readings.clear()  # readings of views of the planner between two turns
         self._messages.append(message)
 
-    def planned(self, plan: Step | FetchPages) -> None:
+    def planned(self, plan: Step | FeatureRequest) -> None:
         """Note a plan that is sent to the executors."""
         self._plans.append(plan_digest(plan))
 
@@ -271,7 +272,7 @@ class _Told:
         self._recorder = recorder
 
     def put(self, message: ExecutorInbox) -> None:
-        if isinstance(message, Step | FetchPages):
+        if isinstance(message, Step | FeatureRequest):
             self._recorder.planned(message)
         self._executor.put(message)
 

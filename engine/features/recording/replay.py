@@ -15,7 +15,7 @@ from engine.features.recording.reasons import Reasons
 from engine.features.recording.replayed import ReplayedScheduler
 from engine.features.recording.state import state_of
 from engine.features.recording.turns import PLAN_BYTES, Turn, failure_of
-from engine.messages import FetchPages, Step
+from engine.messages import FeatureRequest, Step
 from engine.plugins.manager import Plugins
 from engine.types.errors import CallboardError
 
@@ -121,7 +121,7 @@ def play(scheduler: ReplayedScheduler, invariants: Invariants, turn: Turn) -> tu
     return plans, fault
 
 
-def _line(plan: Step | FetchPages, reasons: Reasons | None) -> str:
+def _line(plan: Step | FeatureRequest, reasons: Reasons | None) -> str:
     return reasons.of(plan) if reasons is not None else ""
 
 

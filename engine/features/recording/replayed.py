@@ -13,7 +13,7 @@ import numpy as np
 
 from engine.actors.scheduler import Scheduler
 from engine.features.recording.turns import Turn, plan_digest
-from engine.messages import Failed, FetchPages, Step, Tokens
+from engine.messages import Failed, FeatureRequest, Step, Tokens
 from engine.plugins.blueprint import Blueprint, BlueprintPlanners
 from engine.plugins.manager import Plugins
 from engine.plugins.observers import Observers
@@ -56,9 +56,9 @@ class ReplayedScheduler(Scheduler):
     OWN = ("clock", "_renews", "_planner", "_results", "_num_pages", "_is_ready", "_last_stats")
 
     def __init__(self, blueprint: Blueprint, plugins: Plugins) -> None:
-        self.plans: list[Step | FetchPages] = []
+        self.plans: list[Step | FeatureRequest] = []
         self.said: list[Tokens | Failed] = []
-        self.on_plan: Callable[[Step | FetchPages], None] | None = None
+        self.on_plan: Callable[[Step | FeatureRequest], None] | None = None
         self.clock = ReplayClock()
         self.num_ranks = blueprint.limits.num_ranks
         self._planners = BlueprintPlanners(blueprint, plugins, self.clock)
@@ -98,7 +98,7 @@ class ReplayedScheduler(Scheduler):
             self.flush()
         return b"".join(map(plan_digest, self.plans))
 
-    def _note_plan(self, plan: Step | FetchPages) -> None:
+    def _note_plan(self, plan: Step | FeatureRequest) -> None:
         self.plans.append(plan)
         if self.on_plan is not None:
             self.on_plan(plan)

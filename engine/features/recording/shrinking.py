@@ -18,15 +18,16 @@ from dataclasses import dataclass, field, replace
 import msgspec
 import numpy as np
 
+from engine.actors.inboxes import SchedulerInbox
 from engine.features.recording.file import Recording
 from engine.features.recording.invariants import Invariants
 from engine.features.recording.replay import new_scheduler, play
 from engine.features.recording.replayed import ReplayedScheduler
 from engine.features.recording.shrink import shrink
 from engine.features.recording.turns import Turn
-from engine.messages import Admit, FetchPages, PagesFetched, Reconfigure, SchedulerInbox, Step, StepDone, StepExtras
+from engine.messages import Admit, FeatureAnswer, FeatureRequest, Step, StepDone, StepExtras
 from engine.plugins.manager import Plugins
-from engine.types.notices import ExecutorsLost, ExecutorsReady
+from engine.types.notices import ExecutorsLost, ExecutorsReady, Reconfigure
 
 Place = tuple[int, int]  # a request, and a position in its sequence
 
@@ -51,7 +52,7 @@ class Story:
     ops: list[Op] = field(default_factory=list)
     tokens: dict[Place, int] = field(default_factory=dict)
     extras: dict[Place, StepExtras] = field(default_factory=dict)
-    early: list[StepDone | PagesFetched] = field(default_factory=list)
+    early: list[StepDone | FeatureAnswer] = field(default_factory=list)
     fault: str = ""
 
 
@@ -68,16 +69,16 @@ class _Device:
 
     def __init__(self, scheduler: ReplayedScheduler) -> None:
         self.steps: dict[int, deque[_Asked | StepDone]] = defaultdict(deque)  # by rank
-        self.fetches: dict[int, deque[FetchPages | PagesFetched]] = defaultdict(deque)
+        self.requests: dict[int, deque[FeatureRequest | FeatureAnswer]] = defaultdict(deque)
         self.scheduler = scheduler
         scheduler.on_plan = self._planned
 
-    def _planned(self, plan: Step | FetchPages) -> None:
+    def _planned(self, plan: Step | FeatureRequest) -> None:
         for rank in range(self.scheduler.num_ranks):
             if isinstance(plan, Step):
                 self.steps[rank].append(_Asked(plan.step_id, list(self._places(plan))))
             else:
-                self.fetches[rank].append(plan)
+                self.requests[rank].append(plan)
 
     def _places(self, step: Step) -> Iterator[Place]:
         planner = self.scheduler.planner
@@ -93,7 +94,7 @@ class _Device:
     def forget(self) -> None:
         """Forget everything in flight: the executors are lost."""
         self.steps.clear()
-        self.fetches.clear()
+        self.requests.clear()
 
 
 def story_of(recording: Recording, plugins: Plugins | None = None) -> Story:
@@ -116,8 +117,8 @@ def _listen(story: Story, device: _Device, message: SchedulerInbox) -> None:
     """Add the results in a message to the story."""
     if isinstance(message, ExecutorsLost):
         device.forget()
-    elif isinstance(message, PagesFetched):
-        asked = device.fetches[message.rank]
+    elif isinstance(message, FeatureAnswer):
+        asked = device.requests[message.rank]
         asked.popleft() if asked else story.early.append(message)
     elif isinstance(message, StepDone):
         steps = device.steps[message.rank]
@@ -144,7 +145,7 @@ def play_ops(
     device = _Device(scheduler)
     if recording.state:
         for early in story.early:
-            (device.steps if isinstance(early, StepDone) else device.fetches)[early.rank].append(early)  # type: ignore[arg-type]
+            (device.steps if isinstance(early, StepDone) else device.requests)[early.rank].append(early)  # type: ignore[arg-type]
     turns: list[Turn] = []
     messages: list[SchedulerInbox] = []
     for op in ops:
@@ -173,11 +174,10 @@ def _message_now(
     if isinstance(message, ExecutorsLost):
         device.forget()
         return message if scheduler.is_ready else None
-    if isinstance(message, PagesFetched):
-        if not (asked := device.fetches[message.rank]):
+    if isinstance(message, FeatureAnswer):
+        if not (asked := device.requests[message.rank]):
             return None
-        fetch = asked.popleft()
-        return msgspec.structs.replace(message, fetch_id=fetch.fetch_id)  # as many pages as then
+        return msgspec.structs.replace(message, number=asked.popleft().number)
     if isinstance(message, StepDone):
         if not (steps := device.steps[message.rank]):
             return None

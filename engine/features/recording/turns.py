@@ -8,10 +8,12 @@ import hashlib
 from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
-from engine.messages import FetchPages, SchedulerInbox, Step
+from engine.actors.inboxes import SchedulerInbox
+from engine.messages import FeatureRequest, Step
 from engine.plugins.features import feature_modules
 
 PLANS = ("actors/scheduler.py", "scheduling/*.py", "kv/*.py", "features/*/planner.py")  # the code that plans
@@ -31,10 +33,10 @@ class Turn(msgspec.Struct, frozen=True, array_like=True, gc=False):
     failure: str = ""
 
 
-def plan_digest(plan: Step | FetchPages) -> bytes:
+def plan_digest(plan: Step | FeatureRequest) -> bytes:
     """Return a digest of a plan: all of it but the values of tokens, which a recording may have replaced."""
-    if isinstance(plan, FetchPages):
-        told: tuple[object, ...] = (plan.fetch_id, len(plan.tokens), plan.timeout_s)
+    if isinstance(plan, FeatureRequest):
+        told: tuple[object, ...] = (plan.feature, plan.number, len(plan.body))
     else:
         admissions = [
             (one.row, len(one.token_ids), one.num_prompt_tokens, one.num_computed_tokens, one.pages)
@@ -42,23 +44,23 @@ def plan_digest(plan: Step | FetchPages) -> bytes:
         ]
         told = (
             plan.step_id, admissions, plan.table_rows, plan.table_indexes, plan.table_pages, plan.decode_rows,
-            plan.prefill_rows, plan.prefill_starts, plan.prefill_lengths, plan.prefill_samples, plan.proposed_rows,
-            plan.proposed_positions, _comparable(plan.parts), plan.filled_pages, plan.num_copied,
+            plan.prefill_rows, plan.prefill_starts, plan.prefill_lengths, plan.prefill_samples,
+            _comparable(plan.parts), plan.filled_pages, plan.num_copied,
         )  # fmt: skip
     return hashlib.blake2b(_encode(told), digest_size=PLAN_BYTES).digest()
 
 
 def _comparable(parts: Mapping[str, bytes]) -> list[tuple[str, bytes]]:
     """Return the parts of a step in the order of their names, without what follows from tokens."""
-    stripped = _stripping()
+    stripped = of_messages("without_tokens")
     return [(name, stripped[name](part) if name in stripped else part) for name, part in sorted(parts.items())]
 
 
 @cache
-def _stripping() -> Mapping[str, Callable[[bytes], bytes]]:
-    """Return name of a feature -> its ``without_tokens``, which the ``messages.py`` of its folder may have."""
+def of_messages(function: str) -> Mapping[str, Callable[..., Any]]:
+    """Return name of a feature -> its function of this name, which the ``messages.py`` of its folder may have."""
     modules = feature_modules("messages")
-    return {name: one.without_tokens for name, one in modules.items() if hasattr(one, "without_tokens")}
+    return {name: getattr(one, function) for name, one in modules.items() if hasattr(one, function)}
 
 
 @cache

@@ -9,8 +9,8 @@ tried now and then, ever more rarely.
 """
 
 from engine.features.speculation.guesses import may_speculate
+from engine.features.speculation.messages import DRAFTED
 from engine.features.speculation.payoff import Chance, HitRate
-from engine.messages import DRAFTED
 from engine.scheduling.proposer import DraftModel
 from engine.scheduling.rows import RowTable
 

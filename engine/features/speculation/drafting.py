@@ -18,6 +18,7 @@ from torch import Tensor
 
 from engine.execution.batch import Int32, lay_out
 from engine.execution.rows import DeviceRows
+from engine.features.speculation.messages import Proposals
 from engine.layers.attention import AttentionBackend
 from engine.layers.kv_pool import KVPool
 from engine.messages import Admission, Step
@@ -121,28 +122,26 @@ class Drafter:
     # ---- drafting ---------------------------------------------------------------------------
 
     @torch.inference_mode()
-    def draft(self, step: Step) -> Drafted:
-        """Draft tokens for the places that a step names; 0 for a row of which too much must be read first."""
+    def draft(self, step: Step, proposals: Proposals) -> Drafted:
+        """Draft tokens for the places that the proposals name; 0 for a row of which too much must be read first."""
         computed = self._rows.computed.copy()
         try:
-            return self._draft(step)
+            return self._draft(step, proposals)
         except Exception:
             self._rows.computed[:] = computed  # a pass that failed does not count: its progress is unknown
             raise
 
-    def _draft(self, step: Step) -> Drafted:
-        rows_K, positions_K = _ints(step.proposed_rows), _ints(step.proposed_positions)
+    def _draft(self, step: Step, proposals: Proposals) -> Drafted:
+        rows_K, positions_K, tokens_K = proposals.columns()
         self._rows.apply(
             Step(
                 step_id=step.step_id,
                 table_rows=step.table_rows,
                 table_indexes=step.table_indexes,
                 table_pages=step.table_pages,
-                proposed_rows=step.proposed_rows,
-                proposed_positions=step.proposed_positions,
-                proposed_tokens=bytes(len(step.proposed_tokens)),
             )
         )
+        self._rows.write_tokens(rows_K, positions_K, np.zeros_like(tokens_K))
         rows_B, first_B, counts_B = np.unique(rows_K, return_index=True, return_counts=True)
         ends_B = positions_K[first_B]
         drafting_B = self._read(step.step_id, rows_B, ends_B)
@@ -150,10 +149,10 @@ class Drafter:
             more = rows_B[drafting_B & (counts_B > nth)]
             if len(more):
                 self._pass(Step(step_id=step.step_id, decode_rows=more.tobytes()))
-        tokens_K = self._rows.tokens_at(rows_K, positions_K)
-        if tokens_K.is_cuda:
-            tokens_K = torch.empty_like(tokens_K, device="cpu", pin_memory=True).copy_(tokens_K, non_blocking=True)
-        return Drafted(rows_K, np.isin(rows_K, rows_B[drafting_B]), tokens_K)
+        said_K = self._rows.tokens_at(rows_K, positions_K)
+        if said_K.is_cuda:
+            said_K = torch.empty_like(said_K, device="cpu", pin_memory=True).copy_(said_K, non_blocking=True)
+        return Drafted(rows_K, np.isin(rows_K, rows_B[drafting_B]), said_K)
 
     def _read(self, step_id: int, rows_B: Int32, ends_B: Int32) -> npt.NDArray[np.bool_]:
         """Compute what each row lacks before ``ends_B``, as far as one pass goes.

@@ -8,7 +8,8 @@ from dataclasses import replace
 import msgspec
 
 from engine.features.speculation.fitting import fitting_model
-from engine.features.speculation.terms import NAME, Terms
+from engine.features.speculation.messages import NAME
+from engine.features.speculation.terms import Terms
 from engine.plugins.features import ModelFit
 from engine.plugins.kinds import PROPOSER
 from engine.scheduling.proposer import DraftModel

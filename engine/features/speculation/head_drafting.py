@@ -22,6 +22,7 @@ from engine.execution.batch import lay_out
 from engine.execution.rows import DeviceRows
 from engine.features.speculation.drafting import Drafted, Drafter
 from engine.features.speculation.head_model import EagleHead
+from engine.features.speculation.messages import Proposals
 from engine.layers.attention import AttentionBackend
 from engine.layers.kv_pool import KVPool
 from engine.layers.step import StepTensors
@@ -91,11 +92,11 @@ class HeadDrafter(Drafter):
         self._states = states
         self._to_model_V = to_model_V
 
-    def draft(self, step: Step) -> Drafted:
-        """Draft for the places that a step names, one position earlier than a model does."""
-        rows_K = np.frombuffer(step.proposed_rows, dtype=np.int32)
-        positions_K = np.frombuffer(step.proposed_positions, dtype=np.int32) - 1
-        drafted = super().draft(msgspec.structs.replace(step, proposed_positions=positions_K.tobytes()))
+    def draft(self, step: Step, proposals: Proposals) -> Drafted:
+        """Draft for the places that the proposals name, one position earlier than a model does."""
+        rows_K, positions_K, _ = proposals.columns()
+        positions_K = positions_K - 1
+        drafted = super().draft(step, msgspec.structs.replace(proposals, positions=positions_K.tobytes()))
         # Results after the last known token are from states of the head's own, and do not count.
         rows_B, first_B = np.unique(rows_K, return_index=True)
         computed = self._rows.computed

@@ -20,8 +20,8 @@ from engine.layers.kernels import LayerKernels
 from engine.layers.linear import Linear, VocabLinear
 from engine.layers.packing import Linears
 from engine.layers.part import Norm, build
-from engine.layers.pooled_head import PooledHead
 from engine.layers.step import StepTensors
+from engine.layers.task_head import TaskHead
 from engine.layers.weights import WeightSlice, whole
 from engine.models.decoder import DecoderLayer, build_rotary
 from engine.models.model import attention_spec_of
@@ -43,7 +43,7 @@ class EagleHead:
 
     embedding: VocabLinear
     states: States
-    pooled_head: PooledHead | None = None
+    task_head: TaskHead | None = None
     doubled_bytes = 0
 
     def __init__(self, shape: EagleHeadShape, comm: Comm, device: torch.device, dtype: torch.dtype) -> None:

@@ -19,9 +19,9 @@ import numpy as np
 
 from engine.features.speculation.drafted import DraftedGuesses
 from engine.features.speculation.guesses import Guesses, SessionGuesses
+from engine.features.speculation.messages import DRAFTED, NAME, Proposals, drafted_of
 from engine.features.speculation.payoff import Chance, Payoff
-from engine.features.speculation.terms import NAME
-from engine.messages import DRAFTED, StepExtras
+from engine.messages import StepDone, StepExtras
 from engine.plugins.features import FeatureContext
 from engine.scheduling.feature import NewFeature, PlannerFeature, PlannerParts
 from engine.scheduling.proposer import DraftModel, Proposer
@@ -34,6 +34,8 @@ Drafts = dict[int, tuple[int, ...]]
 
 class SpeculationPlanner(PlannerFeature):
     """The proposals for one planner's rows.  vocab_size: that of the model."""
+
+    part = NAME
 
     def __init__(self, parts: PlannerParts, *, proposer: Proposer | DraftModel, vocab_size: int) -> None:
         self._awaits_tokens = False
@@ -50,6 +52,7 @@ class SpeculationPlanner(PlannerFeature):
         self._payoff = Payoff()
         # Rows of which the device counts too many tokens as computed: their next step must state where it begins.
         self._overrun: set[int] = set()
+        self._drafted: dict[int, bytes] = {}
         self._is_steady = self._reads_first = False
 
     # ---- planning ---------------------------------------------------------------------------
@@ -82,11 +85,12 @@ class SpeculationPlanner(PlannerFeature):
         step.decode_rows = decode_rows[~np.isin(decode_rows, rows)]
         step.inserted = Columns(rows, starts, counts + 1, counts + 1)
         step.notes[NAME] = drafts
-        step.fields.update(
-            proposed_rows=np.repeat(rows, counts).tobytes(),
-            proposed_positions=(np.repeat(starts, counts) + 1 + nth).astype(np.int32).tobytes(),
-            proposed_tokens=np.array([one for proposed in drafts.values() for one in proposed], np.int32).tobytes(),
-        )
+        if self._awaits_tokens:
+            step.parts |= Proposals(
+                rows=np.repeat(rows, counts).tobytes(),
+                positions=(np.repeat(starts, counts) + 1 + nth).astype(np.int32).tobytes(),
+                tokens=np.array([one for proposed in drafts.values() for one in proposed], np.int32).tobytes(),
+            ).part()
 
     def _draft(self, decode_rows: list[int], most: int) -> Drafts:
         counts = self._counts(self._chances(decode_rows, in_flight=False), len(decode_rows), most)
@@ -140,18 +144,24 @@ class SpeculationPlanner(PlannerFeature):
 
     # ---- completion -------------------------------------------------------------------------
 
+    def take(self, part: bytes, done: StepDone) -> bool:
+        """Keep the tokens that the executors have drafted until ``waves``."""
+        self._drafted = drafted_of(done.parts)
+        return False
+
     def waves(self, record: InFlight, wave: Wave) -> list[Wave]:
         """Return the sampled tokens of a step with proposals, as far as decoding would have sampled the same."""
         drafts = drafts_of(record)
         if not drafts:
             return [wave]
         rows, tokens, extras = wave
+        drafted, self._drafted = self._drafted, {}
         places: list[list[int]] = [list(range(record.num_decodes))]
         later: list[dict[int, StepExtras]] = [dict(extras)]
         at = record.num_decodes
         for row, asked in drafts.items():
             first = extras.get(row, StepExtras())
-            proposed = asked if DRAFTED not in asked else np.frombuffer(first.drafted, dtype=np.int32).tolist()
+            proposed = asked if DRAFTED not in asked else np.frombuffer(drafted.get(row, b""), dtype=np.int32).tolist()
             said = tokens[at : at + len(proposed)].tolist()
             num_right = next((nth for nth, one in enumerate(proposed) if said[nth] != one), len(proposed))
             for nth in range(num_right + 1):
@@ -163,9 +173,10 @@ class SpeculationPlanner(PlannerFeature):
                 if nth:
                     one = StepExtras(logprobs=first.later_logprobs[nth - 1] if first.later_logprobs else None)
                 # Counted token by token: the request may end before the last one.
-                num_settled = 1 if nth < num_right else len(proposed) - num_right
+                is_right = nth < num_right
+                num_wrong = 0 if is_right else len(proposed) - num_right
                 later[nth][row] = msgspec.structs.replace(
-                    one, later_logprobs=(), drafted=b"", num_proposed=num_settled, num_accepted=int(nth < num_right)
+                    one, later_logprobs=(), num_accepted=int(is_right), num_rejected=num_wrong
                 )
             at += len(asked) + 1
             if self._table.running[row]:
@@ -212,6 +223,7 @@ class SpeculationPlanner(PlannerFeature):
     def reset(self) -> list[Sequence]:
         self._guesses.clear()
         self._overrun.clear()
+        self._drafted.clear()
         self._awaits_tokens = self._is_steady = False
         return []
 

@@ -18,21 +18,28 @@ from engine.execution.needs import Needs
 from engine.features.speculation.draft_model import RankDraft
 from engine.features.speculation.drafting import Drafted, Drafter
 from engine.features.speculation.eagle_head import RankHead
-from engine.features.speculation.terms import NAME, Terms
+from engine.features.speculation.messages import NAME, Proposals, drafted_part, proposals_of
+from engine.features.speculation.terms import Terms
 from engine.layers.kv_pool import KVPool
 from engine.messages import Step
 
 log = logging.getLogger(__name__)
 
 CPU_ALLOCATOR = "DefaultCPUAllocator"  # in the text of torch's RuntimeError on a CPU, which is no OutOfMemoryError
-NO_TOKENS = {"proposed_rows": b"", "proposed_positions": b"", "proposed_tokens": b""}
 
 
 class SpeculationRank(RankFeature):
     """The feature of a rank that verifies proposed tokens, at most ``num_proposed`` of each row."""
 
-    def __init__(self, num_proposed: int) -> None:
+    def __init__(self, context: RankContext, num_proposed: int) -> None:
+        self._context = context
         self.more_samples = num_proposed
+
+    def apply(self, step: Step) -> Step:
+        """Write the tokens that the step names."""
+        if NAME in step.parts:
+            self._context.rows.write_tokens(*proposals_of(step).columns())
+        return step
 
 
 class DraftRank(SpeculationRank):
@@ -41,9 +48,8 @@ class DraftRank(SpeculationRank):
     order = 30
 
     def __init__(self, context: RankContext, draft: RankDraft, num_proposed: int) -> None:
-        super().__init__(num_proposed)
+        super().__init__(context, num_proposed)
         self.page_bytes = draft.page_bytes
-        self._context = context
         self._draft = draft
         self._drafter: Drafter
         self._drafted: Drafted | None = None
@@ -65,28 +71,27 @@ class DraftRank(SpeculationRank):
         """Draft the tokens that the step names.  A step that is launched again in parts has lost them."""
         self._drafted = None
         self._drafter.follow(step, self._context.rows.computed)
-        if not step.proposed_rows:
-            return step
-        self._drafted = self._draft_for(step)
-        return msgspec.structs.replace(step, **NO_TOKENS)
+        if NAME in step.parts:
+            self._drafted = self._draft_for(step, proposals_of(step))
+        return step
 
     def launched(self, step: Step, launched: LaunchedStep) -> None:
         """Add the drafted tokens to the result: its event comes after their copy to the host."""
         if (drafted := self._drafted) is not None:
-            launched.extend(lambda: {"drafted": drafted.by_row()})
+            launched.parts[NAME] = lambda: drafted_part(drafted.by_row())
 
-    def _draft_for(self, step: Step) -> Drafted:
+    def _draft_for(self, step: Step, proposals: Proposals) -> Drafted:
         """Return the drafted tokens, or none if the device has no memory for that: the step verifies what it finds.
 
         Raises MemoryError if other ranks may be in the middle of drafting."""
         try:
-            return self._drafter.draft(step)
+            return self._drafter.draft(step, proposals)
         except (MemoryError, RuntimeError) as error:
             if not isinstance(error, (MemoryError, torch.OutOfMemoryError)) and CPU_ALLOCATOR not in str(error):
                 raise
             if self._context.comm.size > 1:
                 raise MemoryError(str(error)) from None
-            rows_K = np.frombuffer(step.proposed_rows, dtype=np.int32)
+            rows_K, _, _ = proposals.columns()
             log.warning("the device has no room to draft for %d rows (%s)", len(np.unique(rows_K)), error)
             return Drafted(rows_K, np.zeros(len(rows_K), dtype=np.bool_), torch.zeros(len(rows_K), dtype=torch.int32))
 
@@ -101,4 +106,4 @@ def rank_feature(context: RankContext) -> SpeculationRank | None:
     if (draft := terms.draft) is not None:
         kind = RankHead if draft.reads_states else RankDraft
         return DraftRank(context, kind(draft, context), terms.num_proposed)
-    return SpeculationRank(terms.num_proposed)
+    return SpeculationRank(context, terms.num_proposed)

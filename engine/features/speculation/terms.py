@@ -1,12 +1,8 @@
 """The terms of speculation that ranks get: which model drafts, and how many tokens."""
 
-from typing import Final
-
 import msgspec
 
 from engine.scheduling.proposer import DraftModel
-
-NAME: Final = "speculation"
 
 
 class Terms(msgspec.Struct, frozen=True):

@@ -51,7 +51,7 @@ class TokenStates:
             first += count
             if ends and (room := room + sum(map(len, row.parts))) <= MOST_BYTES:
                 ended[row.row] = b"".join(row.parts)
-        return {"pooled": ended}
+        return {"result": ended}
 
 
 class TokenReader:

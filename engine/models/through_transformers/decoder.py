@@ -23,8 +23,8 @@ from engine.layers.attention import AttentionSpec
 from engine.layers.comm import Comm, Unconnected
 from engine.layers.kernels import LayerKernels
 from engine.layers.packing import Linears
-from engine.layers.pooled_head import PooledHead
 from engine.layers.step import StepTensors
+from engine.layers.task_head import TaskHead
 from engine.layers.weights import WeightSlice, whole
 from engine.models.through_transformers.attention import ANSWERER, Call, probe
 from engine.models.through_transformers.linear import LinearProduct, same_inputs, swap_linears
@@ -82,8 +82,8 @@ class TransformersDecoder:
         return self._step
 
     @property
-    def pooled_head(self) -> PooledHead | None:
-        """Always None: a checkpoint with a pooled head is refused when it is read."""
+    def task_head(self) -> TaskHead | None:
+        """Always None: a checkpoint with a task head is refused when it is read."""
         return None
 
     @property

@@ -28,9 +28,11 @@ from torch import Tensor
 
 from engine.kernels.attention import compiled_attention
 from engine.layers.attention import AttentionBackend, AttentionBatch, AttentionFactory, AttentionSpec
+from engine.layers.attention_chunks import in_chunks
 from engine.layers.kv_pool import KVPool
 from engine.plugins.hookspecs import AttentionContext, hookimpl
 from engine.plugins.options import Options, decode_options
+from engine.types.errors import PluginError
 
 CALLBOARD_PLUGIN = {
     "api": 1,
@@ -38,7 +40,7 @@ CALLBOARD_PLUGIN = {
     "dtypes": ["float32", "bfloat16", "float16"],
     "kv_layouts": ["layer_first", "page_first"],
     "kv_dtypes": ["float32", "bfloat16", "float16", "int8", "fp8_e4m3"],
-    "supports": ["soft_cap", "sinks", "layer_windows", "latents"],
+    "supports": ["soft_cap", "sinks", "layer_windows", "latents", "chunks"],
 }
 # Keys up to this size stay in a core's cache between their copy and their use, and between the passes of heads.
 CACHED_BYTES = 1 << 20
@@ -96,6 +98,9 @@ class TorchAttention:
         records_SGR = pool.keys(0).view(pool.format.memory)
         seen = (records_SGR.shape[1], pool.head_size)
         assert seen == (spec.num_kv_heads, spec.head_size), f"a pool of {seen} is not for {spec}"
+        if spec.chunked and spec.window % pool.page_size:
+            expected = f"a page size that divides the model's chunks of {spec.window} tokens; set kv.page_size"
+            raise PluginError(f"pages of {pool.page_size} tokens, expected {expected}")
         self.spec = spec
         self.pool = pool
         self.group = (spec.num_kv_heads, spec.num_heads // spec.num_kv_heads, spec.head_size)
@@ -115,7 +120,9 @@ class TorchAttention:
         self._reserve(int(batch.host_lengths.max()))
         if not self.spec.window or self.spec.first_window_layer or self.spec.full_layers:
             self._whole = self._plan(batch, 0)
-        if self.spec.window:
+        if self.spec.chunked:
+            self._windowed = self._plan(in_chunks(batch, self.spec.window, self.pool.page_size), 0)
+        elif self.spec.window:
             self._windowed = self._plan(batch, self.spec.window)
 
     def attend(self, layer: int, q_TNH: Tensor) -> Tensor:

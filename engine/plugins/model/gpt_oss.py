@@ -20,7 +20,9 @@ YARN = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_po
 
 @hookimpl
 def callboard_model(context: ModelContext) -> DecoderShape:
-    """Return the shape.  Even layers have the window, unless layer_types sets others."""
+    """Return the shape.  Even layers have the window, unless layer_types sets others.
+
+    A GGUF file has the experts one by one."""
     fields = context.fields.with_defaults(rms_norm_eps=1e-5, rope_parameters=YARN)
     sizes = read_sizes(fields, head_size=64, num_kv_heads=8)
     bias = fields.flag("attention_bias", True)
@@ -34,7 +36,7 @@ def callboard_model(context: ModelContext) -> DecoderShape:
         expert_size=sizes.intermediate_size,
         activation="clamped_swish",
         router=RouterShape(name="router", bias=True),
-        stacked=True,
+        stacked=fields.flag("experts_in_stacks", True),
         limit=fields.number("swiglu_limit", 7.0),
         slope=fields.number("swiglu_alpha", 1.702),
     )

@@ -30,7 +30,7 @@ def callboard_model(context: ModelContext) -> DecoderShape:
     rotary = read_rotary(fields, sizes, theta=2_000_000.0)
     bias = fields.flag("attention_bias", False)
     attention = AttentionShape(**sizes.heads, rotary=rotary, qkv_bias=bias, output_bias=bias)
-    rotated = _rotated(fields, sizes)
+    rotated = read_rotated(fields, sizes)
     window, windowed = 0, [False] * sizes.num_layers
     if fields.flag("use_sliding_window", False) and fields.has("sliding_window"):
         window = fields.integer("sliding_window", minimum=MIN_WINDOW)
@@ -43,7 +43,7 @@ def callboard_model(context: ModelContext) -> DecoderShape:
     return decoder(fields, sizes, [pre_norm(fields, one, mlp) for one in attentions], tied=True)
 
 
-def _rotated(fields: Fields, sizes: Sizes) -> list[bool]:
+def read_rotated(fields: Fields, sizes: Sizes) -> list[bool]:
     """Return for each layer whether it has positions; no_rope_layers has a 1 for these."""
     interval = fields.integer("no_rope_layer_interval", 4)
     listed: Any = fields.table.get("no_rope_layers")

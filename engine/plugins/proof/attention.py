@@ -49,6 +49,7 @@ def check_case(case: AttentionCase, factory: AttentionFactory, device: str = "cp
         soft_cap=case.soft_cap,
         sinks=_sinks(case, torch.device(device)) if case.sinks else (),
         latent_size=case.latent_size,
+        chunked=case.chunked,
     )
     check_steps(case, factory, spec, torch.device(device))
 
@@ -228,7 +229,8 @@ def _compare(
         slots_L = slots_L.to(pool.data.device)
         keys_LGH, values_LGH = pool.read(layer, slots_L)
         window = spec.window_of(layer)
-        expected_nNH = attend(q_nNH, keys_LGH, values_LGH, spec.scale, window, spec.soft_cap, sinks_N)
+        features = (spec.soft_cap, sinks_N, spec.chunked)
+        expected_nNH = attend(q_nNH, keys_LGH, values_LGH, spec.scale, window, *features)
         assert out_nNH.isfinite().all(), f"{where}: NaN or infinity, perhaps from a slot of another sequence"
         error_nNH = (out_nNH - expected_nNH).abs()
         excess_nNH = error_nNH / ((absolute + relative * expected_nNH.abs()) * allowed_more)

@@ -34,6 +34,7 @@ class AttentionCase:
     soft_cap: float = 0.0
     sinks: bool = False
     latent_size: int = 0
+    chunked: bool = False
     contiguous: bool = False
     num_padding: int = 0
     strided: bool = False
@@ -49,6 +50,7 @@ class AttentionCase:
             f"scores capped at {self.soft_cap:g}" if self.soft_cap else "",
             "sinks" if self.sinks else "",
             f"latents of {self.latent_size}" if self.latent_size else "",
+            "in chunks" if self.chunked else "",
             "contiguous pages" if self.contiguous else "",
             f"{self.num_padding} padding rows" if self.num_padding else "",
             "strided queries" if self.strided else "",

@@ -15,8 +15,11 @@ def attend(
     window: int = 0,
     soft_cap: float = 0.0,
     sinks_N: Tensor | None = None,
+    chunked: bool = False,
 ) -> Tensor:
-    """Return causal attention of a sequence's last n positions over all L, in float64.  window, soft_cap: 0 is none."""
+    """Return causal attention of a sequence's last n positions over all L, in float64.  window, soft_cap: 0 is none.
+
+    chunked: as in ``AttentionSpec``."""
     q_nNH, keys_LGH, values_LGH = (one.detach().double().cpu() for one in (q_nNH, keys_LGH, values_LGH))
     group = q_nNH.shape[1] // keys_LGH.shape[1]
     keys_LNH, values_LNH = keys_LGH.repeat_interleave(group, 1), values_LGH.repeat_interleave(group, 1)
@@ -25,7 +28,8 @@ def attend(
     key_L = torch.arange(num_keys)
     hidden_nL = key_L > query_n1
     if window:
-        hidden_nL = hidden_nL | (key_L <= query_n1 - window)
+        first_n1 = query_n1 // window * window if chunked else query_n1 - window + 1
+        hidden_nL = hidden_nL | (key_L < first_n1)
     scores_NnL = torch.einsum("nah,lah->anl", q_nNH, keys_LNH) * scale
     if soft_cap:
         scores_NnL = soft_cap * (scores_NnL / soft_cap).tanh()

@@ -109,6 +109,8 @@ def _kinds_of_scores(base: AttentionCase, declares: Declaration) -> Iterator[Att
     window = base.page_size + 3 if declares.window else 0
     if "layer_windows" in declares.supports and declares.window:
         yield replace(base, window=window, full_layers=(1,))
+    if "chunks" in declares.supports and declares.window:
+        yield replace(base, window=2 * base.page_size, chunked=True, full_layers=(1,))
     if "soft_cap" in declares.supports:
         yield replace(base, soft_cap=2.0, window=window)
         yield replace(base, soft_cap=30.0, loud=True)

@@ -16,6 +16,7 @@ removed when it is synced.
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -25,15 +26,16 @@ import msgspec
 
 from engine.types.errors import ConfigError
 from server.extensions.journal.records import Accepted, Ended, Record, decode, encode
-from server.extensions.journal.segments import JournalSegments
+from server.extensions.journal.segments import FRAME_BYTES, MAGIC, JournalSegments
 
 log = logging.getLogger(__name__)
 
 Fsync = Literal["always", "interval", "never"]
 FSYNC_EVERY_S = 1.0
 MEND_EVERY_S = 5.0
-NUM_SEGMENTS = 8  # files that share what the journal may take
-ROOM = 3  # of these: what is written to, by up to one more than its size, and a copy of another one
+NUM_SEGMENTS = 16  # files that share what the journal may take
+LARGEST_BATCH = 2  # of these: what one write may add, and a request's body may have
+ROOM = 1 + LARGEST_BATCH  # of these: a new file, which is full once it has one of them, and the batch that fills it
 # What a request takes of memory, measured: objects around it, its body in each of its forms, and each record's object.
 ENTRY_BYTES = 8 << 10
 NUM_BODIES = 4
@@ -54,6 +56,11 @@ class Entry:
         self.home = 0
         self.ended = False
         self.is_kept = True
+
+    @property
+    def disk_bytes(self) -> int:
+        """The bytes of a copy in one frame."""
+        return FRAME_BYTES + sum(map(len, self.records))
 
     def add(self, record: bytes) -> None:
         """Append a record."""
@@ -86,6 +93,7 @@ class Journal:
         self._ended: dict[int, Entry] = {}  # in the order of their ends
         self._last_number = 0
         self._waiting: list[tuple[Entry, bytes, Callable[[], object]]] = []
+        self._given_way: list[bytes] = []  # records that say so, which the next write has
         self._is_due = False
         self._is_closed = False
         self._is_writable = True  # also while what was not is written once more, and the journal still fails
@@ -117,7 +125,7 @@ class Journal:
         """Whether a request with so large a body can be written down."""
         return (
             not self.is_failing
-            and num_bytes <= self._segment_bytes
+            and num_bytes <= LARGEST_BATCH * self._segment_bytes
             and self._open_bytes + memory_of(num_bytes) <= self._most_bytes // 2
         )
 
@@ -166,13 +174,16 @@ class Journal:
 
     def _commit(self) -> None:
         self._is_due = self._is_closed
-        is_held = self._moving is not None and not self._fits(self._moving_bytes + self._segment_bytes)
-        if self._is_closed or is_held or (self._fsync == "always" and self._syncing is not None):
+        if self._is_closed or (self._fsync == "always" and self._syncing is not None):
             return  # goes on when that is done
-        num_bytes = count = 0
-        while count < len(self._waiting) and num_bytes < self._segment_bytes:
-            num_bytes += len(self._waiting[count][1])
+        num_bytes, count = FRAME_BYTES + sum(map(len, self._given_way)), 0
+        for _, record, _ in self._waiting:
+            if count and num_bytes + len(record) > LARGEST_BATCH * self._segment_bytes:
+                break
+            num_bytes += len(record)
             count += 1
+        if not self._make_room(num_bytes):
+            return  # goes on when files have moved
         waiting, self._waiting = self._waiting[:count], self._waiting[count:]
         self._write(waiting)
         if self._fsync == "always" and self._is_writable:
@@ -199,16 +210,14 @@ class Journal:
                 self._kept_bytes += entry.num_bytes - before
                 self._open_bytes += 0 if entry.ended else entry.num_bytes - before
         self._hold_to_memory()
-        if not self._is_writable or not written:
+        if not self._is_writable or not (written or self._given_way):
             return
         try:
-            is_full = self._segments.sizes[self._segments.current] >= self._segment_bytes
-            if is_full and self._moving is None and not self._is_closed:
-                self._rotate()
-            self._segments.write(written)
+            self._segments.write(self._given_way + written)
         except OSError as error:
             self._fail(error)
             return
+        self._given_way = []
         current = self._segments.current
         for entry, _, _ in waiting:
             if not entry.home and entry.is_kept:
@@ -263,36 +272,60 @@ class Journal:
 
     # ---- room -------------------------------------------------------------------------------
 
-    def _rotate(self) -> None:
-        """Begin a new file, and make room for it and another one.  Raises OSError."""
-        self._remove_unneeded()
-        if self._has_room:
-            self._segments.begin()
-        else:
-            self._vacate_oldest()
+    def _make_room(self, num_bytes: int) -> bool:
+        """Returns whether a batch may be written: to the current file, or to a new one if that is full."""
+        if self._is_writable and self._moving is None:
+            is_full = self._segments.sizes[self._segments.current] >= self._segment_bytes
+            try:
+                if is_full or not self._fits(num_bytes):
+                    self._rotate(is_full)
+            except OSError as error:
+                self._fail(error)
+        return self._moving is None or self._fits(self._moving_bytes + num_bytes)
 
-    @property
-    def _has_room(self) -> bool:
-        """Whether a file and a copy of another one fit."""
-        return self._fits(ROOM * self._segment_bytes) or len(self._segments.sizes) == 1
+    def _rotate(self, is_full: bool) -> None:
+        """Begin a new file if the current one is full.  Raises OSError.
+
+        Where it and a copy of all that runs have no room, what has ended in the oldest files is forgotten, and what
+        runs there moves."""
+        self._remove_unneeded()
+        needed = ROOM * self._segment_bytes + self._open_bytes
+        running: list[Entry] = []
+        for number in sorted(self._segments.sizes)[:-1]:
+            if self._fits(needed):
+                break
+            needed -= self._segments.sizes[number]
+            for entry in list(self._homes.get(number, {}).values()):
+                if entry.ended:
+                    self._forget_for_others(entry)
+                else:
+                    running.append(entry)
+                    needed += entry.disk_bytes
+        if running:
+            self._move(running)
+            return
+        self._remove_unneeded()
+        if is_full:
+            self._segments.begin()
 
     def _fits(self, num_bytes: int) -> bool:
         return self.num_bytes + num_bytes <= self._most_bytes
 
-    def _vacate_oldest(self) -> None:
-        """Forget what has ended there, and move what runs.  Raises OSError."""
-        here = list(self._homes.get(min(self._segments.sizes), {}).values())
-        for entry in here:
-            if entry.ended:
-                self._forget_for_others(entry)
-        self._move(entry for entry in here if not entry.ended)
-
     def _move(self, entries: Iterable[Entry]) -> None:
-        """Begin a new file, and write entries as a whole into one in front of it.  Raises OSError."""
+        """Begin a new file, and write entries as a whole into one in front of it.  Raises OSError.
+
+        What does not fit beside the files that are there gives way: what has ended, then the longest."""
         number = self._segments.reserve()
         self._segments.begin()
-        copies = [(entry, tuple(entry.records)) for entry in entries if entry.records]
-        self._moving_bytes = sum(entry.num_bytes for entry, _ in copies)
+        moved = [entry for entry in entries if entry.records]
+        self._moving_bytes = len(MAGIC) + sum(entry.disk_bytes for entry in moved)
+        for entry in sorted(moved, key=lambda one: (not one.ended, -one.disk_bytes)):
+            if self._fits(self._moving_bytes):
+                break
+            self._moving_bytes -= entry.disk_bytes
+            log.warning("journal: the %d KB of a stream have no room", entry.disk_bytes >> 10)
+            self._forget_for_others(entry)
+        copies = [(entry, tuple(entry.records)) for entry in moved if entry.is_kept]
         self._moving = asyncio.create_task(self._moved(number, copies), name="journal-move")
 
     async def _moved(self, number: int, copies: list[tuple[Entry, tuple[bytes, ...]]]) -> None:
@@ -308,8 +341,6 @@ class Journal:
             if is_mending and self._is_writable:
                 self.is_failing = False
                 log.warning("journal: it can be written again")
-            if not self.is_failing and not self._is_closed and not self._has_room:
-                self._vacate_oldest()
         except OSError as error:
             self._moving = None
             self._fail(error)
@@ -337,6 +368,8 @@ class Journal:
             self._forget_for_others(entry)
 
     def _forget_for_others(self, entry: Entry) -> None:
+        if entry.home and not entry.ended:  # its records may stay for a while
+            self._given_way.append(encode(Ended(entry.number, len(entry.records), time.time(), is_forgotten=True)))
         self._drop(entry)
         self.forgotten(entry)
 
@@ -391,11 +424,12 @@ class Journal:
             self._settle(entry, segment)
             return
         known = self.entries.get(record.number)
+        if known is not None and isinstance(record, Ended) and record.is_forgotten:
+            self._drop(known)
+            return
         if known is None or record.at != len(known.records):
             return  # what was in front of it is lost; the engine makes it again
         known.add(raw)
         if isinstance(record, Ended):
             known.ended = True
             self._ended[known.number] = known
-            if record.is_forgotten:
-                self._drop(known)

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import msgspec
 
-from engine.host.appended_file import AppendedFile, Frames, frame, whole_file
+from engine.host.appended_file import HEADER, AppendedFile, Frames, frame, whole_file
 from engine.host.disk import make_folder, sync_folder
 from engine.host.own_files import own_files
 from engine.types.errors import ConfigError
@@ -35,6 +35,7 @@ LOCKED = re.compile(rb"[0-9]*\n?\0*")  # what a lock says; zeros are what a loss
 LOCK_WITHIN_S = 2.0
 LOOK_EVERY_S = 0.05
 
+FRAME_BYTES = HEADER.size + ARRAY.size  # of a frame besides its records
 _PAYLOAD = msgspec.msgpack.Decoder(list[msgspec.Raw])
 
 

@@ -10,8 +10,9 @@ from typing import Any, ClassVar
 import msgspec
 from msgspec import UNSET
 
-from engine.messages import Delta, TokenLogprobs, TokenText
+from engine.messages import Delta
 from engine.types.errors import FieldError
+from engine.types.logprobs import TokenLogprobs, TokenText
 from engine.types.prompt import Prompt
 from server.extensions.native.bodies import (
     Logprob,

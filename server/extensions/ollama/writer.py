@@ -12,9 +12,10 @@ from typing import Any
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from engine.messages import Delta, Finish, TokenLogprobs
+from engine.messages import Delta, Finish
 from engine.text.tool_calls import CallPiece, text_and_calls
 from engine.types.errors import RequestError
+from engine.types.logprobs import TokenLogprobs
 from server.extensions.ollama.objects import (
     ChatLine,
     DoneReason,

@@ -162,7 +162,7 @@ def pooled(outputs: Sequence[Output]) -> list[bytes]:
     deltas = [output.delta for output in outputs]
     if any(delta.finish == Finish.ABORT for delta in deltas):
         raise RequestError("the request was aborted", status=409, code="aborted")
-    return [delta.pooled for delta in deltas]
+    return [delta.result for delta in deltas]
 
 
 def numbers(data: Float32) -> list[float]:

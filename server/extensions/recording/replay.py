@@ -11,11 +11,13 @@ from pathlib import Path
 import msgspec
 from rich.console import Console
 
+from engine.actors.inboxes import SchedulerInbox
 from engine.features.recording.file import Recording, read_recording, write_recording
+from engine.features.recording.reasons import sentence_of
 from engine.features.recording.replay import Played, Replay
 from engine.features.recording.shrinking import shrunk
 from engine.features.recording.turns import planning_code
-from engine.messages import Abort, Admit, PagesFetched, SchedulerInbox, StepDone
+from engine.messages import Abort, Admit, FeatureAnswer, StepDone
 from engine.types.errors import ConfigError
 from engine.types.notices import ExecutorsLost, ExecutorsReady
 from server.arguments import count, natural, positive
@@ -159,8 +161,8 @@ def _brief(message: SchedulerInbox) -> str:
         case StepDone():
             rank = f" on rank {message.rank}" if message.rank else ""
             return f"step {message.step_id} done{rank}: {len(message.token_ids) // 4} tokens"
-        case PagesFetched():
-            return f"fetch {message.fetch_id} done on rank {message.rank}: {message.num_pages} pages"
+        case FeatureAnswer():
+            return sentence_of(message)
         case ExecutorsReady():
             return f"executors ready: {message.num_pages} pages"
         case ExecutorsLost():

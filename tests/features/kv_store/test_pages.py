@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from engine.features.kv_store.messages import Landing, StoreMoves
+from engine.features.kv_store.messages import FetchPages, Landing, PagesFetched, StoreMoves
 from engine.features.kv_store.pages import StoredPages
 from engine.features.kv_store.records import DIGEST_BYTES, PageRecords
 from engine.kv.node import chained
 from engine.layers.kv_pool import KVPool
-from engine.messages import FetchPages, PagesFetched, Step
+from engine.messages import Step
 from tests.pace import far
 
 PAGE_SIZE = 4

@@ -3,9 +3,8 @@
 import numpy as np
 import pytest
 
-from engine.features.kv_store.messages import Landing, moves_of
+from engine.features.kv_store.messages import FetchPages, Landing, PagesFetched, moves_of
 from engine.features.kv_store.planner import MOST_WAITING
-from engine.messages import FetchPages, PagesFetched
 from tests.scheduling.bench import Bench, lose_the_device, prompt_of
 
 PAGES = {"page_size": 4, "num_pages": 24, "max_len": 96}
@@ -20,13 +19,12 @@ class Stored(Bench):
     def asked(self) -> list[FetchPages]:
         """Plan as far as goes without an answer; returns what is asked."""
         self.plan()
-        return self.planner.outgoing()
+        return [FetchPages.of(one) for one in self.planner.outgoing()]
 
     def answer(self, fetch: FetchPages, num_pages: int | None = None, rank: int = 0) -> None:
         there = self.device.fetch(fetch)
-        self.planner.received(
-            PagesFetched(rank=rank, fetch_id=fetch.fetch_id, num_pages=there if num_pages is None else num_pages)
-        )
+        num_pages = there if num_pages is None else num_pages
+        self.planner.received(PagesFetched(rank=rank, fetch_id=fetch.fetch_id, num_pages=num_pages).message())
 
     def serve(self, request_id: int, prompt: np.ndarray, **params: object) -> int:
         """One request from its beginning to its end; returns its cached tokens."""
@@ -141,7 +139,9 @@ def test_who_waits_when_the_device_is_lost_asks_again() -> None:
     (after,) = bench.asked()
     assert after.fetch_id != before.fetch_id
     assert after.tokens == before.tokens
-    bench.planner.received(PagesFetched(rank=0, fetch_id=before.fetch_id, num_pages=9))  # of the device that is gone
+    bench.planner.received(
+        PagesFetched(rank=0, fetch_id=before.fetch_id, num_pages=9).message()
+    )  # of the device that is gone
     assert not bench.plan()
     bench.answer(after)
     bench.finish()

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from engine.features.late_masks.planner import LateMasks
 from engine.messages import Step
 from tests.scheduling.bench import Bench, lose_the_device, prompt_of
 
@@ -19,7 +20,8 @@ def deliver(bench: Bench, *late: int) -> bool:
         return False
     requests = bench.planner.table.request_ids.tolist()
     rows = tuple(requests.index(request) for request in late if request in requests)
-    bench.device.done[0] = msgspec.structs.replace(bench.device.done[0], late=rows)
+    parts = {LateMasks.part: msgspec.msgpack.encode(rows)}
+    bench.device.done[0] = msgspec.structs.replace(bench.device.done[0], parts=parts)
     return bench.deliver()
 
 

@@ -3,24 +3,25 @@
 import math
 from concurrent.futures import Future
 
-import numpy as np
+import msgspec
 import pytest
 import torch
 
 from callboard import LLM, SamplingParams
-from engine.execution.launched_step import LaunchedStep
 from engine.features.late_masks.planner import LateMasks
 from engine.sampling import constraints
-from engine.sampling.sampler import SampledTokens
 from engine.types.params import Grammar
 
 
 def test_a_result_names_the_rows_whose_masks_are_not_ready() -> None:
     ready: Future[None] = Future()
     ready.set_result(None)
-    sampled = SampledTokens(torch.tensor([7]), None)
-    step = LaunchedStep(0, 1, np.array([2]), sampled, None, (), {}, ahead={4: Future(), 5: ready, 6: Future()})
-    assert step.collect().late == (4, 6)
+    rows = constraints.Constraints(None, 8, torch.device("cpu"))
+    rows._ahead = {4: Future(), 5: ready, 6: Future()}
+    encode = rows.late()
+    rows._ahead[7] = Future()  # of a later step
+    assert msgspec.msgpack.decode(encode()) == [4, 6]
+    assert LateMasks.part == constraints.LATE_MASKS
 
 
 def test_outputs_are_the_same_whether_all_masks_are_late_or_none_is(monkeypatch: pytest.MonkeyPatch) -> None:

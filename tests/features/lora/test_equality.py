@@ -1,6 +1,7 @@
 """Adapters mixed in one batch give what each gives alone, which is what the reference gives with merged weights."""
 
 import asyncio
+import copy
 import signal
 from collections.abc import Sequence
 from pathlib import Path
@@ -116,10 +117,10 @@ def check(made: Made, asked: Asked, said: Said) -> None:
     assert said[0] == greedy(model, prompt, NUM_NEW), name
     whole = torch.tensor([prompt + said[0]])
     with torch.inference_mode():
-        scores = model(whole).logits[0].double().log_softmax(-1)
+        # In float64, since the float32 of two libraries differ by up to the tolerance where torch has no vectors.
+        scores = copy.deepcopy(model).double()(whole).logits[0].log_softmax(-1)
     expected = scores[:-1].gather(1, whole[0, 1:, None])[:, 0]
-    # Measured: up to 1.04e-4 for Gemma 2 where torch has no vector instructions (ATEN_CPU_CAPABILITY=default).
-    np.testing.assert_allclose(said[1], expected.numpy(), atol=3e-4)
+    np.testing.assert_allclose(said[1], expected.numpy(), atol=1e-4)
 
 
 @pytest.mark.skipif(products() is None, reason="there is no C compiler, or no AVX2")

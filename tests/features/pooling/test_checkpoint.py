@@ -43,7 +43,7 @@ def embedding(directory: Path, mode: dict[str, Any], *kinds: str, **more: Any) -
 def test_a_causal_model_generates(tmp_path: Path) -> None:
     spec = read(write(tmp_path))
     assert Pooling.of(spec.use) == Pooling()
-    assert spec.shape.pooled_head is None
+    assert spec.shape.task_head is None
     assert spec.shape.num_outputs == spec.vocab_size
 
 
@@ -74,7 +74,7 @@ def test_an_embedding_is_at_length_one_only_if_a_module_says_so(tmp_path: Path) 
 def test_a_model_without_a_head_embeds(tmp_path: Path) -> None:
     spec = read(write(tmp_path, "Qwen3Model"))
     assert Pooling.of(spec.use) == Pooling(kind="embed")
-    assert isinstance(spec.shape.pooled_head, NoHeadShape)
+    assert isinstance(spec.shape.task_head, NoHeadShape)
     assert spec.shape.num_outputs == 1
 
 
@@ -118,19 +118,19 @@ def test_a_classifier_has_labels(
         activation,
         0,
     )
-    assert spec.shape.pooled_head == ClassifierShape(num_labels=len(labels))
+    assert spec.shape.task_head == ClassifierShape(num_labels=len(labels))
     assert ("score" in spec.use.tasks) == (len(labels) == 1)
 
 
 def test_tokens_make_a_reranker_of_a_language_model(tmp_path: Path) -> None:
     spec = read(write(tmp_path), tokenizer=str(DEMO), score_tokens=("a", "b"))
     files = {"modules.json": modules("Transformer", "LogitScore")}
-    head = spec.shape.pooled_head
+    head = spec.shape.task_head
     assert isinstance(head, TokenScoreShape)
     assert head.name == "model.embed_tokens", "the LM head is tied"
     yes, no = head.token_ids
     files["1_LogitScore/config.json"] = {"true_token_id": yes, "false_token_id": no}
-    assert read(write(tmp_path, files=files)).shape.pooled_head == head
+    assert read(write(tmp_path, files=files)).shape.task_head == head
     files["1_LogitScore/config.json"]["false_token_id"] = None
     assert Pooling.of(read(write(tmp_path, files=files)).use).score_ids == (yes,)
     with pytest.raises(WeightsError, match=r"tokenizer.json: has no token 'no such token'"):
@@ -192,7 +192,7 @@ def test_an_unknown_model_under_another_head_is_refused_as_before(tmp_path: Path
 
 def test_a_family_may_have_a_head_of_its_own(tmp_path: Path) -> None:
     head = ClassifierShape(num_labels=1, name="reward_head")
-    shape = msgspec.structs.replace(read(write(tmp_path, num_labels=1)).shape, pooled_head=head)
+    shape = msgspec.structs.replace(read(write(tmp_path, num_labels=1)).shape, task_head=head)
     spec = read_spec(tmp_path, lambda architecture, fields: shape, features=checkpoint_features())
-    assert spec.shape.pooled_head == head
+    assert spec.shape.task_head == head
     assert (spec.use.kind, Pooling.of(spec.use).labels) == ("classify", ("LABEL_0",))

@@ -14,11 +14,11 @@ import numpy as np
 from engine.config import Config, build_config
 from engine.features.lora.files import Adapter
 from engine.features.recording.recorder import RecordedScheduler, Recorder
-from engine.messages import Abort, Admit, Reconfigure, Step
+from engine.messages import Abort, Admit, Step
 from engine.plugins.blueprint import Blueprint, BlueprintPlanners, without_secrets
 from engine.plugins.observers import Observers
 from engine.scheduling.rows import PlannerLimits
-from engine.types.notices import ExecutorsLost, ExecutorsReady
+from engine.types.notices import ExecutorsLost, ExecutorsReady, Reconfigure
 from engine.types.params import Grammar, SamplingParams
 from engine.types.prompt import Origin
 from tests.scheduling import fake_device

@@ -13,12 +13,12 @@ from engine.features.recording.file import read_recording, write_recording
 from engine.features.recording.replay import Replay
 from engine.features.recording.shrinking import shrunk
 from engine.kv.radix import RadixTree
-from engine.messages import Reconfigure
 from engine.plugins.blueprint import Blueprint
 from engine.scheduling.pages import PageManager
 from engine.scheduling.planner import Planner
 from engine.scheduling.policy import SchedulingPolicy
 from engine.scheduling.rows import PlannerLimits
+from engine.types.notices import Reconfigure
 from tests.features.recording.driver import Driver
 from tests.sim.mutants import (
     a_page_is_freed_twice,

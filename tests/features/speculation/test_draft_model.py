@@ -11,6 +11,7 @@ from callboard import LLM
 from engine.execution.rows import DeviceRows
 from engine.features.speculation import drafting, rank
 from engine.features.speculation.drafting import Drafter
+from engine.features.speculation.messages import Proposals, proposals_of
 from engine.features.speculation.payoff import Payoff
 from engine.messages import Admission, Step
 from engine.types.errors import PluginError, WeightsError
@@ -210,10 +211,10 @@ def int32(*numbers: int) -> bytes:
 
 def asking(row: int, known: int, step_id: int = 9, **fields: Any) -> Step:
     """A step that verifies two tokens behind ``known`` ones."""
+    proposals = Proposals(rows=int32(row, row), positions=int32(known, known + 1), tokens=int32(-1, -1))
     return Step(
         step_id=step_id, prefill_rows=int32(row), prefill_starts=int32(known - 1), prefill_lengths=int32(3),
-        prefill_samples=int32(3), proposed_rows=int32(row, row), proposed_positions=int32(known, known + 1),
-        proposed_tokens=int32(-1, -1), **fields,
+        prefill_samples=int32(3), parts=proposals.part(), **fields,
     )  # fmt: skip
 
 
@@ -242,7 +243,7 @@ def test_only_what_is_lacking_is_computed() -> None:
     def ask(row: int, known: int, **fields: Any) -> list[int]:
         step = asking(row, known, **fields)
         drafter.follow(step, computed)
-        drafter.draft(step)
+        drafter.draft(step, proposals_of(step))
         return drafter.lengths()
 
     drafter.follow(admitted(0, 6, 0, 0, 1, 2), computed)

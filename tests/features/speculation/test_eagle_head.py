@@ -56,9 +56,9 @@ def guesses(monkeypatch: pytest.MonkeyPatch) -> list[Guess]:
 
     def noting(self: SpeculationPlanner, record: InFlight, sampled: Wave) -> list[Wave]:
         for row in drafts_of(record):
-            if (extras := sampled.extras.get(row)) is not None and extras.drafted:
+            if drafted := self._drafted.get(row):
                 known = self._table.tokens[row, : self._table.num_known[row]].tolist()
-                seen.append((known, np.frombuffer(extras.drafted, np.int32).tolist()))
+                seen.append((known, np.frombuffer(drafted, np.int32).tolist()))
         return waves(self, record, sampled)
 
     monkeypatch.setattr(SpeculationPlanner, "waves", noting)

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from engine.features.speculation.guesses import TOLD_AT_ONCE
+from engine.features.speculation.messages import NAME, proposals_of
 from engine.features.speculation.payoff import Payoff
 from engine.messages import Finish
 from engine.scheduling.proposer import DraftModel
@@ -75,7 +76,7 @@ def test_nobody_is_proposed_more_than_they_may_say() -> None:
     bench = Bench(page_size=1, num_pages=64, max_len=32, max_running=1, proposer=liar("right", 8))
     bench.submit(1, prompt_of(20), max_tokens=12)
     right(bench)
-    ends = [int.from_bytes(step.proposed_positions[-4:], "little") for step in bench.steps if step.proposed_rows]
+    ends = [proposals_of(step).columns()[1][-1] for step in bench.steps if NAME in step.parts]
     assert ends
     assert max(ends) < 31  # the token behind the last proposal is the last one
 
@@ -126,7 +127,7 @@ def test_who_has_penalties_or_a_grammar_is_decoded() -> None:
     bench.submit(1, prompt_of(6), max_tokens=9, frequency_penalty=0.5)
     bench.submit(2, prompt_of(7), max_tokens=9, allowed_token_ids=(1, 2))
     right(bench)
-    assert not any(step.proposed_rows for step in bench.steps)
+    assert not any(NAME in step.parts for step in bench.steps)
 
 
 def test_a_proposer_that_raises_is_not_asked_again_for_that_request() -> None:
@@ -137,7 +138,7 @@ def test_a_proposer_that_raises_is_not_asked_again_for_that_request() -> None:
     bench = Bench(proposer=Broken("right", lambda tokens: 0, VOCAB))
     bench.submit(1, prompt_of(6), max_tokens=9)
     right(bench)
-    assert not any(step.proposed_rows for step in bench.steps)
+    assert not any(NAME in step.parts for step in bench.steps)
 
 
 def test_prompts_that_come_together_are_not_told_to_their_sessions_all_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

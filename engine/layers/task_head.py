@@ -17,8 +17,8 @@ from engine.layers.packing import LinearKernel
 from engine.layers.weights import WeightSlice, parameter, whole
 
 
-class PooledHead:
-    """A head with a plain weight of R rows: so few rows gain nothing by another layout."""
+class TaskHead:
+    """A head for a task without output, with a plain weight of R rows: so few rows gain nothing by another layout."""
 
     def __init__(self, rows: int, hidden_size: int, device: torch.device, dtype: torch.dtype) -> None:
         self.weight = parameter(rows, hidden_size, device=device, dtype=dtype)
@@ -44,7 +44,7 @@ class PooledHead:
         """Do nothing."""
 
 
-class NoHead(PooledHead):
+class NoHead(TaskHead):
     """No head: the states are the result."""
 
     def __init__(
@@ -53,7 +53,7 @@ class NoHead(PooledHead):
         super().__init__(0, hidden_size, device, dtype)
 
 
-class Classifier(PooledHead):
+class Classifier(TaskHead):
     """One row of weights for each label, without a bias."""
 
     def __init__(
@@ -67,7 +67,7 @@ class Classifier(PooledHead):
         yield whole(f"{self._name}.weight", self.weight)
 
 
-class Reward(PooledHead):
+class Reward(TaskHead):
     """An MLP of two products, whose ``weight`` is the second one's."""
 
     def __init__(
@@ -92,7 +92,7 @@ class Reward(PooledHead):
         yield whole(f"{self._shape.out}.bias", self._bias)
 
 
-class TokenScore(PooledHead):
+class TokenScore(TaskHead):
     """The logit of one token minus that of another: its sigmoid is the softmax over the two."""
 
     def __init__(

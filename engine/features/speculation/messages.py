@@ -1,0 +1,68 @@
+"""Speculation's parts of a step and of its result: the proposed tokens, and those that a draft model has proposed."""
+
+from collections.abc import Callable, Mapping
+from typing import Final
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from engine.messages import Step
+
+NAME: Final = "speculation"
+DRAFTED: Final = -1  # instead of a proposed token: the executors' draft model names it
+
+Int32 = npt.NDArray[np.int32]
+
+
+class Proposals(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """Tokens that may follow the known ones of rows, to be verified by the tokens that are sampled.
+
+    They are written before the step runs.  A row that has some in a step is a segment in the next step too, which gives
+    its start.
+    rows, positions: int32[K].  tokens: int32[K], a token each, or ``DRAFTED`` in all places."""
+
+    rows: bytes
+    positions: bytes
+    tokens: bytes
+
+    def part(self) -> dict[str, bytes]:
+        """Return the parts of a step with these proposals."""
+        return {NAME: msgspec.msgpack.encode(self)}
+
+    def columns(self) -> tuple[Int32, Int32, Int32]:
+        """Return rows, positions and tokens."""
+        rows, positions, tokens = (
+            np.frombuffer(one, dtype=np.int32) for one in (self.rows, self.positions, self.tokens)
+        )
+        return rows, positions, tokens
+
+
+NO_PROPOSALS: Final = Proposals(rows=b"", positions=b"", tokens=b"")
+_decoder = msgspec.msgpack.Decoder(Proposals)
+_result_decoder = msgspec.msgpack.Decoder(dict[int, bytes])
+
+
+def proposals_of(step: Step) -> Proposals:
+    """Return the proposals of a step."""
+    return _decoder.decode(part) if (part := step.parts.get(NAME)) is not None else NO_PROPOSALS
+
+
+def drafted_part(by_row: Mapping[int, bytes]) -> bytes:
+    """Return the part of a result.  by_row: int32[k], the tokens in place of ``DRAFTED``, as many or none."""
+    return msgspec.msgpack.encode(by_row)
+
+
+def drafted_of(parts: Mapping[str, bytes]) -> dict[int, bytes]:
+    """Return the drafted tokens of a result by row."""
+    return _result_decoder.decode(part) if (part := parts.get(NAME)) is not None else {}
+
+
+def without_tokens(part: bytes) -> bytes:
+    """Return the part of a step without the values of tokens."""
+    return msgspec.msgpack.encode(msgspec.structs.replace(_decoder.decode(part), tokens=b""))
+
+
+def with_other_tokens(part: bytes, others: Callable[[bytes], bytes]) -> bytes:
+    """Return the part of a result with other token ids."""
+    return drafted_part({row: others(tokens) for row, tokens in _result_decoder.decode(part).items()})

@@ -1,0 +1,166 @@
+"""A GGUF file of a model, with the names and numbers that llama.cpp's converter writes.
+
+Owns: what the converter does to a family's numbers: norms with 1 added, reordered rows, stacks of experts, settings
+that become tensors and tensors that become settings.
+"""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.torch import load_file
+from transformers import PreTrainedModel
+
+gguf = pytest.importorskip("gguf", reason="pip install 'callboard[gguf]'")
+
+Array = np.ndarray[Any, Any]
+KEYS = {
+    "context_length": "max_position_embeddings",
+    "embedding_length": "hidden_size",
+    "block_count": "num_hidden_layers",
+    "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+}
+EPS, OTHER_EPS = "attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon"
+PAIRED = ("llama", "granite", "mistral3", "smollm3")
+SHIFTED = ("gemma2", "gemma3", "nemotron")
+TURNED = {"glm4": 0.5, "glm4moe": 0.5, "minimax-m2": 0.5, "nemotron": 0.5, "phi3": 1.0}  # part of a head that rotates
+PATTERNED = ("exaone4", "olmo2")  # files of these say which layers have a window
+EXPERT = re.compile(r"\.experts\.(\d+)\.(\w+)$")
+STACK = re.compile(r"\.experts\.(gate_up_proj|down_proj)(_bias)?$")
+
+
+def write(path: Path, model: PreTrainedModel, architecture: str, keys: dict[str, str]) -> None:
+    """Write it.  keys: metadata below the architecture's name that other families lack, by names in config.json."""
+    config, kind = model.config, {name: one for one, name in gguf.MODEL_ARCH_NAMES.items()}[architecture]
+    names = gguf.get_tensor_name_map(kind, config.num_hidden_layers)
+    writer = gguf.GGUFWriter(path, architecture)
+    for key, value in _facts(model, architecture, keys).items():
+        _add(writer, f"{architecture}.{key}", value)
+    writer.add_eos_token_id(2)
+    model.save_pretrained(path.parent / "saved")
+    saved = load_file(path.parent / "saved" / "model.safetensors")
+    arrays = {name: tensor.float().numpy() for name, tensor in saved.items()}
+    if architecture == "apertus":
+        arrays = _numbers_as_settings(writer, arrays)
+    for name, array in _stacked(_separated(arrays)).items():
+        stem, _, end = name.rpartition(".")
+        if architecture in PAIRED and stem.endswith(("q_proj", "k_proj")):
+            heads = config.num_attention_heads if stem.endswith("q_proj") else config.num_key_value_heads
+            array = reordered(array, heads)
+        if architecture in SHIFTED and name.endswith("norm.weight"):
+            array = array + 1
+        short = names.get_name(stem)
+        assert short is not None, f"the package has no name for {name}"
+        writer.add_tensor(f"{short}.{end}", array)
+    if config.rope_parameters.get("rope_type") == "llama3":
+        writer.add_tensor("rope_freqs.weight", _divisors(config))
+    for side in ("short", "long"):
+        if factors := config.rope_parameters.get(f"{side}_factor"):
+            writer.add_tensor(f"rope_factors_{side}.weight", np.array(factors, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def reordered(array: Array, heads: int) -> Array:
+    """Rows of queries or keys as the converter writes them for llama."""
+    return np.ascontiguousarray(array.reshape(heads, 2, -1, *array.shape[1:]).swapaxes(1, 2).reshape(array.shape))
+
+
+def _divisors(config: Any) -> Array:
+    """The divisors of rotary frequencies that llama3 comes to."""
+    rotary, size = config.rope_parameters, config.hidden_size // config.num_attention_heads
+    plain = rotary["rope_theta"] ** -(np.arange(0, size, 2) / size)
+    turns = rotary["original_max_position_embeddings"] * plain / (2 * np.pi)
+    low, high = rotary["low_freq_factor"], rotary["high_freq_factor"]
+    kept = np.clip((turns - low) / (high - low), 0, 1)
+    return (1 / (kept + (1 - kept) / rotary["factor"])).astype(np.float32)
+
+
+def _add(writer: Any, key: str, value: Any) -> None:
+    add = {bool: writer.add_bool, int: writer.add_uint32, str: writer.add_string, list: writer.add_array}
+    add.get(type(value), writer.add_float32)(key, value)
+
+
+def _facts(model: PreTrainedModel, architecture: str, keys: dict[str, str]) -> dict[str, Any]:
+    config = model.config
+    facts: dict[str, Any] = {key: getattr(config, name) for key, name in {**KEYS, **keys}.items()}
+    if OTHER_EPS not in keys:
+        facts[EPS] = config.rms_norm_eps
+    rotary = config.rope_parameters.get("full_attention", config.rope_parameters)
+    theta, size = rotary["rope_theta"], getattr(config, "head_dim", None)
+    if size:
+        facts["attention.key_length"] = size
+    size = size or config.hidden_size // config.num_attention_heads
+    if rotary.get("alpha"):
+        theta *= rotary["alpha"] ** (size / (size - 2))
+    facts["rope.freq_base"] = theta
+    if architecture in TURNED:
+        facts["rope.dimension_count"] = int(size * rotary.get("partial_rotary_factor", TURNED[architecture]))
+    if architecture in PATTERNED and getattr(config, "sliding_window", None):
+        pattern = [one == "sliding_attention" for one in config.layer_types]
+        facts["attention.sliding_window_pattern"] = pattern
+    if rotary["rope_type"] == "yarn":
+        facts |= {"rope.scaling.type": "yarn", "rope.scaling.factor": rotary["factor"]}
+        facts["rope.scaling.original_context_length"] = rotary["original_max_position_embeddings"]
+    if "llama_4_scaling_beta" in rotary:
+        facts["rope.scaling.yarn_log_multiplier"] = rotary["mscale_all_dim"]
+        facts["attention.temperature_scale"] = rotary["llama_4_scaling_beta"]
+    if rotary["rope_type"] == "longrope":
+        stretch = config.max_position_embeddings / config.original_max_position_embeddings
+        factor = (1 + np.log(stretch) / np.log(config.original_max_position_embeddings)) ** 0.5
+        facts["rope.scaling.attn_factor"] = float(factor)
+    return facts
+
+
+def _numbers_as_settings(writer: Any, arrays: dict[str, Array]) -> dict[str, Array]:
+    """Add the numbers of Apertus' activations as settings, and return the other tensors."""
+    for kind in ("alpha_p", "alpha_n", "beta", "eps"):
+        own = [float(array.reshape(())) for name, array in sorted(arrays.items()) if name.endswith(f"act_fn.{kind}")]
+        writer.add_array(f"xielu.{kind}", own)
+    return {name: array for name, array in arrays.items() if ".act_fn." not in name}
+
+
+def _separated(arrays: dict[str, Array]) -> dict[str, Array]:
+    """Return stacks of [experts, in, out] as [experts, out, in], gate and up apart, with names that end alike."""
+    parts: dict[str, Array] = {}
+    for name, array in arrays.items():
+        found = STACK.search(name)
+        if name.endswith("e_score_correction_bias"):
+            parts[name.replace("_bias", ".bias")] = array
+        elif name.endswith("shared_mlp.input_linear.weight"):
+            base = name.replace("shared_mlp.input_linear.weight", "mlp.")
+            parts |= dict(zip((f"{base}gate_proj.weight", f"{base}up_proj.weight"), np.split(array, 2), strict=True))
+        elif name.endswith("sinks"):
+            parts[f"{name}.weight"] = array
+        elif found is None:
+            parts[name.replace("shared_mlp.output_linear", "mlp.down_proj")] = array
+        else:
+            base, end = name[: found.start()], ".bias" if found[2] else ".weight"
+            rows = array if found[2] else array.swapaxes(1, 2)
+            if found[1] == "down_proj":
+                parts[f"{base}.experts.down_proj{end}"] = np.ascontiguousarray(rows)
+                continue
+            alternate = "gpt_oss" if f"{name.removesuffix('_bias')}_bias" in arrays else ""
+            sides = (rows[:, ::2], rows[:, 1::2]) if alternate else np.split(rows, 2, axis=1)
+            for side, own in zip(("gate", "up"), sides, strict=True):
+                parts[f"{base}.experts.{side}_proj{end}"] = np.ascontiguousarray(own)
+    return parts
+
+
+def _stacked(arrays: dict[str, Array]) -> dict[str, Array]:
+    """Return the matrices of each expert as one stack."""
+    stacks: dict[str, dict[int, Array]] = {}
+    whole: dict[str, Array] = {}
+    for name, array in arrays.items():
+        stem, _, end = name.rpartition(".")
+        if found := EXPERT.search(stem):
+            stacks.setdefault(f"{stem[: found.start()]}.experts.{found[2]}.{end}", {})[int(found[1])] = array
+        else:
+            whole[name] = array
+    return whole | {name: np.stack([own[one] for one in sorted(own)]) for name, own in stacks.items()}
