@@ -52,7 +52,7 @@ reliability: $(STAMP)  ## the tests of docs/reliability.md alone, one by one, wi
 sanitize: $(STAMP)  ## random calls of the kernels in C under ASan and UBSan, for two minutes; ARGS="--seconds 3600 --seed 7"
 	$(BIN)/python -m tests.sanitized $(ARGS)
 
-kernels: $(STAMP)  ## the kernels in C for CPUs that this machine is not: a cross compiler and qemu-user for ARM, plain C for AVX-VNNI and AVX512_BF16
+kernels: $(STAMP)  ## the kernels in C for CPUs that this machine is not: a cross compiler and qemu-user for ARM, plain C for AVX-VNNI, AVX512_BF16 and AMX
 	$(BIN)/python -m pytest -rs tests/kernels/test_levels.py tests/kernels/test_driver.py
 
 fuzz: $(STAMP)  ## foreign bytes that are made to reach new code, against all that reads them; SECONDS=600 ARGS="--only uploads"

@@ -52,7 +52,7 @@ def compiled() -> ctypes.CDLL | None:
     except (OSError, subprocess.SubprocessError) as error:
         log.warning("kernels: torch (%s cannot compile %s: %s)", shlex.join(compiler), names, error)
         return None
-    log.info("kernels: %s for %s, compiled by %s", names, levels[0].name, shlex.join(compiler))
+    log.info("kernels: %s, compiled by %s", names, shlex.join(compiler))
     return library
 
 
@@ -73,7 +73,7 @@ def _built(levels: list[Level]) -> ctypes.CDLL | None:
 
 def _library(compiler: list[str], levels: list[Level]) -> ctypes.CDLL:
     """Return the compiled sources, from the user's cache if possible.  Raises OSError, SubprocessError."""
-    ways = (sources.FLAGS, THREADS, *sources.SOURCES.values(), levels)
+    ways = (sources.FLAGS, THREADS, *sources.SOURCES.values(), [level.flags for level in levels])
     what = (sources.texts(), compiler, *ways, platform.machine(), platform.system())
     folder, kind = cache_folder("kernels"), _digest(repr(what).encode())
     if folder is not None and (library := _kept(folder, kind)) is not None:

@@ -22,7 +22,7 @@ SOURCES = {
     "decodes.c": (),
     "draw.c": ("-ffp-contract=off",),
 }
-HEADERS = ("cpu.h", "vectors.h")
+HEADERS = ("cpu.h", "vectors.h", "tiles.h")
 # Threads come from torch's OpenMP, which every library of the process finds, so it is not linked again.
 OPENMP = ("-fopenmp",)
 COMPILE_S = 180.0

@@ -64,10 +64,16 @@ def _libraries(compiler: list[str]) -> list[str]:
     return [subprocess.run(one, capture_output=True, text=True, check=True).stdout.strip() for one in asked]
 
 
+def best() -> Level:
+    """The level that the kernels have here."""
+    return levels_here(torch.backends.cpu.get_cpu_capability())[0]
+
+
 def levels() -> tuple[Level, ...]:
     """Kinds of CPUs of which this one is, or can act, from one without vectors to the widest."""
     here = levels_here(torch.backends.cpu.get_cpu_capability())
-    acted = [one for one in map(emulated, set(LEVELS) - set(here)) if one is not None and one.needs <= here[0].needs]
+    lacking = (emulated(one) for one in LEVELS if one not in here)
+    acted = [one for one in lacking if one is not None and one.needs <= here[0].needs]
     return (*here[::-1], *acted)
 
 
