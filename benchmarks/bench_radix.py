@@ -1,4 +1,4 @@
-"""What do a look-up, an insertion, a lock and an eviction in the radix tree cost, and how does that grow?
+"""The costs of a look-up, an insertion, a lock and an eviction in the radix tree, and how they grow.
 
 Times single calls and shows their medians in microseconds, of the best of several rounds where a round can be repeated:
 other work on the machine only ever adds.  A memcmp of 1,408 tokens and a dict look-up are timed in the same run, to
@@ -7,6 +7,7 @@ scale figures from other machines.  Needs no GPU and no torch.
     python benchmarks/bench_radix.py                        # all of it; 80 seconds, and 0.9 GB for the 1,000,000 leaves
     python benchmarks/bench_radix.py --most-leaves 50000    # a quarter of that
     python benchmarks/bench_radix.py --output results.json --plot results.png
+    python benchmarks/bench_radix.py --sglang FOLDER        # beside SGLang's trees, of an unpacked wheel; needs torch
 """
 
 import gc
@@ -94,7 +95,7 @@ def multi_turn(
 
 
 def request(tree: RadixTree, allocator: PageAllocator, prompt: np.ndarray, watch: Stopwatch) -> tuple[int, int]:
-    """What a scheduler does for one prompt, evicting when pages run out; returns pages found and evicted."""
+    """Do what a scheduler does for one prompt, evicting when pages run out; return pages found and evicted."""
     key = tree.key(prompt)
     handle = tree.lock(watch("match", tree.match, key))
     num_found = handle.num_pages
@@ -159,7 +160,7 @@ def trace(name: str, prompts: list[np.ndarray], page_size: int, rounds: int) -> 
 
 
 def calibrate() -> Iterator[Row]:
-    """What this machine does in C."""
+    """Time this machine in C."""
     rng = np.random.default_rng(0)
     text = tokens(rng, 1408).tobytes()
     other = bytes(bytearray(text))
@@ -201,7 +202,7 @@ def long_matches() -> Iterator[Row]:
 
 
 def deep_path(page_size: int) -> Iterator[Row]:
-    """A path of 32 nodes: locked by nobody else, and below a prefix that somebody keeps."""
+    """A path of 32 nodes: locked by one request, and below a prefix that another keeps."""
     prompt = tokens(np.random.default_rng(0), 32 * 64)
     tree = new_tree(page_size)
     for end in range(64, len(prompt) + 1, 64):
@@ -278,6 +279,94 @@ def growth(page_size: int, sizes: list[int]) -> Iterator[Row]:
         for operation in watch.times:
             row = {"workload": "growth", "cached_pages": size, "page_size": page_size, "operation": operation}
             yield {**row, "us": watch.median(operation), "p99_us": watch.percentile(operation, 99)}
+
+
+# ---- beside SGLang ----------------------------------------------------------------------
+
+
+class OwnTree:
+    """The tree here, called as SGLang's are, with pages of one token."""
+
+    def __init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        """Begin with an empty tree."""
+        self._tree = new_tree(1)
+
+    def key(self, prompt: np.ndarray) -> bytes:
+        """Return the prompt as the tree takes it."""
+        return self._tree.key(prompt)
+
+    def match(self, key: bytes) -> int:
+        """Return the number of tokens that are cached."""
+        return self._tree.match(key).num_pages
+
+    def insert(self, key: bytes, slots: np.ndarray) -> None:
+        """Add a prompt that has found nothing."""
+        self._tree.now += 1
+        insert(self._tree, key, slots)
+
+    def evict(self) -> None:
+        """Evict one leaf of one token."""
+        self._tree.evict(1)
+
+    @property
+    def num_cached(self) -> int:
+        """The number of tokens in the tree."""
+        return self._tree.num_cached
+
+
+def beside_sglang(folder: Path, rounds: int, num_leaves: int) -> list[Row]:
+    """The chats of ``trace`` and the eviction of one leaf in the three trees, in turns; the least of the rounds."""
+    import sglang_tree
+
+    trees: dict[str, Any] = {"callboard": OwnTree(), **sglang_tree.load(folder)}
+    prompts = multi_turn(0, chats=2000, stems=20, turns=(1, 8), turn_len=(50, 300))
+    leaves = [np.array([leaf // 1000, VOCAB_SIZE + leaf], dtype=np.int32) for leaf in range(num_leaves)]
+    found: dict[tuple[str, str], list[float]] = {}
+    matched = set()
+    for _ in range(rounds):
+        for name, tree in trees.items():
+            watch, sums = Stopwatch(), 0
+            for key, slots in _ready(name, tree, prompts):
+                sums += watch("match", tree.match, key)
+                watch("insert", tree.insert, key, slots)
+            matched.add((sums, tree.num_cached))
+            for key, slots in _ready(name, tree, leaves):
+                tree.insert(key, slots)
+            before = tree.num_cached
+            for _ in range(50):
+                watch("evict one leaf", tree.evict)
+            assert before - tree.num_cached == 50, f"{name}: {before - tree.num_cached} tokens of 50 leaves"
+            both = watch.mean("match") + watch.mean("insert")
+            found.setdefault(("match and insert of 2,000 chats", name), []).append(both)
+            found.setdefault((f"evict one of {num_leaves:,} leaves", name), []).append(watch.median("evict one leaf"))
+    assert len(matched) == 1, f"the trees differ in what they found and kept: {matched}"
+    return [
+        {"workload": "beside SGLang", "operation": what, "tree": name, "us": min(us)}
+        for (what, name), us in found.items()
+    ]
+
+
+def _ready(name: str, tree: Any, prompts: list[np.ndarray]) -> list[tuple[Any, Any]]:
+    """Empty a tree, and return keys and slots as it takes them."""
+    import sglang_tree
+
+    tree.clear()
+    slots = sglang_tree.slots_of(prompts)
+    own = [one.numpy().astype(np.int32) for one in slots] if name == "callboard" else slots
+    return [(tree.key(prompt), one) for prompt, one in zip(prompts, own, strict=True)]
+
+
+def show_beside(rows: list[Row]) -> None:
+    """Print a line for each operation, and a column for each tree."""
+    names = list(dict.fromkeys(row["tree"] for row in rows))
+    table = Table("microseconds, pages of one token", *names)
+    for what in dict.fromkeys(row["operation"] for row in rows):
+        cells = {row["tree"]: number(row["us"]) for row in rows if row["operation"] == what}
+        table.add_row(what, *(cells[name] for name in names))
+    Console().print(table)
 
 
 # ---- the run ----------------------------------------------------------------------------
@@ -372,7 +461,14 @@ def main() -> None:
     parser.add_argument("--most-leaves", type=int, default=1_000_000, help="largest tree for the eviction benchmark")
     parser.add_argument("--rounds", type=int, default=3, help="repeats of each trace, the best is shown")
     parser.add_argument("--plot", type=Path, help="write a PNG; needs matplotlib")
+    parser.add_argument("--sglang", type=Path, metavar="FOLDER", help="of an unpacked wheel: only beside its trees")
     arguments = parser.parse_args()
+    if arguments.sglang:
+        gc.disable()  # as in ``run``
+        beside = beside_sglang(arguments.sglang, arguments.rounds, min(50_000, arguments.most_leaves))
+        show_beside(beside)
+        keep(arguments.output, {"rows": beside})
+        return
     rows = run(arguments.most_leaves, arguments.rounds)
     show(Console(), rows)
     keep(arguments.output, {"rows": rows})

@@ -60,7 +60,7 @@ async def serve_callboard(num_pages: int, tokenizers: int, num_logprobs: int, in
 
     from engine.config import Config, build_config
     from server.backend import Backend
-    from server.cli import FRONT_MODULE
+    from server.commands.serve import FRONT_MODULE
     from server.http.listener import bind
     from server.model_card import ModelCard
     from server.run.app import create_runner

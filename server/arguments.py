@@ -1,15 +1,13 @@
 """Arguments of the command line: types whose refusals say what was typed, and the arguments that commands share.
 
-Owns: both.  Does not know: commands.
+Owns: both.  Does not know: commands, and what they run: a module and a function by their names, ``module:function``.
 """
 
 import argparse
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TypeVar
-
-from engine.config import Config
+from typing import Any, TypeVar
 
 N = TypeVar("N", int, float)
 
@@ -43,17 +41,22 @@ def picture(text: str) -> Path:
     return path
 
 
-Run = Callable[[argparse.Namespace, Config], None]
+# The defaults of commands that read no configuration file, in place of the shared arguments.
+NO_CONFIGURATION: dict[str, Any] = {
+    "target": None, "model": None, "set": [], "log_level": "warning", "log_format": "text",
+}  # fmt: skip
 
 
 def add_command(
     commands: "argparse._SubParsersAction[argparse.ArgumentParser]",
     name: str,
-    run: Run,
+    run: str,
     help_text: str,
     *parents: argparse.ArgumentParser,
 ) -> argparse.ArgumentParser:
-    """Add a subcommand; returns its parser.  parents: the arguments that it shares with others."""
+    """Add a subcommand; returns its parser.
+
+    run: the function, ``module:function``.  parents: the arguments that it shares with others."""
     command = commands.add_parser(name, parents=[*parents], help=help_text)
     command.set_defaults(run=run, target=None, model=None, set=[])
     return command

@@ -19,11 +19,11 @@ from pathlib import Path
 
 import pytest
 
-from server.run.extension import PACKAGE
+from server.run.folders import PACKAGE
 
 ROOT = Path(__file__).parents[1]
 EXTENSIONS = ROOT / "server" / "extensions"
-NAMES = sorted(path.parent.name for path in EXTENSIONS.glob("*/extension.py"))
+NAMES = sorted(path.parent.name for path in EXTENSIONS.glob("*/__init__.py"))
 CODE = [path for folder in ("callboard", "engine", "server") for path in sorted((ROOT / folder).rglob("*.py"))]
 NUM_IN_TURN = 3
 MOST_FILES = 3  # outside a folder that may name what is in it
@@ -32,9 +32,9 @@ MOST_FILES = 3  # outside a folder that may name what is in it
 IMPORT_ALL = """
 import importlib, pkgutil, sys
 import server
-from server.run.extension import PACKAGE, find_extensions
+from server.run.folders import PACKAGE, folders
 
-present = {type(one).__module__.split(".")[2] for one in find_extensions()}
+present = set(folders())
 for module in pkgutil.walk_packages(server.__path__, "server."):
     parts = module.name.split(".")
     if parts[:2] != PACKAGE.split(".") or len(parts) < 3 or parts[2] in present:

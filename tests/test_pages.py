@@ -137,8 +137,8 @@ def test_every_command_of_ours_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
         raise SystemExit(0)
 
     for load in ("load_config", "load_served"):
-        monkeypatch.setattr(f"server.cli.{load}", check_instead)
-    monkeypatch.setattr("server.cli.LogSettings.apply", lambda _: None)
+        monkeypatch.setattr(f"server.commands.configuration.{load}", check_instead)
+    monkeypatch.setattr("engine.host.logs.LogSettings.apply", lambda _: None)
     commands = [command for block in every_block() for command, _ in block.commands()]
     ours = [
         words[1:]

@@ -1,7 +1,7 @@
-"""GGUF files: one file with weights, the model's shape and its tokenizer, as llama.cpp reads it.
+"""GGUF files: weights, the model's shape and its tokenizer in one file or its parts, as llama.cpp reads it.
 
-Owns: the part of a file that is read, and its names; a directory for it in Hugging Face format, in the user's cache,
-whose ``model.gguf`` links to the file, and which has all that is in the header, so that later starts do not read it.
+Owns: what of a file is read, and its names; a directory for it in Hugging Face format, in the user's cache, whose
+``model.gguf`` links to the first file, and which has all that is in the header, so that later starts do not read it.
 Does not know: torch, the format of the header, how blocks of numbers are decoded.
 """
 
@@ -11,6 +11,7 @@ import logging
 import re
 import shutil
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from engine.checkpoints.gguf_families import (
     GGUFFamily,
 )
 from engine.checkpoints.gguf_header import GGUFHeader, GGUFTensor
+from engine.checkpoints.gguf_parts import model_name, part_paths, read_header
 from engine.checkpoints.gguf_rotary import DIVISORS, LONG, SHORT, rotary_settings
 from engine.checkpoints.gguf_tokenizer import tokenizer_files
 from engine.checkpoints.shards import StoredTensor, read_shards
@@ -38,7 +40,7 @@ log = logging.getLogger(__name__)
 LINK = "model.gguf"
 SUFFIX = ".gguf"
 TABLE = "gguf_tensors.json"
-UNFOLDING = 5  # part of the directory's name: raise it when its content changes
+UNFOLDING = 6  # part of the directory's name: raise it when its content changes
 STORED_FORMATS = "stored_formats"  # field of config.json: types of matrices in blocks, by ggml's names
 FLOATS = {"F64", "F32", "F16", "BF16"}
 TENSOR = re.compile(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)")
@@ -46,17 +48,18 @@ TENSOR = re.compile(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)")
 
 def unfold(path: Path) -> Path:
     """Return the directory for a GGUF file; make it if it is missing.  Raises WeightsError."""
-    path = path.resolve()
-    facts = path.stat()
-    what = f"{UNFOLDING} {path} {facts.st_size} {facts.st_mtime_ns}"
+    name, paths = model_name(path), [one.resolve() for one in part_paths(path.absolute())]
+    path = paths[0]
+    facts = [(str(one), one.stat().st_size, one.stat().st_mtime_ns) for one in paths]
+    what = f"{UNFOLDING} {facts}"
     base = cache_folder("gguf")
     if base is None:
         raise WeightsError(f"{path}: no home directory to unfold it in; set XDG_CACHE_HOME")
-    directory = base / f"{path.stem}-{hashlib.sha256(what.encode()).hexdigest()[:16]}"
+    directory = base / f"{name}-{hashlib.sha256(what.encode()).hexdigest()[:16]}"
     if directory.is_dir():
         return directory
-    header = GGUFHeader(path)
-    files = {"config.json": json.dumps(_config(path, header), indent=1).encode()}
+    header = read_header(paths)
+    files = {"config.json": json.dumps(_config(paths, header), indent=1).encode()}
     files[TABLE] = msgspec.json.encode(header.tensors)
     try:
         files |= tokenizer_files(header)
@@ -67,7 +70,8 @@ def unfold(path: Path) -> Path:
         partial = Path(tempfile.mkdtemp(dir=base))
         for name, content in files.items():
             (partial / name).write_bytes(content)
-        (partial / LINK).symlink_to(path)
+        for part, one in enumerate(paths):
+            (partial / _link(part)).symlink_to(one)
         try:
             partial.rename(directory)
         except OSError:  # another process was faster
@@ -80,15 +84,23 @@ def unfold(path: Path) -> Path:
 def read_table(directory: Path) -> dict[str, tuple[StoredTensor, GGUFTensor]]:
     """Return the tensors of a directory that ``unfold`` made.  Raises WeightsError."""
     try:
-        path = (directory / LINK).resolve(strict=True)
         tensors = msgspec.json.decode((directory / TABLE).read_bytes(), type=list[GGUFTensor])
+        num_parts = 1 + max((one.part for one in tensors), default=0)
+        paths = [(directory / _link(part)).resolve(strict=True) for part in range(num_parts)]
         family = BY_ARCHITECTURE[json.loads((directory / "config.json").read_bytes())["architectures"][0]]
-        size = path.stat().st_size
+        sizes = [path.stat().st_size for path in paths]
     except (OSError, ValueError, LookupError, msgspec.MsgspecError) as error:
         raise WeightsError(f"{directory}: the directory of a GGUF file is damaged; remove it: {error}") from None
-    if any(one.offset + one.num_bytes > size for one in tensors):
-        raise WeightsError(f"{path}: {size} bytes, but its tensors need more; it was changed while it is read")
-    return _named(path, tensors, family)
+    for one in tensors:
+        if one.offset + one.num_bytes > (size := sizes[one.part]):
+            what = f"{size} bytes, but its tensors need more; it was changed while it is read"
+            raise WeightsError(f"{paths[one.part]}: {what}")
+    return _named(paths, tensors, family)
+
+
+def _link(part: int) -> str:
+    """Return the name of the link to a file of the model."""
+    return f"model-{part}{SUFFIX}" if part else LINK
 
 
 def stored_tensors(directory: Path) -> dict[str, StoredTensor]:
@@ -108,7 +120,9 @@ def block_kinds(directory: Path) -> list[str]:
     return sorted({one.kind for one in tensors if len(one.shape) > 1} - {"F64", "F32", "F16", "BF16"})
 
 
-def _named(path: Path, tensors: list[GGUFTensor], family: GGUFFamily) -> dict[str, tuple[StoredTensor, GGUFTensor]]:
+def _named(
+    paths: Sequence[Path], tensors: list[GGUFTensor], family: GGUFFamily
+) -> dict[str, tuple[StoredTensor, GGUFTensor]]:
     """Return the tensors by their names in Hugging Face format, together with the file's own.
 
     Their dtype is float32, to which blocks are decoded.  Raises WeightsError for a tensor without such a name."""
@@ -117,7 +131,7 @@ def _named(path: Path, tensors: list[GGUFTensor], family: GGUFFamily) -> dict[st
     for tensor in tensors:
         if tensor.name in (DIVISORS, SHORT, LONG) or ".nextn." in tensor.name:
             continue  # part of the configuration, or of layers that predict several tokens
-        found = TENSOR.fullmatch(tensor.name)
+        path, found = paths[tensor.part], TENSOR.fullmatch(tensor.name)
         own_name = None if found is None else names.get(f"{found[2]}.{found[3]}")
         if found is None or (own_name is None and found[2] not in names):
             raise WeightsError(f"{path}: tensor {tensor.name!r} is not known")
@@ -158,13 +172,10 @@ def _family(path: Path, header: GGUFHeader) -> tuple[str, GGUFFamily]:
     return name, family
 
 
-def _config(path: Path, header: GGUFHeader) -> dict[str, Any]:
-    """Return a config.json for the file.  Raises WeightsError for a value that the tables here do not have."""
-    value = header.value
+def _config(paths: Sequence[Path], header: GGUFHeader) -> dict[str, Any]:
+    """Return a config.json for the model.  Raises WeightsError for a value that the tables here do not have."""
+    path, value = paths[0], header.value
     prefix, family = _family(path, header)
-    if (count := value("split.count")) not in (None, 0, 1):
-        advice = "join them with llama-gguf-split --merge of llama.cpp"
-        raise WeightsError(f"{path}: is one of {count} files of a model, expected a whole one; {advice}")
     config: dict[str, Any] = {"architectures": [family.architecture], "model_type": family.model_type}
     config |= {"hidden_act": "silu"} | dict(family.settings)
     optional = OPTIONAL | {EPS} if OTHER_EPS in family.fields else OPTIONAL
@@ -174,7 +185,7 @@ def _config(path: Path, header: GGUFHeader) -> dict[str, Any]:
             config[name] = seen
         elif key in FIELDS and key not in optional:
             raise WeightsError(f"{path}: {prefix}.{key} is missing")
-    tensors = _named(path, header.tensors, family)
+    tensors = _named(paths, header.tensors, family)
     table = tensors.get("model.embed_tokens.weight")
     if table is None or len(table[0].shape) != 2:
         raise WeightsError(f"{path}: there is no matrix 'token_embd.weight'")

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 
 from engine.types.errors import WeightsError
 
@@ -20,7 +19,7 @@ MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 MAX_DIMENSIONS = 4
 TEXT, LIST = 8, 9  # types of values; the others have a fixed size
-NUMBERS = {0: "u1", 1: "i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "?", 10: "<u8", 11: "<i8", 12: "<f8"}
+NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 # Number in the file -> name, numbers in a block, and its bytes.
 KINDS = {
     0: ("F32", 1, 4), 1: ("F16", 1, 2), 2: ("Q4_0", 32, 18), 3: ("Q4_1", 32, 20), 6: ("Q5_0", 32, 22),
@@ -34,21 +33,25 @@ KINDS = {
 
 
 class GGUFTensor(msgspec.Struct, frozen=True):
-    """A tensor of a GGUF file.  kind: of its blocks.  shape: the outermost size first.  offset: in the file."""
+    """A tensor of a GGUF file.  kind: of its blocks.  shape: the outermost size first.  offset: in the file.
+
+    part: the index of the file, of a model in several."""
 
     name: str
     kind: str
     shape: tuple[int, ...]
     offset: int
     num_bytes: int
+    part: int = 0
 
 
 class GGUFHeader:
-    """The header, read in full.  tensors: in the file's order, each within the file."""
+    """The header, read in full.  tensors: in the file's order, each within the file.  files: by part."""
 
     def __init__(self, path: Path) -> None:
         """Read it.  Raises WeightsError naming the file."""
         self.path = path
+        self.files = [path]
         self.tensors: list[GGUFTensor] = []
         self._values: dict[str, Any] = {}
         self._at = 0
@@ -71,8 +74,8 @@ class GGUFHeader:
         try:
             if isinstance(found, list):
                 return [one.decode() for one in found]
-            if isinstance(found, np.ndarray):
-                return found.tolist()
+            if isinstance(found, tuple):
+                return list(found)
             return found.decode() if isinstance(found, bytes) else found
         except UnicodeDecodeError as error:
             raise WeightsError(f"{self.path}: {key} cannot be read: {error}") from None
@@ -124,13 +127,14 @@ class GGUFHeader:
         if kind == LIST:
             of, count = self._unpack(data, "<IQ")
             return self._texts(data, count) if of == TEXT else self._numbers(data, of, count)
-        return self._numbers(data, kind, 1)[0].item()
+        return self._numbers(data, kind, 1)[0]
 
-    def _numbers(self, data: mmap, kind: int, count: int) -> "np.ndarray[Any, Any]":
+    def _numbers(self, data: mmap, kind: int, count: int) -> tuple[Any, ...]:
         if kind not in NUMBERS:
             raise ValueError(f"a value of type {kind} at byte {self._at}, which is not known or may not be in a list")
-        form = np.dtype(NUMBERS[kind])
-        return np.frombuffer(self._bytes(data, form.itemsize * count), form)
+        form = NUMBERS[kind]
+        numbers = self._bytes(data, struct.calcsize(f"<{form}") * count)
+        return struct.unpack(f"<{count}{form}", numbers)
 
     def _texts(self, data: mmap, count: int) -> list[bytes]:
         """Return a list of texts.  Vocabularies have 100,000 of them, so this is one loop without calls."""

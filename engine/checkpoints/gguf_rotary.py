@@ -3,10 +3,9 @@
 Owns: their keys, and the tensors that are part of them.  Does not know: families, other tensors.
 """
 
+import struct
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from engine.checkpoints.gguf_families import YARN, GGUFFamily
 from engine.checkpoints.gguf_header import GGUFHeader
@@ -27,7 +26,7 @@ def rotary_settings(
     if family.partial and turned is not None:
         parameters["partial_rotary_factor"] = turned / _head_size(path, prefix, config)
     kind = value(f"{prefix}.rope.scaling.type") or "none"
-    divisors, short, long = (_vector(path, header, name) for name in (DIVISORS, SHORT, LONG))
+    divisors, short, long = (_vector(header, name) for name in (DIVISORS, SHORT, LONG))
     if divisors is not None:
         if kind != "none":
             raise WeightsError(f"{path}: {prefix}.rope.scaling.type is {kind!r}, expected none with {DIVISORS!r}")
@@ -63,13 +62,14 @@ def _head_size(path: Path, prefix: str, config: dict[str, Any]) -> int:
     return size
 
 
-def _vector(path: Path, header: GGUFHeader, name: str) -> list[float] | None:
+def _vector(header: GGUFHeader, name: str) -> list[float] | None:
     """Return the numbers of a tensor that is part of the configuration; None if there is none."""
     for tensor in header.tensors:
         if tensor.name == name:
+            path = header.files[tensor.part]
             if tensor.kind != "F32":
                 raise WeightsError(f"{path}: tensor {name!r} has type {tensor.kind}, expected F32")
             with path.open("rb") as file:
                 file.seek(tensor.offset)
-                return np.frombuffer(file.read(tensor.num_bytes), "<f4").tolist()  # type: ignore[no-any-return]
+                return list(struct.unpack(f"<{tensor.num_bytes // 4}f", file.read(tensor.num_bytes)))
     return None

@@ -11,7 +11,8 @@ from pathlib import Path
 import msgspec
 
 from engine.checkpoints.checkpoint import DEMO, DEMO_NAME, ModelSpec, resolve_checkpoint
-from engine.checkpoints.gguf import stored_tensors
+from engine.checkpoints.gguf import SUFFIX, stored_tensors
+from engine.checkpoints.gguf_parts import model_name
 from engine.config import Config
 from engine.host.device_defaults import runs_on_cpu, with_device_defaults
 from engine.host.stages import Stages
@@ -116,7 +117,10 @@ def engine_spec(
 
 
 def _model_name(config: Config) -> str:
-    return config.model.name or (DEMO_NAME if config.model.path == DEMO else Path(config.model.path).name)
+    """Return the configured name, else the one of the directory or of the GGUF file, without its ending."""
+    path = Path(config.model.path)
+    own = model_name(path) if path.suffix == SUFFIX else path.name
+    return config.model.name or (DEMO_NAME if config.model.path == DEMO else own)
 
 
 def _row_len(model: ModelSpec, max_len: int) -> int:

@@ -65,13 +65,15 @@ class System:
         progress: bool = False,
         machines: "Machines | None" = None,
         frontend: FrontendCommand | None = None,
+        imported: Callable[[], None] = lambda: None,
     ) -> None:
         """Check everything that can be checked without loading weights, and build the actors.  Raises CallboardError.
 
         machines: those that run the ranks; None if all ranks are on this one.
-        frontend: how to start the process that takes requests; None for an ingress in this process."""
+        frontend: how to start the process that takes requests; None for an ingress in this process.
+        imported: called on another thread when torch is imported, before a model is loaded in this process."""
         wait_briefly()
-        self._machines, self._front, self._progress = machines, frontend, progress
+        self._machines, self._front, self._progress, self._imported = machines, frontend, progress, imported
         self.stages = Stages().of_process()
         self.engine = engine = engine_spec(config, self.stages, several_machines=machines is not None)
         config, placement = engine.config, engine.config.placement
@@ -265,6 +267,7 @@ class System:
         self.stages.begin("torch")
         from engine.startup.loading import load_runner  # torch is needed from here on
 
+        self._imported()
         runner = load_runner(
             engine.config,
             engine.model,
@@ -324,7 +327,8 @@ class System:
     async def start(self) -> None:
         """Run the actors and wait until the model is loaded.  Raises the errors of loading."""
         await self._supervisor.start()
-        log.info("start: %.2f s, of them %s", self.stages.total_s, self.stages)
+        what = "start: %.2f s, %.2f s of processor time, of them %s"
+        log.info(what, self.stages.total_s, time.process_time(), self.stages)
 
     async def wait(self) -> None:
         """Wait until the engine has ended.  Raises EngineDied if an actor crashed."""

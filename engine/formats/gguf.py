@@ -4,12 +4,14 @@ Legend: O outputs · I inputs · H head size
 Owns: the numbers and their order.  Does not know: which tensors a model needs, how a kind of block is laid out.
 """
 
+from pathlib import Path
+
 import numpy as np
 import torch
 from torch import Tensor
 
 from engine.checkpoints.checkpoint import ModelSpec
-from engine.checkpoints.gguf import LINK, read_table
+from engine.checkpoints.gguf import read_table
 from engine.checkpoints.gguf_families import BY_ARCHITECTURE
 from engine.checkpoints.gguf_header import GGUFTensor
 from engine.formats.blocks import DECODERS, PLAIN, decode
@@ -18,10 +20,9 @@ from engine.types.errors import WeightsError
 
 
 class GGUFWeights:
-    """Tensors of a GGUF file, which is mapped.  If rows allow it, only the blocks of a requested part are decoded."""
+    """Tensors of GGUF files, which are mapped.  If rows allow it, only the blocks of a requested part are decoded."""
 
     def __init__(self, spec: ModelSpec) -> None:
-        self._path = (spec.directory / LINK).resolve()
         self._heads = {"q_proj": spec.shape.num_heads, "k_proj": spec.shape.num_kv_heads}
         family = BY_ARCHITECTURE[spec.architecture]
         if not family.paired:
@@ -29,21 +30,22 @@ class GGUFWeights:
         self._shift = 1.0 if family.shifted else 0.0
         self._found = read_table(spec.directory)
         self.tensors = {name: tensor for name, (tensor, _) in self._found.items()}
+        files = {tensor.part: stored.file for stored, tensor in self._found.values()}
         # Mapped so that torch may take it for memory that can be written; nothing is.
-        self._bytes = torch.from_numpy(np.memmap(self._path, np.uint8, "c"))
+        self._bytes = {part: torch.from_numpy(np.memmap(path, np.uint8, "c")) for part, path in files.items()}
 
     def part(self, name: str, dim: int, start: int, length: int, member: int | None = None) -> Tensor:
         """Return a part of a tensor.  Stacks of experts are seen as a matrix per expert."""
-        source = self._found[name][1]
+        stored, source = self._found[name]
         heads = self._heads.get(name.split(".")[-2], 0)
         whole = dim != 0 or heads
         rows = self._stored(source)
         if len(source.shape) < 2:
-            weight = self._decoded(rows, source.kind, source.name)[0]
+            weight = self._decoded(rows, source, stored.file)[0]
             if self._shift and name.endswith("norm.weight"):
                 weight = weight - self._shift
             return weight.narrow(dim, start, length)
-        weight = self._decoded(rows if whole else rows[start : start + length], source.kind, source.name)
+        weight = self._decoded(rows if whole else rows[start : start + length], source, stored.file)
         weight = weight.view(-1, *source.shape[1:])
         if heads:
             weight = _unpaired(weight, heads)
@@ -57,15 +59,16 @@ class GGUFWeights:
         blocks = self._stored(source)
         if heads := self._heads.get(name.split(".")[-2], 0):
             blocks = _unpaired(blocks, heads)
-        where = f"{self._path}: tensor {name!r}"
+        where = f"{stored.file}: tensor {name!r}"
         return StoredRows(where, source.kind, blocks if dim else blocks[start : start + length], stored.shape[1])
 
     def _stored(self, source: GGUFTensor) -> Tensor:
         """Return the bytes of each row, where they are mapped; a vector is one row."""
-        stored = self._bytes[source.offset : source.offset + source.num_bytes]
+        stored = self._bytes[source.part][source.offset : source.offset + source.num_bytes]
         return stored.view(source.shape[0] if len(source.shape) > 1 else 1, -1)
 
-    def _decoded(self, rows: Tensor, kind: str, name: str) -> Tensor:
+    def _decoded(self, rows: Tensor, source: GGUFTensor, path: Path) -> Tensor:
+        kind = source.kind
         if kind in PLAIN or kind in DECODERS:
             return decode(rows, kind)
         try:
@@ -78,12 +81,12 @@ class GGUFWeights:
             what = "blocks of this type are decoded with the gguf package: pip install 'callboard[gguf]'"
         except (NotImplementedError, ValueError) as error:
             what = str(error)
-        raise WeightsError(f"{self._path}: tensor {name!r} of type {kind} cannot be read: {what}")
+        raise WeightsError(f"{path}: tensor {source.name!r} of type {kind} cannot be read: {what}")
 
     def close(self) -> None:
         """Let go of the file."""
         self._found.clear()
-        self._bytes = torch.empty(0, dtype=torch.uint8)
+        self._bytes.clear()
 
 
 def _unpaired(weight: Tensor, heads: int) -> Tensor:

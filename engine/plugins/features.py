@@ -9,14 +9,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from engine.checkpoints.checkpoint import ModelSpec
 from engine.checkpoints.feature import CheckpointFeature
 from engine.config import Config
-from engine.scheduling.feature import NewFeature
-from engine.scheduling.proposer import DraftModel, Proposer
-from engine.text.vocabulary import Vocabulary
+
+if TYPE_CHECKING:
+    from engine.scheduling.feature import NewFeature
+    from engine.scheduling.proposer import DraftModel, Proposer
+    from engine.text.vocabulary import Vocabulary
 
 FOLDER: Final = "engine.features"
 
@@ -27,7 +29,7 @@ class FeatureContext(NamedTuple):
     proposer: built by the plugin of that kind; None without one.  vocab_size: of the model."""
 
     config: Config
-    proposer: Proposer | DraftModel | None
+    proposer: "Proposer | DraftModel | None"
     vocab_size: int
 
 
@@ -45,9 +47,9 @@ class ModelFit:
     config: Config
     spec: ModelSpec
     max_len: int
-    vocabulary: Vocabulary
+    vocabulary: "Vocabulary"
     names: Mapping[str, str]
-    proposer: Proposer | DraftModel | None
+    proposer: "Proposer | DraftModel | None"
     facts: Facts = field(default_factory=dict)
 
 
@@ -69,7 +71,7 @@ def check_successor(old: Facts, new: Facts, path: str) -> None:
             module.check_successor(old, new, path)
 
 
-def planner_features(context: FeatureContext) -> list[NewFeature]:
+def planner_features(context: FeatureContext) -> "list[NewFeature]":
     """Return the constructors of the features that a configuration enables, in the order of their folders' names.
 
     A folder's ``planner.py`` has a function ``planner_feature``, which returns None if the feature is disabled."""

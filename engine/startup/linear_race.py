@@ -37,7 +37,7 @@ class LinearRace:
         shapes = self._measured(shapes)
         if not shapes:
             return {}
-        processor = _processor(self._device)
+        processor = processor_name(self._device)
         holds_for = (sorted(kernels), shapes, str(self._dtype), torch.get_num_threads(), str(torch.__version__))
         kept = KeptResults("linear kernels", processor, holds_for, dict[str, float])
         known = kept.load()
@@ -95,7 +95,7 @@ class _Plain:
         return torch.nn.functional.linear(x_TI, self._weight_OI, bias_O)
 
 
-def _processor(device: torch.device) -> str:
+def processor_name(device: torch.device) -> str:
     """Return the name of the GPU, or of the CPU with the instruction set that torch's kernels use."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)

@@ -25,6 +25,7 @@ from engine.execution.runner import ModelRunner
 from engine.execution.step_threads import StepThreads, TimedSteps
 from engine.graphs.passes import build_passes
 from engine.graphs.rank import RankGraphs, StepParts
+from engine.host.kept_results import KeptResults
 from engine.host.stages import Stages
 from engine.kernels.cpu import CPUKernels, cpu_kernels
 from engine.layers.comm import Comm
@@ -47,6 +48,7 @@ from engine.sampling.processing import Processing
 from engine.sampling.sampler import Sampler
 from engine.startup.features import rank_features
 from engine.startup.invariance import prove_decodes, prove_invariance, require_provable
+from engine.startup.linear_race import processor_name
 from engine.startup.linears import choose_linears
 from engine.startup.memory import check_weights, report
 from engine.startup.model_steps import ModelSteps
@@ -394,4 +396,6 @@ def _step_threads(
         else:
             steps.run(lengths, np.ones(rows, dtype=np.int32), rows, greedy)
 
-    return StepThreads(choices, ThreadRace(start.comm, step).run(choices))
+    holds_for = (choices, start.spec.shape, start.config.model.quantization, str(start.dtype), str(torch.__version__))
+    kept = KeptResults("threads", processor_name(start.device), holds_for, int)
+    return StepThreads(choices, ThreadRace(start.comm, step, kept=kept).run(choices))

@@ -17,7 +17,6 @@ from typing import Protocol
 
 import msgspec
 import torch
-from rich.console import Console
 
 from engine.config import Config
 from engine.execution.attention import context_of
@@ -120,6 +119,8 @@ class AttentionRace:
             known = self.run(known)
             known.log_all()
             if progress:
+                from rich.console import Console
+
                 Console(stderr=True).print(known.table())
         return known.fastest()
 

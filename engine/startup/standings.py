@@ -6,12 +6,14 @@ Owns: the choice, and how results are shown.  Does not know: what was run, where
 import logging
 import math
 from collections.abc import Collection, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
-from rich.table import Table
 
 from engine.plugins.selection import Contender
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 log = logging.getLogger(__name__)
 
@@ -55,8 +57,10 @@ class RaceReport(msgspec.Struct, frozen=True):
                 found[phase] = next(one.contender for one, mean in right if mean <= limit)
         return found
 
-    def table(self) -> Table:
+    def table(self) -> "Table":
         """Return the results as a table for a terminal."""
+        from rich.table import Table  # a start shows none
+
         table = Table("phase", "attention", "", "us of a step's layers", title=self.about, title_justify="left")
         fastest = self.fastest()
         for phase, results in self.results.items():

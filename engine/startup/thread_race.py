@@ -1,6 +1,6 @@
 """The number of CPU threads of a model's steps, measured with decode steps of its own once it is loaded.
 
-Owns: the measurement.  No result is kept for the next start: it takes under a second, and a neighbour that was busy
+Owns: the measurement.  The result is kept for later starts, which check it in one turn, since a neighbour that was busy
 then may be gone.
 Does not know: what a step computes, what is done when the machine changes (``engine/execution/step_threads.py``).
 """
@@ -14,6 +14,7 @@ import torch
 
 from engine.execution.step_threads import HOPELESS, SHORT_S, fastest
 from engine.host.contest import Contest
+from engine.host.kept_results import KeptResults
 from engine.layers.comm import Comm
 
 log = logging.getLogger(__name__)
@@ -40,28 +41,41 @@ def common_choices(choices: Sequence[int], comm: Comm) -> Sequence[int]:
 class ThreadRace:
     """A race of numbers of threads.  All ranks run it together: steps need all of them, with the same numbers.
 
-    step: runs a decode step of so many rows."""
+    step: runs a decode step of so many rows.  kept: the fastest number, kept by an earlier start of one rank alone."""
 
     def __init__(
         self,
         comm: Comm,
         step: Callable[[int], None],
         *,
+        kept: KeptResults[int] | None = None,
         clock: Callable[[], float] = time.perf_counter,
         set_threads: Callable[[int], None] = torch.set_num_threads,
     ) -> None:
         self._comm = comm
         self._step = step
+        self._kept = kept if comm.size == 1 else None
         self._clock = clock
         self._set_threads = set_threads
 
     def run(self, choices: Sequence[int]) -> int:
         """Measure, log the times, and set the fastest number of threads."""
+        known = self._kept.load() if self._kept is not None else None
+        chosen = self._chosen(choices, 1 if known in choices else TURNS)
+        if known in choices and chosen != known:
+            chosen = self._chosen(choices, TURNS)
+        if self._kept is not None and chosen != known:
+            self._kept.keep(chosen)
+        self._set_threads(chosen)
+        return chosen
+
+    def _chosen(self, choices: Sequence[int], turns: int) -> int:
+        """Measure in so many turns, log the times, and return the fastest number of threads."""
         began = self._clock()
         contest = Contest(
             self._seconds,
             ROWS,
-            turns=TURNS,
+            turns=turns,
             middle=statistics.median,
             hopeless=HOPELESS,
             is_over=lambda: self._largest(self._clock() - began) > LIMIT_S,
@@ -75,7 +89,6 @@ class ThreadRace:
         if short:
             means.pop(max(choices), None)
         chosen = fastest(means)
-        self._set_threads(chosen)
         table = "; ".join(f"{threads}: {', '.join(f'{1e3 * one:.2f}' for one in times[threads])}" for threads in times)
         rows, left = " and ".join(map(str, ROWS)), "; so short that one core is left to the event loop" if short else ""
         log.info("threads: %d (measured, ms of steps of %s rows: %s%s)", chosen, rows, table, left)

@@ -8,14 +8,16 @@ for a process that only handles text, against 0.05 s and 24 MB for tokenizers an
 """
 
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import msgspec
 from tokenizers import AddedToken, Tokenizer
 
-from engine.text.chat import ChatTemplate
 from engine.text.conversion import convert_tokenizer
 from engine.types.errors import WeightsError
+
+if TYPE_CHECKING:
+    from engine.text.chat import ChatTemplate
 
 _MAX_FILE_BYTES: Final = 256 << 20
 
@@ -126,7 +128,7 @@ def token_id(directory: Path, text: str) -> int:
     return found
 
 
-def read_template(path: Path) -> ChatTemplate:
+def read_template(path: Path) -> "ChatTemplate":
     """Return the template in a file that the configuration names.  Raises WeightsError naming it."""
     template = _template(path, path, None, {})
     if template is None:
@@ -136,8 +138,10 @@ def read_template(path: Path) -> ChatTemplate:
 
 def _template(
     path: Path, config_path: Path, configured: str | list[_NamedTemplate] | None, variables: dict[str, str]
-) -> ChatTemplate | None:
+) -> "ChatTemplate | None":
     """Return the chat template from its own file, else from the configuration: of several, the one named 'default'."""
+    from engine.text.chat import ChatTemplate  # with Jinja, which the description of a model does not need
+
     data = _read(path)
     if data is not None:
         try:

@@ -1,6 +1,6 @@
 """``callboard apply``: sends a configuration to a server that runs, and prints what has changed.
 
-Owns: the command's own arguments, the request, what a person reads.  Does not know: what a setting means.
+Owns: the request, what a person reads.  Does not know: what a setting means.
 """
 
 import argparse
@@ -22,21 +22,6 @@ from engine.control.changeover import Outcome
 from engine.types.errors import CallboardError, ConfigError
 from server.local_token import read_token
 
-DESCRIPTION = """\
-Gives a server that runs another configuration, under its streams.  The file is a whole configuration: what it leaves
-out goes back to its default.  Settings of the server's own command line and environment stay above it.  What names a
-place (model.path, folders, options of plugins) changes by the file that the server was started with alone: without
-FILE.toml, the server reads that one again.
-"""
-EPILOG = """\
-examples:
-  callboard apply new.toml --dry-run
-  callboard apply new.toml --url http://other:8000 --key sk-...
-  callboard apply --url http://other:8000
-
-`callboard config FILE.toml` prints a whole configuration; docs/operations.md says what can change, and how.
-Exit codes: 0 done, 1 no answer, or the server failed, 2 refused.
-"""
 LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})
 TIMEOUT_S = 3600.0  # loading a large model takes its time
 ROADS = {
@@ -47,30 +32,18 @@ ROADS = {
 }
 
 
-def add_arguments(command: argparse.ArgumentParser) -> None:
-    """Add the arguments of this command."""
-    command.description, command.epilog = DESCRIPTION, EPILOG
-    command.formatter_class = argparse.RawDescriptionHelpFormatter
-    command.add_argument("target", nargs="?", metavar="FILE.toml", help="the settings that are to be")
-    command.add_argument("--dry-run", action="store_true", help="only say what would change")
-    command.add_argument("--url", help="the server's address (default: server.host and server.port of the file)")
-    command.add_argument(
-        "--key",
-        help="key of an operator (default: server.operator_key, or on this machine its server's token)",
-    )
-
-
-def apply(file: str | None, config: Config, *, url: str | None, key: str | None, dry_run: bool) -> None:
-    """Ask the server.  file: None for the server's own.  config: what it comes to here.
+def apply(parsed: argparse.Namespace, config: Config) -> None:
+    """Send the file that is named, or none for the server's own.  config: what it comes to here.
 
     Raises ConfigError for settings that the server refuses."""
+    file: str | None = parsed.target
     if file is not None and Path(file).suffix != ".toml":
         raise ConfigError("callboard apply needs a .toml file, with all settings that are to be")
     host = f"[{config.server.host}]" if ":" in config.server.host else config.server.host
-    base = url or f"{host}:{config.server.port}"
+    base = parsed.url or f"{host}:{config.server.port}"
     base = base if "://" in base else f"{config.server.scheme}://{base}"
-    key = key or config.server.operator_key or (read_token() if _is_here(base) else "")
-    ask = {"dry_run": dry_run} if file is None else {"toml": Path(file).read_text(), "dry_run": dry_run}
+    key = parsed.key or config.server.operator_key or (read_token() if _is_here(base) else "")
+    ask = {"dry_run": parsed.dry_run} if file is None else {"toml": Path(file).read_text(), "dry_run": parsed.dry_run}
     try:
         outcome = asyncio.run(_ask(f"{base.rstrip('/')}/apply", ask, key))
     except aiohttp.ClientSSLError as error:

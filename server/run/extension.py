@@ -1,18 +1,15 @@
 """The seam for optional parts of the server: a folder of server/extensions that is found by looking for it.
 
 Owns: what a part may bring, what it is given, in which order parts join.  Does not know: any part.
-A folder has a module ``extension`` with one object, EXTENSION.  Its package may name in NEEDS the folders that it
-imports; it is left out where one of them is not there.
+A folder may have a module ``extension`` with one object, EXTENSION, and a module ``arguments`` for the command line,
+which imports nothing of the engine: its ``add_commands(commands)`` adds subcommands, its ``add_serve_arguments(serve)``
+arguments of ``callboard serve``.  Its package may name in NEEDS the folders that it imports.
 """
 
 import argparse
-import pkgutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
-from graphlib import TopologicalSorter
-from importlib import import_module
-from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
@@ -32,17 +29,13 @@ from server.keys import Keys
 from server.openai.translator import Translator
 from server.operators.metrics import Collect, More
 from server.run.finding import Finding
+from server.run.folders import modules_named
 from server.run.kept import Kept
 
 if TYPE_CHECKING:
     from engine.control.system import System
 
-if TYPE_CHECKING:
-    from engine.control.system import System
-
 FirstRequest = tuple[str, dict[str, Any]]
-PACKAGE = "server.extensions"
-FOLDER = Path(__file__).parents[1] / "extensions"
 
 
 class Serving(NamedTuple):
@@ -117,12 +110,6 @@ class Extension:
     def with_engine(self, system: "System") -> None:
         """Called in the process of an engine, on its event loop, before the engine starts."""
 
-    def add_commands(self, commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-        """Add the part's subcommands to ``callboard``."""
-
-    def add_serve_arguments(self, serve: argparse.ArgumentParser) -> None:
-        """Add the part's arguments to ``callboard serve``."""
-
     def serving(self, parsed: argparse.Namespace, config: Config | SeveralModels) -> Serving | None:
         """Returns how to serve, where the arguments or the configuration ask for this part.  Raises ConfigError."""
         return None
@@ -131,13 +118,7 @@ class Extension:
 @cache
 def find_extensions() -> tuple[Extension, ...]:
     """Returns the parts in server/extensions, each behind those that it needs."""
-    names = [one.name for one in pkgutil.iter_modules([str(FOLDER)]) if one.ispkg]
-    needs: dict[str, Iterable[str]] = {name: getattr(import_module(f"{PACKAGE}.{name}"), "NEEDS", ()) for name in names}
-    found: dict[str, Extension] = {}
-    for name in TopologicalSorter(needs).static_order():
-        if name in needs and all(one in found for one in needs[name]):
-            found[name] = import_module(f"{PACKAGE}.{name}.extension").EXTENSION
-    return tuple(found.values())
+    return tuple(module.EXTENSION for module in modules_named("extension"))
 
 
 def declared(parts: Iterable[Extension]) -> tuple[Operation, ...]:

@@ -13,6 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from callboard import LLM, SamplingParams
 from engine.checkpoints.checkpoint import resolve_checkpoint
+from engine.checkpoints.gguf import read_table
 from engine.checkpoints.gguf_families import NAMES
 from engine.checkpoints.gguf_header import GGUFHeader
 from engine.config import load_config
@@ -65,13 +66,14 @@ def stored_blocks(array: np.ndarray, kind: "gguf.GGMLQuantizationType") -> np.nd
 
 
 def write(
-    path: Path, model: PreTrainedModel, kind: str = "F32", tokenizer: bool = False, **changes: object
+    path: Path, model: PreTrainedModel, kind: str = "F32", tokenizer: bool = False, each: int = 0, **changes: object
 ) -> PreTrainedModel:
     """Write a model's GGUF file as llama.cpp's converter does; the model gets the weights that were stored.
 
-    kind: of matrices.  changes: metadata, below the architecture's name; None leaves a key out; arrays are tensors."""
+    kind: of matrices.  each: tensors of a part, 0 for one file.
+    changes: metadata, below the architecture's name; None leaves a key out; arrays are tensors."""
     family = model.config.model_type
-    writer = gguf.GGUFWriter(path, "llama" if family == "mistral" else family)
+    writer = gguf.GGUFWriter(path, "llama" if family == "mistral" else family, split_max_tensors=each)
     family = writer.arch
     facts: dict[str, object] = {key: getattr(model.config, name) for key, name in KEYS.items()}
     facts |= {"attention.layer_norm_rms_epsilon": model.config.rms_norm_eps, "rope.freq_base": 10000.0}
@@ -165,7 +167,7 @@ def test_stretched_frequencies_are_read(tmp_path: Path) -> None:
 
 
 def llama3_divisors() -> np.ndarray:
-    """What llama.cpp's converter writes for the frequencies of Llama 3.1."""
+    """Return the tensor that llama.cpp's converter writes for the frequencies of Llama 3.1."""
     frequencies = LLAMA3["rope_theta"] ** -(np.arange(0, 16, 2) / 16)
     turns = LLAMA3["original_max_position_embeddings"] * frequencies / (2 * np.pi)
     low, high = LLAMA3["low_freq_factor"], LLAMA3["high_freq_factor"]
@@ -212,6 +214,36 @@ def test_a_file_serves_with_its_own_tokenizer_and_template(tmp_path: Path, cache
     before = directory.stat().st_mtime_ns
     assert resolve_checkpoint(str(path), "") == directory
     assert directory.stat().st_mtime_ns == before
+
+
+@pytest.mark.parametrize("kind", ["F32", "Q4_0"])
+def test_parts_are_read_as_one_file(kind: str, tmp_path: Path, cache: Path) -> None:
+    reference = write(tmp_path / "tiny.gguf", build("llama"), kind, tokenizer=True, each=5)
+    paths = sorted(tmp_path.glob("tiny-*.gguf"))
+    assert len(paths) > 3
+    assert paths[0].name == f"tiny-00001-of-{len(paths):05}.gguf"
+    directory = resolve_checkpoint(str(paths[0]), "")
+    assert {tensor.part for _, tensor in read_table(directory).values()} == set(range(len(paths)))
+    assert {one.file for one, _ in read_table(directory).values()} == set(paths)
+    assert_equal(directory, reference)
+    assert TokenizerFiles(directory).template is not None
+    assert resolve_checkpoint(str(paths[2]), "") == directory, "any part names the model"
+    assert directory.name.startswith("tiny-")
+    # In a cache of downloads the names are links to files of other names.
+    (tmp_path / "hub").mkdir()
+    for number, path in enumerate(paths):
+        (tmp_path / "hub" / path.name).symlink_to(path.rename(tmp_path / f"blob{number}"))
+    assert_equal(resolve_checkpoint(str(tmp_path / "hub" / paths[0].name), ""), reference)
+
+
+def test_a_served_file_has_its_name_without_the_ending(tmp_path: Path) -> None:
+    write(tmp_path / "tiny.gguf", build("qwen2"), tokenizer=True)
+    write(tmp_path / "cut.gguf", build("qwen2"), tokenizer=True, each=9)
+    first = min(tmp_path.glob("cut-*.gguf"))
+    for path, name, served in ((tmp_path / "tiny.gguf", "", "tiny"), (first, "", "cut"), (first, "mine", "mine")):
+        config = {"kv": {"num_pages": 64}, "model": {"name": name}}
+        with LLM(str(path), progress=False, config=config) as llm:
+            assert llm._system.model_name == served
 
 
 def test_a_file_beside_the_configuration_is_found_and_a_changed_one_read_again(tmp_path: Path) -> None:
@@ -315,7 +347,9 @@ def test_what_llama_cpp_reads_and_we_do_not_is_refused(tmp_path: Path) -> None:
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.close()
-    with pytest.raises(WeightsError, match=r"general.architecture is 'bert', expected one of .*llama, llama4, minimax-m2, mistral"):
+    with pytest.raises(
+        WeightsError, match=r"general.architecture is 'bert', expected one of .*llama, llama4, minimax-m2, mistral"
+    ):
         resolve_checkpoint(str(path), "")
 
 
@@ -354,7 +388,7 @@ def test_the_header_is_read_once_and_not_again_at_the_next_start(
             read.append(path)
             super().__init__(path)
 
-    monkeypatch.setattr("engine.checkpoints.gguf.GGUFHeader", Counted)
+    monkeypatch.setattr("engine.checkpoints.gguf_parts.GGUFHeader", Counted)
     for _ in range(2):
         directory = resolve_checkpoint(str(tmp_path / "tiny.gguf"), "")
         logits_of(directory)

@@ -128,7 +128,11 @@ def test_every_family_is_checked() -> None:
     ("architecture", "key", "said"),
     [
         ("qwen3", "qwen3.expert_count", "qwen3.expert_count is 2, expected none: this family is read without"),
-        ("qwen3", "split.count", "is one of 2 files of a model, expected a whole one; join them"),
+        (
+            "qwen3",
+            "split.count",
+            "split.count is 2, and 1 of the model's files are there; files of one model are named",
+        ),
         ("qwen3moe", "qwen3moe.expert_count", r"'blk.0.ffn_up_exps.weight' has shape .4, 32., expected a matrix per e"),
     ],
 )

@@ -4,6 +4,7 @@ import asyncio
 import hashlib
 import logging
 import stat
+from argparse import Namespace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -135,7 +136,7 @@ def test_the_command_sends_the_token_to_this_machine_and_nowhere_else(
     monkeypatch.setattr("server.operators.apply_command._show", lambda outcome: None)
     token = make_token()
     for url in ("http://127.0.0.1:1", "http://other:1", "http://127.0.0.1.example.org:1"):
-        apply(None, Config(), url=url, key=None, dry_run=True)
+        apply(Namespace(target=None, url=url, key=None, dry_run=True), Config())
     assert [key for _, key in asked] == [token, "", ""]
 
 

@@ -45,7 +45,7 @@ def test_parameters_are_the_users_then_the_checkpoints_then_those_for_small_mode
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr("engine.llm.LLM", Chatted)
+    monkeypatch.setattr("server.commands.talking.LLM", Chatted)
     monkeypatch.setattr(Chatted, "sampling_defaults", recommended)
     monkeypatch.setattr(Chatted, "params", [])
     lines = iter(["hello", "/quit"])

@@ -5,7 +5,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from engine import llm
 from engine.types.errors import FieldError
 from server import cli
 
@@ -32,13 +31,13 @@ ARGUMENTS = ["generate", "hi ", "--set", "device.kind='cpu'"]
 
 
 def test_a_prompt_is_shown_with_its_output(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(llm, "LLM", lambda **_: _Model(refuses=False))
+    monkeypatch.setattr("server.commands.talking.LLM", lambda **_: _Model(refuses=False))
     cli.main(ARGUMENTS)
     assert capsys.readouterr().out == "hi ab\n"
 
 
 def test_an_error_has_a_line_of_its_own(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(llm, "LLM", lambda **_: _Model(refuses=True))
+    monkeypatch.setattr("server.commands.talking.LLM", lambda **_: _Model(refuses=True))
     with pytest.raises(SystemExit) as ended:
         cli.main(ARGUMENTS)
     assert ended.value.code != 0

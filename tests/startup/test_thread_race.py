@@ -11,11 +11,12 @@ from engine.execution import device
 from engine.execution.compiled_decodes import CompiledDecodes
 from engine.execution.device import set_threads, thread_choices
 from engine.execution.step_threads import StepThreads
+from engine.host.kept_results import KeptResults
 from engine.kernels.panels import products
 from engine.plugins.comm.local import LocalComm
 from engine.startup import loading
 from engine.startup.model_steps import ModelSteps
-from engine.startup.thread_race import ThreadRace, common_choices
+from engine.startup.thread_race import TURNS, ThreadRace, common_choices
 from engine.types.params import SamplingParams
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo_model"
@@ -37,9 +38,9 @@ class Machine:
     def set_threads(self, threads):
         self.threads = threads
 
-    def race(self, comm=None):
+    def race(self, comm=None, kept=None):
         clock = lambda: self.now  # noqa: E731
-        return ThreadRace(comm or LocalComm(), self.step, clock=clock, set_threads=self.set_threads)
+        return ThreadRace(comm or LocalComm(), self.step, kept=kept, clock=clock, set_threads=self.set_threads)
 
 
 class Two(LocalComm):
@@ -165,6 +166,32 @@ def test_an_engine_measures_its_own_steps_and_is_told_of_each(numerics, monkeypa
         llm.generate([[5, 6, 7]], SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True), progress=False)
     assert raced == ([(1, 2)] if numerics == "fast" else [])
     assert told[:3] == ([(1, 4), (1, 5), (1, 6)] if numerics == "fast" else [])
+
+
+def test_a_later_start_checks_the_number_of_an_earlier_one_in_one_turn(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    machine = Machine(lambda threads, rows: 0.002 * rows * (1 if threads == 2 else 1.5))
+    first = KeptResults("threads", "a processor", "a model", int)
+    assert machine.race(kept=first).run((1, 2)) == 2
+    whole = len(machine.steps)
+    machine.steps.clear()
+    assert machine.race(kept=KeptResults("threads", "a processor", "a model", int)).run((1, 2)) == 2
+    assert machine.threads == 2
+    assert len(machine.steps) == whole // TURNS == 8
+    # Another model, and a machine with a neighbour: all turns again, and the new number is kept.
+    machine.steps.clear()
+    assert machine.race(kept=KeptResults("threads", "a processor", "another model", int)).run((1, 2)) == 2
+    assert len(machine.steps) == whole
+    machine.cost = lambda threads, rows: 0.002 * rows * (1.5 if threads == 2 else 1)
+    assert machine.race(kept=first).run((1, 2)) == 1
+    assert first.load() == 1
+
+
+def test_ranks_that_share_a_model_keep_no_number(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    machine, kept = Machine(lambda threads, rows: 0.01 * rows / threads), KeptResults("threads", "", "", int)
+    assert machine.race(Two(0.0), kept).run((1, 2)) == 2
+    assert kept.load() is None
 
 
 @pytest.mark.skipif(products() is None, reason="there is no C compiler, or no AVX2")

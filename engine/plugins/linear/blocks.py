@@ -8,6 +8,7 @@ Owns: the rows that were taken and not yet laid out.  Does not know: the kernels
 """
 
 from collections import defaultdict
+from dataclasses import replace
 from itertools import groupby
 
 import torch
@@ -101,7 +102,7 @@ class StoredBlocks:
     def _blocks(self, rows: list[StoredRows]) -> StoredWeight:
         alike = [list(group) for _, group in groupby(rows, key=lambda one: one.format)]
         joined = [
-            StoredRows(of[0].where, of[0].format, torch.cat([one.blocks for one in of]), of[0].inputs) for of in alike
+            replace(of[0], blocks=torch.cat([one.blocks for one in of])) if len(of) > 1 else of[0] for of in alike
         ]
         weight = StoredWeight(self._functions, joined, self._parts)
         if weight.damaged is not None:

@@ -1,10 +1,11 @@
 """The checks of ``callboard doctor``: everything that has to be there before a model is served.
 
-Owns: the checks, what to do about each that fails, what a person sees of it.  Does not know: arguments, exit codes.
+Owns: the checks, what to do about each that fails, what a person sees of it.  Does not know: arguments.
 No model is loaded, and nothing is written but the folder that a start makes of a GGUF file; torch is imported only
 here, when asked.
 """
 
+import argparse
 import os
 import platform
 import shutil
@@ -47,16 +48,17 @@ def examine(config: Config) -> list[Finding]:
     return findings
 
 
-def show(config: Config, *, gpu: bool) -> bool:
-    """Print what was found as it comes; returns whether nothing is bad.  gpu: test the GPUs instead."""
+def show(parsed: argparse.Namespace, config: Config) -> None:
+    """Print what was found as it comes; exit with the code of a configuration that is refused if anything is bad."""
     console, all_good = Console(highlight=False, markup=False), True
-    for one in examine_gpu(config) if gpu else examine(config):
+    for one in examine_gpu(config) if parsed.gpu else examine(config):
         all_good &= one.verdict != "bad"
         console.print(f"{one.verdict:>4}  ", style=COLOURS[one.verdict], end="")
         console.print(f"{one.what}: {one.found}", soft_wrap=True)
         if one.advice:
             console.print(f"        {one.advice}", style="dim", soft_wrap=True)
-    return all_good
+    if not all_good:
+        sys.exit(ConfigError.exit_code)
 
 
 def examine_gpu(config: Config) -> Iterator[Finding]:

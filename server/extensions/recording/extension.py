@@ -1,16 +1,11 @@
-"""The flight recorder's route and ``callboard replay`` as a part of the server."""
+"""The flight recorder's route as a part of the server."""
 
-import argparse
 import asyncio
 import logging
 import signal
-import sys
 from typing import TYPE_CHECKING, Final
 
-from engine.config import Config
 from engine.features.recording.engine import RecordingFeature
-from server.arguments import add_command, log_arguments
-from server.extensions.recording.replay import add_replay_arguments, replay
 from server.extensions.recording.route import RecordingRoute
 from server.run.extension import Extension, ServerParts
 
@@ -23,7 +18,7 @@ NAME: Final = "recording"  # of the feature, and of what the card has of it
 
 
 class RecordingExtension(Extension):
-    """POST /debug/recording, SIGUSR2, and the command that replays a recording."""
+    """POST /debug/recording and SIGUSR2."""
 
     handlers = (RecordingRoute,)
 
@@ -42,14 +37,6 @@ class RecordingExtension(Extension):
             loop.add_signal_handler(signal.SIGUSR2, feature.recorder.write, "signal")
         else:
             loop.add_signal_handler(signal.SIGUSR2, log.warning, "SIGUSR2: nothing is recorded without storage.folder")
-
-    def add_commands(self, commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-        words = "step through a recording of the scheduler"
-        add_replay_arguments(add_command(commands, "replay", _replay, words, log_arguments("warning")))
-
-
-def _replay(parsed: argparse.Namespace, config: Config) -> None:
-    sys.exit(replay(parsed))
 
 
 EXTENSION = RecordingExtension()

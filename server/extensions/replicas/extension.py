@@ -4,17 +4,11 @@ import argparse
 
 from engine.config import Config, SeveralModels
 from engine.types.errors import ConfigError
-from server.arguments import count
 from server.run.extension import Extension, Serving
 
 
 class ReplicasExtension(Extension):
     """Several engines of one model behind one router."""
-
-    def add_serve_arguments(self, serve: argparse.ArgumentParser) -> None:
-        serve.add_argument("--replicas", type=count, metavar="N", help="serve N engines behind one router")
-        on = "what runs the replicas: Ray, on all machines of its cluster (default: ray)"
-        serve.add_argument("--on", choices=["ray"], help=on)
 
     def serving(self, parsed: argparse.Namespace, config: Config | SeveralModels) -> Serving | None:
         if parsed.replicas is None and parsed.on is None:

@@ -1,0 +1,12 @@
+"""The arguments of ``callboard serve`` for replicas."""
+
+import argparse
+
+from server.arguments import count
+
+
+def add_serve_arguments(serve: argparse.ArgumentParser) -> None:
+    """Add them."""
+    serve.add_argument("--replicas", type=count, metavar="N", help="serve N engines behind one router")
+    on = "what runs the replicas: Ray, on all machines of its cluster (default: ray)"
+    serve.add_argument("--on", choices=["ray"], help=on)
