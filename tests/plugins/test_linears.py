@@ -175,7 +175,7 @@ def test_float16_gives_the_same_bits_through_both_doors(rows: int) -> None:
 @needs_avx2
 @pytest.mark.parametrize("cut_by", [0, 3])
 def test_float16_pads_rows_where_blocks_of_few_give_other_bits(cut_by: int) -> None:
-    """cut_by: last rows of a number that is no multiple of six, which get other bits: as with AVX2, or 0 for none.
+    """Rows are padded where the last ones of a number that is no multiple of six, ``cut_by`` of them, get other bits.
 
     It relies on FBGEMM, whose blocks of six rows have the same bits wherever they are."""
     pack, product = fbgemm_fp16.direct()
@@ -185,7 +185,7 @@ def test_float16_pads_rows_where_blocks_of_few_give_other_bits(cut_by: int) -> N
         return torch.cat((y[:-cut_by], y[-cut_by:] + 1e-6)) if cut_by and len(x) % 6 else y
 
     step = fbgemm_fp16.invariant_rows((pack, with_other_bits))
-    assert step == 6 if cut_by else step in (1, 6), "FBGEMM chooses by the CPU, whatever torch is told to use"
+    assert step == 6 if cut_by else step in (1, 6), "FBGEMM chooses by the CPU, whatever torch is set to use"
     weight, x = torch.randn(48, 32, generator=torch.Generator().manual_seed(1)), torch.eye(32)
     padded = fbgemm_fp16.HalfWeight(weight, (pack, with_other_bits), step)
     assert torch.equal(padded(x[:7], None), padded(x, None)[:7])

@@ -1,6 +1,6 @@
 """The sanitizers of the C compiler: their libraries, their flags, and the kernels compiled with both.
 
-Owns: what a process needs before it starts, and what the compiler is told.  Does not know: which calls are made.
+Owns: what a process needs before it starts, and the flags of the compiler.  Does not know: which calls are made.
 """
 
 import ctypes
@@ -36,7 +36,7 @@ OPTIONS = {
 
 @cache
 def missing() -> str:
-    """What this machine lacks; empty where kernels can be compiled with sanitizers and called."""
+    """The tool that this machine lacks; empty where kernels can be compiled with sanitizers and called."""
     compiler = c_compiler()
     if not compiler:
         return "there is no C compiler"
@@ -53,7 +53,7 @@ def missing() -> str:
 
 
 def environment() -> dict[str, str]:
-    """What a process must start with, so that the kernels find their sanitizers."""
+    """The environment that a process must start with, so that the kernels find their sanitizers."""
     compiler = c_compiler()
     assert compiler, "there is no C compiler"
     return {"LD_PRELOAD": " ".join(_libraries(compiler)), **OPTIONS}
@@ -84,7 +84,7 @@ def compile_for(level: str) -> None:
     sources.SOURCES = {name: (*flags, *FLAGS) for name, flags in sources.SOURCES.items()}
     # A panel that ends with its memory: a read behind it is seen.
     panels.ALIGNMENT = 1
-    # What torch makes and nobody writes is NaN.
+    # What torch makes and no operation writes is NaN.
     torch.use_deterministic_algorithms(True)
 
 
