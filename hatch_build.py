@@ -38,7 +38,7 @@ class KernelsHook(BuildHookInterface):
             raise ValueError(f"there are no kernels for {machine}: CALLBOARD_MACHINE is one of x86_64, aarch64")
         self._made, glibc = tempfile.TemporaryDirectory(), OLDEST_GLIBC
         for level in levels:
-            library = made(compiler, (*level.flags, *OPENMP))
+            library = made(compiler, (*level.flags, *OPENMP), limit_s=None)
             glibc = max(glibc, *(int(minor) for minor in SYMBOL.findall(library)))
             path = Path(self._made.name) / f"{level.name}.so"
             path.write_bytes(library)

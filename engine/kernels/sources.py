@@ -33,21 +33,25 @@ def texts() -> list[bytes]:
     return [(FOLDER / name).read_bytes() for name in (*SOURCES, *HEADERS)]
 
 
-def made(compiler: Sequence[str], flags: Sequence[str]) -> bytes:
-    """Compile the sources and return the library's bytes.  Raises OSError, SubprocessError."""
+def made(compiler: Sequence[str], flags: Sequence[str], limit_s: float | None = COMPILE_S) -> bytes:
+    """Compile the sources and return the library's bytes.  limit_s: for one source.
+
+    Raises OSError, SubprocessError."""
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         library = Path(folder) / "kernels.so"
         objects = [f"{folder}/{name}.o" for name in SOURCES]
         with ThreadPoolExecutor() as compilers:
             running = [
-                compilers.submit(_run, *compiler, *FLAGS, *flags, *own, "-c", str(FOLDER / name), "-o", made_of)
+                compilers.submit(
+                    _run, limit_s, *compiler, *FLAGS, *flags, *own, "-c", str(FOLDER / name), "-o", made_of
+                )
                 for (name, own), made_of in zip(SOURCES.items(), objects, strict=True)
             ]
             for one in running:
                 one.result()
-        _run(*compiler, "-shared", "-s", *objects, "-o", str(library), "-lm")
+        _run(limit_s, *compiler, "-shared", "-s", *objects, "-o", str(library), "-lm")
         return library.read_bytes()
 
 
-def _run(*command: str) -> None:
-    subprocess.run(command, check=True, capture_output=True, timeout=COMPILE_S)
+def _run(limit_s: float | None, *command: str) -> None:
+    subprocess.run(command, check=True, capture_output=True, timeout=limit_s)
