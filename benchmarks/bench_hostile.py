@@ -32,6 +32,8 @@ from machine import keep, new_parser
 from rich.console import Console
 from rich.table import Table
 
+from server.local_token import read_token
+
 ROOT = Path(__file__).parents[1]
 LIMIT = 2.0  # p99 beside the hostile ones, as a multiple of alone
 KEYS = {name: f"sk-{name}-{'0' * 24}" for name in ("good", "first", "second", "operator")}
@@ -67,7 +69,7 @@ ODD_PATHS = ("/x/../v1/completions", "/v1/./completions", "//v1/completions", "/
 AT_ONCE = 32
 HOLD_S = 0.5
 ALONE_S, BESIDE_S = 2.0, 6.0  # of a turn
-SETTLE_S = 0.5  # until what the hostile clients have begun is over
+SETTLED_LOOKS, LOOK_EVERY_S = 5, 0.1  # so often in a row nothing may run until the good client counts as alone
 PATIENCE_S = 60.0
 # Of a thousand requests.  The costly ones are few, and far more than one of them is under way at any time.
 KINDS = {
@@ -284,7 +286,7 @@ def measure(mode: str, num_requests: int) -> dict[str, Any]:
             while crowd.poll() is None:
                 differing += beside.stream_for(BESIDE_S, texts, crowd)
                 crowd.send_signal(signal.SIGSTOP)
-                time.sleep(SETTLE_S)
+                settle(port, keyed)
                 differing += alone.stream_for(ALONE_S, texts, crowd)
                 crowd.send_signal(signal.SIGCONT)
             took_s, counts = time.monotonic() - started, json.loads(crowd.communicate()[0])
@@ -302,6 +304,18 @@ def measure(mode: str, num_requests: int) -> dict[str, Any]:
         finally:
             server.terminate()
             server.wait(60)
+
+
+def settle(port: int, keyed: bool) -> None:
+    """Wait until all that the hostile clients have begun is over, in the background too."""
+    headers = {"Authorization": f"Bearer {KEYS['operator'] if keyed else read_token()}"}
+    until, idle = time.monotonic() + PATIENCE_S, 0
+    while idle < SETTLED_LOOKS and time.monotonic() < until:
+        time.sleep(LOOK_EVERY_S)
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE_S)
+        connection.request("GET", "/stats", headers=headers)
+        idle = 0 if json.load(connection.getresponse())["requests"]["open"] else idle + 1
+        connection.close()
 
 
 def held(port: int) -> bool:

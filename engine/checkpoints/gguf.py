@@ -40,6 +40,7 @@ log = logging.getLogger(__name__)
 LINK = "model.gguf"
 SUFFIX = ".gguf"
 TABLE = "gguf_tensors.json"
+SIGMOID = 2  # value of expert_gating_func
 UNFOLDING = 6  # part of the directory's name: raise it when its content changes
 STORED_FORMATS = "stored_formats"  # field of config.json: types of matrices in blocks, by ggml's names
 FLOATS = {"F64", "F32", "F16", "BF16"}
@@ -145,7 +146,7 @@ def _named(
 
 
 def _experts(path: Path, stack: GGUFTensor) -> list[GGUFTensor]:
-    """Return the matrix or the bias of each expert of a stack."""
+    """Return the matrix or the bias of each expert, or head, of a stack."""
     if len(stack.shape) != (2 if stack.name.endswith(".bias") else 3):
         raise WeightsError(f"{path}: tensor {stack.name!r} has shape {list(stack.shape)}, expected a matrix per expert")
     num_bytes = stack.num_bytes // stack.shape[0]
@@ -165,6 +166,7 @@ def _family(path: Path, header: GGUFHeader) -> tuple[str, GGUFFamily]:
         raise WeightsError(f"{path}: general.architecture is {name!r}, expected one of {expected}")
     experts, window = (header.value(f"{name}.{key}") for key in ("expert_count", "attention.sliding_window"))
     kinds = {"with experts": experts, "with 128 experts": experts == 128, "with a window": window}
+    kinds["with sigmoids"] = header.value(f"{name}.expert_gating_func") == SIGMOID
     others = [FAMILIES[f"{name} {words}"] for words, there in kinds.items() if there and f"{name} {words}" in FAMILIES]
     family = others[0] if others else FAMILIES[name]
     if experts and "expert_count" not in family.fields:
@@ -194,6 +196,8 @@ def _config(paths: Sequence[Path], header: GGUFHeader) -> dict[str, Any]:
     config["attention_bias"] = f"model.layers.0.self_attn.{family.bias}.bias" in tensors
     if family.optional_norms:
         config["use_qk_norm"] = "model.layers.0.self_attn.q_norm.weight" in tensors
+    if "model.layers.0.self_attn.k_b_proj.0.weight" in tensors:
+        config["split_kv_b_proj"] = True
     config |= _layers(prefix, header, config)
     window = value(f"{prefix}.attention.sliding_window")
     if window is not None and "attention.sliding_window" not in family.fields:

@@ -89,6 +89,15 @@ def _experts(part: str, gate: str, up: str, down: str, router: str = "gate") -> 
 
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 COUNTS = {"expert_used_count": "num_experts_per_tok"}
+ROUTED = {
+    "expert_count": "n_routed_experts",
+    "expert_shared_count": "n_shared_experts",
+    "expert_feed_forward_length": "moe_intermediate_size",
+    "expert_weights_scale": "routed_scaling_factor",
+    "expert_weights_norm": "norm_topk_prob",
+    "leading_dense_block_count": "first_k_dense_replace",
+    **COUNTS,
+}
 LOCAL = {"expert_count": "num_local_experts", **COUNTS}
 
 
@@ -109,6 +118,39 @@ def _llama4(**settings: Any) -> GGUFFamily:
             **LOCAL,
         },
         settings={"experts_in_stacks": False, **settings},
+    )
+
+
+def _deepseek(version: int, **settings: Any) -> GGUFFamily:
+    return GGUFFamily(
+        architecture=f"DeepseekV{version}ForCausalLM",
+        model_type=f"deepseek_v{version}",
+        names={
+            "attn_q_a": "self_attn.q_a_proj",
+            "attn_q_b": "self_attn.q_b_proj",
+            "attn_q_a_norm": "self_attn.q_a_layernorm",
+            "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
+            "attn_kv_a_norm": "self_attn.kv_a_layernorm",
+            "attn_kv_b": "self_attn.kv_b_proj",
+            "attn_k_b": "self_attn.k_b_proj.#",
+            "attn_v_b": "self_attn.v_b_proj.#",
+            "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
+            **_experts("mlp", *PROJECTIONS),
+            **SHARED,
+        },
+        fields={
+            "attention.head_count_kv": "num_latents",  # 1; config.json has the number of heads made from them
+            "attention.kv_lora_rank": "kv_lora_rank",
+            "attention.q_lora_rank": "q_lora_rank",
+            "attention.key_length_mla": "qk_head_dim",
+            "attention.value_length_mla": "v_head_dim",
+            "rope.dimension_count": "qk_rope_head_dim",
+            "expert_group_count": "n_group",
+            "expert_group_used_count": "topk_group",
+            **ROUTED,
+        },
+        settings={"q_lora_rank": None, **settings},
+        log_scale=10.0,
     )
 
 
@@ -140,6 +182,8 @@ FAMILIES: Final[Mapping[str, GGUFFamily]] = {
         fields={OTHER_EPS: "layer_norm_eps", "logit_scale": "logit_scale"},
         optional_norms=True,
     ),
+    "deepseek2": _deepseek(2, topk_method="group_limited_greedy", n_group=1, topk_group=1),
+    "deepseek2 with sigmoids": _deepseek(3),
     "ernie4_5": GGUFFamily(architecture="Ernie4_5ForCausalLM", model_type="ernie4_5"),
     "exaone4": GGUFFamily(
         architecture="Exaone4ForCausalLM",
@@ -173,15 +217,7 @@ FAMILIES: Final[Mapping[str, GGUFFamily]] = {
             **_experts("mlp", *PROJECTIONS),
             **SHARED,
         },
-        fields={
-            "expert_count": "n_routed_experts",
-            "expert_shared_count": "n_shared_experts",
-            "expert_feed_forward_length": "moe_intermediate_size",
-            "expert_weights_scale": "routed_scaling_factor",
-            "expert_weights_norm": "norm_topk_prob",
-            "leading_dense_block_count": "first_k_dense_replace",
-            **COUNTS,
-        },
+        fields=ROUTED,
         partial=True,
         optional_norms=True,
         bias="q_proj",

@@ -163,6 +163,7 @@ class LatentAttentionShape(PartShape, frozen=True, kw_only=True):
     plain_size: of the other part of a head's query.  value_size: of a head's value.
     query_rank: size of compressed queries; 0 for none.  scale: factor of the scores.
     bias: whether the products from the model's width and the output have biases.
+    split: whether each head's map of latents is two tensors, to keys [latent_size, plain_size] and to values.
     """
 
     built_by: ClassVar[str] = "engine.layers.latent_attention:LatentAttention"
@@ -176,6 +177,7 @@ class LatentAttentionShape(PartShape, frozen=True, kw_only=True):
     eps: float
     query_rank: int = 0
     bias: bool = False
+    split: bool = False
     name: str = "self_attn"
     window: ClassVar[int] = 0
     chunked: ClassVar[bool] = False

@@ -22,7 +22,7 @@ from engine.layers.linear import ColumnLinear, RowLinear
 from engine.layers.norm import RMSNorm
 from engine.layers.rotary import Rotary
 from engine.layers.step import StepTensors
-from engine.layers.weights import WeightSlice, joined, parameter, share
+from engine.layers.weights import WeightSlice, joined, not_here, parameter, share, whole
 
 LATENT = "kv_a_proj_with_mqa"
 
@@ -90,14 +90,26 @@ class LatentAttention:
 
     def slices(self, prefix: str) -> Iterator[WeightSlice]:
         """Yield the slices of the checkpoint that this part reads."""
-        name, rank = joined(prefix, self.shape.name), self.comm.rank
+        name = joined(prefix, self.shape.name)
         yield from self.inward.slices(name)
         if self.query_norm is not None:
             yield from self.query_norm.slices(name)
         yield from self.query.slices(name)
         yield from self.latent_norm.slices(name)
+        yield from self._expanding(name)
+        yield from self.output_linear.slices(f"{name}.o_proj")
+
+    def _expanding(self, name: str) -> Iterator[WeightSlice]:
+        rank = self.comm.rank
+        if self.shape.split:
+            for head in range(self.shape.num_heads):
+                mine = head - rank * self.num_queries
+                both_EC = self.expand_QEC[mine if 0 <= mine < self.num_queries else 0]
+                kinds = {"k": both_EC[: self.shape.plain_size].t(), "v": both_EC[self.shape.plain_size :]}
+                parts = (whole(f"{name}.{kind}_b_proj.{head}.weight", one) for kind, one in kinds.items())
+                yield from parts if 0 <= mine < self.num_queries else not_here(parts)
+            return
         expand_OC = self.expand_QEC.flatten(0, 1)
         rows, columns = expand_OC.shape
         total = (rows * self.comm.size, columns)
         yield WeightSlice(f"{name}.kv_b_proj.weight", total, 0, rank * rows, rows, expand_OC)
-        yield from self.output_linear.slices(f"{name}.o_proj")

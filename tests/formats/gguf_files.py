@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
 gguf = pytest.importorskip("gguf", reason="pip install 'callboard[gguf]'")
+from gguf.quants import dequantize, quantize  # noqa: E402
 
 Array = np.ndarray[Any, Any]
 KEYS = {
@@ -33,8 +34,10 @@ EXPERT = re.compile(r"\.experts\.(\d+)\.(\w+)$")
 STACK = re.compile(r"\.experts\.(gate_up_proj|down_proj)(_bias)?$")
 
 
-def write(path: Path, model: PreTrainedModel, architecture: str, keys: dict[str, str]) -> None:
-    """Write it.  keys: metadata below the architecture's name that other families lack, by names in config.json."""
+def write(path: Path, model: PreTrainedModel, architecture: str, keys: dict[str, str], experts: str = "F32") -> None:
+    """Write it.  keys: metadata below the architecture's name that other families lack, by names in config.json.
+
+    experts: type of the stacks of experts, whose numbers must not change by it."""
     config, kind = model.config, {name: one for one, name in gguf.MODEL_ARCH_NAMES.items()}[architecture]
     names = gguf.get_tensor_name_map(kind, config.num_hidden_layers)
     writer = gguf.GGUFWriter(path, architecture)
@@ -44,6 +47,8 @@ def write(path: Path, model: PreTrainedModel, architecture: str, keys: dict[str,
     model.save_pretrained(path.parent / "saved")
     saved = load_file(path.parent / "saved" / "model.safetensors")
     arrays = {name: tensor.float().numpy() for name, tensor in saved.items()}
+    if architecture == "deepseek2":
+        arrays = _split(arrays, config)
     if architecture == "apertus":
         arrays = _numbers_as_settings(writer, arrays)
     for name, array in _stacked(_separated(arrays)).items():
@@ -55,7 +60,9 @@ def write(path: Path, model: PreTrainedModel, architecture: str, keys: dict[str,
             array = array + 1
         short = names.get_name(stem)
         assert short is not None, f"the package has no name for {name}"
-        writer.add_tensor(f"{short}.{end}", array)
+        kind = gguf.GGMLQuantizationType[experts if short.endswith("_exps") and end == "weight" else "F32"]
+        data = array if kind.name == "F32" else quantize(array, kind)
+        writer.add_tensor(f"{short}.{end}", data, raw_dtype=kind)
     if config.rope_parameters.get("rope_type") == "llama3":
         writer.add_tensor("rope_freqs.weight", _divisors(config))
     for side in ("short", "long"):
@@ -65,6 +72,12 @@ def write(path: Path, model: PreTrainedModel, architecture: str, keys: dict[str,
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def rounded(array: Array, kind: str) -> Array:
+    """The numbers that the rows of an array become in blocks."""
+    stored = gguf.GGMLQuantizationType[kind]
+    return dequantize(quantize(array, stored), stored).astype(np.float32).reshape(array.shape)
 
 
 def reordered(array: Array, heads: int) -> Array:
@@ -100,6 +113,9 @@ def _facts(model: PreTrainedModel, architecture: str, keys: dict[str, str]) -> d
     if rotary.get("alpha"):
         theta *= rotary["alpha"] ** (size / (size - 2))
     facts["rope.freq_base"] = theta
+    if architecture == "deepseek2":
+        facts |= _latents(config)
+        facts["expert_gating_func"] = 2 if config.model_type == "deepseek_v3" else 1
     if architecture in TURNED:
         facts["rope.dimension_count"] = int(size * rotary.get("partial_rotary_factor", TURNED[architecture]))
     if architecture in PATTERNED and getattr(config, "sliding_window", None):
@@ -116,6 +132,35 @@ def _facts(model: PreTrainedModel, architecture: str, keys: dict[str, str]) -> d
         factor = (1 + np.log(stretch) / np.log(config.original_max_position_embeddings)) ** 0.5
         facts["rope.scaling.attn_factor"] = float(factor)
     return facts
+
+
+def _latents(config: Any) -> dict[str, Any]:
+    """The sizes of attention over latents, which the converter gives as one head of keys."""
+    return {
+        "attention.head_count_kv": 1,
+        "attention.key_length": config.kv_lora_rank + config.qk_rope_head_dim,
+        "attention.value_length": config.kv_lora_rank,
+        "attention.key_length_mla": config.qk_nope_head_dim + config.qk_rope_head_dim,
+        "attention.value_length_mla": config.v_head_dim,
+        "attention.kv_lora_rank": config.kv_lora_rank,
+        "rope.dimension_count": config.qk_rope_head_dim,
+        "rope.scaling.yarn_log_multiplier": 0.1 * config.rope_parameters["mscale_all_dim"],
+        **({"attention.q_lora_rank": config.q_lora_rank} if config.q_lora_rank else {}),
+    }
+
+
+def _split(arrays: dict[str, Array], config: Any) -> dict[str, Array]:
+    """Return the maps of latents as a stack of heads to keys, turned, and one to values."""
+    parts: dict[str, Array] = {}
+    for name, array in arrays.items():
+        if "kv_b_proj" not in name:
+            parts[name] = array
+            continue
+        heads = array.reshape(config.num_attention_heads, -1, array.shape[1])
+        key, value = heads[:, : config.qk_nope_head_dim], heads[:, config.qk_nope_head_dim :]
+        parts[name.replace("kv_b_proj", "k_b_proj")] = np.ascontiguousarray(key.swapaxes(1, 2))
+        parts[name.replace("kv_b_proj", "v_b_proj")] = np.ascontiguousarray(value)
+    return parts
 
 
 def _numbers_as_settings(writer: Any, arrays: dict[str, Array]) -> dict[str, Array]:

@@ -1,22 +1,37 @@
 """A GGUF file of each family computes what the checkpoint does, with tensors named by llama.cpp's own package."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from engine.checkpoints.checkpoint import resolve_checkpoint
 from engine.checkpoints.gguf_families import FAMILIES
+from engine.plugins.families import read_model
+from engine.plugins.testing.steps import Driver
+from engine.plugins.testing.threads import on_ranks
 from engine.types.errors import WeightsError
-from tests.formats.gguf_files import KEYS, OTHER_EPS, write
-from tests.formats.test_quantized import assert_equal
-from tests.models.checkpoints import LATER, NOT_PLAIN, VARIANTS, build
+from tests.formats.gguf_files import KEYS, OTHER_EPS, rounded, write
+from tests.formats.test_quantized import PROMPT, assert_equal
+from tests.models.checkpoints import LATER, NOT_PLAIN, VARIANTS, build, reference_logits
+from tests.models.conftest import load
 
 gguf = pytest.importorskip("gguf", reason="pip install 'callboard[gguf]'")
 
 WINDOW = {"attention.sliding_window": "sliding_window"}
 EXPERTS = {"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"}
+ROUTED = {
+    "expert_count": "n_routed_experts",
+    "expert_used_count": "num_experts_per_tok",
+    "expert_shared_count": "n_shared_experts",
+    "expert_feed_forward_length": "moe_intermediate_size",
+    "expert_weights_scale": "routed_scaling_factor",
+    "leading_dense_block_count": "first_k_dense_replace",
+}
+GROUPED = {"expert_group_count": "n_group", "expert_group_used_count": "topk_group"}
 GRANITE = {
     "attention.scale": "attention_multiplier",
     "embedding_scale": "embedding_multiplier",
@@ -27,6 +42,8 @@ GRANITE = {
 FILES: dict[str, tuple[str, dict[str, str]]] = {
     "apertus": ("apertus", {}),
     "cohere-no-bias": ("command-r", {OTHER_EPS: "layer_norm_eps", "logit_scale": "logit_scale"}),
+    "deepseek-v2-even": ("deepseek2", ROUTED | GROUPED),
+    "deepseek-v3-even": ("deepseek2", ROUTED | GROUPED | {"expert_weights_norm": "norm_topk_prob"}),
     "ernie4-5-plain": ("ernie4_5", {}),
     "exaone4": ("exaone4", WINDOW),
     "exaone4-no-window": ("exaone4", {}),
@@ -40,18 +57,7 @@ FILES: dict[str, tuple[str, dict[str, str]]] = {
     ),
     "gemma3": ("gemma3", WINDOW),
     "glm4": ("glm4", {}),
-    "glm4-moe": (
-        "glm4moe",
-        {
-            "expert_count": "n_routed_experts",
-            "expert_used_count": "num_experts_per_tok",
-            "expert_shared_count": "n_shared_experts",
-            "expert_feed_forward_length": "moe_intermediate_size",
-            "expert_weights_scale": "routed_scaling_factor",
-            "expert_weights_norm": "norm_topk_prob",
-            "leading_dense_block_count": "first_k_dense_replace",
-        },
-    ),
+    "glm4-moe": ("glm4moe", ROUTED | {"expert_weights_norm": "norm_topk_prob"}),
     "gpt-oss": ("gpt-oss", {**WINDOW, **EXPERTS}),
     "granite": ("granite", GRANITE),
     "granite4-dense": ("granite", GRANITE | {"feed_forward_length": "shared_intermediate_size"}),
@@ -99,6 +105,10 @@ def variants(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(VARIANTS, "qwen3-moe-all", ("Qwen3Moe", experts))
     monkeypatch.setitem(VARIANTS, "smollm3-four", ("SmolLM3", {"num_hidden_layers": 4}))
     monkeypatch.setitem(VARIANTS, "cohere-no-bias", ("Cohere", {"logit_scale": 0.5, "use_qk_norm": False}))
+    for variant in ("deepseek-v2", "deepseek-v3"):
+        stem, changes = NOT_PLAIN[variant]
+        even = {"rope_parameters": changes["rope_parameters"] | {"mscale": 0.8}}
+        monkeypatch.setitem(VARIANTS, f"{variant}-even", (stem, changes | even))
     monkeypatch.setitem(VARIANTS, "nemotron-plain", ("Nemotron", {"head_dim": 16}))
     llama4 = {"no_rope_layers": None, "floor_scale": 8192, "attn_scale": 0.1, "attention_chunk_size": 8192}
     llama4 |= {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
@@ -118,8 +128,37 @@ def test_a_file_computes_what_the_checkpoint_does(variant: str, tmp_path: Path) 
     assert_equal(resolve_checkpoint(str(tmp_path / "tiny.gguf"), ""), reference)
 
 
+@pytest.mark.parametrize("kind", ["MXFP4", "Q8_0"])
+def test_gpt_oss_is_read_with_its_experts_in_blocks(kind: str, tmp_path: Path) -> None:
+    """The files that are downloaded most have MXFP4 for the experts and floats for the rest."""
+    reference = build("gpt-oss")
+    with torch.no_grad():
+        for name, stack_EIO in reference.named_parameters():
+            if name.endswith(("gate_up_proj", "down_proj")):
+                rows = np.ascontiguousarray(stack_EIO.mT.numpy())
+                stack_EIO.copy_(torch.from_numpy(rounded(rows, kind)).mT)
+    write(tmp_path / "tiny.gguf", reference, *FILES["gpt-oss"], experts=kind)
+    directory = resolve_checkpoint(str(tmp_path / "tiny.gguf"), "")
+    assert json.loads((directory / "config.json").read_text())["stored_formats"] == [kind]
+    assert_equal(directory, reference)
+
+
+@pytest.mark.parametrize("variant", ["deepseek-v2-even", "gpt-oss", "llama4-plain"])
+def test_ranks_read_their_parts_of_stacks(variant: str, tmp_path: Path) -> None:
+    reference = build(variant)
+    write(tmp_path / "tiny.gguf", reference, *FILES[variant])
+    spec = read_model(resolve_checkpoint(str(tmp_path / "tiny.gguf"), ""))
+    expected = reference_logits(reference, PROMPT)
+    for logits in on_ranks(2, lambda comm: Driver(load(spec, comm=comm)).step({"a": PROMPT})["a"]):
+        torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+
+
 def test_every_family_is_checked() -> None:
-    others = {"mixtral": "llama with experts", "olmo3": "olmo2 with a window"}
+    others = {
+        "mixtral": "llama with experts",
+        "olmo3": "olmo2 with a window",
+        "deepseek-v3-even": "deepseek2 with sigmoids",
+    }
     here = {others.get(variant, name) for variant, (name, _) in FILES.items()}
     assert here | {"llama", "llama4 with 128 experts", "mistral", "qwen2", "qwen3"} == set(FAMILIES)
 

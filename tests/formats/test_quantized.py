@@ -31,6 +31,7 @@ from tests.formats.stored import (
 from tests.models.conftest import load
 
 BLOCKS = FP8 | {"weight_block_size": [24, 40]}
+STATIC = FP8 | {"activation_scheme": "static", "weight_block_size": None}
 PROMPT = [5, 17, 200, 3, 99, 41, 7]
 
 
@@ -81,6 +82,22 @@ def test_deepseek_v3_and_kimi_k2_are_read_as_they_are_published(
     tensors = load_file(directory / "model.safetensors")
     further = {f"model.layers.3.{name}.weight": torch.zeros(4) for name in ("enorm", "eh_proj", "shared_head.norm")}
     save_file(tensors | further, directory / "model.safetensors")
+    assert_equal(directory, reference)
+
+
+@pytest.mark.parametrize(
+    ("variant", "store", "config", "skip"),
+    [
+        ("minimax-m2", float8((24, 40), "weight_scale_inv"), BLOCKS | {"activation_scheme": "dynamic"}, "gate."),
+        ("ministral3", float8((0, 0), "weight_scale_inv"), STATIC, "lm_head"),
+        ("hunyuan", packed(), compressed("pack-quantized", **INT4), "lm_head"),
+        ("mistral-no-window", awq, AWQ, "lm_head"),
+    ],
+)
+def test_families_are_read_in_the_formats_of_their_files(
+    variant: str, store: Store, config: dict, skip: str, tmp_path: Path
+) -> None:
+    directory, reference = write(tmp_path, store, config, variant=variant, skip=skip)
     assert_equal(directory, reference)
 
 

@@ -57,7 +57,8 @@ def read_latent_sizes(fields: Fields) -> Sizes:
 
 def read_latent_attention(fields: Fields, sizes: Sizes, *, query_rank: int, interleaved: bool) -> LatentAttentionShape:
     """Return the attention's shape.  query_rank: the default if config.json does not set it; a null means none."""
-    plain_size = fields.integer("qk_nope_head_dim", 128, maximum=MAX_HEADS)
+    both = fields.integer("qk_head_dim", 128 + sizes.head_size, minimum=sizes.head_size + 1, maximum=MAX_HEADS)
+    plain_size = fields.integer("qk_nope_head_dim", both - sizes.head_size, maximum=MAX_HEADS)
     rotary = msgspec.structs.replace(read_rotary(fields, sizes), size=sizes.head_size, interleaved=interleaved)
     # Applied twice: once for queries, once for keys.
     scaling = fields.section("rope_scaling" if fields.table.get("rope_scaling") else "rope_parameters")
@@ -74,6 +75,7 @@ def read_latent_attention(fields: Fields, sizes: Sizes, *, query_rank: int, inte
         eps=LATENT_EPS,
         query_rank=0 if fields.is_null("q_lora_rank") else fields.integer("q_lora_rank", query_rank, maximum=MAX_WIDTH),
         bias=fields.flag("attention_bias", False),
+        split=fields.flag("split_kv_b_proj", False),
     )
 
 
