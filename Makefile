@@ -16,7 +16,7 @@ TORCH_INDEX ?= $(if $(filter Linux,$(shell uname -s)),$(if $(shell command -v nv
 PIP := $(BIN)/pip --disable-pip-version-check
 PIP_INSTALL := $(PIP) install --constraint constraints.txt
 
-.PHONY: hashes sbom serve test slow real machines check reliability sanitize kernels fuzz signatures newest conformance simulate snippets docs format demo-model clean
+.PHONY: hashes sbom wheel serve test slow real machines check reliability sanitize kernels fuzz signatures newest conformance simulate snippets docs format demo-model clean
 
 serve: $(SERVES)  ## install what serving needs, then serve the demo model on 127.0.0.1:8000; CONFIG=FILE.toml ARGS="--port 8001"
 	$(BIN)/callboard serve $(CONFIG) $(ARGS)
@@ -52,7 +52,7 @@ reliability: $(STAMP)  ## the tests of docs/reliability.md alone, one by one, wi
 sanitize: $(STAMP)  ## random calls of the kernels in C under ASan and UBSan, for two minutes; ARGS="--seconds 3600 --seed 7"
 	$(BIN)/python -m tests.sanitized $(ARGS)
 
-kernels: $(STAMP)  ## the kernels in C for CPUs that this machine is not: a cross compiler and qemu-user for ARM, plain C for AVX-VNNI and AVX512_BF16
+kernels: $(STAMP)  ## the kernels in C for CPUs that this machine is not: a cross compiler and qemu-user for ARM, plain C for AVX-VNNI, AVX512_BF16 and AMX
 	$(BIN)/python -m pytest -rs tests/kernels/test_levels.py tests/kernels/test_driver.py
 
 fuzz: $(STAMP)  ## foreign bytes that are made to reach new code, against all that reads them; SECONDS=600 ARGS="--only uploads"
@@ -80,6 +80,13 @@ simulate: $(STAMP)  ## run the deterministic simulation until SEEDS seeds counte
 
 snippets: $(STAMP)  ## run the commands and programs of README and the quick start, and compare what they print
 	$(BIN)/python -m tests.snippets
+
+WHEEL := HATCH_BUILD_HOOK_ENABLE_CUSTOM=true $(BIN)/python -m hatchling build --target wheel --directory dist
+CROSS := aarch64-linux-gnu-gcc
+wheel: $(SERVES)  ## wheels in dist/ with the kernels compiled for each kind of CPU: of this machine, and of ARM with a cross compiler
+	$(WHEEL)
+	@if command -v $(CROSS) >/dev/null; then CC=$(CROSS) CALLBOARD_MACHINE=aarch64 $(WHEEL); \
+	else echo "wheel: no $(CROSS), so there is none for ARM (apt-get install gcc-aarch64-linux-gnu)"; fi
 
 docs: $(SERVES)  ## build the documentation as a site in site/, with links checked
 	@$(PIP) install --quiet --upgrade --no-compile --target $(VENV)/docs "mkdocs-material>=9.6,<10" "mkdocs<2"

@@ -67,7 +67,7 @@ def find(name: str) -> Any:
 
 
 def described(function: Any, name: str) -> str:
-    """What torch says of a function that Python knows no signature of."""
+    """The signature that torch has of a function of which Python knows none."""
     operator = torch.ops.aten._foreach_copy_ if name == "torch._foreach_copy_" else function
     return str(operator.default._schema) if hasattr(operator, "overloads") else operator.__doc__
 

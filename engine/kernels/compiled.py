@@ -1,6 +1,6 @@
-"""The C sources of this folder, compiled once for this kind of CPU.
+"""The library of the C sources of this folder for this kind of CPU: from the wheel, or compiled once.
 
-Owns: the compiler, its flags, the cached file.  Does not know: what the functions compute.
+Owns: the choice, the cached file.  Does not know: what the functions compute.
 """
 
 import ctypes
@@ -12,74 +12,76 @@ import platform
 import shlex
 import subprocess
 import tempfile
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from pathlib import Path
 
 import torch
 
 from engine.host.cache_folder import cache_folder, replace_file
-from engine.kernels.levels import levels_here
-from engine.settings.own_kernels import VARIABLE, c_compiler
+from engine.kernels import sources
+from engine.kernels.levels import Level, levels_here
+from engine.settings.own_kernels import BUILT, VARIABLE, c_compiler
 
 log = logging.getLogger(__name__)
 
-FOLDER = Path(__file__).parent
-# Without -ffinite-math: NaN and infinity must survive, so that a failed row is noticed.
-FLAGS = ("-O3", "-fPIC", "-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros")
-# Sums in cpu.c may be reordered.  The other sources fix the order of their sums, draw.c to the bit.  The tiles of
-# products.c and blocks.c spell out what -O3 would find, in a third of its time.
-SOURCES = {
-    "cpu.c": ("-fassociative-math",),
-    "attention.c": (),
-    "products.c": ("-O2",),
-    "blocks.c": ("-O2",),
-    "decodes.c": (),
-    "draw.c": ("-ffp-contract=off",),
-}
-HEADERS = ("cpu.h", "vectors.h")
-COMPILE_S = 180.0
-# Threads come from torch's OpenMP, which every library of the process finds, so it is not linked again.  A compiler
-# without OpenMP, or with another one than torch, makes functions of one thread.
-THREADS = (("-fopenmp",), ())
+# A compiler without OpenMP, or with another one than torch, makes functions of one thread.
+THREADS = (sources.OPENMP, ())
 
 
 @functools.cache
 def compiled() -> ctypes.CDLL | None:
-    """Return the library, compiled at the first start on this CPU; None, so that torch computes, if that fails.
+    """Return the library: the wheel's for this CPU, or compiled at the first start; None, so that torch computes, if
+    there is neither.
 
     Also None if the environment variable CALLBOARD_KERNELS is torch or triton."""
+    if os.environ.get(VARIABLE):
+        return None
+    levels = levels_here(torch.backends.cpu.get_cpu_capability())
+    if (library := _built(levels)) is not None:
+        return library
     compiler = c_compiler()
     if not compiler:
-        if os.environ.get(VARIABLE):
-            return None
         if given := os.environ.get("CC"):
             log.warning("kernels: torch (CC=%r names no program here; correct it, or unset it to use cc)", given)
         else:
             log.info("kernels: torch (there is no C compiler; with one a small model's steps are shorter)")
         return None
+    names = ", ".join(sources.SOURCES)
     try:
-        library = _library(compiler)
+        library = _library(compiler, levels)
     except (OSError, subprocess.SubprocessError) as error:
-        log.warning("kernels: torch (%s cannot compile %s: %s)", shlex.join(compiler), ", ".join(SOURCES), error)
+        log.warning("kernels: torch (%s cannot compile %s: %s)", shlex.join(compiler), names, error)
         return None
-    log.info("kernels: %s, compiled by %s", ", ".join(SOURCES), shlex.join(compiler))
+    log.info("kernels: %s, compiled by %s", names, shlex.join(compiler))
     return library
 
 
-def _library(compiler: list[str]) -> ctypes.CDLL:
+def _built(levels: list[Level]) -> ctypes.CDLL | None:
+    """Return the wheel's library of the best level that it has; None if it has none that can be loaded here."""
+    for level in levels:
+        path = BUILT / f"{level.name}.so"
+        if path.is_file():
+            try:
+                library = ctypes.CDLL(str(path))
+            except OSError as error:  # this torch has another OpenMP, or this system another C library
+                log.warning("kernels: %s cannot be loaded here: %s", path, error)
+                return None
+            log.info("kernels: for %s, of the wheel", level.name)
+            return library
+    return None
+
+
+def _library(compiler: list[str], levels: list[Level]) -> ctypes.CDLL:
     """Return the compiled sources, from the user's cache if possible.  Raises OSError, SubprocessError."""
-    levels = levels_here(torch.backends.cpu.get_cpu_capability())
-    texts = [(FOLDER / name).read_bytes() for name in (*SOURCES, *HEADERS)]
-    what = (texts, compiler, FLAGS, THREADS, *SOURCES.values(), levels, platform.machine(), platform.system())
+    ways = (sources.FLAGS, THREADS, *sources.SOURCES.values(), [level.flags for level in levels])
+    what = (sources.texts(), compiler, *ways, platform.machine(), platform.system())
     folder, kind = cache_folder("kernels"), _digest(repr(what).encode())
     if folder is not None and (library := _kept(folder, kind)) is not None:
         return library
-    log.info("kernels: compiling %s, once on this machine", ", ".join(SOURCES))
+    log.info("kernels: compiling %s, once on this machine", ", ".join(sources.SOURCES))
     for level, threads in product(levels, THREADS):
         try:
-            return _loaded(_made(compiler, (*FLAGS, *level.flags, *threads)), folder, kind)
+            return _loaded(sources.made(compiler, (*level.flags, *threads)), folder, kind)
         except (OSError, subprocess.CalledProcessError) as error:
             if (level, threads) == (levels[-1], THREADS[-1]):
                 raise
@@ -110,7 +112,7 @@ def _loaded(made: bytes, folder: Path | None, kind: str) -> ctypes.CDLL:
             replace_file(kept, made)
             return ctypes.CDLL(str(kept))  # a folder for temporary files may forbid running code
         except OSError as error:
-            log.info("%s are compiled at each start: %s", ", ".join(SOURCES), error)
+            log.info("kernels: compiled at each start, as %s cannot be kept: %s", kept, error)
     with tempfile.NamedTemporaryFile(suffix=".so") as file:
         file.write(made)
         file.flush()
@@ -119,23 +121,3 @@ def _loaded(made: bytes, folder: Path | None, kind: str) -> ctypes.CDLL:
 
 def _digest(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()[:32]
-
-
-def _made(compiler: Sequence[str], flags: Sequence[str]) -> bytes:
-    """Compile the sources and return the library's bytes.  Raises OSError, SubprocessError."""
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as made_in:
-        made = Path(made_in) / "kernels.so"
-        objects = [f"{made_in}/{name}.o" for name in SOURCES]
-        with ThreadPoolExecutor() as compilers:
-            running = [
-                compilers.submit(_run, *compiler, *flags, *own, "-c", str(FOLDER / name), "-o", made_of)
-                for (name, own), made_of in zip(SOURCES.items(), objects, strict=True)
-            ]
-            for one in running:
-                one.result()
-        _run(*compiler, "-shared", *objects, "-o", str(made), "-lm")
-        return made.read_bytes()
-
-
-def _run(*command: str) -> None:
-    subprocess.run(command, check=True, capture_output=True, timeout=COMPILE_S)

@@ -28,9 +28,11 @@ CAPABILITIES = ("DEFAULT", "AVX2", "AVX512")
 ANY = Level("any", "", (), frozenset())
 V3, V4 = ("-march=x86-64-v3",), ("-march=x86-64-v4", "-mprefer-vector-width=512")
 VNNI = "-mavx512vnni"
+BF16 = (*V4, VNNI, "-mavx512bf16")
 AVX2 = frozenset({"avx2", "fma", "f16c", "bmi1", "bmi2"})
 AVX512 = AVX2 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
 DOTPROD = frozenset({"asimddp"})
+AMX = AVX512 | {"avx512_vnni", "avx512_bf16", "amx_tile", "amx_int8"}
 # Of one machine, a later one needs all that an earlier one needs, but for AVX-VNNI: it is for CPUs without AVX-512.
 LEVELS = (
     ANY,
@@ -38,7 +40,8 @@ LEVELS = (
     Level("avx_vnni", "x86_64", (*V3, "-mavxvnni"), AVX2 | {"avx_vnni"}, "AVX2"),
     Level("avx512", "x86_64", V4, AVX512, "AVX512"),
     Level("avx512_vnni", "x86_64", (*V4, VNNI), AVX512 | {"avx512_vnni"}, "AVX512"),
-    Level("avx512_bf16", "x86_64", (*V4, VNNI, "-mavx512bf16"), AVX512 | {"avx512_vnni", "avx512_bf16"}, "AVX512"),
+    Level("avx512_bf16", "x86_64", BF16, AVX512 | {"avx512_vnni", "avx512_bf16"}, "AVX512"),
+    Level("amx_int8", "x86_64", (*BF16, "-mamx-tile", "-mamx-int8"), AMX, "AVX512"),
     Level("neon_dotprod", "aarch64", ("-march=armv8.2-a+dotprod",), DOTPROD),
     Level("neon_i8mm", "aarch64", ("-march=armv8.2-a+dotprod+i8mm+bf16",), DOTPROD | {"i8mm", "bf16"}),
 )

@@ -13,6 +13,7 @@
 
 #include "cpu.h"
 #include "vectors.h"
+#include "tiles.h"
 
 /* UPPER_HALVES: bfloat16, the upper halves of floats.  PAIRS: the same of inputs 2i and 2i + 1, whose products are added
    at once; the input is rounded to bfloat16, too.  FINE_BYTES: as BYTES, with twice the bits of the input. */
@@ -212,6 +213,38 @@ INLINE void byte_tile(const Weight *is, const char *panel, int64_t size, Input i
         finish(sum + (m * N + n) * 2, bias ? bias + n * P : 0, y + m * is->O + n * P, width - n * P);
 }
 
+#if TILE_ROWS
+/* As byte_tile, with M up to TILE_ROWS and one panel.  Sums of integers are exact, so the bits are the same. */
+static void wide_byte_tile(const Weight *is, const char *panel, Input in, const float *bias, float *y, int64_t width,
+                           int64_t M) {
+    int64_t count = groups(is->I), parts = parts_of(is->kind);
+    Integers zero = all_integers(-zero_of(parts)), next = all_integers(1 << BITS);
+    Floats sum[TILE_ROWS][2];
+    for (int64_t m = 0; m < M; m++) sum[m][0] = sum[m][1] = all(0);
+    begin_tiles(M);
+    for (int64_t g = 0; g < count; g++, panel += GROUP_BYTES)
+        EACH(v, 2) {
+            Integers whole[TILE_ROWS];
+            for (int64_t part = 0; part < parts; part++) {
+                int32_t sums[TILE_ROWS * V];
+                tile_sums(in.bytes + (g * parts + part) * G, count * parts * G, panel + 4 * P + v * V * 4, P * 4, sums);
+                for (int64_t m = 0; m < M; m++) {
+                    Integers of_part = load_bytes(sums + m * V);
+                    whole[m] = part ? plus_integers(times_integers(whole[m], next), of_part) : of_part;
+                }
+            }
+            Floats scale = load_scales(panel + v * V * 2);
+            Integers extra = times_integers(zero, load_sums(panel + 2 * P + v * V * 2));
+            for (int64_t m = 0; m < M; m++) {
+                Floats of_row = times(scale, all(in.scales[m * count + g]));
+                sum[m][v] = fused(float_of(plus_integers(whole[m], extra)), of_row, sum[m][v]);
+            }
+        }
+    end_tiles();
+    for (int64_t m = 0; m < M; m++) finish(sum[m], bias, y + m * is->O, width);
+}
+#endif
+
 #define ARGUMENTS                                                                                             \
     const Weight *is, const char *panel, int64_t size, Input in, const float *bias, float *y, int64_t width
 #define TILE(M)                                                                                               \
@@ -300,7 +333,9 @@ int64_t product(const Weight *weight, const float *x_TI, int64_t x_step, const f
     }
     /* Rows form tiles of two sizes that differ by one; the larger size sets the number of panels at once.  Tiles form
        blocks that fit a core's cache together with those panels. */
-    int64_t most = bytes ? MOST_BYTE_ROWS : MOST_ROWS, tiles = (T + most - 1) / most;
+    int64_t most = bytes ? MOST_BYTE_ROWS : MOST_ROWS;
+    if (bytes && TILE_ROWS && T > most && tiles_allowed()) most = TILE_ROWS;
+    int64_t tiles = (T + most - 1) / most;
     int64_t rows = tiles ? (T - 1) / tiles + 1 : 0;
     int64_t step = bytes ? byte_panels_of(rows) : panels_of(rows);
     int64_t steps = steps_of(weight->kind, I), row_bytes = bytes ? padded : steps * (int64_t)sizeof(float);
@@ -330,8 +365,16 @@ int64_t product(const Weight *weight, const float *x_TI, int64_t x_step, const f
                     int64_t first = b * T / tiles, end = (b + 1) * T / tiles;
                     Input in = {block_x + (bytes ? 0 : (first - start) * steps), scales + first * groups(I),
                                 (uint8_t *)rounded + first * padded};
-                    of_kind[end - first](weight, (const char *)weight->panels + p * size, size, in,
-                                         bias_O ? bias_O + p * P : 0, y_TO + first * O + p * P, O - p * P);
+                    const char *panel = (const char *)weight->panels + p * size;
+                    const float *bias = bias_O ? bias_O + p * P : 0;
+                    float *y = y_TO + first * O + p * P;
+#if TILE_ROWS
+                    if (bytes && end - first > MOST_BYTE_ROWS) {
+                        wide_byte_tile(weight, panel, in, bias, y, O - p * P, end - first);
+                        continue;
+                    }
+#endif
+                    of_kind[end - first](weight, panel, size, in, bias, y, O - p * P);
                 }
         }
         free(block_x);

@@ -11,6 +11,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 VARIABLE = "CALLBOARD_KERNELS"
+# Of a wheel that was made for one kind of machine: a library for each kind of CPU.
+BUILT = Path(__file__).parents[1] / "kernels" / "built"
 
 
 def c_compiler() -> list[str]:
@@ -28,8 +30,9 @@ def c_compiler() -> list[str]:
 
 
 def kernels_here() -> str:
-    """Return 'torch' or 'triton' if the environment variable says so; else 'own', or 'torch' without a compiler."""
-    return os.environ.get(VARIABLE) or ("own" if c_compiler() else "torch")
+    """Return 'torch' or 'triton' if the environment variable says so; else 'own', or 'torch' if the wheel has no
+    libraries and there is no compiler."""
+    return os.environ.get(VARIABLE) or ("own" if BUILT.is_dir() or c_compiler() else "torch")
 
 
 def missing_for_triton() -> str:

@@ -46,3 +46,56 @@ static inline __m512 emulated_dpbf16(__m512 sum, __m512bh x, __m512bh w) {
     return to.all;
 }
 #endif
+
+#ifdef EMULATE_AMX
+#include <sys/syscall.h>
+#include <unistd.h>
+#define __AMX_INT8__ 1
+#undef _tile_loadconfig
+#undef _tile_zero
+#undef _tile_loadd
+#undef _tile_dpbusd
+#undef _tile_stored
+#undef _tile_release
+#define _tile_loadconfig(from) emulated_shapes(from)
+#define _tile_zero(to) __builtin_memset(emulated_tiles[to].bytes, 0, sizeof emulated_tiles[to].bytes)
+#define _tile_loadd(to, from, step) emulated_load(emulated_tiles + (to), from, step)
+#define _tile_dpbusd(to, x, w) emulated_tile_dot(emulated_tiles + (to), emulated_tiles + (x), emulated_tiles + (w))
+#define _tile_stored(from, to, step) emulated_store(emulated_tiles + (from), to, step)
+#define _tile_release() (void)(emulated_tiles[0].rows = 0)
+#define syscall(number, request, feature) ((request) != 0x1023 || (feature) != 18)
+typedef struct {
+    int rows, row_bytes;
+    union {
+        uint8_t bytes[16][64];
+        int32_t sums[16][16];
+    };
+} EmulatedTile;
+static _Thread_local EmulatedTile emulated_tiles[8]; /* without shapes a tile has no rows: it loads and stores nothing */
+
+static inline void emulated_shapes(const void *from) {
+    const uint8_t *shapes = from;
+    if (shapes[0] != 1) __builtin_trap();
+    for (int tile = 0; tile < 8; tile++) {
+        emulated_tiles[tile].row_bytes = shapes[16 + 2 * tile] + 256 * shapes[17 + 2 * tile];
+        emulated_tiles[tile].rows = shapes[48 + tile];
+        if (emulated_tiles[tile].rows > 16 || emulated_tiles[tile].row_bytes > 64) __builtin_trap();
+    }
+}
+static inline void emulated_load(EmulatedTile *to, const void *from, int64_t step) {
+    __builtin_memset(to->bytes, 0, sizeof to->bytes);
+    for (int row = 0; row < to->rows; row++)
+        __builtin_memcpy(to->bytes[row], (const char *)from + row * step, to->row_bytes);
+}
+static inline void emulated_store(EmulatedTile *from, void *to, int64_t step) {
+    for (int row = 0; row < from->rows; row++)
+        __builtin_memcpy((char *)to + row * step, from->bytes[row], from->row_bytes);
+}
+static inline void emulated_tile_dot(EmulatedTile *to, const EmulatedTile *x, const EmulatedTile *w) {
+    if (x->row_bytes != 4 * w->rows || to->rows != x->rows || to->row_bytes != w->row_bytes) __builtin_trap();
+    for (int m = 0; m < to->rows; m++)
+        for (int o = 0; o < to->row_bytes / 4; o++)
+            for (int i = 0; i < x->row_bytes; i++)
+                to->sums[m][o] += x->bytes[m][i] * (int8_t)w->bytes[i / 4][4 * o + i % 4];
+}
+#endif

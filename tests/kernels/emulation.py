@@ -6,7 +6,7 @@ Owns: what replaces an instruction.  Does not know: the compiler, what is called
 from dataclasses import replace
 from pathlib import Path
 
-from engine.kernels.levels import AVX2, AVX512, V3, V4, Level
+from engine.kernels.levels import AVX2, AVX512, V3, V4, VNNI, Level
 
 HEADER = Path(__file__).parent / "emulated.h"
 
@@ -15,6 +15,7 @@ HEADER = Path(__file__).parent / "emulated.h"
 INSTEAD = {
     "avx_vnni": ((*V3, "-DEMULATE_AVXVNNI"), AVX2),
     "avx512_bf16": ((*V4, "-DEMULATE_AVX512BF16"), AVX512),
+    "amx_int8": ((*V4, VNNI, "-DEMULATE_AMX"), AVX512 | {"avx512_vnni"}),
 }
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from engine.kernels.compiled import FLAGS, FOLDER
 from engine.kernels.levels import LEVELS, Level, levels_here
+from engine.kernels.sources import FLAGS, FOLDER
 from engine.settings.own_kernels import c_compiler
 from tests.kernels.emulation import emulated
 
@@ -22,7 +22,7 @@ NATIVE = next(one for one in LEVELS if one.name == "avx2")
 
 
 def printed(compiler: list[str], level: Level, folder: Path, runs: list[str]) -> str:
-    """What the driver prints when it is compiled for the level.  -O1 takes half of the time that -O2 does."""
+    """The output of the driver when it is compiled for the level.  -O1 takes half of the time that -O2 does."""
     made = folder / level.name
     sources = [DRIVER, *(FOLDER / name for name in CALLED)]
     flags = [*FLAGS, *level.flags, "-O1", "-I", FOLDER, "-static"]
@@ -34,7 +34,7 @@ def printed(compiler: list[str], level: Level, folder: Path, runs: list[str]) ->
 
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """What the driver prints on this machine."""
+    """The output of the driver on this machine."""
     if not c_compiler() or platform.machine() != "x86_64" or NATIVE not in levels_here(""):
         pytest.skip("there is no C compiler for an x86-64 with AVX2")
     return printed(c_compiler(), NATIVE, tmp_path_factory.mktemp("driver"), [])

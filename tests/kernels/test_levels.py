@@ -5,8 +5,8 @@ import subprocess
 
 import pytest
 
-from engine.kernels.compiled import FLAGS, FOLDER, SOURCES
 from engine.kernels.levels import LEVELS, levels_of
+from engine.kernels.sources import FLAGS, FOLDER, SOURCES
 from engine.settings.own_kernels import c_compiler
 
 HASWELL = "avx avx2 bmi1 bmi2 f16c fma"
@@ -17,6 +17,7 @@ CPUS = {
     "Alder Lake": (f"{HASWELL} avx_vnni", "AVX2", "avx_vnni"),
     "Skylake-X": (SKYLAKE_X, "AVX512", "avx512"),
     "Ice Lake": (f"{SKYLAKE_X} avx512_vnni", "AVX512", "avx512_vnni"),
+    "Sapphire Rapids": (f"{SKYLAKE_X} avx512_vnni avx512_bf16 amx_tile amx_int8 avx_vnni", "AVX512", "amx_int8"),
     "Ice Lake, of which torch uses AVX2": (f"{SKYLAKE_X} avx512_vnni", "AVX2", "avx2"),
     "Ice Lake, of which torch uses nothing": (f"{SKYLAKE_X} avx512_vnni", "DEFAULT", "any"),
     "an unknown system": ("", "AVX512", "any"),

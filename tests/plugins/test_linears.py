@@ -175,9 +175,7 @@ def test_float16_gives_the_same_bits_through_both_doors(rows: int) -> None:
 @needs_avx2
 @pytest.mark.parametrize("cut_by", [0, 3])
 def test_float16_pads_rows_where_blocks_of_few_give_other_bits(cut_by: int) -> None:
-    """Rows have the same bits after padding.
-
-    cut_by: last rows of a number that is no multiple of six, which get other bits: as with AVX2, or 0 for none.
+    """Rows are padded where the last ones of a number that is no multiple of six, ``cut_by`` of them, get other bits.
 
     It relies on FBGEMM, whose blocks of six rows have the same bits wherever they are."""
     pack, product = fbgemm_fp16.direct()

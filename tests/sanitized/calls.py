@@ -40,12 +40,12 @@ def size(dice: Random, most: int = SIZES[-1]) -> int:
 
 
 def rows(dice: Random) -> int:
-    """Of a step: few as a rule, many at times, none seldom."""
+    """A number of rows of a step: few as a rule, many at times, none seldom."""
     return dice.choice((0, 1, 1, 1, 2, 3, 5, 6, 7, 12, 13, 25, dice.randint(1, 90)))
 
 
 def spoiled(dice: Random, x_TI: Tensor) -> Tensor:
-    """Which rows got odd numbers, of which one call in three has some."""
+    """The rows that got odd numbers; one call in three has some."""
     odd_T = torch.zeros(len(x_TI), dtype=torch.bool)
     if x_TI.numel() and dice.random() < 0.3:
         for _ in range(dice.randint(1, 4)):
@@ -152,7 +152,7 @@ def draws(dice: Random) -> None:
 
 
 def ends_of_float32(dice: Random) -> None:
-    """What stands alone among numbers of every day, as a weight of each kind and as both sides of a gate."""
+    """Odd numbers alone among numbers of every day, as a weight of each kind and as both sides of a gate."""
     functions = products()
     for odd in ODD:
         weight_OI = torch.randn(3, 70) * dice.choice((1.0, abs(odd)))
@@ -218,7 +218,7 @@ def block_product(dice: Random) -> None:
 
 
 def _rounded_by(x_TI: Tensor, weight_OI: Tensor, kind: PanelKind) -> Tensor:
-    """How far a product of bytes may be off, with half a unit of each factor's group."""
+    """The error that a product of bytes may have, with half a unit of each factor's group."""
     x_TI, weight_OI = x_TI.double(), weight_OI.double()
     x_unit_TI, weight_unit_OI = (_largest_of_groups(one) for one in (x_TI, weight_OI))
     x_unit_TI *= 0.51 / (63 if kind is PanelKind.BYTES else 8191)

@@ -32,7 +32,7 @@ SCALE = 0.3  # of weights, so that an error is seen in the logits
 
 
 def configuration(dice: Random) -> dict[str, object]:
-    """Of a family that C decodes, with sizes by chance."""
+    """A model of a family that C decodes, with sizes by chance."""
     family = dice.choice(("llama", "qwen2", "qwen3", "mistral"))
     num_kv, num_layers = dice.randint(1, 3), dice.randint(1, 3)
     num_heads, head_size = num_kv * dice.randint(1, 4), 2 * dice.choice((1, 4, 5, 8, 12, 16, 32))

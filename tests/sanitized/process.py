@@ -22,7 +22,7 @@ GRACE_S = 300.0  # to import, compile and end
 
 
 def run(level: str, seconds: float, first: int) -> None:
-    """In a process that has the sanitizers.  Each case follows from its seed, which is printed before it runs."""
+    """Call, in a process that has the sanitizers.  Each case follows from its seed, which is printed first."""
     compile_for(level)
     assert compiled.compiled() is not None, "the kernels were not compiled"
     end, seed, cases = time.monotonic() + seconds, first, (*CALLS, decode)
@@ -38,7 +38,7 @@ def run(level: str, seconds: float, first: int) -> None:
 
 
 def check(level: str, seconds: float, first: int) -> str:
-    """What a process of its own said last.  Raises AssertionError with what it found."""
+    """The last line of a process of its own.  Raises AssertionError with what it found."""
     command = [sys.executable, "-m", "tests.sanitized", "--level", level, f"--seconds={seconds}", f"--seed={first}"]
     with tempfile.TemporaryFile("w+") as said:
         given = {**os.environ, **environment()}

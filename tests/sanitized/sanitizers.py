@@ -1,6 +1,6 @@
 """The sanitizers of the C compiler: their libraries, their flags, and the kernels compiled with both.
 
-Owns: what a process needs before it starts, and what the compiler is told.  Does not know: which calls are made.
+Owns: what a process needs before it starts, and the flags of the compiler.  Does not know: which calls are made.
 """
 
 import ctypes
@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from engine.kernels import compiled, panels
+from engine.kernels import compiled, panels, sources
 from engine.kernels.levels import LEVELS, Level, levels_here
 from engine.settings.own_kernels import c_compiler
 from tests.kernels.emulation import emulated
@@ -36,7 +36,7 @@ OPTIONS = {
 
 @cache
 def missing() -> str:
-    """What this machine lacks; empty where kernels can be compiled with sanitizers and called."""
+    """The tool that this machine lacks; empty where kernels can be compiled with sanitizers and called."""
     compiler = c_compiler()
     if not compiler:
         return "there is no C compiler"
@@ -53,7 +53,7 @@ def missing() -> str:
 
 
 def environment() -> dict[str, str]:
-    """What a process must start with, so that the kernels find their sanitizers."""
+    """The environment that a process must start with, so that the kernels find their sanitizers."""
     compiler = c_compiler()
     assert compiler, "there is no C compiler"
     return {"LD_PRELOAD": " ".join(_libraries(compiler)), **OPTIONS}
@@ -64,10 +64,16 @@ def _libraries(compiler: list[str]) -> list[str]:
     return [subprocess.run(one, capture_output=True, text=True, check=True).stdout.strip() for one in asked]
 
 
+def best() -> Level:
+    """The level that the kernels have here."""
+    return levels_here(torch.backends.cpu.get_cpu_capability())[0]
+
+
 def levels() -> tuple[Level, ...]:
     """Kinds of CPUs of which this one is, or can act, from one without vectors to the widest."""
     here = levels_here(torch.backends.cpu.get_cpu_capability())
-    acted = [one for one in map(emulated, set(LEVELS) - set(here)) if one is not None and one.needs <= here[0].needs]
+    lacking = (emulated(one) for one in LEVELS if one not in here)
+    acted = [one for one in lacking if one is not None and one.needs <= here[0].needs]
     return (*here[::-1], *acted)
 
 
@@ -75,10 +81,10 @@ def compile_for(level: str) -> None:
     """All kernels that this process calls are from now on of this level, and sanitized."""
     (chosen,) = (one for one in levels() if one.name == level)
     compiled.levels_here = lambda capability: [chosen]
-    compiled.SOURCES = {name: (*flags, *FLAGS) for name, flags in compiled.SOURCES.items()}
+    sources.SOURCES = {name: (*flags, *FLAGS) for name, flags in sources.SOURCES.items()}
     # A panel that ends with its memory: a read behind it is seen.
     panels.ALIGNMENT = 1
-    # What torch makes and nobody writes is NaN.
+    # What torch makes and no operation writes is NaN.
     torch.use_deterministic_algorithms(True)
 
 

@@ -117,7 +117,7 @@ def callboard_linear(context: LinearContext) -> StoredBlocks:
     functions = block_products()
     if functions is None:
         raise PluginError(
-            "linear.blocks: its kernels are compiled on this machine, but are not (no C compiler, no AVX2 and F16C, or "
+            "linear.blocks: its kernels are compiled on this machine, but are not (no C compiler, no AVX2 or NEON, or "
             "CALLBOARD_KERNELS=torch); install one (cc, or CC), or set plugins.linear to another kernel"
         )
     parts = Parts.EXACT if context.quantization == "none" else Parts.ROUNDED

@@ -68,7 +68,7 @@ def callboard_linear(context: LinearContext) -> Panels:
     functions = products()
     if functions is None:
         raise PluginError(
-            "linear.panels: its kernels are compiled on this machine, but are not (no C compiler, no AVX2 and F16C, or "
+            "linear.panels: its kernels are compiled on this machine, but are not (no C compiler, no AVX2 or NEON, or "
             "CALLBOARD_KERNELS=torch); install one (cc, or CC), or set plugins.linear to another kernel"
         )
     # Without an instruction for it, rounding the input would cost time and gain nothing.
