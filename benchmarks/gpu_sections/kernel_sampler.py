@@ -10,6 +10,7 @@ from torch import Tensor
 from engine.kernels.choice import choose_kernels
 from engine.sampling.captured import array_columns, columns_bytes, tensor_columns
 from engine.sampling.sampler import Sampler
+from engine.sampling.state import Newcomer
 from engine.settings.own_kernels import VARIABLE
 from engine.types.params import SamplingParams
 from gpu_sections.kernels import no_kernels
@@ -103,7 +104,7 @@ def _sampler(kinds: Sequence[SamplingParams], num_rows: int, vocab_size: int, wh
 def _admit(one: Sampler, kinds: Sequence[SamplingParams], num_rows: int) -> None:
     for row in range(num_rows):
         params = kinds[row % len(kinds)].replace(seed=row)
-        one.admit(row, params, np.arange(20, dtype=np.int32) + row, 10, (2,))
+        one.admit((Newcomer(row, params, np.arange(20, dtype=np.int32) + row, 10),), (2,))
 
 
 def _sample(one: Sampler, logits_NV: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ import numpy as np
 import torch
 
 from engine.sampling.sampler import Sampler
+from engine.sampling.state import Newcomer
 from engine.types.params import SamplingParams
 from gpu_sections.rows import Row, seconds_of
 
@@ -24,7 +25,7 @@ def sampler(device: torch.device) -> list[Row]:
     for where in (torch.device("cpu"), device):
         one = Sampler(num_rows, vocab_size, 512, where)
         for row in range(num_rows):
-            one.admit(row, wishes[row % len(wishes)], np.arange(20, dtype=np.int32) + row, 20, (2,))
+            one.admit((Newcomer(row, wishes[row % len(wishes)], np.arange(20, dtype=np.int32) + row, 20),), (2,))
         ours = logits.to(where)
         rows = np.arange(num_rows)
         tokens = [one.sample(ours, rows, np.full(num_rows, 20 + step)).token_ids_N.cpu() for step in range(8)]

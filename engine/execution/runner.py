@@ -189,7 +189,7 @@ class ModelRunner:
             Newcomer(one.row, one.params, np.frombuffer(one.token_ids, dtype=np.int32), one.num_prompt_tokens)
             for one in admissions
         ]
-        self._sampler.admit_all(newcomers, self._eos_token_ids)
+        self._sampler.admit(newcomers, self._eos_token_ids)
         for admission, one in zip(admissions, newcomers, strict=True):
             params = one.params
             if self._constraints.rows or params.is_constrained:

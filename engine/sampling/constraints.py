@@ -115,6 +115,7 @@ class Constraints:
 
     grammars: None if requests with a grammar are refused.
     rows: rows that have, or had, a grammar or limits; while it is empty, no other method needs a call.
+    ahead: row -> its next mask, which may not be ready, of slow rows; for reading only.
     clock: seconds of this thread's work.
     must_agree: there are other ranks, whose clocks differ, so that no row ends because of its time."""
 
@@ -134,13 +135,13 @@ class Constraints:
         self.rows: dict[int, _Row] = {}
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="grammar")
         self._slow_worker = ThreadPoolExecutor(1, thread_name_prefix="slow-grammar")
-        self._ahead: dict[int, Future[tuple[Int32, str]]] = {}  # masks and failures by row, of slow ones
+        self.ahead: dict[int, Future[tuple[Int32, str]]] = {}  # masks and failures by row, of slow ones
         self._num_at_once = 1
 
     def admit(self, row: int, params: SamplingParams, token_ids: Int32, num_prompt_tokens: int) -> None:
         """Assign a row to a sequence.  token_ids: its prompt, then output kept over a retraction."""
         self.rows.pop(row, None)
-        self._ahead.pop(row, None)
+        self.ahead.pop(row, None)
         if params.is_constrained:
             output = token_ids[num_prompt_tokens:].tolist()
             self.rows[row] = _Row(self._worker.submit(self._open, params, output))
@@ -152,7 +153,7 @@ class Constraints:
         at = np.array([index for index, row in enumerate(rows_N.tolist()) if row in self.rows], dtype=np.int64)
         if not len(at):
             return None
-        rows = [(self.rows[row], self._ahead.get(row)) for row in rows_N[at].tolist()]
+        rows = [(self.rows[row], self.ahead.get(row)) for row in rows_N[at].tolist()]
         self._num_at_once = len(rows)
         return PendingMasks(at, self._worker.submit(self._fill, rows), self._device)
 
@@ -163,13 +164,13 @@ class Constraints:
             if row is not None:
                 row.last = lambda index=index: int(tokens()[index])
                 if row.is_slow:
-                    self._ahead[number] = self._slow_worker.submit(self._next, row, self._num_at_once)
+                    self.ahead[number] = self._slow_worker.submit(self._next, row, self._num_at_once)
                 else:
-                    self._ahead.pop(number, None)
+                    self.ahead.pop(number, None)
 
     def late(self) -> Callable[[], bytes]:
         """Return the encoder of the part ``LATE_MASKS``, for the step that is launched last."""
-        ahead = dict(self._ahead)
+        ahead = dict(self.ahead)
         return lambda: msgspec.msgpack.encode([row for row, mask in ahead.items() if not mask.done()])
 
     def close(self) -> None:

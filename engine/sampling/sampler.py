@@ -38,7 +38,6 @@ from engine.sampling.cuts import lowest_kept
 from engine.sampling.draw import block_sums, draw, padded_scores, uniforms, weights
 from engine.sampling.logprobs import BatchLogprobs, batch_logprobs, pinned_copy
 from engine.sampling.state import Adjustments, Draws, Newcomer, SampleBatch, SampledRows, SamplingState, build_batch
-from engine.types.params import SamplingParams
 
 if TYPE_CHECKING:
     from engine.kernels.cpu import CPUKernels
@@ -83,23 +82,9 @@ class Sampler:
         self._batch: SampleBatch | None = None
         self.processing: Processing | None = None  # set if plugins.logits_processors names any
 
-    def admit(
-        self,
-        row: int,
-        params: SamplingParams,
-        token_ids: npt.NDArray[np.int32],
-        num_prompt_tokens: int,
-        eos_token_ids: Sequence[int],
-    ) -> None:
-        """Assign a row to a sequence; nothing of the row's former sequence remains.
-
-        token_ids: its known tokens, the prompt and then output kept over a retraction.
-        """
-        self.admit_all((Newcomer(row, params, token_ids, num_prompt_tokens),), eos_token_ids)
-
-    def admit_all(self, newcomers: Sequence[Newcomer], eos_token_ids: Sequence[int]) -> None:
+    def admit(self, newcomers: Sequence[Newcomer], eos_token_ids: Sequence[int]) -> None:
         """Assign different rows to several sequences, with one copy to the device."""
-        self._state.admit_all(newcomers, eos_token_ids)
+        self._state.admit(newcomers, eos_token_ids)
         if self.processing is not None:
             self.processing.admit(newcomers)
 

@@ -77,18 +77,7 @@ class SamplingState:
         self.stop_from = np.zeros(max_rows, dtype=np.int64)
         self.stop_ids: list[Int64] = [_NO_BIAS[0]] * max_rows
 
-    def admit(
-        self,
-        row: int,
-        params: SamplingParams,
-        token_ids: npt.NDArray[np.int32],
-        num_prompt_tokens: int,
-        eos_token_ids: Sequence[int],
-    ) -> None:
-        """Assign a row to a sequence (``Newcomer``)."""
-        self.admit_all((Newcomer(row, params, token_ids, num_prompt_tokens),), eos_token_ids)
-
-    def admit_all(self, newcomers: Sequence[Newcomer], eos_token_ids: Sequence[int]) -> None:
+    def admit(self, newcomers: Sequence[Newcomer], eos_token_ids: Sequence[int]) -> None:
         """Assign different rows to sequences."""
         self.version += 1
         for one in newcomers:

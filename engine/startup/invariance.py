@@ -185,7 +185,7 @@ def _parts(
     logits_NV = model.logits(x_TD[:max_scored].clone())
     yield "the log softmax", max_scored, lambda first, last: _logprobs(logits_NV[first:last])
     yield "the sampler", max_rows, _sampled(sampler, logits_NV)
-    sampler.admit_all([_newcomer(row, WISHES[0]) for row in range(max_rows)], ())
+    sampler.admit([_newcomer(row, WISHES[0]) for row in range(max_rows)], ())
 
 
 def _layer_parts(
@@ -234,7 +234,7 @@ def _sampled(sampler: Sampler, logits_NV: Tensor) -> Rows:
     def sample(first: int, last: int) -> Tensor:
         rows = range(first, last)
         wishes = [PENALISED if row == PENALISED_ROW else WISHES[row % len(WISHES)] for row in rows]
-        sampler.admit_all([_newcomer(*one) for one in zip(rows, wishes, strict=True)], ())
+        sampler.admit([_newcomer(*one) for one in zip(rows, wishes, strict=True)], ())
         row_N = np.array(rows)
         return sampler.sample(logits_NV[first:last], row_N, row_N + 1).token_ids_N
 

@@ -13,6 +13,7 @@ from engine.layers.kv_pool import KVPool
 from engine.layers.step import StepTensors
 from engine.models.model import Model
 from engine.sampling.sampler import Sampler
+from engine.sampling.state import Newcomer
 from engine.types.params import SamplingParams
 
 Int32 = npt.NDArray[np.int32]
@@ -50,7 +51,7 @@ class ModelSteps:
         at_N = np.arange(num_sampled)
         rows_N = at_N % (num_rows or num_sampled)
         for row in np.unique(rows_N).tolist():
-            self._sampler.admit(row, params, np.zeros(1, dtype=np.int32), 1, ())
+            self._sampler.admit((Newcomer(row, params, np.zeros(1, dtype=np.int32), 1),), ())
         zeros_T = torch.zeros(num_tokens, dtype=torch.int64, device=device)
         logits_NV = self._model.forward(
             StepTensors(

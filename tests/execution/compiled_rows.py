@@ -1,4 +1,4 @@
-"""What an engine keeps of a driver's sequences, each in a row of its own, and steps of them in one call of C.
+"""A driver's sequences as an engine keeps them, each in a row of its own, and steps of them in one call of C.
 
 Owns: which rows sequences have.  Does not know: the model, what a step must give.
 """
@@ -13,6 +13,7 @@ from engine.kernels.cpu import cpu_kernels
 from engine.plugins.comm.local import LocalComm
 from engine.plugins.testing.steps import Driver
 from engine.sampling.sampler import Sampler
+from engine.sampling.state import Newcomer
 from engine.types.params import SamplingParams
 
 MAX_ROWS, MAX_LEN = 6, 80
@@ -30,7 +31,7 @@ class Rows:
         given = (driver.model, driver.pool, driver.attention, self.rows, self.sampler, LocalComm())
         self.decodes = compiled_decodes(*given)
         for row in range(MAX_ROWS):
-            self.sampler.admit(row, SamplingParams(temperature=0.0), np.arange(3, dtype=np.int32), 3, ())
+            self.sampler.admit((Newcomer(row, SamplingParams(temperature=0.0), np.arange(3, dtype=np.int32), 3),), ())
 
     @property
     def whole(self) -> CompiledDecodes:

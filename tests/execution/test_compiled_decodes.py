@@ -17,6 +17,7 @@ from engine.plugins.families import read_model
 from engine.plugins.linear.panels import Panels
 from engine.plugins.testing.steps import Driver
 from engine.sampling.captured import SamplingVariant
+from engine.sampling.state import Newcomer
 from engine.types.params import SamplingParams
 from tests.execution.compiled_rows import MAX_LEN, MAX_ROWS, Rows
 from tests.models.checkpoints import VOCAB, build, random_tokens, save
@@ -52,7 +53,7 @@ def one_thread():
 
 
 def forget_last(driver: Driver) -> None:
-    """Of every sequence, in all layers."""
+    """Return keys and values of every sequence in all layers."""
     for one in driver.sequences.values():
         page, offset = divmod(len(one.tokens) - 1, driver.pool.page_size)
         for layer in range(driver.model.attention_spec.num_layers):
@@ -124,7 +125,7 @@ def test_it_fits_any_rows(tmp_path):
 def test_only_rows_that_take_their_likeliest_token_get_it_from_c(tmp_path, params, variant):
     rows = driven("llama", tmp_path)
     rows_N, lengths_N = rows.told()
-    rows.sampler.admit(int(rows_N[1]), params, np.arange(38, dtype=np.int32), 36, ())
+    rows.sampler.admit((Newcomer(int(rows_N[1]), params, np.arange(38, dtype=np.int32), 36),), ())
     assert rows.whole.variant_of(rows_N, lengths_N.astype(np.int64)) is variant
 
 

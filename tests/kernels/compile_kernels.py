@@ -29,7 +29,7 @@ from engine.kernels.page_lists import list_pages
 from engine.kernels.rotary import angle_table
 from engine.kernels.rounding import add_norm_round, round_rows
 from engine.layers.step import DecodeInputs
-from engine.sampling.state import SamplingState
+from engine.sampling.state import Newcomer, SamplingState
 from engine.sampling.triton.sampler import KernelSampler
 from engine.types.params import SamplingParams
 from tests.no_gpu import NoGPU, order, resources
@@ -39,7 +39,7 @@ VOCAB = 151_936
 
 
 def layers(dtype: torch.dtype) -> None:
-    """What a decoder launches: sizes of Qwen3-0.6B, and some that are no powers of two."""
+    """Launch the kernels of a decoder with sizes of Qwen3-0.6B, and some that are no powers of two."""
     for width in (1024, 5120, 100):
         x_TD = torch.zeros((2, width), dtype=dtype)
         add_norm(x_TD, x_TD.clone(), torch.ones(width, dtype=dtype), 1e-6)
@@ -89,7 +89,7 @@ def products(dtype: torch.dtype) -> None:
 
 
 def inputs(dtype: torch.dtype) -> None:
-    """What a decode step is prepared with."""
+    """Launch the kernels that prepare a decode step."""
     rows_B = torch.zeros(2, dtype=torch.int64)
     table = torch.zeros((4, 100), dtype=torch.int32)
     filled = DecodeInputs(*torch.zeros((4, 2), dtype=torch.int64), table[:2, 0], torch.zeros((2, 5), dtype=torch.int32))
@@ -111,7 +111,7 @@ def sampling(dtype: torch.dtype) -> None:
         for max_len in (1000, 40_000):
             state = SamplingState(3, VOCAB, max_len, CPU)
             for row in range(3):
-                state.admit(row, wishes, np.array([1], np.int32), 1, (0,))
+                state.admit((Newcomer(row, wishes, np.array([1], np.int32), 1),), (0,))
             sampler = KernelSampler(state)
             plan = sampler.plan(np.arange(3), np.zeros(3, np.bool_))
             sampler.pick(plan, logits_NV, None if wishes.greedy else torch.ones(3, dtype=torch.int64))

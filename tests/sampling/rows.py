@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from engine.sampling.sampler import Sampler, candidate_weights
-from engine.sampling.state import SamplingState, build_batch
+from engine.sampling.state import Newcomer, SamplingState, build_batch
 from engine.types.params import SamplingParams
 
 CPU = torch.device("cpu")
@@ -22,7 +22,7 @@ def new_sampler(max_rows: int, vocab_size: int) -> Sampler:
 def admit(
     sampler: Sampler, row: int, params: SamplingParams, tokens: Sequence[int] = (1,), num_prompt: int = 1
 ) -> None:
-    sampler.admit(row, params, np.array(tokens, dtype=np.int32), num_prompt, (EOS,))
+    sampler.admit((Newcomer(row, params, np.array(tokens, dtype=np.int32), num_prompt),), (EOS,))
 
 
 def sample_alone(params: SamplingParams, logits_V: Tensor, position: int = 1, tokens: Sequence[int] = (1,)) -> int:
@@ -42,11 +42,11 @@ def draw_many(params: SamplingParams, logits_V: Tensor, num_draws: int) -> np.nd
 
 
 def probabilities(params: SamplingParams, logits_NV: Tensor) -> Tensor:
-    """What each row would be drawn from under these parameters, normalised: float64 [N, V]."""
+    """Return the distribution of each row under these parameters, normalised: float64 [N, V]."""
     num_rows, vocab_size = logits_NV.shape
     state = SamplingState(num_rows, vocab_size, MAX_LEN, CPU)
     for row in range(num_rows):
-        state.admit(row, params, np.array([1], dtype=np.int32), 1, (EOS,))
+        state.admit((Newcomer(row, params, np.array([1], dtype=np.int32), 1),), (EOS,))
     batch = build_batch(state, np.arange(num_rows), np.zeros(num_rows, dtype=np.bool_))
     found = []
     for part in batch.parts:
@@ -59,7 +59,7 @@ def probabilities(params: SamplingParams, logits_NV: Tensor) -> Tensor:
 
 
 def chi_square_excess(token_ids: np.ndarray, expected_V: Tensor) -> float:
-    """How many standard deviations the chi-square statistic lies above its mean; rare tokens are pooled."""
+    """Return the distance of the chi-square statistic from its mean in standard deviations; rare tokens are pooled."""
     counts = np.bincount(token_ids, minlength=len(expected_V)).astype(np.float64)
     expected = expected_V.double().numpy() * len(token_ids)
     assert not counts[expected == 0].any(), "a token of probability zero was drawn"

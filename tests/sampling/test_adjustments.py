@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor
 
-from engine.sampling.state import SamplingState, build_batch
+from engine.sampling.state import Newcomer, SamplingState, build_batch
 from engine.types.params import MAX_LOGPROBS, SamplingParams
 from tests.sampling.rows import CPU, EOS, MAX_LEN, admit, chi_square_excess, draw_many, new_sampler, sample_alone
 
@@ -19,7 +19,7 @@ def adjusted_logits(
 ) -> torch.Tensor:
     """The logits after penalties, for a row that was admitted with its output so far."""
     state = SamplingState(1, V, MAX_LEN, CPU)
-    state.admit(0, params, np.array(prompt + output, dtype=np.int32), len(prompt), (EOS,))
+    state.admit((Newcomer(0, params, np.array(prompt + output, dtype=np.int32), len(prompt)),), (EOS,))
     part = build_batch(state, np.array([0]), np.array([False])).parts[0]
     assert part.adjustments is not None
     assert part.adjustments.penalties is not None
@@ -87,7 +87,7 @@ def test_counts_of_a_long_context_do_not_overflow():
     for max_len in (1000, 40_000):
         state = SamplingState(1, V, max_len, CPU)
         token_ids = np.full(max_len, 4, dtype=np.int32)
-        state.admit(0, SamplingParams(frequency_penalty=1.0), token_ids, 1, (EOS,))
+        state.admit((Newcomer(0, SamplingParams(frequency_penalty=1.0), token_ids, 1),), (EOS,))
         counts = state.counts.read(torch.tensor([0]))[0]
         assert int(counts[4]) == 2 * (max_len - 1) + 1
         assert counts.sum() == counts[4]
@@ -96,7 +96,7 @@ def test_counts_of_a_long_context_do_not_overflow():
 def test_a_failed_token_is_not_counted_anywhere():
     state = SamplingState(3, V, MAX_LEN, CPU)
     for row in range(3):
-        state.admit(row, SamplingParams(presence_penalty=1.0), np.array([1, 2], dtype=np.int32), 1, (EOS,))
+        state.admit((Newcomer(row, SamplingParams(presence_penalty=1.0), np.array([1, 2], dtype=np.int32), 1),), (EOS,))
     lines = torch.from_numpy(state.counts.lines(np.arange(3)))
     before = state.counts.read(lines)
     state.counts.add(lines, torch.tensor([-1, -1, 5]))
@@ -108,15 +108,15 @@ def test_counts_are_held_for_rows_with_penalties_alone():
     state = SamplingState(64, V, MAX_LEN, CPU)
     no_penalty = np.array([1, 2], dtype=np.int32)
     for row in range(64):
-        state.admit(row, SamplingParams(), no_penalty, 2, (EOS,))
+        state.admit((Newcomer(row, SamplingParams(), no_penalty, 2),), (EOS,))
     assert state.counts._counts_CV.shape[0] == 0
     for row in range(9):
-        state.admit(row, SamplingParams(presence_penalty=1.0), no_penalty, 1, (EOS,))
+        state.admit((Newcomer(row, SamplingParams(presence_penalty=1.0), no_penalty, 1),), (EOS,))
     assert state.counts._counts_CV.shape[0] == 16
     lines = state.counts.lines(np.arange(9))
     assert len(set(lines.tolist())) == 9
     for row in range(9):
-        state.admit(row, SamplingParams(presence_penalty=1.0), no_penalty, 1, (EOS,))
+        state.admit((Newcomer(row, SamplingParams(presence_penalty=1.0), no_penalty, 1),), (EOS,))
     assert state.counts._counts_CV.shape[0] == 16
 
 

@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import engine.sampling.state as state_module
 from engine.sampling.logprobs import batch_logprobs
-from engine.sampling.state import SamplingState
+from engine.sampling.state import Newcomer, SamplingState
 from engine.types.params import SamplingParams
 from tests.sampling.rows import CPU, EOS, MAX_LEN, admit, new_sampler, sample_alone
 
@@ -81,9 +81,9 @@ def test_large_vocabulary_rows_are_the_same_alone_and_together():
 @given(first=params_strategy, second=params_strategy)
 def test_a_reused_row_keeps_nothing_of_its_last_owner(first, second):
     used, fresh = (SamplingState(2, 50, MAX_LEN, CPU) for _ in range(2))
-    used.admit(1, first, np.array([4, 4, 9, 9], dtype=np.int32), 2, (EOS,))
+    used.admit((Newcomer(1, first, np.array([4, 4, 9, 9], dtype=np.int32), 2),), (EOS,))
     for state in (used, fresh):
-        state.admit(1, second, np.array([1, 2, 3], dtype=np.int32), 2, (EOS, 5))
+        state.admit((Newcomer(1, second, np.array([1, 2, 3], dtype=np.int32), 2),), (EOS, 5))
     for name, value in vars(fresh).items():
         left = getattr(used, name)
         if isinstance(value, np.ndarray):
@@ -211,7 +211,7 @@ class Operators(TorchDispatchMode):
 
 
 def test_sampling_never_asks_the_device_for_a_value():
-    """What makes a CUDA device wait shows up as one of these operators on any device."""
+    """A wait for a CUDA device is one of these operators on any device."""
     sampler = new_sampler(len(FEATURES), 50)
     for row, params in enumerate(FEATURES.values()):
         admit(sampler, row, params)

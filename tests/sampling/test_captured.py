@@ -6,6 +6,7 @@ import torch
 
 from engine.sampling.captured import NO_ROW, SamplingVariant, array_columns, columns_bytes, tensor_columns
 from engine.sampling.sampler import Sampler
+from engine.sampling.state import Newcomer
 from engine.types.params import SamplingParams
 
 CPU = torch.device("cpu")
@@ -24,7 +25,7 @@ class Uniform:
         self.prompt = np.array([5, 6, 7, 5, 8], dtype=np.int32)
         for row, params in enumerate(wishes):
             for one in (self.plain, self.packed):
-                one.admit(row, params, self.prompt, 4, (2,))
+                one.admit((Newcomer(row, params, self.prompt, 4),), (2,))
         self.bytes = torch.zeros(columns_bytes(ROWS), dtype=torch.uint8)
         self.uniform = self.packed.captured(tensor_columns(self.bytes, ROWS))
 

@@ -11,6 +11,7 @@ import torch
 from engine.features.grammar.grammars import GrammarCache
 from engine.sampling.constraints import BUDGET_TOKENS, LATE_S, Constraints, Masks
 from engine.sampling.sampler import Sampler
+from engine.sampling.state import Newcomer
 from engine.text.grammar import GrammarFailure, Mask
 from engine.types.errors import RequestError
 from engine.types.params import Grammar, SamplingParams
@@ -38,7 +39,7 @@ class CountingMatcher:
 
 
 class CountingEngine:
-    """compile: of itself.  made: every matcher."""
+    """A grammar that compiles to itself.  made: every matcher."""
 
     num_bytes = 1
 
@@ -116,7 +117,7 @@ def test_tokens_are_seen_once_and_in_order(constraints: Constraints, engine: Cou
 
 
 def test_masks_that_are_asked_for_again_fail_again(constraints: Constraints, engine: CountingEngine) -> None:
-    """As by a step that has found no memory: the token that the matcher refused has been taken by then."""
+    """A step that has found no memory requests its masks again: by then the refused token is taken."""
     constraints.admit(0, follows(), known(7), 1)
     first = constraints.begin(rows(0))
     assert first is not None
@@ -134,7 +135,7 @@ def test_masks_that_are_asked_for_again_fail_again(constraints: Constraints, eng
 
 
 def test_the_token_is_waited_for_beside_the_caller(constraints: Constraints) -> None:
-    """What the next step needs of the last one's token is fetched by the worker while the caller goes on."""
+    """The worker waits for the token of the last step while the caller goes on."""
     constraints.admit(0, follows(), known(7), 1)
     first = constraints.begin(rows(0))
     assert first is not None
@@ -180,7 +181,7 @@ def test_a_grammar_that_cannot_go_on_fails_its_row_alone(constraints: Constraint
     assert "cannot go on" in masks.failures[1]
     sampler = Sampler(4, VOCAB, 64, CPU)
     for row in (0, 1):
-        sampler.admit(row, SamplingParams(temperature=0.0, min_tokens=3), known(7), 1, [5])
+        sampler.admit((Newcomer(row, SamplingParams(temperature=0.0, min_tokens=3), known(7), 1),), [5])
     logits = torch.randn(2, VOCAB, generator=torch.Generator().manual_seed(1))
     assert sampler.sample(logits, rows(1, 0), rows(1, 1), masks).token_ids_N.tolist() == [0, -1]
 
@@ -247,7 +248,7 @@ def test_a_slow_token_now_and_then_is_no_reason_and_ranks_that_must_agree_end_no
 
 
 def test_the_mask_of_a_slow_row_is_computed_beside_the_steps_of_the_others(engine: CountingEngine) -> None:
-    """Its mask waits for an event here; the masks of the other row do not wait for it."""
+    """The mask of a slow row waits for an event here; the masks of the other row do not wait for it."""
     work, goes_on = Work(), threading.Event()
     constraints = Constraints(GrammarCache(lambda: engine), VOCAB, CPU, work.clock)
     for row in (4, 5):
@@ -265,9 +266,9 @@ def test_the_mask_of_a_slow_row_is_computed_beside_the_steps_of_the_others(engin
     pending = constraints.begin(rows(4, 5))
     assert pending is not None
     pending.result()
-    assert constraints.ahead() == {}, "it is not known as slow before that"
+    assert constraints.ahead == {}, "it is not known as slow before that"
     constraints.sampled(rows(4, 5), lambda: rows(0, 0))
-    ahead = constraints.ahead()
+    ahead = dict(constraints.ahead)
     assert list(ahead) == [4]
     for count in range(1, 4):
         pending = constraints.begin(rows(5))
@@ -281,12 +282,12 @@ def test_the_mask_of_a_slow_row_is_computed_beside_the_steps_of_the_others(engin
         assert pending is not None
         assert allowed(pending.result()) == [[1]], "it has seen its token once"
     constraints.sampled(rows(4), lambda: rows(0))
-    assert list(constraints.ahead()) == [4]
+    assert list(constraints.ahead) == [4]
     pending = constraints.begin(rows(4))
     assert pending is not None
     assert allowed(pending.result()) == [[2]]
     constraints.sampled(rows(4), lambda: rows(0))
-    assert constraints.ahead() == {}, "it was quick this time"
+    assert constraints.ahead == {}, "it was quick this time"
 
 
 def test_a_slow_row_that_changes_hands_is_slow_no_more(engine: CountingEngine) -> None:
@@ -299,9 +300,9 @@ def test_a_slow_row_that_changes_hands_is_slow_no_more(engine: CountingEngine) -
     assert pending is not None
     pending.result()
     constraints.sampled(rows(0), lambda: rows(0))
-    assert list(constraints.ahead()) == [0]
+    assert list(constraints.ahead) == [0]
     constraints.admit(0, SamplingParams(), known(7), 1)
-    assert constraints.ahead() == {}
+    assert constraints.ahead == {}
 
 
 def sampled(change: Callable[[torch.Tensor], None] = lambda logits: None, **params: float) -> list[int]:
@@ -315,7 +316,7 @@ def sampled(change: Callable[[torch.Tensor], None] = lambda logits: None, **para
     def draw(masks: Masks | None) -> list[int]:
         sampler = Sampler(64, VOCAB, 64, CPU)
         for row in range(64):
-            sampler.admit(row, SamplingParams(seed=row, **params), known(7), 1, [5])
+            sampler.admit((Newcomer(row, SamplingParams(seed=row, **params), known(7), 1),), [5])
         positions = np.ones(64, dtype=np.int64)
         return sampler.sample(logits, np.arange(64), positions, masks).token_ids_N.tolist()
 

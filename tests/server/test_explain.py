@@ -91,7 +91,7 @@ def test_the_answers_id_is_a_name_too_and_the_slowest_choice_is_told(system: Liv
 
 
 def test_the_compiling_of_a_grammar_is_a_part(system: LiveSystem) -> None:
-    if system.system._grammars is None:
+    if system.system._forms.grammars is None:
         pytest.skip("no grammar plugin is installed")
     reply = system.complete(
         [5, 6], {"X-Request-Id": "grammar"}, ignore_eos=False, max_tokens=40, guided_regex="[a-z]{3}"

@@ -17,9 +17,9 @@ def test_a_result_names_the_rows_whose_masks_are_not_ready() -> None:
     ready: Future[None] = Future()
     ready.set_result(None)
     rows = constraints.Constraints(None, 8, torch.device("cpu"))
-    rows._ahead = {4: Future(), 5: ready, 6: Future()}
+    rows.ahead = {4: Future(), 5: ready, 6: Future()}
     encode = rows.late()
-    rows._ahead[7] = Future()  # of a later step
+    rows.ahead[7] = Future()  # of a later step
     assert msgspec.msgpack.decode(encode()) == [4, 6]
     assert LateMasks.part == constraints.LATE_MASKS
 

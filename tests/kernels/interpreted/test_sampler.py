@@ -15,6 +15,7 @@ from torch import Tensor
 from engine.sampling.captured import SamplingVariant, array_columns, columns_bytes, tensor_columns
 from engine.sampling.constraints import Masks
 from engine.sampling.sampler import Sampler
+from engine.sampling.state import Newcomer
 from engine.sampling.triton import sampler
 from engine.settings import own_kernels
 from engine.types.params import SamplingParams
@@ -36,14 +37,14 @@ def tokens_of_both(
     steps: int = 2,
     max_len: int = 512,
 ) -> tuple[Tensor, Tensor]:
-    """token_ids [steps, N] of the kernels and of torch; each sees its own tokens counted."""
+    """Return token_ids [steps, N] of the kernels and of torch; each counts its own tokens."""
     num_rows, vocab_size = logits_NV.shape
     prompt = np.array([0, 0, EOS, 1, *range(vocab_size // 3, vocab_size // 2)], np.int32) % vocab_size
     found = []
     for kind in ("triton", "torch"):
         one = new_sampler(kind, monkeypatch, num_rows, vocab_size, max_len)
         for row, params in enumerate(wishes):
-            one.admit(row, params, prompt, 3, (EOS,) if vocab_size > EOS else ())
+            one.admit((Newcomer(row, params, prompt, 3),), (EOS,) if vocab_size > EOS else ())
         rows = np.arange(num_rows)
         ids = [one.sample(logits_NV, rows, np.full(num_rows, len(prompt) + step)).token_ids_N for step in range(steps)]
         found.append(torch.stack(ids))
@@ -153,11 +154,11 @@ def test_rows_apart_and_a_batch_in_another_order(monkeypatch):
     wide[:, :600] = logits
     one = new_sampler("triton", monkeypatch, len(wishes), 600, 512)
     for row, params in enumerate(wishes):
-        one.admit(row, params, np.array([1], np.int32), 1, (EOS,))
+        one.admit((Newcomer(row, params, np.array([1], np.int32), 1),), (EOS,))
     rows = np.arange(len(wishes))
     first = one.sample(wide[:, :600], rows, np.full(len(rows), 9)).token_ids_N
     for row, params in enumerate(wishes):  # once more without the counts of the first call
-        one.admit(row, params, np.array([1], np.int32), 1, (EOS,))
+        one.admit((Newcomer(row, params, np.array([1], np.int32), 1),), (EOS,))
     order = np.random.default_rng(0).permutation(len(rows))
     second = one.sample(logits[order], order, np.full(len(rows), 9)).token_ids_N
     assert torch.equal(second, first[order])
@@ -185,7 +186,7 @@ def test_draws_follow_the_distribution(monkeypatch, params, num_draws):
     logits = normal_logits(1, vocab_size, scale=1.5).bfloat16()
     one = new_sampler("triton", monkeypatch, num_draws, vocab_size, 512)
     for row in range(num_draws):
-        one.admit(row, params.replace(seed=row), np.array([1], np.int32), 1, (EOS,))
+        one.admit((Newcomer(row, params.replace(seed=row), np.array([1], np.int32), 1),), (EOS,))
     drawn = one.sample(logits.expand(num_draws, -1), np.arange(num_draws), np.full(num_draws, 7)).token_ids_N
 
     likely = (logits[0].double() / params.temperature).softmax(-1)
@@ -224,7 +225,7 @@ def test_the_columns_of_a_captured_step_give_the_same_tokens(monkeypatch):
         found = []
         for captured in (True, False):
             for row, params in enumerate(wishes):
-                one.admit(row, params, np.array([1, 5, 6], np.int32), 2, (EOS,))
+                one.admit((Newcomer(row, params, np.array([1, 5, 6], np.int32), 2),), (EOS,))
             if captured:
                 assert uniform.variant_of(chosen, positions) == variant
                 uniform.fill(array_columns(packed.numpy(), size), chosen)
@@ -247,7 +248,7 @@ def test_tokens_that_a_grammar_forbids_are_never_picked(monkeypatch):
     for kind in ("triton", "torch"):
         one = new_sampler(kind, monkeypatch, len(wishes), 1500, 64)
         for row, params in enumerate(wishes):
-            one.admit(row, params, np.array([5, 6, 7], np.int32), 3, (EOS,))
+            one.admit((Newcomer(row, params, np.array([5, 6, 7], np.int32), 3),), (EOS,))
         positions = np.full(len(wishes), 3)
         found.append(one.sample(logits, np.arange(len(wishes)), positions, masks).token_ids_N)
     assert torch.equal(*found)
