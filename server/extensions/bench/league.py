@@ -43,7 +43,7 @@ FIELDS = {"temperature": 0, "ignore_eos": True}
 
 @dataclass(frozen=True)
 class Entry:
-    """The servers of a league.  precisions: of callboard.  llama: commands with ``llama-server``'s arguments, by name."""
+    """The servers of a league.  precisions: of callboard.  llama: commands that serve as ``llama-server``, by name."""
 
     precisions: Sequence[str]
     llama: dict[str, list[str]]
