@@ -52,7 +52,9 @@ class Cut(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A server, and how it is asked.  base_url: with or without /v1.  fields: what each body says besides."""
+    """A server, and how it is asked.  base_url: with or without /v1.  fields: what each body says besides.
+
+    reuses: whether a connection takes further requests, which a server may close just then."""
 
     base_url: str
     model: str = ""
@@ -60,6 +62,7 @@ class Target:
     api_key: str = ""
     timeout_s: float = 600.0
     fields: dict[str, Any] = field(default_factory=dict)
+    reuses: bool = True
 
     @property
     def root(self) -> str:
@@ -76,7 +79,7 @@ class Client:
     async def __aenter__(self) -> "Client":
         headers = {"Authorization": f"Bearer {self.target.api_key}"} if self.target.api_key else {}
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0),
+            connector=aiohttp.TCPConnector(limit=0, force_close=not self.target.reuses),
             timeout=aiohttp.ClientTimeout(total=self.target.timeout_s),
             headers=headers,
         )

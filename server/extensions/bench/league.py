@@ -31,7 +31,7 @@ from server.extensions.bench.run import run
 from server.extensions.bench.server_process import ServerProcess
 
 SLOT_TOKENS = 2048
-ATTEMPTS = 3  # a server may close a connection that idles just when the client writes to it
+ATTEMPTS = 3  # a server that refuses a connection while it is busy is no result
 LOADS = {
     "short": LoadSizes(prompt=32, output=16),
     "long": LoadSizes(prompt=32, output=128),
@@ -43,9 +43,7 @@ FIELDS = {"temperature": 0, "ignore_eos": True}
 
 @dataclass(frozen=True)
 class Entry:
-    """The servers of a league.
-
-    precisions: of callboard.  llama: commands that serve as ``llama-server`` does, by name."""
+    """The servers of a league.  precisions: of callboard.  llama: commands that serve as ``llama-server``, by name."""
 
     precisions: Sequence[str]
     llama: dict[str, list[str]]
@@ -104,7 +102,7 @@ def _rates(server: ServerProcess, load: str, at_once: int, turn: int) -> tuple[f
     for the load of prompts.
 
     Every server gets the same texts in a turn, and others in each turn and in each attempt."""
-    target = Target(server.url, chat=False, fields=dict(FIELDS))
+    target = Target(server.url, chat=False, fields=dict(FIELDS), reuses=False)
     for attempt in range(ATTEMPTS):
         texts = draw(2 * at_once, LOADS[load], np.random.default_rng([attempt, turn, at_once, *load.encode()]))
         before = server.cpu_s()

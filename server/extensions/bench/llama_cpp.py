@@ -32,7 +32,16 @@ class LlamaServer(ServerProcess):
     def __init__(self, command: list[str], path: Path, slots: int, slot_tokens: int, threads: int) -> None:
         told = ["-m", str(path), "-c", str(slots * slot_tokens), "-np", str(slots)]
         told += ["-t", str(threads), "-tb", str(threads)]
-        told += ["--threads-http", "2", "--cache-ram", "0", "--no-kv-unified", "--host", "127.0.0.1", "--port"]
+        told += [
+            "--threads-http",
+            str(slots + 2),
+            "--cache-ram",
+            "0",
+            "--no-kv-unified",
+            "--host",
+            "127.0.0.1",
+            "--port",
+        ]
         super().__init__([*command, *told], "/health")
 
     def complete(self, prompts: list[list[int]], num_new: int, **more: object) -> list[dict[str, Any]]:

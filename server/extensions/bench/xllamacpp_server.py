@@ -19,7 +19,8 @@ def serve(told: list[str]) -> None:
     params.n_ctx, params.n_parallel = int(values["-c"]), int(values["-np"])
     params.kv_unified, params.cache_ram_mib = False, 0
     params.cpuparams.n_threads = params.cpuparams_batch.n_threads = int(values["-t"])
-    params.hostnames, params.port, params.n_threads_http = [values["--host"]], int(values["--port"]), 2
+    params.hostnames, params.port = [values["--host"]], int(values["--port"])
+    params.n_threads_http = int(values["--threads-http"])  # each of which holds a stream
     server = xllamacpp.Server(params)  # kept: it ends with its last reference
     while server.listening_address:
         time.sleep(3600)
