@@ -89,7 +89,8 @@ CHECKPOINTS: dict[str, tuple[Kind, dict[str, Any]]] = {
         ("Qwen3VLMoeForConditionalGeneration", "qwen3_vl_moe", "qwen3_vl_moe_text"), {}
     ),
     "Qwen/Qwen3-Omni-30B-A3B-Instruct": (
-        ("Qwen3OmniMoeForConditionalGeneration", "qwen3_omni_moe", "qwen3_omni_moe_text"), {}
+        ("Qwen3OmniMoeForConditionalGeneration", "qwen3_omni_moe", "qwen3_omni_moe_text"),
+        {"head_dim": 128, "num_attention_heads": 32, "num_key_value_heads": 4},
     ),
     "google/gemma-2-2b-it": (("Gemma2ForCausalLM", "gemma2"), {}),
     "google/gemma-2-9b-it": (("Gemma2ForCausalLM", "gemma2"), {}),
@@ -191,6 +192,7 @@ PROOFS = {
     "MistralForCausalLM": "families[mistral-window]",
     "MixtralForCausalLM": "families[mixtral]",
     "Mistral3ForConditionalGeneration": "text_part[Mistral3]",
+    "Mistral3ForConditionalGeneration mistral4": "text_part[Mistral4]",
     "Mistral3ForConditionalGeneration fp8": "quantized[Ministral 3]",
     "GptOssForCausalLM mxfp4": "mxfp4[published]",
     "GPT2LMHeadModel": "families[gpt2]",
@@ -248,9 +250,10 @@ def answer(name: str, directory: Path) -> str:
 
 def proof_of(name: str, said: str) -> str:
     """Return the test that proves an answer; '' for a refusal, and for what only transformers computes."""
-    (architecture, *_), changes = CHECKPOINTS[name]
+    (architecture, _, *text), changes = CHECKPOINTS[name]
     method = changes.get("quantization_config", {}).get("quant_method", "")
-    return "" if said.startswith("refused") else PROOFS.get(f"{architecture} {method}".strip(), "")
+    of_text = PROOFS.get(f"{architecture} {''.join(text)}")
+    return "" if said.startswith("refused") else of_text or PROOFS.get(f"{architecture} {method}".strip(), "")
 
 
 def answers(directory: Path) -> dict[str, str]:

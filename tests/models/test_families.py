@@ -56,8 +56,8 @@ written by `python -m tests.models.test_families`.
 - Llama 4's layers with positions see chunks of 8,192 tokens, which `attention.torch` computes for any page size that
   divides them; the other attention backends are refused by name.
 - Quantized checkpoints (AWQ, GPTQ, compressed-tensors, fp8: [checkpoints.md](checkpoints.md#quantized-weights))
-  are read for all families but GPT-2, whose matrices lie as [inputs, outputs], and gpt-oss, Llama 4 and Mistral 4,
-  whose experts lie in one tensor: these are refused at start. MXFP4 is for gpt-oss. GGUF files are read for all
+  are read for all families but GPT-2, whose matrices lie as [inputs, outputs], and those whose experts lie in one
+  tensor (gpt-oss, Llama 4, Mistral 4): these are refused at start. MXFP4 is for gpt-oss. GGUF files are read for all
   families but GPT-2, Mistral 4, DeepSeek V3.2, GLM-4.7-Flash and GLM-5, with experts in any type of blocks
   (`pytest tests/formats/test_gguf_families.py`).
   `model.quantization` rounds the layers of every family at load, but not the routers of experts.
