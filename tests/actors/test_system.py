@@ -198,5 +198,5 @@ def test_an_unknown_quantization_is_answered_with_those_that_this_machine_has(
 ) -> None:
     monkeypatch.setattr("engine.host.device_defaults.torch_may_use_gpus", lambda: False)
     model = {"path": str(checkpoint), "tokenizer": "none", "quantization": "q4"}
-    with pytest.raises(PluginError, match="supported here: 'float16', 'int8', 'none', or"):
+    with pytest.raises(PluginError, match="supported here: 'bfloat16', 'float16', 'int8', 'none', or"):
         System(build_config(Config(), {"model": model}))

@@ -320,7 +320,11 @@ def test_what_rounds_more_is_no_candidate_where_nothing_may_be_lost() -> None:
 @pytest.mark.parametrize(
     ("changes", "linear", "said"),
     [
-        ({"quantization": "int9"}, "auto", "'int9': no built-in kernel on cpu .* here: 'float16', 'int8', 'none'"),
+        (
+            {"quantization": "int9"},
+            "auto",
+            "'int9': no built-in kernel on cpu .* here: 'bfloat16', 'float16', 'int8', 'none'",
+        ),
         ({"quantization": "int8", "instruction_sets": ()}, "auto", "supported here: 'none'"),
         ({"quantization": "int8"}, "onednn", "quantization int8, it takes none; can run here: panels, fbgemm_int8"),
         ({"checkpoint_dtype": "float32"}, "fbgemm_fp16", "checkpoint of dtype float32, it takes bfloat16, float16"),

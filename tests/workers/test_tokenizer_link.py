@@ -98,9 +98,9 @@ def test_what_a_tokenizer_works_with_needs_no_torch() -> None:
         "from engine.workers.tokenizer_main import load_text\n"
         "from engine.types.params import Grammar\n"
         "config = build_config(Config(), {'model': {'path': str(resolve_checkpoint('demo', ''))}})\n"
-        "_, codec, grammars, _ = load_text(config)\n"
+        "_, codec, forms = load_text(config)\n"
         "codec.encode_chat((ChatTurn('user', 'x'),))\n"
-        "grammars.check(Grammar('json_object'))\n"
+        "forms.grammars.check(Grammar('json_object'))\n"
         "sys.exit('torch was imported' if 'torch' in sys.modules else 0)\n"
     )
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

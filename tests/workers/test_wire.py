@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine import messages
+from engine.actors import inboxes
 from engine.actors.snapshot import RequestsFinished, Snapshot
 from engine.messages import Delta, Deltas, Finish, Step, Stop, Tokens
 from engine.settings.sections import LimitsSection
@@ -21,12 +21,12 @@ SHOWN = {Snapshot, RequestsFinished}  # of many parts; ``test_frontend_link.py``
 TYPES = [kind for kind in typing.get_args(AnyMessage) if kind not in SHOWN]
 
 
-def inboxes() -> set[type]:
+def every_message() -> set[type]:
     unions = (
-        messages.TokenizerInbox,
-        messages.SchedulerInbox,
-        messages.ExecutorInbox,
-        messages.IngressInbox,
+        inboxes.TokenizerInbox,
+        inboxes.SchedulerInbox,
+        inboxes.ExecutorInbox,
+        inboxes.IngressInbox,
         FromWorker,
         FromTokenizer,
         FromFrontend,
@@ -36,7 +36,7 @@ def inboxes() -> set[type]:
 
 
 def test_the_wire_knows_every_message_of_every_inbox() -> None:
-    assert inboxes() == set(typing.get_args(AnyMessage))
+    assert every_message() == set(typing.get_args(AnyMessage))
 
 
 def build_all_fields(kind: type[msgspec.Struct]) -> st.SearchStrategy[msgspec.Struct]:

@@ -15,9 +15,9 @@ from transformers import PreTrainedModel
 from engine.config import Config, build_config
 from engine.features.lora.files import NAME, Adapter, AdapterRules
 from engine.features.lora.planner import LoraPlanner
-from engine.messages import EngineReady
 from engine.settings.sections import ServerSection
 from engine.types.errors import RequestError
+from engine.types.notices import EngineReady
 from engine.workers.messages import FrontendState, Handover
 from server.extensions.adapters.adapters import MAX_NAMES, Adapters
 from server.openai.translator import Translator
