@@ -13,7 +13,7 @@ from engine.types.errors import CallboardError
 from server.cli import main
 from server.extensions.bench import league, llama_cpp
 from server.extensions.bench.client import Record, Target
-from server.extensions.bench.league import Entry
+from server.extensions.bench.league import LeagueServers
 from server.extensions.bench.loads import Conversation
 from server.extensions.bench.server_process import ServerProcess
 
@@ -45,7 +45,7 @@ class Fake:
 def servers(monkeypatch: pytest.MonkeyPatch) -> dict[str, Fake]:
     fakes = {"slow": Fake("slow", 2.0), "fast": Fake("fast", 1.0)}
     monkeypatch.setattr(
-        Entry, "servers", lambda self, model: {name: lambda one=one: one for name, one in fakes.items()}
+        LeagueServers, "servers", lambda self, model: {name: lambda one=one: one for name, one in fakes.items()}
     )
 
     async def run(target: Target, load: list[Conversation], at_once: int) -> tuple[str, list[Record], float]:
@@ -58,8 +58,8 @@ def servers(monkeypatch: pytest.MonkeyPatch) -> dict[str, Fake]:
     return fakes
 
 
-def entry(**changes: Any) -> Entry:
-    return Entry(**{"precisions": ["none", "int8"], "llama": LLAMA, "threads": 2, "most_streams": 8, **changes})
+def entry(**changes: Any) -> LeagueServers:
+    return LeagueServers(**{"precisions": ["none", "int8"], "llama": LLAMA, "threads": 2, "most_streams": 8, **changes})
 
 
 def test_servers_get_the_same_texts_in_turns_and_are_compared_with_the_first(servers: dict[str, Fake]) -> None:

@@ -113,7 +113,7 @@ def league(parsed: Namespace, config: Config) -> None:
             raise ConfigError(f"--ik-llama-server {parsed.ik_llama_server}: is no program that can be run")
         llama["ik_llama.cpp"] = [binary]
     llama = {name: command for name, command in llama.items() if command}
-    entry = league.Entry(parsed.precisions, llama, parsed.threads, max(parsed.streams))
+    entry = league.LeagueServers(parsed.precisions, llama, parsed.threads, max(parsed.streams))
     rows = [
         row
         for model in parsed.models

@@ -42,7 +42,7 @@ FIELDS = {"temperature": 0, "ignore_eos": True}
 
 
 @dataclass(frozen=True)
-class Entry:
+class LeagueServers:
     """The servers of a league.  precisions: of callboard.  llama: commands that serve as ``llama-server``, by name."""
 
     precisions: Sequence[str]
@@ -68,7 +68,9 @@ class Entry:
         return found
 
 
-def compete(model: str, entry: Entry, loads: Sequence[str], streams: Sequence[int], turns: int) -> list[dict[str, Any]]:
+def compete(
+    model: str, entry: LeagueServers, loads: Sequence[str], streams: Sequence[int], turns: int
+) -> list[dict[str, Any]]:
     """Return a row for each server and load.  rate: tokens a second; x: times the first server's, turn by turn."""
     cases = [(load, at_once) for load in loads for at_once in streams]
     rates: dict[tuple[str, str, int], list[tuple[float, float]]] = {}
