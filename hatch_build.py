@@ -34,12 +34,14 @@ class KernelsHook(BuildHookInterface):
         machine = os.environ.get("CALLBOARD_MACHINE") or platform.machine()
         compiler = shlex.split(os.environ.get("CC") or "cc")
         levels = [level for level in LEVELS if level.machine == machine]
+        if sys.platform != "linux":
+            raise ValueError(f"a wheel with kernels is made on Linux, not on {sys.platform}; build one without")
         if not levels:
             raise ValueError(f"there are no kernels for {machine}: CALLBOARD_MACHINE is one of x86_64, aarch64")
         self._made, glibc = tempfile.TemporaryDirectory(), OLDEST_GLIBC
         for level in levels:
             library = made(compiler, (*level.flags, *OPENMP), limit_s=None)
-            glibc = max(glibc, *(int(minor) for minor in SYMBOL.findall(library)))
+            glibc = max([glibc, *(int(minor) for minor in SYMBOL.findall(library))])
             path = Path(self._made.name) / f"{level.name}.so"
             path.write_bytes(library)
             build_data["force_include"][str(path)] = f"engine/kernels/built/{level.name}.so"

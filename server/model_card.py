@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from engine.control.system import System
 
 
+ARITHMETIC = 2  # raised when kernels of the same names give other results
 TOY_PARAMETERS: Final = 50_000_000
 
 
@@ -91,15 +92,14 @@ def about(num_parameters: int) -> str:
 
 
 def _fingerprint(engine: "EngineSpec") -> str:
-    """The fingerprint of the weights, the kernels by the names that are configured, whether a compiler makes
-    callboard's own
-    here, torch's version and the numerics.
+    """The fingerprint of the weights, the kernels by the names that are configured, whether callboard's own are here,
+    torch's version and the numerics.
 
     What pages keep is part of those: rounded keys and values give other logits."""
     config, model = engine.config, engine.config.model
     weights = fingerprint(engine.model, model.load_format)
     kernels = (named(config.plugins, LINEAR), named(config.plugins, ATTENTION), config.graphs.mode)
-    made = (kernels_here(), metadata.version("torch"))
+    made = (ARITHMETIC, kernels_here(), metadata.version("torch"))
     numerics = (model.numerics, model.dtype, model.quantization, config.kv.dtype)
     ranks = (config.device.kind, config.device.tensor_parallel)
     return hashlib.sha256(msgspec.json.encode((weights, kernels, made, numerics, ranks))).hexdigest()[:16]

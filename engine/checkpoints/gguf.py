@@ -94,7 +94,7 @@ def read_table(directory: Path) -> dict[str, tuple[StoredTensor, GGUFTensor]]:
         raise WeightsError(f"{directory}: the directory of a GGUF file is damaged; remove it: {error}") from None
     for one in tensors:
         if one.offset + one.num_bytes > (size := sizes[one.part]):
-            what = f"{size} bytes, but its tensors need more; it was changed while it is read"
+            what = f"{size} bytes, but its tensors need more; it was changed while it was read"
             raise WeightsError(f"{paths[one.part]}: {what}")
     return _named(paths, tensors, family)
 
@@ -166,6 +166,7 @@ def _family(path: Path, header: GGUFHeader) -> tuple[str, GGUFFamily]:
         raise WeightsError(f"{path}: general.architecture is {name!r}, expected one of {expected}")
     experts, window = (header.value(f"{name}.{key}") for key in ("expert_count", "attention.sliding_window"))
     kinds = {"with experts": experts, "with 128 experts": experts == 128, "with a window": window}
+    kinds["with 256 experts"] = experts == 256
     kinds["with sigmoids"] = header.value(f"{name}.expert_gating_func") == SIGMOID
     others = [FAMILIES[f"{name} {words}"] for words, there in kinds.items() if there and f"{name} {words}" in FAMILIES]
     family = others[0] if others else FAMILIES[name]

@@ -183,7 +183,9 @@ FAMILIES: Final[Mapping[str, GGUFFamily]] = {
         optional_norms=True,
     ),
     "deepseek2": _deepseek(2, topk_method="group_limited_greedy", n_group=1, topk_group=1),
-    "deepseek2 with sigmoids": _deepseek(3),
+    # Early files have no number of groups: those of V3, with 256 experts, have its groups, and Kimi K2's have one.
+    "deepseek2 with 256 experts": _deepseek(3),
+    "deepseek2 with sigmoids": _deepseek(3, n_group=1, topk_group=1),
     "ernie4_5": GGUFFamily(architecture="Ernie4_5ForCausalLM", model_type="ernie4_5"),
     "exaone4": GGUFFamily(
         architecture="Exaone4ForCausalLM",

@@ -18,8 +18,9 @@ COUNT, NUMBER, NUM_TENSORS = "split.count", "split.no", "split.tensors.count"
 
 
 def part_paths(path: Path) -> list[Path]:
-    """Return the files of the model that a file belongs to, the first part first.  Raises WeightsError if one lacks.
+    """Return the files of the model that a file belongs to, the first part first.
 
+    Raises WeightsError if one is missing.
     path: not resolved, since a cache of downloads links to files of other names."""
     found = PART.fullmatch(path.name)
     if found is None or not 1 <= int(found[2]) <= int(found[3]):
@@ -54,7 +55,8 @@ def read_header(paths: Sequence[Path]) -> GGUFHeader:
             header.files.append(path)
     num_names, total = len({one.name for one in header.tensors}), header.value(NUM_TENSORS)
     if num_names < len(header.tensors):
-        raise WeightsError(f"{paths[0]}: a tensor is in two of the {count} parts, so they are not of one model")
+        where = f"two of the {count} parts, so they are not of one model" if count > 1 else "the file twice"
+        raise WeightsError(f"{paths[0]}: a tensor is in {where}")
     if count > 1 and total is not None and total != num_names:
         raise WeightsError(f"{paths[0]}: {NUM_TENSORS} is {total}, and the {count} parts have {num_names} tensors")
     return header

@@ -45,6 +45,9 @@ def rotary_settings(
     parameters |= {"rope_type": kind, "factor": value(f"{prefix}.rope.scaling.factor")}
     if kind == "linear":
         return parameters
+    for factor in ("yarn_attn_factor", "yarn_ext_factor"):
+        if (seen := value(f"{prefix}.rope.scaling.{factor}")) not in (None, 1.0):
+            raise WeightsError(f"{path}: {prefix}.rope.scaling.{factor} is {seen}, expected 1 or none")
     parameters |= family.stretch
     parameters |= {name: seen for key, name in YARN.items() if (seen := value(f"{prefix}.{key}")) is not None}
     logarithmic = value(f"{prefix}.rope.scaling.yarn_log_multiplier")

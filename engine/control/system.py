@@ -267,7 +267,8 @@ class System:
         self.stages.begin("torch")
         from engine.startup.loading import load_runner  # torch is needed from here on
 
-        self._imported()
+        imported, self._imported = self._imported, lambda: None  # once: a later load imports nothing
+        imported()
         runner = load_runner(
             engine.config,
             engine.model,

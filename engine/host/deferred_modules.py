@@ -35,7 +35,11 @@ class DeferredModules(MetaPathFinder, Loader):
             return ModuleSpec(fullname, self, is_package=True)
         if f"{fullname}.".startswith(self._needing):
             self.complete()
-            return find_spec(fullname)
+            if (module := sys.modules.get(fullname)) is None:
+                return find_spec(fullname)
+            # Its package has imported it meanwhile.  The import system would run it again by the place that it names.
+            place, module.__spec__ = module.__spec__, None
+            return ModuleSpec(fullname, _Present(place))
         return None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
@@ -53,6 +57,20 @@ class DeferredModules(MetaPathFinder, Loader):
             if isinstance(sys.modules.get(name), _Placeholder):
                 del sys.modules[name]
                 import_module(name)
+
+
+class _Present(Loader):
+    """A loader of a module that is there.  place: the module's own."""
+
+    def __init__(self, place: ModuleSpec | None) -> None:
+        self._place = place
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        return sys.modules[spec.name]
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Give the module its place back; it has run."""
+        module.__spec__ = self._place
 
 
 class _Placeholder(ModuleType):

@@ -65,7 +65,7 @@ def _built(levels: list[Level]) -> ctypes.CDLL | None:
                 library = ctypes.CDLL(str(path))
             except OSError as error:  # this torch has another OpenMP, or this system another C library
                 log.warning("kernels: %s cannot be loaded here: %s", path, error)
-                return None
+                continue
             log.info("kernels: for %s, of the wheel", level.name)
             return library
     return None

@@ -29,7 +29,7 @@ ANY = Level("any", "", (), frozenset())
 V3, V4 = ("-march=x86-64-v3",), ("-march=x86-64-v4", "-mprefer-vector-width=512")
 VNNI = "-mavx512vnni"
 BF16 = (*V4, VNNI, "-mavx512bf16")
-AVX2 = frozenset({"avx2", "fma", "f16c", "bmi1", "bmi2"})
+AVX2 = frozenset({"avx2", "fma", "f16c", "bmi1", "bmi2", "abm", "movbe"})
 AVX512 = AVX2 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
 DOTPROD = frozenset({"asimddp"})
 AMX = AVX512 | {"avx512_vnni", "avx512_bf16", "amx_tile", "amx_int8"}

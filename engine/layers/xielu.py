@@ -31,11 +31,12 @@ class XIELU(MLP):
         self.numbers = shape.numbers
         self.alpha_p, self.alpha_n = (parameter(1, device=device, dtype=dtype) for _ in range(2))
         self.beta, self.eps = (parameter(device=device, dtype=dtype) for _ in range(2))
-        self._activate = self._activated
+        del self._activate  # the method below takes its place: a reference to it here would be a cycle
+        self._is_by_rows = False
 
     def by_rows(self) -> None:
         """Compute the activation by rows (``RowwisePart``)."""
-        self._activate = lambda x_TI, kind: activated_by_rows(x_TI, kind, self._activated)
+        self._is_by_rows = True
 
     def pack(self, kernels: LayerKernels | None) -> None:
         """Compute the factors; called once, after loading."""
@@ -48,6 +49,9 @@ class XIELU(MLP):
         yield from super().slices(prefix)
         for name in () if self.numbers else NAMES:
             yield whole(f"{joined(prefix, self.shape.name)}.act_fn.{name}", getattr(self, name))
+
+    def _activate(self, x_TI: Tensor, kind: str) -> Tensor:
+        return activated_by_rows(x_TI, kind, self._activated) if self._is_by_rows else self._activated(x_TI, kind)
 
     def _activated(self, x_TI: Tensor, kind: str) -> Tensor:
         below_TI = self.below * (torch.expm1(torch.minimum(x_TI, self.eps)) - x_TI)

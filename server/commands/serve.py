@@ -73,6 +73,7 @@ async def _serve_on_machines(config: Config, source: ConfigSource) -> None:
 
     launch = read_launch(os.environ, config)
     if launch.index:
+        _exempt()
         await MachineNode(launch, config).run()
         return
     async with Head(launch, config) as head:

@@ -166,6 +166,16 @@ def test_stretched_frequencies_are_read(tmp_path: Path) -> None:
     assert_equal(resolve_checkpoint(str(tmp_path / "tiny.gguf"), ""), reference)
 
 
+@pytest.mark.parametrize("factor", ["yarn_attn_factor", "yarn_ext_factor"])
+def test_factors_of_yarn_that_are_not_computed_are_refused(tmp_path: Path, factor: str) -> None:
+    path = tmp_path / "tiny.gguf"
+    write(
+        path, build("llama"), **{"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, f"rope.scaling.{factor}": 0.5}
+    )
+    with pytest.raises(WeightsError, match=rf"rope\.scaling\.{factor} is 0\.5, expected 1 or none"):
+        resolve_checkpoint(str(path), "")
+
+
 def llama3_divisors() -> np.ndarray:
     """Return the tensor that llama.cpp's converter writes for the frequencies of Llama 3.1."""
     frequencies = LLAMA3["rope_theta"] ** -(np.arange(0, 16, 2) / 16)

@@ -16,7 +16,8 @@ NAMES = ("large.effects", "large.tools")
 SOURCES = {
     "large/__init__.py": "EFFECTS = []\nfrom large import effects, tools as tools\n",
     "large/effects.py": "from large import EFFECTS\nEFFECTS.append('there')\n",
-    "large/tools/__init__.py": "import large.effects\nVALUE = 7\n",
+    "large/tools/__init__.py": "import large.effects\nVALUE = 7\nfrom large.tools import early as early\n",
+    "large/tools/early.py": "from large import EFFECTS\nEFFECTS.append('early')\nclass Tool: ...\n",
     "large/tools/inner.py": "from large.tools import VALUE\nTWICE = 2 * VALUE\n",
     "large/compiler.py": "from large import EFFECTS\nSEEN = list(EFFECTS)\n",
     "large_alike.py": "",
@@ -48,7 +49,7 @@ def large(deferred: DeferredModules) -> Any:
 
 def test_a_look_at_a_name_imports_all(large: Any) -> None:
     assert large.tools.VALUE == 7
-    assert large.EFFECTS == ["there"]
+    assert large.EFFECTS == ["there", "early"]
     assert large.tools is sys.modules["large.tools"]
     assert not any(isinstance(one, DeferredModules) for one in sys.meta_path)
 
@@ -67,11 +68,11 @@ def test_a_placeholder_that_was_taken_before_finds_the_names(large: Any) -> None
 
 def test_a_module_below_imports_all(large: Any) -> None:
     assert import_module("large.tools.inner").TWICE == 14
-    assert large.EFFECTS == ["there"]
+    assert large.EFFECTS == ["there", "early"]
 
 
 def test_what_relies_on_effects_has_them(large: Any) -> None:
-    assert import_module("large.compiler").SEEN == ["there"]
+    assert import_module("large.compiler").SEEN == ["there", "early"]
 
 
 def test_modules_of_other_packages_and_looks_at_all_modules_import_nothing(large: Any) -> None:
@@ -81,7 +82,14 @@ def test_modules_of_other_packages_and_looks_at_all_modules_import_nothing(large
     assert large.EFFECTS == []
 
 
+def test_a_module_that_its_package_imports_runs_once(large: Any) -> None:
+    early = import_module("large.tools.early")
+    assert large.EFFECTS.count("early") == 1
+    assert early is large.tools.early is sys.modules["large.tools.early"]
+    assert early.__spec__.origin == early.__file__
+
+
 def test_it_completes_once(large: Any, deferred: DeferredModules) -> None:
     deferred.complete()
     deferred.complete()
-    assert large.EFFECTS == ["there"]
+    assert large.EFFECTS == ["there", "early"]

@@ -9,7 +9,7 @@ from engine.kernels.levels import LEVELS, levels_of
 from engine.kernels.sources import FLAGS, FOLDER, SOURCES
 from engine.settings.own_kernels import c_compiler
 
-HASWELL = "avx avx2 bmi1 bmi2 f16c fma"
+HASWELL = "abm avx avx2 bmi1 bmi2 f16c fma movbe"
 SKYLAKE_X = f"{HASWELL} avx512f avx512bw avx512cd avx512dq avx512vl"
 CPUS = {
     "Core 2": ("ssse3", "DEFAULT", "any"),

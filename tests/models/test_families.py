@@ -96,7 +96,7 @@ hub it downloads no weights. Its answers for many that are downloaded most, by t
 with transformers, token for token or by its logits in float32: `families` is
 `tests/models/test_families.py::test_the_reference_and_the_family_agree`, `published` is
 `tests/models/test_published.py`, `text_part` is `tests/checkpoints/test_text_part.py`, `quantized` is
-`tests/formats/test_quantized.py`, `mxfp4` is `tests/formats/test_mxfp4.py`; `pytest FILE -k NAME` runs one.
+`tests/formats/test_quantized.py`, `mxfp4` is `tests/formats/test_mxfp4.py`; `pytest "FILE::TEST[NAME]"` runs one.
 
 | checkpoint | architecture | served | checked by |
 |---|---|---|---|"""

@@ -3,7 +3,7 @@
 Legend: C host pages · P device pages · L layers · S page size · G KV heads (of this rank) · R size of a record
         n pages moved
 Owns: the memory, page-locked if the device is a GPU, and the copies between it and one KV pool.
-Does not know: which sequence a page belongs to, or why one moves (``engine/kv/host_tier.py`` does).
+Does not know: which sequence a page belongs to, or why one moves (``engine/features/host_tier/tier.py`` does).
 """
 
 import contextlib

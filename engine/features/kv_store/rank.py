@@ -17,6 +17,7 @@ from engine.features.kv_store.messages import NAME, FetchPages
 from engine.features.kv_store.pages import StoredPages
 from engine.features.kv_store.records import DIGEST_BYTES, PageRecords
 from engine.features.kv_store.settings import StoreSettings
+from engine.kernels.levels import levels_here
 from engine.layers.kv_pool import KVPool
 from engine.messages import FeatureRequest, Step
 from engine.plugins.hookspecs import KVStoreContext
@@ -84,9 +85,9 @@ def page_namespace(context: RankContext, pool: KVPool) -> bytes:
     shape = (str(pool.dtype), pool.format.kv_dtype, tuple(page.shape))
     arithmetic: tuple[object, ...] = (config.model.quantization, config.model.numerics)
     if config.model.numerics == "invariant":
-        place = (pool.data.device.type, kernels_here(), torch.__version__)
+        place = (pool.data.device.type, kernels_here(), levels_here("")[0].name, torch.__version__)
         arithmetic += (*place, named(config.plugins, ATTENTION), named(config.plugins, LINEAR))
-    what = (2, fingerprint(context.spec, load_format), seed, *arithmetic, *shape, comm.rank, comm.size)
+    what = (3, fingerprint(context.spec, load_format), seed, *arithmetic, *shape, comm.rank, comm.size)
     return hashlib.sha256(repr(what).encode()).digest()
 
 

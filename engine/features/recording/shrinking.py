@@ -14,6 +14,7 @@ from array import array
 from collections import defaultdict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -24,7 +25,7 @@ from engine.features.recording.invariants import Invariants
 from engine.features.recording.replay import new_scheduler, play
 from engine.features.recording.replayed import ReplayedScheduler
 from engine.features.recording.shrink import shrink
-from engine.features.recording.turns import Turn
+from engine.features.recording.turns import Turn, of_messages
 from engine.messages import Admit, FeatureAnswer, FeatureRequest, Step, StepDone, StepExtras
 from engine.plugins.manager import Plugins
 from engine.types.notices import ExecutorsLost, ExecutorsReady, Reconfigure
@@ -45,13 +46,14 @@ class Op:
 class Story:
     """The content of a recording.
 
-    tokens, extras: results of the executors, by place.
+    tokens, extras: results of the executors, by place.  parts: those of features, by place and name.
     early: their answers to plans made before it begins.
     fault: the fault with which it ends, '' for none."""
 
     ops: list[Op] = field(default_factory=list)
     tokens: dict[Place, int] = field(default_factory=dict)
     extras: dict[Place, StepExtras] = field(default_factory=dict)
+    parts: dict[Place, dict[str, Any]] = field(default_factory=dict)
     early: list[StepDone | FeatureAnswer] = field(default_factory=list)
     fault: str = ""
 
@@ -135,6 +137,11 @@ def _listen(story: Story, device: _Device, message: SchedulerInbox) -> None:
             request = int(planner.table.request_ids[row])
             if request in firsts:
                 story.extras[request, firsts[request]] = extras
+        for name, result_by_row in of_messages("result_by_row").items():
+            for row, result in result_by_row(message.parts[name]).items() if name in message.parts else ():
+                request = int(planner.table.request_ids[row])
+                if request in firsts:
+                    story.parts.setdefault((request, firsts[request]), {})[name] = result
 
 
 def play_ops(
@@ -190,6 +197,7 @@ def _answer(story: Story, scheduler: ReplayedScheduler, rank: int, step: _Asked)
     planner = scheduler.planner
     assert planner is not None
     tokens, extras = [], {}
+    parts: dict[str, dict[int, Any]] = {}
     for request, position in step.places:
         sequence = planner.requests.open.get(request)
         stops = sequence.stop_ids if sequence is not None else ()
@@ -197,8 +205,16 @@ def _answer(story: Story, scheduler: ReplayedScheduler, rank: int, step: _Asked)
         tokens.append(next(one for one in range(len(stops) + 1) if one not in stops) if token is None else token)
         if sequence is not None and sequence.row >= 0 and (told := story.extras.get((request, position))) is not None:
             extras[sequence.row] = told
+        if sequence is not None and sequence.row >= 0:
+            for name, result in story.parts.get((request, position), {}).items():
+                parts.setdefault(name, {})[sequence.row] = result
+    of_rows = of_messages("result_of_rows")
     return StepDone(
-        rank=rank, step_id=step.step_id, token_ids=np.array(tokens, dtype=np.int32).tobytes(), extras=extras
+        rank=rank,
+        step_id=step.step_id,
+        token_ids=np.array(tokens, dtype=np.int32).tobytes(),
+        extras=extras,
+        parts={name: of_rows[name](by_row) for name, by_row in parts.items()},
     )
 
 

@@ -16,7 +16,8 @@ from engine.actors.inboxes import SchedulerInbox
 from engine.messages import FeatureRequest, Step
 from engine.plugins.features import feature_modules
 
-PLANS = ("actors/scheduler.py", "scheduling/*.py", "kv/*.py", "features/*/planner.py")  # the code that plans
+# The code that plans.
+PLANS = ("actors/scheduler.py", "scheduling/*.py", "kv/*.py", "features/*/planner.py", "features/*/messages.py")
 PLAN_BYTES = 8
 _encode = msgspec.msgpack.Encoder().encode
 

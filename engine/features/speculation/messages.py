@@ -58,6 +58,10 @@ def drafted_of(part: bytes) -> dict[int, bytes]:
     return _result_decoder.decode(part)
 
 
+# A result's part by rows, for what gives a row's result to another step.
+result_by_row, result_of_rows = drafted_of, drafted_part
+
+
 def without_tokens(part: bytes) -> bytes:
     """Return the part of a step without the values of tokens."""
     return msgspec.msgpack.encode(msgspec.structs.replace(_decoder.decode(part), tokens=b""))

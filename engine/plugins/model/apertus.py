@@ -47,6 +47,10 @@ def callboard_model(context: ModelContext) -> DecoderShape:
     )
     layers = alike(fields, sizes, layer)
     if tables := [fields.table[name] for name in NUMBERS if isinstance(fields.table.get(name), list)]:
-        mlps = [msgspec.structs.replace(layer.mlp, numbers=one) for one in zip(*tables, strict=False)]
+        if len(tables) < len(NUMBERS) or any(len(table) != len(layers) for table in tables):
+            sizes_seen = ", ".join(str(len(table)) for table in tables)
+            expected = f"{len(NUMBERS)} lists of {len(layers)} numbers: {', '.join(NUMBERS)}"
+            raise fields.error(NUMBERS[0], f"among lists of {sizes_seen} numbers", expected)
+        mlps = [msgspec.structs.replace(layer.mlp, numbers=one) for one in zip(*tables, strict=True)]
         layers = [msgspec.structs.replace(layer, mlp=mlp) for mlp in mlps]
     return decoder(fields, sizes, layers)

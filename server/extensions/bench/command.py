@@ -107,6 +107,9 @@ def compare(parsed: Namespace, config: Config) -> None:
 def league(parsed: Namespace, config: Config) -> None:
     from server.extensions.bench import league, llama_cpp
 
+    for path in (parsed.save, parsed.plot):
+        if path is not None and not path.parent.is_dir():
+            raise ConfigError(f"{path}: there is no folder {path.parent}; make it first")
     llama = {"llama.cpp": llama_cpp.find(parsed.llama_server, parsed.llama_python)}
     if parsed.ik_llama_server:
         if (binary := shutil.which(parsed.ik_llama_server)) is None:

@@ -11,15 +11,20 @@ from pathlib import Path
 from typing import Any
 from urllib.request import Request, urlopen
 
+from engine.types.errors import ConfigError
 from server.extensions.bench.server_process import ServerProcess
 
 
 def find(binary: str, python: str) -> list[str]:
     """Return the command that serves with llama.cpp; empty if there is none.
 
-    binary: a ``llama-server``, "" for the one on the PATH.  python: an interpreter that may have ``xllamacpp``."""
+    binary: a ``llama-server``, "" for the one on the PATH.  python: an interpreter that may have ``xllamacpp``.
+    Raises ConfigError for a program that is not there."""
     if found := shutil.which(binary or "llama-server"):
         return [found]
+    for program in (binary, python):
+        if program and shutil.which(program) is None:
+            raise ConfigError(f"{program}: is no program that can be run")
     looked = subprocess.run([python, "-c", "import xllamacpp"], capture_output=True, check=False)
     return [python, str(Path(__file__).with_name("xllamacpp_server.py").resolve())] if looked.returncode == 0 else []
 

@@ -6,15 +6,18 @@ Owns: the port, the wait until it is ready, its processor time.  Does not know: 
 import os
 import socket
 import subprocess
+import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from http.client import HTTPException
 from pathlib import Path
-from urllib.error import URLError
 from urllib.request import urlopen
 
 from engine.types.errors import CallboardError
 
 READY_S = 600.0
+LOOK_S = 5.0  # that one look at a server may take
+LAST_BYTES = 400  # of what a server that did not come up has printed
 TICKS = os.sysconf("SC_CLK_TCK")
 
 
@@ -29,23 +32,43 @@ class ServerProcess:
             port = free.getsockname()[1]
         self.url = f"http://127.0.0.1:{port}"
         nothing = subprocess.DEVNULL
-        self._process = subprocess.Popen([*command, str(port)], stdin=nothing, stdout=nothing, stderr=nothing)
-        self.pid = self._process.pid
+        with tempfile.TemporaryFile() as errors:
+            self._process = subprocess.Popen([*command, str(port)], stdin=nothing, stdout=nothing, stderr=errors)
+            self.pid = self._process.pid
+            if self._comes_up(route):
+                return
+            self.close()
+            errors.seek(0)
+            printed = errors.read()[-LAST_BYTES:].decode(errors="replace").strip()
+        raise CallboardError(f"a server did not come up: {' '.join(command)} {port}: {printed}")
+
+    def _comes_up(self, route: str) -> bool:
         deadline = time.monotonic() + READY_S
         while time.monotonic() < deadline and self._process.poll() is None:
             try:
-                with urlopen(f"{self.url}{route}") as answer:  # noqa: S310 - http, of this machine
+                with urlopen(f"{self.url}{route}", timeout=LOOK_S) as answer:  # noqa: S310 - http, of this machine
                     if answer.status == 200:
-                        return
-            except (URLError, ConnectionError):
+                        return True
+            except (OSError, HTTPException):
                 time.sleep(0.05)
-        self.close()
-        raise CallboardError(f"a server did not come up: {' '.join(command)} {port}")
+        return False
 
     def cpu_s(self) -> float:
-        """Return the processor time of the process until now, of all its threads and of children that have ended."""
-        fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
-        return sum(map(int, fields[11:15])) / TICKS
+        """Return the processor time until now of the process and of those that it has started."""
+        return sum(sum(map(int, fields[11:15])) for fields in self._tree()) / TICKS
+
+    def _tree(self) -> Iterator[list[str]]:
+        """Yield what /proc says of the process and of all below it, behind the name of each."""
+        processes: dict[int, list[str]] = {}
+        for path in Path("/proc").glob("[0-9]*/stat"):
+            try:
+                processes[int(path.parent.name)] = path.read_text().rpartition(")")[2].split()
+            except OSError:
+                continue  # it has ended meanwhile
+        below = {self.pid}
+        while more := {pid for pid, fields in processes.items() if int(fields[1]) in below} - below:
+            below |= more
+        yield from (processes[pid] for pid in below if pid in processes)
 
     def close(self) -> None:
         """End the process."""

@@ -213,7 +213,7 @@ class Journal:
         if not self._is_writable or not (written or self._given_way):
             return
         try:
-            self._segments.write(self._given_way + written)
+            self._segments.write(written + self._given_way)
         except OSError as error:
             self._fail(error)
             return
@@ -368,7 +368,8 @@ class Journal:
             self._forget_for_others(entry)
 
     def _forget_for_others(self, entry: Entry) -> None:
-        if entry.home and not entry.ended:  # its records may stay for a while
+        # Its records may stay for a while, and another server must not take it for one that runs.
+        if entry.records and not isinstance(decode(entry.records[-1]), Ended):
             self._given_way.append(encode(Ended(entry.number, len(entry.records), time.time(), is_forgotten=True)))
         self._drop(entry)
         self.forgotten(entry)
