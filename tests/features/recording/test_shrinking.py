@@ -7,12 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 
 from engine.features.recording.file import read_recording, write_recording
 from engine.features.recording.replay import Replay
-from engine.features.recording.shrinking import shrunk
+from engine.features.recording.shrinking import play_ops, shrunk, story_of
+from engine.features.speculation.messages import NAME, drafted_of, drafted_part
 from engine.kv.radix import RadixTree
+from engine.messages import Step, StepDone
 from engine.plugins.blueprint import Blueprint
 from engine.scheduling.pages import PageManager
 from engine.scheduling.planner import Planner
@@ -20,6 +23,7 @@ from engine.scheduling.policy import SchedulingPolicy
 from engine.scheduling.rows import PlannerLimits
 from engine.types.notices import Reconfigure
 from tests.features.recording.driver import Driver
+from tests.scheduling.fake_device import FakeDevice
 from tests.sim.mutants import (
     a_page_is_freed_twice,
     a_page_leaks_when_a_row_is_released,
@@ -146,6 +150,39 @@ def test_a_bug_that_a_change_of_settings_brings_is_found_and_the_change_stays(
     again = Replay(read_recording(tmp_path / "small.cbr"))
     assert [turn.differs for turn in again if turn.differs is not None] == []
     assert again.fault == fault
+
+
+def test_what_a_draft_model_proposed_is_part_of_what_is_played(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = FakeDevice.run
+
+    def drafting(self: FakeDevice, step: Step) -> None:
+        run(self, step)
+        rows = np.frombuffer(step.decode_rows, np.int32).tolist()
+        done = self.done.pop()
+        by_row = {row: np.array([step.step_id, row], np.int32).tobytes() for row in rows}
+        self.done.append(msgspec.structs.replace(done, parts={NAME: drafted_part(by_row)} if rows else {}))
+
+    monkeypatch.setattr(FakeDevice, "run", drafting)
+    driver = Driver(tmp_path)
+    driver.run(2)
+    driver.recorder.write("test")
+    recording = read_recording(driver.written()[0])
+    story = story_of(recording)
+    fault, turns = play_ops(recording, story, story.ops)
+    assert not fault
+    recorded, played = (
+        [
+            drafted_of(one.parts[NAME])
+            for turn in them
+            for one in turn.messages
+            if isinstance(one, StepDone) and one.parts
+        ]
+        for them in (recording.turns, turns)
+    )
+    assert len(played) == len(recorded) > 10
+    # What belongs to a request that has ended meanwhile has no place.
+    assert all(again.items() <= once.items() for again, once in zip(played, recorded, strict=True))
+    assert sum(map(len, played)) > sum(map(len, recorded)) / 2
 
 
 def test_where_nothing_fails_there_is_nothing_to_shrink(tmp_path: Path) -> None:
