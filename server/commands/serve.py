@@ -16,7 +16,6 @@ import msgspec
 import uvloop
 
 from engine.config import Config, ConfigSource, SeveralModels
-from engine.host.torch_start import start_torch
 from engine.settings.sections import ServerSection
 from engine.types.errors import ConfigError
 from server.backend import Backend
@@ -48,8 +47,6 @@ def run(parsed: argparse.Namespace, config: Config) -> None:
         return
     if isinstance(config, SeveralModels):
         raise ConfigError(f"{parsed.target}: has [[models]], and server/extensions/models is not installed")
-    if config.placement.executor != "process":
-        start_torch()
     source = read_source(parsed, *overrides)
     gc.disable()  # while modules are imported, which are no garbage and would be looked at again and again
     is_alone = os.environ.get("WORLD_SIZE", "1") == "1"

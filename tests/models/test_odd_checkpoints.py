@@ -146,7 +146,7 @@ REFUSED_CONFIGS: list[tuple[dict[str, Any], str]] = [
     ),
     (both({"rope_type": "proportional", "factor": 2.0}), 'rope_scaling is "proportional"'),
     (both(LINEAR, partial_rotary_factor=0.5), "partial_rotary_factor is 0.5"),
-    ({"rope_scaling": {**LLAMA3, "high_freq_factor": 1.0}}, "high_freq_factor is 1.0, expected a number above low_"),
+    ({"rope_scaling": {**LLAMA3, "high_freq_factor": 0.5}}, "high_freq_factor is 0.5, expected at least low_"),
     ({"is_causal": False}, "is_causal is false, expected true"),
     ({"model_type": "mixtral"}, 'model_type is "mixtral", expected "'),
 ]

@@ -98,7 +98,7 @@ def _events(answer: http.client.HTTPResponse, most: int | None = None) -> list[s
 def test_a_stream_is_rejoined_after_a_kill_as_if_nothing_had_happened(real: Path, tmp_path: Path) -> None:
     port = free_port()
     body = json.dumps(
-        {"model": real.name, "prompt": "Once upon a time", "max_tokens": 120, "seed": 3, "stream": True}
+        {"model": real.stem, "prompt": "Once upon a time", "max_tokens": 120, "seed": 3, "stream": True}
         | {"temperature": 0.8, "ignore_eos": True}
     ).encode()
     with _served(real, tmp_path, port) as first:

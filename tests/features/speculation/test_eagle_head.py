@@ -13,6 +13,7 @@ from torch import Tensor
 
 from callboard import LLM
 from engine.features.speculation import head_drafting
+from engine.features.speculation.messages import Proposals
 from engine.features.speculation.payoff import Payoff
 from engine.features.speculation.planner import SpeculationPlanner, drafts_of
 from engine.messages import Step
@@ -155,11 +156,11 @@ def test_executors_that_crash_come_back_with_their_head(
 ) -> None:  # fmt: skip
     draft, steps = head_drafting.HeadDrafter.draft, []
 
-    def failing(self: head_drafting.HeadDrafter, step: Step) -> object:
+    def failing(self: head_drafting.HeadDrafter, step: Step, proposals: Proposals) -> object:
         steps.append(step)
         if len(steps) == 6:
             raise RuntimeError("lost")
-        return draft(self, step)
+        return draft(self, step, proposals)
 
     monkeypatch.setattr(head_drafting.HeadDrafter, "draft", failing)
     with engine(directory, head) as llm:
