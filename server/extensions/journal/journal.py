@@ -176,7 +176,7 @@ class Journal:
         self._is_due = self._is_closed
         if self._is_closed or (self._fsync == "always" and self._syncing is not None):
             return  # goes on when that is done
-        num_bytes, count = FRAME_BYTES + sum(map(len, self._given_way)), 0
+        num_bytes, count = FRAME_BYTES, 0
         for _, record, _ in self._waiting:
             if count and num_bytes + len(record) > LARGEST_BATCH * self._segment_bytes:
                 break
@@ -281,7 +281,8 @@ class Journal:
                     self._rotate(is_full)
             except OSError as error:
                 self._fail(error)
-        return self._moving is None or self._fits(self._moving_bytes + num_bytes)
+        given_way = sum(map(len, self._given_way))  # the batch has these too, also those of this rotation
+        return self._moving is None or self._fits(self._moving_bytes + num_bytes + given_way)
 
     def _rotate(self, is_full: bool) -> None:
         """Begin a new file if the current one is full.  Raises OSError.
