@@ -32,6 +32,8 @@ def rounded(x_TI: Tensor, group: int = 0) -> Rounded:
     if num_rows > len(x_TI):
         x_TI = F.pad(x_TI, (0, 0, 0, num_rows - len(x_TI)))
     x_TGI = x_TI.contiguous().unflatten(1, (-1, group or x_TI.shape[1]))
-    scales_TG = x_TGI.abs().amax(2).float().clamp_min_(SMALLEST).div_(LARGEST)
+    largest_TG = x_TGI.abs().amax(2).float().clamp_min_(SMALLEST)
+    # On a GPU, torch multiplies by the reciprocal of a divisor that is a plain number, which rounds otherwise.
+    scales_TG = largest_TG / torch.full_like(largest_TG, LARGEST)
     rounded_TGI = (x_TGI / scales_TG[:, :, None]).clamp_(-LARGEST, LARGEST).to(FLOAT8)
     return rounded_TGI.flatten(1), scales_TG.t().contiguous().t() if group else scales_TG

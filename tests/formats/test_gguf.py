@@ -18,6 +18,7 @@ from engine.checkpoints.gguf_families import NAMES
 from engine.checkpoints.gguf_header import GGUFHeader
 from engine.config import load_config
 from engine.formats.opening import open_reader
+from engine.kernels.panels import products
 from engine.plugins.families import read_model
 from engine.text.files import TokenizerFiles
 from engine.types.errors import WeightsError
@@ -406,7 +407,17 @@ def test_the_header_is_read_once_and_not_again_at_the_next_start(
     assert len(read) == 1
 
 
-@pytest.mark.parametrize(("quantization", "said"), [("none", True), ("int8", False)])
+@pytest.mark.parametrize(
+    ("quantization", "said"),
+    [
+        ("none", True),
+        pytest.param(
+            "int8",
+            False,
+            marks=pytest.mark.skipif(products() is None, reason="no C compiler, or no AVX2, for weights in int8"),
+        ),
+    ],
+)
 def test_a_start_says_that_it_computes_with_more_bits_than_the_file_has(
     quantization: str, said: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
