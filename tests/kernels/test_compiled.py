@@ -14,8 +14,9 @@ pytestmark = pytest.mark.slow
 
 KERNELS = {
     "add_norm_round_row", "add_norm_rows", "adjust_tokens", "down_pairs", "draw_candidate", "fill_row", "gate_columns",
-    "gate_pairs", "gather_candidates", "gather_rows", "list_row", "measure_some_blocks", "multiply_tiles", "pick_row",
-    "place_pairs", "rotate_heads", "round_row", "tabulate_angles", "write_places",
+    "gate_pairs", "gather_rows", "list_candidates", "list_row", "measure_some_blocks", "multiply_tiles", "narrow_row",
+    "pick_row", "place_pairs", "rotate_heads", "round_row", "tabulate_angles", "weigh_candidates",
+    "write_places",
 }  # fmt: skip
 
 
