@@ -148,33 +148,36 @@ def test_equal_logits_are_not_told_apart_by_a_cut(monkeypatch):
 
 def far_cuts() -> list[SamplingParams]:
     """Cuts that are found in a histogram, at both ends of a distribution and between, beside some that are not."""
-    shares = (1e-9, 0.3, 0.95, 0.9999999, 1 - 1e-15)
+    shares = (1e-9, 0.3, 0.3, 0.5, 0.95, 0.95, 0.9999999, 1 - 1e-15)
     return [
         *(SamplingParams(seed=seed, top_p=share) for seed, share in enumerate(shares)),
-        SamplingParams(seed=5, top_k=300),
-        SamplingParams(seed=6, top_k=300, top_p=0.7),
-        SamplingParams(seed=7, min_p=1e-4, top_p=0.9),
-        SamplingParams(seed=8, top_k=2, top_p=0.7),
-        SamplingParams(seed=9, min_p=1e-3),
+        SamplingParams(seed=8, top_k=300),
+        SamplingParams(seed=9, top_k=300, top_p=0.7),
+        SamplingParams(seed=10, min_p=1e-4, top_p=0.9),
+        SamplingParams(seed=11, top_k=2, top_p=0.7),
+        SamplingParams(seed=12, min_p=1e-3),
     ]
 
 
 @pytest.mark.parametrize(
-    "kind", ["one bin", "spread", "ties", "few values", "one likely token far above others", "most tokens forbidden"]
+    "kind",
+    ["near", "one bin", "spread", "ties", "few values", "two bins", "one far above others", "most forbidden"],
 )
 def test_cuts_far_from_their_bounds_in_rows_of_several_parts(monkeypatch, kind):
     monkeypatch.setattr(candidates, "TOKENS_OF_A_PART", 256)
     monkeypatch.setattr(candidates, "LISTED_AT_ONCE", 128)
     wishes = far_cuts()
-    logits = normal_logits(len(wishes), 1100, scale={"one bin": 1e-3, "spread": 50.0}.get(kind, 3.0))
+    logits = normal_logits(len(wishes), 1100, scale={"near": 1.0, "one bin": 1e-3, "spread": 50.0}.get(kind, 3.0))
     if kind == "ties":
         logits = torch.full_like(logits, -2.0)
     elif kind == "few values":
         logits = logits.round()
-    elif kind == "one likely token far above others":
+    elif kind == "two bins":
+        logits = logits * 1e-4 - torch.where(torch.arange(1100) % 11 == 0, 0.0, 1.0)
+    elif kind == "one far above others":
         logits = logits * 1e-3
         logits[:, 700] = 9.0
-    elif kind == "most tokens forbidden":
+    elif kind == "most forbidden":
         logits[:, torch.arange(1100) % 7 != 3] = -torch.inf
     found, expected = tokens_of_both(monkeypatch, wishes, logits, steps=1)
     assert torch.equal(found, expected)
@@ -188,7 +191,7 @@ def test_histograms_are_made_only_for_rows_that_need_them(monkeypatch):
         one.admit((Newcomer(row, params, np.array([1], np.int32), 1),), (EOS,))
     assert one.kernels is not None
     needed = [one.kernels.plan(np.array([row]), np.zeros(1, np.bool_))[0].far_cuts for row in range(len(wishes))]
-    assert needed == [False] * 3 + [True] * 8 + [False] * 2
+    assert needed == [False] * 3 + [True] * 11 + [False] * 2
 
 
 def test_rows_apart_and_a_batch_in_another_order(monkeypatch):
