@@ -14,8 +14,8 @@ pytestmark = pytest.mark.slow
 
 KERNELS = {
     "add_norm_round_row", "add_norm_rows", "adjust_tokens", "down_pairs", "draw_candidate", "fill_row", "gate_columns",
-    "gate_pairs", "gather_candidates", "gather_rows", "list_row", "measure_some_blocks", "multiply_tiles", "pick_row",
-    "place_pairs", "rotate_heads", "round_row", "tabulate_angles", "write_places",
+    "gate_pairs", "gather_candidates", "gather_rows", "list_row", "measure_some_blocks", "multiply_rows",
+    "multiply_tiles", "pick_row", "place_pairs", "rotate_heads", "round_row", "tabulate_angles", "write_places",
 }  # fmt: skip
 
 
@@ -24,8 +24,8 @@ KERNELS = {
 WAITING = {
     "add_norm_round_row": (True, True), "add_norm_rows": (True, True), "fill_row": (False, False),
     "gate_columns": (False, True),
-    "gather_rows": (False, True), "list_row": (False, False), "rotate_heads": (True, True),
-    "round_row": (False, True),
+    "gather_rows": (False, True), "list_row": (False, False), "multiply_rows": (True, True),
+    "rotate_heads": (True, True), "round_row": (False, True),
     "tabulate_angles": (False, True), "write_places": (False, False),
 }  # fmt: skip
 

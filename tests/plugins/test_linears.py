@@ -58,7 +58,7 @@ def test_a_built_in_is_right(name: str, device: str) -> None:
         pytest.skip("for CPUs")
     if device == "cpu" and name == "linear.torch_fp8_block":
         pytest.skip("torch has its product on Hopper alone; tests/plugins/test_torch_fp8_block.py has a stand-in")
-    if device == "cpu" and name in ("linear.triton", "linear.triton_int8"):
+    if device == "cpu" and name in ("linear.triton", "linear.triton_int8", "linear.triton_rows"):
         pytest.skip("tests/kernels/interpreted takes it through the kit in Triton's interpreter")
     if declares.instruction_sets and not set(declares.instruction_sets) & set(instruction_sets()):
         pytest.skip(f"needs {declares.instruction_sets}")
@@ -275,7 +275,7 @@ def test_auto_takes_the_preferred_one_unless_another_is_clearly_faster() -> None
     assert chosen(bf16, {"panels": 1.0, "onednn": 1.0, "fbgemm_fp16": 0.5, "torch": 0.7}) == "fbgemm_fp16"
     assert chosen(replace(CPU, quantization="int8")) == "panels"
     assert chosen(replace(CPU, quantization="float16")) == "panels"
-    assert chosen(replace(CPU, device="cuda", dtype="bfloat16", instruction_sets=())) == "torch"
+    assert chosen(replace(CPU, device="cuda", dtype="bfloat16", instruction_sets=())) == "triton_rows"
     assert chosen(replace(CPU, device="cuda", dtype="bfloat16", quantization="fp8")) == "torch_fp8"
 
 
