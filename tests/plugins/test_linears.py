@@ -7,6 +7,7 @@ import sys
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -26,7 +27,7 @@ from engine.plugins.declaration import Declaration, read_declaration
 from engine.plugins.families import read_model
 from engine.plugins.hookspecs import LinearContext
 from engine.plugins.linear import fbgemm_fp16, fbgemm_int8, onednn, panels, torch_fp8, torch_int4, triton_int8
-from engine.plugins.linears import INVARIANT, PREFERRED, check_linear_fits, linear_context
+from engine.plugins.linears import INVARIANT, PREFERRED, check_linear_fits, kept_type, linear_context
 from engine.plugins.manager import BUILTIN, Plugins
 from engine.plugins.proof.findings import ConformanceError
 from engine.plugins.testing.linear import check_linear
@@ -304,6 +305,24 @@ def test_a_float8_checkpoint_that_a_gpu_widens_is_named() -> None:
     assert not widens(small, replace(gpu, quantization="fp8"))
     assert not widens(small, CPU)
     assert not widens(integers, gpu), "no kernel keeps them"
+
+
+@pytest.mark.parametrize(
+    ("named", "changes", "kept"),
+    [
+        ("auto", {}, "fp8"),
+        ("auto", {"scale_block": (1, 0)}, "fp8"),
+        ("auto", {"scale_block": (0, 0)}, "none"),
+        ("auto", {"scale_block": None}, "none"),
+        ("auto", {"device": "cpu"}, "none"),
+        ("auto", {"dtype": "float16"}, "none"),
+        ("auto", {"invariant": True}, "none"),
+        ("torch", {}, "none"),
+    ],
+)
+def test_auto_keeps_elements_that_a_kernel_multiplies(named: str, changes: dict[str, Any], kept: str) -> None:
+    gpu = LinearContext("cuda", "bfloat16", scale_block=(128, 128))
+    assert kept_type(Plugins({"linear": named} if named != "auto" else {}), replace(gpu, **changes)) == kept
 
 
 @needs_panels
