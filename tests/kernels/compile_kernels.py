@@ -70,7 +70,7 @@ def experts(dtype: torch.dtype) -> None:
         gate_up = torch.empty((num_experts, 2 * inner, width), dtype=dtype, device="meta")
         down = torch.empty((num_experts, width, inner), dtype=dtype, device="meta")
         biases = gate_up[..., 0].contiguous(), down[..., 0].contiguous()
-        for num_tokens in (8, 4096):
+        for num_tokens in (8, 1024, 4096):
             x_TD = torch.empty((num_tokens, width), dtype=dtype, device="meta")
             weights_TK = torch.empty((num_tokens, num_chosen), dtype=dtype, device="meta")
             chosen_TK = torch.empty((num_tokens, num_chosen), dtype=torch.int64, device="meta")
