@@ -180,7 +180,8 @@ def serve(requests: IO[bytes], answers: IO[bytes], began: float) -> None:
     for entry in entries:
         trials.append(Trial(entry, {} if trials else {"start": time.monotonic() - began}))
         answers.write(msgspec.json.encode(trials[-1].compiled()) + b"\n")
-    torch.set_num_threads(threads)
+    if entries[0].device.type == "cpu":
+        torch.set_num_threads(threads)  # those of a step
     while True:
         answers.write(msgspec.json.encode(trials[numbers.get()].measured()) + b"\n")
 
