@@ -1,4 +1,4 @@
-"""Which sections there are, in which sizes a CPU computes them, and how long each may take.
+"""The sections, the sizes in which a CPU computes them, and how long each may take.
 
 Owns: the table, how a section is called.  Imports none of them, nor torch.
 """
@@ -21,7 +21,7 @@ LONGEST_S = PIECE_S - 2 * STARTS_S
 
 @dataclass(frozen=True)
 class Section:
-    """function: 'module:function', (device, sizes) -> rows; imported only in the section's own process.
+    """A section.  function: 'module:function', (device, sizes) -> rows; imported only in the section's own process.
     small: sizes for a CPU and to warm up with; what it leaves out is as on a GPU.
     limit_s: seconds that it may take.  timed: whether it is there for times, which a section beside it would change."""
 
@@ -31,7 +31,7 @@ class Section:
     timed: bool = True
 
     def rows(self, device: "torch.device", small: bool) -> Iterator[dict[str, Any]]:
-        """As they come."""
+        """Yield the rows as they come."""
         module, _, name = self.function.partition(":")
         yield from getattr(import_module(module), name)(device, **(self.small if small else {}))
 
