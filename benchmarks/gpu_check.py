@@ -14,7 +14,9 @@ what of it is missing is said before anything runs, together with how to carry i
 """
 
 import argparse
+import faulthandler
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
     import torch
 
 Row = dict[str, Any]
+SAYS_WHERE_S = 5.0  # before its limit a section's process writes to stderr where its threads are
 COLUMNS = {
     "error": "error",
     "us": "us",
@@ -65,6 +68,7 @@ def guarded(name: str, device: "torch.device", timeout_s: float) -> list[Row]:
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "rows"
         command = [sys.executable, __file__, "--device", device.type, "--sections", name, "--rows-file", str(path)]
+        command += ["--timeout", str(timeout_s)]
         problem = ""
         try:
             # Its stderr is shown: kernels that are compiled and assertions on the device write there.
@@ -105,6 +109,9 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="write machine and rows as JSON to this file")
     parser.add_argument("--rows-file", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    # Before torch reads it: threads that wait would take the cores of other processes, and references on the CPU ten
+    # times as long.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     if problem := complaint():
         parser.exit(2, f"gpu_check: {problem}\n")
     # Only now: it might have been missing.
@@ -121,6 +128,8 @@ def main() -> None:
             parser.exit(2, f"gpu_check: --piece {arguments.piece}: there are 1 to {len(shares)}\n")
         names = shares[arguments.piece - 1]
     if arguments.rows_file:
+        limit_s = arguments.timeout or SECTIONS[names[0]].limit_s
+        faulthandler.dump_traceback_later(max(1.0, limit_s - SAYS_WHERE_S))
         run_section(names[0], device, arguments.rows_file)
         return
     if said := remark():

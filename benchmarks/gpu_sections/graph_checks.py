@@ -12,7 +12,7 @@ from callboard import LLM, SamplingParams
 from engine.llm import Completion
 from gpu_sections.rows import Row
 from gpu_sections.shapes import QWEN3_06B
-from gpu_sections.stepping import captures, checkpoint, load
+from gpu_sections.stepping import captures, checkpoint, load, unmeasured
 
 # Between two ways of computing a step in bfloat16; tokens may part where the two likeliest are closer than that.
 TOLERANCE = 0.1
@@ -30,7 +30,9 @@ def logprobs(
     num_out: int = 32,
     num_pages: int = 512,
 ) -> Iterator[Row]:
-    """Greedy: log probabilities of the sampled tokens, as long as the tokens are the same ones."""
+    """Greedy: log probabilities of the sampled tokens, as long as the tokens are the same ones.
+
+    Attention is this project's own, and with breakable graphs the first of the order, which may plan each replay."""
     drawn = np.random.default_rng(0)
     prompts = [drawn.integers(0, config["vocab_size"], length).tolist() for length in prompt_lens]
     params = SamplingParams(temperature=0.0, max_tokens=num_out, ignore_eos=True, logprobs=2)
@@ -47,6 +49,7 @@ def logprobs(
                     "kv": {"num_pages": num_pages},
                     "scheduler": {"max_running": len(prompts), "prefill_chunk": chunk},
                     "graphs": {"mode": mode, "max_tokens": chunk},
+                    "plugins": unmeasured(device) | ({"attention": "auto"} if mode == "breakable" else {}),
                 },
             ) as llm:
                 said = llm.generate(prompts, params)

@@ -16,7 +16,7 @@ from engine.layers.attention import is_capturable
 from engine.types.errors import PluginError
 from gpu_sections.rows import Row, seconds_of, skipped
 from gpu_sections.shapes import QWEN3_06B, QWEN3_14B
-from gpu_sections.stepping import Stepping, captures, checkpoint, load, pages_each, prefill
+from gpu_sections.stepping import Stepping, captures, checkpoint, load, pages_each, prefill, unmeasured
 from gpu_sections.trace import idle_gap_s, num_copies_in, traced
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
@@ -47,6 +47,7 @@ def tokens(
             # Steps of up to twice what is captured: some of each kind.
             "scheduler": {"prefill_chunk": 8, "max_running": num_prompts, "max_step_tokens": 2 * max_tokens},
             "graphs": {"mode": mode, "max_tokens": max_tokens},
+            "plugins": unmeasured(device),
         }
         with LLM(progress=False, config={"device": {"kind": device.type}, **sections}) as llm:
             outputs = [

@@ -1,7 +1,7 @@
 """The communicators for GPUs in a group of one: every collective, and what is captured and replayed in a graph."""
 
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -28,7 +28,15 @@ def section(device: torch.device) -> Iterator[Row]:
         for name, plugin in (("torch", torch_comm), ("pynccl", nccl), ("symmetric", symmetric)):
             for number, case in enumerate((_contract, _captured, _timed)):
                 context = CommContext(0, 1, device.type, f"file://{directory}/{name}{number}")
-                yield {"case": f"{name}: {case.__doc__}", **case(plugin.callboard_comm(context), device)}
+                yield {"case": f"{name}: {case.__doc__}", **_tried(case, plugin.callboard_comm(context), device)}
+
+
+def _tried(case: Callable[[Comm, torch.device], Row], comm: Comm, device: torch.device) -> Row:
+    """The case's result; a failure is one, and the next case is tried."""
+    try:
+        return case(comm, device)
+    except Exception as error:
+        return {"ok": False, "problem": f"{type(error).__name__}: {error}"[:300]}
 
 
 def _torch_version() -> str:

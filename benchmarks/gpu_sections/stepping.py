@@ -38,6 +38,12 @@ def captures(device: torch.device) -> bool:
     return rank.device_for_graphs(device).captures
 
 
+def unmeasured(device: torch.device) -> dict[str, Any]:
+    """The section ``plugins`` of an engine that has no race of attention backends: this project's own where there are
+    graphs, else the first that can run."""
+    return {"race_s": 0, "attention": "triton" if captures(device) else "auto"}
+
+
 def load(
     path: str,
     device: torch.device,

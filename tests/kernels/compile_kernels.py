@@ -21,6 +21,7 @@ from engine.kernels import dependent_launch
 from engine.kernels.activation import KINDS, gated
 from engine.kernels.embedding import embed_shard
 from engine.kernels.experts import mix_experts
+from engine.kernels.few_rows import MOST_ROWS, multiply_few
 from engine.kernels.fixed_products import fixed_product
 from engine.kernels.heads import rotate_and_store
 from engine.kernels.inputs import fill_inputs, write_tokens
@@ -69,7 +70,7 @@ def experts(dtype: torch.dtype) -> None:
         gate_up = torch.empty((num_experts, 2 * inner, width), dtype=dtype, device="meta")
         down = torch.empty((num_experts, width, inner), dtype=dtype, device="meta")
         biases = gate_up[..., 0].contiguous(), down[..., 0].contiguous()
-        for num_tokens in (8, 4096):
+        for num_tokens in (8, 1024, 4096):
             x_TD = torch.empty((num_tokens, width), dtype=dtype, device="meta")
             weights_TK = torch.empty((num_tokens, num_chosen), dtype=dtype, device="meta")
             chosen_TK = torch.empty((num_tokens, num_chosen), dtype=torch.int64, device="meta")
@@ -86,6 +87,14 @@ def products(dtype: torch.dtype) -> None:
             fixed_product(x_TI, weight_OI, weight_OI[:, 0].contiguous() if biased else None)
             if biased and dtype == torch.bfloat16:
                 fixed_product(x_TI, weight_OI.to(torch.int8), None, weight_OI[:, 0].contiguous())
+    # Several tiles of inputs, one that is not filled, and one of a small weight.
+    for outputs, inputs in ((5120, 17_408), (1024, 3072), (37, 80)):
+        weight_OI = torch.empty((outputs, inputs), dtype=dtype, device="meta")
+        for num_rows in (1, MOST_ROWS):
+            x_TI = torch.empty((num_rows, inputs), dtype=dtype, device="meta")
+            multiply_few(x_TI, weight_OI, weight_OI[:, 0].contiguous())
+            if dtype == torch.bfloat16:
+                multiply_few(x_TI, weight_OI.to(torch.int8), None, weight_OI[:, 0].contiguous())
 
 
 def inputs(dtype: torch.dtype) -> None:

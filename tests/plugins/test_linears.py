@@ -7,6 +7,7 @@ import sys
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -26,7 +27,7 @@ from engine.plugins.declaration import Declaration, read_declaration
 from engine.plugins.families import read_model
 from engine.plugins.hookspecs import LinearContext
 from engine.plugins.linear import fbgemm_fp16, fbgemm_int8, onednn, panels, torch_fp8, torch_int4, triton_int8
-from engine.plugins.linears import INVARIANT, PREFERRED, check_linear_fits, linear_context
+from engine.plugins.linears import INVARIANT, PREFERRED, check_linear_fits, kept_type, linear_context
 from engine.plugins.manager import BUILTIN, Plugins
 from engine.plugins.proof.findings import ConformanceError
 from engine.plugins.testing.linear import check_linear
@@ -58,7 +59,7 @@ def test_a_built_in_is_right(name: str, device: str) -> None:
         pytest.skip("for CPUs")
     if device == "cpu" and name == "linear.torch_fp8_block":
         pytest.skip("torch has its product on Hopper alone; tests/plugins/test_torch_fp8_block.py has a stand-in")
-    if device == "cpu" and name in ("linear.triton", "linear.triton_int8"):
+    if device == "cpu" and name in ("linear.triton", "linear.triton_int8", "linear.triton_rows"):
         pytest.skip("tests/kernels/interpreted takes it through the kit in Triton's interpreter")
     if declares.instruction_sets and not set(declares.instruction_sets) & set(instruction_sets()):
         pytest.skip(f"needs {declares.instruction_sets}")
@@ -275,7 +276,7 @@ def test_auto_takes_the_preferred_one_unless_another_is_clearly_faster() -> None
     assert chosen(bf16, {"panels": 1.0, "onednn": 1.0, "fbgemm_fp16": 0.5, "torch": 0.7}) == "fbgemm_fp16"
     assert chosen(replace(CPU, quantization="int8")) == "panels"
     assert chosen(replace(CPU, quantization="float16")) == "panels"
-    assert chosen(replace(CPU, device="cuda", dtype="bfloat16", instruction_sets=())) == "torch"
+    assert chosen(replace(CPU, device="cuda", dtype="bfloat16", instruction_sets=())) == "triton_rows"
     assert chosen(replace(CPU, device="cuda", dtype="bfloat16", quantization="fp8")) == "torch_fp8"
 
 
@@ -304,6 +305,24 @@ def test_a_float8_checkpoint_that_a_gpu_widens_is_named() -> None:
     assert not widens(small, replace(gpu, quantization="fp8"))
     assert not widens(small, CPU)
     assert not widens(integers, gpu), "no kernel keeps them"
+
+
+@pytest.mark.parametrize(
+    ("named", "changes", "kept"),
+    [
+        ("auto", {}, "fp8"),
+        ("auto", {"scale_block": (1, 0)}, "fp8"),
+        ("auto", {"scale_block": (0, 0)}, "none"),
+        ("auto", {"scale_block": None}, "none"),
+        ("auto", {"device": "cpu"}, "none"),
+        ("auto", {"dtype": "float16"}, "none"),
+        ("auto", {"invariant": True}, "none"),
+        ("torch", {}, "none"),
+    ],
+)
+def test_auto_keeps_elements_that_a_kernel_multiplies(named: str, changes: dict[str, Any], kept: str) -> None:
+    gpu = LinearContext("cuda", "bfloat16", scale_block=(128, 128))
+    assert kept_type(Plugins({"linear": named} if named != "auto" else {}), replace(gpu, **changes)) == kept
 
 
 @needs_panels
