@@ -106,7 +106,7 @@ def nibbles(dtype: torch.dtype) -> None:
         weight = Nibbles(bytes_OB, scales_OG, scales_OG)
         for num_rows in (1, 8, SOME_ROWS):
             multiply_nibbles(torch.empty((num_rows, inputs), dtype=dtype, device="meta"), weight)
-        widen_nibbles(weight)
+        widen_nibbles(weight, dtype)
 
 
 def inputs(dtype: torch.dtype) -> None:
