@@ -127,6 +127,7 @@ def sampling(dtype: torch.dtype) -> None:
         SamplingParams(temperature=0.0),
         SamplingParams(seed=1),
         SamplingParams(seed=1, top_k=20, top_p=0.9),
+        SamplingParams(seed=1, top_p=0.9),
         SamplingParams(seed=1, logit_bias={1: 2.0}, frequency_penalty=0.5),
     ):
         for max_len in (1000, 40_000):
