@@ -5,6 +5,7 @@
 
 Each section is a function of gpu_sections/ and runs in a process of its own, bounded in time.  One that fails, hangs or
 leaves the GPU in an unusable state is a row that says so, the rows it had by then are kept, and the others still run.
+--together 8 runs those side by side that only check; on a GPU each takes some memory, so leave it at 1 on a small one.
 --piece 1, 2, ... runs so many of them as end within ten minutes, for machines that take no longer commands.
 The first one, warm_up, is for compilers, which fill their caches there; what they lack then sections compile.
 To spare that, carry ~/.triton, FlashInfer's prebuilt modules and ~/.cache/callboard from a machine of the same kind.
@@ -14,12 +15,16 @@ what of it is missing is said before anything runs, together with how to carry i
 """
 
 import argparse
+import faulthandler
 import json
+import os
 import subprocess
 import sys
 import tempfile
 import time
 import traceback
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +35,7 @@ if TYPE_CHECKING:
     import torch
 
 Row = dict[str, Any]
+SAYS_WHERE_S = 5.0  # before its limit a section's process writes to stderr where its threads are
 COLUMNS = {
     "error": "error",
     "us": "us",
@@ -65,6 +71,7 @@ def guarded(name: str, device: "torch.device", timeout_s: float) -> list[Row]:
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "rows"
         command = [sys.executable, __file__, "--device", device.type, "--sections", name, "--rows-file", str(path)]
+        command += ["--timeout", str(timeout_s)]
         problem = ""
         try:
             # Its stderr is shown: kernels that are compiled and assertions on the device write there.
@@ -76,6 +83,26 @@ def guarded(name: str, device: "torch.device", timeout_s: float) -> list[Row]:
     if problem or not rows:
         rows.append({"case": "(section)", "ok": False, "problem": problem or "it gave no rows"})
     return rows
+
+
+def at_once(
+    names: Sequence[str], device: "torch.device", timeout_s: float | None, together: int
+) -> Iterator[tuple[str, list[Row]]]:
+    """Each section with its rows, as it ends.  First those that time nothing, ``together`` at once; then one by one."""
+
+    def run(name: str) -> tuple[str, list[Row]]:
+        start = time.perf_counter()
+        rows = guarded(name, device, timeout_s or SECTIONS[name].limit_s)
+        failed = sum(not row["ok"] for row in rows)
+        said = f"{failed} of {len(rows)} rows failed" if failed else f"{len(rows)} rows ok"
+        print(f"gpu_check: {name}: {said}, {time.perf_counter() - start:.1f} s", file=sys.stderr, flush=True)
+        return name, rows
+
+    beside = [name for name in names if together > 1 and not SECTIONS[name].timed]
+    with ThreadPoolExecutor(together) as pool:
+        for done in as_completed([pool.submit(run, name) for name in beside]):
+            yield done.result()
+    yield from (run(name) for name in names if name not in beside)
 
 
 def show(results: dict[str, list[Row]]) -> None:
@@ -98,6 +125,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"], help="cpu tries the script itself")
     parser.add_argument("--sections", nargs="+", choices=list(SECTIONS), help="default: all")
+    parser.add_argument("--together", type=int, default=1, help="so many at once of the sections that time nothing")
     parser.add_argument("--piece", type=int, help="only this share of the sections, counted from 1")
     parser.add_argument(
         "--timeout", type=float, help="seconds that one section may take (default: its own, mostly 120)"
@@ -105,6 +133,9 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="write machine and rows as JSON to this file")
     parser.add_argument("--rows-file", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    # Before torch reads it: threads that wait would take the cores of other processes, and references on the CPU ten
+    # times as long.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     if problem := complaint():
         parser.exit(2, f"gpu_check: {problem}\n")
     # Only now: it might have been missing.
@@ -121,17 +152,15 @@ def main() -> None:
             parser.exit(2, f"gpu_check: --piece {arguments.piece}: there are 1 to {len(shares)}\n")
         names = shares[arguments.piece - 1]
     if arguments.rows_file:
+        limit_s = arguments.timeout or SECTIONS[names[0]].limit_s
+        faulthandler.dump_traceback_later(max(1.0, limit_s - SAYS_WHERE_S))
         run_section(names[0], device, arguments.rows_file)
         return
     if said := remark():
         print(f"gpu_check: {said}", file=sys.stderr)
     results: dict[str, list[Row]] = {}
-    for name in names:
-        start = time.perf_counter()
-        results[name] = guarded(name, device, arguments.timeout or SECTIONS[name].limit_s)
-        failed = sum(not row["ok"] for row in results[name])
-        said = f"{failed} of {len(results[name])} rows failed" if failed else f"{len(results[name])} rows ok"
-        print(f"gpu_check: {name}: {said}, {time.perf_counter() - start:.1f} s", file=sys.stderr, flush=True)
+    for name, rows in at_once(names, device, arguments.timeout, arguments.together):
+        results[name] = rows
         # After every section: what is known is kept if the whole run is cut off.
         keep(arguments.output, {"torch": torch.__version__, "sections": results})
     show(results)

@@ -6,8 +6,9 @@ from asyncio import AbstractEventLoop
 from collections.abc import Callable
 
 import pytest
-import uvloop
 from hypothesis import HealthCheck, settings
+
+from tests.closing_loop import ClosingLoop
 
 pytest_plugins = ["tests.costs", "tests.figures", "tests.network"]
 
@@ -28,7 +29,7 @@ settings.load_profile("tests")
 
 def pytest_asyncio_loop_factories() -> dict[str, Callable[[], AbstractEventLoop]]:
     """The loop of every ``async def`` test and fixture: the one that engines and servers run on."""
-    return {"uvloop": uvloop.new_event_loop}
+    return {"uvloop": ClosingLoop}
 
 
 @pytest.fixture(scope="module", autouse=True)

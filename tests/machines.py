@@ -7,7 +7,8 @@
 A row sets variables that the libraries below read: which of its kernels OpenBLAS, torch and oneDNN choose, how many
 threads torch has, whether there is a C compiler, whether the home folder can be written.  The libraries' variables that
 a row does not set are unset in it, whatever this machine sets, and torch has one thread then.  A processor without
-AVX-512 cannot run the rows for it; they are left out there.
+AVX-512 cannot run the rows for it; they are left out there.  A test that hangs ends its process after LONGEST_S, and is
+among what failed.
 
 Owns: the rows, the table, the file of ``--output``.  Does not know: what is tested.
 """
@@ -20,6 +21,7 @@ import shlex
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import pytest
@@ -29,6 +31,7 @@ from rich.table import Table
 from server.extensions.bench.machine import describe_machine
 
 ROOT = Path(__file__).parents[1]
+LONGEST_S = 600  # for one test, whose process is ended then
 AVX512 = ("skylakex", "aten-avx512", "onednn-avx512")
 CHOICES = ("OPENBLAS_CORETYPE", "ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "OMP_NUM_THREADS")
 COMPILERS = re.compile(r"(.+-)?(cc|c\+\+|gcc|g\+\+|clang|clang\+\+|c89|c99|cpp)(-[\d.]+)?")
@@ -72,15 +75,19 @@ def run(row: str, options: list[str]) -> dict[str, object]:
     with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryDirectory() as programs:
         if "CC" in variables:
             environment["PATH"] = without_compilers(Path(programs))
-        command = [sys.executable, "-m", "pytest", *options]
+        limit = ["-o", f"faulthandler_timeout={LONGEST_S}", "-o", "faulthandler_exit_on_timeout=true"]
+        command = [sys.executable, "-m", "pytest", *limit, *options]
+        began = time.monotonic()
         code = subprocess.run(command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT).returncode
+        minutes = round((time.monotonic() - began) / 60, 1)
         output.seek(0)
         text = output.read()
     counts = {
         word: int(number) for number, word in re.findall(r"(\d+) (passed|failed|skipped|errors?)\b", text[-2000:])
     }
     failed = re.findall(r"^(?:FAILED|ERROR) (\S+)", text, re.MULTILINE)
-    found = {"row": row, "variables": variables, **counts, "which": failed, "ok": code == pytest.ExitCode.OK}
+    ok = code == pytest.ExitCode.OK
+    found = {"row": row, "variables": variables, **counts, "minutes": minutes, "which": failed, "ok": ok}
     return found if counts else found | {"output": text[-2000:]}
 
 
@@ -90,15 +97,15 @@ def main() -> None:
     parser.add_argument("--options", default="-n 2 --dist worksteal", help="what pytest is called with")
     parser.add_argument("--output", type=Path, metavar="FILE", help="also write the table there, as JSON")
     chosen = parser.parse_args()
-    table = Table("row", "passed", "failed", "skipped", "which failed")
+    table = Table("row", "passed", "failed", "skipped", "minutes", "which failed")
     results = []
     for row in chosen.rows or ROWS:
         if not has_avx512() and any(part in AVX512 for part in row.split("+")):
             results.append({"row": row, "left out": "this processor has no AVX-512"})
-            table.add_row(row, "", "", "", str(results[-1]["left out"]))
+            table.add_row(row, "", "", "", "", str(results[-1]["left out"]))
             continue
         results.append(result := run(row, shlex.split(chosen.options)))
-        counts = (str(result.get(word, 0)) for word in ("passed", "failed", "skipped"))
+        counts = (str(result.get(word, 0)) for word in ("passed", "failed", "skipped", "minutes"))
         table.add_row(row, *counts, "\n".join(result["which"]) or str(result.get("output", "")))  # type: ignore[arg-type]
         if chosen.output:
             chosen.output.write_text(json.dumps({"machine": describe_machine(), "rows": results}, indent=1) + "\n")

@@ -45,3 +45,10 @@ def test_what_fails_breaks_or_dies_fails_the_command(suite: Path, monkeypatch: p
     with pytest.raises(SystemExit) as end:
         machines.main()
     assert end.value.code
+
+
+def test_what_hangs_is_ended_and_named(suite: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    suite.write_text("import time\ndef test_it(): time.sleep(600)\ndef test_two(): pass")
+    monkeypatch.setattr(machines, "LONGEST_S", 1)
+    result = machines.run("as it is", ["-p", "no:cacheprovider", "-n", "1"])
+    assert (result["which"], result["passed"], result["ok"]) == (["test_one.py::test_it"], 1, False), result

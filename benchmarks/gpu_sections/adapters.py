@@ -17,6 +17,7 @@ from engine.features.lora.files import AdapterRules, adaptable_modules, read_ada
 from engine.messages import RequestOptions
 from engine.types.params import SamplingParams
 from gpu_sections.rows import Row
+from gpu_sections.stepping import unmeasured
 
 RANK = 8
 NUM_ADAPTERS = 2
@@ -45,13 +46,14 @@ def _tables(kind: str, folder: Path, graphs: Mapping[str, Any]) -> Config:
             "kv": {"num_pages": 64},
             "scheduler": {"prefill_chunk": 8},
             "graphs": graphs,
+            "plugins": unmeasured(torch.device(kind)),
             "lora": {"folder": str(folder), "max_adapters": NUM_ADAPTERS, "max_rank": RANK},
         },
     )
 
 
 def _write(folder: Path) -> None:
-    """As PEFT saves them, with random numbers."""
+    """Write the adapters' files as PEFT saves them, with random numbers."""
     generator = torch.Generator().manual_seed(1)
     modules = adaptable_modules(System(build_config(Config(), {})).spec.shape)
     for number in range(NUM_ADAPTERS):

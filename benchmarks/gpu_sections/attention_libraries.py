@@ -48,7 +48,7 @@ class Library:
 
 
 def flashinfer(device: torch.device, **sizes: Any) -> Iterator[Row]:
-    """Its kernels of every kind, and its store.  sizes: see ``Library``."""
+    """Yield rows of FlashInfer's kernels of every kind, and of its store.  sizes: see ``Library``."""
     if rows := cannot_run(flashinfer_plugin, device):
         yield from rows
         return
@@ -56,7 +56,7 @@ def flashinfer(device: torch.device, **sizes: Any) -> Iterator[Row]:
         name = " ".join(f"{key}={value}" for key, value in options.items()) or "defaults"
         factory = through_hook(flashinfer_plugin.callboard_attention_backend, options)
         library = Library(flashinfer_plugin, name, factory, 16, device, **sizes)
-        yield from _checked(library, (_kit, _captured, _decode))
+        yield from _checked(library, (_captured, _decode, _kit))
     library = Library(
         flashinfer_plugin, "defaults", through_hook(flashinfer_plugin.callboard_attention_backend), 16, device, **sizes
     )
@@ -65,13 +65,13 @@ def flashinfer(device: torch.device, **sizes: Any) -> Iterator[Row]:
 
 
 def flashinfer_fp8(device: torch.device, **sizes: Any) -> Iterator[Row]:
-    """Its kernels over pages of 8 bits, which it may have to compile first, and how fast.  sizes: see ``Library``."""
+    """Yield rows of FlashInfer's kernels over pages of 8 bits, which it may compile first.  sizes: see ``Library``."""
     if rows := cannot_run(flashinfer_plugin, device):
         yield from rows
         return
     factory = through_hook(flashinfer_plugin.callboard_attention_backend)
     library = Library(flashinfer_plugin, "fp8 pages", factory, 16, device, **sizes, kv_dtype="fp8_e4m3")
-    yield from _checked(library, (_kit, _captured, _decode, _beside_16_bits))
+    yield from _checked(library, (_captured, _decode, _beside_16_bits, _kit))
 
 
 def flash_attn(device: torch.device, **sizes: Any) -> Iterator[Row]:
@@ -83,7 +83,7 @@ def flash_attn(device: torch.device, **sizes: Any) -> Iterator[Row]:
         options = {"implementation": implementation}
         factory = through_hook(flash_attn_plugin.callboard_attention_backend, options)
         library = Library(flash_attn_plugin, implementation, factory, page_size, device, **sizes)
-        yield from _checked(library, (_kit, _captured, _decode, _windows))
+        yield from _checked(library, (_captured, _decode, _kit, _windows))
     factory = through_hook(flash_attn_plugin.callboard_attention_backend, {"implementation": "fa3"})
     # Queries and weights are rounded to float8 as well.
     float8 = Library(
@@ -100,7 +100,7 @@ def xqa(device: torch.device, **sizes: Any) -> Iterator[Row]:
     for page_size in (16, 64):
         factory = through_hook(xqa_plugin.callboard_attention_backend)
         library = Library(xqa_plugin, f"page {page_size}", factory, page_size, device, **sizes)
-        yield from _checked(library, (_kit, _captured, _decode, _windows))
+        yield from _checked(library, (_captured, _decode, _kit, _windows))
 
 
 def cannot_run(plugin: ModuleType, device: torch.device) -> list[Row]:
@@ -112,41 +112,44 @@ def cannot_run(plugin: ModuleType, device: torch.device) -> list[Row]:
     return [skipped("; ".join(misfits))] if misfits else []
 
 
-def _checked(library: Library, checks: tuple[Callable[[Library], Row], ...]) -> Iterator[Row]:
+def _checked(library: Library, checks: tuple[Callable[[Library], Row | Iterator[Row]], ...]) -> Iterator[Row]:
     """A failure is a row, and the next check is made."""
     for check in checks:
         try:
-            row = check(library)
+            found = check(library)
+            for row in [found] if isinstance(found, dict) else found:
+                yield {**row, "case": f"{library.name}, {row['case']}"}
         except Exception as error:  # whatever a library raises
-            problem = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-            row = {"case": check.__name__.strip("_"), "ok": False, "problem": problem}
-        yield {**row, "case": f"{library.name}, {row['case']}"}
+            yield {"case": f"{library.name}, {check.__name__.strip('_')}", "ok": False, "problem": _told(error)}
 
 
-def _kit(library: Library) -> Row:
-    return _kit_row("kit", library, windows=False)
+def _told(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
 
-def _windows(library: Library) -> Row:
-    return _kit_row("kit with windows", library, windows=True)
+def _kit(library: Library) -> Iterator[Row]:
+    return _kit_rows("kit", library, windows=False)
 
 
-def _kit_row(name: str, library: Library, windows: bool) -> Row:
+def _windows(library: Library) -> Iterator[Row]:
+    return _kit_rows("kit with windows", library, windows=True)
+
+
+def _kit_rows(name: str, library: Library, windows: bool) -> Iterator[Row]:
+    """A row per case."""
     declared = convert_declaration(library.plugin.__name__, library.plugin.CALLBOARD_PLUGIN)
     cases = {
         replace(case, dtype="bfloat16", head_size=HEAD_SIZE, page_size=library.page_size)
         for case in attention_cases(declared)
         if bool(case.window) == windows and case.kv_dtype == library.kv_dtype
     }
-    failed = []
-    chosen = sorted(cases, key=str)[: library.kit]
-    for case in chosen:
+    for case in sorted(cases, key=str)[: library.kit]:
+        row: Row = {"case": f"{name}: {case}", "ok": True}
         try:
             check_case(case, library.factory, library.device.type)
         except Exception as error:  # the rest of the cases say what is special about this one
-            failed.append(f"{case}: {' '.join(str(error).split())[:200]}")
-    row = {"case": f"{name}, {len(chosen)} cases", "ok": not failed, "error": len(failed)}
-    return {**row, "problem": failed[0]} if failed else row
+            row |= {"ok": False, "problem": _told(error)}
+        yield row
 
 
 def _captured(library: Library) -> Row:

@@ -12,7 +12,7 @@ from engine.graphs.capturing import Capturing
 from engine.graphs.piecewise import PREFILL
 from engine.startup import loading
 from gpu_sections.rows import Row, skipped
-from gpu_sections.stepping import captures
+from gpu_sections.stepping import captures, unmeasured
 
 # (descending, with the warm-up capture, one pool for all sizes)
 WAYS = {
@@ -62,6 +62,7 @@ def capture_costs(model: str, way: str, max_tokens: int, max_rows: int, device: 
         "kv": {"num_pages": 256},
         "scheduler": {"max_running": max_rows, "max_step_tokens": max_tokens},
         "graphs": {"mode": "breakable", "max_tokens": max_tokens, "max_rows": max_rows},
+        "plugins": unmeasured(device),
     }
     system = System(build_config(Config(), sections))
     rank.Capturing = Measured  # type: ignore[misc]

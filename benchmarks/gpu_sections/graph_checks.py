@@ -19,8 +19,16 @@ TOLERANCE = 0.1
 
 
 def modes(device: torch.device) -> tuple[str, ...]:
-    """graphs.mode: none, and what this device has of those that need no compiler."""
+    """Return the values of graphs.mode: off, and those that this device has and that need no compiler."""
     return ("off", "decode", "breakable") if captures(device) else ("off",)
+
+
+def ways(device: torch.device) -> tuple[tuple[str, str], ...]:
+    """Return pairs of attention and graphs.mode: this project's own, and the first of the order, which may plan each
+    replay; each without graphs first."""
+    if not captures(device):
+        return (("auto", "off"),)
+    return ("triton", "off"), ("triton", "decode"), ("auto", "off"), ("auto", "breakable")
 
 
 def logprobs(
@@ -37,7 +45,7 @@ def logprobs(
     plain: list[Completion] = []
     chunk = max(prompt_lens) // 3  # so that the longest prompt takes several steps
     with checkpoint(config) as path:
-        for mode in modes(device):
+        for attention, mode in ways(device):
             with LLM(
                 path,
                 progress=False,
@@ -47,16 +55,17 @@ def logprobs(
                     "kv": {"num_pages": num_pages},
                     "scheduler": {"max_running": len(prompts), "prefill_chunk": chunk},
                     "graphs": {"mode": mode, "max_tokens": chunk},
+                    "plugins": {"race_s": 0, "attention": attention},
                 },
             ) as llm:
                 said = llm.generate(prompts, params)
             if mode == "off":
                 plain = said
-                yield {"case": f"off: {num_out * len(prompts)} tokens", "ok": True}
+                yield {"case": f"{attention}, off: {num_out * len(prompts)} tokens", "ok": True}
                 continue
             compared = [_compare(one, other) for one, other in zip(said, plain, strict=True)]
             error, num_same = max(one[0] for one in compared), sum(one[1] for one in compared)
-            case = f"{mode}: {num_same} of {num_out * len(prompts)} tokens before the first other one"
+            case = f"{attention}, {mode}: {num_same} of {num_out * len(prompts)} tokens before the first other one"
             yield {"case": case, "ok": error <= TOLERANCE, "error": error}
 
 
@@ -71,7 +80,7 @@ def _compare(one: Completion, other: Completion) -> tuple[float, int]:
 
 
 class _Heard(logging.Handler):
-    """What the engine logs, and when."""
+    """A handler that keeps what the engine logs, and when."""
 
     def __init__(self) -> None:
         super().__init__(logging.INFO)
@@ -89,7 +98,7 @@ def start_up(
     max_step_tokens: int = 2048,
     num_pages: int = 0,
 ) -> Iterator[Row]:
-    """What a start says, with the time since it began: choices, phases, memory."""
+    """Yield the lines of a start's log, with the time since it began: choices, phases, memory."""
     engine = logging.getLogger("engine")
     level = engine.level
     with checkpoint(config) as path:

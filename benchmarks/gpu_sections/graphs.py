@@ -16,7 +16,7 @@ from engine.layers.attention import is_capturable
 from engine.types.errors import PluginError
 from gpu_sections.rows import Row, seconds_of, skipped
 from gpu_sections.shapes import QWEN3_06B, QWEN3_14B
-from gpu_sections.stepping import Stepping, captures, checkpoint, load, pages_each, prefill
+from gpu_sections.stepping import Stepping, captures, checkpoint, load, pages_each, prefill, unmeasured
 from gpu_sections.trace import idle_gap_s, num_copies_in, traced
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
@@ -47,6 +47,7 @@ def tokens(
             # Steps of up to twice what is captured: some of each kind.
             "scheduler": {"prefill_chunk": 8, "max_running": num_prompts, "max_step_tokens": 2 * max_tokens},
             "graphs": {"mode": mode, "max_tokens": max_tokens},
+            "plugins": unmeasured(device),
         }
         with LLM(progress=False, config={"device": {"kind": device.type}, **sections}) as llm:
             outputs = [
@@ -118,7 +119,7 @@ def _decode_rows(
     times: dict[int, float],
     mode: str,
 ) -> Iterator[Row]:
-    """Of one runner.  times: of plain steps by batch, set in mode 'off' and compared with in others.
+    """Yield the rows of one runner.  times: of plain steps by batch, set in mode 'off' and compared with in others.
 
     A generator of its own, so that nothing here holds the runner once it is through."""
     kv_bytes = 2 * config["num_hidden_layers"] * config["num_key_value_heads"] * config["head_dim"] * 2
@@ -183,7 +184,7 @@ def _timed_steps(stepping: Stepping, num_steps: int) -> tuple[float, float]:
 
 
 def _copies(runner: ModelRunner, num_rows: int, context: int, num_steps: int, device: torch.device) -> Row:
-    """Copies to the device in steps in which nobody joins, leaves or gets a page.
+    """Copies to the device in steps in which no request joins, leaves or gets a page.
 
     None where attention is captured with the rest; one that is prepared for each replay may send what it plans."""
     stepping = Stepping(runner, num_rows, context, ROOM * num_steps, GREEDY)
@@ -196,7 +197,7 @@ def _copies(runner: ModelRunner, num_rows: int, context: int, num_steps: int, de
 
 
 def _taken_bytes(device: torch.device) -> int:
-    """What this process holds on the device, once what nobody needs is given back."""
+    """Return the bytes that this process holds on the device, once unused memory is given back."""
     gc.collect()
     if device.type != "cuda":
         return 0

@@ -10,6 +10,7 @@ import torch
 
 from callboard import LLM, SamplingParams
 from gpu_sections.rows import Row, skipped
+from gpu_sections.stepping import unmeasured
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo_model"
 
@@ -27,12 +28,12 @@ def greedy(
     prompts = [f"def function_{index}(value, other):\n    return value" for index in range(num_prompts)]
     params = SamplingParams(temperature=0.0, max_tokens=num_out, ignore_eos=True)
     outputs, seconds, num_accepted = [], 0.0, 0
-    for kind, named in (("cpu", {}), (device.type, plugins or {})):
+    for kind, named in (("cpu", {}), (device.type, {**unmeasured(device), **(plugins or {})})):
         sections = {
             "plugins": named,
             "device": {"kind": kind},
             "model": {"dtype": "float32", "max_model_len": 128},
-            "scheduler": {"prefill_chunk": 8},
+            "scheduler": {"prefill_chunk": 8, "max_running": num_prompts, "max_step_tokens": 256},
         }
         with LLM(progress=False, config={"kv": {"num_pages": 64}, "graphs": graphs or {}, **sections}) as llm:
             llm.generate(prompts, params)

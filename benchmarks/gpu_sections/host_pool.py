@@ -1,5 +1,7 @@
 """Pages that move to host memory and back."""
 
+from collections.abc import Iterator
+
 import numpy as np
 import torch
 
@@ -12,22 +14,22 @@ from engine.messages import Step
 from gpu_sections.rows import Row, seconds_of
 
 
-def host_pool(device: torch.device, num_layers: int = 28, num_bytes: int = 1 << 29) -> list[Row]:
-    """Pages to the host and back: equal afterwards, no wait on the way, and how fast beside one plain pinned copy."""
-    rows = []
+def host_pool(device: torch.device, num_layers: int = 28, num_bytes: int = 1 << 27) -> Iterator[Row]:
+    """Pages to the host and back: equal afterwards, no wait on the way, and how fast beside one plain pinned copy.
+
+    num_bytes: of a transfer; more than the pool's staging memory, so that it has several parts."""
     for page_size, layout in ((1, "layer_first"), (16, "layer_first"), (64, "layer_first"), (16, "page_first")):
         num_pages = num_bytes // KVPool.page_bytes(num_layers, page_size, 8, 128, torch.bfloat16)
         pool = KVPool(num_layers, 2 * num_pages, page_size, 8, 128, torch.bfloat16, device, layout)
         host = HostPool(2 * num_pages, pool, Landings(copies_on(device)))
         order = np.random.default_rng(page_size).permutation(2 * num_pages)
-        rows += _host_pool_case(pool, host, f"{layout}, page {page_size}, a run", np.arange(num_pages))
-        rows += _host_pool_case(pool, host, f"{layout}, page {page_size}, scattered", order[:num_pages])
-        rows.append(_overlap_case(pool, host, f"{layout}, page {page_size}", num_layers))
+        yield from _host_pool_case(pool, host, f"{layout}, page {page_size}, a run", np.arange(num_pages))
+        yield from _host_pool_case(pool, host, f"{layout}, page {page_size}, scattered", order[:num_pages])
+        yield _overlap_case(pool, host, f"{layout}, page {page_size}", num_layers)
         del pool, host  # before the next size is allocated and page-locked
-    return rows
 
 
-def _host_pool_case(pool: KVPool, host: HostPool, case: str, on_host: np.ndarray) -> list[Row]:
+def _host_pool_case(pool: KVPool, host: HostPool, case: str, on_host: np.ndarray) -> Iterator[Row]:
     """Both directions, from half of the pool's pages to the other half, by way of ``on_host``."""
     device = pool.data.device
     sources, targets = np.random.default_rng(0).permutation(pool.num_pages).reshape(2, -1)
@@ -35,7 +37,7 @@ def _host_pool_case(pool: KVPool, host: HostPool, case: str, on_host: np.ndarray
     for step in (there, back):
         host.apply(step)  # kernels are loaded now, which may wait
     pool.data.normal_(generator=torch.Generator(device).manual_seed(0))
-    expected = pool.data[:, :, sources.tolist()].cpu()
+    expected = pool.data[:, :, sources.tolist()]  # compared on the device, where that takes no time
     if device.type == "cuda":
         torch.cuda.set_sync_debug_mode("error")
     try:
@@ -46,18 +48,16 @@ def _host_pool_case(pool: KVPool, host: HostPool, case: str, on_host: np.ndarray
     finally:
         if device.type == "cuda":
             torch.cuda.set_sync_debug_mode("default")
-    differing = int((pool.data[:, :, targets.tolist()].cpu() != expected).sum())
-    differing += int((host.read(on_host.tolist()).movedim(0, 2) != expected).sum())
+    differing = int((pool.data[:, :, targets.tolist()] != expected).sum())
+    differing += int((host.read(on_host.tolist()).to(device).movedim(0, 2) != expected).sum())
     num_bytes = expected.nbytes
     ours = torch.empty(num_bytes, dtype=torch.uint8, device=device)
     pinned = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
-    rows = []
     for way, step, target, source in (("to host", there, pinned, ours), ("back", back, ours, pinned)):
         plain = seconds_of(lambda target=target, source=source: target.copy_(source, non_blocking=True), device)
         seconds = seconds_of(lambda step=step: host.apply(step), device)
         row = {"case": f"{case}, {way}", "ok": differing == 0, "error": differing, "us": seconds * 1e6}
-        rows.append({**row, "gb_per_s": num_bytes / seconds / 1e9, "of_plain": plain / seconds})
-    return rows
+        yield {**row, "gb_per_s": num_bytes / seconds / 1e9, "of_plain": plain / seconds}
 
 
 def _overlap_case(pool: KVPool, host: HostPool, case: str, num_layers: int) -> Row:

@@ -31,13 +31,14 @@ def section(
 ) -> Iterator[Row]:
     """dtypes: of the demo model.  number: of requests.  names: of ways; all that a GPU has if there are none."""
     yield from _kit(triton, device, attention_triton.cannot_run(device))
-    yield from _kit(flash_attn, device, attention_libraries.cannot_run(flash_attn, device))
     for dtype in dtypes:
         tables = {"numerics": "invariant", "dtype": dtype, "path": str(DEMO)}
         base = {"model": tables, "device": {"kind": device.type}, "graphs": graphs or {}}
         yield from _ways(build_config(Config(), base), number, names)
     if device.type == "cuda":
         yield from _costs(device)
+    # Last: where a build of it lacks a size of heads, it ends the process.
+    yield from _kit(flash_attn, device, attention_libraries.cannot_run(flash_attn, device))
 
 
 def _kit(plugin: ModuleType, device: torch.device, cannot: list[Row]) -> Iterator[Row]:

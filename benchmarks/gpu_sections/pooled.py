@@ -14,7 +14,7 @@ import torch
 from callboard import LLM
 from gpu_sections.rows import Row
 from gpu_sections.shapes import QWEN3_06B
-from gpu_sections.stepping import checkpoint
+from gpu_sections.stepping import checkpoint, unmeasured
 
 BOUND = 1e-3  # of states around 1, in float32, whose products a GPU adds up in another order
 DEMO = Path(__file__).parents[2] / "examples" / "demo_model"
@@ -33,7 +33,7 @@ def pooled(
     config: dict[str, Any] = QWEN3_06B,
     num_prompts: int = 64,
     prompt_len: int = 512,
-    num_pages: int = 0,
+    num_pages: int = 4096,
     graphs: Mapping[str, Any] | None = None,
 ) -> Iterator[Row]:
     """A row for each way to pool, of the demo model in chunks; then the speed of a real model's shape.
@@ -46,7 +46,8 @@ def pooled(
         with tempfile.TemporaryDirectory() as directory:
             path = pools(Path(shutil.copytree(DEMO, directory, dirs_exist_ok=True)), method)
             for kind in ("cpu", device.type):
-                more = {"device": {"kind": kind}, "scheduler": {"prefill_chunk": 8}}
+                plugins = unmeasured(torch.device(kind))
+                more = {"device": {"kind": kind}, "scheduler": {"prefill_chunk": 8}, "plugins": plugins}
                 with LLM(path, progress=False, config={**sections, **more}) as llm:
                     found.append(np.stack([one.data for one in llm.embed(prompts)]))
         error = float(np.abs(found[0] - found[1]).max())
@@ -57,6 +58,7 @@ def pooled(
         "device": {"kind": device.type},
         "graphs": graphs or {},
         "scheduler": {"max_step_tokens": 8192},
+        "plugins": {"race_s": 0},
     }
     drawn = np.random.default_rng(0)
     with checkpoint(config) as path, LLM(pools(Path(path), "lasttoken"), progress=False, config=tables) as llm:

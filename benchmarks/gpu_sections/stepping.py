@@ -38,6 +38,12 @@ def captures(device: torch.device) -> bool:
     return rank.device_for_graphs(device).captures
 
 
+def unmeasured(device: torch.device) -> dict[str, Any]:
+    """The section ``plugins`` of an engine that has no race of attention backends: this project's own where there are
+    graphs, else the first that can run."""
+    return {"race_s": 0, "attention": "triton" if captures(device) else "auto"}
+
+
 def load(
     path: str,
     device: torch.device,
@@ -68,7 +74,7 @@ def pages_each(context: int, room: int) -> int:
 class Stepping:
     """Rows that all have a context of so many tokens, and pages for ``room`` more.
 
-    Raises ValueError if the pool has fewer pages: kernels would write past it, and nobody would notice."""
+    Raises ValueError if the pool has fewer pages: kernels would write past it without an error."""
 
     def __init__(self, runner: ModelRunner, num_rows: int, context: int, room: int, params: SamplingParams) -> None:
         self._runner = runner

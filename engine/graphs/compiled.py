@@ -36,7 +36,7 @@ from engine.graphs.comm import BreakingComm
 from engine.graphs.norm_rounding import round_behind_norms
 from engine.graphs.passes import GraphPass, PassManager, hide_packed_products
 from engine.graphs.splitting import ALL_REDUCE, ATTEND, GraphPart, MarkedAttention, fingerprint, split
-from engine.host.cache_folder import cache_folder
+from engine.host.cache_folder import writable_folder
 from engine.layers.comm import Comm
 from engine.layers.kv_pool import KVPool
 from engine.layers.step import StepTensors
@@ -291,7 +291,7 @@ def keep_compilations() -> None:
     A TORCHINDUCTOR_CACHE_DIR of the environment takes precedence.
     """
     # Importing the compiler sets the variable to its default.
-    folder = cache_folder("inductor")
+    folder = writable_folder("inductor")  # the compiler raises OSError where it cannot write
     if folder is not None and os.environ.get(CACHE_VARIABLE) in (None, default_cache_dir()):
         os.environ[CACHE_VARIABLE] = str(folder)
 

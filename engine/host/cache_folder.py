@@ -1,9 +1,13 @@
 """The folder for results that are expensive to compute, kept for the next start.
 
-Owns: the folder, and replacing a file in it as a whole.  Does not know: the results.
+Owns: the folder, what stands in for it without a home, and replacing a file in it as a whole.
+Does not know: the results.
 """
 
 import os
+import stat
+import tempfile
+from contextlib import suppress
 from pathlib import Path
 from uuid import uuid4
 
@@ -17,6 +21,23 @@ def cache_folder(name: str) -> Path | None:
     except RuntimeError:
         return None
     return base / "callboard" / name
+
+
+def writable_folder(name: str) -> Path | None:
+    """Return the path of ``cache_folder``, or else of a folder among temporary files that only this user can enter;
+    None if neither can be written."""
+    with suppress(OSError):
+        if (folder := cache_folder(name)) is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+            if os.access(folder, os.W_OK | os.X_OK):
+                return folder
+    with suppress(OSError):
+        own = Path(tempfile.gettempdir(), f"callboard-{os.getuid()}")
+        own.mkdir(mode=0o700, exist_ok=True)
+        found = own.lstat()  # another user may have made it first, or a link of that name
+        if stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o077:
+            return own / name
+    return None
 
 
 def replace_file(path: Path, content: bytes) -> None:

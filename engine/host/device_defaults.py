@@ -17,6 +17,7 @@ from engine.config import Config
 log = logging.getLogger(__name__)
 
 GIB = 1 << 30
+MAJOR_CAPABILITY = 75  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR
 LARGE_GPU_BYTES = 64 * GIB  # from here on the weights of most models leave room for the KV of 512 sequences
 
 
@@ -104,16 +105,22 @@ def driver_cuda() -> str:
 
 def gpu_bytes() -> int:
     """Return the memory of the first visible GPU in bytes, read from the driver's library; 0 if there is none."""
+    total = ctypes.c_size_t()
+    return total.value if _driver_says("cuDeviceTotalMem_v2", total) else 0
+
+
+def gpu_generation() -> int:
+    """Return the major number of the first visible GPU's compute capability, 9 for Hopper; 0 if there is none."""
+    major = ctypes.c_int()
+    return major.value if _driver_says("cuDeviceGetAttribute", major, MAJOR_CAPABILITY) else 0
+
+
+def _driver_says(function: str, result: Any, *arguments: int) -> bool:
+    """Fill ``result`` by a function of the driver's library for the first visible GPU; return whether that worked."""
+    device = ctypes.c_int()
     try:
         driver = ctypes.CDLL("libcuda.so.1")
-        device, total = ctypes.c_int(), ctypes.c_size_t()
-        for result in (
-            driver.cuInit(0),
-            driver.cuDeviceGet(ctypes.byref(device), 0),
-            driver.cuDeviceTotalMem_v2(ctypes.byref(total), device),
-        ):
-            if result:
-                return 0
+        failed = driver.cuInit(0) or driver.cuDeviceGet(ctypes.byref(device), 0)
+        return not (failed or getattr(driver, function)(ctypes.byref(result), *arguments, device))
     except (OSError, AttributeError):  # no driver, or it lacks these functions
-        return 0
-    return total.value
+        return False

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from engine.host.cache_folder import cache_folder, replace_file
+from engine.host.cache_folder import cache_folder, replace_file, writable_folder
 from engine.kernels import sources
 from engine.kernels.levels import Level, levels_here
 from engine.settings.own_kernels import BUILT, VARIABLE, c_compiler
@@ -72,12 +72,13 @@ def _built(levels: list[Level]) -> ctypes.CDLL | None:
 
 
 def _library(compiler: list[str], levels: list[Level]) -> ctypes.CDLL:
-    """Return the compiled sources, from the user's cache if possible.  Raises OSError, SubprocessError."""
+    """Return the compiled sources, from an earlier start if possible.  Raises OSError, SubprocessError."""
     ways = (sources.FLAGS, THREADS, *sources.SOURCES.values(), [level.flags for level in levels])
     what = (sources.texts(), compiler, *ways, platform.machine(), platform.system())
-    folder, kind = cache_folder("kernels"), _digest(repr(what).encode())
-    if folder is not None and (library := _kept(folder, kind)) is not None:
-        return library
+    folder, kind = writable_folder("kernels"), _digest(repr(what).encode())
+    for place in {cache_folder("kernels"), folder}:  # a folder that cannot be written may have it as well
+        if place is not None and (library := _kept(place, kind)) is not None:
+            return library
     log.info("kernels: compiling %s, once on this machine", ", ".join(sources.SOURCES))
     for level, threads in product(levels, THREADS):
         try:

@@ -10,7 +10,8 @@ tiles, so programs are launched for the most there can be, and those without a t
 depend on the rest of its tile, and a token's results are added up in one order: a token gets the same bits in any batch
 """
 
-from typing import Final
+import math
+from typing import Final, NamedTuple
 
 import torch
 import triton
@@ -22,8 +23,23 @@ from engine.kernels.products import multiply
 
 CLAMPED: Final = 3  # in addition to the kinds of ``activation.py``: alternating gates and ups (``clamped_swish``)
 PAIRS_AT_ONCE = 1024
-FEW_PAIRS = 32  # per expert, on average; with more, wide tiles read weights less often
 TILE_BYTES = 128  # of a row of a tile's inputs, a cache line
+
+
+class Tiles(NamedTuple):
+    """Sizes of the tiles of both products.  most_pairs: per expert, on average, up to which they are used.
+
+    pairs: rows of a tile.  gate_columns: of gate and of up each.  down_columns.  warps."""
+
+    most_pairs: float
+    pairs: int
+    gate_columns: int
+    down_columns: int
+    warps: int
+
+
+# With more pairs, larger tiles read weights and inputs less often; a tile that is not full costs as much as a full one.
+TILES: Final = (Tiles(32, 16, 64, 64, 4), Tiles(128, 64, 32, 64, 4), Tiles(math.inf, 128, 64, 128, 8))
 
 
 def mix_experts(
@@ -60,27 +76,24 @@ def mix_experts(
     place_pairs[(num_experts,)](
         experts_TK, order_P, counts_E, num_pairs, first_expert or 0, BLOCK_P=PAIRS_AT_ONCE, num_warps=4
     )
-    few = num_pairs <= FEW_PAIRS * num_experts
-    block_pairs = 16 if few else 64
-    num_tiles = num_pairs // block_pairs + min(num_experts, num_pairs)
+    tiles = next(one for one in TILES if num_pairs <= one.most_pairs * num_experts)
+    num_tiles = num_pairs // tiles.pairs + min(num_experts, num_pairs)
     shared = {
         "NUM_CHOSEN": num_chosen, "NUM_EXPERTS": num_experts, "BLOCK_E": triton.next_power_of_2(num_experts),
-        "BLOCK_M": block_pairs, "BLOCK_C": TILE_BYTES // x_TD.element_size(),
-        "INTERPRETED": device.type == "cpu", "num_warps": 4, "num_stages": 3, "enable_fp_fusion": True,
+        "BLOCK_M": tiles.pairs, "BLOCK_C": TILE_BYTES // x_TD.element_size(),
+        "INTERPRETED": device.type == "cpu", "num_warps": tiles.warps, "num_stages": 3, "enable_fp_fusion": True,
     }  # fmt: skip
     gated_PI = torch.empty((num_pairs, inner), dtype=x_TD.dtype, device=device)
-    columns = 64 if few else 32
-    gate_pairs[(num_tiles, triton.cdiv(inner, columns))](
+    gate_pairs[(num_tiles, triton.cdiv(inner, tiles.gate_columns))](
         x_TD, order_P, counts_E, gate_up_EOD, gate_up_bias_EO, gated_PI, limit, slope,
         INNER=width, WIDTH=inner, KIND=CLAMPED if kind == "clamped_swish" else KINDS[kind],
-        BIASED=gate_up_bias_EO is not None, BLOCK_N=columns, **shared,
+        BIASED=gate_up_bias_EO is not None, BLOCK_N=tiles.gate_columns, **shared,
     )  # fmt: skip
     new = torch.empty if first_expert is None else torch.zeros  # no program writes results of experts of other ranks
     results_PD = new((num_pairs, width), dtype=x_TD.dtype, device=device)
-    columns = 64
-    down_pairs[(num_tiles, triton.cdiv(width, columns))](
+    down_pairs[(num_tiles, triton.cdiv(width, tiles.down_columns))](
         gated_PI, order_P, counts_E, down_EDI, down_bias_ED, weights_TK, results_PD,
-        INNER=inner, WIDTH=width, BIASED=down_bias_ED is not None, BLOCK_N=columns, **shared,
+        INNER=inner, WIDTH=width, BIASED=down_bias_ED is not None, BLOCK_N=tiles.down_columns, **shared,
     )  # fmt: skip
     return results_PD.view(num_tokens, num_chosen, width).sum(1)
 

@@ -19,11 +19,13 @@ PREFERRED = (
     "onednn",
     "fbgemm_fp16",
     "fbgemm_int8",
+    "triton_stored",
+    "triton_rows",
     "torch",
     "triton_int8",
     "torch_fp8",
     "torch_fp8_block",
-    "torch_int4",
+    "triton_int4",
 )
 # Tried after these if the context requires invariant results: slower kernels without another use.
 INVARIANT = ("triton",)
@@ -44,7 +46,7 @@ def linear_context(
     return LinearContext(
         device=device or (kind if kind != "auto" else ""),
         dtype=dtype or (wanted if wanted != "auto" else ""),
-        quantization=config.model.quantization,
+        quantization="none" if config.model.quantization == "auto" else config.model.quantization,
         checkpoint_dtype=checkpoint_dtype,
         instruction_sets=instruction_sets,
         scale_block=scale_block,
@@ -73,6 +75,16 @@ def fitting_linears(known: Mapping[str, PluginInfo], context: LinearContext) -> 
     names = (*PREFERRED, *INVARIANT) if context.invariant else PREFERRED
     infos = [known[f"{LINEAR}.{name}"] for name in names]
     return [info for info in infos if not checked(info, declared(info)).misfits(context)]
+
+
+def kept_type(plugins: Plugins, context: LinearContext) -> str:
+    """Return what ``model.quantization = "auto"`` stands for: 'fp8' if a built-in kernel multiplies by the checkpoint's
+    elements in float8 as they are, else 'none'."""
+    wanted = replace(context, quantization="fp8")
+    if wanted.scale_block is None or plugins.names.get(LINEAR) is not None:
+        return "none"
+    fitting = [info.short for info in fitting_linears(plugins.known, wanted)]
+    return "fp8" if keeping(plugins.known, fitting, wanted) else "none"
 
 
 def keeping(known: Mapping[str, PluginInfo], names: Iterable[str], context: LinearContext) -> list[str]:

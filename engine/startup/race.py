@@ -9,9 +9,10 @@ and is never chosen.  Rank 0 measures, and all ranks take its choice.
 """
 
 import logging
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from importlib import metadata
 from typing import Protocol
 
@@ -20,6 +21,7 @@ import torch
 
 from engine.config import Config
 from engine.execution.attention import context_of
+from engine.execution.device import free_bytes
 from engine.host.kept_results import KeptResults
 from engine.host.timeouts import named_while_slow
 from engine.layers.attention import AttentionSpec
@@ -29,13 +31,14 @@ from engine.plugins.attention.settings import AttentionSettings
 from engine.plugins.declaration import Phase
 from engine.plugins.kinds import ATTENTION
 from engine.plugins.manager import Plugins
+from engine.plugins.proof.attention import NUM_LAYERS
 from engine.plugins.selection import BOTH, NOT_MEASURED, Contender, Measured, contenders
 from engine.settings.own_kernels import missing_for_flashinfer
 from engine.startup.measurement import RaceEntry
 from engine.startup.preview import preview_attention
 from engine.startup.race_process import RaceAnswer, RaceProcess
 from engine.startup.standings import RaceReport, RaceResult
-from engine.startup.trial_steps import LOADS, TrialLoad
+from engine.startup.trial_steps import LOADS, TrialLoad, pool_bytes
 
 log = logging.getLogger(__name__)
 
@@ -43,19 +46,20 @@ LONGEST_S = 24 * 3600.0
 # Together with the default of race_s less than the ten minutes that other ranks wait in a collective.  What a
 # contender that was given up had compiled is on disk for the next start.
 COMPILE_S = 480.0
-AT_ONCE = 4  # processes; each has a context on the GPU, about 0.5 GB
+PROCESS_BYTES = 3 << 29  # of a process that compiles, beside its pool: its context on the GPU, what its library takes
 MOST_TRIES = 2
+NO_TIME = RaceAnswer({}, "no time was left for it", late=True, begun=False)
 
 
 class Measurer(Protocol):
-    """The measurement of one contender, as ``RaceProcess`` runs it."""
+    """The measurement of one contender in some phases, as ``RaceProcess`` runs it."""
 
-    def is_compiled(self, timeout_s: float) -> bool:
-        """Wait until it is compiled or has failed.  Return False if that takes longer."""
+    def compiled(self, timeout_s: float) -> Sequence[RaceAnswer]:
+        """Wait until every entry is compiled or has failed.  Return their answers, fewer if that takes longer."""
         ...
 
-    def measured(self, timeout_s: float) -> RaceAnswer | None:
-        """Let it measure.  Return None if that takes longer."""
+    def measured(self, number: int, timeout_s: float) -> RaceAnswer | None:
+        """Let it measure an entry.  Return None if that takes longer."""
         ...
 
     def end(self) -> None:
@@ -63,11 +67,20 @@ class Measurer(Protocol):
         ...
 
 
+@dataclass(slots=True)
+class _TimeLeft:
+    """The seconds that are left for compilers, and for measuring."""
+
+    compile_s: float
+    measure_s: float
+
+
 class AttentionRace:
     """The race for one rank's heads, on its own device.
 
     limit_s: for measuring all contenders together.  0: no race.  compile_s: for everything that they compile before.
-    start: starts one contender in a process of its own, so that a late one never touches the engine's device.
+    start: starts one contender, in all its phases, in a process of its own, so that a late one never touches the
+    engine's device.
     """
 
     def __init__(
@@ -83,7 +96,7 @@ class AttentionRace:
         limit_s: float,
         compile_s: float = COMPILE_S,
         loads: Sequence[TrialLoad] = (),
-        start: Callable[[RaceEntry], Measurer] = RaceProcess,
+        start: Callable[[Sequence[RaceEntry]], Measurer] = RaceProcess,
     ) -> None:
         self._plugins = plugins
         self._spec = spec
@@ -146,6 +159,9 @@ class AttentionRace:
         found = known.by_contender()
         for entry, answer in self._answers(self._left(known)):
             key = (entry.phase, str(entry.contender))
+            if answer.took:
+                took = ", ".join(f"{stage} {seconds:.1f} s" for stage, seconds in answer.took.items())
+                log.info("attention race, %s: %s: %s", *key, took)
             tries = answer.begun + (found[key].tries if key in found else 0)
             late = answer.late and tries < MOST_TRIES
             options = dict(entry.contender.options)
@@ -169,40 +185,53 @@ class AttentionRace:
         ]
 
     def _answers(self, entries: Sequence[RaceEntry]) -> Iterator[tuple[RaceEntry, RaceAnswer]]:
-        """Measure each entry.  A few at once are compiled, and then measured one after the other."""
-        compile_s, measure_s = self._compile_s, self._limit_s
-        for first in range(0, len(entries), AT_ONCE):
-            group = entries[first : first + AT_ONCE]
-            if compile_s <= 0 or measure_s <= 0:
-                yield from (
-                    (entry, RaceAnswer({}, "no time was left for it", late=True, begun=False)) for entry in group
-                )
-                continue
-            processes = [self._start(entry) for entry in group]
-            try:
-                began = time.monotonic()
-                names = ", ".join(dict.fromkeys(str(one.contender) for one in group))
-                with named_while_slow(f"attention: compiling {names}"):
-                    ready = [one.is_compiled(began + compile_s - time.monotonic()) for one in processes]
-                compile_s -= time.monotonic() - began
-                for process, is_ready in zip(processes, ready, strict=True):
-                    if not is_ready:
-                        process.end()  # before others are measured
-                for entry, process, is_ready in zip(group, processes, ready, strict=True):
-                    began = time.monotonic()
-                    if is_ready:
-                        answer = process.measured(measure_s)
-                        answer = answer or RaceAnswer(
-                            {}, f"not measured within the {self._limit_s:g} s for all", late=True
-                        )
+        """Measure each entry.  Many contenders at once are compiled, and then measured one after the other."""
+        by_contender: dict[str, list[RaceEntry]] = {}
+        for entry in entries:
+            by_contender.setdefault(str(entry.contender), []).append(entry)
+        groups, left = list(by_contender.values()), _TimeLeft(self._compile_s, self._limit_s)
+        few_layers = self._spec.shortened(NUM_LAYERS)
+        pool = pool_bytes(few_layers, self._page_size, self._dtype, self._loads, self._kv_dtype)
+        at_once = processes_at_once(self._device, pool)
+        for first in range(0, len(groups), at_once):
+            yield from self._group_answers(groups[first : first + at_once], left)
+
+    def _group_answers(
+        self, group: Sequence[Sequence[RaceEntry]], left: "_TimeLeft"
+    ) -> Iterator[tuple[RaceEntry, RaceAnswer]]:
+        """Measure each entry of contenders that are compiled at once.  left: is reduced."""
+        if left.compile_s <= 0 or left.measure_s <= 0:
+            yield from ((entry, NO_TIME) for entries in group for entry in entries)
+            return
+        processes = [self._start(entries) for entries in group]
+        try:
+            began = time.monotonic()
+            with named_while_slow(f"attention: compiling {', '.join(str(one[0].contender) for one in group)}"):
+                compiled = [one.compiled(began + left.compile_s - time.monotonic()) for one in processes]
+            left.compile_s -= time.monotonic() - began
+            for process, entries, answers in zip(processes, group, compiled, strict=True):
+                if len(answers) < len(entries):
+                    process.end()  # before others are measured
+            for process, entries, answers in zip(processes, group, compiled, strict=True):
+                for number, entry in enumerate(entries):
+                    if number < len(answers) and answers[number].problem:
+                        yield entry, answers[number]
+                    elif len(answers) < len(entries):
+                        yield entry, RaceAnswer({}, f"not compiled within the {self._compile_s:g} s for all", late=True)
                     else:
-                        answer = RaceAnswer({}, f"not compiled within the {self._compile_s:g} s for all", late=True)
-                    process.end()  # so that its memory is free again
-                    measure_s -= time.monotonic() - began
-                    yield entry, answer
-            finally:
-                for process in processes:
-                    process.end()
+                        yield entry, self._measured(process, number, left)
+                process.end()  # so that its memory is free again
+        finally:
+            for process in processes:
+                process.end()
+
+    def _measured(self, process: Measurer, number: int, left: "_TimeLeft") -> RaceAnswer:
+        if left.measure_s <= 0:
+            return NO_TIME
+        began = time.monotonic()
+        answer = process.measured(number, left.measure_s)
+        left.measure_s -= time.monotonic() - began
+        return answer or RaceAnswer({}, f"not measured within the {self._limit_s:g} s for all", late=True)
 
     def _report(self, found: Mapping[tuple[str, str], RaceResult]) -> RaceReport:
         """Return the results in the order of preference; backends that cannot run here come last."""
@@ -231,6 +260,13 @@ class AttentionRace:
         options = {name: dict(self._plugins.options.get(f"attention.{name}", {})) for name in names}
         holds_for = (torch.__version__, torch.version.cuda, packages, entrants, options, self._loads)
         return KeptResults("attention", self._about(), holds_for, dict[str, list[RaceResult]])
+
+
+def processes_at_once(device: torch.device, num_bytes: int) -> int:
+    """Return the number of processes that may compile at once: there is a core and memory of the device for each.
+
+    num_bytes: of a process's pool."""
+    return max(1, min(len(os.sched_getaffinity(0)), free_bytes(device) // (PROCESS_BYTES + num_bytes)))
 
 
 def _version(plugins: Plugins, name: str) -> str:

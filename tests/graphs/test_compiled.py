@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import Tensor
-from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+from torch._inductor.runtime.cache_dir_utils import cache_dir, default_cache_dir
 from torch._inductor.utils import run_and_get_code
 
 from engine.graphs import compiled
@@ -62,12 +62,20 @@ def compare(driver, counts, tolerance):
         assert (got - expected).abs().max() <= tolerance * expected.abs().max()
 
 
-def test_compilations_are_kept_where_the_next_start_finds_them(monkeypatch):
-    for found, kept in ((None, "/home/of/cache/callboard/inductor"), ("/tmp/mine", "/tmp/mine")):
-        monkeypatch.setenv("XDG_CACHE_HOME", "/home/of/cache")
+def test_compilations_are_kept_where_the_next_start_finds_them(monkeypatch, tmp_path):
+    for found, kept in ((None, f"{tmp_path}/callboard/inductor"), ("/tmp/mine", "/tmp/mine")):
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
         monkeypatch.setenv(CACHE_VARIABLE, found or default_cache_dir())
         keep_compilations()
         assert os.environ[CACHE_VARIABLE] == kept
+
+
+def test_without_a_home_compilations_are_kept_where_they_can_be_written(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null/cache")
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.delenv(CACHE_VARIABLE, raising=False)
+    keep_compilations()
+    assert cache_dir() == f"{tmp_path}/callboard-{os.getuid()}/inductor"  # which torch has made
 
 
 def test_attention_stands_alone_between_pieces(direct):

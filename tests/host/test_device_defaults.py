@@ -11,7 +11,7 @@ import torch
 from engine.config import Config, build_config
 from engine.execution.device import choose_device
 from engine.host import device_defaults
-from engine.host.device_defaults import GIB, driver_cuda, gpu_bytes, with_device_defaults
+from engine.host.device_defaults import GIB, driver_cuda, gpu_bytes, gpu_generation, with_device_defaults
 from engine.settings.sections import DeviceSection
 from engine.types.errors import ConfigError
 
@@ -90,6 +90,8 @@ class Driver:
         def call(*arguments: Any) -> int:
             if name == "cuDeviceTotalMem_v2":
                 arguments[0]._obj.value = 80 * GIB
+            if name == "cuDeviceGetAttribute":
+                arguments[0]._obj.value = {75: 9}[arguments[1]]
             if name == "cuDriverGetVersion":
                 arguments[0]._obj.value = 12080
             return 100 if name == self._fails else 0
@@ -110,6 +112,7 @@ def test_the_driver_says_how_much_memory_there_is(monkeypatch: pytest.MonkeyPatc
     ):
         monkeypatch.setattr(ctypes, "CDLL", library)
         assert gpu_bytes() == expected
+        assert gpu_generation() == (9 if expected else 0)
 
 
 @pytest.mark.parametrize("kind", ["auto", "cuda"])

@@ -21,9 +21,11 @@ from engine.kernels import dependent_launch
 from engine.kernels.activation import KINDS, gated
 from engine.kernels.embedding import embed_shard
 from engine.kernels.experts import mix_experts
+from engine.kernels.few_rows import MOST_ROWS, multiply_few
 from engine.kernels.fixed_products import fixed_product
 from engine.kernels.heads import rotate_and_store
 from engine.kernels.inputs import fill_inputs, write_tokens
+from engine.kernels.int4 import BLOCK, GROUP, SOME_ROWS, Nibbles, multiply_nibbles, widen_nibbles
 from engine.kernels.norm import add_norm
 from engine.kernels.page_lists import list_pages
 from engine.kernels.rotary import angle_table
@@ -69,7 +71,7 @@ def experts(dtype: torch.dtype) -> None:
         gate_up = torch.empty((num_experts, 2 * inner, width), dtype=dtype, device="meta")
         down = torch.empty((num_experts, width, inner), dtype=dtype, device="meta")
         biases = gate_up[..., 0].contiguous(), down[..., 0].contiguous()
-        for num_tokens in (8, 4096):
+        for num_tokens in (8, 1024, 4096):
             x_TD = torch.empty((num_tokens, width), dtype=dtype, device="meta")
             weights_TK = torch.empty((num_tokens, num_chosen), dtype=dtype, device="meta")
             chosen_TK = torch.empty((num_tokens, num_chosen), dtype=torch.int64, device="meta")
@@ -86,6 +88,25 @@ def products(dtype: torch.dtype) -> None:
             fixed_product(x_TI, weight_OI, weight_OI[:, 0].contiguous() if biased else None)
             if biased and dtype == torch.bfloat16:
                 fixed_product(x_TI, weight_OI.to(torch.int8), None, weight_OI[:, 0].contiguous())
+    # Several tiles of inputs, one that is not filled, and one of a small weight.
+    for outputs, inputs in ((5120, 17_408), (1024, 3072), (37, 80)):
+        weight_OI = torch.empty((outputs, inputs), dtype=dtype, device="meta")
+        for num_rows in (1, MOST_ROWS):
+            x_TI = torch.empty((num_rows, inputs), dtype=dtype, device="meta")
+            multiply_few(x_TI, weight_OI, weight_OI[:, 0].contiguous())
+            if dtype == torch.bfloat16:
+                multiply_few(x_TI, weight_OI.to(torch.int8), None, weight_OI[:, 0].contiguous())
+
+
+def nibbles(dtype: torch.dtype) -> None:
+    """Several tiles of inputs, and one that is not filled, for one row and for as many as a kernel takes."""
+    for outputs, inputs in ((5120, 17_408), (37, BLOCK)):
+        bytes_OB = torch.empty((outputs, inputs // 2), dtype=torch.uint8, device="meta")
+        scales_OG = torch.empty((outputs, inputs // GROUP), dtype=dtype, device="meta")
+        weight = Nibbles(bytes_OB, scales_OG, scales_OG)
+        for num_rows in (1, 8, SOME_ROWS):
+            multiply_nibbles(torch.empty((num_rows, inputs), dtype=dtype, device="meta"), weight)
+        widen_nibbles(weight, dtype)
 
 
 def inputs(dtype: torch.dtype) -> None:
@@ -141,7 +162,7 @@ if __name__ == "__main__":
     triton.runtime.driver.set_active(NoGPU())
     dependent_launch.has_dependent_launch = lambda device: True
     for dtype_name in sys.argv[1:] or ["bfloat16", "float32"]:
-        for group in (layers, experts, products, inputs, sampling):
+        for group in (layers, experts, products, nibbles, inputs, sampling):
             one_dtype = getattr(torch, dtype_name)
             for kernel, seconds in compile_launches(lambda group=group, dtype=one_dtype: group(dtype)):
                 about = {"kernel": kernel.metadata.name, "dtype": dtype_name, "s": round(seconds, 2)}

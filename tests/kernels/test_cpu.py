@@ -2,6 +2,7 @@
 
 import hashlib
 import logging
+import os
 import subprocess
 import sys
 
@@ -27,7 +28,7 @@ pytestmark = pytest.mark.skipif(not c_compiler(), reason="there is no C compiler
 
 @pytest.fixture
 def anew(monkeypatch, tmp_path):
-    """Nothing compiled yet, in this process or before it."""
+    """A cache folder without a library, and a process that has loaded none."""
     monkeypatch.delenv(VARIABLE, raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     compiled.cache_clear()
@@ -182,6 +183,8 @@ def test_the_second_start_compiles_nothing(monkeypatch, anew, kernels):
 def test_where_nothing_can_be_kept_it_is_compiled_at_each_start(monkeypatch, anew, tmp_path):
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    (tmp_path / f"callboard-{os.getuid()}").touch()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     found = cpu_kernels()
     assert found is not None
     assert found.add_norm(torch.ones(1, 4), torch.ones(1, 4), torch.ones(4), 0.0).tolist() == [[1.0] * 4]
@@ -194,6 +197,23 @@ def kept(anew, tmp_path):
     compiled.cache_clear()
     (path,) = (tmp_path / "callboard" / "kernels").iterdir()
     return path
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("home", ["has it and cannot be written", "is none"])
+def test_the_second_start_compiles_nothing_without_a_home_either(monkeypatch, kept, tmp_path, home):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    if home == "is none":
+        (tmp_path / "file").touch()
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+        assert cpu_kernels() is not None
+        compiled.cache_clear()
+        (path,) = (tmp_path / f"callboard-{os.getuid()}" / "kernels").iterdir()
+        assert path.read_bytes()[1:4] == b"ELF"
+    else:
+        monkeypatch.setattr("engine.kernels.compiled.writable_folder", lambda _: None)
+    monkeypatch.setattr("engine.kernels.sources.made", lambda *_: pytest.fail("compiled again"))
+    assert cpu_kernels() is not None
 
 
 @pytest.mark.slow

@@ -45,6 +45,7 @@ class Stage:
     """A frontend without a link.  sent: what it has said."""
 
     async def begin(self, handover: Handover) -> None:
+        headers = as_operator()  # skips before anything listens
         self.sent = Sent()
         pair = KeyPair(b"", b"")
         self.frontend = FrontendProcess(Ticket(0, "frontend", "inproc://nowhere", ClientKeys(pair, b"")))
@@ -64,7 +65,7 @@ class Stage:
         )
         self.ingress: Ingress = await self.frontend.build(assignment, Outgoing(self.sent))  # type: ignore[arg-type]
         self.running = asyncio.ensure_future(self.ingress.run())
-        self.session = aiohttp.ClientSession(headers=as_operator())
+        self.session = aiohttp.ClientSession(headers=headers)
         await asyncio.sleep(0)
 
     def tell(self, message: Any) -> None:

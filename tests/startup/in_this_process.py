@@ -1,28 +1,23 @@
 """A contender of a race in this process: what stands in tests for a process of its own."""
 
+from collections.abc import Sequence
 from typing import Any
 
-from engine.startup.measurement import Measurement, RaceEntry
-from engine.startup.race_process import RaceAnswer
+from engine.startup.measurement import RaceEntry
+from engine.startup.race_process import RaceAnswer, RaceTrial
 
 
 class InThisProcess:
-    """What a process does for an entry, here, so that the backends move this process's clock."""
+    """A race's process for entries, but in this one, so that the backends move this process's clock."""
 
-    def __init__(self, entry: RaceEntry, **doubles: Any) -> None:
-        self._entry, self._doubles = entry, doubles
-        self._problem = ""
+    def __init__(self, entries: Sequence[RaceEntry], **doubles: Any) -> None:
+        self._trials = [RaceTrial(entry, **doubles) for entry in entries]
 
-    def is_compiled(self, timeout_s: float) -> bool:
-        try:
-            self._measurement = Measurement(self._entry, **self._doubles)
-            self._measurement.compile()
-        except Exception as error:
-            self._problem = str(error)
-        return True
+    def compiled(self, timeout_s: float) -> Sequence[RaceAnswer]:
+        return [trial.compiled() for trial in self._trials]
 
-    def measured(self, timeout_s: float) -> RaceAnswer:
-        return RaceAnswer({}, self._problem) if self._problem else RaceAnswer(self._measurement.run())
+    def measured(self, number: int, timeout_s: float) -> RaceAnswer:
+        return self._trials[number].measured()
 
     def end(self) -> None:
         pass

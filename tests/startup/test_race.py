@@ -1,9 +1,10 @@
-"""Attention measured by a clock that the backends themselves move: who is taken, who is out and why, what is kept."""
+"""Attention measured by a clock that the backends themselves move: what is taken, what is out and why, what is kept."""
 
+import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -27,7 +28,7 @@ from engine.plugins.testing.threads import on_ranks
 from engine.settings.attention_names import AttentionNames
 from engine.settings.sections import PluginsSection
 from engine.startup.measurement import RaceEntry
-from engine.startup.race import COMPILE_S, AttentionRace, measured_attention
+from engine.startup.race import COMPILE_S, AttentionRace, measured_attention, processes_at_once
 from engine.startup.race_process import RaceAnswer, RaceProcess, decode, encode
 from engine.startup.trial_steps import TrialLoad
 from server.cli import main
@@ -82,7 +83,7 @@ def own_cache(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def enter(install: Install, monkeypatch: pytest.MonkeyPatch) -> Enter:
-    """enter(name, decode, prefill, ...): one more of ours that 'auto' looks at, taking these seconds a layer."""
+    """Return enter(name, decode, prefill, ...), which adds a backend that 'auto' looks at, of these seconds a layer."""
     install("acme-clock", {}, {"acme_clock.py": "now = 0.0\n"})
     others = {name: module for name, module in manager.BUILTIN.items() if not name.startswith("attention.")}
     monkeypatch.setattr(manager, "BUILTIN", others)
@@ -101,10 +102,10 @@ def enter(install: Install, monkeypatch: pytest.MonkeyPatch) -> Enter:
     return enter
 
 
-def start_here(entry: RaceEntry, **doubles: Any) -> InThisProcess:
+def start_here(entries: Sequence[RaceEntry], **doubles: Any) -> InThisProcess:
     import acme_clock
 
-    return InThisProcess(entry, clock=lambda: acme_clock.now, **doubles)
+    return InThisProcess(entries, clock=lambda: acme_clock.now, **doubles)
 
 
 def race(
@@ -177,18 +178,21 @@ def test_what_raises_is_wrong_or_cannot_run_is_shown_with_its_reason_and_never_t
 
 
 class Scripted:
-    """A contender that is slow where the script says so.  events: what it was asked to do."""
+    """A contender that is slow or dies where the script says so.  events: what it was asked to do."""
 
-    def __init__(self, entry: RaceEntry, slow: str, events: list[str]) -> None:
-        self._name, self._slow, self._events = f"{entry.contender} {entry.phase}", slow, events
+    def __init__(self, entries: Sequence[RaceEntry], script: str, events: list[str]) -> None:
+        self._entries, self._script, self._events = entries, script, events
+        self._name = str(entries[0].contender)
 
-    def is_compiled(self, timeout_s: float) -> bool:
+    def compiled(self, timeout_s: float) -> Sequence[RaceAnswer]:
         self._events.append(f"{self._name} compiles")
-        return self._slow != "compiles"
+        if self._script == "first fails, second is late":
+            return [RaceAnswer({}, "RuntimeError: no kernel image")]
+        return [] if self._script == "compiles" else [RaceAnswer({})] * len(self._entries)
 
-    def measured(self, timeout_s: float) -> RaceAnswer | None:
-        self._events.append(f"{self._name} is measured")
-        return None if self._slow == "runs" else RaceAnswer({"1 x 70": 5.0})
+    def measured(self, number: int, timeout_s: float) -> RaceAnswer | None:
+        self._events.append(f"{self._name} {self._entries[number].phase} is measured")
+        return None if self._script == "runs" else RaceAnswer({"1 x 70": 5.0}, took={"measuring": 0.25})
 
     def end(self) -> None:
         if self._events[-1] != f"{self._name} ends":
@@ -201,8 +205,8 @@ def test_what_is_known_of_others_is_kept_when_one_is_late_which_has_one_more_sta
     enter("right", 1, 1)
     events: list[str] = []
 
-    def start(entry: RaceEntry) -> Scripted:
-        return Scripted(entry, slow if entry.contender.name == "slow" else "", events)
+    def start(entries: Sequence[RaceEntry]) -> Scripted:
+        return Scripted(entries, slow if entries[0].contender.name == "slow" else "", events)
 
     for tries in (1, 2):
         events.clear()
@@ -218,15 +222,47 @@ def test_what_is_known_of_others_is_kept_when_one_is_late_which_has_one_more_sta
     assert not events, "it was late twice, so it is out"
 
 
-def test_all_of_a_group_compile_before_the_first_is_measured(enter: Enter) -> None:
+def test_what_failed_before_another_phase_was_late_keeps_its_reason(enter: Enter) -> None:
+    enter("a", 1, 1)
+    enter("b", 1, 1)
+    script = {"a": "first fails, second is late", "b": ""}
+    report = race(start=lambda entries: Scripted(entries, script[entries[0].contender.name], [])).run()
+    first, second = report.results["prefill"][0], report.results["decode"][0]
+    assert (first.problem, first.late) == ("RuntimeError: no kernel image", False)
+    assert (second.problem, second.late) == (f"not compiled within the {COMPILE_S:g} s for all", True)
+
+
+@pytest.mark.parametrize("at_once", [1, 2])
+def test_one_process_serves_both_phases_and_all_of_a_group_compile_before_the_first_is_measured(
+    enter: Enter, at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engine.startup.race.processes_at_once", lambda device, num_bytes: at_once)
     enter("a", 1, 1)
     enter("b", 1, 1)
     events: list[str] = []
-    race(start=lambda entry: Scripted(entry, "", events)).run()
-    entries = ["a prefill", "b prefill", "a decode", "b decode"]
-    measured = [event for one in entries for event in (f"{one} is measured", f"{one} ends")]
-    assert [one for one in events if "compiles" in one] == [f"{one} compiles" for one in entries]
-    assert events[len(entries) : len(entries) + len(measured)] == measured
+    race(start=lambda entries: Scripted(entries, "", events)).run()
+    measured = {
+        name: [f"{name} prefill is measured", f"{name} decode is measured", f"{name} ends"] for name in ("a", "b")
+    }
+    together = ["a compiles", "b compiles", *measured["a"], *measured["b"], "a ends", "b ends"]
+    assert events == (together if at_once == 2 else ["a compiles", *measured["a"], "b compiles", *measured["b"]])
+
+
+def test_as_many_compile_at_once_as_there_are_cores_and_memory_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(16))
+    for free, expected in ((1 << 30, 1), (9 << 30, 4), (78 << 30, 16)):  # 2 GiB each
+        monkeypatch.setattr("engine.startup.race.free_bytes", lambda device, free=free: free)
+        assert processes_at_once(CPU, 1 << 29) == expected
+
+
+def test_the_log_has_what_each_contender_took(enter: Enter, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    enter("a", 1, 1)
+    enter("b", 1, 1)
+    race(start=lambda entries: Scripted(entries, "", [])).run()
+    said = [one for one in caplog.messages if "measuring" in one]
+    expected = [(phase, name) for name in ("a", "b") for phase in ("prefill", "decode")]
+    assert said == [f"attention race, {phase}: {name}: measuring 0.2 s" for phase, name in expected]
 
 
 @pytest.mark.parametrize("limits", [{"limit_s": 0.0}, {"compile_s": 0.0}])
@@ -270,8 +306,8 @@ def test_a_contender_that_sleeps_past_the_limit_is_killed_with_all_that_it_has_s
     install("acme-sleeper", {"attention.sleeper": "acme_sleeper"}, {"acme_sleeper.py": SLEEPER})
     beats = tmp_path / "beats"
 
-    def start(entry: RaceEntry) -> RaceProcess:
-        process = RaceProcess(entry)
+    def start(entries: Sequence[RaceEntry]) -> RaceProcess:
+        process = RaceProcess(entries)
         while not beats.exists():
             assert process._process.poll() is None
             time.sleep(0.05)
@@ -289,15 +325,40 @@ def test_a_contender_that_sleeps_past_the_limit_is_killed_with_all_that_it_has_s
         assert (late.problem, late.late) == ("not compiled within the 0.5 s for all", True)
 
 
-def test_contenders_in_processes_of_their_own_are_measured_and_one_that_dies_is_out(install: Install) -> None:
-    source = SLEEPER.replace("time.sleep(600)", "os._exit(3)").replace("os.fork()", "1")
-    install("acme-sleeper", {"attention.sleeper": "acme_sleeper"}, {"acme_sleeper.py": source})
-    plugins = Plugins({"attention": "sleeper"})
+DIES = """
+import os
+from engine.plugins.attention.torch import TorchAttention
+from engine.plugins.hookspecs import hookimpl
+
+CALLBOARD_PLUGIN = {"api": 1}
+
+class Dies(TorchAttention):
+    def __init__(self, spec, pool):
+        if spec.num_layers > LAYERS:
+            os._exit(3)
+        super().__init__(spec, pool)
+
+@hookimpl
+def callboard_attention_backend(context):
+    return Dies
+"""
+
+
+@pytest.mark.parametrize("layers, when", [(0, "compiled"), (2, "measured")])
+def test_contenders_in_processes_of_their_own_are_measured_and_one_that_dies_is_out(
+    install: Install, layers: int, when: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    install("acme-dies", {"attention.dies": "acme_dies"}, {"acme_dies.py": DIES.replace("LAYERS", str(layers))})
+    plugins = Plugins({"attention": "dies"})
     report = AttentionRace(plugins, SPEC, 16, CPU, torch.float32, limit_s=60, loads=LOADS[1:3]).run()
     for phase in ("prefill", "decode"):
         right, out = report.results[phase]
         assert (right.problem, len(right.us)) == ("", 1)
-        assert out.problem == "its process ended with exit code 3 and no result"
+        assert out.problem == f"its process ended with exit code 3 as prefill was {when}"
+    (first,) = [one for one in caplog.messages if one.startswith("attention race, prefill: torch: start ")]
+    (second,) = [one for one in caplog.messages if one.startswith("attention race, decode: torch: library ")]
+    assert all(stage in line for line in (first, second) for stage in ("library", "compiling", "measuring"))
 
 
 def test_a_model_of_one_layer_is_measured_in_one(enter: Enter) -> None:
@@ -312,15 +373,15 @@ def test_sinks_types_and_devices_reach_the_process() -> None:
         Contender("a", {"x": 1}), "decode", {"attention.a": {"y": 2}}, spec, 16, CPU, torch.bfloat16, "layer_first", "",
         LOADS,
     )  # fmt: skip
-    arrived = decode(encode(entry))
-    assert arrived == entry
+    (arrived, other) = decode(encode([entry, replace(entry, phase="prefill")]))
+    assert (arrived, other.phase) == (entry, "prefill")
     assert [one.tolist() for one in arrived.spec.sinks] == [[0.5, 1.5], [2.0, 3.0]]
 
 
 def test_a_process_ends_when_the_one_that_started_it_is_gone(install: Install, tmp_path: Path) -> None:
     install("acme-sleeper", {"attention.sleeper": "acme_sleeper"}, {"acme_sleeper.py": SLEEPER})
     entry = RaceEntry(Contender("sleeper"), "decode", {}, SPEC, 16, CPU, torch.float32, "layer_first", "", LOADS[1:2])
-    process = RaceProcess(entry)
+    process = RaceProcess([entry])
     while not (tmp_path / "beats").exists():
         assert process._process.poll() is None
         time.sleep(0.05)

@@ -3,11 +3,11 @@
 Legend: T rows of the input · I input features · O output features
 
 torch's own product, ``_weight_int8pack_mm``, does not use tensor cores and reads the weight again for every row.  The
-kernel here reads a tile of bytes once for 64 rows.  For more rows, converting the weight to the input's dtype costs
-less: that is done before each product, and torch multiplies.
+kernels here read it once: as vectors for up to 4 rows, in tiles for up to 64.  For more rows, converting the weight to
+the input's dtype costs less: that is done before each product, and torch multiplies.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Final
 
 import torch
@@ -34,17 +34,18 @@ Product = Callable[[Tensor, Tensor, Tensor | None, Tensor | None], Tensor]
 class Int8Weight:
     """W[O, I] as int8, with the largest element of each output's row as its scale."""
 
-    def __init__(self, weight_OI: Tensor, product: Product) -> None:
+    def __init__(self, weight_OI: Tensor, products: Mapping[int, Product]) -> None:
         scales_O = weight_OI.float().abs().amax(1).clamp_min_(SMALLEST).div_(LARGEST_WEIGHT)
         self._integers_OI = (weight_OI / scales_O[:, None]).round_().to(torch.int8)
         self._scales_O = scales_O.to(weight_OI.dtype)
-        self._product = product
+        self._products = products
         self.nbytes = self._integers_OI.nbytes + self._scales_O.nbytes
 
     def __call__(self, x_TI: Tensor, bias_O: Tensor | None) -> Tensor:
         """Return x W^T + bias."""
-        if len(x_TI) <= FEW_ROWS:
-            return self._product(x_TI, self._integers_OI, bias_O, self._scales_O)
+        for most_rows, product in self._products.items():
+            if len(x_TI) <= most_rows:
+                return product(x_TI, self._integers_OI, bias_O, self._scales_O)
         wide_OI = self._integers_OI.to(x_TI.dtype)  # exact: integers of 7 bits
         y_TO = torch.nn.functional.linear(x_TI, wide_OI).mul_(self._scales_O)
         return y_TO if bias_O is None else y_TO.add_(bias_O)
@@ -55,12 +56,13 @@ class Int8:
 
     element_bytes = torch.int8.itemsize
 
-    def __init__(self, product: Product) -> None:
-        self._product = product
+    def __init__(self, products: Mapping[int, Product]) -> None:
+        """Initialize the kernel.  products: by the most rows that each multiplies, ascending."""
+        self._products = products
 
     def pack(self, weight_OI: Tensor) -> Int8Weight:
         """Return the weight as int8."""
-        return Int8Weight(weight_OI, self._product)
+        return Int8Weight(weight_OI, self._products)
 
 
 @hookimpl
@@ -68,9 +70,10 @@ def callboard_linear(context: LinearContext) -> Int8:
     """Build the kernel of products with int8 weights.  Raises PluginError without triton."""
     decode_options(PLUGIN, context.options, Options)
     try:
+        from engine.kernels.few_rows import MOST_ROWS, multiply_few
         from engine.kernels.fixed_products import fixed_product
     except ImportError as error:
         raise PluginError(
             f"{PLUGIN} needs triton, which cannot be imported ({error}); model.quantization=none does not need it"
         ) from error
-    return Int8(fixed_product)
+    return Int8({MOST_ROWS: multiply_few, FEW_ROWS: fixed_product})

@@ -42,21 +42,18 @@ def check_rank(comm: Comm, device: str = "cpu") -> list[Tensor]:
     return alike
 
 
-def _inputs(comm: Comm, shape: tuple[int, ...], dtype: torch.dtype, strided: bool, device: str) -> list[Tensor]:
-    """Return every rank's input: each rank can make those of the others, so that nothing is exchanged to compare."""
-    made = []
-    for rank in range(comm.size):
-        generator = torch.Generator().manual_seed(1000 * rank + len(shape))
-        values = torch.randn((*shape[:-1], 2 * shape[-1]), generator=generator).mul(8).to(dtype)
-        values = values[..., ::2] if strided else values[..., : shape[-1]].contiguous()
-        moved = values.to(device)
-        assert moved.is_contiguous() != strided or values.numel() == 1, "the check's own input has the wrong strides"
-        made.append(moved)
+def rank_input(rank: int, shape: tuple[int, ...], dtype: torch.dtype, strided: bool, device: str) -> Tensor:
+    """Return a rank's input: each rank can make those of the others, so that nothing is exchanged to compare."""
+    generator = torch.Generator().manual_seed(1000 * rank + len(shape))
+    # The slice is taken on the device, as a copy to another device is dense.
+    wide = torch.randn((*shape[:-1], 2 * shape[-1]), generator=generator).mul(8).to(device, dtype)
+    made = wide[..., ::2] if strided else wide[..., : shape[-1]].contiguous()
+    assert made.is_contiguous() != strided, "the check's own input has the wrong strides"
     return made
 
 
 def _check_all_reduce(comm: Comm, shape: tuple[int, ...], dtype: torch.dtype, strided: bool, device: str) -> Tensor:
-    inputs = _inputs(comm, shape, dtype, strided, device)
+    inputs = [rank_input(rank, shape, dtype, strided, device) for rank in range(comm.size)]
     exact = torch.stack([one.double() for one in inputs])
     own = inputs[comm.rank]
     result = comm.all_reduce(own)
@@ -70,7 +67,7 @@ def _check_all_reduce(comm: Comm, shape: tuple[int, ...], dtype: torch.dtype, st
 def _check_all_gather(
     comm: Comm, shape: tuple[int, ...], dtype: torch.dtype, strided: bool, dim: int, device: str
 ) -> Tensor:
-    inputs = _inputs(comm, shape, dtype, strided, device)
+    inputs = [rank_input(rank, shape, dtype, strided, device) for rank in range(comm.size)]
     own = inputs[comm.rank]
     before = own.clone()
     gathered = comm.all_gather(own, dim)

@@ -42,6 +42,7 @@ def by_definition(x, weights, chosen, gate_up, down, gate_up_bias, down_bias, ki
         (torch.float32, "silu", 1, 5, 2, 24, 40, False),
         (torch.float32, "clamped_swish", 7, 5, 3, 72, 48, True),
         (torch.float32, "gelu", 90, 2, 1, 40, 33, False),  # wide tiles, more than one of an expert, one with a rest
+        (torch.float32, "silu", 270, 2, 1, 40, 33, False),  # the widest tiles
         (torch.bfloat16, "silu", 9, 4, 2, 136, 72, False),
     ],
 )
