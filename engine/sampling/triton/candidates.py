@@ -164,7 +164,8 @@ def list_candidates(
 
 
 @triton.jit(
-    do_not_specialize=["first"],
+    # 1 part as a constant makes triton 3.6 fail.
+    do_not_specialize=["first", "num_parts"],
     do_not_specialize_on_alignment=[
         "at", "inverse_temperature", "cut_at", "top_ks", "top_ps", "tops", "kept", "bounds", "counts", "totals",
         "below", "out_at", "seeds", "positions", "out",
