@@ -3,6 +3,7 @@
 import asyncio
 import hashlib
 import logging
+import os
 import stat
 from argparse import Namespace
 from datetime import UTC, datetime
@@ -99,6 +100,16 @@ def test_without_keys_operators_need_the_token_that_only_this_user_reads(cache: 
     assert stat.S_IMODE(cache.stat().st_mode) == 0o700
     assert [one.name for one in cache.iterdir()] == [file.name]
     assert make_token() == read_token() == file.read_text()
+
+
+def test_without_a_home_the_token_is_among_temporary_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null/cache")
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    folder = tmp_path / f"callboard-{os.getuid()}"
+    assert (token_file(), len(make_token())) == (folder / "operator.token", TOKEN_CHARS)
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    folder.chmod(0o750)
+    assert (token_file(), make_token(), read_token()) == (None, "", ""), "others may enter"
 
 
 @pytest.mark.parametrize("how", ["readable by others", "a link", "cut short"])
