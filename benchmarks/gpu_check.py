@@ -5,6 +5,7 @@
 
 Each section is a function of gpu_sections/ and runs in a process of its own, bounded in time.  One that fails, hangs or
 leaves the GPU in an unusable state is a row that says so, the rows it had by then are kept, and the others still run.
+--together 8 runs those side by side that only check; on a GPU each takes some memory, so leave it at 1 on a small one.
 --piece 1, 2, ... runs so many of them as end within ten minutes, for machines that take no longer commands.
 The first one, warm_up, is for compilers, which fill their caches there; what they lack then sections compile.
 To spare that, carry ~/.triton, FlashInfer's prebuilt modules and ~/.cache/callboard from a machine of the same kind.
@@ -22,6 +23,8 @@ import sys
 import tempfile
 import time
 import traceback
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -82,6 +85,26 @@ def guarded(name: str, device: "torch.device", timeout_s: float) -> list[Row]:
     return rows
 
 
+def at_once(
+    names: Sequence[str], device: "torch.device", timeout_s: float | None, together: int
+) -> Iterator[tuple[str, list[Row]]]:
+    """Each section with its rows, as it ends.  First those that time nothing, ``together`` at once; then one by one."""
+
+    def run(name: str) -> tuple[str, list[Row]]:
+        start = time.perf_counter()
+        rows = guarded(name, device, timeout_s or SECTIONS[name].limit_s)
+        failed = sum(not row["ok"] for row in rows)
+        said = f"{failed} of {len(rows)} rows failed" if failed else f"{len(rows)} rows ok"
+        print(f"gpu_check: {name}: {said}, {time.perf_counter() - start:.1f} s", file=sys.stderr, flush=True)
+        return name, rows
+
+    beside = [name for name in names if together > 1 and not SECTIONS[name].timed]
+    with ThreadPoolExecutor(together) as pool:
+        for done in as_completed([pool.submit(run, name) for name in beside]):
+            yield done.result()
+    yield from (run(name) for name in names if name not in beside)
+
+
 def show(results: dict[str, list[Row]]) -> None:
     """The table."""
     from rich.console import Console
@@ -102,6 +125,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"], help="cpu tries the script itself")
     parser.add_argument("--sections", nargs="+", choices=list(SECTIONS), help="default: all")
+    parser.add_argument("--together", type=int, default=1, help="so many at once of the sections that time nothing")
     parser.add_argument("--piece", type=int, help="only this share of the sections, counted from 1")
     parser.add_argument(
         "--timeout", type=float, help="seconds that one section may take (default: its own, mostly 120)"
@@ -135,12 +159,8 @@ def main() -> None:
     if said := remark():
         print(f"gpu_check: {said}", file=sys.stderr)
     results: dict[str, list[Row]] = {}
-    for name in names:
-        start = time.perf_counter()
-        results[name] = guarded(name, device, arguments.timeout or SECTIONS[name].limit_s)
-        failed = sum(not row["ok"] for row in results[name])
-        said = f"{failed} of {len(results[name])} rows failed" if failed else f"{len(results[name])} rows ok"
-        print(f"gpu_check: {name}: {said}, {time.perf_counter() - start:.1f} s", file=sys.stderr, flush=True)
+    for name, rows in at_once(names, device, arguments.timeout, arguments.together):
+        results[name] = rows
         # After every section: what is known is kept if the whole run is cut off.
         keep(arguments.output, {"torch": torch.__version__, "sections": results})
     show(results)

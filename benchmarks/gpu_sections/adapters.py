@@ -53,7 +53,7 @@ def _tables(kind: str, folder: Path, graphs: Mapping[str, Any]) -> Config:
 
 
 def _write(folder: Path) -> None:
-    """As PEFT saves them, with random numbers."""
+    """Write the adapters' files as PEFT saves them, with random numbers."""
     generator = torch.Generator().manual_seed(1)
     modules = adaptable_modules(System(build_config(Config(), {})).spec.shape)
     for number in range(NUM_ADAPTERS):

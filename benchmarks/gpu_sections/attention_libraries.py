@@ -48,7 +48,7 @@ class Library:
 
 
 def flashinfer(device: torch.device, **sizes: Any) -> Iterator[Row]:
-    """Its kernels of every kind, and its store.  sizes: see ``Library``."""
+    """Yield rows of FlashInfer's kernels of every kind, and of its store.  sizes: see ``Library``."""
     if rows := cannot_run(flashinfer_plugin, device):
         yield from rows
         return
@@ -65,7 +65,7 @@ def flashinfer(device: torch.device, **sizes: Any) -> Iterator[Row]:
 
 
 def flashinfer_fp8(device: torch.device, **sizes: Any) -> Iterator[Row]:
-    """Its kernels over pages of 8 bits, which it may have to compile first, and how fast.  sizes: see ``Library``."""
+    """Yield rows of FlashInfer's kernels over pages of 8 bits, which it may compile first.  sizes: see ``Library``."""
     if rows := cannot_run(flashinfer_plugin, device):
         yield from rows
         return

@@ -19,7 +19,7 @@ TOLERANCE = 0.1
 
 
 def modes(device: torch.device) -> tuple[str, ...]:
-    """graphs.mode: none, and what this device has of those that need no compiler."""
+    """Return the values of graphs.mode: off, and those that this device has and that need no compiler."""
     return ("off", "decode", "breakable") if captures(device) else ("off",)
 
 
@@ -74,7 +74,7 @@ def _compare(one: Completion, other: Completion) -> tuple[float, int]:
 
 
 class _Heard(logging.Handler):
-    """What the engine logs, and when."""
+    """A handler that keeps what the engine logs, and when."""
 
     def __init__(self) -> None:
         super().__init__(logging.INFO)
@@ -92,7 +92,7 @@ def start_up(
     max_step_tokens: int = 2048,
     num_pages: int = 0,
 ) -> Iterator[Row]:
-    """What a start says, with the time since it began: choices, phases, memory."""
+    """Yield the lines of a start's log, with the time since it began: choices, phases, memory."""
     engine = logging.getLogger("engine")
     level = engine.level
     with checkpoint(config) as path:

@@ -119,7 +119,7 @@ def _decode_rows(
     times: dict[int, float],
     mode: str,
 ) -> Iterator[Row]:
-    """Of one runner.  times: of plain steps by batch, set in mode 'off' and compared with in others.
+    """Yield the rows of one runner.  times: of plain steps by batch, set in mode 'off' and compared with in others.
 
     A generator of its own, so that nothing here holds the runner once it is through."""
     kv_bytes = 2 * config["num_hidden_layers"] * config["num_key_value_heads"] * config["head_dim"] * 2
@@ -184,7 +184,7 @@ def _timed_steps(stepping: Stepping, num_steps: int) -> tuple[float, float]:
 
 
 def _copies(runner: ModelRunner, num_rows: int, context: int, num_steps: int, device: torch.device) -> Row:
-    """Copies to the device in steps in which nobody joins, leaves or gets a page.
+    """Copies to the device in steps in which no request joins, leaves or gets a page.
 
     None where attention is captured with the rest; one that is prepared for each replay may send what it plans."""
     stepping = Stepping(runner, num_rows, context, ROOM * num_steps, GREEDY)
@@ -197,7 +197,7 @@ def _copies(runner: ModelRunner, num_rows: int, context: int, num_steps: int, de
 
 
 def _taken_bytes(device: torch.device) -> int:
-    """What this process holds on the device, once what nobody needs is given back."""
+    """Return the bytes that this process holds on the device, once unused memory is given back."""
     gc.collect()
     if device.type != "cuda":
         return 0

@@ -2,6 +2,7 @@
 
 import tempfile
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 
@@ -26,15 +27,15 @@ def section(device: torch.device) -> Iterator[Row]:
     yield {"case": f"NCCL {NcclLibrary(find_library()).version()}, torch's {_torch_version()}", "ok": True}
     with tempfile.TemporaryDirectory() as directory:
         for name, plugin in (("torch", torch_comm), ("pynccl", nccl), ("symmetric", symmetric)):
-            for number, case in enumerate((_contract, _captured, _timed)):
+            for number, (case, check) in enumerate(CHECKS.items()):
                 context = CommContext(0, 1, device.type, f"file://{directory}/{name}{number}")
-                yield {"case": f"{name}: {case.__doc__}", **_tried(case, plugin.callboard_comm(context), device)}
+                yield {"case": f"{name}: {case}", **_tried(check, partial(plugin.callboard_comm, context), device)}
 
 
-def _tried(case: Callable[[Comm, torch.device], Row], comm: Comm, device: torch.device) -> Row:
-    """The case's result; a failure is one, and the next case is tried."""
+def _tried(check: Callable[[Comm, torch.device], Row], connect: Callable[[], Comm], device: torch.device) -> Row:
+    """Return the check's result; a failure is one, and the next check is made."""
     try:
-        return case(comm, device)
+        return check(connect(), device)
     except Exception as error:
         return {"ok": False, "problem": f"{type(error).__name__}: {error}"[:300]}
 
@@ -44,19 +45,23 @@ def _torch_version() -> str:
 
 
 def _contract(comm: Comm, device: torch.device) -> Row:
-    """the conformance kit"""
     check_rank(comm, str(device))
     return {"ok": True}
 
 
 def _captured(comm: Comm, device: torch.device) -> Row:
-    """collectives in a graph"""
     return {"ok": True, "error": check_captured(comm, device, NUM_ELEMENTS)}
 
 
 def _timed(comm: Comm, device: torch.device) -> Row:
-    """one all_reduce of 64 KB"""
     tensor = torch.ones(NUM_ELEMENTS, dtype=torch.bfloat16, device=device)
     seconds = seconds_of(lambda: comm.all_reduce(tensor), device)
     comm.close()
     return {"ok": True, "us": seconds * 1e6}
+
+
+CHECKS: dict[str, Callable[[Comm, torch.device], Row]] = {
+    "the conformance kit": _contract,
+    "collectives in a graph": _captured,
+    "one all_reduce of 64 KB": _timed,
+}

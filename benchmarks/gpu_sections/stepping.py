@@ -74,7 +74,7 @@ def pages_each(context: int, room: int) -> int:
 class Stepping:
     """Rows that all have a context of so many tokens, and pages for ``room`` more.
 
-    Raises ValueError if the pool has fewer pages: kernels would write past it, and nobody would notice."""
+    Raises ValueError if the pool has fewer pages: kernels would write past it without an error."""
 
     def __init__(self, runner: ModelRunner, num_rows: int, context: int, room: int, params: SamplingParams) -> None:
         self._runner = runner

@@ -1,4 +1,4 @@
-"""Which sections there are, in which sizes a CPU computes them, and how long each may take.
+"""The sections, the sizes in which a CPU computes them, and how long each may take.
 
 Owns: the table, how a section is called.  Imports none of them, nor torch.
 """
@@ -21,16 +21,17 @@ LONGEST_S = PIECE_S - 2 * STARTS_S
 
 @dataclass(frozen=True)
 class Section:
-    """function: 'module:function', (device, sizes) -> rows; imported only in the section's own process.
+    """A section.  function: 'module:function', (device, sizes) -> rows; imported only in the section's own process.
     small: sizes for a CPU and to warm up with; what it leaves out is as on a GPU.
-    limit_s: seconds that it may take."""
+    limit_s: seconds that it may take.  timed: whether it is there for times, which a section beside it would change."""
 
     function: str
     small: Mapping[str, Any] = field(default_factory=dict)
     limit_s: float = LIMIT_S
+    timed: bool = True
 
     def rows(self, device: "torch.device", small: bool) -> Iterator[dict[str, Any]]:
-        """As they come."""
+        """Yield the rows as they come."""
         module, _, name = self.function.partition(":")
         yield from getattr(import_module(module), name)(device, **(self.small if small else {}))
 
@@ -43,7 +44,9 @@ SECTIONS: Mapping[str, Section] = {
     "warm_up": Section("gpu_sections.warm_up:warm_up", {"names": ("sampler",)}, limit_s=LONGEST_S),
     "attention_torch": Section("gpu_sections.attention_torch:attention"),
     "attention_triton": Section(
-        "gpu_sections.attention_triton:section", {"kit": ("one row", "padded decode"), "replays": ((3, 40),)}
+        "gpu_sections.attention_triton:section",
+        {"kit": ("one row", "padded decode"), "replays": ((3, 40),)},
+        timed=False,
     ),
     "attention_triton_speed": Section("gpu_sections.attention_triton_speed:decodes", {"shapes": ((2, 40),)}),
     "attention_triton_prompts": Section("gpu_sections.attention_triton_speed:prompts", {"shapes": ((1, 20),)}),
@@ -66,15 +69,19 @@ SECTIONS: Mapping[str, Section] = {
     "kernel_sampler": Section("gpu_sections.kernel_sampler:section", {"vocab_size": 200, "batches": (2,)}),
     "host_pool": Section("gpu_sections.host_pool:host_pool", {"num_layers": 2, "num_bytes": 1 << 21}),
     "weights": Section("gpu_sections.weights:weights", {"num_bytes": 1 << 20}),
-    "stored_pages": Section("gpu_sections.stored_pages:stored_pages", {"num_layers": 2, "num_pages": 5}),
+    "stored_pages": Section("gpu_sections.stored_pages:stored_pages", {"num_layers": 2, "num_pages": 5}, timed=False),
     "nccl": Section("gpu_sections.nccl:section"),
-    "greedy": Section("gpu_sections.greedy:greedy", {"num_prompts": 2, "num_out": 12, "graphs": {"mode": "off"}}),
-    "speculation": Section(
-        "gpu_sections.greedy:speculation", {"num_prompts": 2, "num_out": 24, "graphs": {"mode": "off"}}
+    "greedy": Section(
+        "gpu_sections.greedy:greedy", {"num_prompts": 2, "num_out": 12, "graphs": {"mode": "off"}}, timed=False
     ),
-    "adapters": Section("gpu_sections.adapters:adapters", {"num_out": 8, "graphs": {"mode": "off"}}),
+    "speculation": Section(
+        "gpu_sections.greedy:speculation", {"num_prompts": 2, "num_out": 24, "graphs": {"mode": "off"}}, timed=False
+    ),
+    "adapters": Section("gpu_sections.adapters:adapters", {"num_out": 8, "graphs": {"mode": "off"}}, timed=False),
     "through_transformers": Section(
-        "gpu_sections.greedy:through_transformers", {"num_prompts": 2, "num_out": 12, "graphs": {"mode": "off"}}
+        "gpu_sections.greedy:through_transformers",
+        {"num_prompts": 2, "num_out": 12, "graphs": {"mode": "off"}},
+        timed=False,
     ),
     "pooled": Section(
         "gpu_sections.pooled:pooled",
@@ -86,10 +93,12 @@ SECTIONS: Mapping[str, Section] = {
         {"dtypes": ("float32",), "number": 4, "names": ("alone", "together"), "graphs": {"mode": "off"}},
         limit_s=LONGEST_S,
     ),
-    "graph_tokens": Section("gpu_sections.graphs:tokens", {"max_tokens": 4, "num_prompts": 2, "num_out": 8}),
+    "graph_tokens": Section(
+        "gpu_sections.graphs:tokens", {"max_tokens": 4, "num_prompts": 2, "num_out": 8}, timed=False
+    ),
     # Two sizes, as each is compiled by itself, and longer, as the compiler is Inductor.
     "graph_tokens_compiled": Section(
-        "gpu_sections.graphs:tokens_compiled", {"num_prompts": 1, "num_out": 8}, limit_s=300.0
+        "gpu_sections.graphs:tokens_compiled", {"num_prompts": 1, "num_out": 8}, limit_s=300.0, timed=False
     ),
     "graph_decodes": Section("gpu_sections.graphs:decode_steps", DECODES),
     "graph_decodes_14b": Section(
@@ -97,7 +106,9 @@ SECTIONS: Mapping[str, Section] = {
     ),
     "graph_prefills": Section("gpu_sections.graphs:prefill_steps", {**MODEL, "sizes": (3, 8)}),
     "graph_logprobs": Section(
-        "gpu_sections.graph_checks:logprobs", {**MODEL, "prompt_lens": (1, 12), "num_out": 8, "num_pages": 16}
+        "gpu_sections.graph_checks:logprobs",
+        {**MODEL, "prompt_lens": (1, 12), "num_out": 8, "num_pages": 16},
+        timed=False,
     ),
     "graph_start_up": Section(
         "gpu_sections.graph_checks:start_up", {**MODEL, "max_rows": 1, "max_step_tokens": 4, "num_pages": 16}

@@ -10,7 +10,7 @@ from gpu_sections.rows import Row, seconds_of
 
 
 def weights(device: torch.device, num_bytes: int = 3 << 27, num_parts: int = 3) -> Iterator[Row]:
-    """bfloat16 parts to parameters of two dtypes; then one that has a NaN, which must be named.
+    """Yield rows of bfloat16 parts that go to parameters of two dtypes; then of one with a NaN, which must be named.
 
     Each part takes more than one of the engine's buffers."""
     drawn = torch.randn(num_bytes // num_parts // 2048, 1024).bfloat16()

@@ -24,7 +24,7 @@ PREFERRED = (
     "triton_int8",
     "torch_fp8",
     "torch_fp8_block",
-    "torch_int4",
+    "triton_int4",
 )
 # Tried after these if the context requires invariant results: slower kernels without another use.
 INVARIANT = ("triton",)

@@ -114,6 +114,7 @@ class Measurement:
             raise PluginError("there is no memory for a step to measure it with")
         del backend, steps
         gc.collect()
+        self._graphs.trim()  # the next phase's pool is as large as there is free memory for
         return us
 
     def _steps(self, spec: AttentionSpec) -> TrialSteps:

@@ -31,13 +31,14 @@ from engine.plugins.attention.settings import AttentionSettings
 from engine.plugins.declaration import Phase
 from engine.plugins.kinds import ATTENTION
 from engine.plugins.manager import Plugins
+from engine.plugins.proof.attention import NUM_LAYERS
 from engine.plugins.selection import BOTH, NOT_MEASURED, Contender, Measured, contenders
 from engine.settings.own_kernels import missing_for_flashinfer
 from engine.startup.measurement import RaceEntry
 from engine.startup.preview import preview_attention
 from engine.startup.race_process import RaceAnswer, RaceProcess
 from engine.startup.standings import RaceReport, RaceResult
-from engine.startup.trial_steps import LOADS, TrialLoad
+from engine.startup.trial_steps import LOADS, TrialLoad, pool_bytes
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +46,7 @@ LONGEST_S = 24 * 3600.0
 # Together with the default of race_s less than the ten minutes that other ranks wait in a collective.  What a
 # contender that was given up had compiled is on disk for the next start.
 COMPILE_S = 480.0
-PROCESS_BYTES = 2 << 30  # of a process that compiles: its context on the GPU, the pool and what the library takes
+PROCESS_BYTES = 3 << 29  # of a process that compiles, beside its pool: its context on the GPU, what its library takes
 MOST_TRIES = 2
 NO_TIME = RaceAnswer({}, "no time was left for it", late=True, begun=False)
 
@@ -189,7 +190,9 @@ class AttentionRace:
         for entry in entries:
             by_contender.setdefault(str(entry.contender), []).append(entry)
         groups, left = list(by_contender.values()), _TimeLeft(self._compile_s, self._limit_s)
-        at_once = processes_at_once(self._device)
+        few_layers = self._spec.shortened(NUM_LAYERS)
+        pool = pool_bytes(few_layers, self._page_size, self._dtype, self._loads, self._kv_dtype)
+        at_once = processes_at_once(self._device, pool)
         for first in range(0, len(groups), at_once):
             yield from self._group_answers(groups[first : first + at_once], left)
 
@@ -259,9 +262,11 @@ class AttentionRace:
         return KeptResults("attention", self._about(), holds_for, dict[str, list[RaceResult]])
 
 
-def processes_at_once(device: torch.device) -> int:
-    """Return the number of processes that may compile at once: there is a core and memory of the device for each."""
-    return max(1, min(len(os.sched_getaffinity(0)), free_bytes(device) // PROCESS_BYTES))
+def processes_at_once(device: torch.device, num_bytes: int) -> int:
+    """Return the number of processes that may compile at once: there is a core and memory of the device for each.
+
+    num_bytes: of a process's pool."""
+    return max(1, min(len(os.sched_getaffinity(0)), free_bytes(device) // (PROCESS_BYTES + num_bytes)))
 
 
 def _version(plugins: Plugins, name: str) -> str:

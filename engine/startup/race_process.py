@@ -123,7 +123,7 @@ def decode(line: bytes) -> list[RaceEntry]:
 # ---- in the process -------------------------------------------------------------------------
 
 
-class Trial:
+class RaceTrial:
     """One entry in this process.  took: seconds of what was done for it before.  doubles: of ``Measurement``."""
 
     def __init__(self, entry: RaceEntry, took: dict[str, float] | None = None, **doubles: Any) -> None:
@@ -176,9 +176,9 @@ def serve(requests: IO[bytes], answers: IO[bytes], began: float) -> None:
     threading.Thread(target=_listen, args=(requests, numbers), name="race-requests", daemon=True).start()
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # all processes compare on the CPU now, and more threads than cores wait for each other
-    trials: list[Trial] = []
+    trials: list[RaceTrial] = []
     for entry in entries:
-        trials.append(Trial(entry, {} if trials else {"start": time.monotonic() - began}))
+        trials.append(RaceTrial(entry, {} if trials else {"start": time.monotonic() - began}))
         answers.write(msgspec.json.encode(trials[-1].compiled()) + b"\n")
     if entries[0].device.type == "cpu":
         torch.set_num_threads(threads)  # those of a step

@@ -34,6 +34,10 @@ class TrialLoad:
     context: int
     new: int
 
+    def num_pages(self, page_size: int) -> int:
+        """Return the number of pages of all its sequences."""
+        return self.rows * -(-self.context // page_size)
+
     def __str__(self) -> str:
         return f"{self.rows} x {self.context}" + (f", {self.new} new" if 1 < self.new < self.context else "")
 
@@ -48,6 +52,13 @@ LOADS = {
     ),
     "cpu": _loads(((1, 256), (8, 256)), ((1, 128, 128), (1, 512, 64))),
 }
+
+
+def pool_bytes(
+    spec: AttentionSpec, page_size: int, dtype: torch.dtype, loads: Sequence[TrialLoad], kv_dtype: str = ""
+) -> int:
+    """Return the bytes of a pool in which every step fits."""
+    return max(one.num_pages(page_size) for one in loads) * page_bytes(spec, page_size, dtype, kv_dtype)
 
 
 class TrialSteps:
@@ -71,10 +82,10 @@ class TrialSteps:
         self._device = device
         room = min(POOL_BYTES[device.type], free_bytes(device) // SHARE_OF_FREE)
         most = max(1, room // page_bytes(spec, page_size, dtype, kv_dtype))
-        num_pages = min(max(map(self._pages_of, loads)), most)
+        num_pages = min(max(one.num_pages(page_size) for one in loads), most)
         self.pool = new_pool(spec, num_pages, page_size, dtype, device, layout, kv_dtype)
         self._fill(torch.Generator(device).manual_seed(0))
-        self.loads = [one for one in loads if self._pages_of(one) <= self.pool.num_pages]
+        self.loads = [one for one in loads if one.num_pages(page_size) <= num_pages]
 
     def queries(self, load: TrialLoad) -> Tensor:
         """Return q_TNH of a step."""
@@ -118,6 +129,3 @@ class TrialSteps:
         for layer in range(spec.num_layers):
             drawn = torch.randn(shape, generator=generator, dtype=pool.dtype, device=self._device)
             pool.store(layer, drawn[0], drawn[1], slots_T)
-
-    def _pages_of(self, load: TrialLoad) -> int:
-        return load.rows * -(-load.context // self._page_size)

@@ -4,14 +4,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from engine.startup.measurement import RaceEntry
-from engine.startup.race_process import RaceAnswer, Trial
+from engine.startup.race_process import RaceAnswer, RaceTrial
 
 
 class InThisProcess:
-    """What a process does for entries, here, so that the backends move this process's clock."""
+    """A race's process for entries, but in this one, so that the backends move this process's clock."""
 
     def __init__(self, entries: Sequence[RaceEntry], **doubles: Any) -> None:
-        self._trials = [Trial(entry, **doubles) for entry in entries]
+        self._trials = [RaceTrial(entry, **doubles) for entry in entries]
 
     def compiled(self, timeout_s: float) -> Sequence[RaceAnswer]:
         return [trial.compiled() for trial in self._trials]

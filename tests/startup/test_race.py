@@ -1,4 +1,4 @@
-"""Attention measured by a clock that the backends themselves move: who is taken, who is out and why, what is kept."""
+"""Attention measured by a clock that the backends themselves move: what is taken, what is out and why, what is kept."""
 
 import os
 import signal
@@ -83,7 +83,7 @@ def own_cache(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def enter(install: Install, monkeypatch: pytest.MonkeyPatch) -> Enter:
-    """enter(name, decode, prefill, ...): one more of ours that 'auto' looks at, taking these seconds a layer."""
+    """Return enter(name, decode, prefill, ...), which adds a backend that 'auto' looks at, of these seconds a layer."""
     install("acme-clock", {}, {"acme_clock.py": "now = 0.0\n"})
     others = {name: module for name, module in manager.BUILTIN.items() if not name.startswith("attention.")}
     monkeypatch.setattr(manager, "BUILTIN", others)
@@ -236,7 +236,7 @@ def test_what_failed_before_another_phase_was_late_keeps_its_reason(enter: Enter
 def test_one_process_serves_both_phases_and_all_of_a_group_compile_before_the_first_is_measured(
     enter: Enter, at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("engine.startup.race.processes_at_once", lambda device: at_once)
+    monkeypatch.setattr("engine.startup.race.processes_at_once", lambda device, num_bytes: at_once)
     enter("a", 1, 1)
     enter("b", 1, 1)
     events: list[str] = []
@@ -250,9 +250,9 @@ def test_one_process_serves_both_phases_and_all_of_a_group_compile_before_the_fi
 
 def test_as_many_compile_at_once_as_there_are_cores_and_memory_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(16))
-    for free, expected in ((1 << 30, 1), (9 << 30, 4), (78 << 30, 16)):
+    for free, expected in ((1 << 30, 1), (9 << 30, 4), (78 << 30, 16)):  # 2 GiB each
         monkeypatch.setattr("engine.startup.race.free_bytes", lambda device, free=free: free)
-        assert processes_at_once(CPU) == expected
+        assert processes_at_once(CPU, 1 << 29) == expected
 
 
 def test_the_log_has_what_each_contender_took(enter: Enter, caplog: pytest.LogCaptureFixture) -> None:

@@ -22,8 +22,8 @@ def attend(
 
     chunked: as in ``AttentionSpec``."""
     q_nNH, keys_LGH, values_LGH = (one.detach().cpu().double() for one in (q_nNH, keys_LGH, values_LGH))
-    q_nGRH = q_nNH.unflatten(1, (keys_LGH.shape[1], -1))
     num_queries, num_keys = len(q_nNH), len(keys_LGH)
+    q_nGRH = q_nNH.reshape(num_queries, keys_LGH.shape[1], -1, q_nNH.shape[-1])
     query_n1 = torch.arange(num_keys - num_queries, num_keys)[:, None]
     key_L = torch.arange(num_keys)
     hidden_nL = key_L > query_n1
@@ -39,5 +39,5 @@ def attend(
         weights_NnL = torch.cat((scores_NnL, sinks_Nn1), -1).softmax(-1)[..., :-1]
     else:
         weights_NnL = scores_NnL.softmax(-1)
-    weights_GRnL = weights_NnL.unflatten(0, q_nGRH.shape[1:3])
+    weights_GRnL = weights_NnL.reshape(*q_nGRH.shape[1:3], num_queries, num_keys)
     return torch.einsum("grnl,lgh->ngrh", weights_GRnL, values_LGH).flatten(1, 2)
