@@ -1,4 +1,4 @@
-"""The event loop of ``async def`` tests: a socket that a test leaves open fails it."""
+"""The event loop of ``async def`` tests and of servers beside tests: a socket that a test leaves open fails it."""
 
 import warnings
 

@@ -53,6 +53,7 @@ OWN_LOOPS = {
     "tests/sim/recovery.py": "virtual time",
     "tests/sim/test_loop.py": "virtual time",
     "tests/sim/world.py": "virtual time",
+    "tests/test_closing_loop.py": "the subject",
     "tests/workers/server.py": "the streams of a client, for threads and fixtures of modules",
     "tests/workers/test_pool_faults.py": "virtual time",
     "tests/workers/test_recovery.py": "an engine's that fixtures of a module compare with",
