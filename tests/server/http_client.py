@@ -1,4 +1,4 @@
-"""A client that sends exactly the bytes it is told to, and one-shot requests on top of it."""
+"""A client that sends exactly the bytes that it is given, and one-shot requests on top of it."""
 
 import json
 import socket

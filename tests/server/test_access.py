@@ -1,4 +1,4 @@
-"""Who may call which route: declared beside each handler, held by keys, a token on loopback, and a log of changes."""
+"""Access to routes: declared beside each handler, held by keys, a token on loopback, and a log of changes."""
 
 import asyncio
 import hashlib
@@ -173,7 +173,7 @@ def test_a_key_may_stand_as_its_hash_and_may_expire(tmp_path: Path) -> None:
     keys = Keys(keys_in(tmp_path, text), wall=clock)
     clock.now = datetime(2027, 1, 30, 23, 59, tzinfo=UTC).timestamp()
     assert [key.name for given in (b"a", b"b") if (key := keys.find(given.ljust(16, b"-")))] == ["alice", "bob"]
-    assert keys.find(f"sha256:{digest}".encode()) is None, "who reads the file has no key"
+    assert keys.find(f"sha256:{digest}".encode()) is None, "the file holds no key"
     clock.now += 120
     assert keys.find(b"b---------------") is None
     assert keys.find(b"a---------------") is not None
