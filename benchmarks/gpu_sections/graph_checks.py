@@ -12,7 +12,7 @@ from callboard import LLM, SamplingParams
 from engine.llm import Completion
 from gpu_sections.rows import Row
 from gpu_sections.shapes import QWEN3_06B
-from gpu_sections.stepping import captures, checkpoint, load, unmeasured
+from gpu_sections.stepping import captures, checkpoint, load
 
 # Between two ways of computing a step in bfloat16; tokens may part where the two likeliest are closer than that.
 TOLERANCE = 0.1
@@ -23,6 +23,14 @@ def modes(device: torch.device) -> tuple[str, ...]:
     return ("off", "decode", "breakable") if captures(device) else ("off",)
 
 
+def ways(device: torch.device) -> tuple[tuple[str, str], ...]:
+    """Return pairs of attention and graphs.mode: this project's own, and the first of the order, which may plan each
+    replay; each without graphs first."""
+    if not captures(device):
+        return (("auto", "off"),)
+    return ("triton", "off"), ("triton", "decode"), ("auto", "off"), ("auto", "breakable")
+
+
 def logprobs(
     device: torch.device,
     config: dict[str, Any] = QWEN3_06B,
@@ -30,16 +38,14 @@ def logprobs(
     num_out: int = 32,
     num_pages: int = 512,
 ) -> Iterator[Row]:
-    """Greedy: log probabilities of the sampled tokens, as long as the tokens are the same ones.
-
-    Attention is this project's own, and with breakable graphs the first of the order, which may plan each replay."""
+    """Greedy: log probabilities of the sampled tokens, as long as the tokens are the same ones."""
     drawn = np.random.default_rng(0)
     prompts = [drawn.integers(0, config["vocab_size"], length).tolist() for length in prompt_lens]
     params = SamplingParams(temperature=0.0, max_tokens=num_out, ignore_eos=True, logprobs=2)
     plain: list[Completion] = []
     chunk = max(prompt_lens) // 3  # so that the longest prompt takes several steps
     with checkpoint(config) as path:
-        for mode in modes(device):
+        for attention, mode in ways(device):
             with LLM(
                 path,
                 progress=False,
@@ -49,17 +55,17 @@ def logprobs(
                     "kv": {"num_pages": num_pages},
                     "scheduler": {"max_running": len(prompts), "prefill_chunk": chunk},
                     "graphs": {"mode": mode, "max_tokens": chunk},
-                    "plugins": unmeasured(device) | ({"attention": "auto"} if mode == "breakable" else {}),
+                    "plugins": {"race_s": 0, "attention": attention},
                 },
             ) as llm:
                 said = llm.generate(prompts, params)
             if mode == "off":
                 plain = said
-                yield {"case": f"off: {num_out * len(prompts)} tokens", "ok": True}
+                yield {"case": f"{attention}, off: {num_out * len(prompts)} tokens", "ok": True}
                 continue
             compared = [_compare(one, other) for one, other in zip(said, plain, strict=True)]
             error, num_same = max(one[0] for one in compared), sum(one[1] for one in compared)
-            case = f"{mode}: {num_same} of {num_out * len(prompts)} tokens before the first other one"
+            case = f"{attention}, {mode}: {num_same} of {num_out * len(prompts)} tokens before the first other one"
             yield {"case": case, "ok": error <= TOLERANCE, "error": error}
 
 

@@ -30,7 +30,7 @@ TILE_BYTES: Final = 64  # of an output in a tile for some rows: 128 inputs
 
 
 class Nibbles(NamedTuple):
-    """A weight.  bytes: uint8, [O, B].  scales, zeros: [O, G] in the type of products.  All are contiguous."""
+    """A weight.  bytes: uint8, [O, B].  scales, zeros: [O, G], of any floating-point types.  All are contiguous."""
 
     bytes_OB: Tensor
     scales_OG: Tensor
@@ -66,10 +66,10 @@ def multiply_nibbles(x_TI: Tensor, weight: Nibbles) -> Tensor:
     return y_TO
 
 
-def widen_nibbles(weight: Nibbles) -> Tensor:
-    """Return the weight in the type of its scales, [O, I]."""
+def widen_nibbles(weight: Nibbles, dtype: torch.dtype) -> Tensor:
+    """Return the weight as floats, [O, I]."""
     outputs, num_bytes = weight.bytes_OB.shape
-    wide_OI = torch.empty((outputs, 2 * num_bytes), dtype=weight.scales_OG.dtype, device=weight.bytes_OB.device)
+    wide_OI = torch.empty((outputs, 2 * num_bytes), dtype=dtype, device=weight.bytes_OB.device)
     block = min(1024, triton.next_power_of_2(num_bytes))
     widen_row[(outputs, triton.cdiv(num_bytes, block))](*weight, wide_OI, BYTES=num_bytes, BLOCK_B=block, num_warps=4)
     return wide_OI

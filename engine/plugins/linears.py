@@ -19,6 +19,7 @@ PREFERRED = (
     "onednn",
     "fbgemm_fp16",
     "fbgemm_int8",
+    "triton_stored",
     "triton_rows",
     "torch",
     "triton_int8",

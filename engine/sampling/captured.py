@@ -206,7 +206,7 @@ class CapturedSampler:
                 cut_rows = CutRows(of.cut, self._places32_M[:num], floor, of.top_k, of.top_p)
             draws = variant is not SamplingVariant.GREEDY
             at, own = self._places_M[here], self._places_M[:num]
-            parts.append(KernelPart(at, own, of.inverse_temperature, of.seed, draws, adjustment, cut_rows))
+            parts.append(KernelPart(at, own, of.inverse_temperature, of.seed, draws, cuts, adjustment, cut_rows))
         return tuple(parts)
 
     def _pick_by_torch(self, variant: SamplingVariant, logits_BV: Tensor, positions_B: Tensor) -> Tensor:

@@ -106,7 +106,7 @@ def nibbles(dtype: torch.dtype) -> None:
         weight = Nibbles(bytes_OB, scales_OG, scales_OG)
         for num_rows in (1, 8, SOME_ROWS):
             multiply_nibbles(torch.empty((num_rows, inputs), dtype=dtype, device="meta"), weight)
-        widen_nibbles(weight)
+        widen_nibbles(weight, dtype)
 
 
 def inputs(dtype: torch.dtype) -> None:
@@ -127,6 +127,7 @@ def sampling(dtype: torch.dtype) -> None:
         SamplingParams(temperature=0.0),
         SamplingParams(seed=1),
         SamplingParams(seed=1, top_k=20, top_p=0.9),
+        SamplingParams(seed=1, top_p=0.9),
         SamplingParams(seed=1, logit_bias={1: 2.0}, frequency_penalty=0.5),
     ):
         for max_len in (1000, 40_000):

@@ -14,9 +14,9 @@ pytestmark = pytest.mark.slow
 
 KERNELS = {
     "add_norm_round_row", "add_norm_rows", "adjust_tokens", "down_pairs", "draw_candidate", "few_by_nibbles",
-    "fill_row", "gate_columns", "gate_pairs", "gather_candidates", "gather_rows", "list_row", "measure_some_blocks",
-    "multiply_rows", "multiply_tiles", "pick_row", "place_pairs", "rotate_heads", "round_row", "some_by_nibbles",
-    "tabulate_angles", "widen_row", "write_places",
+    "fill_row", "gate_columns", "gate_pairs", "gather_rows", "list_candidates", "list_row", "measure_some_blocks",
+    "multiply_rows", "multiply_tiles", "narrow_row", "pick_row", "place_pairs", "rotate_heads", "round_row",
+    "some_by_nibbles", "tabulate_angles", "weigh_candidates", "widen_row", "write_places",
 }  # fmt: skip
 
 TILED = {"down_pairs", "gate_pairs", "multiply_tiles", "some_by_nibbles"}  # which read several tiles ahead

@@ -252,6 +252,9 @@ def test_auto_takes_the_preferred_one_unless_another_is_clearly_faster() -> None
     assert chosen(replace(CPU, quantization="float16")) == "panels"
     assert chosen(replace(CPU, device="cuda", dtype="bfloat16", instruction_sets=())) == "triton_rows"
     assert chosen(replace(CPU, device="cuda", dtype="bfloat16", quantization="fp8")) == "torch_fp8"
+    gpu = replace(CPU, device="cuda", dtype="bfloat16", instruction_sets=())
+    assert chosen(replace(gpu, stored_formats=("int4",))) == "triton_stored"
+    assert chosen(replace(gpu, stored_formats=("Q4_K",))) == "triton_rows"
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ The kernels read a weight once for up to 64 rows.  For more rows it is written i
 """
 
 from types import ModuleType
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -13,6 +14,9 @@ from torch import Tensor
 from engine.plugins.hookspecs import LinearContext, hookimpl
 from engine.plugins.options import Options, decode_options
 from engine.types.errors import PluginError
+
+if TYPE_CHECKING:
+    from engine.kernels.int4 import Nibbles
 
 PLUGIN = "linear.triton_int4"
 CALLBOARD_PLUGIN = {
@@ -26,25 +30,18 @@ LARGEST = 15  # an integer
 SMALLEST = 1e-30  # replaces a scale of 0, which must not be a divisor
 
 
-class Int4Weight:
-    """W[O, I] as int4, from the smallest to the largest element of each group.  kernels: ``engine/kernels/int4.py``."""
+class NibblesWeight:
+    """W[O, I] as integers of 4 bits.  kernels: ``engine/kernels/int4.py``."""
 
-    def __init__(self, weight_OI: Tensor, kernels: ModuleType) -> None:
-        groups_OGI = weight_OI.float().unflatten(1, (-1, kernels.GROUP))
-        low_OG, high_OG = groups_OGI.aminmax(dim=2)
-        scales_OG = (high_OG - low_OG).div_(LARGEST).clamp_min_(SMALLEST)
-        # Rounded by the scales and zeros as stored, so that their own rounding costs little.
-        scales_OG, zeros_OG = scales_OG.bfloat16(), (low_OG + kernels.MIDDLE * scales_OG).bfloat16()
-        integers_OGI = (groups_OGI - zeros_OG[:, :, None]).div_(scales_OG[:, :, None]).round_().add_(kernels.MIDDLE)
-        bytes_OB = kernels.pack_nibbles(integers_OGI.clamp_(0, LARGEST).flatten(1))
-        self._weight = kernels.Nibbles(bytes_OB, scales_OG, zeros_OG)
+    def __init__(self, weight: "Nibbles", kernels: ModuleType) -> None:
+        self._weight = weight
         self._kernels = kernels
-        self.nbytes = sum(one.nbytes for one in self._weight)
+        self.nbytes = sum(one.nbytes for one in weight)
 
     def __call__(self, x_TI: Tensor, bias_O: Tensor | None) -> Tensor:
         """Return x W^T + bias."""
         if len(x_TI) > self._kernels.SOME_ROWS:
-            return torch.nn.functional.linear(x_TI, self._kernels.widen_nibbles(self._weight), bias_O)
+            return torch.nn.functional.linear(x_TI, self._kernels.widen_nibbles(self._weight, x_TI.dtype), bias_O)
         y_TO: Tensor = self._kernels.multiply_nibbles(x_TI, self._weight)
         return y_TO if bias_O is None else y_TO.add_(bias_O)
 
@@ -56,9 +53,20 @@ class Int4:
         self._kernels = kernels
         self.element_bytes = 0.5 + 2 * torch.bfloat16.itemsize / kernels.GROUP
 
-    def pack(self, weight_OI: Tensor) -> Int4Weight | None:
-        """Return the weight as int4, or None if its size is not supported."""
-        return None if weight_OI.shape[1] % self._kernels.BLOCK else Int4Weight(weight_OI, self._kernels)
+    def pack(self, weight_OI: Tensor) -> NibblesWeight | None:
+        """Return the weight as int4, from the smallest to the largest element of each group, or None if its size is not
+        supported."""
+        if weight_OI.shape[1] % self._kernels.BLOCK:
+            return None
+        groups_OGI = weight_OI.float().unflatten(1, (-1, self._kernels.GROUP))
+        low_OG, high_OG = groups_OGI.aminmax(dim=2)
+        scales_OG = (high_OG - low_OG).div_(LARGEST).clamp_min_(SMALLEST)
+        # Rounded by the scales and zeros as stored, so that their own rounding costs little.
+        scales_OG = scales_OG.bfloat16()
+        zeros_OG = (low_OG + self._kernels.MIDDLE * scales_OG).bfloat16()
+        integers_OGI = (groups_OGI - zeros_OG[:, :, None]).div_(scales_OG[:, :, None]).round_()
+        bytes_OB = self._kernels.pack_nibbles(integers_OGI.add_(self._kernels.MIDDLE).clamp_(0, LARGEST).flatten(1))
+        return NibblesWeight(self._kernels.Nibbles(bytes_OB, scales_OG, zeros_OG), self._kernels)
 
 
 @hookimpl

@@ -15,9 +15,11 @@ import torch
 from torch import Tensor
 
 from engine.layers.upload import upload
+from engine.sampling.draw import BLOCK
 from engine.sampling.state import SamplingState
 from engine.sampling.triton.adjusted import Adjustment
 from engine.sampling.triton.picks import CutRows
+from engine.sampling.triton.scores import has_far_cut
 
 _OFF: Final = -1
 _NO_IDS: Final = np.empty(0, dtype=np.int64)
@@ -33,6 +35,7 @@ class KernelPart:
 
     at_n: int64, its rows of the batch.  own_n: int64, 0 ... n - 1, its rows of the adjusted logits.
     inverse_temperature_n: float32, 0 for greedy rows.  seeds_n: int64.  draws: whether any row is random.
+    far_cuts: whether any row has a far cut (``scores.py``).
     """
 
     at_n: Tensor
@@ -40,6 +43,7 @@ class KernelPart:
     inverse_temperature_n: Tensor
     seeds_n: Tensor
     draws: bool
+    far_cuts: bool
     adjustment: Adjustment | None
     cut_rows: CutRows | None
 
@@ -51,16 +55,19 @@ class HostPart:
 
     columns: Arrays
     draws: bool
+    far_cuts: bool
     adjustment: Arrays
     cuts: Arrays
 
 
 def plan_part(state: SamplingState, rows_N: Int64, holding_N: Bools, at: Int64, adjusted: bool) -> HostPart:
     """Return the part of the batch's rows ``at``, on the host.  holding_N: as in ``build_batch``."""
-    rows_n = rows_N[at]
+    rows_n, num_blocks = rows_N[at], -(-state.vocab_size // BLOCK)
     return HostPart(
         columns=[at, np.arange(len(at)), state.inverse_temperature[rows_n], state.seed[rows_n]],
         draws=not state.greedy[rows_n].all(),
+        # The rule of the kernels, with arrays.
+        far_cuts=bool(has_far_cut.fn(state.top_k[rows_n], state.top_p[rows_n], num_blocks).any()),
         adjustment=_adjustment(state, rows_n, holding_N[at]) if adjusted else [],
         cuts=_cuts(state, rows_n),
     )
@@ -75,7 +82,7 @@ def place(parts: Sequence[HostPart], device: torch.device) -> tuple[KernelPart, 
         at_n, own_n, inverse_n, seeds_n = islice(tensors, len(part.columns))
         adjustment = Adjustment(*islice(tensors, len(part.adjustment))) if part.adjustment else None
         cut_rows = CutRows(*islice(tensors, len(part.cuts))) if part.cuts else None
-        placed.append(KernelPart(at_n, own_n, inverse_n, seeds_n, part.draws, adjustment, cut_rows))
+        placed.append(KernelPart(at_n, own_n, inverse_n, seeds_n, part.draws, part.far_cuts, adjustment, cut_rows))
     return tuple(placed)
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from engine.sampling.draw import BLOCK
 from engine.sampling.triton.noise import uniform
-from engine.sampling.triton.scores import COUNTED, LEAST, magnitude
+from engine.sampling.triton.scores import BINS, LEAST, magnitude
 
 if TYPE_CHECKING:
     from engine.sampling.triton.parts import KernelPart
@@ -45,15 +45,21 @@ class Bounds(NamedTuple):
     """Intermediate results of rows with cuts, in the order of the kernels' arguments.
 
     top_r: float32, the largest logit.
+    kept_r: int32, a magnitude up to which tokens are kept, whatever the others are; -1 for none.
     bound_r: int32, largest magnitude that can be drawn; -1 if the row failed or there is none.
-    counts_r: int32, number of candidates, 0 at first; -1 if there is no row.
-    totals_r: int64, COUNTED or 0.
+    counts_r: int32, number of listed tokens, 0 at first.
+    totals_r: int64, units of all tokens up to the floor, 0 at first.
+    below_r: int64, units of the tokens up to kept_r, 0 if that is -1; unused without top_p.
+    histograms: int64, BINS of each row, 0 at first.
     """
 
     top_r: Tensor
+    kept_r: Tensor
     bound_r: Tensor
     counts_r: Tensor
     totals_r: Tensor
+    below_r: Tensor
+    histograms: Tensor
 
 
 def pick(
@@ -75,13 +81,16 @@ def pick(
     bounds, cut_rows = None, part.cut_rows
     if cut_rows is not None:
         cuts = (cut_rows.index_n, cut_rows.floor_r, cut_rows.top_k_r, cut_rows.top_p_r)
-        numbers = torch.full((3, len(cut_rows.at_r)), -1, dtype=torch.int32, device=logits_NV.device)
-        totals_r = torch.empty(len(cut_rows.at_r), dtype=torch.int64, device=logits_NV.device)
-        bounds = Bounds(numbers[0].view(torch.float32), numbers[1], numbers[2], totals_r)
+        num_cut, device = len(cut_rows.at_r), logits_NV.device
+        numbers = torch.full((4, num_cut), -1, dtype=torch.int32, device=device)
+        top_r, kept_r, bound_r, counts_r = numbers.unbind()
+        sums = torch.empty((BINS.value + 2) * num_cut, dtype=torch.int64, device=device)
+        histograms, totals_r, below_r = sums.split((BINS.value * num_cut, num_cut, num_cut))
+        bounds = Bounds(top_r.view(torch.float32), kept_r, bound_r, counts_r, totals_r, below_r, histograms)
     pick_row[(num_rows,)](
         logits_NV, logits_NV.stride(0), at_n, part.at_n, blocks[0], blocks[1],
         part.inverse_temperature_n, part.seeds_n,
-        unused if positions_N is None else positions_N, token_ids_N, *cuts, *(bounds or (unused,) * 4),
+        unused if positions_N is None else positions_N, token_ids_N, *cuts, *(bounds or (unused,) * 7),
         logits_NV.shape[1], num_blocks,
         DRAWS=positions_N is not None, CUTS=cut_rows is not None,
         BLOCK_C=triton.next_power_of_2(num_blocks), BLOCK_B=BLOCK,
@@ -93,12 +102,12 @@ def pick(
 @triton.jit(
     do_not_specialize_on_alignment=[
         "at", "out_at", "tops", "sums", "inverse_temperature", "seeds", "positions", "out", "cut_index", "floors",
-        "top_ks", "top_ps", "cut_tops", "bounds", "counts", "totals",
+        "top_ks", "top_ps", "cut_tops", "kept", "bounds", "counts", "totals", "below",
     ]
 )  # fmt: skip
 def pick_row(
     logits, row_stride, at, out_at, tops, sums, inverse_temperature, seeds, positions, out, cut_index, floors,
-    top_ks, top_ps, cut_tops, bounds, counts, totals, vocab_size, num_blocks,
+    top_ks, top_ps, cut_tops, kept, bounds, counts, totals, below, histograms, vocab_size, num_blocks,
     DRAWS: tl.constexpr, CUTS: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_B: tl.constexpr,
 ):  # fmt: skip
     """Pick one row's token per program."""
@@ -164,9 +173,12 @@ def pick_row(
                 score = tl.log(tl.maximum(share.to(tl.float32), 1e-30)) - 1.0
                 bound = tl.minimum(bound, magnitude(tl.minimum(score, 0.0)))
             tl.store(cut_tops + cut, top)
+            tl.store(kept + cut, tl.where((top_k > 0) | (top_p < 1.0), -1, bound))
             tl.store(bounds + cut, tl.where(failed, -1, bound))
             tl.store(counts + cut, 0)
-            tl.store(totals + cut, tl.where(whole, COUNTED, 0))
+            tl.store(totals + cut, 0)
+            tl.store(below + cut, 0)
+            tl.store(histograms + cut * BINS + tl.arange(0, BINS), tl.zeros([BINS], tl.int64))
     tl.store(out + out_row, tl.where(failing, -1, token.to(tl.int64)))
 
 

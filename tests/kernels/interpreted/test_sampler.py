@@ -16,7 +16,7 @@ from engine.sampling.captured import SamplingVariant, array_columns, columns_byt
 from engine.sampling.constraints import Masks
 from engine.sampling.sampler import Sampler
 from engine.sampling.state import Newcomer
-from engine.sampling.triton import sampler
+from engine.sampling.triton import candidates, sampler
 from engine.settings import own_kernels
 from engine.types.params import SamplingParams
 from tests.sampling.rows import chi_square_excess
@@ -144,6 +144,51 @@ def test_equal_logits_are_not_told_apart_by_a_cut(monkeypatch):
     assert found[0, 0] == 0
     assert len(set(found[0, 1:13].tolist())) > 10  # twelve seeds
     assert torch.equal(found[0, 13:], found[0, 1:13])
+
+
+def far_cuts() -> list[SamplingParams]:
+    """Cuts that are found in a histogram, at both ends of a distribution and between, beside some that are not."""
+    shares = (1e-9, 0.3, 0.95, 0.9999999, 1 - 1e-15)
+    return [
+        *(SamplingParams(seed=seed, top_p=share) for seed, share in enumerate(shares)),
+        SamplingParams(seed=5, top_k=300),
+        SamplingParams(seed=6, top_k=300, top_p=0.7),
+        SamplingParams(seed=7, min_p=1e-4, top_p=0.9),
+        SamplingParams(seed=8, top_k=2, top_p=0.7),
+        SamplingParams(seed=9, min_p=1e-3),
+    ]
+
+
+@pytest.mark.parametrize(
+    "kind", ["one bin", "spread", "ties", "few values", "one likely token far above others", "most tokens forbidden"]
+)
+def test_cuts_far_from_their_bounds_in_rows_of_several_parts(monkeypatch, kind):
+    monkeypatch.setattr(candidates, "TOKENS_OF_A_PART", 256)
+    monkeypatch.setattr(candidates, "LISTED_AT_ONCE", 128)
+    wishes = far_cuts()
+    logits = normal_logits(len(wishes), 1100, scale={"one bin": 1e-3, "spread": 50.0}.get(kind, 3.0))
+    if kind == "ties":
+        logits = torch.full_like(logits, -2.0)
+    elif kind == "few values":
+        logits = logits.round()
+    elif kind == "one likely token far above others":
+        logits = logits * 1e-3
+        logits[:, 700] = 9.0
+    elif kind == "most tokens forbidden":
+        logits[:, torch.arange(1100) % 7 != 3] = -torch.inf
+    found, expected = tokens_of_both(monkeypatch, wishes, logits, steps=1)
+    assert torch.equal(found, expected)
+
+
+def test_histograms_are_made_only_for_rows_that_need_them(monkeypatch):
+    """1,100 tokens are three blocks."""
+    wishes = [SamplingParams(top_k=3, top_p=0.9), SamplingParams(min_p=0.1), SamplingParams(), *far_cuts()]
+    one = new_sampler("triton", monkeypatch, len(wishes), 1100, 512)
+    for row, params in enumerate(wishes):
+        one.admit((Newcomer(row, params, np.array([1], np.int32), 1),), (EOS,))
+    assert one.kernels is not None
+    needed = [one.kernels.plan(np.array([row]), np.zeros(1, np.bool_))[0].far_cuts for row in range(len(wishes))]
+    assert needed == [False] * 3 + [True] * 8 + [False] * 2
 
 
 def test_rows_apart_and_a_batch_in_another_order(monkeypatch):
