@@ -1,6 +1,6 @@
 """The token of this user: what opens the operators' routes on loopback where no operator's key is configured.
 
-Owns: one file, mode 0600, below the cache folder, and what it must be to be trusted.
+Owns: one file, mode 0600, in the cache folder or what stands in for it, and what it must be to be trusted.
 Does not know: routes, servers; all servers and commands of a user share it.
 """
 
@@ -12,8 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from uuid import uuid4
 
-from engine.host.cache_folder import cache_folder
-from engine.host.disk import make_folder
+from engine.host.cache_folder import writable_folder
 
 log = logging.getLogger(__name__)
 
@@ -23,8 +22,9 @@ TOKEN_CHARS = 2 * TOKEN_BYTES
 
 
 def token_file() -> Path | None:
-    """Returns where the token is; None without a home."""
-    return cache_folder(NAME)
+    """Returns where the token is; None where no folder of this user can be written."""
+    folder = writable_folder()
+    return None if folder is None else folder / NAME
 
 
 def read_token() -> str:
@@ -51,10 +51,10 @@ def make_token() -> str:
         return token
     path = token_file()
     if path is None:
+        log.warning("no folder of this user can be written, so operators have no token; set server.operator_key")
         return ""
     partial = path.with_name(f"{path.name}.{uuid4().hex}")
     try:
-        make_folder(path.parent)
         with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "w") as file:
             file.write(secrets.token_hex(TOKEN_BYTES))
             file.flush()

@@ -1,4 +1,4 @@
-"""The event loop of ``async def`` tests: a socket that a test leaves open fails it."""
+"""The event loop of ``async def`` tests and of servers beside tests: a socket that a test leaves open fails it."""
 
 import warnings
 
@@ -6,7 +6,7 @@ import uvloop
 
 
 class ClosingLoop(uvloop.Loop):
-    """uvloop's loop, whose end closes what is open and then raises ResourceWarning.
+    """A loop of uvloop that closes what is open at its end, and then raises ResourceWarning.
 
     uvloop warns before it closes.  In tests a warning is an error, which kept the socket open, and the loop waited for
     it for ever."""

@@ -1,4 +1,4 @@
-"""What every test relies on: repeatable hypothesis runs that do not time themselves, uvloop, and no network."""
+"""The setting of every test: repeatable hypothesis runs that do not time themselves, uvloop, and no network."""
 
 import gc
 import os
@@ -34,8 +34,8 @@ def pytest_asyncio_loop_factories() -> dict[str, Callable[[], AbstractEventLoop]
 
 @pytest.fixture(scope="module", autouse=True)
 def old_objects_rest() -> None:
-    """What imports and collecting have left, a million objects, lives as long as the process: nobody looks for garbage
-    in it.  Some tests thaw it, so this is seen to before each file."""
+    """The million objects that imports and collecting have left live as long as the process, and are not searched for
+    garbage.  Some tests thaw it, so this is seen to before each file."""
     if not gc.get_freeze_count():
         gc.collect()
         gc.freeze()

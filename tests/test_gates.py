@@ -1,4 +1,5 @@
-"""What no file may do: formats that run code, code from text, ambient time and dice in actors, queues without a limit.
+"""The gates against what no file may have: formats that run code, code from text, ambient time and dice in actors,
+queues without a limit.
 
 Every gate is shown to close by a specimen of what it refuses, then held against every file of the tree.
 """
@@ -36,7 +37,7 @@ QUEUES = {"Queue", "PriorityQueue", "LifoQueue"}
 BOUNDED = {
     "engine/actors/executor.py: self._steps": "scheduler.overlap_depth steps in flight",
     "engine/actors/executor.py: self._waiting": "scheduler.overlap_depth steps in flight",
-    "engine/features/kv_store/pages.py: self._to_read": "those that wait for it, of whom the scheduler has a limit",
+    "engine/features/kv_store/pages.py: self._to_read": "those that wait for it, which the scheduler limits",
     "engine/features/kv_store/pages.py: self._to_write": "kv.store_buffer_mb of pages",
 }
 
@@ -53,6 +54,7 @@ OWN_LOOPS = {
     "tests/sim/recovery.py": "virtual time",
     "tests/sim/test_loop.py": "virtual time",
     "tests/sim/world.py": "virtual time",
+    "tests/test_closing_loop.py": "the subject",
     "tests/workers/server.py": "the streams of a client, for threads and fixtures of modules",
     "tests/workers/test_pool_faults.py": "virtual time",
     "tests/workers/test_recovery.py": "an engine's that fixtures of a module compare with",
@@ -80,7 +82,7 @@ def called(node: ast.AST) -> str:
 
 
 def pickles(node: ast.AST) -> bool:
-    """numpy.load does only if it is told to."""
+    """Whether it pickles; numpy.load does so with an argument alone."""
     if bool(imports(node) & PICKLING) or called(node) == "torch.load" or called(node).endswith("_pyobj"):
         return True
     return isinstance(node, ast.keyword) and node.arg == "allow_pickle"
@@ -103,7 +105,7 @@ def templates_without_a_sandbox(node: ast.AST) -> bool:
 
 
 def asks_the_world(node: ast.AST) -> bool:
-    """A call; to hand over ``time.monotonic`` as somebody's clock, or to seed a generator, is what is wanted."""
+    """A call; to hand over ``time.monotonic`` as a clock, or to seed a generator, is what is wanted."""
     name = called(node)
     if isinstance(node, ast.ImportFrom) and node.module in AMBIENT:
         return True
@@ -111,7 +113,7 @@ def asks_the_world(node: ast.AST) -> bool:
 
 
 def queues_without_limit(node: ast.AST) -> bool:
-    """Also a maxsize of 0, which is none, and a SimpleQueue, which never has one."""
+    """Whether a queue has no limit: a maxsize of 0 is none, and a SimpleQueue never has one."""
     if called(node) in {"queue.SimpleQueue", "SimpleQueue"}:
         return True
     if called(node) not in {f"{module}.{name}" for module in ("asyncio", "queue") for name in QUEUES} | QUEUES:
@@ -122,7 +124,7 @@ def queues_without_limit(node: ast.AST) -> bool:
 
 
 def drops_a_task(node: ast.AST) -> bool:
-    """The loop holds tasks weakly: one that nobody keeps may vanish, and its exception with it.  Groups keep theirs."""
+    """The loop holds tasks weakly: one that is not kept may vanish, and its exception with it.  Groups keep theirs."""
     name = called(node.value) if isinstance(node, ast.Expr) else ""
     owner, _, method = name.rpartition(".")
     if method == "ensure_future":

@@ -12,6 +12,7 @@ from pathlib import Path
 from uuid import uuid4
 
 from engine.host.appended_file import whole_file
+from engine.host.disk import make_folder
 
 
 def cache_folder(name: str) -> Path | None:
@@ -23,12 +24,13 @@ def cache_folder(name: str) -> Path | None:
     return base / "callboard" / name
 
 
-def writable_folder(name: str) -> Path | None:
+def writable_folder(name: str = "") -> Path | None:
     """Return the path of ``cache_folder``, or else of a folder among temporary files that only this user can enter;
-    None if neither can be written."""
+    None if neither can be written.  Without a name it is the folder that has all of them."""
     with suppress(OSError):
         if (folder := cache_folder(name)) is not None:
-            folder.mkdir(parents=True, exist_ok=True)
+            if not folder.is_dir():
+                make_folder(folder)
             if os.access(folder, os.W_OK | os.X_OK):
                 return folder
     with suppress(OSError):

@@ -5,7 +5,6 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-import uvloop
 from aiohttp import web
 
 from engine.config import Config, build_config
@@ -14,6 +13,7 @@ from server.backend import Backend
 from server.http.listener import bind
 from server.model_card import ModelCard
 from server.run.app import create_runner
+from tests.closing_loop import ClosingLoop
 from tests.pace import far
 
 
@@ -49,7 +49,7 @@ class EngineServer:
 
     def _run(self) -> None:
         try:
-            with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            with asyncio.Runner(loop_factory=ClosingLoop) as runner:
                 runner.run(self._serve())
         except Exception as error:  # raised again in the test
             self._failure = error

@@ -1,4 +1,4 @@
-"""A client that sends exactly the bytes it is told to, and one-shot requests on top of it."""
+"""A client that sends exactly the bytes that it is given, and one-shot requests on top of it."""
 
 import json
 import socket
@@ -115,9 +115,9 @@ def http_bytes(method: str, path: str, body: bytes = b"", headers: Mapping[str, 
 
 
 def as_operator() -> dict[str, str]:
-    """Returns the header that opens the operators' routes of a server without keys; skips without a home for it."""
+    """Returns the header that opens the operators' routes of a server without keys; skips where there is no token."""
     if not (token := make_token()):
-        pytest.skip("no cache folder can be written, so operators have no token")
+        pytest.skip("no folder of this user can be written, so operators have no token")
     return {"Authorization": f"Bearer {token}"}
 
 

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import openai
-import uvloop
 
 from engine.features.pooling.checkpoint import Pooling
 from engine.settings.sections import LimitsSection, ServerSection, StorageSection
@@ -15,6 +14,7 @@ from server.backend import Backend
 from server.http.listener import bind
 from server.model_card import ModelCard
 from server.run.app import create_runner
+from tests.closing_loop import ClosingLoop
 from tests.pace import far
 from tests.plugins.model_outputs import tool_format
 from tests.server.fake_ingress import FakeIngress
@@ -87,7 +87,7 @@ class LiveServer:
         return asyncio.run_coroutine_threadsafe(poll(), self._loop).result(far(timeout_s) + 10)
 
     def _run(self) -> None:
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        with asyncio.Runner(loop_factory=ClosingLoop) as runner:
             runner.run(self._serve())
 
     async def _serve(self) -> None:

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
-import uvloop
 from aiohttp import web
 
 from engine.actors.snapshot import Gauges
@@ -18,6 +17,7 @@ from server.model_card import ModelCard
 from server.run.app import create_runner
 from server.run.extension import described
 from server.run.operations import LocalOperations
+from tests.closing_loop import ClosingLoop
 from tests.pace import far
 from tests.server.http_client import Reply, ask
 
@@ -93,7 +93,7 @@ class LiveSystem:
 
     def _run(self) -> None:
         try:
-            with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            with asyncio.Runner(loop_factory=ClosingLoop) as runner:
                 runner.run(self._serve())
         except BaseException as error:
             self._failure = error

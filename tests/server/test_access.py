@@ -1,8 +1,9 @@
-"""Who may call which route: declared beside each handler, held by keys, a token on loopback, and a log of changes."""
+"""Access to routes: declared beside each handler, held by keys, a token on loopback, and a log of changes."""
 
 import asyncio
 import hashlib
 import logging
+import os
 import stat
 from argparse import Namespace
 from datetime import UTC, datetime
@@ -101,6 +102,16 @@ def test_without_keys_operators_need_the_token_that_only_this_user_reads(cache: 
     assert make_token() == read_token() == file.read_text()
 
 
+def test_without_a_home_the_token_is_among_temporary_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null/cache")
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    folder = tmp_path / f"callboard-{os.getuid()}"
+    assert (token_file(), len(make_token())) == (folder / "operator.token", TOKEN_CHARS)
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    folder.chmod(0o750)
+    assert (token_file(), make_token(), read_token()) == (None, "", ""), "others may enter"
+
+
 @pytest.mark.parametrize("how", ["readable by others", "a link", "cut short"])
 def test_a_token_that_others_may_have_written_or_read_is_none(cache: Path, how: str) -> None:
     token, file = make_token(), token_file()
@@ -162,7 +173,7 @@ def test_a_key_may_stand_as_its_hash_and_may_expire(tmp_path: Path) -> None:
     keys = Keys(keys_in(tmp_path, text), wall=clock)
     clock.now = datetime(2027, 1, 30, 23, 59, tzinfo=UTC).timestamp()
     assert [key.name for given in (b"a", b"b") if (key := keys.find(given.ljust(16, b"-")))] == ["alice", "bob"]
-    assert keys.find(f"sha256:{digest}".encode()) is None, "who reads the file has no key"
+    assert keys.find(f"sha256:{digest}".encode()) is None, "the file holds no key"
     clock.now += 120
     assert keys.find(b"b---------------") is None
     assert keys.find(b"a---------------") is not None

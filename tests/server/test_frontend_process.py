@@ -69,7 +69,7 @@ class Stage:
         await asyncio.sleep(0)
 
     def tell(self, message: Any) -> None:
-        """As the engine would."""
+        """Deliver a message as the engine does."""
         self.frontend.deliver(self.ingress, message)
 
     async def said(self, kind: type) -> Any:
@@ -96,7 +96,7 @@ async def on_stage(handover: Handover = HANDOVER) -> AsyncIterator[Stage]:
     await asyncio.wait_for(stage.running, far(5))
     address = stage.url.removeprefix("http://").split(":")
     with socket.socket() as late:
-        assert late.connect_ex((address[0], int(address[1]))) != 0, "nobody listens any more"
+        assert late.connect_ex((address[0], int(address[1]))) != 0, "something still listens"
 
 
 async def test_ids_go_on_where_another_fronts_ended_and_clients_who_waited_are_served() -> None:

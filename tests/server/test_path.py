@@ -40,7 +40,9 @@ class CalledFiles:
 
 def test_a_default_request_passes_at_most_so_many_files() -> None:
     files = CalledFiles()
-    config = build_config(Config(), {"model": {"path": str(DEMO), "name": MODEL}, "kv": {"num_pages": 256}})
+    # With several threads, a file more tries what each number of them costs.
+    settings = {"model": {"path": str(DEMO), "name": MODEL}, "kv": {"num_pages": 256}, "device": {"threads": 1}}
+    config = build_config(Config(), settings)
     threading.setprofile(files)  # for the threads that are started from here on
     try:
         with LiveSystem(config) as live:
