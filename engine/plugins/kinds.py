@@ -38,8 +38,8 @@ _OWN = (
           default="lru", because="needs no tuning"),
     _kind(GRAMMAR, "grammar_engine", "llguidance", default="llguidance", because="comes with callboard"),
     _kind(GRAPH_PASS, "graph_pass", "", "graph_passes", several=True),
-    _kind(LINEAR, "linear", "blocks fbgemm_fp16 fbgemm_int8 onednn panels torch torch_fp8 torch_fp8_block "
-          "triton triton_int4 triton_int8 triton_rows triton_stored"),
+    _kind(LINEAR, "linear", "blocks fbgemm_fp16 fbgemm_int8 onednn panels torch torch_fp8 torch_fp8_block torch_int4 "
+          "triton triton_int8 triton_rows"),
     _kind(LOGITS_PROCESSOR, "logits_processor", "no_repeat_ngram", "logits_processors", several=True),
     _kind(MODEL, "model", "apertus cohere deepseek_v2 deepseek_v3 deepseek_v32 ernie4_5 exaone4 gemma2 gemma3 glm4 "
           "glm4_moe glm4_moe_lite glm_moe_dsa gpt2 gpt_oss granite granite_hybrid hunyuan llama llama4 minimax_m2 "

@@ -19,13 +19,12 @@ PREFERRED = (
     "onednn",
     "fbgemm_fp16",
     "fbgemm_int8",
-    "triton_stored",
     "triton_rows",
     "torch",
     "triton_int8",
     "torch_fp8",
     "torch_fp8_block",
-    "triton_int4",
+    "torch_int4",
 )
 # Tried after these if the context requires invariant results: slower kernels without another use.
 INVARIANT = ("triton",)

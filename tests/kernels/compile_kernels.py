@@ -25,7 +25,6 @@ from engine.kernels.few_rows import MOST_ROWS, multiply_few
 from engine.kernels.fixed_products import fixed_product
 from engine.kernels.heads import rotate_and_store
 from engine.kernels.inputs import fill_inputs, write_tokens
-from engine.kernels.int4 import BLOCK, GROUP, SOME_ROWS, Nibbles, multiply_nibbles, widen_nibbles
 from engine.kernels.norm import add_norm
 from engine.kernels.page_lists import list_pages
 from engine.kernels.rotary import angle_table
@@ -98,17 +97,6 @@ def products(dtype: torch.dtype) -> None:
                 multiply_few(x_TI, weight_OI.to(torch.int8), None, weight_OI[:, 0].contiguous())
 
 
-def nibbles(dtype: torch.dtype) -> None:
-    """Several tiles of inputs, and one that is not filled, for one row and for as many as a kernel takes."""
-    for outputs, inputs in ((5120, 17_408), (37, BLOCK)):
-        bytes_OB = torch.empty((outputs, inputs // 2), dtype=torch.uint8, device="meta")
-        scales_OG = torch.empty((outputs, inputs // GROUP), dtype=dtype, device="meta")
-        weight = Nibbles(bytes_OB, scales_OG, scales_OG)
-        for num_rows in (1, 8, SOME_ROWS):
-            multiply_nibbles(torch.empty((num_rows, inputs), dtype=dtype, device="meta"), weight)
-        widen_nibbles(weight, dtype)
-
-
 def inputs(dtype: torch.dtype) -> None:
     """Launch the kernels that prepare a decode step."""
     rows_B = torch.zeros(2, dtype=torch.int64)
@@ -162,7 +150,7 @@ if __name__ == "__main__":
     triton.runtime.driver.set_active(NoGPU())
     dependent_launch.has_dependent_launch = lambda device: True
     for dtype_name in sys.argv[1:] or ["bfloat16", "float32"]:
-        for group in (layers, experts, products, nibbles, inputs, sampling):
+        for group in (layers, experts, products, inputs, sampling):
             one_dtype = getattr(torch, dtype_name)
             for kernel, seconds in compile_launches(lambda group=group, dtype=one_dtype: group(dtype)):
                 about = {"kernel": kernel.metadata.name, "dtype": dtype_name, "s": round(seconds, 2)}

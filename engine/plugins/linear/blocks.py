@@ -4,9 +4,10 @@ Legend: T rows of the input · I input features · O output features
 A weight takes the file's number of bytes, also while it is loaded.  With ``model.quantization = "none"`` the input is
 kept to 24 bits, and a product is as exact as in float32 of the weight's floats; with "int8" the input is rounded to 8
 bits in groups.  Either way a row has the same bits in every batch, with any number of threads.
-Owns: which parts of a weight stay in blocks.  Does not know: the kernels (``engine/kernels/blocks.c``), files.
+Owns: the rows that were taken and not yet laid out.  Does not know: the kernels (``engine/kernels/blocks.c``), files.
 """
 
+from collections import defaultdict
 from dataclasses import replace
 from itertools import groupby
 
@@ -17,7 +18,6 @@ from engine.kernels.blocks import BlockProducts, Format, Parts, StoredWeight, bl
 from engine.layers.packing import LinearKernel, PackedWeight, StoredRows
 from engine.plugins.hookspecs import LinearContext, hookimpl
 from engine.plugins.linear import panels
-from engine.plugins.linear.taken import Taken
 from engine.plugins.options import Options, decode_options
 from engine.types.errors import PluginError, WeightsError
 
@@ -35,6 +35,27 @@ BYTES = {
     "Q4_0": 0.5625, "Q4_1": 0.625, "Q5_0": 0.6875, "Q5_1": 0.75, "Q8_0": 1.0625,
     "Q4_K": 0.579, "Q5_K": 0.704, "Q6_K": 0.821, "int4": 0.594,
 }  # fmt: skip
+
+
+class Taken:
+    """Rows that kernels of one model have taken, by the storage of their weight and their place in it."""
+
+    def __init__(self) -> None:
+        self._rows: defaultdict[int, dict[int, StoredRows]] = defaultdict(dict)
+
+    def add(self, target: Tensor, rows: StoredRows) -> None:
+        """Add the rows of a part of a weight."""
+        self._rows[target.untyped_storage().data_ptr()][int(target.storage_offset())] = rows
+
+    def all_of(self, weight_OI: Tensor) -> bool:
+        """Return whether no row of the weight is missing."""
+        rows = self._rows.get(weight_OI.untyped_storage().data_ptr(), {})
+        return sum(len(one.blocks) for one in rows.values()) == len(weight_OI)
+
+    def pop(self, weight_OI: Tensor) -> list[tuple[int, StoredRows]]:
+        """Return (first row, rows) of each part of the weight, in order, and forget them."""
+        parts = self._rows.pop(weight_OI.untyped_storage().data_ptr(), {})
+        return [(offset // weight_OI.shape[1], parts[offset]) for offset in sorted(parts)]
 
 
 class StoredBlocks:

@@ -18,22 +18,22 @@ from engine.types.errors import PluginError
 
 PLUGIN = "linear.triton_rows"
 CALLBOARD_PLUGIN = {"api": 1, "packages": ["triton"], "devices": ["cuda"], "dtypes": ["bfloat16", "float16"]}
+MOST_ROWS: Final = 2  # with more, torch's product reads a large weight faster (docs/performance.md)
 MOST_OUTPUTS: Final = 1 << 16  # an LM head with more fills a GPU by torch's product as well
 Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 
 class RowsWeight:
-    """W[O, I] as loaded.  product: multiplies by up to ``most_rows`` rows."""
+    """W[O, I] as loaded.  product: multiplies by up to MOST_ROWS rows."""
 
-    def __init__(self, weight_OI: Tensor, product: Product, most_rows: int) -> None:
+    def __init__(self, weight_OI: Tensor, product: Product) -> None:
         self._weight_OI = weight_OI.clone(memory_format=torch.contiguous_format)
         self._product = product
-        self._most_rows = most_rows
         self.nbytes = self._weight_OI.nbytes
 
     def __call__(self, x_TI: Tensor, bias_O: Tensor | None) -> Tensor:
         """Return x W^T + bias."""
-        if len(x_TI) <= self._most_rows:
+        if len(x_TI) <= MOST_ROWS:
             return self._product(x_TI, self._weight_OI, bias_O)
         return torch.nn.functional.linear(x_TI, self._weight_OI, bias_O)
 
@@ -41,16 +41,15 @@ class RowsWeight:
 class Rows:
     """A kernel that keeps every weight, except those of so many outputs that torch's product reads them fast."""
 
-    def __init__(self, element_bytes: int, product: Product, most_rows: int) -> None:
+    def __init__(self, element_bytes: int, product: Product) -> None:
         self.element_bytes = element_bytes
         self._product = product
-        self._most_rows = most_rows
 
     def pack(self, weight_OI: Tensor) -> RowsWeight | None:
         """Return a copy of the weight with its products, or None for one of too many outputs."""
         if len(weight_OI) > MOST_OUTPUTS:
             return None
-        return RowsWeight(weight_OI, self._product, self._most_rows)
+        return RowsWeight(weight_OI, self._product)
 
 
 @hookimpl
@@ -58,9 +57,9 @@ def callboard_linear(context: LinearContext) -> Rows:
     """Build the kernel; it takes no options.  Raises PluginError without triton."""
     decode_options(PLUGIN, context.options, Options)
     try:
-        from engine.kernels.few_rows import MOST_ROWS, multiply_few
+        from engine.kernels.few_rows import multiply_few
     except ImportError as error:
         raise PluginError(
             f"{PLUGIN} needs triton, which cannot be imported ({error}); set plugins.linear=torch"
         ) from error
-    return Rows(getattr(torch, context.dtype).itemsize, multiply_few, MOST_ROWS)
+    return Rows(getattr(torch, context.dtype).itemsize, multiply_few)
