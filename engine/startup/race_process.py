@@ -172,7 +172,7 @@ def serve(requests: IO[bytes], answers: IO[bytes], began: float) -> None:
 
     began: the time at which the process was started."""
     entries = decode(requests.readline())
-    numbers: queue.SimpleQueue[int] = queue.SimpleQueue()
+    numbers: queue.Queue[int] = queue.Queue(maxsize=len(trials))
     threading.Thread(target=_listen, args=(requests, numbers), name="race-requests", daemon=True).start()
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # all processes compare on the CPU now, and more threads than cores wait for each other
@@ -186,7 +186,7 @@ def serve(requests: IO[bytes], answers: IO[bytes], began: float) -> None:
         answers.write(msgspec.json.encode(trials[numbers.get()].measured()) + b"\n")
 
 
-def _listen(requests: IO[bytes], numbers: "queue.SimpleQueue[int]") -> None:
+def _listen(requests: IO[bytes], numbers: "queue.Queue[int]") -> None:
     """Wait for the end of requests: the starting process is gone then, so end this one and all that it has started."""
     for line in requests:
         numbers.put(int(line))

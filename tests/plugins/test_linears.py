@@ -27,6 +27,7 @@ from engine.plugins.declaration import Declaration, read_declaration
 from engine.plugins.families import read_model
 from engine.plugins.hookspecs import LinearContext
 from engine.plugins.linear import fbgemm_fp16, fbgemm_int8, onednn, panels, torch_fp8, torch_int4, triton_int8
+from engine.plugins.linear import torch as torch_plugin
 from engine.plugins.linears import INVARIANT, PREFERRED, check_linear_fits, kept_type, linear_context
 from engine.plugins.manager import BUILTIN, Plugins
 from engine.plugins.proof.findings import ConformanceError
@@ -323,6 +324,20 @@ def test_a_float8_checkpoint_that_a_gpu_widens_is_named() -> None:
 def test_auto_keeps_elements_that_a_kernel_multiplies(named: str, changes: dict[str, Any], kept: str) -> None:
     gpu = LinearContext("cuda", "bfloat16", scale_block=(128, 128))
     assert kept_type(Plugins({"linear": named} if named != "auto" else {}), replace(gpu, **changes)) == kept
+
+
+def test_a_kernel_that_refuses_to_be_invariant_here_is_checked_without() -> None:
+    amx = replace(CPU, dtype="bfloat16", invariant=True, instruction_sets=("avx2", "avx512", "amx"))
+    with pytest.raises(PluginError, match="two rows"):
+        onednn.callboard_linear(amx)
+    assert onednn.callboard_linear(replace(amx, dtype="float32"))
+
+    def never_invariant(context: LinearContext) -> Any:
+        if context.invariant:
+            raise PluginError("not on this machine")
+        return torch_plugin.callboard_linear(context)
+
+    check_linear(never_invariant, Declaration(api=1, dtypes=("float32",), invariant=True))
 
 
 @needs_panels

@@ -11,6 +11,7 @@ from torch import Tensor
 from engine.layers.packing import Linears
 from engine.plugins.hookspecs import LinearContext, hookimpl
 from engine.plugins.options import Options, decode_options
+from engine.types.errors import PluginError
 
 CALLBOARD_PLUGIN = {"api": 1, "devices": ["cpu"], "traceable": True, "invariant": True}
 
@@ -126,6 +127,13 @@ def onednn_linears(dtype: torch.dtype) -> Linears:
 
 @hookimpl
 def callboard_linear(context: LinearContext) -> OneDNN:
-    """Build the kernel of oneDNN's products, in the dtype of the input; takes no options."""
+    """Build the kernel of oneDNN's products, in the dtype of the input; takes no options.
+
+    Raises PluginError for invariant products in bfloat16 on a CPU with AMX."""
     decode_options("linear.onednn", context.options, Options)
+    if context.invariant and context.dtype == "bfloat16" and "amx" in (context.instruction_sets or ()):
+        raise PluginError(
+            "linear.onednn: with AMX a row in bfloat16 has other bits in a product of two rows than in one of many; "
+            "model.dtype=float32 has the same, or set model.numerics=fast"
+        )
     return OneDNN(getattr(torch, context.dtype).itemsize, context.invariant)
