@@ -172,7 +172,7 @@ def serve(requests: IO[bytes], answers: IO[bytes], began: float) -> None:
 
     began: the time at which the process was started."""
     entries = decode(requests.readline())
-    numbers: queue.Queue[int] = queue.Queue(maxsize=len(trials))
+    numbers: queue.Queue[int] = queue.Queue(maxsize=len(entries))
     threading.Thread(target=_listen, args=(requests, numbers), name="race-requests", daemon=True).start()
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # all processes compare on the CPU now, and more threads than cores wait for each other

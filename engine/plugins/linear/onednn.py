@@ -131,7 +131,9 @@ def callboard_linear(context: LinearContext) -> OneDNN:
 
     Raises PluginError for invariant products in bfloat16 on a CPU with AMX."""
     decode_options("linear.onednn", context.options, Options)
-    if context.invariant and context.dtype == "bfloat16" and "amx" in (context.instruction_sets or ()):
+    sets = context.instruction_sets
+    has_amx = torch.cpu._is_amx_tile_supported() if sets is None else "amx" in sets
+    if context.invariant and context.dtype == "bfloat16" and has_amx:
         raise PluginError(
             "linear.onednn: with AMX a row in bfloat16 has other bits in a product of two rows than in one of many; "
             "model.dtype=float32 has the same, or set model.numerics=fast"

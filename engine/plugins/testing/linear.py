@@ -17,7 +17,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.execution.device import instruction_sets
 from engine.host.memory import release_freed
 from engine.layers.packing import LinearKernel, PackedWeight
 from engine.plugins.declaration import Declaration
@@ -57,7 +56,6 @@ def check_linear(
                 dtype,
                 quantization,
                 checkpoint_dtype=(declares.checkpoint_dtypes or (dtype,))[0],
-                instruction_sets=instruction_sets() if device == "cpu" else None,
                 invariant=declares.invariant,
                 options=dict(options or {}),
             )
