@@ -49,7 +49,7 @@ class ModelSection(Section, frozen=True):
     )] = "cut"
     numerics: Annotated[Literal["fast", "invariant"], key(
         "'invariant': a request gets the same tokens and log probabilities, to the bit, whatever else runs; "
-        "checked at start; not yet tried on GPUs", changed="executors"
+        "checked at start; on GPUs only parts of it were tried", changed="executors"
     )] = "fast"
     max_model_len: Annotated[int, key(
         "Longest prompt plus output in tokens; 0 for the model's trained length, or what of it fits the memory", ge=0
