@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from uuid import uuid4
 
-from engine.host.cache_folder import writable_folder
+from engine.host.cache_folder import cache_folder, writable_folder
 
 log = logging.getLogger(__name__)
 
@@ -29,9 +29,13 @@ def token_file() -> Path | None:
 
 def read_token() -> str:
     """Returns the token; '' where there is none that only this user could have written."""
-    path = token_file()
-    if path is None:
-        return ""
+    for path in (cache_folder(NAME), token_file()):
+        if path is not None and (token := _read(path)):
+            return token
+    return ""
+
+
+def _read(path: Path) -> str:
     try:
         with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), "rb") as file:
             status = os.fstat(file.fileno())

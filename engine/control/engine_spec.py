@@ -14,14 +14,14 @@ from engine.checkpoints.checkpoint import DEMO, DEMO_NAME, ModelSpec, resolve_ch
 from engine.checkpoints.gguf import SUFFIX, stored_tensors
 from engine.checkpoints.gguf_parts import model_name
 from engine.config import Config
-from engine.host.device_defaults import gpu_generation, runs_on_cpu, with_device_defaults
+from engine.host.device_defaults import runs_on_cpu, with_device_defaults
 from engine.host.stages import Stages
 from engine.plugins.blueprint import Blueprint, without_secrets
 from engine.plugins.deciders import built_proposer
 from engine.plugins.families import read_model
 from engine.plugins.features import Facts, ModelFit, fitted
 from engine.plugins.kinds import KINDS, chosen_plugins
-from engine.plugins.linears import check_linear_fits, kept_type, linear_context
+from engine.plugins.linears import check_linear_fits, linear_context, with_weight_type
 from engine.plugins.manager import Plugins
 from engine.plugins.parsers import plugin_codec
 from engine.plugins.selection import check_named, expected_context
@@ -34,7 +34,6 @@ log = logging.getLogger(__name__)
 
 SCORED_LOGITS = 1 << 24  # logits of prompt tokens in a step, 64 MB in float32
 MIN_SCORED_CHUNK = 16
-HOPPER = 9  # the generation of GPUs that multiplies float8 with every kind of scales
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +88,7 @@ def engine_spec(
     log.info("%s: %s", name, model.use)
     warn_of_unknown_tokens(codec, model.vocab_size)
     stages.begin("plugins")
-    config = _with_weight_type(config, model)
+    config = with_weight_type(config, model)
     plugins = _checked_plugins(config, model)
     fit = fitted(
         ModelFit(
@@ -128,18 +127,6 @@ def _model_name(config: Config) -> str:
 def _row_len(model: ModelSpec, max_len: int) -> int:
     # A request for numbers samples one unused token, so its row needs one extra position.
     return max_len + (model.use.kind != "generate")
-
-
-def _with_weight_type(config: Config, model: ModelSpec) -> Config:
-    """Return ``config`` with 'auto' replaced in ``model.quantization``."""
-    if config.model.quantization != "auto":
-        return config
-    stored, kept = model.quantization, "none"
-    if stored is not None and stored.is_float8 and not runs_on_cpu(config.device.kind) and gpu_generation() == HOPPER:
-        plugins = Plugins(chosen_plugins(config))
-        kept = kept_type(plugins, linear_context(config, device="cuda", scale_block=stored.block))
-        log.info("auto: model.quantization=%s (%s with %s)", kept, stored, stored.scales)
-    return msgspec.structs.replace(config, model=msgspec.structs.replace(config.model, quantization=kept))
 
 
 def _checked_plugins(config: Config, model: ModelSpec) -> Plugins:

@@ -38,8 +38,15 @@ def writable_folder(name: str = "") -> Path | None:
         own.mkdir(mode=0o700, exist_ok=True)
         found = own.lstat()  # another user may have made it first, or a link of that name
         if stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o077:
-            return own / name
+            return own / name if _keeps_names(own.parent) else None
     return None
+
+
+def _keeps_names(folder: Path) -> bool:
+    """Return whether no other user but root can give a name in the folder to something else."""
+    found = folder.stat()
+    is_safe = found.st_uid in (0, os.getuid())
+    return is_safe and bool(found.st_mode & stat.S_ISVTX or not found.st_mode & 0o022)
 
 
 def replace_file(path: Path, content: bytes) -> None:

@@ -92,6 +92,16 @@ def torch_may_use_gpus() -> bool:
         return True  # built from source: torch itself decides later
 
 
+def multiplies_float8_blocks() -> bool:
+    """Return whether torch is built for a CUDA that has products of float8 with a scale per block, 12.9 or later, as
+    far as its version says."""
+    try:
+        _, _, cuda = version("torch").partition("+cu12")
+    except PackageNotFoundError:
+        return False  # built from source: a product in float8 must be asked for
+    return not cuda or cuda.startswith("9")
+
+
 def driver_cuda() -> str:
     """Return the CUDA version of the driver, such as '12.8'; '' without a driver."""
     found = ctypes.c_int()

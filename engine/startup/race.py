@@ -23,6 +23,7 @@ from engine.config import Config
 from engine.execution.attention import context_of
 from engine.execution.device import free_bytes
 from engine.host.kept_results import KeptResults
+from engine.host.memory import available_bytes
 from engine.host.timeouts import named_while_slow
 from engine.layers.attention import AttentionSpec
 from engine.layers.comm import Comm
@@ -46,6 +47,7 @@ LONGEST_S = 24 * 3600.0
 # Together with the default of race_s less than the ten minutes that other ranks wait in a collective.  What a
 # contender that was given up had compiled is on disk for the next start.
 COMPILE_S = 480.0
+HOST_BYTES = 2 << 30  # of the host's memory that such a process takes
 PROCESS_BYTES = 3 << 29  # of a process that compiles, beside its pool: its context on the GPU, what its library takes
 MOST_TRIES = 2
 NO_TIME = RaceAnswer({}, "no time was left for it", late=True, begun=False)
@@ -203,8 +205,9 @@ class AttentionRace:
         if left.compile_s <= 0 or left.measure_s <= 0:
             yield from ((entry, NO_TIME) for entries in group for entry in entries)
             return
-        processes = [self._start(entries) for entries in group]
+        processes: list[Measurer] = []
         try:
+            processes.extend(map(self._start, group))
             began = time.monotonic()
             with named_while_slow(f"attention: compiling {', '.join(str(one[0].contender) for one in group)}"):
                 compiled = [one.compiled(began + left.compile_s - time.monotonic()) for one in processes]
@@ -263,10 +266,12 @@ class AttentionRace:
 
 
 def processes_at_once(device: torch.device, num_bytes: int) -> int:
-    """Return the number of processes that may compile at once: there is a core and memory of the device for each.
+    """Return the number of processes that may compile at once: there are a core and memory of the device and of the
+    host for each.
 
     num_bytes: of a process's pool."""
-    return max(1, min(len(os.sched_getaffinity(0)), free_bytes(device) // (PROCESS_BYTES + num_bytes)))
+    places = free_bytes(device) // (PROCESS_BYTES + num_bytes), available_bytes() // HOST_BYTES
+    return max(1, min(len(os.sched_getaffinity(0)), *places))
 
 
 def _version(plugins: Plugins, name: str) -> str:

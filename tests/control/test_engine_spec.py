@@ -13,19 +13,29 @@ BLOCKS = FP8 | {"weight_block_size": [128, 128]}
 
 
 @pytest.mark.parametrize(
-    ("generation", "settings", "kept"),
+    ("generation", "new_enough", "width", "settings", "kept"),
     [
-        (9, {}, "fp8"),
-        (8, {}, "none"),
-        (9, {"device": {"kind": "cpu"}}, "none"),
-        (9, {"model": {"quantization": "none"}}, "none"),
-        (9, {"model": {"dtype": "float16"}}, "none"),
+        (9, True, 8, {}, "fp8"),
+        (8, True, 8, {}, "none"),
+        (9, False, 8, {}, "none"),
+        (9, True, 1 << 20, {}, "none"),
+        (9, True, 8, {"device": {"kind": "cpu"}}, "none"),
+        (9, True, 8, {"model": {"quantization": "none"}}, "none"),
+        (9, True, 8, {"model": {"dtype": "float16"}}, "none"),
     ],
 )
 def test_float8_stays_as_it_is_where_a_gpu_multiplies_it(
-    generation: int, settings: dict[str, dict[str, str]], kept: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    generation: int,
+    new_enough: bool,
+    width: int,
+    settings: dict[str, dict[str, str]],
+    kept: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("engine.control.engine_spec.gpu_generation", lambda: generation)
+    monkeypatch.setattr("engine.plugins.linears.gpu_generation", lambda: generation)
+    monkeypatch.setattr("engine.plugins.linears.multiplies_float8_blocks", lambda: new_enough)
+    monkeypatch.setattr("engine.plugins.linears.FLOAT8_WIDTH", width)
     directory, _ = write(tmp_path, float8((128, 128), "weight_scale_inv"), BLOCKS)
     sections = {
         "model": {"path": str(directory), "tokenizer": "none", **settings.get("model", {})},

@@ -2,6 +2,7 @@
 
 import ctypes
 import logging
+from importlib.metadata import PackageNotFoundError
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +12,14 @@ import torch
 from engine.config import Config, build_config
 from engine.execution.device import choose_device
 from engine.host import device_defaults
-from engine.host.device_defaults import GIB, driver_cuda, gpu_bytes, gpu_generation, with_device_defaults
+from engine.host.device_defaults import (
+    GIB,
+    driver_cuda,
+    gpu_bytes,
+    gpu_generation,
+    multiplies_float8_blocks,
+    with_device_defaults,
+)
 from engine.settings.sections import DeviceSection
 from engine.types.errors import ConfigError
 
@@ -133,3 +141,19 @@ def test_a_driver_without_a_gpu_or_a_torch_for_cpus_is_no_error(monkeypatch: pyt
     assert driver_cuda() == "12.8"
     monkeypatch.setattr(ctypes, "CDLL", lambda name: SimpleNamespace())
     assert driver_cuda() == ""
+
+
+@pytest.mark.parametrize(
+    ("built", "expected"),
+    [("2.13.0", True), ("2.11.0+cu130", True), ("2.11.0+cu129", True), ("2.11.0+cu128", False), ("", False)],
+)
+def test_which_builds_of_torch_multiply_float8_by_blocks(
+    built: str, expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def version(name: str) -> str:
+        if not built:
+            raise PackageNotFoundError(name)
+        return built
+
+    monkeypatch.setattr(device_defaults, "version", version)
+    assert multiplies_float8_blocks() == expected

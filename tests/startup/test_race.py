@@ -252,7 +252,10 @@ def test_as_many_compile_at_once_as_there_are_cores_and_memory_for(monkeypatch: 
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(16))
     for free, expected in ((1 << 30, 1), (9 << 30, 4), (78 << 30, 16)):  # 2 GiB each
         monkeypatch.setattr("engine.startup.race.free_bytes", lambda device, free=free: free)
+        monkeypatch.setattr("engine.startup.race.available_bytes", lambda: 64 << 30)
         assert processes_at_once(CPU, 1 << 29) == expected
+        monkeypatch.setattr("engine.startup.race.available_bytes", lambda: 7 << 30)
+        assert processes_at_once(CPU, 1 << 29) == min(expected, 3)
 
 
 def test_the_log_has_what_each_contender_took(enter: Enter, caplog: pytest.LogCaptureFixture) -> None:

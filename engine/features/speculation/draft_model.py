@@ -39,6 +39,8 @@ class RankDraft:
     def __init__(self, draft: DraftModel, context: RankContext) -> None:
         comm, device, dtype, plugins = context.comm, context.device, context.dtype, context.plugins
         section = structs.replace(context.config.model, path=draft.path, numerics="fast", experts="cut")
+        if section.quantization == "fp8":  # a small model takes longer in float8
+            section = structs.replace(section, quantization="none")
         self._config = config = structs.replace(context.config, model=section)
         self._target = context.model
         self._draft = draft

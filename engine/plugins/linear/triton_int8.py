@@ -28,6 +28,7 @@ CALLBOARD_PLUGIN = {
 LARGEST_WEIGHT: Final = 127
 SMALLEST: Final = 1e-30  # replaces a scale of 0, which must not be a divisor
 FEW_ROWS: Final = 64  # a tile of rows
+LARGE: Final = 1 << 24  # elements; half as many rows are multiplied as vectors (docs/performance.md)
 Product = Callable[[Tensor, Tensor, Tensor | None, Tensor | None], Tensor]
 
 
@@ -59,10 +60,12 @@ class Int8:
     def __init__(self, products: Mapping[int, Product]) -> None:
         """Initialize the kernel.  products: by the most rows that each multiplies, ascending."""
         self._products = products
+        few = next(iter(products))
+        self._of_large = {few // 2 if rows == few else rows: product for rows, product in products.items()}
 
     def pack(self, weight_OI: Tensor) -> Int8Weight:
         """Return the weight as int8."""
-        return Int8Weight(weight_OI, self._products)
+        return Int8Weight(weight_OI, self._of_large if weight_OI.numel() > LARGE else self._products)
 
 
 @hookimpl
