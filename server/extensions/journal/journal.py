@@ -209,15 +209,22 @@ class Journal:
                 written.append(record)
                 self._kept_bytes += entry.num_bytes - before
                 self._open_bytes += 0 if entry.ended else entry.num_bytes - before
+        num_counted = len(self._given_way)  # in the room that was made
         self._hold_to_memory()
         if not self._is_writable or not (written or self._given_way):
             return
+        moving = self._moving_bytes if self._moving is not None else 0
+        if not self._fits(moving + FRAME_BYTES + sum(map(len, written + self._given_way))):
+            self._given_way, later = self._given_way[:num_counted], self._given_way[num_counted:]
+        else:
+            later = []
         try:
             self._segments.write(written + self._given_way)
         except OSError as error:
+            self._given_way += later
             self._fail(error)
             return
-        self._given_way = []
+        self._given_way = later  # with the next batch
         current = self._segments.current
         for entry, _, _ in waiting:
             if not entry.home and entry.is_kept:

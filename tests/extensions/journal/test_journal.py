@@ -320,6 +320,29 @@ def test_a_file_that_another_version_wrote_stays_for_that_version(tmp_path: Path
         assert len(list(tmp_path.glob("*.log"))) == 2
 
 
+async def test_what_gives_way_without_room_to_say_so_is_said_with_the_next_batch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    journal = journal_of(tmp_path)
+    first, second = journal.begin(), journal.begin()
+    for entry in (first, second):
+        journal.append(entry, accepted(entry), nothing)
+    await turn()
+    record = delivered(second, 1)
+    most = journal.num_bytes + segments.FRAME_BYTES + len(journal_module.encode(record))
+    monkeypatch.setattr(journal, "_make_room", lambda num_bytes: True)
+    monkeypatch.setattr(journal, "_most_bytes", most)  # what the record takes, and no more
+    monkeypatch.setattr(journal, "_hold_to_memory", lambda: first.is_kept and journal._forget_for_others(first))
+    journal.append(second, record, nothing)
+    await turn()
+    assert (journal.num_bytes, first.is_kept) == (most, False)
+    monkeypatch.setattr(journal, "_most_bytes", MOST_BYTES)
+    journal.append(second, delivered(second, 2), nothing)
+    await turn()
+    journal.close()
+    assert set(known(tmp_path)) == {second.number}
+
+
 @pytest.mark.parametrize("seed", range(8))
 async def test_the_folder_never_takes_more_than_it_may(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
