@@ -316,7 +316,7 @@ class LLM:
 
     def _await(self, work: Coroutine[Any, Any, T]) -> T:
         """Run work on the engine's loop and wait for it here."""
-        if not self._loop.is_running():
+        if not self._finalizer.alive:  # a loop that is not running may be one whose thread has not begun yet
             work.close()
             raise RuntimeError("this LLM is closed")
         future: Future[T] = asyncio.run_coroutine_threadsafe(work, self._loop)

@@ -4,13 +4,16 @@ import itertools
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
 from callboard import LLM, SamplingParams
+from engine import llm as llm_module
 from engine.checkpoints.checkpoint import resolve_checkpoint
 from engine.messages import Finish
 from engine.text.turns import read_turn
@@ -194,3 +197,17 @@ def test_loading_says_how_far_it_is(caplog: pytest.LogCaptureFixture, monkeypatc
     assert read[0] == 0
     assert len(read) > 10
     assert f"{read[-1]} of {read[-1]} MB" in caplog.text
+
+
+def test_a_loop_whose_thread_begins_late_is_not_taken_for_a_closed_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = llm_module._run_loop
+
+    def begin_late(*arguments: Any) -> None:
+        time.sleep(0.1)
+        run(*arguments)
+
+    monkeypatch.setattr(llm_module, "_run_loop", begin_late)
+    with LLM(progress=False) as llm:
+        assert llm.generate("def f(", SamplingParams(max_tokens=2))[0].token_ids
+    with pytest.raises(RuntimeError, match="closed"):
+        llm.generate("def f(", SamplingParams(max_tokens=2))
