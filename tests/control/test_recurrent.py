@@ -15,7 +15,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "host pages": ({"kv": {"num_host_pages": 8}}, "kv.num_host_pages=8: pages return without the states"),
     "proposer": ({"plugins": {"proposer": "ngram"}}, "plugins.proposer=proposer.ngram: a rejected token"),
     "store": ({"plugins": {"kv_store": "files"}}, "plugins.kv_store=kv_store.files: pages return without the states"),
-    "numerics": ({"model": {"numerics": "invariant"}}, "model.numerics=invariant: this model has recurrent layers"),
 }
 
 
