@@ -273,6 +273,7 @@ class ExpertsShape(PartShape, frozen=True, kw_only=True):
     if ``halved``, with gate before up, and without biases; if ``upright``, it is [experts, out, in].
     gate, up, down: names of the products, if each expert has its own tensors.
     divided: whether a rank has some of the experts whole, instead of a part of each.
+    four_bits: whether a GPU multiplies by the stacks as MXFP4 has them, and never has them as floats.
     """
 
     built_by: ClassVar[str] = "engine.layers.experts:Experts"
@@ -294,6 +295,7 @@ class ExpertsShape(PartShape, frozen=True, kw_only=True):
     limit: float = 0.0
     slope: float = 1.0
     divided: bool = False
+    four_bits: bool = False
 
     @property
     def width(self) -> int:

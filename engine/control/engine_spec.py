@@ -88,7 +88,7 @@ def engine_spec(
     log.info("%s: %s", name, model.use)
     warn_of_unknown_tokens(codec, model.vocab_size)
     stages.begin("plugins")
-    config = with_weight_type(config, model)
+    config, model = with_weight_type(config, model)
     plugins = _checked_plugins(config, model)
     fit = fitted(
         ModelFit(

@@ -62,7 +62,7 @@ def preview_weights(config: Config, spec: ModelSpec) -> tuple[int, int]:
 
     Raises ConfigError or PluginError, as a start would, if they do not fit, ranks cannot share them, the device is not
     here or no kernel multiplies by them."""
-    config = with_weight_type(config, spec)
+    config, spec = with_weight_type(config, spec)
     device = choose_device(config.device, 0)
     dtype = choose_dtype(config.model.dtype, device, spec.dtype)
     ranks = config.device.tensor_parallel
