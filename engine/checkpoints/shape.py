@@ -410,6 +410,20 @@ class DecoderShape(msgspec.Struct, frozen=True, kw_only=True):
         return next((part.unlike_rounded for part in parts if part.unlike_rounded), "")
 
     @property
+    def experts(self) -> list[ExpertsShape]:
+        """The mixtures of experts, in the order of layers."""
+        return [layer.mlp for layer in self.layers if isinstance(layer.mlp, ExpertsShape)]
+
+    def with_experts(self, **changes: bool) -> "DecoderShape":
+        """Return the shape with other settings of its mixtures of experts."""
+        replace = msgspec.structs.replace
+        layers = [
+            replace(layer, mlp=replace(layer.mlp, **changes)) if isinstance(layer.mlp, ExpertsShape) else layer
+            for layer in self.layers
+        ]
+        return replace(self, layers=tuple(layers))
+
+    @property
     def num_layers(self) -> int:
         """Number of layers; each has its keys and values."""
         return len(self.layers)

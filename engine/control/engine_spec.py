@@ -21,10 +21,11 @@ from engine.plugins.deciders import built_proposer
 from engine.plugins.families import read_model
 from engine.plugins.features import Facts, ModelFit, fitted
 from engine.plugins.kinds import KINDS, chosen_plugins
-from engine.plugins.linears import check_linear_fits, linear_context, with_weight_type
+from engine.plugins.linears import check_linear_fits, linear_context
 from engine.plugins.manager import Plugins
 from engine.plugins.parsers import plugin_codec
 from engine.plugins.selection import check_named, expected_context
+from engine.plugins.weight_type import with_weight_type
 from engine.scheduling.proposer import DraftModel
 from engine.scheduling.rows import PlannerLimits
 from engine.text.codec import TextCodec, warn_of_unknown_tokens

@@ -61,15 +61,25 @@ class MXFP4Reader:
 class CodesReader(SafetensorsReader):
     """Tensors of a checkpoint with stacks in MXFP4 as they are stored, for a kernel that multiplies by the codes.
 
-    Raises WeightsError for a scale that the kernel cannot represent."""
+    Raises WeightsError if there are none, and for a scale that the kernel cannot represent."""
+
+    def __init__(self, stored: Mapping[str, StoredTensor]) -> None:
+        if not any(name.endswith(BLOCKS) for name in stored):
+            file = next(iter(stored.values())).file
+            advice = 'set model.quantization="none", which reads floats'
+            raise WeightsError(f"{file}: no tensor is in MXFP4, though config.json says so; {advice}")
+        super().__init__(stored)
 
     def part(self, name: str, dim: int, start: int, length: int, member: int | None = None) -> Tensor:
         """Return a part of a tensor."""
         part = super().part(name, dim, start, length, member)
         if name.endswith(SCALES) and part.numel() and (largest := int(part.max())) > LARGEST_SCALE:
-            what = "is NaN; the file is damaged" if largest == NO_SCALE else "is too large for 4 bits on a GPU"
-            advice = "" if largest == NO_SCALE else '; set model.quantization="none"'
-            raise WeightsError(f"{self.tensors[name].file}: a scale {largest} of tensor {name!r} {what}{advice}")
+            what = f"has a scale of {largest}, and the kernel takes {LARGEST_SCALE} at most"
+            if largest == NO_SCALE:
+                what = "contains NaN; the file is damaged"
+            else:
+                what += '; set model.quantization="none", which reads floats'
+            raise WeightsError(f"{self.tensors[name].file}: tensor {name!r} {what}")
         return part
 
 

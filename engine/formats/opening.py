@@ -5,7 +5,7 @@ Owns: the choice.  Does not know: how tensors are stored.
 
 from engine.checkpoints.checkpoint import ModelSpec
 from engine.checkpoints.gguf import LINK
-from engine.checkpoints.shape import DecoderShape, ExpertsShape
+from engine.checkpoints.shape import DecoderShape
 from engine.checkpoints.shards import StoredTensor, read_shards
 from engine.checkpoints.text_part import text_tensors
 from engine.formats.gguf import GGUFWeights
@@ -22,7 +22,7 @@ def open_reader(spec: ModelSpec) -> WeightReader:
     if spec.quantization is None:
         return SafetensorsReader(stored)
     if spec.quantization.method == "mxfp4":
-        kept = any(isinstance(layer.mlp, ExpertsShape) and layer.mlp.four_bits for layer in spec.shape.layers)
+        kept = any(one.four_bits for one in spec.shape.experts)
         return CodesReader(stored) if kept else MXFP4Reader(stored)
     return QuantizedReader(stored, spec.quantization)
 

@@ -77,6 +77,7 @@ def mix_experts(
     gate_up, gate_up_scales = gate_up_EOD if isinstance(gate_up_EOD, FourBits) else (gate_up_EOD, None)
     down, down_scales = down_EDI if isinstance(down_EDI, FourBits) else (down_EDI, None)
     num_experts, inner = len(gate_up), gate_up.shape[2 if packed else 1] // 2
+    assert kind == "clamped_swish" or not packed, f"weights in 4 bits have gates and ups in turns, not {kind}"
     for tensor in (x_TD, weights_TK, experts_TK, gate_up, down):
         assert tensor.is_contiguous(), f"a tensor of shape {tuple(tensor.shape)} is not contiguous"
     if not num_tokens:

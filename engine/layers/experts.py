@@ -8,8 +8,9 @@ Every rank has either a part of every expert, as of a dense MLP, or some whole e
 for all tokens, and the shares are summed over ranks.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -171,25 +172,17 @@ class Experts:
         gate_up = expert.gate_up.slices(name)
         if self.shape.halved:
             gate_up = merged(gate_up, f"{name}.gate_up_proj")
-        slices = [*gate_up, *expert.down.slices(f"{name}.down_proj")]
+        both = list(gate_up), list(expert.down.slices(f"{name}.down_proj"))
+        slices: Iterable[WeightSlice] = chain(*both)
         if self.shape.four_bits:
-            slices = [code for one in slices for code in self._codes(one, number)]
+            place = min(max(0, number - self.first), len(self.experts) - 1)  # any, for an expert of another rank
+            pairs = zip(self._stacks, both, strict=True)
+            slices = [code for stack, own in pairs for one in own for code in stack.stored(one, place)]
         elif not self.shape.upright:
-            slices = list(transposed(slices))
+            slices = transposed(slices)
         for one in slices:
             source = one.source.removesuffix(".weight").replace(".bias", "_bias")
             yield replace(one, source=source, member=number, num_members=len(self.every))
-
-    def _codes(self, one: WeightSlice, number: int) -> Iterator[WeightSlice]:
-        """Yield the slices of codes and scales in place of a weight's slice; a bias stays as it is."""
-        if len(one.shape) == 1:
-            yield one
-            return
-        gate_up, down = self._stacks
-        codes = (down if "down_proj" in one.source else gate_up).codes
-        assert codes is not None
-        place = min(max(0, number - self.first), len(self.experts) - 1)  # any, for an expert of another rank
-        yield from codes.slices(one, place)
 
 
 def _held(shape: ExpertsShape, comm: Comm) -> tuple[int, int]:
@@ -228,6 +221,13 @@ class Stack:
             self.biases = parameter(len(linears), *bias.shape, device=device, dtype=like.dtype)
             for linear, bias in zip(linears, self.biases, strict=True):
                 linear.bias = bias
+
+    def stored(self, one: WeightSlice, place: int) -> Iterator[WeightSlice]:
+        """Yield the slices of codes and scales in place of a weight's slice; a bias stays as it is."""
+        if self.codes is None or len(one.shape) == 1:
+            yield one
+        else:
+            yield from self.codes.slices(one, place)
 
     def pack(self) -> None:
         """Bring weights in 4 bits into the kernel's order; called once, after loading."""

@@ -12,8 +12,7 @@ from msgspec.structs import replace
 
 from engine.checkpoints.checkpoint import ModelSpec, read_spec
 from engine.checkpoints.fields import Fields
-from engine.checkpoints.quantization import MXFP4
-from engine.checkpoints.shape import DecoderShape, ExpertsShape
+from engine.checkpoints.shape import DecoderShape
 from engine.plugins.declaration import Declaration
 from engine.plugins.features import checkpoint_features
 from engine.plugins.hookspecs import ModelContext
@@ -49,18 +48,8 @@ def read_model(directory: Path, section: PluginsSection | None = None, model: Mo
     id_of = partial(token_id, Path(model.tokenizer or directory))
     spec = read_spec(directory, shapes, tokens, id_of, checkpoint_features())
     if model.experts == "divided":
-        spec = _with_experts(spec, 'model.experts="divided"', 'set it to "cut"', divided=True)
-    return with_four_bits(spec) if model.quantization == MXFP4 else spec
-
-
-def with_four_bits(spec: ModelSpec) -> ModelSpec:
-    """Return a model whose experts stay in the 4 bits that its checkpoint stores.
-
-    Raises ConfigError if it stores none."""
-    wish, advice = f'model.quantization="{MXFP4}"', 'set it to "auto"'
-    if spec.quantization is None or spec.quantization.method != MXFP4:
-        raise ConfigError(f"{wish}: the checkpoint is not stored so; {advice}")
-    return _with_experts(spec, wish, advice, four_bits=True)
+        spec = replace(spec, shape=_with_divided_experts(spec))
+    return spec
 
 
 def read_shape(section: PluginsSection, architecture: str, fields: Fields) -> DecoderShape:
@@ -76,16 +65,13 @@ def read_shape(section: PluginsSection, architecture: str, fields: Fields) -> De
     return plugins.build(info.name, ModelContext(declared_name, fields), DecoderShape)
 
 
-def _with_experts(spec: ModelSpec, wish: str, advice: str, **changes: bool) -> ModelSpec:
-    """Return a model with other settings of its experts.  Raises ConfigError if it has none of its own."""
-    layers = [
-        replace(layer, mlp=replace(layer.mlp, **changes)) if isinstance(layer.mlp, ExpertsShape) else layer
-        for layer in spec.shape.layers
-    ]
-    if not any(isinstance(layer.mlp, ExpertsShape) for layer in layers):
+def _with_divided_experts(spec: ModelSpec) -> DecoderShape:
+    """Return the shape of a model whose ranks hold whole experts."""
+    if not spec.shape.experts:
         through = " through transformers" if spec.shape.built_by != DecoderShape.built_by else ""
-        raise ConfigError(f"{wish}: {spec.architecture}{through} has no experts of its own; {advice}")
-    return replace(spec, shape=replace(spec.shape, layers=tuple(layers)))
+        what = f"{spec.architecture}{through} has no experts that ranks could divide"
+        raise ConfigError(f'model.experts="divided": {what}; set it to "cut"')
+    return spec.shape.with_experts(divided=True)
 
 
 def list_families(section: PluginsSection) -> list[ListedFamily]:

@@ -19,9 +19,9 @@ from engine.models.model import build_model
 from engine.plugins.families import read_model
 from engine.plugins.hookspecs import AttentionContext
 from engine.plugins.kinds import LINEAR, named
-from engine.plugins.linears import with_weight_type
 from engine.plugins.manager import Plugins
 from engine.plugins.selection import expected_context
+from engine.plugins.weight_type import with_weight_type
 from engine.startup.linears import choose_linear, rank_context
 from engine.startup.memory import check_weights
 from engine.text.codec import Formats, load_codec

@@ -36,9 +36,9 @@ def test_float8_stays_as_it_is_where_a_gpu_multiplies_it(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("engine.plugins.linears.gpu_generation", lambda: generation)
-    monkeypatch.setattr("engine.plugins.linears.multiplies_float8_blocks", lambda: new_enough)
-    monkeypatch.setattr("engine.plugins.linears.FLOAT8_WIDTH", width)
+    monkeypatch.setattr("engine.plugins.weight_type.gpu_generation", lambda: generation)
+    monkeypatch.setattr("engine.plugins.weight_type.multiplies_float8_blocks", lambda: new_enough)
+    monkeypatch.setattr("engine.plugins.weight_type.FLOAT8_WIDTH", width)
     directory, _ = write(tmp_path, float8((128, 128), "weight_scale_inv"), BLOCKS)
     sections = {
         "model": {"path": str(directory), "tokenizer": "none", **settings.get("model", {})},
@@ -66,7 +66,7 @@ def test_experts_in_four_bits_stay_so_where_the_kernel_reads_them(
 ) -> None:
     found = engine_spec(gpt_oss_config(tmp_path, sections), Stages())
     assert found.config.model.quantization == kept
-    assert {getattr(layer.mlp, "four_bits", None) for layer in found.model.shape.layers} == {kept == "mxfp4"}
+    assert {one.four_bits for one in found.model.shape.experts} == {kept == "mxfp4"}
 
 
 @pytest.mark.parametrize(
@@ -85,21 +85,41 @@ def test_experts_that_cannot_stay_in_four_bits_are_refused_if_they_must(
         engine_spec(gpt_oss_config(tmp_path, {**sections, "model": model}), Stages())
 
 
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"hidden_size": 80}, "32 inputs share a scale, and 80 is no multiple of that"),
+        ({"intermediate_size": 100}, "32 inputs share a scale, and 100 is no multiple of that"),
+        ({"experts_in_stacks": False}, "the kernel is for the experts of gpt-oss"),
+        ({"architectures": ["LlamaForCausalLM"], "model_type": "llama"}, "the kernel is for the experts of gpt-oss"),
+    ],
+)
+def test_models_that_the_kernel_does_not_compute_become_floats(
+    changes: dict[str, Any], said: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = gpt_oss_config(tmp_path, {}, **changes)
+    with caplog.at_level("INFO", "engine.plugins.weight_type"):
+        found = engine_spec(config, Stages())
+    assert found.config.model.quantization == "none"
+    assert f"auto: model.quantization=none ({said})" in caplog.messages
+    assert not any(one.four_bits for one in found.model.shape.experts)
+
+
 def test_weights_that_are_not_stored_in_four_bits_cannot_be_kept_so(tmp_path: Path) -> None:
     directory, _ = write(tmp_path, float8((128, 128), "weight_scale_inv"), BLOCKS)
     sections = {"model": {"path": str(directory), "tokenizer": "none", "quantization": "mxfp4"}}
-    with pytest.raises(ConfigError, match='"mxfp4": the checkpoint is not stored so; set it to "auto"'):
+    with pytest.raises(ConfigError, match='"mxfp4": the checkpoint does not store its weights so; set it to "auto"'):
         engine_spec(build_config(Config(), {**sections, "device": {"kind": "cuda"}}), Stages())
 
 
-def gpt_oss_config(directory: Path, sections: dict[str, dict[str, Any]]) -> Config:
+def gpt_oss_config(directory: Path, sections: dict[str, dict[str, Any]], **changes: Any) -> Config:
     """The configuration of a gpt-oss whose weights are drawn."""
     fields = {
         "architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "dtype": "bfloat16",
         "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
         "num_key_value_heads": 2, "head_dim": 16, "num_local_experts": 5, "num_experts_per_tok": 2, "vocab_size": 100,
         "max_position_embeddings": 256,
-        "quantization_config": {"quant_method": "mxfp4"},
+        "quantization_config": {"quant_method": "mxfp4"}, **changes,
     }  # fmt: skip
     (directory / "config.json").write_text(json.dumps(fields))
     model = {"path": str(directory), "tokenizer": "none", "load_format": "dummy", **sections.get("model", {})}

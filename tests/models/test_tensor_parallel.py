@@ -111,7 +111,7 @@ def test_ranks_that_divide_experts_give_the_logits_of_the_whole_model(cases: Cas
 
 def test_experts_that_cannot_be_divided_are_refused(cases: Cases):
     section = ModelSection(experts="divided")
-    with pytest.raises(ConfigError, match='"divided": LlamaForCausalLM has no experts of its own; set it'):
+    with pytest.raises(ConfigError, match='"divided": LlamaForCausalLM has no experts that ranks could divide; set it'):
         read_model(cases["llama"].directory, model=section)
     shape = read_model(cases["mixtral"].directory, model=section).shape.layers[0].mlp
     with pytest.raises(ConfigError, match=r'"divided": 5 experts are too few for 8 ranks; set it to "cut", or dev'):
