@@ -78,7 +78,7 @@ class StatesOfStep:
         self._taps: dict[int, tuple[Tensor, Tensor]] = {}
 
     def _divide(self) -> None:
-        """Tell rows with one token from the others."""
+        """Divide the rows into those with one token and the others."""
         (rows,) = (self.query_lengths == 1).nonzero()
         if len(rows):
             at_rows, at_tokens = upload((rows, self.query_starts[rows]), self._device)

@@ -22,7 +22,7 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 
 @pytest.fixture(scope="module")
 def expected(checkpoint: tuple[Path, Any]) -> list[list[int]]:
-    """What ``generate`` of transformers gives each prompt alone."""
+    """The tokens of ``generate`` of transformers for each prompt alone."""
     _, model = checkpoint
     return [generated(model, prompt) for prompt in prompts()]
 

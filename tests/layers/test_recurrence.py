@@ -26,7 +26,7 @@ def new_terms(length: int, delta: bool, strong: bool = False) -> Terms:
 
 
 def by_definition(terms: Terms) -> Tensor:
-    """In float64, token by token."""
+    """The results in float64, token by token."""
     q, k, v, g = (one.double() for one in (terms.q_THK, terms.k_THK, terms.v_THV, terms.g_TH))
     m, outs = torch.zeros(HEADS, KEY, VALUE, dtype=torch.float64), []
     for at in range(len(v)):
