@@ -7,6 +7,7 @@ Owns: the parts, and how they form a decoder.  Does not know: torch, weights, ra
 The file is long because the parts refer to each other, and a family's author finds them in one place.
 """
 
+from collections.abc import Sequence
 from math import prod
 from typing import ClassVar, Literal
 
@@ -199,6 +200,14 @@ class LatentAttentionShape(PartShape, frozen=True, kw_only=True):
     def head_size(self) -> int:
         """Size of a token's stored vector, and of the queries that are compared with it."""
         return self.latent_size + self.rotary_size
+
+
+STATE_ALIGNMENT = 16  # numbers of a state, in float32: 64 bytes
+
+
+def padded(sizes: Sequence[int]) -> int:
+    """Return the numbers that a state of these sizes takes in its slot."""
+    return -(-prod(sizes) // STATE_ALIGNMENT) * STATE_ALIGNMENT
 
 
 class RecurrentShape(PartShape, frozen=True, kw_only=True):
@@ -558,7 +567,7 @@ class DecoderShape(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def state_bytes(self) -> int:
         """Memory of one row's states, all float32; 0 without recurrent layers."""
-        return 4 * sum(prod(sizes) for one in self.recurrents for sizes in one.states)
+        return 4 * sum(padded(sizes) for one in self.recurrents for sizes in one.states)
 
     @property
     def experts(self) -> list[ExpertsShape]:
