@@ -79,6 +79,12 @@ class PlannerFeature:
         """Return the number of prompt tokens, at most ``most``, for a step that has ``num_decodes`` decodes."""
         return most
 
+    def chunk_tokens(self, row: int, most: int) -> int:
+        """Return the number of tokens, at most ``most``, by which a step goes on with a row's prompt.
+
+        It may be 0 only where a chunk of the prompt is in the step already."""
+        return most
+
     def awaits_tokens(self) -> bool:
         """Return True to plan nothing before every step in flight has completed."""
         return False
@@ -169,6 +175,7 @@ class PlannerFeatures:
         self.adopt = self._hooks("adopt")
         self.started = self._hooks("started")
         self.prefill_tokens = self._hooks("prefill_tokens")
+        self.chunk_tokens = self._hooks("chunk_tokens")
         self.awaits_tokens = self._hooks("awaits_tokens")
         self.plan = self._hooks("plan")
         self.attach = self._hooks("attach")

@@ -1,0 +1,62 @@
+"""The policy of snapshots: after which pages of a prompt, and of what follows it, a state is kept."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """The prompt of a row that starts, in pages.
+
+    num_pages: those that a later prompt may share and continue: all full ones, without the last token.
+    num_cached: how many of them are in the cache.
+    num_with_state: how many of these the row uses; the rest has no state behind it, and is computed again."""
+
+    num_pages: int
+    num_cached: int
+    num_with_state: int
+
+
+@runtime_checkable
+class SnapshotPolicy(Protocol):
+    """Where snapshots are taken.
+
+    keeps_turns: whether the state behind the last full page of an output is kept when it ends."""
+
+    @property
+    def keeps_turns(self) -> bool: ...
+
+    def of_prompt(self, found: Found) -> Iterable[int]:
+        """Return numbers of pages after which the state of a prompt is to be kept.
+
+        Those that are cached with a state, or that the prompt does not have, are left out.  Each ends a chunk of the
+        prompt, so each may cost a step."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class EndsAndBranches:
+    """Snapshots at the ends of prompts and of outputs, where prompts part, and every so many pages.
+
+    Where a prompt leaves cached pages, two prompts part, and a third may come.
+    ends_of_prompts, ends_of_turns, branches: which of these are kept.  every: 0 for none of the last kind."""
+
+    ends_of_prompts: bool = True
+    ends_of_turns: bool = True
+    branches: bool = True
+    every: int = 0
+
+    @property
+    def keeps_turns(self) -> bool:
+        """Whether the ends of outputs are kept."""
+        return self.ends_of_turns
+
+    def of_prompt(self, found: Found) -> list[int]:
+        """Return the end, the place where it leaves what is cached, and multiples of ``every``."""
+        wanted = [*range(self.every, found.num_pages + 1, self.every)] if self.every else []
+        if self.branches:
+            wanted.append(found.num_cached)
+        if self.ends_of_prompts:
+            wanted.append(found.num_pages)
+        return wanted
