@@ -7,6 +7,7 @@ Owns: the parts, and how they form a decoder.  Does not know: torch, weights, ra
 The file is long because the parts refer to each other, and a family's author finds them in one place.
 """
 
+from math import prod
 from typing import ClassVar, Literal
 
 import msgspec
@@ -191,6 +192,15 @@ class LatentAttentionShape(PartShape, frozen=True, kw_only=True):
         return self.latent_size + self.rotary_size
 
 
+class RecurrentShape(PartShape, frozen=True, kw_only=True):
+    """A part that keeps a state of a row's tokens so far, of a size that does not grow with them."""
+
+    @property
+    def states(self) -> tuple[tuple[int, ...], ...]:
+        """The sizes of each tensor of a row's state, which is float32."""
+        raise NotImplementedError
+
+
 class MLPShape(PartShape, frozen=True, kw_only=True):
     """A plain MLP: down(activation(up(x))).  activation: as in ``GatedShape``, or relu2, the square of ReLU."""
 
@@ -346,11 +356,15 @@ class TokenScoreShape(PartShape, frozen=True, kw_only=True):
 class LayerShape(msgspec.Struct, frozen=True, kw_only=True):
     """One layer: x += behind_attention(attention(before_attention(x))), then the same with the MLP.
 
+    attention, mlp: None for a layer without it.
+    recurrent: a part in place of attention; if there is attention, too, beside it: both have the same input, and their
+    results are added.
     parallel: the MLP has the same input as attention, before_attention(x), and both results are added to x (Wang and
     Komatsuzaki 2021); before_mlp is not used then."""
 
-    attention: AttentionShape | LatentAttentionShape
-    mlp: PartShape
+    attention: AttentionShape | LatentAttentionShape | None
+    mlp: PartShape | None
+    recurrent: RecurrentShape | None = None
     before_attention: PartShape = Unchanged()
     behind_attention: PartShape = Unchanged()
     before_mlp: PartShape = Unchanged()
@@ -368,7 +382,7 @@ class Names(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DecoderShape(msgspec.Struct, frozen=True, kw_only=True):
-    """A decoder: embedding, layers, a norm, the LM head.
+    """A decoder: embedding, layers, a norm, the LM head.  At least one layer has attention.
 
     built_by: as in ``PartShape``, called with (shape, comm, device, dtype); it returns a ``Model``.
     max_len: tokens of the longest sequence.  tied: whether the LM head is the embedding table.
@@ -404,47 +418,62 @@ class DecoderShape(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def unlike_rounded(self) -> str:
         """The reason that its weights cannot be read from a rounded checkpoint (``PartShape``); '' if they can."""
-        parts = (part for layer in self.layers for part in (layer.attention, layer.mlp))
+        parts = (part for layer in self.layers for part in (layer.attention, layer.recurrent, layer.mlp) if part)
         return next((part.unlike_rounded for part in parts if part.unlike_rounded), "")
 
     @property
+    def attentions(self) -> tuple[AttentionShape | LatentAttentionShape, ...]:
+        """The attention of each layer that has it, which has its keys and values."""
+        return tuple(layer.attention for layer in self.layers if layer.attention is not None)
+
+    @property
+    def recurrents(self) -> tuple[RecurrentShape, ...]:
+        """The recurrent part of each layer that has one."""
+        return tuple(layer.recurrent for layer in self.layers if layer.recurrent is not None)
+
+    @property
+    def state_bytes(self) -> int:
+        """Memory of one row's states, all float32; 0 without recurrent layers."""
+        return 4 * sum(prod(sizes) for one in self.recurrents for sizes in one.states)
+
+    @property
     def num_layers(self) -> int:
-        """Number of layers; each has its keys and values."""
+        """Number of layers."""
         return len(self.layers)
 
     @property
     def num_heads(self) -> int:
         """Query heads over all ranks, the same in every layer."""
-        return self.layers[0].attention.num_heads
+        return self.attentions[0].num_heads
 
     @property
     def num_kv_heads(self) -> int:
         """Key/value heads over all ranks, the same in every layer: they share pages."""
-        return self.layers[0].attention.num_kv_heads
+        return self.attentions[0].num_kv_heads
 
     @property
     def head_size(self) -> int:
         """Size of a head, the same in every layer."""
-        return self.layers[0].attention.head_size
+        return self.attentions[0].head_size
 
     @property
     def intermediate_size(self) -> int:
         """Width of the widest MLP."""
-        return max(layer.mlp.width for layer in self.layers)
+        return max(layer.mlp.width for layer in self.layers if layer.mlp is not None)
 
     @property
     def window(self) -> int:
         """Window of the layers that have one; 0 if there are none."""
-        return max(layer.attention.window for layer in self.layers)
+        return max(one.window for one in self.attentions)
 
     @property
     def windowed(self) -> tuple[bool, ...]:
-        """Whether each layer sees only a window."""
-        return tuple(layer.attention.window > 0 for layer in self.layers)
+        """Whether each layer of ``attentions`` sees only a window."""
+        return tuple(one.window > 0 for one in self.attentions)
 
     @property
     def first_window_layer(self) -> int:
-        """Index of the first layer with the window; 0 if there is none.  ``full_layers`` are exceptions after it."""
+        """Index in ``attentions`` of the first layer with the window; 0 if there is none.  ``full_layers`` are exceptions after it."""
         return self.windowed.index(True) if self.window else 0
 
     @property
@@ -458,7 +487,7 @@ class DecoderShape(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def attention_needs(self) -> tuple[str, ...]:
         """Features that the model needs of its attention backend."""
-        attentions = [layer.attention for layer in self.layers]
+        attentions = self.attentions
         needs = {
             SOFT_CAP: any(one.soft_cap for one in attentions),
             SINKS: any(one.sinks for one in attentions),
