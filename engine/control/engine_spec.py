@@ -155,6 +155,7 @@ def _blueprint(fit: ModelFit, plugins: Plugins) -> Blueprint:
         num_host_pages=getattr(kv, "num_host_pages", 0),  # of an optional folder
         itl_target_s=scheduler.itl_target_ms / 1000,
         num_ranks=config.device.tensor_parallel,
+        state_bytes=model.state_bytes,
         lookahead=int(draft is not None and draft.reads_states),
         scored_chunk=max(MIN_SCORED_CHUNK, SCORED_LOGITS // model.vocab_size),
     )

@@ -41,7 +41,8 @@ def a_later_state_is_published_in_place_of_the_last(left: Callable[..., None]) -
         state.copies[:-1], dropped = [], state.copies[:-1]
         for _, slot in dropped:
             self._slots.free(slot)
-        state.copies[:] = [(min(pages, state.handle.num_pages), slot) for pages, slot in state.copies]
+        if state.handle.num_pages:
+            state.copies[:] = [(min(pages, state.handle.num_pages), slot) for pages, slot in state.copies]
         left(self, row)
 
     return mutant

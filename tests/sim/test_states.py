@@ -52,7 +52,7 @@ def first_failure(mutant: Mutant) -> Outcome | None:
 
 @cache
 def failure_without(seed: int) -> tuple[str, str] | None:
-    """What the seed fails with while no bug is there."""
+    """The failure of a seed while no bug is there."""
     return play_seed(seed)[0].failure
 
 

@@ -19,6 +19,7 @@ import numpy as np
 
 from engine.features.states.messages import NAME, StateCopies
 from engine.features.states.policy import Found, SnapshotPolicy
+from engine.features.states.settings import StatesSettings
 from engine.features.states.slots import SnapshotSlots
 from engine.features.states.tree import StateTree
 from engine.kv.node import Handle, Namespace
@@ -64,7 +65,10 @@ class StatesPlanner(PlannerFeature):
         """Note how much of a prompt is cached, with its state and without."""
         num_cached = self._tree.num_pages_of(key, Namespace(sequence.cache_salt, sequence.weights))
         found = Found(
-            num_pages=len(key) // self._tree.page_bytes, num_cached=num_cached, num_with_state=handle.num_pages
+            num_pages=len(key) // self._tree.page_bytes,
+            num_of_prompt=(sequence.num_prompt - 1) // self._page_size,
+            num_cached=num_cached,
+            num_with_state=handle.num_pages,
         )
         self._starting = handle, found
 
@@ -164,6 +168,17 @@ class StatesPlanner(PlannerFeature):
         """Raise AssertionError unless every slot is free, or one row's, or one node's."""
         of_rows = [slot for state in self._rows.values() for _, slot in state.copies]
         self._slots.check([*of_rows, *self._tree.slots_held()])
+
+
+def planner_feature(context: FeatureContext) -> NewFeature | None:
+    """Return the builder of the feature; None for a model without states."""
+    settings = StatesSettings.of(context.config)
+    return partial(_of_settings, settings=settings) if context.state_bytes else None
+
+
+def _of_settings(parts: PlannerParts, settings: StatesSettings) -> StatesPlanner:
+    num_slots = settings.num_snapshots(parts.limits.num_pages, parts.limits.max_running)
+    return StatesPlanner(parts, policy=settings.policy, num_slots=num_slots)
 
 
 def _column(copies: list[Copy]) -> bytes:

@@ -7,20 +7,22 @@ from typing import Protocol, runtime_checkable
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """The prompt of a row that starts, in pages.
+    """The tokens of a row that starts, in pages.
 
-    num_pages: those that a later prompt may share and continue: all full ones, without the last token.
+    num_pages: all full ones, without the last token, which is computed in any case.
+    num_of_prompt: how many of them are the request's prompt; a row that starts again has some output too.
     num_cached: how many of them are in the cache.
     num_with_state: how many of these the row uses; the rest has no state behind it, and is computed again."""
 
     num_pages: int
+    num_of_prompt: int
     num_cached: int
     num_with_state: int
 
 
 @runtime_checkable
 class SnapshotPolicy(Protocol):
-    """Where snapshots are taken.
+    """The places where snapshots are taken.
 
     keeps_turns: whether the state behind the last full page of an output is kept when it ends."""
 
@@ -53,10 +55,10 @@ class EndsAndBranches:
         return self.ends_of_turns
 
     def of_prompt(self, found: Found) -> list[int]:
-        """Return the end, the place where it leaves what is cached, and multiples of ``every``."""
+        """Return the ends, the place where it leaves what is cached, and multiples of ``every``."""
         wanted = [*range(self.every, found.num_pages + 1, self.every)] if self.every else []
         if self.branches:
             wanted.append(found.num_cached)
         if self.ends_of_prompts:
-            wanted.append(found.num_pages)
+            wanted += [found.num_of_prompt, found.num_pages]
         return wanted

@@ -2,8 +2,8 @@
 
 Owns: the snapshots of states, each at the end of a node.  Does not know: how a state gets into a slot.
 A state cannot be cut at a token as keys and values can.  So a match goes back to the deepest node with a snapshot, and
-a row computes what follows again, even if there are pages of it.  A snapshot leaves with its node, or before that if its
-slot is needed.  A node that gets one ends where the snapshot was taken: an edge is split there, and grows no further.
+a row computes what follows again, even if there are pages of it.  A snapshot leaves with its node, or before that if
+its slot is needed.  A node that gets one ends where the snapshot was taken: an edge is split there, and grows no more.
 """
 
 from engine.features.states.slots import SnapshotSlots
