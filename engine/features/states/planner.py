@@ -53,11 +53,13 @@ class StatesPlanner(PlannerFeature):
         self._tree = parts.pages.tree
         self._table = parts.table
         self._completions = parts.completions
+        self._events = parts.events
         self._page_size = parts.limits.page_size
         self._policy = policy
         self._rows: dict[int, RowState] = {}
         self._starting: tuple[Handle, Found] | None = None
         self._before: list[Copy] = []
+        self._num_recomputed = 0
 
     # ---- rows that start --------------------------------------------------------------------
 
@@ -78,6 +80,10 @@ class StatesPlanner(PlannerFeature):
         (handle, found), self._starting = self._starting, None
         if handle.num_pages:
             self._before.append((self._tree.slot_of(handle), sequence.row))
+        if num_again := (found.num_cached - found.num_with_state) * self._page_size:
+            self._num_recomputed += num_again
+            for recomputes in self._events.recomputes:
+                recomputes(sequence, num_again)
         wanted = {pages for pages in self._policy.of_prompt(found) if found.num_with_state < pages <= found.num_pages}
         self._rows[sequence.row] = RowState(handle, [pages * self._page_size for pages in sorted(wanted)], [])
 
@@ -161,8 +167,8 @@ class StatesPlanner(PlannerFeature):
     # ---- views ------------------------------------------------------------------------------
 
     def gauges(self) -> dict[str, int]:
-        """Return the number of snapshots in the tree."""
-        return {"state_snapshots": self._tree.num_snapshots}
+        """Return the number of snapshots in the tree, and of cached tokens that were computed again so far."""
+        return {"state_snapshots": self._tree.num_snapshots, "tokens_without_state": self._num_recomputed}
 
     def check(self) -> None:
         """Raise AssertionError unless every slot is free, or one row's, or one node's."""

@@ -5,6 +5,7 @@ from functools import partial
 import numpy as np
 import pytest
 
+from engine.features.explain.explanation import explain
 from engine.features.states.messages import copies_of
 from engine.features.states.planner import StatesPlanner
 from engine.features.states.policy import EndsAndBranches
@@ -87,6 +88,16 @@ def test_where_two_prompts_part_a_state_is_kept_for_the_third() -> None:
     stem = prompt_of(22)
     cached = [bench.serve(number, np.concatenate((stem, prompt_of(9, seed=number)))) for number in range(1, 5)]
     assert cached == [0, 0, 20, 20]
+
+
+def test_cached_tokens_that_are_computed_again_are_counted_and_explained() -> None:
+    bench = StateBench()
+    stem = prompt_of(22)
+    for number in (1, 2, 3):
+        bench.serve(number, np.concatenate((stem, prompt_of(9, seed=number))))
+    assert bench.states.gauges() == {"state_snapshots": 4, "tokens_without_state": 20}
+    found = [explain(bench.planner.requests, bench.timelines, number, bench.now) for number in (1, 2, 3)]
+    assert [one and one.num_recomputed for one in found] == [0, 20, 0]
 
 
 def test_without_branches_only_whole_prompts_are_shared() -> None:
