@@ -69,6 +69,10 @@ class PlannerFeature:
         """Return whether a sequence may start now, as far as the feature is concerned."""
         return True
 
+    def shared_tokens(self, row: int, most: int) -> int:
+        """Return the number of tokens, at most ``most``, of a row's prompt that another one can use in a while."""
+        return most
+
     def adopt(self, sequence: Sequence, handle: Handle, key: bytes, pages: Pages) -> None:
         """Called before a sequence starts.  pages: free pages after those of the handle, which the tree may adopt."""
 
@@ -172,6 +176,7 @@ class PlannerFeatures:
         self.hold = self._hooks("hold")
         self.blocks = self._hooks("blocks")
         self.has_room = self._hooks("has_room")
+        self.shared_tokens = self._hooks("shared_tokens")
         self.adopt = self._hooks("adopt")
         self.started = self._hooks("started")
         self.prefill_tokens = self._hooks("prefill_tokens")

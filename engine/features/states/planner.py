@@ -11,6 +11,7 @@ snapshot.  A copy becomes one when the pages before it are in the tree, and so w
 Copies cost no wait: steps run in order, so a slot that is freed while a step in flight reads it is written later.
 """
 
+from bisect import insort
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -91,6 +92,14 @@ class StatesPlanner(PlannerFeature):
         """Let a chunk end where the row's state is to be copied."""
         borders = self._rows[row].borders
         return min(most, borders[0] - int(self._table.num_computed[row])) if borders else most
+
+    def shared_tokens(self, row: int, most: int) -> int:
+        """Return the last place of a prompt with a state that another one may use, which may be where the two part."""
+        state, parting = self._rows[row], most // self._page_size * self._page_size
+        if self._policy.keeps_branches and parting > self._table.num_computed[row] and parting not in state.borders:
+            insort(state.borders, parting)
+        copied = (pages * self._page_size for pages, _ in state.copies)
+        return max((border for border in (*copied, *state.borders) if border <= most), default=0)
 
     # ---- steps ------------------------------------------------------------------------------
 

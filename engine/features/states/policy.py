@@ -24,10 +24,13 @@ class Found:
 class SnapshotPolicy(Protocol):
     """The places where snapshots are taken.
 
-    keeps_turns: whether the state behind the last full page of an output is kept when it ends."""
+    keeps_turns: whether the state behind the last full page of an output is kept when it ends.
+    keeps_branches: whether a prompt that another one waits for keeps its state where the two part."""
 
     @property
     def keeps_turns(self) -> bool: ...
+    @property
+    def keeps_branches(self) -> bool: ...
 
     def of_prompt(self, found: Found) -> Iterable[int]:
         """Return numbers of pages after which the state of a prompt is to be kept.
@@ -42,23 +45,18 @@ class EndsAndBranches:
     """Snapshots at the ends of prompts and of outputs, where prompts part, and every so many pages.
 
     Where a prompt leaves cached pages, two prompts part, and a third may come.
-    ends_of_prompts, ends_of_turns, branches: which of these are kept.  every: 0 for none of the last kind."""
+    every: 0 for none of the last kind."""
 
-    ends_of_prompts: bool = True
-    ends_of_turns: bool = True
-    branches: bool = True
+    keeps_prompts: bool = True
+    keeps_turns: bool = True
+    keeps_branches: bool = True
     every: int = 0
-
-    @property
-    def keeps_turns(self) -> bool:
-        """Whether the ends of outputs are kept."""
-        return self.ends_of_turns
 
     def of_prompt(self, found: Found) -> list[int]:
         """Return the ends, the place where it leaves what is cached, and multiples of ``every``."""
         wanted = [*range(self.every, found.num_pages + 1, self.every)] if self.every else []
-        if self.branches:
+        if self.keeps_branches:
             wanted.append(found.num_cached)
-        if self.ends_of_prompts:
+        if self.keeps_prompts:
             wanted += [found.num_of_prompt, found.num_pages]
         return wanted

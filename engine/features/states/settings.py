@@ -26,9 +26,9 @@ class StatesSettings(Addition, frozen=True):
     def policy(self) -> EndsAndBranches:
         """The policy that these settings describe."""
         return EndsAndBranches(
-            ends_of_prompts="prompts" in self.keep_states,
-            ends_of_turns="turns" in self.keep_states,
-            branches="branches" in self.keep_states,
+            keeps_prompts="prompts" in self.keep_states,
+            keeps_turns="turns" in self.keep_states,
+            keeps_branches="branches" in self.keep_states,
             every=self.keep_states_every,
         )
 

@@ -14,7 +14,7 @@ from tests.scheduling.bench import EOS, Bench, lose_the_device, prompt_of, segme
 from tests.scheduling.fake_device import expected_output
 
 PAGE = 4
-NOTHING = EndsAndBranches(ends_of_prompts=False, ends_of_turns=False, branches=False)
+NOTHING = EndsAndBranches(keeps_prompts=False, keeps_turns=False, keeps_branches=False)
 
 
 class StateBench(Bench):
@@ -100,8 +100,36 @@ def test_cached_tokens_that_are_computed_again_are_counted_and_explained() -> No
     assert [one and one.num_recomputed for one in found] == [0, 20, 0]
 
 
+def test_prompts_that_come_together_share_what_the_first_one_computes() -> None:
+    bench = StateBench(prefill_chunk=8)
+    stem = prompt_of(50)
+    for number in (1, 2, 3):
+        bench.submit(number, np.concatenate((stem, prompt_of(9, seed=number))), max_tokens=4, ignore_eos=True)
+    bench.finish()
+    assert [bench.cached[number] for number in (1, 2, 3)] == [0, 48, 48]
+
+
+def test_a_prompt_waits_for_a_state_that_is_being_copied() -> None:
+    bench = StateBench(depth=3)
+    bench.submit(1, prompt_of(50), max_tokens=4, ignore_eos=True)
+    assert bench.plan()
+    bench.submit(2, prompt_of(50), max_tokens=4, ignore_eos=True)
+    assert bench.plan()
+    bench.finish()
+    assert bench.cached == {1: 0, 2: 48}
+
+
+def test_no_prompt_waits_for_tokens_that_it_cannot_use() -> None:
+    bench = StateBench(EndsAndBranches(keeps_branches=False), prefill_chunk=8)
+    for number in (1, 2):
+        bench.submit(number, np.concatenate((prompt_of(50), prompt_of(9, seed=number))), max_tokens=1)
+    assert bench.plan()
+    assert bench.started == [1, 2]
+    bench.finish()
+
+
 def test_without_branches_only_whole_prompts_are_shared() -> None:
-    bench = StateBench(EndsAndBranches(branches=False))
+    bench = StateBench(EndsAndBranches(keeps_branches=False))
     stem = prompt_of(22)
     cached = [bench.serve(number, np.concatenate((stem, prompt_of(9, seed=number)))) for number in range(1, 5)]
     assert cached == [0, 0, 0, 0]
