@@ -1,4 +1,4 @@
-"""How much of the prompts of a model with recurrent states is cached, by the policy of snapshots?
+"""The share of prompts of a model with recurrent states that is cached, by the policy of snapshots.
 
 Sessions of several turns go through the engine's planner in virtual time, to a pool with room for about half of them.
 Each policy is compared with an oracle, which takes snapshots at the places from which a later prompt will go on, and

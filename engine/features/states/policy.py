@@ -2,7 +2,10 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Final, Protocol, runtime_checkable
+
+LONG: Final = 32  # pages that are computed; less is rarely a document
+BEFORE_END: Final = 16  # a multiple of so many pages is at most so far before the end
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +47,8 @@ class SnapshotPolicy(Protocol):
 class EndsAndBranches:
     """Snapshots at the ends of prompts and of outputs, where prompts part, and every so many pages.
 
-    Where a prompt leaves cached pages, two prompts part, and a third may come.
+    Where a prompt leaves cached pages, two prompts part, and a third may come.  If much of a prompt is new, it may be
+    a document and a question: others about the same document part a little before its end.
     every: 0 for none of the last kind."""
 
     keeps_prompts: bool = True
@@ -57,6 +61,8 @@ class EndsAndBranches:
         wanted = [*range(self.every, found.num_pages + 1, self.every)] if self.every else []
         if self.keeps_branches:
             wanted.append(found.num_cached)
+            if found.num_pages - found.num_with_state >= LONG:
+                wanted.append(found.num_pages // BEFORE_END * BEFORE_END)
         if self.keeps_prompts:
             wanted += [found.num_of_prompt, found.num_pages]
         return wanted

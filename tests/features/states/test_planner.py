@@ -135,6 +135,13 @@ def test_without_branches_only_whole_prompts_are_shared() -> None:
     assert cached == [0, 0, 0, 0]
 
 
+def test_a_long_prompt_has_a_state_a_little_before_its_end() -> None:
+    bench = StateBench(max_len=512, num_pages=200)
+    document = prompt_of(150)
+    cached = [bench.serve(number, np.concatenate((document, prompt_of(30, seed=number)))) for number in (1, 2, 3)]
+    assert cached == [0, 128, 148]
+
+
 def test_every_second_page_has_a_state() -> None:
     bench = StateBench(EndsAndBranches(False, False, False, every=2))
     bench.serve(1, prompt_of(30))

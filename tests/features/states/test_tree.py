@@ -106,6 +106,27 @@ def test_the_slot_that_was_used_longest_ago_is_taken_first() -> None:
     assert [cache.found(prompt) for prompt in prompts] == [2, 0, 2, 2]
 
 
+def test_a_snapshot_that_several_requests_started_from_outlives_newer_ones() -> None:
+    cache, prompts = Cache(num_slots=3), [ids(20, seed) for seed in range(6)]
+    cache.insert(prompts[0], 2)
+    cache.found(prompts[0])
+    cache.found(prompts[0])
+    for prompt in prompts[1:]:
+        cache.insert(prompt, 2)
+    assert [cache.found(prompt) for prompt in prompts] == [2, 0, 0, 0, 2, 2]
+
+
+def test_shared_snapshots_have_at_most_half_of_the_slots_for_good() -> None:
+    cache, prompts = Cache(num_slots=3), [ids(20, seed) for seed in range(4)]
+    for prompt in prompts[:3]:
+        cache.insert(prompt, 2)
+    for prompt in (prompts[1], prompts[0], prompts[1], prompts[0]):
+        cache.tree.now += 1
+        cache.found(prompt)
+    cache.insert(prompts[3], 2)
+    assert [cache.found(prompt) for prompt in prompts] == [2, 0, 2, 2]
+
+
 def test_rows_that_hold_all_slots_leave_none() -> None:
     cache = Cache(num_slots=2)
     assert {cache.tree.take_slot(), cache.tree.take_slot()} == {100, 101}
