@@ -14,6 +14,7 @@ from engine.checkpoints.checkpoint import DEMO, DEMO_NAME, ModelSpec, resolve_ch
 from engine.checkpoints.gguf import SUFFIX, stored_tensors
 from engine.checkpoints.gguf_parts import model_name
 from engine.config import Config
+from engine.control.recurrent import check_recurrent
 from engine.host.device_defaults import runs_on_cpu, with_device_defaults
 from engine.host.stages import Stages
 from engine.plugins.blueprint import Blueprint, without_secrets
@@ -90,6 +91,8 @@ def engine_spec(
     stages.begin("plugins")
     config = with_weight_type(config, model)
     plugins = _checked_plugins(config, model)
+    if model.state_bytes:
+        check_recurrent(config, plugins.names)
     fit = fitted(
         ModelFit(
             config=config,

@@ -35,7 +35,7 @@ class RankContext:
 
     max_len: tokens of the longest row.
     place: equal on ranks that share memory, as in ``fair_share``.
-    model, rows: the rank's own.  states: of the rows' recurrent layers; None without such layers.
+    model, rows: the rank's own.  states: of recurrent layers, one slot for each row; None for a model without them.
     given: facts that features need and the engine has found, msgpack by the feature's name."""
 
     config: Config
@@ -49,8 +49,8 @@ class RankContext:
     progress: bool
     model: Model
     rows: DeviceRows
+    states: RecurrentStates | None
     given: Mapping[str, bytes]
-    states: RecurrentStates | None = None
 
 
 class RankFeature:

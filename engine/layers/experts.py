@@ -18,9 +18,9 @@ from engine.checkpoints.shape import ExpertsShape
 from engine.layers.comm import Comm, Unconnected
 from engine.layers.kernels import DeviceKernels, LayerKernels
 from engine.layers.linear import ColumnLinear, Linear, RowLinear
-from engine.layers.mlp import clamped_swish, gated
+from engine.layers.mlp import GatedMLP, activated, clamped_swish, gated
 from engine.layers.router import Router
-from engine.layers.weights import WeightSlice, joined, merged, not_here, parameter, transposed
+from engine.layers.weights import WeightSlice, joined, merged, not_here, parameter, transposed, whole
 from engine.types.errors import ConfigError
 
 
@@ -40,7 +40,7 @@ class Expert:
         self, shape: ExpertsShape, size: int, hidden_size: int, comm: Comm, device: torch.device, dtype: torch.dtype
     ) -> None:
         bias = self.alternating = shape.activation == "clamped_swish"
-        parts = [("gate_up_proj", 2 * size)] if bias else [(shape.gate, size), (shape.up, size)]
+        parts = [("gate_up_proj", 2 * size)] if bias else [(one, size) for one in (shape.gate, shape.up) if one]
         self.shape = shape
         self.gate_up = ColumnLinear(hidden_size, parts, bias, comm, device, dtype)
         self.down = PartialLinear(size, hidden_size, bias, comm, device, dtype)
@@ -50,6 +50,8 @@ class Expert:
         gate_up = self.gate_up(x_TD)
         if self.shape.activation == "clamped_swish":
             return self.down(clamped_swish(gate_up, self.shape.limit, self.shape.slope))
+        if not self.shape.gate:
+            return self.down(activated(gate_up, self.shape.activation))
         return self.down(gated(gate_up, self.shape.activation, kernels))
 
     def slices(self, name: str) -> Iterator[WeightSlice]:
@@ -80,6 +82,8 @@ class Experts:
         self.router = Router(shape.router, hidden_size, shape.num_experts, shape.num_chosen, device, dtype)
         place = (hidden_size, comm, device, dtype)
         self.shared = Expert(shape, shape.shared_size, *place) if shape.shared_size else None
+        self.shared_gate = Linear(hidden_size, 1, False, device, dtype) if shape.shared_gate else None
+        self.beside = None if shape.beside is None else GatedMLP(shape.beside, *place)
         nowhere, cut = torch.device("meta"), Unconnected(0, 1) if shape.divided else comm
         self.every = [
             Expert(shape, shape.expert_size, hidden_size, cut, nowhere, dtype) for _ in range(shape.num_experts)
@@ -90,7 +94,8 @@ class Experts:
         self._stacks = [Stack(linears, device) for linears in pairs]
         self.on_gpu = device.type == "cuda"
         routed = [] if self.on_gpu else [linear for expert in self.experts for linear in expert.linears]
-        self.linears = [*routed, *(self.shared.linears if self.shared else ())]
+        others = [one for one in (self.shared, self.beside) if one is not None]
+        self.linears = [*routed, *(linear for one in others for linear in one.linears)]
         self._kernels: DeviceKernels | None = None
 
     def __call__(self, x_TD: Tensor, kernels: LayerKernels | None) -> Tensor:
@@ -102,8 +107,13 @@ class Experts:
         else:
             out_TD = self._result(x_TD, weights_TK, experts_TK)
         if self.shared is not None:
-            out_TD += self.shared(x_TD, kernels)
-        return self.comm.all_reduce(out_TD) if self.comm.size > 1 else out_TD
+            shared_TD = self.shared(x_TD, kernels)
+            if self.shared_gate is not None:
+                shared_TD *= self.shared_gate(x_TD).sigmoid_()
+            out_TD += shared_TD
+        if self.comm.size > 1:
+            out_TD = self.comm.all_reduce(out_TD)
+        return out_TD if self.beside is None else out_TD.add_(self.beside(x_TD, kernels))
 
     def _result(self, x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor) -> Tensor:
         if self._kernels is not None:
@@ -141,6 +151,8 @@ class Experts:
         """Set the GPU's kernel; called once, after loading.  Raises ConfigError on a GPU without kernels."""
         if not self.on_gpu:
             self._stacks = []  # each expert has its own layout by now
+        elif not self.shape.gate:
+            raise ConfigError("a mixture of experts without gates runs on CPUs alone; set device.kind=cpu")
         elif not isinstance(kernels, DeviceKernels):
             raise ConfigError(
                 "a mixture of experts on a GPU needs this project's Triton kernels, which cannot be used here; the log "
@@ -155,23 +167,24 @@ class Experts:
         name = joined(prefix, shape.name)
         yield from self.router.slices(name)
         for number, expert in enumerate(self.every):
-            if shape.stacked:
-                slices = self._members(f"{name}.experts", number, expert)
-            else:
-                slices = expert.slices(f"{name}.experts.{number}")
+            own = f"{name}.experts.{number}"
+            slices = self._members(name, number, expert) if shape.stacked else expert.slices(own)
             held = self.first <= number < self.first + len(self.experts)
             yield from slices if held else not_here(slices)
         if self.shared is not None:
             yield from self.shared.slices(f"{name}.{shape.shared}")
+        if self.beside is not None:
+            yield from self.beside.slices(prefix)
+        if self.shared_gate is not None:
+            yield whole(f"{name}.{shape.shared_gate}.weight", self.shared_gate.weight)
 
     def _members(self, name: str, number: int, expert: Expert) -> Iterator[WeightSlice]:
-        gate_up = expert.gate_up.slices(name)
-        if self.shape.halved:
-            gate_up = merged(gate_up, f"{name}.gate_up_proj")
-        slices = [*gate_up, *expert.down.slices(f"{name}.down_proj")]
-        for one in slices if self.shape.upright else transposed(slices):
-            source = one.source.removesuffix(".weight").replace(".bias", "_bias")
-            yield replace(one, source=source, member=number, num_members=len(self.every))
+        products = (expert.gate_up.slices(""), expert.down.slices(""))
+        for stack, product in zip(self.shape.stacks, products, strict=True):
+            slices = merged(product, f"{name}.{stack}")
+            for one in slices if self.shape.upright else transposed(slices):
+                source = one.source.removesuffix(".weight").replace(".bias", "_bias")
+                yield replace(one, source=source, member=number, num_members=len(self.every))
 
 
 def _held(shape: ExpertsShape, comm: Comm) -> tuple[int, int]:

@@ -34,7 +34,8 @@ class SharedPrefixPlanner(PlannerFeature):
         return sum(map(len, self._waiting.values()))
 
     def started(self, sequence: Sequence) -> None:
-        self._unshared.setdefault(_stem(sequence), set()).add(sequence.row)
+        if not self._limits.state_bytes:  # else no sequence can use its pages
+            self._unshared.setdefault(_stem(sequence), set()).add(sequence.row)
 
     def hold(self, sequence: Sequence) -> Why | None:
         """Keep a sequence if a running prefill will soon publish more of its prefix than is cached now."""
