@@ -19,7 +19,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from engine.checkpoints.checkpoint import ModelSpec
-from engine.checkpoints.shape import DecoderShape, TokenScoreShape
+from engine.checkpoints.shape import DecoderShape, ExpertsShape, TokenScoreShape
 from engine.checkpoints.shards import StoredTensor
 from engine.formats.opening import open_reader
 from engine.formats.reader import CODES, LOADABLE, WeightReader
@@ -73,6 +73,7 @@ def load_model(
         if load_format == "safetensors":
             reader = open_reader(spec)
             opened.callback(reader.close)
+            shape = _with_stored_experts(shape, reader)
             if shape.task_head is not None:
                 shape = _with_stored_head(shape, reader)
             elif shape.tied and _has_own_head(shape, reader, dtype):
@@ -179,6 +180,22 @@ def _with_stored_head(shape: DecoderShape, reader: WeightReader) -> DecoderShape
     if not isinstance(head, TokenScoreShape) or f"{shape.names.head}.weight" not in reader.tensors:
         return shape
     return msgspec.structs.replace(shape, task_head=msgspec.structs.replace(head, name=shape.names.head))
+
+
+def _with_stored_experts(shape: DecoderShape, reader: WeightReader) -> DecoderShape:
+    """Return the shape with experts in tensors of their own, where stacks were expected and the first one is missing.
+
+    transformers 5 reads both, and writes a model that it has read from stacks without them."""
+    layers = list(shape.layers)
+    for index, layer in enumerate(layers):
+        mlp = layer.mlp
+        if isinstance(mlp, ExpertsShape) and mlp.stacked and mlp.upright:
+            prefix = f"{shape.names.layers}.{index}.{mlp.name}"
+            single = [f"{prefix}.experts.0.{one}.weight" for one in (mlp.gate, mlp.up, mlp.down)]
+            stacked = f"{prefix}.{mlp.stacks[0]}" in reader.tensors
+            if not stacked and any(name in reader.tensors for name in single):
+                layers[index] = msgspec.structs.replace(layer, mlp=msgspec.structs.replace(mlp, stacked=False))
+    return msgspec.structs.replace(shape, layers=tuple(layers))
 
 
 def _has_own_head(shape: DecoderShape, reader: WeightReader, dtype: torch.dtype) -> bool:
