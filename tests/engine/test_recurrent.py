@@ -107,7 +107,8 @@ def test_with_invariant_numerics_outputs_have_the_same_bits_in_every_way(variant
     for way, tables in WAYS.items():
         config = {"model": {"dtype": "float32", "tokenizer": "none", "numerics": "invariant"}, "device": {"threads": 1}}
         with LLM(tmp_path, progress=False, config=config | {"kv": {"num_pages": 64}} | tables) as llm:
-            found[way] = [(one.token_ids, one.logprobs) for one in llm.generate(prompts(), params)]
+            for name in (way, f"{way}, cached"):
+                found[name] = [(one.token_ids, one.logprobs) for one in llm.generate(prompts(), params)]
     assert [way for way, outputs in found.items() if outputs != found["together"]] == []
 
 
