@@ -28,8 +28,8 @@ from engine.layers.packing import WrappedWeight
 from engine.layers.rotary import Rotary
 from engine.layers.self_attention import SelfAttention
 from engine.messages import Step
-from engine.models.decoder import Decoder
-from engine.models.decoder_layer import DecoderLayer, HybridLayer
+from engine.models.decoder import Decoder, DecoderLayer
+from engine.models.hybrid_layer import HybridLayer
 from engine.sampling.captured import SamplingVariant
 from engine.sampling.sampler import Sampler
 

@@ -9,20 +9,73 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.checkpoints.shape import DecoderShape, RotaryShape
+from engine.checkpoints.shape import DecoderShape, GatedAttentionShape, LayerShape, RotaryShape
 from engine.layers.comm import Comm
 from engine.layers.kernels import LayerKernels
 from engine.layers.linear import VocabLinear
-from engine.layers.part import Norm, RowwisePart, build
+from engine.layers.part import Attention, FeedForward, Norm, RowwisePart, build
 from engine.layers.recurrent import RecurrentPart
 from engine.layers.rotary import Rotary
 from engine.layers.step import StateTap, StepTensors
 from engine.layers.task_head import TaskHead
 from engine.layers.weights import parameter
-from engine.models.decoder_layer import DecoderLayer, HybridLayer, built_by, places
-from engine.models.decoder_weights import DecoderWeights
+from engine.models.decoder_weights import DecoderWeights, LayerWeights
 from engine.models.frequencies import frequencies
+from engine.models.hybrid_layer import HybridLayer, LayerPlace, places
 from engine.models.model import attention_spec_of
+
+
+class DecoderLayer(LayerWeights):
+    """One layer, in two halves around the attention call, so that a graph can capture each half.
+
+    rotary: as in ``LayerPlace``."""
+
+    attention: Attention
+    mlp: FeedForward
+
+    def __init__(
+        self,
+        shape: LayerShape,
+        hidden_size: int,
+        place: LayerPlace,
+        comm: Comm,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        arguments = (hidden_size, comm, device, dtype)
+        assert shape.attention is not None, "a layer without attention is a HybridLayer"
+        assert shape.mlp is not None, "a layer without an MLP is a HybridLayer"
+        self.rotary, self._index, _ = place
+        self.parallel = shape.parallel
+        self.before_attention = build(Norm, shape.before_attention, *arguments)
+        self.attention = build(Attention, shape.attention, *arguments)
+        self.behind_attention = build(Norm, shape.behind_attention, *arguments)
+        self.before_mlp = build(Norm, shape.before_mlp, *arguments)
+        self.mlp = build(FeedForward, shape.mlp, *arguments)
+        self.behind_mlp = build(Norm, shape.behind_mlp, *arguments)
+        first = (self.before_attention, self.attention, self.behind_attention)
+        self.parts = (*first, self.before_mlp, self.mlp, self.behind_mlp)
+        self.products = (self.attention, self.mlp)
+
+    def attend(
+        self,
+        normed_TD: Tensor,
+        rotary: Rotary | None,
+        angles: tuple[Tensor, ...],
+        step: StepTensors,
+        kernels: LayerKernels | None,
+    ) -> Tensor:
+        """Return the backend's result, [T, Q, H], for the attention's input.  The others are as in ``project``."""
+        q_TQH = self.attention.project(self._index, normed_TD, rotary, angles, step, kernels)
+        return step.attention.attend(self._index, q_TQH)
+
+    def finish(self, x_TD: Tensor, normed_TD: Tensor, attended_TQH: Tensor, kernels: LayerKernels | None) -> Tensor:
+        """Add the attention's result to the residual stream, in place, and return the MLP's result, not yet added.  If
+        both are parallel, return their sum.  normed_TD: the attention's input."""
+        update_TD = self.behind_attention(self.attention.output(attended_TQH))
+        if self.parallel:
+            return self.behind_mlp(self.mlp(normed_TD, kernels)).add_(update_TD)
+        return self.behind_mlp(self.mlp(self.before_mlp.added(x_TD, update_TD, kernels), kernels))
 
 
 class Decoder(DecoderWeights):
@@ -123,3 +176,9 @@ class Decoder(DecoderWeights):
 def build_rotary(shape: RotaryShape, head_size: int, device: torch.device, dtype: torch.dtype) -> Rotary:
     frequencies_R = frequencies(shape, shape.size or head_size).to(device)
     return Rotary(frequencies_R, shape.attention_factor, dtype, head_size=head_size, interleaved=shape.interleaved)
+
+
+def built_by(shape: LayerShape) -> "type[DecoderLayer | HybridLayer]":
+    """Return the class of a layer."""
+    attends = shape.attention is not None and not isinstance(shape.attention, GatedAttentionShape)
+    return DecoderLayer if attends and shape.mlp is not None and shape.recurrent is None else HybridLayer

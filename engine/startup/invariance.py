@@ -29,8 +29,8 @@ from engine.layers.kv_pool import KVPool, Layout
 from engine.layers.part import Attention, Norm
 from engine.layers.recurrent import RecurrentPart
 from engine.layers.step import StepTensors
-from engine.models.decoder import Decoder
-from engine.models.decoder_layer import DecoderLayer, HybridLayer
+from engine.models.decoder import Decoder, DecoderLayer
+from engine.models.hybrid_layer import HybridLayer
 from engine.models.model import Model
 from engine.plugins.proof.invariance import layers_needed, pages_needed, require_same_bits
 from engine.plugins.proof.states import require_same_states

@@ -1,8 +1,9 @@
-"""A layer of the decoder: attention or a recurrent part, then an MLP, each between its norms.
+"""A layer of a decoder with recurrent layers: any of attention, a recurrent part and an MLP, between norms.
 
 Legend: T new tokens in the step (ragged, packed) · D model dim · Q query heads · H head size
         M numbers of a token between a layer's two halves
-Owns: the order of operations in a layer.  Does not know: other layers, which attention backend runs.
+Owns: the order of operations in such a layer, the places of layers in what they share.
+Does not know: other layers, which attention backend runs.
 """
 
 from collections.abc import Iterator, Sequence
@@ -11,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from engine.checkpoints.shape import GatedAttentionShape, LayerShape, RotaryShape
+from engine.checkpoints.shape import LayerShape, RotaryShape
 from engine.layers.comm import Comm
 from engine.layers.gated_attention import GatedAttention
 from engine.layers.kernels import LayerKernels
@@ -42,65 +43,6 @@ def places(layers: Sequence[LayerShape], rotaries: dict[RotaryShape, int]) -> It
         yield LayerPlace(number, num_attentions, num_recurrents)
         num_attentions += layer.attention is not None
         num_recurrents += layer.recurrent is not None
-
-
-def built_by(shape: LayerShape) -> "type[DecoderLayer | HybridLayer]":
-    """Return the class of a layer."""
-    attends = shape.attention is not None and not isinstance(shape.attention, GatedAttentionShape)
-    return DecoderLayer if attends and shape.mlp is not None and shape.recurrent is None else HybridLayer
-
-
-class DecoderLayer(LayerWeights):
-    """One layer, in two halves around the attention call, so that a graph can capture each half.
-
-    rotary: as in ``LayerPlace``."""
-
-    attention: Attention
-    mlp: FeedForward
-
-    def __init__(
-        self,
-        shape: LayerShape,
-        hidden_size: int,
-        place: LayerPlace,
-        comm: Comm,
-        device: torch.device,
-        dtype: torch.dtype,
-    ) -> None:
-        arguments = (hidden_size, comm, device, dtype)
-        assert shape.attention is not None, "a layer without attention is a HybridLayer"
-        assert shape.mlp is not None, "a layer without an MLP is a HybridLayer"
-        self.rotary, self._index, _ = place
-        self.parallel = shape.parallel
-        self.before_attention = build(Norm, shape.before_attention, *arguments)
-        self.attention = build(Attention, shape.attention, *arguments)
-        self.behind_attention = build(Norm, shape.behind_attention, *arguments)
-        self.before_mlp = build(Norm, shape.before_mlp, *arguments)
-        self.mlp = build(FeedForward, shape.mlp, *arguments)
-        self.behind_mlp = build(Norm, shape.behind_mlp, *arguments)
-        first = (self.before_attention, self.attention, self.behind_attention)
-        self.parts = (*first, self.before_mlp, self.mlp, self.behind_mlp)
-        self.products = (self.attention, self.mlp)
-
-    def attend(
-        self,
-        normed_TD: Tensor,
-        rotary: Rotary | None,
-        angles: tuple[Tensor, ...],
-        step: StepTensors,
-        kernels: LayerKernels | None,
-    ) -> Tensor:
-        """Return the backend's result, [T, Q, H], for the attention's input.  The others are as in ``project``."""
-        q_TQH = self.attention.project(self._index, normed_TD, rotary, angles, step, kernels)
-        return step.attention.attend(self._index, q_TQH)
-
-    def finish(self, x_TD: Tensor, normed_TD: Tensor, attended_TQH: Tensor, kernels: LayerKernels | None) -> Tensor:
-        """Add the attention's result to the residual stream, in place, and return the MLP's result, not yet added.  If
-        both are parallel, return their sum.  normed_TD: the attention's input."""
-        update_TD = self.behind_attention(self.attention.output(attended_TQH))
-        if self.parallel:
-            return self.behind_mlp(self.mlp(normed_TD, kernels)).add_(update_TD)
-        return self.behind_mlp(self.mlp(self.before_mlp.added(x_TD, update_TD, kernels), kernels))
 
 
 class HybridLayer(LayerWeights):
