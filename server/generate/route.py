@@ -252,6 +252,7 @@ class GenerateRoute(Generic[B]):
         exchange = client.exchange
         exchange.names |= {writer.id, generation.request_id} - {""}
         exchange.parts = writer.parts
+        exchange.notes = generation.notes
         try:
             async with Choices(client, generation) as choices:
                 try:

@@ -66,6 +66,7 @@ class Exchange:
     id: the client's own if it sent a usable one.  route: the path's pattern, once one was matched.
     operation: what is declared of that route; None for a route that is not declared.
     names: what else the client may call it by.  parts: names of some of its choices -> which they are.
+    notes: sentences on what was changed in the request before the model got it.
     usage: prompt and completion tokens.  Handlers that generate set these three.  tells_usage: a router wants to know.
     replica: which one has answered.
     key: which of the API keys it brought, where there are any.
@@ -88,6 +89,7 @@ class Exchange:
         self.replica = ""
         self.names: set[str] = set()
         self.parts: Mapping[str, range] = {}
+        self.notes: tuple[str, ...] = ()
         self.key: Key | None = None
         self._address = address
         self.cors: dict[str, str] = {}

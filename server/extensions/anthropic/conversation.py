@@ -4,7 +4,7 @@ Owns: which blocks belong to one turn, what is left out, what is refused.  Does 
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -13,12 +13,38 @@ from engine.types.prompt import ChatTurn, ToolCall
 from server.extensions.anthropic.requests import BlockBody, BlockSource, CountBody, MessageBody
 from server.openai.conversation import left_out_note, needed, num_answered
 
-# A line about the client's version and the session, which Claude Code puts in front of its system prompt: in the prompt
-# it would keep sessions from sharing what is cached.
+# A line about the client's version, the session and the request, which Claude Code puts in front of its system prompt:
+# in the prompt it would keep sessions, and with some versions turns, from sharing what is cached.
 BILLING = "x-anthropic-billing-header:"
+BILLING_LEFT_OUT = (
+    "The system prompt's line that begins with x-anthropic-billing-header was left out, so that what follows it can be "
+    "found in the cache (server.leave_out_billing_header)."
+)
 # Calls that Anthropic ran, and thoughts that it alone can read; results of the former end in RESULT.
 LEFT_OUT = frozenset({"redacted_thinking", "server_tool_use", "mcp_tool_use"})
 RESULT = "_tool_result"
+B = TypeVar("B", bound=CountBody)
+
+
+def without_billing(body: B) -> B:
+    """Returns the body without its lines for the client's billing; the same object if there are none."""
+    kept = [_without_billing(message) for message in body.messages]
+    system = None if body.system is None else _plain_blocks(body.system)
+    if system is body.system and all(one is message for one, message in zip(kept, body.messages, strict=True)):
+        return body
+    return msgspec.structs.replace(body, messages=kept, system=system)
+
+
+def _without_billing(message: MessageBody) -> MessageBody:
+    content = _plain_blocks(message.content) if message.role == "system" else message.content
+    return message if content is message.content else msgspec.structs.replace(message, content=content)
+
+
+def _plain_blocks(content: str | list[BlockBody]) -> str | list[BlockBody]:
+    if isinstance(content, str):
+        return content
+    kept = [block for block in content if not (block.type == "text" and (block.text or "").startswith(BILLING))]
+    return content if len(kept) == len(content) else kept
 
 
 def read_conversation(body: CountBody) -> tuple[ChatTurn, ...]:
@@ -50,7 +76,7 @@ def _system_text(content: str | Sequence[BlockBody], path: str) -> str:
     if isinstance(content, str):
         return content
     texts = [_block_text(block, f"{path}[{index}]") for index, block in enumerate(content)]
-    return "\n".join(text for text in texts if not text.startswith(BILLING))
+    return "\n".join(texts)
 
 
 def continues(body: CountBody) -> bool:

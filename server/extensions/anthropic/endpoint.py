@@ -5,6 +5,7 @@ Owns: what may be asked, and how a prompt is counted.  Does not know: the order 
 
 import asyncio
 
+import msgspec
 from aiohttp import web
 
 from engine.actors.admission import check_chars, num_chars
@@ -12,9 +13,10 @@ from engine.settings.sections import ServerSection
 from engine.text.codec import TextCodec
 from engine.types.errors import FieldError, RequestError
 from engine.types.prompt import ChatOptions
-from server.extensions.anthropic.conversation import continues, read_conversation
+from server.extensions.anthropic.conversation import BILLING_LEFT_OUT, continues, read_conversation, without_billing
 from server.extensions.anthropic.objects import MessageError, MessageEvent, MessageObject, TokenCountAnswer
 from server.extensions.anthropic.requests import CountBody, MessagesBody
+from server.extensions.anthropic.settings import MessagesSettings
 from server.extensions.anthropic.tools import read_message_tools
 from server.extensions.anthropic.writer import MessagesWriter
 from server.generate.endpoint import Endpoint
@@ -57,8 +59,14 @@ class Messages(Endpoint[MessagesBody]):
 
     def __init__(self, translator: Translator) -> None:
         self._translator = translator
+        self.leave_out_billing = True
 
     def translate(self, body: MessagesBody) -> Generation:
+        read = without_billing(body) if self.leave_out_billing else body
+        generation = self._translated(read)
+        return generation if read is body else msgspec.structs.replace(generation, notes=(BILLING_LEFT_OUT,))
+
+    def _translated(self, body: MessagesBody) -> Generation:
         card = self._translator.card
         self._translator.check_model(body.model)
         tools = read_message_tools(body.tools, body.tool_choice, self._translator.tool_format)
@@ -98,6 +106,7 @@ class CountRoute:
     def __init__(self, codec: TextCodec, translator: Translator, server: ServerSection) -> None:
         self._codec = codec
         self._translator = translator
+        self._leave_out_billing = MessagesSettings.read(server).leave_out_billing_header
         self._reader = BodyReader(CountBody, self._check, server)
 
     @operation(
@@ -118,6 +127,8 @@ class CountRoute:
         return body
 
     def _count(self, body: CountBody) -> int:
+        if self._leave_out_billing:
+            body = without_billing(body)
         card, turns = self._translator.card, read_conversation(body)
         tools = read_message_tools(body.tools, body.tool_choice, self._translator.tool_format)
         check_chars(num_chars(turns) + len(tools.described), card.max_model_len, "messages")
