@@ -3,13 +3,14 @@
 Owns: the translation of a grammar to llguidance's Lark, and the limits on its time and memory.
 Does not know: requests, devices.
 
-Constraints that are not supported are refused with their path, never ignored; but ``oneOf`` may be treated as
-``anyOf``.  No ``$ref`` is fetched.  White space between the tokens of JSON is bounded, so that no model can write it
-forever.
+Constraints that a grammar cannot express are checked before an output may end, or refused with their path, and never
+ignored; but ``oneOf`` may be treated as ``anyOf``.  No ``$ref`` is fetched.  White space between the tokens of JSON is
+bounded, so that no model can write it forever.
 """
 
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Final
 
 import llguidance
@@ -18,11 +19,13 @@ import numpy as np
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 from llguidance.gbnf_to_lark import any_to_lark
 
-from engine.plugins.grammar import repeats, schemas
+from engine.plugins.grammar import checks, repeats, schemas
+from engine.plugins.grammar.endings import Ending
 from engine.plugins.hookspecs import GrammarContext, hookimpl
 from engine.plugins.options import Options, decode_options
 from engine.text.grammar import GrammarFailure, Mask
 from engine.text.reasoning import CLOSE, OPEN, Thinking
+from engine.text.token_limits import mask_of
 from engine.text.tool_format import SPACE, CallShape, CallsShape, TagsShape
 from engine.types.errors import RequestError
 from engine.types.params import Grammar
@@ -65,10 +68,13 @@ class LLGuidanceMatcher:
     """The state of one output.  branches: the output matches at least one of them, and all matchers of that one.
 
     Alternatives in one grammar would share its lexer, whose longest match hides shorter ones.
+    ending: what is checked before the output may end with one of the tokens of ``ends``; None for nothing.
     """
 
-    def __init__(self, branches: Branches) -> None:
+    def __init__(self, branches: Branches, ends: Mask, ending: Ending | None = None) -> None:
         self._branches = branches
+        self._ends = ends
+        self._ending = ending
 
     def consume(self, token_id: int) -> None:
         left = [branch for branch in self._branches if all(matcher.consume_token(token_id) for matcher in branch)]
@@ -76,6 +82,8 @@ class LLGuidanceMatcher:
             error = next(matcher.get_error() for matcher in self._branches[0] if matcher.is_error())
             raise GrammarFailure(_shortened(error))
         self._branches = left
+        if self._ending is not None:
+            self._ending.consume(token_id)
 
     def fill(self, mask: Mask) -> None:
         first, *others = self._branches
@@ -84,17 +92,28 @@ class LLGuidanceMatcher:
             mask |= _fill_all(branch, np.empty_like(mask))
         if not mask.any():
             raise GrammarFailure("nothing may follow, not even the end")
+        if self._ending is not None and (mask & self._ends).any():
+            fault, is_final = self._ending.fault()
+            if fault:
+                mask &= ~self._ends
+            if fault and (is_final or not mask.any()):
+                raise GrammarFailure(f"the output does not follow the schema: {fault}")
 
 
 class LLGuidanceGrammar:
-    """A compiled grammar; its first mask has been computed, since that shows whether it is too large."""
+    """A compiled grammar; its first mask has been computed, since that shows whether it is too large.
 
-    def __init__(self, branches: Branches, num_bytes: int) -> None:
+    ends, new_ending: for each matcher."""
+
+    def __init__(self, branches: Branches, num_bytes: int, ends: Mask, new_ending: Callable[[], Ending] | None) -> None:
         self._branches = branches
+        self._ends = ends
+        self._new_ending = new_ending
         self.num_bytes = num_bytes
 
     def matcher(self) -> LLGuidanceMatcher:
-        return LLGuidanceMatcher([[matcher.deep_copy() for matcher in branch] for branch in self._branches])
+        branches = [[matcher.deep_copy() for matcher in branch] for branch in self._branches]
+        return LLGuidanceMatcher(branches, self._ends, self._new_ending and self._new_ending())
 
 
 class LLGuidance:
@@ -103,22 +122,45 @@ class LLGuidance:
     def __init__(self, context: GrammarContext) -> None:
         self._vocab_size = context.vocab_size
         self._options = decode_options("grammar.llguidance", context.options, LLGuidanceOptions)
-        self._tokenizer = LLTokenizer(
-            TokenizerWrapper(_Vocabulary(context)), eos_token=list(context.eos_token_ids) or [_unused(context)]
-        )
+        self._pieces = context.pieces
+        ends = list(context.eos_token_ids) or [_unused(context)]
+        self._ends = mask_of(ends, -(-context.vocab_size // 32))
+        self._tokenizer = LLTokenizer(TokenizerWrapper(_Vocabulary(context)), eos_token=ends)
         special = sorted({context.pieces[token_id] for token_id in context.special_token_ids})
         self._special = {piece.decode() for piece in special if re.fullmatch(rb"<[^<>\s]+>", piece)}
 
     def compile(self, grammar: Grammar) -> LLGuidanceGrammar:
         try:
             branches = self._written(grammar)
+            new_ending = self._new_ending(grammar)
         except (msgspec.MsgspecError, RecursionError) as error:
             raise _refused(f"not valid JSON: {error}") from None
         num_bytes = sum(_BASE_BYTES + _BYTES_PER_CHARACTER * len(text) for branch in branches for text in branch)
         try:
-            return LLGuidanceGrammar([[self._matcher(text) for text in branch] for branch in branches], num_bytes)
+            matchers = [[self._matcher(text) for text in branch] for branch in branches]
+            return LLGuidanceGrammar(matchers, num_bytes, self._ends, new_ending)
         except RequestError as error:
             raise _refused(self._place(grammar) + error.message.removeprefix(_PREFIX)) from None
+
+    def _new_ending(self, grammar: Grammar) -> Callable[[], Ending] | None:
+        """Return what makes the check of an output's values; None if its grammar says all about them."""
+        calls: list[CallShape] = []
+        answer: Any = True
+        match grammar.kind:
+            case "json_schema":
+                answer = msgspec.json.decode(grammar.source)
+            case "tool_calls":
+                shape = msgspec.json.decode(grammar.source, type=CallsShape)
+                calls = shape.calls
+                if shape.otherwise is not None and shape.otherwise.kind == "json_schema":
+                    answer = msgspec.json.decode(shape.otherwise.source)
+            case "structural_tag":
+                calls = msgspec.json.decode(grammar.source, type=TagsShape).tags
+        judges = {call.begin: judge for call in calls if (judge := _judge(call.schema)) is not None}
+        judge = _judge(answer)
+        if not judges and judge is None:
+            return None
+        return partial(Ending, self._pieces, judges, judge, grammar.thinking)
 
     def _place(self, grammar: Grammar) -> str:
         """Return the path, for a message, of the refused part of a schema and its function; '' if unknown."""
@@ -295,7 +337,8 @@ class LLGuidance:
 
     def _json_rule(self, schema: dict[str, Any]) -> str:
         guidance = {"whitespace_pattern": _WHITE_SPACE, "coerce_one_of": self._options.coerce_one_of}
-        return f"%json {msgspec.json.encode({**schemas.simplified(schema), 'x-guidance': guidance}).decode()}"
+        expressed, _ = checks.divided(schemas.simplified(schema))
+        return f"%json {msgspec.json.encode({**expressed, 'x-guidance': guidance}).decode()}"
 
     def _literal(self, text: str) -> str:
         """Return the rule of a text that may name special tokens, which ordinary text cannot spell."""
@@ -360,6 +403,10 @@ def _repeats(grammar: Grammar, lark: str) -> int:
             return repeats.of_lark(lark)
         case _:
             return 1
+
+
+def _judge(schema: Any) -> checks.Judge | None:
+    return checks.divided(schemas.simplified(schema))[1]
 
 
 def _schema(schema: Any) -> dict[str, Any]:
