@@ -20,13 +20,14 @@ from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 from llguidance.gbnf_to_lark import any_to_lark
 
 from engine.plugins.grammar import checks, repeats, schemas
+from engine.plugins.grammar.bare import bare_texts
 from engine.plugins.grammar.endings import Ending
 from engine.plugins.hookspecs import GrammarContext, hookimpl
 from engine.plugins.options import Options, decode_options
 from engine.text.grammar import GrammarFailure, Mask
 from engine.text.reasoning import CLOSE, OPEN, Thinking
 from engine.text.token_limits import mask_of
-from engine.text.tool_format import SPACE, CallShape, CallsShape, TagsShape
+from engine.text.tool_format import SPACE, CallShape, CallsShape, TagsShape, ValueShape
 from engine.types.errors import RequestError
 from engine.types.params import Grammar
 
@@ -34,6 +35,7 @@ CALLBOARD_PLUGIN = {"api": 1, "packages": ["llguidance"]}
 
 _MAX_CHOICES: Final = 4096
 _MAX_CALLS: Final = 32
+_MAX_NAME_CHARS: Final = 64  # of an argument that no schema names
 _MAX_MESSAGE_CHARS: Final = 300
 # Between the tokens of JSON: at most one space, or a new line with its indentation.
 _WHITE_SPACE: Final = "( |\\n[ \\t]{0,24})?"
@@ -156,7 +158,8 @@ class LLGuidance:
                     answer = msgspec.json.decode(shape.otherwise.source)
             case "structural_tag":
                 calls = msgspec.json.decode(grammar.source, type=TagsShape).tags
-        judges = {call.begin: judge for call in calls if (judge := _judge(call.schema)) is not None}
+        in_json = [call for call in calls if call.values is None]
+        judges = {call.begin: judge for call in in_json if (judge := _judge(call.schema)) is not None}
         judge = _judge(answer)
         if not judges and judge is None:
             return None
@@ -281,14 +284,22 @@ class LLGuidance:
         """Return the grammar of calls, alone or in text.  not_begun: a pattern that this text does not begin with."""
         otherwise = shape.otherwise
         if otherwise is not None and otherwise.opening:
-            lines = self._text_with_calls(shape.many, otherwise.opening, not_begun)
-            return "\n".join([*lines, *self._each(shape.calls, otherwise.opening)])
+            opening = otherwise.opening
+            tag = shape.calls[0].begin.partition(opening)[0].strip()
+            if tag in self._special:  # it cannot be a part of the text
+                lines = self._text_with_calls(shape.many, tag, not_begun, rf"(?s:.*){re.escape(opening)}")
+                opening = tag
+            else:
+                lines = self._text_with_calls(shape.many, opening, not_begun)
+            return "\n".join([*lines, *self._each(shape.calls, opening)])
         more = f" ({_quoted(shape.separator)} call){{0,{_MAX_CALLS - 1}}}" if shape.many else ""
         tag = f"({self._literal(shape.tag)})? " if shape.tag else ""
         return "\n".join([f"start: {tag}call{more}", *self._each(shape.calls)])
 
-    def _text_with_calls(self, many: bool, opening: str, not_begun: str) -> list[str]:
-        """Return the rules of free text in which a call must follow each marker of a call."""
+    def _text_with_calls(self, many: bool, opening: str, not_begun: str, never: str = "") -> list[str]:
+        """Return the rules of free text in which a call must follow each marker of a call.
+
+        never: a pattern that no text may begin with."""
         marker = self._literal(opening)
         lazy = "" if opening in self._special else "[lazy]"
         behind = "(begun call)* TEXT" if many else ""
@@ -296,8 +307,8 @@ class LLGuidance:
             f"start: begun_first call {behind} | FIRST",
             f"begun_first{lazy}: FIRST {marker}",
             f"begun{lazy}: TEXT {marker}",
-            f"FIRST: {_text_but(not_begun)}",
-            f"TEXT: {_text_but()}",
+            f"FIRST: {_text_but(not_begun, never)}",
+            f"TEXT: {_text_but(never)}",
         ]
 
     def _tags(self, shape: TagsShape, not_begun: str) -> str:
@@ -330,14 +341,51 @@ class LLGuidance:
         names = [f"{rule}_{index}" for index in range(len(calls))]
         lines = [f"{rule}: {' | '.join(names)}"]
         for name, call in zip(names, calls, strict=True):
-            begin = self._literal(call.begin.removeprefix(opening))
+            begin = self._literal(call.begin.partition(opening)[2] if opening else call.begin)
             lines.append(f"{name}: {begin} {name}_arguments {self._literal(call.end)}")
-            lines.append(f"{name}_arguments: {self._json_rule((read or _object_schema)(call.schema))}")
+            if call.values is None:
+                lines.append(f"{name}_arguments: {self._json_rule((read or _object_schema)(call.schema))}")
+            else:
+                lines += self._values(f"{name}_arguments", call.values, call.schema)
         return lines
 
-    def _json_rule(self, schema: dict[str, Any]) -> str:
+    def _values(self, rule: str, values: list[ValueShape], schema: dict[str, Any]) -> list[str]:
+        """Return the rules of arguments that are written one by one."""
+        names = [f"{rule}_{index}" for index in range(len(values))]
+        counts = ["*" if not one.name else "" if one.is_required else "?" for one in values]
+        lines = [f"{rule}: {' '.join(map(''.join, zip(names, counts, strict=True)))}"]
+        for name, value in zip(names, values, strict=True):
+            begin = self._literal(value.begin)
+            if not value.name:
+                begin += f" /[^<>\\n]{{1,{_MAX_NAME_CHARS}}}/ {self._literal(value.then)}"
+            lines.append(f"{name}: {begin} {name}_value")
+            end = self._literal(value.end)
+            match bare_texts(schema, value.schema):
+                case []:
+                    whole: dict[str, Any] = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+                    given = value.schema if isinstance(value.schema, dict) else {}
+                    lines.append(f"{name}_value: {name}_json {end}")
+                    lines.append(f"{name}_json: {self._json_rule({**whole, **given}, judged=False)}")
+                case [*texts]:
+                    lines.append(f"{name}_value: ({' | '.join(map(_quoted, texts))}) {end}")
+                case None:
+                    lines += self._text_until(f"{name}_value", value.end)
+        return lines
+
+    def _text_until(self, rule: str, end: str) -> list[str]:
+        """Return the rules of any text up to the marker that ``end`` is but for white space, and ``end``."""
+        marker = end.strip()
+        lazy = "" if marker in self._special else "[lazy]"
+        rest = end.partition(marker)[2]
+        lines = [f"{rule}: {rule}_text {_quoted(rest) if rest else ''}"]
+        return [*lines, f"{rule}_text{lazy}: /(?s:.*)/ {self._literal(marker)}"]
+
+    def _json_rule(self, schema: dict[str, Any], *, judged: bool = True) -> str:
+        """Return the rule of a value.  judged: what no grammar expresses is left out of it."""
         guidance = {"whitespace_pattern": _WHITE_SPACE, "coerce_one_of": self._options.coerce_one_of}
-        expressed, _ = checks.divided(schemas.simplified(schema))
+        expressed = schemas.simplified(schema)
+        if judged:
+            expressed, _ = checks.divided(expressed)
         return f"%json {msgspec.json.encode({**expressed, 'x-guidance': guidance}).decode()}"
 
     def _literal(self, text: str) -> str:
