@@ -61,7 +61,7 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
     grammar_field: the request's field that says what the output must look like.
     new_parser: makes the parser of a choice's function calls; None where no call is looked for.
     names_tokens_by_id: log probabilities name tokens by their ids.  request_id: what the client calls the request.
-    notes: as in ``Exchange``."""
+    notes, session: as in ``Exchange``."""
 
     prompts: tuple[Prompt, ...]
     params: SamplingParams
@@ -74,6 +74,7 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
     names_tokens_by_id: bool = False
     request_id: str = ""
     notes: tuple[str, ...] = ()
+    session: str = ""
     origin: ResumePoint = msgspec.field(default_factory=ResumePoint)
 
 

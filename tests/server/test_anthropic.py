@@ -6,7 +6,6 @@ from typing import Any
 import msgspec
 import pytest
 
-from engine.config import Config, build_config
 from engine.settings.sections import ServerSection
 from engine.types.errors import RequestError
 from engine.types.prompt import ChatTurn, ToolCall
@@ -177,15 +176,10 @@ def test_claude_codes_line_about_its_session_is_not_in_the_prompt(live: LiveServ
     assert asked(live)[0] == (ChatTurn("user", BILLING["text"]),), "a user's text stays"
 
 
-def test_explain_says_that_the_line_was_left_out_and_a_setting_keeps_it(live: LiveServer) -> None:
+def test_explain_says_that_the_line_was_left_out(live: LiveServer) -> None:
     reply = ask(live.port, "POST", PATH, body(system=[BILLING]))
-    assert "leave_out_billing_header" in " ".join(notes(live, reply))
+    assert "x-anthropic-billing-header was left out" in " ".join(notes(live, reply))
     assert notes(live, ask(live.port, "POST", PATH, body(system="Be brief."))) == []
-    section = build_config(Config(), {"server": {"leave_out_billing_header": False}}).server
-    with LiveServer(server=section) as keeping:
-        reply = ask(keeping.port, "POST", PATH, body(system=[BILLING]))
-        assert asked(keeping)[0][0] == ChatTurn("system", BILLING["text"])
-        assert notes(keeping, reply) == []
 
 
 def notes(live: LiveServer, reply: Reply) -> list[str]:

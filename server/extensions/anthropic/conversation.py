@@ -18,11 +18,12 @@ from server.openai.conversation import left_out_note, needed, num_answered
 BILLING = "x-anthropic-billing-header:"
 BILLING_LEFT_OUT = (
     "The system prompt's line that begins with x-anthropic-billing-header was left out, so that what follows it can be "
-    "found in the cache (server.leave_out_billing_header)."
+    "found in the cache."
 )
 # Calls that Anthropic ran, and thoughts that it alone can read; results of the former end in RESULT.
 LEFT_OUT = frozenset({"redacted_thinking", "server_tool_use", "mcp_tool_use"})
 RESULT = "_tool_result"
+TTLS = {"5m": 300.0, "1h": 3600.0}
 B = TypeVar("B", bound=CountBody)
 
 
@@ -77,6 +78,14 @@ def _system_text(content: str | Sequence[BlockBody], path: str) -> str:
         return content
     texts = [_block_text(block, f"{path}[{index}]") for index, block in enumerate(content)]
     return "\n".join(texts)
+
+
+def asked_ttl_s(body: CountBody) -> float:
+    """Returns the longest time for which the client wants the prompt to be kept; 0 if it names none."""
+    contents = [body.system, *(message.content for message in body.messages)]
+    blocks = [block for content in contents if isinstance(content, list) for block in content]
+    asked = [block.cache_control.ttl or "" for block in blocks if block.cache_control is not None]
+    return max((TTLS.get(ttl, 0.0) for ttl in asked), default=0.0)
 
 
 def continues(body: CountBody) -> bool:

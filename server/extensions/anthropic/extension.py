@@ -2,7 +2,6 @@
 
 from server.extensions.anthropic.endpoint import CountRoute, Messages
 from server.extensions.anthropic.objects import message_errors
-from server.extensions.anthropic.settings import MessagesSettings
 from server.run.extension import Extension, ServerParts
 
 
@@ -16,9 +15,6 @@ class AnthropicExtension(Extension):
 
     def join(self, parts: ServerParts) -> None:
         parts.routes.add(CountRoute(parts.backend.codec, parts.translator, parts.server))
-        if (route := parts.served.get(Messages.operation.path)) is not None:
-            assert isinstance(route.endpoint, Messages), f"{route.endpoint} has the path of messages"
-            route.endpoint.leave_out_billing = MessagesSettings.read(parts.server).leave_out_billing_header
 
 
 EXTENSION = AnthropicExtension()
