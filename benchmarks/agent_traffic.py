@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from engine.features.sessions.planner import NamedSession
+from engine.features.sessions.planner import session_part
 from engine.features.traffic.trace import DIGEST_BYTES, FORMAT, TracedRequest, TraceHead
 from engine.scheduling.rows import PlannerLimits
 
@@ -75,7 +75,7 @@ def request(at: float, name: str, text: list[tuple[str, int]], output: int, clie
     return TracedRequest(
         at=at, prompt=prompt, output=output, finish="length", max_tokens=output, e2e_s=0.0, client=client,
         blocks=blocks([*text, (f"{name}-{at}-answer", output)]),
-        parts={} if name.startswith("single") else {"sessions": NamedSession(name).part().digest},
+        parts={} if name.startswith("single") else {"sessions": session_part(name).digest},
     )  # fmt: skip
 
 

@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 
-from engine.features.sessions.planner import NamedSession
+from engine.features.sessions.planner import session_part
+from engine.types.prompt import RequestPart
 from tests.server.engine_server import EngineServer
 from tests.server.http_client import ask
 from tests.server.live_server import MODEL, LiveServer
@@ -12,21 +13,20 @@ from tests.server.live_server import MODEL, LiveServer
 MESSAGES = [{"role": "user", "content": "hi"}]
 
 
-def named(live: LiveServer, path: str, **fields: Any) -> NamedSession | None:
+def named(live: LiveServer, path: str, **fields: Any) -> RequestPart | None:
     given = {"input": "hi"} if path == "/v1/responses" else {"messages": MESSAGES}
     if path == "/v1/messages":
         given["max_tokens"] = 5  # type: ignore[assignment]
     reply = ask(live.port, "POST", path, {"model": MODEL, **given, **fields})
     assert reply.status == 200, reply.body
-    part = live.call(lambda: live.ingress.asked[-1][2].parts.get("sessions"))
-    return None if part is None else NamedSession.of(part)
+    return live.call(lambda: live.ingress.asked[-1][2].parts.get("sessions"))
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses"])
 def test_a_request_names_its_session(live: LiveServer, path: str) -> None:
     assert named(live, path) is None
-    assert named(live, path, prompt_cache_key="k") == NamedSession("k")
-    assert named(live, path, session_id="s", prompt_cache_key="k", prompt_cache_ttl_s=90) == NamedSession("s", 90.0)
+    assert named(live, path, prompt_cache_key="k") == session_part("k")
+    assert named(live, path, session_id="s", prompt_cache_key="k", prompt_cache_ttl_s=90) == session_part("s", 90.0)
 
 
 def test_anthropics_clients_name_it_as_user_and_ask_for_a_time_in_blocks(live: LiveServer) -> None:
@@ -34,10 +34,10 @@ def test_anthropics_clients_name_it_as_user_and_ask_for_a_time_in_blocks(live: L
     block = {"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}}
     hour = {**block, "cache_control": {"type": "ephemeral", "ttl": "1h"}}
     assert named(live, path) is None
-    assert named(live, path, **user, system=[block]) == NamedSession("user_1_session_2")
-    assert named(live, path, **user, system=[block, hour]) == NamedSession("user_1_session_2", 3600.0)
+    assert named(live, path, **user, system=[block]) == session_part("user_1_session_2")
+    assert named(live, path, **user, system=[block, hour]) == session_part("user_1_session_2", 3600.0)
     said = {"role": "user", "content": [{**block, "cache_control": {"type": "ephemeral", "ttl": "5m"}}]}
-    assert named(live, path, **user, messages=[said]) == NamedSession("user_1_session_2", 300.0)
+    assert named(live, path, **user, messages=[said]) == session_part("user_1_session_2", 300.0)
 
 
 def test_sessions_say_what_they_found() -> None:

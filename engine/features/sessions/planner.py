@@ -26,21 +26,18 @@ NAME: Final = "sessions"
 WINDOW_S: Final = 20.0  # in which steps are counted
 
 
-class NamedSession(msgspec.Struct, frozen=True):
-    """A request's session.  ttl_s: how long its prefix is to stay, 0 for as long as its pauses take."""
+def session_part(name: str, ttl_s: float = 0.0) -> RequestPart:
+    """Return the part of a request that belongs to a session.
 
-    name: str
-    ttl_s: float = 0.0
+    ttl_s: how long its prefix is to stay, 0 for as long as pauses take.  The part has the name's digest, not the name,
+    as recordings keep it."""
+    digest = hashlib.blake2b(name.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
+    return RequestPart(digest=digest, data=msgspec.msgpack.encode(ttl_s))
 
-    def part(self) -> RequestPart:
-        """Return it as a part of a request."""
-        digest = hashlib.blake2b(self.name.encode(), digest_size=16).hexdigest()
-        return RequestPart(digest=digest, data=msgspec.msgpack.encode(self))
 
-    @classmethod
-    def of(cls, part: RequestPart) -> "NamedSession":
-        """Return the session of a request; a recorded one has nothing but the digest."""
-        return msgspec.msgpack.decode(part.data, type=cls) if part.data else cls(part.digest)
+def ttl_of(part: RequestPart) -> float:
+    """Return the time for which a session's prefix is to stay; a recorded part has none."""
+    return msgspec.msgpack.decode(part.data, type=float) if part.data else 0.0
 
 
 @dataclass(slots=True)
@@ -66,8 +63,7 @@ class SessionsPlanner(PlannerFeature):
 
     def admit(self, sequence: Sequence, message: Admit) -> None:
         if (part := message.parts.get(NAME)) is not None:
-            session = NamedSession.of(part)
-            note = sequence.notes[NAME] = SessionNote(SessionKey(sequence.tenant, session.name), session.ttl_s)
+            note = sequence.notes[NAME] = SessionNote(SessionKey(sequence.tenant, part.digest), ttl_of(part))
             self._leases.begin(note.key, self._clock())
 
     def adopt(self, sequence: Sequence, handle: Handle, key: bytes, pages: Pages) -> None:

@@ -38,17 +38,15 @@ class ThinkingBudget:
 
     def process(self, logits_nV: "Tensor", rows: LogitsRows) -> "Tensor":
         """Process all rows at once."""
-        import torch
-
         given = np.array([(one.tokens, one.opens, one.closes) for one in rows.params], dtype=np.int64)
         tokens_n, opens_n, closes_n = rows.upload(given.ravel()).view(-1, 3).unbind(1)
-        place_nL = torch.arange(rows.token_ids_nL.shape[1], device=logits_nV.device) - rows.num_prompt_n[:, None]
+        place_nL = rows.token_ids_nL.new_ones(rows.token_ids_nL.shape).cumsum(1) - 1 - rows.num_prompt_n[:, None]
         is_near_nL = (place_nL >= -NEAR) & (place_nL < (rows.lengths_n - rows.num_prompt_n)[:, None])
         opened_nL = (rows.token_ids_nL == opens_n[:, None]) & is_near_nL & (place_nL < NEAR)
         closed_nL = (rows.token_ids_nL == closes_n[:, None]) & is_near_nL
         is_spent_n = opened_nL.any(1) & ~closed_nL.any(1) & (rows.lengths_n - rows.num_prompt_n >= tokens_n)
-        closing_nV = torch.full_like(logits_nV, -torch.inf).scatter_(1, closes_n[:, None], 0.0)
-        return torch.where(is_spent_n[:, None], closing_nV, logits_nV)
+        closing_nV = logits_nV.new_full(logits_nV.shape, -np.inf).scatter_(1, closes_n[:, None], 0.0)
+        return closing_nV.where(is_spent_n[:, None], logits_nV)
 
 
 @hookimpl

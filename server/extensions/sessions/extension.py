@@ -1,6 +1,6 @@
 """Sessions as a part of the server."""
 
-from engine.features.sessions.planner import NAME, NamedSession
+from engine.features.sessions.planner import NAME, session_part
 from engine.types.prompt import RequestPart
 from server.extensions.sessions.route import SessionsRoute
 from server.run.extension import Extension, ServerParts
@@ -18,7 +18,7 @@ class SessionsExtension(Extension):
 
 def session_parts(name: str, ttl_s: float) -> dict[str, RequestPart]:
     """Returns the parts of a request that belongs to a session."""
-    return {NAME: NamedSession(name, ttl_s).part()}
+    return {NAME: session_part(name, ttl_s)}
 
 
 EXTENSION = SessionsExtension()

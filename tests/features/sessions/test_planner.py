@@ -1,9 +1,7 @@
 """Sessions in the real planner: a prefix outlives its pause, and everything still ends and is freed."""
 
-import pytest
-
 from benchmarks.agent_traffic import head, traffic
-from engine.features.sessions.planner import NamedSession
+from engine.features.sessions.planner import session_part, ttl_of
 from engine.features.traffic.sizes import StepSize
 from engine.plugins.eviction.lease import leased
 from engine.types.prompt import RequestPart
@@ -67,8 +65,9 @@ def test_a_pool_that_leases_fill_serves_all() -> None:
     assert all(one.num_output_tokens for one in result.ended)
 
 
-@pytest.mark.parametrize("ttl_s", [0.0, 60.0])
-def test_a_session_is_read_from_its_part_and_a_recorded_one_from_its_digest(ttl_s: float) -> None:
-    named = NamedSession("mine", ttl_s)
-    assert NamedSession.of(named.part()) == named
-    assert NamedSession.of(RequestPart(named.part().digest)) == NamedSession(named.part().digest)
+def test_a_part_has_no_name_and_a_recorded_one_no_time() -> None:
+    part = session_part("mine", 60.0)
+    assert b"mine" not in part.data
+    assert ttl_of(part) == 60.0
+    assert ttl_of(RequestPart(part.digest)) == 0.0
+    assert session_part("other").digest != part.digest
