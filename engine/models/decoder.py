@@ -9,53 +9,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.checkpoints.shape import DecoderShape, LayerShape, RotaryShape
+from engine.checkpoints.shape import DecoderShape, RotaryShape
 from engine.layers.comm import Comm
 from engine.layers.kernels import LayerKernels
 from engine.layers.linear import VocabLinear
-from engine.layers.part import Attention, FeedForward, Norm, RowwisePart, build
+from engine.layers.part import Norm, RowwisePart, build
 from engine.layers.rotary import Rotary
 from engine.layers.step import StateTap, StepTensors
 from engine.layers.task_head import TaskHead
 from engine.layers.weights import parameter
-from engine.models.decoder_weights import DecoderWeights, LayerWeights
+from engine.models.decoder_layer import DecoderLayer, HybridLayer, built_by, places
+from engine.models.decoder_weights import DecoderWeights
 from engine.models.frequencies import frequencies
 from engine.models.model import attention_spec_of
-
-
-class DecoderLayer(LayerWeights):
-    """One layer, in two halves around the attention call, so that a graph can capture each half.
-
-    rotary: index of its rotary embedding in the decoder; None for a layer without positions."""
-
-    def __init__(
-        self,
-        shape: LayerShape,
-        hidden_size: int,
-        rotary: int | None,
-        comm: Comm,
-        device: torch.device,
-        dtype: torch.dtype,
-    ) -> None:
-        arguments = (hidden_size, comm, device, dtype)
-        self.rotary = rotary
-        self.parallel = shape.parallel
-        self.before_attention = build(Norm, shape.before_attention, *arguments)
-        self.attention = build(Attention, shape.attention, *arguments)
-        self.behind_attention = build(Norm, shape.behind_attention, *arguments)
-        self.before_mlp = build(Norm, shape.before_mlp, *arguments)
-        self.mlp = build(FeedForward, shape.mlp, *arguments)
-        self.behind_mlp = build(Norm, shape.behind_mlp, *arguments)
-        first = (self.before_attention, self.attention, self.behind_attention)
-        self.parts = (*first, self.before_mlp, self.mlp, self.behind_mlp)
-
-    def finish(self, x_TD: Tensor, normed_TD: Tensor, attended_TQH: Tensor, kernels: LayerKernels | None) -> Tensor:
-        """Add the attention's result to the residual stream, in place, and return the MLP's result, not yet added.  If
-        both are parallel, return their sum.  normed_TD: the attention's input."""
-        update_TD = self.behind_attention(self.attention.output(attended_TQH))
-        if self.parallel:
-            return self.behind_mlp(self.mlp(normed_TD, kernels)).add_(update_TD)
-        return self.behind_mlp(self.mlp(self.before_mlp.added(x_TD, update_TD, kernels), kernels))
 
 
 class Decoder(DecoderWeights):
@@ -73,11 +39,10 @@ class Decoder(DecoderWeights):
         if shape.learned_positions:
             self.positions = parameter(shape.learned_positions, shape.hidden_size, device=device, dtype=dtype)
         rotaries: dict[RotaryShape, int] = {}
-        self.layers: list[DecoderLayer] = []
-        for layer in shape.layers:
-            rotary = layer.attention.rotary
-            number = None if rotary is None else rotaries.setdefault(rotary, len(rotaries))
-            self.layers.append(DecoderLayer(layer, shape.hidden_size, number, comm, device, dtype))
+        self.layers: list[DecoderLayer | HybridLayer] = [
+            built_by(layer)(layer, shape.hidden_size, place, comm, device, dtype)
+            for layer, place in zip(shape.layers, places(shape.layers, rotaries), strict=True)
+        ]
         self.rotaries = [build_rotary(one, shape.head_size, device, dtype) for one in rotaries]
         self.norm = build(Norm, shape.norm, shape.hidden_size, comm, device, dtype)
         self.head: VocabLinear | TaskHead = self.embedding
@@ -85,7 +50,7 @@ class Decoder(DecoderWeights):
             self.head = build(TaskHead, shape.task_head, shape.hidden_size, comm, device, dtype)
         elif not shape.tied:
             self.head = VocabLinear(shape.vocab_size, shape.hidden_size, comm, device, dtype)
-        self.attention_spec = attention_spec_of(shape, [layer.attention for layer in self.layers])
+        self.attention_spec = attention_spec_of(shape, self.attentions)
         self.parameter_bytes = self.weight_bytes = sum(one.target.nbytes for one in self.slices())
         self.kernels: LayerKernels | None = None
         self._rowwise = False
@@ -111,8 +76,7 @@ class Decoder(DecoderWeights):
                 states.append(x_TD.clone())  # later layers add to it in place
             at = layer.rotary
             rotary, cos_sin = (None, ()) if at is None else (self.rotaries[at], angles[at])
-            q_TQH = layer.attention.project(index, normed_TD, rotary, cos_sin, step, kernels)
-            attended_TQH = step.attention.attend(index, q_TQH)
+            attended_TQH = layer.attend(normed_TD, rotary, cos_sin, step, kernels)
             if index == last and wanted_N is not None:
                 # Nothing reads the other rows after this: a prefill saves most of its last layer.
                 x_TD = x_TD.index_select(0, wanted_N)

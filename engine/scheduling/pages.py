@@ -56,8 +56,11 @@ class PageManager:
         return self.allocator.num_free + self.tree.num_evictable
 
     def match(self, sequence: Sequence) -> Match:
-        """Find the longest cached prefix of a sequence that it may use.  Changes nothing."""
-        return self.tree.match(self._prefix_key(sequence), Namespace(sequence.cache_salt, sequence.weights))
+        """Find the longest cached prefix of a sequence that it may use.  Changes nothing.
+
+        Pages are of no use without the states of recurrent layers, which begin with the first token."""
+        key = b"" if self._limits.state_bytes else self._prefix_key(sequence)
+        return self.tree.match(key, Namespace(sequence.cache_salt, sequence.weights))
 
     def num_cached_tokens(self, sequence: Sequence) -> int:
         """Return the number of the sequence's tokens that would need no computing.  Changes nothing."""

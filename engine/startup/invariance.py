@@ -27,7 +27,8 @@ from engine.layers.comm import Comm
 from engine.layers.kv_pool import KVPool, Layout
 from engine.layers.part import Norm
 from engine.layers.step import StepTensors
-from engine.models.decoder import Decoder, DecoderLayer
+from engine.models.decoder import Decoder
+from engine.models.decoder_layer import DecoderLayer
 from engine.models.model import Model
 from engine.plugins.proof.invariance import layers_needed, pages_needed, require_same_bits
 from engine.plugins.support.paging import batch_on, new_pool
@@ -52,6 +53,8 @@ def require_provable(plan: Model) -> None:
     """Raise ConfigError for a model with a part that is known to differ, or that is not tried.  plan: its shapes."""
     if not isinstance(plan, Decoder) or plan.task_head is not None:
         fault = "only callboard's own families that generate text support it"
+    elif plan.shape.recurrents:
+        fault = "this model has recurrent layers, for which there is no proof"
     elif plan.attention_spec.latent_size:
         fault = "this model's pages keep latents, for which there is no proof"
     elif any(isinstance(layer.mlp, ExpertsShape) for layer in plan.shape.layers):
@@ -175,6 +178,7 @@ def _parts(
     seen = []
     for index, layer in enumerate(model.layers):
         shape = model.shape.layers[index]
+        assert isinstance(layer, DecoderLayer), f"layer {index} is a {type(layer).__name__}"
         if shape not in seen:
             seen.append(shape)
             for name, part in _layer_parts(model, layer, backend, pool, x_TD):

@@ -22,7 +22,7 @@ from engine.graphs.compiled import (
 )
 from engine.graphs.device import HostDevice
 from engine.graphs.splitting import ATTEND, fingerprint, operation_name, split
-from engine.models.decoder import DecoderLayer
+from engine.models.decoder_layer import DecoderLayer
 from engine.plugins.testing.steps import Driver
 from engine.types.errors import GraphError
 from tests.graphs.driver import SIZES, PiecewiseDriver

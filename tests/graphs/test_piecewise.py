@@ -17,7 +17,7 @@ from engine.graphs.comm import COLLECTIVE, BreakingComm
 from engine.graphs.device import HostDevice
 from engine.layers.attention import writer_of
 from engine.layers.ordered_comm import OrderedComm
-from engine.models.decoder import DecoderLayer
+from engine.models.decoder_layer import DecoderLayer
 from engine.plugins.comm.local import LocalComm
 from engine.plugins.testing.steps import Driver, SampleSequence
 from engine.plugins.testing.threads import ThreadComm, on_ranks

@@ -259,11 +259,13 @@ def _sentence(part: TimeShare, told: Explained, others: str, max_running: int) -
         case "prefill":
             missed = sum(told.missed.values())
             gone = f" {missed} pages of it had been cached and were evicted." if missed else ""
+            again = told.num_recomputed
+            stateless = f" {again} more were cached without the model's state behind them." if again else ""
             beside = f" Prompts of {others} were computed meanwhile." if others else ""
             return (
                 f"Of its {told.num_prompt_tokens} prompt tokens {told.num_cached_tokens} were cached; "
                 f"{reasons.get('tokens', 0):g} were computed in {reasons.get('steps', 0):g} steps, which took "
-                f"{_s(reasons.get('computing', 0.0))}.{gone}{beside}"
+                f"{_s(reasons.get('computing', 0.0))}.{gone}{stateless}{beside}"
             )
         case "decode":
             return f"{reasons.get('steps', 0):g} steps of the usual length wrote its tokens."

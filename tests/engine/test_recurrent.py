@@ -1,0 +1,83 @@
+"""Models with recurrent layers through the whole engine: nothing about the batch changes what they generate."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from callboard import LLM, SamplingParams
+from tests.models.checkpoints import build, random_tokens, save
+
+KINDS = ("lfm2", "qwen3-5", "granite4-hybrid-experts", "falcon-h1", "nemotron-h")  # one of each kind of recurrent layer
+LENGTHS = (1, 2, 15, 16, 17, 40, 75, 90)
+OUTPUT_LEN = 64
+GREEDY = SamplingParams(temperature=0.0, max_tokens=OUTPUT_LEN, ignore_eos=True)
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    model = build(request.param)
+    return save(model, tmp_path_factory.mktemp(request.param)), model
+
+
+@pytest.fixture(scope="module")
+def expected(checkpoint: tuple[Path, Any]) -> list[list[int]]:
+    """What ``generate`` of transformers gives each prompt alone."""
+    _, model = checkpoint
+    return [generated(model, prompt) for prompt in prompts()]
+
+
+def prompts() -> list[list[int]]:
+    return [random_tokens(length, seed) for seed, length in enumerate(LENGTHS)]
+
+
+def generated(model: Any, prompt: list[int]) -> list[int]:
+    import torch
+
+    ids = torch.tensor([prompt])
+    found = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        do_sample=False,
+        max_new_tokens=OUTPUT_LEN,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    tokens: list[int] = found[0, len(prompt) :].tolist()
+    return tokens
+
+
+def served(directory: Path, **tables: Any) -> LLM:
+    return LLM(directory, progress=False, config={"model": {"dtype": "float32", "tokenizer": "none"}} | tables)
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 64])
+def test_tokens_are_those_of_generate_in_chunks_of_any_size(
+    chunk: int, checkpoint: tuple[Path, Any], expected: list[list[int]]
+) -> None:
+    scheduler = {"prefill_chunk": chunk, "max_step_tokens": max(64, chunk), "max_running": 5}
+    with served(checkpoint[0], kv={"num_pages": 256}, scheduler=scheduler) as llm:
+        assert [one.token_ids for one in llm.generate(prompts(), GREEDY)] == expected
+        assert [one.token_ids for one in llm.generate(prompts(), GREEDY)] == expected, "the second time"
+
+
+def test_tokens_are_those_of_generate_through_retraction(
+    checkpoint: tuple[Path, Any], expected: list[list[int]]
+) -> None:
+    for _ in range(20):  # which rows run together depends on when they arrive
+        with served(checkpoint[0], kv={"num_pages": 22}, scheduler={"max_step_tokens": 64}) as llm:
+            planner = llm._system.scheduler._planned
+            short = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
+            llm.generate([[3]] * 40, short)  # outputs look short, so many are let in
+            assert [one.token_ids for one in llm.generate(prompts(), GREEDY)] == expected
+        if planner.meter.num_retractions:
+            break
+    assert planner.meter.num_retractions
+
+
+def test_several_outputs_of_one_prompt_have_states_of_their_own(
+    checkpoint: tuple[Path, Any], expected: list[list[int]]
+) -> None:
+    with served(checkpoint[0], kv={"num_pages": 256}) as llm:
+        several = llm.generate([prompts()[-1]] * 3, GREEDY)
+        assert [one.token_ids for one in several] == [expected[-1]] * 3

@@ -1,0 +1,28 @@
+"""The slots of recurrent states: what a layer sees of them, and copies between them."""
+
+import torch
+
+from engine.layers.states import RecurrentStates
+
+LAYERS = [[(2, 3)], [(4,), (2, 2, 2)]]
+
+
+def new_states(num_slots: int = 5) -> RecurrentStates:
+    return RecurrentStates(LAYERS, num_slots, torch.device("cpu"))
+
+
+def test_a_layers_states_are_views_of_one_block_per_slot() -> None:
+    states = new_states()
+    assert states.num_slots == 5
+    assert states.data.shape == (5, 6 + 4 + 8)
+    assert [[tuple(one.shape[1:]) for one in layer] for layer in states.layers] == LAYERS
+    states.layers[1][1][3].fill_(7.0)
+    assert states.data[3].tolist() == [0.0] * 10 + [7.0] * 8
+    assert not states.data[:3].any()
+
+
+def test_a_copy_reads_every_source_before_it_writes() -> None:
+    states = new_states()
+    states.data.copy_(torch.arange(5.0)[:, None].expand_as(states.data))
+    states.copy(torch.tensor([0, 1, 4]), torch.tensor([1, 0, 3]))
+    assert [set(slot) for slot in states.data.tolist()] == [{1.0}, {0.0}, {2.0}, {4.0}, {4.0}]
