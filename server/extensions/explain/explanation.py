@@ -81,11 +81,13 @@ class ExplanationBody(msgspec.Struct, frozen=True, kw_only=True):
 
     seconds: from its first byte to the last byte of its answer, or until now; the sum of all parts.
     number: of the choice that the parts are of, which is the one that ended last; None if the engine knows none.
+    notes: what was changed in it before the model got it.
     missed: see ``MissedBody``.  choices: of those that were opened first and last; num_choices: of all."""
 
     id: str
     names: list[str]
     client: str
+    notes: list[str] = []
     ended: bool
     seconds: float
     number: int | None
@@ -152,6 +154,7 @@ def explained(
         id=exchange.id,
         names=sorted(exchange.names | exchange.parts.keys())[:16],
         client=exchange.client,
+        notes=list(exchange.notes),
         ended=exchange.ended_at is not None,
         seconds=round(until - exchange.arrived_at, 6),
         number=None if last is None else last.request_id,
