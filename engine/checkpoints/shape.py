@@ -504,6 +504,12 @@ class LayerShape(msgspec.Struct, frozen=True, kw_only=True):
     behind_mlp: PartShape = Unchanged()
     parallel: bool = False
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether the layer has attention without a gate and an MLP, and nothing beside them."""
+        attends = self.attention is not None and not isinstance(self.attention, GatedAttentionShape)
+        return attends and self.mlp is not None and self.recurrent is None
+
 
 class Names(msgspec.Struct, frozen=True, kw_only=True):
     """Names of a checkpoint's tensors; a layer's index follows ``layers``."""

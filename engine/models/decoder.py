@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.checkpoints.shape import DecoderShape, GatedAttentionShape, LayerShape, RotaryShape
+from engine.checkpoints.shape import DecoderShape, LayerShape, RotaryShape
 from engine.layers.comm import Comm
 from engine.layers.kernels import LayerKernels
 from engine.layers.linear import VocabLinear
@@ -20,29 +20,21 @@ from engine.layers.step import StateTap, StepTensors
 from engine.layers.task_head import TaskHead
 from engine.layers.weights import parameter
 from engine.models.decoder_weights import DecoderWeights, LayerWeights
-from engine.models.frequencies import frequencies
-from engine.models.hybrid_layer import HybridLayer, LayerPlace, places
+from engine.models.frequencies import build_rotary
+from engine.models.hybrid_layer import Angles, HybridLayer, LayerPlace, places
 from engine.models.model import attention_spec_of
 
 
 class DecoderLayer(LayerWeights):
-    """One layer, in two halves around the attention call, so that a graph can capture each half.
-
-    rotary: as in ``LayerPlace``."""
+    """One layer, in two halves around the attention call, so that a graph can capture each half."""
 
     attention: Attention
     mlp: FeedForward
 
     def __init__(
-        self,
-        shape: LayerShape,
-        hidden_size: int,
-        place: LayerPlace,
-        comm: Comm,
-        device: torch.device,
-        dtype: torch.dtype,
+        self, shape: LayerShape, width: int, place: LayerPlace, comm: Comm, device: torch.device, dtype: torch.dtype
     ) -> None:
-        arguments = (hidden_size, comm, device, dtype)
+        arguments = (width, comm, device, dtype)
         assert shape.attention is not None, "a layer without attention is a HybridLayer"
         assert shape.mlp is not None, "a layer without an MLP is a HybridLayer"
         self.rotary, self._index, _ = place
@@ -58,12 +50,7 @@ class DecoderLayer(LayerWeights):
         self.products = (self.attention, self.mlp)
 
     def attend(
-        self,
-        normed_TD: Tensor,
-        rotary: Rotary | None,
-        angles: tuple[Tensor, ...],
-        step: StepTensors,
-        kernels: LayerKernels | None,
+        self, normed_TD: Tensor, rotary: Rotary | None, angles: Angles, step: StepTensors, kernels: LayerKernels | None
     ) -> Tensor:
         """Return the backend's result, [T, Q, H], for the attention's input.  The others are as in ``project``."""
         q_TQH = self.attention.project(self._index, normed_TD, rotary, angles, step, kernels)
@@ -93,10 +80,10 @@ class Decoder(DecoderWeights):
         if shape.learned_positions:
             self.positions = parameter(shape.learned_positions, shape.hidden_size, device=device, dtype=dtype)
         rotaries: dict[RotaryShape, int] = {}
-        self.layers: list[DecoderLayer | HybridLayer] = [
-            built_by(layer)(layer, shape.hidden_size, place, comm, device, dtype)
-            for layer, place in zip(shape.layers, places(shape.layers, rotaries), strict=True)
-        ]
+        self.layers: list[DecoderLayer | HybridLayer] = []
+        for layer, place in zip(shape.layers, places(shape.layers, rotaries), strict=True):
+            kind = DecoderLayer if layer.is_plain else HybridLayer
+            self.layers.append(kind(layer, shape.hidden_size, place, comm, device, dtype))
         self.rotaries = [build_rotary(one, shape.head_size, device, dtype) for one in rotaries]
         self.norm = build(Norm, shape.norm, shape.hidden_size, comm, device, dtype)
         self.head: VocabLinear | TaskHead = self.embedding
@@ -171,14 +158,3 @@ class Decoder(DecoderWeights):
         if self.positions is not None:
             x_TD = x_TD.add_(F.embedding(step.positions_T, self.positions))
         return x_TD
-
-
-def build_rotary(shape: RotaryShape, head_size: int, device: torch.device, dtype: torch.dtype) -> Rotary:
-    frequencies_R = frequencies(shape, shape.size or head_size).to(device)
-    return Rotary(frequencies_R, shape.attention_factor, dtype, head_size=head_size, interleaved=shape.interleaved)
-
-
-def built_by(shape: LayerShape) -> "type[DecoderLayer | HybridLayer]":
-    """Return the class of a layer."""
-    attends = shape.attention is not None and not isinstance(shape.attention, GatedAttentionShape)
-    return DecoderLayer if attends and shape.mlp is not None and shape.recurrent is None else HybridLayer

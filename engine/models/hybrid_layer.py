@@ -21,6 +21,8 @@ from engine.layers.rotary import Rotary
 from engine.layers.step import StepTensors
 from engine.models.decoder_weights import LayerWeights
 
+Angles = tuple[Tensor, ...]
+
 
 class LayerPlace(NamedTuple):
     """The place of a layer in what layers share.
@@ -82,7 +84,7 @@ class HybridLayer(LayerWeights):
         self,
         normed_TD: Tensor,
         rotary: Rotary | None,
-        angles: tuple[Tensor, ...],
+        angles: Angles,
         step: StepTensors,
         kernels: LayerKernels | None,
     ) -> Tensor:

@@ -23,7 +23,8 @@ from engine.layers.part import Norm, build
 from engine.layers.step import StepTensors
 from engine.layers.task_head import TaskHead
 from engine.layers.weights import WeightSlice, whole
-from engine.models.decoder import DecoderLayer, build_rotary
+from engine.models.decoder import DecoderLayer
+from engine.models.frequencies import build_rotary
 from engine.models.hybrid_layer import LayerPlace
 from engine.models.model import attention_spec_of
 
