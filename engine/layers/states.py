@@ -44,9 +44,6 @@ class RecurrentStates:
         """Number of slots."""
         return len(self.data)
 
-    def copy(self, sources: Tensor, targets: Tensor) -> None:
-        """Copy slots to other slots.  sources, targets: int64, on the device; all are read before one is written."""
-        self.data.index_copy_(0, targets, self.data.index_select(0, sources))
 
 
 class StatesOfStep:

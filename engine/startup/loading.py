@@ -237,7 +237,7 @@ def _new_states(start: Start) -> RecurrentStates | None:
     if not shape.recurrents:
         return None
     states = RecurrentStates([one.states for one in shape.recurrents], num_slots, start.device)
-    what = "recurrent states: %.2f MB for each of %d rows, in %d of %d layers; prefixes are computed again"
+    what = "recurrent states: %.2f MB for each of %d rows, in %d of %d layers"
     log.info(what, shape.state_bytes / 1e6, num_slots, len(shape.recurrents), shape.num_layers)
     return states
 

@@ -44,13 +44,7 @@ class StatesRank(RankFeature):
             return
         count = self._settings.num_snapshots(num_pages, self._max_running)
         self._snapshots = self._running.new_empty((count, *self._running.shape[1:]))
-        log.info(
-            "rank %d states: %.2f MB for each of %d rows and %d snapshots",
-            self._rank,
-            self._state_bytes / 1e6,
-            self._max_running,
-            count,
-        )
+        log.info("rank %d snapshots of states: %d of %.2f MB", self._rank, count, self._state_bytes / 1e6)
 
     def apply(self, step: Step) -> Step:
         """Give rows that start the states of snapshots."""
