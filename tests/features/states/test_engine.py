@@ -1,12 +1,15 @@
 """The whole engine with a model that has states: whatever is cached and however it is computed, no token changes."""
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from callboard import LLM, Completion, SamplingParams
+from engine.features.states import planner, rank, slots
+from engine.features.states.policy import EndsAndBranches
 from engine.features.states.rank import StatesRank
 from engine.messages import Step
 from engine.scheduling.completions import Completions
@@ -17,7 +20,7 @@ OUTPUT = 12
 GREEDY = SamplingParams(temperature=0.0, max_tokens=OUTPUT, ignore_eos=True)
 STEM = random_tokens(37, seed=9)
 PROMPTS = [STEM + random_tokens(length, seed) for seed, length in enumerate((3, 20, 11, 30))]
-NO_SNAPSHOTS = {"keep_states": ()}
+NOTHING_KEPT = EndsAndBranches(keeps_prompts=False, keeps_turns=False, keeps_branches=False)
 
 
 @pytest.fixture(scope="module", params=["lfm2", pytest.param("qwen3-next", marks=pytest.mark.slow)])
@@ -28,6 +31,14 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 def engine(checkpoint: Path, **sections: dict[str, Any]) -> LLM:
     sections["kv"] = {"page_size": 4, "num_pages": 400, **sections.get("kv", {})}
     return LLM(checkpoint, progress=False, config={**sections, "model": {"dtype": "float32", "tokenizer": "none"}})
+
+
+@contextmanager
+def without_snapshots(checkpoint: Path) -> Iterator[LLM]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(planner, "POLICY", NOTHING_KEPT)
+        with engine(checkpoint) as llm:
+            yield llm
 
 
 def tokens(completions: list[Completion]) -> list[list[int]]:
@@ -53,7 +64,7 @@ def turns(llm: LLM) -> Iterator[list[Completion]]:
 @pytest.fixture(scope="module")
 def alone(checkpoint: Path) -> list[list[list[int]]]:
     """The tokens without any cached prefix."""
-    with engine(checkpoint, kv=NO_SNAPSHOTS) as llm:
+    with without_snapshots(checkpoint) as llm:
         found = [*turns(llm)]
     assert [cached(one) for one in found] == [[0] * len(PROMPTS)] * 3
     return [tokens(one) for one in found]
@@ -77,10 +88,11 @@ def test_so_do_chunks_of_any_size(checkpoint: Path, alone: list[list[list[int]]]
         assert [tokens(one) for one in turns(llm)] == alone
 
 
-def test_so_do_evicted_ones(checkpoint: Path, alone: list[list[list[int]]]) -> None:
+def test_so_do_evicted_ones(checkpoint: Path, alone: list[list[list[int]]], monkeypatch: pytest.MonkeyPatch) -> None:
     """A pool for about two conversations, and four slots."""
-    kv = {"num_pages": 50, "pages_per_state": 25}
-    with engine(checkpoint, kv=kv, scheduler={"max_running": 2}) as llm:
+    monkeypatch.setattr(slots, "PAGES_PER_SLOT", 25)
+    monkeypatch.setattr(rank, "PAGES_PER_SLOT", 25)
+    with engine(checkpoint, kv={"num_pages": 50}, scheduler={"max_running": 2}) as llm:
         found = [*turns(llm)]
     assert [tokens(one) for one in found] == alone
     assert sum(map(sum, map(cached, found))) > 0
@@ -96,7 +108,7 @@ def test_so_do_rows_that_are_retracted(checkpoint: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(Completions, "retract", watched)
     params = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
     prompts = [random_tokens(9, seed) for seed in range(4)]
-    with engine(checkpoint, kv=NO_SNAPSHOTS) as llm:
+    with without_snapshots(checkpoint) as llm:
         expected = tokens([llm.generate([prompt], params)[0] for prompt in prompts])
     with engine(checkpoint, kv={"num_pages": 30}, scheduler={"max_running": 4}) as llm:
         llm.generate([random_tokens(3, 0)] * 8, SamplingParams(max_tokens=1))  # outputs are short, the planner learns
@@ -108,7 +120,7 @@ def test_so_do_rows_that_are_retracted(checkpoint: Path, monkeypatch: pytest.Mon
 def test_copies_of_a_prompt_part_after_it(checkpoint: Path) -> None:
     """As the choices of a request do."""
     drawn = [SamplingParams(temperature=1.0, max_tokens=OUTPUT, ignore_eos=True, seed=seed) for seed in (5, 6)]
-    with engine(checkpoint, kv=NO_SNAPSHOTS) as llm:
+    with without_snapshots(checkpoint) as llm:
         expected = tokens([llm.generate([PROMPTS[1]], one)[0] for one in drawn])
     assert expected[0] != expected[1]
     with engine(checkpoint) as llm:
