@@ -7,6 +7,7 @@ Owns: the parts, and how they form a decoder.  Does not know: torch, weights, ra
 The file is long because the parts refer to each other, and a family's author finds them in one place.
 """
 
+from collections.abc import Sequence
 from math import prod
 from typing import ClassVar, Literal
 
@@ -201,6 +202,14 @@ class LatentAttentionShape(PartShape, frozen=True, kw_only=True):
         return self.latent_size + self.rotary_size
 
 
+STATE_ALIGNMENT = 16  # numbers of a state, in float32: 64 bytes
+
+
+def padded(sizes: Sequence[int]) -> int:
+    """Return the numbers that a state of these sizes takes in its slot."""
+    return -(-prod(sizes) // STATE_ALIGNMENT) * STATE_ALIGNMENT
+
+
 class RecurrentShape(PartShape, frozen=True, kw_only=True):
     """A part that keeps a state of a row's tokens so far, of a size that does not grow with them."""
 
@@ -249,7 +258,8 @@ class GatedDeltaShape(RecurrentShape, frozen=True, kw_only=True):
 
     @property
     def width(self) -> int:
-        return self.channels + self.num_heads * self.value_size
+        """The first product's size, and the keys of every head."""
+        return self.channels + self.num_heads * (self.value_size + self.key_size)
 
     @property
     def states(self) -> tuple[tuple[int, ...], ...]:
@@ -297,7 +307,8 @@ class Mamba2Shape(RecurrentShape, frozen=True, kw_only=True):
 
     @property
     def width(self) -> int:
-        return self.inner_size + self.channels
+        """The first product's size, and the keys of every head."""
+        return self.inner_size + self.channels + self.num_heads * self.state_size
 
     @property
     def states(self) -> tuple[tuple[int, ...], ...]:
@@ -400,6 +411,7 @@ class ExpertsShape(PartShape, frozen=True, kw_only=True):
     gate, up, down: names of the products, if each expert has its own tensors.  Without a gate, '', an expert is a plain
     MLP, as in ``MLPShape``.
     divided: whether a rank has some of the experts whole, instead of a part of each.
+    four_bits: whether a GPU multiplies by the stacks as MXFP4 has them, and never has them as floats.
     """
 
     built_by: ClassVar[str] = "engine.layers.experts:Experts"
@@ -424,6 +436,7 @@ class ExpertsShape(PartShape, frozen=True, kw_only=True):
     limit: float = 0.0
     slope: float = 1.0
     divided: bool = False
+    four_bits: bool = False
 
     @property
     def width(self) -> int:
@@ -554,7 +567,21 @@ class DecoderShape(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def state_bytes(self) -> int:
         """Memory of one row's states, all float32; 0 without recurrent layers."""
-        return 4 * sum(prod(sizes) for one in self.recurrents for sizes in one.states)
+        return 4 * sum(padded(sizes) for one in self.recurrents for sizes in one.states)
+
+    @property
+    def experts(self) -> list[ExpertsShape]:
+        """The mixtures of experts, in the order of layers."""
+        return [layer.mlp for layer in self.layers if isinstance(layer.mlp, ExpertsShape)]
+
+    def with_experts(self, **changes: bool) -> "DecoderShape":
+        """Return the shape with other settings of its mixtures of experts."""
+        replace = msgspec.structs.replace
+        layers = [
+            replace(layer, mlp=replace(layer.mlp, **changes)) if isinstance(layer.mlp, ExpertsShape) else layer
+            for layer in self.layers
+        ]
+        return replace(self, layers=tuple(layers))
 
     @property
     def num_layers(self) -> int:

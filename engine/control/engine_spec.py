@@ -22,10 +22,11 @@ from engine.plugins.deciders import built_proposer
 from engine.plugins.families import read_model
 from engine.plugins.features import Facts, ModelFit, fitted
 from engine.plugins.kinds import KINDS, chosen_plugins
-from engine.plugins.linears import check_linear_fits, linear_context, with_weight_type
+from engine.plugins.linears import check_linear_fits, linear_context
 from engine.plugins.manager import Plugins
 from engine.plugins.parsers import plugin_codec
 from engine.plugins.selection import check_named, expected_context
+from engine.plugins.weight_type import with_weight_type
 from engine.scheduling.proposer import DraftModel
 from engine.scheduling.rows import PlannerLimits
 from engine.text.codec import TextCodec, warn_of_unknown_tokens
@@ -89,7 +90,7 @@ def engine_spec(
     log.info("%s: %s", name, model.use)
     warn_of_unknown_tokens(codec, model.vocab_size)
     stages.begin("plugins")
-    config = with_weight_type(config, model)
+    config, model = with_weight_type(config, model)
     plugins = _checked_plugins(config, model)
     if model.state_bytes:
         check_recurrent(config, plugins.names)

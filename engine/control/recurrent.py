@@ -28,8 +28,6 @@ def check_recurrent(config: Config, names: Mapping[str, str]) -> None:
         ),
         f"plugins.{PROPOSER}={names.get(PROPOSER)}: a rejected token would stay in the states of recurrent layers; set "
         "it to 'none'": PROPOSER in names,
-        f"plugins.kv_store={names.get('kv_store')}: pages return without the states of recurrent layers; set it to "
-        "'none'": "kv_store" in names,
     }
     for fault, found in faults.items():
         if found:

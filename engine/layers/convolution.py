@@ -32,16 +32,16 @@ class CausalConvolution:
         self._weight_KC: Tensor = self.weight_CK.t()
 
     def __call__(self, x_TC: Tensor, states_SKC: Tensor, step: StatesOfStep) -> Tensor:
-        """Return y_TC, and keep each row's last inputs."""
-        before_BKC = step.read(states_SKC)
+        """Return y_TC, float32, and keep each row's last inputs."""
+        before_BKC, x_TC = step.read(states_SKC), x_TC.float()
         if step.only_decodes:
-            inputs = [*before_BKC.to(x_TC.dtype).unbind(1), x_TC]
-            kept_BKC = torch.cat((before_BKC[:, 1:], x_TC.to(before_BKC.dtype)[:, None]), 1)
+            inputs = [*before_BKC.unbind(1), x_TC]
+            kept_BKC = torch.cat((before_BKC[:, 1:], x_TC[:, None]), 1)
         else:
-            table = torch.cat((before_BKC.flatten(0, 1).to(x_TC.dtype), x_TC))
+            table = torch.cat((before_BKC.flatten(0, 1), x_TC))
             at_KT, kept_B = step.taps(len(self._weight_KC))
             inputs = [table.index_select(0, at_T) for at_T in at_KT]
-            kept_BKC = table.index_select(0, kept_B).view_as(before_BKC).to(before_BKC.dtype)
+            kept_BKC = table.index_select(0, kept_B).view_as(before_BKC)
         step.write(states_SKC, kept_BKC)
         y_TC = inputs[0] * self._weight_KC[0]
         for input_TC, weight_C in zip(inputs[1:], self._weight_KC[1:], strict=True):
@@ -50,7 +50,7 @@ class CausalConvolution:
 
     def pack(self) -> None:
         """Lay the weight out by taps; called once, after loading."""
-        self._weight_KC = self.weight_CK.t().contiguous()
+        self._weight_KC = self.weight_CK.t().float().contiguous()
 
     def slices(self, prefix: str) -> Iterator[WeightSlice]:
         """Yield the slices of the checkpoint, which has the weight as [C, 1, K]."""
@@ -74,7 +74,7 @@ class ShortConvolution(RecurrentPart):
         """Return the gated convolution (``RecurrentPart``)."""
         (windows_SKD,) = states
         b_TD, c_TD, x_TD = inner_TI.chunk(3, -1)
-        return self.convolution(b_TD * x_TD, windows_SKD, step).mul_(c_TD)
+        return self.convolution(b_TD * x_TD, windows_SKD, step).mul_(c_TD).to(inner_TI.dtype)
 
     def by_rows(self) -> None:
         """Do nothing (``RowwisePart``): no operation between the products depends on other tokens of the step."""

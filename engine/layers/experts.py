@@ -8,7 +8,7 @@ Every rank has either a part of every expert, as of a dense MLP, or some whole e
 for all tokens, and the shares are summed over ranks.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from engine.checkpoints.shape import ExpertsShape
 from engine.layers.comm import Comm, Unconnected
+from engine.layers.four_bits import FourBits, StoredCodes
 from engine.layers.kernels import DeviceKernels, LayerKernels
 from engine.layers.linear import ColumnLinear, Linear, RowLinear
 from engine.layers.mlp import GatedMLP, activated, clamped_swish, gated
@@ -91,7 +92,7 @@ class Experts:
         self.first, end = _held(shape, comm)
         self.experts = self.every[self.first : end]
         pairs = zip(*(expert.linears for expert in self.experts), strict=True)
-        self._stacks = [Stack(linears, device) for linears in pairs]
+        self._stacks = [Stack(linears, device, shape.four_bits) for linears in pairs]
         self.on_gpu = device.type == "cuda"
         routed = [] if self.on_gpu else [linear for expert in self.experts for linear in expert.linears]
         others = [one for one in (self.shared, self.beside) if one is not None]
@@ -160,6 +161,8 @@ class Experts:
             )
         else:
             self._kernels = kernels
+            for stack in self._stacks:
+                stack.pack()
 
     def slices(self, prefix: str) -> Iterator[WeightSlice]:
         """Yield the slices of the checkpoint that this part reads."""
@@ -179,12 +182,17 @@ class Experts:
             yield whole(f"{name}.{shape.shared_gate}.weight", self.shared_gate.weight)
 
     def _members(self, name: str, number: int, expert: Expert) -> Iterator[WeightSlice]:
+        place = min(max(0, number - self.first), len(self.experts) - 1)  # any, for an expert of another rank
         products = (expert.gate_up.slices(""), expert.down.slices(""))
-        for stack, product in zip(self.shape.stacks, products, strict=True):
-            slices = merged(product, f"{name}.{stack}")
-            for one in slices if self.shape.upright else transposed(slices):
-                source = one.source.removesuffix(".weight").replace(".bias", "_bias")
-                yield replace(one, source=source, member=number, num_members=len(self.every))
+        for index, (source, product) in enumerate(zip(self.shape.stacks, products, strict=True)):
+            slices: Iterable[WeightSlice] = merged(product, f"{name}.{source}")
+            if self.shape.four_bits:
+                slices = [code for one in slices for code in self._stacks[index].stored(one, place)]
+            elif not self.shape.upright:
+                slices = transposed(slices)
+            for one in slices:
+                stored = one.source.removesuffix(".weight").replace(".bias", "_bias")
+                yield replace(one, source=stored, member=number, num_members=len(self.every))
 
 
 def _held(shape: ExpertsShape, comm: Comm) -> tuple[int, int]:
@@ -203,14 +211,35 @@ def _held(shape: ExpertsShape, comm: Comm) -> tuple[int, int]:
 
 
 class Stack:
-    """Contiguous memory for one linear layer of all experts: weights_EOI, and biases_EO or None."""
+    """Contiguous memory for one linear layer of all experts.
 
-    def __init__(self, linears: Sequence[Linear], device: torch.device) -> None:
+    weights: [E, O, I]; or in 4 bits after ``pack``, and ``codes`` until then.  biases_EO: None without."""
+
+    weights: Tensor | FourBits
+    codes: StoredCodes | None = None
+
+    def __init__(self, linears: Sequence[Linear], device: torch.device, four_bits: bool) -> None:
         like, bias = linears[0].weight, linears[0].bias
-        self.weights = parameter(len(linears), *like.shape, device=device, dtype=like.dtype)
+        if four_bits:
+            self.codes = StoredCodes(len(linears), like.shape[0], like.shape[1], device)
+        else:
+            self.weights = parameter(len(linears), *like.shape, device=device, dtype=like.dtype)
+            for linear, weight in zip(linears, self.weights, strict=True):
+                linear.weight = weight
         self.biases: Tensor | None = None
         if bias is not None:
             self.biases = parameter(len(linears), *bias.shape, device=device, dtype=like.dtype)
-        for number, linear in enumerate(linears):
-            linear.weight = self.weights[number]
-            linear.bias = None if self.biases is None else self.biases[number]
+            for linear, bias in zip(linears, self.biases, strict=True):
+                linear.bias = bias
+
+    def stored(self, one: WeightSlice, place: int) -> Iterator[WeightSlice]:
+        """Yield the slices of codes and scales in place of a weight's slice; a bias stays as it is."""
+        if self.codes is None or len(one.shape) == 1:
+            yield one
+        else:
+            yield from self.codes.slices(one, place)
+
+    def pack(self) -> None:
+        """Bring weights in 4 bits into the kernel's order; called once, after loading."""
+        if self.codes is not None:
+            self.weights, self.codes = self.codes.arranged(), None

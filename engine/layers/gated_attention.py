@@ -12,6 +12,7 @@ from torch import Tensor
 from engine.checkpoints.shape import GatedAttentionShape
 from engine.layers.comm import Comm
 from engine.layers.linear import ColumnLinear, Linear
+from engine.layers.mlp import activated, activated_by_rows
 from engine.layers.self_attention import SelfAttention
 from engine.layers.weights import WeightSlice, joined
 
@@ -25,6 +26,7 @@ class GatedAttention(SelfAttention):
         super().__init__(shape, hidden_size, comm, device, dtype)
         rows = [("q_proj", shape.num_heads * shape.head_size)]
         self.gate = ColumnLinear(hidden_size, rows, shape.qkv_bias, comm, device, dtype)
+        self._activate = activated
 
     @property
     def linears(self) -> tuple[Linear, ...]:
@@ -33,7 +35,11 @@ class GatedAttention(SelfAttention):
 
     def gated(self, attended_TQH: Tensor, normed_TD: Tensor) -> Tensor:
         """Return the backend's result times the gate of the part's input."""
-        return attended_TQH * self.gate(normed_TD).sigmoid_().view_as(attended_TQH)
+        return attended_TQH * self._activate(self.gate(normed_TD), "sigmoid").view_as(attended_TQH)
+
+    def by_rows(self) -> None:
+        """Compute the gate by rows (``RowwisePart``)."""
+        self._activate = activated_by_rows
 
     def slices(self, prefix: str) -> Iterator[WeightSlice]:
         """Yield the slices of the checkpoint that this part reads."""

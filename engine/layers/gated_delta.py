@@ -47,7 +47,7 @@ class GatedDelta(RecurrentPart):
         """Return the gated and normed result of the recurrence (``RecurrentPart``)."""
         shape, (windows_SKC, matrices_SHKV) = self.shape, states
         qkv_TC, z_TV, b_TH, a_TH = inner_TI.split(self._splits, -1)
-        qkv_TC = F.silu(self.convolution(qkv_TC, windows_SKC, step)).float()
+        qkv_TC = F.silu(self.convolution(qkv_TC, windows_SKC, step))
         keys = shape.num_keys * shape.key_size
         q_TGK, k_TGK = qkv_TC[:, : 2 * keys].unflatten(1, (2, shape.num_keys, -1)).unbind(1)
         shared = shape.num_heads // shape.num_keys

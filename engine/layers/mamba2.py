@@ -54,7 +54,7 @@ class Mamba2(RecurrentPart):
         if self._scales_O is not None:
             inner_TO = inner_TO * self._scales_O
         z_TI, channels_TC, step_TH = inner_TO.split(self._splits, -1)
-        channels_TC = F.silu(self.convolution(channels_TC, windows_SKC, step)).float()
+        channels_TC = F.silu(self.convolution(channels_TC, windows_SKC, step))
         x_TI, k_TGK, q_TGK = channels_TC.split(self._channels, -1)
         x_THV = x_TI.unflatten(1, (shape.num_heads, -1))
         step_TH = F.softplus(step_TH.float() + self.bias_H).clamp_(min=shape.least_step)

@@ -24,11 +24,13 @@ VECTORS = 128  # a multiple of so many elements has no remainder
 
 
 def activated(x_TI: Tensor, kind: str) -> Tensor:
-    """Return the activation of x, [T, I].  kind: one of ``MLPShape.activation``."""
+    """Return the activation of x, [T, I].  kind: one of ``MLPShape.activation``, or sigmoid for a gate."""
     if kind == "relu2":
         return F.relu(x_TI).square()
     if kind == "silu":
         return F.silu(x_TI)
+    if kind == "sigmoid":
+        return torch.sigmoid(x_TI)
     return F.gelu(x_TI, approximate="tanh" if kind == "gelu_pytorch_tanh" else "none")
 
 

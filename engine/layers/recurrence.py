@@ -20,6 +20,7 @@ from torch import Tensor
 from engine.layers.states import StatesOfStep
 
 CHUNK = 64  # tokens that one product takes
+LARGE = 1 << 15  # numbers of a row's matrices from which a CPU's time goes into moving them
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +44,8 @@ class Terms:
 
 def advance(terms: Terms, states_SHKV: Tensor, step: StatesOfStep) -> Tensor:
     """Return o_THV, and advance the matrices of the step's rows."""
+    if states_SHKV.device.type == "cpu" and states_SHKV[0].numel() >= LARGE:
+        return _in_place(terms, states_SHKV, step)
     m_BHKV = step.read(states_SHKV)
     if step.only_decodes:
         o_THV = one_token(terms, m_BHKV)
@@ -59,16 +62,34 @@ def advance(terms: Terms, states_SHKV: Tensor, step: StatesOfStep) -> Tensor:
     return o_THV
 
 
+def _in_place(terms: Terms, states_SHKV: Tensor, step: StatesOfStep) -> Tensor:
+    """Advance the matrices of row after row where they lie: on a CPU most of the time is spent on moving them."""
+    o_THV = torch.empty_like(terms.v_THV)
+    for slot, begins, tokens in step.rows():
+        m_HKV = states_SHKV[slot]
+        if begins:
+            m_HKV.zero_()
+        mine = terms.at(tokens)
+        if len(mine.v_THV) == 1:
+            o_THV[tokens] = one_token(mine, m_HKV[None])
+        else:
+            o_THV[tokens], after_HKV = many_tokens(mine, m_HKV)
+            m_HKV.copy_(after_HKV)
+    return o_THV
+
+
 def one_token(terms: Terms, m_BHKV: Tensor) -> Tensor:
-    """Return o_BHV of one token of each row, and advance the matrices in place."""
-    decay_BH11 = terms.g_TH.exp()[..., None, None]
-    m_BHKV *= decay_BH11
-    v_BHV = terms.v_THV
+    """Return o_BHV of one token of each row, and advance the matrices in place.
+
+    Key and query read M together, before it changes; what the token adds for its query follows from both."""
+    decay_BH1, q_BHK, k_BHK, v_BHV = terms.g_TH.exp()[..., None], terms.q_THK, terms.k_THK, terms.v_THV
+    read_BH2V = torch.matmul(torch.stack((q_BHK, k_BHK), -2), m_BHKV) * decay_BH1[..., None]
+    found_BHV, known_BHV = read_BH2V.unbind(-2)
     if terms.b_TH is not None:
-        known_BHV = torch.matmul(terms.k_THK.unsqueeze(-2), m_BHKV).squeeze(-2)
         v_BHV = (v_BHV - known_BHV) * terms.b_TH[..., None]
-    m_BHKV += terms.k_THK.unsqueeze(-1) * v_BHV.unsqueeze(-2)
-    return torch.matmul(terms.q_THK.unsqueeze(-2), m_BHKV).squeeze(-2)
+    m_BHKV.mul_(decay_BH1[..., None])
+    m_BHKV.flatten(0, 1).baddbmm_(k_BHK.flatten(0, 1)[..., None], v_BHV.flatten(0, 1)[:, None])
+    return found_BHV + (q_BHK * k_BHK).sum(-1, keepdim=True) * v_BHV
 
 
 def many_tokens(terms: Terms, m_HKV: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""What recurrent parts have in common: a product before the recurrence, one after it, and the order of tokens.
+"""The two halves of recurrent parts: a product before the recurrence, one after it, and the order of tokens.
 
 Legend: T new tokens of a step · D model dim · I outputs of the first product · M inputs of the second one
 Owns: the two halves of a ``Recurrent``.  Does not know: which recurrence a part computes.

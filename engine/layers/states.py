@@ -5,7 +5,8 @@ Owns: the memory and its layout, which slots and tokens of a step belong togethe
 Does not know: what a layer keeps there, which sequence a row is, when a slot is copied.
 
 A slot has the states of all recurrent layers, one after another, in float32: to copy, move or drop the states of a
-sequence is one operation on one piece of memory.  The first slots are the running states of the rank's rows.
+sequence is one operation on one piece of memory.  Each state begins at a multiple of 64 bytes, as a library may order
+a sum by the address of its numbers.  The first slots are the running states of the rank's rows.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,6 +17,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from engine.checkpoints.shape import padded
 from engine.layers.upload import upload
 
 Sizes = tuple[int, ...]
@@ -30,13 +32,14 @@ class RecurrentStates:
 
     def __init__(self, layers: Sequence[Sequence[Sizes]], num_slots: int, device: torch.device) -> None:
         """Allocate the slots.  layers: per recurrent layer the sizes of its states."""
-        numbers = [[prod(sizes) for sizes in one] for one in layers]
+        numbers = [[padded(sizes) for sizes in one] for one in layers]
         self.data = torch.zeros(num_slots, sum(map(sum, numbers)), dtype=torch.float32, device=device)
         self.layers: list[tuple[Tensor, ...]] = []
         start = 0
         for states, lengths in zip(layers, numbers, strict=True):
             parts = self.data[:, start : start + sum(lengths)].split(lengths, dim=1)
-            self.layers.append(tuple(part.unflatten(1, one) for part, one in zip(parts, states, strict=True)))
+            pairs = zip(parts, states, strict=True)
+            self.layers.append(tuple(part[:, : prod(sizes)].unflatten(1, sizes) for part, sizes in pairs))
             start += sum(lengths)
 
     @property
@@ -74,7 +77,7 @@ class StatesOfStep:
         self._taps: dict[int, tuple[Tensor, Tensor]] = {}
 
     def _divide(self) -> None:
-        """Tell rows with one token from the others."""
+        """Divide the rows into those with one token and the others."""
         (rows,) = (self.query_lengths == 1).nonzero()
         if len(rows):
             at_rows, at_tokens = upload((rows, self.query_starts[rows]), self._device)
@@ -82,6 +85,12 @@ class StatesOfStep:
         for row, (start, count) in enumerate(zip(self.query_starts, self.query_lengths, strict=True)):
             if count > 1:
                 self.segments.append((row, slice(int(start), int(start + count))))
+
+    def rows(self) -> Iterator[tuple[int, bool, slice]]:
+        """Yield the slot of each row, whether the row begins in this step, and its tokens."""
+        begins = self._lengths == self.query_lengths
+        for slot, fresh, start, count in zip(self._slots, begins, self.query_starts, self.query_lengths, strict=True):
+            yield int(slot), bool(fresh), slice(int(start), int(start + count))
 
     def one_by_one(self) -> "Iterator[tuple[slice, StatesOfStep]]":
         """Yield each token with a step of this token alone, in their order."""

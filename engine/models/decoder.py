@@ -14,6 +14,7 @@ from engine.layers.comm import Comm
 from engine.layers.kernels import LayerKernels
 from engine.layers.linear import VocabLinear
 from engine.layers.part import Norm, RowwisePart, build
+from engine.layers.recurrent import RecurrentPart
 from engine.layers.rotary import Rotary
 from engine.layers.step import StateTap, StepTensors
 from engine.layers.task_head import TaskHead
@@ -106,8 +107,9 @@ class Decoder(DecoderWeights):
         """Make the parts compute a token with the same bits whatever else is in a step (``model.numerics``)."""
         self._rowwise = True  # the sampler gets float32 logits: sums in another dtype have another order
         on_cpu = self.device.type == "cpu"  # only there threads divide an activation
-        for part in (one for layer in self.layers for one in layer.parts if on_cpu and isinstance(one, RowwisePart)):
-            part.by_rows()
+        for part in (one for layer in self.layers for one in layer.parts):
+            if isinstance(part, RowwisePart) and (on_cpu or isinstance(part, RecurrentPart)):
+                part.by_rows()
 
     def _embed(self, step: StepTensors, kernels: LayerKernels | None) -> Tensor:
         x_TD = self.embedding.embed(step.token_ids_T, kernels)

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from callboard import LLM
-from engine.types.errors import ConfigError
+from engine.types.errors import ConfigError, PluginError
 from tests.models.checkpoints import build, save
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
@@ -14,8 +14,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "graphs": ({"graphs": {"mode": "breakable"}}, "graphs.mode=breakable: no graph holds recurrent"),
     "host pages": ({"kv": {"num_host_pages": 8}}, "kv.num_host_pages=8: pages return without the states"),
     "proposer": ({"plugins": {"proposer": "ngram"}}, "plugins.proposer=proposer.ngram: a rejected token"),
-    "store": ({"plugins": {"kv_store": "files"}}, "plugins.kv_store=kv_store.files: pages return without the states"),
-    "numerics": ({"model": {"numerics": "invariant"}}, "model.numerics=invariant: this model has recurrent layers"),
+    "adapters": ({"lora": {"folder": "/tmp"}}, "lora.folder=/tmp: models with recurrent layers take no adapters"),
+    "store": ({"plugins": {"kv_store": "files"}}, "plugins.kv_store=files: pages return without the states"),
 }
 
 
@@ -29,5 +29,5 @@ def test_a_setting_that_does_not_work_with_states_is_refused(what: str, checkpoi
     changes, said = REFUSED[what]
     config: dict[str, Any] = {"kv": {}, **changes}
     config["model"] = {"tokenizer": "none"} | config.get("model", {})
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises((ConfigError, PluginError), match=said):
         LLM(checkpoint, progress=False, config=config)

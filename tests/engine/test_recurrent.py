@@ -22,7 +22,7 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 
 @pytest.fixture(scope="module")
 def expected(checkpoint: tuple[Path, Any]) -> list[list[int]]:
-    """What ``generate`` of transformers gives each prompt alone."""
+    """The tokens of ``generate`` of transformers for each prompt alone."""
     _, model = checkpoint
     return [generated(model, prompt) for prompt in prompts()]
 
@@ -81,3 +81,24 @@ def test_several_outputs_of_one_prompt_have_states_of_their_own(
     with served(checkpoint[0], kv={"num_pages": 256}) as llm:
         several = llm.generate([prompts()[-1]] * 3, GREEDY)
         assert [one.token_ids for one in several] == [expected[-1]] * 3
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "together": {},
+    "two at a time": {"scheduler": {"max_running": 2}},
+    "in chunks of 7": {"scheduler": {"prefill_chunk": 7, "max_step_tokens": 16}},
+    "in chunks of 1": {"scheduler": {"prefill_chunk": 1}},
+    "with few pages": {"kv": {"num_pages": 12}},
+}
+
+
+@pytest.mark.parametrize("variant", ["lfm2", "qwen3-5", "granite4-hybrid", "falcon-h1", "nemotron-h"])
+def test_with_invariant_numerics_outputs_have_the_same_bits_in_every_way(variant: str, tmp_path: Path) -> None:
+    save(build(variant), tmp_path)
+    params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, logprobs=2)
+    found = {}
+    for way, tables in WAYS.items():
+        config = {"model": {"dtype": "float32", "tokenizer": "none", "numerics": "invariant"}, "device": {"threads": 1}}
+        with LLM(tmp_path, progress=False, config=config | {"kv": {"num_pages": 64}} | tables) as llm:
+            found[way] = [(one.token_ids, one.logprobs) for one in llm.generate(prompts(), params)]
+    assert [way for way, outputs in found.items() if outputs != found["together"]] == []

@@ -5,6 +5,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from engine.layers import recurrence
 from engine.layers.recurrence import Terms, advance
 from engine.layers.states import RecurrentStates, StatesOfStep
 
@@ -26,7 +27,7 @@ def new_terms(length: int, delta: bool, strong: bool = False) -> Terms:
 
 
 def by_definition(terms: Terms) -> Tensor:
-    """In float64, token by token."""
+    """The results in float64, token by token."""
     q, k, v, g = (one.double() for one in (terms.q_THK, terms.k_THK, terms.v_THV, terms.g_TH))
     m, outs = torch.zeros(HEADS, KEY, VALUE, dtype=torch.float64), []
     for at in range(len(v)):
@@ -61,8 +62,12 @@ def in_cuts(many: list[Terms], cut: int) -> list[Tensor]:
 
 @pytest.mark.parametrize("strong", [False, True], ids=["weak decay", "strong decay"])
 @pytest.mark.parametrize("delta", [False, True], ids=["sums", "delta rule"])
+@pytest.mark.parametrize("large", [recurrence.LARGE, 1], ids=["gathered", "in place"])
 @pytest.mark.parametrize("cut", [1, 2, 7, 64, 200])
-def test_tokens_in_steps_of_any_size_give_the_recurrence(cut: int, delta: bool, strong: bool) -> None:
+def test_tokens_in_steps_of_any_size_give_the_recurrence(
+    cut: int, large: int, delta: bool, strong: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recurrence, "LARGE", large)
     many = [new_terms(length, delta, strong) for length in LENGTHS]
     for found, terms in zip(in_cuts(many, cut), many, strict=True):
         expected = by_definition(terms)

@@ -14,8 +14,9 @@ def new_states(num_slots: int = 5) -> RecurrentStates:
 def test_a_layers_states_are_views_of_one_block_per_slot() -> None:
     states = new_states()
     assert states.num_slots == 5
-    assert states.data.shape == (5, 6 + 4 + 8)
+    assert states.data.shape == (5, 3 * 16)
+    assert all(one.data_ptr() % 64 == 0 for layer in states.layers for one in layer)
     assert [[tuple(one.shape[1:]) for one in layer] for layer in states.layers] == LAYERS
     states.layers[1][1][3].fill_(7.0)
-    assert states.data[3].tolist() == [0.0] * 10 + [7.0] * 8
+    assert states.data[3].tolist() == [0.0] * 32 + [7.0] * 8 + [0.0] * 8
     assert not states.data[:3].any()

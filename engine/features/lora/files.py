@@ -128,6 +128,8 @@ def adapter_rules(shape: DecoderShape, folder: str, max_rank: int, numerics: str
     fault = ""
     if shape.built_by != DecoderShape.built_by:
         fault = "models that transformers computes take no adapters; leave it empty"
+    elif shape.recurrents:
+        fault = "models with recurrent layers take no adapters yet; leave it empty"
     elif numerics == "invariant":
         fault = "adapters do not work with model.numerics=invariant: their sums depend on the batch; set it to fast"
     elif not (modules := adaptable_modules(shape)):
