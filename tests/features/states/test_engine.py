@@ -1,5 +1,6 @@
 """The whole engine with a model that has states: whatever is cached and however it is computed, no token changes."""
 
+import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,21 +24,22 @@ PROMPTS = [STEM + random_tokens(length, seed) for seed, length in enumerate((3, 
 NOTHING_KEPT = EndsAndBranches(keeps_prompts=False, keeps_turns=False, keeps_branches=False)
 
 
-@pytest.fixture(scope="module", params=["lfm2", pytest.param("qwen3-next", marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=["lfm2", pytest.param("qwen3-5", marks=pytest.mark.slow)])
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save(build(request.param), tmp_path_factory.mktemp(request.param))
 
 
 def engine(checkpoint: Path, **sections: dict[str, Any]) -> LLM:
     sections["kv"] = {"page_size": 4, "num_pages": 400, **sections.get("kv", {})}
-    return LLM(checkpoint, progress=False, config={**sections, "model": {"dtype": "float32", "tokenizer": "none"}})
+    sections["model"] = {"dtype": "float32", "tokenizer": "none", **sections.get("model", {})}
+    return LLM(checkpoint, progress=False, config=sections)
 
 
 @contextmanager
-def without_snapshots(checkpoint: Path) -> Iterator[LLM]:
+def without_snapshots(checkpoint: Path, **sections: dict[str, Any]) -> Iterator[LLM]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(planner, "POLICY", NOTHING_KEPT)
-        with engine(checkpoint) as llm:
+        with engine(checkpoint, **sections) as llm:
             yield llm
 
 
@@ -49,16 +51,16 @@ def cached(completions: list[Completion]) -> list[int]:
     return [one.usage.cached_tokens for one in completions]
 
 
-def turns(llm: LLM) -> Iterator[list[Completion]]:
+def turns(llm: LLM, params: SamplingParams = GREEDY) -> Iterator[list[Completion]]:
     """Two turns of each conversation, one after the other, and the second one twice."""
     histories = [list(prompt) for prompt in PROMPTS]
     for turn in range(2):
-        said = [llm.generate([history], GREEDY)[0] for history in histories]
+        said = [llm.generate([history], params)[0] for history in histories]
         yield said
         if turn == 0:
             for number, one in enumerate(said):
                 histories[number] += [*one.token_ids, *random_tokens(7, seed=50 + number)]
-    yield llm.generate(histories, GREEDY)
+    yield llm.generate(histories, params)
 
 
 @pytest.fixture(scope="module")
@@ -146,3 +148,25 @@ def test_so_do_executors_that_come_back(
     with engine(checkpoint) as llm:
         assert [tokens(one) for one in turns(llm)] == alone
     assert len(steps) > 90
+
+
+def test_with_invariant_numerics_all_ways_have_the_same_bits(checkpoint: Path) -> None:
+    """Drawn tokens and their log probabilities: whatever is cached, cut, or evicted."""
+    drawn = SamplingParams(temperature=1.0, max_tokens=OUTPUT, ignore_eos=True, seed=3, logprobs=0)
+    model = {"numerics": "invariant"}
+
+    def digest(llm: LLM) -> str:
+        found = [
+            (one.token_ids, [entry.sampled.logprob for entry in one.logprobs])
+            for turn in turns(llm, drawn)
+            for one in turn
+        ]
+        return hashlib.sha256(repr(found).encode()).hexdigest()
+
+    with without_snapshots(checkpoint, model=model) as llm:
+        digests = [digest(llm)]
+    for chunk, num_pages in ((1, 400), (7, 400), (64, 400), (64, 60)):
+        limits = {"prefill_chunk": chunk, "max_step_tokens": max(chunk, 8), "max_running": 4}
+        with engine(checkpoint, scheduler=limits, model=model, kv={"num_pages": num_pages}) as llm:
+            digests.append(digest(llm))
+    assert len({*digests}) == 1, digests
