@@ -555,6 +555,20 @@ class DecoderShape(msgspec.Struct, frozen=True, kw_only=True):
         return next((part.unlike_rounded for part in parts if part.unlike_rounded), "")
 
     @property
+    def experts(self) -> list[ExpertsShape]:
+        """The mixtures of experts, in the order of layers."""
+        return [layer.mlp for layer in self.layers if isinstance(layer.mlp, ExpertsShape)]
+
+    def with_experts(self, **changes: bool) -> "DecoderShape":
+        """Return the shape with other settings of its mixtures of experts."""
+        replace = msgspec.structs.replace
+        layers = [
+            replace(layer, mlp=replace(layer.mlp, **changes)) if isinstance(layer.mlp, ExpertsShape) else layer
+            for layer in self.layers
+        ]
+        return replace(self, layers=tuple(layers))
+
+    @property
     def attentions(self) -> tuple[AttentionShape | LatentAttentionShape, ...]:
         """The attention of each layer that has it, which has its keys and values."""
         return tuple(layer.attention for layer in self.layers if layer.attention is not None)
@@ -568,20 +582,6 @@ class DecoderShape(msgspec.Struct, frozen=True, kw_only=True):
     def state_bytes(self) -> int:
         """Memory of one row's states, all float32; 0 without recurrent layers."""
         return 4 * sum(padded(sizes) for one in self.recurrents for sizes in one.states)
-
-    @property
-    def experts(self) -> list[ExpertsShape]:
-        """The mixtures of experts, in the order of layers."""
-        return [layer.mlp for layer in self.layers if isinstance(layer.mlp, ExpertsShape)]
-
-    def with_experts(self, **changes: bool) -> "DecoderShape":
-        """Return the shape with other settings of its mixtures of experts."""
-        replace = msgspec.structs.replace
-        layers = [
-            replace(layer, mlp=replace(layer.mlp, **changes)) if isinstance(layer.mlp, ExpertsShape) else layer
-            for layer in self.layers
-        ]
-        return replace(self, layers=tuple(layers))
 
     @property
     def num_layers(self) -> int:

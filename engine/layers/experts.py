@@ -182,17 +182,17 @@ class Experts:
             yield whole(f"{name}.{shape.shared_gate}.weight", self.shared_gate.weight)
 
     def _members(self, name: str, number: int, expert: Expert) -> Iterator[WeightSlice]:
-        place = min(max(0, number - self.first), len(self.experts) - 1)  # any, for an expert of another rank
         products = (expert.gate_up.slices(""), expert.down.slices(""))
-        for index, (source, product) in enumerate(zip(self.shape.stacks, products, strict=True)):
-            slices: Iterable[WeightSlice] = merged(product, f"{name}.{source}")
+        place = min(max(0, number - self.first), len(self.experts) - 1)  # any, for an expert of another rank
+        for memory, stack, product in zip(self._stacks, self.shape.stacks, products, strict=True):
+            slices = merged(product, f"{name}.{stack}")
             if self.shape.four_bits:
-                slices = [code for one in slices for code in self._stacks[index].stored(one, place)]
+                slices = memory.stored(slices, place)
             elif not self.shape.upright:
                 slices = transposed(slices)
             for one in slices:
-                stored = one.source.removesuffix(".weight").replace(".bias", "_bias")
-                yield replace(one, source=stored, member=number, num_members=len(self.every))
+                source = one.source.removesuffix(".weight").replace(".bias", "_bias")
+                yield replace(one, source=source, member=number, num_members=len(self.every))
 
 
 def _held(shape: ExpertsShape, comm: Comm) -> tuple[int, int]:
@@ -232,12 +232,10 @@ class Stack:
             for linear, bias in zip(linears, self.biases, strict=True):
                 linear.bias = bias
 
-    def stored(self, one: WeightSlice, place: int) -> Iterator[WeightSlice]:
-        """Yield the slices of codes and scales in place of a weight's slice; a bias stays as it is."""
-        if self.codes is None or len(one.shape) == 1:
-            yield one
-        else:
-            yield from self.codes.slices(one, place)
+    def stored(self, slices: Iterable[WeightSlice], place: int) -> Iterator[WeightSlice]:
+        """Yield the slices of codes and scales in place of those of weights; biases stay as they are."""
+        for one in slices:
+            yield from self.codes.slices(one, place) if self.codes is not None and len(one.shape) == 2 else (one,)
 
     def pack(self) -> None:
         """Bring weights in 4 bits into the kernel's order; called once, after loading."""

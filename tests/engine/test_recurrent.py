@@ -1,13 +1,20 @@
 """Models with recurrent layers through the whole engine: nothing about the batch changes what they generate."""
 
+import json
+import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from callboard import LLM, SamplingParams
-from tests.models.checkpoints import build, random_tokens, save
+from engine.config import Config, build_config
+from server.extensions.verify.verify import WAYS as VERIFIED
+from server.extensions.verify.verify import verify_numerics
+from tests.models.checkpoints import VARIANTS, build, random_tokens, save
 
+DEMO = Path(__file__).parents[2] / "examples" / "demo_model"
 KINDS = ("lfm2", "qwen3-5", "granite4-hybrid-experts", "falcon-h1", "nemotron-h")  # one of each kind of recurrent layer
 LENGTHS = (1, 2, 15, 16, 17, 40, 75, 90)
 OUTPUT_LEN = 64
@@ -100,5 +107,31 @@ def test_with_invariant_numerics_outputs_have_the_same_bits_in_every_way(variant
     for way, tables in WAYS.items():
         config = {"model": {"dtype": "float32", "tokenizer": "none", "numerics": "invariant"}, "device": {"threads": 1}}
         with LLM(tmp_path, progress=False, config=config | {"kv": {"num_pages": 64}} | tables) as llm:
-            found[way] = [(one.token_ids, one.logprobs) for one in llm.generate(prompts(), params)]
+            for name in (way, f"{way}, cached"):
+                found[name] = [(one.token_ids, one.logprobs) for one in llm.generate(prompts(), params)]
     assert [way for way, outputs in found.items() if outputs != found["together"]] == []
+
+
+@pytest.mark.slow
+def test_the_same_bits_through_retractions_and_from_a_process_that_was_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    family, changes = VARIANTS["qwen3-5"]
+    vocab_size = json.loads((DEMO / "config.json").read_text())["vocab_size"]
+    monkeypatch.setitem(VARIANTS, "qwen3-5", (family, changes | {"vocab_size": vocab_size}))
+    save(build("qwen3-5"), tmp_path)
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(DEMO / name, tmp_path)
+    config = build_config(
+        Config(),
+        {
+            "model": {"path": str(tmp_path)},
+            "device": {"threads": 1},
+            "scheduler": {"max_step_tokens": 256, "prefill_chunk": 256},
+            "kv": {"num_pages": 512},
+        },
+    )
+    by_name = {way.name: way for way in VERIFIED}
+    killed = replace(by_name["in a process, killed and recomputed"], kills=1)
+    names = ("alone", "together", "in chunks of 32", "retracted for want of pages")
+    verify_numerics(config, [*(by_name[name] for name in names), killed], number=4)
