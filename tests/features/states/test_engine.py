@@ -120,7 +120,7 @@ def test_so_do_rows_that_are_retracted(checkpoint: Path, monkeypatch: pytest.Mon
 
 
 def test_copies_of_a_prompt_part_after_it(checkpoint: Path) -> None:
-    """As the choices of a request do."""
+    """The choices of a request are such copies."""
     drawn = [SamplingParams(temperature=1.0, max_tokens=OUTPUT, ignore_eos=True, seed=seed) for seed in (5, 6)]
     with without_snapshots(checkpoint) as llm:
         expected = tokens([llm.generate([PROMPTS[1]], one)[0] for one in drawn])
