@@ -6,7 +6,7 @@ nowhere else, and with a cache that has a state behind every page, which is a ca
 Needs no GPU and no torch; two minutes.
 
     python benchmarks/bench_states.py
-    python benchmarks/bench_states.py --pages-per-state 256 --output results.json
+    python benchmarks/bench_states.py --pages-per-slot 256 --output results.json
 """
 
 from collections.abc import Callable, Sequence
@@ -22,6 +22,7 @@ from simulation import EOS, PAGE_SIZE, Request, Simulation, tokens
 
 from engine.features.states.planner import StatesPlanner
 from engine.features.states.policy import EndsAndBranches, Found, SnapshotPolicy
+from engine.features.states.slots import PAGES_PER_SLOT
 from engine.kv.node import Handle
 from engine.kv.pages import Pages
 from engine.messages import Admission
@@ -182,7 +183,7 @@ def run(turns: Sequence[Turn], num_pages: int, features: Sequence[NewFeature]) -
     }
 
 
-def measure(num_turns: int, pages_per_state: int, room: float) -> list[dict[str, Any]]:
+def measure(num_turns: int, pages_per_slot: int, room: float) -> list[dict[str, Any]]:
     """A row for each load and policy."""
     rows: list[dict[str, Any]] = []
     for load, draw in LOADS.items():
@@ -192,7 +193,7 @@ def measure(num_turns: int, pages_per_state: int, room: float) -> list[dict[str,
             len(turn.prompt) for turn in turns if turn.at > longest_s / 2
         )
         num_pages = max(1024, int(room * tokens_at_once / PAGE_SIZE / 4))
-        num_slots = MAX_RUNNING + num_pages // pages_per_state
+        num_slots = MAX_RUNNING + num_pages // pages_per_slot
         oracle = partial(OraclePlanner, policy=Oracle(goes_on(turns)), num_slots=num_slots)
         choices: dict[str, Sequence[NewFeature]] = {
             name: [partial(StatesPlanner, policy=policy, num_slots=num_slots)] for name, policy in POLICIES.items()
@@ -218,12 +219,12 @@ def show(rows: list[dict[str, Any]]) -> None:
 def main() -> None:
     parser = new_parser(__doc__)
     parser.add_argument("--turns", type=int, default=1000, help="about so many requests (default: 1000)")
-    parser.add_argument("--pages-per-state", type=int, default=64, help="as kv.pages_per_state (default: 64)")
+    parser.add_argument("--pages-per-slot", type=int, default=PAGES_PER_SLOT, help="pages for each slot of a snapshot")
     parser.add_argument("--room", type=float, default=0.5, help="share of the sessions that the pool has room for")
     arguments = parser.parse_args()
-    rows = measure(arguments.turns, arguments.pages_per_state, arguments.room)
+    rows = measure(arguments.turns, arguments.pages_per_slot, arguments.room)
     show(rows)
-    keep(arguments.output, {"turns": arguments.turns, "pages_per_state": arguments.pages_per_state, "rows": rows})
+    keep(arguments.output, {"turns": arguments.turns, "pages_per_slot": arguments.pages_per_slot, "rows": rows})
 
 
 if __name__ == "__main__":

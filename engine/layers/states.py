@@ -1,7 +1,7 @@
 """The states of recurrent layers: one allocation per rank that holds what each row has of its tokens so far.
 
 Legend: S slots · B rows of a step · T its new tokens · N numbers of one slot · K taps of a convolution
-Owns: the memory and its layout, copies from slot to slot, which slots and tokens of a step belong together.
+Owns: the memory and its layout, which slots and tokens of a step belong together.
 Does not know: what a layer keeps there, which sequence a row is, when a slot is copied.
 
 A slot has the states of all recurrent layers, one after another, in float32: to copy, move or drop the states of a
@@ -46,10 +46,6 @@ class RecurrentStates:
     def num_slots(self) -> int:
         """Number of slots."""
         return len(self.data)
-
-    def copy(self, sources: Tensor, targets: Tensor) -> None:
-        """Copy slots to other slots.  sources, targets: int64, on the device; all are read before one is written."""
-        self.data.index_copy_(0, targets, self.data.index_select(0, sources))
 
 
 class StatesOfStep:

@@ -108,15 +108,14 @@ class Decoder(DecoderWeights):
         # A compiler fuses by itself, and does it better with operations that it can trace.
         kernels = None if self.kernels is None or torch.compiler.is_dynamo_compiling() else self.kernels
         x_TD = self._embed(step, kernels)
-        angles = [rotary.angles(step.positions_T, kernels) for rotary in self.rotaries]
+        turned = [(rotary, rotary.angles(step.positions_T, kernels)) for rotary in self.rotaries]
         last = len(self.layers) - 1
         update_TD, states = None, []
         for index, layer in enumerate(self.layers):
             normed_TD = layer.before_attention.added(x_TD, update_TD, kernels)
             if self.tap is not None and index in self.tap.layers:
                 states.append(x_TD.clone())  # later layers add to it in place
-            at = layer.rotary
-            rotary, cos_sin = (None, ()) if at is None else (self.rotaries[at], angles[at])
+            rotary, cos_sin = (None, ()) if layer.rotary is None else turned[layer.rotary]
             attended_TQH = layer.attend(normed_TD, rotary, cos_sin, step, kernels)
             if index == last and wanted_N is not None:
                 # Nothing reads the other rows after this: a prefill saves most of its last layer.

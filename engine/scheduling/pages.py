@@ -19,6 +19,7 @@ from engine.kv.match import Match
 from engine.kv.node import Handle, Namespace
 from engine.kv.pages import PageAllocator, Pages
 from engine.kv.radix import RadixTree
+from engine.kv.stateless import StatelessTree
 from engine.scheduling.events import WatchedEvictions
 from engine.scheduling.feature import PlannerParts
 from engine.scheduling.invariants import check_owners
@@ -36,7 +37,7 @@ class PageManager:
         self._events = parts.events
         self.allocator = PageAllocator(limits.num_pages)
         self._evictions = WatchedEvictions(strategy, parts.events)
-        self.use(RadixTree)
+        self.use(StatelessTree if limits.state_bytes else RadixTree)
         self._page_size = limits.page_size
         self._num_behind = limits.lookahead  # tokens after a page that belong to its key
         self._handles: dict[int, Handle] = {}
@@ -56,11 +57,8 @@ class PageManager:
         return self.allocator.num_free + self.tree.num_evictable
 
     def match(self, sequence: Sequence) -> Match:
-        """Find the longest cached prefix of a sequence that it may use.  Changes nothing.
-
-        Pages are of no use without the states of recurrent layers, which begin with the first token."""
-        key = b"" if self._limits.state_bytes else self._prefix_key(sequence)
-        return self.tree.match(key, Namespace(sequence.cache_salt, sequence.weights))
+        """Find the longest cached prefix of a sequence that it may use.  Changes nothing."""
+        return self.tree.match(self._prefix_key(sequence), Namespace(sequence.cache_salt, sequence.weights))
 
     def num_cached_tokens(self, sequence: Sequence) -> int:
         """Return the number of the sequence's tokens that would need no computing.  Changes nothing."""

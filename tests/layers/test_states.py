@@ -1,4 +1,4 @@
-"""The slots of recurrent states: what a layer sees of them, and copies between them."""
+"""The slots of recurrent states: what a layer sees of them."""
 
 import torch
 
@@ -20,10 +20,3 @@ def test_a_layers_states_are_views_of_one_block_per_slot() -> None:
     states.layers[1][1][3].fill_(7.0)
     assert states.data[3].tolist() == [0.0] * 32 + [7.0] * 8 + [0.0] * 8
     assert not states.data[:3].any()
-
-
-def test_a_copy_reads_every_source_before_it_writes() -> None:
-    states = new_states()
-    states.data.copy_(torch.arange(5.0)[:, None].expand_as(states.data))
-    states.copy(torch.tensor([0, 1, 4]), torch.tensor([1, 0, 3]))
-    assert [set(slot) for slot in states.data.tolist()] == [{1.0}, {0.0}, {2.0}, {4.0}, {4.0}]

@@ -34,8 +34,7 @@ class SharedPrefixPlanner(PlannerFeature):
         return sum(map(len, self._waiting.values()))
 
     def started(self, sequence: Sequence) -> None:
-        if not self._limits.state_bytes:  # else no sequence can use its pages
-            self._unshared.setdefault(_stem(sequence), set()).add(sequence.row)
+        self._unshared.setdefault(_stem(sequence), set()).add(sequence.row)
 
     def hold(self, sequence: Sequence) -> Why | None:
         """Keep a sequence if a running prefill will soon publish more of its prefix than is cached now."""

@@ -19,9 +19,8 @@ from functools import partial
 import numpy as np
 
 from engine.features.states.messages import NAME, StateCopies
-from engine.features.states.policy import Found, SnapshotPolicy
-from engine.features.states.settings import StatesSettings
-from engine.features.states.slots import SnapshotSlots
+from engine.features.states.policy import EndsAndBranches, Found, SnapshotPolicy
+from engine.features.states.slots import SnapshotSlots, num_snapshots
 from engine.features.states.tree import StateTree
 from engine.kv.node import Handle, Namespace
 from engine.kv.pages import Pages
@@ -29,6 +28,8 @@ from engine.plugins.features import FeatureContext
 from engine.scheduling.feature import NewFeature, PlannerFeature, PlannerParts
 from engine.scheduling.rows import Rows, Sequence
 from engine.scheduling.step_builder import InFlight, StepBuilder
+
+POLICY: SnapshotPolicy = EndsAndBranches()
 
 Copy = tuple[int, int]
 """The slot that is copied, and the one that it is copied to."""
@@ -187,13 +188,12 @@ class StatesPlanner(PlannerFeature):
 
 def planner_feature(context: FeatureContext) -> NewFeature | None:
     """Return the builder of the feature; None for a model without states."""
-    settings = StatesSettings.of(context.config)
-    return partial(_of_settings, settings=settings) if context.state_bytes else None
+    return _new_feature if context.state_bytes else None
 
 
-def _of_settings(parts: PlannerParts, settings: StatesSettings) -> StatesPlanner:
-    num_slots = settings.num_snapshots(parts.limits.num_pages, parts.limits.max_running)
-    return StatesPlanner(parts, policy=settings.policy, num_slots=num_slots)
+def _new_feature(parts: PlannerParts) -> StatesPlanner:
+    num_slots = num_snapshots(parts.limits.num_pages, parts.limits.max_running)
+    return StatesPlanner(parts, policy=POLICY, num_slots=num_slots)
 
 
 def _column(copies: list[Copy]) -> bytes:

@@ -13,7 +13,7 @@ from engine.execution.features import RankContext, RankFeature
 from engine.execution.launched_step import LaunchedStep
 from engine.execution.needs import Needs
 from engine.features.states.messages import copies_of
-from engine.features.states.settings import StatesSettings
+from engine.features.states.slots import PAGES_PER_SLOT, num_snapshots
 from engine.layers.states import RecurrentStates
 from engine.messages import Step
 
@@ -25,11 +25,10 @@ class StatesRank(RankFeature):
 
     def __init__(self, context: RankContext, states: RecurrentStates) -> None:
         self._running = states.data
-        self._settings = StatesSettings.of(context.config)
         self._max_running = context.config.scheduler.max_running
         self._rank = context.comm.rank
         self._state_bytes = states.data[0].nbytes
-        self.page_bytes = -(-self._state_bytes // self._settings.pages_per_state)
+        self.page_bytes = -(-self._state_bytes // PAGES_PER_SLOT)
         self._snapshots = states.data[:0]
 
     def needs(self, needs: Needs) -> Needs:
@@ -42,15 +41,9 @@ class StatesRank(RankFeature):
         self._snapshots = self._running[:0]
         if not num_pages:
             return
-        count = self._settings.num_snapshots(num_pages, self._max_running)
+        count = num_snapshots(num_pages, self._max_running)
         self._snapshots = self._running.new_empty((count, *self._running.shape[1:]))
-        log.info(
-            "rank %d states: %.2f MB for each of %d rows and %d snapshots",
-            self._rank,
-            self._state_bytes / 1e6,
-            self._max_running,
-            count,
-        )
+        log.info("rank %d snapshots of states: %d of %.2f MB", self._rank, count, self._state_bytes / 1e6)
 
     def apply(self, step: Step) -> Step:
         """Give rows that start the states of snapshots."""

@@ -1,9 +1,17 @@
 """The slots of snapshots, of which each is free, or some row's, or a node's.
 
-Owns: the free ones.  Does not know: which row or node has a slot.
+Owns: their number, the free ones.  Does not know: which row or node has a slot.
 """
 
 from collections.abc import Iterable
+from typing import Final
+
+PAGES_PER_SLOT: Final = 64
+
+
+def num_snapshots(num_pages: int, max_running: int) -> int:
+    """Return the number of slots next to a pool of so many pages: one for each row's copy, the rest for nodes."""
+    return max_running + num_pages // PAGES_PER_SLOT
 
 
 class SnapshotSlots:

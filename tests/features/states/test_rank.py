@@ -10,16 +10,17 @@ from engine.config import Config, build_config
 from engine.execution.needs import Needs
 from engine.features.states.messages import StateCopies
 from engine.features.states.rank import StatesRank
+from engine.features.states.slots import PAGES_PER_SLOT
 from engine.layers.states import RecurrentStates
 from engine.messages import Step
 
 ROWS = 3
 
 
-def new_rank(pages_per_state: int = 4) -> tuple[StatesRank, RecurrentStates]:
+def new_rank() -> tuple[StatesRank, RecurrentStates]:
     states = RecurrentStates([[(2, 3), (4,)], [(5,)]], ROWS, torch.device("cpu"))
     states.data.copy_(torch.arange(states.data.numel()).view_as(states.data))
-    config = build_config(Config(), {"kv": {"pages_per_state": pages_per_state}, "scheduler": {"max_running": ROWS}})
+    config = build_config(Config(), {"scheduler": {"max_running": ROWS}})
     context: Any = SimpleNamespace(config=config, comm=SimpleNamespace(rank=0))
     return StatesRank(context, states), states
 
@@ -31,7 +32,7 @@ def step(before: list[tuple[int, int]], after: list[tuple[int, int]]) -> Step:
 
 def test_a_state_goes_to_a_snapshot_behind_a_step_and_comes_back_before_one() -> None:
     rank, states = new_rank()
-    rank.prepare(8)
+    rank.prepare(2 * PAGES_PER_SLOT)
     first, second = states.data[0].clone(), states.data[1].clone()
     take: Any = step([], [(0, ROWS), (1, ROWS + 4)])
     assert rank.apply(take) is take
@@ -51,12 +52,11 @@ def test_a_step_without_copies_changes_nothing() -> None:
 
 
 def test_the_pool_leaves_room_for_snapshots() -> None:
-    rank, states = new_rank(pages_per_state=4)
+    rank, states = new_rank()
     row = states.data[0].nbytes
-    assert row == 4 * 3 * 16  # each state takes a multiple of 64 bytes
-    assert rank.page_bytes == row / 4
+    assert rank.page_bytes == -(-row // PAGES_PER_SLOT)
     assert rank.needs(Needs()).total == ROWS * row
-    rank.prepare(8)
+    rank.prepare(2 * PAGES_PER_SLOT)
     assert rank._snapshots.nbytes == (ROWS + 2) * row
     rank.prepare(0)
     assert rank._snapshots.nbytes == 0
