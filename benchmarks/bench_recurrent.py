@@ -1,4 +1,4 @@
-"""How long do recurrent layers take, beside the same layers of transformers?
+"""Measures recurrent layers beside the same layers of transformers.
 
 One layer of each kind, with random weights, on one thread: a prompt of so many tokens, one row that decodes, and eight
 rows, in milliseconds of processor time.  "products" are the two products of the layer alone, "invariant" is the layer

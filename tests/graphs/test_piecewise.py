@@ -200,7 +200,7 @@ def test_nothing_keeps_the_memory_of_a_captured_run(drivers):
 
 
 def test_late_captures_give_the_step_its_result(cases: Cases):
-    """With nothing captured at start the largest comes first because a step needs it, the others as they are needed."""
+    """The largest comes first because a step needs it, the others as they are needed; nothing is captured at start."""
     device = RecordingDevice(descending=False)
     drivers = pair(cases, {}, capture=False, device=device)
     for count in (15, 3, 9, 9, 2, 16):

@@ -13,7 +13,7 @@ LENGTH = 75
 
 
 def assert_same(got: Tensor, expected: Tensor) -> None:
-    """At most TOLERANCE apart; a NaN is far from everything."""
+    """Check that they are at most TOLERANCE apart; a NaN is far from everything."""
     assert got.dtype == torch.float32
     assert got.shape == expected.shape
     worst = (got - expected).abs().max().item()
