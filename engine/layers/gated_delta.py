@@ -16,7 +16,7 @@ from engine.layers.comm import Comm
 from engine.layers.convolution import CausalConvolution
 from engine.layers.kernels import LayerKernels
 from engine.layers.linear import ColumnLinear, RowLinear
-from engine.layers.recurrence import Terms, advance
+from engine.layers.recurrence import RecurrenceTerms, advance
 from engine.layers.recurrent import RecurrentPart
 from engine.layers.states import StatesOfStep
 from engine.layers.weights import WeightSlice, joined, parameter, whole
@@ -51,7 +51,7 @@ class GatedDelta(RecurrentPart):
         keys = shape.num_keys * shape.key_size
         q_TGK, k_TGK = qkv_TC[:, : 2 * keys].unflatten(1, (2, shape.num_keys, -1)).unbind(1)
         shared = shape.num_heads // shape.num_keys
-        terms = Terms(
+        terms = RecurrenceTerms(
             q_THK=(_unit(q_TGK) * shape.key_size**-0.5).repeat_interleave(shared, 1),
             k_THK=_unit(k_TGK).repeat_interleave(shared, 1),
             v_THV=qkv_TC[:, 2 * keys :].unflatten(1, (shape.num_heads, -1)),

@@ -16,7 +16,7 @@ from engine.layers.comm import Comm
 from engine.layers.convolution import CausalConvolution
 from engine.layers.kernels import LayerKernels
 from engine.layers.linear import ColumnLinear, RowLinear
-from engine.layers.recurrence import Terms, advance
+from engine.layers.recurrence import RecurrenceTerms, advance
 from engine.layers.recurrent import RecurrentPart
 from engine.layers.states import StatesOfStep
 from engine.layers.weights import WeightSlice, joined, parameter, whole
@@ -59,7 +59,7 @@ class Mamba2(RecurrentPart):
         x_THV = x_TI.unflatten(1, (shape.num_heads, -1))
         step_TH = F.softplus(step_TH.float() + self.bias_H).clamp_(min=shape.least_step)
         shared = shape.num_heads // shape.num_groups
-        terms = Terms(
+        terms = RecurrenceTerms(
             q_THK=q_TGK.unflatten(1, (shape.num_groups, -1)).repeat_interleave(shared, 1),
             k_THK=k_TGK.unflatten(1, (shape.num_groups, -1)).repeat_interleave(shared, 1),
             v_THV=x_THV * step_TH[..., None],

@@ -24,7 +24,7 @@ LARGE = 1 << 15  # numbers of a row's matrices from which a CPU's time goes into
 
 
 @dataclass(frozen=True, slots=True)
-class Terms:
+class RecurrenceTerms:
     """The terms of a recurrence for some tokens, float32.
 
     q_THK, k_THK, v_THV.  g_TH: logarithm of the decay, at most 0.
@@ -36,13 +36,13 @@ class Terms:
     g_TH: Tensor
     b_TH: Tensor | None = None
 
-    def at(self, tokens: slice | Tensor) -> "Terms":
+    def at(self, tokens: slice | Tensor) -> "RecurrenceTerms":
         """Return the terms of some of the tokens."""
         b_TH = None if self.b_TH is None else self.b_TH[tokens]
-        return Terms(self.q_THK[tokens], self.k_THK[tokens], self.v_THV[tokens], self.g_TH[tokens], b_TH)
+        return RecurrenceTerms(self.q_THK[tokens], self.k_THK[tokens], self.v_THV[tokens], self.g_TH[tokens], b_TH)
 
 
-def advance(terms: Terms, states_SHKV: Tensor, step: StatesOfStep) -> Tensor:
+def advance(terms: RecurrenceTerms, states_SHKV: Tensor, step: StatesOfStep) -> Tensor:
     """Return o_THV, and advance the matrices of the step's rows."""
     if states_SHKV.device.type == "cpu" and states_SHKV[0].numel() >= LARGE:
         return _in_place(terms, states_SHKV, step)
@@ -62,7 +62,7 @@ def advance(terms: Terms, states_SHKV: Tensor, step: StatesOfStep) -> Tensor:
     return o_THV
 
 
-def _in_place(terms: Terms, states_SHKV: Tensor, step: StatesOfStep) -> Tensor:
+def _in_place(terms: RecurrenceTerms, states_SHKV: Tensor, step: StatesOfStep) -> Tensor:
     """Advance the matrices of row after row where they lie: on a CPU most of the time is spent on moving them."""
     o_THV = torch.empty_like(terms.v_THV)
     for slot, begins, tokens in step.rows():
@@ -78,7 +78,7 @@ def _in_place(terms: Terms, states_SHKV: Tensor, step: StatesOfStep) -> Tensor:
     return o_THV
 
 
-def one_token(terms: Terms, m_BHKV: Tensor) -> Tensor:
+def one_token(terms: RecurrenceTerms, m_BHKV: Tensor) -> Tensor:
     """Return o_BHV of one token of each row, and advance the matrices in place.
 
     Key and query read M together, before it changes; what the token adds for its query follows from both."""
@@ -92,7 +92,7 @@ def one_token(terms: Terms, m_BHKV: Tensor) -> Tensor:
     return found_BHV + (q_BHK * k_BHK).sum(-1, keepdim=True) * v_BHV
 
 
-def many_tokens(terms: Terms, m_HKV: Tensor) -> tuple[Tensor, Tensor]:
+def many_tokens(terms: RecurrenceTerms, m_HKV: Tensor) -> tuple[Tensor, Tensor]:
     """Return o_THV of one row's tokens, and its matrices after them.
 
     In a chunk a token's values are those that it adds to M, whatever M is, less what it finds of the M before the

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from engine.layers import recurrence
-from engine.layers.recurrence import Terms, advance
+from engine.layers.recurrence import RecurrenceTerms, advance
 from engine.layers.states import RecurrentStates, StatesOfStep
 
 CPU = torch.device("cpu")
@@ -14,7 +14,7 @@ HEADS, KEY, VALUE = 3, 8, 5
 LENGTHS = (1, 5, 64, 65, 200)
 
 
-def new_terms(length: int, delta: bool, strong: bool = False) -> Terms:
+def new_terms(length: int, delta: bool, strong: bool = False) -> RecurrenceTerms:
     generator = torch.Generator().manual_seed(length)
 
     def random(*sizes: int) -> Tensor:
@@ -23,10 +23,10 @@ def new_terms(length: int, delta: bool, strong: bool = False) -> Terms:
     k = torch.nn.functional.normalize(random(length, HEADS, KEY), dim=-1)
     g = -random(length, HEADS).exp() * (30.0 if strong else 0.3)
     b = random(length, HEADS).sigmoid() if delta else None
-    return Terms(random(length, HEADS, KEY), k, random(length, HEADS, VALUE), g, b)
+    return RecurrenceTerms(random(length, HEADS, KEY), k, random(length, HEADS, VALUE), g, b)
 
 
-def by_definition(terms: Terms) -> Tensor:
+def by_definition(terms: RecurrenceTerms) -> Tensor:
     """The results in float64, token by token."""
     q, k, v, g = (one.double() for one in (terms.q_THK, terms.k_THK, terms.v_THV, terms.g_TH))
     m, outs = torch.zeros(HEADS, KEY, VALUE, dtype=torch.float64), []
@@ -40,7 +40,7 @@ def by_definition(terms: Terms) -> Tensor:
     return torch.stack(outs)
 
 
-def in_cuts(many: list[Terms], cut: int) -> list[Tensor]:
+def in_cuts(many: list[RecurrenceTerms], cut: int) -> list[Tensor]:
     """All rows side by side, with so many new tokens a step, or what is left."""
     states = RecurrentStates([[(HEADS, KEY, VALUE)]], len(many), CPU)
     states.data.fill_(torch.nan)
@@ -54,7 +54,7 @@ def in_cuts(many: list[Terms], cut: int) -> list[Tensor]:
             None if column[0] is None else torch.cat(column)
             for column in zip(*((p.q_THK, p.k_THK, p.v_THV, p.g_TH, p.b_TH) for p in parts), strict=True)
         ]
-        found = advance(Terms(*joined), states.layers[0][0], step)
+        found = advance(RecurrenceTerms(*joined), states.layers[0][0], step)
         for row, part in zip(rows, found.split(counts.tolist()), strict=True):
             outs[row].append(part)
     return [torch.cat(one) for one in outs]
