@@ -5,7 +5,7 @@ A step takes BASE_S + DECODE_S for each row that decodes + PREFILL_S for each pr
 """
 
 from collections import deque
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -18,6 +18,7 @@ from engine.features.shared_prefix.planner import SharedPrefixPlanner
 from engine.messages import Admission, Admit, Step, Tokens
 from engine.plugins.hookspecs import EvictionContext, PolicyContext
 from engine.plugins.manager import Plugins
+from engine.scheduling.feature import NewFeature
 from engine.scheduling.planner import Planner
 from engine.scheduling.playback import Playback
 from engine.scheduling.rows import PlannerLimits
@@ -30,16 +31,19 @@ DEPTH = 2
 BASE_S, DECODE_S, PREFILL_S = 5e-3, 0.02e-3, 0.05e-3
 
 
-def new_planner(clock: Callable[[], float], policy: str = "priority", **limits: Any) -> Planner:
+def new_planner(
+    clock: Callable[[], float], policy: str = "priority", features: Sequence[NewFeature] = (), **limits: Any
+) -> Planner:
     """The server's defaults, where ``limits`` does not say otherwise."""
     given = {"max_running": 64, "max_step_tokens": 2048, "prefill_chunk": 512, "max_len": 4096, **limits}
+    hosts = [HostTierPlanner] if given.get("num_host_pages") else []
     hook = Plugins({"eviction": "lru", "policy": policy}).hook
     return Planner(
         PlannerLimits(page_size=PAGE_SIZE, eos_token_ids=(EOS,), **given),
         hook.callboard_eviction_strategy(context=EvictionContext(PAGE_SIZE, given["num_pages"])),
         hook.callboard_scheduling_policy(context=PolicyContext(given["max_running"], PAGE_SIZE)),
         clock,
-        features=[SharedPrefixPlanner, TargetPlanner, *([HostTierPlanner] if given.get("num_host_pages") else [])],
+        features=[SharedPrefixPlanner, TargetPlanner, *hosts, *features],
     )
 
 

@@ -129,6 +129,17 @@ class Rates:
             self._of(client, "requests").left -= 1.0
         return Charge(self, client)
 
+    def headers(self, client: str) -> dict[str, str]:
+        """Returns the headers that say what is left of a client's minute, by the names of OpenAI's API."""
+        told = {}
+        for what, limit in self._limits.items():
+            if limit:
+                allowance = self._of(client, what)
+                told[f"x-ratelimit-limit-{what}"] = str(limit)
+                told[f"x-ratelimit-remaining-{what}"] = str(max(math.floor(allowance.left), 0))
+                told[f"x-ratelimit-reset-{what}"] = f"{0 if allowance.is_full else allowance.wait_s(limit)}s"
+        return told
+
     def spend(self, client: str, num_tokens: int) -> None:
         """Take tokens, or give them back: those that are more than were left are waited for."""
         if self._limits["tokens"]:
@@ -184,7 +195,10 @@ class ClientRequest:
 
         Raises RequestError, also a 429 if the client has its share."""
         if not self.streams:
-            self._charge = self._clients.rates.admit(self._client)
+            try:
+                self._charge = self._clients.rates.admit(self._client)
+            finally:
+                self.exchange.rates = self._clients.rates.headers(self._client)
         Load(num_of_client=self._clients.num_open[self._client]).check(self._clients.limits)
         # Both have a fixed place, so that no client's own salt can make it another's.
         salt = f"{self._salt}:{options.cache_salt}" if self._salt else options.cache_salt
@@ -213,6 +227,7 @@ class ClientRequest:
             self._estimates.append(num_prompt)
             num_tokens += num_prompt
         self._charge.pay(self._charge.num_paid + num_tokens)
+        self.exchange.rates = self._clients.rates.headers(self._client)
 
     def used(self, prompts: Sequence[int | None], num_output: int) -> None:
         """Note what it has used.  prompts: tokens of each, None for one that the engine has not counted.

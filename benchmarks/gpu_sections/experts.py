@@ -1,16 +1,20 @@
 """A layer of experts by the kernel for all of them, captured, beside one product for each, which waits for values; and
-two halves of the experts, as ranks that divide them have them, whose results must add up.
+two halves of the experts, as ranks that divide them have them, whose results must add up.  Then experts in 4 bits, as
+files in MXFP4 have them, beside the bfloat16 weights that they stand for.
 
-Sizes are of Qwen3-30B-A3B.  GB/s counts the weights of the experts that are visited, each once.
+Sizes are of Qwen3-30B-A3B, and of gpt-oss-20b.  GB/s counts the weights of the experts that are visited, each once.
 """
 
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 
 from engine.checkpoints.shape import ExpertsShape, RouterShape
+from engine.formats.mxfp4 import decoded
 from engine.kernels.choice import choose_kernels
 from engine.layers.experts import Experts
+from engine.layers.four_bits import FourBits, StoredCodes
 from engine.layers.kernels import LayerKernels
 from engine.plugins.comm.local import LocalComm
 from gpu_sections.kernels import no_kernels
@@ -60,6 +64,53 @@ def section(
             "us": seconds * 1e6,
             "of_plain": plain / seconds,
             "gb_per_s": num_bytes / seconds / 1e9,
+        }
+
+
+def four_bits(
+    device: torch.device,
+    num_experts: int = 32,
+    hidden_size: int = 2880,
+    expert_size: int = 2880,
+    batches: tuple[int, ...] = (1, 8, 64, 512, 4096),
+) -> Iterator[Row]:
+    """A row per number of tokens; of_bfloat16 is how many times as fast as with weights in bfloat16."""
+    kernels = choose_kernels(device)
+    if kernels is None:
+        yield from no_kernels(device)
+        return
+    stacks: list[tuple[FourBits, torch.Tensor]] = []
+    generator = torch.Generator(device).manual_seed(0)
+    for outputs, inputs in ((2 * expert_size, hidden_size), (hidden_size, expert_size)):
+        memory = StoredCodes(num_experts, outputs, inputs, device)
+        memory.codes_EOGB.random_(0, 256, generator=generator)
+        memory.scales_EOG.random_(118, 122, generator=generator)
+        pairs = zip(memory.codes_EOGB, memory.scales_EOG, strict=True)
+        floats = torch.stack([decoded(codes.cpu(), scales.cpu()).bfloat16().to(device) for codes, scales in pairs])
+        stacks.append((memory.arranged(), floats))
+    biases = [torch.zeros(num_experts, outputs, device=device).bfloat16() for outputs in (2 * expert_size, hidden_size)]
+    codes, weights = zip(*stacks, strict=True)
+    for num_tokens in batches:
+        generator = torch.Generator(device).manual_seed(num_tokens)
+        x_TD = torch.randn((num_tokens, hidden_size), generator=generator, device=device).bfloat16()
+        chosen_TK = torch.rand((num_tokens, num_experts), generator=generator, device=device).topk(4).indices
+        weights_TK = torch.full((num_tokens, 4), 0.25, device=device, dtype=torch.bfloat16)
+        found, seconds = [], []
+        for experts in (weights, codes):
+            args = (x_TD, weights_TK, chosen_TK, *experts, *biases, "clamped_swish", 7.0, 1.702)
+            mix = partial(kernels.mix_experts, *args)
+            found.append(mix())
+            seconds.append(device_seconds(mix, device))
+        error = float((found[1] - found[0]).abs().max() / found[0].abs().max())
+        visited = chosen_TK.unique().numel()
+        num_bytes = visited * 3 * hidden_size * expert_size * 17 / 32
+        yield {
+            "case": f"{num_experts} experts in 4 bits, {num_tokens} tokens",
+            "ok": error <= BOUND,
+            "error": error,
+            "us": seconds[1] * 1e6,
+            "of_bfloat16": seconds[0] / seconds[1],
+            "gb_per_s": num_bytes / seconds[1] / 1e9,
         }
 
 

@@ -64,6 +64,9 @@ SECTIONS: Mapping[str, Section] = {
     "experts": Section(
         "gpu_sections.experts:section", {"num_experts": 8, "hidden_size": 32, "expert_size": 16, "batches": (1, 3)}
     ),
+    "four_bits": Section(
+        "gpu_sections.experts:four_bits", {"num_experts": 8, "hidden_size": 96, "expert_size": 64, "batches": (1, 9)}
+    ),
     "linears": Section("gpu_sections.linears:section"),
     "sampler": Section("gpu_sections.sampler:sampler"),
     "kernel_sampler": Section("gpu_sections.kernel_sampler:section", {"vocab_size": 200, "batches": (2,)}),

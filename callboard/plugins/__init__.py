@@ -76,7 +76,7 @@ from engine.text.grammar import CompiledGrammar, GrammarEngine, GrammarFailure, 
 from engine.text.processors import LogitsProcessor, LogitsRows
 from engine.text.reasoning import MarkedReasoning, ReasoningFormat, ReasoningParser, Thinking
 from engine.text.tool_calls import CallPiece, OutputPart, ToolFormat, ToolParser
-from engine.text.tool_format import CallShape, Tool, marked_calls
+from engine.text.tool_format import CallShape, Tool, ValueShape, marked_calls, written_values
 from engine.types.errors import PluginError, RequestError, WeightsError
 from engine.types.params import Grammar
 
@@ -183,6 +183,7 @@ __all__ = [
     "ToolFormat",
     "ToolParser",
     "Unchanged",
+    "ValueShape",
     "Waiting",
     "WeightSlice",
     "WeightsError",
@@ -202,6 +203,7 @@ __all__ = [
     "read_rotary",
     "read_sizes",
     "windowed_layers",
+    "written_values",
 ]
 
 _NEED_TORCH = {

@@ -77,14 +77,7 @@ class Tokenizer(Actor[TokenizerInbox | _Encoded]):
     """Encodes and decodes text.  codec: the model's tokenizer and chat template.  vocab_size: the model's, which may be
     smaller than the tokenizer's.  forms: of output, that requests may demand."""
 
-    def __init__(
-        self,
-        *,
-        capacity: int,
-        codec: TextCodec,
-        vocab_size: int,
-        forms: OutputForms | None = None,
-    ) -> None:
+    def __init__(self, *, capacity: int, codec: TextCodec, vocab_size: int, forms: OutputForms | None = None) -> None:
         super().__init__("tokenizer", capacity)
         self._codec = codec
         self._vocab_size = vocab_size

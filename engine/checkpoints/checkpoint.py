@@ -72,6 +72,11 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         return self.shape.vocab_size
 
     @property
+    def state_bytes(self) -> int:
+        """Memory that the recurrent layers take for one row on a rank; 0 without such layers."""
+        return self.shape.state_bytes
+
+    @property
     def stored_formats(self) -> tuple[str, ...]:
         """Formats of blocks in which a GGUF file stores matrices, by ggml's names; or 'int4' of AWQ, GPTQ and so on."""
         if self.quantization is not None:

@@ -4,12 +4,14 @@ Owns: reading it, and refusing formats that cannot be read.  Does not know: torc
 The names of tensors show which layers are not rounded, so lists of those layers are not read.
 """
 
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import msgspec
 
 from engine.checkpoints.fields import Fields
 
+MXFP4: Final = "mxfp4"
+MXFP4_GROUP: Final = 32  # inputs that share a scale
 Method = Literal["awq", "gptq", "compressed-tensors", "fp8", "mxfp4"]
 INTEGER_BITS = {"awq": (4,), "gptq": (2, 3, 4, 8)}
 PACKED_BITS = (2, 4, 8)  # of compressed-tensors
@@ -91,7 +93,7 @@ def _fp8(config: Fields) -> Quantization:
 
 def _mxfp4(config: Fields) -> Quantization:
     """Read the format of gpt-oss, which has no settings."""
-    return Quantization(method="mxfp4", kind="float", bits=4, block=(1, 32))
+    return Quantization(method=MXFP4, kind="float", bits=4, block=(1, MXFP4_GROUP))
 
 
 def _compressed_tensors(config: Fields) -> Quantization:

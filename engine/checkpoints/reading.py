@@ -16,7 +16,9 @@ from engine.checkpoints.shape import (
     GatedShape,
     LatentAttentionShape,
     LayerShape,
+    Names,
     PartShape,
+    RecurrentShape,
     RMSNormShape,
     RotaryShape,
 )
@@ -27,6 +29,7 @@ MAX_HEADS = 1 << 16
 MAX_WIDTH = 1 << 20
 MAX_VOCAB = 1 << 28
 MAX_EXPERTS = 1 << 12
+MAX_TAPS = 1 << 6
 MIN_WINDOW = 2  # with 1 a query would see only itself, and transformers' cache then keeps everything
 ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh")
 ROTARY_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
@@ -92,10 +95,14 @@ def read_activation(fields: Fields, name: str = "hidden_act", default: str = "si
     return fields.choice(name, default, ACTIVATIONS)
 
 
-def read_gated(fields: Fields, sizes: Sizes, *, bias: bool = False, merged: str = "") -> GatedShape:
+def read_gated(fields: Fields, sizes: Sizes, *, bias: bool = False, merged: str = "", name: str = "mlp") -> GatedShape:
     """Return the gated MLP of most families."""
     return GatedShape(
-        intermediate_size=sizes.intermediate_size, activation=read_activation(fields), bias=bias, merged=merged
+        intermediate_size=sizes.intermediate_size,
+        activation=read_activation(fields),
+        bias=bias,
+        merged=merged,
+        name=name,
     )
 
 
@@ -104,28 +111,48 @@ def read_norm(fields: Fields, name: str, *, offset: float = 0.0, default_eps: fl
     return RMSNormShape(name=name, eps=fields.number("rms_norm_eps", default_eps), offset=offset)
 
 
-def pre_norm(fields: Fields, attention: AttentionShape | LatentAttentionShape, mlp: PartShape) -> LayerShape:
+def pre_norm(
+    fields: Fields,
+    attention: AttentionShape | LatentAttentionShape | None,
+    mlp: PartShape,
+    recurrent: RecurrentShape | None = None,
+) -> LayerShape:
     """Return a layer like Llama's: an RMS norm before attention and one before the MLP, with the usual names."""
     return LayerShape(
         attention=attention,
+        recurrent=recurrent,
         mlp=mlp,
         before_attention=read_norm(fields, "input_layernorm"),
         before_mlp=read_norm(fields, "post_attention_layernorm"),
     )
 
 
-def decoder(fields: Fields, sizes: Sizes, layers: Sequence[LayerShape], *, tied: bool = False) -> DecoderShape:
-    """Return the decoder around the layers, as in most families.  tied: value if config.json has none.
+def decoder(
+    fields: Fields,
+    sizes: Sizes,
+    layers: Sequence[LayerShape],
+    *,
+    tied: bool = False,
+    norm: str = "model.norm",
+    offset: float = 0.0,
+    unread: tuple[str, ...] = (),
+    names: Names | None = None,
+) -> DecoderShape:
+    """Return the decoder around the layers, as in most families.
+
+    tied: value if config.json has none.  norm, offset: name and offset of the last norm.
 
     With longrope a sequence ends at the original length: a longer one would change all its keys."""
-    rotaries = [layer.attention.rotary for layer in layers]
+    rotaries = [layer.attention.rotary for layer in layers if layer.attention is not None]
     ends = [one.original_max_len for one in rotaries if one is not None and one.kind == "longrope"]
     return DecoderShape(
         vocab_size=sizes.vocab_size,
         hidden_size=sizes.hidden_size,
         max_len=min([sizes.max_len, *ends]),
         layers=tuple(layers),
-        norm=read_norm(fields, "model.norm"),
+        norm=read_norm(fields, norm, offset=offset),
+        unread=unread,
+        names=names or Names(),
         tied=fields.flag("tie_word_embeddings", tied),
     )
 
@@ -189,6 +216,14 @@ def _check_layer_types(fields: Fields, windowed: Sequence[bool]) -> None:
         words = f"{expected[index]} as kind {index}"
     advice = "leave layer_types out, or make it agree with them"
     raise fields.error("layer_types", kinds, f"{words}, as the settings of the window give; {advice}")
+
+
+def read_kinds(fields: Fields, num_layers: int, allowed: Sequence[str], name: str = "layer_types") -> list[str]:
+    """Return the kind of each layer, for a family whose layers differ in more than a window."""
+    kinds = fields.table.get(name)
+    if not isinstance(kinds, list) or len(kinds) != num_layers or any(one not in allowed for one in kinds):
+        raise fields.error(name, kinds, f"a list of {num_layers} kinds, each {' or '.join(allowed)}")
+    return kinds
 
 
 def read_rotary(fields: Fields, sizes: Sizes, *, theta: float = 10000.0, partial: float | None = None) -> RotaryShape:

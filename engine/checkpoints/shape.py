@@ -7,6 +7,8 @@ Owns: the parts, and how they form a decoder.  Does not know: torch, weights, ra
 The file is long because the parts refer to each other, and a family's author finds them in one place.
 """
 
+from collections.abc import Sequence
+from math import prod
 from typing import ClassVar, Literal
 
 import msgspec
@@ -93,10 +95,12 @@ class LayerNormShape(PartShape, frozen=True, kw_only=True):
 
 
 class HeadNormShape(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """An RMS norm over each query head and over each key head: q_norm and k_norm."""
+    """An RMS norm over each query head and over each key head.  query, key: names of their weights."""
 
     eps: float
     offset: float = 0.0
+    query: str = "q_norm"
+    key: str = "k_norm"
 
 
 class HeadLengthShape(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -155,6 +159,13 @@ class AttentionShape(PartShape, frozen=True, kw_only=True):
         return "matrices as [inputs, outputs]" if self.transposed else ""
 
 
+class GatedAttentionShape(AttentionShape, frozen=True, kw_only=True):
+    """Attention whose result is multiplied by a gate, sigmoid(gate(x)); ``q_proj`` has the gate's rows of each head
+    behind its query's."""
+
+    built_by: ClassVar[str] = "engine.layers.gated_attention:GatedAttention"
+
+
 class LatentAttentionShape(PartShape, frozen=True, kw_only=True):
     """Multi-head latent attention (DeepSeek-AI 2024): a token is stored as one latent, from which all heads' keys and
     values are computed, and one rotated key that all heads share.
@@ -191,6 +202,119 @@ class LatentAttentionShape(PartShape, frozen=True, kw_only=True):
         return self.latent_size + self.rotary_size
 
 
+STATE_ALIGNMENT = 16  # numbers of a state, in float32: 64 bytes
+
+
+def padded(sizes: Sequence[int]) -> int:
+    """Return the numbers that a state of these sizes takes in its slot."""
+    return -(-prod(sizes) // STATE_ALIGNMENT) * STATE_ALIGNMENT
+
+
+class RecurrentShape(PartShape, frozen=True, kw_only=True):
+    """A part that keeps a state of a row's tokens so far, of a size that does not grow with them."""
+
+    @property
+    def states(self) -> tuple[tuple[int, ...], ...]:
+        """The sizes of each tensor of a row's state, which is float32."""
+        raise NotImplementedError
+
+
+class ShortConvolutionShape(RecurrentShape, frozen=True, kw_only=True):
+    """The gated convolution of LFM2 over the last ``taps`` tokens, as wide as the model.  size: that width."""
+
+    built_by: ClassVar[str] = "engine.layers.convolution:ShortConvolution"
+    size: int
+    taps: int
+    bias: bool = False
+    name: str = "conv"
+
+    @property
+    def states(self) -> tuple[tuple[int, ...], ...]:
+        return ((self.taps - 1, self.size),)
+
+
+class GatedDeltaShape(RecurrentShape, frozen=True, kw_only=True):
+    """The gated delta rule (Yang et al. 2024) behind a convolution over ``taps`` tokens.
+
+    num_heads: heads with a value; num_keys: heads with a key and a query, each shared by as many heads.
+    key_size, value_size: of a head.  eps: of the norm behind.
+    grouped: the tensors of queries, keys, values and gates are one, which has them by heads with a key.
+    """
+
+    built_by: ClassVar[str] = "engine.layers.gated_delta:GatedDelta"
+    num_heads: int
+    num_keys: int
+    key_size: int
+    value_size: int
+    taps: int
+    eps: float
+    grouped: bool = False
+    name: str = "linear_attn"
+
+    @property
+    def channels(self) -> int:
+        """Channels of the convolution: queries, keys and values."""
+        return 2 * self.num_keys * self.key_size + self.num_heads * self.value_size
+
+    @property
+    def width(self) -> int:
+        """The first product's size, and the keys of every head."""
+        return self.channels + self.num_heads * (self.value_size + self.key_size)
+
+    @property
+    def states(self) -> tuple[tuple[int, ...], ...]:
+        return (self.taps - 1, self.channels), (self.num_heads, self.key_size, self.value_size)
+
+
+class Mamba2Shape(RecurrentShape, frozen=True, kw_only=True):
+    """A Mamba 2 layer (Dao and Gu 2024) behind a convolution over ``taps`` tokens.
+
+    num_groups: keys and queries, each shared by as many heads, and groups of the norm.
+    state_size: size of a key.  head_size: size of a value.
+    normed: whether there is a norm behind; gated_first: whether it comes behind the gate.
+    bias: of the first product; output_bias, conv_bias: of the last one and of the convolution.
+    least_step: a token's step size is at least so large.
+    scales: factors of the gate, values, keys, queries and step sizes that the first product gives; () for none.
+    output_scale: factor of the result.
+    """
+
+    built_by: ClassVar[str] = "engine.layers.mamba2:Mamba2"
+    num_heads: int
+    num_groups: int
+    head_size: int
+    state_size: int
+    taps: int
+    eps: float
+    normed: bool = True
+    gated_first: bool = True
+    bias: bool = False
+    output_bias: bool = False
+    conv_bias: bool = True
+    least_step: float = 0.0
+    scales: tuple[float, ...] = ()
+    output_scale: float = 1.0
+    name: str = "mamba"
+
+    @property
+    def inner_size(self) -> int:
+        """Size of all heads' values."""
+        return self.num_heads * self.head_size
+
+    @property
+    def channels(self) -> int:
+        """Channels of the convolution: values, keys and queries."""
+        return self.inner_size + 2 * self.num_groups * self.state_size
+
+    @property
+    def width(self) -> int:
+        """The first product's size, and the keys of every head."""
+        return self.inner_size + self.channels + self.num_heads * self.state_size
+
+    @property
+    def states(self) -> tuple[tuple[int, ...], ...]:
+        return (self.taps - 1, self.channels), (self.num_heads, self.state_size, self.head_size)
+
+
 class MLPShape(PartShape, frozen=True, kw_only=True):
     """A plain MLP: down(activation(up(x))).  activation: as in ``GatedShape``, or relu2, the square of ReLU."""
 
@@ -218,6 +342,7 @@ class GatedShape(PartShape, frozen=True, kw_only=True):
 
     activation: silu; gelu (Hendrycks and Gimpel 2016) by the error function; gelu_pytorch_tanh, its approximation.
     merged: the one tensor that holds gate and up, in this order; '' for one each.
+    gate, up, down: names of the products.
     """
 
     built_by: ClassVar[str] = "engine.layers.mlp:GatedMLP"
@@ -226,12 +351,21 @@ class GatedShape(PartShape, frozen=True, kw_only=True):
     name: str = "mlp"
     bias: bool = False
     merged: str = ""
+    gate: str = "gate_proj"
+    up: str = "up_proj"
     down: str = "down_proj"
 
     @property
     def width(self) -> int:
         """Size between the products."""
         return self.intermediate_size
+
+
+class ScaledGatedShape(GatedShape, frozen=True, kw_only=True):
+    """A gated MLP whose gate is multiplied by ``gate_scale`` before its activation."""
+
+    built_by: ClassVar[str] = "engine.layers.mlp:ScaledGatedMLP"
+    gate_scale: float
 
 
 class RouterShape(msgspec.Struct, frozen=True, kw_only=True):
@@ -267,12 +401,17 @@ class ExpertsShape(PartShape, frozen=True, kw_only=True):
     """A mixture of experts: a router sends each token to some of many gated MLPs; their weighted results are summed.
 
     shared_size: size of a further expert, for all tokens and without a weight; 0 for none.  shared: its name.
+    shared_gate: name of a product to one number, whose sigmoid is that expert's weight; '' for none.
     weighs_inputs: whether the weights of experts multiply what enters them, not their results.
+    beside: an MLP for all tokens whose tensors have names of their own; None for none.
     activation: as in ``GatedShape``; or "clamped_swish" of gpt-oss, with ``limit`` and ``slope``.
     stacked: all experts of a layer are one tensor [experts, in, out], with gate and up interleaved, and with biases;
     if ``halved``, with gate before up, and without biases; if ``upright``, it is [experts, out, in].
-    gate, up, down: names of the products, if each expert has its own tensors.
+    stacks: names of the stacked tensors.
+    gate, up, down: names of the products, if each expert has its own tensors.  Without a gate, '', an expert is a plain
+    MLP, as in ``MLPShape``.
     divided: whether a rank has some of the experts whole, instead of a part of each.
+    four_bits: whether a GPU multiplies by the stacks as MXFP4 has them, and never has them as floats.
     """
 
     built_by: ClassVar[str] = "engine.layers.experts:Experts"
@@ -287,6 +426,9 @@ class ExpertsShape(PartShape, frozen=True, kw_only=True):
     halved: bool = False
     upright: bool = False
     shared: str = "shared_experts"
+    shared_gate: str = ""
+    beside: "GatedShape | None" = None
+    stacks: tuple[str, str] = ("experts.gate_up_proj", "experts.down_proj")
     weighs_inputs: bool = False
     gate: str = "gate_proj"
     up: str = "up_proj"
@@ -294,6 +436,7 @@ class ExpertsShape(PartShape, frozen=True, kw_only=True):
     limit: float = 0.0
     slope: float = 1.0
     divided: bool = False
+    four_bits: bool = False
 
     @property
     def width(self) -> int:
@@ -346,16 +489,26 @@ class TokenScoreShape(PartShape, frozen=True, kw_only=True):
 class LayerShape(msgspec.Struct, frozen=True, kw_only=True):
     """One layer: x += behind_attention(attention(before_attention(x))), then the same with the MLP.
 
+    attention, mlp: None for a layer without it.
+    recurrent: a part in place of attention; if there is attention, too, beside it: both have the same input, and their
+    results are added.
     parallel: the MLP has the same input as attention, before_attention(x), and both results are added to x (Wang and
     Komatsuzaki 2021); before_mlp is not used then."""
 
-    attention: AttentionShape | LatentAttentionShape
-    mlp: PartShape
+    attention: AttentionShape | LatentAttentionShape | None
+    mlp: PartShape | None
+    recurrent: RecurrentShape | None = None
     before_attention: PartShape = Unchanged()
     behind_attention: PartShape = Unchanged()
     before_mlp: PartShape = Unchanged()
     behind_mlp: PartShape = Unchanged()
     parallel: bool = False
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the layer has attention without a gate and an MLP, and nothing beside them."""
+        attends = self.attention is not None and not isinstance(self.attention, GatedAttentionShape)
+        return attends and self.mlp is not None and self.recurrent is None
 
 
 class Names(msgspec.Struct, frozen=True, kw_only=True):
@@ -368,7 +521,7 @@ class Names(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DecoderShape(msgspec.Struct, frozen=True, kw_only=True):
-    """A decoder: embedding, layers, a norm, the LM head.
+    """A decoder: embedding, layers, a norm, the LM head.  At least one layer has attention.
 
     built_by: as in ``PartShape``, called with (shape, comm, device, dtype); it returns a ``Model``.
     max_len: tokens of the longest sequence.  tied: whether the LM head is the embedding table.
@@ -404,47 +557,78 @@ class DecoderShape(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def unlike_rounded(self) -> str:
         """The reason that its weights cannot be read from a rounded checkpoint (``PartShape``); '' if they can."""
-        parts = (part for layer in self.layers for part in (layer.attention, layer.mlp))
+        parts = (part for layer in self.layers for part in (layer.attention, layer.recurrent, layer.mlp) if part)
         return next((part.unlike_rounded for part in parts if part.unlike_rounded), "")
 
     @property
+    def experts(self) -> list[ExpertsShape]:
+        """The mixtures of experts, in the order of layers."""
+        return [layer.mlp for layer in self.layers if isinstance(layer.mlp, ExpertsShape)]
+
+    def with_experts(self, **changes: bool) -> "DecoderShape":
+        """Return the shape with other settings of its mixtures of experts."""
+        replace = msgspec.structs.replace
+        layers = [
+            replace(layer, mlp=replace(layer.mlp, **changes)) if isinstance(layer.mlp, ExpertsShape) else layer
+            for layer in self.layers
+        ]
+        return replace(self, layers=tuple(layers))
+
+    @property
+    def attentions(self) -> tuple[AttentionShape | LatentAttentionShape, ...]:
+        """The attention of each layer that has it, which has its keys and values."""
+        return tuple(layer.attention for layer in self.layers if layer.attention is not None)
+
+    @property
+    def recurrents(self) -> tuple[RecurrentShape, ...]:
+        """The recurrent part of each layer that has one."""
+        return tuple(layer.recurrent for layer in self.layers if layer.recurrent is not None)
+
+    @property
+    def state_bytes(self) -> int:
+        """Memory of one row's states, all float32; 0 without recurrent layers."""
+        return 4 * sum(padded(sizes) for one in self.recurrents for sizes in one.states)
+
+    @property
     def num_layers(self) -> int:
-        """Number of layers; each has its keys and values."""
+        """Number of layers."""
         return len(self.layers)
 
     @property
     def num_heads(self) -> int:
         """Query heads over all ranks, the same in every layer."""
-        return self.layers[0].attention.num_heads
+        return self.attentions[0].num_heads
 
     @property
     def num_kv_heads(self) -> int:
         """Key/value heads over all ranks, the same in every layer: they share pages."""
-        return self.layers[0].attention.num_kv_heads
+        return self.attentions[0].num_kv_heads
 
     @property
     def head_size(self) -> int:
         """Size of a head, the same in every layer."""
-        return self.layers[0].attention.head_size
+        return self.attentions[0].head_size
 
     @property
     def intermediate_size(self) -> int:
-        """Width of the widest MLP."""
-        return max(layer.mlp.width for layer in self.layers)
+        """Width of the widest MLP or recurrent part."""
+        return max(part.width for layer in self.layers for part in (layer.mlp, layer.recurrent) if part is not None)
 
     @property
     def window(self) -> int:
         """Window of the layers that have one; 0 if there are none."""
-        return max(layer.attention.window for layer in self.layers)
+        return max(one.window for one in self.attentions)
 
     @property
     def windowed(self) -> tuple[bool, ...]:
-        """Whether each layer sees only a window."""
-        return tuple(layer.attention.window > 0 for layer in self.layers)
+        """Whether each layer of ``attentions`` sees only a window."""
+        return tuple(one.window > 0 for one in self.attentions)
 
     @property
     def first_window_layer(self) -> int:
-        """Index of the first layer with the window; 0 if there is none.  ``full_layers`` are exceptions after it."""
+        """Index in ``attentions`` of the first layer with the window; 0 if there is none.
+
+        ``full_layers`` are exceptions after it."""
         return self.windowed.index(True) if self.window else 0
 
     @property
@@ -458,7 +642,7 @@ class DecoderShape(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def attention_needs(self) -> tuple[str, ...]:
         """Features that the model needs of its attention backend."""
-        attentions = [layer.attention for layer in self.layers]
+        attentions = self.attentions
         needs = {
             SOFT_CAP: any(one.soft_cap for one in attentions),
             SINKS: any(one.sinks for one in attentions),

@@ -14,6 +14,7 @@ from engine.checkpoints.checkpoint import DEMO, DEMO_NAME, ModelSpec, resolve_ch
 from engine.checkpoints.gguf import SUFFIX, stored_tensors
 from engine.checkpoints.gguf_parts import model_name
 from engine.config import Config
+from engine.control.recurrent import check_recurrent
 from engine.host.device_defaults import runs_on_cpu, with_device_defaults
 from engine.host.stages import Stages
 from engine.plugins.blueprint import Blueprint, without_secrets
@@ -21,10 +22,11 @@ from engine.plugins.deciders import built_proposer
 from engine.plugins.families import read_model
 from engine.plugins.features import Facts, ModelFit, fitted
 from engine.plugins.kinds import KINDS, chosen_plugins
-from engine.plugins.linears import check_linear_fits, linear_context, with_weight_type
+from engine.plugins.linears import check_linear_fits, linear_context
 from engine.plugins.manager import Plugins
 from engine.plugins.parsers import plugin_codec
 from engine.plugins.selection import check_named, expected_context
+from engine.plugins.weight_type import with_weight_type
 from engine.scheduling.proposer import DraftModel
 from engine.scheduling.rows import PlannerLimits
 from engine.text.codec import TextCodec, warn_of_unknown_tokens
@@ -88,8 +90,10 @@ def engine_spec(
     log.info("%s: %s", name, model.use)
     warn_of_unknown_tokens(codec, model.vocab_size)
     stages.begin("plugins")
-    config = with_weight_type(config, model)
+    config, model = with_weight_type(config, model)
     plugins = _checked_plugins(config, model)
+    if model.state_bytes:
+        check_recurrent(config, plugins.names)
     fit = fitted(
         ModelFit(
             config=config,
@@ -155,6 +159,7 @@ def _blueprint(fit: ModelFit, plugins: Plugins) -> Blueprint:
         num_host_pages=getattr(kv, "num_host_pages", 0),  # of an optional folder
         itl_target_s=scheduler.itl_target_ms / 1000,
         num_ranks=config.device.tensor_parallel,
+        state_bytes=model.state_bytes,
         lookahead=int(draft is not None and draft.reads_states),
         scored_chunk=max(MIN_SCORED_CHUNK, SCORED_LOGITS // model.vocab_size),
     )

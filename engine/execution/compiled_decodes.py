@@ -29,6 +29,7 @@ from engine.layers.rotary import Rotary
 from engine.layers.self_attention import SelfAttention
 from engine.messages import Step
 from engine.models.decoder import Decoder, DecoderLayer
+from engine.models.hybrid_layer import HybridLayer
 from engine.sampling.captured import SamplingVariant
 from engine.sampling.sampler import Sampler
 
@@ -185,7 +186,9 @@ def _ends_are_described(model: Decoder) -> bool:
     )
 
 
-def _is_described(layer: DecoderLayer, model: Decoder) -> bool:
+def _is_described(layer: DecoderLayer | HybridLayer, model: Decoder) -> bool:
+    if not isinstance(layer, DecoderLayer):
+        return False
     attention, mlp = layer.attention, layer.mlp
     nothing_behind = type(layer.behind_attention) is type(layer.behind_mlp) is UnchangedNorm
     return (
@@ -207,7 +210,7 @@ def _is_plain(norm: object) -> bool:
     return type(norm) is RMSNorm and norm.weight.dtype == torch.float32
 
 
-def _inputs(layer: DecoderLayer) -> list[int]:
+def _inputs(layer: DecoderLayer | HybridLayer) -> list[int]:
     return [weight.inputs for linear in layer.linears if (weight := _panels(linear)) is not None]
 
 

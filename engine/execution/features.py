@@ -23,6 +23,7 @@ from engine.execution.rows import DeviceRows
 from engine.layers.attention import AttentionBackend
 from engine.layers.comm import Comm
 from engine.layers.kv_pool import KVPool
+from engine.layers.states import RecurrentStates
 from engine.messages import FeatureRequest, Step
 from engine.models.model import Model
 from engine.plugins.manager import Plugins
@@ -34,7 +35,7 @@ class RankContext:
 
     max_len: tokens of the longest row.
     place: equal on ranks that share memory, as in ``fair_share``.
-    model, rows: the rank's own.
+    model, rows: the rank's own.  states: of recurrent layers, one slot for each row; None for a model without them.
     given: facts that features need and the engine has found, msgpack by the feature's name."""
 
     config: Config
@@ -48,6 +49,7 @@ class RankContext:
     progress: bool
     model: Model
     rows: DeviceRows
+    states: RecurrentStates | None
     given: Mapping[str, bytes]
 
 

@@ -23,6 +23,7 @@ from engine.execution.rows import DeviceRows
 from engine.layers.attention import AttentionBackend
 from engine.layers.comm import Comm
 from engine.layers.kv_pool import KVPool
+from engine.layers.states import RecurrentStates, StatesOfStep
 from engine.layers.step import StepTensors
 from engine.messages import Admission, FeatureRequest, Step
 from engine.models.model import Model
@@ -37,6 +38,7 @@ class ModelRunner:
 
     graphs: the captures of the device.
     piecewise: the model captured in pieces; None if steps with prefill run like others.
+    states: of recurrent layers; None for a model without them.
     whole_decodes: runs whole decode steps; None if they run like others.
     features: the optional parts of the rank, in their order."""
 
@@ -51,6 +53,7 @@ class ModelRunner:
         piecewise: CapturedModel | None,
         whole_decodes: CapturedDecodes | None,
         rows: DeviceRows,
+        states: RecurrentStates | None,
         constraints: Constraints,
         sampler: Sampler,
         eos_token_ids: tuple[int, ...],
@@ -67,6 +70,7 @@ class ModelRunner:
         captured = piecewise is not None and piecewise.captured and whole_decodes is None
         self._decoding = self._prefilling if captured else model
         self._rows = rows
+        self._states = states
         self._constraints = constraints
         self._prompts = Prompts((PromptScores(), *(one.reader for one in features if one.reader is not None)))
         self._sampler = sampler
@@ -106,8 +110,8 @@ class ModelRunner:
             with self._profiles.step(step.step_id) if self._profiles.recording else nullcontext():
                 launched = self._run(step) if whole is None else self._run_whole(whole, step)
         except (MemoryError, torch.OutOfMemoryError) as error:  # the first from kernels in C
-            if self._prompts.sums_in(step):
-                raise RuntimeError(f"no room for a step that adds to sums, and so cannot run twice: {error}") from error
+            if self._prompts.sums_in(step) or self._states is not None:
+                raise RuntimeError(f"no room for a step that adds up, and so cannot run twice: {error}") from error
             self._rows.restore(computed)
             raise MemoryError(str(error)) from None
         if self._constraints.rows:
@@ -136,6 +140,8 @@ class ModelRunner:
         wanted = self._prompts.wanted(step, batch) if self._prompts.rows else None
         inputs = self._rows.inputs(batch)
         tensors = inputs.planned(batch, self._attention, self._pool)
+        if self._states is not None:
+            tensors.states = StatesOfStep(self._states, batch.rows_B, batch.lengths_B, batch.query_lengths_B)
         prompts: tuple[PromptResult, ...] = ()
         if wanted is not None:
             logits_NV, prompts = self._forward_with_prompt_outputs(tensors, wanted)

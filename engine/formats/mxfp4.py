@@ -1,7 +1,7 @@
 """Experts in MXFP4 (OCP Microscaling Formats 1.0), as gpt-oss stores them: 4-bit floats that share a scale by 32.
 
 Legend: E experts · O outputs · I inputs · G groups of 32 inputs with a scale of their own
-Owns: the two tensors of a stack, NAME_blocks [E, O, G, 16] and NAME_scales [E, O, G], and their numbers.
+Owns: the two tensors of a stack, NAME_blocks [E, O, G, 16] and NAME_scales [E, O, G], read as floats or as they are.
 Does not know: which layers a model has.  Other tensors are read as they are.
 """
 
@@ -10,14 +10,16 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from engine.checkpoints.quantization import MXFP4_GROUP
 from engine.checkpoints.shards import StoredTensor
 from engine.formats.reader import SafetensorsReader
 from engine.layers.packing import StoredRows
 from engine.types.errors import WeightsError
 
 BLOCKS, SCALES = "_blocks", "_scales"
-GROUP, GROUP_BYTES = 32, 16
+GROUP, GROUP_BYTES = MXFP4_GROUP, MXFP4_GROUP // 2
 BIAS, NO_SCALE = 127, 255  # of a scale's exponent; the code that stands for NaN
+LARGEST_SCALE = 128  # for the kernel: weights up to 12
 POSITIVE = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # floats of 1 bit sign, 2 bits exponent, 1 bit mantissa
 VALUES = (*POSITIVE, *(-one for one in POSITIVE))
 
@@ -54,6 +56,31 @@ class MXFP4Reader:
 
     def close(self) -> None:
         self._plain.close()
+
+
+class CodesReader(SafetensorsReader):
+    """Tensors of a checkpoint with stacks in MXFP4 as they are stored, for a kernel that multiplies by the codes.
+
+    Raises WeightsError if there are none, and for a scale that the kernel cannot represent."""
+
+    def __init__(self, stored: Mapping[str, StoredTensor]) -> None:
+        if not any(name.endswith(BLOCKS) for name in stored):
+            file = next(iter(stored.values())).file
+            advice = 'set model.quantization="none", which reads floats'
+            raise WeightsError(f"{file}: no tensor is in MXFP4, though config.json says so; {advice}")
+        super().__init__(stored)
+
+    def part(self, name: str, dim: int, start: int, length: int, member: int | None = None) -> Tensor:
+        """Return a part of a tensor."""
+        part = super().part(name, dim, start, length, member)
+        if name.endswith(SCALES) and part.numel() and (largest := int(part.max())) > LARGEST_SCALE:
+            what = f"has a scale of {largest}, and the kernel takes {LARGEST_SCALE} at most"
+            if largest == NO_SCALE:
+                what = "contains NaN; the file is damaged"
+            else:
+                what += '; set model.quantization="none", which reads floats'
+            raise WeightsError(f"{self.tensors[name].file}: tensor {name!r} {what}")
+        return part
 
 
 def decoded(blocks_OGB: Tensor, scales_OG: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from engine.checkpoints.shape import DecoderShape
 from engine.checkpoints.shards import StoredTensor, read_shards
 from engine.checkpoints.text_part import text_tensors
 from engine.formats.gguf import GGUFWeights
-from engine.formats.mxfp4 import MXFP4Reader
+from engine.formats.mxfp4 import CodesReader, MXFP4Reader
 from engine.formats.quantized import QuantizedReader
 from engine.formats.reader import SafetensorsReader, WeightReader
 
@@ -22,7 +22,8 @@ def open_reader(spec: ModelSpec) -> WeightReader:
     if spec.quantization is None:
         return SafetensorsReader(stored)
     if spec.quantization.method == "mxfp4":
-        return MXFP4Reader(stored)
+        kept = any(one.four_bits for one in spec.shape.experts)
+        return CodesReader(stored) if kept else MXFP4Reader(stored)
     return QuantizedReader(stored, spec.quantization)
 
 

@@ -17,6 +17,7 @@ from engine.types.errors import WeightsError
 
 # Every float type of a weight; 8-bit floats without a scale are ordinary numbers.
 LOADABLE = ("F64", "F32", "BF16", "F16", "F8_E4M3", "F8_E5M2")
+CODES = ("U8",)  # of weights whose codes a kernel reads
 
 
 class WeightReader(Protocol):

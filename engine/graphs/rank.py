@@ -25,6 +25,7 @@ from engine.graphs.settings import CaptureSettings
 from engine.layers.attention import AttentionBackend
 from engine.layers.comm import Comm
 from engine.layers.kv_pool import KVPool
+from engine.layers.states import RecurrentStates
 from engine.layers.step import StepTensors
 from engine.models.model import Model
 from engine.sampling.sampler import Sampler
@@ -40,13 +41,14 @@ COMPILED = "compiled"
 
 @dataclass(frozen=True, slots=True)
 class StepParts:
-    """The objects that run a rank's steps."""
+    """The objects that run a rank's steps.  states: of recurrent layers; None for a model without them."""
 
     model: Model
     pool: KVPool
     attention: AttentionBackend
     rows: DeviceRows
     sampler: Sampler
+    states: RecurrentStates | None = None
 
 
 class RankGraphs:

@@ -2,12 +2,16 @@
 
 Legend: T tokens · D model dim · E experts · K experts of a token · P pairs of token and expert, T K · I intermediate
         features · O outputs of gate and up, 2 I · M pairs of a tile · N outputs of a tile · C inputs of a tile
+        R rows of a tile of weights in 4 bits · G a group of inputs, or the bytes of two
 Owns: the order of pairs by expert, the two products over experts that have pairs, the sum of a token's results.
 Does not know: how experts are chosen, ranks.
 
 Pairs are sorted by expert, then by token, and cut into tiles of one expert each.  Only the device knows the number of
 tiles, so programs are launched for the most there can be, and those without a tile end.  A pair's result does not
 depend on the rest of its tile, and a token's results are added up in one order: a token gets the same bits in any batch
+
+Weights in 4 bits become bfloat16 in registers, exactly: a tile of them is the first operand of the product, which
+tensor cores of a Hopper GPU read from registers.
 """
 
 import math
@@ -20,6 +24,7 @@ from torch import Tensor
 
 from engine.kernels.activation import KINDS, activated
 from engine.kernels.products import multiply
+from engine.layers.four_bits import FourBits
 
 CLAMPED: Final = 3  # in addition to the kinds of ``activation.py``: alternating gates and ups (``clamped_swish``)
 PAIRS_AT_ONCE = 1024
@@ -29,25 +34,28 @@ TILE_BYTES = 128  # of a row of a tile's inputs, a cache line
 class Tiles(NamedTuple):
     """Sizes of the tiles of both products.  most_pairs: per expert, on average, up to which they are used.
 
-    pairs: rows of a tile.  gate_columns: of gate and of up each.  down_columns.  warps."""
+    pairs: rows of a tile.  gate_columns: of gate and of up each.  down_columns.  warps.  unrolled: pairs of groups of
+    inputs in one turn of the loop over weights in 4 bits."""
 
     most_pairs: float
     pairs: int
     gate_columns: int
     down_columns: int
     warps: int
+    unrolled: int = 1
 
 
 # With more pairs, larger tiles read weights and inputs less often; a tile that is not full costs as much as a full one.
 TILES: Final = (Tiles(32, 16, 64, 64, 4), Tiles(128, 64, 32, 64, 4), Tiles(math.inf, 128, 64, 128, 8))
+FOUR_BIT_TILES: Final = (Tiles(32, 16, 32, 64, 4, 2), Tiles(128, 64, 32, 64, 4), Tiles(math.inf, 128, 32, 64, 4))
 
 
 def mix_experts(
     x_TD: Tensor,
     weights_TK: Tensor,
     experts_TK: Tensor,
-    gate_up_EOD: Tensor,
-    down_EDI: Tensor,
+    gate_up_EOD: Tensor | FourBits,
+    down_EDI: Tensor | FourBits,
     gate_up_bias_EO: Tensor | None,
     down_bias_ED: Tensor | None,
     kind: str,
@@ -59,14 +67,18 @@ def mix_experts(
 
     first_expert: number of the first expert in gate_up and down; experts that are not there add nothing.  None: all
     are there.
-    x, gate_up, down: of one dtype, contiguous.  weights: any dtype.  experts: int64, distinct for a token.
+    x, gate_up, down: of one dtype, contiguous; or the latter two are ``FourBits``, x is bfloat16, and kind is
+    "clamped_swish".  weights: any dtype.  experts: int64, distinct for a token.
     kind: a name in ``KINDS``, with all of gate first; or "clamped_swish" with limit and slope, alternating.
     Sums are float32; activations and each expert's weighted result are rounded to x's dtype.
     """
     num_tokens, width = x_TD.shape
-    num_experts, both, _ = gate_up_EOD.shape
-    num_chosen, inner = experts_TK.shape[1], both // 2
-    for tensor in (x_TD, weights_TK, experts_TK, gate_up_EOD, down_EDI):
+    num_chosen, packed = experts_TK.shape[1], isinstance(gate_up_EOD, FourBits)
+    gate_up, gate_up_scales = gate_up_EOD if isinstance(gate_up_EOD, FourBits) else (gate_up_EOD, None)
+    down, down_scales = down_EDI if isinstance(down_EDI, FourBits) else (down_EDI, None)
+    num_experts, inner = len(gate_up), gate_up.shape[2 if packed else 1] // 2
+    assert kind == "clamped_swish" or not packed, f"weights in 4 bits have gates and ups in turns, not {kind}"
+    for tensor in (x_TD, weights_TK, experts_TK, gate_up, down):
         assert tensor.is_contiguous(), f"a tensor of shape {tuple(tensor.shape)} is not contiguous"
     if not num_tokens:
         return torch.empty_like(x_TD)
@@ -76,24 +88,25 @@ def mix_experts(
     place_pairs[(num_experts,)](
         experts_TK, order_P, counts_E, num_pairs, first_expert or 0, BLOCK_P=PAIRS_AT_ONCE, num_warps=4
     )
-    tiles = next(one for one in TILES if num_pairs <= one.most_pairs * num_experts)
+    sizes = FOUR_BIT_TILES if packed else TILES
+    tiles = next(one for one in sizes if num_pairs <= one.most_pairs * num_experts)
     num_tiles = num_pairs // tiles.pairs + min(num_experts, num_pairs)
     shared = {
         "NUM_CHOSEN": num_chosen, "NUM_EXPERTS": num_experts, "BLOCK_E": triton.next_power_of_2(num_experts),
-        "BLOCK_M": tiles.pairs, "BLOCK_C": TILE_BYTES // x_TD.element_size(),
+        "BLOCK_M": tiles.pairs, "BLOCK_C": TILE_BYTES // x_TD.element_size(), "UNROLLED": tiles.unrolled,
         "INTERPRETED": device.type == "cpu", "num_warps": tiles.warps, "num_stages": 3, "enable_fp_fusion": True,
     }  # fmt: skip
     gated_PI = torch.empty((num_pairs, inner), dtype=x_TD.dtype, device=device)
     gate_pairs[(num_tiles, triton.cdiv(inner, tiles.gate_columns))](
-        x_TD, order_P, counts_E, gate_up_EOD, gate_up_bias_EO, gated_PI, limit, slope,
+        x_TD, order_P, counts_E, gate_up, gate_up_scales, gate_up_bias_EO, gated_PI, limit, slope,
         INNER=width, WIDTH=inner, KIND=CLAMPED if kind == "clamped_swish" else KINDS[kind],
-        BIASED=gate_up_bias_EO is not None, BLOCK_N=tiles.gate_columns, **shared,
+        BIASED=gate_up_bias_EO is not None, PACKED=packed, BLOCK_N=tiles.gate_columns, **shared,
     )  # fmt: skip
     new = torch.empty if first_expert is None else torch.zeros  # no program writes results of experts of other ranks
     results_PD = new((num_pairs, width), dtype=x_TD.dtype, device=device)
     down_pairs[(num_tiles, triton.cdiv(width, tiles.down_columns))](
-        gated_PI, order_P, counts_E, down_EDI, down_bias_ED, weights_TK, results_PD,
-        INNER=inner, WIDTH=width, BIASED=down_bias_ED is not None, BLOCK_N=tiles.down_columns, **shared,
+        gated_PI, order_P, counts_E, down, down_scales, down_bias_ED, weights_TK, results_PD,
+        INNER=inner, WIDTH=width, BIASED=down_bias_ED is not None, PACKED=packed, BLOCK_N=tiles.down_columns, **shared,
     )  # fmt: skip
     return results_PD.view(num_tokens, num_chosen, width).sum(1)
 
@@ -132,11 +145,54 @@ def find_tile(counts, tile, NUM_EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr, BL
 
 
 @triton.jit
+def multiply_codes(
+    codes, scales, rows_R, live_R, x, at_M, live_M, sums_RM,
+    OUTPUTS: tl.constexpr, INNER: tl.constexpr, UNROLLED: tl.constexpr, INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    """Return sums + some rows of one expert's weights in 4 bits, times the rows of x that begin at x + at."""
+    g_G = tl.arange(0, 32)
+    for first in range(0, (INNER + 63) // 64, UNROLLED):
+        for more in tl.static_range(UNROLLED):
+            pair = first + more
+            live_RG = (live_R & (pair < (INNER + 63) // 64))[:, None]
+            code_RG = tl.load(codes + (pair * OUTPUTS + rows_R)[:, None] * 32 + g_G[None, :], mask=live_RG, other=0)
+            code_RG = code_RG.to(tl.int16)
+            # The lower bits of a code, as the upper bits of bfloat16's exponent and mantissa, with its sign.
+            sums_RM = multiply_group(
+                ((code_RG & 7) << 6) | ((code_RG & 8) << 12), scales + 2 * pair * OUTPUTS, rows_R, live_R,
+                x, at_M, live_M, 64 * pair + g_G, sums_RM, INNER, INTERPRETED,
+            )  # fmt: skip
+            sums_RM = multiply_group(
+                ((code_RG & 112) << 2) | ((code_RG & 128) << 8), scales + (2 * pair + 1) * OUTPUTS, rows_R, live_R,
+                x, at_M, live_M, 64 * pair + 32 + g_G, sums_RM, INNER, INTERPRETED,
+            )  # fmt: skip
+    return sums_RM
+
+
+@triton.jit
+def multiply_group(
+    bits_RG, scales, rows_R, live_R, x, at_M, live_M, c_G, sums_RM, INNER: tl.constexpr, INTERPRETED: tl.constexpr
+):
+    """Return sums + the product of one group of inputs.  bits: of bfloat16 numbers, 2^126 times too small."""
+    live_R = live_R & (tl.min(c_G, 0) < INNER)
+    scale_R = tl.load(scales + rows_R, mask=live_R, other=1).to(tl.int16)
+    factor_R = ((scale_R + 126) << 7).to(tl.uint16)
+    if INTERPRETED:  # which takes the smallest bfloat16 numbers for zeros
+        weight_RG = (bits_RG.to(tl.uint16).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+        factor_R = (factor_R.to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+    else:
+        weight_RG = bits_RG.to(tl.uint16).to(tl.bfloat16, bitcast=True)
+        factor_R = factor_R.to(tl.bfloat16, bitcast=True)
+    x_GM = tl.load(x + at_M[None, :] + c_G[:, None], mask=live_M[None, :] & (c_G < INNER)[:, None], other=0.0)
+    return multiply(weight_RG * factor_R[:, None], x_GM, sums_RM, INTERPRETED)
+
+
+@triton.jit
 def gate_pairs(
-    x, order, counts, gate_up, bias, out, limit, slope,
-    INNER: tl.constexpr, WIDTH: tl.constexpr, KIND: tl.constexpr, BIASED: tl.constexpr, NUM_CHOSEN: tl.constexpr,
-    NUM_EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_C: tl.constexpr, INTERPRETED: tl.constexpr,
+    x, order, counts, gate_up, scales, bias, out, limit, slope,
+    INNER: tl.constexpr, WIDTH: tl.constexpr, KIND: tl.constexpr, BIASED: tl.constexpr, PACKED: tl.constexpr,
+    NUM_CHOSEN: tl.constexpr, NUM_EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, UNROLLED: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """Compute some columns of activation(gate(x)) * up(x) for a tile's pairs, in order; program (tile, columns)."""
     expert, first, stop = find_tile(counts, tl.program_id(0), NUM_EXPERTS, BLOCK_E, BLOCK_M)
@@ -154,17 +210,26 @@ def gate_pairs(
         gate_N = n_N
         up_N = WIDTH + n_N
     row = expert.to(tl.int64) * (2 * WIDTH)
-    gate_MN = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    up_MN = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for start in range(0, INNER, BLOCK_C):
-        c_C = start + tl.arange(0, BLOCK_C)
-        live_C = (c_C < INNER)[None, :]
-        x_MC = tl.load(x + token_M[:, None] * INNER + c_C[None, :], mask=live_M[:, None] & live_C, other=0.0)
-        live_NC = live_N[:, None] & live_C
-        gate_NC = tl.load(gate_up + (row + gate_N)[:, None] * INNER + c_C[None, :], mask=live_NC, other=0.0)
-        gate_MN = multiply(x_MC, tl.trans(gate_NC), gate_MN, INTERPRETED)
-        up_NC = tl.load(gate_up + (row + up_N)[:, None] * INNER + c_C[None, :], mask=live_NC, other=0.0)
-        up_MN = multiply(x_MC, tl.trans(up_NC), up_MN, INTERPRETED)
+    if PACKED:  # gates and ups in turns
+        r_R = tl.program_id(1) * (2 * BLOCK_N) + tl.arange(0, 2 * BLOCK_N)
+        both_RM = multiply_codes(
+            gate_up + row * (32 * ((INNER + 63) // 64)), scales + row * (2 * ((INNER + 63) // 64)),
+            r_R, r_R < 2 * WIDTH, x, token_M * INNER, live_M, tl.zeros([2 * BLOCK_N, BLOCK_M], tl.float32),
+            2 * WIDTH, INNER, UNROLLED, INTERPRETED,
+        )  # fmt: skip
+        gate_MN, up_MN = tl.split(tl.trans(both_RM).reshape(BLOCK_M, BLOCK_N, 2))
+    else:
+        gate_MN = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        up_MN = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        for start in range(0, INNER, BLOCK_C):
+            c_C = start + tl.arange(0, BLOCK_C)
+            live_C = (c_C < INNER)[None, :]
+            x_MC = tl.load(x + token_M[:, None] * INNER + c_C[None, :], mask=live_M[:, None] & live_C, other=0.0)
+            live_NC = live_N[:, None] & live_C
+            gate_NC = tl.load(gate_up + (row + gate_N)[:, None] * INNER + c_C[None, :], mask=live_NC, other=0.0)
+            gate_MN = multiply(x_MC, tl.trans(gate_NC), gate_MN, INTERPRETED)
+            up_NC = tl.load(gate_up + (row + up_N)[:, None] * INNER + c_C[None, :], mask=live_NC, other=0.0)
+            up_MN = multiply(x_MC, tl.trans(up_NC), up_MN, INTERPRETED)
     if BIASED:
         gate_MN += tl.load(bias + row + gate_N, mask=live_N, other=0.0).to(tl.float32)[None, :]
         up_MN += tl.load(bias + row + up_N, mask=live_N, other=0.0).to(tl.float32)[None, :]
@@ -180,10 +245,10 @@ def gate_pairs(
 
 @triton.jit
 def down_pairs(
-    gated, order, counts, down, bias, weights, out,
-    INNER: tl.constexpr, WIDTH: tl.constexpr, BIASED: tl.constexpr, NUM_CHOSEN: tl.constexpr,
+    gated, order, counts, down, scales, bias, weights, out,
+    INNER: tl.constexpr, WIDTH: tl.constexpr, BIASED: tl.constexpr, PACKED: tl.constexpr, NUM_CHOSEN: tl.constexpr,
     NUM_EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_C: tl.constexpr, INTERPRETED: tl.constexpr,
+    BLOCK_C: tl.constexpr, UNROLLED: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """Compute some columns of weight * down(...) for a tile's pairs, to the pairs' places; program (tile, columns)."""
     expert, first, stop = find_tile(counts, tl.program_id(0), NUM_EXPERTS, BLOCK_E, BLOCK_M)
@@ -195,15 +260,24 @@ def down_pairs(
     n_N = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     live_N = n_N < WIDTH
     row = expert.to(tl.int64) * WIDTH
-    out_MN = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for start in range(0, INNER, BLOCK_C):
-        c_C = start + tl.arange(0, BLOCK_C)
-        live_C = (c_C < INNER)[None, :]
-        gated_MC = tl.load(
-            gated + place_M.to(tl.int64)[:, None] * INNER + c_C[None, :], mask=live_M[:, None] & live_C, other=0.0
-        )
-        down_NC = tl.load(down + (row + n_N)[:, None] * INNER + c_C[None, :], mask=live_N[:, None] & live_C, other=0.0)
-        out_MN = multiply(gated_MC, tl.trans(down_NC), out_MN, INTERPRETED)
+    if PACKED:
+        out_NM = multiply_codes(
+            down + row * (32 * ((INNER + 63) // 64)), scales + row * (2 * ((INNER + 63) // 64)),
+            n_N, live_N, gated, place_M.to(tl.int64) * INNER, live_M, tl.zeros([BLOCK_N, BLOCK_M], tl.float32),
+            WIDTH, INNER, UNROLLED, INTERPRETED,
+        )  # fmt: skip
+        out_MN = tl.trans(out_NM)
+    else:
+        out_MN = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        for start in range(0, INNER, BLOCK_C):
+            c_C = start + tl.arange(0, BLOCK_C)
+            live_C = (c_C < INNER)[None, :]
+            gated_MC = tl.load(
+                gated + place_M.to(tl.int64)[:, None] * INNER + c_C[None, :], mask=live_M[:, None] & live_C, other=0.0
+            )
+            live_NC = live_N[:, None] & live_C
+            down_NC = tl.load(down + (row + n_N)[:, None] * INNER + c_C[None, :], mask=live_NC, other=0.0)
+            out_MN = multiply(gated_MC, tl.trans(down_NC), out_MN, INTERPRETED)
     if BIASED:
         out_MN += tl.load(bias + row + n_N, mask=live_N, other=0.0).to(tl.float32)[None, :]
     out_MN *= tl.load(weights + pair_M, mask=live_M, other=0.0).to(tl.float32)[:, None]

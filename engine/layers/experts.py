@@ -8,7 +8,7 @@ Every rank has either a part of every expert, as of a dense MLP, or some whole e
 for all tokens, and the shares are summed over ranks.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -16,11 +16,12 @@ from torch import Tensor
 
 from engine.checkpoints.shape import ExpertsShape
 from engine.layers.comm import Comm, Unconnected
+from engine.layers.four_bits import FourBits, StoredCodes
 from engine.layers.kernels import DeviceKernels, LayerKernels
 from engine.layers.linear import ColumnLinear, Linear, RowLinear
-from engine.layers.mlp import clamped_swish, gated
+from engine.layers.mlp import GatedMLP, activated, clamped_swish, gated
 from engine.layers.router import Router
-from engine.layers.weights import WeightSlice, joined, merged, not_here, parameter, transposed
+from engine.layers.weights import WeightSlice, joined, merged, not_here, parameter, transposed, whole
 from engine.types.errors import ConfigError
 
 
@@ -40,7 +41,7 @@ class Expert:
         self, shape: ExpertsShape, size: int, hidden_size: int, comm: Comm, device: torch.device, dtype: torch.dtype
     ) -> None:
         bias = self.alternating = shape.activation == "clamped_swish"
-        parts = [("gate_up_proj", 2 * size)] if bias else [(shape.gate, size), (shape.up, size)]
+        parts = [("gate_up_proj", 2 * size)] if bias else [(one, size) for one in (shape.gate, shape.up) if one]
         self.shape = shape
         self.gate_up = ColumnLinear(hidden_size, parts, bias, comm, device, dtype)
         self.down = PartialLinear(size, hidden_size, bias, comm, device, dtype)
@@ -50,6 +51,8 @@ class Expert:
         gate_up = self.gate_up(x_TD)
         if self.shape.activation == "clamped_swish":
             return self.down(clamped_swish(gate_up, self.shape.limit, self.shape.slope))
+        if not self.shape.gate:
+            return self.down(activated(gate_up, self.shape.activation))
         return self.down(gated(gate_up, self.shape.activation, kernels))
 
     def slices(self, name: str) -> Iterator[WeightSlice]:
@@ -80,6 +83,8 @@ class Experts:
         self.router = Router(shape.router, hidden_size, shape.num_experts, shape.num_chosen, device, dtype)
         place = (hidden_size, comm, device, dtype)
         self.shared = Expert(shape, shape.shared_size, *place) if shape.shared_size else None
+        self.shared_gate = Linear(hidden_size, 1, False, device, dtype) if shape.shared_gate else None
+        self.beside = None if shape.beside is None else GatedMLP(shape.beside, *place)
         nowhere, cut = torch.device("meta"), Unconnected(0, 1) if shape.divided else comm
         self.every = [
             Expert(shape, shape.expert_size, hidden_size, cut, nowhere, dtype) for _ in range(shape.num_experts)
@@ -87,10 +92,11 @@ class Experts:
         self.first, end = _held(shape, comm)
         self.experts = self.every[self.first : end]
         pairs = zip(*(expert.linears for expert in self.experts), strict=True)
-        self._stacks = [Stack(linears, device) for linears in pairs]
+        self._stacks = [Stack(linears, device, shape.four_bits) for linears in pairs]
         self.on_gpu = device.type == "cuda"
         routed = [] if self.on_gpu else [linear for expert in self.experts for linear in expert.linears]
-        self.linears = [*routed, *(self.shared.linears if self.shared else ())]
+        others = [one for one in (self.shared, self.beside) if one is not None]
+        self.linears = [*routed, *(linear for one in others for linear in one.linears)]
         self._kernels: DeviceKernels | None = None
 
     def __call__(self, x_TD: Tensor, kernels: LayerKernels | None) -> Tensor:
@@ -102,8 +108,13 @@ class Experts:
         else:
             out_TD = self._result(x_TD, weights_TK, experts_TK)
         if self.shared is not None:
-            out_TD += self.shared(x_TD, kernels)
-        return self.comm.all_reduce(out_TD) if self.comm.size > 1 else out_TD
+            shared_TD = self.shared(x_TD, kernels)
+            if self.shared_gate is not None:
+                shared_TD *= self.shared_gate(x_TD).sigmoid_()
+            out_TD += shared_TD
+        if self.comm.size > 1:
+            out_TD = self.comm.all_reduce(out_TD)
+        return out_TD if self.beside is None else out_TD.add_(self.beside(x_TD, kernels))
 
     def _result(self, x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor) -> Tensor:
         if self._kernels is not None:
@@ -141,6 +152,8 @@ class Experts:
         """Set the GPU's kernel; called once, after loading.  Raises ConfigError on a GPU without kernels."""
         if not self.on_gpu:
             self._stacks = []  # each expert has its own layout by now
+        elif not self.shape.gate:
+            raise ConfigError("a mixture of experts without gates runs on CPUs alone; set device.kind=cpu")
         elif not isinstance(kernels, DeviceKernels):
             raise ConfigError(
                 "a mixture of experts on a GPU needs this project's Triton kernels, which cannot be used here; the log "
@@ -148,6 +161,8 @@ class Experts:
             )
         else:
             self._kernels = kernels
+            for stack in self._stacks:
+                stack.pack()
 
     def slices(self, prefix: str) -> Iterator[WeightSlice]:
         """Yield the slices of the checkpoint that this part reads."""
@@ -155,23 +170,29 @@ class Experts:
         name = joined(prefix, shape.name)
         yield from self.router.slices(name)
         for number, expert in enumerate(self.every):
-            if shape.stacked:
-                slices = self._members(f"{name}.experts", number, expert)
-            else:
-                slices = expert.slices(f"{name}.experts.{number}")
+            own = f"{name}.experts.{number}"
+            slices = self._members(name, number, expert) if shape.stacked else expert.slices(own)
             held = self.first <= number < self.first + len(self.experts)
             yield from slices if held else not_here(slices)
         if self.shared is not None:
             yield from self.shared.slices(f"{name}.{shape.shared}")
+        if self.beside is not None:
+            yield from self.beside.slices(prefix)
+        if self.shared_gate is not None:
+            yield whole(f"{name}.{shape.shared_gate}.weight", self.shared_gate.weight)
 
     def _members(self, name: str, number: int, expert: Expert) -> Iterator[WeightSlice]:
-        gate_up = expert.gate_up.slices(name)
-        if self.shape.halved:
-            gate_up = merged(gate_up, f"{name}.gate_up_proj")
-        slices = [*gate_up, *expert.down.slices(f"{name}.down_proj")]
-        for one in slices if self.shape.upright else transposed(slices):
-            source = one.source.removesuffix(".weight").replace(".bias", "_bias")
-            yield replace(one, source=source, member=number, num_members=len(self.every))
+        products = (expert.gate_up.slices(""), expert.down.slices(""))
+        place = min(max(0, number - self.first), len(self.experts) - 1)  # any, for an expert of another rank
+        for memory, stack, product in zip(self._stacks, self.shape.stacks, products, strict=True):
+            slices = merged(product, f"{name}.{stack}")
+            if self.shape.four_bits:
+                slices = memory.stored(slices, place)
+            elif not self.shape.upright:
+                slices = transposed(slices)
+            for one in slices:
+                source = one.source.removesuffix(".weight").replace(".bias", "_bias")
+                yield replace(one, source=source, member=number, num_members=len(self.every))
 
 
 def _held(shape: ExpertsShape, comm: Comm) -> tuple[int, int]:
@@ -190,14 +211,33 @@ def _held(shape: ExpertsShape, comm: Comm) -> tuple[int, int]:
 
 
 class Stack:
-    """Contiguous memory for one linear layer of all experts: weights_EOI, and biases_EO or None."""
+    """Contiguous memory for one linear layer of all experts.
 
-    def __init__(self, linears: Sequence[Linear], device: torch.device) -> None:
+    weights: [E, O, I]; or in 4 bits after ``pack``, and ``codes`` until then.  biases_EO: None without."""
+
+    weights: Tensor | FourBits
+    codes: StoredCodes | None = None
+
+    def __init__(self, linears: Sequence[Linear], device: torch.device, four_bits: bool) -> None:
         like, bias = linears[0].weight, linears[0].bias
-        self.weights = parameter(len(linears), *like.shape, device=device, dtype=like.dtype)
+        if four_bits:
+            self.codes = StoredCodes(len(linears), like.shape[0], like.shape[1], device)
+        else:
+            self.weights = parameter(len(linears), *like.shape, device=device, dtype=like.dtype)
+            for linear, weight in zip(linears, self.weights, strict=True):
+                linear.weight = weight
         self.biases: Tensor | None = None
         if bias is not None:
             self.biases = parameter(len(linears), *bias.shape, device=device, dtype=like.dtype)
-        for number, linear in enumerate(linears):
-            linear.weight = self.weights[number]
-            linear.bias = None if self.biases is None else self.biases[number]
+            for linear, bias in zip(linears, self.biases, strict=True):
+                linear.bias = bias
+
+    def stored(self, slices: Iterable[WeightSlice], place: int) -> Iterator[WeightSlice]:
+        """Yield the slices of codes and scales in place of those of weights; biases stay as they are."""
+        for one in slices:
+            yield from self.codes.slices(one, place) if self.codes is not None and len(one.shape) == 2 else (one,)
+
+    def pack(self) -> None:
+        """Bring weights in 4 bits into the kernel's order; called once, after loading."""
+        if self.codes is not None:
+            self.weights, self.codes = self.codes.arranged(), None

@@ -7,6 +7,8 @@ from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
+from engine.layers.four_bits import FourBits
+
 
 class LayerKernels(Protocol):
     """Kernels for tensors of one device; a layer that gets None instead computes the same in torch."""
@@ -47,8 +49,8 @@ class DeviceKernels(LayerKernels, Protocol):
         x_TD: Tensor,
         weights_TK: Tensor,
         experts_TK: Tensor,
-        gate_up_EOD: Tensor,
-        down_EDI: Tensor,
+        gate_up_EOD: Tensor | FourBits,
+        down_EDI: Tensor | FourBits,
         gate_up_bias_EO: Tensor | None,
         down_bias_ED: Tensor | None,
         kind: str,

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.checkpoints.shape import GatedShape, MLPShape
+from engine.checkpoints.shape import GatedShape, MLPShape, ScaledGatedShape
 from engine.layers.comm import Comm
 from engine.layers.kernels import LayerKernels
 from engine.layers.linear import ColumnLinear, RowLinear
@@ -24,11 +24,13 @@ VECTORS = 128  # a multiple of so many elements has no remainder
 
 
 def activated(x_TI: Tensor, kind: str) -> Tensor:
-    """Return the activation of x, [T, I].  kind: one of ``MLPShape.activation``."""
+    """Return the activation of x, [T, I].  kind: one of ``MLPShape.activation``, or sigmoid for a gate."""
     if kind == "relu2":
         return F.relu(x_TI).square()
     if kind == "silu":
         return F.silu(x_TI)
+    if kind == "sigmoid":
+        return torch.sigmoid(x_TI)
     return F.gelu(x_TI, approximate="tanh" if kind == "gelu_pytorch_tanh" else "none")
 
 
@@ -74,7 +76,7 @@ class GatedMLP:
         self, shape: GatedShape, hidden_size: int, comm: Comm, device: torch.device, dtype: torch.dtype
     ) -> None:
         self.shape = shape
-        parts = [("gate_proj", shape.intermediate_size), ("up_proj", shape.intermediate_size)]
+        parts = [(shape.gate, shape.intermediate_size), (shape.up, shape.intermediate_size)]
         self.gate_up = ColumnLinear(hidden_size, parts, shape.bias, comm, device, dtype)
         self.down = RowLinear(shape.intermediate_size, hidden_size, shape.bias, comm, device, dtype)
         self.linears = (self.gate_up, self.down)
@@ -96,6 +98,21 @@ class GatedMLP:
         gate_up = self.gate_up.slices(name)
         yield from merged(gate_up, f"{name}.{self.shape.merged}") if self.shape.merged else gate_up
         yield from self.down.slices(f"{name}.{self.shape.down}")
+
+
+class ScaledGatedMLP(GatedMLP):
+    """A gated MLP: down(activation(scale * gate(x)) * up(x))."""
+
+    def __init__(
+        self, shape: ScaledGatedShape, hidden_size: int, comm: Comm, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        super().__init__(shape, hidden_size, comm, device, dtype)
+        self._scale = shape.gate_scale
+
+    def __call__(self, x_TD: Tensor, kernels: LayerKernels | None) -> Tensor:
+        gate_up_T2I = self.gate_up(x_TD)
+        gate_up_T2I.chunk(2, -1)[0].mul_(self._scale)
+        return self.down(gated(gate_up_T2I, self.shape.activation, kernels, self._activate))
 
 
 class MLP:

@@ -164,14 +164,16 @@ class HeadNorm(RMSNorm):
         dtype: torch.dtype,
         *,
         offset: float = 0.0,
+        names: tuple[str, str] = ("q_norm", "k_norm"),
     ) -> None:
         super().__init__(size, eps, device, dtype, offset=offset, rows=(num_queries + num_keys,))
         self.num_queries = num_queries
+        self.names = names
 
     def slices(self, prefix: str) -> Iterator[WeightSlice]:
         """Yield the slices of the checkpoint that this layer reads."""
         for head, weight_H in enumerate(self.weight):
-            yield whole(f"{prefix}.{'q_norm' if head < self.num_queries else 'k_norm'}.weight", weight_H)
+            yield whole(f"{prefix}.{self.names[head >= self.num_queries]}.weight", weight_H)
 
     def _plain(self, x_TD: Tensor) -> Tensor:
         return F.rms_norm(x_TD, (self.size,), None, self.eps) * self.weight

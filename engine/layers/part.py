@@ -15,6 +15,7 @@ from engine.layers.comm import Comm
 from engine.layers.kernels import LayerKernels
 from engine.layers.linear import Linear
 from engine.layers.rotary import Rotary
+from engine.layers.states import StatesOfStep
 from engine.layers.step import StepTensors
 from engine.layers.weights import WeightSlice
 
@@ -75,6 +76,27 @@ class Attention(Part, Protocol):
 
     def output(self, attended_TQH: Tensor) -> Tensor:
         """Return the layer's output, [T, D], whole on every rank, from the backend's result."""
+        ...
+
+
+class Recurrent(Part, Protocol):
+    """A recurrent part of a layer, in two halves: the last layer computes the second one for wanted rows only.
+
+    linears: as in ``FeedForward``."""
+
+    @property
+    def linears(self) -> Sequence[Linear]: ...
+
+    def advance(
+        self, normed_TD: Tensor, states: tuple[Tensor, ...], step: StatesOfStep, kernels: LayerKernels | None
+    ) -> Tensor:
+        """Return what ``output`` takes, two-dimensional, and advance the rows' states by the step's tokens.
+
+        states: the layer's own in all slots."""
+        ...
+
+    def output(self, mixed_TM: Tensor) -> Tensor:
+        """Return the layer's output, [T, D], from a result of ``advance``."""
         ...
 
 

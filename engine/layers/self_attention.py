@@ -20,7 +20,7 @@ from engine.checkpoints.shape import (
 )
 from engine.layers.comm import Comm
 from engine.layers.kernels import LayerKernels
-from engine.layers.linear import QKVLinear, RowLinear
+from engine.layers.linear import Linear, QKVLinear, RowLinear
 from engine.layers.norm import HeadLayerNorm, HeadLength, HeadNorm, WideHeadNorm
 from engine.layers.rotary import Rotary
 from engine.layers.step import StepTensors
@@ -43,11 +43,15 @@ class SelfAttention:
         self.output_linear = RowLinear(
             shape.num_heads * shape.head_size, hidden_size, shape.output_bias, comm, device, dtype
         )
-        self.linears = (self.qkv, self.output_linear)
         self.sinks_Q: Tensor | None = None
         if shape.sinks:
             self.sinks_Q = parameter(self.num_queries, device=device, dtype=dtype)
         self.first_query = comm.rank * self.num_queries
+
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        """Layers that the linear kernel computes (``Attention``)."""
+        return self.qkv, self.output_linear
 
     def _head_norm(
         self, shape: AttentionShape, comm: Comm, device: torch.device, dtype: torch.dtype
@@ -55,8 +59,8 @@ class SelfAttention:
         counts, totals = (self.num_queries, self.num_keys), (shape.num_heads, shape.num_kv_heads)
         size = shape.head_size
         match shape.head_norm:
-            case HeadNormShape(eps=eps, offset=offset):
-                return HeadNorm(*counts, size, eps, device, dtype, offset=offset)
+            case HeadNormShape(eps=eps, offset=offset, query=query, key=key):
+                return HeadNorm(*counts, size, eps, device, dtype, offset=offset, names=(query, key))
             case HeadLengthShape(eps=eps):
                 return HeadLength(*counts, size, eps, device, dtype)
             case HeadLayerNormShape(eps=eps):

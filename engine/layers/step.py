@@ -12,6 +12,7 @@ from torch import Tensor
 
 from engine.layers.attention import AttentionBackend
 from engine.layers.kv_pool import KVPool
+from engine.layers.states import StatesOfStep
 
 
 @dataclass(slots=True)
@@ -23,6 +24,7 @@ class StepTensors:
     sample_at_N: int64, the rows of T whose logits are wanted.
     attention: backend whose ``plan_step`` has been called for this step.
     pool: where K/V are stored.
+    states: of recurrent layers; None for a model without them.
     """
 
     token_ids_T: Tensor
@@ -31,6 +33,7 @@ class StepTensors:
     sample_at_N: Tensor
     attention: AttentionBackend
     pool: KVPool
+    states: StatesOfStep | None = None
 
 
 class StateTap(Protocol):

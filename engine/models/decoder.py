@@ -14,31 +14,30 @@ from engine.layers.comm import Comm
 from engine.layers.kernels import LayerKernels
 from engine.layers.linear import VocabLinear
 from engine.layers.part import Attention, FeedForward, Norm, RowwisePart, build
+from engine.layers.recurrent import RecurrentPart
 from engine.layers.rotary import Rotary
 from engine.layers.step import StateTap, StepTensors
 from engine.layers.task_head import TaskHead
 from engine.layers.weights import parameter
 from engine.models.decoder_weights import DecoderWeights, LayerWeights
-from engine.models.frequencies import frequencies
+from engine.models.frequencies import build_rotary
+from engine.models.hybrid_layer import Angles, HybridLayer, LayerPlace, places
 from engine.models.model import attention_spec_of
 
 
 class DecoderLayer(LayerWeights):
-    """One layer, in two halves around the attention call, so that a graph can capture each half.
+    """One layer, in two halves around the attention call, so that a graph can capture each half."""
 
-    rotary: index of its rotary embedding in the decoder; None for a layer without positions."""
+    attention: Attention
+    mlp: FeedForward
 
     def __init__(
-        self,
-        shape: LayerShape,
-        hidden_size: int,
-        rotary: int | None,
-        comm: Comm,
-        device: torch.device,
-        dtype: torch.dtype,
+        self, shape: LayerShape, width: int, place: LayerPlace, comm: Comm, device: torch.device, dtype: torch.dtype
     ) -> None:
-        arguments = (hidden_size, comm, device, dtype)
-        self.rotary = rotary
+        arguments = (width, comm, device, dtype)
+        assert shape.attention is not None, "a layer without attention is a HybridLayer"
+        assert shape.mlp is not None, "a layer without an MLP is a HybridLayer"
+        self.rotary, self._index, _ = place
         self.parallel = shape.parallel
         self.before_attention = build(Norm, shape.before_attention, *arguments)
         self.attention = build(Attention, shape.attention, *arguments)
@@ -48,6 +47,14 @@ class DecoderLayer(LayerWeights):
         self.behind_mlp = build(Norm, shape.behind_mlp, *arguments)
         first = (self.before_attention, self.attention, self.behind_attention)
         self.parts = (*first, self.before_mlp, self.mlp, self.behind_mlp)
+        self.products = (self.attention, self.mlp)
+
+    def attend(
+        self, normed_TD: Tensor, rotary: Rotary | None, angles: Angles, step: StepTensors, kernels: LayerKernels | None
+    ) -> Tensor:
+        """Return the backend's result, [T, Q, H], for the attention's input.  The others are as in ``project``."""
+        q_TQH = self.attention.project(self._index, normed_TD, rotary, angles, step, kernels)
+        return step.attention.attend(self._index, q_TQH)
 
     def finish(self, x_TD: Tensor, normed_TD: Tensor, attended_TQH: Tensor, kernels: LayerKernels | None) -> Tensor:
         """Add the attention's result to the residual stream, in place, and return the MLP's result, not yet added.  If
@@ -73,11 +80,10 @@ class Decoder(DecoderWeights):
         if shape.learned_positions:
             self.positions = parameter(shape.learned_positions, shape.hidden_size, device=device, dtype=dtype)
         rotaries: dict[RotaryShape, int] = {}
-        self.layers: list[DecoderLayer] = []
-        for layer in shape.layers:
-            rotary = layer.attention.rotary
-            number = None if rotary is None else rotaries.setdefault(rotary, len(rotaries))
-            self.layers.append(DecoderLayer(layer, shape.hidden_size, number, comm, device, dtype))
+        self.layers: list[DecoderLayer | HybridLayer] = []
+        for layer, place in zip(shape.layers, places(shape.layers, rotaries), strict=True):
+            kind = DecoderLayer if layer.is_plain else HybridLayer
+            self.layers.append(kind(layer, shape.hidden_size, place, comm, device, dtype))
         self.rotaries = [build_rotary(one, shape.head_size, device, dtype) for one in rotaries]
         self.norm = build(Norm, shape.norm, shape.hidden_size, comm, device, dtype)
         self.head: VocabLinear | TaskHead = self.embedding
@@ -85,7 +91,7 @@ class Decoder(DecoderWeights):
             self.head = build(TaskHead, shape.task_head, shape.hidden_size, comm, device, dtype)
         elif not shape.tied:
             self.head = VocabLinear(shape.vocab_size, shape.hidden_size, comm, device, dtype)
-        self.attention_spec = attention_spec_of(shape, [layer.attention for layer in self.layers])
+        self.attention_spec = attention_spec_of(shape, self.attentions)
         self.parameter_bytes = self.weight_bytes = sum(one.target.nbytes for one in self.slices())
         self.kernels: LayerKernels | None = None
         self._rowwise = False
@@ -102,17 +108,15 @@ class Decoder(DecoderWeights):
         # A compiler fuses by itself, and does it better with operations that it can trace.
         kernels = None if self.kernels is None or torch.compiler.is_dynamo_compiling() else self.kernels
         x_TD = self._embed(step, kernels)
-        angles = [rotary.angles(step.positions_T, kernels) for rotary in self.rotaries]
+        turned = [(rotary, rotary.angles(step.positions_T, kernels)) for rotary in self.rotaries]
         last = len(self.layers) - 1
         update_TD, states = None, []
         for index, layer in enumerate(self.layers):
             normed_TD = layer.before_attention.added(x_TD, update_TD, kernels)
             if self.tap is not None and index in self.tap.layers:
                 states.append(x_TD.clone())  # later layers add to it in place
-            at = layer.rotary
-            rotary, cos_sin = (None, ()) if at is None else (self.rotaries[at], angles[at])
-            q_TQH = layer.attention.project(index, normed_TD, rotary, cos_sin, step, kernels)
-            attended_TQH = step.attention.attend(index, q_TQH)
+            rotary, cos_sin = (None, ()) if layer.rotary is None else turned[layer.rotary]
+            attended_TQH = layer.attend(normed_TD, rotary, cos_sin, step, kernels)
             if index == last and wanted_N is not None:
                 # Nothing reads the other rows after this: a prefill saves most of its last layer.
                 x_TD = x_TD.index_select(0, wanted_N)
@@ -142,8 +146,9 @@ class Decoder(DecoderWeights):
         """Make the parts compute a token with the same bits whatever else is in a step (``model.numerics``)."""
         self._rowwise = True  # the sampler gets float32 logits: sums in another dtype have another order
         on_cpu = self.device.type == "cpu"  # only there threads divide an activation
-        for part in (one for layer in self.layers for one in layer.parts if on_cpu and isinstance(one, RowwisePart)):
-            part.by_rows()
+        for part in (one for layer in self.layers for one in layer.parts):
+            if isinstance(part, RowwisePart) and (on_cpu or isinstance(part, RecurrentPart)):
+                part.by_rows()
 
     def _embed(self, step: StepTensors, kernels: LayerKernels | None) -> Tensor:
         x_TD = self.embedding.embed(step.token_ids_T, kernels)
@@ -152,8 +157,3 @@ class Decoder(DecoderWeights):
         if self.positions is not None:
             x_TD = x_TD.add_(F.embedding(step.positions_T, self.positions))
         return x_TD
-
-
-def build_rotary(shape: RotaryShape, head_size: int, device: torch.device, dtype: torch.dtype) -> Rotary:
-    frequencies_R = frequencies(shape, shape.size or head_size).to(device)
-    return Rotary(frequencies_R, shape.attention_factor, dtype, head_size=head_size, interleaved=shape.interleaved)

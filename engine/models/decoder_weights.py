@@ -11,22 +11,23 @@ from engine.checkpoints.shape import DecoderShape
 from engine.layers.kernels import LayerKernels
 from engine.layers.linear import Linear, VocabLinear
 from engine.layers.packing import LinearKernel, Linears
-from engine.layers.part import Attention, FeedForward, Norm
+from engine.layers.part import Attention, FeedForward, Norm, Recurrent
 from engine.layers.task_head import TaskHead
 from engine.layers.weights import WeightSlice, whole
 
 
 class LayerWeights:
-    """The weights of one layer.  parts: all parts, attention and mlp among them."""
+    """The weights of one layer.  parts: all parts.  products: those with linear layers, in the order of a pass."""
 
-    attention: Attention
-    mlp: FeedForward
-    parts: tuple[Norm | Attention | FeedForward, ...]
+    attention: Attention | None
+    mlp: FeedForward | None
+    parts: tuple[Norm | Attention | Recurrent | FeedForward, ...]
+    products: tuple[Attention | Recurrent | FeedForward, ...]
 
     @property
     def linears(self) -> tuple[Linear, ...]:
         """Layers that the linear kernel computes, in the order of their products."""
-        return *self.attention.linears, *self.mlp.linears
+        return tuple(linear for part in self.products for linear in part.linears)
 
     def pack(self, kernels: LayerKernels | None, kernel: LinearKernel) -> None:
         """Lay the weights out for the device and its kernels; called once, after loading."""
@@ -62,6 +63,11 @@ class DecoderWeights:
     def task_head(self) -> TaskHead | None:
         """The head of a model that generates nothing; None if it generates."""
         return self.head if isinstance(self.head, TaskHead) else None
+
+    @property
+    def attentions(self) -> list[Attention]:
+        """The attention of each layer that has it."""
+        return [one for layer in self.layers if (one := layer.attention) is not None]
 
     @property
     def doubled_bytes(self) -> int:

@@ -10,6 +10,13 @@ import torch
 from torch import Tensor
 
 from engine.checkpoints.shape import RotaryShape
+from engine.layers.rotary import Rotary
+
+
+def build_rotary(shape: RotaryShape, head_size: int, device: torch.device, dtype: torch.dtype) -> Rotary:
+    """Return the rotary embedding of heads of this size."""
+    frequencies_R = frequencies(shape, shape.size or head_size).to(device)
+    return Rotary(frequencies_R, shape.attention_factor, dtype, head_size=head_size, interleaved=shape.interleaved)
 
 
 def frequencies(shape: RotaryShape, head_size: int) -> Tensor:

@@ -19,10 +19,10 @@ from torch import Tensor
 from tqdm import tqdm
 
 from engine.checkpoints.checkpoint import ModelSpec
-from engine.checkpoints.shape import DecoderShape, TokenScoreShape
+from engine.checkpoints.shape import DecoderShape, ExpertsShape, TokenScoreShape
 from engine.checkpoints.shards import StoredTensor
 from engine.formats.opening import open_reader
-from engine.formats.reader import LOADABLE, WeightReader
+from engine.formats.reader import CODES, LOADABLE, WeightReader
 from engine.host.memory import release_freed
 from engine.kernels.choice import choose_kernels
 from engine.layers.comm import Comm
@@ -73,6 +73,7 @@ def load_model(
         if load_format == "safetensors":
             reader = open_reader(spec)
             opened.callback(reader.close)
+            shape = _with_stored_experts(shape, reader)
             if shape.task_head is not None:
                 shape = _with_stored_head(shape, reader)
             elif shape.tied and _has_own_head(shape, reader, dtype):
@@ -153,8 +154,8 @@ def _kept_bytes(plan: Model, reader: WeightReader) -> int:
 
 def _check_names(spec: ModelSpec, slices: Iterable[WeightSlice], stored: Mapping[str, StoredTensor]) -> None:
     """Check that every tensor of the model is stored in the right shape and type, and that no stored one is unknown."""
-    wanted = {one.source: one.stored_shape for one in slices}
-    for name, shape in wanted.items():
+    wanted = {one.source: (one.stored_shape, one.target.dtype) for one in slices}
+    for name, (shape, dtype) in wanted.items():
         if name not in stored:
             raise WeightsError(f"{spec.directory}: tensor {name!r} of shape {list(shape)} is missing from the weights")
         tensor = stored[name]
@@ -162,9 +163,10 @@ def _check_names(spec: ModelSpec, slices: Iterable[WeightSlice], stored: Mapping
             raise WeightsError(
                 f"{tensor.file}: tensor {name!r} has shape {list(tensor.shape)}, config.json expects {list(shape)}"
             )
-        if tensor.dtype not in LOADABLE:
+        loadable = LOADABLE if dtype.is_floating_point else CODES
+        if tensor.dtype not in loadable:
             raise WeightsError(
-                f"{tensor.file}: tensor {name!r} has dtype {tensor.dtype}, expected one of {', '.join(LOADABLE)}"
+                f"{tensor.file}: tensor {name!r} has dtype {tensor.dtype}, expected one of {', '.join(loadable)}"
             )
     for name in sorted(stored.keys() - wanted.keys()):
         known = name == f"{spec.shape.names.head}.weight" or HARMLESS.fullmatch(name)
@@ -178,6 +180,20 @@ def _with_stored_head(shape: DecoderShape, reader: WeightReader) -> DecoderShape
     if not isinstance(head, TokenScoreShape) or f"{shape.names.head}.weight" not in reader.tensors:
         return shape
     return msgspec.structs.replace(shape, task_head=msgspec.structs.replace(head, name=shape.names.head))
+
+
+def _with_stored_experts(shape: DecoderShape, reader: WeightReader) -> DecoderShape:
+    """Return the shape with experts in tensors of their own, where stacks were expected and the first one is missing.
+
+    transformers 5 reads both, and writes single ones."""
+    for index, layer in enumerate(shape.layers):
+        mlp = layer.mlp
+        if isinstance(mlp, ExpertsShape) and mlp.stacked and mlp.upright:
+            prefix, tensors = f"{shape.names.layers}.{index}.{mlp.name}", reader.tensors
+            single = [f"{prefix}.experts.0.{one}.weight" for one in (mlp.gate, mlp.up, mlp.down)]
+            if f"{prefix}.{mlp.stacks[0]}" not in tensors and any(name in tensors for name in single):
+                return shape.with_experts(stacked=False)
+    return shape
 
 
 def _has_own_head(shape: DecoderShape, reader: WeightReader, dtype: torch.dtype) -> bool:
@@ -294,6 +310,8 @@ def _draw(slices: Iterable[WeightSlice], seed: int) -> None:
         digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
         generator = torch.Generator(one.target.device).manual_seed(int.from_bytes(digest[:7], "little"))
         drawn = torch.empty(one.shape or (1,), device=one.target.device).normal_(0, DUMMY_SCALE, generator=generator)
+        if not one.target.is_floating_point():  # scales of 1/128; codes of all kinds
+            drawn = drawn.mul_(5000 if len(one.shape) == 3 else 0).add_(120).remainder_(256)
         if len(one.shape) == 1 and one.source.endswith(".weight"):
             drawn += 1  # a norm's weight: around 0 it would silence its layer
         one.target.narrow(one.dim, 0, one.length).copy_(drawn.narrow(one.dim, one.start, one.length))

@@ -93,11 +93,11 @@ def build_model(shape: DecoderShape, comm: Comm, device: torch.device, dtype: to
 
 
 def attention_spec_of(shape: DecoderShape, attentions: Sequence[Attention]) -> AttentionSpec:
-    """Return the attention that a rank's backend must compute.  attentions: of all layers."""
-    attention = shape.layers[0].attention
+    """Return the attention that a rank's backend must compute.  attentions: of all layers that have it."""
+    attention = shape.attentions[0]
     sinks = [one.sinks_Q for one in attentions]
     return AttentionSpec(
-        num_layers=shape.num_layers,
+        num_layers=len(attentions),
         num_heads=attentions[0].num_queries,
         num_kv_heads=attentions[0].num_keys,
         head_size=shape.head_size,
@@ -108,5 +108,5 @@ def attention_spec_of(shape: DecoderShape, attentions: Sequence[Attention]) -> A
         soft_cap=attention.soft_cap,
         sinks=tuple(one for one in sinks if one is not None),
         latent_size=attention.latent_size,
-        chunked=any(layer.attention.chunked for layer in shape.layers),
+        chunked=any(one.chunked for one in shape.attentions),
     )

@@ -52,7 +52,7 @@ class Blueprint(msgspec.Struct, frozen=True):
 
         limits: those of the blueprint, for a pool."""
         proposer = self.draft or built_proposer(plugins, self.vocab_size, self.max_len)
-        features = planner_features(FeatureContext(self.config, proposer, self.vocab_size))
+        features = planner_features(FeatureContext(self.config, proposer, self.vocab_size, limits.state_bytes))
         strategy = plugin_strategy(plugins, self.config, limits.num_pages)
         return Planner(limits, strategy, policy, clock, features=features, watchers=watchers)
 

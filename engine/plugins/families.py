@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from engine.checkpoints.checkpoint import ModelSpec, read_spec
 from engine.checkpoints.fields import Fields
-from engine.checkpoints.shape import DecoderShape, ExpertsShape
+from engine.checkpoints.shape import DecoderShape
 from engine.plugins.declaration import Declaration
 from engine.plugins.features import checkpoint_features
 from engine.plugins.hookspecs import ModelContext
@@ -67,15 +67,11 @@ def read_shape(section: PluginsSection, architecture: str, fields: Fields) -> De
 
 def _with_divided_experts(spec: ModelSpec) -> DecoderShape:
     """Return the shape of a model whose ranks hold whole experts."""
-    layers = [
-        replace(layer, mlp=replace(layer.mlp, divided=True)) if isinstance(layer.mlp, ExpertsShape) else layer
-        for layer in spec.shape.layers
-    ]
-    if not any(isinstance(layer.mlp, ExpertsShape) for layer in layers):
+    if not spec.shape.experts:
         through = " through transformers" if spec.shape.built_by != DecoderShape.built_by else ""
         what = f"{spec.architecture}{through} has no experts that ranks could divide"
         raise ConfigError(f'model.experts="divided": {what}; set it to "cut"')
-    return replace(spec.shape, layers=tuple(layers))
+    return spec.shape.with_experts(divided=True)
 
 
 def list_families(section: PluginsSection) -> list[ListedFamily]:

@@ -26,11 +26,13 @@ FOLDER: Final = "engine.features"
 class FeatureContext(NamedTuple):
     """The arguments of a planner's features.
 
-    proposer: built by the plugin of that kind; None without one.  vocab_size: of the model."""
+    proposer: built by the plugin of that kind; None without one.  vocab_size: of the model.
+    state_bytes: as in ``PlannerLimits``."""
 
     config: Config
     proposer: "Proposer | DraftModel | None"
     vocab_size: int
+    state_bytes: int = 0
 
 
 Facts = Mapping[str, bytes]

@@ -34,16 +34,17 @@ TOOL_PARSER: Final = "tool_parser"
 _OWN = (
     _kind(ATTENTION, "attention_backend", "flash_attn flashinfer tiles torch triton xqa"),
     _kind("comm", "comm", "local pynccl symmetric torch", default="local", because="there is one rank"),
-    _kind("eviction", "eviction_strategy", "fifo lfu lru priority s3fifo slru", decides=True,
+    _kind("eviction", "eviction_strategy", "fifo lease lfu lru priority s3fifo slru", decides=True,
           default="lru", because="needs no tuning"),
     _kind(GRAMMAR, "grammar_engine", "llguidance", default="llguidance", because="comes with callboard"),
     _kind(GRAPH_PASS, "graph_pass", "", "graph_passes", several=True),
     _kind(LINEAR, "linear", "blocks fbgemm_fp16 fbgemm_int8 onednn panels torch torch_fp8 torch_fp8_block torch_int4 "
           "triton triton_int8 triton_rows"),
-    _kind(LOGITS_PROCESSOR, "logits_processor", "no_repeat_ngram", "logits_processors", several=True),
-    _kind(MODEL, "model", "apertus cohere deepseek_v2 deepseek_v3 deepseek_v32 ernie4_5 exaone4 gemma2 gemma3 glm4 "
-          "glm4_moe glm4_moe_lite glm_moe_dsa gpt2 gpt_oss granite granite_hybrid hunyuan llama llama4 minimax_m2 "
-          "ministral3 mistral mistral4 mixtral nemotron olmo2 olmo3 phi3 qwen2 qwen3 qwen3_moe seed_oss smollm3 "
+    _kind(LOGITS_PROCESSOR, "logits_processor", "no_repeat_ngram thinking_budget", "logits_processors", several=True),
+    _kind(MODEL, "model", "apertus bamba cohere deepseek_v2 deepseek_v3 deepseek_v32 ernie4_5 exaone4 falcon_h1 gemma2 "
+          "gemma3 glm4 glm4_moe glm4_moe_lite glm_moe_dsa gpt2 gpt_oss granite granite_hybrid hunyuan lfm2 llama "
+          "llama4 minimax_m2 ministral3 mistral mistral4 mixtral nemotron nemotron_h olmo2 olmo3 phi3 qwen2 qwen3 "
+          "qwen3_moe qwen3_next seed_oss smollm3 "
           "transformers", "models",
           several=True, by_model=True),
     _kind(OBSERVER, "observer", "log", "observers", several=True),

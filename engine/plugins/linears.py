@@ -3,25 +3,16 @@
 Owns: the order of preference, the wording of a refusal.  Does not know: torch, kernels, which kernel is fastest.
 """
 
-import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-import msgspec
-
-from engine.checkpoints.checkpoint import ModelSpec
+from engine.checkpoints.quantization import MXFP4
 from engine.config import Config
-from engine.host.device_defaults import gpu_generation, multiplies_float8_blocks, runs_on_cpu
 from engine.plugins.hookspecs import LinearContext
-from engine.plugins.kinds import LINEAR, chosen_plugins
+from engine.plugins.kinds import LINEAR
 from engine.plugins.manager import PluginInfo, Plugins, checked, declared
 from engine.types.errors import PluginError
 
-log = logging.getLogger(__name__)
-
-HOPPER = 9  # the generation of GPUs that multiplies float8 with every kind of scales
-# Of hidden states: products of smaller models take longer in float8 than in bfloat16 (docs/performance.md).
-FLOAT8_WIDTH = 2048
 # The first that fits is used, unless another one is measured to be clearly faster.
 PREFERRED = (
     "panels",
@@ -55,7 +46,7 @@ def linear_context(
     return LinearContext(
         device=device or (kind if kind != "auto" else ""),
         dtype=dtype or (wanted if wanted != "auto" else ""),
-        quantization="none" if config.model.quantization == "auto" else config.model.quantization,
+        quantization="none" if config.model.quantization in ("auto", MXFP4) else config.model.quantization,
         checkpoint_dtype=checkpoint_dtype,
         instruction_sets=instruction_sets,
         scale_block=scale_block,
@@ -84,33 +75,6 @@ def fitting_linears(known: Mapping[str, PluginInfo], context: LinearContext) -> 
     names = (*PREFERRED, *INVARIANT) if context.invariant else PREFERRED
     infos = [known[f"{LINEAR}.{name}"] for name in names]
     return [info for info in infos if not checked(info, declared(info)).misfits(context)]
-
-
-def with_weight_type(config: Config, model: ModelSpec) -> Config:
-    """Return ``config`` with 'auto' replaced in ``model.quantization``."""
-    if config.model.quantization != "auto":
-        return config
-    stored, kept = model.quantization, "none"
-    if stored is not None and stored.is_float8 and not runs_on_cpu(config.device.kind) and gpu_generation() == HOPPER:
-        dtype = config.model.dtype if config.model.dtype != "auto" else model.dtype
-        context = linear_context(config, device="cuda", scale_block=stored.block)
-        # 'auto' widens a checkpoint of float32 to bfloat16 on a GPU.
-        context = replace(context, dtype="bfloat16" if dtype == "float32" else dtype)
-        small = model.shape.hidden_size < FLOAT8_WIDTH
-        if not small and (stored.block[0] <= 1 or multiplies_float8_blocks()):
-            kept = kept_type(Plugins(chosen_plugins(config)), context)
-        log.info("auto: model.quantization=%s (%s with %s%s)", kept, stored, stored.scales, ", small" if small else "")
-    return msgspec.structs.replace(config, model=msgspec.structs.replace(config.model, quantization=kept))
-
-
-def kept_type(plugins: Plugins, context: LinearContext) -> str:
-    """Return what ``model.quantization = "auto"`` stands for: 'fp8' if a built-in kernel multiplies by the checkpoint's
-    elements in float8 as they are, else 'none'."""
-    wanted = replace(context, quantization="fp8")
-    if wanted.scale_block is None or plugins.names.get(LINEAR) is not None:
-        return "none"
-    fitting = [info.short for info in fitting_linears(plugins.known, wanted)]
-    return "fp8" if keeping(plugins.known, fitting, wanted) else "none"
 
 
 def keeping(known: Mapping[str, PluginInfo], names: Iterable[str], context: LinearContext) -> list[str]:

@@ -35,6 +35,9 @@ class PlannerWatcher:
 
         key: key of its whole prefix.  page_bytes: length of a page's part of the key."""
 
+    def recomputes(self, sequence: Sequence, num_tokens: int) -> None:
+        """Called when a sequence computes cached tokens again, since no snapshot of a state lies behind them."""
+
     def started(self, sequence: Sequence, *, is_first: bool) -> None:
         """Called when a sequence has got a row.  is_first: it had none before."""
 
@@ -78,6 +81,7 @@ class PlannerEvents:
         self.arrived: Callbacks = callbacks(watchers, PlannerWatcher, "arrived")
         self.waits: Callbacks = callbacks(watchers, PlannerWatcher, "waits")
         self.matched: Callbacks = callbacks(watchers, PlannerWatcher, "matched")
+        self.recomputes: Callbacks = callbacks(watchers, PlannerWatcher, "recomputes")
         self.started: Callbacks = callbacks(watchers, PlannerWatcher, "started")
         self.computed: Callbacks = callbacks(watchers, PlannerWatcher, "computed")
         self.decodes: Callbacks = callbacks(watchers, PlannerWatcher, "decodes")

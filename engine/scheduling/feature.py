@@ -69,6 +69,10 @@ class PlannerFeature:
         """Return whether a sequence may start now, as far as the feature is concerned."""
         return True
 
+    def shared_tokens(self, row: int, most: int) -> int:
+        """Return the number of tokens, at most ``most``, of a row's prompt that another one can use in a while."""
+        return most
+
     def adopt(self, sequence: Sequence, handle: Handle, key: bytes, pages: Pages) -> None:
         """Called before a sequence starts.  pages: free pages after those of the handle, which the tree may adopt."""
 
@@ -77,6 +81,12 @@ class PlannerFeature:
 
     def prefill_tokens(self, num_decodes: int, most: int) -> int:
         """Return the number of prompt tokens, at most ``most``, for a step that has ``num_decodes`` decodes."""
+        return most
+
+    def chunk_tokens(self, row: int, most: int) -> int:
+        """Return the number of tokens, at most ``most``, by which a step goes on with a row's prompt.
+
+        It may be 0 only where a chunk of the prompt is in the step already."""
         return most
 
     def awaits_tokens(self) -> bool:
@@ -166,9 +176,11 @@ class PlannerFeatures:
         self.hold = self._hooks("hold")
         self.blocks = self._hooks("blocks")
         self.has_room = self._hooks("has_room")
+        self.shared_tokens = self._hooks("shared_tokens")
         self.adopt = self._hooks("adopt")
         self.started = self._hooks("started")
         self.prefill_tokens = self._hooks("prefill_tokens")
+        self.chunk_tokens = self._hooks("chunk_tokens")
         self.awaits_tokens = self._hooks("awaits_tokens")
         self.plan = self._hooks("plan")
         self.attach = self._hooks("attach")

@@ -19,6 +19,7 @@ from engine.kv.match import Match
 from engine.kv.node import Handle, Namespace
 from engine.kv.pages import PageAllocator, Pages
 from engine.kv.radix import RadixTree
+from engine.kv.stateless import StatelessTree
 from engine.scheduling.events import WatchedEvictions
 from engine.scheduling.feature import PlannerParts
 from engine.scheduling.invariants import check_owners
@@ -36,7 +37,7 @@ class PageManager:
         self._events = parts.events
         self.allocator = PageAllocator(limits.num_pages)
         self._evictions = WatchedEvictions(strategy, parts.events)
-        self.use(RadixTree)
+        self.use(StatelessTree if limits.state_bytes else RadixTree)
         self._page_size = limits.page_size
         self._num_behind = limits.lookahead  # tokens after a page that belong to its key
         self._handles: dict[int, Handle] = {}

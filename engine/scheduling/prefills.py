@@ -125,9 +125,7 @@ class Prefills:
             sequence = table.sequences[row]
             if segments.samples[index] or sequence is None or sequence.params.prompt_logprobs is not None:
                 continue
-            more = min(int(table.num_known[row] - table.num_computed[row]), budget)
-            self._lengthen(segments, index, more)
-            budget -= more
+            budget -= self._lengthen(segments, index, min(int(table.num_known[row] - table.num_computed[row]), budget))
 
     def _start_some(self, segments: Segments, budget: int, turn: int) -> int:
         """Give rows to waiting sequences, and add their first chunks.  Return the number of tokens in these.
@@ -164,18 +162,20 @@ class Prefills:
         segments.starts.append(start)
         segments.lengths.append(0)
         segments.samples.append(0)
-        self._lengthen(segments, len(segments.rows) - 1, length)
-        return length
+        return self._lengthen(segments, len(segments.rows) - 1, length)
 
-    def _lengthen(self, segments: Segments, index: int, more: int) -> None:
-        """Compute so many more tokens of a row that is in the step."""
+    def _lengthen(self, segments: Segments, index: int, more: int) -> int:
+        """Compute at most ``more`` tokens more of a row that is in the step.  Return their number."""
         table, row = self._table, segments.rows[index]
+        for chunk_tokens in self._features.chunk_tokens:
+            more = chunk_tokens(row, more)
         segments.lengths[index] += more
         table.num_computed[row] += more
         if table.num_computed[row] == table.num_known[row]:
             segments.samples[index] = 1
             table.num_planned[row] = table.num_known[row] + 1
             self._turns.remove(row)
+        return more
 
     def _admission(self, sequence: Sequence) -> Admission:
         table, row = self._table, sequence.row

@@ -96,6 +96,7 @@ class PlannerLimits:
     num_ranks: number of executors, each of which has a part of every page.
     scored_chunk: the most tokens of a prompt in a step if log probabilities of all of them are requested; these take
     memory of vocabulary size each.
+    state_bytes: memory of a row's recurrent states; 0 for a model without them.
     lookahead: 1 if pages are shared only where the token after them is the same too, as in ``RadixTree``."""
 
     max_running: int
@@ -110,6 +111,7 @@ class PlannerLimits:
     record_events: bool = False
     scored_chunk: int = 64
     num_ranks: int = 1
+    state_bytes: int = 0
     lookahead: int = 0
 
     @property

@@ -40,8 +40,9 @@ class ModelSection(Section, frozen=True):
     )] = "auto"
     quantization: Annotated[str, key(
         "Type that weights are rounded to at load, those of the LM head less or not: 'auto' is 'fp8' for a checkpoint "
-        "in float8 whose elements a Hopper GPU multiplies, else 'none', which loses nothing; 'float16', 'bfloat16' and "
-        "'int8' on a CPU, 'int8', 'fp8' and 'int4' on a GPU, or a type of a plugin", changed="executors"
+        "in float8 whose elements a Hopper GPU multiplies, 'mxfp4' for one with experts in MXFP4 on a GPU, else "
+        "'none', which loses nothing; 'float16', 'bfloat16' and 'int8' on a CPU, 'int8', 'fp8' and 'int4' on a GPU, "
+        "or a type of a plugin", changed="executors"
     )] = "auto"
     experts: Annotated[Literal["cut", "divided"], key(
         "How ranks share a mixture of experts: each holds a part of every expert ('cut'), or whole experts ('divided')",

@@ -24,12 +24,16 @@ from engine.execution.prompt_logprobs import SCORED_ROWS
 from engine.execution.rows import DeviceRows
 from engine.layers.attention import AttentionBackend, AttentionSpec
 from engine.layers.comm import Comm
+from engine.layers.gated_attention import GatedAttention
 from engine.layers.kv_pool import KVPool, Layout
-from engine.layers.part import Norm
+from engine.layers.part import Attention, Norm
+from engine.layers.recurrent import RecurrentPart
 from engine.layers.step import StepTensors
 from engine.models.decoder import Decoder, DecoderLayer
+from engine.models.hybrid_layer import HybridLayer
 from engine.models.model import Model
 from engine.plugins.proof.invariance import layers_needed, pages_needed, require_same_bits
+from engine.plugins.proof.states import require_same_states
 from engine.plugins.support.paging import batch_on, new_pool
 from engine.sampling.captured import SamplingVariant
 from engine.sampling.logprobs import batch_logprobs
@@ -85,6 +89,7 @@ def prove_invariance(
     pool = new_pool(few_layers, num_pages, page_size, model.dtype, device, layout, kv_dtype)
     backend = attention.build(pool)
     differing = [_attention_difference(backend, spec, pool)]
+    differing += _recurrence_differences(model)
     for name, num_rows, part in _parts(model, backend, pool, sampler, max_tokens, min(max_rows, max_tokens)):
         differing.append(_difference(name, num_rows, part))
     found = [one for one in differing if one]
@@ -167,6 +172,21 @@ def _attention_difference(backend: AttentionBackend, spec: AttentionSpec, pool: 
     return ""
 
 
+def _recurrence_differences(model: Decoder) -> list[str]:
+    """Return what each kind of recurrent layer gives other bits in shared steps than alone and at once."""
+    found, seen = [], []
+    for index, layer in enumerate(model.layers):
+        shape = model.shape.layers[index].recurrent
+        if shape is None or shape in seen or not isinstance(layer, HybridLayer) or layer.recurrent is None:
+            continue
+        seen.append(shape)
+        try:
+            require_same_states(layer.recurrent, shape, model.shape.hidden_size, model.device, model.dtype)
+        except AssertionError as error:
+            found.append(f"layer {index}'s recurrence: {error}")
+    return found
+
+
 def _parts(
     model: Decoder, backend: AttentionBackend, pool: KVPool, sampler: Sampler, max_tokens: int, max_rows: int
 ) -> Iterator[tuple[str, int, Rows]]:
@@ -189,16 +209,23 @@ def _parts(
 
 
 def _layer_parts(
-    model: Decoder, layer: DecoderLayer, backend: AttentionBackend, pool: KVPool, x_TD: Tensor
+    model: Decoder, layer: DecoderLayer | HybridLayer, backend: AttentionBackend, pool: KVPool, x_TD: Tensor
 ) -> Iterator[tuple[str, Rows]]:
     for name in ("before_attention", "behind_attention", "before_mlp", "behind_mlp"):
         yield f"norm {name.replace('_', ' ')}", _norm(getattr(layer, name), model, x_TD)
-    yield "queries, keys and values", _projection(model, layer, backend, pool, x_TD)
-    attention = layer.attention
-    spec = model.attention_spec
-    attended_TQH = _random(pool, len(x_TD), spec.num_heads, spec.value_size, dtype=model.dtype)
-    yield "attention's output", lambda first, last: attention.output(attended_TQH[first:last])
-    yield "MLP", lambda first, last: layer.mlp(x_TD[first:last].clone(), model.kernels)
+    if (attention := layer.attention) is not None:
+        yield "queries, keys and values", _projection(model, layer, attention, backend, pool, x_TD)
+        spec = model.attention_spec
+        attended_TQH = _random(pool, len(x_TD), spec.num_heads, spec.value_size, dtype=model.dtype)
+        yield "attention's output", lambda first, last: attention.output(attended_TQH[first:last])
+        if isinstance(attention, GatedAttention):
+            yield "attention's gate", lambda first, last: attention.gated(attended_TQH[first:last], x_TD[first:last])
+    if isinstance(layer, HybridLayer) and isinstance(recurrent := layer.recurrent, RecurrentPart):
+        yield "recurrent part's input", lambda first, last: recurrent.inner(x_TD[first:last])
+        mixed_TM = _random(pool, len(x_TD), recurrent.outer.inputs, dtype=model.dtype)
+        yield "recurrent part's output", lambda first, last: recurrent.output(mixed_TM[first:last])
+    if (mlp := layer.mlp) is not None:
+        yield "MLP", lambda first, last: mlp(x_TD[first:last].clone(), model.kernels)
 
 
 def _norm(norm: Norm, model: Decoder, x_TD: Tensor) -> Rows:
@@ -212,7 +239,14 @@ def _norm(norm: Norm, model: Decoder, x_TD: Tensor) -> Rows:
     return both
 
 
-def _projection(model: Decoder, layer: DecoderLayer, backend: AttentionBackend, pool: KVPool, x_TD: Tensor) -> Rows:
+def _projection(
+    model: Decoder,
+    layer: DecoderLayer | HybridLayer,
+    attention: Attention,
+    backend: AttentionBackend,
+    pool: KVPool,
+    x_TD: Tensor,
+) -> Rows:
     """Return queries, and the keys and values in the pool afterwards, side by side."""
     positions_T = torch.arange(len(x_TD), device=x_TD.device)
     slots_T = positions_T // pool.page_size * pool.page_stride + positions_T % pool.page_size
@@ -222,7 +256,7 @@ def _projection(model: Decoder, layer: DecoderLayer, backend: AttentionBackend, 
         at_T, to_T = positions_T[first:last], slots_T[first:last]
         step = StepTensors(at_T, at_T, to_T, at_T, backend, pool)
         angles = () if rotary is None else rotary.angles(at_T, kernels)
-        q_TQH = layer.attention.project(0, x_TD[first:last].clone(), rotary, angles, step, kernels)
+        q_TQH = attention.project(0, x_TD[first:last].clone(), rotary, angles, step, kernels)
         return torch.cat((q_TQH, *pool.read(0, to_T)), 1)
 
     return project

@@ -35,7 +35,7 @@ def choose_linears(config: Config, spec: ModelSpec, plugins: Plugins, plan: Mode
     Raises PluginError."""
     context = rank_context(config, spec, device, plan.dtype)
     if spec.quantization is not None:
-        log.info("weights: %s", handling(spec.quantization, context.quantization, _keeps(plugins, context)))
+        log.info("weights: %s", handling(spec.quantization, context.quantization, _keeps(spec, plugins, context)))
         if widens(spec.quantization, context):
             log.warning(
                 "weights: %s is widened to %s, which takes twice the memory and up to twice the time of a decode step; "
@@ -57,8 +57,10 @@ def choose_linears(config: Config, spec: ModelSpec, plugins: Plugins, plan: Mode
     return Linears(kernel, choose_linear(unnamed, exact, lambda kernels: race.seconds(kernels, [head])))
 
 
-def _keeps(plugins: Plugins, context: LinearContext) -> bool:
-    """Return whether the kernel that will be chosen is for integers as they are stored."""
+def _keeps(spec: ModelSpec, plugins: Plugins, context: LinearContext) -> bool:
+    """Return whether weights are multiplied as they are stored, by the experts' kernel or one for integers."""
+    if any(one.four_bits for one in spec.shape.experts):
+        return True
     fitting = [info.short for info in fitting_linears(plugins.known, context)]
     auto = plugins.names.get(LINEAR) is None
     return auto and bool(context.stored_formats and keeping(plugins.known, fitting, context))

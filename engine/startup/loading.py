@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from msgspec.structs import replace
 
 from engine.checkpoints.checkpoint import ModelSpec, resolve_checkpoint
 from engine.checkpoints.gguf import block_kinds
@@ -32,6 +33,7 @@ from engine.layers.comm import Comm
 from engine.layers.kv_pool import KVPool
 from engine.layers.ordered_comm import OrderedComm
 from engine.layers.packing import Linears, RowKeeper
+from engine.layers.states import RecurrentStates
 from engine.models.decoder import Decoder
 from engine.models.loader import load_model
 from engine.models.model import Model, build_model
@@ -46,6 +48,7 @@ from engine.sampling.captured import SamplingVariant
 from engine.sampling.constraints import Constraints
 from engine.sampling.processing import Processing
 from engine.sampling.sampler import Sampler
+from engine.settings.sections import GraphsSection
 from engine.startup.features import rank_features
 from engine.startup.invariance import prove_decodes, prove_invariance, require_provable
 from engine.startup.linear_race import processor_name
@@ -117,8 +120,9 @@ def load_runner(
     if plugins.several.get(LOGITS_PROCESSOR):
         sampler.processing = Processing(plugin_processors(plugins, spec.vocab_size), rows.tokens_RM)
     stages.begin("KV pool")
-    features = rank_features(_context(start, loaded.model, rows, given or {}))
-    pools = PoolMaker(start, loaded.model, attention, rows, sampler, features)
+    states = _new_states(start)
+    features = rank_features(_context(start, loaded.model, rows, states, given or {}))
+    pools = PoolMaker(start, loaded.model, attention, rows, sampler, states, features)
     parts = pools.parts(num_pages)
     must_agree = start.comm.size > 1
     constraints = Constraints(grammars or _own_grammars(start), spec.vocab_size, device, must_agree=must_agree)
@@ -147,11 +151,16 @@ def _start(
         comm=comm,
         device=device,
         dtype=dtype,
-        graphs=RankGraphs(config.graphs, device, comm, build_passes(plugins, device, dtype)),
+        graphs=RankGraphs(_graphs(config.graphs, spec), device, comm, build_passes(plugins, device, dtype)),
         place=host_place() if device.type == "cpu" else comm.rank,
         progress=progress,
         stages=stages,
     )
+
+
+def _graphs(section: GraphsSection, spec: ModelSpec) -> GraphsSection:
+    """Return the settings of graphs; none hold a step that reads and writes recurrent states."""
+    return replace(section, mode="off") if spec.state_bytes else section
 
 
 def _load_weights(start: Start) -> Loaded:
@@ -222,6 +231,17 @@ def _new_rows(start: Start, model: Model) -> DeviceRows:
     return kind(start.config.scheduler.max_running, start.max_len, kv.page_size, start.device, page_stride)
 
 
+def _new_states(start: Start) -> RecurrentStates | None:
+    """Return the states of recurrent layers, one slot for each row; None for a model without such layers."""
+    shape, num_slots = start.spec.shape, start.config.scheduler.max_running
+    if not shape.recurrents:
+        return None
+    states = RecurrentStates([one.states for one in shape.recurrents], num_slots, start.device)
+    what = "recurrent states: %.2f MB for each of %d rows, in %d of %d layers"
+    log.info(what, shape.state_bytes / 1e6, num_slots, len(shape.recurrents), shape.num_layers)
+    return states
+
+
 def _new_sampler(start: Start, loaded: Loaded) -> Sampler:
     own_kernels = loaded.kernels if isinstance(loaded.model, Decoder) else None
     num_outputs, max_rows = start.spec.shape.num_outputs, start.config.scheduler.max_running
@@ -246,7 +266,9 @@ def _prove(start: Start, model: Model, attention: RankAttention, sampler: Sample
         )
 
 
-def _context(start: Start, model: Model, rows: DeviceRows, given: Mapping[str, bytes]) -> RankContext:
+def _context(
+    start: Start, model: Model, rows: DeviceRows, states: RecurrentStates | None, given: Mapping[str, bytes]
+) -> RankContext:
     return RankContext(
         config=start.config,
         spec=start.spec,
@@ -259,6 +281,7 @@ def _context(start: Start, model: Model, rows: DeviceRows, given: Mapping[str, b
         progress=start.progress,
         model=model,
         rows=rows,
+        states=states,
         given=given,
     )
 
@@ -303,6 +326,7 @@ def _new_runner(
         piecewise=piecewise_around,
         whole_decodes=whole,
         rows=parts.rows,
+        states=parts.states,
         constraints=constraints,
         sampler=parts.sampler,
         eos_token_ids=start.spec.eos_token_ids if model.task_head is None else (),
@@ -385,7 +409,7 @@ def _step_threads(
     config, choices = start.config, loaded.thread_choices
     if not choices or start.invariant or parts.model.task_head is not None:
         return None
-    steps, greedy = ModelSteps(parts.model, parts.pool, parts.attention, parts.sampler), SamplingParams(temperature=0.0)
+    steps, greedy = ModelSteps(parts), SamplingParams(temperature=0.0)
     length, most_rows = min(start.max_len, RACE_CONTEXT), config.scheduler.max_running
 
     def step(rows: int) -> None:

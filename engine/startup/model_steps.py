@@ -8,11 +8,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from engine.layers.attention import AttentionBackend, AttentionBatch
-from engine.layers.kv_pool import KVPool
+from engine.graphs.rank import StepParts
+from engine.layers.attention import AttentionBatch
+from engine.layers.states import StatesOfStep
 from engine.layers.step import StepTensors
-from engine.models.model import Model
-from engine.sampling.sampler import Sampler
 from engine.sampling.state import Newcomer
 from engine.types.params import SamplingParams
 
@@ -20,13 +19,14 @@ Int32 = npt.NDArray[np.int32]
 
 
 class ModelSteps:
-    """Steps that read and write only the dump page.  pool: of any size.  sampler: its rows must be free."""
+    """Steps of free rows, whose states they change; of the pool they read and write only the dump page."""
 
-    def __init__(self, model: Model, pool: KVPool, attention: AttentionBackend, sampler: Sampler) -> None:
-        self._model = model
-        self._pool = pool
-        self._attention = attention
-        self._sampler = sampler
+    def __init__(self, parts: StepParts) -> None:
+        self._model = parts.model
+        self._pool = parts.pool
+        self._attention = parts.attention
+        self._sampler = parts.sampler
+        self._states = parts.states
 
     @torch.inference_mode()
     def run(
@@ -52,6 +52,9 @@ class ModelSteps:
         rows_N = at_N % (num_rows or num_sampled)
         for row in np.unique(rows_N).tolist():
             self._sampler.admit((Newcomer(row, params, np.zeros(1, dtype=np.int32), 1),), ())
+        states = None
+        if self._states is not None:
+            states = StatesOfStep(self._states, np.arange(num_sequences), lengths_B, queries_B)
         zeros_T = torch.zeros(num_tokens, dtype=torch.int64, device=device)
         logits_NV = self._model.forward(
             StepTensors(
@@ -61,6 +64,7 @@ class ModelSteps:
                 sample_at_N=torch.from_numpy(at_N).to(device),
                 attention=self._attention,
                 pool=pool,
+                states=states,
             )
         )
         self._sampler.sample(logits_NV, rows_N, np.ones(num_sampled, dtype=np.int64))

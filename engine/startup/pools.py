@@ -4,6 +4,7 @@ Owns: the order in which memory is measured and taken.  Does not know: how weigh
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
@@ -14,6 +15,7 @@ from engine.execution.needs import Needs
 from engine.execution.rows import DeviceRows
 from engine.graphs.rank import StepParts
 from engine.layers.comm import Comm
+from engine.layers.states import RecurrentStates
 from engine.models.model import Model
 from engine.plugins.support.paging import new_pool, page_bytes
 from engine.sampling.sampler import Sampler
@@ -42,6 +44,7 @@ class PoolMaker:
         attention: RankAttention,
         rows: DeviceRows,
         sampler: Sampler,
+        states: RecurrentStates | None,
         features: Sequence[RankFeature],
     ) -> None:
         self.needs = Needs()
@@ -50,6 +53,7 @@ class PoolMaker:
         self._attention = attention
         self._rows = rows
         self._sampler = sampler
+        self._states = states
         self._features = features
         self._more_samples = max((one.more_samples for one in features), default=0)
 
@@ -74,7 +78,7 @@ class PoolMaker:
             backend = feature.attention(backend)
         # Only now: the plugins that 'auto' has chosen are loaded by this time.
         start.graphs.break_at([name for one in start.plugins.declarations.values() for name in one.graph_breaks])
-        return StepParts(self._model, pool, backend, self._rows, self._sampler)
+        return StepParts(self._model, pool, backend, self._rows, self._sampler, self._states)
 
     @property
     def _page_bytes(self) -> int:
@@ -90,6 +94,8 @@ class PoolMaker:
         needs = Needs()
         if on_cpu:
             needs = host_needs(config, start.spec.shape, start.max_len, start.dtype, self._more_samples)
+            if self._states is not None:  # the system gives the memory when it is written
+                needs = replace(needs, feature_bytes=(("recurrent states", self._states.data.nbytes),))
         if not num_pages and start.graphs.device.captures:
             needs = self._measured_needs()
         start.graphs.device.trim()
@@ -112,7 +118,7 @@ class PoolMaker:
         parts = self._make(1)
         device.trim()
         attention_bytes = max(0, free - device.memory().free_bytes)
-        steps = ModelSteps(parts.model, parts.pool, parts.attention, parts.sampler)
+        steps = ModelSteps(parts)
         try:
             activation_bytes = device.peak(lambda: run_largest_step(config, max_len, steps, self._more_samples))
         except torch.OutOfMemoryError as error:

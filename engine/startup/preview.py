@@ -19,9 +19,9 @@ from engine.models.model import build_model
 from engine.plugins.families import read_model
 from engine.plugins.hookspecs import AttentionContext
 from engine.plugins.kinds import LINEAR, named
-from engine.plugins.linears import with_weight_type
 from engine.plugins.manager import Plugins
 from engine.plugins.selection import expected_context
+from engine.plugins.weight_type import with_weight_type
 from engine.startup.linears import choose_linear, rank_context
 from engine.startup.memory import check_weights
 from engine.text.codec import Formats, load_codec
@@ -62,7 +62,7 @@ def preview_weights(config: Config, spec: ModelSpec) -> tuple[int, int]:
 
     Raises ConfigError or PluginError, as a start would, if they do not fit, ranks cannot share them, the device is not
     here or no kernel multiplies by them."""
-    config = with_weight_type(config, spec)
+    config, spec = with_weight_type(config, spec)
     device = choose_device(config.device, 0)
     dtype = choose_dtype(config.model.dtype, device, spec.dtype)
     ranks = config.device.tensor_parallel

@@ -62,20 +62,20 @@ class MarkedReasoning:
     def __init__(self, opens: Sequence[str], closes: Sequence[str], *, constrains: bool = False) -> None:
         self.markers = (*opens, *closes)
         self.constrains = constrains
-        self._opens = opens
-        self._closes = closes
+        self.opens = opens
+        self.closes = closes
 
     def parser(self, thinking: "Thinking") -> "ReasoningSplitter":
-        return ReasoningSplitter(thinking, self._opens, self._closes)
+        return ReasoningSplitter(thinking, self.opens, self.closes)
 
     def thinking_at_end(self, prompt: str, continued: str = "") -> "Thinking":
-        opened, closed = _last(prompt, self._opens), _last(prompt, self._closes)
+        opened, closed = _last(prompt, self.opens), _last(prompt, self.closes)
         if opened >= 0 and prompt[opened:].strip() == "":
             return "open"
         if closed >= 0 and prompt[closed:].strip() == "":
             return "none"
         # Elsewhere the markers may be text of a user.
-        opened, closed = _last(continued, self._opens), _last(continued, self._closes)
+        opened, closed = _last(continued, self.opens), _last(continued, self.closes)
         if opened < 0 and closed < 0:
             return "optional" if not continued.strip() else "none"
         return "open" if opened > closed else "none"

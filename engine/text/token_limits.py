@@ -5,6 +5,7 @@ It is a matcher like that of a grammar, around one or alone, so every way of sam
 """
 
 from collections import deque
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -20,7 +21,7 @@ class TokenLimits:
     def __init__(self, params: SamplingParams, num_words: int, inner: Matcher | None = None) -> None:
         """Build the masks.  num_words: int32 words of a mask."""
         self._inner = inner
-        self._allowed = _mask_of(params.allowed_token_ids, num_words) if params.allowed_token_ids else None
+        self._allowed = mask_of(params.allowed_token_ids, num_words) if params.allowed_token_ids else None
         # A tokenizer may have more tokens than the model; a word with one of those is never produced.
         self._banned = [ids for ids in params.bad_token_ids if ids and max(ids) < num_words * _WORD_BITS]
         # Enough of the output to decide whether the next token would complete a word.
@@ -46,7 +47,8 @@ class TokenLimits:
             raise GrammarFailure("allowed_token_ids and bad_words leave no token")
 
 
-def _mask_of(token_ids: tuple[int, ...], num_words: int) -> Mask:
+def mask_of(token_ids: Sequence[int], num_words: int) -> Mask:
+    """Return the mask that allows these tokens alone."""
     bits = np.zeros(num_words * _WORD_BITS, dtype=np.uint8)
     bits[list(token_ids)] = 1
     return np.packbits(bits, bitorder="little").view(np.int32)

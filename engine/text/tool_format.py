@@ -34,15 +34,30 @@ class Tool(msgspec.Struct, frozen=True):
     parameters: dict[str, Any]
 
 
-class CallShape(msgspec.Struct, frozen=True):
+class ValueShape(msgspec.Struct, frozen=True):
+    """One way to write an argument that is not a part of a JSON object: the text before its value and after it.
+
+    schema: of the value, which is JSON, but a string without quotes.  name: of the argument; empty for any name, which
+    is then between ``begin`` and ``then``."""
+
+    begin: str
+    schema: Any
+    end: str
+    name: str = ""
+    then: str = ""
+    is_required: bool = False
+
+
+class CallShape(msgspec.Struct, frozen=True, omit_defaults=True):
     """One way to write a call: the text before the arguments, their schema, and the text after them.
 
-    name: of the function, for messages."""
+    name: of the function, for messages.  values: the arguments in their order, if they are not one JSON object."""
 
     begin: str
     schema: dict[str, Any]
     end: str
     name: str = ""
+    values: list[ValueShape] | None = None
 
 
 class Otherwise(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -127,6 +142,20 @@ def marked_calls(
 def json_name(name: str) -> str:
     """Return a function's name as a JSON string."""
     return msgspec.json.encode(name).decode()
+
+
+def written_values(tool: Tool, begin: str, then: str, end: str) -> list[ValueShape]:
+    """Return the arguments of a function that are written one by one, with their names between ``begin`` and ``then``.
+
+    A function that does not name its arguments takes any, as text."""
+    required = tool.parameters.get("required")
+    named = [
+        ValueShape(
+            f"{begin}{name}{then}", schema, end, name, is_required=isinstance(required, list) and name in required
+        )
+        for name, schema in properties(tool).items()
+    ]
+    return named or [ValueShape(begin, {}, end, then=then)]
 
 
 def properties(tool: Tool) -> dict[str, object]:

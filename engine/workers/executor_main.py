@@ -61,10 +61,11 @@ def load_rank(assignment: ExecutorAssignment) -> Runner:
     from engine.plugins.families import read_model
     from engine.plugins.kinds import OBSERVER, chosen_plugins
     from engine.plugins.manager import Plugins
+    from engine.plugins.weight_type import with_weight_type
     from engine.startup.loading import load_runner  # imports torch
 
     config = assignment.config
-    spec = read_model(Path(config.model.path), config.plugins, config.model)
+    config, spec = with_weight_type(config, read_model(Path(config.model.path), config.plugins, config.model))
     if assignment.fingerprint:
         check_fingerprint(assignment.fingerprint, spec, config.model.load_format, assignment.rank)
     chosen = {kind: names for kind, names in chosen_plugins(config).items() if kind != OBSERVER}

@@ -60,7 +60,8 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
     of_prompts: what each prompt asks by itself, where they differ; then ``params`` and ``options`` are the first one's.
     grammar_field: the request's field that says what the output must look like.
     new_parser: makes the parser of a choice's function calls; None where no call is looked for.
-    names_tokens_by_id: log probabilities name tokens by their ids.  request_id: what the client calls the request."""
+    names_tokens_by_id: log probabilities name tokens by their ids.  request_id: what the client calls the request.
+    notes, session: as in ``Exchange``."""
 
     prompts: tuple[Prompt, ...]
     params: SamplingParams
@@ -72,6 +73,8 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
     new_parser: Callable[[], ToolCallParser] | None = None
     names_tokens_by_id: bool = False
     request_id: str = ""
+    notes: tuple[str, ...] = ()
+    session: str = ""
     origin: ResumePoint = msgspec.field(default_factory=ResumePoint)
 
 

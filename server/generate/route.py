@@ -252,12 +252,15 @@ class GenerateRoute(Generic[B]):
         exchange = client.exchange
         exchange.names |= {writer.id, generation.request_id} - {""}
         exchange.parts = writer.parts
+        exchange.notes, exchange.session = generation.notes, generation.session
         try:
             async with Choices(client, generation) as choices:
                 try:
                     yield choices
                 finally:
-                    client.used(usage.prompt_tokens, usage.total().completion_tokens)
+                    total = usage.total()
+                    exchange.cached_tokens = total.prompt_tokens_details.cached_tokens
+                    client.used(usage.prompt_tokens, total.completion_tokens)
         except RequestError as error:
             raise self.renamed(error, body, generation) from None
 

@@ -66,10 +66,12 @@ class Exchange:
     id: the client's own if it sent a usable one.  route: the path's pattern, once one was matched.
     operation: what is declared of that route; None for a route that is not declared.
     names: what else the client may call it by.  parts: names of some of its choices -> which they are.
+    session: the name of its session, '' for none.  cached_tokens: of its prompts, once they are counted.
+    notes: sentences on what was changed in the request before the model got it.
     usage: prompt and completion tokens.  Handlers that generate set these three.  tells_usage: a router wants to know.
     replica: which one has answered.
     key: which of the API keys it brought, where there are any.
-    cors: the headers that a browser needs.
+    cors: the headers that a browser needs.  rates: those that say what is left of the client's minute.
     bodies: those under way of all requests of its server; None without a server.
     changed: names of the settings that an operator has changed by it.
     error_format: what errors look like to the route's clients.
@@ -88,9 +90,13 @@ class Exchange:
         self.replica = ""
         self.names: set[str] = set()
         self.parts: Mapping[str, range] = {}
+        self.notes: tuple[str, ...] = ()
+        self.session = ""
+        self.cached_tokens = 0
         self.key: Key | None = None
         self._address = address
         self.cors: dict[str, str] = {}
+        self.rates: dict[str, str] = {}
         self.changed: tuple[str, ...] = ()
         self.bodies: Bodies | None = None
         self.error_format: ErrorFormat = error_body
@@ -123,6 +129,7 @@ class Exchange:
             "Server": "callboard",
             **NO_SNIFF,
             **self.cors,
+            **self.rates,
         }
         if self.tells_usage and self.usage is not None:
             told[USAGE_HEADER] = f"{self.usage[0]} {self.usage[1]}"

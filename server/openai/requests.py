@@ -150,6 +150,11 @@ class GenerationBody(SamplingFields, frozen=True, kw_only=True):
     bad_words: list[str] | None = None
     logprob_token_ids: list[Int] | None = None
     truncate_prompt_tokens: Int | None = None
+    thinking_token_budget: Int | None = None
+    max_thinking_tokens: Int | None = None
+    prompt_cache_key: Short | None = None
+    session_id: Short | None = None
+    prompt_cache_ttl_s: Annotated[float, Meta(ge=0)] | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     priority: Priority | None = None

@@ -6,7 +6,7 @@ Does not know: JSON, prompts' formats, responses, how a grammar is compiled.  A 
 bodies declare it by the name that it has there; a name that only one of the two has never does.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import msgspec
 
@@ -30,6 +30,10 @@ MAX_TENANT = 256  # characters of a ``user`` that are looked at
 NO_SEED = -1  # to vLLM and llama.cpp
 Named = tuple[str, Grammar]
 JSON_OBJECT = Grammar("json_object")
+NO_BUDGET = (
+    "not possible here: the model must write its thoughts between two tokens, and plugins.logits_processors must name "
+    "thinking_budget"
+)
 
 
 def tenant_of(user: str | None) -> Origin:
@@ -42,7 +46,10 @@ class Translator:
 
     tool_format: how it writes function calls.  variants: name -> what else can be asked for as a model; they come and
     go.
-    The card may be replaced by one of the same name."""
+    The card may be replaced by one of the same name.
+    session_parts: gives the parts of a request by its session's name and the time that its prefix is to stay.
+    limit_thoughts: gives the logits processors that end thoughts after so many tokens, and raises RequestError; None
+    if nothing can end them."""
 
     def __init__(
         self,
@@ -54,6 +61,8 @@ class Translator:
         self.card = card
         self.variants: dict[str, ServedVariant] = {}
         self._server = server
+        self.session_parts: Callable[[str, float], dict[str, RequestPart]] = _no_parts
+        self.limit_thoughts: Callable[[int], dict[str, str]] | None = None
         self.tool_format = tool_format or HERMES
 
     @property
@@ -90,6 +99,9 @@ class Translator:
         params.check(self.card.vocab_size)
         if keep_last := self._keep_last(body.truncate_prompt_tokens):
             prompts = tuple(prompt[-keep_last:] if isinstance(prompt, list) else prompt for prompt in prompts)
+        parts = self.parts_of(body.model)
+        if session := body.session_id or body.prompt_cache_key or "":
+            parts = {**parts, **self.session_parts(session, body.prompt_cache_ttl_s or 0.0)}
         options = RequestOptions(
             keep_last=keep_last,
             echo=echo,
@@ -99,7 +111,7 @@ class Translator:
             prompt_only=prompt_only,
             return_prompt_ids=bool(body.return_token_ids),
             origin=tenant_of(body.user),
-            parts=self.parts_of(body.model),
+            parts=parts,
         )
         return Generation(
             prompts=prompts,
@@ -111,6 +123,7 @@ class Translator:
             new_parser=tools.new_parser(params.grammar),
             names_tokens_by_id=bool(body.return_tokens_as_token_ids),
             request_id=body.request_id or body.rid or "",
+            session=session,
         )
 
     def parts_of(self, name: str | None) -> dict[str, RequestPart]:
@@ -156,7 +169,16 @@ class Translator:
     def _sampling_params(self, body: GenerationBody, *, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
         given = {name: value for name in SAME_FIELDS if (value := getattr(body, name)) is not None}
         given.update(max_tokens=max_tokens, logprobs=logprobs, seed=own_seed(body.seed))
+        budget = body.max_thinking_tokens if body.thinking_token_budget is None else body.thinking_token_budget
+        if budget is not None:
+            if self.limit_thoughts is None:
+                raise FieldError("thinking_token_budget", NO_BUDGET, code="unsupported_parameter")
+            given["logits_processors"] = {**given.get("logits_processors", {}), **self.limit_thoughts(budget)}
         return SamplingParams(**{**self.card.chat_defaults, **given})
+
+
+def _no_parts(name: str, ttl_s: float) -> dict[str, RequestPart]:
+    return {}
 
 
 def own_seed(seed: int | None) -> int | None:

@@ -193,6 +193,10 @@ class OwnCollector(EngineCollector):
         yield pages
         num_on_host = gauges.of_features.get("host_pages_used", 0)
         yield self._gauge("kv_host_pages_used", "Pages of the host tier that hold something.", num_on_host)
+        if (num_snapshots := gauges.of_features.get("state_snapshots")) is not None:
+            yield self._gauge("state_snapshots", "Snapshots of recurrent states of cached prefixes.", num_snapshots)
+            num_tokens = gauges.of_features["tokens_without_state"]
+            yield self._gauge("tokens_without_state", "Cached tokens computed again for want of a state.", num_tokens)
         yield self._gauge("kv_page_tokens", "Tokens per page.", gauges.page_size)
 
     def _of_mailboxes(self, gauges: Gauges) -> Iterator[Metric]:

@@ -182,6 +182,26 @@ STACKED = KINDS["Qwen3VL"][0] | {
     "moe_intermediate_size": 24,  # with 32 the two orders of a stack would have one shape
 }
 KINDS["Qwen3VLMoe"] = (STACKED, *KINDS["Qwen3VL"][1:])
+DELTA = TEXT | {
+    "num_hidden_layers": 4,
+    "head_dim": 32,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 12,
+}
+QUARTER = {"mrope_section": [2, 1, 1], "mrope_interleaved": True, "rope_type": "default", "partial_rotary_factor": 0.25}
+DELTA_WORDS = {"rope_parameters": {"rope_theta": 1e7, **QUARTER}, "full_attention_interval": 4}
+KINDS["Qwen3_5"] = (DELTA, BLOCKS, DELTA_WORDS)
+OWN_EXPERTS = {
+    "num_experts": 6,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 40,
+}
+KINDS["Qwen3_5Moe"] = (DELTA | OWN_EXPERTS, BLOCKS, DELTA_WORDS)
+# Kinds for which larger weights make the reference itself 1e-4 off the exact logits: its deviation of weights.
+CALM = {"Gemma3": 0.1, "Qwen3_5": 0.05, "Qwen3_5Moe": 0.05}
 FLAT = ("Qwen2_5_VL", "Qwen2VL")  # kinds whose text section is the file itself
 
 
@@ -200,13 +220,15 @@ def publish(kind: str, directory: Path, **changes: Any) -> PreTrainedModel:
             if name.endswith("bias"):
                 weight.normal_(0, 0.2)
             elif weight.dim() > 1 and "language_model" in name:
-                weight.normal_(0, 0.1 if kind == "Gemma3" else 0.2)
+                weight.normal_(0, CALM.get(kind, 0.2))
     model.save_pretrained(directory)
     if kind == "Qwen3VLMoe":  # transformers 5 reads the published order of a stack, and writes another
         path = directory / "model.safetensors"
         stored = load_file(path)
         turned = {name: one.mT.contiguous() for name, one in stored.items() if ".experts." in name}
         save_file(stored | turned, path, metadata={"format": "pt"})
+    if kind == "Qwen3_5Moe":  # published in stacks, which transformers 5 reads, and writes as single experts
+        save_file(in_stacks(load_file(path := directory / "model.safetensors")), path, metadata={"format": "pt"})
     written = json.loads((directory / "config.json").read_text())
     section = {name: value for name, value in written.pop("text_config").items() if name not in LATER} | words
     section = {name: value for name, value in section.items() if changes.get(name, value) is not ...}
@@ -221,6 +243,21 @@ def publish(kind: str, directory: Path, **changes: Any) -> PreTrainedModel:
         .from_pretrained(directory, dtype=torch.float32, attn_implementation="eager")
         .eval()
     )
+
+
+def in_stacks(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors of single experts as stacks, with the gates before the products up."""
+    names = [name for name in tensors if ".experts.0.gate_proj." in name]
+    for name in names:
+        before = name.partition(".experts.")[0]
+        single = {
+            kind: torch.stack([tensors.pop(f"{before}.experts.{number}.{kind}_proj.weight") for number in range(6)])
+            for kind in ("gate", "up", "down")
+        }
+        tensors[f"{before}.experts.gate_up_proj"] = torch.cat((single["gate"], single["up"]), 1)
+        tensors[f"{before}.experts.down_proj"] = single["down"]
+    assert names
+    return tensors
 
 
 @pytest.mark.slow

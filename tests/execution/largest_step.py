@@ -11,6 +11,7 @@ import torch
 
 from engine.config import Config, build_config
 from engine.control.system import System
+from engine.graphs.rank import StepParts
 from engine.startup.loading import load_runner
 from engine.startup.memory import host_needs, run_largest_step
 from engine.startup.model_steps import ModelSteps
@@ -35,7 +36,7 @@ def main() -> None:
     config, spec = system.config, system.spec
     runner = load_runner(config, spec, max_len, system.engine.plugins, rank=0, progress=False)
     before, _ = anonymous_and_peak()
-    steps = ModelSteps(runner._model, runner._pool, runner._attention, runner._sampler)
+    steps = ModelSteps(StepParts(runner._model, runner._pool, runner._attention, runner._rows, runner._sampler))
     run_largest_step(config, max_len, steps)
     _, peak = anonymous_and_peak()
     needs = host_needs(config, spec.shape, max_len, torch.float32)

@@ -19,6 +19,7 @@ EXTENSIONS = {
     "lora": ("server/extensions/adapters",),
     "pooling": ("server/extensions/pooling", "server/extensions/ollama", "engine/features/token_embed"),
     "recording": ("server/extensions/recording",),
+    "sessions": ("server/extensions/sessions",),
     "traffic": ("server/extensions/whatif",),
 }
 # The product's other files that import from a feature.

@@ -2,22 +2,27 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
+from msgspec.structs import replace
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import GptOssForCausalLM, Mxfp4Config
 
+from engine.checkpoints.checkpoint import ModelSpec
 from engine.formats.mxfp4 import POSITIVE, decoded
 from engine.formats.opening import open_reader
+from engine.layers.experts import Experts, Stack
+from engine.models.loader import load_model
+from engine.plugins.comm.local import LocalComm
 from engine.plugins.families import read_model
 from engine.plugins.testing.steps import Driver
 from engine.plugins.testing.threads import on_ranks
 from engine.types.errors import WeightsError
 from tests.models.checkpoints import build
-from tests.models.conftest import load
+from tests.models.conftest import load, onednn_linears
 from tests.models.published import PROMPT, assert_same, write
 
 QUANTIZATION = {
@@ -38,6 +43,10 @@ def stored(stack_EIO: Tensor) -> tuple[Tensor, Tensor]:
     codes = (scaled.abs()[..., None] - torch.tensor(POSITIVE)).abs().argmin(-1) + 8 * (scaled < 0)
     codes = codes.to(torch.uint8).unflatten(-1, (-1, 2))
     return codes[..., 0] | codes[..., 1] << 4, (exponents + 127).to(torch.uint8)
+
+
+def in_four_bits(spec: ModelSpec) -> ModelSpec:
+    return replace(spec, shape=spec.shape.with_experts(four_bits=True))
 
 
 @pytest.fixture(scope="module")
@@ -114,6 +123,60 @@ def test_tensors_that_do_not_fit_are_named(
     (tmp_path / "config.json").write_text((published / "config.json").read_text())
     with pytest.raises(WeightsError, match=said):
         load(read_model(tmp_path))
+
+
+def with_a_large_scale(tensors: dict[str, Tensor]) -> None:
+    tensors[SCALES][0, 0, 0] = 129
+
+
+def without_codes(tensors: dict[str, Tensor]) -> None:
+    for name in [name for name in tensors if name.endswith(("_blocks", "_scales"))]:
+        del tensors[name]
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (without_scales, f"tensor '{SCALES}' of shape .* is missing"),
+        (with_other_groups, rf"'{SCALES}' has shape \[5, 64, 1\], config.json expects \[5, 64, 3\]"),
+        (with_nan, f"'{SCALES}' contains NaN; the file is damaged"),
+        (
+            with_a_large_scale,
+            f"'{SCALES}' has a scale of 129, and the kernel takes 128 at most; set",
+        ),
+        (without_codes, 'no tensor is in MXFP4, though config.json says so; set model.quantization="none"'),
+    ],
+)
+def test_codes_that_a_kernel_cannot_read_are_named(
+    damage: Callable[[dict[str, Tensor]], None], said: str, published: Path, tmp_path: Path
+) -> None:
+    tensors = load_file(published / "model.safetensors")
+    damage(tensors)
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text((published / "config.json").read_text())
+    with pytest.raises(WeightsError, match=said):
+        load(in_four_bits(read_model(tmp_path)))
+
+
+@pytest.mark.parametrize("load_format", ["safetensors", "dummy"])
+def test_codes_are_loaded_as_they_are_stored(
+    load_format: Literal["safetensors", "dummy"], published: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layers: list[list[Stack]] = []
+    monkeypatch.setattr(Experts, "pack", lambda self, kernels: layers.append(self._stacks))
+    spec = in_four_bits(read_model(published))
+    linears = onednn_linears(torch.bfloat16)
+    where = torch.device("cpu"), torch.bfloat16, load_format, 0
+    load_model(spec, LocalComm(), *where, linears=linears, progress=False)
+    memory = layers[1][1].codes
+    assert memory is not None
+    if load_format == "dummy":
+        assert memory.scales_EOG.unique().tolist() == [120]
+        assert len(memory.codes_EOGB.unique()) > 200
+    else:
+        tensors = load_file(published / "model.safetensors")
+        assert torch.equal(memory.codes_EOGB, tensors[BLOCKS])
+        assert torch.equal(memory.scales_EOG, tensors[SCALES])
 
 
 def test_a_stack_counts_with_its_stored_bytes(published: Path) -> None:

@@ -256,7 +256,7 @@ def test_several_results_of_a_split_operation_stay_with_it():
 
 @torch.library.custom_op("callboard_test::add_into", mutates_args=("total",))
 def add_into(total: Tensor, part: Tensor) -> None:
-    """What a fused kernel does that updates the residual stream."""
+    """A fused kernel that updates the residual stream does this."""
     total.add_(part)
 
 

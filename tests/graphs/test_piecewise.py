@@ -191,7 +191,7 @@ def test_nothing_captured_survives_in_what_comes_after(cases: Cases):
 
 
 def test_nothing_keeps_the_memory_of_a_captured_run(drivers):
-    """Or smaller sizes could not use it: all that is left of a run is weak."""
+    """All that is left of a run is weak, or smaller sizes could not use its memory."""
     driver, _ = drivers("qwen3-tied")
     if driver.device.captures:
         gc.collect()
@@ -200,7 +200,7 @@ def test_nothing_keeps_the_memory_of_a_captured_run(drivers):
 
 
 def test_late_captures_give_the_step_its_result(cases: Cases):
-    """Nothing captured at start: the largest comes first because a step needs it, the others as they are needed."""
+    """The largest comes first because a step needs it, the others as they are needed; nothing is captured at start."""
     device = RecordingDevice(descending=False)
     drivers = pair(cases, {}, capture=False, device=device)
     for count in (15, 3, 9, 9, 2, 16):

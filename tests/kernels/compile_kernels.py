@@ -29,6 +29,7 @@ from engine.kernels.norm import add_norm
 from engine.kernels.page_lists import list_pages
 from engine.kernels.rotary import angle_table
 from engine.kernels.rounding import add_norm_round, round_rows
+from engine.layers.four_bits import StoredCodes
 from engine.layers.step import DecodeInputs
 from engine.sampling.state import Newcomer, SamplingState
 from engine.sampling.triton.sampler import KernelSampler
@@ -76,6 +77,9 @@ def experts(dtype: torch.dtype) -> None:
             chosen_TK = torch.empty((num_tokens, num_chosen), dtype=torch.int64, device="meta")
             kind = "clamped_swish" if biased else "silu"
             mix_experts(x_TD, weights_TK, chosen_TK, gate_up, down, *(biases if biased else (None, None)), kind)
+            if biased and dtype == torch.bfloat16:
+                codes = [StoredCodes(*one.shape, torch.device("meta")).arranged() for one in (gate_up, down)]
+                mix_experts(x_TD, weights_TK, chosen_TK, *codes, *biases, kind)
 
 
 def products(dtype: torch.dtype) -> None:

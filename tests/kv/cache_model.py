@@ -20,7 +20,7 @@ from engine.kv.radix import RadixTree
 from engine.plugins.hookspecs import EvictionContext
 from engine.plugins.manager import Plugins
 
-STRATEGIES = ("fifo", "lfu", "lru", "priority", "s3fifo", "slru")
+STRATEGIES = ("fifo", "lease", "lfu", "lru", "priority", "s3fifo", "slru")
 Prefix = tuple[Namespace, tuple[object, ...]]
 
 

@@ -246,5 +246,5 @@ def test_an_impossible_option_is_refused() -> None:
 
 
 def test_an_unknown_strategy_lists_the_choices() -> None:
-    with pytest.raises(PluginError, match="available: fifo, lfu, lru, priority, s3fifo, slru"):
+    with pytest.raises(PluginError, match="available: fifo, lease, lfu, lru, priority, s3fifo, slru"):
         Plugins({"eviction": "random"})

@@ -70,6 +70,7 @@ GEMMA3_ROTARY = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
 }
 GPT2_SIZES = {"vocab_size": VOCAB, "n_embd": 64, "n_head": 4, "n_layer": 3, "n_positions": 512}
+CONVOLUTIONS = ["conv", "full_attention", "conv"]
 LAST_FULL = ["sliding_attention", "sliding_attention", "full_attention"]
 
 # Variant -> the reference's class, without its "Config" and "ForCausalLM", and what its configuration has beside SIZES.
@@ -306,9 +307,148 @@ LATER: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
-VARIANTS = {**PLAIN, **NOT_PLAIN, **LATER}
+# Families with recurrent layers, which one rank has whole.
+HYBRID: dict[str, tuple[str, dict[str, Any]]] = {
+    "lfm2": ("Lfm2", {"layer_types": CONVOLUTIONS, "block_multiple_of": 32, "intermediate_size": 120}),
+    "lfm2-biases": (
+        "Lfm2",
+        {
+            "layer_types": CONVOLUTIONS,
+            "conv_bias": True,
+            "conv_L_cache": 4,
+            "block_auto_adjust_ff_dim": False,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "lfm2-moe": (
+        "Lfm2Moe",
+        {
+            "layer_types": CONVOLUTIONS,
+            "num_dense_layers": 1,
+            "num_experts": 6,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 32,
+            "routed_scaling_factor": 1.5,
+        },
+    ),
+}
+NEMOTRON_KINDS = ["linear_attention", "mlp", "linear_attention", "full_attention", "mlp", "mlp", "linear_attention"]
+NEMOTRON_SIZES = {
+    "head_dim": 16,
+    "mamba_num_heads": 6,
+    "mamba_head_dim": 16,
+    "n_groups": 2,
+    "ssm_state_size": 12,
+    "initializer_range": 0.1,
+}
+DELTA_SIZES = {
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "head_dim": 32,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 12,
+    # With 0.2 the reference is 7e-4 off the exact logits, which its chunks of 64 tokens add up; token by token 1e-4.
+    "initializer_range": 0.05,
+}
+EXPERT_SIZES = {
+    "num_experts": 6,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 48,
+}
+HYBRID |= {
+    "qwen3-next": ("Qwen3Next", {**DELTA_SIZES, **EXPERT_SIZES, "mlp_only_layers": [1]}),
+    "qwen3-5": ("Qwen3_5", DELTA_SIZES),
+    "qwen3-5-biases": (
+        "Qwen3_5",
+        {**DELTA_SIZES, "linear_num_key_heads": 4, "attention_bias": True, "tie_word_embeddings": True},
+    ),
+    "qwen3-5-moe": ("Qwen3_5Moe", {**DELTA_SIZES, **EXPERT_SIZES}),
+}
+MAMBA_SIZES = {
+    "mamba_n_heads": 8,
+    "mamba_d_head": 16,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 12,
+    "mamba_expand": 2,
+    "initializer_range": 0.1,
+}
+GRANITE_FACTORS = {
+    "embedding_multiplier": 6.0,
+    "logits_scaling": 2.0,
+    "residual_multiplier": 0.22,
+    "attention_multiplier": 0.1,
+}
+HYBRID |= {
+    "granite4-hybrid": (
+        "GraniteMoeHybrid",
+        {
+            **MAMBA_SIZES,
+            **GRANITE_FACTORS,
+            "layer_types": ["mamba", "attention", "mamba"],
+            "num_local_experts": 0,
+            "shared_intermediate_size": 96,
+        },
+    ),
+    "granite4-hybrid-experts": (
+        "GraniteMoeHybrid",
+        {
+            **MAMBA_SIZES,
+            **GRANITE_FACTORS,
+            "layer_types": ["mamba", "attention", "mamba"],
+            "num_local_experts": 6,
+            "num_experts_per_tok": 3,
+            "shared_intermediate_size": 48,
+            "mamba_n_groups": 1,
+            "mamba_proj_bias": True,
+            "position_embedding_type": "rope",
+        },
+    ),
+    "bamba": (
+        "Bamba",
+        {**MAMBA_SIZES, "attn_layer_indices": [1], "mamba_conv_bias": False, "attention_bias": True, "mlp_bias": True},
+    ),
+    "falcon-h1": (
+        "FalconH1",
+        {
+            **MAMBA_SIZES,
+            "mamba_d_ssm": 128,
+            "mlp_multipliers": [0.8, 0.5],
+            "ssm_multipliers": [0.9, 1.2, 0.7, 1.3, 0.8],
+            "key_multiplier": 0.6,
+            "attention_in_multiplier": 1.2,
+            "attention_out_multiplier": 0.7,
+            "ssm_in_multiplier": 1.1,
+            "ssm_out_multiplier": 0.6,
+            "embedding_multiplier": 3.0,
+            "lm_head_multiplier": 0.7,
+        },
+    ),
+    "falcon-h1-normed": (
+        "FalconH1",
+        {**MAMBA_SIZES, "mamba_d_ssm": 96, "mamba_d_head": 12, "mamba_rms_norm": True, "attention_bias": True},
+    ),
+    "nemotron-h": ("NemotronH", {**NEMOTRON_SIZES, "layers_block_type": NEMOTRON_KINDS}),
+    "nemotron-h-experts": (
+        "NemotronH",
+        {
+            **NEMOTRON_SIZES,
+            "layers_block_type": ["moe", "linear_attention", "full_attention", "moe"],
+            "n_routed_experts": 6,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 32,
+            "moe_shared_expert_intermediate_size": 48,
+            "routed_scaling_factor": 2.5,
+            "use_bias": True,
+        },
+    ),
+}
+VARIANTS = {**PLAIN, **NOT_PLAIN, **LATER, **HYBRID}
 CLASSES = {
     "Llama4": ("Llama4TextConfig", "Llama4ForCausalLM"),
+    "Qwen3_5": ("Qwen3_5TextConfig", "Qwen3_5ForCausalLM"),
+    "Qwen3_5Moe": ("Qwen3_5MoeTextConfig", "Qwen3_5MoeForCausalLM"),
     "Gemma3": ("Gemma3TextConfig", "Gemma3ForCausalLM"),
     "GPT2": ("GPT2Config", "GPT2LMHeadModel"),
 }
@@ -326,7 +466,7 @@ def configuration(variant: str) -> PretrainedConfig:
 
 def _seed(variant: str) -> int:
     """Some came later: with their places among the others, one of these would have a near tie in what it generates."""
-    later = [*(name for name in sorted(VARIANTS) if name.startswith("cohere")), *LATER]
+    later = [*(name for name in sorted(VARIANTS) if name.startswith("cohere")), *LATER, *HYBRID]
     return [*(name for name in sorted(VARIANTS) if name not in later), *later].index(variant)
 
 
@@ -346,7 +486,7 @@ def build(variant: str) -> PreTrainedModel:
             elif "experts" in name or "router" in name:
                 weight.normal_(0, 0.2)
         for name, buffer in model.named_buffers():
-            if name.endswith("e_score_correction_bias"):
+            if name.endswith(("e_score_correction_bias", "expert_bias")):
                 buffer.normal_(0, 0.2)
     return model
 

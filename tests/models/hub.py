@@ -150,11 +150,15 @@ CHECKPOINTS: dict[str, tuple[Kind, dict[str, Any]]] = {
         ("NemotronForCausalLM", "nemotron"), {"head_dim": 128, "num_key_value_heads": 8}
     ),
     "nvidia/Llama-3.1-Nemotron-Nano-8B-v1": (LLAMA, {}),
+    "nvidia/NVIDIA-Nemotron-Nano-9B-v2": (("NemotronHForCausalLM", "nemotron_h"), {"hybrid_override_pattern": "M-M*-"}),
     "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16": (("NemotronHForCausalLM", "nemotron_h"), {}),
     "CohereLabs/c4ai-command-r-08-2024": (("CohereForCausalLM", "cohere"), {}),
     "CohereLabs/c4ai-command-r7b-12-2024": (("Cohere2ForCausalLM", "cohere2"), {}),
     "ByteDance-Seed/Seed-OSS-36B-Instruct": (("SeedOssForCausalLM", "seed_oss"), {}),
     "tiiuae/Falcon3-7B-Instruct": (LLAMA, {}),
+    "tiiuae/Falcon-H1-1.5B-Instruct": (("FalconH1ForCausalLM", "falcon_h1"), {}),
+    "ibm-ai-platform/Bamba-9B-v2": (("BambaForCausalLM", "bamba"), {"attn_layer_indices": [1]}),
+    "LiquidAI/LFM2-8B-A1B": (("Lfm2MoeForCausalLM", "lfm2_moe"), {"layer_types": ["conv"] * 3 + ["full_attention"]}),
     "tiiuae/falcon-7b-instruct": (("FalconForCausalLM", "falcon"), {}),
     "LiquidAI/LFM2-1.2B": (("Lfm2ForCausalLM", "lfm2"), {"layer_types": ["conv", "conv", "full_attention", "conv"]}),
     "EleutherAI/pythia-160m": (("GPTNeoXForCausalLM", "gpt_neox"), {}),
@@ -164,7 +168,7 @@ CHECKPOINTS: dict[str, tuple[Kind, dict[str, Any]]] = {
     "OpenGVLab/InternVL3-8B-hf": (("InternVLForConditionalGeneration", "internvl", "qwen2"), {}),
     "llava-hf/llava-1.5-7b-hf": (("LlavaForConditionalGeneration", "llava", "llama"), {}),
 }  # fmt: skip
-# Architecture, and how weights are stored -> the test of a tiny checkpoint in that layout.
+# Architecture, and how weights are stored, or a checkpoint -> the test of a tiny checkpoint in that layout.
 PROOFS = {
     "LlamaForCausalLM": "published[Llama 3.1]",
     "Llama4ForConditionalGeneration": "text_part[Llama4]",
@@ -207,6 +211,16 @@ PROOFS = {
     "Olmo3ForCausalLM": "published[OLMo 3]",
     "GraniteForCausalLM": "families[granite]",
     "GraniteMoeHybridForCausalLM": "published[Granite 4]",
+    "ibm-granite/granite-4.0-h-tiny": "published[Granite 4 H]",
+    "nvidia/NVIDIA-Nemotron-Nano-9B-v2": "published[Nemotron-H]",
+    "Lfm2ForCausalLM": "published[LFM2]",
+    "Lfm2MoeForCausalLM": "families[lfm2-moe]",
+    "Qwen3NextForCausalLM": "published[Qwen3-Next]",
+    "Qwen3_5ForConditionalGeneration": "text_part[Qwen3_5]",
+    "Qwen3_5MoeForConditionalGeneration": "text_part[Qwen3_5Moe]",
+    "NemotronHForCausalLM": "families[nemotron-h-experts]",
+    "FalconH1ForCausalLM": "families[falcon-h1]",
+    "BambaForCausalLM": "families[bamba]",
     "Exaone4ForCausalLM": "published[EXAONE 4]",
     "Ernie4_5ForCausalLM": "published[ERNIE 4.5]",
     "HunYuanDenseV1ForCausalLM": "published[Hunyuan]",
@@ -251,6 +265,8 @@ def answer(name: str, directory: Path) -> str:
 def proof_of(name: str, said: str) -> str:
     """Return the test that proves an answer; '' for a refusal, and for what only transformers computes."""
     (architecture, _, *text), changes = CHECKPOINTS[name]
+    if name in PROOFS and not said.startswith("refused"):
+        return PROOFS[name]
     method = changes.get("quantization_config", {}).get("quant_method", "")
     of_text = PROOFS.get(f"{architecture} {''.join(text)}")
     return "" if said.startswith("refused") else of_text or PROOFS.get(f"{architecture} {method}".strip(), "")

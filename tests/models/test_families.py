@@ -23,7 +23,7 @@ from tests.checkpoints import test_text_part
 from tests.formats import test_quantized
 from tests.formats.stored import FORMATS
 from tests.models import test_published
-from tests.models.checkpoints import LATER, NOT_PLAIN, build
+from tests.models.checkpoints import HYBRID, LATER, NOT_PLAIN, build
 from tests.models.hub import CHECKPOINTS, answers, proof_of
 from tests.models.through_transformers import KINDS, architecture_of, build_kind, has_experts, num_ranks
 
@@ -38,17 +38,22 @@ start, with a list of these.
 Each family is a file of `engine/plugins/model/` that says what the model is made of, and passes the conformance kit
 on tiny checkpoints that transformers writes, one for each variant below: in float32 its logits are within 1e-4 of
 transformers', and 64 greedy tokens are the same, in a ragged batch of eight that one sequence joins midway, with
-pages of 1 and of 16 tokens, with prompts whole and in chunks; two ranks give the same; a tensor that is missing is
-named. [plugins.md](plugins.md) says how to add a family, and what a package of its own looks like. This page is
-written by `python -m tests.models.test_families`.
+pages of 1 and of 16 tokens, with prompts whole and in chunks; two ranks give the same, but for models with recurrent
+layers, which one rank serves; a tensor that is missing is named. [plugins.md](plugins.md) says how to add a family, and
+what a package of its own looks like. This page is written by `python -m tests.models.test_families`.
 
 - Mixtures of experts run on CPUs and on NVIDIA GPUs. On a GPU one kernel takes all experts of a layer, and
   `model.quantization` leaves them as they are; `graphs.mode = "compiled"` is for models without experts. The
-  experts of gpt-oss are read in MXFP4, as they are published, and in floats.
+  experts of gpt-oss are read in MXFP4, as they are published, and in floats. On a GPU those in MXFP4 stay in 4 bits
+  ([checkpoints.md](checkpoints.md#quantized-weights)).
 - With several ranks each has a part of every expert; `model.experts = "divided"` gives each some of the experts whole,
   which keeps products large. Every rank has every token's state, so nothing but the sum of what they computed is
   exchanged, as without it: tokens are not sent to and fro (no all-to-all). What is served through transformers has no
   experts to divide.
+- Recurrent layers keep a state of a fixed size for each running request, as
+  [recurrent_layers.md](recurrent_layers.md) says: short convolutions (LFM2), the gated delta rule (Qwen3-Next,
+  Qwen3.5), Mamba 2 (Granite 4, Nemotron-H, Falcon-H1, Bamba). The layers of Qwen3-Next, Qwen3.5 and Nemotron that
+  predict several tokens are not read.
 - DeepSeek keeps one latent for each token and layer in the place of keys and values (V3: 576 numbers, not 40,960),
   whole on every rank. Prompts are computed on latents as well. The extra layers of V3 that predict several tokens are
   not read. In DeepSeek V3.2 and GLM-5 a query sees the `index_topk` tokens (2,048) that an indexer chooses: up to so
@@ -112,9 +117,10 @@ this, too.
 What a class does is found out by running it without weights, once for each `config.json`: it must call transformers'
 attention interface once for each layer, with masks that are causal or have one sliding window, and with keys and
 values of the step's own tokens. All others are refused at start, with the reason: attention of their own or with ALiBi
-(Falcon, Bloom, GPT-J, MPT), recurrent and hybrid models, encoders, layers with different numbers of query heads. Where
-key/value heads differ from layer to layer (Gemma 4), every layer's pages are as large as those of the widest, and
-layers that share keys and values (Gemma 3n, 4) each store them. Code that a repository brings along is not run.
+(Falcon, Bloom, GPT-J, MPT), recurrent and hybrid models that no family above is for, encoders, layers with different
+numbers of query heads. Where key/value heads differ from layer to layer (Gemma 4), every layer's pages are as large as
+those of the widest, and layers that share keys and values (Gemma 3n, 4) each store them. Code that a repository
+brings along is not run.
 
 With several ranks, what transformers' tensor-parallel plan cuts by columns and rows is cut, and the rest, such as
 experts, is held by every rank; without a plan one rank serves. Experts are multiplied by transformers' own kernels, and
@@ -127,7 +133,8 @@ Checked like the families above, on one tiny checkpoint each:
 FAMILIES = {
     name: module for name, module in BUILTIN.items() if name.startswith("model.") and name != "model.transformers"
 }
-CHECKED = ["llama", "mistral-window", "qwen2-tied-upper-window", "qwen3-yarn-bias", "seed-oss", *NOT_PLAIN, *LATER]
+PLAIN_CHECKED = ["llama", "mistral-window", "qwen2-tied-upper-window", "qwen3-yarn-bias", "seed-oss"]
+CHECKED = [*PLAIN_CHECKED, *NOT_PLAIN, *LATER, *HYBRID]
 
 
 def family_of(architecture: str) -> str:
@@ -144,8 +151,10 @@ def hook_of(architecture: str) -> Callable[..., DecoderShape]:
 
 @pytest.mark.parametrize("variant", CHECKED)
 def test_the_reference_and_the_family_agree(variant: str, tmp_path: Path):
-    reference = build(variant)
-    check_model(hook_of(type(reference).__name__), reference, tmp_path, captured=not has_experts(reference))
+    reference, ranks = build(variant), 1 if variant in HYBRID else 2
+    check_model(
+        hook_of(type(reference).__name__), reference, tmp_path, ranks=ranks, captured=not has_experts(reference)
+    )
 
 
 def test_every_family_is_among_them():
@@ -195,7 +204,8 @@ def main() -> None:
     passed = []
     for variant in CHECKED:
         reference = build(variant)
-        if passes(hook_of(type(reference).__name__), reference, not has_experts(reference)):
+        ranks = 1 if variant in HYBRID else 2
+        if passes(hook_of(type(reference).__name__), reference, not has_experts(reference), ranks):
             passed.append(variant)
     through = []
     for kind in KINDS:

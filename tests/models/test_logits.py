@@ -13,7 +13,7 @@ LENGTH = 75
 
 
 def assert_same(got: Tensor, expected: Tensor) -> None:
-    """At most TOLERANCE apart; a NaN is far from everything."""
+    """Check that they are at most TOLERANCE apart; a NaN is far from everything."""
     assert got.dtype == torch.float32
     assert got.shape == expected.shape
     worst = (got - expected).abs().max().item()
@@ -73,7 +73,7 @@ def test_no_sampled_row_gives_no_logits(cases: Cases):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_follows_float32(cases: Cases, dtype: torch.dtype):
     tokens = random_tokens(LENGTH, 4)
-    for variant in ("llama", "qwen3-tied"):
+    for variant in ("llama", "qwen3-tied", "lfm2", "qwen3-5", "falcon-h1"):
         case = cases[variant]
         driver = Driver(load(case.spec, dtype))
         got = driver.step({"a": tokens})["a"]

@@ -13,7 +13,8 @@ from tests.models.checkpoints import LLAMA3, VARIANTS, build
 from tests.models.published import assert_same
 
 # Fields that only transformers 5 writes; a published file has others in their place, or leaves them to the class.
-LATER = ("rope_parameters", "layer_types", "mlp_layer_types", "dtype", "transformers_version", "qk_head_dim")
+LATER = ("rope_parameters", "layer_types", "layers_block_type", "mlp_layer_types", "dtype", "transformers_version")
+LATER = (*LATER, "qk_head_dim")
 PLAIN = {"rope_theta": 1e6, "rope_scaling": None}
 LLAMA3_WORDS = {name: value for name, value in LLAMA3.items() if name != "rope_theta"}
 SHARP = {"beta_fast": 32, "beta_slow": 1, "factor": 4.0, "mscale": 1.0, "mscale_all_dim": 1.0, "type": "yarn"}
@@ -51,6 +52,7 @@ KINDS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     ),
     "GLM-4.5": ("glm4-moe", {}, {**PLAIN, "partial_rotary_factor": 0.5, "num_nextn_predict_layers": 1}),
     "Granite 4": ("granite4-dense", {}, GRANITE),
+    "Granite 4 H": ("granite4-hybrid-experts", {}, {"layer_types": ["mamba", "attention", "mamba"], **PLAIN}),
     "Hunyuan": (
         "hunyuan",
         {"tie_word_embeddings": True},
@@ -63,6 +65,11 @@ KINDS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
             "attention_head_dim": 16,
         },
     ),
+    "LFM2": (
+        "lfm2",
+        {},
+        {"full_attn_idxs": [1], "block_ff_dim": 120, "rope_theta": 1e6, "tie_embedding": True, "use_pos_enc": True},
+    ),
     "Llama 3.1": ("llama3-rope", {}, {"rope_theta": 5e5, "rope_scaling": LLAMA3_WORDS, "pretraining_tp": 1}),
     "MiniMax M2": ("minimax-m2", {}, MINIMAX),
     "Nemotron": (
@@ -70,6 +77,7 @@ KINDS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {"mlp_bias": False, "attention_bias": False},
         {"rope_theta": 10000, "partial_rotary_factor": 0.5, "kv_channels": None, "rope_scaling": None},
     ),
+    "Nemotron-H": ("nemotron-h", {}, {"hybrid_override_pattern": "M-M*--M", "rope_theta": 10000}),
     "OLMo 3": (
         "olmo3",
         {},
@@ -98,6 +106,11 @@ KINDS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
             "full_attn_mod": 1,
             "lm_head_bias": False,
         },
+    ),
+    "Qwen3-Next": (
+        "qwen3-next",
+        {"num_hidden_layers": 4, "layer_types": [*["linear_attention"] * 3, "full_attention"], "mlp_only_layers": []},
+        {**PLAIN, "full_attention_interval": 4, "partial_rotary_factor": 0.25, "decoder_sparse_step": 1},
     ),
     "Qwen3 MoE": ("qwen3-moe", {"mlp_only_layers": []}, {**PLAIN, "decoder_sparse_step": 1, "max_window_layers": 3}),
 }

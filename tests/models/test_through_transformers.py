@@ -84,7 +84,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "masks of its own": ("doge", {}, "it computes with its masks, which are not made here"),
     "attention twice in a layer": ("diffllama", {}, "interface 4 times for 2 layers"),
     "mixed sinks": ("mimo_v2_flash", {}, "its layers have different sinks: False, True"),
-    "recurrent layers": ("lfm2", {"layer_types": ["conv", "full_attention"]}, "it has layers of kind conv, not only"),
+    "recurrent layers": ("zamba2", {"layer_types": ["mamba", "hybrid"]}, "it has layers of kind"),
 }
 
 

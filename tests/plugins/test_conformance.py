@@ -17,6 +17,7 @@ from engine.plugins.hookspecs import ProposerContext
 from engine.plugins.kv_store.files import FileStore
 from engine.plugins.kv_store.kit import check_kv_store
 from engine.plugins.logits_processor.no_repeat_ngram import NoRepeatNgram
+from engine.plugins.logits_processor.thinking_budget import ThinkingBudget
 from engine.plugins.manager import BUILTIN, Plugins
 from engine.plugins.observer.log import RequestAndPageLog, RequestLog
 from engine.plugins.proof.attention import check_case
@@ -125,6 +126,12 @@ def test_llguidance() -> None:
 @pytest.mark.parametrize("device", DEVICES)
 def test_no_repeat_ngram(device: str) -> None:
     check_logits_processor(NoRepeatNgram, [{"size": size} for size in (1, 2, 3, 40)], device=device)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_thinking_budget(device: str) -> None:
+    tables = [{"tokens": tokens, "opens": 3, "closes": 4} for tokens in (0, 1, 20)]
+    check_logits_processor(ThinkingBudget, tables, device=device)
 
 
 def test_files(tmp_path: Path) -> None:

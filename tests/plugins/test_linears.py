@@ -28,11 +28,12 @@ from engine.plugins.families import read_model
 from engine.plugins.hookspecs import LinearContext
 from engine.plugins.linear import fbgemm_fp16, fbgemm_int8, onednn, panels, torch_fp8, torch_int4, triton_int8
 from engine.plugins.linear import torch as torch_plugin
-from engine.plugins.linears import INVARIANT, PREFERRED, check_linear_fits, kept_type, linear_context
+from engine.plugins.linears import INVARIANT, PREFERRED, check_linear_fits, linear_context
 from engine.plugins.manager import BUILTIN, Plugins
 from engine.plugins.proof.findings import ConformanceError
 from engine.plugins.testing.linear import check_linear
 from engine.plugins.testing.steps import Driver
+from engine.plugins.weight_type import kept_type
 from engine.startup.linear_race import LinearRace
 from engine.startup.linears import choose_linear, handling, widens
 from engine.types.errors import PluginError

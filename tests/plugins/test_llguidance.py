@@ -112,7 +112,7 @@ REFUSED = {
     "not a schema": Grammar("json_schema", "[1]"),
     "not JSON": Grammar("json_schema", "{"),
     "deep JSON": Grammar("json_schema", '{"not":' * 9000 + "1" + "}" * 9000),
-    "keyword that is not known": Grammar("json_schema", '{"type": "object", "dependentSchemas": {"a": {}}}'),
+    "keyword that is not known": Grammar("json_schema", '{"type": "object", "unevaluatedProperties": {}}'),
     "nothing fits": Grammar("json_schema", "false"),
     "a reference outside": Grammar("json_schema", '{"$ref": "http://127.0.0.1:1/schema"}'),
     "a reference to a file": Grammar("json_schema", '{"$ref": "file:///etc/passwd"}'),

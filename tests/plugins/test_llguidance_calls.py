@@ -17,7 +17,16 @@ from engine.text.tool_format import Tool
 from engine.types.errors import RequestError
 from engine.types.params import Grammar
 from tests.plugins.grammar_walk import BYTES, CALL, CLOSE, EOS, PIECES, SCHEMA, SPECIAL, VOCAB, accepts, allowed
-from tests.plugins.model_outputs import allow_calls, deepseek_v3, demand_calls, kimi_k2, mistral, tool_format
+from tests.plugins.model_outputs import (
+    allow_calls,
+    deepseek_v3,
+    demand_calls,
+    glm4,
+    kimi_k2,
+    mistral,
+    qwen3_coder,
+    tool_format,
+)
 
 
 @pytest.fixture(scope="module")
@@ -58,6 +67,87 @@ def test_other_formats_are_demanded_as_their_models_write_them(write: Callable[[
     assert accepts(engine, beside, "yes")
     assert accepts(engine, beside, right)
     assert not accepts(engine, beside, "Sure.")
+
+
+LINES = "fn main() {\n    <b>\n}"
+WRITTEN = {
+    "type": "object",
+    "properties": {
+        "path": {"type": "string"},
+        "mode": {"enum": ["read", "write"]},
+        "at": {"type": "array", "items": {"type": "integer"}},
+        "row": {"$ref": "#/$defs/row"},
+    },
+    "$defs": {"row": {"type": "integer", "maximum": 9}},
+    "required": ["path", "mode"],
+    "additionalProperties": False,
+}
+RIGHT: list[Call] = [
+    ("f", {"path": LINES, "mode": "read"}),
+    ("f", {"path": "", "mode": "write", "at": [1, 2], "row": 5}),
+    ("g", {"any": "thing", "other": 1}),
+    ("g", {}),
+]
+WRONG: list[Call] = [
+    ("f", {"path": "x"}),
+    ("f", {"path": "x", "mode": "erase"}),
+    ("f", {"path": "x", "mode": "read", "at": ["1"]}),
+    ("f", {"path": "x", "mode": "read", "row": 10}),
+    ("f", {"path": "x", "mode": "read", "unknown": "1"}),
+    ("h", {}),
+]
+
+
+@pytest.mark.parametrize("is_special", [False, True])
+@pytest.mark.parametrize("write", [qwen3_coder, glm4])
+def test_arguments_that_are_written_one_by_one_are_as_the_tools_say(
+    write: Callable[[Sequence[Call]], str], is_special: bool
+) -> None:
+    form, tools = tool_format(write.__name__), [Tool("f", WRITTEN), Tool("g", {})]
+    markers = [*form.markers] if is_special else []
+    pieces = [*BYTES, b"<eos>", *(marker.encode() for marker in markers)]
+    special = [*range(256, len(pieces))]
+    engine = LLGuidance(GrammarContext(len(pieces), pieces, special, [256]))
+
+    def accepted(grammar: Grammar, text: str) -> bool:
+        split = re.split("(" + "|".join(map(re.escape, markers)) + ")", text) if markers else [text]
+        return accepts(engine, grammar, *(257 + markers.index(one) if one in markers else one for one in split))
+
+    forced, free, beside = (
+        demand_calls(tools, write.__name__, many=True),
+        allow_calls(tools, write.__name__, None, many=True),
+        allow_calls(tools, write.__name__, Grammar("regex", "yes|no"), many=True),
+    )
+    assert accepted(free, "Sure, a < b.")
+    assert accepted(beside, "yes")
+    assert not accepted(forced, "Sure.")
+    for call in RIGHT:
+        parser = form.parser(tools, exact=True)
+        _, pieces_of_call = text_and_calls([*parser.push(write([call])), *parser.finish()])
+        assert json.loads("".join(piece.arguments for piece in pieces_of_call)) == call[1]
+        for grammar in (forced, beside):
+            assert accepted(grammar, write([call])), call
+        assert accepted(free, "Sure.\n" + write([call]) + "\nbye"), call
+    assert accepted(forced, write(RIGHT))
+    assert accepted(free, "Sure.\n" + write(RIGHT))
+    for call in WRONG:
+        for grammar, before in ((forced, ""), (free, "Sure.\n"), (beside, "")):
+            assert not accepted(grammar, before + write([call])), call
+            assert not accepted(grammar, before + write([*RIGHT, call])), call
+
+
+def test_a_model_that_omits_the_first_marker_is_followed_too(engine: LLGuidance) -> None:
+    plain = LLGuidance(GrammarContext(257, [*BYTES, b"<eos>"], [EOS], [EOS]))
+    free = allow_calls([Tool("f", WRITTEN)], "qwen3_coder", None, many=True)
+    right, wrong = (
+        qwen3_coder([("f", {"path": "x", "mode": mode})]).removeprefix("<tool_call>\n") for mode in ("read", "erase")
+    )
+    assert accepts(plain, free, right)
+    assert not accepts(plain, free, wrong)
+    assert accepts(engine, free, CALL, "\n", right)
+    assert not accepts(engine, free, "so ", right), (
+        "in text the marker of a model that has a token for it begins no call"
+    )
 
 
 F = '\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
@@ -213,7 +303,7 @@ ANSWERS: list[tuple[Grammar, list[str]]] = [
 @pytest.mark.parametrize("thinking", ["none", "open", "optional"])
 @pytest.mark.parametrize("answer, good", ANSWERS, ids=lambda value: value.kind if isinstance(value, Grammar) else "")
 def test_an_answer_may_begin_like_a_call(form: str, thinking: Thinking, answer: Grammar, good: list[str]) -> None:
-    """Where markers are plain text, so that the answer's own text can spell them."""
+    """Markers are plain text here, so that the answer's own text can spell them."""
     engine = LLGuidance(GrammarContext(257, [*BYTES, b"<eos>"], [EOS], [EOS]))
     grammar = Grammar("tool_calls", allow_calls(TOOLS, form, answer, many=True).source, thinking)
     call = "<tool_call>" + F if form == "hermes" else F_LLAMA

@@ -88,7 +88,9 @@ def test_a_named_one_goes_before_the_built_in_and_must_give_a_shape(install: Ins
         read_model(checkpoint, PluginsSection(models=["one"]))
     with pytest.raises(PluginError, match="one and other both read LlamaForCausalLM; name one of them"):
         read_model(checkpoint, PluginsSection(models=["one", "other"]))
-    with pytest.raises(PluginError, match="no model plugin named 'nobody'; available: apertus, cohere, deepseek_v2"):
+    with pytest.raises(
+        PluginError, match="no model plugin named 'nobody'; available: apertus, bamba, cohere, deepseek_v2"
+    ):
         read_model(checkpoint, PluginsSection(models=["nobody"]))
     assert read_model(checkpoint).architecture == "LlamaForCausalLM"
 

@@ -130,9 +130,11 @@ def test_a_count_may_be_written_as_a_decimal(engine: LLGuidance) -> None:
 @pytest.mark.parametrize(
     "schema, place",
     [
-        ({"uniqueItems": True}, ": Unimplemented"),
+        ({"unevaluatedItems": False}, ": Unimplemented"),
+        ({"not": {"pattern": "a"}}, ": Unimplemented"),
+        ({"type": "array", "uniqueItems": "yes"}, ": "),
         ({"properties": {"a b": {"items": {"anyOf": [{}, {"not": {}}]}}}}, "properties['a b'].items.anyOf[1]: "),
-        ({"$defs": {"n": {"contains": {}}}, "properties": {"x": {"$ref": "#/$defs/n"}}}, "properties.x: "),
+        ({"$defs": {"n": {"not": {}}}, "properties": {"x": {"$ref": "#/$defs/n"}}}, "properties.x: "),
         ({"properties": {"x": {}}, "propertyNames": {"pattern": "a"}}, ": Unimplemented"),
     ],
 )

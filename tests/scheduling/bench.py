@@ -1,6 +1,7 @@
 """A planner, a fake device and every stream that comes out: what the tests of scheduling work at."""
 
 from collections import Counter
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -10,6 +11,7 @@ from engine.kv.eviction import EvictionStrategy
 from engine.messages import Admit, Failed, Finish, Step
 from engine.plugins.eviction.lru import LeastRecentlyUsed
 from engine.plugins.policy.priority import MostUrgentFirst
+from engine.scheduling.feature import NewFeature
 from engine.scheduling.meter import RequestMetrics
 from engine.scheduling.planner import Planner
 from engine.scheduling.policy import SchedulingPolicy
@@ -31,15 +33,16 @@ class Bench:
                  page_size: int = 4, num_pages: int = 64, max_len: int = 128,
                  strategy: EvictionStrategy | None = None, policy: SchedulingPolicy | None = None,
                  proposer: Proposer | DraftModel | None = None, num_slots: int = 0, store_timeout_s: float = 0.0,
-                 **limits: object) -> None:  # fmt: skip
+                 features: Sequence[NewFeature] = (), **limits: object) -> None:  # fmt: skip
         self.now = 0.0
+        has_host = bool(limits.get("num_host_pages"))
         self.timelines = Timelines(lambda: self.now)
         self.planner = Planner(
             PlannerLimits(max_running, max_step_tokens, prefill_chunk, page_size, num_pages, max_len, (EOS,), **limits),
             strategy or LeastRecentlyUsed(),
             policy or MostUrgentFirst(),
             lambda: self.now,
-            features=features_of(proposer, num_slots, store_timeout_s, has_host=bool(limits.get("num_host_pages"))),
+            features=[*features_of(proposer, num_slots, store_timeout_s, has_host=has_host), *features],
             watchers=(self.timelines,),
         )
         self.device = FakeDevice(

@@ -13,6 +13,7 @@ from server.backend import Backend
 from server.http.listener import bind
 from server.model_card import ModelCard
 from server.run.app import create_runner
+from server.run.extension import described
 from tests.closing_loop import ClosingLoop
 from tests.pace import far
 
@@ -68,6 +69,7 @@ class EngineServer:
             template_variables=config.server.allowed_template_variables,
             use=system.spec.use,
             template_roles=system.codec.roles,
+            parts=described(system),
         )
         await system.start()
         backend = Backend(system.ingress, system.monitor, card, system.codec)

@@ -176,6 +176,17 @@ def test_claude_codes_line_about_its_session_is_not_in_the_prompt(live: LiveServ
     assert asked(live)[0] == (ChatTurn("user", BILLING["text"]),), "a user's text stays"
 
 
+def test_explain_says_that_the_line_was_left_out(live: LiveServer) -> None:
+    reply = ask(live.port, "POST", PATH, body(system=[BILLING]))
+    assert "x-anthropic-billing-header was left out" in " ".join(notes(live, reply))
+    assert notes(live, ask(live.port, "POST", PATH, body(system="Be brief."))) == []
+
+
+def notes(live: LiveServer, reply: Reply) -> list[str]:
+    told: list[str] = ask(live.port, "GET", f"/explain/{reply.json['id']}").json["notes"]
+    return told
+
+
 def test_blocks_that_have_text_are_text_and_what_ran_elsewhere_is_left_out(live: LiveServer) -> None:
     text = {"type": "text", "text": "z"}
     lines = {"type": "content", "content": [text, {"type": "text", "text": "two"}]}

@@ -1,4 +1,4 @@
-"""What belongs to one client: its share of the queue, its cached prefixes, its keys."""
+"""The things of one client: its share of the queue, its cached prefixes, its keys."""
 
 import asyncio
 import json
@@ -57,8 +57,29 @@ def test_every_choice_counts_and_a_request_that_is_refused_leaves_none_open() ->
         assert complete(live, n=3).status == 200
 
 
+def rates(reply: Reply) -> dict[str, str]:
+    names = {name: value for name, value in reply.headers.items() if name.startswith("x-ratelimit-")}
+    return {name.removeprefix("x-ratelimit-"): value for name, value in names.items()}
+
+
+def test_an_answer_says_what_is_left_of_the_clients_minute() -> None:
+    with LiveServer(limits=LimitsSection(requests_per_minute=2, tokens_per_minute=600)) as live:
+        first = rates(complete(live))
+        assert (first["limit-requests"], first["remaining-requests"]) == ("2", "1")
+        assert (first["limit-tokens"], int(first["remaining-tokens"]) < 600) == ("600", True)
+        assert 1 <= int(first["reset-requests"].removesuffix("s")) <= 30
+        assert rates(complete(live, stream=True))["remaining-requests"] == "0"
+        refused = complete(live)
+        assert (refused.status, rates(refused)["remaining-requests"]) == (429, "0")
+        assert 30 < int(rates(refused)["reset-requests"].removesuffix("s")) <= 60
+    with LiveServer(limits=LimitsSection(requests_per_minute=2)) as live:
+        assert set(rates(complete(live))) == {"limit-requests", "remaining-requests", "reset-requests"}
+    with LiveServer() as live:
+        assert rates(complete(live)) == {}
+
+
 async def answered(clients: Clients, prompt: str, count: int) -> int:
-    """How many choices of a request with so many prompts have ended whole."""
+    """The number of choices that have ended whole, of a request with so many prompts."""
 
     async def handler(request: web.Request) -> web.Response:
         generation = Generation(prompts=(prompt,) * count, params=SamplingParams(max_tokens=1))
@@ -92,7 +113,7 @@ async def test_none_follows_those_that_were_aborted() -> None:
 
 
 def salts(api_key: str | Sequence[str], **server: object) -> list[object]:
-    """Which salts reach the engine for a request of each key, without and with one of its own."""
+    """The salts that reach the engine for a request of each key, without and with one of its own."""
     keys = [api_key] if isinstance(api_key, str) else api_key
     with LiveServer(FakeIngress(), server=ServerSection(api_key=api_key, **server)) as live:
         for key in keys:
@@ -131,7 +152,7 @@ def test_any_of_several_keys_opens_and_nothing_else() -> None:
 
 
 def tenants(**server: object) -> list[str]:
-    """Who asks, as a policy sees it: a client that names nobody, and one that names a user."""
+    """The tenants that a policy sees: of a client without a user, and of one that names a user."""
     with LiveServer(FakeIngress(), server=ServerSection(**server)) as live:  # type: ignore[arg-type]
         for fields in ({}, {"user": "ann"}):
             assert complete(live, "one", **fields).status == 200
@@ -145,7 +166,7 @@ def test_the_user_of_a_request_without_text_is_its_tenant() -> None:
 
 def test_a_tenant_is_a_key_or_else_a_user_or_else_an_address() -> None:
     assert tenants() == ["127.0.0.1", "ann"]
-    assert len(set(tenants(api_key=["one", "two"]))) == 1, "who has a key is nobody else by saying so"
+    assert len(set(tenants(api_key=["one", "two"]))) == 1, "a client with a key is no other one by saying so"
 
 
 def test_a_busy_client_pushes_only_its_own_requests_out_of_those_that_are_explained() -> None:

@@ -19,7 +19,7 @@ SCHEMA = {
     "required": ["city", "days"],
     "additionalProperties": False,
 }
-UNIQUE = {"type": "object", "properties": {"x": {"type": "array", "items": {"uniqueItems": True}}}}
+REFUSED = {"type": "object", "properties": {"x": {"type": "array", "items": {"unevaluatedItems": False}}}}
 TOOL = {"type": "function", "function": {"name": "weather", "description": "Weather.", "parameters": SCHEMA}}
 FORMAT = {"type": "json_schema", "json_schema": {"name": "trip", "schema": SCHEMA, "strict": True}}
 
@@ -266,21 +266,33 @@ def test_a_schema_that_cannot_be_followed_is_a_400(client: openai.OpenAI) -> Non
             assert refused.value.code == "invalid_grammar"
 
 
+def test_an_answer_that_breaks_what_no_grammar_expresses_is_an_error_that_says_so(served: EngineServer) -> None:
+    """Two items that can only be 1: the model cannot but repeat it."""
+    ones = {"type": "array", "items": {"const": 1}, "minItems": 2, "maxItems": 2}
+    for schema, status in ((ones, 200), ({**ones, "uniqueItems": True}, 400)):
+        form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+        body = {"model": "demo", "messages": MESSAGES, "response_format": form}
+        reply = ask(served.port, "POST", "/v1/chat/completions", body)
+        assert reply.status == status, reply.body
+    assert reply.error["code"] == "grammar_failed"
+    assert "the value: uniqueItems" in reply.error["message"]
+
+
 @pytest.mark.parametrize(
     "fields, param, place",
     [
-        ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": UNIQUE}}},
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": REFUSED}}},
          "response_format", "properties.x.items: Unimplemented keys"),
         ({"tools": [{"type": "function", "function": {"name": name, "parameters": schema}}
-                    for name, schema in (("f", SCHEMA), ("g", UNIQUE))], "tool_choice": "required"},
+                    for name, schema in (("f", SCHEMA), ("g", REFUSED))], "tool_choice": "required"},
          "tools", "function 'g': parameters.properties.x.items: Unimplemented keys"),
         ({"response_format": {"type": "structural_tag", "triggers": ["<f"],
-                              "structures": [{"begin": "<f>", "schema": UNIQUE, "end": "</f>"}]}},
+                              "structures": [{"begin": "<f>", "schema": REFUSED, "end": "</f>"}]}},
          "response_format", "tag '<f>': schema.properties.x.items: Unimplemented keys"),
         ({"response_format": {"type": "structural_tag", "format": {"type": "triggered_tags", "triggers": ["<f"],
             "tags": [{"begin": "<f>", "content": {"type": "json_schema"}, "end": "</f>"}]}}},
          "response_format.format.tags[0].content.json_schema", "required, but not given"),
-        ({"structured_outputs": {"json": UNIQUE}}, "structured_outputs.json", "properties.x.items"),
+        ({"structured_outputs": {"json": REFUSED}}, "structured_outputs.json", "properties.x.items"),
     ],
 )  # fmt: skip
 def test_a_refusal_says_which_field_which_function_and_which_part(

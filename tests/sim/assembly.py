@@ -77,6 +77,7 @@ def assemble(
         breaks=breaks,
         draft=liar_of(setup).draft,
         mark=mark,
+        num_snapshots=setup.num_snapshots,
     )
     tokenizer = Tokenizer(capacity=capacity, codec=SimCodec(setup.eos_token_ids), vocab_size=VOCAB)
     ingress = Ingress(

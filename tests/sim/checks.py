@@ -164,6 +164,7 @@ class Checks:
         """The planner's own checks, and what it believes of the cache for those that wait."""
         try:
             probe.planner.check()
+            probe.check_states()
         except AssertionError as error:
             raise SimIncorrect(f"planner.check: {error}") from error
         for sequence in probe.waiting():

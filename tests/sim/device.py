@@ -30,6 +30,7 @@ from engine.types.notices import ExecutorsLost, ExecutorsReady
 from tests.sim.failures import SimIncorrect
 from tests.sim.luck import luck
 from tests.sim.oracle import ADAPTER_SALT, U64, VOCAB, WEIGHT, hashes, next_tokens
+from tests.sim.states import SimStates
 from tests.sim.store import SimStore
 
 POISON = np.uint64(0xDEADBEEFDEADBEEF)
@@ -68,7 +69,9 @@ class SimDevice:
         breaks: dict[int, int],
         draft: Callable[[list[int], int], list[int]],
         mark: Callable[[str], None],
+        num_snapshots: int = 0,
     ) -> None:
+        self.states = SimStates(num_rows, num_snapshots)
         # The last page is where page tables point that have nothing to point at.
         self._kv: U64 = np.full((num_pages + 1, page_size), POISON, dtype=np.uint64)
         self._slots = self._kv.reshape(-1)
@@ -113,6 +116,7 @@ class SimDevice:
         self._logprob_rows.clear()
         self._slow_rows.clear()
         self._overrun.clear()
+        self.states.forget()
 
     def poison(self, pages: Pages) -> None:
         """The scheduler has freed these; those that a step before still saves keep what they have."""
@@ -166,6 +170,7 @@ class SimDevice:
                 self._slow_rows[row] = seed
             if admission.params.logprobs is not None:
                 self._logprob_rows.add(row)
+        self.states.begin(step)
         self._place(step)
         if step.table_rows:
             self._tables[ints(step.table_rows), ints(step.table_indexes)] = ints(step.table_pages)
@@ -270,6 +275,8 @@ class SimDevice:
                 tokens[at[0]] = -1
                 self._slots[written[np.repeat(rows, lengths) == row]] = GARBAGE
                 self._mark("NaN")
+        self.states.advance(rows, self._slots[written[np.cumsum(lengths) - 1]])
+        self.states.end(step)
         self._tokens[sampled, positions] = np.maximum(tokens, 0)
         self._known[sampled[counts]] = positions[counts] + 1
         self._computed[sampled[counts]] = positions[counts]
@@ -330,6 +337,7 @@ class SimDevice:
         if (previous == POISON).any():
             row = rows[previous == POISON][0]
             raise SimIncorrect(f"step {step.step_id}: row {row} continues a page that was freed or never filled")
+        self.states.check(step, rows, starts, previous)
         if lengths.max() > 1:
             first = np.cumsum(lengths) - lengths
             rows_T = np.repeat(rows, lengths)

@@ -32,11 +32,32 @@ from tests.sim.scenario import (
 )
 
 MAX_SALTS = 3
+WITH_STATES = 1_000_000
+"""From this seed on, models have states: the scenario is that of the seed so much less, but for what they rule out."""
 
 
 def draw(seed: int, order: int = 0) -> Scenario:
     """The scenario of a seed.  order: the same with other delays on the links."""
-    return _Draw(seed, order).scenario()
+    if seed < WITH_STATES:
+        return _Draw(seed, order).scenario()
+    scenario = _Draw(seed - WITH_STATES, order).scenario()
+    return replace(scenario, seed=seed, setup=_with_states(scenario.setup, random.Random(f"states {seed}")))
+
+
+def _with_states(setup: Setup, rng: random.Random) -> Setup:
+    """An engine whose model has states: no pages of it leave, and no guesses are verified."""
+    usual = setup.max_running + setup.num_pages // rng.choice((2, 8))
+    return replace(
+        setup,
+        num_host_pages=0,
+        store_timeout_s=0.0,
+        proposer="",
+        num_snapshots=rng.choice((1, 2, 4, setup.max_running, usual, usual, usual)),
+        keeps=rng.choice(
+            ((True, True, True, 0),) * 4
+            + ((False, True, False, 0), (True, False, False, 0), (False, False, True, 0), (False, False, False, 2))
+        ),
+    )
 
 
 class _Draw:

@@ -18,8 +18,11 @@ from engine.features.quarantine.planner import QuarantinePlanner
 from engine.features.quarantine.suspects import Quarantine
 from engine.features.shared_prefix.planner import SharedPrefixPlanner
 from engine.features.speculation.planner import SpeculationPlanner
+from engine.features.states.planner import StatesPlanner
+from engine.features.states.policy import EndsAndBranches
+from engine.features.states.tree import StateTree
 from engine.kv.eviction import EvictionStrategy
-from engine.kv.node import Namespace, Node
+from engine.kv.node import Handle, Namespace, Node
 from engine.kv.pages import Pages
 from engine.messages import Finish, Step, StepDone
 from engine.plugins.eviction.fifo import FirstInFirstOut
@@ -78,6 +81,8 @@ def build_planner(setup: Setup, num_pages: int, clock: Callable[[], float], befo
     liar = liar_of(setup)
     drafted = DraftModel(path="", num_tokens=liar.num_tokens, max_len=setup.max_len)
     features = features_of(None, setup.num_slots, setup.store_timeout_s, has_host=bool(setup.num_host_pages))
+    if setup.num_snapshots:
+        features.append(partial(StatesPlanner, policy=EndsAndBranches(*setup.keeps), num_slots=setup.num_snapshots))
     if setup.proposer:
         features.append(partial(_speculation, proposer=drafted if setup.drafted else liar))
     policy = POLICIES[setup.policy](setup.max_overtaken) if before is None else before._policy
@@ -106,6 +111,11 @@ def store_of(planner: Planner) -> StorePlanner | None:
     return next((one for one in planner.features.all if isinstance(one, StorePlanner)), None)
 
 
+def states_of(planner: Planner) -> StatesPlanner | None:
+    """The planner's part of states; None for a model without them."""
+    return next((one for one in planner.features.all if isinstance(one, StatesPlanner)), None)
+
+
 def quarantine_of(planner: Planner) -> Quarantine:
     """The planner's quarantine."""
     (feature,) = (one for one in planner.features.all if isinstance(one, QuarantinePlanner))
@@ -116,7 +126,8 @@ class Probe:
     """A planner under observation.
 
     mark: called with names of scarce events.  poison: called with pages that have become free.
-    save: called with those that a step which has just been planned will save."""
+    save: called with those that a step which has just been planned will save.
+    lose: called with the slots of states that are freed until a step is planned, with its id."""
 
     def __init__(
         self,
@@ -124,6 +135,7 @@ class Probe:
         mark: Callable[[str], None],
         poison: Callable[[Pages], None],
         save: Callable[[Pages], None],
+        lose: Callable[[int, list[int]], None] = lambda step_id, slots: None,
     ) -> None:
         self.planner = planner
         self._mark = mark
@@ -140,7 +152,15 @@ class Probe:
         self._store = store_of(planner)
         if self._store is not None:
             wrap(self._store, "attach", self._watch_saves)
-            planner.features.install(planner.features.all)  # whose hooks it is now
+        self._states = states_of(planner)
+        self._lose = lose
+        self._slots_freed: list[int] = []
+        if self._states is not None:
+            wrap(self._states._slots, "free", self._watch_slot)
+            wrap(self._states._tree, "keep", self._watch_keep)
+            wrap(self._states, "attach", self._watch_copies)
+            wrap(self._states, "left", self._watch_left)
+        planner.features.install(planner.features.all)  # their hooks are those now
         wrap(planner, "abort", self._watch_abort)
         wrap(planner, "complete", self._watch_complete)
 
@@ -176,6 +196,42 @@ class Probe:
         for _, pages in self._store._saves:
             self._save(as_pages(pages))
         attach(step)
+
+    def _watch_slot(self, free: Callable[[int], None], slot: int) -> None:
+        free(slot)
+        self._slots_freed.append(slot)
+
+    def _watch_keep(self, keep: Callable[..., None], handle: Handle, num_pages: int, slot: int) -> None:
+        assert isinstance(self._tree, StateTree)
+        before = self._tree.num_snapshots
+        keep(handle, num_pages, slot)
+        self._mark("snapshot" if self._tree.num_snapshots > before else "snapshot twice")
+
+    def _watch_copies(self, attach: Callable[[StepBuilder], None], step: StepBuilder) -> None:
+        assert self._states is not None
+        self._watch_starts(self._states)
+        before = self._states._tree.num_snapshots
+        attach(step)
+        if self._states._tree.num_snapshots < before:
+            self._mark("snapshot evicted for another")
+        freed, self._slots_freed = self._slots_freed, []
+        self._lose(step.step_id, freed)
+
+    def _watch_starts(self, states: StatesPlanner) -> None:
+        slots = [slot for slot, _ in states._before]
+        if len({*slots}) < len(slots):
+            self._mark("states for two rows")
+        for _, row in states._before:
+            sequence = self._rows.sequences[row]
+            if sequence is not None and sequence.num_retractions:
+                self._mark("state of a retracted row")
+
+    def _watch_left(self, left: Callable[[int], None], row: int) -> None:
+        assert isinstance(self._tree, StateTree)
+        before = self._tree.num_snapshots
+        left(row)
+        if self._tree.num_snapshots > before:
+            self._mark("snapshot of an output")
 
     def _watch_abort(self, abort: Callable[..., None], request_id: int, finish: Finish = Finish.ABORT) -> None:
         planner = self.planner
@@ -261,14 +317,26 @@ class Probe:
         """The same, page by page through what the tree has under the sequence's own salt."""
         key, page_bytes = self._page_manager.match(sequence).key, self._tree.page_bytes
         node: Node | None = self._tree._roots.get(Namespace(sequence.cache_salt, sequence.weights))
-        at = 0
+        at = with_state = 0
         while node is not None:
             for start in range(0, len(node.key), page_bytes):
                 if key[at : at + page_bytes] != node.key[start : start + page_bytes]:
-                    return at // page_bytes * self._tree.page_size
+                    return (at if self._states is None else with_state) // page_bytes * self._tree.page_size
                 at += page_bytes
+            if isinstance(self._tree, StateTree) and node in self._tree._snapshots:
+                with_state = at
             node = next((one for one in node.children.values() if key.startswith(one.first, at)), None)
-        return at // page_bytes * self._tree.page_size
+        return (at if self._states is None else with_state) // page_bytes * self._tree.page_size
+
+    def check_states(self) -> None:
+        """Every slot has one owner."""
+        if self._states is not None:
+            self._states.check()
+
+    @property
+    def num_states_held(self) -> int:
+        """Slots that rows hold besides their own."""
+        return self._states._slots.num_held - self._states._tree.num_snapshots if self._states is not None else 0
 
 
 def as_pages(raw: bytes) -> Pages:

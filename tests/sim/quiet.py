@@ -30,6 +30,8 @@ def check_books(engine: Engine, planner_probe: Probe, checks: Checks) -> None:
         raise SimIncorrect(f"of {planner_probe.num_pages} pages: {stats}")
     if planner_probe.num_protected or planner_probe.num_rows_held:
         raise SimIncorrect(f"{planner_probe.num_protected} pages locked, {planner_probe.num_rows_held} rows held")
+    if planner_probe.num_states_held:
+        raise SimIncorrect(f"all requests have ended, and rows hold {planner_probe.num_states_held} states")
     if planner_probe.num_fetches:
         raise SimIncorrect(f"{planner_probe.num_fetches} requests that have ended have pages of the store")
     if probe.num_texts(engine.tokenizer):

@@ -26,7 +26,9 @@ class Setup:
 
     store_timeout_s: 0 for no store.  store_read_s: mean time to read a page.  store_faults: share of bad calls.
     proposer: how it lies, see ``tests/scheduling/liars.py``, '' for none.  num_proposed: what it is asked for.
-    drafted: it is the device's draft model."""
+    drafted: it is the device's draft model.
+    num_snapshots: slots for states besides those of rows; 0 for a model without states.
+    keeps: where snapshots are taken, the fields of ``EndsAndBranches``."""
 
     page_size: int
     num_pages: int
@@ -56,6 +58,8 @@ class Setup:
     drafted: bool
     check_every: int
     weather: LinkWeather
+    num_snapshots: int = 0
+    keeps: tuple[bool, bool, bool, int] = (True, True, True, 0)
 
     @property
     def longest(self) -> int:

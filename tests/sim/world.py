@@ -128,7 +128,9 @@ class World:
     def _new_planner(self, num_pages: int) -> Planner:
         before = self.probe.planner if self.probe is not None else None
         planner = probe.build_planner(self.setup, num_pages, self.loop.time, before)
-        self.probe = probe.Probe(planner, self.mark, self.engine.device.poison, self.engine.device.will_save)
+        self.probe = probe.Probe(
+            planner, self.mark, self.engine.device.poison, self.engine.device.will_save, self.engine.device.states.lose
+        )
         return planner
 
     def _flush(self, flush: Callable[[], None]) -> None:

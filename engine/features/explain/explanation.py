@@ -54,7 +54,8 @@ class Explained(msgspec.Struct, frozen=True):
     grammar_s: time that its grammar took to compile before it arrived here.
     missed: request -> cached pages that its start evicted and this one computed again.
     finish: 0 while it runs.
-    num_output_tokens: None while it runs."""
+    num_output_tokens: None while it runs.
+    num_recomputed: cached tokens that it computed again for want of a state behind them."""
 
     request_id: int
     arrived_at: float
@@ -67,6 +68,7 @@ class Explained(msgspec.Struct, frozen=True):
     num_retractions: int
     missed: dict[int, int]
     parts: tuple[TimeShare, ...]
+    num_recomputed: int = 0
 
 
 class StateSpan(NamedTuple):
@@ -93,12 +95,14 @@ def explain(requests: Requests, timelines: Timelines, request_id: int, now: floa
     timeline, sequence = timelines.ended.get(request_id), requests.open.get(request_id)
     if timeline is not None:
         one, missed, grammar_s = timeline.metrics, timeline.missed, timeline.grammar_s
+        num_recomputed = timeline.num_recomputed
         num_output, cached, num_retractions = one.num_output_tokens, one.cached_tokens, one.num_retractions
         num_prompt = one.num_prompt_tokens
     elif sequence is not None:
         line = timelines.open[request_id]
         missed, grammar_s, num_retractions = dict(line.missed), line.grammar_s, sequence.num_retractions
         num_prompt, cached = sequence.num_prompt, max(0, sequence.num_cached_at_start)
+        num_recomputed = line.num_recomputed
     else:
         return None
     known = dict(_all_known(requests, timelines, now))
@@ -116,6 +120,7 @@ def explain(requests: Requests, timelines: Timelines, request_id: int, now: floa
         num_retractions=num_retractions,
         missed=missed,
         parts=tuple(account.parts()),
+        num_recomputed=num_recomputed,
     )
 
 

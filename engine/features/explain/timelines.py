@@ -55,12 +55,14 @@ class Timeline(NamedTuple):
     """A request that has ended.
 
     missed: request -> cached pages that its start evicted and this one computed again.
-    grammar_s: seconds in which its grammar was compiled, before it was queued."""
+    grammar_s: seconds in which its grammar was compiled, before it was queued.
+    num_recomputed: cached tokens that it computed again for want of a state behind them."""
 
     metrics: RequestMetrics
     marks: tuple[Mark, ...]
     missed: dict[int, int]
     grammar_s: float
+    num_recomputed: int = 0
 
 
 class Ring:
@@ -117,6 +119,7 @@ class OpenTimeline:
     """A request that has not ended.  The fields are those of ``Timeline``."""
 
     grammar_s: float = 0.0
+    num_recomputed: int = 0
     marks: list[Mark] = field(default_factory=list)
     missed: dict[int, int] = field(default_factory=dict)
 
@@ -150,6 +153,10 @@ class Timelines(PlannerWatcher):
         if why != "no_room" or marks[-1].state != "no_room":
             self._mark(sequence, why)
 
+    def recomputes(self, sequence: Sequence, num_tokens: int) -> None:
+        """Count cached tokens that are of no use."""
+        self.open[sequence.request_id].num_recomputed += num_tokens
+
     def started(self, sequence: Sequence, *, is_first: bool) -> None:
         """Mark the start.  It also ends a time without executors."""
         self._mark(sequence, "prefill")
@@ -178,7 +185,9 @@ class Timelines(PlannerWatcher):
     def finished(self, sequence: Sequence, metrics: RequestMetrics) -> None:
         """Keep the timeline of a request that has ended, and forget the oldest one."""
         line = self.open.pop(metrics.request_id)
-        self.ended[metrics.request_id] = Timeline(metrics, tuple(line.marks), line.missed, line.grammar_s)
+        self.ended[metrics.request_id] = Timeline(
+            metrics, tuple(line.marks), line.missed, line.grammar_s, line.num_recomputed
+        )
         if len(self.ended) > MOST_KEPT:
             self.ended.popitem(last=False)
 

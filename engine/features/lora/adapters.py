@@ -80,8 +80,10 @@ class RankAdapters:
         last = len(decoder.layers) - 1
         for index, layer in enumerate(decoder.layers):
             of_attention, of_mlp = layer_products(decoder.shape, index)
-            pairs = [*zip(layer.attention.linears, of_attention, strict=bool(of_attention))]
-            pairs += zip(layer.mlp.linears, of_mlp, strict=bool(of_mlp))
+            pairs: list[tuple[Linear, Product]] = []
+            for part, products in ((layer.attention, of_attention), (layer.mlp, of_mlp)):
+                if part is not None:
+                    pairs += zip(part.linears, products, strict=bool(products))
             for linear, product in pairs:
                 # After attention the last layer computes wanted rows only.
                 rows = self._last_rows if index == last and not isinstance(linear, QKVLinear) else self._rows

@@ -101,8 +101,8 @@ def _of_attention(layer: LayerShape, prefix: str, hidden_size: int) -> tuple[Pro
 def _of_mlp(layer: LayerShape, prefix: str, hidden_size: int) -> tuple[Product, ...]:
     one = layer.mlp
     if isinstance(one, GatedShape) and one.built_by == GatedShape.built_by and not one.merged:
-        ups: tuple[str, ...] = ("gate_proj", "up_proj")
-        down = "down_proj"
+        ups: tuple[str, ...] = (one.gate, one.up)
+        down = one.down
     elif isinstance(one, MLPShape) and one.built_by == MLPShape.built_by and not one.transposed:
         ups, down = (one.up,), one.down
     else:
@@ -128,6 +128,8 @@ def adapter_rules(shape: DecoderShape, folder: str, max_rank: int, numerics: str
     fault = ""
     if shape.built_by != DecoderShape.built_by:
         fault = "models that transformers computes take no adapters; leave it empty"
+    elif shape.recurrents:
+        fault = "models with recurrent layers take no adapters yet; leave it empty"
     elif numerics == "invariant":
         fault = "adapters do not work with model.numerics=invariant: their sums depend on the batch; set it to fast"
     elif not (modules := adaptable_modules(shape)):

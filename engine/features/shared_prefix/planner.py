@@ -20,6 +20,7 @@ class SharedPrefixPlanner(PlannerFeature):
 
     def __init__(self, parts: PlannerParts) -> None:
         self._limits = parts.limits
+        self._features = parts.features
         self._table = parts.table
         self._pages = parts.pages
         self._prefills = parts.prefills
@@ -45,6 +46,8 @@ class SharedPrefixPlanner(PlannerFeature):
         common, row = max(
             (_num_common(table.tokens[row, : table.num_known[row]], sequence.tokens), row) for row in rows
         )
+        for shared_tokens in self._features.shared_tokens:
+            common = shared_tokens(row, min(common, len(sequence.tokens) - 1))
         # One token must always be computed, so a prefix that covers the whole prompt saves one token less.
         if min(common, len(sequence.tokens) - 1) < end:
             return None

@@ -10,6 +10,7 @@ import torch
 from msgspec import structs
 
 from engine.checkpoints.checkpoint import ModelSpec
+from engine.checkpoints.quantization import MXFP4
 from engine.execution.attention import RankAttention
 from engine.execution.device import fair_share, free_bytes
 from engine.execution.features import RankContext
@@ -22,6 +23,7 @@ from engine.models.loader import load_model
 from engine.models.model import build_model
 from engine.plugins.families import read_model
 from engine.plugins.support.paging import new_pool, page_bytes
+from engine.plugins.weight_type import with_weight_type
 from engine.scheduling.proposer import DraftModel
 from engine.startup.linears import choose_linears
 from engine.startup.memory import check_weights, host_needs
@@ -41,10 +43,13 @@ class RankDraft:
         section = structs.replace(context.config.model, path=draft.path, numerics="fast", experts="cut")
         if section.quantization == "fp8":  # a small model takes longer in float8
             section = structs.replace(section, quantization="none")
-        self._config = config = structs.replace(context.config, model=section)
+        elif section.quantization == MXFP4:  # the draft's checkpoint may have other weights
+            section = structs.replace(section, quantization="auto")
+        self._config = structs.replace(context.config, model=section)
         self._target = context.model
         self._draft = draft
-        self._spec = self._read_spec(Path(draft.path))
+        self._config, self._spec = with_weight_type(self._config, self._read_spec(Path(draft.path)))
+        config, section = self._config, self._config.model
         self._device, self._dtype = device, dtype
         room = fair_share(free_bytes(device), context.place, comm, device)
         try:

@@ -42,6 +42,8 @@ def fitting_draft(
     directory = resolve_checkpoint(draft.path, "")
     own = read_model(directory, config.plugins)
     what = f"plugin {plugin}: {directory} cannot draft for {spec.directory}"
+    if own.state_bytes:
+        raise PluginError(f"{what}: it has recurrent layers, whose states keep rejected tokens; name another model")
     if own.use.kind != "generate":
         raise PluginError(f"{what}: it is for {own.use}; name a model that generates text")
     if not len(vocabulary):

@@ -23,7 +23,9 @@ from engine.layers.part import Norm, build
 from engine.layers.step import StepTensors
 from engine.layers.task_head import TaskHead
 from engine.layers.weights import WeightSlice, whole
-from engine.models.decoder import DecoderLayer, build_rotary
+from engine.models.decoder import DecoderLayer
+from engine.models.frequencies import build_rotary
+from engine.models.hybrid_layer import LayerPlace
 from engine.models.model import attention_spec_of
 
 
@@ -52,11 +54,12 @@ class EagleHead:
         self.vocab_size = shape.vocab_size
         (layer,) = shape.layers
         place = (shape.hidden_size, comm, device, dtype)
-        self.layer = DecoderLayer(layer, shape.hidden_size, 0, comm, device, dtype)
+        self.layer = DecoderLayer(layer, shape.hidden_size, LayerPlace(rotary=0), comm, device, dtype)
         self.state_norm = build(Norm, shape.state_norm, *place)
         self.fuse = Linear(shape.num_states * shape.state_size, shape.hidden_size, False, device, dtype)
-        assert layer.attention.rotary is not None
-        self.rotary = build_rotary(layer.attention.rotary, shape.head_size, device, dtype)
+        (attention,) = shape.attentions
+        assert attention.rotary is not None
+        self.rotary = build_rotary(attention.rotary, shape.head_size, device, dtype)
         self.norm = build(Norm, shape.norm, *place)
         self.head = VocabLinear(shape.draft_vocab_size, shape.hidden_size, comm, device, dtype)
         self.attention_spec = attention_spec_of(shape, [self.layer.attention])

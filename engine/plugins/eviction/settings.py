@@ -11,5 +11,6 @@ class EvictionSettings(Addition, frozen=True):
     table: ClassVar[str] = "plugins"
 
     eviction: Annotated[str, key(
-        "Eviction order of the prefix cache: lru, lfu, fifo, slru, s3fifo, priority; 'auto' is lru", changed="executors"
+        "Eviction order of the prefix cache: lru, lfu, fifo, slru, s3fifo, priority, lease; 'auto' is lru",
+        changed="executors",
     )] = "auto"

@@ -3,13 +3,14 @@
 Owns: the translation of a grammar to llguidance's Lark, and the limits on its time and memory.
 Does not know: requests, devices.
 
-Constraints that are not supported are refused with their path, never ignored; but ``oneOf`` may be treated as
-``anyOf``.  No ``$ref`` is fetched.  White space between the tokens of JSON is bounded, so that no model can write it
-forever.
+Constraints that a grammar cannot express are checked before an output may end, or refused with their path, and never
+ignored; but ``oneOf`` may be treated as ``anyOf``.  No ``$ref`` is fetched.  White space between the tokens of JSON is
+bounded, so that no model can write it forever.
 """
 
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Final
 
 import llguidance
@@ -18,12 +19,15 @@ import numpy as np
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 from llguidance.gbnf_to_lark import any_to_lark
 
-from engine.plugins.grammar import repeats, schemas
+from engine.plugins.grammar import checks, repeats, schemas
+from engine.plugins.grammar.bare import bare_texts
+from engine.plugins.grammar.endings import Ending
 from engine.plugins.hookspecs import GrammarContext, hookimpl
 from engine.plugins.options import Options, decode_options
 from engine.text.grammar import GrammarFailure, Mask
 from engine.text.reasoning import CLOSE, OPEN, Thinking
-from engine.text.tool_format import SPACE, CallShape, CallsShape, TagsShape
+from engine.text.token_limits import mask_of
+from engine.text.tool_format import SPACE, CallShape, CallsShape, TagsShape, ValueShape
 from engine.types.errors import RequestError
 from engine.types.params import Grammar
 
@@ -31,6 +35,7 @@ CALLBOARD_PLUGIN = {"api": 1, "packages": ["llguidance"]}
 
 _MAX_CHOICES: Final = 4096
 _MAX_CALLS: Final = 32
+_MAX_NAME_CHARS: Final = 64  # of an argument that no schema names
 _MAX_MESSAGE_CHARS: Final = 300
 # Between the tokens of JSON: at most one space, or a new line with its indentation.
 _WHITE_SPACE: Final = "( |\\n[ \\t]{0,24})?"
@@ -65,10 +70,13 @@ class LLGuidanceMatcher:
     """The state of one output.  branches: the output matches at least one of them, and all matchers of that one.
 
     Alternatives in one grammar would share its lexer, whose longest match hides shorter ones.
+    ending: what is checked before the output may end with one of the tokens of ``ends``; None for nothing.
     """
 
-    def __init__(self, branches: Branches) -> None:
+    def __init__(self, branches: Branches, ends: Mask, ending: Ending | None = None) -> None:
         self._branches = branches
+        self._ends = ends
+        self._ending = ending
 
     def consume(self, token_id: int) -> None:
         left = [branch for branch in self._branches if all(matcher.consume_token(token_id) for matcher in branch)]
@@ -76,6 +84,8 @@ class LLGuidanceMatcher:
             error = next(matcher.get_error() for matcher in self._branches[0] if matcher.is_error())
             raise GrammarFailure(_shortened(error))
         self._branches = left
+        if self._ending is not None:
+            self._ending.consume(token_id)
 
     def fill(self, mask: Mask) -> None:
         first, *others = self._branches
@@ -84,17 +94,28 @@ class LLGuidanceMatcher:
             mask |= _fill_all(branch, np.empty_like(mask))
         if not mask.any():
             raise GrammarFailure("nothing may follow, not even the end")
+        if self._ending is not None and (mask & self._ends).any():
+            fault, is_final = self._ending.fault()
+            if fault:
+                mask &= ~self._ends
+            if fault and (is_final or not mask.any()):
+                raise GrammarFailure(f"the output does not follow the schema: {fault}")
 
 
 class LLGuidanceGrammar:
-    """A compiled grammar; its first mask has been computed, since that shows whether it is too large."""
+    """A compiled grammar; its first mask has been computed, since that shows whether it is too large.
 
-    def __init__(self, branches: Branches, num_bytes: int) -> None:
+    ends, new_ending: for each matcher."""
+
+    def __init__(self, branches: Branches, num_bytes: int, ends: Mask, new_ending: Callable[[], Ending] | None) -> None:
         self._branches = branches
+        self._ends = ends
+        self._new_ending = new_ending
         self.num_bytes = num_bytes
 
     def matcher(self) -> LLGuidanceMatcher:
-        return LLGuidanceMatcher([[matcher.deep_copy() for matcher in branch] for branch in self._branches])
+        branches = [[matcher.deep_copy() for matcher in branch] for branch in self._branches]
+        return LLGuidanceMatcher(branches, self._ends, self._new_ending and self._new_ending())
 
 
 class LLGuidance:
@@ -103,22 +124,46 @@ class LLGuidance:
     def __init__(self, context: GrammarContext) -> None:
         self._vocab_size = context.vocab_size
         self._options = decode_options("grammar.llguidance", context.options, LLGuidanceOptions)
-        self._tokenizer = LLTokenizer(
-            TokenizerWrapper(_Vocabulary(context)), eos_token=list(context.eos_token_ids) or [_unused(context)]
-        )
+        self._pieces = context.pieces
+        ends = list(context.eos_token_ids) or [_unused(context)]
+        self._ends = mask_of(ends, -(-context.vocab_size // 32))
+        self._tokenizer = LLTokenizer(TokenizerWrapper(_Vocabulary(context)), eos_token=ends)
         special = sorted({context.pieces[token_id] for token_id in context.special_token_ids})
         self._special = {piece.decode() for piece in special if re.fullmatch(rb"<[^<>\s]+>", piece)}
 
     def compile(self, grammar: Grammar) -> LLGuidanceGrammar:
         try:
             branches = self._written(grammar)
+            new_ending = self._new_ending(grammar)
         except (msgspec.MsgspecError, RecursionError) as error:
             raise _refused(f"not valid JSON: {error}") from None
         num_bytes = sum(_BASE_BYTES + _BYTES_PER_CHARACTER * len(text) for branch in branches for text in branch)
         try:
-            return LLGuidanceGrammar([[self._matcher(text) for text in branch] for branch in branches], num_bytes)
+            matchers = [[self._matcher(text) for text in branch] for branch in branches]
+            return LLGuidanceGrammar(matchers, num_bytes, self._ends, new_ending)
         except RequestError as error:
             raise _refused(self._place(grammar) + error.message.removeprefix(_PREFIX)) from None
+
+    def _new_ending(self, grammar: Grammar) -> Callable[[], Ending] | None:
+        """Return what makes the check of an output's values; None if its grammar says all about them."""
+        calls: list[CallShape] = []
+        answer: Any = True
+        match grammar.kind:
+            case "json_schema":
+                answer = msgspec.json.decode(grammar.source)
+            case "tool_calls":
+                shape = msgspec.json.decode(grammar.source, type=CallsShape)
+                calls = shape.calls
+                if shape.otherwise is not None and shape.otherwise.kind == "json_schema":
+                    answer = msgspec.json.decode(shape.otherwise.source)
+            case "structural_tag":
+                calls = msgspec.json.decode(grammar.source, type=TagsShape).tags
+        in_json = [call for call in calls if call.values is None]
+        judges = {call.begin: judge for call in in_json if (judge := _judge(call.schema)) is not None}
+        judge = _judge(answer)
+        if not judges and judge is None:
+            return None
+        return partial(Ending, self._pieces, judges, judge, grammar.thinking)
 
     def _place(self, grammar: Grammar) -> str:
         """Return the path, for a message, of the refused part of a schema and its function; '' if unknown."""
@@ -239,14 +284,22 @@ class LLGuidance:
         """Return the grammar of calls, alone or in text.  not_begun: a pattern that this text does not begin with."""
         otherwise = shape.otherwise
         if otherwise is not None and otherwise.opening:
-            lines = self._text_with_calls(shape.many, otherwise.opening, not_begun)
-            return "\n".join([*lines, *self._each(shape.calls, otherwise.opening)])
+            opening = otherwise.opening
+            tag = shape.calls[0].begin.partition(opening)[0].strip()
+            if tag in self._special:  # it cannot be a part of the text
+                lines = self._text_with_calls(shape.many, tag, not_begun, rf"(?s:.*){re.escape(opening)}")
+                opening = tag
+            else:
+                lines = self._text_with_calls(shape.many, opening, not_begun)
+            return "\n".join([*lines, *self._each(shape.calls, opening)])
         more = f" ({_quoted(shape.separator)} call){{0,{_MAX_CALLS - 1}}}" if shape.many else ""
         tag = f"({self._literal(shape.tag)})? " if shape.tag else ""
         return "\n".join([f"start: {tag}call{more}", *self._each(shape.calls)])
 
-    def _text_with_calls(self, many: bool, opening: str, not_begun: str) -> list[str]:
-        """Return the rules of free text in which a call must follow each marker of a call."""
+    def _text_with_calls(self, many: bool, opening: str, not_begun: str, never: str = "") -> list[str]:
+        """Return the rules of free text in which a call must follow each marker of a call.
+
+        never: a pattern that no text may begin with."""
         marker = self._literal(opening)
         lazy = "" if opening in self._special else "[lazy]"
         behind = "(begun call)* TEXT" if many else ""
@@ -254,8 +307,8 @@ class LLGuidance:
             f"start: begun_first call {behind} | FIRST",
             f"begun_first{lazy}: FIRST {marker}",
             f"begun{lazy}: TEXT {marker}",
-            f"FIRST: {_text_but(not_begun)}",
-            f"TEXT: {_text_but()}",
+            f"FIRST: {_text_but(not_begun, never)}",
+            f"TEXT: {_text_but(never)}",
         ]
 
     def _tags(self, shape: TagsShape, not_begun: str) -> str:
@@ -288,14 +341,52 @@ class LLGuidance:
         names = [f"{rule}_{index}" for index in range(len(calls))]
         lines = [f"{rule}: {' | '.join(names)}"]
         for name, call in zip(names, calls, strict=True):
-            begin = self._literal(call.begin.removeprefix(opening))
+            begin = self._literal(call.begin.partition(opening)[2] if opening else call.begin)
             lines.append(f"{name}: {begin} {name}_arguments {self._literal(call.end)}")
-            lines.append(f"{name}_arguments: {self._json_rule((read or _object_schema)(call.schema))}")
+            if call.values is None:
+                lines.append(f"{name}_arguments: {self._json_rule((read or _object_schema)(call.schema))}")
+            else:
+                lines += self._values(f"{name}_arguments", call.values, call.schema)
         return lines
 
-    def _json_rule(self, schema: dict[str, Any]) -> str:
+    def _values(self, rule: str, values: list[ValueShape], schema: dict[str, Any]) -> list[str]:
+        """Return the rules of arguments that are written one by one."""
+        names = [f"{rule}_{index}" for index in range(len(values))]
+        counts = ["*" if not one.name else "" if one.is_required else "?" for one in values]
+        lines = [f"{rule}: {' '.join(map(''.join, zip(names, counts, strict=True)))}"]
+        for name, value in zip(names, values, strict=True):
+            begin = self._literal(value.begin)
+            if not value.name:
+                begin += f" /[^<>\\n]{{1,{_MAX_NAME_CHARS}}}/ {self._literal(value.then)}"
+            lines.append(f"{name}: {begin} {name}_value")
+            end = self._literal(value.end)
+            match bare_texts(schema, value.schema):
+                case []:
+                    whole: dict[str, Any] = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+                    given = value.schema if isinstance(value.schema, dict) else {}
+                    lines.append(f"{name}_value: {name}_json {end}")
+                    lines.append(f"{name}_json: {self._json_rule({**whole, **given}, judged=False)}")
+                case [*texts]:
+                    lines.append(f"{name}_value: ({' | '.join(map(_quoted, texts))}) {end}")
+                case None:
+                    lines += self._text_until(f"{name}_value", value.end)
+        return lines
+
+    def _text_until(self, rule: str, end: str) -> list[str]:
+        """Return the rules of any text up to the marker that ``end`` is but for white space, and ``end``."""
+        marker = end.strip()
+        lazy = "" if marker in self._special else "[lazy]"
+        rest = end.partition(marker)[2]
+        lines = [f"{rule}: {rule}_text {_quoted(rest) if rest else ''}"]
+        return [*lines, f"{rule}_text{lazy}: /(?s:.*)/ {self._literal(marker)}"]
+
+    def _json_rule(self, schema: dict[str, Any], *, judged: bool = True) -> str:
+        """Return the rule of a value.  judged: what no grammar expresses is left out of it."""
         guidance = {"whitespace_pattern": _WHITE_SPACE, "coerce_one_of": self._options.coerce_one_of}
-        return f"%json {msgspec.json.encode({**schemas.simplified(schema), 'x-guidance': guidance}).decode()}"
+        expressed = schemas.simplified(schema)
+        if judged:
+            expressed, _ = checks.divided(expressed)
+        return f"%json {msgspec.json.encode({**expressed, 'x-guidance': guidance}).decode()}"
 
     def _literal(self, text: str) -> str:
         """Return the rule of a text that may name special tokens, which ordinary text cannot spell."""
@@ -360,6 +451,10 @@ def _repeats(grammar: Grammar, lark: str) -> int:
             return repeats.of_lark(lark)
         case _:
             return 1
+
+
+def _judge(schema: Any) -> checks.Judge | None:
+    return checks.divided(schemas.simplified(schema))[1]
 
 
 def _schema(schema: Any) -> dict[str, Any]:

@@ -17,7 +17,7 @@ _SCHEMAS: Final = (
     "items", "additionalProperties", "additionalItems", "not", "if", "then", "else", "contains", "propertyNames",
 )  # fmt: skip
 _LISTS: Final = ("anyOf", "oneOf", "allOf", "prefixItems", "items")
-_MAPS: Final = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+_MAPS: Final = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas", "dependencies")
 _DEFINITIONS: Final = ("$defs", "definitions")
 _COUNTS: Final = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
 _MOST_COUNT: Final = 1 << 53  # larger floats are not exact integers
@@ -98,7 +98,7 @@ def refused_at(schema: Any, reason_of: Callable[[Any], str], reason: str) -> str
     deeper = True
     while deeper:
         deeper = False
-        for name, part in _parts(schema):
+        for name, part in parts(schema):
             num_trials += 1
             if num_trials > _MAX_TRIALS:
                 break
@@ -109,7 +109,7 @@ def refused_at(schema: Any, reason_of: Callable[[Any], str], reason: str) -> str
     return "".join(path).removeprefix(".")
 
 
-def _parts(schema: Any) -> Iterator[tuple[str, dict[str, Any]]]:
+def parts(schema: Any) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the path and content of each schema directly inside a schema."""
     if not isinstance(schema, dict):
         return

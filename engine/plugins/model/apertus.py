@@ -33,6 +33,7 @@ def callboard_model(context: ModelContext) -> DecoderShape:
     fields.demand("mlp_bias", False, "no released model of this family has biases there")
     sizes = read_sizes(fields)
     bias = fields.flag("attention_bias", False)
+    mlp = XIELUShape(intermediate_size=sizes.intermediate_size)
     layer = LayerShape(
         before_attention=read_norm(fields, "attention_layernorm"),
         attention=AttentionShape(
@@ -43,7 +44,7 @@ def callboard_model(context: ModelContext) -> DecoderShape:
             output_bias=bias,
         ),
         before_mlp=read_norm(fields, "feedforward_layernorm"),
-        mlp=XIELUShape(intermediate_size=sizes.intermediate_size),
+        mlp=mlp,
     )
     layers = alike(fields, sizes, layer)
     if tables := [fields.table[name] for name in NUMBERS if isinstance(fields.table.get(name), list)]:
@@ -51,6 +52,6 @@ def callboard_model(context: ModelContext) -> DecoderShape:
             sizes_seen = ", ".join(str(len(table)) for table in tables)
             expected = f"{len(NUMBERS)} lists of {len(layers)} numbers: {', '.join(NUMBERS)}"
             raise fields.error(NUMBERS[0], f"among lists of {sizes_seen} numbers", expected)
-        mlps = [msgspec.structs.replace(layer.mlp, numbers=one) for one in zip(*tables, strict=True)]
+        mlps = [msgspec.structs.replace(mlp, numbers=one) for one in zip(*tables, strict=True)]
         layers = [msgspec.structs.replace(layer, mlp=mlp) for mlp in mlps]
     return decoder(fields, sizes, layers)

@@ -9,7 +9,6 @@ from engine.checkpoints.reading import Sizes, alike, decoder, pre_norm, read_gat
 from engine.checkpoints.shape import (
     AttentionShape,
     DecoderShape,
-    GatedShape,
     LayerShape,
     PartShape,
     RotaryShape,
@@ -31,7 +30,7 @@ def callboard_model(context: ModelContext) -> DecoderShape:
     return scaled_decoder(fields, sizes, layers)
 
 
-def scaled_layer(fields: Fields, sizes: Sizes, rotary: RotaryShape | None, mlp: GatedShape) -> LayerShape:
+def scaled_layer(fields: Fields, sizes: Sizes, rotary: RotaryShape | None, mlp: PartShape) -> LayerShape:
     """Return a layer.  attention_bias applies to q, k, v and the output projection."""
     bias = fields.flag("attention_bias", False)
     attention = AttentionShape(

@@ -1,34 +1,60 @@
-"""Granite 4 without Mamba layers and experts (IBM 2025): Granite 3 with a merged MLP, with or without positions."""
+"""Granite 4 (IBM 2025): Granite 3 with Mamba 2 in most layers, or in none, with experts beside the MLP, or without."""
 
-from engine.checkpoints.reading import MAX_WIDTH, read_activation, read_rotary, read_sizes
-from engine.checkpoints.shape import DecoderShape, GatedShape
+import msgspec
+
+from engine.checkpoints.fields import Fields
+from engine.checkpoints.mamba import read_mamba
+from engine.checkpoints.reading import MAX_EXPERTS, MAX_WIDTH, read_activation, read_kinds, read_rotary, read_sizes
+from engine.checkpoints.shape import DecoderShape, ExpertsShape, GatedShape, PartShape, RouterShape
 from engine.plugins.hookspecs import ModelContext, hookimpl
 from engine.plugins.model.granite import scaled_decoder, scaled_layer
 
 CALLBOARD_PLUGIN = {"api": 1, "architectures": {"GraniteMoeHybridForCausalLM": "granitemoehybrid"}}
 
-ATTENDING = ("attention", "full_attention")
+ATTENDING, RECURRENT = ("attention", "full_attention"), ("mamba", "linear_attention")
 
 
 @hookimpl
 def callboard_model(context: ModelContext) -> DecoderShape:
-    """Return the shape.  Models with layers of Mamba or with experts are refused."""
+    """Return the shape.  Without position_embedding_type attention has no positions."""
     fields = context.fields
-    kinds = fields.table.get("layer_types") or fields.table.get("layers_block_type")
-    if not isinstance(kinds, list) or any(one not in ATTENDING for one in kinds):
-        raise fields.error("layer_types", kinds, "attention in every layer: no layer of Mamba is served")
-    if experts := fields.integer("num_local_experts", 8, minimum=0):
-        raise fields.error("num_local_experts", experts, "0: the experts of this family are not served")
     sizes = read_sizes(fields)
-    if len(kinds) != sizes.num_layers:
-        raise fields.error("layer_types", kinds, f"a list of {sizes.num_layers} kinds")
+    name = "layer_types" if fields.has("layer_types") else "layers_block_type"
+    kinds = read_kinds(fields, sizes.num_layers, (*ATTENDING, *RECURRENT), name)
+    if not any(kind in ATTENDING for kind in kinds):
+        raise fields.error(name, kinds, "attention in at least one layer")
+    has_positions = fields.text("position_embedding_type", "") == "rope"
+    attending = scaled_layer(fields, sizes, read_rotary(fields, sizes) if has_positions else None, _mlp(fields))
+    if all(kind in ATTENDING for kind in kinds):
+        return scaled_decoder(fields, sizes, [attending] * sizes.num_layers)
+    mamba = read_mamba(fields, sizes.hidden_size)
+    recurrent = msgspec.structs.replace(attending, attention=None, recurrent=mamba)
+    return scaled_decoder(fields, sizes, [attending if kind in ATTENDING else recurrent for kind in kinds])
+
+
+def _mlp(fields: Fields) -> PartShape:
+    """Return the MLP, beside which experts may be."""
+    activation = read_activation(fields)
     mlp = GatedShape(
         intermediate_size=fields.integer("shared_intermediate_size", 1024, maximum=MAX_WIDTH),
-        activation=read_activation(fields),
+        activation=activation,
         name="shared_mlp",
         merged="input_linear",
         down="output_linear",
     )
-    has_positions = fields.text("position_embedding_type", "") == "rope"
-    layer = scaled_layer(fields, sizes, read_rotary(fields, sizes) if has_positions else None, mlp)
-    return scaled_decoder(fields, sizes, [layer] * sizes.num_layers)
+    num_experts = fields.integer("num_local_experts", 8, minimum=0, maximum=MAX_EXPERTS)
+    if not num_experts:
+        return mlp
+    return ExpertsShape(
+        num_experts=num_experts,
+        num_chosen=fields.integer("num_experts_per_tok", 2, maximum=num_experts),
+        expert_size=fields.integer("intermediate_size", maximum=MAX_WIDTH),
+        activation=activation,
+        router=RouterShape(name="router.layer"),
+        beside=mlp,
+        name="block_sparse_moe",
+        stacked=True,
+        halved=True,
+        upright=True,
+        stacks=("input_linear.weight", "output_linear.weight"),
+    )

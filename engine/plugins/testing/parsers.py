@@ -17,7 +17,7 @@ import msgspec
 from engine.plugins.proof.findings import Findings
 from engine.text.reasoning import ReasoningFormat, Thinking
 from engine.text.tool_calls import CallPiece, OutputPart, ToolFormat, ToolParser
-from engine.text.tool_format import CallsShape, Tool
+from engine.text.tool_format import CallShape, CallsShape, Tool
 
 Call = tuple[str, dict[str, Any]]  # a function's name and its arguments
 # A parser's result for an output: the text, (name, arguments as written) of each call, and ``cut_off``.
@@ -297,10 +297,21 @@ def _check_grammar(form: ToolFormat, values: _Values, num_outputs: int) -> None:
     for _ in range(num_outputs):
         calls = [values.call() for _ in range(2)]
         text = shape.separator.join(
-            by_name[name].begin + json.dumps(arguments, ensure_ascii=False) + by_name[name].end
-            for name, arguments in calls
+            by_name[name].begin + _arguments(by_name[name], arguments) + by_name[name].end for name, arguments in calls
         )
         _check_calls(_read(form, [text], exact=True), text, "", calls)
+
+
+def _arguments(call: CallShape, arguments: dict[str, Any]) -> str:
+    """Return the arguments of a call as its grammar writes them."""
+    if call.values is None:
+        return json.dumps(arguments, ensure_ascii=False)
+    named, written = {value.name: value for value in call.values}, []
+    for name, argument in arguments.items():
+        text = argument if isinstance(argument, str) else json.dumps(argument, ensure_ascii=False)
+        value = named.get(name) or named[""]
+        written.append(value.begin + ("" if value.name else name + value.then) + text + value.end)
+    return "".join(written)
 
 
 def _split(form: ReasoningFormat, thinking: Thinking, pieces: Sequence[str]) -> tuple[str, str]:

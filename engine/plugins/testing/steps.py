@@ -13,10 +13,14 @@ import torch
 from torch import Tensor
 
 from engine.layers.attention import AttentionBackend, AttentionBatch
+from engine.layers.states import RecurrentStates, StatesOfStep
 from engine.layers.step import StepTensors
+from engine.models.decoder import Decoder
 from engine.models.model import Model
 from engine.plugins.attention.torch import TorchAttention
 from engine.plugins.support.paging import new_pool
+
+MAX_SEQUENCES = 16
 
 
 @dataclass
@@ -28,7 +32,7 @@ class SampleSequence:
 
 
 class Driver:
-    """A pool full of NaN, a backend, and any number of named sequences."""
+    """A pool and recurrent states full of NaN, a backend, and named sequences: any number without such states."""
 
     def __init__(self, model: Model, page_size: int = 16, num_pages: int = 64, shuffled: bool = True) -> None:
         spec = model.attention_spec
@@ -36,6 +40,10 @@ class Driver:
         self.model = model
         self.pool = new_pool(spec, num_pages, page_size, model.dtype, device)
         self.pool.data.fill_(torch.nan)  # A read of an unwritten slot shows up.
+        self.states: RecurrentStates | None = None
+        if isinstance(model, Decoder) and (recurrents := model.shape.recurrents):
+            self.states = RecurrentStates([one.states for one in recurrents], MAX_SEQUENCES, device)
+            self.states.data.fill_(torch.nan)
         self.attention: AttentionBackend = TorchAttention(spec, self.pool)
         order = np.random.default_rng(0).permutation(num_pages) if shuffled else np.arange(num_pages)[::-1]
         self.free = [int(page) for page in order]
@@ -87,6 +95,11 @@ class Driver:
                 host_query_lengths=np.array(counts, dtype=np.int32),
             )
         )
+        states = None
+        if self.states is not None:
+            known = list(self.sequences)
+            rows = np.array([MAX_SEQUENCES - 1 - known.index(name) for name in names])
+            states = StatesOfStep(self.states, rows, lengths, np.array(counts, dtype=np.int32))
         return StepTensors(
             token_ids_T=torch.tensor([token for name in names for token in new_tokens[name]]),
             positions_T=torch.from_numpy(np.concatenate(positions).astype(np.int64)),
@@ -94,4 +107,5 @@ class Driver:
             sample_at_N=torch.from_numpy(sampled.astype(np.int64)),
             attention=self.attention,
             pool=self.pool,
+            states=states,
         )

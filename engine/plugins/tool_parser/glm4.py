@@ -11,7 +11,8 @@ from engine.plugins.hookspecs import ParserContext, hookimpl
 from engine.plugins.options import Options, decode_options
 from engine.text.call_reader import CallReader, Reading, is_name
 from engine.text.tool_calls import ToolFormat
-from engine.text.tool_format import Tool, properties
+from engine.text.tool_format import CallShape, Tool, marked_calls, properties, written_values
+from engine.types.params import Grammar
 
 CALLBOARD_PLUGIN = {"api": 1}
 
@@ -67,10 +68,24 @@ class GLMFormat(ToolFormat):
     """Tags for each argument's key and value."""
 
     markers = (OPEN, CLOSE, KEY, KEY_END, VALUE, VALUE_END)
+    constrains = True
 
     def parser(self, tools: Sequence[Tool], *, exact: bool) -> GLMParser:
-        """Return the parser.  The format has no grammar, so ``exact`` is never set."""
+        """Return the parser.  Every marker begins a call, so ``exact`` makes no difference."""
         return GLMParser({tool.name: properties(tool) for tool in tools})
+
+    def grammar(self, tools: Sequence[Tool], answer: Grammar | None, *, many: bool, forced: bool) -> Grammar:
+        calls = [
+            CallShape(
+                f"{OPEN}{tool.name}\n",
+                tool.parameters,
+                CLOSE,
+                tool.name,
+                written_values(tool, KEY, f"{KEY_END}\n{VALUE}", f"{VALUE_END}\n"),
+            )
+            for tool in tools
+        ]
+        return marked_calls(calls, OPEN, answer, many=many, forced=forced, separator="\n")
 
 
 @hookimpl

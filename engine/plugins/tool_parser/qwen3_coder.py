@@ -11,7 +11,8 @@ from engine.plugins.hookspecs import ParserContext, hookimpl
 from engine.plugins.options import Options, decode_options
 from engine.text.call_reader import CallReader, Reading, is_name
 from engine.text.tool_calls import ToolFormat
-from engine.text.tool_format import Tool, properties
+from engine.text.tool_format import CallShape, Tool, marked_calls, properties, written_values
+from engine.types.params import Grammar
 
 CALLBOARD_PLUGIN = {"api": 1}
 
@@ -73,10 +74,24 @@ class Qwen3CoderFormat(ToolFormat):
     """Tags for the function and each parameter."""
 
     markers = (OPEN, CLOSE)
+    constrains = True
 
     def parser(self, tools: Sequence[Tool], *, exact: bool) -> Qwen3CoderParser:
-        """Return the parser.  The format has no grammar, so ``exact`` is never set."""
+        """Return the parser.  Every ``FUNCTION`` begins a call in the grammar too, so ``exact`` makes no difference."""
         return Qwen3CoderParser({tool.name: properties(tool) for tool in tools})
+
+    def grammar(self, tools: Sequence[Tool], answer: Grammar | None, *, many: bool, forced: bool) -> Grammar:
+        calls = [
+            CallShape(
+                f"{OPEN}\n{FUNCTION}{tool.name}>\n",
+                tool.parameters,
+                f"{FUNCTION_END}\n{CLOSE}",
+                tool.name,
+                written_values(tool, PARAMETER, ">\n", f"\n{PARAMETER_END}\n"),
+            )
+            for tool in tools
+        ]
+        return marked_calls(calls, FUNCTION, answer, many=many, forced=forced, separator="\n")
 
 
 @hookimpl

@@ -4,7 +4,7 @@ Owns: which blocks belong to one turn, what is left out, what is refused.  Does 
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -13,12 +13,39 @@ from engine.types.prompt import ChatTurn, ToolCall
 from server.extensions.anthropic.requests import BlockBody, BlockSource, CountBody, MessageBody
 from server.openai.conversation import left_out_note, needed, num_answered
 
-# A line about the client's version and the session, which Claude Code puts in front of its system prompt: in the prompt
-# it would keep sessions from sharing what is cached.
+# A line about the client's version, the session and the request, which Claude Code puts in front of its system prompt:
+# in the prompt it would keep sessions, and with some versions turns, from sharing what is cached.
 BILLING = "x-anthropic-billing-header:"
+BILLING_LEFT_OUT = (
+    "The system prompt's line that begins with x-anthropic-billing-header was left out, so that what follows it can be "
+    "found in the cache."
+)
 # Calls that Anthropic ran, and thoughts that it alone can read; results of the former end in RESULT.
 LEFT_OUT = frozenset({"redacted_thinking", "server_tool_use", "mcp_tool_use"})
 RESULT = "_tool_result"
+TTLS = {"5m": 300.0, "1h": 3600.0}
+B = TypeVar("B", bound=CountBody)
+
+
+def without_billing(body: B) -> B:
+    """Returns the body without its lines for the client's billing; the same object if there are none."""
+    kept = [_without_billing(message) for message in body.messages]
+    system = None if body.system is None else _plain_blocks(body.system)
+    if system is body.system and all(one is message for one, message in zip(kept, body.messages, strict=True)):
+        return body
+    return msgspec.structs.replace(body, messages=kept, system=system)
+
+
+def _without_billing(message: MessageBody) -> MessageBody:
+    content = _plain_blocks(message.content) if message.role == "system" else message.content
+    return message if content is message.content else msgspec.structs.replace(message, content=content)
+
+
+def _plain_blocks(content: str | list[BlockBody]) -> str | list[BlockBody]:
+    if isinstance(content, str):
+        return content
+    kept = [block for block in content if not (block.type == "text" and (block.text or "").startswith(BILLING))]
+    return content if len(kept) == len(content) else kept
 
 
 def read_conversation(body: CountBody) -> tuple[ChatTurn, ...]:
@@ -50,7 +77,15 @@ def _system_text(content: str | Sequence[BlockBody], path: str) -> str:
     if isinstance(content, str):
         return content
     texts = [_block_text(block, f"{path}[{index}]") for index, block in enumerate(content)]
-    return "\n".join(text for text in texts if not text.startswith(BILLING))
+    return "\n".join(texts)
+
+
+def asked_ttl_s(body: CountBody) -> float:
+    """Returns the longest time for which the client wants the prompt to be kept; 0 if it names none."""
+    contents = [body.system, *(message.content for message in body.messages)]
+    blocks = [block for content in contents if isinstance(content, list) for block in content]
+    asked = [block.cache_control.ttl or "" for block in blocks if block.cache_control is not None]
+    return max((TTLS.get(ttl, 0.0) for ttl in asked), default=0.0)
 
 
 def continues(body: CountBody) -> bool:

@@ -5,6 +5,7 @@ Owns: what may be asked, and how a prompt is counted.  Does not know: the order 
 
 import asyncio
 
+import msgspec
 from aiohttp import web
 
 from engine.actors.admission import check_chars, num_chars
@@ -12,9 +13,15 @@ from engine.settings.sections import ServerSection
 from engine.text.codec import TextCodec
 from engine.types.errors import FieldError, RequestError
 from engine.types.prompt import ChatOptions
-from server.extensions.anthropic.conversation import continues, read_conversation
+from server.extensions.anthropic.conversation import (
+    BILLING_LEFT_OUT,
+    asked_ttl_s,
+    continues,
+    read_conversation,
+    without_billing,
+)
 from server.extensions.anthropic.objects import MessageError, MessageEvent, MessageObject, TokenCountAnswer
-from server.extensions.anthropic.requests import CountBody, MessagesBody
+from server.extensions.anthropic.requests import CountBody, MessagesBody, ThinkingOptions
 from server.extensions.anthropic.tools import read_message_tools
 from server.extensions.anthropic.writer import MessagesWriter
 from server.generate.endpoint import Endpoint
@@ -36,6 +43,7 @@ RENAMED = {
     "stop": "stop_sequences",
     "continue_final_message": "messages",
     "tool_choice.function.name": "tool_choice.name",
+    "thinking_token_budget": "thinking.budget_tokens",
 }
 
 
@@ -59,6 +67,11 @@ class Messages(Endpoint[MessagesBody]):
         self._translator = translator
 
     def translate(self, body: MessagesBody) -> Generation:
+        read = without_billing(body)
+        generation = self._translated(read)
+        return generation if read is body else msgspec.structs.replace(generation, notes=(BILLING_LEFT_OUT,))
+
+    def _translated(self, body: MessagesBody) -> Generation:
         card = self._translator.card
         self._translator.check_model(body.model)
         tools = read_message_tools(body.tools, body.tool_choice, self._translator.tool_format)
@@ -71,6 +84,9 @@ class Messages(Endpoint[MessagesBody]):
             top_k=body.top_k,
             priority=body.priority,
             cache_salt=body.cache_salt,
+            thinking_token_budget=self._budget(body.thinking),
+            session_id=None if body.metadata is None else body.metadata.user_id,
+            prompt_cache_ttl_s=asked_ttl_s(body),
             response_format=_response_format(body),
         )
         return self._translator.translate(
@@ -82,6 +98,12 @@ class Messages(Endpoint[MessagesBody]):
             tools=tools,
             chat=_chat_options(body, tools, card),
         )
+
+    def _budget(self, thinking: ThinkingOptions | None) -> int | None:
+        """Returns the most tokens of thoughts.  Clients always send a budget, so none is refused."""
+        if thinking is None or thinking.type != "enabled" or self._translator.limit_thoughts is None:
+            return None
+        return thinking.budget_tokens
 
     def rename(self, field: str, body: MessagesBody) -> str:
         if field.startswith("response_format"):
@@ -118,6 +140,7 @@ class CountRoute:
         return body
 
     def _count(self, body: CountBody) -> int:
+        body = without_billing(body)
         card, turns = self._translator.card, read_conversation(body)
         tools = read_message_tools(body.tools, body.tool_choice, self._translator.tool_format)
         check_chars(num_chars(turns) + len(tools.described), card.max_model_len, "messages")

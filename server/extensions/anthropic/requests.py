@@ -19,7 +19,6 @@ from server.openai.requests import (
     Scalar,
     Short,
     TokenCount,
-    not_given,
 )
 
 
@@ -29,6 +28,12 @@ class BlockSource(msgspec.Struct, frozen=True):
     type: Short
     data: str | None = None
     content: "str | list[BlockBody] | None" = None
+
+
+class CacheControl(msgspec.Struct, frozen=True):
+    """The wish to keep what comes before.  ttl: how long; '5m' and '1h' are known."""
+
+    ttl: Short | None = None
 
 
 class BlockBody(msgspec.Struct, frozen=True):
@@ -49,6 +54,7 @@ class BlockBody(msgspec.Struct, frozen=True):
     title: str | None = None
     context: str | None = None
     tool_name: Short | None = None
+    cache_control: CacheControl | None = None
 
 
 class MessageBody(msgspec.Struct, frozen=True):
@@ -77,7 +83,7 @@ class MessageToolChoice(msgspec.Struct, frozen=True):
 
 
 class ThinkingOptions(msgspec.Struct, frozen=True):
-    """The wish to think first, which the chat template gets.  budget_tokens: a wish, which nothing enforces."""
+    """The wish to think first, which the chat template gets.  budget_tokens: of thoughts, at most."""
 
     type: Literal["enabled", "adaptive", "disabled"]
     budget_tokens: Int | None = None
@@ -95,6 +101,12 @@ class OutputConfig(msgspec.Struct, frozen=True):
 
     format: OutputFormat | None = None
     effort: Short | None = None
+
+
+class Metadata(msgspec.Struct, frozen=True):
+    """The sender.  user_id: clients put the session in it."""
+
+    user_id: Short | None = None
 
 
 class CountBody(msgspec.Struct, frozen=True, kw_only=True):
@@ -120,6 +132,6 @@ class MessagesBody(CountBody, frozen=True, kw_only=True):
     top_p: float | None = None
     top_k: Int | None = None
     output_format: OutputFormat | None = None
-    metadata: msgspec.Raw = msgspec.field(default_factory=not_given)
+    metadata: Metadata | None = None
     priority: Priority | None = None
     cache_salt: Salt | None = None

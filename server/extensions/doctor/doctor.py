@@ -231,6 +231,10 @@ def _model(config: Config) -> Iterator[Finding]:
         return
     yield Finding("model", "good", f"{directory}: {spec.architecture}, up to {spec.max_len} tokens")
     yield _weights(spec, config)
+    if spec.state_bytes:
+        megabytes, most = spec.state_bytes / 1e6, config.scheduler.max_running
+        whose = f"each of {most} running requests, and for each snapshot of the prefix cache"
+        yield Finding("recurrent states", "good", f"{megabytes:.2f} MB for {whose}")
     yield from _tokenizer(spec, config)
 
 

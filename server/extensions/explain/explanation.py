@@ -81,11 +81,13 @@ class ExplanationBody(msgspec.Struct, frozen=True, kw_only=True):
 
     seconds: from its first byte to the last byte of its answer, or until now; the sum of all parts.
     number: of the choice that the parts are of, which is the one that ended last; None if the engine knows none.
+    notes: what was changed in it before the model got it.
     missed: see ``MissedBody``.  choices: of those that were opened first and last; num_choices: of all."""
 
     id: str
     names: list[str]
     client: str
+    notes: list[str] = []
     ended: bool
     seconds: float
     number: int | None
@@ -152,6 +154,7 @@ def explained(
         id=exchange.id,
         names=sorted(exchange.names | exchange.parts.keys())[:16],
         client=exchange.client,
+        notes=list(exchange.notes),
         ended=exchange.ended_at is not None,
         seconds=round(until - exchange.arrived_at, 6),
         number=None if last is None else last.request_id,
@@ -256,11 +259,13 @@ def _sentence(part: TimeShare, told: Explained, others: str, max_running: int) -
         case "prefill":
             missed = sum(told.missed.values())
             gone = f" {missed} pages of it had been cached and were evicted." if missed else ""
+            again = told.num_recomputed
+            stateless = f" {again} more were cached without the model's state behind them." if again else ""
             beside = f" Prompts of {others} were computed meanwhile." if others else ""
             return (
                 f"Of its {told.num_prompt_tokens} prompt tokens {told.num_cached_tokens} were cached; "
                 f"{reasons.get('tokens', 0):g} were computed in {reasons.get('steps', 0):g} steps, which took "
-                f"{_s(reasons.get('computing', 0.0))}.{gone}{beside}"
+                f"{_s(reasons.get('computing', 0.0))}.{gone}{stateless}{beside}"
             )
         case "decode":
             return f"{reasons.get('steps', 0):g} steps of the usual length wrote its tokens."

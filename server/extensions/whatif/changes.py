@@ -44,7 +44,7 @@ class Case:
         plugins = self.config.plugins
         chosen = Plugins({kind: named(plugins, kind) for kind in ("eviction", "policy")}, plugins.options)
         strategy = plugin_strategy(chosen, self.config, self.limits.num_pages)
-        features = planner_features(FeatureContext(self.config, None, 0))
+        features = planner_features(FeatureContext(self.config, None, 0, self.limits.state_bytes))
         return Planner(self.limits, strategy, plugin_policy(chosen, self.config), clock, features=features)
 
 

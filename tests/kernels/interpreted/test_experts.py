@@ -3,13 +3,18 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import save_file
 from torch import Tensor
 
 from engine.checkpoints.shape import ExpertsShape, RouterShape
+from engine.checkpoints.shards import read_shards
+from engine.formats.mxfp4 import CodesReader, MXFP4Reader, decoded
 from engine.kernels import experts as kernel
 from engine.kernels.experts import mix_experts
 from engine.kernels.fused import FusedKernels
+from engine.layers.comm import Unconnected
 from engine.layers.experts import Experts
+from engine.layers.four_bits import FourBits, StoredCodes
 from engine.layers.mlp import clamped_swish
 from engine.plugins.comm.local import LocalComm
 from engine.plugins.testing.model import WAITING, RecordedOperations
@@ -62,6 +67,38 @@ def test_the_sum_over_a_tokens_experts(dtype, kind, num_tokens, num_experts, num
     # What lies between the products is rounded, and so is each expert's result.
     bound = 4 * rounding(dtype) + 5e-6
     torch.testing.assert_close(found.double(), expected, rtol=bound, atol=bound)
+
+
+def in_four_bits(num_experts: int, outputs: int, inputs: int, seed: int) -> tuple[FourBits, Tensor]:
+    """Random codes with scales around the size of a weight, in the kernel's order, and the floats they stand for."""
+    generator = torch.Generator().manual_seed(seed)
+    memory = StoredCodes(num_experts, outputs, inputs, torch.device("cpu"))
+    memory.codes_EOGB.random_(0, 256, generator=generator)
+    memory.scales_EOG.random_(121, 126, generator=generator)
+    floats = torch.stack([decoded(*one) for one in zip(memory.codes_EOGB, memory.scales_EOG, strict=True)])
+    return memory.arranged(), floats
+
+
+@pytest.mark.parametrize(
+    "num_tokens,num_experts,num_chosen,width,inner",
+    [
+        (5, 5, 2, 96, 64),  # an odd number of groups, an unrolled loop with a rest
+        (70, 2, 1, 64, 96),
+        (270, 2, 1, 160, 32),
+    ],
+)
+def test_experts_in_four_bits(num_tokens, num_experts, num_chosen, width, inner):
+    x = normal(num_tokens, width, dtype=torch.bfloat16)
+    chosen = torch.stack([torch.randperm(num_experts)[:num_chosen] for _ in range(num_tokens)])
+    weights = normal(num_tokens, num_chosen, seed=1).softmax(-1).bfloat16()
+    gate_up, gate_up_floats = in_four_bits(num_experts, 2 * inner, width, seed=2)
+    down, down_floats = in_four_bits(num_experts, width, inner, seed=3)
+    biases = [normal(num_experts, size, seed=4, dtype=torch.bfloat16) for size in (2 * inner, width)]
+    found = mix_experts(x, weights, chosen, gate_up, down, *biases, "clamped_swish", LIMIT, SLOPE)
+    floats = gate_up_floats, down_floats
+    expected = by_definition(x, weights, chosen, *floats, *biases, "clamped_swish")
+    bound = 4 * rounding(torch.bfloat16)
+    torch.testing.assert_close(found.double(), expected, rtol=bound, atol=bound * float(expected.abs().max()))
 
 
 def test_ranks_that_divide_experts_add_up_to_all_of_them():
@@ -125,3 +162,38 @@ def test_the_layer_takes_it_and_waits_for_no_value(stacked):
         found = layer(x, None)
     assert not set(operations.names) & set(WAITING)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("ranks", "divided"), [(1, False), (3, False), (2, True)])
+def test_a_layer_reads_the_codes_of_a_file_and_gives_what_their_floats_give(ranks, divided, tmp_path):
+    generator = torch.Generator().manual_seed(0)
+    tensors = {}
+    for name, outputs, inputs in (("gate_up_proj", 192, 64), ("down_proj", 64, 96)):
+        codes = torch.randint(0, 256, (5, outputs, inputs // 32, 16), generator=generator, dtype=torch.uint8)
+        scales = torch.randint(119, 123, codes.shape[:3], generator=generator, dtype=torch.uint8)
+        tensors |= {f"mlp.experts.{name}_blocks": codes, f"mlp.experts.{name}_scales": scales}
+        tensors[f"mlp.experts.{name}_bias"] = normal(5, outputs, seed=outputs, dtype=torch.bfloat16)
+    tensors["mlp.router.weight"] = normal(5, 64, dtype=torch.bfloat16)
+    tensors["mlp.router.bias"] = normal(5, dtype=torch.bfloat16)
+    save_file(tensors, tmp_path / "model.safetensors")
+    stored = read_shards(tmp_path)
+    x, results = normal(9, 64, seed=99, dtype=torch.bfloat16), []
+    for four_bits, reader in ((False, MXFP4Reader(stored)), (True, CodesReader(stored))):
+        shape = ExpertsShape(
+            num_experts=5, num_chosen=2, expert_size=96, activation="clamped_swish", limit=LIMIT, slope=SLOPE,
+            router=RouterShape(name="router", bias=True), stacked=True, four_bits=four_bits, divided=divided,
+        )  # fmt: skip
+        total = torch.zeros(9, 64, dtype=torch.float64)
+        for rank in range(ranks):
+            layer = Experts(shape, 64, Unconnected(rank, ranks), torch.device("cpu"), torch.bfloat16)
+            for one in layer.slices(""):
+                if one.length:
+                    part = reader.part(one.source, one.dim, one.start, one.length, one.member)
+                    one.target.narrow(one.dim, 0, one.length).copy_(part)
+            layer.on_gpu = True
+            layer.pack(FusedKernels("cpu"))
+            total += layer(x, None)
+        results.append(total)
+    floats, codes = results
+    assert floats.abs().max() > 1
+    torch.testing.assert_close(codes, floats, rtol=0.02, atol=0.02 * float(floats.abs().max()))

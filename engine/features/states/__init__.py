@@ -1,0 +1,1 @@
+"""States of recurrent layers in the prefix cache."""

@@ -1,0 +1,200 @@
+"""States in the planner: which states are copied to which slots, and when a copy becomes a snapshot of the tree.
+
+Owns: the copies of each step, and copies that belong to a row so far.  Does not know: where snapshots are worth their
+slot (a policy does), tensors.
+
+A row that starts with cached pages gets the state behind them before its first step.  Chunks of a prompt end where the
+policy wants a snapshot, and its state is copied behind that chunk's step.  When a step has filled a page of a row that
+decodes, its state is copied too, since the row may end before the next page is full: its end makes the last such copy a
+snapshot.  A copy becomes one when the pages before it are in the tree, and so when its step has completed.
+
+Copies cost no wait: steps run in order, so a slot that is freed while a step in flight reads it is written later.
+"""
+
+from bisect import insort
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+
+from engine.features.states.messages import NAME, StateCopies
+from engine.features.states.policy import EndsAndBranches, Found, SnapshotPolicy
+from engine.features.states.slots import SnapshotSlots, num_snapshots
+from engine.features.states.tree import StateTree
+from engine.kv.node import Handle, Namespace
+from engine.kv.pages import Pages
+from engine.plugins.features import FeatureContext
+from engine.scheduling.feature import NewFeature, PlannerFeature, PlannerParts
+from engine.scheduling.rows import Rows, Sequence
+from engine.scheduling.step_builder import InFlight, StepBuilder
+
+POLICY: SnapshotPolicy = EndsAndBranches()
+
+Copy = tuple[int, int]
+"""The slot that is copied, and the one that it is copied to."""
+
+
+@dataclass(slots=True, eq=False)
+class RowState:
+    """The state of one row.  handle: of its pages in the tree.  borders: tokens of its prompt after which its state is
+    to be copied, ascending.  copies: (number of pages, slot) of its states that no node has, ascending."""
+
+    handle: Handle
+    borders: list[int]
+    copies: list[Copy]
+
+
+class StatesPlanner(PlannerFeature):
+    """The states of one planner's rows.  num_slots: of snapshots."""
+
+    def __init__(self, parts: PlannerParts, *, policy: SnapshotPolicy, num_slots: int) -> None:
+        self._slots = SnapshotSlots(parts.limits.max_running, num_slots)
+        parts.pages.use(partial(StateTree, slots=self._slots))
+        assert isinstance(parts.pages.tree, StateTree)
+        self._tree = parts.pages.tree
+        self._table = parts.table
+        self._completions = parts.completions
+        self._events = parts.events
+        self._page_size = parts.limits.page_size
+        self._policy = policy
+        self._rows: dict[int, RowState] = {}
+        self._starting: tuple[Handle, Found] | None = None
+        self._before: list[Copy] = []
+        self._num_recomputed = 0
+
+    # ---- rows that start --------------------------------------------------------------------
+
+    def adopt(self, sequence: Sequence, handle: Handle, key: bytes, pages: Pages) -> None:
+        """Note how much of a prompt is cached, with its state and without."""
+        num_cached = self._tree.num_pages_of(key, Namespace(sequence.cache_salt, sequence.weights))
+        found = Found(
+            num_pages=len(key) // self._tree.page_bytes,
+            num_of_prompt=(sequence.num_prompt - 1) // self._page_size,
+            num_cached=num_cached,
+            num_with_state=handle.num_pages,
+        )
+        self._starting = handle, found
+
+    def started(self, sequence: Sequence) -> None:
+        """Give a row the state behind its cached pages, and plan the copies of its prompt."""
+        assert self._starting is not None, f"row {sequence.row} starts, and its prefix is not known"
+        (handle, found), self._starting = self._starting, None
+        if handle.num_pages:
+            self._before.append((self._tree.slot_of(handle), sequence.row))
+        if num_again := (found.num_cached - found.num_with_state) * self._page_size:
+            self._num_recomputed += num_again
+            for recomputes in self._events.recomputes:
+                recomputes(sequence, num_again)
+        wanted = {pages for pages in self._policy.of_prompt(found) if found.num_with_state < pages <= found.num_pages}
+        self._rows[sequence.row] = RowState(handle, [pages * self._page_size for pages in sorted(wanted)], [])
+
+    def chunk_tokens(self, row: int, most: int) -> int:
+        """Let a chunk end where the row's state is to be copied."""
+        borders = self._rows[row].borders
+        return min(most, borders[0] - int(self._table.num_computed[row])) if borders else most
+
+    def shared_tokens(self, row: int, most: int) -> int:
+        """Return the last place of a prompt with a state that another one may use, which may be where the two part."""
+        state, parting = self._rows[row], most // self._page_size * self._page_size
+        if self._policy.keeps_branches and parting > self._table.num_computed[row] and parting not in state.borders:
+            insort(state.borders, parting)
+        copied = (pages * self._page_size for pages, _ in state.copies)
+        return max((border for border in (*copied, *state.borders) if border <= most), default=0)
+
+    # ---- steps ------------------------------------------------------------------------------
+
+    def attach(self, step: StepBuilder) -> None:
+        """Add the copies before and after a step."""
+        after: list[Copy] = []
+        if step.prompts is not None:
+            for row, end in zip(step.prompts.rows.tolist(), self._ends(step.prompts.rows), strict=True):
+                borders = self._rows[row].borders
+                if borders and borders[0] == end:
+                    del borders[0]
+                    after += self._copies_of(row, end)
+        if self._policy.keeps_turns:
+            rows = self._rows_at_border(step.decode_rows)
+            for row, end in zip(rows.tolist(), self._ends(rows), strict=True):
+                after += self._copies_of(row, end)
+            if len(rows):
+                step.notes[NAME] = rows
+        if self._before or after:
+            step.parts |= StateCopies(before=_column(self._before), after=_column(after)).part()
+            self._before = []
+
+    def _ends(self, rows: Rows) -> list[int]:
+        ends: list[int] = self._table.num_computed[rows].tolist()
+        return ends
+
+    def _rows_at_border(self, rows: Rows) -> Rows:
+        """Return those of a step's rows that fill a page with it."""
+        return rows[self._table.num_computed[rows] % self._page_size == 0]
+
+    def _copies_of(self, row: int, num_tokens: int) -> Iterable[Copy]:
+        """Return the copy of a row's state after a step, if there is a slot for it."""
+        if (slot := self._tree.take_slot()) is None:
+            return ()
+        self._rows[row].copies.append((num_tokens // self._page_size, slot))
+        return ((row, slot),)
+
+    # ---- copies that become snapshots -------------------------------------------------------
+
+    def published(self, row: int, num_tokens: int) -> None:
+        """Give the tree the states of a prompt, as far as it has the pages."""
+        state = self._rows[row]
+        while state.copies and state.copies[0][0] <= state.handle.num_pages:
+            self._tree.keep(state.handle, *state.copies.pop(0))
+
+    def completed(self, record: InFlight, seconds: float) -> None:
+        """Free copies of rows that decode and have filled another page."""
+        for row in record.notes.get(NAME, ()):
+            if (state := self._rows.get(row)) is not None:
+                self._free_before(state, self._completions.num_done(row) // self._page_size)
+
+    def left(self, row: int) -> None:
+        """Give the tree the state behind the last full page; the row's other copies are of no use."""
+        state = self._rows.pop(row)
+        self._free_before(state, state.handle.num_pages)
+        if state.copies and state.copies[0][0] <= state.handle.num_pages:
+            self._tree.keep(state.handle, *state.copies.pop(0))
+        for _, slot in state.copies:
+            self._slots.free(slot)
+
+    def _free_before(self, state: RowState, num_pages: int) -> None:
+        """Free all copies but the last that is not behind so many pages, and those that are."""
+        while len(state.copies) > 1 and state.copies[1][0] <= num_pages:
+            self._slots.free(state.copies.pop(0)[1])
+
+    def reset(self) -> list[Sequence]:
+        for state in self._rows.values():
+            for _, slot in state.copies:
+                self._slots.free(slot)
+        self._rows.clear()
+        self._before = []
+        return []
+
+    # ---- views ------------------------------------------------------------------------------
+
+    def gauges(self) -> dict[str, int]:
+        """Return the number of snapshots in the tree, and of cached tokens that were computed again so far."""
+        return {"state_snapshots": self._tree.num_snapshots, "tokens_without_state": self._num_recomputed}
+
+    def check(self) -> None:
+        """Raise AssertionError unless every slot is free, or one row's, or one node's."""
+        of_rows = [slot for state in self._rows.values() for _, slot in state.copies]
+        self._slots.check([*of_rows, *self._tree.slots_held()])
+
+
+def planner_feature(context: FeatureContext) -> NewFeature | None:
+    """Return the builder of the feature; None for a model without states."""
+    return _new_feature if context.state_bytes else None
+
+
+def _new_feature(parts: PlannerParts) -> StatesPlanner:
+    num_slots = num_snapshots(parts.limits.num_pages, parts.limits.max_running)
+    return StatesPlanner(parts, policy=POLICY, num_slots=num_slots)
+
+
+def _column(copies: list[Copy]) -> bytes:
+    return np.array(copies, dtype=np.int32).T.tobytes()

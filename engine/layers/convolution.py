@@ -1,0 +1,91 @@
+"""A causal convolution of each channel over a row's last few tokens, and LFM2's layer of one.
+
+Legend: T new tokens of a step · C channels · K taps · B rows of the step · D model dim
+Owns: the sum over taps, the inputs that a row keeps for its next tokens.
+Does not know: slots, what the channels are.
+
+A sum adds the same products in the same order wherever a prompt is cut: its bits do not depend on chunks.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from engine.checkpoints.shape import ShortConvolutionShape
+from engine.layers.comm import Comm
+from engine.layers.kernels import LayerKernels
+from engine.layers.linear import ColumnLinear, RowLinear
+from engine.layers.recurrent import RecurrentPart
+from engine.layers.states import StatesOfStep
+from engine.layers.weights import WeightSlice, joined, parameter, whole
+
+
+class CausalConvolution:
+    """The convolution y[t] = sum over k of w[k] x[t - K + 1 + k], with a bias or without, for each channel.
+
+    Its state is [K - 1, C], the last inputs of a row."""
+
+    def __init__(self, channels: int, taps: int, bias: bool, device: torch.device, dtype: torch.dtype) -> None:
+        self.weight_CK = parameter(channels, taps, device=device, dtype=dtype)
+        self.bias_C = parameter(channels, device=device, dtype=dtype) if bias else None
+        self._weight_KC: Tensor = self.weight_CK.t()
+
+    def __call__(self, x_TC: Tensor, states_SKC: Tensor, step: StatesOfStep) -> Tensor:
+        """Return y_TC, float32, and keep each row's last inputs."""
+        before_BKC, x_TC = step.read(states_SKC), x_TC.float()
+        if step.only_decodes:
+            inputs = [*before_BKC.unbind(1), x_TC]
+            kept_BKC = torch.cat((before_BKC[:, 1:], x_TC[:, None]), 1)
+        else:
+            table = torch.cat((before_BKC.flatten(0, 1), x_TC))
+            at_KT, kept_B = step.taps(len(self._weight_KC))
+            inputs = [table.index_select(0, at_T) for at_T in at_KT]
+            kept_BKC = table.index_select(0, kept_B).view_as(before_BKC)
+        step.write(states_SKC, kept_BKC)
+        y_TC = inputs[0] * self._weight_KC[0]
+        for input_TC, weight_C in zip(inputs[1:], self._weight_KC[1:], strict=True):
+            y_TC += input_TC * weight_C
+        return y_TC if self.bias_C is None else y_TC.add_(self.bias_C)
+
+    def pack(self) -> None:
+        """Lay the weight out by taps; called once, after loading."""
+        self._weight_KC = self.weight_CK.t().float().contiguous()
+
+    def slices(self, prefix: str) -> Iterator[WeightSlice]:
+        """Yield the slices of the checkpoint, which has the weight as [C, 1, K]."""
+        yield whole(f"{prefix}.weight", self.weight_CK.unsqueeze(1))
+        if self.bias_C is not None:
+            yield whole(f"{prefix}.bias", self.bias_C)
+
+
+class ShortConvolution(RecurrentPart):
+    """The recurrent layer of LFM2 (Liquid AI 2025): out(c * convolution(b * x)), where b, c and x are products."""
+
+    def __init__(
+        self, shape: ShortConvolutionShape, hidden_size: int, comm: Comm, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        self.shape = shape
+        self.inner = ColumnLinear(hidden_size, [("in_proj", 3 * hidden_size)], shape.bias, None, device, dtype)
+        self.convolution = CausalConvolution(hidden_size, shape.taps, shape.bias, device, dtype)
+        self.outer = RowLinear(hidden_size, hidden_size, shape.bias, comm, device, dtype)
+
+    def mix(self, inner_TI: Tensor, states: tuple[Tensor, ...], step: StatesOfStep) -> Tensor:
+        """Return the gated convolution (``RecurrentPart``)."""
+        (windows_SKD,) = states
+        b_TD, c_TD, x_TD = inner_TI.chunk(3, -1)
+        return self.convolution(b_TD * x_TD, windows_SKD, step).mul_(c_TD).to(inner_TI.dtype)
+
+    def by_rows(self) -> None:
+        """Do nothing (``RowwisePart``): no operation between the products depends on other tokens of the step."""
+
+    def pack(self, kernels: LayerKernels | None) -> None:
+        """Lay the convolution out; called once, after loading."""
+        self.convolution.pack()
+
+    def slices(self, prefix: str) -> Iterator[WeightSlice]:
+        """Yield the slices of the checkpoint that this part reads."""
+        name = joined(prefix, self.shape.name)
+        yield from self.inner.slices(name)
+        yield from self.convolution.slices(f"{name}.conv")
+        yield from self.outer.slices(f"{name}.out_proj")

@@ -1,0 +1,60 @@
+"""Self-attention with a gate on its result (Qiu et al. 2025), as Qwen3-Next has it.
+
+Legend: T new tokens in the step · D model dim · Q query heads · H head size
+Owns: the gate.  Does not know: which backend attends.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from engine.checkpoints.shape import GatedAttentionShape
+from engine.layers.comm import Comm
+from engine.layers.linear import ColumnLinear, Linear
+from engine.layers.mlp import activated, activated_by_rows
+from engine.layers.self_attention import SelfAttention
+from engine.layers.weights import WeightSlice, joined
+
+
+class GatedAttention(SelfAttention):
+    """An ``Attention`` whose result is multiplied by sigmoid(gate(x)).  Its model is not divided among ranks."""
+
+    def __init__(
+        self, shape: GatedAttentionShape, hidden_size: int, comm: Comm, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        super().__init__(shape, hidden_size, comm, device, dtype)
+        rows = [("q_proj", shape.num_heads * shape.head_size)]
+        self.gate = ColumnLinear(hidden_size, rows, shape.qkv_bias, comm, device, dtype)
+        self._activate = activated
+
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        """Layers that the linear kernel computes (``Attention``)."""
+        return self.qkv, self.gate, self.output_linear
+
+    def gated(self, attended_TQH: Tensor, normed_TD: Tensor) -> Tensor:
+        """Return the backend's result times the gate of the part's input."""
+        return attended_TQH * self._activate(self.gate(normed_TD), "sigmoid").view_as(attended_TQH)
+
+    def by_rows(self) -> None:
+        """Compute the gate by rows (``RowwisePart``)."""
+        self._activate = activated_by_rows
+
+    def slices(self, prefix: str) -> Iterator[WeightSlice]:
+        """Yield the slices of the checkpoint that this part reads."""
+        queries = f"{joined(prefix, self.shape.name)}.q_proj."
+        for one in super().slices(prefix):
+            if one.source.startswith(queries):
+                yield from self._heads(one, 0)
+            else:
+                yield one
+        for one in self.gate.slices(joined(prefix, self.shape.name)):
+            yield from self._heads(one, 1)
+
+    def _heads(self, one: WeightSlice, side: int) -> Iterator[WeightSlice]:
+        """Yield the slices of each head, where a tensor has the rows of two sides of each head in turns."""
+        size = self.shape.head_size
+        for head, target in enumerate(one.target.split(size)):
+            shape = (2 * one.shape[0], *one.shape[1:])
+            yield WeightSlice(one.source, shape, 0, (2 * head + side) * size, size, target)

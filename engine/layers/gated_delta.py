@@ -1,0 +1,104 @@
+"""The gated delta net (Yang et al. 2024) as in Qwen3-Next and Qwen3.5: a recurrent part in place of attention.
+
+Legend: T new tokens of a step · C channels of the convolution · G heads with a key · H heads with a value
+        K size of a key · V size of a value · I outputs of the first product
+Owns: what comes before and after the recurrence.  Does not know: the recurrence's form, slots.
+"""
+
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from engine.checkpoints.shape import GatedDeltaShape
+from engine.layers.comm import Comm
+from engine.layers.convolution import CausalConvolution
+from engine.layers.kernels import LayerKernels
+from engine.layers.linear import ColumnLinear, RowLinear
+from engine.layers.recurrence import Terms, advance
+from engine.layers.recurrent import RecurrentPart
+from engine.layers.states import StatesOfStep
+from engine.layers.weights import WeightSlice, joined, parameter, whole
+
+UNIT_EPS = 1e-6  # added to the squared length of queries and keys
+
+
+class GatedDelta(RecurrentPart):
+    """The gated delta rule over convolved queries, keys and values, then a norm, and a gate.
+
+    inner: queries, keys and values, the gate z, and the numbers b and a of each head, in this order."""
+
+    def __init__(
+        self, shape: GatedDeltaShape, hidden_size: int, comm: Comm, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        self.shape = shape
+        heads, values = shape.num_heads, shape.num_heads * shape.value_size
+        parts = [("in_proj_qkv", shape.channels), ("in_proj_z", values), ("in_proj_b", heads), ("in_proj_a", heads)]
+        self.inner = ColumnLinear(hidden_size, parts, False, None, device, dtype)
+        self.convolution = CausalConvolution(shape.channels, shape.taps, False, device, dtype)
+        self.decay_H = parameter(heads, device=device, dtype=torch.float32)
+        self.bias_H = parameter(heads, device=device, dtype=torch.float32)
+        self.norm_V = parameter(shape.value_size, device=device, dtype=torch.float32)
+        self.outer = RowLinear(values, hidden_size, False, comm, device, dtype)
+        self._splits = [length for _, length in parts]
+
+    def mix(self, inner_TI: Tensor, states: tuple[Tensor, ...], step: StatesOfStep) -> Tensor:
+        """Return the gated and normed result of the recurrence (``RecurrentPart``)."""
+        shape, (windows_SKC, matrices_SHKV) = self.shape, states
+        qkv_TC, z_TV, b_TH, a_TH = inner_TI.split(self._splits, -1)
+        qkv_TC = F.silu(self.convolution(qkv_TC, windows_SKC, step))
+        keys = shape.num_keys * shape.key_size
+        q_TGK, k_TGK = qkv_TC[:, : 2 * keys].unflatten(1, (2, shape.num_keys, -1)).unbind(1)
+        shared = shape.num_heads // shape.num_keys
+        terms = Terms(
+            q_THK=(_unit(q_TGK) * shape.key_size**-0.5).repeat_interleave(shared, 1),
+            k_THK=_unit(k_TGK).repeat_interleave(shared, 1),
+            v_THV=qkv_TC[:, 2 * keys :].unflatten(1, (shape.num_heads, -1)),
+            g_TH=self.decay_H * F.softplus(a_TH.float() + self.bias_H),
+            b_TH=b_TH.float().sigmoid(),
+        )
+        o_THV = advance(terms, matrices_SHKV, step)
+        o_THV = F.rms_norm(o_THV, (shape.value_size,), self.norm_V, shape.eps)
+        gated_THV = o_THV * F.silu(z_TV.float()).view_as(o_THV)
+        return gated_THV.flatten(1).to(inner_TI.dtype)
+
+    def pack(self, kernels: LayerKernels | None) -> None:
+        """Prepare for the device; called once, after loading: the decay is stored as the logarithm of its rate."""
+        self.convolution.pack()
+        self.decay_H.exp_().neg_()
+
+    def slices(self, prefix: str) -> Iterator[WeightSlice]:
+        """Yield the slices of the checkpoint that this part reads."""
+        name = joined(prefix, self.shape.name)
+        inner = self.inner.slices(name)
+        yield from self._grouped(name) if self.shape.grouped else inner
+        yield from self.convolution.slices(f"{name}.conv1d")
+        yield whole(f"{name}.A_log", self.decay_H)
+        yield whole(f"{name}.dt_bias", self.bias_H)
+        yield whole(f"{name}.norm.weight", self.norm_V)
+        yield from self.outer.slices(f"{name}.out_proj")
+
+    def _grouped(self, name: str) -> Iterator[WeightSlice]:
+        """Yield the slices of a checkpoint that has, for each head with a key, its rows one after the other."""
+        shape, shared = self.shape, self.shape.num_heads // self.shape.num_keys
+        values = shared * shape.value_size
+        qkv, z, b, a = self.inner.weight.split(self._splits)
+        keys = shape.num_keys * shape.key_size
+        q, k, v = qkv.tensor_split((keys, 2 * keys))
+        tensors = {
+            "in_proj_qkvz": [(q, shape.key_size), (k, shape.key_size), (v, values), (z, values)],
+            "in_proj_ba": [(b, shared), (a, shared)],
+        }
+        for tensor, sides in tensors.items():
+            rows, start = sum(len(side) for side, _ in sides), 0
+            for head in range(shape.num_keys):
+                for side, size in sides:
+                    target = side[head * size : (head + 1) * size]
+                    yield WeightSlice(f"{name}.{tensor}.weight", (rows, side.shape[1]), 0, start, size, target)
+                    start += size
+
+
+def _unit(x_TGK: Tensor) -> Tensor:
+    """Return vectors of length 1."""
+    return x_TGK * torch.rsqrt(x_TGK.square().sum(-1, keepdim=True) + UNIT_EPS)

@@ -1,0 +1,99 @@
+"""Mamba 2 (Dao and Gu 2024): a recurrent part in place of attention, or beside it.
+
+Legend: T new tokens of a step · C channels of the convolution · G groups · H heads · I values of all heads
+        K size of a key · V size of a value · O outputs of the first product
+Owns: what comes before and after the recurrence.  Does not know: the recurrence's form, slots.
+"""
+
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from engine.checkpoints.shape import Mamba2Shape
+from engine.layers.comm import Comm
+from engine.layers.convolution import CausalConvolution
+from engine.layers.kernels import LayerKernels
+from engine.layers.linear import ColumnLinear, RowLinear
+from engine.layers.recurrence import Terms, advance
+from engine.layers.recurrent import RecurrentPart
+from engine.layers.states import StatesOfStep
+from engine.layers.weights import WeightSlice, joined, parameter, whole
+
+
+class Mamba2(RecurrentPart):
+    """Linear attention with decay over convolved values, keys and queries, then a gate, and a norm.
+
+    A token's decay and the factor of its value follow from its step size.
+    inner: the gate, values, keys, queries, and step sizes, in this order."""
+
+    def __init__(
+        self, shape: Mamba2Shape, hidden_size: int, comm: Comm, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        self.shape = shape
+        keys, heads = shape.num_groups * shape.state_size, shape.num_heads
+        sizes = (shape.inner_size, shape.inner_size, keys, keys, heads)
+        self.inner = ColumnLinear(hidden_size, [("in_proj", sum(sizes))], shape.bias, None, device, dtype)
+        self.convolution = CausalConvolution(shape.channels, shape.taps, shape.conv_bias, device, dtype)
+        self.decay_H, self.bias_H, self.skip_H = (
+            parameter(heads, device=device, dtype=torch.float32) for _ in range(3)
+        )
+        self.norm_I = parameter(shape.inner_size, device=device, dtype=torch.float32) if shape.normed else None
+        self.outer = RowLinear(shape.inner_size, hidden_size, shape.output_bias, comm, device, dtype)
+        self._scales_O: Tensor | None = None
+        if shape.scales:
+            scales = [scale for scale, size in zip(shape.scales, sizes, strict=True) for _ in range(size)]
+            self._scales_O = torch.tensor(scales, dtype=dtype, device=device)
+        self._splits = (shape.inner_size, shape.channels, heads)
+        self._channels = (shape.inner_size, keys, keys)
+
+    def mix(self, inner_TO: Tensor, states: tuple[Tensor, ...], step: StatesOfStep) -> Tensor:
+        """Return the gated and normed result of the recurrence (``RecurrentPart``)."""
+        shape, (windows_SKC, matrices_SHKV) = self.shape, states
+        if self._scales_O is not None:
+            inner_TO = inner_TO * self._scales_O
+        z_TI, channels_TC, step_TH = inner_TO.split(self._splits, -1)
+        channels_TC = F.silu(self.convolution(channels_TC, windows_SKC, step))
+        x_TI, k_TGK, q_TGK = channels_TC.split(self._channels, -1)
+        x_THV = x_TI.unflatten(1, (shape.num_heads, -1))
+        step_TH = F.softplus(step_TH.float() + self.bias_H).clamp_(min=shape.least_step)
+        shared = shape.num_heads // shape.num_groups
+        terms = Terms(
+            q_THK=q_TGK.unflatten(1, (shape.num_groups, -1)).repeat_interleave(shared, 1),
+            k_THK=k_TGK.unflatten(1, (shape.num_groups, -1)).repeat_interleave(shared, 1),
+            v_THV=x_THV * step_TH[..., None],
+            g_TH=self.decay_H * step_TH,
+        )
+        o_THV = advance(terms, matrices_SHKV, step) + x_THV * self.skip_H[:, None]
+        o_TI = self._gated(o_THV.flatten(1), z_TI.float())
+        return (o_TI if shape.output_scale == 1.0 else o_TI * shape.output_scale).to(inner_TO.dtype)
+
+    def _gated(self, o_TI: Tensor, z_TI: Tensor) -> Tensor:
+        """Return the result behind gate and norm."""
+        if self.norm_I is None:
+            return o_TI * F.silu(z_TI)
+        if self.shape.gated_first:
+            return self._normed(o_TI * F.silu(z_TI), self.norm_I)
+        return self._normed(o_TI, self.norm_I) * F.silu(z_TI)
+
+    def _normed(self, o_TI: Tensor, weight_I: Tensor) -> Tensor:
+        o_TGI = o_TI.unflatten(1, (self.shape.num_groups, -1))
+        return F.rms_norm(o_TGI, o_TGI.shape[-1:], None, self.shape.eps).flatten(1) * weight_I
+
+    def pack(self, kernels: LayerKernels | None) -> None:
+        """Prepare for the device; called once, after loading: the decay is stored as the logarithm of its rate."""
+        self.convolution.pack()
+        self.decay_H.exp_().neg_()
+
+    def slices(self, prefix: str) -> Iterator[WeightSlice]:
+        """Yield the slices of the checkpoint that this part reads."""
+        name = joined(prefix, self.shape.name)
+        yield from self.inner.slices(name)
+        yield from self.convolution.slices(f"{name}.conv1d")
+        yield whole(f"{name}.A_log", self.decay_H)
+        yield whole(f"{name}.dt_bias", self.bias_H)
+        yield whole(f"{name}.D", self.skip_H)
+        if self.norm_I is not None:
+            yield whole(f"{name}.norm.weight", self.norm_I)
+        yield from self.outer.slices(f"{name}.out_proj")

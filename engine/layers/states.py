@@ -1,0 +1,142 @@
+"""The states of recurrent layers: one allocation per rank that holds what each row has of its tokens so far.
+
+Legend: S slots · B rows of a step · T its new tokens · N numbers of one slot · K taps of a convolution
+Owns: the memory and its layout, which slots and tokens of a step belong together.
+Does not know: what a layer keeps there, which sequence a row is, when a slot is copied.
+
+A slot has the states of all recurrent layers, one after another, in float32: to copy, move or drop the states of a
+sequence is one operation on one piece of memory.  Each state begins at a multiple of 64 bytes, as a library may order
+a sum by the address of its numbers.  The first slots are the running states of the rank's rows.
+"""
+
+from collections.abc import Iterator, Sequence
+from math import prod
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from engine.checkpoints.shape import padded
+from engine.layers.upload import upload
+
+Sizes = tuple[int, ...]
+Int32 = npt.NDArray[np.int32]
+Int64 = npt.NDArray[np.int64]
+
+
+class RecurrentStates:
+    """Slots with the states of all recurrent layers.
+
+    data: float32 [S, N].  layers: per recurrent layer its states, views [S, ...] of ``data``."""
+
+    def __init__(self, layers: Sequence[Sequence[Sizes]], num_slots: int, device: torch.device) -> None:
+        """Allocate the slots.  layers: per recurrent layer the sizes of its states."""
+        numbers = [[padded(sizes) for sizes in one] for one in layers]
+        self.data = torch.zeros(num_slots, sum(map(sum, numbers)), dtype=torch.float32, device=device)
+        self.layers: list[tuple[Tensor, ...]] = []
+        start = 0
+        for states, lengths in zip(layers, numbers, strict=True):
+            parts = self.data[:, start : start + sum(lengths)].split(lengths, dim=1)
+            pairs = zip(parts, states, strict=True)
+            self.layers.append(tuple(part[:, : prod(sizes)].unflatten(1, sizes) for part, sizes in pairs))
+            start += sum(lengths)
+
+    @property
+    def num_slots(self) -> int:
+        """Number of slots."""
+        return len(self.data)
+
+
+class StatesOfStep:
+    """The states as the rows of one step read and write them.
+
+    layers: per recurrent layer its states, as in ``RecurrentStates``.
+    query_lengths: new tokens of each row, on the host.  query_starts: index in T of the first of them.
+    only_decodes: whether each row has one token.
+    singles: otherwise the rows with one token, and these tokens; None without.
+    segments: the other rows, each with its tokens."""
+
+    def __init__(self, states: RecurrentStates, slots_B: Int64, lengths_B: Int32, query_lengths_B: Int32) -> None:
+        """Take a step's rows.  slots_B: slot of each.  lengths_B: context length, new tokens included.
+
+        A row begins in this step if it has no context but new tokens: the content of its slot counts as zeros."""
+        self._states, self._slots, self._lengths = states, slots_B, lengths_B
+        self.layers = states.layers
+        self.query_lengths = query_lengths_B
+        self.query_starts = np.cumsum(query_lengths_B) - query_lengths_B
+        self.only_decodes = bool((query_lengths_B == 1).all())
+        self._device = states.data.device
+        fresh_B = lengths_B == query_lengths_B
+        self._fresh_B = torch.from_numpy(fresh_B).to(self._device) if fresh_B.any() else None
+        (self._slots_B,) = upload((slots_B,), self._device)
+        self.singles: tuple[Tensor, Tensor] | None = None
+        self.segments: list[tuple[int, slice]] = []
+        if not self.only_decodes:
+            self._divide()
+        self._taps: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def _divide(self) -> None:
+        """Divide the rows into those with one token and the others."""
+        (rows,) = (self.query_lengths == 1).nonzero()
+        if len(rows):
+            at_rows, at_tokens = upload((rows, self.query_starts[rows]), self._device)
+            self.singles = at_rows, at_tokens
+        for row, (start, count) in enumerate(zip(self.query_starts, self.query_lengths, strict=True)):
+            if count > 1:
+                self.segments.append((row, slice(int(start), int(start + count))))
+
+    def rows(self) -> Iterator[tuple[int, bool, slice]]:
+        """Yield the slot of each row, whether the row begins in this step, and its tokens."""
+        begins = self._lengths == self.query_lengths
+        for slot, fresh, start, count in zip(self._slots, begins, self.query_starts, self.query_lengths, strict=True):
+            yield int(slot), bool(fresh), slice(int(start), int(start + count))
+
+    def one_by_one(self) -> "Iterator[tuple[slice, StatesOfStep]]":
+        """Yield each token with a step of this token alone, in their order."""
+        if len(self.query_lengths) == self.query_lengths.sum() == 1:
+            yield slice(0, 1), self
+            return
+        one = np.ones(1, dtype=np.int32)
+        for row, (start, count) in enumerate(zip(self.query_starts, self.query_lengths, strict=True)):
+            slot, before = self._slots[row : row + 1], self._lengths[row] - count
+            for offset in range(count):
+                alone = StatesOfStep(self._states, slot, one + before + offset, one)
+                yield slice(int(start) + offset, int(start) + offset + 1), alone
+
+    def read(self, states_S: Tensor) -> Tensor:
+        """Return the state of each row before the step, a copy, [B, ...]."""
+        states_B = states_S.index_select(0, self._slots_B)
+        if self._fresh_B is not None:
+            states_B.masked_fill_(self._fresh_B.view(-1, *[1] * (states_B.dim() - 1)), 0.0)
+        return states_B
+
+    def write(self, states_S: Tensor, states_B: Tensor) -> None:
+        """Replace the state of each row."""
+        states_S.index_copy_(0, self._slots_B, states_B)
+
+    def taps(self, num_taps: int) -> tuple[Tensor, Tensor]:
+        """Return the places of what a causal convolution reads, in a table of the K - 1 last inputs of each row before
+        the step, [B * (K - 1)], and after them the step's tokens, [T].
+
+        Return at_KT, the inputs of each token, the oldest first; and kept_B, [B * (K - 1)], the last of each row."""
+        if num_taps not in self._taps:
+            self._taps[num_taps] = self._new_taps(num_taps - 1)
+        return self._taps[num_taps]
+
+    def _new_taps(self, num_before: int) -> tuple[Tensor, Tensor]:
+        num_rows = len(self.query_lengths)
+        row_T = np.repeat(np.arange(num_rows), self.query_lengths)
+        offset_T = np.arange(len(row_T)) - self.query_starts[row_T]
+
+        def places(row: Int64, offset: Int64) -> Int64:
+            """Return the places of inputs by their distance from a row's first new token."""
+            new = num_rows * num_before + self.query_starts[row] + offset
+            return np.where(offset >= 0, new, (row + 1) * num_before + offset)
+
+        back_K1 = np.arange(-num_before, 1)[:, None]
+        last_B1 = self.query_lengths[:, None] + np.arange(-num_before, 0)
+        at_KT = places(row_T, offset_T + back_K1)
+        kept_B = places(np.arange(num_rows)[:, None], last_B1)
+        at, kept = upload((at_KT.ravel(), kept_B.ravel()), self._device)
+        return at.view(at_KT.shape), kept

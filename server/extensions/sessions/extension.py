@@ -1,0 +1,24 @@
+"""Sessions as a part of the server."""
+
+from engine.features.sessions.planner import NAME, session_part
+from engine.types.prompt import RequestPart
+from server.extensions.sessions.route import SessionsRoute
+from server.run.extension import Extension, ServerParts
+
+
+class SessionsExtension(Extension):
+    """GET /sessions, and the sessions that requests name."""
+
+    handlers = (SessionsRoute,)
+
+    def join(self, parts: ServerParts) -> None:
+        parts.routes.add(SessionsRoute(parts.clients))
+        parts.translator.session_parts = session_parts
+
+
+def session_parts(name: str, ttl_s: float) -> dict[str, RequestPart]:
+    """Returns the parts of a request that belongs to a session."""
+    return {NAME: session_part(name, ttl_s)}
+
+
+EXTENSION = SessionsExtension()

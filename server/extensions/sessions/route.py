@@ -1,0 +1,71 @@
+"""GET /sessions: the sessions of a client, and what each found in the cache.
+
+Owns: which requests make a session.  Does not know: leases, which are the engine's.
+The sum is over the requests that are remembered (``MOST_ENDED`` of all clients), and those that run.
+"""
+
+import time
+from collections.abc import Callable, Iterable
+
+import msgspec
+from aiohttp import web
+
+from server.clients import ClientRequest, Clients
+from server.http.exchange import EXCHANGE
+from server.http.operation import operation
+from server.http.replies import json_reply
+
+
+class SessionBody(msgspec.Struct, kw_only=True):
+    """One session.  client, name: whose it is.  num_open: requests that run.  idle_s: since the last one has ended.
+
+    prompt_tokens: of its requests that have ended.  cached_tokens: those of them that were found in the cache."""
+
+    client: str
+    name: str
+    num_requests: int = 0
+    num_open: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    idle_s: float = 0.0
+
+
+class SessionsBody(msgspec.Struct, frozen=True):
+    """The sessions, the last used first.  An operator sees all, a client its own."""
+
+    sessions: list[SessionBody]
+
+
+class SessionsRoute:
+    """Handles the route.  clock: monotonic seconds."""
+
+    def __init__(self, clients: Clients, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clients = clients
+        self._clock = clock
+
+    @operation("GET", "/sessions", "client", "What sessions found in the cache.", answer=SessionsBody)
+    async def get(self, request: web.Request) -> web.Response:
+        """Return the sessions that the client may see."""
+        response = json_reply(SessionsBody(summed(self._clients.known_to(request[EXCHANGE].key), self._clock())))
+        response.headers["Cache-Control"] = "no-store"
+        return response
+
+
+def summed(requests: Iterable[ClientRequest], now: float) -> list[SessionBody]:
+    """Returns the sessions of requests, which are in the order of their arrival; the last used first."""
+    found: dict[tuple[str, str], SessionBody] = {}
+    for one in requests:
+        exchange = one.exchange
+        if not exchange.session:
+            continue
+        key = exchange.client, exchange.session
+        session = found[key] = found.pop(key) if key in found else SessionBody(client=key[0], name=key[1])
+        if exchange.ended_at is None:
+            session.num_open += 1
+            session.idle_s = 0.0
+            continue
+        session.num_requests += 1
+        session.prompt_tokens += 0 if exchange.usage is None else exchange.usage[0]
+        session.cached_tokens += exchange.cached_tokens
+        session.idle_s = 0.0 if session.num_open else round(now - exchange.ended_at, 3)
+    return [*reversed(found.values())]

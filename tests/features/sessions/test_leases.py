@@ -1,0 +1,88 @@
+"""The length of a lease, and the pages that a client's leases may hold."""
+
+import pytest
+
+from engine.features.sessions import leases
+from engine.features.sessions.leases import Leases, SessionKey
+from engine.plugins.eviction.lease import LeaseOptions
+
+A, B = SessionKey("one", "a"), SessionKey("two", "a")
+OPTIONS = LeaseOptions(max_lease_s=100.0, leased_share=0.5)
+
+
+def turn(ledger: Leases, key: SessionKey, at: float, num_pages: int = 10, ttl_s: float = 0.0) -> float:
+    """The lease behind a request that comes and ends at once."""
+    ledger.begin(key, at)
+    ledger.end(key, at)
+    return ledger.grant(key, num_pages, ttl_s, at)
+
+
+def test_a_lease_is_as_long_as_pauses_take() -> None:
+    ledger = Leases(1000, OPTIONS)
+    assert turn(ledger, A, 0.0) == 60.0, "nothing is known yet"
+    for number in range(15):
+        assert turn(ledger, A, 2.0 * (number + 1)) == 60.0
+    assert turn(ledger, A, 35.0) == 5.0, "15 pauses of 2 seconds and one of 5"
+    assert turn(ledger, B, 35.0) == 5.0, "a new client is like the others"
+    for number in range(17):
+        turn(ledger, B, 35.0 + 50 * (number + 1))
+    assert turn(ledger, B, 885.0) == 50.0
+    assert turn(ledger, SessionKey("one", "b"), 885.0) == 5.0, "clients differ"
+
+
+def test_pauses_of_old_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(leases, "MOST_CLIENTS", 2)
+    ledger = Leases(1000, OPTIONS)
+    for number in range(3):
+        for at in range(20):
+            turn(ledger, SessionKey(str(number), "s"), float(1000 * number + 3 * at + at % 2 * number))
+    assert turn(ledger, SessionKey("0", "t"), 5000.0) == 5.0, (
+        "its pauses of 3 seconds are forgotten: those of all count"
+    )
+    assert turn(ledger, SessionKey("1", "t"), 5000.0) == 4.0
+
+
+def test_a_time_that_is_asked_for_is_taken_up_to_the_limit() -> None:
+    ledger = Leases(1000, OPTIONS)
+    assert turn(ledger, A, 0.0, ttl_s=60.0) == 60.0
+    assert turn(ledger, A, 0.0, ttl_s=3600.0) == 100.0
+
+
+def test_clients_divide_the_budget_and_one_cannot_take_anothers() -> None:
+    ledger = Leases(100, OPTIONS)
+    assert turn(ledger, A, 0.0, num_pages=40)
+    assert turn(ledger, SessionKey("one", "b"), 0.0, num_pages=20) == 0.0, "50 pages are for leases"
+    assert ledger.num_held == 40
+    assert turn(ledger, B, 1.0, num_pages=25)
+    assert turn(ledger, SessionKey("two", "b"), 1.0, num_pages=5) == 0.0, "two clients have 25 each"
+    assert turn(ledger, SessionKey("one", "c"), 200.0, num_pages=50), "leases have ended"
+    assert ledger.num_held == 50
+
+
+def test_a_lease_ends_with_the_next_request_and_one_that_is_renewed_does_not_end_with_the_old_one() -> None:
+    ledger = Leases(1000, OPTIONS)
+    turn(ledger, A, 0.0)
+    ledger.begin(A, 1.0)
+    assert ledger.num_held == 0
+    ledger.end(A, 20.0)
+    ledger.grant(A, 7, 90.0, 20.0)
+    turn(ledger, B, 70.0)
+    assert ledger.num_held == 17, "the first lease would have ended at 60"
+
+
+def test_requests_at_once_are_no_pause() -> None:
+    ledger = Leases(1000, OPTIONS)
+    for number in range(8):
+        ledger.begin(A, float(number))
+    for number in range(8):
+        ledger.end(A, 10.0 + number)
+    assert ledger.grant(A, 1, 0.0, 18.0) == 60.0
+
+
+def test_sessions_that_never_come_back_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(leases, "MOST_SESSIONS", 4)
+    ledger = Leases(1000, OPTIONS)
+    for number in range(10):
+        turn(ledger, SessionKey("one", str(number)), 0.0)
+    assert ledger.num_held == 40, "of the four that are kept"
+    assert ledger.grant(SessionKey("one", "0"), 10, 0.0, 0.0) == 0.0

@@ -1,0 +1,179 @@
+"""The whole engine with a model that has states: whatever is cached and however it is computed, no token changes."""
+
+import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from callboard import LLM, Completion, SamplingParams
+from engine.features.states import planner, rank, slots
+from engine.features.states.policy import EndsAndBranches
+from engine.features.states.rank import StatesRank
+from engine.messages import Step
+from engine.scheduling.completions import Completions
+from engine.scheduling.rows import Sequence
+from tests.models.checkpoints import build, random_tokens, save
+
+OUTPUT = 12
+GREEDY = SamplingParams(temperature=0.0, max_tokens=OUTPUT, ignore_eos=True)
+STEM = random_tokens(37, seed=9)
+PROMPTS = [STEM + random_tokens(length, seed) for seed, length in enumerate((3, 20, 11, 30))]
+NOTHING_KEPT = EndsAndBranches(keeps_prompts=False, keeps_turns=False, keeps_branches=False)
+
+
+@pytest.fixture(scope="module", params=["lfm2", pytest.param("qwen3-5", marks=pytest.mark.slow)])
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(build(request.param), tmp_path_factory.mktemp(request.param))
+
+
+def engine(checkpoint: Path, **sections: dict[str, Any]) -> LLM:
+    sections["kv"] = {"page_size": 4, "num_pages": 400, **sections.get("kv", {})}
+    sections["model"] = {"dtype": "float32", "tokenizer": "none", **sections.get("model", {})}
+    return LLM(checkpoint, progress=False, config=sections)
+
+
+@contextmanager
+def without_snapshots(checkpoint: Path, **sections: dict[str, Any]) -> Iterator[LLM]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(planner, "POLICY", NOTHING_KEPT)
+        with engine(checkpoint, **sections) as llm:
+            yield llm
+
+
+def tokens(completions: list[Completion]) -> list[list[int]]:
+    return [list(one.token_ids) for one in completions]
+
+
+def cached(completions: list[Completion]) -> list[int]:
+    return [one.usage.cached_tokens for one in completions]
+
+
+def turns(llm: LLM, params: SamplingParams = GREEDY) -> Iterator[list[Completion]]:
+    """Two turns of each conversation, one after the other, and the second one twice."""
+    histories = [list(prompt) for prompt in PROMPTS]
+    for turn in range(2):
+        said = [llm.generate([history], params)[0] for history in histories]
+        yield said
+        if turn == 0:
+            for number, one in enumerate(said):
+                histories[number] += [*one.token_ids, *random_tokens(7, seed=50 + number)]
+    yield llm.generate(histories, params)
+
+
+@pytest.fixture(scope="module")
+def alone(checkpoint: Path) -> list[list[list[int]]]:
+    """The tokens without any cached prefix."""
+    with without_snapshots(checkpoint) as llm:
+        found = [*turns(llm)]
+    assert [cached(one) for one in found] == [[0] * len(PROMPTS)] * 3
+    return [tokens(one) for one in found]
+
+
+def test_cached_prefixes_give_the_same_tokens(checkpoint: Path, alone: list[list[list[int]]]) -> None:
+    with engine(checkpoint) as llm:
+        found = [*turns(llm)]
+    assert [tokens(one) for one in found] == alone
+    first, second, again = map(cached, found)
+    assert first == [0, 36, 36, 36]
+    lengths = [len(prompt) + OUTPUT - 1 for prompt in PROMPTS]
+    assert second == [length // 4 * 4 for length in lengths]
+    assert again == [(len(prompt) + OUTPUT + 7 - 1) // 4 * 4 for prompt in PROMPTS]
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 64])
+def test_so_do_chunks_of_any_size(checkpoint: Path, alone: list[list[list[int]]], chunk: int) -> None:
+    limits = {"prefill_chunk": chunk, "max_step_tokens": max(chunk, 8), "max_running": 4}
+    with engine(checkpoint, scheduler=limits) as llm:
+        assert [tokens(one) for one in turns(llm)] == alone
+
+
+def test_so_do_evicted_ones(checkpoint: Path, alone: list[list[list[int]]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pool for about two conversations, and four slots."""
+    monkeypatch.setattr(slots, "PAGES_PER_SLOT", 25)
+    monkeypatch.setattr(rank, "PAGES_PER_SLOT", 25)
+    with engine(checkpoint, kv={"num_pages": 50}, scheduler={"max_running": 2}) as llm:
+        found = [*turns(llm)]
+    assert [tokens(one) for one in found] == alone
+    assert sum(map(sum, map(cached, found))) > 0
+
+
+def test_so_do_rows_that_are_retracted(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    retract, retracted = Completions.retract, []
+
+    def watched(self: Completions, sequence: Sequence) -> None:
+        retracted.append(sequence)
+        retract(self, sequence)
+
+    monkeypatch.setattr(Completions, "retract", watched)
+    params = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
+    prompts = [random_tokens(9, seed) for seed in range(4)]
+    with without_snapshots(checkpoint) as llm:
+        expected = tokens([llm.generate([prompt], params)[0] for prompt in prompts])
+    with engine(checkpoint, kv={"num_pages": 30}, scheduler={"max_running": 4}) as llm:
+        llm.generate([random_tokens(3, 0)] * 8, SamplingParams(max_tokens=1))  # outputs are short, the planner learns
+        found = llm.generate(prompts, params)
+    assert tokens(found) == expected
+    assert retracted
+
+
+def test_copies_of_a_prompt_part_after_it(checkpoint: Path) -> None:
+    """The choices of a request are such copies."""
+    drawn = [SamplingParams(temperature=1.0, max_tokens=OUTPUT, ignore_eos=True, seed=seed) for seed in (5, 6)]
+    with without_snapshots(checkpoint) as llm:
+        expected = tokens([llm.generate([PROMPTS[1]], one)[0] for one in drawn])
+    assert expected[0] != expected[1]
+    with engine(checkpoint) as llm:
+        for number in range(2):
+            found = llm.generate([PROMPTS[1]] * 2, drawn)
+            assert tokens(found) == expected
+            assert min(cached(found)) == (56 if number else 0)
+            assert max(cached(found)) == 56
+
+
+@contextmanager
+def twice_lost() -> Iterator[None]:
+    """Executors are lost in the 40th step and in the 90th."""
+    apply, steps = StatesRank.apply, []
+
+    def failing(self: StatesRank, step: Step) -> Step:
+        steps.append(step)
+        if len(steps) in (40, 90):
+            raise RuntimeError("lost")
+        return apply(self, step)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(StatesRank, "apply", failing)
+        yield
+    assert len(steps) > 90
+
+
+def test_so_do_executors_that_come_back(checkpoint: Path, alone: list[list[list[int]]]) -> None:
+    with twice_lost(), engine(checkpoint) as llm:
+        assert [tokens(one) for one in turns(llm)] == alone
+
+
+def test_with_invariant_numerics_all_ways_have_the_same_bits(checkpoint: Path) -> None:
+    """Drawn tokens and their log probabilities: whatever is cached, cut, evicted, or lost."""
+    drawn = SamplingParams(temperature=1.0, max_tokens=OUTPUT, ignore_eos=True, seed=3, logprobs=0)
+    model = {"numerics": "invariant"}
+
+    def digest(llm: LLM) -> str:
+        found = [
+            (one.token_ids, [entry.sampled.logprob for entry in one.logprobs])
+            for turn in turns(llm, drawn)
+            for one in turn
+        ]
+        return hashlib.sha256(repr(found).encode()).hexdigest()
+
+    with without_snapshots(checkpoint, model=model) as llm:
+        digests = [digest(llm)]
+    for chunk, num_pages in ((1, 400), (7, 400), (64, 400), (64, 60)):
+        limits = {"prefill_chunk": chunk, "max_step_tokens": max(chunk, 8), "max_running": 4}
+        with engine(checkpoint, scheduler=limits, model=model, kv={"num_pages": num_pages}) as llm:
+            digests.append(digest(llm))
+    with twice_lost(), engine(checkpoint, model=model) as llm:
+        digests.append(digest(llm))
+    assert len({*digests}) == 1, digests

@@ -1,0 +1,62 @@
+"""Copies between a rank's rows and its snapshots, and the memory of these."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+
+from engine.config import Config, build_config
+from engine.execution.needs import Needs
+from engine.features.states.messages import StateCopies
+from engine.features.states.rank import StatesRank
+from engine.features.states.slots import PAGES_PER_SLOT
+from engine.layers.states import RecurrentStates
+from engine.messages import Step
+
+ROWS = 3
+
+
+def new_rank() -> tuple[StatesRank, RecurrentStates]:
+    states = RecurrentStates([[(2, 3), (4,)], [(5,)]], ROWS, torch.device("cpu"))
+    states.data.copy_(torch.arange(states.data.numel()).view_as(states.data))
+    config = build_config(Config(), {"scheduler": {"max_running": ROWS}})
+    context: Any = SimpleNamespace(config=config, comm=SimpleNamespace(rank=0))
+    return StatesRank(context, states), states
+
+
+def step(before: list[tuple[int, int]], after: list[tuple[int, int]]) -> Step:
+    columns = [np.array(one, dtype=np.int32).reshape(-1, 2).T.tobytes() for one in (before, after)]
+    return Step(step_id=0, parts=StateCopies(before=columns[0], after=columns[1]).part())
+
+
+def test_a_state_goes_to_a_snapshot_behind_a_step_and_comes_back_before_one() -> None:
+    rank, states = new_rank()
+    rank.prepare(2 * PAGES_PER_SLOT)
+    first, second = states.data[0].clone(), states.data[1].clone()
+    take: Any = step([], [(0, ROWS), (1, ROWS + 4)])
+    assert rank.apply(take) is take
+    rank.launched(take, None)  # type: ignore[arg-type]
+    states.data.zero_()
+    rank.apply(step([(ROWS, 2), (ROWS + 4, 0), (ROWS, 1)], []))
+    assert torch.equal(states.data, torch.stack((second, first, first)))
+
+
+def test_a_step_without_copies_changes_nothing() -> None:
+    rank, states = new_rank()
+    before = states.data.clone()
+    plain = Step(step_id=0)
+    rank.apply(plain)
+    rank.launched(plain, None)  # type: ignore[arg-type]
+    assert torch.equal(states.data, before)
+
+
+def test_the_pool_leaves_room_for_snapshots() -> None:
+    rank, states = new_rank()
+    row = states.data[0].nbytes
+    assert rank.page_bytes == -(-row // PAGES_PER_SLOT)
+    assert rank.needs(Needs()).total == ROWS * row
+    rank.prepare(2 * PAGES_PER_SLOT)
+    assert rank._snapshots.nbytes == (ROWS + 2) * row
+    rank.prepare(0)
+    assert rank._snapshots.nbytes == 0

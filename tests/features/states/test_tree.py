@@ -1,0 +1,159 @@
+"""A tree whose prefixes need a state: how far a match goes, what a snapshot does to nodes, and which snapshot goes."""
+
+import numpy as np
+
+from engine.features.states.slots import SnapshotSlots
+from engine.features.states.tree import StateTree
+from engine.kv.node import SHARED, Handle
+from tests.kv.cache_model import strategy
+
+PAGE = 4
+
+
+def ids(count: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 1 << 17, count).astype(np.int32)
+
+
+class Cache:
+    """A tree with ``num_slots`` slots, and requests that compute all of their tokens."""
+
+    def __init__(self, num_slots: int = 4) -> None:
+        self.slots = SnapshotSlots(100, num_slots)
+        self.tree = StateTree(PAGE, strategy(), slots=self.slots)
+        self.num_pages = 0
+
+    def start(self, tokens: np.ndarray, num_tokens: int | None = None) -> Handle:
+        """Publish the first tokens of a request, and keep its lock."""
+        self.tree.now += 1
+        key = self.tree.key(tokens[:num_tokens])
+        handle = self.tree.lock(self.tree.match(key))
+        pages = np.arange(self.num_pages, self.num_pages + len(key) // self.tree.page_bytes, dtype=np.int32)
+        self.num_pages += len(pages)
+        self.tree.publish(handle, key, pages)
+        return handle
+
+    def keep(self, handle: Handle, *pages: int) -> None:
+        """Take snapshots after so many pages."""
+        for count in pages:
+            slot = self.tree.take_slot()
+            assert slot is not None
+            self.tree.keep(handle, count, slot)
+            self.check()
+
+    def insert(self, tokens: np.ndarray, *pages: int) -> None:
+        """A request with snapshots after so many pages, which has ended."""
+        handle = self.start(tokens)
+        self.keep(handle, *pages)
+        self.tree.unlock(handle)
+
+    def found(self, tokens: np.ndarray) -> int:
+        """The cached pages of a prompt, by its match and its lock."""
+        self.check()
+        match = self.tree.match(self.tree.key(tokens))
+        handle = self.tree.lock(match)
+        assert handle.num_pages == match.num_pages == len(match.pages) == len(self.tree.pages(handle))
+        self.tree.unlock(handle)
+        return match.num_pages
+
+    def check(self) -> None:
+        self.tree.check()
+        self.slots.check(self.tree.slots_held())
+
+
+def test_a_match_goes_back_to_the_deepest_snapshot() -> None:
+    cache, prompt = Cache(), ids(40)
+    cache.insert(prompt, 3, 7)
+    other = prompt.copy()
+    other[5 * PAGE] += 1
+    assert cache.found(prompt) == 7
+    assert cache.found(other) == 3
+    assert cache.found(prompt[: 7 * PAGE]) == 7
+    assert cache.found(prompt[: 7 * PAGE - 1]) == 3
+    assert cache.found(prompt[: 3 * PAGE - 1]) == 0
+    assert cache.tree.num_pages_of(cache.tree.key(other), SHARED) == 5
+
+
+def test_pages_without_any_snapshot_are_not_found() -> None:
+    cache, prompt = Cache(), ids(40)
+    cache.insert(prompt)
+    assert cache.found(prompt) == 0
+    assert cache.tree.num_pages_of(cache.tree.key(prompt), SHARED) == 10
+
+
+def test_a_node_with_a_snapshot_grows_no_further() -> None:
+    cache, prompt = Cache(), ids(40)
+    handle = cache.start(prompt, 5 * PAGE)
+    cache.keep(handle, 5)
+    cache.tree.publish(handle, cache.tree.key(prompt), np.arange(100, 110, dtype=np.int32))
+    cache.tree.unlock(handle)
+    assert cache.found(prompt) == 5
+
+
+def test_a_snapshot_of_a_border_that_has_one_is_given_back() -> None:
+    cache, prompt = Cache(num_slots=3), ids(40)
+    cache.insert(prompt, 4)
+    cache.insert(prompt, 4, 4)
+    assert cache.slots.num_held == cache.tree.num_snapshots == 1
+
+
+def test_the_slot_that_was_used_longest_ago_is_taken_first() -> None:
+    cache, prompts = Cache(num_slots=3), [ids(20, seed) for seed in range(4)]
+    for prompt in prompts[:3]:
+        cache.insert(prompt, 2)
+    cache.tree.now = 50
+    cache.found(prompts[0])
+    cache.insert(prompts[3], 2)
+    assert [cache.found(prompt) for prompt in prompts] == [2, 0, 2, 2]
+
+
+def test_a_snapshot_that_several_requests_started_from_outlives_newer_ones() -> None:
+    cache, prompts = Cache(num_slots=3), [ids(20, seed) for seed in range(6)]
+    cache.insert(prompts[0], 2)
+    cache.found(prompts[0])
+    cache.found(prompts[0])
+    for prompt in prompts[1:]:
+        cache.insert(prompt, 2)
+    assert [cache.found(prompt) for prompt in prompts] == [2, 0, 0, 0, 2, 2]
+
+
+def test_shared_snapshots_have_at_most_half_of_the_slots_for_good() -> None:
+    cache, prompts = Cache(num_slots=3), [ids(20, seed) for seed in range(4)]
+    for prompt in prompts[:3]:
+        cache.insert(prompt, 2)
+    for prompt in (prompts[1], prompts[0], prompts[1], prompts[0]):
+        cache.tree.now += 1
+        cache.found(prompt)
+    cache.insert(prompts[3], 2)
+    assert [cache.found(prompt) for prompt in prompts] == [2, 0, 2, 2]
+
+
+def test_rows_that_hold_all_slots_leave_none() -> None:
+    cache = Cache(num_slots=2)
+    assert {cache.tree.take_slot(), cache.tree.take_slot()} == {100, 101}
+    assert cache.tree.take_slot() is None
+
+
+def test_a_snapshot_leaves_with_its_pages() -> None:
+    cache, prompt = Cache(), ids(40)
+    cache.insert(prompt, 3, 10)
+    cache.tree.evict(1)
+    assert cache.found(prompt) == 3
+    cache.tree.evict(6)
+    assert cache.found(prompt) == 3
+    cache.tree.evict(1)
+    assert cache.found(prompt) == 0
+    assert cache.slots.num_held == 0
+
+
+def test_a_tree_that_forgets_has_no_snapshots() -> None:
+    cache, prompt = Cache(), ids(40)
+    cache.insert(prompt, 3)
+    cache.tree.forget()
+    assert cache.found(prompt) == 0
+    assert cache.slots.num_held == 0
+
+
+def test_requests_of_another_namespace_find_nothing() -> None:
+    cache, prompt = Cache(), ids(40)
+    cache.insert(prompt, 3)
+    assert cache.tree.match(cache.tree.key(prompt), SHARED._replace(cache_salt="other")).num_pages == 0

@@ -1,0 +1,73 @@
+"""Sessions: the fields that name them, and GET /sessions."""
+
+from typing import Any
+
+import pytest
+
+from engine.features.sessions.planner import session_part
+from engine.types.prompt import RequestPart
+from tests.server.engine_server import EngineServer
+from tests.server.http_client import ask
+from tests.server.live_server import MODEL, LiveServer
+
+MESSAGES = [{"role": "user", "content": "hi"}]
+
+
+def named(live: LiveServer, path: str, **fields: Any) -> RequestPart | None:
+    given = {"input": "hi"} if path == "/v1/responses" else {"messages": MESSAGES}
+    if path == "/v1/messages":
+        given["max_tokens"] = 5  # type: ignore[assignment]
+    reply = ask(live.port, "POST", path, {"model": MODEL, **given, **fields})
+    assert reply.status == 200, reply.body
+    return live.call(lambda: live.ingress.asked[-1][2].parts.get("sessions"))
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses"])
+def test_a_request_names_its_session(live: LiveServer, path: str) -> None:
+    assert named(live, path) is None
+    assert named(live, path, prompt_cache_key="k") == session_part("k")
+    assert named(live, path, session_id="s", prompt_cache_key="k", prompt_cache_ttl_s=90) == session_part("s", 90.0)
+
+
+def test_anthropics_clients_name_it_as_user_and_ask_for_a_time_in_blocks(live: LiveServer) -> None:
+    path, user = "/v1/messages", {"metadata": {"user_id": "user_1_session_2"}}
+    block = {"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}}
+    hour = {**block, "cache_control": {"type": "ephemeral", "ttl": "1h"}}
+    assert named(live, path) is None
+    assert named(live, path, **user, system=[block]) == session_part("user_1_session_2")
+    assert named(live, path, **user, system=[block, hour]) == session_part("user_1_session_2", 3600.0)
+    said = {"role": "user", "content": [{**block, "cache_control": {"type": "ephemeral", "ttl": "5m"}}]}
+    assert named(live, path, **user, messages=[said]) == session_part("user_1_session_2", 300.0)
+
+
+def test_sessions_say_what_they_found() -> None:
+    plugins = {"eviction": "lease"}
+    with EngineServer(model={"name": "demo"}, plugins=plugins, kv={"num_pages": 256}) as served:
+        text = "def add(a, b):\n    return a + b\n" * 4
+        for name in ("s", "s", "t"):
+            body = {"model": "demo", "prompt": text, "max_tokens": 4, "session_id": name}
+            assert ask(served.port, "POST", "/v1/completions", body).status == 200
+        told = ask(served.port, "GET", "/sessions").json["sessions"]
+        assert [one["name"] for one in told] == ["t", "s"]
+        t, s = told
+        assert (s["num_requests"], s["num_open"], t["num_requests"]) == (2, 0, 1)
+        assert 0 < s["cached_tokens"] < s["prompt_tokens"]
+        assert (
+            ask(served.port, "POST", "/v1/completions", {"model": "demo", "prompt": "x", "max_tokens": 1}).status == 200
+        )
+        assert len(ask(served.port, "GET", "/sessions").json["sessions"]) == 2
+
+
+def test_a_client_sees_its_own_sessions_and_an_operator_all() -> None:
+    operator = "operator-of-sixteen-characters"
+    keys = {"one": "one-of-sixteen-characters", "two": "two-of-sixteen-characters"}
+    server = {"api_key": list(keys.values()), "operator_key": operator}
+    with EngineServer(model={"name": "demo"}, server=server) as served:
+        for name, key in keys.items():
+            body = {"model": "demo", "prompt": "x", "max_tokens": 1, "session_id": name}
+            headers = {"Authorization": f"Bearer {key}"}
+            assert ask(served.port, "POST", "/v1/completions", body, headers).status == 200
+            reply = ask(served.port, "GET", "/sessions", None, headers)
+            assert [one["name"] for one in reply.json["sessions"]] == [name]
+        reply = ask(served.port, "GET", "/sessions", None, {"Authorization": f"Bearer {operator}"})
+        assert {one["name"] for one in reply.json["sessions"]} == {"one", "two"}

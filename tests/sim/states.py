@@ -1,0 +1,62 @@
+"""The states of a simulated device's rows: each is a hash of all tokens that it has seen.
+
+Owns: the slots.  Does not know: tokens, pages, why a slot is copied.
+A state is the value that lies where the row's last token has its K/V: the same sum over the same tokens.
+"""
+
+import numpy as np
+
+from engine.features.states.messages import copies_of
+from engine.messages import Step
+from tests.sim.failures import SimIncorrect
+from tests.sim.oracle import U64
+
+LOST = np.uint64(0x105705710571057)
+
+
+class SimStates:
+    """The slots of ``num_rows`` rows, and those of snapshots after them."""
+
+    def __init__(self, num_rows: int, num_snapshots: int) -> None:
+        self.is_on = num_snapshots > 0
+        self._slots = np.full(num_rows + num_snapshots, LOST, dtype=np.uint64)
+        self._freed: dict[int, list[int]] = {}
+
+    def forget(self) -> None:
+        """A new device: nothing of what was on the old one."""
+        self._slots[:] = LOST
+        self._freed.clear()
+
+    def lose(self, step_id: int, slots: list[int]) -> None:
+        """The scheduler has freed these when it planned the step, which is the last that may read them."""
+        self._freed[step_id] = slots
+
+    def begin(self, step: Step) -> None:
+        """The copies before the batch."""
+        self._copy(step.step_id, copies_of(step).before)
+        self._slots[self._freed.pop(step.step_id, [])] = LOST
+
+    def check(self, step: Step, rows: np.ndarray, starts: np.ndarray, previous: U64) -> None:
+        """Each row's state is that of the tokens before its start; a row that starts at 0 needs none.
+
+        previous: what lies where the token before each start has its K/V."""
+        wrong = np.flatnonzero((starts > 0) & (self._slots[rows] != previous)) if self.is_on else ()
+        for at in wrong:
+            kind = "lost" if self._slots[rows[at]] == LOST else "that of other tokens"
+            raise SimIncorrect(f"step {step.step_id}: row {rows[at]} starts at {starts[at]}, and its state is {kind}")
+
+    def advance(self, rows: np.ndarray, states: U64) -> None:
+        """Rows have seen their tokens of a step."""
+        self._slots[rows] = states
+
+    def end(self, step: Step) -> None:
+        """The copies after the batch."""
+        self._copy(step.step_id, copies_of(step).after)
+
+    def _copy(self, step_id: int, copies: bytes) -> None:
+        sources, targets = np.frombuffer(copies, dtype=np.int32).reshape(2, -1)
+        if len({*targets.tolist()}) < len(targets) or np.isin(sources, targets).any():
+            raise SimIncorrect(f"step {step_id} copies states {sources.tolist()} to {targets.tolist()}")
+        if (self._slots[sources] == LOST).any():
+            raise SimIncorrect(f"step {step_id} copies states {sources.tolist()}, of which some are lost")
+        self._slots[targets] = self._slots[sources]

@@ -1,0 +1,64 @@
+"""Runs of models with states: no row goes on from a state that is not its own, and planted bugs are found."""
+
+from functools import cache
+
+import pytest
+
+from tests.sim.dice import WITH_STATES
+from tests.sim.mutants import Mutant, planted
+from tests.sim.run import Sweep, explain, play_seed, sweep
+from tests.sim.state_mutants import MUTANTS
+from tests.sim.world import Outcome
+
+NUM_QUICK_SEEDS = 10
+NUM_SEEDS = 200
+SHRINK_S = 20.0
+MARKS = (
+    "eviction",
+    "executors lost",
+    "NaN",
+    "prefix hit",
+    "retraction",
+    "snapshot",
+    "snapshot evicted for another",
+    "snapshot of an output",
+    "snapshot twice",
+    "state of a retracted row",
+    "states for two rows",
+)
+
+
+def check(result: Sweep) -> None:
+    assert not result.failures, explain(result.failures, SHRINK_S)
+
+
+def test_some_seeds_pass() -> None:
+    check(sweep(NUM_QUICK_SEEDS, jobs=1, first=WITH_STATES))
+
+
+@pytest.mark.slow
+def test_hundreds_of_seeds_pass_and_everything_happens_in_them() -> None:
+    result = sweep(NUM_SEEDS, jobs=2, first=WITH_STATES)
+    check(result)
+    assert not (missing := [mark for mark in MARKS if not result.marks[mark]]), missing
+
+
+def first_failure(mutant: Mutant) -> Outcome | None:
+    """The first failure of the seeds while the bug is there."""
+    with planted(mutant, MUTANTS):
+        outcomes = (play_seed(seed)[0] for seed in range(WITH_STATES, WITH_STATES + NUM_SEEDS))
+        return next((outcome for outcome in outcomes if outcome.failure is not None), None)
+
+
+@cache
+def failure_without(seed: int) -> tuple[str, str] | None:
+    """The failure of a seed while no bug is there."""
+    return play_seed(seed)[0].failure
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.__name__)
+def test_a_planted_bug_is_found_and_is_what_was_found(mutant: Mutant) -> None:
+    failed = first_failure(mutant)
+    assert failed is not None, f"{mutant.__name__} survives {NUM_SEEDS} seeds"
+    assert failure_without(failed.seed) is None, f"seed {failed.seed} fails without {mutant.__name__} too"
