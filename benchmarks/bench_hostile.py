@@ -1,12 +1,14 @@
-"""What does one good client notice of many hostile ones?
+"""The time between two tokens of one good client, beside many hostile ones.
 
 A real server of the demo model, its executor in a process of its own, with keys and without.  The good client streams
 one answer after the other, beside the hostile clients and alone in turns, so that both meet the same machine.  The
 hostile clients send 100,000 requests of every kind that once disturbed others.  They stand for clients elsewhere: their
-process runs only where no other one needs the processor, and is stopped while the good client is alone.  Compared are
-the good client's texts, which must not change, and the time between two of its tokens.  The script fails where the 99th
-percentile is more than twice that of alone, where a text differs, where an answer is a 5xx other than 503, or where
-something is still held at the end.
+process runs only where no other one needs the processor.  It is stopped while the good client is alone; processes that
+only count then take what it would take.  So no core is idle in either, and what is compared is the server's work.
+
+Compared are the good client's texts, which must not change, and the time between two of its tokens.  The script fails
+where the 99th percentile is more than twice that of alone, where a text differs, where an answer is a 5xx other than
+503, or where something is still held at the end.
 
     python benchmarks/bench_hostile.py --json benchmarks/results/hostile_2core_cpu.json
     python benchmarks/bench_hostile.py --requests 3000 --only keyed     # a smoke run
@@ -14,6 +16,7 @@ something is still held at the end.
 
 import asyncio
 import http.client
+import itertools
 import json
 import os
 import random
@@ -25,6 +28,8 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +73,7 @@ AMBIGUOUS = 'root ::= root root root | root root | "a" | "aa" | "aaa"'
 ODD_PATHS = ("/x/../v1/completions", "/v1/./completions", "//v1/completions", "/v1/completions%00")
 AT_ONCE = 32
 HOLD_S = 0.5
-ALONE_S, BESIDE_S = 2.0, 6.0  # of a turn
+ALONE_S, BESIDE_S = 2.0, 12.0  # of a turn
 SETTLED_LOOKS, LOOK_EVERY_S = 5, 0.1  # so often in a row nothing may run until the good client counts as alone
 PATIENCE_S = 60.0
 # Of a thousand requests.  The costly ones are few, and far more than one of them is under way at any time.
@@ -200,9 +205,21 @@ class Hostile:
         raise AssertionError(kind)
 
 
-def be_hostile(port: int, keyed: bool, count: int) -> None:
-    """The process of the hostile clients; it prints what they were answered."""
+def yield_always() -> None:
+    """Run only where no other process needs the processor."""
     os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+
+
+def be_harmless() -> None:
+    """The process that counts, which takes a core that would be idle."""
+    yield_always()
+    for _ in itertools.count():
+        pass
+
+
+def be_hostile(port: int, keyed: bool, count: int) -> None:
+    """The process of the hostile clients; it prints the statuses of their answers."""
+    yield_always()
     hostile = Hostile(port, keyed, count)
     asyncio.run(hostile.run())
     print(json.dumps(hostile.counts))
@@ -253,57 +270,98 @@ class Good:
         }
 
 
+class Cores:
+    """The time that a server's threads have had a core, and waited for one, in seconds; its executor's too."""
+
+    def __init__(self, pid: int) -> None:
+        task = Path(f"/proc/{pid}/task")
+        self._tasks = [task, *(Path(f"/proc/{one}/task") for one in (task / str(pid) / "children").read_text().split())]
+        self.ran_s = self.waited_s = 0.0
+
+    @contextmanager
+    def noted(self) -> Iterator[None]:
+        """Add the time inside of the context."""
+        before = self._sums()
+        yield
+        after = self._sums()
+        self.ran_s += after[0] - before[0]
+        self.waited_s += after[1] - before[1]
+
+    def _sums(self) -> tuple[float, float]:
+        times = [path.read_text().split() for task in self._tasks for path in task.glob("*/schedstat")]
+        return sum(int(ran) for ran, *_ in times) / 1e9, sum(int(waited) for _, waited, _ in times) / 1e9
+
+    def figures(self) -> dict[str, float]:
+        return {"server_ran_s": round(self.ran_s, 1), "server_waited_for_a_core_s": round(self.waited_s, 1)}
+
+
+def start(*arguments: str) -> subprocess.Popen[str]:
+    """Start this script as another process, which is not waited for."""
+    return subprocess.Popen([sys.executable, __file__, *arguments], stdout=subprocess.PIPE, text=True)
+
+
 def measure(mode: str, num_requests: int) -> dict[str, Any]:
     """One server; the good client alone, then beside the hostile ones."""
     keyed = mode == "keyed"
-    with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "keys.toml").write_text(KEY_FILE)
-        config = Path(folder) / "config.toml"
-        sections = MODES[mode].format(folder=folder)
-        config.write_text(CONFIG.format(model=ROOT / "examples/demo_model", folder=folder, server=sections))
-        command = [sys.executable, "-m", "callboard", "serve", str(config), "--port", "0", "--log-level", "warning"]
-        server = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
-        try:
-            assert server.stdout is not None
-            while (found := re.search(r"http://127\.0\.0\.1:(\d+)", line := server.stdout.readline())) is None:
-                assert line or server.poll() is None, "the server did not start"
-            port = int(found[1])
-            Good(port, keyed).stream(PROMPTS[0])
-            alone = Good(port, keyed)
-            texts = {prompt: alone.stream(prompt) for prompt in PROMPTS}
-            crowd_command = [
-                sys.executable,
-                __file__,
-                "--crowd",
-                str(port),
-                "--only",
-                mode,
-                "--requests",
-                str(num_requests),
-            ]
-            crowd = subprocess.Popen(crowd_command, stdout=subprocess.PIPE, text=True)
-            beside, differing, started = Good(port, keyed), 0, time.monotonic()
-            while crowd.poll() is None:
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as ends:
+        server, port = serve(Path(folder), mode)
+        ends.callback(server.wait, 60)
+        ends.callback(server.terminate)
+        Good(port, keyed).stream(PROMPTS[0])
+        alone = Good(port, keyed)
+        texts = {prompt: alone.stream(prompt) for prompt in PROMPTS}
+        counting = [start("--harmless") for _ in range(os.cpu_count() or 1)]
+        for one in counting:
+            ends.callback(one.kill)
+            one.send_signal(signal.SIGSTOP)
+        crowd = start("--crowd", str(port), "--only", mode, "--requests", str(num_requests))
+        ends.callback(crowd.kill)
+        beside, differing, started = Good(port, keyed), 0, time.monotonic()
+        cores = Cores(server.pid), Cores(server.pid)
+        while crowd.poll() is None:
+            with cores[1].noted():
                 differing += beside.stream_for(BESIDE_S, texts, crowd)
-                crowd.send_signal(signal.SIGSTOP)
-                settle(port, keyed)
+            crowd.send_signal(signal.SIGSTOP)
+            settle(port, keyed)
+            with cores[0].noted(), continued(counting):
                 differing += alone.stream_for(ALONE_S, texts, crowd)
-                crowd.send_signal(signal.SIGCONT)
-            took_s, counts = time.monotonic() - started, json.loads(crowd.communicate()[0])
-            return {
-                "mode": mode,
-                "hostile_requests": sum(counts.values()),
-                "seconds": round(took_s, 1),
-                "load": [round(one, 1) for one in os.getloadavg()],
-                "alone": alone.figures(),
-                "beside": beside.figures(),
-                "texts_that_differ": differing,
-                "answers": dict(sorted(counts.items())),
-                "held_at_the_end": held(port),
-            }
-        finally:
-            server.terminate()
-            server.wait(60)
+            crowd.send_signal(signal.SIGCONT)
+        took_s, counts = time.monotonic() - started, json.loads(crowd.communicate()[0])
+        return {
+            "mode": mode,
+            "hostile_requests": sum(counts.values()),
+            "seconds": round(took_s, 1),
+            "load": [round(one, 1) for one in os.getloadavg()],
+            "alone": alone.figures() | cores[0].figures(),
+            "beside": beside.figures() | cores[1].figures(),
+            "texts_that_differ": differing,
+            "answers": dict(sorted(counts.items())),
+            "held_at_the_end": held(port),
+        }
+
+
+def serve(folder: Path, mode: str) -> tuple[subprocess.Popen[str], int]:
+    """Start a server; returns it with its port."""
+    (folder / "keys.toml").write_text(KEY_FILE)
+    sections = MODES[mode].format(folder=folder)
+    config = folder / "config.toml"
+    config.write_text(CONFIG.format(model=ROOT / "examples/demo_model", folder=folder, server=sections))
+    command = [sys.executable, "-m", "callboard", "serve", str(config), "--port", "0", "--log-level", "warning"]
+    server = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    assert server.stdout is not None
+    while (found := re.search(r"http://127\.0\.0\.1:(\d+)", line := server.stdout.readline())) is None:
+        assert line or server.poll() is None, "the server did not start"
+    return server, int(found[1])
+
+
+@contextmanager
+def continued(processes: Sequence[subprocess.Popen[str]]) -> Iterator[None]:
+    """Let stopped processes run inside of the context."""
+    for one in processes:
+        one.send_signal(signal.SIGCONT)
+    yield
+    for one in processes:
+        one.send_signal(signal.SIGSTOP)
 
 
 def settle(port: int, keyed: bool) -> None:
@@ -331,7 +389,10 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=100_000, help="of the hostile clients, in each mode")
     parser.add_argument("--only", choices=MODES, help="one mode instead of both")
     parser.add_argument("--crowd", type=int, metavar="PORT", help="be the hostile clients of the server there")
+    parser.add_argument("--harmless", action="store_true", help="be a process that counts")
     arguments = parser.parse_args()
+    if arguments.harmless:
+        return be_harmless()
     if arguments.crowd:
         return be_hostile(arguments.crowd, arguments.only == "keyed", arguments.requests)
     table = Table("mode", "clients", "p50, ms", "p99, ms", "most, ms", "first token p50, ms", "most, ms")
@@ -340,7 +401,7 @@ def main() -> None:
         results.append(found := measure(mode, arguments.requests))
         for clients in ("alone", "beside"):
             table.add_row(
-                mode, clients, *(f"{figure:g}" for name, figure in found[clients].items() if name != "streams")
+                mode, clients, *(f"{figure:g}" for name, figure in found[clients].items() if name.endswith("_ms"))
             )
         found["ratio"] = round(found["beside"]["itl_p99_ms"] / found["alone"]["itl_p99_ms"], 3)
         failures = [name for name in found["answers"] if re.search(r": 5(?!03)", name)]

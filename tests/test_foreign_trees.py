@@ -3,11 +3,14 @@
 import asyncio
 import os
 import re
+import shutil
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from engine.checkpoints import gguf
 from engine.features.recording import recorder
 from engine.features.traffic import recorder as traffic
 from engine.features.traffic.trace import TraceHead
@@ -101,6 +104,19 @@ async def kernel_cache(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     replace_file(folder / "kept", b"kept")
 
 
+async def unfolded_gguf(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def taken(self: Path, target: Path) -> Path:
+        raise OSError("another process was faster")
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder.parents[1]))
+    path = folder.parents[1] / "model.gguf"
+    path.write_bytes((Path(__file__).parent / "fuzz/corpus/gguf_files/llama").read_bytes())
+    assert gguf.unfold(path).is_dir()
+    path.touch()  # another file now
+    monkeypatch.setattr(Path, "rename", taken)
+    gguf.unfold(path)
+
+
 def by_number_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """The journal takes every file with a number for its own, whatever it says."""
 
@@ -127,6 +143,11 @@ WRITERS: dict[
         kernel_cache,
         "kernels",
         lambda patch: patch.setattr(Path, "glob", lambda folder, pattern: list(folder.iterdir())),
+    ),
+    "unfolded GGUF": (
+        unfolded_gguf,
+        "callboard/gguf",
+        lambda patch: patch.setattr(gguf, "shutil", SimpleNamespace(rmtree=lambda path: shutil.rmtree(path.parent))),
     ),
 }
 
@@ -162,5 +183,5 @@ async def test_a_writer_that_does_not_look_at_names_is_found(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     WRITERS[name][2](monkeypatch)
-    deep = name in ("page store", "sockets")  # others would not remove a folder
+    deep = name in ("page store", "sockets", "unfolded GGUF")  # others would not remove a folder
     assert await lost(name, tmp_path, monkeypatch, [one for one in NAMES if deep or "/" not in one])

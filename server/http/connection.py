@@ -340,7 +340,7 @@ class ConnectionServer(web.Server):
             response = error_response(_too_many())
             response.force_close()
             return response
-        await self._turnstile.enter()
+        await self._turnstile.enter(request.remote or "-")
         return await self._outermost.handle(request)
 
     def __call__(self) -> RequestHandler:

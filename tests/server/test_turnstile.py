@@ -14,7 +14,7 @@ async def test_tokens_go_out_between_any_two_requests() -> None:
     turnstile, order = Turnstile(), []
 
     async def request(number: int) -> None:
-        await turnstile.enter()
+        await turnstile.enter("one")
         order.append(number)
 
     async def tokens() -> None:
@@ -32,7 +32,7 @@ async def test_a_request_whose_client_has_left_takes_no_turn() -> None:
     turnstile, entered = Turnstile(), []
 
     async def request(number: int) -> None:
-        await turnstile.enter()
+        await turnstile.enter("one")
         entered.append(number)
 
     tasks = [asyncio.create_task(request(number)) for number in range(4)]
@@ -40,19 +40,33 @@ async def test_a_request_whose_client_has_left_takes_no_turn() -> None:
     tasks[1].cancel(), tasks[2].cancel()
     await asyncio.wait(tasks)
     assert entered == [0, 3]
-    await asyncio.wait_for(turnstile.enter(), 1)
+    await asyncio.wait_for(turnstile.enter("one"), 1)
+
+
+async def test_addresses_take_turns_however_many_requests_one_of_them_sends() -> None:
+    turnstile, entered = Turnstile(), []
+
+    async def request(address: str) -> None:
+        await turnstile.enter(address)
+        entered.append(address)
+
+    await asyncio.gather(*(request(address) for address in ["many"] * 50 + ["good", "other", "good"]))
+    assert entered[:5] == ["many", "many", "good", "other", "many"], "the first one had not to wait"
+    assert entered[5] == "good"
+    assert entered.count("many") == 50
+    assert not turnstile._waiting
 
 
 def test_every_request_passes_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    passed: list[Turnstile] = []
+    passed: list[str] = []
     enter = Turnstile.enter
 
-    async def counted(turnstile: Turnstile) -> None:
-        passed.append(turnstile)
-        await enter(turnstile)
+    async def counted(turnstile: Turnstile, address: str) -> None:
+        passed.append(address)
+        await enter(turnstile, address)
 
     monkeypatch.setattr(Turnstile, "enter", counted)
     with LiveServer() as live:
         for _ in range(3):
             assert ask(live.port, "GET", "/health").status == 200
-    assert len(passed) == 3
+    assert passed == ["127.0.0.1"] * 3

@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+import msgspec
+
 import engine.scheduling.pages as holdings_module
 from engine.actors.ingress import Ingress, _Open
 from engine.actors.tokenizer import Tokenizer
@@ -16,6 +18,7 @@ from engine.features.host_tier.tier import Transfer
 from engine.features.host_tier.tree import TieredTree
 from engine.features.kv_store.planner import StorePlanner
 from engine.features.kv_store.records import PageRecords
+from engine.features.late_masks.planner import LateMasks
 from engine.features.lora.planner import LoraPlanner
 from engine.features.lora.slots import AdapterSlots
 from engine.features.quarantine.suspects import Quarantine
@@ -403,6 +406,51 @@ def a_cancelled_request_is_never_let_go_of(_: Callable[..., bool]) -> Callable[.
     return lambda self, request_id: request_id in self._leaving
 
 
+# ---- late masks ---------------------------------------------------------------------------------
+
+
+def a_late_row_takes_part_without_its_mask(_: Callable[..., bool]) -> Callable[..., bool]:
+    return lambda self, part, done: False
+
+
+def a_slow_row_is_in_two_steps_at_once(_: Callable[..., None]) -> Callable[..., None]:
+    return lambda self, step: None
+
+
+def a_late_row_is_never_woken(join: Callable[..., None]) -> Callable[..., None]:
+    def mutant(self: LateMasks, row: int) -> None:
+        self._out.discard(row)
+
+    return mutant
+
+
+def a_late_row_that_is_alone_sits_out(_: Callable[..., None]) -> Callable[..., None]:
+    return lambda self: None
+
+
+def a_late_row_is_woken_twice(join: Callable[..., None]) -> Callable[..., None]:
+    def mutant(self: LateMasks, row: int) -> None:
+        join(self, row)
+        self._decodes.join(row)  # each of its tokens counts twice
+
+    return mutant
+
+
+def a_late_row_is_woken_before_its_step_is_done(take: Callable[..., bool]) -> Callable[..., bool]:
+    def mutant(self: LateMasks, part: bytes, done: StepDone) -> bool:
+        return take(self, part, msgspec.structs.replace(done, step_id=done.step_id + 2))
+
+    return mutant
+
+
+def a_late_row_comes_back_after_its_end(left: Callable[..., None]) -> Callable[..., None]:
+    return lambda self, row: self._join_if_idle()
+
+
+def late_rows_outlive_the_device(_: Callable[..., list[Sequence]]) -> Callable[..., list[Sequence]]:
+    return lambda self: []
+
+
 MUTANTS: dict[Mutant, tuple[Any, str]] = {
     a_page_is_freed_twice: (PageManager, "release"),
     a_page_leaks_when_a_row_is_released: (PageManager, "release"),
@@ -445,6 +493,14 @@ MUTANTS: dict[Mutant, tuple[Any, str]] = {
     who_ran_is_lost_with_the_device: (Planner, "restart"),
     what_was_said_is_lost_with_the_device: (Planner, "restart"),
     who_waits_is_lost_with_the_planner: (Requests, "take_over"),
+    a_late_row_takes_part_without_its_mask: (LateMasks, "take"),
+    a_slow_row_is_in_two_steps_at_once: (LateMasks, "attach"),
+    a_late_row_is_never_woken: (LateMasks, "_join"),
+    a_late_row_that_is_alone_sits_out: (LateMasks, "_join_if_idle"),
+    a_late_row_is_woken_twice: (LateMasks, "_join"),
+    a_late_row_is_woken_before_its_step_is_done: (LateMasks, "take"),
+    a_late_row_comes_back_after_its_end: (LateMasks, "left"),
+    late_rows_outlive_the_device: (LateMasks, "reset"),
     a_loss_blames_at_once: (Quarantine, "note_loss"),
     suspects_run_together: (Quarantine, "first"),
     a_cancelled_request_is_never_let_go_of: (Ingress, "_has_left"),

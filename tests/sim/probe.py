@@ -43,6 +43,7 @@ from engine.scheduling.rows import PlannerLimits, Sequence
 from engine.scheduling.step_builder import StepBuilder
 from tests.scheduling.features import features_of
 from tests.scheduling.liars import Everything, Liar
+from tests.sim.late_rows import LateRows
 from tests.sim.oracle import VOCAB, Oracle, as_prompt
 from tests.sim.scenario import Setup
 
@@ -89,12 +90,12 @@ def build_planner(setup: Setup, num_pages: int, clock: Callable[[], float], befo
 
 
 def liar_of(setup: Setup) -> Liar:
-    """What proposes, in the planner or on the device."""
+    """Return the proposer, of the planner or of the device."""
     return Liar(setup.proposer, next_token, VOCAB, setup.num_proposed)
 
 
 def next_token(tokens: list[int]) -> int:
-    """What the device's model says."""
+    """Return the token that the device's model says."""
     return Oracle(as_prompt(tokens)).next()
 
 
@@ -124,9 +125,9 @@ def quarantine_of(planner: Planner) -> Quarantine:
 class Probe:
     """A planner under observation.
 
-    mark: told of scarce events by name.  poison: told of pages that have become free.
-    save: told of those that a step which has just been planned will save.
-    lose: told of the slots of states that are freed until a step is planned, with its id."""
+    mark: called with names of scarce events.  poison: called with pages that have become free.
+    save: called with those that a step which has just been planned will save.
+    lose: called with the slots of states that are freed until a step is planned, with its id."""
 
     def __init__(
         self,
@@ -144,6 +145,7 @@ class Probe:
         self._allocator = planner.pages.allocator
         self._tree = planner.pages.tree
         self._rows = planner.table
+        self._late_rows = LateRows()
         wrap(self._allocator, "free", self._watch_free)
         wrap(self._tree, "evict", self._watch_evict)
         wrap(self._tree, "publish", self._watch_publish)
@@ -245,9 +247,16 @@ class Probe:
         abort(request_id, finish)
 
     def _watch_complete(self, complete: Callable[[StepDone], None], done: StepDone) -> None:
-        if not self._rows.running[self.planner._completions.in_flight[0].sampled_rows].all():
+        record, *behind = self.planner._completions.in_flight
+        if not self._rows.running[record.sampled_rows].all():
             self._mark("token after the end dropped")
+        self._late_rows.completed(done, record, behind)
         complete(done)
+
+    def planned(self, step: Step) -> None:
+        """Check the rows of a step that has just been planned."""
+        *before, record = self.planner._completions.in_flight
+        self._late_rows.planned(step, record, before)
 
     # ---- what is ----------------------------------------------------------------------------
 
@@ -261,7 +270,7 @@ class Probe:
 
     @property
     def num_pages(self) -> int:
-        """Of the pool."""
+        """The number of pages of the pool."""
         return self._allocator.num_pages
 
     @property
@@ -285,13 +294,13 @@ class Probe:
         return quarantine_of(self.planner).is_on
 
     def started(self, step: Step) -> list[Sequence]:
-        """Those that got a row in this step, in order; it has just been planned."""
+        """Return the sequences that got a row in this step, in order; it has just been planned."""
         planner = self.planner
         ids = [int(self._rows.request_ids[admission.row]) for admission in step.admissions]
         return [planner.requests.open[request_id] for request_id in ids]
 
     def waiting(self) -> Iterator[Sequence]:
-        """Those without a row, but for those who stand aside to share what another one computes."""
+        """Return the sequences without a row, but for those that stand aside to share what another one computes."""
         (shared,) = (one for one in self.planner.features.all if isinstance(one, SharedPrefixPlanner))
         aside = {sequence.arrival for entries in shared._waiting.values() for _, sequence in entries}
         if aside:
@@ -358,7 +367,7 @@ def queued_tokens(ingress: Ingress) -> int:
 
 
 def cause_of_death(supervisor: Supervisor) -> BaseException | None:
-    """What the first actor to crash raised."""
+    """Return the error of the first actor that crashed."""
     return supervisor._cause
 
 

@@ -145,6 +145,7 @@ class World:
             assert self.probe is not None
             self.num_steps += 1
             self.checks.planned(message, self.probe)
+            self.probe.planned(message)
             for admission in message.admissions:
                 if len(admission.token_ids) > 4 * admission.num_prompt_tokens:
                     self.mark("resumed with a prefix hit" if admission.num_computed_tokens else "resumed without a hit")
