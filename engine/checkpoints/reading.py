@@ -127,6 +127,13 @@ def pre_norm(
     )
 
 
+# Fields that name the layers with attention, in one family or another.
+KINDS_OF_LAYERS = (
+    "layer_types", "layers_block_type", "hybrid_override_pattern", "attn_layer_indices", "full_attn_idxs",
+    "full_attention_interval",
+)  # fmt: skip
+
+
 def decoder(
     fields: Fields,
     sizes: Sizes,
@@ -142,7 +149,11 @@ def decoder(
 
     tied: value if config.json has none.  norm, offset: name and offset of the last norm.
 
-    With longrope a sequence ends at the original length: a longer one would change all its keys."""
+    With longrope a sequence ends at the original length: a longer one would change all its keys.
+    Raises WeightsError if no layer has attention."""
+    if all(layer.attention is None for layer in layers):
+        kinds = next((name for name in KINDS_OF_LAYERS if fields.has(name)), KINDS_OF_LAYERS[0])
+        raise fields.error(kinds, fields.table.get(kinds), "attention in at least one layer")
     rotaries = [layer.attention.rotary for layer in layers if layer.attention is not None]
     ends = [one.original_max_len for one in rotaries if one is not None and one.kind == "longrope"]
     return DecoderShape(

@@ -9,10 +9,10 @@ from engine.config import Config
 from engine.plugins.kinds import PROPOSER
 from engine.types.errors import ConfigError
 
-WHOLE_GRAPHS = ("auto", "off")
+WITHOUT_GRAPHS = ("auto", "off")
 
 
-def check_recurrent(config: Config, names: Mapping[str, str]) -> None:
+def check_recurrent(config: Config, names: Mapping[str, object]) -> None:
     """Raise ConfigError for a setting under which a model with recurrent layers would give wrong results or fail.
 
     names: kind of plugin -> the chosen one."""
@@ -22,7 +22,7 @@ def check_recurrent(config: Config, names: Mapping[str, str]) -> None:
         f"device.tensor_parallel={ranks}: the states of recurrent layers are not divided among ranks; set it to 1": (
             ranks > 1
         ),
-        f"graphs.mode={mode}: no graph holds recurrent layers; set it to 'auto'": mode not in WHOLE_GRAPHS,
+        f"graphs.mode={mode}: no graph holds recurrent layers; set it to 'auto'": mode not in WITHOUT_GRAPHS,
         f"kv.num_host_pages={host_pages}: pages return without the states of recurrent layers; set it to 0": (
             host_pages > 0
         ),

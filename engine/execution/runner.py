@@ -95,7 +95,7 @@ class ModelRunner:
         """Queue one forward pass and its sampling.
 
         Raises MemoryError if the device has no room for it.  The step's changes have then been taken in, and its
-        batch has not run: it may be launched again by itself, whole or in parts."""
+        batch has not run: it may be launched again, whole or in parts.  RuntimeError if it adds to sums or states."""
         for begin in self._begins:
             begin(step)
         for apply in self._applies:

@@ -69,8 +69,10 @@ class PlannerFeature:
         """Return whether a sequence may start now, as far as the feature is concerned."""
         return True
 
-    def shared_tokens(self, row: int, most: int) -> int:
-        """Return the number of tokens, at most ``most``, of a row's prompt that another one can use in a while."""
+    def shared_tokens(self, row: int, most: int, least: int) -> int:
+        """Return the number of tokens, at most ``most``, of a row's prompt that another one can use in a while.
+
+        Fewer than ``least`` are of no use to it."""
         return most
 
     def adopt(self, sequence: Sequence, handle: Handle, key: bytes, pages: Pages) -> None:

@@ -53,7 +53,7 @@ from engine.startup.features import rank_features
 from engine.startup.invariance import prove_decodes, prove_invariance, require_provable
 from engine.startup.linear_race import processor_name
 from engine.startup.linears import choose_linears
-from engine.startup.memory import check_weights, report
+from engine.startup.memory import check_states, check_weights, report
 from engine.startup.model_steps import ModelSteps
 from engine.startup.pools import PoolMaker
 from engine.startup.race import AttentionRace, measured_attention
@@ -236,6 +236,8 @@ def _new_states(start: Start) -> RecurrentStates | None:
     shape, num_slots = start.spec.shape, start.config.scheduler.max_running
     if not shape.recurrents:
         return None
+    room = fair_share(free_bytes(start.device), start.place, start.comm, start.device)
+    check_states(num_slots, shape.state_bytes, room)
     states = RecurrentStates([one.states for one in shape.recurrents], num_slots, start.device)
     what = "recurrent states: %.2f MB for each of %d rows, in %d of %d layers"
     log.info(what, shape.state_bytes / 1e6, num_slots, len(shape.recurrents), shape.num_layers)

@@ -127,7 +127,8 @@ def host_needs(config: Config, shape: DecoderShape, max_len: int, dtype: torch.d
 
 
 def run_largest_step(config: Config, max_len: int, steps: ModelSteps, more_samples: int = 0) -> None:
-    """Run a step of scheduler.max_step_tokens with the longest sequences: it takes more memory than any other.
+    """Run a step of scheduler.max_step_tokens with the longest sequences: it takes more memory than any other, but for
+    a model with recurrent layers, for which a step of all rows follows.
     more_samples: as in ``most_sampled``."""
     scheduler = config.scheduler
     full, rest = divmod(min(scheduler.max_step_tokens, max_len * scheduler.max_running), max_len)
@@ -135,6 +136,9 @@ def run_largest_step(config: Config, max_len: int, steps: ModelSteps, more_sampl
     lengths = np.full(len(queries), max_len, dtype=np.int32)
     num_sampled = most_sampled(config, int(queries.sum()), more_samples)
     steps.run(lengths, queries, num_sampled, SAMPLED, num_rows=scheduler.max_running)
+    if steps.has_states:  # each row's are copied
+        most = scheduler.max_running
+        steps.run(np.full(most, 2, dtype=np.int32), np.ones(most, dtype=np.int32), most, SAMPLED)
 
 
 def check_weights(spec: ModelSpec, needed_bytes: int, dtype: torch.dtype, available: int, ranks: int) -> None:
@@ -150,6 +154,18 @@ def check_weights(spec: ModelSpec, needed_bytes: int, dtype: torch.dtype, availa
         f"{gigabytes(available)} are available; free some, raise the container's limit{halved}, or choose a "
         "smaller model"
     )
+
+
+def check_states(num_rows: int, state_bytes: int, available: int) -> None:
+    """Raise ConfigError if the states of recurrent layers cannot fit.  state_bytes: of one row.
+
+    A row has one more state, for the prefix cache."""
+    if (needed := 2 * num_rows * state_bytes) > available:
+        raise ConfigError(
+            f"scheduler.max_running={num_rows}: the states of recurrent layers need {gigabytes(needed)}, "
+            f"{state_bytes / 1e6:.1f} MB twice for each running request, and {gigabytes(available)} are available; "
+            f"set it to {available // (4 * state_bytes)} or less, which leaves room for keys and values"
+        )
 
 
 def report(rank: int, model: Model, pool: KVPool, needs: Needs, graph_bytes: int, left_bytes: int) -> None:

@@ -28,6 +28,11 @@ class ModelSteps:
         self._sampler = parts.sampler
         self._states = parts.states
 
+    @property
+    def has_states(self) -> bool:
+        """Whether the model has recurrent layers."""
+        return self._states is not None
+
     @torch.inference_mode()
     def run(
         self, lengths_B: Int32, queries_B: Int32, num_sampled: int, params: SamplingParams, num_rows: int = 0

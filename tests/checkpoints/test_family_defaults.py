@@ -15,12 +15,13 @@ from tests.models.checkpoints import NOT_PLAIN, PLAIN, configuration
 from tests.models.test_families import hook_of
 
 VARIANTS = {family: variant for variant, (family, _) in {**PLAIN, **NOT_PLAIN}.items() if family != "GPT2"}
+HYBRIDS = {"Lfm2": "lfm2", "Qwen3Next": "qwen3-next", "Bamba": "bamba"}
 WITH_WINDOWS = ("Qwen2", "Qwen3", "Qwen3Moe")
 
 
 def shape_of(family: str, without: tuple[str, ...] = (), **changes: Any) -> DecoderShape:
     """Of a config.json as transformers writes it, changed."""
-    table = {**configuration(VARIANTS[family]).to_dict(), **changes}
+    table = {**configuration(VARIANTS.get(family, HYBRIDS.get(family, ""))).to_dict(), **changes}
     table = {name: value for name, value in table.items() if name not in without}
     architecture = f"{family}ForCausalLM"
     shape: DecoderShape = hook_of(architecture)(context=ModelContext(architecture, Fields(table, "config.json"), {}))
@@ -156,3 +157,19 @@ def test_deepseek_v3_as_it_was_released():
     for name, value in wrong.items():
         with pytest.raises(WeightsError, match=name):
             hook(context=ModelContext(architecture, Fields({**released, name: value}, "config.json"), {}))
+
+
+@pytest.mark.parametrize(
+    ("family", "without", "changes"),
+    [
+        ("Lfm2", (), {"layer_types": ["conv"]}),
+        ("Qwen3Next", (), {"layer_types": ["linear_attention"]}),
+        ("Qwen3Next", ("layer_types",), {"full_attention_interval": 9}),
+        ("Bamba", ("layer_types", "layers_block_type"), {"attn_layer_indices": []}),
+    ],
+)
+def test_a_hybrid_without_attention_is_refused(family: str, without: tuple[str, ...], changes: dict[str, Any]) -> None:
+    layers = configuration(HYBRIDS[family]).num_hidden_layers
+    changes = {name: one * layers if name == "layer_types" else one for name, one in changes.items()}
+    with pytest.raises(WeightsError, match="attention in at least one layer"):
+        shape_of(family, without, **changes)

@@ -6,7 +6,9 @@ from typing import Any
 import pytest
 
 from callboard import LLM
+from engine.config import Config, build_config
 from engine.types.errors import ConfigError, PluginError
+from server.extensions.doctor.doctor import examine
 from tests.models.checkpoints import build, save
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
@@ -31,3 +33,20 @@ def test_a_setting_that_does_not_work_with_states_is_refused(what: str, checkpoi
     config["model"] = {"tokenizer": "none"} | config.get("model", {})
     with pytest.raises((ConfigError, PluginError), match=said):
         LLM(checkpoint, progress=False, config=config)
+
+
+def test_the_doctor_says_what_states_take_and_what_a_start_refuses(checkpoint: Path) -> None:
+    sections: dict[str, Any] = {"model": {"path": str(checkpoint), "tokenizer": "none"}, "server": {"port": 0}}
+    for changes, verdict in (({}, "good"), (REFUSED["proposer"][0], "bad")):
+        found = {one.what: one for one in examine(build_config(Config(), {**sections, **changes}))}
+        assert found["recurrent states"].verdict == verdict
+        assert "GB; more snapshots come with the pages" in found["recurrent states"].found
+
+
+def test_states_that_do_not_fit_are_refused_with_the_number_that_does(checkpoint: Path) -> None:
+    config = {"model": {"tokenizer": "none"}, "scheduler": {"max_running": 4096}, "kv": {"num_pages": 8}}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("engine.startup.loading.fair_share", lambda *_: 1 << 20)
+        patch.setattr("engine.startup.loading.check_weights", lambda *_: None)
+        with pytest.raises(ConfigError, match=r"scheduler.max_running=4096: the states .* set it to \d+ or less"):
+            LLM(checkpoint, progress=False, config={**config, "placement": {"executor": "inline"}})

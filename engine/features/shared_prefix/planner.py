@@ -46,11 +46,13 @@ class SharedPrefixPlanner(PlannerFeature):
         common, row = max(
             (_num_common(table.tokens[row, : table.num_known[row]], sequence.tokens), row) for row in rows
         )
-        for shared_tokens in self._features.shared_tokens:
-            common = shared_tokens(row, min(common, len(sequence.tokens) - 1))
         # One token must always be computed, so a prefix that covers the whole prompt saves one token less.
         if min(common, len(sequence.tokens) - 1) < end:
             return None
+        for shared_tokens in self._features.shared_tokens:
+            common = shared_tokens(row, min(common, len(sequence.tokens) - 1), end)
+            if common < end:
+                return None
         self._waiting.setdefault(row, []).append((common, sequence))
         return "aside"
 

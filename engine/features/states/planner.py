@@ -94,10 +94,11 @@ class StatesPlanner(PlannerFeature):
         borders = self._rows[row].borders
         return min(most, borders[0] - int(self._table.num_computed[row])) if borders else most
 
-    def shared_tokens(self, row: int, most: int) -> int:
+    def shared_tokens(self, row: int, most: int, least: int) -> int:
         """Return the last place of a prompt with a state that another one may use, which may be where the two part."""
         state, parting = self._rows[row], most // self._page_size * self._page_size
-        if self._policy.keeps_branches and parting > self._table.num_computed[row] and parting not in state.borders:
+        is_ahead = parting >= max(least, int(self._table.num_computed[row]) + 1)
+        if self._policy.keeps_branches and is_ahead and parting not in state.borders:
             insort(state.borders, parting)
         copied = (pages * self._page_size for pages, _ in state.copies)
         return max((border for border in (*copied, *state.borders) if border <= most), default=0)

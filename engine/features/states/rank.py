@@ -32,7 +32,11 @@ class StatesRank(RankFeature):
         self._snapshots = states.data[:0]
 
     def needs(self, needs: Needs) -> Needs:
-        """Return the needs with a snapshot for each running row; the others come with the pool's pages."""
+        """Return the needs with a snapshot for each running row; the others come with the pool's pages.
+
+        On a GPU those are in what the engine measures after ``prepare``."""
+        if self._running.device.type != "cpu":
+            return needs
         own = ("snapshots of states", self._max_running * self._state_bytes)
         return replace(needs, feature_bytes=(*needs.feature_bytes, own))
 

@@ -10,7 +10,9 @@ PAGES_PER_SLOT: Final = 64
 
 
 def num_snapshots(num_pages: int, max_running: int) -> int:
-    """Return the number of slots next to a pool of so many pages: one for each row's copy, the rest for nodes."""
+    """Return the number of slots next to a pool of so many pages: one for each row's last copy, the rest for nodes.
+
+    A row has two while the newer one's step is in flight, and may take a node's for it."""
     return max_running + num_pages // PAGES_PER_SLOT
 
 

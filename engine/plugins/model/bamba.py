@@ -26,8 +26,6 @@ def callboard_model(context: ModelContext) -> DecoderShape:
         attends = [kind in ATTENDING for kind in kinds]
     else:
         attends = [index in fields.integers("attn_layer_indices") for index in range(sizes.num_layers)]
-    if not any(attends):
-        raise fields.error("attn_layer_indices", fields.integers("attn_layer_indices"), "at least one layer")
     mlp = read_gated(fields, sizes, bias=fields.flag("mlp_bias", False), name="feed_forward")
     layers = [
         LayerShape(

@@ -21,8 +21,6 @@ def callboard_model(context: ModelContext) -> DecoderShape:
     sizes = read_sizes(fields)
     name = "layer_types" if fields.has("layer_types") else "layers_block_type"
     kinds = read_kinds(fields, sizes.num_layers, (*ATTENDING, *RECURRENT), name)
-    if not any(kind in ATTENDING for kind in kinds):
-        raise fields.error(name, kinds, "attention in at least one layer")
     has_positions = fields.text("position_embedding_type", "") == "rope"
     attending = scaled_layer(fields, sizes, read_rotary(fields, sizes) if has_positions else None, _mlp(fields))
     if all(kind in ATTENDING for kind in kinds):

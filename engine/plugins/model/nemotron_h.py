@@ -54,10 +54,7 @@ def callboard_model(context: ModelContext) -> DecoderShape:
     if "moe" in kinds:
         layers["moe"] = LayerShape(attention=None, mlp=_experts(fields), before_mlp=norm)
     names = Names(embedding="backbone.embeddings", layers="backbone.layers")
-    shape = decoder(fields, sizes, [layers[kind] for kind in kinds], norm="backbone.norm_f", names=names)
-    if not shape.attentions:
-        raise fields.error("layers_block_type", kinds, "attention in at least one layer")
-    return shape
+    return decoder(fields, sizes, [layers[kind] for kind in kinds], norm="backbone.norm_f", names=names)
 
 
 def _kinds(fields: Fields) -> list[str]:

@@ -20,9 +20,10 @@ from rich.console import Console
 from engine.checkpoints.checkpoint import ModelSpec, is_hub_id, resolve_checkpoint
 from engine.checkpoints.gguf import stored_tensors
 from engine.config import Config
+from engine.control.recurrent import check_recurrent
 from engine.host.memory import available_bytes
 from engine.plugins.families import read_model
-from engine.plugins.kinds import GRAMMAR, named
+from engine.plugins.kinds import GRAMMAR, chosen_plugins, named
 from engine.settings.own_kernels import missing_for_flashinfer, missing_for_triton
 from engine.text.codec import Formats, load_codec
 from engine.types.errors import CallboardError, ConfigError
@@ -232,10 +233,19 @@ def _model(config: Config) -> Iterator[Finding]:
     yield Finding("model", "good", f"{directory}: {spec.architecture}, up to {spec.max_len} tokens")
     yield _weights(spec, config)
     if spec.state_bytes:
-        megabytes, most = spec.state_bytes / 1e6, config.scheduler.max_running
-        whose = f"each of {most} running requests, and for each snapshot of the prefix cache"
-        yield Finding("recurrent states", "good", f"{megabytes:.2f} MB for {whose}")
+        yield _states(spec, config)
     yield from _tokenizer(spec, config)
+
+
+def _states(spec: ModelSpec, config: Config) -> Finding:
+    most = config.scheduler.max_running
+    found = f"{spec.state_bytes / 1e6:.2f} MB for each of {most} running requests and as much for snapshots"
+    found += f", {2 * most * spec.state_bytes / 1e9:.2f} GB; more snapshots come with the pages of the pool"
+    try:
+        check_recurrent(config, chosen_plugins(config))
+    except CallboardError as error:
+        return Finding("recurrent states", "bad", found, str(error))
+    return Finding("recurrent states", "good", found)
 
 
 def _weights(spec: ModelSpec, config: Config) -> Finding:

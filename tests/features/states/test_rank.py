@@ -17,8 +17,8 @@ from engine.messages import Step
 ROWS = 3
 
 
-def new_rank() -> tuple[StatesRank, RecurrentStates]:
-    states = RecurrentStates([[(2, 3), (4,)], [(5,)]], ROWS, torch.device("cpu"))
+def new_rank(device: str = "cpu") -> tuple[StatesRank, RecurrentStates]:
+    states = RecurrentStates([[(2, 3), (4,)], [(5,)]], ROWS, torch.device(device))
     states.data.copy_(torch.arange(states.data.numel()).view_as(states.data))
     config = build_config(Config(), {"scheduler": {"max_running": ROWS}})
     context: Any = SimpleNamespace(config=config, comm=SimpleNamespace(rank=0))
@@ -49,6 +49,11 @@ def test_a_step_without_copies_changes_nothing() -> None:
     rank.apply(plain)
     rank.launched(plain, None)  # type: ignore[arg-type]
     assert torch.equal(states.data, before)
+
+
+def test_what_a_gpu_measures_is_not_counted_twice() -> None:
+    rank, _ = new_rank("meta")
+    assert rank.needs(Needs()).total == 0
 
 
 def test_the_pool_leaves_room_for_snapshots() -> None:
