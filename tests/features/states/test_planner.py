@@ -128,6 +128,19 @@ def test_no_prompt_waits_for_tokens_that_it_cannot_use() -> None:
     bench.finish()
 
 
+def test_a_prompt_that_does_not_wait_cuts_no_other_one() -> None:
+    bench = StateBench(max_step_tokens=8)
+    bench.serve(0, prompt_of(34))
+    num_before = len(bench.steps)
+    bench.submit(1, prompt_of(90), max_tokens=1)
+    assert bench.plan()
+    bench.submit(2, np.concatenate((prompt_of(60), prompt_of(20, seed=2))), max_tokens=1)
+    bench.finish()
+    ends = 32 + np.cumsum([segments(step).get(0, 0) for step in bench.steps[num_before:]])
+    assert bench.cached[1] == bench.cached[2] == 32
+    assert 60 not in ends
+
+
 def test_without_branches_only_whole_prompts_are_shared() -> None:
     bench = StateBench(EndsAndBranches(keeps_branches=False))
     stem = prompt_of(22)
