@@ -39,7 +39,7 @@ def test_a_checkpoint_that_is_refused_ends_with_the_reason(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    (tmp_path / "config.json").write_text(json.dumps(config_of("Qwen/Qwen3.5-9B")))
+    (tmp_path / "config.json").write_text(json.dumps(config_of("moonshotai/Kimi-Linear-48B-A3B-Instruct")))
     with pytest.raises(SystemExit) as ended:
         main(["models", str(tmp_path)])
     assert ended.value.code
