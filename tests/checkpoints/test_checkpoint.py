@@ -207,7 +207,7 @@ def test_without_transformers_an_unknown_architecture_is_named_with_those_that_a
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(declaration, "_installed", lambda package: package != "transformers")
-    known = 'architectures is "BloomForCausalLM", expected one of ApertusForCausalLM, BambaForCausalLM, CohereForCausalLM, De'
+    known = 'architectures is "BloomForCausalLM", expected one of ApertusForCausalLM, BambaForCausalLM, Co'
     with pytest.raises(WeightsError, match=rf"config\.json: {known}.*pip install 'callboard\[transformers\]'"):
         read_model(write(tmp_path, {"architectures": ["BloomForCausalLM"]}))
 
