@@ -119,8 +119,10 @@ def test_thoughts_are_not_judged(engine: LLGuidance) -> None:
     [
         {"not": {"pattern": "(a+)+$"}},
         {"if": {"properties": {"x": {"format": "date"}}}, "then": {"required": ["y"]}},
-        {"anyOf": [{"pattern": "a", "uniqueItems": True}, {}]},
+        {"anyOf": [{"pattern": "a"}, {"uniqueItems": True}, {}]},
         {"$defs": {"t": {"pattern": "a"}}, "not": {"$ref": "#/$defs/t"}},
+        {"$defs": {"t": {"$ref": "#/$defs/u"}, "u": {"format": "date"}}, "not": {"$ref": "#/$defs/t"}},
+        {"$defs": {"u": {"uniqueItems": True}}, "anyOf": [{"$ref": "#/$defs/u"}, {"items": {"pattern": "^a"}}]},
         {"not": {"$ref": "elsewhere.json"}},
         {"dependentRequired": 5},
         {"contains": {}, "minContains": "2"},
@@ -136,6 +138,41 @@ def test_words_among_values_are_no_keywords() -> None:
     assert divided(schema) == (schema, None)
     whole = {**schema, "uniqueItems": True}
     assert divided(whole)[0] == schema
+
+
+def test_of_alternatives_that_differ_in_their_text_several_may_seem_to_be_followed() -> None:
+    """The grammar has followed one of them."""
+    texts = {"oneOf": [{"$ref": "#/$defs/u"}, {"type": "string", "format": "email"}]}
+    whole = {
+        "properties": {"x": texts, "y": {"uniqueItems": True}},
+        "$defs": {"u": {"type": "string", "format": "uuid"}},
+    }
+    _, judge = divided(whole)
+    assert judge is not None
+    assert not judge.fault({"x": "a@b.org"})
+    assert judge.fault({"x": 1}) == "x: oneOf"
+    _, judge = divided(
+        {"oneOf": [{"$ref": "#/$defs/n"}, {"minimum": 5}], "$defs": {"n": {"type": "integer"}}, "not": {}}
+    )
+    assert judge is not None
+    assert judge.fault(7) == "the value: oneOf"
+
+
+def test_one_alternative_may_have_text_and_a_judged_keyword() -> None:
+    """An optional model of pydantic is such a union."""
+    row = {"properties": {"at": {"format": "date"}, "tags": {"uniqueItems": True}}}
+    for union in ([{"$ref": "#/$defs/row"}, {"type": "null"}], [row, {"type": "null"}]):
+        _, judge = divided({"anyOf": union, "$defs": {"row": row}})
+        assert judge is not None
+        assert judge.fault({"tags": [1, 1]}) == "the value: anyOf"
+        assert not judge.fault(None)
+
+
+def test_a_reference_to_another_is_judged() -> None:
+    _, judge = divided({"$defs": {"t": {"$ref": "#/$defs/u"}, "u": {"const": 1}}, "not": {"$ref": "#/$defs/t"}})
+    assert judge is not None
+    assert judge.fault(1) == "the value: not"
+    assert not judge.fault(2)
 
 
 def test_equal_values_are_equal_however_they_are_written() -> None:

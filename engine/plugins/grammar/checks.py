@@ -9,7 +9,8 @@ since each would have ``re`` run the pattern of a client.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
+from contextlib import suppress
 from fractions import Fraction
 from typing import Any, Final, NamedTuple
 from urllib.parse import unquote
@@ -61,15 +62,18 @@ class _Place(NamedTuple):
 
 
 class Judge:
-    """The judgement of values by one schema; any thread may call it."""
+    """The judgement of values by one schema; any thread may call it.
 
-    def __init__(self, schema: Any) -> None:
+    spelling: ids of the schemas in it that depend on text; of such alternatives several may seem to be followed."""
+
+    def __init__(self, schema: Any, spelling: Set[int] = frozenset()) -> None:
         self._root = schema
+        self._spelling = spelling
 
     def fault(self, value: Any) -> str:
         """Return the place and the keyword that a value breaks first; '' if it follows the schema.  Raises Unjudged."""
         try:
-            return _Judgement(self._root).fault(_Place(value, self._root, ""))
+            return _Judgement(self._root, self._spelling).fault(_Place(value, self._root, ""))
         except RecursionError:
             raise Unjudged(_TOO_DEEP) from None
         except (TypeError, AttributeError, LookupError, ValueError, ArithmeticError) as error:
@@ -80,8 +84,9 @@ class Judge:
 class _Judgement:
     """The judgement of one value.  Its work is counted before it is done.  root: what references lead into."""
 
-    def __init__(self, root: Any) -> None:
+    def __init__(self, root: Any, spelling: Set[int]) -> None:
         self._root = root
+        self._spelling = spelling
         self._work = 0
         self._depth = 0
         self._listed: dict[int, set[bytes]] = {}  # values by the id of their list
@@ -151,7 +156,8 @@ class _Judgement:
             case "anyOf":
                 return any(self._follows(value, one) for one in wanted)
             case "oneOf":
-                return sum(self._follows(value, one) for one in wanted) == 1
+                count = sum(self._follows(value, one) for one in wanted)
+                return count == 1 or (count > 1 and any(id(one) in self._spelling for one in wanted))
             case "not":
                 return not self._follows(value, wanted)
             case "required" if isinstance(value, dict):
@@ -269,10 +275,34 @@ def divided(schema: Any) -> tuple[Any, Judge | None]:
     """Return what a grammar can express of a simplified schema, and the judge of the rest, if there is one.
 
     A schema that cannot be judged is returned whole."""
-    division = _Division(schema)
-    if not division.leaves_some(schema) or not division.can_be_judged(schema):
+    leaving, spelling = _leading_to(JUDGED, schema), _leading_to(_SPELT, schema)
+    if id(schema) not in leaving or not _can_be_judged(schema, leaving, spelling):
         return schema, None
-    return _without_judged(schema), Judge(schema)
+    return _without_judged(schema), Judge(schema, spelling)
+
+
+def _leading_to(keywords: Set[str], root: Any) -> Set[int]:
+    """Return the ids of the schemas that lead to one with such a keyword, by references too.  Each is read once."""
+    outer: dict[int, list[int]] = {}  # the schemas that lead to each
+    found = []
+    todo = [root] if isinstance(root, dict) else []
+    while todo:
+        schema = todo.pop()
+        if not keywords.isdisjoint(schema):
+            found.append(id(schema))
+        inner = [part for _, part in parts(schema)]
+        with suppress(LookupError):
+            inner += [resolved(root, schema["$ref"])]
+        for part in inner:
+            if isinstance(part, dict):
+                todo += [part] if id(part) not in outer and part is not root else []
+                outer.setdefault(id(part), []).append(id(schema))
+    leading: set[int] = set()
+    while found:
+        if (one := found.pop()) not in leading:
+            leading.add(one)
+            found += outer.get(one, ())
+    return leading
 
 
 def _without_judged(schema: Any) -> Any:
@@ -298,54 +328,33 @@ def _without_named(schemas: Any) -> Any:
     return {name: _without_judged(one) for name, one in schemas.items()} if isinstance(schemas, dict) else schemas
 
 
-class _Division:
-    """The division of one schema.  Each of its parts is read once, and what was found is kept by the id of the part."""
+def _can_be_judged(root: Any, leaving: Set[int], spelling: Set[int]) -> bool:
+    """Return whether no judgement depends on text, and each reference names a part of the schema.
 
-    def __init__(self, root: Any) -> None:
-        self._root = root
-        self._leaving: dict[int, bool] = {}
-        self._spelling: dict[int, bool] = {}
+    leaving, spelling: ids of the schemas that lead to a judged keyword, or to text."""
 
-    def leaves_some(self, schema: Any) -> bool:
-        """Return whether some keyword in the schema is judged."""
-        if not isinstance(schema, dict):
+    def can(schema: dict[str, Any], *, inside: bool) -> bool:
+        if inside and id(schema) in spelling:
             return False
-        if id(schema) not in self._leaving:
-            inside = any(self.leaves_some(part) for _, part in parts(schema))
-            self._leaving[id(schema)] = inside or not JUDGED.isdisjoint(schema)
-        return self._leaving[id(schema)]
-
-    def can_be_judged(self, schema: Any, *, inside: bool = False) -> bool:
-        """Return whether no judgement depends on text, and each reference names a part of the whole schema.
-
-        inside: whether the schema is a part of what is judged."""
-        if not isinstance(schema, dict):
-            return True
         if "$ref" in schema:
             try:
-                named = resolved(self._root, schema["$ref"])
+                resolved(root, schema["$ref"])
             except LookupError:
                 return False
-            if inside and self._spells(named):
-                return False
-        if inside and not _SPELT.isdisjoint(schema):
-            return False
         if any(keyword in schema and not isinstance(schema[keyword], kind) for keyword, kind in _KINDS.items()):
             return False
-        judged = JUDGED | {keyword for keyword in _UNIONS if self._some_leaves_some(schema.get(keyword))}
+        if any(is_unclear(schema.get(keyword)) for keyword in _UNIONS):
+            return False
         return all(
-            self.can_be_judged(part, inside=inside or path[1:].split(".")[0].split("[")[0] in judged)
-            for path, part in parts(schema)
+            can(part, inside=inside or path[1:].split(".")[0].split("[")[0] in JUDGED) for path, part in parts(schema)
         )
 
-    def _some_leaves_some(self, alternatives: Any) -> bool:
-        return isinstance(alternatives, list) and any(map(self.leaves_some, alternatives))
-
-    def _spells(self, schema: Any) -> bool:
-        """Return whether text is described anywhere in a schema, or a reference in it leads elsewhere."""
-        if not isinstance(schema, dict):
+    def is_unclear(alternatives: Any) -> bool:
+        """Return whether a value may break a judged keyword of one alternative, and seem to follow another by text."""
+        if not isinstance(alternatives, list):
             return False
-        if id(schema) not in self._spelling:
-            here = "$ref" in schema or not _SPELT.isdisjoint(schema)
-            self._spelling[id(schema)] = here or any(self._spells(part) for _, part in parts(schema))
-        return self._spelling[id(schema)]
+        judged = {index for index, one in enumerate(alternatives) if id(one) in leaving}
+        spelt = {index for index, one in enumerate(alternatives) if id(one) in spelling}
+        return bool(judged and spelt) and len(judged | spelt) > 1
+
+    return can(root, inside=False)
