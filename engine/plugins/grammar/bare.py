@@ -19,7 +19,7 @@ def bare_texts(root: Any, schema: Any) -> list[str] | None:
     while isinstance(schema, dict) and "$ref" in schema and seen < 8:
         try:
             schema = resolved(root, schema["$ref"])
-        except (LookupError, TypeError):
+        except LookupError:
             return []
         seen += 1
     if not isinstance(schema, dict):
@@ -36,12 +36,16 @@ def _text(value: Any) -> str:
 
 
 def _types(schema: dict[str, Any]) -> set[str]:
-    """Return the types that a schema names; none if it, or one of its alternatives, may be any."""
+    """Return the types that a schema names; none if it, or one of its alternatives, may be any.
+
+    What is no type has a name as well, so that the schema is refused as one of JSON."""
     given = schema.get("type")
     if given is not None:
-        return set(given) if isinstance(given, list) else {given}
+        return set(map(str, given)) if isinstance(given, list) else {str(given)}
     if isinstance(schema.get("enum"), list) or "const" in schema:
         return {"listed"}
     alternatives = schema.get("anyOf") or schema.get("oneOf") or []
+    if not isinstance(alternatives, list):
+        return {"listed"}
     each = [_types(one) if isinstance(one, dict) else set() for one in alternatives]
     return set().union(*each) if all(each) else set()

@@ -99,7 +99,7 @@ class LLGuidanceMatcher:
             if fault:
                 mask &= ~self._ends
             if fault and (is_final or not mask.any()):
-                raise GrammarFailure(f"the output does not follow the schema: {fault}")
+                raise GrammarFailure(fault)
 
 
 class LLGuidanceGrammar:
@@ -158,10 +158,9 @@ class LLGuidance:
                     answer = msgspec.json.decode(shape.otherwise.source)
             case "structural_tag":
                 calls = msgspec.json.decode(grammar.source, type=TagsShape).tags
-        in_json = [call for call in calls if call.values is None]
-        judges = {call.begin: judge for call in in_json if (judge := _judge(call.schema)) is not None}
+        judges = {call.begin: _judge(call.schema) for call in calls if call.values is None}
         judge = _judge(answer)
-        if not judges and judge is None:
+        if judge is None and not any(judges.values()):
             return None
         return partial(Ending, self._pieces, judges, judge, grammar.thinking)
 
