@@ -52,11 +52,12 @@ class Lease:
 
 @dataclass(slots=True)
 class Session:
-    """One session."""
+    """One session.  until: up to when the pages that its requests have found are leased."""
 
     num_open: int = 0
     ended_at: float | None = None
     leases: list[Lease] = field(default_factory=list)
+    until: float = 0.0
 
 
 class Leases:
@@ -107,7 +108,7 @@ class Leases:
         num_clients = len(self._held.keys() | {key.client})
         if self._held[key.client] + num_more > self._budget / num_clients:
             return 0.0
-        lease = Lease(key.client, handle.num_pages, handle.node, now + wanted)
+        lease = Lease(key.client, handle.num_pages, handle.node, max(now + wanted, session.until))
         for one, num_beside in zip(session.leases, beside, strict=True):
             if num_beside < one.num_pages:  # the new one counts for the rest, so it lasts as long
                 lease.until = max(lease.until, one.until)
@@ -117,6 +118,19 @@ class Leases:
         self._num_granted += 1
         heappush(self._ends, (lease.until, self._num_granted, lease))
         return wanted
+
+    def found(self, key: SessionKey, handle: Handle) -> None:
+        """Give back what a session's request has found: it is locked now, and counts again with the next lease."""
+        if (session := self._sessions.get(key)) is None:
+            return
+        path = _path(handle.node)
+        for one in session.leases:
+            if (num_beside := one.num_beside(path)) < one.num_pages:
+                session.until = max(session.until, one.until)
+                self._held[key.client] -= one.num_pages - num_beside
+                one.num_pages = num_beside
+        if not self._held[key.client]:
+            del self._held[key.client]
 
     def expire(self, now: float) -> None:
         """End the leases whose time is over."""

@@ -76,6 +76,8 @@ class SessionsPlanner(PlannerFeature):
     def started(self, sequence: Sequence) -> None:
         if (note := sequence.notes.get(NAME)) is not None:
             self._of_row[sequence.row] = note
+            if note.handle is not None:
+                self._leases.found(note.key, note.handle)
 
     def released(self, row: int) -> None:
         """Give the row's session a lease on what its handle keeps, which is unlocked next."""

@@ -105,6 +105,18 @@ def test_of_a_prefix_that_a_session_has_left_the_common_part_counts_once() -> No
     assert ledger.num_held == 0
 
 
+def test_what_a_request_has_found_counts_again_with_its_next_lease() -> None:
+    ledger = Leases(1000, OPTIONS)
+    shared = prefix(100)
+    assert turn(ledger, A, 0.0, kept=prefix(200, shared), ttl_s=90.0)
+    ledger.begin(A, 1.0)
+    ledger.found(A, shared)
+    assert ledger.num_held == 200
+    assert ledger.grant(A, prefix(50, shared), 5.0, 1.0) == 5.0
+    ledger.begin(A, 10.0)
+    assert ledger.num_held == 350, "the shared pages are leased up to 90"
+
+
 def test_nothing_is_leased_to_a_request_that_keeps_nothing() -> None:
     ledger = Leases(1000, OPTIONS)
     assert turn(ledger, A, 0.0, num_pages=0) == 0.0
