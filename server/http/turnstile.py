@@ -3,11 +3,13 @@
 Owns: the requests that wait for their turn.  Does not know: what is requested.
 Many requests may become readable at once.  Without the turnstile one turn of the event loop handles all of them, and
 the tokens of every stream wait until then.  With it, tokens wait for at most one of them, and addresses take turns: a
-request waits for one request of each other address, however many those have sent.
+request waits for one request of each other address, however many those have sent.  The addresses of one /64 of IPv6
+count as one, since a single client may use all of them.
 """
 
 import asyncio
 from collections import deque
+from ipaddress import IPv6Address
 
 
 class Turnstile:
@@ -26,7 +28,7 @@ class Turnstile:
             loop.call_soon(self._turn)
             return
         turn = loop.create_future()
-        self._waiting.setdefault(address, deque()).append(turn)
+        self._waiting.setdefault(_place(address), deque()).append(turn)
         await turn
 
     def _turn(self) -> None:
@@ -42,3 +44,11 @@ class Turnstile:
                 asyncio.get_running_loop().call_soon(self._turn)
                 return
         self._is_taken = False
+
+
+def _place(address: str) -> str:
+    """Returns what takes turns: an address of IPv4, also where it is written as one of IPv6, or the /64 of one."""
+    if ":" not in address:
+        return address
+    parsed = IPv6Address(address)
+    return str(parsed.ipv4_mapped or int(parsed) >> 64)

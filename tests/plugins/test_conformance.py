@@ -131,7 +131,7 @@ def test_no_repeat_ngram(device: str) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 def test_thinking_budget(device: str) -> None:
     tables = [{"tokens": tokens, "opens": 3, "closes": 4} for tokens in (0, 1, 20)]
-    check_logits_processor(ThinkingBudget, tables, device=device)
+    check_logits_processor(lambda: ThinkingBudget(64), tables, device=device)
 
 
 def test_files(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Logits processors of plugins, from the request to the token."""
 
 import asyncio
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,11 +10,14 @@ import pytest
 import torch
 
 from engine.llm import LLM
+from engine.plugins.logits_processor.thinking_budget import ThinkingBudget
+from engine.text.processors import LogitsRows, Processors
 from engine.types.errors import RequestError
 from engine.types.params import SamplingParams
 from tests.models.checkpoints import build, random_tokens, save
 from tests.plugins.conftest import Install
 
+BUDGETS = ((0, 2_000_000_000), (0, 2), (5, 2))  # and the token that closes thoughts
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
 PROMPTS = [random_tokens(length, seed) for seed, length in enumerate((9, 30, 17))]
 
@@ -157,6 +161,29 @@ def test_one_that_fails_ends_the_requests_that_asked_for_it_alone(
             assert failed.code == "nonfinite_logits"
             assert "plugin logits_processor.odd failed; the requests that use it end" in caplog.text
             assert said in caplog.text
+
+
+def test_a_token_beyond_the_vocabulary_is_refused_and_rules_out_its_own_row_alone() -> None:
+    budget = ThinkingBudget(8)
+    for name in ("opens", "closes"):
+        table = {"tokens": 0, "opens": 1, "closes": 2} | {name: 8}
+        with pytest.raises(RequestError, match=f"thinking_budget: Expected `int` <= 7 - at `[$].{name}`"):
+            Processors({"thinking_budget": budget}).read({"thinking_budget": json.dumps(table)})
+    logits_nV = torch.randn(3, 8)
+    lengths = torch.tensor([3, 3, 3])
+    params = tuple(budget.params(tokens=tokens, opens=1, closes=closes) for tokens, closes in BUDGETS)
+    rows = LogitsRows(
+        params=params,
+        token_ids_nL=torch.tensor([[5, 1, 6]] * 3, dtype=torch.int32),
+        lengths_n=lengths,
+        num_prompt_n=lengths - 1,
+        host_lengths_n=lengths.numpy(),
+        upload=torch.from_numpy,
+    )
+    seen_nV = budget.process(logits_nV.clone(), rows)
+    assert seen_nV[1].isfinite().nonzero().tolist() == [[2]], "it closes its thoughts"
+    assert not seen_nV[0].isfinite().any()
+    assert torch.equal(seen_nV[2], logits_nV[2])
 
 
 @pytest.mark.slow

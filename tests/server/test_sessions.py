@@ -1,5 +1,8 @@
 """Sessions: the fields that name them, and GET /sessions."""
 
+import json
+from contextlib import closing
+from http.client import HTTPConnection
 from typing import Any
 
 import pytest
@@ -71,3 +74,19 @@ def test_a_client_sees_its_own_sessions_and_an_operator_all() -> None:
             assert [one["name"] for one in reply.json["sessions"]] == [name]
         reply = ask(served.port, "GET", "/sessions", None, {"Authorization": f"Bearer {operator}"})
         assert {one["name"] for one in reply.json["sessions"]} == {"one", "two"}
+
+
+def test_without_keys_a_client_sees_those_of_its_address() -> None:
+    def asked(port: int, address: str, method: str, path: str, body: Any = None) -> Any:
+        with closing(HTTPConnection("127.0.0.1", port, source_address=(address, 0))) as connection:
+            connection.request(method, path, json.dumps(body), {"Content-Type": "application/json"})
+            reply = connection.getresponse()
+            assert reply.status == 200
+            return json.loads(reply.read())
+
+    with EngineServer(model={"name": "demo"}) as served:
+        for name, address in (("one", "127.0.0.1"), ("two", "127.0.0.2")):
+            body = {"model": "demo", "prompt": "x", "max_tokens": 1, "session_id": name}
+            asked(served.port, address, "POST", "/v1/completions", body)
+            told = asked(served.port, address, "GET", "/sessions")["sessions"]
+            assert [one["name"] for one in told] == [name]

@@ -113,3 +113,11 @@ def test_a_budget_that_nothing_can_keep_is_refused(served: EngineServer, checkpo
             thinking = {"type": "enabled", "budget_tokens": 1024}
             message = {"model": "demo", "max_tokens": 4, "messages": [{"role": "user", "content": "hi"}]}
             assert ask(other.port, "POST", "/v1/messages", {**message, "thinking": thinking}).status == 200
+
+
+def test_a_token_that_the_model_does_not_have_is_refused(served: EngineServer) -> None:
+    table = {"tokens": 0, "opens": 1, "closes": 2_000_000_000}
+    reply = chat(served, logits_processors={"thinking_budget": table})
+    assert (reply.status, reply.error["param"]) == (400, "logits_processors")
+    assert "$.closes" in reply.error["message"]
+    assert thoughts(chat(served)) == 40

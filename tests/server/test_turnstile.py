@@ -57,6 +57,19 @@ async def test_addresses_take_turns_however_many_requests_one_of_them_sends() ->
     assert not turnstile._waiting
 
 
+async def test_the_addresses_of_one_client_of_ipv6_have_one_turn() -> None:
+    turnstile, entered = Turnstile(), []
+
+    async def request(address: str) -> None:
+        await turnstile.enter(address)
+        entered.append(address)
+
+    many = [f"2001:db8::{number:x}" for number in range(8)]
+    others = ["2001:db8:0:1::1", "::ffff:192.0.2.1", "::ffff:192.0.2.2", "fe80::1%lo"]
+    await asyncio.gather(*(request(address) for address in [*many, *others]))
+    assert entered[:6] == [*many[:2], *others], "the first one had not to wait"
+
+
 def test_every_request_passes_it(monkeypatch: pytest.MonkeyPatch) -> None:
     passed: list[str] = []
     enter = Turnstile.enter

@@ -1,16 +1,19 @@
 """The pauses of sessions, and the length of the lease that each gets when its request has ended.
 
 Owns: sessions by client and name, their pauses, the budget of each client.
-Does not know: pages themselves, steps, the order of eviction.
+Does not know: what pages hold, steps, the order of eviction.
+A prefix keeps its place in the order of eviction up to the end of its lease, also when its session has begun something
+else.  So its pages count up to then, but those that a later lease of the session has in its prefix too.
 All times are seconds of the caller's clock.
 """
 
 import math
 from collections import Counter, OrderedDict, deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from typing import Final, NamedTuple
 
+from engine.kv.node import Handle, Node
 from engine.plugins.eviction.lease import LeaseOptions
 
 MOST_SESSIONS: Final = 8192  # the one that has been unused for longest goes first
@@ -19,6 +22,7 @@ FIRST_LEASE_S: Final = 60.0  # while no pauses are known
 MOST_PAUSES: Final = 512  # of a client, and of all; the last ones
 ENOUGH: Final = 16  # pauses from which a distribution is read
 SHARE: Final = 0.99  # of pauses that a lease is to last for
+MOST_LEASES: Final = 16  # of a session, that later ones are compared with: the last ones
 
 
 class SessionKey(NamedTuple):
@@ -28,13 +32,31 @@ class SessionKey(NamedTuple):
     name: str
 
 
+@dataclass(slots=True, eq=False)
+class Lease:
+    """One lease.  num_pages: pages that count for it.  prefix: the end of its prefix, None once the lease has ended."""
+
+    client: str
+    num_pages: int
+    prefix: Node | None
+    until: float
+
+    def num_beside(self, path: set[Node]) -> int:
+        """Return how many of its pages are not on the path to another prefix."""
+        num_pages, node = 0, self.prefix
+        while node is not None and node not in path:
+            num_pages += node.num_pages
+            node = node.parent
+        return min(num_pages, self.num_pages)
+
+
 @dataclass(slots=True)
 class Session:
-    """One session.  num_pages: that its lease holds.  until: when the lease ends."""
+    """One session.  until: up to when the pages that its requests have found are leased."""
 
     num_open: int = 0
     ended_at: float | None = None
-    num_pages: int = 0
+    leases: list[Lease] = field(default_factory=list)
     until: float = 0.0
 
 
@@ -47,7 +69,8 @@ class Leases:
         self._sessions: OrderedDict[SessionKey, Session] = OrderedDict()
         self._pauses: deque[float] = deque(maxlen=MOST_PAUSES)
         self._of_client: OrderedDict[str, deque[float]] = OrderedDict()
-        self._ends: list[tuple[float, SessionKey]] = []  # a heap of the ends of leases
+        self._ends: list[tuple[float, int, Lease]] = []  # a heap of the ends of leases, with their numbers
+        self._num_granted = 0
         self._held: Counter[str] = Counter()  # pages of each client under leases
 
     @property
@@ -56,37 +79,67 @@ class Leases:
         return self._held.total()
 
     def begin(self, key: SessionKey, now: float) -> None:
-        """Note that a request of a session has come: its pause is over, and so is its lease."""
+        """Note that a request of a session has come: its pause is over."""
+        self.expire(now)
         session = self._sessions.setdefault(key, Session())
         self._sessions.move_to_end(key)
         if session.ended_at is not None and not session.num_open:
             self._note_pause(key.client, now - session.ended_at)
         session.num_open += 1
-        self._end_lease(key, session)
-        while len(self._sessions) > MOST_SESSIONS:
-            gone, old = self._sessions.popitem(last=False)
-            self._end_lease(gone, old)
+        if len(self._sessions) > MOST_SESSIONS:
+            self._sessions.popitem(last=False)
 
     def end(self, key: SessionKey, now: float) -> None:
         """Note that a request of a session has ended: a pause begins."""
         if (session := self._sessions.get(key)) is not None:
-            session.num_open -= 1
+            session.num_open = max(session.num_open - 1, 0)  # it may have been forgotten since it began
             session.ended_at = now
 
-    def grant(self, key: SessionKey, num_pages: int, ttl_s: float, now: float) -> float:
-        """Return the seconds of a session's lease on a prefix of so many pages; 0 for none.  ttl_s: as asked for."""
-        if (session := self._sessions.get(key)) is None:
-            return 0.0
-        self._end_lease(key, session)
-        self._end_those_before(now)
+    def grant(self, key: SessionKey, handle: Handle, ttl_s: float, now: float) -> float:
+        """Return the seconds of a session's lease on what a handle keeps; 0 for none.  ttl_s: as asked for."""
+        self.expire(now)
+        session = self._sessions.get(key)
         wanted = min(ttl_s or self.expected(key.client), self._max_lease_s)
-        num_clients = len(self._held.keys() | {key.client})
-        if self._held[key.client] + num_pages > self._budget / num_clients or wanted <= 0:
+        if session is None or not handle.num_pages or wanted <= 0:
             return 0.0
-        session.num_pages, session.until = num_pages, now + wanted
-        self._held[key.client] += num_pages
-        heappush(self._ends, (session.until, key))
+        path = _path(handle.node)
+        beside = [one.num_beside(path) for one in session.leases]
+        num_more = handle.num_pages - sum(one.num_pages for one in session.leases) + sum(beside)
+        num_clients = len(self._held.keys() | {key.client})
+        if self._held[key.client] + num_more > self._budget / num_clients:
+            return 0.0
+        lease = Lease(key.client, handle.num_pages, handle.node, max(now + wanted, session.until))
+        for one, num_beside in zip(session.leases, beside, strict=True):
+            if num_beside < one.num_pages:  # the new one counts for the rest, so it lasts as long
+                lease.until = max(lease.until, one.until)
+                one.num_pages, one.prefix = num_beside, one.prefix if num_beside else None
+        session.leases = [*(one for one in session.leases if one.num_pages), lease][-MOST_LEASES:]
+        self._held[key.client] += num_more
+        self._num_granted += 1
+        heappush(self._ends, (lease.until, self._num_granted, lease))
         return wanted
+
+    def found(self, key: SessionKey, handle: Handle) -> None:
+        """Give back what a session's request has found: it is locked now, and counts again with the next lease."""
+        if (session := self._sessions.get(key)) is None:
+            return
+        path = _path(handle.node)
+        for one in session.leases:
+            if (num_beside := one.num_beside(path)) < one.num_pages:
+                session.until = max(session.until, one.until)
+                self._held[key.client] -= one.num_pages - num_beside
+                one.num_pages = num_beside
+        if not self._held[key.client]:
+            del self._held[key.client]
+
+    def expire(self, now: float) -> None:
+        """End the leases whose time is over."""
+        while self._ends and self._ends[0][0] <= now:
+            lease = heappop(self._ends)[-1]
+            self._held[lease.client] -= lease.num_pages
+            if not self._held[lease.client]:
+                del self._held[lease.client]
+            lease.num_pages, lease.prefix = 0, None
 
     def expected(self, client: str) -> float:
         """Return how long a pause may take: as the client's did where enough are known, else as those of all."""
@@ -103,15 +156,11 @@ class Leases:
         if len(self._of_client) > MOST_CLIENTS:
             self._of_client.popitem(last=False)
 
-    def _end_lease(self, key: SessionKey, session: Session) -> None:
-        self._held[key.client] -= session.num_pages
-        if not self._held[key.client]:
-            del self._held[key.client]
-        session.num_pages = 0
 
-    def _end_those_before(self, now: float) -> None:
-        while self._ends and self._ends[0][0] <= now:
-            until, key = heappop(self._ends)
-            session = self._sessions.get(key)
-            if session is not None and session.until == until:  # it may have got another lease since
-                self._end_lease(key, session)
+def _path(node: Node | None) -> set[Node]:
+    """Return a prefix's nodes."""
+    found = set()
+    while node is not None:
+        found.add(node)
+        node = node.parent
+    return found

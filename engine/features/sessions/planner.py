@@ -24,6 +24,7 @@ from engine.types.prompt import RequestPart
 
 NAME: Final = "sessions"
 WINDOW_S: Final = 20.0  # in which steps are counted
+LEAST_S: Final = 1.0  # from which a rate is read
 
 
 def session_part(name: str, ttl_s: float = 0.0) -> RequestPart:
@@ -63,8 +64,10 @@ class SessionsPlanner(PlannerFeature):
 
     def admit(self, sequence: Sequence, message: Admit) -> None:
         if (part := message.parts.get(NAME)) is not None:
-            note = sequence.notes[NAME] = SessionNote(SessionKey(sequence.tenant, part.digest), ttl_of(part))
-            self._leases.begin(note.key, self._clock())
+            note = sequence.notes[NAME] = SessionNote(SessionKey(sequence.origin.client, part.digest), ttl_of(part))
+            now = self._clock()
+            self._leases.begin(note.key, now)
+            self._steps_per_second(now, self._pages.tree.now)  # so that an idle time before it is left out
 
     def adopt(self, sequence: Sequence, handle: Handle, key: bytes, pages: Pages) -> None:
         if (note := sequence.notes.get(NAME)) is not None:
@@ -73,6 +76,8 @@ class SessionsPlanner(PlannerFeature):
     def started(self, sequence: Sequence) -> None:
         if (note := sequence.notes.get(NAME)) is not None:
             self._of_row[sequence.row] = note
+            if note.handle is not None:
+                self._leases.found(note.key, note.handle)
 
     def released(self, row: int) -> None:
         """Give the row's session a lease on what its handle keeps, which is unlocked next."""
@@ -80,7 +85,7 @@ class SessionsPlanner(PlannerFeature):
             return
         handle, note.handle = note.handle, None
         now, step = self._clock(), self._pages.tree.now
-        note.lease_s = self._leases.grant(note.key, handle.num_pages, note.ttl_s, now)
+        note.lease_s = self._leases.grant(note.key, handle, note.ttl_s, now)
         if note.lease_s:
             handle.priority = leased(step + round(note.lease_s * self._steps_per_second(now, step)))
 
@@ -94,12 +99,18 @@ class SessionsPlanner(PlannerFeature):
         return []
 
     def gauges(self) -> dict[str, int]:
+        self._leases.expire(self._clock())
         return {"leased_pages": self._leases.num_held}
 
     def _steps_per_second(self, now: float, step: int) -> float:
         since, step_then = self._since
         elapsed = now - since
-        rate = (step - step_then) / elapsed if elapsed > 0 else 0.0
+        if elapsed < LEAST_S:
+            return self._rate
+        rate = (step - step_then) / elapsed
+        if elapsed > 2 * WINDOW_S:  # with an idle time in it
+            self._since = (now, step)
+            return self._rate or rate
         if elapsed >= WINDOW_S:
             self._since, self._rate = (now, step), rate
         return max(rate, self._rate)

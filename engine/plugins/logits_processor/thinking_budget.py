@@ -5,8 +5,9 @@ Legend: n rows · L tokens · V vocabulary
 The thoughts may be opened by the prompt or by the output; a prompt that closes them at its end leaves none.
 """
 
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
+import msgspec
 import numpy as np
 from msgspec import Meta
 
@@ -20,37 +21,39 @@ if TYPE_CHECKING:
 CALLBOARD_PLUGIN = {"api": 1}
 
 NEAR = 4  # tokens from the end of the prompt, either way: white space may be between
-TokenId = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]
-
-
-class ThinkingBudgetParams(Options, frozen=True):
-    """Parameters of a request.  tokens: of its thoughts, at most.  opens, closes: the tokens around thoughts."""
-
-    tokens: Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]
-    opens: TokenId
-    closes: TokenId
+Count = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]
 
 
 class ThinkingBudget:
     """Counts the output's tokens in rows that are in their thoughts."""
 
-    params = ThinkingBudgetParams
+    def __init__(self, vocab_size: int) -> None:
+        # Of a request.  tokens: of its thoughts, at most.  opens, closes: the tokens around thoughts.
+        token_id: Any = Annotated[int, Meta(ge=0, lt=vocab_size)]
+        fields: list[tuple[str, Any]] = [("tokens", Count), ("opens", token_id), ("closes", token_id)]
+        self.params = msgspec.defstruct("ThinkingBudgetParams", fields, bases=(Options,), frozen=True)
 
     def process(self, logits_nV: "Tensor", rows: LogitsRows) -> "Tensor":
         """Process all rows at once."""
         given = np.array([(one.tokens, one.opens, one.closes) for one in rows.params], dtype=np.int64)
         tokens_n, opens_n, closes_n = rows.upload(given.ravel()).view(-1, 3).unbind(1)
-        place_nL = rows.token_ids_nL.new_ones(rows.token_ids_nL.shape).cumsum(1) - 1 - rows.num_prompt_n[:, None]
+        place_nL = _numbers(rows.lengths_n, rows.token_ids_nL.shape[1]) - rows.num_prompt_n[:, None]
         is_near_nL = (place_nL >= -NEAR) & (place_nL < (rows.lengths_n - rows.num_prompt_n)[:, None])
         opened_nL = (rows.token_ids_nL == opens_n[:, None]) & is_near_nL & (place_nL < NEAR)
         closed_nL = (rows.token_ids_nL == closes_n[:, None]) & is_near_nL
         is_spent_n = opened_nL.any(1) & ~closed_nL.any(1) & (rows.lengths_n - rows.num_prompt_n >= tokens_n)
-        closing_nV = logits_nV.new_full(logits_nV.shape, -np.inf).scatter_(1, closes_n[:, None], 0.0)
-        return closing_nV.where(is_spent_n[:, None], logits_nV)
+        # By comparison, not by index: a token that is not there then rules out its own row alone.
+        is_close_nV = _numbers(closes_n, logits_nV.shape[1]) == closes_n[:, None]
+        return logits_nV.masked_fill(is_spent_n[:, None] & ~is_close_nV, -np.inf)
+
+
+def _numbers(like: "Tensor", count: int) -> "Tensor":
+    """Return the numbers from 0 on."""
+    return like.new_ones(count).cumsum(0) - 1
 
 
 @hookimpl
 def callboard_logits_processor(context: LogitsProcessorContext) -> ThinkingBudget:
     """Build the processor; takes no options, as each request sets the number."""
     decode_options("logits_processor.thinking_budget", context.options, Options)
-    return ThinkingBudget()
+    return ThinkingBudget(context.vocab_size)

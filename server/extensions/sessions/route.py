@@ -31,7 +31,7 @@ class SessionBody(msgspec.Struct, kw_only=True):
 
 
 class SessionsBody(msgspec.Struct, frozen=True):
-    """The sessions, the last used first.  An operator sees all, a client its own."""
+    """The sessions, the last used first.  An operator sees all, a client those of its key or address."""
 
     sessions: list[SessionBody]
 
@@ -46,7 +46,11 @@ class SessionsRoute:
     @operation("GET", "/sessions", "client", "What sessions found in the cache.", answer=SessionsBody)
     async def get(self, request: web.Request) -> web.Response:
         """Return the sessions that the client may see."""
-        response = json_reply(SessionsBody(summed(self._clients.known_to(request[EXCHANGE].key), self._clock())))
+        asking = request[EXCHANGE]
+        known = self._clients.known_to(asking.key)
+        if asking.key is None:  # clients without keys differ by their addresses
+            known = [one for one in known if one.exchange.client == asking.client]
+        response = json_reply(SessionsBody(summed(known, self._clock())))
         response.headers["Cache-Control"] = "no-store"
         return response
 

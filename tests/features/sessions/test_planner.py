@@ -1,13 +1,18 @@
 """Sessions in the real planner: a prefix outlives its pause, and everything still ends and is freed."""
 
 from benchmarks.agent_traffic import head, traffic
-from engine.features.sessions.planner import session_part, ttl_of
+from engine.features.sessions.leases import Leases
+from engine.features.sessions.planner import NAME, SessionsPlanner, session_part, ttl_of
 from engine.features.traffic.sizes import StepSize
-from engine.plugins.eviction.lease import leased
-from engine.types.prompt import RequestPart
+from engine.messages import Admit
+from engine.plugins.eviction.lease import LeaseOptions, leased
+from engine.scheduling.feature import PlannerParts
+from engine.types.params import SamplingParams
+from engine.types.prompt import Origin, RequestPart
 from server.extensions.whatif.changes import changed
 from server.extensions.whatif.replay import Replayed, TraceReplay, stand_ins
 from tests.kv.test_eviction import Shelf
+from tests.scheduling.bench import Bench, prompt_of
 
 
 def test_a_leased_prefix_goes_as_if_it_had_been_used_at_the_end_of_its_lease() -> None:
@@ -71,3 +76,79 @@ def test_a_part_has_no_name_and_a_recorded_one_no_time() -> None:
     assert ttl_of(part) == 60.0
     assert ttl_of(RequestPart(part.digest)) == 0.0
     assert session_part("other").digest != part.digest
+
+
+class Planned:
+    """The feature in a planner that runs."""
+
+    def __init__(self, share: float = 1.0) -> None:
+        options = LeaseOptions(leased_share=share)
+        built: list[SessionsPlanner] = []
+
+        def build(parts: PlannerParts) -> SessionsPlanner:
+            built.append(SessionsPlanner(parts, Leases(parts.limits.num_pages, options)))
+            return built[0]
+
+        self.bench = Bench(features=[build])
+        (self.feature,) = built
+
+    def admit(self, number: int, session: str, **origin: str) -> None:
+        self.bench.streams[number], self.bench.ends[number] = [], []
+        self.bench.planner.admit(
+            Admit(
+                request_id=number,
+                token_ids=prompt_of(16, seed=number).tobytes(),
+                params=SamplingParams(temperature=0.0, max_tokens=1),
+                origin=Origin(**origin),
+                parts={NAME: session_part(session)},
+            )
+        )
+
+    def ask(self, number: int, session: str, **origin: str) -> None:
+        self.admit(number, session, **origin)
+        while self.bench.plan() or self.bench.deliver():
+            pass
+
+    @property
+    def num_leased(self) -> int:
+        return self.feature.gauges()["leased_pages"]
+
+    def rate(self, now: float, step: int) -> float:
+        return self.feature._steps_per_second(now, step)
+
+
+def test_users_of_one_address_have_one_clients_leases() -> None:
+    planned = Planned(share=0.25)  # 16 pages
+    planned.ask(0, "s", client="192.0.2.1")
+    assert planned.num_leased == 4
+    for number in range(1, 10):
+        planned.ask(number, f"s{number}", client="192.0.2.2", tenant=f"user {number}")
+    assert planned.num_leased == 12, "two clients have 8 each"
+    planned.bench.now = 61.0
+    assert planned.num_leased == 0, "also while nothing comes"
+
+
+def test_prompts_of_one_session_that_have_nothing_in_common_have_the_leases_of_one_client() -> None:
+    planned = Planned(share=0.25)
+    for number in range(10):
+        planned.ask(number, "s", client="192.0.2.1")
+        assert planned.num_leased == 4 * min(number + 1, 4)
+
+
+def test_the_rate_of_steps_is_of_seconds_in_which_there_were_some() -> None:
+    planned = Planned()
+    assert planned.rate(0.0002, 1) == 0.0, "nothing is known"
+    assert planned.rate(10.0, 500) == 50.0
+    assert planned.rate(20.0, 1000) == 50.0
+    assert planned.rate(20.0002, 1001) == 50.0, "two steps at once"
+    assert planned.rate(21.0, 1100) == 100.0
+    assert planned.rate(7200.0, 1200) == 50.0, "the last one that was known"
+    assert planned.rate(7200.5, 1300) == 50.0
+    assert planned.rate(7202.0, 1320) == 60.0, "an idle time is in no window"
+
+
+def test_an_idle_time_before_a_request_is_not_in_the_rate() -> None:
+    planned = Planned()
+    planned.bench.now = 3600.0
+    planned.admit(0, "s")
+    assert planned.rate(3602.0, 100) == 50.0
