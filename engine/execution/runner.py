@@ -53,7 +53,7 @@ class ModelRunner:
         piecewise: CapturedModel | None,
         whole_decodes: CapturedDecodes | None,
         rows: DeviceRows,
-        states: RecurrentStates | None,
+        states: RecurrentStates | None = None,
         constraints: Constraints,
         sampler: Sampler,
         eos_token_ids: tuple[int, ...],

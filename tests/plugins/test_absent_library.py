@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -111,6 +112,10 @@ def server(request: pytest.FixtureRequest, broken: dict[str, str]) -> Iterator[S
 def test_a_library_that_cannot_be_imported_is_the_same_wherever_it_is_needed(server: Server) -> None:
     port = int(server.url.rpartition(":")[2])
     plain = {"model": MODEL, "prompt": "x", "max_tokens": 4}
+    deadline = time.monotonic() + far(30)
+    while not server.ready():  # a frontend process learns later than its parent that the engine is
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
     for _ in range(2):
         assert ask(port, "POST", "/v1/completions", plain).status == 200
         reply = ask(port, "POST", "/v1/completions", {**plain, "guided_regex": "a"})

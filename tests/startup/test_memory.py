@@ -125,12 +125,17 @@ def test_the_largest_step_samples_each_row_behind_its_proposals(monkeypatch):
     seen = []
 
     class Steps:
-        def run(self, lengths, queries, num_sampled, params, num_rows):
+        has_states = False
+
+        def run(self, lengths, queries, num_sampled, params, num_rows=0):
             seen.append((int(queries.sum()), num_sampled, num_rows))
 
     for number in (0, 3, 64):
         memory.run_largest_step(section, 512, Steps(), number)
     assert seen == [(64, 8, 8), (64, 32, 8), (64, 64, 8)]
+    Steps.has_states = True  # a step of all rows follows
+    memory.run_largest_step(section, 512, Steps(), 0)
+    assert seen[3:] == [(64, 8, 8), (8, 8, 0)]
 
 
 @dataclass
