@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,6 +21,7 @@ from server.extensions.doctor.doctor import examine
 from tests.pace import far
 from tests.server.engine_server import EngineServer
 from tests.server.http_client import ask
+from tests.workers.executors import within
 from tests.workers.server import MODEL, ROOT, Server
 
 pytestmark = pytest.mark.slow
@@ -112,10 +112,7 @@ def server(request: pytest.FixtureRequest, broken: dict[str, str]) -> Iterator[S
 def test_a_library_that_cannot_be_imported_is_the_same_wherever_it_is_needed(server: Server) -> None:
     port = int(server.url.rpartition(":")[2])
     plain = {"model": MODEL, "prompt": "x", "max_tokens": 4}
-    deadline = time.monotonic() + far(30)
-    while not server.ready():  # a frontend process learns later than its parent that the engine is
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    within(30, server.ready)  # a frontend process learns later than its parent that the engine is
     for _ in range(2):
         assert ask(port, "POST", "/v1/completions", plain).status == 200
         reply = ask(port, "POST", "/v1/completions", {**plain, "guided_regex": "a"})
