@@ -106,6 +106,13 @@ def with_nan(tensors: dict[str, Tensor]) -> None:
     tensors[SCALES][0, 0, 0] = 255
 
 
+def damaged_copy(published: Path, folder: Path, damage: Callable[[dict[str, Tensor]], None]) -> None:
+    tensors = load_file(published / "model.safetensors")
+    damage(tensors)
+    save_file(tensors, folder / "model.safetensors")
+    (folder / "config.json").write_text((published / "config.json").read_text())
+
+
 @pytest.mark.parametrize(
     ("damage", "said"),
     [
@@ -117,10 +124,7 @@ def with_nan(tensors: dict[str, Tensor]) -> None:
 def test_tensors_that_do_not_fit_are_named(
     damage: Callable[[dict[str, Tensor]], None], said: str, published: Path, tmp_path: Path
 ) -> None:
-    tensors = load_file(published / "model.safetensors")
-    damage(tensors)
-    save_file(tensors, tmp_path / "model.safetensors")
-    (tmp_path / "config.json").write_text((published / "config.json").read_text())
+    damaged_copy(published, tmp_path, damage)
     with pytest.raises(WeightsError, match=said):
         load(read_model(tmp_path))
 
@@ -140,20 +144,14 @@ def without_codes(tensors: dict[str, Tensor]) -> None:
         (without_scales, f"tensor '{SCALES}' of shape .* is missing"),
         (with_other_groups, rf"'{SCALES}' has shape \[5, 64, 1\], config.json expects \[5, 64, 3\]"),
         (with_nan, f"'{SCALES}' contains NaN; the file is damaged"),
-        (
-            with_a_large_scale,
-            f"'{SCALES}' has a scale of 129, and the kernel takes 128 at most; set",
-        ),
+        (with_a_large_scale, f"'{SCALES}' has a scale of 129, and the kernel takes 128 at most; set"),
         (without_codes, 'no tensor is in MXFP4, though config.json says so; set model.quantization="none"'),
     ],
 )
 def test_codes_that_a_kernel_cannot_read_are_named(
     damage: Callable[[dict[str, Tensor]], None], said: str, published: Path, tmp_path: Path
 ) -> None:
-    tensors = load_file(published / "model.safetensors")
-    damage(tensors)
-    save_file(tensors, tmp_path / "model.safetensors")
-    (tmp_path / "config.json").write_text((published / "config.json").read_text())
+    damaged_copy(published, tmp_path, damage)
     with pytest.raises(WeightsError, match=said):
         load(in_four_bits(read_model(tmp_path)))
 
