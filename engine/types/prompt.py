@@ -21,10 +21,25 @@ class ToolCall(_Content, frozen=True):
     arguments: str
 
 
+class Picture(_Content, frozen=True):
+    """A picture in a conversation: an encoded file, whose limits were checked.
+
+    data: PNG, JPEG, WebP or GIF.  digest: SHA-256 of data, in hex.  width, height: pixels.
+    detail: 'auto', 'low' or 'high', as the client asks."""
+
+    data: bytes
+    digest: str
+    width: int
+    height: int
+    detail: str = "auto"
+
+
 class ChatTurn(_Content, frozen=True):
     """One message of a conversation.
 
     reasoning, tool_calls: set for the assistant.  tool_call_id: the call that a tool's message answers.
+    pictures: in the order in which they stand in the content.  places: for each, the number of characters of the
+    content before it.
     """
 
     role: str
@@ -33,6 +48,8 @@ class ChatTurn(_Content, frozen=True):
     tool_calls: tuple[ToolCall, ...] = ()
     tool_call_id: str = ""
     name: str = ""
+    pictures: tuple[Picture, ...] = ()
+    places: tuple[int, ...] = ()
 
 
 class ChatOptions(_Content, frozen=True):
