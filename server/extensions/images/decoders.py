@@ -16,6 +16,7 @@ from server.extensions.images.decoding import LENGTH_BYTES, Verdict
 
 NUM_PROCESSES: Final = 2
 DECODE_TIMEOUT_S: Final = 10.0
+PIECE_BYTES: Final = 64 << 10
 COMMAND: Final = (sys.executable, "-m", "server.extensions.images.decoding")
 
 
@@ -63,8 +64,9 @@ async def _ask(process: Process, data: bytes) -> Verdict:
     assert process.stdin is not None
     assert process.stdout is not None
     process.stdin.write(len(data).to_bytes(LENGTH_BYTES, "big"))
-    process.stdin.write(data)
-    await process.stdin.drain()
+    for at in range(0, len(data), PIECE_BYTES):
+        process.stdin.write(data[at : at + PIECE_BYTES])
+        await process.stdin.drain()
     line = await process.stdout.readline()
     if not line:
         raise EOFError
