@@ -5,8 +5,8 @@ Legend: T rows of the input · I input features · O output features · G groups
         M rows of a tile of the input
 Owns: a product for a few rows, which reads the weight once, and the weight as floats.  Does not know: layers, files.
 
-Codes less their zeros become bfloat16 in registers, exactly: the bits of 128 + code are those of 128 or code.  A tile
-of them is the first operand of the product, which tensor cores of a Hopper GPU read from registers.  The sum over a
+Codes less their zeros become numbers of x's type in registers, exactly: the bits of 128 + code in bfloat16, and of
+1024 + code in float16, are those of 128 or 1024 with the code's as the last.  A tile of them is the first operand of the product, which tensor cores of a Hopper GPU read from registers.  The sum over a
 group is scaled in float32: scales are never rounded.  Those of the next group are read while one is multiplied.
 """
 
@@ -97,7 +97,7 @@ class FourBitWeight:
 def multiply_four_bits(x_TI: Tensor, weight: Codes, bias_O: Tensor | None) -> Tensor:
     """Return x W^T + bias, [T, O] in x's dtype, summed in float32 and rounded once.  T: up to MOST_ROWS.
 
-    x: bfloat16.  A row's bits depend on T by the size of a tile alone."""
+    x: bfloat16 or float16.  A row's bits depend on T by the size of a tile alone."""
     (num_rows, inputs), outputs = x_TI.shape, weight.codes_POB.shape[1]
     assert num_rows <= MOST_ROWS, f"{num_rows} rows, at most {MOST_ROWS}"
     assert inputs == weight.inputs, f"rows of {inputs} are multiplied by a weight of {weight.inputs} inputs"
@@ -136,22 +136,23 @@ def widened(weight: Codes, dtype: torch.dtype) -> Tensor:
 
 @triton.jit
 def times_codes(codes_RB, zero_R, x, at_M, live_M, c_B, sums_RM, INPUTS: tl.constexpr, INTERPRETED: tl.constexpr):
-    """Return sums + (codes - zeros) times one half of a piece's inputs of each row."""
-    bits_RB = codes_RB | 0x4300
-    if INTERPRETED:
-        wide_RB = (bits_RB.to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+    """Return sums + (codes - zeros) times one half of a piece's inputs of each row.  zeros: with what codes begin at."""
+    if x.dtype.element_ty == tl.float16:
+        wide_RB = (codes_RB | 0x6400).to(tl.uint16).to(tl.float16, bitcast=True)
+    elif INTERPRETED:
+        wide_RB = ((codes_RB | 0x4300).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
     else:
-        wide_RB = bits_RB.to(tl.uint16).to(tl.bfloat16, bitcast=True)
+        wide_RB = (codes_RB | 0x4300).to(tl.uint16).to(tl.bfloat16, bitcast=True)
     x_BM = tl.load(x + at_M[None, :] + c_B[:, None], mask=live_M[None, :] & (c_B < INPUTS)[:, None], other=0.0)
     return multiply(wide_RB - zero_R.to(wide_RB.dtype)[:, None], x_BM, sums_RM, INTERPRETED)
 
 
 @triton.jit
-def scales_of(scales, zeros, group, r_R, live_R, WIDTH: tl.constexpr, GROUPS: tl.constexpr):
-    """Return the scales of a group, and 128 + its zeros, float32."""
+def scales_of(scales, zeros, group, r_R, live_R, WIDTH: tl.constexpr, GROUPS: tl.constexpr, FIRST: tl.constexpr):
+    """Return the scales of a group, and its zeros + FIRST, float32."""
     live_R = live_R & (group < GROUPS)
     scale_R = tl.load(scales + group * WIDTH + r_R, mask=live_R, other=0.0).to(tl.float32)
-    return scale_R, tl.load(zeros + group * WIDTH + r_R, mask=live_R, other=0).to(tl.float32) + 128.0
+    return scale_R, tl.load(zeros + group * WIDTH + r_R, mask=live_R, other=0).to(tl.float32) + FIRST
 
 
 # The number of rows must not make another variant beyond the sizes of tiles: compiling one takes a second.
@@ -174,22 +175,24 @@ def multiply_tiles(
     totals_RM = tl.zeros([BLOCK_R, BLOCK_M], tl.float32)
     none_RM = tl.zeros([BLOCK_R, BLOCK_M], tl.float32)
     per_piece: tl.constexpr = 2 * BYTES // GROUP
+    groups: tl.constexpr = INPUTS // GROUP
+    begin: tl.constexpr = 1024.0 if x.dtype.element_ty == tl.float16 else 128.0
     first = share * PER_SHARE
-    scale_R, zero_R = scales_of(scales, zeros, per_piece * first, r_R, live_R, WIDTH, INPUTS // GROUP)
+    scale_R, zero_R = scales_of(scales, zeros, per_piece * first, r_R, live_R, WIDTH, groups, begin)
     later_scale_R, later_zero_R = scale_R, zero_R
     if per_piece == 2:
-        later_scale_R, later_zero_R = scales_of(scales, zeros, 2 * first + 1, r_R, live_R, WIDTH, INPUTS // GROUP)
+        later_scale_R, later_zero_R = scales_of(scales, zeros, 2 * first + 1, r_R, live_R, WIDTH, groups, begin)
     for piece in range(first, min(first + PER_SHARE, PIECES)):
         at_RB = (piece * WIDTH + r_R).to(tl.int64)[:, None] * BYTES + b_B[None, :]
         byte_RB = tl.load(codes + at_RB, mask=live_R[:, None], other=0).to(tl.int16)
         following = per_piece * (piece + 1)
-        next_scale_R, next_zero_R = scales_of(scales, zeros, following, r_R, live_R, WIDTH, INPUTS // GROUP)
+        next_scale_R, next_zero_R = scales_of(scales, zeros, following, r_R, live_R, WIDTH, groups, begin)
         c_B = 2 * BYTES * piece + b_B
         dot_RM = times_codes(byte_RB & 15, zero_R, x, at_M, live_M, c_B, none_RM, INPUTS, INTERPRETED)
         if per_piece == 2:
             totals_RM += scale_R[:, None] * dot_RM
             scale_R, zero_R, dot_RM = later_scale_R, later_zero_R, none_RM
-            later_scale_R, later_zero_R = scales_of(scales, zeros, following + 1, r_R, live_R, WIDTH, INPUTS // GROUP)
+            later_scale_R, later_zero_R = scales_of(scales, zeros, following + 1, r_R, live_R, WIDTH, groups, begin)
         upper_RB = (byte_RB >> 4) & 15
         dot_RM = times_codes(upper_RB, zero_R, x, at_M, live_M, c_B + BYTES, dot_RM, INPUTS, INTERPRETED)
         totals_RM += scale_R[:, None] * dot_RM
@@ -229,8 +232,8 @@ def widen_tile(
     for half in tl.static_range(2):
         first = (2 * piece + half) * BYTES
         group = first // GROUP
-        scale_R, zero_R = scales_of(scales, zeros, group, r_R, live_R, WIDTH, INPUTS // GROUP)
-        code_RB = ((byte_RB >> (4 * half)) & 15).to(tl.float32) + 128.0
+        scale_R, zero_R = scales_of(scales, zeros, group, r_R, live_R, WIDTH, INPUTS // GROUP, 0.0)
+        code_RB = ((byte_RB >> (4 * half)) & 15).to(tl.float32)
         tl.store(
             out + r_R.to(tl.int64)[:, None] * INPUTS + first + b_B[None, :],
             ((code_RB - zero_R[:, None]) * scale_R[:, None]).to(out.dtype.element_ty),

@@ -24,7 +24,7 @@ CALLBOARD_PLUGIN = {
     "api": 1,
     "packages": ["triton"],
     "devices": ["cuda"],
-    "dtypes": ["bfloat16"],
+    "dtypes": ["bfloat16", "float16"],
     "stored_formats": ["int4"],
 }
 ELEMENT_BYTES = 0.594  # with scales and zeros, in groups of 32

@@ -9,8 +9,10 @@ from engine.kernels import four_bit_products
 from engine.kernels.blocks import Format
 from engine.kernels.four_bit_products import MOST_ROWS, Codes, FourBitWeight, arranged, multiply_four_bits
 from engine.layers.packing import StoredRows
+from engine.plugins.declaration import read_declaration
 from engine.plugins.hookspecs import LinearContext
 from engine.plugins.linear.triton_blocks import KeptBlocks, callboard_linear
+from engine.plugins.testing.linear import check_linear
 from engine.types.errors import WeightsError
 from tests.kernels.interpreted.test_layers import normal
 from tests.kernels.stored_blocks import INT4, int4_floats, random_rows
@@ -30,14 +32,15 @@ def expected(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -
 
 @pytest.mark.parametrize("kind", INT4)
 @pytest.mark.parametrize(("num_rows", "outputs", "groups"), [(1, 64, 1), (3, 70, 5), (17, 130, 4)])
-def test_few_rows(kind: Format, num_rows: int, outputs: int, groups: int) -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_few_rows(kind: Format, num_rows: int, outputs: int, groups: int, dtype: torch.dtype) -> None:
     width = int(kind.name.removeprefix("HALF").removeprefix("UPPER"))
     rows = rows_of(kind, outputs, groups * width)
-    x, bias = normal(num_rows, rows.inputs, dtype=torch.bfloat16), normal(outputs, seed=1, dtype=torch.bfloat16)
+    x, bias = normal(num_rows, rows.inputs, dtype=dtype), normal(outputs, seed=1, dtype=dtype)
     weight = FourBitWeight([rows], CPU)
     for given in (bias, None):
         found, wanted = weight(x, given), expected(x, int4_floats(rows), given)
-        assert found.dtype == torch.bfloat16
+        assert found.dtype == dtype
         torch.testing.assert_close(found.double(), wanted, rtol=CUT, atol=2e-5 * float(wanted.abs().max()))
 
 
@@ -73,6 +76,12 @@ def test_many_rows_are_multiplied_by_floats_and_none_by_nothing() -> None:
 def test_a_weight_has_the_bytes_of_its_file() -> None:
     rows = rows_of(Format.HALF128, 256, 1024)
     assert FourBitWeight([rows], CPU).nbytes == rows.blocks.nbytes + 4 * 4
+
+
+def test_the_kit_finds_nothing() -> None:
+    declares = read_declaration("engine.plugins.linear.triton_blocks")
+    assert declares is not None
+    check_linear(callboard_linear, declares)
 
 
 def new_kernel() -> KeptBlocks:
