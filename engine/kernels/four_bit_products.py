@@ -6,8 +6,9 @@ Legend: T rows of the input · I input features · O output features · G groups
 Owns: a product for a few rows, which reads the weight once, and the weight as floats.  Does not know: layers, files.
 
 Codes less their zeros become numbers of x's type in registers, exactly: the bits of 128 + code in bfloat16, and of
-1024 + code in float16, are those of 128 or 1024 with the code's as the last.  A tile of them is the first operand of the product, which tensor cores of a Hopper GPU read from registers.  The sum over a
-group is scaled in float32: scales are never rounded.  Those of the next group are read while one is multiplied.
+1024 + code in float16, are those of 128 or 1024 with the code's as the last.  A tile of them is the first operand of the
+product, which tensor cores of a Hopper GPU read from registers.  The sum over a group is scaled in float32: scales are
+never rounded.  Those of the next group are read while one is multiplied.
 """
 
 from collections.abc import Sequence
@@ -136,7 +137,7 @@ def widened(weight: Codes, dtype: torch.dtype) -> Tensor:
 
 @triton.jit
 def times_codes(codes_RB, zero_R, x, at_M, live_M, c_B, sums_RM, INPUTS: tl.constexpr, INTERPRETED: tl.constexpr):
-    """Return sums + (codes - zeros) times one half of a piece's inputs of each row.  zeros: with what codes begin at."""
+    """Return sums + (codes - zeros) times one half of a piece's inputs of each row.  zeros: + what codes begin at."""
     if x.dtype.element_ty == tl.float16:
         wide_RB = (codes_RB | 0x6400).to(tl.uint16).to(tl.float16, bitcast=True)
     elif INTERPRETED:
