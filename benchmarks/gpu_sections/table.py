@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from gpu_sections.shapes import SMALL_QWEN3
+from gpu_sections.shapes import SMALL_QWEN3, TINY_HYBRIDS
 
 if TYPE_CHECKING:
     import torch
@@ -121,6 +121,28 @@ SECTIONS: Mapping[str, Section] = {
         "gpu_sections.graph_checks:start_up", {**MODEL, "max_rows": 1, "max_step_tokens": 4, "num_pages": 16}
     ),
     "graph_captures": Section("gpu_sections.captures:section", {"max_tokens": 4, "max_rows": 1}),
+    "recurrences": Section(
+        "gpu_sections.recurrences:section",
+        {
+            "models": {"tiny": ("gated delta rule", (4, 2, 16, 32)), "tinier": ("Mamba 2", (4, 2, 16, 32))},
+            "decodes": (2,),
+            "prompts": ((1, 70),),
+        },
+        limit_s=150.0,
+    ),
+    "hybrids": Section("gpu_sections.hybrids:tokens", {"lengths": (3, 50), "num_out": 8}, timed=False),
+    "hybrid_speed": Section(
+        "gpu_sections.hybrids:speed",
+        {
+            "configs": TINY_HYBRIDS,
+            "batches": (1, 2),
+            "prompt_len": 12,
+            "long_prompt": 40,
+            "num_out": 4,
+            "num_pages": 32,
+        },
+        limit_s=150.0,
+    ),
     "throughput": Section(
         "gpu_sections.throughput:throughput",
         {**MODEL, "batches": (1, 2), "prompt_len": 12, "num_out": 4, "num_pages": 16, "graphs": {"max_tokens": 4}},

@@ -10,10 +10,15 @@ from torch import Tensor
 
 from engine.checkpoints.shape import RouterShape
 from engine.layers.four_bits import FourBits
+from engine.layers.recurrences import Recurrences
 
 
 class LayerKernels(Protocol):
-    """Kernels for tensors of one device; a layer that gets None instead computes the same in torch."""
+    """Kernels for tensors of one device; a layer that gets None instead computes the same in torch.
+
+    recurrences: those of recurrent layers; None for torch."""
+
+    recurrences: Recurrences | None
 
     def add_norm(self, x_TD: Tensor, update_TD: Tensor | None, weight_D: Tensor, eps: float) -> Tensor:
         """Add ``update_TD`` in place and return the norm of the sum.  None, which adds nothing, is for CPUs alone."""

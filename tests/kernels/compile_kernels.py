@@ -29,10 +29,12 @@ from engine.kernels.heads import rotate_and_store
 from engine.kernels.inputs import fill_inputs, write_tokens
 from engine.kernels.norm import add_norm
 from engine.kernels.page_lists import list_pages
+from engine.kernels.recurrences import TritonRecurrences
 from engine.kernels.rotary import angle_table
 from engine.kernels.rounding import add_norm_round, round_rows
 from engine.kernels.routing import choose_experts
 from engine.layers.four_bits import StoredCodes
+from engine.layers.states import RecurrentStates, StatesOfStep
 from engine.layers.step import DecodeInputs
 from engine.sampling.state import Newcomer, SamplingState
 from engine.sampling.triton.sampler import KernelSampler
@@ -129,6 +131,32 @@ def four_bits(dtype: torch.dtype) -> None:
         widened(codes, dtype)
 
 
+def recurrences(dtype: torch.dtype) -> None:
+    """A batch of decodes, and prompts beside decodes: Qwen3-Next, Granite 4 H tiny, and keys of 256, as Falcon-H1's."""
+    ours = TritonRecurrences()
+    for heads, groups, key, value, delta in (
+        (32, 16, 128, 128, True),
+        (48, 1, 128, 64, False),
+        (24, 1, 256, 64, False),
+    ):
+        inner, channels = heads * value, heads * value + 2 * groups * key
+        states = RecurrentStates([[(3, channels), (heads, key, value)]], 2, CPU)
+        windows, matrices = states.layers[0]
+        per_head = torch.zeros(heads)
+        for counts in ([1, 1], [1, 70]):
+            lengths = np.array(counts, dtype=np.int32)
+            step = StatesOfStep(states, np.arange(2), lengths + 1, lengths)
+            product = torch.zeros((int(lengths.sum()), channels + inner + 2 * heads), dtype=dtype)
+            x_TC, z_TI, a_TH, b_TH = product.split([channels, inner, heads, heads], -1)
+            y_TC = ours.convolve(x_TC, torch.zeros(4, channels), product[0, :channels], windows, step, True)
+            if delta:
+                o_THV = ours.delta(y_TC, a_TH, b_TH, per_head, per_head, matrices, step)
+            else:
+                o_THV = ours.ssd(y_TC, a_TH, per_head, per_head, per_head, 0.0, matrices, step)
+            norm, num_groups = (torch.ones(value), heads) if delta else (torch.ones(inner), groups)
+            ours.gate(o_THV.flatten(1), z_TI, norm, num_groups, 1e-6, not delta)
+
+
 def inputs(dtype: torch.dtype) -> None:
     """Launch the kernels that prepare a decode step."""
     rows_B = torch.zeros(2, dtype=torch.int64)
@@ -182,7 +210,7 @@ if __name__ == "__main__":
     triton.runtime.driver.set_active(NoGPU())
     dependent_launch.has_dependent_launch = lambda device: True
     for dtype_name in sys.argv[1:] or ["bfloat16", "float32"]:
-        for group in (layers, experts, products, four_bits, inputs, sampling):
+        for group in (layers, experts, products, four_bits, recurrences, inputs, sampling):
             one_dtype = getattr(torch, dtype_name)
             for kernel, seconds in compile_launches(lambda group=group, dtype=one_dtype: group(dtype)):
                 about = {"kernel": kernel.metadata.name, "dtype": dtype_name, "s": round(seconds, 2)}
