@@ -5,12 +5,12 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from engine.layers.recurrences import Recurrences
-from engine.layers.torch_recurrences import TorchRecurrences
 from torch import Tensor
 
 from engine.kernels.choice import choose_kernels
+from engine.layers.recurrences import Recurrences
 from engine.layers.states import RecurrentStates, StatesOfStep
+from engine.layers.torch_recurrences import TorchRecurrences
 from gpu_sections.kernels import no_kernels
 from gpu_sections.rows import Row, device_seconds
 

@@ -6,7 +6,7 @@ Legend: T rows of the input · I input features · O output features · G groups
 Owns: a product for a few rows, which reads the weight once, and the weight as floats.  Does not know: layers, files.
 
 Codes less their zeros become numbers of x's type in registers, exactly: the bits of 128 + code in bfloat16, and of
-1024 + code in float16, are those of 128 or 1024 with the code's as the last.  A tile of them is the first operand of the
+1024 + code in float16, are those of 128 or 1024 with the code's as the last.  A tile of them is the first operand of a
 product, which tensor cores of a Hopper GPU read from registers.  The sum over a group is scaled in float32: scales are
 never rounded.  Those of the next group are read while one is multiplied.
 """
