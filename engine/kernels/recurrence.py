@@ -51,8 +51,8 @@ class TokenTerms:
         assert (self.b_TH is None) != (self.skip_H is None), "a recurrence has factors of the delta rule, or skips"
         for one in (self.q_TGK, self.k_TGK, self.v_THV):
             assert one.stride() == (self.q_TGK.stride(0), one.shape[2], 1), f"numbers of a token have {one.stride()}"
-        for one in (self.a_TH, self.b_TH):
-            assert one is None or one.stride() == (self.a_TH.stride(0), 1), "gates of a token are contiguous"
+        for gates_TH in (self.a_TH, self.b_TH):
+            assert gates_TH is None or gates_TH.stride() == (self.a_TH.stride(0), 1), "gates of a token are contiguous"
 
 
 def advance_rows(terms: TokenTerms, matrices_SHKV: Tensor, step: StatesOfStep, rows: Tensor | None) -> Tensor:
