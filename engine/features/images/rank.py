@@ -9,6 +9,7 @@ import queue
 import threading
 from typing import Any, Final
 
+import torch
 from torch import Tensor
 
 from engine.actors.runner import Answer
@@ -23,8 +24,9 @@ from engine.models.decoder import Decoder
 from engine.models.model import Model
 from engine.plugins.encoder.choice import chosen_encoder
 from engine.plugins.encoder.encoder import Encoder, Tower
+from engine.plugins.encoder.settings import EncoderChoice
 from engine.text.pictures import NAME
-from engine.types.errors import RequestError
+from engine.types.errors import RequestError, WeightsError
 
 log = logging.getLogger(__name__)
 
@@ -88,6 +90,8 @@ class ImagesRank(RankFeature):
         if rows_LND.shape[1] != picture.num_rows:
             log.error("a picture has %d places, and its encoder gave %d rows", picture.num_rows, rows_LND.shape[1])
             return PictureEncoded("a picture of this request was encoded wrong; the server log has the details", 500)
+        if rows_LND.is_cuda:
+            torch.cuda.current_stream(rows_LND.device).synchronize()  # a step may read it from another stream
         self._rows.encoded[picture.key] = rows_LND
         return PictureEncoded()
 
@@ -165,17 +169,19 @@ def rank_feature(context: RankContext) -> RankFeature | None:
         return RefusingRank(context.comm.rank, reason)
     model = context.model
     assert isinstance(model, Decoder)
-    if encoder.axes is not None:
-        turn_by_axes(model, encoder.axes)
-    tower = encoder.tower(str(context.device), str(context.dtype).removeprefix("torch."))
+    try:
+        tower = encoder.tower(str(context.device), str(context.dtype).removeprefix("torch."))
+    except WeightsError as error:
+        if EncoderChoice.of(context.config).encoder != "auto":
+            raise
+        log.warning("rank %d: pictures are refused: %s", context.comm.rank, error)
+        return RefusingRank(context.comm.rank, "the encoder of this model's pictures cannot be loaded")
     config = context.spec.config
     token_id = config.get("image_token_id", config.get("image_token_index", 0))
-    rows = PictureRows(
-        token_id if token_id < context.spec.vocab_size else 0,
-        context.rows.computed,
-        context.device,
-        has_axes=encoder.axes is not None,
-    )
+    if encoder.axes is not None:
+        turn_by_axes(model, encoder.axes)
+    token_id = token_id if token_id < context.spec.vocab_size else 0
+    rows = PictureRows(token_id, context.rows, model.attention_spec, encoder, context.device)
     return ImagesRank(context.comm.rank, tower, rows)
 
 
@@ -183,10 +189,9 @@ def refusal(context: RankContext, encoder: Encoder) -> str:
     """Return why the model reads no pictures in this configuration; '' if it does."""
     if not isinstance(context.model, Decoder):
         return "this model is computed by transformers, and takes text alone here"
-    if encoder.whole:
-        return "this model's pictures see all of themselves, and it takes text alone here"
-    if context.states is not None:
-        return "this model has recurrent layers, and takes text alone here"
+    spec = context.model.attention_spec
+    if encoder.whole and (spec.soft_cap or spec.sinks or spec.latent_size or spec.chunked):
+        return "the attention of this model's pictures is not computed here"
     if encoder.num_deep >= len(context.model.layers):
         return f"the encoder adds to {encoder.num_deep} layers, and the model has {len(context.model.layers)}"
     return ""

@@ -7,6 +7,8 @@ A picture is computed by itself, so that its rows have the same bits whatever el
 """
 
 import inspect
+import re
+from collections.abc import Mapping
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -19,14 +21,18 @@ from transformers.utils import logging as transformers_logging
 from engine.text.picture_files import read_picture
 from engine.types.errors import WeightsError
 
+OF_TEXT = re.compile(r"language_model|text_model|lm_head")
 SMALL_VOCABULARY = 64  # of the language model that is built without layers, and dropped
 
 
 class TransformersTower:
     """The part of an encoder that computes."""
 
-    def __init__(self, directory: Path, architecture: str, device: str, dtype: str) -> None:
-        """Load the weights.  Raises WeightsError."""
+    def __init__(
+        self, directory: Path, architecture: str, device: str, dtype: str, arguments: Mapping[str, Any]
+    ) -> None:
+        """Load the weights.  arguments: of the image processor.  Raises WeightsError."""
+        self._arguments = arguments
         self._device = device
         self._processor = transformers.AutoImageProcessor.from_pretrained(directory, backend="pil")
         self._model = _load(directory, architecture, getattr(torch, dtype)).to(device)
@@ -36,7 +42,7 @@ class TransformersTower:
     @torch.inference_mode()
     def encode(self, data: bytes) -> Tensor:
         """Return rows_LND of a picture."""
-        found = self._processor(images=[read_picture(data)], return_tensors="pt")
+        found = self._processor(images=[read_picture(data)], return_tensors="pt", **self._arguments)
         inputs = {name: one for name, one in found.items() if name in self._inputs}
         for name in ("pixel_values", "pixel_attention_mask"):
             if name in inputs:
@@ -61,6 +67,8 @@ def _load(directory: Path, architecture: str, dtype: torch.dtype) -> Any:
         if getattr(text, name, None):
             setattr(text, name, [])
     text.pad_token_id = None
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config  # of the language model
     level = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()  # it would list every weight of the language model as unexpected
     transformers_logging.disable_progress_bar()
@@ -73,8 +81,12 @@ def _load(directory: Path, architecture: str, dtype: torch.dtype) -> Any:
     finally:
         transformers_logging.set_verbosity(level)
         transformers_logging.enable_progress_bar()
-    if lost := [name for name in report["missing_keys"] if "language_model" not in name and "lm_head" not in name]:
-        raise WeightsError(f"{directory}: the encoder of pictures lacks {len(lost)} tensors, the first {lost[0]}")
+    mismatched = [name if isinstance(name, str) else name[0] for name in report["mismatched_keys"]]
+    if lost := [name for name in (*report["missing_keys"], *mismatched) if not OF_TEXT.search(name)]:
+        raise WeightsError(
+            f"{directory}: the encoder of pictures lacks {len(lost)} tensors, or they have other shapes; the first is "
+            f"{lost[0]}"
+        )
     model = whole.model.eval().requires_grad_(False)
     for name in ("language_model", "text_model"):
         if hasattr(model, name):
