@@ -7,6 +7,7 @@ Owns: the encoder's thread, and which steps run without graphs.  Does not know: 
 import logging
 import queue
 import threading
+from dataclasses import replace
 from typing import Any, Final
 
 import torch
@@ -15,9 +16,11 @@ from torch import Tensor
 from engine.actors.runner import Answer
 from engine.execution.captured_steps import CapturedDecodes, CapturedModel
 from engine.execution.features import RankContext, RankFeature
+from engine.execution.needs import Needs
 from engine.features.images.axes import turn_by_axes
 from engine.features.images.messages import EncodePicture, PictureEncoded, PictureFile
 from engine.features.images.rows import PictureRows
+from engine.features.images.settings import ImageSettings
 from engine.layers.step import StepTensors
 from engine.messages import FeatureRequest, Step
 from engine.models.decoder import Decoder
@@ -25,27 +28,34 @@ from engine.models.model import Model
 from engine.plugins.encoder.choice import chosen_encoder
 from engine.plugins.encoder.encoder import Encoder, Tower
 from engine.plugins.encoder.settings import EncoderChoice
+from engine.plugins.kinds import PROPOSER
 from engine.text.pictures import NAME
 from engine.types.errors import RequestError, WeightsError
 
 log = logging.getLogger(__name__)
 
 CLOSE_S: Final = 5.0
+MODELS_THAT_DRAFT: Final = (f"{PROPOSER}.draft_model", f"{PROPOSER}.eagle")
 
 
 class ImagesRank(RankFeature):
-    """The pictures of one rank."""
+    """The pictures of one rank.  most_bytes: memory of those that it keeps."""
 
     order = 90  # after features that change steps
 
-    def __init__(self, rank: int, tower: Tower, rows: PictureRows) -> None:
+    def __init__(self, rank: int, tower: Tower, rows: PictureRows, most_bytes: int) -> None:
         self._rank = rank
+        self._most_bytes = most_bytes
         self._tower = tower
         self._rows = rows
         self._eager: Model | None = None
         self._work: queue.SimpleQueue[tuple[int, EncodePicture, Answer] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._encode_all, name=f"pictures {rank}", daemon=True)
         self._thread.start()
+
+    def needs(self, needs: Needs) -> Needs:
+        """Return the needs with those of encoded pictures."""
+        return replace(needs, feature_bytes=(*needs.feature_bytes, ("encoded pictures", self._most_bytes)))
 
     # ---- steps ------------------------------------------------------------------------------
 
@@ -182,7 +192,8 @@ def rank_feature(context: RankContext) -> RankFeature | None:
         turn_by_axes(model, encoder.axes)
     token_id = token_id if token_id < context.spec.vocab_size else 0
     rows = PictureRows(token_id, context.rows, model.attention_spec, encoder, context.device)
-    return ImagesRank(context.comm.rank, tower, rows)
+    row_bytes = (1 + encoder.num_deep) * model.shape.hidden_size * context.dtype.itemsize
+    return ImagesRank(context.comm.rank, tower, rows, ImageSettings.of(context.config).cache_tokens * row_bytes)
 
 
 def refusal(context: RankContext, encoder: Encoder) -> str:
@@ -192,6 +203,8 @@ def refusal(context: RankContext, encoder: Encoder) -> str:
     spec = context.model.attention_spec
     if encoder.whole and (spec.soft_cap or spec.sinks or spec.latent_size or spec.chunked):
         return "the attention of this model's pictures is not computed here"
+    if (proposer := context.plugins.names.get(PROPOSER, "")) in MODELS_THAT_DRAFT:
+        return f"plugins.proposer={proposer.partition('.')[2]!r} drafts for texts alone"
     if encoder.num_deep >= len(context.model.layers):
         return f"the encoder adds to {encoder.num_deep} layers, and the model has {len(context.model.layers)}"
     return ""

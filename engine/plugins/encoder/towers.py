@@ -21,6 +21,7 @@ from transformers.utils import logging as transformers_logging
 from engine.text.picture_files import read_picture
 from engine.types.errors import WeightsError
 
+LOCAL = {"local_files_only": True, "trust_remote_code": False}
 OF_TEXT = re.compile(r"language_model|text_model|lm_head")
 SMALL_VOCABULARY = 64  # of the language model that is built without layers, and dropped
 
@@ -34,7 +35,7 @@ class TransformersTower:
         """Load the weights.  arguments: of the image processor.  Raises WeightsError."""
         self._arguments = arguments
         self._device = device
-        self._processor = transformers.AutoImageProcessor.from_pretrained(directory, backend="pil")
+        self._processor = transformers.AutoImageProcessor.from_pretrained(directory, backend="pil", **LOCAL)
         self._model = _load(directory, architecture, getattr(torch, dtype)).to(device)
         self._inputs = set(inspect.signature(self._model.get_image_features).parameters)
         self.nbytes = sum(one.nbytes for one in (*self._model.parameters(), *self._model.buffers()))
@@ -60,7 +61,7 @@ def _joined(rows: Any) -> Tensor:
 
 def _load(directory: Path, architecture: str, dtype: torch.dtype) -> Any:
     """Return the model with a language model of no layers, and no weights of another one."""
-    config = transformers.AutoConfig.from_pretrained(directory)
+    config = transformers.AutoConfig.from_pretrained(directory, **LOCAL)
     text = config.get_text_config()
     text.num_hidden_layers, text.vocab_size = 0, SMALL_VOCABULARY
     for name in ("layer_types", "mlp_layer_types"):
@@ -74,7 +75,12 @@ def _load(directory: Path, architecture: str, dtype: torch.dtype) -> Any:
     transformers_logging.disable_progress_bar()
     try:
         whole, report = getattr(transformers, architecture).from_pretrained(
-            directory, config=deepcopy(config), dtype=dtype, ignore_mismatched_sizes=True, output_loading_info=True
+            directory,
+            config=deepcopy(config),
+            dtype=dtype,
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
+            local_files_only=True,
         )
     except (OSError, RuntimeError, ValueError) as error:
         raise WeightsError(f"{directory}: the encoder of pictures cannot be loaded: {error}") from None
