@@ -15,10 +15,13 @@ from torch import Tensor
 
 from engine.kernels.compiled import compiled
 from engine.layers.mlp import activated_by_rows, gated
+from engine.layers.recurrences import Recurrences
 
 
 class CPUKernels:
     """The ``LayerKernels`` of a CPU.  All tensors are float32 and contiguous; a row's bits depend on no other row."""
+
+    recurrences: Recurrences | None = None
 
     def __init__(self, library: ctypes.CDLL) -> None:
         pointer, size = ctypes.c_void_p, ctypes.c_int64

@@ -5,7 +5,8 @@ Owns: the list.  Does not know: when they are used; ``choice.py`` decides that.
 
 import torch
 
-from engine.kernels import activation, embedding, experts, heads, inputs, norm, page_lists, rotary, rounding
+from engine.kernels import activation, embedding, experts, heads, inputs, norm, page_lists, rotary, rounding, routing
+from engine.layers.recurrences import Recurrences
 
 SILU_OF_ONE = 0.731059
 
@@ -17,6 +18,7 @@ class FusedKernels:
     angle_table = staticmethod(rotary.angle_table)
     rotate_and_store = staticmethod(heads.rotate_and_store)
     gated = staticmethod(activation.gated)
+    choose_experts = staticmethod(routing.choose_experts)
     mix_experts = staticmethod(experts.mix_experts)
     embed_shard = staticmethod(embedding.embed_shard)
     fill_inputs = staticmethod(inputs.fill_inputs)
@@ -25,6 +27,7 @@ class FusedKernels:
     round_rows = staticmethod(rounding.round_rows)
     add_norm_round = staticmethod(rounding.add_norm_round)
     widest_rounded = rounding.MAX_WIDTH
+    recurrences: Recurrences | None = None
 
     def __init__(self, device_type: str) -> None:
         self._device_type = device_type

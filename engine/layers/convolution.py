@@ -1,8 +1,7 @@
 """A causal convolution of each channel over a row's last few tokens, and LFM2's layer of one.
 
 Legend: T new tokens of a step · C channels · K taps · B rows of the step · D model dim
-Owns: the sum over taps, the inputs that a row keeps for its next tokens.
-Does not know: slots, what the channels are.
+Owns: the weights of the sum over taps.  Does not know: slots, what the channels are, what computes the sum.
 
 A sum adds the same products in the same order wherever a prompt is cut: its bits do not depend on chunks.
 """
@@ -16,6 +15,7 @@ from engine.checkpoints.shape import ShortConvolutionShape
 from engine.layers.comm import Comm
 from engine.layers.kernels import LayerKernels
 from engine.layers.linear import ColumnLinear, RowLinear
+from engine.layers.recurrences import Recurrences
 from engine.layers.recurrent import RecurrentPart
 from engine.layers.states import StatesOfStep
 from engine.layers.weights import WeightSlice, joined, parameter, whole
@@ -31,22 +31,11 @@ class CausalConvolution:
         self.bias_C = parameter(channels, device=device, dtype=dtype) if bias else None
         self._weight_KC: Tensor = self.weight_CK.t()
 
-    def __call__(self, x_TC: Tensor, states_SKC: Tensor, step: StatesOfStep) -> Tensor:
-        """Return y_TC, float32, and keep each row's last inputs."""
-        before_BKC, x_TC = step.read(states_SKC), x_TC.float()
-        if step.only_decodes:
-            inputs = [*before_BKC.unbind(1), x_TC]
-            kept_BKC = torch.cat((before_BKC[:, 1:], x_TC[:, None]), 1)
-        else:
-            table = torch.cat((before_BKC.flatten(0, 1), x_TC))
-            at_KT, kept_B = step.taps(len(self._weight_KC))
-            inputs = [table.index_select(0, at_T) for at_T in at_KT]
-            kept_BKC = table.index_select(0, kept_B).view_as(before_BKC)
-        step.write(states_SKC, kept_BKC)
-        y_TC = inputs[0] * self._weight_KC[0]
-        for input_TC, weight_C in zip(inputs[1:], self._weight_KC[1:], strict=True):
-            y_TC += input_TC * weight_C
-        return y_TC if self.bias_C is None else y_TC.add_(self.bias_C)
+    def __call__(
+        self, x_TC: Tensor, windows_SKC: Tensor, step: StatesOfStep, recurrences: Recurrences, silu: bool = False
+    ) -> Tensor:
+        """Return y_TC, float32, and keep each row's last inputs.  silu: whether to return silu(y)."""
+        return recurrences.convolve(x_TC, self._weight_KC, self.bias_C, windows_SKC, step, silu)
 
     def pack(self) -> None:
         """Lay the weight out by taps; called once, after loading."""
@@ -74,13 +63,15 @@ class ShortConvolution(RecurrentPart):
         """Return the gated convolution (``RecurrentPart``)."""
         (windows_SKD,) = states
         b_TD, c_TD, x_TD = inner_TI.chunk(3, -1)
-        return self.convolution(b_TD * x_TD, windows_SKD, step).mul_(c_TD).to(inner_TI.dtype)
+        y_TD = self.convolution(b_TD * x_TD, windows_SKD, step, self.recurrences)
+        return y_TD.mul_(c_TD).to(inner_TI.dtype)
 
     def by_rows(self) -> None:
         """Do nothing (``RowwisePart``): no operation between the products depends on other tokens of the step."""
 
     def pack(self, kernels: LayerKernels | None) -> None:
         """Lay the convolution out; called once, after loading."""
+        super().pack(kernels)
         self.convolution.pack()
 
     def slices(self, prefix: str) -> Iterator[WeightSlice]:

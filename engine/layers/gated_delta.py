@@ -8,7 +8,6 @@ Owns: what comes before and after the recurrence.  Does not know: the recurrence
 from collections.abc import Iterator
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from engine.checkpoints.shape import GatedDeltaShape
@@ -16,12 +15,9 @@ from engine.layers.comm import Comm
 from engine.layers.convolution import CausalConvolution
 from engine.layers.kernels import LayerKernels
 from engine.layers.linear import ColumnLinear, RowLinear
-from engine.layers.recurrence import RecurrenceTerms, advance
 from engine.layers.recurrent import RecurrentPart
 from engine.layers.states import StatesOfStep
 from engine.layers.weights import WeightSlice, joined, parameter, whole
-
-UNIT_EPS = 1e-6  # added to the squared length of queries and keys
 
 
 class GatedDelta(RecurrentPart):
@@ -46,25 +42,14 @@ class GatedDelta(RecurrentPart):
     def mix(self, inner_TI: Tensor, states: tuple[Tensor, ...], step: StatesOfStep) -> Tensor:
         """Return the gated and normed result of the recurrence (``RecurrentPart``)."""
         shape, (windows_SKC, matrices_SHKV) = self.shape, states
-        qkv_TC, z_TV, b_TH, a_TH = inner_TI.split(self._splits, -1)
-        qkv_TC = F.silu(self.convolution(qkv_TC, windows_SKC, step))
-        keys = shape.num_keys * shape.key_size
-        q_TGK, k_TGK = qkv_TC[:, : 2 * keys].unflatten(1, (2, shape.num_keys, -1)).unbind(1)
-        shared = shape.num_heads // shape.num_keys
-        terms = RecurrenceTerms(
-            q_THK=(_unit(q_TGK) * shape.key_size**-0.5).repeat_interleave(shared, 1),
-            k_THK=_unit(k_TGK).repeat_interleave(shared, 1),
-            v_THV=qkv_TC[:, 2 * keys :].unflatten(1, (shape.num_heads, -1)),
-            g_TH=self.decay_H * F.softplus(a_TH.float() + self.bias_H),
-            b_TH=b_TH.float().sigmoid(),
-        )
-        o_THV = advance(terms, matrices_SHKV, step)
-        o_THV = F.rms_norm(o_THV, (shape.value_size,), self.norm_V, shape.eps)
-        gated_THV = o_THV * F.silu(z_TV.float()).view_as(o_THV)
-        return gated_THV.flatten(1).to(inner_TI.dtype)
+        qkv_TC, z_TI, b_TH, a_TH = inner_TI.split(self._splits, -1)
+        qkv_TC = self.convolution(qkv_TC, windows_SKC, step, self.recurrences, silu=True)
+        o_THV = self.recurrences.delta(qkv_TC, a_TH, b_TH, self.decay_H, self.bias_H, matrices_SHKV, step)
+        return self.recurrences.gate(o_THV.flatten(1), z_TI, self.norm_V, shape.num_heads, shape.eps, False)
 
     def pack(self, kernels: LayerKernels | None) -> None:
         """Prepare for the device; called once, after loading: the decay is stored as the logarithm of its rate."""
+        super().pack(kernels)
         self.convolution.pack()
         self.decay_H.exp_().neg_()
 
@@ -97,8 +82,3 @@ class GatedDelta(RecurrentPart):
                     target = side[head * size : (head + 1) * size]
                     yield WeightSlice(f"{name}.{tensor}.weight", (rows, side.shape[1]), 0, start, size, target)
                     start += size
-
-
-def _unit(x_TGK: Tensor) -> Tensor:
-    """Return vectors of length 1."""
-    return x_TGK * torch.rsqrt(x_TGK.square().sum(-1, keepdim=True) + UNIT_EPS)

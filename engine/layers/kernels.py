@@ -5,13 +5,20 @@ Owns: the protocol.  Does not know: the kernels themselves, which are in ``engin
 
 from typing import Protocol, runtime_checkable
 
+import torch
 from torch import Tensor
 
+from engine.checkpoints.shape import RouterShape
 from engine.layers.four_bits import FourBits
+from engine.layers.recurrences import Recurrences
 
 
 class LayerKernels(Protocol):
-    """Kernels for tensors of one device; a layer that gets None instead computes the same in torch."""
+    """Kernels for tensors of one device; a layer that gets None instead computes the same in torch.
+
+    recurrences: those of recurrent layers; None for torch."""
+
+    recurrences: Recurrences | None
 
     def add_norm(self, x_TD: Tensor, update_TD: Tensor | None, weight_D: Tensor, eps: float) -> Tensor:
         """Add ``update_TD`` in place and return the norm of the sum.  None, which adds nothing, is for CPUs alone."""
@@ -43,6 +50,12 @@ class LayerKernels(Protocol):
 @runtime_checkable
 class DeviceKernels(LayerKernels, Protocol):
     """Further kernels that only a GPU has."""
+
+    def choose_experts(
+        self, scores_TE: Tensor, correction_E: Tensor | None, num_chosen: int, shape: RouterShape, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        """Return the weights, in ``dtype``, and the numbers of each token's experts."""
+        ...
 
     def mix_experts(
         self,

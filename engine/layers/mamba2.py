@@ -8,7 +8,6 @@ Owns: what comes before and after the recurrence.  Does not know: the recurrence
 from collections.abc import Iterator
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from engine.checkpoints.shape import Mamba2Shape
@@ -16,7 +15,6 @@ from engine.layers.comm import Comm
 from engine.layers.convolution import CausalConvolution
 from engine.layers.kernels import LayerKernels
 from engine.layers.linear import ColumnLinear, RowLinear
-from engine.layers.recurrence import RecurrenceTerms, advance
 from engine.layers.recurrent import RecurrentPart
 from engine.layers.states import StatesOfStep
 from engine.layers.weights import WeightSlice, joined, parameter, whole
@@ -46,7 +44,6 @@ class Mamba2(RecurrentPart):
             scales = [scale for scale, size in zip(shape.scales, sizes, strict=True) for _ in range(size)]
             self._scales_O = torch.tensor(scales, dtype=dtype, device=device)
         self._splits = (shape.inner_size, shape.channels, heads)
-        self._channels = (shape.inner_size, keys, keys)
 
     def mix(self, inner_TO: Tensor, states: tuple[Tensor, ...], step: StatesOfStep) -> Tensor:
         """Return the gated and normed result of the recurrence (``RecurrentPart``)."""
@@ -54,35 +51,18 @@ class Mamba2(RecurrentPart):
         if self._scales_O is not None:
             inner_TO = inner_TO * self._scales_O
         z_TI, channels_TC, step_TH = inner_TO.split(self._splits, -1)
-        channels_TC = F.silu(self.convolution(channels_TC, windows_SKC, step))
-        x_TI, k_TGK, q_TGK = channels_TC.split(self._channels, -1)
-        x_THV = x_TI.unflatten(1, (shape.num_heads, -1))
-        step_TH = F.softplus(step_TH.float() + self.bias_H).clamp_(min=shape.least_step)
-        shared = shape.num_heads // shape.num_groups
-        terms = RecurrenceTerms(
-            q_THK=q_TGK.unflatten(1, (shape.num_groups, -1)).repeat_interleave(shared, 1),
-            k_THK=k_TGK.unflatten(1, (shape.num_groups, -1)).repeat_interleave(shared, 1),
-            v_THV=x_THV * step_TH[..., None],
-            g_TH=self.decay_H * step_TH,
+        channels_TC = self.convolution(channels_TC, windows_SKC, step, self.recurrences, silu=True)
+        o_THV = self.recurrences.ssd(
+            channels_TC, step_TH, self.decay_H, self.bias_H, self.skip_H, shape.least_step, matrices_SHKV, step
         )
-        o_THV = advance(terms, matrices_SHKV, step) + x_THV * self.skip_H[:, None]
-        o_TI = self._gated(o_THV.flatten(1), z_TI.float())
-        return (o_TI if shape.output_scale == 1.0 else o_TI * shape.output_scale).to(inner_TO.dtype)
-
-    def _gated(self, o_TI: Tensor, z_TI: Tensor) -> Tensor:
-        """Return the result behind gate and norm."""
-        if self.norm_I is None:
-            return o_TI * F.silu(z_TI)
-        if self.shape.gated_first:
-            return self._normed(o_TI * F.silu(z_TI), self.norm_I)
-        return self._normed(o_TI, self.norm_I) * F.silu(z_TI)
-
-    def _normed(self, o_TI: Tensor, weight_I: Tensor) -> Tensor:
-        o_TGI = o_TI.unflatten(1, (self.shape.num_groups, -1))
-        return F.rms_norm(o_TGI, o_TGI.shape[-1:], None, self.shape.eps).flatten(1) * weight_I
+        o_TI = self.recurrences.gate(
+            o_THV.flatten(1), z_TI, self.norm_I, shape.num_groups, shape.eps, shape.gated_first
+        )
+        return o_TI if shape.output_scale == 1.0 else o_TI * shape.output_scale
 
     def pack(self, kernels: LayerKernels | None) -> None:
         """Prepare for the device; called once, after loading: the decay is stored as the logarithm of its rate."""
+        super().pack(kernels)
         self.convolution.pack()
         self.decay_H.exp_().neg_()
 

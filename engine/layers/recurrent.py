@@ -11,14 +11,19 @@ from torch import Tensor
 
 from engine.layers.kernels import LayerKernels
 from engine.layers.linear import ColumnLinear, Linear, RowLinear
+from engine.layers.recurrences import Recurrences
 from engine.layers.states import StatesOfStep
+from engine.layers.torch_recurrences import TorchRecurrences
 
 
 class RecurrentPart:
-    """A recurrent part between two products.  inner, outer: the products."""
+    """A recurrent part between two products.  inner, outer: the products.
+
+    recurrences: what computes between them."""
 
     inner: ColumnLinear
     outer: RowLinear
+    recurrences: Recurrences = TorchRecurrences()
     _one_by_one = False
 
     @property
@@ -44,5 +49,10 @@ class RecurrentPart:
         return self.outer(mixed_TM)
 
     def by_rows(self) -> None:
-        """Compute token after token, each alone (``RowwisePart``): then neither chunks nor other rows change a sum."""
-        self._one_by_one = True
+        """Compute token after token, each alone (``RowwisePart``), where chunks or other rows would change a sum."""
+        self._one_by_one = not self.recurrences.rowwise
+
+    def pack(self, kernels: LayerKernels | None) -> None:
+        """Take the device's kernels, if it has some for recurrent layers; called once, after loading."""
+        if kernels is not None and kernels.recurrences is not None:
+            self.recurrences = kernels.recurrences

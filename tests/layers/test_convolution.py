@@ -7,6 +7,7 @@ from torch import Tensor
 
 from engine.layers.convolution import CausalConvolution
 from engine.layers.states import RecurrentStates, StatesOfStep
+from engine.layers.torch_recurrences import TorchRecurrences
 
 CPU, CHANNELS, LENGTH = torch.device("cpu"), 5, 41
 
@@ -34,7 +35,8 @@ def in_steps(convolution: CausalConvolution, taps: int, inputs: list[Tensor], cu
             done[row] += cut[row]
         slots = np.array([2 * row + 1 for row in rows])
         step = StatesOfStep(states, slots, np.array([done[row] for row in rows], dtype=np.int32), counts)
-        for row, y_TC in zip(rows, convolution(x_TC, states.layers[0][0], step).split(counts.tolist()), strict=True):
+        found_TC = convolution(x_TC, states.layers[0][0], step, TorchRecurrences())
+        for row, y_TC in zip(rows, found_TC.split(counts.tolist()), strict=True):
             outputs[row].append(y_TC)
     assert done == [len(one) for one in inputs]
     return [torch.cat(one) for one in outputs]
