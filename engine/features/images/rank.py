@@ -18,6 +18,7 @@ from engine.execution.captured_steps import CapturedDecodes, CapturedModel
 from engine.execution.features import RankContext, RankFeature
 from engine.execution.needs import Needs
 from engine.features.images.axes import turn_by_axes
+from engine.features.images.fit import refusal
 from engine.features.images.messages import EncodePicture, PictureEncoded, PictureFile
 from engine.features.images.rows import PictureRows
 from engine.features.images.settings import ImageSettings
@@ -26,16 +27,14 @@ from engine.messages import FeatureRequest, Step
 from engine.models.decoder import Decoder
 from engine.models.model import Model
 from engine.plugins.encoder.choice import chosen_encoder
-from engine.plugins.encoder.encoder import Encoder, Tower
+from engine.plugins.encoder.encoder import Tower
 from engine.plugins.encoder.settings import EncoderChoice
-from engine.plugins.kinds import PROPOSER
 from engine.text.pictures import NAME
 from engine.types.errors import RequestError, WeightsError
 
 log = logging.getLogger(__name__)
 
 CLOSE_S: Final = 5.0
-MODELS_THAT_DRAFT: Final = (f"{PROPOSER}.draft_model", f"{PROPOSER}.eagle")
 
 
 class ImagesRank(RankFeature):
@@ -174,11 +173,11 @@ def rank_feature(context: RankContext) -> RankFeature | None:
     encoder = chosen_encoder(context.config, context.spec.directory)
     if encoder is None:
         return None
-    if reason := refusal(context, encoder):
+    if reason := refusal(context.spec, encoder, context.plugins.names):
         log.warning("rank %d: pictures are refused: %s", context.comm.rank, reason)
         return RefusingRank(context.comm.rank, reason)
     model = context.model
-    assert isinstance(model, Decoder)
+    assert isinstance(model, Decoder), f"{type(model).__name__} reads no pictures"
     try:
         tower = encoder.tower(str(context.device), str(context.dtype).removeprefix("torch."))
     except WeightsError as error:
@@ -194,17 +193,3 @@ def rank_feature(context: RankContext) -> RankFeature | None:
     rows = PictureRows(token_id, context.rows, model.attention_spec, encoder, context.device)
     row_bytes = (1 + encoder.num_deep) * model.shape.hidden_size * context.dtype.itemsize
     return ImagesRank(context.comm.rank, tower, rows, ImageSettings.of(context.config).cache_tokens * row_bytes)
-
-
-def refusal(context: RankContext, encoder: Encoder) -> str:
-    """Return why the model reads no pictures in this configuration; '' if it does."""
-    if not isinstance(context.model, Decoder):
-        return "this model is computed by transformers, and takes text alone here"
-    spec = context.model.attention_spec
-    if encoder.whole and (spec.soft_cap or spec.sinks or spec.latent_size or spec.chunked):
-        return "the attention of this model's pictures is not computed here"
-    if (proposer := context.plugins.names.get(PROPOSER, "")) in MODELS_THAT_DRAFT:
-        return f"plugins.proposer={proposer.partition('.')[2]!r} drafts for texts alone"
-    if encoder.num_deep >= len(context.model.layers):
-        return f"the encoder adds to {encoder.num_deep} layers, and the model has {len(context.model.layers)}"
-    return ""
