@@ -195,7 +195,9 @@ class ImagesPlanner(PlannerFeature):
         return sequences
 
     def gauges(self) -> dict[str, int]:
-        """Return how many pictures were encoded, and how many were found encoded."""
+        """Return how many pictures were encoded, and how many were found encoded; nothing before the first."""
+        if not self._cache.num_encoded:
+            return {}
         return {"pictures_encoded": self._cache.num_encoded, "pictures_found": self._cache.num_found}
 
 
