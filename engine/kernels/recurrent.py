@@ -33,12 +33,12 @@ class CompiledRecurrences:
     def __init__(self, library: ctypes.CDLL) -> None:
         self._convolve, self._delta, self._ssd = library.convolve, library.delta, library.ssd
         self._gate = library.gate_norm
-        self._convolve.argtypes = [POINTER, POINTER, SIZE, POINTER, POINTER, POINTER, SIZE, POINTER, SIZE, SIZE, SIZE]
-        self._delta.argtypes = [POINTER] * 3 + [SIZE, POINTER, SIZE] + [POINTER] * 4 + [SIZE, POINTER] + [SIZE] * 4
-        self._ssd.argtypes = (
-            [POINTER] * 3 + [SIZE] + [POINTER] * 3 + [FLOAT] + [POINTER] * 2 + [SIZE, POINTER] + [SIZE] * 4
-        )
-        self._gate.argtypes = [POINTER, POINTER, SIZE, POINTER, SIZE, POINTER, SIZE, SIZE, SIZE, FLOAT, SIZE, SIZE]
+        tensor: list[Any] = [POINTER, SIZE]  # and the distance of its rows or slots
+        results: list[Any] = [POINTER, *tensor, POINTER, *[SIZE] * 4]
+        self._convolve.argtypes = [POINTER, *tensor, POINTER, POINTER, *tensor, POINTER, *[SIZE] * 3]
+        self._delta.argtypes = [POINTER, POINTER, *tensor, *tensor, POINTER, POINTER, *results]
+        self._ssd.argtypes = [POINTER, POINTER, *tensor, *[POINTER] * 3, FLOAT, *results]
+        self._gate.argtypes = [POINTER, *tensor, *tensor, POINTER, *[SIZE] * 3, FLOAT, SIZE, SIZE]
         for function in (self._convolve, self._delta, self._ssd, self._gate):
             function.restype = None
 

@@ -13,7 +13,7 @@ from engine.layers.torch_recurrences import UNIT_EPS
 def gated_delta(
     qkv_TC: Tensor, a_TH: Tensor, b_TH: Tensor, decay_H: Tensor, bias_H: Tensor, groups: int, key: int
 ) -> Tensor:
-    """o_THV of the gated delta rule."""
+    """Return o_THV of the gated delta rule."""
     heads, keys = len(decay_H), 2 * groups * key
     q, k = (one.unflatten(1, (groups, key)) for one in qkv_TC[:, :keys].double().chunk(2, 1))
     q, k = (_for_heads(one / (one.square().sum(-1, keepdim=True) + UNIT_EPS).sqrt(), heads) for one in (q, k))
@@ -38,7 +38,7 @@ def mamba_2(
     groups: int,
     key: int,
 ) -> Tensor:
-    """o_THV of Mamba 2."""
+    """Return o_THV of Mamba 2."""
     heads, keys = len(decay_H), 2 * groups * key
     x = xkq_TC[:, :-keys].double().unflatten(1, (heads, -1))
     k, q = (_for_heads(one.unflatten(1, (groups, key)), heads) for one in xkq_TC[:, -keys:].double().chunk(2, 1))
@@ -51,7 +51,7 @@ def mamba_2(
 
 
 def convolution(x_TC: Tensor, weight_KC: Tensor, bias_C: Tensor | None) -> Tensor:
-    """y_TC of a causal convolution of each channel."""
+    """Return y_TC of a causal convolution of each channel."""
     padded_CT = F.pad(x_TC.double().t(), (len(weight_KC) - 1, 0))
     y_CT = F.conv1d(padded_CT[None], weight_KC.double().t()[:, None], groups=x_TC.shape[1])[0]
     return y_CT.t() + (0 if bias_C is None else bias_C.double())
