@@ -23,11 +23,17 @@
 /* The first ``count`` numbers, at most a vector, and zeros. */
 INLINE V some(const float *from, int64_t count) {
     V v = {0};
-    memcpy(&v, from, sizeof(float) * (count < W ? count : W));
+    if (count >= W) return load(from);
+    memcpy(&v, from, sizeof(float) * count);
     return v;
 }
 
-INLINE void put(float *to, V v, int64_t count) { memcpy(to, &v, sizeof(float) * (count < W ? count : W)); }
+INLINE void put(float *to, V v, int64_t count) {
+    if (count >= W)
+        store(to, v);
+    else
+        memcpy(to, &v, sizeof(float) * count);
+}
 
 INLINE V silu(V x) {
     V power = exponential((V)((Bits)x | 0x80000000u));
