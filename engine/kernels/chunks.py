@@ -9,7 +9,7 @@ chunk; with the delta rule both follow from a triangular system in the keys of t
 does not depend on M is computed for all chunks at once.  Then a program walks through the chunks of a row with some
 values of a head, and has M in registers.  Tokens of padding are zeros: they add nothing and decay nothing.
 
-Factors of products are bfloat16 if the model is, and float32 otherwise; sums, M and the system's solution are float32.
+Factors of products are bfloat16 if the model is, else float32; sums and M are float32.
 """
 
 from typing import Final
@@ -134,7 +134,7 @@ def prepare_chunk(
     if DELTA:
         b_C = tl.sigmoid(tl.load(b + gate_C, mask=live_C, other=0.0).to(tl.float32))
         factor_C = -key_C * b_C * tl.exp(g_C)
-        inverse_CC = inverse(same_CC * tl.exp(difference_CC) * b_C[:, None], CHUNK, LEVELS).to(rounded)
+        inverse_CC = inverse(same_CC * tl.exp(difference_CC) * b_C[:, None], CHUNK, LEVELS, PRECISION).to(rounded)
         for start in range(0, KEY, BLOCK_K):
             k_1K = start + from_1K
             live_CK = live_C[:, None] & (k_1K < KEY)
@@ -158,7 +158,7 @@ def prepare_chunk(
 
 
 @triton.jit
-def inverse(system_CC, CHUNK: tl.constexpr, LEVELS: tl.constexpr):
+def inverse(system_CC, CHUNK: tl.constexpr, LEVELS: tl.constexpr, PRECISION: tl.constexpr):
     """Return the inverse of 1 + the system's lower left, without its diagonal.
 
     Of single tokens it is 1.  Then of blocks of twice as many: what is in the lower left of such a block, between the
@@ -167,8 +167,8 @@ def inverse(system_CC, CHUNK: tl.constexpr, LEVELS: tl.constexpr):
     inverse_CC = tl.where(c_C1 == c_1C, 1.0, 0.0)
     for level in range(LEVELS):
         lower_left_CC = (c_C1 >> level + 1 == c_1C >> level + 1) & (c_C1 >> level > c_1C >> level)
-        between_CC = tl.dot(inverse_CC, tl.where(lower_left_CC, system_CC, 0.0), input_precision="tf32x3")
-        inverse_CC -= tl.dot(between_CC, inverse_CC, input_precision="tf32x3")
+        between_CC = tl.dot(inverse_CC, tl.where(lower_left_CC, system_CC, 0.0), input_precision=PRECISION)
+        inverse_CC -= tl.dot(between_CC, inverse_CC, input_precision=PRECISION)
     return inverse_CC
 
 
