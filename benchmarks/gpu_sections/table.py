@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from gpu_sections.shapes import SMALL_QWEN3
+from gpu_sections.shapes import SMALL_QWEN3, TINY_HYBRIDS
 
 if TYPE_CHECKING:
     import torch
@@ -67,6 +67,10 @@ SECTIONS: Mapping[str, Section] = {
     "four_bits": Section(
         "gpu_sections.experts:four_bits", {"num_experts": 8, "hidden_size": 96, "expert_size": 64, "batches": (1, 9)}
     ),
+    "four_bit_linears": Section(
+        "gpu_sections.four_bit_linears:section",
+        {"shapes": ((70, 128),), "groups": (64, 32), "rows": (1, 20), "ring_bytes": 1},
+    ),
     "linears": Section("gpu_sections.linears:section"),
     "sampler": Section("gpu_sections.sampler:sampler"),
     "kernel_sampler": Section("gpu_sections.kernel_sampler:section", {"vocab_size": 200, "batches": (2,)}),
@@ -117,6 +121,28 @@ SECTIONS: Mapping[str, Section] = {
         "gpu_sections.graph_checks:start_up", {**MODEL, "max_rows": 1, "max_step_tokens": 4, "num_pages": 16}
     ),
     "graph_captures": Section("gpu_sections.captures:section", {"max_tokens": 4, "max_rows": 1}),
+    "recurrences": Section(
+        "gpu_sections.recurrences:section",
+        {
+            "models": {"tiny": ("gated delta rule", (4, 2, 16, 32)), "tinier": ("Mamba 2", (4, 2, 16, 32))},
+            "decodes": (2,),
+            "prompts": ((1, 70),),
+        },
+        limit_s=150.0,
+    ),
+    "hybrids": Section("gpu_sections.hybrids:tokens", {"lengths": (3, 50), "num_out": 8}, timed=False),
+    "hybrid_speed": Section(
+        "gpu_sections.hybrids:speed",
+        {
+            "configs": TINY_HYBRIDS,
+            "batches": (1, 2),
+            "prompt_len": 12,
+            "long_prompt": 40,
+            "num_out": 4,
+            "num_pages": 32,
+        },
+        limit_s=150.0,
+    ),
     "throughput": Section(
         "gpu_sections.throughput:throughput",
         {**MODEL, "batches": (1, 2), "prompt_len": 12, "num_out": 4, "num_pages": 16, "graphs": {"max_tokens": 4}},

@@ -3,10 +3,10 @@
     step of n rows -> size B >= n, variant by the rows' sampling -> (one packed copy, if anything changed) -> replay
 
 A step needs nothing from the host: rows' lengths are on the device and advance inside the graph, which reads each row's
-last token and pages where they are kept, and writes the new token there.  The host sends only the scheduler's changes:
-the rows of the step, their sampling parameters and new pages, in one copy, and only after a change.  Tokens are copied
-back into page-locked memory without waiting, so the next step can be queued after this one.  Rows that pad a batch read
-and write the pool's dump page.
+last token, pages and states where they are kept, and writes the new ones there.  The host sends only the scheduler's
+changes: the rows of the step, their sampling parameters and new pages, in one copy, and only after a change.  Tokens
+are copied back into page-locked memory without waiting, so the next step can be queued after this one.  Rows that pad a
+batch read and write the pool's dump page, and a slot of states that is no row's.
 
 Legend: M rows of the largest graph · B rows of a graph, padding included · N real rows · W pages of the batch's table
 Owns: static inputs, which graph serves a step, what is copied.  Does not know: how captures are done, the scheduler.
@@ -31,6 +31,7 @@ from engine.graphs.inputs import choose_inputs
 from engine.graphs.pinned_ring import PinnedReceiver, PinnedRing
 from engine.layers.attention import AttentionBackend, BeginningAttention
 from engine.layers.kv_pool import KVPool
+from engine.layers.states import RecurrentStates, StatesOfDecodes
 from engine.layers.step import DecodeInputs, StepTensors
 from engine.messages import Step
 from engine.models.model import Model
@@ -62,16 +63,20 @@ class DecodeGraphs:
         attention: AttentionBackend,
         rows: DeviceRows,
         sampler: Sampler,
+        states: RecurrentStates | None = None,
         device: GraphDevice,
         recorder: SegmentRecorder,
         capturing: Capturing,
         sizes: Sequence[int],
     ) -> None:
-        """Allocate static inputs.  attention: a backend for which ``can_capture`` is true."""
+        """Allocate static inputs.  attention: a backend for which ``can_capture`` is true.
+
+        states: of recurrent layers, with a slot for padding after those of all rows."""
         self.sizes = tuple(sizes)
         self._model = model
         self._pool = pool
         self._rows = rows
+        self._states = states
         self._device = device
         self._recorder = recorder
         self._capturing = capturing
@@ -88,6 +93,8 @@ class DecodeGraphs:
         self._tokens_M = device.buffer((largest,), torch.int64)
         self._all_rows_M = device.buffer((largest,), torch.int64)
         self._all_rows_M.copy_(torch.arange(largest))
+        self._starts_M1 = device.buffer((largest + 1,), torch.int32)
+        self._starts_M1.copy_(torch.arange(largest + 1))
         self._inputs = self._static_inputs(largest, rows.pages_RP.shape[1])
         self._attention = DecodeAttention(attention, self._inputs, self.sizes)
         self._outgoing = PinnedRing(device, NUM_BUFFERS, self._packed.nbytes)
@@ -245,6 +252,9 @@ class DecodeGraphs:
         )
         if isinstance(attention, BeginningAttention):
             attention.begin_step()
+        states = None
+        if self._states is not None:
+            states = StatesOfDecodes(self._states, self._columns.rows[:size], self._starts_M1[: size + 1])
         step = StepTensors(
             token_ids_T=inputs.token_ids_B,
             positions_T=inputs.positions_B,
@@ -252,6 +262,7 @@ class DecodeGraphs:
             sample_at_N=self._all_rows_M[:size],
             attention=attention,
             pool=self._pool,
+            states=states,
         )
         logits_BV = self._model.logits(self._model.hidden(step))
         if variant is SamplingVariant.LOGITS:

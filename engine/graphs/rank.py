@@ -139,8 +139,8 @@ class RankGraphs:
         return sum(graphs.measure() for graphs in trials if graphs is not None)
 
     def _new_piecewise(self, parts: StepParts, scheduler: SchedulerSection) -> Piecewise | None:
-        if self._recorder is None or self.mode == DECODE:
-            return None
+        if self._recorder is None or self.mode == DECODE or parts.states is not None:
+            return None  # states of prompts advance by rows, which only the host knows
         model, pool = parts.model, parts.pool
         sizes = piecewise_sizes(min(self._settings.max_tokens, scheduler.max_step_tokens))
         attention = BreakingAttention(
@@ -190,6 +190,7 @@ class RankGraphs:
             attention=parts.attention,
             rows=parts.rows,
             sampler=parts.sampler,
+            states=parts.states,
             device=self.device,
             recorder=self._recorder,
             capturing=Capturing(self.device, self.comm, parts.pool.data.device),

@@ -10,8 +10,10 @@ a sum by the address of its numbers.  The first slots are the running states of 
 """
 
 from collections.abc import Iterator, Sequence
+from copy import copy
 from functools import cached_property
 from math import prod
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -49,12 +51,24 @@ class RecurrentStates:
         return len(self.data)
 
 
+class Prompts(NamedTuple):
+    """The rows of a step with many tokens, and those with few, int32 on the device.
+
+    firsts_N, ends_N: of the tokens of each chunk of the rows with many."""
+
+    few_F: Tensor
+    many_M: Tensor
+    firsts_N: Tensor
+    ends_N: Tensor
+
+
 class StatesOfStep:
     """The states as the rows of one step read and write them.
 
     layers: per recurrent layer its states, as in ``RecurrentStates``.
     query_lengths: new tokens of each row, on the host.  query_starts: index in T of the first of them.
-    only_decodes: whether each row has one token.
+    only_decodes: whether each row has one token.  longest: most tokens of a row.
+    slots_B: int64, fresh_B, starts_B1: int32, on the device: slot of each row, whether it begins, where its tokens are.
     singles: otherwise the rows with one token, and these tokens; None without.
     segments: the other rows, each with its tokens."""
 
@@ -68,14 +82,17 @@ class StatesOfStep:
         self.query_starts = np.cumsum(query_lengths_B) - query_lengths_B
         self.only_decodes = bool((query_lengths_B == 1).all())
         self._device = states.data.device
-        fresh_B = lengths_B == query_lengths_B
-        self._fresh_B = torch.from_numpy(fresh_B).to(self._device) if fresh_B.any() else None
-        (self._slots_B,) = upload((slots_B,), self._device)
+        self.num_rows, self.longest = len(slots_B), int(query_lengths_B.max())
+        fresh_B = (lengths_B == query_lengths_B).astype(np.int32)
+        starts_B1 = np.append(self.query_starts, query_lengths_B.sum()).astype(np.int32)
+        self.slots_B, self.fresh_B, self.starts_B1 = upload((slots_B, fresh_B, starts_B1), self._device)
+        self._begins = bool(fresh_B.any())
         self.singles: tuple[Tensor, Tensor] | None = None
         self.segments: list[tuple[int, slice]] = []
         if not self.only_decodes:
             self._divide()
         self._taps: dict[int, tuple[Tensor, Tensor]] = {}
+        self._prompts: dict[tuple[int, int], Prompts] = {}
 
     def _divide(self) -> None:
         """Divide the rows into those with one token and the others."""
@@ -115,14 +132,28 @@ class StatesOfStep:
 
     def read(self, states_S: Tensor) -> Tensor:
         """Return the state of each row before the step, a copy, [B, ...]."""
-        states_B = states_S.index_select(0, self._slots_B)
-        if self._fresh_B is not None:
-            states_B.masked_fill_(self._fresh_B.view(-1, *[1] * (states_B.dim() - 1)), 0.0)
+        states_B = states_S.index_select(0, self.slots_B)
+        if self._begins:
+            states_B.masked_fill_(self.fresh_B.bool().view(-1, *[1] * (states_B.dim() - 1)), 0.0)
         return states_B
 
     def write(self, states_S: Tensor, states_B: Tensor) -> None:
         """Replace the state of each row."""
-        states_S.index_copy_(0, self._slots_B, states_B)
+        states_S.index_copy_(0, self.slots_B, states_B)
+
+    def prompts(self, fewest: int, chunk: int) -> "Prompts":
+        """Return the rows with at least ``fewest`` tokens, and the chunks of these."""
+        if (fewest, chunk) not in self._prompts:
+            counts, starts = self.query_lengths, self.query_starts
+            (few,), (many,) = (counts < fewest).nonzero(), (counts >= fewest).nonzero()
+            firsts = [np.arange(starts[row], starts[row] + counts[row], chunk) for row in many]
+            ends = [
+                np.minimum(first + chunk, starts[row] + counts[row]) for first, row in zip(firsts, many, strict=True)
+            ]
+            lists = (few, many, *(np.concatenate([[], *one]) for one in (firsts, ends)))
+            on_device = upload([one.astype(np.int32) for one in lists], self._device)
+            self._prompts[fewest, chunk] = Prompts(*on_device)
+        return self._prompts[fewest, chunk]
 
     def taps(self, num_taps: int) -> tuple[Tensor, Tensor]:
         """Return the places of what a causal convolution reads, in a table of the K - 1 last inputs of each row before
@@ -149,3 +180,25 @@ class StatesOfStep:
         kept_B = places(np.arange(num_rows)[:, None], last_B1)
         at, kept = upload((at_KT.ravel(), kept_B.ravel()), self._device)
         return at.view(at_KT.shape), kept
+
+
+class StatesOfDecodes(StatesOfStep):
+    """The same for a decode step whose rows only the device knows, as a captured step has them."""
+
+    def __init__(self, states: RecurrentStates, rows_B: Tensor, starts_B1: Tensor) -> None:
+        """Take the rows, int64; a row's slot has its number.  starts_B1: int32, the numbers from 0 on.
+
+        A negative row is padding: it begins in each step, in the last slot, which is no row's."""
+        self._states, self.layers = states, states.layers
+        self.num_rows, self.longest, self.only_decodes, self._begins = len(rows_B), 1, True, True
+        is_padding_B = rows_B < 0
+        self.slots_B = rows_B.masked_fill(is_padding_B, states.num_slots - 1)
+        self.fresh_B, self.starts_B1 = is_padding_B.to(torch.int32), starts_B1
+
+    def one_by_one(self) -> Iterator[tuple[slice, StatesOfStep]]:
+        """Yield each token with a step of this token alone, in their order."""
+        for row in range(self.num_rows):
+            alone = copy(self)
+            alone.num_rows, alone.starts_B1 = 1, self.starts_B1[:2]
+            alone.slots_B, alone.fresh_B = (one[row : row + 1] for one in (self.slots_B, self.fresh_B))
+            yield slice(row, row + 1), alone

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from msgspec.structs import replace
 
 from engine.checkpoints.checkpoint import ModelSpec, resolve_checkpoint
 from engine.checkpoints.gguf import block_kinds
@@ -48,7 +47,6 @@ from engine.sampling.captured import SamplingVariant
 from engine.sampling.constraints import Constraints
 from engine.sampling.processing import Processing
 from engine.sampling.sampler import Sampler
-from engine.settings.sections import GraphsSection
 from engine.startup.features import rank_features
 from engine.startup.invariance import prove_decodes, prove_invariance, require_provable
 from engine.startup.linear_race import processor_name
@@ -151,16 +149,11 @@ def _start(
         comm=comm,
         device=device,
         dtype=dtype,
-        graphs=RankGraphs(_graphs(config.graphs, spec), device, comm, build_passes(plugins, device, dtype)),
+        graphs=RankGraphs(config.graphs, device, comm, build_passes(plugins, device, dtype)),
         place=host_place() if device.type == "cpu" else comm.rank,
         progress=progress,
         stages=stages,
     )
-
-
-def _graphs(section: GraphsSection, spec: ModelSpec) -> GraphsSection:
-    """Return the settings of graphs; none hold a step that reads and writes recurrent states."""
-    return replace(section, mode="off") if spec.state_bytes else section
 
 
 def _load_weights(start: Start) -> Loaded:
@@ -232,13 +225,15 @@ def _new_rows(start: Start, model: Model) -> DeviceRows:
 
 
 def _new_states(start: Start) -> RecurrentStates | None:
-    """Return the states of recurrent layers, one slot for each row; None for a model without such layers."""
+    """Return the states of recurrent layers, one slot for each row, and one for rows that pad captured steps; None for
+    a model without such layers."""
     shape, num_slots = start.spec.shape, start.config.scheduler.max_running
     if not shape.recurrents:
         return None
     room = fair_share(free_bytes(start.device), start.place, start.comm, start.device)
     check_states(num_slots, shape.state_bytes, room)
-    states = RecurrentStates([one.states for one in shape.recurrents], num_slots, start.device)
+    padding = int(start.graphs.device.captures)
+    states = RecurrentStates([one.states for one in shape.recurrents], num_slots + padding, start.device)
     what = "recurrent states: %.2f MB for each of %d rows, in %d of %d layers"
     log.info(what, shape.state_bytes / 1e6, num_slots, len(shape.recurrents), shape.num_layers)
     return states

@@ -16,6 +16,7 @@ from engine.types.errors import FieldError, RequestError
 from engine.types.params import MAX_GRAMMAR_CHARS, MAX_SEED, Grammar, SamplingParams
 from engine.types.prompt import ChatOptions, Origin, Prompt, RequestPart
 from server.generate.generation import MAX_CHOICES, Generation
+from server.generate.sight import Sight
 from server.http.body import is_given
 from server.model_card import ModelCard
 from server.openai.conversation import HERMES, NO_TOOLS, ToolRequest
@@ -49,7 +50,8 @@ class Translator:
     The card may be replaced by one of the same name.
     session_parts: gives the parts of a request by its session's name and the time that its prefix is to stay.
     limit_thoughts: gives the logits processors that end thoughts after so many tokens, and raises RequestError; None
-    if nothing can end them."""
+    if nothing can end them.
+    sight: reads the pictures of conversations; None where the model reads text alone."""
 
     def __init__(
         self,
@@ -63,7 +65,13 @@ class Translator:
         self._server = server
         self.session_parts: Callable[[str, float], dict[str, RequestPart]] = _no_parts
         self.limit_thoughts: Callable[[int], dict[str, str]] | None = None
+        self.sight: Sight | None = None
         self.tool_format = tool_format or HERMES
+
+    @property
+    def sees(self) -> bool:
+        """Whether pictures are read."""
+        return self.sight is not None
 
     @property
     def fingerprint(self) -> str:

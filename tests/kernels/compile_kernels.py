@@ -17,19 +17,24 @@ import torch
 import triton
 from triton.runtime.jit import JITFunction
 
+from engine.checkpoints.shape import RouterShape
 from engine.kernels import dependent_launch
 from engine.kernels.activation import KINDS, gated
 from engine.kernels.embedding import embed_shard
 from engine.kernels.experts import mix_experts
 from engine.kernels.few_rows import MOST_ROWS, multiply_few
 from engine.kernels.fixed_products import fixed_product
+from engine.kernels.four_bit_products import TILE_ROWS, Codes, multiply_four_bits, widened
 from engine.kernels.heads import rotate_and_store
 from engine.kernels.inputs import fill_inputs, write_tokens
 from engine.kernels.norm import add_norm
 from engine.kernels.page_lists import list_pages
+from engine.kernels.recurrences import TritonRecurrences
 from engine.kernels.rotary import angle_table
 from engine.kernels.rounding import add_norm_round, round_rows
+from engine.kernels.routing import choose_experts
 from engine.layers.four_bits import StoredCodes
+from engine.layers.states import RecurrentStates, StatesOfStep
 from engine.layers.step import DecodeInputs
 from engine.sampling.state import Newcomer, SamplingState
 from engine.sampling.triton.sampler import KernelSampler
@@ -67,6 +72,11 @@ def layers(dtype: torch.dtype) -> None:
 
 def experts(dtype: torch.dtype) -> None:
     """A batch of decodes and a prompt: sizes of Qwen3-30B-A3B, and of gpt-oss-20b, which has biases."""
+    groups = RouterShape(scoring="sigmoid", corrected=True, num_groups=8, num_chosen_groups=4)
+    for num_experts, num_chosen, shape in ((128, 8, RouterShape()), (32, 4, RouterShape()), (256, 8, groups)):
+        scores_TE = torch.empty((8, num_experts), dtype=dtype, device="meta")
+        correction_E = scores_TE[0].float() if shape.corrected else None
+        choose_experts(scores_TE, correction_E, num_chosen, shape, dtype)
     for num_experts, num_chosen, width, inner, biased in ((128, 8, 2048, 768, False), (32, 4, 2880, 2880, True)):
         gate_up = torch.empty((num_experts, 2 * inner, width), dtype=dtype, device="meta")
         down = torch.empty((num_experts, width, inner), dtype=dtype, device="meta")
@@ -99,6 +109,52 @@ def products(dtype: torch.dtype) -> None:
             multiply_few(x_TI, weight_OI, weight_OI[:, 0].contiguous())
             if dtype == torch.bfloat16:
                 multiply_few(x_TI, weight_OI.to(torch.int8), None, weight_OI[:, 0].contiguous())
+
+
+def four_bits(dtype: torch.dtype) -> None:
+    """Weights in 4 bits whose inputs are shared by programs, and not, with each size of group and of tile."""
+    if dtype == torch.float32:
+        return
+    meta = torch.device("meta")
+    for group, outputs, inputs in ((32, 37, 96), (64, 1024, 4096), (128, 1024, 4096), (128, 65_536, 4096)):
+        piece = max(64, group)
+        codes = Codes(
+            torch.empty((-(-inputs // piece), outputs, piece // 2), dtype=torch.uint8, device=meta),
+            torch.empty((inputs // group, outputs), dtype=torch.float16, device=meta),
+            torch.empty((inputs // group, outputs), dtype=torch.uint8, device=meta),
+            torch.empty(-(-outputs // TILE_ROWS), dtype=torch.int32, device=meta),
+            inputs,
+        )
+        for num_rows in (1, 32, 64):
+            x_TI = torch.empty((num_rows, inputs), dtype=dtype, device=meta)
+            multiply_four_bits(x_TI, codes, x_TI.new_empty(outputs))
+        widened(codes, dtype)
+
+
+def recurrences(dtype: torch.dtype) -> None:
+    """A batch of decodes, and prompts beside decodes: Qwen3-Next, Granite 4 H tiny, and keys of 256, as Falcon-H1's."""
+    ours = TritonRecurrences()
+    for heads, groups, key, value, delta in (
+        (32, 16, 128, 128, True),
+        (48, 1, 128, 64, False),
+        (24, 1, 256, 64, False),
+    ):
+        inner, channels = heads * value, heads * value + 2 * groups * key
+        states = RecurrentStates([[(3, channels), (heads, key, value)]], 2, CPU)
+        windows, matrices = states.layers[0]
+        per_head = torch.zeros(heads)
+        for counts in ([1, 1], [1, 70]):
+            lengths = np.array(counts, dtype=np.int32)
+            step = StatesOfStep(states, np.arange(2), lengths + 1, lengths)
+            product = torch.zeros((int(lengths.sum()), channels + inner + 2 * heads), dtype=dtype)
+            x_TC, z_TI, a_TH, b_TH = product.split([channels, inner, heads, heads], -1)
+            y_TC = ours.convolve(x_TC, torch.zeros(4, channels), product[0, :channels], windows, step, True)
+            if delta:
+                o_THV = ours.delta(y_TC, a_TH, b_TH, per_head, per_head, matrices, step)
+            else:
+                o_THV = ours.ssd(y_TC, a_TH, per_head, per_head, per_head, 0.0, matrices, step)
+            norm, num_groups = (torch.ones(value), heads) if delta else (torch.ones(inner), groups)
+            ours.gate(o_THV.flatten(1), z_TI, norm, num_groups, 1e-6, not delta)
 
 
 def inputs(dtype: torch.dtype) -> None:
@@ -154,7 +210,7 @@ if __name__ == "__main__":
     triton.runtime.driver.set_active(NoGPU())
     dependent_launch.has_dependent_launch = lambda device: True
     for dtype_name in sys.argv[1:] or ["bfloat16", "float32"]:
-        for group in (layers, experts, products, inputs, sampling):
+        for group in (layers, experts, products, four_bits, recurrences, inputs, sampling):
             one_dtype = getattr(torch, dtype_name)
             for kernel, seconds in compile_launches(lambda group=group, dtype=one_dtype: group(dtype)):
                 about = {"kernel": kernel.metadata.name, "dtype": dtype_name, "s": round(seconds, 2)}
