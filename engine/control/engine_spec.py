@@ -171,6 +171,7 @@ def _blueprint(fit: ModelFit, plugins: Plugins) -> Blueprint:
         names=names,
         config=without_secrets(config, names),
         draft=draft,
+        found=tuple(fit.facts),
     )
 
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from engine.kernels.dependent_launch import has_dependent_launch, launch_options, let_next_begin, wait_for_previous
 from engine.kernels.products import multiply
 from engine.kernels.recurrence import TokenTerms, sizes_of, softplus, unit
-from engine.layers.states import Prompts, StatesOfStep
+from engine.layers.states import PromptRows, StatesOfStep
 
 CHUNK: Final = 64
 SMALLEST: Final = 16  # sides of a product
@@ -31,7 +31,7 @@ VALUES: Final = 32
 
 
 def advance_prompts(
-    terms: TokenTerms, matrices_SHKV: Tensor, step: StatesOfStep, prompts: Prompts, o_THV: Tensor
+    terms: TokenTerms, matrices_SHKV: Tensor, step: StatesOfStep, prompts: PromptRows, o_THV: Tensor
 ) -> None:
     """Write the results of the rows with many tokens to o_THV, and advance their matrices.
 
