@@ -1,6 +1,7 @@
 """The kernels of recurrent layers beside torch, at sizes of real models: results, states, time, bandwidth."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -12,7 +13,7 @@ from engine.layers.recurrences import Recurrences
 from engine.layers.states import RecurrentStates, StatesOfStep
 from engine.layers.torch_recurrences import TorchRecurrences
 from gpu_sections.kernels import no_kernels
-from gpu_sections.rows import Row, device_seconds
+from gpu_sections.rows import Row, device_seconds, seconds_of
 
 TORCH = TorchRecurrences()
 # Of the largest number.  Sums over a prompt in float32; of a model in bfloat16, so are the factors of three products.
@@ -90,15 +91,13 @@ def _compared(
     states = [RecurrentStates([sizes.states], len(counts) + 1, device) for _ in range(2)]
     states[0].data.normal_(0, 0.1, generator=torch.Generator(device).manual_seed(7))
     states[1].data.copy_(states[0].data)
-    steps = [StatesOfStep(one, slots, counts + before, counts) for one in states]
-    found, expected = (
-        operation(way, *pair) for way, pair in zip((ours, TORCH), zip(states, steps, strict=True), strict=True)
-    )
+    calls = [
+        partial(operation, way, one, StatesOfStep(one, slots, counts + before, counts))
+        for way, one in zip((ours, TORCH), states, strict=True)
+    ]
+    found, expected = (call() for call in calls)
     error = max(_error(found, expected), _error(states[0].data, states[1].data))
-    seconds, plain = (
-        device_seconds(lambda way=way, pair=pair: operation(way, *pair), device)
-        for way, pair in ((ours, (states[0], steps[0])), (TORCH, (states[1], steps[1])))
-    )
+    seconds, plain = device_seconds(calls[0], device), seconds_of(calls[1], device)
     row = {"ok": error <= bound, "error": error, "us": seconds * 1e6, "of_plain": plain / seconds}
     if max(lengths) == 1:
         row["gb_per_s"] = 2 * len(counts) * states[0].data[0].nbytes / seconds / 1e9
