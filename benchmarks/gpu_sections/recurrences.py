@@ -85,7 +85,7 @@ def _named(lengths: Sequence[int]) -> str:
 def _compared(
     ours: Recurrences, operation: Operation, sizes: Sizes, lengths: Sequence[int], bound: float, device: torch.device
 ) -> Row:
-    """Compare results and states with torch's, of rows in the middle of a sequence but for the first; then time both."""
+    """Compare results and states with torch's, of rows in mid-sequence but for the first; then time both."""
     counts = np.array(lengths, dtype=np.int32)
     before = counts * 0 + 5
     before[0] = 0
