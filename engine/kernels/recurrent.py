@@ -42,6 +42,10 @@ class CompiledRecurrences:
         for function in (self._convolve, self._delta, self._ssd, self._gate):
             function.restype = None
 
+    def by_rows(self) -> "CompiledRecurrences":
+        """Return these."""
+        return self
+
     def convolve(
         self,
         x_TC: Tensor,
