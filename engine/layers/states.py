@@ -11,6 +11,7 @@ a sum by the address of its numbers.  The first slots are the running states of 
 
 from collections.abc import Iterator, Sequence
 from copy import copy
+from functools import cached_property
 from math import prod
 from typing import NamedTuple
 
@@ -50,7 +51,7 @@ class RecurrentStates:
         return len(self.data)
 
 
-class Prompts(NamedTuple):
+class PromptRows(NamedTuple):
     """The rows of a step with many tokens, and those with few, int32 on the device.
 
     firsts_N, ends_N: of the tokens of each chunk of the rows with many."""
@@ -91,7 +92,7 @@ class StatesOfStep:
         if not self.only_decodes:
             self._divide()
         self._taps: dict[int, tuple[Tensor, Tensor]] = {}
-        self._prompts: dict[tuple[int, int], Prompts] = {}
+        self._prompts: dict[tuple[int, int], PromptRows] = {}
 
     def _divide(self) -> None:
         """Divide the rows into those with one token and the others."""
@@ -102,6 +103,14 @@ class StatesOfStep:
         for row, (start, count) in enumerate(zip(self.query_starts, self.query_lengths, strict=True)):
             if count > 1:
                 self.segments.append((row, slice(int(start), int(start + count))))
+
+    @cached_property
+    def on_host(self) -> "tuple[Int64, Int64, npt.NDArray[np.bool_]]":
+        """The slot of each row, where its tokens begin and those of the last end, [B + 1], and whether it begins."""
+        assert len(self._slots) == 0 or 0 <= self._slots.min() <= self._slots.max() < self._states.num_slots
+        starts_B1 = np.zeros(len(self._slots) + 1, dtype=np.int64)
+        np.cumsum(self.query_lengths, out=starts_B1[1:])
+        return np.ascontiguousarray(self._slots, dtype=np.int64), starts_B1, self._lengths == self.query_lengths
 
     def rows(self) -> Iterator[tuple[int, bool, slice]]:
         """Yield the slot of each row, whether the row begins in this step, and its tokens."""
@@ -132,7 +141,7 @@ class StatesOfStep:
         """Replace the state of each row."""
         states_S.index_copy_(0, self.slots_B, states_B)
 
-    def prompts(self, fewest: int, chunk: int) -> "Prompts":
+    def prompts(self, fewest: int, chunk: int) -> "PromptRows":
         """Return the rows with at least ``fewest`` tokens, and the chunks of these."""
         if (fewest, chunk) not in self._prompts:
             counts, starts = self.query_lengths, self.query_starts
@@ -143,7 +152,7 @@ class StatesOfStep:
             ]
             lists = (few, many, *(np.concatenate([[], *one]) for one in (firsts, ends)))
             on_device = upload([one.astype(np.int32) for one in lists], self._device)
-            self._prompts[fewest, chunk] = Prompts(*on_device)
+            self._prompts[fewest, chunk] = PromptRows(*on_device)
         return self._prompts[fewest, chunk]
 
     def taps(self, num_taps: int) -> tuple[Tensor, Tensor]:

@@ -121,8 +121,7 @@ def gemma3(files: FamilyFiles) -> Layout:
 
 def pixtral(files: FamilyFiles) -> Layout:
     """Return the layout of Pixtral and Mistral 3: lines of places with a break after each."""
-    vision = files.config["vision_config"]
-    factor = vision.get("patch_size", 16) * files.config.get("spatial_merge_size", 1)
+    factor = side(files)
     size = files.images.get("size", {})
     longest = size.get("longest_edge", 1024)
 
@@ -134,6 +133,13 @@ def pixtral(files: FamilyFiles) -> Layout:
         return PictureLayout(f"{text}[IMG_END]", lines * columns)
 
     return layout
+
+
+def side(files: FamilyFiles) -> int:
+    """Return the pixels of a side of one of Pixtral's places."""
+    patch: int = files.config["vision_config"].get("patch_size", 16)
+    merged: int = files.config.get("spatial_merge_size", 1)
+    return patch * merged
 
 
 def internvl(files: FamilyFiles) -> Layout:
