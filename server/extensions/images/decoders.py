@@ -9,6 +9,7 @@ import os
 import sys
 from asyncio.subprocess import DEVNULL, PIPE, Process
 from contextlib import suppress
+from itertools import chain
 from typing import Final
 
 import msgspec
@@ -66,9 +67,11 @@ class Decoders:
 async def _ask(process: Process, data: bytes) -> Verdict:
     assert process.stdin is not None
     assert process.stdout is not None
-    process.stdin.write(len(data).to_bytes(LENGTH_BYTES, "big"))
-    for at in range(0, len(data), PIECE_BYTES):
-        process.stdin.write(data[at : at + PIECE_BYTES])
+    pieces = (data[at : at + PIECE_BYTES] for at in range(0, len(data), PIECE_BYTES))
+    for piece in chain((len(data).to_bytes(LENGTH_BYTES, "big"),), pieces):
+        if process.stdin.is_closing():  # uvloop has a RuntimeError for it
+            raise EOFError
+        process.stdin.write(piece)
         await process.stdin.drain()
     line = await process.stdout.readline()
     if not line:
