@@ -28,7 +28,7 @@ MODELS_THAT_DRAFT: Final = (f"{PROPOSER}.draft_model", f"{PROPOSER}.eagle")
 def fit_model(fit: ModelFit) -> ModelFit:
     """Return the fit of a model that sees, if it does, with the settings of its encoder."""
     encoder = chosen_encoder(fit.config, fit.spec.directory)
-    if encoder is None:
+    if encoder is None or not len(fit.vocabulary):
         return fit
     if reason := refusal(fit.spec, encoder, fit.names):
         log.warning("pictures are refused: %s", reason)

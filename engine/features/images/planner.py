@@ -206,6 +206,8 @@ def _user_of(row: int) -> int:
     return -1 - row
 
 
-def planner_feature(context: FeatureContext) -> NewFeature:
-    """Return the builder of the feature."""
+def planner_feature(context: FeatureContext) -> NewFeature | None:
+    """Return the builder of the feature; None if no prompt has pictures."""
+    if not context.takes_pictures:
+        return None
     return partial(ImagesPlanner, num_rows=ImageSettings.of(context.config).cache_tokens)
