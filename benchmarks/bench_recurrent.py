@@ -1,8 +1,8 @@
 """Measures recurrent layers beside the same layers of transformers.
 
 One layer of each kind, with random weights, on one thread: a prompt of so many tokens, one row that decodes, and eight
-rows, in milliseconds of processor time.  "products" are the two products of the layer alone, "invariant" is the layer
-with ``model.numerics = "invariant"``.  The plain torch layout of weights is used on both sides.
+rows, in milliseconds of processor time.  "products" are the two products of the layer alone, "in torch" is the layer
+without kernels in C.  The plain torch layout of weights is used on all sides.
 
     python benchmarks/bench_recurrent.py
     python benchmarks/bench_recurrent.py --tokens 2048 --turns 3
@@ -24,6 +24,8 @@ from transformers.models.lfm2.modeling_lfm2 import Lfm2ShortConv
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5GatedDeltaNet
 
 from engine.checkpoints.shape import GatedDeltaShape, Mamba2Shape, RecurrentShape, ShortConvolutionShape
+from engine.kernels.cpu import cpu_kernels
+from engine.layers.kernels import LayerKernels
 from engine.layers.part import build
 from engine.layers.recurrent import RecurrentPart
 from engine.layers.states import RecurrentStates, StatesOfStep
@@ -51,12 +53,12 @@ def kinds() -> dict[str, Kind]:
     }
 
 
-def our_layer(shape: RecurrentShape, width: int) -> RecurrentPart:
+def our_layer(shape: RecurrentShape, width: int, kernels: LayerKernels | None) -> RecurrentPart:
     """The layer with random weights."""
     part = build(RecurrentPart, shape, width, LocalComm(), CPU, torch.float32)
     for one in part.slices("layer"):
         one.target.normal_(0, 0.05)
-    part.pack(None)
+    part.pack(kernels)
     return part
 
 
@@ -107,19 +109,18 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     steps = {f"prompt of {arguments.tokens}": (1, arguments.tokens), "1 row": (1, 1), "8 rows": (8, 1)}
-    table = Table("layer", "state MB", "step", "callboard", "products", "invariant", "transformers")
+    table = Table("layer", "state MB", "step", "callboard", "products", "in torch", "transformers")
     results = []
     for kind, (width, shape, theirs, config, cache_name) in kinds().items():
-        part, other = our_layer(shape, width), theirs(config, 0).eval()
+        part, other = our_layer(shape, width, cpu_kernels()), theirs(config, 0).eval()
         state_mb = sum(np.prod(sizes) for sizes in shape.states) * 4 / 1e6
         for step, (rows, tokens) in steps.items():
             turns = arguments.turns if tokens > 1 else arguments.turns * 8
-            alone = our_layer(shape, width)
-            alone.by_rows()
+            in_torch = our_layer(shape, width, None)
             found = {
                 "callboard": milliseconds(our_step(part, shape, width, rows, tokens), turns),
                 "products": milliseconds(products(part, width, rows * tokens), turns),
-                "invariant": milliseconds(our_step(alone, shape, width, rows, tokens), turns),
+                "in torch": milliseconds(our_step(in_torch, shape, width, rows, tokens), turns),
                 "transformers": milliseconds(their_step(other, config, cache_name, rows, tokens), turns),
             }
             results.append({"layer": kind, "state_mb": state_mb, "step": step, **found})

@@ -14,19 +14,12 @@
 #include <string.h>
 
 #include "cpu.h"
+#include "lanes.h"
 
-#if defined(__AVX512F__)
-#include <immintrin.h>
-#define W 16       /* floats of a vector */
+#if W == 16
 #define TOGETHER 6 /* rows whose scores are summed in registers, four vectors each */
 #define COLUMNS 4  /* vectors of a result that are summed in registers for each of TILE rows */
-#elif defined(__AVX2__)
-#include <immintrin.h>
-#define W 8
-#define TOGETHER 3
-#define COLUMNS 2
 #else
-#define W 4
 #define TOGETHER 3
 #define COLUMNS 2
 #endif
@@ -34,16 +27,7 @@
 #define KEYS 128 /* of a block */
 #define ROWS 96  /* of an item: they share the packing of a block of keys */
 
-typedef float V __attribute__((vector_size(4 * W)));
-typedef float Loose __attribute__((vector_size(4 * W), aligned(4), may_alias));
-typedef uint32_t Bits __attribute__((vector_size(4 * W))); /* unsigned, so that sums may wrap */
 typedef float Four __attribute__((vector_size(16), aligned(4), may_alias));
-#define INLINE static inline __attribute__((always_inline))
-
-INLINE V load(const float *x) { return *(const Loose *)x; }
-INLINE void store(float *x, V v) { *(Loose *)x = v; }
-INLINE V all(float x) { return x - (V){0}; }
-
 #if W == 16
 INLINE V four_times(const float *x) { return _mm512_broadcast_f32x4(_mm_loadu_ps(x)); }
 INLINE V higher(V x, V than) { return _mm512_max_ps(x, than); } /* ``than`` where x is NaN */
@@ -87,23 +71,6 @@ INLINE V sums_of_fours(const V *x) {
 INLINE void pack(const float *keys, const int64_t *at, V *out) { out[0] = load(keys + at[0]); }
 #endif
 
-/* e to the x, for x of at most 0; 0 if x is below -86.  NaN stays NaN. */
-INLINE V exponential(V x) {
-    const V round = all(12582912.0f); /* a float of this size has no bits below its units */
-    V whole = x * 1.44269504f + round;
-    Bits power = ((Bits)whole << 23) + (127 << 23), small = (Bits)(x < -86.0f);
-    whole -= round;
-    V rest = x - whole * 0.693145752f - whole * 1.42860677e-6f, sum = all(1 / 5040.0f);
-    sum = sum * rest + 1 / 720.0f;
-    sum = sum * rest + 1 / 120.0f;
-    sum = sum * rest + 1 / 24.0f;
-    sum = sum * rest + 1 / 6.0f;
-    sum = sum * rest + 0.5f;
-    sum = sum * rest + 1;
-    sum = sum * rest + 1;
-    return (V)((Bits)(sum * (V)power) & ~small);
-}
-
 /* A thread's memory and its current operands. */
 typedef struct {
     V *packed;     /* [K / W][H / 4][4] vectors of fours: lanes 4i to 4i + 3 of the j-th vector are of key 4i + j */
@@ -117,8 +84,6 @@ typedef struct {
     const float *values;      /* of a group of heads; the k-th is at values_at_K[k] */
     const int64_t *values_at_K;
 } Scratch;
-
-static int64_t whole(int64_t size) { return (size + W - 1) / W * W; }
 
 /* Floats of a thread's memory: whole cache lines. */
 int64_t attention_scratch(int64_t H) {

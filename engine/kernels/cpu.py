@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from engine.kernels.compiled import compiled
+from engine.kernels.recurrent import CompiledRecurrences
 from engine.layers.mlp import activated_by_rows, gated
 from engine.layers.recurrences import Recurrences
 
@@ -21,9 +22,8 @@ from engine.layers.recurrences import Recurrences
 class CPUKernels:
     """The ``LayerKernels`` of a CPU.  All tensors are float32 and contiguous; a row's bits depend on no other row."""
 
-    recurrences: Recurrences | None = None
-
     def __init__(self, library: ctypes.CDLL) -> None:
+        self.recurrences: Recurrences | None = CompiledRecurrences(library)
         pointer, size = ctypes.c_void_p, ctypes.c_int64
         self._add_norm, self._rotate_and_store = library.add_norm, library.rotate_and_store
         self._add_norm.argtypes = [pointer] * 4 + [size] * 2 + [ctypes.c_float, size]

@@ -9,12 +9,12 @@ import triton.language as tl
 
 
 @triton.jit
-def multiply(a, b, sums, INTERPRETED: tl.constexpr):
-    """Return sums + a @ b.  float32 operands are not rounded for tensor cores."""
+def multiply(a, b, sums, INTERPRETED: tl.constexpr, PRECISION: tl.constexpr = "ieee"):
+    """Return sums + a @ b.  float32 operands are not rounded for tensor cores, unless PRECISION says so."""
     if INTERPRETED:
         a = a.to(tl.float32)
         b = b.to(tl.float32)
-    return tl.dot(a, b, sums, input_precision="ieee")
+    return tl.dot(a, b, sums, input_precision=PRECISION)
 
 
 @triton.jit

@@ -19,10 +19,11 @@ SOURCES = {
     "attention.c": (),
     "products.c": ("-O2",),
     "blocks.c": ("-O2",),
+    "recurrent.c": (),
     "decodes.c": (),
     "draw.c": ("-ffp-contract=off",),
 }
-HEADERS = ("cpu.h", "vectors.h", "tiles.h")
+HEADERS = ("cpu.h", "lanes.h", "vectors.h", "tiles.h")
 # Threads come from torch's OpenMP, which every library of the process finds, so it is not linked again.
 OPENMP = ("-fopenmp",)
 COMPILE_S = 180.0

@@ -11,6 +11,7 @@ a sum by the address of its numbers.  The first slots are the running states of 
 
 from collections.abc import Iterator, Sequence
 from copy import copy
+from functools import cached_property
 from math import prod
 from typing import NamedTuple
 
@@ -102,6 +103,14 @@ class StatesOfStep:
         for row, (start, count) in enumerate(zip(self.query_starts, self.query_lengths, strict=True)):
             if count > 1:
                 self.segments.append((row, slice(int(start), int(start + count))))
+
+    @cached_property
+    def on_host(self) -> "tuple[Int64, Int64, npt.NDArray[np.bool_]]":
+        """The slot of each row, where its tokens begin and those of the last end, [B + 1], and whether it begins."""
+        assert len(self._slots) == 0 or 0 <= self._slots.min() <= self._slots.max() < self._states.num_slots
+        starts_B1 = np.zeros(len(self._slots) + 1, dtype=np.int64)
+        np.cumsum(self.query_lengths, out=starts_B1[1:])
+        return np.ascontiguousarray(self._slots, dtype=np.int64), starts_B1, self._lengths == self.query_lengths
 
     def rows(self) -> Iterator[tuple[int, bool, slice]]:
         """Yield the slot of each row, whether the row begins in this step, and its tokens."""

@@ -13,10 +13,10 @@ import pytest
 pytestmark = pytest.mark.slow
 
 KERNELS = {
-    "add_norm_round_row", "add_norm_rows", "adjust_tokens", "down_pairs", "draw_candidate", "fill_row", "gate_columns",
-    "gate_pairs", "gather_rows", "list_candidates", "list_row", "measure_some_blocks", "multiply_rows",
-    "multiply_tiles", "narrow_row", "pick_row", "place_pairs", "rotate_heads", "round_row", "tabulate_angles",
-    "weigh_candidates", "write_places",
+    "add_norm_round_row", "add_norm_rows", "adjust_tokens", "advance_chunks", "advance_head", "convolve_tile",
+    "down_pairs", "draw_candidate", "fill_row", "gate_columns", "gate_groups", "gate_pairs", "gather_rows",
+    "list_candidates", "list_row", "measure_some_blocks", "multiply_rows", "multiply_tiles", "narrow_row", "pick_row",
+    "place_pairs", "prepare_chunk", "rotate_heads", "round_row", "tabulate_angles", "weigh_candidates", "write_places",
 }  # fmt: skip
 
 TILED = {"down_pairs", "gate_pairs", "multiply_tiles"}  # which read several tiles ahead
@@ -24,8 +24,9 @@ TILED = {"down_pairs", "gate_pairs", "multiply_tiles"}  # which read several til
 # Launched while the kernel in front of them still runs: whether they read weights before they wait for it, and whether
 # they let the next one begin as early.  What makes lists of pages does not: libraries read those before they wait.
 WAITING = {
-    "add_norm_round_row": (True, True), "add_norm_rows": (True, True), "fill_row": (False, False),
-    "gate_columns": (False, True),
+    "add_norm_round_row": (True, True), "add_norm_rows": (True, True), "advance_chunks": (True, True),
+    "advance_head": (True, True), "convolve_tile": (False, True), "fill_row": (False, False),
+    "gate_columns": (False, True), "gate_groups": (False, True), "prepare_chunk": (True, True),
     "gather_rows": (False, True), "list_row": (False, False), "multiply_rows": (True, True),
     "rotate_heads": (True, True), "round_row": (False, True),
     "tabulate_angles": (False, True), "write_places": (False, False),

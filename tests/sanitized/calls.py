@@ -17,8 +17,10 @@ from engine.kernels.cpu import CPUKernels, cpu_kernels
 from engine.kernels.panels import PanelKind, PanelWeight, products
 from engine.layers.attention import AttentionSpec
 from engine.layers.kv_pool import KVPool
+from engine.layers.states import RecurrentStates, StatesOfStep
 from engine.plugins.support.paging import batch_on
 from engine.sampling.draw import BLOCK, block_sums, draw, stream_starts, uniforms
+from tests.kernels.recurrences import convolution, gated_delta, mamba_2
 from tests.kernels.stored_blocks import SIZE, random_rows
 from tests.sanitized.sanitizers import mallocs
 
@@ -294,7 +296,48 @@ def _attended(spec: AttentionSpec, q_NQH: Tensor, keys_LGH: Tensor, values_LGH: 
     return torch.einsum("qnl,lqh->nqh", scores_QNL.masked_fill(hidden_NL, -torch.inf).softmax(-1), values)
 
 
+def recurrences(dice: Random) -> None:
+    """Rows of any lengths in slots by chance, some of which begin, through all that a recurrent layer computes."""
+    groups, key, value, taps = dice.randint(1, 3), size(dice, 65), size(dice, 130), dice.randint(2, 5)
+    heads, num_rows = groups * dice.randint(1, 3), dice.randint(0, 4)
+    counts = np.array([dice.choice((1, 1, dice.randint(2, 40))) for _ in range(num_rows)], dtype=np.int32)
+    width = 2 * groups * key + heads * value
+    states = RecurrentStates([[(taps - 1, width), (heads, key, value)]], num_rows + 2, CPU)
+    states.data.fill_(torch.nan)
+    slots = np.array(dice.sample(range(num_rows + 2), num_rows), dtype=np.int64)
+    step, (windows, matrices) = StatesOfStep(states, slots, counts, counts), states.layers[0]
+    x_TI, weight_KC, bias_C = torch.randn(counts.sum(), width + 2 * heads), torch.randn(taps, width), torch.randn(width)
+    odd_T = spoiled(dice, x_TI)
+    is_odd = [bool(part.any()) for part in odd_T.split(counts.tolist())]
+    x_TC, a_TH, b_TH = x_TI.split((width, heads, heads), 1)
+    of_heads = -torch.rand(heads), torch.randn(heads)
+    found = kernels().recurrences
+    assert found is not None
+    given = dice.choice((None, bias_C))
+    y_TC = found.convolve(x_TC, weight_KC, given, windows, step, False)
+    if is_delta := dice.random() < 0.5:
+        o_THV = found.delta(y_TC.clone(), a_TH, b_TH, *of_heads, matrices, step)
+    else:
+        o_THV = found.ssd(y_TC, a_TH, *of_heads, of_heads[1], 0.01, matrices, step)
+    z_TI = torch.randn(len(o_THV), heads * value)
+    weight = dice.choice((None, torch.ones(value), torch.ones(heads * value)))
+    gated_TI = found.gate(o_THV.flatten(1).clone(), z_TI, weight, heads, 1e-6, dice.random() < 0.5)
+    for row, tokens in enumerate(torch.arange(len(x_TI)).split(counts.tolist())):
+        if is_odd[row]:
+            continue
+        close(y_TC[tokens], convolution(x_TC[tokens], weight_KC, given), 1e-4)
+        sizes = (groups, key)
+        if is_delta:
+            expected_THV = gated_delta(y_TC[tokens], a_TH[tokens], b_TH[tokens], *of_heads, *sizes)
+        else:
+            expected_THV = mamba_2(y_TC[tokens], a_TH[tokens], *of_heads, of_heads[1], 0.01, *sizes)
+        close(o_THV[tokens], expected_THV, 1e-4 * (1 + float(expected_THV.abs().max())))
+        assert gated_TI[tokens].isfinite().all()
+    others = [slot for slot in range(num_rows + 2) if slot not in slots]
+    assert states.data[others].isnan().all(), "a slot that no row has was written"
+
+
 CALLS = (
     *(ends_of_float32, add_norm, turn, rotate_and_store, gate, likeliest, draws),
-    *(product, product, block_product, block_product, attention, attention),
+    *(product, product, block_product, block_product, attention, attention, recurrences, recurrences),
 )

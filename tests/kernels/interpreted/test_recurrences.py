@@ -86,7 +86,7 @@ def test_delta_rule(monkeypatch, fewest, heads, groups, key, value, strong):
     total = int(LENGTHS.sum())
     qkv = normal(total, 2 * groups * key + heads * value)
     gates = normal(total, 2 * heads, seed=1) * (4.0 if strong else 1.0)
-    decay, bias = -normal(heads, seed=2).exp() * (30.0 if strong else 0.3), normal(heads, seed=3)
+    decay, bias = -normal(heads, seed=2).exp() * (10.0 if strong else 0.3), normal(heads, seed=3)
     states = RecurrentStates([[(heads, key, value)]], 2 * len(LENGTHS), CPU)
 
     def compute(step, qkv, gates):
@@ -111,7 +111,7 @@ def test_mamba2(monkeypatch, fewest, heads, groups, key, value, strong):
     total = int(LENGTHS.sum())
     xkq = normal(total, heads * value + 2 * groups * key)
     sizes = normal(total, heads, seed=1) * (4.0 if strong else 1.0) - 2.0
-    decay, bias, skip = -normal(heads, seed=2).exp() * (30.0 if strong else 0.3), *normal(2, heads, seed=3)
+    decay, bias, skip = -normal(heads, seed=2).exp() * (10.0 if strong else 0.3), *normal(2, heads, seed=3)
     states = RecurrentStates([[(heads, key, value)]], 2 * len(LENGTHS), CPU)
 
     def compute(step, xkq, sizes):
