@@ -27,13 +27,13 @@ class FeatureContext(NamedTuple):
     """The arguments of a planner's features.
 
     proposer: built by the plugin of that kind; None without one.  vocab_size: of the model.
-    state_bytes: as in ``PlannerLimits``.  takes_pictures: prompts may have pictures."""
+    state_bytes: as in ``PlannerLimits``.  sees: prompts may have pictures."""
 
     config: Config
     proposer: "Proposer | DraftModel | None"
     vocab_size: int
     state_bytes: int = 0
-    takes_pictures: bool = False
+    sees: bool = False
 
 
 Facts = Mapping[str, bytes]

@@ -285,11 +285,6 @@ class TextCodec:
         return len(self.vocabulary)
 
     @property
-    def takes_pictures(self) -> bool:
-        """Whether conversations may have pictures."""
-        return self._pictures is not None
-
-    @property
     def roles(self) -> tuple[str, ...]:
         """Roles that the chat template knows by name."""
         return self._template.roles if self._template else ()

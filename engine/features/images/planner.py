@@ -208,6 +208,6 @@ def _user_of(row: int) -> int:
 
 def planner_feature(context: FeatureContext) -> NewFeature | None:
     """Return the builder of the feature; None if no prompt has pictures."""
-    if not context.takes_pictures:
+    if not context.sees:
         return None
     return partial(ImagesPlanner, num_rows=ImageSettings.of(context.config).cache_tokens)
