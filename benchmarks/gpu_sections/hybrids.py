@@ -61,7 +61,7 @@ def tokens(
                     "kv": {"num_pages": 128},
                     "graphs": {"mode": mode},
                     "scheduler": {"max_running": len(prompts) - 1, "prefill_chunk": 48, "max_step_tokens": 96},
-                    "plugins": unmeasured(torch.device(where)) if mode != "off" or where != "cpu" else {"race_s": 0},
+                    "plugins": unmeasured(torch.device(where)),
                 }
                 with LLM(path, progress=False, config=tables) as llm:
                     found = [[one.token_ids for one in llm.generate(prompts, params)] for _ in range(2)]

@@ -104,13 +104,13 @@ def engine_spec(
             proposer=built_proposer(plugins, model.vocab_size, max_len),
         )
     )
-    blueprint = _blueprint(fit, plugins, codec)
+    blueprint = _blueprint(fit, plugins)
     stages.begin("")
     blueprint.policy(plugins)  # a plugin that cannot be built is refused here, and built where it works
     return EngineSpec(
         config=config,
         directory=directory,
-        model=model,
+        model=fit.spec,
         model_name=name,
         num_parameters=sum(math.prod(tensor.shape) for tensor in stored.values()),
         max_len=max_len,
@@ -143,7 +143,7 @@ def _checked_plugins(config: Config, model: ModelSpec) -> Plugins:
     return plugins
 
 
-def _blueprint(fit: ModelFit, plugins: Plugins, codec: TextCodec) -> Blueprint:
+def _blueprint(fit: ModelFit, plugins: Plugins) -> Blueprint:
     config, model, max_len = fit.config, fit.spec, fit.max_len
     names = {kind: name for kind, name in plugins.names.items() if KINDS[kind].decides}
     draft = fit.proposer if isinstance(fit.proposer, DraftModel) else None
@@ -171,7 +171,7 @@ def _blueprint(fit: ModelFit, plugins: Plugins, codec: TextCodec) -> Blueprint:
         names=names,
         config=without_secrets(config, names),
         draft=draft,
-        sees=codec.sees,
+        found=tuple(fit.facts),
     )
 
 

@@ -19,10 +19,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.kernels.dependent_launch import has_dependent_launch, launch_options, let_next_begin, wait_for_previous
+from engine.kernels.dependent_launch import launch_options, let_next_begin, wait_for_previous
 from engine.kernels.products import multiply
 from engine.kernels.recurrence import TokenTerms, sizes_of, softplus, unit
-from engine.layers.states import Prompts, StatesOfStep
+from engine.layers.states import PromptRows, StatesOfStep
 
 CHUNK: Final = 64
 SMALLEST: Final = 16  # sides of a product
@@ -31,7 +31,7 @@ VALUES: Final = 32
 
 
 def advance_prompts(
-    terms: TokenTerms, matrices_SHKV: Tensor, step: StatesOfStep, prompts: Prompts, o_THV: Tensor
+    terms: TokenTerms, matrices_SHKV: Tensor, step: StatesOfStep, prompts: PromptRows, o_THV: Tensor
 ) -> None:
     """Write the results of the rows with many tokens to o_THV, and advance their matrices.
 
@@ -61,11 +61,12 @@ def advance_prompts(
         **sizes_of(terms, SIDE, SIDE), LEVELS=CHUNK.bit_length() - 1,
         num_warps=4 if terms.is_delta else 8, num_stages=1, **options,
     )  # fmt: skip
+    # A Hopper GPU has the shared memory for the next chunk's numbers, if these are of 16 bits.
     advance_chunks[(len(prompts.many_M) * heads * triton.cdiv(value, value_block),)](
         queries_THK, keys_THK, found_THK, seen_THC, added_THV, wholes_TH, terms.v_THV, terms.skip_H, matrices_SHKV,
         prompts.many_M, step.slots_B, step.fresh_B, step.starts_B1, o_THV, strides[0], matrices_SHKV.stride(0),
         **sizes_of(terms, key_block, value_block), num_warps=8,
-        num_stages=2 if has_dependent_launch(o_THV.device) else 1, **options,
+        num_stages=2 if options["PDL"] and rounded.itemsize == 2 else 1, **options,
     )  # fmt: skip
 
 

@@ -50,6 +50,7 @@ class RecurrentPart:
 
     def by_rows(self) -> None:
         """Compute token after token, each alone (``RowwisePart``), where chunks or other rows would change a sum."""
+        self.recurrences = self.recurrences.by_rows()
         self._one_by_one = not self.recurrences.rowwise
 
     def pack(self, kernels: LayerKernels | None) -> None:

@@ -26,8 +26,8 @@ class Blueprint(msgspec.Struct, frozen=True):
     max_len: longest sequence, as proposers get it.
     names: kind -> full name of each chosen plugin of a kind that decides.
     draft: the model that proposes, if one does.
-    config: without secrets, and with the options of those plugins only.
-    sees: as in ``FeatureContext``."""
+    found: names of features that have facts of the model.
+    config: without secrets, and with the options of those plugins only."""
 
     limits: PlannerLimits
     overlap_depth: int
@@ -36,7 +36,7 @@ class Blueprint(msgspec.Struct, frozen=True):
     names: dict[str, str]
     config: Config
     draft: DraftModel | None = None
-    sees: bool = False
+    found: tuple[str, ...] = ()
 
     def policy(self, plugins: Plugins) -> SchedulingPolicy:
         """Return a new policy.  It outlives planners.  Raises PluginError if it cannot be built."""
@@ -54,8 +54,8 @@ class Blueprint(msgspec.Struct, frozen=True):
 
         limits: those of the blueprint, for a pool."""
         proposer = self.draft or built_proposer(plugins, self.vocab_size, self.max_len)
-        context = FeatureContext(self.config, proposer, self.vocab_size, limits.state_bytes, sees=self.sees)
-        features = planner_features(context)
+        given = FeatureContext(self.config, proposer, self.vocab_size, limits.state_bytes, self.found)
+        features = planner_features(given)
         strategy = plugin_strategy(plugins, self.config, limits.num_pages)
         return Planner(limits, strategy, policy, clock, features=features, watchers=watchers)
 

@@ -20,6 +20,7 @@ KERNELS = {
 }  # fmt: skip
 
 TILED = {"down_pairs", "gate_pairs", "multiply_tiles"}  # which read several tiles ahead
+OF_HOPPER = {"advance_chunks"}  # which reads a chunk ahead there, and none elsewhere
 
 # Launched while the kernel in front of them still runs: whether they read weights before they wait for it, and whether
 # they let the next one begin as early.  What makes lists of pages does not: libraries read those before they wait.
@@ -58,7 +59,8 @@ def test_every_kernel_compiles(compiled: list[dict[str, Any]]) -> None:
         # Sine and cosine of a large angle keep its digits in an array, which some versions put there.
         assert row.get("stack", 0) == 0 or row["kernel"] == "tabulate_angles", row
         # What a program gets on every GPU, and what Ampere and later ones give to a program that asks for more.
-        assert row["shared"] <= (96 if row["kernel"] in TILED else 48) << 10, row
+        most = 227 if row["kernel"] in OF_HOPPER else 96 if row["kernel"] in TILED else 48
+        assert row["shared"] <= most << 10, row
 
 
 def test_products_have_one_variant_for_every_number_of_rows(compiled: list[dict[str, Any]]) -> None:

@@ -24,13 +24,12 @@ MODELS_THAT_DRAFT: Final = (f"{PROPOSER}.draft_model", f"{PROPOSER}.eagle")
 
 
 def fit_model(fit: ModelFit) -> ModelFit:
-    """Return the fit of a model that takes pictures, if it does, with the settings of its encoder."""
+    """Return the fit with the settings of the model's encoder, if it has one; ranks refuse what they do not compute."""
     encoder = chosen_encoder(fit.config, fit.spec.directory)
     if encoder is None:
         return fit
     if reason := refusal(fit.spec, encoder, fit.names):
         log.warning("pictures are refused: %s", reason)
-        return fit
     return replace(fit, facts={**fit.facts, NAME: encoder.settings.encode()})
 
 

@@ -43,8 +43,10 @@ class ImagesPlanner(PlannerFeature):
         if (part := message.parts.get(NAME)) is None:
             return
         if sequence.params.prompt_logprobs is not None or not sequence.params.generates:
-            name = "pooling" if sequence.params.pooling else "prompt_logprobs"
-            raise RequestError(f"{name}: not for a prompt with pictures; leave it out", param=name)
+            raise RequestError(
+                "a prompt with pictures generates text, without prompt_logprobs; leave them out",
+                param="prompt_logprobs",
+            )
         pictures = placed_pictures(part)
         num_rows = sum(len(one.places_n) for one in {one.key: one for one in pictures}.values())
         if num_rows > self._cache.most:
@@ -207,7 +209,7 @@ def _user_of(row: int) -> int:
 
 
 def planner_feature(context: FeatureContext) -> NewFeature | None:
-    """Return the builder of the feature; None if no prompt has pictures."""
-    if not context.sees:
+    """Return the builder of the feature; None for a model of text."""
+    if NAME not in context.found:
         return None
     return partial(ImagesPlanner, num_rows=ImageSettings.of(context.config).cache_tokens)

@@ -5,7 +5,8 @@ Owns: the format, the sockets, the batches that may be requested again.  Does no
 A PUB socket sends messages of three parts: the topic, the batch's number from 0 on as 8 bytes, the highest first, and
 the batch in msgpack.  A subscriber that misses a number sends the first one that it wants, in 8 bytes after an empty
 part, to the ROUTER socket of ``replay_endpoint``, and gets the batches from there on, each as an empty part, its number
-and the batch; the number -1 with no batch is the end.  Whoever connects can read the tokens of prompts.
+and the batch; the number -1 with no batch is the end.  A program that connects can read
+the tokens of prompts.
 """
 
 import logging
@@ -36,11 +37,11 @@ FEED: Final = "inproc://batches"
 CLOSE_S: Final = 2.0
 
 
-class KVEventOptions(Options):
+class KVEventOptions(Options, frozen=True):
     """The options of the plugin.
 
-    endpoint, replay_endpoint: addresses to listen at; without the latter there is no replay.  rank: of data parallelism; it is added to the
-    ports.  buffer_steps: batches that are kept for replay.
+    endpoint, replay_endpoint: addresses to listen at; without the latter there is no replay.
+    rank: of data parallelism; it is added to the ports.  buffer_steps: batches that are kept for replay.
     layout: events as 'arrays', or as 'maps' with names of fields, as vLLM has them from 0.28 on.
     hashes: 'int' for the last 64 bits of each, or 'bytes' for all 32 bytes."""
 
@@ -134,9 +135,8 @@ class KVEventPublisher:
         """Send batches and answer requests for old ones, until the end."""
         batches = self._context.socket(zmq.PAIR)
         batches.connect(FEED)
-        kept: deque[tuple[bytes, bytes]] = deque(
-            maxlen=self._options.buffer_steps * bool(self._options.replay_endpoint)
-        )
+        most = self._options.buffer_steps if self._options.replay_endpoint else 0
+        kept: deque[tuple[bytes, bytes]] = deque(maxlen=most)
         poller, topic = zmq.Poller(), (self._options.topic or "").encode()
         poller.register(batches, zmq.POLLIN)
         poller.register(self._replay, zmq.POLLIN)
