@@ -106,6 +106,8 @@ tests/features/images`). For Qwen2.5-VL so are retractions, a killed executor, t
 host tier, and a cache of pictures for one at a time. `Qwen3VLMoe` and `Qwen3_5Moe` take the same way and are not
 checked with pictures. On a GPU none of this has been checked yet.
 
+- In Python, a part of a message's content is `{"type": "image", "image": PICTURE}`: a path, the bytes of a file, or a
+  PIL image. Over HTTP see [api.md](api.md#pictures).
 - A picture that conversations share is encoded once, and its pages are shared like those of a text, by its content
   and the encoder's settings. `images.cache_tokens` says how many tokens of pictures a rank keeps encoded; one request
   may not have more.

@@ -9,8 +9,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Final
 
-import msgspec
-
 from engine.checkpoints.checkpoint import ModelSpec
 from engine.checkpoints.shape import DecoderShape
 from engine.plugins.encoder.choice import chosen_encoder
@@ -26,16 +24,13 @@ MODELS_THAT_DRAFT: Final = (f"{PROPOSER}.draft_model", f"{PROPOSER}.eagle")
 
 
 def fit_model(fit: ModelFit) -> ModelFit:
-    """Return the fit of a model that sees, if it does, with the settings of its encoder."""
+    """Return the fit with the settings of the model's encoder, if it has one; ranks refuse what they do not compute."""
     encoder = chosen_encoder(fit.config, fit.spec.directory)
     if encoder is None:
         return fit
     if reason := refusal(fit.spec, encoder, fit.names):
         log.warning("pictures are refused: %s", reason)
-        return fit
-    use = msgspec.structs.replace(fit.spec.use, sees=True)
-    facts = {**fit.facts, NAME: encoder.settings.encode()}
-    return replace(fit, spec=msgspec.structs.replace(fit.spec, use=use), facts=facts)
+    return replace(fit, facts={**fit.facts, NAME: encoder.settings.encode()})
 
 
 def refusal(spec: ModelSpec, encoder: Encoder, names: Mapping[str, str]) -> str:
