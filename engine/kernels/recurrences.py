@@ -1,4 +1,4 @@
-"""What recurrent layers compute between their products, in Triton.
+"""The operations of recurrent layers between their products, in Triton.
 
 Legend: as in ``engine/layers/recurrences.py``
 Owns: which kernel takes which rows.  Does not know: the kernels' arithmetic.
