@@ -29,7 +29,7 @@ class BreakingStates(StatesOfStep):
     def __init__(self, states: RecurrentStates, recorder: SegmentRecorder, device: GraphDevice) -> None:
         self.layers = states.layers
         self._recorder = recorder
-        self._device = device
+        self._graphs = device
         self._out = torch.empty(0)
         one = np.ones(1, dtype=np.int32)
         self._nothing = self.step = StatesOfStep(states, np.array([states.num_slots - 1]), one, one)
@@ -42,14 +42,14 @@ class BreakingStates(StatesOfStep):
         """Return the result of one layer, valid until the next layer's call."""
         if self._out.numel() < len(inner_TI) * width:
             # A warm-up is the first run, and the largest.
-            self._out = self._device.buffer((len(inner_TI) * width,), inner_TI.dtype)
+            self._out = self._graphs.buffer((len(inner_TI) * width,), inner_TI.dtype)
         out_TM = self._out[: len(inner_TI) * width].view(-1, width)
         weak = self._recorder.weak
         self._recorder.run(RECURRENCE, partial(self._mix_eagerly, mix, weak(inner_TI), states, weak(out_TM)))
         return out_TM
 
     def _mix_eagerly(self, mix: Mix, inner_TI: Tensor, states: tuple[Tensor, ...], out_TM: Tensor) -> None:
-        if self._device.is_capturing():
+        if self._graphs.is_capturing():
             raise GraphError(
                 "a recurrence was about to be captured instead of breaking the capture; replays would repeat the rows "
                 "of the capture"
