@@ -54,6 +54,7 @@ OLD_KEYS = {
     "server.keepalive_timeout_s": "",
     "server.vllm_metric_names": "",
     "limits.max_choices": "",
+    "storage.max_file_mb": "",
 }
 # A bare or quoted key, or several with dots between them.
 KEY = r"""(?:[A-Za-z0-9_-]+|"[^"]*"|'[^']*')"""

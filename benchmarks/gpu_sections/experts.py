@@ -15,7 +15,8 @@ from engine.formats.mxfp4 import decoded
 from engine.kernels.choice import choose_kernels
 from engine.layers.experts import Experts
 from engine.layers.four_bits import FourBits, StoredCodes
-from engine.layers.kernels import LayerKernels
+from engine.layers.kernels import DeviceKernels, LayerKernels
+from engine.layers.router import Router
 from engine.plugins.comm.local import LocalComm
 from gpu_sections.kernels import no_kernels
 from gpu_sections.rows import Row, device_seconds, seconds_of
@@ -32,9 +33,10 @@ def section(
 ) -> Iterator[Row]:
     """A row per number of tokens."""
     kernels = choose_kernels(device)
-    if kernels is None:
+    if not isinstance(kernels, DeviceKernels):
         yield from no_kernels(device)
         return
+    yield from _choices(kernels, device, num_experts, hidden_size, batches)
     shape = ExpertsShape(
         num_experts=num_experts, num_chosen=8, expert_size=expert_size, activation="silu", router=RouterShape()
     )
@@ -65,6 +67,36 @@ def section(
             "of_plain": plain / seconds,
             "gb_per_s": num_bytes / seconds / 1e9,
         }
+
+
+def _choices(
+    kernels: DeviceKernels, device: torch.device, num_experts: int, hidden_size: int, batches: tuple[int, ...]
+) -> Iterator[Row]:
+    """A row per number of tokens and kind of router: both products included, the choice in one launch or by torch."""
+    groups = RouterShape(scoring="sigmoid", corrected=True, exact=True, num_groups=4, num_chosen_groups=2)
+    for name, shape in (("softmax", RouterShape()), ("corrected sigmoids in groups", groups)):
+        router = Router(shape, hidden_size, num_experts, min(8, num_experts // 2), device, torch.bfloat16)
+        router.linear.weight.normal_(0, hidden_size**-0.5)
+        if router.correction_E is not None:
+            router.correction_E.normal_(0, 0.1)
+        for num_tokens in batches:
+            x_TD = torch.randn((num_tokens, hidden_size), device=device).bfloat16()
+            found, seconds = [], []
+            for own in (None, kernels):
+                call = partial(router, x_TD, own)
+                weights_TK, experts_TK = call()
+                spread_TE = torch.zeros((num_tokens, num_experts), device=device)
+                found.append(spread_TE.scatter_(1, experts_TK, weights_TK.float()))
+                seconds.append(device_seconds(call, device))
+            # Equal scores may be chosen in another order: bfloat16 has few numbers.
+            differ = float(((found[1] - found[0]).abs().amax(1) > BOUND).float().mean())
+            yield {
+                "case": f"choice by {name}, {num_tokens} tokens",
+                "ok": differ <= 0.05,
+                "differ": differ,
+                "us": seconds[1] * 1e6,
+                "of_torch": seconds[0] / seconds[1],
+            }
 
 
 def four_bits(

@@ -67,6 +67,10 @@ SECTIONS: Mapping[str, Section] = {
     "four_bits": Section(
         "gpu_sections.experts:four_bits", {"num_experts": 8, "hidden_size": 96, "expert_size": 64, "batches": (1, 9)}
     ),
+    "four_bit_linears": Section(
+        "gpu_sections.four_bit_linears:section",
+        {"shapes": ((70, 128),), "groups": (64, 32), "rows": (1, 20), "ring_bytes": 1},
+    ),
     "linears": Section("gpu_sections.linears:section"),
     "sampler": Section("gpu_sections.sampler:sampler"),
     "kernel_sampler": Section("gpu_sections.kernel_sampler:section", {"vocab_size": 200, "batches": (2,)}),

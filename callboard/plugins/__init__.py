@@ -48,10 +48,12 @@ from engine.kv.events import KVEvent, Tier
 from engine.kv.eviction import Candidate, EvictionListener, EvictionStrategy, SortKey
 from engine.kv.node import Namespace, namespace_seed
 from engine.messages import Finish
+from engine.plugins.encoder.encoder import Axes, Encoder, Tower
 from engine.plugins.hookspecs import (
     API_VERSION,
     AttentionContext,
     CommContext,
+    EncoderContext,
     EvictionContext,
     GrammarContext,
     GraphPassContext,
@@ -73,6 +75,7 @@ from engine.scheduling.policy import SchedulingPolicy, TenantPolicy, Waiting
 from engine.scheduling.proposer import DraftModel, Proposer, ProposerSession
 from engine.text.call_reader import CallReader, Reading
 from engine.text.grammar import CompiledGrammar, GrammarEngine, GrammarFailure, Mask, Matcher
+from engine.text.pictures import PictureFormat, PictureLayout
 from engine.text.processors import LogitsProcessor, LogitsRows
 from engine.text.reasoning import MarkedReasoning, ReasoningFormat, ReasoningParser, Thinking
 from engine.text.tool_calls import CallPiece, OutputPart, ToolFormat, ToolParser
@@ -100,6 +103,7 @@ __all__ = [
     "AttentionFactory",
     "AttentionShape",
     "AttentionSpec",
+    "Axes",
     "CallPiece",
     "CallReader",
     "CallShape",
@@ -111,6 +115,8 @@ __all__ = [
     "CompiledGrammar",
     "DecoderShape",
     "DraftModel",
+    "Encoder",
+    "EncoderContext",
     "EvictionContext",
     "EvictionListener",
     "EvictionStrategy",
@@ -156,6 +162,8 @@ __all__ = [
     "ParserContext",
     "Part",
     "PartShape",
+    "PictureFormat",
+    "PictureLayout",
     "PluginError",
     "PolicyContext",
     "Proposer",
@@ -182,6 +190,7 @@ __all__ = [
     "Tool",
     "ToolFormat",
     "ToolParser",
+    "Tower",
     "Unchanged",
     "ValueShape",
     "Waiting",

@@ -8,6 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from engine.plugins.declaration import Declaration, read_declaration
+from engine.plugins.encoder.kit import check_encoder
 from engine.plugins.kv_store.kit import check_kv_store
 from engine.plugins.proof.attention_cases import AttentionCase
 from engine.plugins.proof.findings import ConformanceError
@@ -40,6 +41,7 @@ __all__ = [
     "check_attention_backend",
     "check_case",
     "check_comm",
+    "check_encoder",
     "check_eviction_strategy",
     "check_grammar_engine",
     "check_kv_store",

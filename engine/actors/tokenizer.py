@@ -131,7 +131,7 @@ class Tokenizer(Actor[TokenizerInbox | _Encoded]):
             token_ids = self._codec.trimmed(request.token_ids, request.options.truncate_to)
         elif request.turns is not None:
             chat = self._codec.encode_chat(request.turns, request.options.chat, request.options.truncate_to)
-            token_ids, thinking = chat.token_ids, chat.thinking
+            token_ids, thinking, request = chat.token_ids, chat.thinking, chat.with_parts(request)
         else:
             assert request.text is not None, f"request {request.request_id} has no prompt of any kind"
             token_ids = self._codec.encode(request.text, truncate_to=request.options.truncate_to)

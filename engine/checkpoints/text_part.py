@@ -25,6 +25,7 @@ TEXT_PARTS: Final[Mapping[str, Mapping[str, tuple[str, str]]]] = {
     "Gemma3nForConditionalGeneration": {"gemma3n_text": ("Gemma3nForCausalLM", "gemma3n_text")},
     "Gemma4ForConditionalGeneration": {"gemma4_text": ("Gemma4ForCausalLM", "gemma4_text")},
     "Llama4ForConditionalGeneration": {"llama4_text": ("Llama4ForCausalLM", "llama4_text")},
+    "Idefics3ForConditionalGeneration": {"llama": LLAMA},
     "InternVLForConditionalGeneration": {"llama": LLAMA, "qwen2": QWEN2, "qwen3": QWEN3, "qwen3_moe": QWEN3_MOE},
     "LlavaForConditionalGeneration": {"llama": LLAMA, **MISTRAL, "qwen2": QWEN2},
     "Mistral3ForConditionalGeneration": {**MISTRAL, "mistral4": MISTRAL4},
@@ -33,18 +34,19 @@ TEXT_PARTS: Final[Mapping[str, Mapping[str, tuple[str, str]]]] = {
     "Qwen3OmniMoeForConditionalGeneration": {"qwen3_omni_moe_text": QWEN3_MOE},
     "Qwen3VLForConditionalGeneration": {"qwen3_vl_text": QWEN3},
     "Qwen3VLMoeForConditionalGeneration": {"qwen3_vl_moe_text": ("Qwen3MoeForCausalLM", "qwen3_vl_moe_text")},
+    "SmolVLMForConditionalGeneration": {"llama": LLAMA},
     "Qwen3_5ForConditionalGeneration": {"qwen3_5_text": ("Qwen3_5ForCausalLM", "qwen3_5_text")},
     "Qwen3_5MoeForConditionalGeneration": {"qwen3_5_moe_text": ("Qwen3_5MoeForCausalLM", "qwen3_5_moe_text")},
 }
 # Settings that may be beside the text section and count for it.
 SHARED = ("tie_word_embeddings", "dtype", "torch_dtype", "quantization_config", "eos_token_id", "bos_token_id")
 RENAMED = (
-    (re.compile(r"^(?:thinker\.model|language_model\.model|model\.language_model)\."), "model."),
+    (re.compile(r"^(?:thinker\.model|language_model\.model|model\.language_model|model\.text_model)\."), "model."),
     (re.compile(r"^(?:thinker|language_model)\.lm_head\."), "lm_head."),
 )
 LEFT_OUT = re.compile(
     r"^(?:model\.|thinker\.)?"
-    r"(visual|vision_\w+|audio_tower|multi_modal_projector|embed_(?:vision|audio)|talker|code2wav)\."
+    r"(visual|vision_\w+|audio_tower|multi_modal_projector|connector|embed_(?:vision|audio)|talker|code2wav)\."
 )
 
 

@@ -54,7 +54,7 @@ class QuantizedReader:
 
     def rows(self, name: str, dim: int, start: int, length: int) -> StoredRows | None:
         """Return rows of blocks of a weight with integers of 4 bits and a scale per 32, 64 or 128 inputs in order."""
-        if not self._quantization.is_int4 or name not in self._parts or (dim and length != self.tensors[name].shape[1]):
+        if not self._quantization.is_int4 or name not in self._parts:
             return None
         parts = {kind: self._plain.whole(stored) for kind, stored in self._parts[name].items()}
         scales = parts["weight_scale"] if "weight_scale" in parts else parts["scales"]
@@ -63,8 +63,16 @@ class QuantizedReader:
         except (RuntimeError, IndexError, ValueError):
             return None  # ``part`` names what does not fit
         inputs, width = self.tensors[name].shape[1], self._quantization.block[1]
+        if dim == 0:
+            blocks = blocks[start : start + length]
+        elif start % width or length % width:
+            return None
+        else:
+            groups_OGB = blocks.view(len(blocks), inputs // width, -1)
+            blocks = groups_OGB[:, start // width : (start + length) // width].flatten(1)
+            inputs = length
         kind = f"{'UPPER' if scales.dtype == torch.bfloat16 else 'HALF'}{width}"
-        return StoredRows(self._where(name), kind, blocks if dim else blocks[start : start + length], inputs)
+        return StoredRows(self._where(name), kind, blocks, inputs)
 
     def close(self) -> None:
         self._plain.close()

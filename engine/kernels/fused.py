@@ -5,7 +5,7 @@ Owns: the list.  Does not know: when they are used; ``choice.py`` decides that.
 
 import torch
 
-from engine.kernels import activation, embedding, experts, heads, inputs, norm, page_lists, rotary, rounding
+from engine.kernels import activation, embedding, experts, heads, inputs, norm, page_lists, rotary, rounding, routing
 from engine.kernels.recurrences import TritonRecurrences
 from engine.layers.recurrences import Recurrences
 
@@ -19,6 +19,7 @@ class FusedKernels:
     angle_table = staticmethod(rotary.angle_table)
     rotate_and_store = staticmethod(heads.rotate_and_store)
     gated = staticmethod(activation.gated)
+    choose_experts = staticmethod(routing.choose_experts)
     mix_experts = staticmethod(experts.mix_experts)
     embed_shard = staticmethod(embedding.embed_shard)
     fill_inputs = staticmethod(inputs.fill_inputs)

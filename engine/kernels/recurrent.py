@@ -16,7 +16,7 @@ from engine.layers.states import StatesOfStep
 POINTER, SIZE, FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 
 
-class Rows(ctypes.Structure):
+class StateRows(ctypes.Structure):
     """The C struct ``Rows`` of ``cpu.h``.  Its maker keeps the arrays that it points to."""
 
     _fields_ = (
@@ -124,9 +124,11 @@ class CompiledRecurrences:
         return o_TI.to(z_TI.dtype)
 
 
-def _rows(step: StatesOfStep) -> Rows:
+def _rows(step: StatesOfStep) -> StateRows:
     slots_B, starts_B1, begins_B = step.on_host
-    return Rows(slots_B.ctypes.data, starts_B1.ctypes.data, begins_B.ctypes.data, len(slots_B), torch.get_num_threads())
+    return StateRows(
+        slots_B.ctypes.data, starts_B1.ctypes.data, begins_B.ctypes.data, len(slots_B), torch.get_num_threads()
+    )
 
 
 def _rows_of_floats(x_TI: Tensor) -> Tensor:

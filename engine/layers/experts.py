@@ -100,7 +100,7 @@ class Experts:
         self._kernels: DeviceKernels | None = None
 
     def __call__(self, x_TD: Tensor, kernels: LayerKernels | None) -> Tensor:
-        weights_TK, experts_TK = self.router(x_TD)
+        weights_TK, experts_TK = self.router(x_TD, self._kernels)
         if self.shape.weighs_inputs:
             out_TD, ones_T1 = torch.zeros_like(x_TD), torch.ones_like(weights_TK[:, :1])
             for weight_T1, expert_T1 in zip(weights_TK.split(1, 1), experts_TK.split(1, 1), strict=True):

@@ -5,8 +5,10 @@ Owns: the protocol.  Does not know: the kernels themselves, which are in ``engin
 
 from typing import Protocol, runtime_checkable
 
+import torch
 from torch import Tensor
 
+from engine.checkpoints.shape import RouterShape
 from engine.layers.four_bits import FourBits
 from engine.layers.recurrences import Recurrences
 
@@ -48,6 +50,12 @@ class LayerKernels(Protocol):
 @runtime_checkable
 class DeviceKernels(LayerKernels, Protocol):
     """Further kernels that only a GPU has."""
+
+    def choose_experts(
+        self, scores_TE: Tensor, correction_E: Tensor | None, num_chosen: int, shape: RouterShape, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        """Return the weights, in ``dtype``, and the numbers of each token's experts."""
+        ...
 
     def mix_experts(
         self,

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from engine.checkpoints.shape import RouterShape
+from engine.layers.kernels import DeviceKernels
 from engine.layers.linear import Linear
 from engine.layers.weights import WeightSlice, parameter, whole
 
@@ -33,10 +34,13 @@ class Router:
         if shape.corrected:
             self.correction_E = parameter(num_experts, device=device, dtype=torch.float32)
 
-    def __call__(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
+    def __call__(self, x_TD: Tensor, kernels: DeviceKernels | None = None) -> tuple[Tensor, Tensor]:
         """Return weights_TK in x's dtype, and experts_TK."""
         shape = self.shape
-        scores_TE = self.linear(x_TD.float() if shape.exact else x_TD).float()
+        scores_TE = self.linear(x_TD.float() if shape.exact else x_TD)
+        if kernels is not None:
+            return kernels.choose_experts(scores_TE, self.correction_E, self.num_chosen, shape, x_TD.dtype)
+        scores_TE = scores_TE.float()
         if shape.by_scores:
             # The same order as that of what follows from the scores, without computing it for all experts.
             scores_TK, experts_TK = self._grouped(scores_TE, -torch.inf).topk(self.num_chosen, -1)

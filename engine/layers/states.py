@@ -51,7 +51,7 @@ class RecurrentStates:
         return len(self.data)
 
 
-class Prompts(NamedTuple):
+class PromptRows(NamedTuple):
     """The rows of a step with many tokens, and those with few, int32 on the device.
 
     firsts_N, ends_N: of the tokens of each chunk of the rows with many."""
@@ -92,7 +92,7 @@ class StatesOfStep:
         if not self.only_decodes:
             self._divide()
         self._taps: dict[int, tuple[Tensor, Tensor]] = {}
-        self._prompts: dict[tuple[int, int], Prompts] = {}
+        self._prompts: dict[tuple[int, int], PromptRows] = {}
 
     def _divide(self) -> None:
         """Divide the rows into those with one token and the others."""
@@ -145,7 +145,7 @@ class StatesOfStep:
         """Return what ``mix`` gives a recurrent part for the step, [T, ``width``]."""
         return mix(inner_TI, states, self)
 
-    def prompts(self, fewest: int, chunk: int) -> "Prompts":
+    def prompts(self, fewest: int, chunk: int) -> "PromptRows":
         """Return the rows with at least ``fewest`` tokens, and the chunks of these."""
         if (fewest, chunk) not in self._prompts:
             counts, starts = self.query_lengths, self.query_starts
@@ -156,7 +156,7 @@ class StatesOfStep:
             ]
             lists = (few, many, *(np.concatenate([[], *one]) for one in (firsts, ends)))
             on_device = upload([one.astype(np.int32) for one in lists], self._device)
-            self._prompts[fewest, chunk] = Prompts(*on_device)
+            self._prompts[fewest, chunk] = PromptRows(*on_device)
         return self._prompts[fewest, chunk]
 
     def taps(self, num_taps: int) -> tuple[Tensor, Tensor]:

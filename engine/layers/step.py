@@ -19,12 +19,13 @@ from engine.layers.states import StatesOfStep
 class StepTensors:
     """Inputs of ``model.forward``.
 
-    token_ids_T, positions_T: int64.
+    token_ids_T, positions_T: int64; the second is [3, T] where a step has positions with three axes.
     slots_T: int64, the slot of each token's K/V (page * pool.page_stride + offset).
     sample_at_N: int64, the rows of T whose logits are wanted.
     attention: backend whose ``plan_step`` has been called for this step.
     pool: where K/V are stored.
     states: of recurrent layers; None for a model without them.
+    inserts: what replaces embeddings of tokens; None for nothing.
     """
 
     token_ids_T: Tensor
@@ -34,6 +35,19 @@ class StepTensors:
     attention: AttentionBackend
     pool: KVPool
     states: StatesOfStep | None = None
+    inserts: "Inserts | None" = None
+
+
+class Inserts(Protocol):
+    """Rows of a step that do not come from the embedding of tokens."""
+
+    def embed(self, x_TD: Tensor) -> Tensor:
+        """Return the input of the first layer, with these rows in place of their tokens' embeddings."""
+        ...
+
+    def behind(self, layer: int, update_TD: Tensor) -> Tensor:
+        """Return the result of a layer with what is added to it."""
+        ...
 
 
 class StateTap(Protocol):

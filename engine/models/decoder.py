@@ -109,8 +109,7 @@ class Decoder(DecoderWeights):
         kernels = None if self.kernels is None or torch.compiler.is_dynamo_compiling() else self.kernels
         x_TD = self._embed(step, kernels)
         turned = [(rotary, rotary.angles(step.positions_T, kernels)) for rotary in self.rotaries]
-        last = len(self.layers) - 1
-        update_TD, states = None, []
+        last, update_TD, states = len(self.layers) - 1, None, []
         for index, layer in enumerate(self.layers):
             normed_TD = layer.before_attention.added(x_TD, update_TD, kernels)
             if self.tap is not None and index in self.tap.layers:
@@ -124,6 +123,7 @@ class Decoder(DecoderWeights):
                 if layer.parallel:
                     normed_TD = normed_TD.index_select(0, wanted_N)
             update_TD = layer.finish(x_TD, normed_TD, attended_TQH, kernels)
+            update_TD = update_TD if step.inserts is None else step.inserts.behind(index, update_TD)
         if self.tap is not None:
             self.tap.keep(states, step)
         return x_TD if update_TD is None else x_TD.add_(update_TD)
@@ -156,4 +156,4 @@ class Decoder(DecoderWeights):
             x_TD = x_TD.mul_(self.embedding_scale)
         if self.positions is not None:
             x_TD = x_TD.add_(F.embedding(step.positions_T, self.positions))
-        return x_TD
+        return x_TD if step.inserts is None else step.inserts.embed(x_TD)

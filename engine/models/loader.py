@@ -118,9 +118,9 @@ def loading_bytes(
     small.  On a CPU memory is taken as it is written, and layers are laid out one by one, so all but the first take
     only the kernel's ``element_bytes`` per element.  reader: of the checkpoint, for a kernel that takes rows as
     they are stored."""
-    if isinstance(kernel, RowKeeper) and reader is not None:
-        return _kept_bytes(plan, reader)
     on_cpu = device.type == "cpu"
+    if on_cpu and isinstance(kernel, RowKeeper) and reader is not None:
+        return _kept_bytes(plan, reader)
     largest = 0
     if load_format == "dummy":
         largest = max(math.prod(one.shape) for one in plan.slices())

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 import pluggy
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from engine.checkpoints.fields import Fields
     from engine.checkpoints.shape import DecoderShape
     from engine.graphs.passes import GraphPass
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
     from engine.layers.attention import AttentionFactory
     from engine.layers.comm import Comm
     from engine.layers.packing import LinearKernel
+    from engine.plugins.encoder.encoder import Encoder
     from engine.plugins.kv_store.store import KVStore
     from engine.scheduling.meter import RequestMetrics
     from engine.scheduling.policy import SchedulingPolicy
@@ -115,6 +118,15 @@ class LinearContext:
     invariant: bool = False
     scale_block: tuple[int, int] | None = None
     stored_formats: tuple[str, ...] = ()
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class EncoderContext:
+    """The arguments of an encoder of pictures.  directory: the checkpoint's.  config: its config.json."""
+
+    directory: "Path"
+    config: dict[str, Any]
     options: dict[str, Any] = field(default_factory=dict)
 
 
@@ -255,6 +267,17 @@ def callboard_eviction_strategy(context: EvictionContext) -> "EvictionStrategy |
 
     Called: once, when the scheduler is built; no torch, no device.
     Returns: an EvictionStrategy, as in ``engine/kv/eviction.py``.  Raises: PluginError if its options are wrong.
+    """
+
+
+@hookspec(firstresult=True)
+def callboard_encoder(context: EncoderContext) -> "Encoder | None":
+    """Build the encoder of a model's pictures.
+
+    A plugin lists the architectures that it knows in ``CALLBOARD_PLUGIN["architectures"]``.
+    Called: once per process that reads requests, and once per executor; no torch, no device.
+    Returns: an Encoder, as in ``engine/plugins/encoder/encoder.py``.
+    Raises: WeightsError that names the file and the field that is not supported.
     """
 
 

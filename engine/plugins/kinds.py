@@ -39,7 +39,7 @@ _OWN = (
     _kind(GRAMMAR, "grammar_engine", "llguidance", default="llguidance", because="comes with callboard"),
     _kind(GRAPH_PASS, "graph_pass", "", "graph_passes", several=True),
     _kind(LINEAR, "linear", "blocks fbgemm_fp16 fbgemm_int8 onednn panels torch torch_fp8 torch_fp8_block torch_int4 "
-          "triton triton_int8 triton_rows"),
+          "triton triton_blocks triton_int8 triton_rows"),
     _kind(LOGITS_PROCESSOR, "logits_processor", "no_repeat_ngram thinking_budget", "logits_processors", several=True),
     _kind(MODEL, "model", "apertus bamba cohere deepseek_v2 deepseek_v3 deepseek_v32 ernie4_5 exaone4 falcon_h1 gemma2 "
           "gemma3 glm4 glm4_moe glm4_moe_lite glm_moe_dsa gpt2 gpt_oss granite granite_hybrid hunyuan lfm2 llama "
@@ -47,7 +47,7 @@ _OWN = (
           "qwen3_moe qwen3_next seed_oss smollm3 "
           "transformers", "models",
           several=True, by_model=True),
-    _kind(OBSERVER, "observer", "log", "observers", several=True),
+    _kind(OBSERVER, "observer", "kv_events log", "observers", several=True),
     _kind("policy", "scheduling_policy", "fair fcfs lpm priority", decides=True,
           default="priority", because="first come, first served where no request sends a priority"),
     _kind(PROPOSER, "proposer", "draft_model eagle ngram suffix", decides=True),

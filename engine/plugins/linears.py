@@ -20,6 +20,7 @@ PREFERRED = (
     "onednn",
     "fbgemm_fp16",
     "fbgemm_int8",
+    "triton_blocks",
     "triton_rows",
     "torch",
     "triton_int8",

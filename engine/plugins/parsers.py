@@ -10,6 +10,7 @@ from typing import Final, TypeVar
 
 from engine.checkpoints.use import GENERATING, ModelUse
 from engine.config import Config
+from engine.plugins.encoder.choice import chosen_encoder
 from engine.plugins.hookspecs import ParserContext
 from engine.plugins.kinds import REASONING_PARSER, TOOL_PARSER
 from engine.plugins.manager import Plugins
@@ -51,7 +52,7 @@ def plugin_codec(config: Config, directory: Path, use: ModelUse = GENERATING) ->
     directory: the checkpoint's.  use: the model's.
 
     Raises WeightsError with the file, or PluginError."""
-    return load_codec(config.model, directory, plugin_formats(config), use)
+    return load_codec(config.model, directory, plugin_formats(config), use, chosen_encoder(config, directory))
 
 
 def plugin_formats(config: Config) -> Callable[[str], Formats]:

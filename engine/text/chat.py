@@ -12,7 +12,8 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
-from itertools import takewhile
+from functools import reduce
+from itertools import pairwise, takewhile
 from typing import Any, Final, NoReturn
 
 import jinja2
@@ -34,6 +35,7 @@ LEAST_OUTPUT_CHARS: Final = 1 << 20
 _END: Final = "\ue000end\ue000"  # in a private use area of Unicode, which no template writes
 _SYSTEM: Final = frozenset({"system", "developer"})
 _ROLES: Final = re.compile(r"""\brole['"\]]*\s*(?:==|!=|in)\s*[\[(]?((?:\s*,?\s*['"]\w+['"])+)""")
+_TYPED: Final = re.compile(r"""\['type'\]|\["type"\]|\.type\b|['"]type['"]""")  # in templates that read parts
 PLAIN: Final = ChatOptions()
 
 
@@ -64,6 +66,8 @@ class ChatTemplate:
         self._variables = {**variables, "tools": None, "documents": None}
         self._explains_tools = explains_tools(source)
         self.source = source
+        typed = _TYPED.search(source) is not None
+        self._wants_parts = typed and not self._shows(in_parts=False) and self._shows(in_parts=True)
 
     @property
     def roles(self) -> tuple[str, ...]:
@@ -93,7 +97,8 @@ class ChatTemplate:
         outcome: str | RequestError | None = None
         for arranged in _arrangements(turns):
             try:
-                text = self._rendered({**variables, "messages": [_message(turn) for turn in arranged]})
+                messages = [_message(turn, in_parts=self._wants_parts) for turn in arranged]
+                text = self._rendered({**variables, "messages": messages})
             except RequestError as error:
                 outcome = outcome or error
                 continue
@@ -103,6 +108,14 @@ class ChatTemplate:
         if isinstance(outcome, RequestError):
             raise outcome
         return outcome or ""
+
+    def _shows(self, *, in_parts: bool) -> bool:
+        """Return whether the template shows the content of a message that is a text, or a list of parts."""
+        try:
+            messages = [_message(ChatTurn("user", _END), in_parts=in_parts)]
+            return _END in self._rendered({**self._variables, "messages": messages, "add_generation_prompt": True})
+        except RequestError:
+            return False
 
     def _rendered(self, variables: Mapping[str, Any]) -> str:
         given = msgspec.json.encode(variables)
@@ -118,9 +131,13 @@ class ChatTemplate:
             ) from None
 
 
-def _message(turn: ChatTurn) -> dict[str, Any]:
-    """Return the message as transformers passes it to templates.  A field that is not set has no key."""
+def _message(turn: ChatTurn, *, in_parts: bool) -> dict[str, Any]:
+    """Return the message as transformers passes it to templates.  A field that is not set has no key.
+
+    in_parts: its content is a list even if it has no pictures."""
     message: dict[str, Any] = {"role": turn.role, "content": turn.content}
+    if turn.pictures or in_parts:
+        message["content"] = _parts(turn)
     if turn.reasoning:
         message["reasoning_content"] = turn.reasoning
     if turn.name:
@@ -139,6 +156,19 @@ def _message(turn: ChatTurn) -> dict[str, Any]:
     return message
 
 
+def _parts(turn: ChatTurn) -> list[dict[str, str]]:
+    """Return the content as parts, each a text or a picture."""
+    bounds = (0, *turn.places, len(turn.content))
+    texts = [turn.content[start:end] for start, end in pairwise(bounds)]
+    parts: list[dict[str, str]] = []
+    for number, text in enumerate(texts):
+        if number:
+            parts.append({"type": "image"})
+        if text:
+            parts.append({"type": "text", "text": text})
+    return parts
+
+
 def _with_system_text(turns: Sequence[ChatTurn], text: str) -> Sequence[ChatTurn]:
     if turns and turns[0].role == "system":
         first, *others = turns
@@ -155,9 +185,7 @@ def _arrangements(turns: Sequence[ChatTurn]) -> Iterator[Sequence[ChatTurn]]:
     if any(turn.role in _SYSTEM for turn in turns):
         leading = list(takewhile(lambda turn: turn.role in _SYSTEM, turns))
         if leading:
-            text = "\n\n".join(turn.content for turn in leading)
-            first = msgspec.structs.replace(leading[0], content=text)
-            yield [first, *_without_system(turns[len(leading) :])]
+            yield [reduce(_joined, leading), *_without_system(turns[len(leading) :])]
         yield _without_system(turns)
 
 
@@ -166,12 +194,23 @@ def _without_system(turns: Sequence[ChatTurn]) -> list[ChatTurn]:
     others: list[ChatTurn] = []
     for turn in turns:
         if turn.role in _SYSTEM:
-            turn = ChatTurn("user", turn.content)
+            turn = ChatTurn("user", turn.content, pictures=turn.pictures, places=turn.places)
         if others and others[-1].role == turn.role == "user":
-            others[-1] = msgspec.structs.replace(others[-1], content=f"{others[-1].content}\n\n{turn.content}")
+            others[-1] = _joined(others[-1], turn)
         else:
             others.append(turn)
     return others
+
+
+def _joined(first: ChatTurn, second: ChatTurn) -> ChatTurn:
+    """Return the first turn with the text and the pictures of both."""
+    before = f"{first.content}\n\n"
+    return msgspec.structs.replace(
+        first,
+        content=before + second.content,
+        pictures=first.pictures + second.pictures,
+        places=(*first.places, *(len(before) + place for place in second.places)),
+    )
 
 
 def _marked(turn: ChatTurn) -> ChatTurn:

@@ -15,19 +15,22 @@ thread, after a bound on the number of characters.  They encode by ``encode_batc
 import codecs
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from engine.checkpoints.use import GENERATING, ModelUse
+from engine.messages import Tokenize
 from engine.settings.sections import ModelSection
 from engine.text.chat import PLAIN
 from engine.text.files import TokenizerFiles, read_template
 from engine.text.pairs import ROLES, Pairs, cut_text, knows_pairs
+from engine.text.pictures import FIRST_ID, NAME, PictureFormat, PictureText
 from engine.text.reasoning import ReasoningFormat, ReasoningParser, Thinking
 from engine.text.settings import ScoreSettings
 from engine.text.stops import StopMatcher
@@ -36,7 +39,7 @@ from engine.text.vocabulary import Vocabulary
 from engine.types.errors import RequestError
 from engine.types.logprobs import TokenText
 from engine.types.params import SamplingParams
-from engine.types.prompt import ChatOptions, ChatTurn
+from engine.types.prompt import ChatOptions, ChatTurn, RequestPart
 
 _LONGEST_CHARACTER_BYTES = 4
 
@@ -213,10 +216,20 @@ class Formats:
 
 @dataclass(frozen=True, slots=True)
 class EncodedChat:
-    """A conversation as token ids.  thinking: the state in which it leaves the model's thoughts."""
+    """A conversation as token ids.  thinking: the state in which it leaves the model's thoughts.
+
+    parts: what features read of its pictures, as in ``RequestOptions``."""
 
     token_ids: Int32
     thinking: Thinking
+    parts: dict[str, RequestPart] = field(default_factory=dict)
+
+    def with_parts(self, request: Tokenize) -> Tokenize:
+        """Return the conversation's request with these parts."""
+        if not self.parts:
+            return request
+        options = msgspec.structs.replace(request.options, parts=request.options.parts | self.parts)
+        return msgspec.structs.replace(request, options=options)
 
 
 class TextCodec:
@@ -233,12 +246,14 @@ class TextCodec:
         *,
         pad_token_id: int | None = None,
         pair_template: Path | None = None,
+        pictures: PictureFormat | None = None,
     ) -> None:
         """Build the codec.  files: None for a model that takes and returns token ids only.
 
         formats: returns the model's formats by its chat template, '' if there is none; None for no formats.
         pad_token_id: removed from the end of a prompt; None for nothing.
         pair_template: for a query and a document; None for the chat template if it knows these roles.
+        pictures: the format in which the model takes them; None if it takes none.
         Raises WeightsError that names the file."""
         self._pad_token_id = pad_token_id
         self._tokenizer = files.tokenizer if files else None
@@ -248,6 +263,7 @@ class TextCodec:
         self.vocabulary = Vocabulary.read(files.tokenizer, files.decoder) if files else Vocabulary([])
         own = read_template(pair_template) if pair_template else template if knows_pairs(template) else None
         self._pairs = Pairs(files.tokenizer, own) if files else None
+        self._pictures = PictureText.of(pictures, files.tokenizer) if files and pictures is not None else None
 
     @classmethod
     def load(cls, directory: Path, formats: Callable[[str], Formats] | None = None, **more: Any) -> "TextCodec":
@@ -272,6 +288,11 @@ class TextCodec:
     def roles(self) -> tuple[str, ...]:
         """Roles that the chat template knows by name."""
         return self._template.roles if self._template else ()
+
+    @property
+    def sees(self) -> bool:
+        """Whether conversations may have pictures."""
+        return self._pictures is not None
 
     @property
     def template_source(self) -> str:
@@ -299,8 +320,9 @@ class TextCodec:
 
     def check_known(self, token_ids: Int32, vocab_size: int, param: str) -> None:
         """Raise RequestError for a token that the tokenizer knows and the model, of ``vocab_size`` tokens, does not."""
-        if token_ids.max() >= vocab_size:
-            unknown = int(token_ids[token_ids >= vocab_size][0])
+        not_known = token_ids >= vocab_size
+        if not_known.any() and len(found := token_ids[not_known & (token_ids < FIRST_ID)]):
+            unknown = int(found[0])
             raise RequestError(
                 f"{param}: the text has the token {self.token_text(unknown, 0.0).text!r} (id {unknown}), which "
                 f"the tokenizer knows and the model does not: its token ids end at {vocab_size - 1}",
@@ -326,13 +348,35 @@ class TextCodec:
             reason = "this model has no chat template, so it cannot take messages; send a prompt instead"
             raise RequestError(reason, code="no_chat_template", param="messages")
         text = self._template.render(turns, options)
-        token_ids = self._encode(text, add_special_tokens=False, param="messages")
-        if truncate_to or self._pad_token_id is not None:
-            token_ids = self.trimmed(token_ids.tobytes(), truncate_to)
+        if any(turn.pictures for turn in turns):
+            token_ids, parts = self._with_pictures(text, turns, truncate_to)
+        else:
+            token_ids, parts = self._encode(text, add_special_tokens=False, param="messages"), {}
+            if truncate_to or self._pad_token_id is not None:
+                token_ids = self.trimmed(token_ids.tobytes(), truncate_to)
         if (reasoning := self.formats.reasoning) is None:
-            return EncodedChat(token_ids, "none")
+            return EncodedChat(token_ids, "none", parts)
         continued = turns[-1].content if options.continue_final else ""
-        return EncodedChat(token_ids, reasoning.thinking_at_end(text, continued))
+        return EncodedChat(token_ids, reasoning.thinking_at_end(text, continued), parts)
+
+    def _with_pictures(
+        self, text: str, turns: Sequence[ChatTurn], truncate_to: int
+    ) -> tuple[Int32, dict[str, RequestPart]]:
+        """Return the token ids of a conversation with pictures, and the part of the request that has these.
+
+        text: as the template renders it."""
+        if self._pictures is None:
+            raise RequestError("this model takes no pictures; send text alone", code="no_pictures", param="messages")
+        if truncate_to:
+            raise RequestError(
+                f"truncate_prompt_tokens={truncate_to}: a conversation with pictures is not cut; leave it out",
+                param="truncate_prompt_tokens",
+            )
+        pictures = [picture for turn in turns for picture in turn.pictures]
+        text, layouts = self._pictures.spread(text, pictures)
+        token_ids = self._encode(text, add_special_tokens=False, param="messages")
+        token_ids, part = self._pictures.place(token_ids, pictures, layouts)
+        return token_ids, {NAME: part}
 
     def spelt(self, params: SamplingParams) -> SamplingParams:
         """Return the parameters with the token ids of their bad words, each word as it is and after a space.
@@ -378,11 +422,15 @@ class TextCodec:
 
 
 def load_codec(
-    model: ModelSection, directory: Path, formats: Callable[[str], Formats] | None = None, use: ModelUse = GENERATING
+    model: ModelSection,
+    directory: Path,
+    formats: Callable[[str], Formats] | None = None,
+    use: ModelUse = GENERATING,
+    pictures: PictureFormat | None = None,
 ) -> TextCodec:
     """Return the codec that ``model`` configures.  Raises WeightsError that names the file.
 
-    directory: the checkpoint's.  formats: as in ``TextCodec``.  use: the model's."""
+    directory: the checkpoint's.  formats, pictures: as in ``TextCodec``.  use: the model's."""
     setting, template = model.tokenizer, ScoreSettings.read(model).score_template
     dummy = model.load_format == "dummy" and not (directory / "tokenizer.json").exists()
     if setting == "none" or (dummy and not setting):
@@ -393,6 +441,7 @@ def load_codec(
         formats,
         pad_token_id=use.pad_token_id,
         pair_template=Path(template).expanduser() if template else None,
+        pictures=pictures,
     )
 
 

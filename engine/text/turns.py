@@ -3,12 +3,15 @@
 Owns: which keys are read, and the refusal of anything else.  Does not know: chat templates, HTTP.
 """
 
+import hashlib
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
 
+from engine.text.picture_files import read_file, shown_size
 from engine.types.errors import RequestError
-from engine.types.prompt import ChatTurn, ToolCall
+from engine.types.prompt import ChatTurn, Picture, ToolCall
 
 
 class _Function(msgspec.Struct):
@@ -32,7 +35,12 @@ class _Message(msgspec.Struct):
 
 
 def read_turn(message: object) -> ChatTurn:
-    """Turn a message into a ``ChatTurn``.  Raises RequestError if it is no message."""
+    """Turn a message into a ``ChatTurn``.  Raises RequestError if it is no message.
+
+    The content may be a list of parts: {'type': 'text', 'text': text} and {'type': 'image', 'image': picture}, a
+    picture being a path, the bytes of a file, or a PIL image."""
+    if isinstance(message, Mapping) and isinstance(message.get("content"), list | tuple):
+        return _read_parts(message, message["content"])
     try:
         read = msgspec.json.decode(msgspec.json.encode(message, enc_hook=_as_plain_text), type=_Message)
         calls = tuple(map(_read_call, read.tool_calls or ()))
@@ -49,6 +57,28 @@ def read_turn(message: object) -> ChatTurn:
         tool_call_id=read.tool_call_id or "",
         name=read.name or "",
     )
+
+
+def _read_parts(message: Mapping[str, Any], parts: Sequence[Any]) -> ChatTurn:
+    text, pictures, places = "", [], []
+    for part in parts:
+        match part:
+            case {"type": "text", "text": str(more)}:
+                text += more
+            case {"type": "image", "image": image}:
+                pictures.append(_read_picture(image))
+                places.append(len(text))
+            case _:
+                known = "{'type': 'text', 'text': text} or {'type': 'image', 'image': path, bytes or PIL image}"
+                raise RequestError(f"messages: a part of a content must be {known}, not {part!r:.100}")
+    turn = read_turn({**message, "content": text})
+    return msgspec.structs.replace(turn, pictures=tuple(pictures), places=tuple(places))
+
+
+def _read_picture(image: object) -> Picture:
+    data = read_file(image)
+    width, height = shown_size(data)
+    return Picture(data, hashlib.sha256(data).hexdigest(), width, height)
 
 
 def _as_plain_text(value: object) -> str:

@@ -19,12 +19,15 @@ from engine.messages import Delta, Finish, RequestOptions
 from engine.settings.sections import ServerSection
 from engine.types.errors import FieldError, RequestError
 from engine.types.params import SamplingParams
+from engine.types.prompt import ChatTurn, Prompt, RequestPart
 from server.backend import EngineStream
 from server.clients import CLIENT, ClientRequest
 from server.generate.endpoint import Endpoint, Writer
 from server.generate.generation import MAX_CHOICES, Generation, ResumePoint, choice_seed
 from server.generate.output import TOKEN_ID_BYTES, Output, PlainText, UsageCounter, by_id, is_plain
+from server.generate.sight import Sight
 from server.http.body import ORIGIN, BodyReader
+from server.http.exchange import Exchange
 from server.http.replies import json_reply
 from server.http.sse import EventStream, Ping
 
@@ -164,17 +167,35 @@ class GenerateTask(NamedTuple, Generic[B]):
 
 class GenerateRoute(Generic[B]):
     """Handles the requests of one endpoint.  keeper: of its streams; None where they end with their connection.
-    ping: of its streams."""
+    sight: of its conversations; None where the model reads text alone.  ping: of its streams.
+    session_parts: gives the parts of a request in a session that is named."""
 
     def __init__(self, endpoint: Endpoint[B], server: ServerSection) -> None:
         self.endpoint = endpoint
         self.ping = Ping(endpoint.ping, server.ping_after_s)
         self.keeper: Keeper | None = None
+        self.sight: Sight | None = None
+        self.session_parts: Callable[[str], dict[str, RequestPart]] | None = None
         self._reader = BodyReader(endpoint.body_type, self._understand, server, elsewhere=endpoint.elsewhere)
 
-    async def understand(self, body: bytes) -> tuple[B, Generation]:
-        """Returns a body as its type, and what it asks for.  Raises RequestError."""
-        return await self._reader.understand(body)
+    async def understand(self, body: bytes, exchange: Exchange) -> tuple[B, Generation]:
+        """Returns a body as its type, and what it asks for.  exchange: of its request.  Raises RequestError."""
+        understood, generation = await self._reader.understand(body)
+        return understood, await self.completed(generation, exchange)
+
+    async def completed(self, generation: Generation, exchange: Exchange) -> Generation:
+        """Returns what is asked for with its pictures read, in the session that a header names if no field does.
+
+        Raises RequestError."""
+        name = exchange.offered_session
+        if name and not generation.session and self.session_parts is not None:
+            options = generation.options
+            options = msgspec.structs.replace(options, parts={**options.parts, **self.session_parts(name)})
+            generation = msgspec.structs.replace(generation, session=name, options=options)
+        if self.sight is None:
+            return generation
+        prompts = [await _seen(prompt, self.sight, exchange) for prompt in generation.prompts]
+        return msgspec.structs.replace(generation, prompts=tuple(prompts))
 
     def _understand(self, body: B) -> tuple[B, Generation]:
         return body, self.translate(body)
@@ -190,7 +211,7 @@ class GenerateRoute(Generic[B]):
         """Answer a request.  Raises RequestError or EngineDied as long as nothing was sent."""
         request[CLIENT].check_admission()
         raw = await self._reader.receive(request)
-        body, generation = await self._reader.understand(raw)
+        body, generation = await self.understand(raw, request[CLIENT].exchange)
         if ORIGIN in request:
             generation = self._with_origin(generation, request[ORIGIN])
             request[CLIENT].exchange.tells_usage = True
@@ -212,7 +233,7 @@ class GenerateRoute(Generic[B]):
 
         amend: makes the generation what the caller wants of it."""
         client.check_admission()
-        understood, generation = await self._reader.understand(body)
+        understood, generation = await self.understand(body, client.exchange)
         if generation.stream:
             raise FieldError("stream", "must be false here, where an answer comes in one piece")
         return await self.whole(client, self.task(understood, amend(generation)))
@@ -292,6 +313,12 @@ class GenerateRoute(Generic[B]):
                 error.message = name + error.message.removeprefix(error.param)
             error.param = name
         return error
+
+
+async def _seen(prompt: Prompt, sight: Sight, exchange: Exchange) -> Prompt:
+    if isinstance(prompt, tuple) and prompt and isinstance(prompt[0], ChatTurn):
+        return await sight.read(prompt, exchange)
+    return prompt
 
 
 def _as_elsewhere(

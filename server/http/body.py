@@ -40,7 +40,7 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 }  # fmt: skip
 # The same for members of objects that are checked as a whole.
 NEUTRAL_MEMBERS = {"disable_fallback": (True,), "stream_interval": (1,)}
-NO_VISION = "not served: models read and write text alone here, no images, sound or video"
+NO_VISION = "not served: images belong in the messages of a conversation, and no sound or video is read"
 UNSUPPORTED_REASONS = {
     **dict.fromkeys(("image_data", "audio_data", "video_data"), NO_VISION),
     "use_beam_search": "not supported: this server samples; best_of picks the likeliest of several outputs",

@@ -75,9 +75,10 @@ class Chat(Endpoint[ChatBody]):
         begins, continues = read_end(body.add_generation_prompt, body.continue_final_message)
         return self._translator.translate(
             body,
-            (read_turns(body.messages, card.template_roles),),
+            (read_turns(body.messages, card.template_roles, sees=self._translator.sees),),
             max_tokens=body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
             logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+            effort=body.reasoning_effort,
             tools=tools,
             chat=ChatOptions(
                 tools=tools.described,

@@ -18,8 +18,9 @@ from engine.text.tool_calls import ToolCallParser, ToolFormat
 from engine.text.tool_format import Tool
 from engine.types.errors import FieldError, RequestError
 from engine.types.params import Grammar
-from engine.types.prompt import ChatTurn, ToolCall
+from engine.types.prompt import ChatTurn, Picture, ToolCall
 from server.http.body import is_given
+from server.openai.content import Content, GivenPicture, read_address
 from server.openai.requests import CallBody, ChatMessage, ContentPart, ToolBody, ToolChoice
 
 log = logging.getLogger(__name__)
@@ -28,6 +29,7 @@ log = logging.getLogger(__name__)
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 VARIABLES = "chat_template_kwargs"
 TEXT_TYPES = frozenset({"text", "input_text", "output_text"})
+PICTURE_TYPES = frozenset({"image_url", "input_image", "computer_screenshot"})
 # Types of parts, in all APIs, that other models could read -> what they are.
 UNREADABLE = {
     **dict.fromkeys(("image", "image_url", "input_image", "computer_screenshot"), "image"),
@@ -39,17 +41,20 @@ Choice = str | ToolChoice | None
 HERMES: Final = HermesFormat()
 
 
-def read_turns(messages: Sequence[ChatMessage], template_roles: Collection[str] = ()) -> tuple[ChatTurn, ...]:
+def read_turns(
+    messages: Sequence[ChatMessage], template_roles: Collection[str] = (), *, sees: bool = False
+) -> tuple[ChatTurn, ...]:
     """The conversation in the engine's terms.  template_roles: those that the chat template has beside the usual ones.
 
-    Raises RequestError for what only other models could read."""
+    sees: the model reads pictures.  Raises RequestError for what only other models could read."""
     if not messages:
         raise FieldError("messages", "an empty list; expected at least one message")
     # What the API calls "developer" is the system to templates of open models, but for those that have the word.
     roles = {**ROLES, **{role: role for role in template_roles}}
     answered = num_answered([message.role for message in messages])
     return tuple(
-        _turn(message, f"messages[{index}]", roles, past=index < answered) for index, message in enumerate(messages)
+        _turn(message, f"messages[{index}]", roles, past=index < answered, sees=sees)
+        for index, message in enumerate(messages)
     )
 
 
@@ -86,7 +91,7 @@ def read_variables(given: Mapping[str, object] | None, reasoning_effort: str | N
     return msgspec.json.encode(variables).decode() if variables else ""
 
 
-def _turn(message: ChatMessage, path: str, roles: Mapping[str, str], *, past: bool) -> ChatTurn:
+def _turn(message: ChatMessage, path: str, roles: Mapping[str, str], *, past: bool, sees: bool) -> ChatTurn:
     role = roles.get(message.role)
     if role is None:
         raise FieldError(f"{path}.role", f"must be one of {', '.join(roles)}")
@@ -101,44 +106,64 @@ def _turn(message: ChatMessage, path: str, roles: Mapping[str, str], *, past: bo
         where = f"{path}.tool_call_id"
         raise FieldError(where, "required, but not given; the id of the call that this answers")
     reasoning = message.reasoning_content or message.reasoning or ""
+    content = _content(message, path, required=role != "assistant", past=past or role == "tool", sees=sees)
     return ChatTurn(
         role,
-        _content(message, path, required=role != "assistant", past=past or role == "tool"),
+        content.text,
         reasoning=reasoning,
         tool_calls=tuple(
             read_call(call, f"{path}.tool_calls[{index}].function.arguments") for index, call in enumerate(calls)
         ),
         tool_call_id=message.tool_call_id or "",
         name=message.name or "",
+        pictures=content.pictures,
+        places=content.places,
     )
 
 
-def _content(message: ChatMessage, path: str, *, required: bool, past: bool) -> str:
+def _content(message: ChatMessage, path: str, *, required: bool, past: bool, sees: bool) -> Content:
     if isinstance(message.content, str):
-        return message.content
+        return Content(message.content)
     if not message.content:
         if required:
             raise FieldError(f"{path}.content", "required, but not given")
-        return ""
-    return "".join(part_text(part, f"{path}.content[{index}]", past=past) for index, part in enumerate(message.content))
+        return Content()
+    return read_parts(message.content, f"{path}.content", past=past, sees=sees)
 
 
-def part_text(part: ContentPart, path: str, *, past: bool) -> str:
-    """The text of a part.  past: it is a tool's, or was answered before: an image there must not end a conversation.
+def read_parts(parts: Sequence[ContentPart], path: str, *, past: bool, sees: bool) -> Content:
+    """The content of parts.  past: they are a tool's, or were answered before: what cannot be read there must not end a
+    conversation.  sees: the model reads pictures.
 
     Raises RequestError for images and the like elsewhere."""
+    return Content.of(_part(part, f"{path}[{index}]", past=past, sees=sees) for index, part in enumerate(parts))
+
+
+def _part(part: ContentPart, path: str, *, past: bool, sees: bool) -> str | Picture:
     if part.type == "refusal":
         return needed(part.refusal, f"{path}.refusal")
+    if sees and part.type in PICTURE_TYPES:
+        return _picture(part, path)
     if past and (told := left_out_note(part.type)):
         return told
     if part.type not in TEXT_TYPES:
-        raise FieldError(
-            f"{path}.type",
-            f"'{part.type[:40]}' is not served: models read and write text alone here, no images, sound or files; "
-            "send parts of type 'text'",
-            code="unsupported_content",
-        )
+        served = "models read and write text alone here, no images, sound or files; send parts of type 'text'"
+        if sees:
+            served = "the model reads text and images, no sound or files; send parts of type 'text' or 'image_url'"
+        raise FieldError(f"{path}.type", f"'{part.type[:40]}' is not served: {served}", code="unsupported_content")
     return needed(part.text, f"{path}.text")
+
+
+def _picture(part: ContentPart, path: str) -> Picture:
+    """Returns the picture of a part: an address, text or in an object, or the id of a file.  Raises RequestError."""
+    if part.file_id is not None:
+        return GivenPicture.of("file", part.file_id, f"{path}.file_id", detail=part.detail)
+    if isinstance(part.image_url, dict):
+        detail = part.image_url.get("detail")
+        if not isinstance(detail, str | None):
+            raise FieldError(f"{path}.image_url.detail", "must be text")
+        return read_address(part.image_url.get("url"), f"{path}.image_url.url", detail)
+    return read_address(part.image_url, f"{path}.image_url", part.detail)
 
 
 def left_out_note(kind: str) -> str:

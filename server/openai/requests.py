@@ -233,11 +233,17 @@ class CallBody(msgspec.Struct, frozen=True):
 
 
 class ContentPart(msgspec.Struct, frozen=True):
-    """A piece of a message's content.  refusal: of an assistant that refused, in place of its text."""
+    """A piece of a message's content.  refusal: of an assistant that refused, in place of its text.
+
+    image_url: a picture's address or data URI, or an object with it as ``url``; of any type, since what was answered
+    may be left out.  file_id: of a picture that was uploaded."""
 
     type: str
     text: str | None = None
     refusal: str | None = None
+    image_url: Any = None
+    file_id: Short | None = None
+    detail: Short | None = None
 
 
 class ChatMessage(msgspec.Struct, frozen=True):

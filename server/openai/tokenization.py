@@ -15,8 +15,9 @@ from engine.actors.admission import check_chars, num_chars
 from engine.settings.sections import ServerSection
 from engine.text.codec import TextCodec
 from engine.types.errors import FieldError
-from engine.types.prompt import ChatOptions
+from engine.types.prompt import ChatOptions, ChatTurn
 from server.http.body import BodyReader
+from server.http.exchange import EXCHANGE
 from server.http.operation import operation
 from server.http.replies import json_reply
 from server.openai.conversation import HERMES, read_end, read_tools, read_turns, read_variables
@@ -90,8 +91,10 @@ class TokenizationRoutes:
         body=TokenizeBody,
     )
     async def tokenize(self, request: web.Request) -> web.Response:
-        body = await self._tokenize_reader.read(request)
-        return json_reply(await asyncio.to_thread(self._encode, body))
+        body, turns = await self._tokenize_reader.read(request)
+        if self._translator.sight is not None:
+            turns = await self._translator.sight.read(turns, request[EXCHANGE])
+        return json_reply(await asyncio.to_thread(self._encode, body, turns))
 
     @operation(
         "POST",
@@ -120,11 +123,13 @@ class TokenizationRoutes:
             )
         )
 
-    def _check_tokenize(self, body: TokenizeBody) -> TokenizeBody:
+    def _check_tokenize(self, body: TokenizeBody) -> tuple[TokenizeBody, tuple[ChatTurn, ...]]:
         self._translator.check_model(body.model)
         if (body.prompt is None) == (body.messages is None):
             raise FieldError("prompt", "exactly one of prompt and messages is needed")
-        return body
+        if body.messages is None:
+            return body, ()
+        return body, read_turns(body.messages, self._card.template_roles, sees=self._translator.sees)
 
     def _check_detokenize(self, body: DetokenizeBody) -> DetokenizeBody:
         self._translator.check_model(body.model)
@@ -134,8 +139,8 @@ class TokenizationRoutes:
             raise FieldError("tokens", f"token id {outside} is outside 0 to {most}")
         return body
 
-    def _encode(self, body: TokenizeBody) -> TokenizeAnswer:
-        token_ids = self._token_ids(body)
+    def _encode(self, body: TokenizeBody, turns: tuple[ChatTurn, ...]) -> TokenizeAnswer:
+        token_ids = self._token_ids(body, turns)
         return TokenizeAnswer(
             count=len(token_ids),
             max_model_len=self._card.max_model_len,
@@ -145,7 +150,7 @@ class TokenizationRoutes:
             else UNSET,
         )
 
-    def _token_ids(self, body: TokenizeBody) -> list[int]:
+    def _token_ids(self, body: TokenizeBody, turns: tuple[ChatTurn, ...]) -> list[int]:
         if body.prompt is not None:
             check_chars(len(body.prompt), self._card.max_model_len)
             if not body.prompt:
@@ -153,7 +158,6 @@ class TokenizationRoutes:
             special = body.add_special_tokens is not False
             ids: list[int] = self._codec.encode(body.prompt, add_special_tokens=special).tolist()
             return ids
-        turns = read_turns(body.messages or (), self._card.template_roles)
         tools = read_tools(body.tools, None, parallel=None, form=HERMES)
         check_chars(num_chars(turns) + len(tools.described), self._card.max_model_len, "messages")
         begins, continues = read_end(body.add_generation_prompt, body.continue_final_message)

@@ -84,7 +84,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     tokenizer_path: str
     is_generation: bool
     preferred_sampling_params: dict[str, float | int] | None
-    has_image_understanding: bool = False
+    has_image_understanding: bool
     has_audio_understanding: bool = False
 
 
@@ -174,6 +174,7 @@ class StatusRoutes:
                 tokenizer_path=card.name,
                 is_generation="generate" in card.use.tasks,
                 preferred_sampling_params=defaults,
+                has_image_understanding=card.sees,
             )
         )
 

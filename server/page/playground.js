@@ -2,6 +2,7 @@
 
 import { stream } from "/page/api.js";
 import { showFenced } from "/page/fences.js";
+import { Pictures, thumbnail } from "/page/pictures.js";
 import { copyButton, snippets } from "/page/snippets.js";
 
 const byId = (id) => document.getElementById(id);
@@ -25,6 +26,7 @@ export class Playground {
   #turns = [];
   #running = null;
   #samples = null;
+  #pictures = new Pictures(byId("ask"), byId("pictures"));
 
   // model: resolves to the name to ask for.  onRefused: called at errors that are about the key.
   constructor(model, onRefused) {
@@ -90,6 +92,7 @@ export class Playground {
   clear() {
     this.stop();
     this.#turns = [];
+    this.#pictures.take();
     byId("log").replaceChildren();
     byId("play-error").textContent = "";
     byId("system").closest("label").hidden = !this.isChat;
@@ -107,7 +110,9 @@ export class Playground {
     for (const one of byId("log").querySelectorAll(".hint, .go-on")) one.remove();
     const turns = this.#turns;
     const question = this.isChat ? new Turn("You", "mine") : null;
-    if (question) turns.push({ role: "user", content: text });
+    const pictures = question ? this.#pictures.take() : [];
+    if (question) turns.push({ role: "user", content: asContent(text, pictures) });
+    question?.show(pictures);
     question?.add(text);
     const answer = question ? new Turn("Model", "") : this.#openCompletion(text);
     byId("prompt").value = "";
@@ -117,6 +122,7 @@ export class Playground {
     question?.remove();
     answer.remove();
     byId("prompt").value = text;
+    for (const url of pictures) this.#pictures.add(url);
   }
 
   #openCompletion(text) {
@@ -219,6 +225,10 @@ class Turn {
     this.body.append(span);
   }
 
+  show(pictures) {
+    this.body.before(...pictures.map(thumbnail));
+  }
+
   think(text) {
     if (!text) return;
     if (!this.#thoughts) {
@@ -259,6 +269,11 @@ class Turn {
   remove() {
     this.element.remove();
   }
+}
+
+function asContent(text, pictures) {
+  if (!pictures.length) return text;
+  return [...pictures.map((url) => ({ type: "image_url", image_url: { url } })), { type: "text", text }];
 }
 
 function describe(usage, began, first, last) {

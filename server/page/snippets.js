@@ -7,7 +7,7 @@ export function snippets(path, body) {
 }
 
 function asCurl(path, body) {
-  const quoted = JSON.stringify(body, null, 2).replaceAll("'", "'\\''");
+  const quoted = JSON.stringify(body, shortened, 2).replaceAll("'", "'\\''");
   const key = hasKey() ? ` \\\n  -H "Authorization: Bearer $CALLBOARD_KEY"` : "";
   return `curl ${location.origin}${path} \\\n  -H "Content-Type: application/json"${key} \\\n  -d '${quoted}'`;
 }
@@ -31,9 +31,14 @@ function asPython(path, body) {
   return lines.join("\n");
 }
 
+// A picture has more letters than there is to read.
+function shortened(_, value) {
+  return typeof value === "string" && value.startsWith("data:image/") ? `${value.slice(0, 40)}...` : value;
+}
+
 // Of strings, numbers, lists and objects Python and JSON have the same literals.
 function asLiteral(value) {
-  return JSON.stringify(value, null, 1).replaceAll(/\n\s*/g, " ");
+  return JSON.stringify(value, shortened, 1).replaceAll(/\n\s*/g, " ");
 }
 
 function block(title, text) {

@@ -30,7 +30,8 @@ CPU = torch.device("cpu")
 # Triton's kernels have their interpreter, in processes of their own: ``tests/test_gpu_check.py``.
 NO_DOUBLE = {
     *("attention_triton", "attention_triton_speed", "attention_triton_prompts", "attention_triton_tuning"),
-    *("experts", "four_bits", "kernels", "kernel_sampler", "dependent_launch", "linears", "nccl", "recurrences"),
+    *("experts", "four_bits", "four_bit_linears", "kernels", "kernel_sampler", "dependent_launch", "linears", "nccl"),
+    "recurrences",
 }
 LIMIT_S = 300  # a few seconds where nothing else runs
 

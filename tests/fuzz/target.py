@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-TARGETS = ("frames", "gguf_files", "journals", "passages", "recordings", "safetensors_headers", "uploads")
+TARGETS = ("frames", "gguf_files", "journals", "passages", "pictures", "recordings", "safetensors_headers", "uploads")
 CORPUS = Path(__file__).parent / "corpus"
 
 

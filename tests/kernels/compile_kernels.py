@@ -17,12 +17,14 @@ import torch
 import triton
 from triton.runtime.jit import JITFunction
 
+from engine.checkpoints.shape import RouterShape
 from engine.kernels import dependent_launch
 from engine.kernels.activation import KINDS, gated
 from engine.kernels.embedding import embed_shard
 from engine.kernels.experts import mix_experts
 from engine.kernels.few_rows import MOST_ROWS, multiply_few
 from engine.kernels.fixed_products import fixed_product
+from engine.kernels.four_bit_products import TILE_ROWS, Codes, multiply_four_bits, widened
 from engine.kernels.heads import rotate_and_store
 from engine.kernels.inputs import fill_inputs, write_tokens
 from engine.kernels.norm import add_norm
@@ -30,6 +32,7 @@ from engine.kernels.page_lists import list_pages
 from engine.kernels.recurrences import TritonRecurrences
 from engine.kernels.rotary import angle_table
 from engine.kernels.rounding import add_norm_round, round_rows
+from engine.kernels.routing import choose_experts
 from engine.layers.four_bits import StoredCodes
 from engine.layers.states import RecurrentStates, StatesOfStep
 from engine.layers.step import DecodeInputs
@@ -69,6 +72,11 @@ def layers(dtype: torch.dtype) -> None:
 
 def experts(dtype: torch.dtype) -> None:
     """A batch of decodes and a prompt: sizes of Qwen3-30B-A3B, and of gpt-oss-20b, which has biases."""
+    groups = RouterShape(scoring="sigmoid", corrected=True, num_groups=8, num_chosen_groups=4)
+    for num_experts, num_chosen, shape in ((128, 8, RouterShape()), (32, 4, RouterShape()), (256, 8, groups)):
+        scores_TE = torch.empty((8, num_experts), dtype=dtype, device="meta")
+        correction_E = scores_TE[0].float() if shape.corrected else None
+        choose_experts(scores_TE, correction_E, num_chosen, shape, dtype)
     for num_experts, num_chosen, width, inner, biased in ((128, 8, 2048, 768, False), (32, 4, 2880, 2880, True)):
         gate_up = torch.empty((num_experts, 2 * inner, width), dtype=dtype, device="meta")
         down = torch.empty((num_experts, width, inner), dtype=dtype, device="meta")
@@ -101,6 +109,26 @@ def products(dtype: torch.dtype) -> None:
             multiply_few(x_TI, weight_OI, weight_OI[:, 0].contiguous())
             if dtype == torch.bfloat16:
                 multiply_few(x_TI, weight_OI.to(torch.int8), None, weight_OI[:, 0].contiguous())
+
+
+def four_bits(dtype: torch.dtype) -> None:
+    """Weights in 4 bits whose inputs are shared by programs, and not, with each size of group and of tile."""
+    if dtype == torch.float32:
+        return
+    meta = torch.device("meta")
+    for group, outputs, inputs in ((32, 37, 96), (64, 1024, 4096), (128, 1024, 4096), (128, 65_536, 4096)):
+        piece = max(64, group)
+        codes = Codes(
+            torch.empty((-(-inputs // piece), outputs, piece // 2), dtype=torch.uint8, device=meta),
+            torch.empty((inputs // group, outputs), dtype=torch.float16, device=meta),
+            torch.empty((inputs // group, outputs), dtype=torch.uint8, device=meta),
+            torch.empty(-(-outputs // TILE_ROWS), dtype=torch.int32, device=meta),
+            inputs,
+        )
+        for num_rows in (1, 32, 64):
+            x_TI = torch.empty((num_rows, inputs), dtype=dtype, device=meta)
+            multiply_four_bits(x_TI, codes, x_TI.new_empty(outputs))
+        widened(codes, dtype)
 
 
 def recurrences(dtype: torch.dtype) -> None:
@@ -182,7 +210,7 @@ if __name__ == "__main__":
     triton.runtime.driver.set_active(NoGPU())
     dependent_launch.has_dependent_launch = lambda device: True
     for dtype_name in sys.argv[1:] or ["bfloat16", "float32"]:
-        for group in (layers, experts, products, recurrences, inputs, sampling):
+        for group in (layers, experts, products, four_bits, recurrences, inputs, sampling):
             one_dtype = getattr(torch, dtype_name)
             for kernel, seconds in compile_launches(lambda group=group, dtype=one_dtype: group(dtype)):
                 about = {"kernel": kernel.metadata.name, "dtype": dtype_name, "s": round(seconds, 2)}

@@ -60,6 +60,7 @@ def test_the_page_shows_these_files() -> None:
         "memory",
         "period",
         "table",
+        "colours",
         "arcee",
         "squared",
         "arrows",

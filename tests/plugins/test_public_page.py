@@ -22,7 +22,20 @@ KIT = sorted(Path(ours.__file__).parent.glob("testing/*.py"))
 HOOKS = {name: hook for name, hook in vars(hookspecs).items() if name.startswith("callboard_")}
 WORD = re.compile(r"\b[A-Z]\w+\b")
 # What is Python's, numpy's or torch's, or a value that the engine hands to nobody but itself.
-ELSEWHERE = {"Struct", "Any", "Literal", "None", "Protocol", "Sequence", "Tensor", "Callable", "Iterator", "NDArray"}
+ELSEWHERE = {
+    "Struct",
+    "Any",
+    "Literal",
+    "None",
+    "Protocol",
+    "Sequence",
+    "Tensor",
+    "Callable",
+    "Iterator",
+    "NDArray",
+    "Path",
+    "Recurrences",
+}
 
 
 def named_by(thing: Any) -> set[str]:

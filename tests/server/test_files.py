@@ -14,6 +14,7 @@ from aiohttp.streams import StreamReader
 from aiohttp.test_utils import make_mocked_request
 
 from engine.settings.sections import ServerSection, StorageSection
+from server.extensions.storage import routes
 from server.extensions.storage.store import Store
 from server.extensions.storage.uploads import received
 from tests.server.http_client import RawClient, Reply, ask
@@ -27,8 +28,9 @@ MEGABYTE = 1 << 20
 
 
 @pytest.fixture
-def server(tmp_path: Path) -> Iterator[LiveServer]:
-    storage = StorageSection(folder=str(tmp_path), max_file_mb=1, quota_mb=3)
+def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LiveServer]:
+    monkeypatch.setattr(routes, "MAX_FILE_BYTES", MEGABYTE)
+    storage = StorageSection(folder=str(tmp_path), quota_mb=3)
     with LiveServer(server=KEYS, storage=storage) as live:
         yield live
 
@@ -116,7 +118,7 @@ def test_other_purposes_are_refused_and_nothing_stays(client: openai.OpenAI, tmp
 
 def test_limits_of_size(client: openai.OpenAI, tmp_path: Path) -> None:
     for size in (MEGABYTE + 1, 2 * MEGABYTE):
-        with pytest.raises(openai.APIStatusError, match=r"storage\.max_file_mb") as caught:
+        with pytest.raises(openai.APIStatusError, match=f"larger than {MEGABYTE} bytes") as caught:
             client.files.create(file=b"x" * size, purpose="batch")
         assert caught.value.status_code == 413
     kept = [client.files.create(file=b"x" * MEGABYTE, purpose="batch").id for _ in range(3)]

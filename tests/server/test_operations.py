@@ -1,6 +1,7 @@
 """The declaration of a route holds for the route that is served: its access, its methods, and what is off."""
 
 import re
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -25,13 +26,14 @@ def test_an_operation_needs_the_key_that_it_declares(tmp_path_factory: pytest.Te
     file = tmp_path_factory.mktemp("keys") / "keys.toml"
     file.write_text(KEYS)
     client = {"Authorization": "Bearer ann's key, which is long enough"}
-    with LiveServer(server=ServerSection(key_file=str(file))) as live:
-        for one in OPERATIONS:
-            method = one.methods[0]
-            for path in (re.sub(r"\{[^}]*\}", "x", path) for path in one.paths):
-                without = ask(live.port, method, path).status
-                assert (without == 401) == (one.access != "open"), path
-                assert (ask(live.port, method, path, headers=client).status == 403) == (one.access == "operator"), path
+    routes = [(one, re.sub(r"\{[^}]*\}", "x", path)) for one in OPERATIONS for path in one.paths]
+    # Side by side: the server answers wrong keys late.
+    with LiveServer(server=ServerSection(key_file=str(file))) as live, ThreadPoolExecutor(16) as threads:
+        without = threads.map(lambda route: ask(live.port, route[0].methods[0], route[1]).status, routes)
+        for (one, path), status in zip(routes, without, strict=True):
+            assert (status == 401) == (one.access != "open"), path
+            refused = ask(live.port, one.methods[0], path, headers=client).status == 403
+            assert refused == (one.access == "operator"), path
 
 
 def test_every_path_is_declared_once() -> None:

@@ -231,3 +231,24 @@ def test_odd_bodies_are_answered_or_refused(embedder: EngineServer, classifier: 
         reply = ask(server.port, "POST", one(paths), json.loads(json.dumps(body)))
         assert reply.status in (200, 400, 409), f"{number}: {body} -> {reply.status} {reply.body!r}"
     assert post(embedder, "/v1/embeddings", input="x")["data"]
+
+
+def test_vectors_as_coheres_and_teis_clients_ask_for_them(embedder: EngineServer) -> None:
+    def vectors(texts: list[str], **more: Any) -> list[list[float]]:
+        data = post(embedder, "/v1/embeddings", model="m", input=texts, **more)["data"]
+        return [entry["embedding"] for entry in data]
+
+    plain, queries = vectors(DOCUMENTS), vectors(DOCUMENTS, prompt_name="query")
+    body = {"model": "m", "texts": DOCUMENTS, "embedding_types": ["float", "base64"], "input_type": "search_query"}
+    answer = post(embedder, "/v2/embed", **body)
+    assert answer["embeddings"]["float"] == queries
+    assert len(answer["embeddings"]["base64"]) == len(answer["texts"]) == 3
+    assert answer["meta"]["billed_units"]["input_tokens"] > 3
+    assert post(embedder, "/v2/embed", texts=DOCUMENTS, input_type="clustering")["embeddings"] == {"float": plain}
+    assert post(embedder, "/embed", inputs=DOCUMENTS) == plain
+    assert post(embedder, "/embed", inputs=DOCUMENTS[0], prompt_name="query") == queries[:1]
+    long = "add two numbers " * 4000
+    assert len(post(embedder, "/embed", inputs=long, truncate=True)[0]) == len(plain[0])
+    assert refused(embedder, "/embed", inputs=long)["param"] == "inputs"
+    assert refused(embedder, "/v2/embed", texts=[long], truncate="NONE")["param"] == "texts"
+    assert refused(embedder, "/v2/embed", texts=["a"], input_type="image")["param"] == "input_type"

@@ -28,7 +28,7 @@ SLOW = 1.5  # times as long as usual, if nothing else is known of a step
 WAITS: frozenset[State] = frozenset({"queue", "no_room", "aside"})
 HOLDING: frozenset[State] = frozenset({"prefill", "decode"})
 
-PartName = Literal["queue", "fetch", "prefill", "decode", "prefills", "slow_steps", "retraction", "recovery"]
+PartName = Literal["queue", "fetch", "encode", "prefill", "decode", "prefills", "slow_steps", "retraction", "recovery"]
 Floats = npt.NDArray[np.float64]
 Records = npt.NDArray[np.void]
 
@@ -211,8 +211,8 @@ class _Account:
             self._decode(start, end)
         elif span.state == "prefill":
             self._prefill(start, end)
-        elif span.state == "fetch":
-            self._note("fetch", end - start)
+        elif span.state in ("fetch", "encode"):
+            self._note(span.state, end - start)
         else:
             gone = sum(max(0.0, min(end, until) - max(start, since)) for since, until in self._losses)
             if gone:

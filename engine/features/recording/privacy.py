@@ -18,8 +18,10 @@ from engine.actors.inboxes import SchedulerInbox
 from engine.features.recording.turns import of_messages
 from engine.messages import Admit, StepDone, StepExtras
 from engine.plugins.blueprint import Blueprint
+from engine.text.pictures import FIRST_ID
 from engine.types.notices import Reconfigure
 from engine.types.params import SamplingParams
+from engine.types.prompt import RequestPart
 
 NO_TOKENS = (-2, -1)  # ``RULED_OUT`` and "none", which stay
 
@@ -29,6 +31,7 @@ class Privacy:
 
     def __init__(self, vocab_size: int, *, hashed: bool) -> None:
         self._key = secrets.token_bytes(32)
+        self._mask = np.int32(secrets.randbelow(FIRST_ID))  # for ids of pictures' tokens, which follow from content
         self._others: np.ndarray | None = None
         if hashed:
             order = np.random.default_rng(secrets.randbits(128)).permutation(vocab_size)
@@ -68,6 +71,7 @@ class Privacy:
                 token_ids=self.tokens(message.token_ids),
                 params=self._params(message.params),
                 cache_salt=salt,
+                parts={name: self._content_of(name, part) for name, part in message.parts.items()},
             )
         if isinstance(message, Reconfigure) and message.blueprint:
             blueprint = self.blueprint(msgspec.msgpack.decode(message.blueprint, type=Blueprint))
@@ -78,7 +82,15 @@ class Privacy:
         """Return token ids with their replacements.  Both are int32[n]."""
         if self._others is None or not token_ids:
             return token_ids
-        return self._others[np.frombuffer(token_ids, dtype=np.int32)].tobytes()
+        ids = np.frombuffer(token_ids, dtype=np.int32)
+        is_picture = ids >= FIRST_ID
+        return np.where(is_picture, ids ^ self._mask, self._others[np.where(is_picture, 0, ids)]).tobytes()
+
+    @staticmethod
+    def _content_of(name: str, part: RequestPart) -> RequestPart:
+        """Return a request's part without content that no plan depends on."""
+        stripped = of_messages("planned_with").get(name)
+        return part if stripped is None else stripped(part)
 
     def _part(self, name: str, part: bytes) -> bytes:
         replaced = of_messages("with_other_tokens").get(name)

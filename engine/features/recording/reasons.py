@@ -16,6 +16,7 @@ from engine.scheduling.rows import Sequence
 WAITS: dict[Why, str] = {
     "aside": "waits for a prefix that another request is computing",
     "fetch": "waits for pages from the store",
+    "encode": "waits for its pictures",
 }
 
 

@@ -37,7 +37,8 @@ class Turn(msgspec.Struct, frozen=True, array_like=True, gc=False):
 def plan_digest(plan: Step | FeatureRequest) -> bytes:
     """Return a digest of a plan: all of it but the values of tokens, which a recording may have replaced."""
     if isinstance(plan, FeatureRequest):
-        told: tuple[object, ...] = (plan.feature, plan.number, len(plan.body))
+        stripped = of_messages("without_content").get(plan.feature, bytes)
+        told: tuple[object, ...] = (plan.feature, plan.number, len(stripped(plan.body)))
     else:
         admissions = [
             (one.row, len(one.token_ids), one.num_prompt_tokens, one.num_computed_tokens, one.pages)

@@ -4,10 +4,9 @@ Legend: T rows of the input · I input features · O output features
 A weight takes the file's number of bytes, also while it is loaded.  With ``model.quantization = "none"`` the input is
 kept to 24 bits, and a product is as exact as in float32 of the weight's floats; with "int8" the input is rounded to 8
 bits in groups.  Either way a row has the same bits in every batch, with any number of threads.
-Owns: the rows that were taken and not yet laid out.  Does not know: the kernels (``engine/kernels/blocks.c``), files.
+Owns: parts of a weight in several formats, or as floats.  Does not know: the kernels (``blocks.c``), files.
 """
 
-from collections import defaultdict
 from dataclasses import replace
 from itertools import groupby
 
@@ -19,6 +18,7 @@ from engine.layers.packing import LinearKernel, PackedWeight, StoredRows
 from engine.plugins.hookspecs import LinearContext, hookimpl
 from engine.plugins.linear import panels
 from engine.plugins.options import Options, decode_options
+from engine.plugins.support.taken_rows import TakenRows
 from engine.types.errors import PluginError, WeightsError
 
 CALLBOARD_PLUGIN = {
@@ -37,32 +37,11 @@ BYTES = {
 }  # fmt: skip
 
 
-class Taken:
-    """Rows that kernels of one model have taken, by the storage of their weight and their place in it."""
-
-    def __init__(self) -> None:
-        self._rows: defaultdict[int, dict[int, StoredRows]] = defaultdict(dict)
-
-    def add(self, target: Tensor, rows: StoredRows) -> None:
-        """Add the rows of a part of a weight."""
-        self._rows[target.untyped_storage().data_ptr()][int(target.storage_offset())] = rows
-
-    def all_of(self, weight_OI: Tensor) -> bool:
-        """Return whether no row of the weight is missing."""
-        rows = self._rows.get(weight_OI.untyped_storage().data_ptr(), {})
-        return sum(len(one.blocks) for one in rows.values()) == len(weight_OI)
-
-    def pop(self, weight_OI: Tensor) -> list[tuple[int, StoredRows]]:
-        """Return (first row, rows) of each part of the weight, in order, and forget them."""
-        parts = self._rows.pop(weight_OI.untyped_storage().data_ptr(), {})
-        return [(offset // weight_OI.shape[1], parts[offset]) for offset in sorted(parts)]
-
-
 class StoredBlocks:
     """A kernel that multiplies by rows as they are stored; a weight of floats is left to ``plain``."""
 
     def __init__(
-        self, functions: BlockProducts, plain: LinearKernel, parts: Parts, element_bytes: float, taken: Taken
+        self, functions: BlockProducts, plain: LinearKernel, parts: Parts, element_bytes: float, taken: TakenRows
     ) -> None:
         self._functions = functions
         self._plain = plain
@@ -122,4 +101,4 @@ def callboard_linear(context: LinearContext) -> StoredBlocks:
         )
     parts = Parts.EXACT if context.quantization == "none" else Parts.ROUNDED
     element_bytes = max((BYTES.get(one, 4.0) for one in context.stored_formats), default=4.0)
-    return StoredBlocks(functions, panels.callboard_linear(context), parts, element_bytes, Taken())
+    return StoredBlocks(functions, panels.callboard_linear(context), parts, element_bytes, TakenRows())

@@ -3,14 +3,15 @@
 Owns: which blocks belong to one turn, what is left out, what is refused.  Does not know: chat templates, answers.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
 
 import msgspec
 
 from engine.types.errors import FieldError
-from engine.types.prompt import ChatTurn, ToolCall
+from engine.types.prompt import ChatTurn, Picture, ToolCall
 from server.extensions.anthropic.requests import BlockBody, BlockSource, CountBody, MessageBody
+from server.openai.content import Content, GivenPicture, joined, read_address
 from server.openai.conversation import left_out_note, needed, num_answered
 
 # A line about the client's version, the session and the request, which Claude Code puts in front of its system prompt:
@@ -48,8 +49,8 @@ def _plain_blocks(content: str | list[BlockBody]) -> str | list[BlockBody]:
     return content if len(kept) == len(content) else kept
 
 
-def read_conversation(body: CountBody) -> tuple[ChatTurn, ...]:
-    """Returns the conversation in the engine's terms.  Raises RequestError."""
+def read_conversation(body: CountBody, *, sees: bool = False) -> tuple[ChatTurn, ...]:
+    """Returns the conversation in the engine's terms.  sees: the model reads pictures.  Raises RequestError."""
     if not body.messages:
         raise FieldError("messages", "an empty list; expected at least one message")
     turns: list[ChatTurn] = []
@@ -58,7 +59,7 @@ def read_conversation(body: CountBody) -> tuple[ChatTurn, ...]:
     answered = num_answered([message.role for message in body.messages])
     is_empty = True
     for index, message in enumerate(body.messages):
-        for turn in _turns(message, f"messages[{index}].content", past=index < answered):
+        for turn in _turns(message, f"messages[{index}].content", past=index < answered, sees=sees):
             _add(turns, turn)
             is_empty = is_empty and turn == ChatTurn("assistant", "")
     if is_empty:
@@ -93,7 +94,7 @@ def continues(body: CountBody) -> bool:
     return bool(body.messages) and body.messages[-1].role == "assistant"
 
 
-def _turns(message: MessageBody, path: str, *, past: bool) -> list[ChatTurn]:
+def _turns(message: MessageBody, path: str, *, past: bool, sees: bool) -> list[ChatTurn]:
     """Returns a part as text.  past: the assistant has answered it."""
     if isinstance(message.content, str):
         return [ChatTurn(message.role, message.content)]
@@ -105,7 +106,7 @@ def _turns(message: MessageBody, path: str, *, past: bool) -> list[ChatTurn]:
         for index, block in enumerate(message.content)
         if block.type not in LEFT_OUT and (block.type == "tool_result" or not block.type.endswith(RESULT))
     ]
-    return [_assistant(blocks)] if message.role == "assistant" else _users(blocks, past=past)
+    return [_assistant(blocks)] if message.role == "assistant" else _users(blocks, past=past, sees=sees)
 
 
 def _assistant(blocks: Sequence[tuple[BlockBody, str]]) -> ChatTurn:
@@ -125,14 +126,16 @@ def _assistant(blocks: Sequence[tuple[BlockBody, str]]) -> ChatTurn:
     return ChatTurn("assistant", "".join(text), reasoning="".join(thoughts), tool_calls=tuple(calls))
 
 
-def _users(blocks: Sequence[tuple[BlockBody, str]], *, past: bool) -> list[ChatTurn]:
+def _users(blocks: Sequence[tuple[BlockBody, str]], *, past: bool, sees: bool) -> list[ChatTurn]:
     """Returns the turns of a user's message, which may be text, results of calls, or both: a result is a turn of its
     own."""
     turns: list[ChatTurn] = []
     for block, path in blocks:
         if block.type == "tool_result":
-            text = _nested_text(block.content, f"{path}.content", past=True)
-            turns.append(ChatTurn("tool", text, tool_call_id=needed(block.tool_use_id, f"{path}.tool_use_id")))
+            content = _result(block.content, f"{path}.content", sees=sees)
+            turns.append(content.turn("tool", tool_call_id=needed(block.tool_use_id, f"{path}.tool_use_id")))
+        elif sees and block.type == "image":
+            _add(turns, Content.of([_picture(block, path)]).turn("user"))
         else:
             _add(turns, ChatTurn("user", _block_text(block, path, past=past)))
     return turns
@@ -141,9 +144,34 @@ def _users(blocks: Sequence[tuple[BlockBody, str]], *, past: bool) -> list[ChatT
 def _add(turns: list[ChatTurn], turn: ChatTurn) -> None:
     """Append a turn, or join it to one of the same speaker, as this API does: many templates want them to alternate."""
     if turns and turns[-1].role == turn.role == "user":
-        turns[-1] = msgspec.structs.replace(turns[-1], content=f"{turns[-1].content}\n{turn.content}")
+        turns[-1] = joined(turns[-1], turn)
     else:
         turns.append(turn)
+
+
+def _result(content: str | Sequence[BlockBody] | dict[str, Any] | None, path: str, *, sees: bool) -> Content:
+    """Returns the content of a tool's result: its text, and its pictures where the model sees."""
+    if not sees or not isinstance(content, list):
+        return Content(_nested_text(content, path, past=True))
+
+    def pieces() -> Iterator[str | Picture]:
+        for index, block in enumerate(content):
+            at = f"{path}[{index}]"
+            yield _picture(block, at) if block.type == "image" else _block_text(block, at, past=True)
+
+    return Content.of(pieces(), between="\n")
+
+
+def _picture(block: BlockBody, path: str) -> Picture:
+    """Returns the picture of an image block.  Raises RequestError for a source that is none of the known ones."""
+    match block.source:
+        case BlockSource(type="base64", data=str(data)) as source:
+            return GivenPicture.of("base64", data, f"{path}.source.data", media_type=source.media_type or "")
+        case BlockSource(type="url", url=str(url)):
+            return read_address(url, f"{path}.source.url")
+        case BlockSource(type="file", file_id=str(file_id)):
+            return GivenPicture.of("file", file_id, f"{path}.source.file_id")
+    raise FieldError(f"{path}.source", "must be of type 'base64' with data, 'url' with url, or 'file' with file_id")
 
 
 def _nested_text(content: str | Sequence[BlockBody] | dict[str, Any] | None, path: str, *, past: bool) -> str:

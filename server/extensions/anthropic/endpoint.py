@@ -12,7 +12,7 @@ from engine.actors.admission import check_chars, num_chars
 from engine.settings.sections import ServerSection
 from engine.text.codec import TextCodec
 from engine.types.errors import FieldError, RequestError
-from engine.types.prompt import ChatOptions
+from engine.types.prompt import ChatOptions, ChatTurn
 from server.extensions.anthropic.conversation import (
     BILLING_LEFT_OUT,
     asked_ttl_s,
@@ -28,6 +28,7 @@ from server.generate.endpoint import Endpoint
 from server.generate.generation import Generation
 from server.generate.output import UsageCounter
 from server.http.body import BodyReader
+from server.http.exchange import EXCHANGE
 from server.http.operation import generating, operation
 from server.http.replies import json_reply
 from server.http.sse import PING_EVENT
@@ -91,10 +92,11 @@ class Messages(Endpoint[MessagesBody]):
         )
         return self._translator.translate(
             shared,
-            (read_conversation(body),),
+            (read_conversation(body, sees=self._translator.sees),),
             # The field is needed, so agents send the largest number that any model takes.
             max_tokens=body.max_tokens if body.max_tokens < card.max_model_len else None,
             logprobs=None,
+            effort=None if body.output_config is None else body.output_config.effort,
             tools=tools,
             chat=_chat_options(body, tools, card),
         )
@@ -132,16 +134,18 @@ class CountRoute:
         error=MessageError,
     )
     async def post(self, request: web.Request) -> web.Response:
-        body = await self._reader.read(request)
-        return json_reply(TokenCountAnswer(await asyncio.to_thread(self._count, body)))
+        body, turns = await self._reader.read(request)
+        if self._translator.sight is not None:
+            turns = await self._translator.sight.read(turns, request[EXCHANGE])
+        return json_reply(TokenCountAnswer(await asyncio.to_thread(self._count, body, turns)))
 
-    def _check(self, body: CountBody) -> CountBody:
+    def _check(self, body: CountBody) -> tuple[CountBody, tuple[ChatTurn, ...]]:
         self._translator.check_model(body.model)
-        return body
-
-    def _count(self, body: CountBody) -> int:
         body = without_billing(body)
-        card, turns = self._translator.card, read_conversation(body)
+        return body, read_conversation(body, sees=self._translator.sees)
+
+    def _count(self, body: CountBody, turns: tuple[ChatTurn, ...]) -> int:
+        card = self._translator.card
         tools = read_message_tools(body.tools, body.tool_choice, self._translator.tool_format)
         check_chars(num_chars(turns) + len(tools.described), card.max_model_len, "messages")
         try:

@@ -23,10 +23,13 @@ from server.openai.requests import (
 
 
 class BlockSource(msgspec.Struct, frozen=True):
-    """The content of a document or an image.  data: text, or base64 of what nothing here reads."""
+    """The content of a document or an image.  data: text, or base64.  url, file_id: of an image, in place of it."""
 
     type: Short
     data: str | None = None
+    media_type: Short | None = None
+    url: str | None = None
+    file_id: Short | None = None
     content: "str | list[BlockBody] | None" = None
 
 

@@ -256,6 +256,8 @@ def _sentence(part: TimeShare, told: Explained, others: str, max_running: int) -
             return f"It waited for its first step: {why}.{ran}"
         case "fetch":
             return "It waited for pages from the store."
+        case "encode":
+            return "It waited until its pictures were encoded."
         case "prefill":
             missed = sum(told.missed.values())
             gone = f" {missed} pages of it had been cached and were evicted." if missed else ""

@@ -22,6 +22,7 @@ from server.generate.endpoint import Endpoint
 from server.generate.generation import DeliveredChoice, Generation, ResumePoint
 from server.generate.output import UsageCounter
 from server.generate.route import ENDS_HERE_ONLY, Choices, Item
+from server.http.exchange import Exchange
 from server.http.replies import as_request_error
 from server.http.sse import Ping
 
@@ -38,8 +39,8 @@ class Route(Protocol):
     endpoint: Endpoint[Any]
     ping: Ping
 
-    async def understand(self, body: bytes) -> tuple[Any, Generation]:
-        """Returns the body as its type, and what it asks for.  Raises RequestError."""
+    async def understand(self, body: bytes, exchange: Exchange) -> tuple[Any, Generation]:
+        """Returns the body as its type, and what it asks for.  exchange: of its request.  Raises RequestError."""
 
     def renamed(self, error: RequestError, body: Any, generation: Generation | None = None) -> RequestError:
         """Returns the error as the route's clients know it."""

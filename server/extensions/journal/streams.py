@@ -291,7 +291,7 @@ class Streams:
                     raise RequestError("another model, or another way to compute it, is served now")
                 if (route := self.routes.get(accepted.path)) is None:
                     raise RequestError(f"{accepted.path} is not served now")
-                self._add(entry, accepted, exchange, await route.understand(accepted.body))
+                self._add(entry, accepted, exchange, await route.understand(accepted.body, exchange))
             except RequestError as error:
                 log.warning("request=%s is not gone on with: %s", accepted.stream_id, error)
                 self._journal.forget(entry)

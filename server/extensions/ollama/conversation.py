@@ -1,6 +1,6 @@
 """Messages of Ollama's API as turns of a conversation.
 
-Owns: which call a tool's answer belongs to, and that pictures are refused.  Does not know: chat templates.
+Owns: which call a tool's answer belongs to, and where pictures stand.  Does not know: chat templates.
 """
 
 from collections.abc import Sequence
@@ -8,13 +8,14 @@ from collections.abc import Sequence
 import msgspec
 
 from engine.types.errors import FieldError
-from engine.types.prompt import ChatTurn, ToolCall
+from engine.types.prompt import ChatTurn, Picture, ToolCall
 from server.extensions.ollama.requests import OllamaCallBody, OllamaTurn
+from server.openai.content import GivenPicture
 from server.openai.conversation import left_out_note, num_answered
 
 
-def read_messages(messages: Sequence[OllamaTurn]) -> tuple[ChatTurn, ...]:
-    """Returns the conversation in the engine's terms.  Raises RequestError.
+def read_messages(messages: Sequence[OllamaTurn], *, sees: bool = False) -> tuple[ChatTurn, ...]:
+    """Returns the conversation in the engine's terms.  sees: the model reads pictures.  Raises RequestError.
 
     This API gives calls no ids: a tool's answer belongs to the first call of its tool that has none yet."""
     answered = num_answered([message.role for message in messages])
@@ -22,7 +23,8 @@ def read_messages(messages: Sequence[OllamaTurn]) -> tuple[ChatTurn, ...]:
     waiting: list[ToolCall] = []
     for index, message in enumerate(messages):
         content = message.content or ""
-        if message.images:
+        pictures = read_images(message.images, f"messages[{index}].images") if sees else ()
+        if message.images and not sees:
             if index >= answered:
                 no_images(message.images, f"messages[{index}].images")
             content = "\n".join(filter(None, [content, left_out_note("image")]))
@@ -39,9 +41,23 @@ def read_messages(messages: Sequence[OllamaTurn]) -> tuple[ChatTurn, ...]:
                 tool_calls=calls,
                 tool_call_id=answers,
                 name=message.tool_name or "",
+                pictures=pictures,
+                places=(0,) * len(pictures),
             )
         )
     return tuple(turns)
+
+
+def read_images(images: Sequence[msgspec.Raw] | None, path: str) -> tuple[Picture, ...]:
+    """Returns pictures, which stand before the text in this API.  Raises RequestError for what is not text."""
+    pictures = []
+    for index, image in enumerate(images or ()):
+        try:
+            given = msgspec.json.decode(image, type=str)
+        except msgspec.MsgspecError:
+            raise FieldError(f"{path}[{index}]", "must be base64, as text") from None
+        pictures.append(GivenPicture.of("base64", given, f"{path}[{index}]"))
+    return tuple(pictures)
 
 
 def no_images(images: Sequence[msgspec.Raw] | None, path: str) -> None:

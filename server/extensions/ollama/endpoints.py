@@ -9,8 +9,8 @@ from typing import ClassVar, TypeVar
 import msgspec
 
 from engine.types.errors import FieldError
-from engine.types.prompt import ChatOptions, ChatTurn, Prompt
-from server.extensions.ollama.conversation import no_images, read_messages
+from engine.types.prompt import ChatOptions, ChatTurn, Picture, Prompt
+from server.extensions.ollama.conversation import no_images, read_images, read_messages
 from server.extensions.ollama.names import served_name
 from server.extensions.ollama.objects import ChatLine, GenerateLine, OllamaError
 from server.extensions.ollama.requests import OllamaBody, OllamaChatBody, OllamaGenerateBody, OllamaOptions
@@ -77,18 +77,18 @@ class _TextEndpoint(Endpoint[B]):
             max_tokens=1 if prompt is None else most,
             prompt_only=prompt is None,
             logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+            effort=_effort(body),
             tools=tools,
             chat=self._chat_options(body, tools) if chat else ChatOptions(),
         )
 
     def _chat_options(self, body: B, tools: ToolRequest) -> ChatOptions:
         allowed = self._translator.card.template_variables
-        effort = body.think if isinstance(body.think, str) else None
         switches = (
             {} if body.think is None else {name: bool(body.think) for name in THINKING_VARIABLES if name in allowed}
         )
         return ChatOptions(
-            tools=tools.described, variables=read_variables(switches, effort, allowed), split_reasoning=True
+            tools=tools.described, variables=read_variables(switches, _effort(body), allowed), split_reasoning=True
         )
 
 
@@ -110,7 +110,7 @@ class OllamaChat(_TextEndpoint[OllamaChatBody]):
     def translate(self, body: OllamaChatBody) -> Generation:
         functions = [ToolBody("function", tool.function) for tool in body.tools or ()]
         tools = read_tools(functions, None, parallel=None, form=self._translator.tool_format)
-        turns = read_messages(body.messages) if body.messages else None
+        turns = read_messages(body.messages, sees=self._translator.sees) if body.messages else None
         return self._generation(body, turns, tools, chat=turns is not None)
 
     def rename(self, field: str, body: OllamaChatBody) -> str:
@@ -143,19 +143,32 @@ class OllamaGenerate(_TextEndpoint[OllamaGenerateBody]):
                     "not supported by this server; send the whole conversation to /api/chat",
                     code="unsupported_parameter",
                 )
-        no_images(body.images, "images")
-        if not body.prompt:
+        pictures = self._pictures(body)
+        if not body.prompt and not pictures:
             return self._generation(body, None, NO_TOOLS, chat=False)
         if body.raw:
             return self._generation(body, body.prompt, NO_TOOLS, chat=False)
         turns = [ChatTurn("system", body.system)] if body.system else []
-        return self._generation(body, (*turns, ChatTurn("user", body.prompt)), NO_TOOLS, chat=True)
+        asked = ChatTurn("user", body.prompt or "", pictures=pictures, places=(0,) * len(pictures))
+        return self._generation(body, (*turns, asked), NO_TOOLS, chat=True)
+
+    def _pictures(self, body: OllamaGenerateBody) -> tuple[Picture, ...]:
+        if not self._translator.sees:
+            no_images(body.images, "images")
+            return ()
+        if body.raw and body.images:
+            raise FieldError("images", "not possible together with raw: the chat template says where they stand")
+        return read_images(body.images, "images")
 
     def rename(self, field: str, body: OllamaGenerateBody) -> str:
         return "prompt" if field == "messages" else super().rename(field, body)
 
     def writer(self, body: OllamaGenerateBody, generation: Generation, usage: UsageCounter) -> GenerateLines:
         return GenerateLines(body.model, generation, usage)
+
+
+def _effort(body: OllamaBody) -> str | None:
+    return body.think if isinstance(body.think, str) else None
 
 
 def _response_format(form: msgspec.Raw) -> ResponseFormat | None:

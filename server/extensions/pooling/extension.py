@@ -5,16 +5,18 @@ from typing import ClassVar
 
 from engine.checkpoints.use import Kind
 from server.extensions.pooling.classify import Classify
+from server.extensions.pooling.cohere import CohereEmbed
 from server.extensions.pooling.embeddings import Embeddings
 from server.extensions.pooling.pairs import Rerank, ScorePairs
 from server.extensions.pooling.raw import RawPooling
+from server.extensions.pooling.tei import TeiEmbed
 from server.run.extension import Extension, FirstRequest
 
 
 class PoolingExtension(Extension):
     """Embeddings, labels, and scores of pairs."""
 
-    endpoints = (Embeddings, Classify, ScorePairs, Rerank, RawPooling)
+    endpoints = (Embeddings, CohereEmbed, TeiEmbed, Classify, ScorePairs, Rerank, RawPooling)
     first_requests: ClassVar[Mapping[Kind, FirstRequest]] = dict.fromkeys(
         ("embed", "classify"), (RawPooling.operation.path, {"input": "def fibonacci(n):"})
     )

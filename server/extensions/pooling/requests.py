@@ -139,7 +139,7 @@ class PooledEndpoint(Endpoint[F]):
     def writer(self, body: F, generation: Generation, usage: UsageCounter) -> "PooledWriter[F]":
         return PooledWriter(self, body, usage)
 
-    def answer(self, name: str, body: F, outputs: list[bytes], usage: PooledUsage) -> msgspec.Struct:
+    def answer(self, name: str, body: F, outputs: list[bytes], usage: PooledUsage) -> object:
         """Returns the answer that is called ``name``.  outputs: what the engine gave for each prompt."""
         raise NotImplementedError
 
@@ -153,7 +153,7 @@ class PooledWriter(Writer, Generic[F]):
         self._body = body
         self._usage = usage
 
-    def whole(self, outputs: Sequence[Output]) -> msgspec.Struct:
+    def whole(self, outputs: Sequence[Output]) -> object:
         return self._endpoint.answer(self.id, self._body, pooled(outputs), PooledUsage.of(self._usage))
 
 

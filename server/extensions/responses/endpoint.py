@@ -71,9 +71,10 @@ class Responses(Endpoint[ResponsesBody]):
         wants_logprobs = LOGPROBS in (body.include or ()) or bool(body.top_logprobs)
         return self._translator.translate(
             body,
-            (read_input(body.input, body.instructions),),
+            (read_input(body.input, body.instructions, sees=self._translator.sees),),
             max_tokens=_max_tokens(body),
             logprobs=(body.top_logprobs or 0) if wants_logprobs else None,
+            effort=effort,
             tools=tools,
             chat=ChatOptions(
                 tools=tools.described,

@@ -10,7 +10,7 @@ from engine.config import Config
 from engine.types.errors import RequestError
 from server.extensions.storage.files import HOUR_S, Files
 from server.extensions.storage.pace import PACE, Pace
-from server.extensions.storage.routes import FileRoutes
+from server.extensions.storage.routes import BATCH, VISION, FileRoutes
 from server.extensions.storage.store import STORE, Store, check_storage
 from server.run.extension import Extension, ServerParts
 
@@ -31,7 +31,8 @@ class StorageExtension(Extension):
             return
         store = parts.app[STORE] = Store(parts.storage)
         parts.app[PACE] = Pace(parts.backend, parts.clients)
-        parts.routes.add(FileRoutes(store, parts.server))
+        purposes = VISION if parts.translator.card.sees else BATCH
+        parts.routes.add(FileRoutes(store, parts.server, purposes))
 
         async def live(app: web.Application) -> AsyncIterator[None]:
             sweeping = asyncio.create_task(_sweep(Files(store)), name="storage-sweep")

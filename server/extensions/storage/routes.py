@@ -19,14 +19,16 @@ from server.http.replies import json_reply
 
 FILES = "/v1/files"
 ONE = FILES + "/{id}"
-PURPOSES = ("batch",)
+MAX_FILE_BYTES = 200 << 20
+BATCH = ("batch",)
+VISION = (*BATCH, "vision", "user_data")  # where the model sees
 MAX_LISTED = 10_000
 LEAST_EXPIRY_S, MOST_EXPIRY_S = 3600, 2_592_000
 UPLOAD = {
     "type": "object",
     "properties": {
         "file": {"type": "string", "format": "binary"},
-        "purpose": {"const": "batch"},
+        "purpose": {"enum": VISION},
         "expires_after[anchor]": {"const": "created_at"},
         "expires_after[seconds]": {"type": "integer"},
     },
@@ -51,10 +53,11 @@ def owner_of(request: web.Request) -> str:
 
 
 class FileRoutes:
-    """Handles all of them."""
+    """Handles all of them.  purposes: those that a file may be stored for."""
 
-    def __init__(self, store: Store, server: ServerSection) -> None:
+    def __init__(self, store: Store, server: ServerSection, purposes: tuple[str, ...]) -> None:
         self._store = store
+        self._purposes = purposes
         self._files = Files(store)
         self._server = server
 
@@ -62,7 +65,7 @@ class FileRoutes:
     async def create(self, request: web.Request) -> web.Response:
         """Store a file.  Raises RequestError: 400, 403, 408, 413, 415 or 507."""
         refuse_foreign_page(request)  # a form of another site's page could be sent without asking first
-        owner, most = owner_of(request), self._store.settings.max_file_mb << 20
+        owner, most = owner_of(request), MAX_FILE_BYTES
         announced = request.content_length or 0
         if announced > most + FORM_BYTES:
             raise too_large(most)
@@ -73,9 +76,10 @@ class FileRoutes:
             if upload.num_bytes is None:
                 raise FieldError("file", "required, but not given")
             purpose = upload.fields.get("purpose")
-            if purpose not in PURPOSES:
+            if purpose not in self._purposes:
                 given = "required, but not given" if purpose is None else "not served"
-                raise FieldError("purpose", f"{given}; files are taken for 'batch'", code="unsupported_purpose")
+                taken = ", ".join(f"'{one}'" for one in self._purposes)
+                raise FieldError("purpose", f"{given}; files are taken for {taken}", code="unsupported_purpose")
             created_at = int(self._store.clock())
             file = FileObject(
                 id=file_id,

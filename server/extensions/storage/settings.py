@@ -13,7 +13,6 @@ class FileSettings(Addition, frozen=True):
     quota_mb: Annotated[int, key(
         "Most storage of one API key for files, responses and batches; beyond it requests get 400", ge=1
     )] = 1024
-    max_file_mb: Annotated[int, key("Largest file that a client may upload", ge=1)] = 200
     retention_hours: Annotated[int, key(
         "Finished files, responses and batches are deleted after this time; 0 for never", ge=0
     )] = 720

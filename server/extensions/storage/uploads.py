@@ -109,9 +109,7 @@ async def _read(request: web.Request, target: BufferedWriter, server: ServerSect
 
 def too_large(most: int) -> RequestError:
     """The refusal of a file with more bytes than that."""
-    return RequestError(
-        f"the file is larger than {most} bytes (storage.max_file_mb)", status=413, code="file_too_large", param="file"
-    )
+    return RequestError(f"the file is larger than {most} bytes", status=413, code="file_too_large", param="file")
 
 
 def _malformed(why: str) -> RequestError:

@@ -103,7 +103,7 @@ class StoredResponses:
         owner = owner_of(request)
         if body.background:
             request[CLIENT].admit()
-        task = await self._task(owner, body, ResumePoint())
+        task = await self._task(owner, body, ResumePoint(), request[EXCHANGE])
         if body.store is False:
             # A stream that is kept is understood again from its body alone, which a conversation is not.
             is_whole = body.previous_response_id is None
@@ -170,14 +170,17 @@ class StoredResponses:
 
     # ---- work -------------------------------------------------------------------------------
 
-    async def _task(self, owner: str, body: ResponsesBody, origin: ResumePoint) -> GenerateTask[ResponsesBody]:
+    async def _task(
+        self, owner: str, body: ResponsesBody, origin: ResumePoint, exchange: Exchange
+    ) -> GenerateTask[ResponsesBody]:
         """Returns what is to be done for a body.  Raises RequestError: 400, 404."""
         # What the endpoint itself would have to refuse is done here.
         asked = structs.replace(body, previous_response_id=None, background=None)
         if body.previous_response_id is not None:
             before = await self._table.conversation(owner, body.previous_response_id)
             asked = structs.replace(asked, input=[*before, *_items(body)])
-        generation: Generation = await asyncio.to_thread(self._route.translate, asked)
+        translated: Generation = await asyncio.to_thread(self._route.translate, asked)
+        generation = await self._route.completed(translated, exchange)
         return self._route.task(body, structs.replace(generation, origin=origin))
 
     def _begin(self, response_id: str, owner: str) -> None:
@@ -210,7 +213,7 @@ class StoredResponses:
         if (work := await self._table.begin(response_id)) is None:
             return
         origin = ResumePoint(uuid.UUID(hex=response_id.removeprefix(PREFIX)), work.created_at, work.seed)
-        task = await self._task(owner, await self._reader.understand(work.request), origin)
+        task = await self._task(owner, await self._reader.understand(work.request), origin, client.exchange)
         _writer(task).keep = self._table.finish
         await self._route.whole(client, task._replace(generation=unhurried(origin, task.generation)))
 

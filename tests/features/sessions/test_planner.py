@@ -1,5 +1,7 @@
 """Sessions in the real planner: a prefix outlives its pause, and everything still ends and is freed."""
 
+import pytest
+
 from benchmarks.agent_traffic import head, traffic
 from engine.features.sessions.leases import Leases
 from engine.features.sessions.planner import NAME, SessionsPlanner, session_part, ttl_of
@@ -58,6 +60,7 @@ def found(result: Replayed) -> float:
     return sum(one.cached_tokens for one in agents) / sum(one.num_prompt_tokens for one in agents)
 
 
+@pytest.mark.slow
 def test_leases_find_more_of_agents_prompts_than_lru() -> None:
     lru, lease = replayed("lru", 2500), replayed("lease", 2500)
     assert len(lru.ended) == len(lease.ended)
@@ -66,7 +69,7 @@ def test_leases_find_more_of_agents_prompts_than_lru() -> None:
 
 def test_a_pool_that_leases_fill_serves_all() -> None:
     """Prompts have up to 15,000 tokens, and the pool 20,000: nothing waits for a lease to end."""
-    result = replayed("lease", 1250)
+    result = replayed("lease", 600)
     assert all(one.num_output_tokens for one in result.ended)
 
 

@@ -1,0 +1,117 @@
+"""The messages of pictures: those to encode or to forget, a rank's answer, and the pictures of a step's new rows.
+
+Owns: how they are encoded.  Does not know: when they are sent.
+"""
+
+from typing import Final
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from engine.messages import FeatureAnswer, FeatureRequest, Step
+from engine.text.pictures import NAME, PlacedPicture, placed_pictures
+from engine.types.prompt import RequestPart
+
+
+class PictureFile(msgspec.Struct, frozen=True, array_like=True):
+    """A picture to encode.  key: as in ``PlacedPicture``.  num_rows: number of its places."""
+
+    key: str
+    data: bytes
+    num_rows: int
+
+
+class EncodePicture(msgspec.Struct, frozen=True, array_like=True):
+    """Forget the rows of pictures, then encode one.  picture: None for none."""
+
+    picture: PictureFile | None
+    forget: tuple[str, ...] = ()
+
+    def message(self, number: int) -> FeatureRequest:
+        """Return it as a message for every rank, whose answers have this number."""
+        return FeatureRequest(feature=NAME, number=number, body=msgspec.msgpack.encode(self))
+
+    @classmethod
+    def of(cls, message: FeatureRequest) -> "EncodePicture":
+        """Return the content of a message."""
+        return msgspec.msgpack.decode(message.body, type=cls)
+
+
+class PictureEncoded(msgspec.Struct, frozen=True, array_like=True):
+    """A rank has encoded a picture, or could not.  reason: '' if it has.  status: of the error."""
+
+    reason: str = ""
+    status: int = 400
+
+    def message(self, rank: int, number: int) -> FeatureAnswer:
+        """Return it as a message for the planner."""
+        return FeatureAnswer(rank=rank, feature=NAME, number=number, body=msgspec.msgpack.encode(self))
+
+    @classmethod
+    def of(cls, message: FeatureAnswer) -> "PictureEncoded":
+        """Return the content of a message."""
+        return msgspec.msgpack.decode(message.body, type=cls)
+
+
+class RowPicture(msgspec.Struct, frozen=True, array_like=True):
+    """A picture in a row's prompt.  key, places, grid: as in ``PlacedPicture``."""
+
+    key: str
+    places: bytes
+    grid: tuple[int, int, int]
+
+    @property
+    def places_n(self) -> npt.NDArray[np.int32]:
+        """The positions as an array, ascending."""
+        return np.frombuffer(self.places, dtype=np.int32)
+
+    def overlaps(self, start: int, end: int) -> bool:
+        """Return whether one of its places is among these positions."""
+        first, last = np.searchsorted(self.places_n, (start, end))
+        return bool(first < last)
+
+    @classmethod
+    def of(cls, picture: PlacedPicture) -> "RowPicture":
+        """Return a picture without its file."""
+        return cls(picture.key, picture.places, picture.grid)
+
+
+RowPictures = dict[int, tuple[RowPicture, ...]]
+"""The pictures of each row that a step admits and that has any."""
+
+_rows: Final = msgspec.msgpack.Decoder(RowPictures)
+
+
+def part_of(pictures: RowPictures) -> dict[str, bytes]:
+    """Return the parts of a step that admits rows with these pictures."""
+    return {NAME: msgspec.msgpack.encode(pictures)}
+
+
+def pictures_of(step: Step) -> RowPictures:
+    """Return the pictures of a step's new rows."""
+    return _rows.decode(part) if (part := step.parts.get(NAME)) is not None else {}
+
+
+def sentence(message: FeatureRequest | FeatureAnswer) -> str:
+    """Return a message in words."""
+    if isinstance(message, FeatureRequest):
+        wanted = EncodePicture.of(message)
+        forget = f"forget {len(wanted.forget)} pictures"
+        return forget if wanted.picture is None else f"encode {wanted.picture.num_rows} tokens, {forget}"
+    reason = PictureEncoded.of(message).reason
+    return f"picture {message.number} on rank {message.rank}: {reason or 'encoded'}"
+
+
+def planned_with(part: RequestPart) -> RequestPart:
+    """Return the part of a request without the files of pictures."""
+    pictures = [msgspec.structs.replace(one, data=b"") for one in placed_pictures(part)]
+    return RequestPart(part.digest, msgspec.msgpack.encode(pictures))
+
+
+def without_content(body: bytes) -> bytes:
+    """Return the body of a request to the ranks without the file of the picture."""
+    wanted = msgspec.msgpack.decode(body, type=EncodePicture)
+    if wanted.picture is not None:
+        wanted = msgspec.structs.replace(wanted, picture=msgspec.structs.replace(wanted.picture, data=b""))
+    return msgspec.msgpack.encode(wanted)

@@ -1,0 +1,215 @@
+"""Pictures in the planner: sequences that wait until every rank has encoded their pictures.
+
+Owns: the requests to the ranks, which pictures they keep, the pictures of new rows.
+Does not know: what an encoder computes, pages, the queue.
+
+A sequence whose turn has come is held until the ranks have the pictures of its prompt that the cache of pages does not
+cover.  They keep these until the prompt is computed, and later as far as there is room: a retraction, or new
+executors, make it wait again.
+"""
+
+from functools import partial
+
+from engine.features.images.cache import PictureCache
+from engine.features.images.messages import EncodePicture, PictureEncoded, PictureFile, RowPicture, part_of
+from engine.features.images.settings import ImageSettings
+from engine.messages import Admit, Failed, FeatureAnswer, FeatureRequest, Finish
+from engine.plugins.features import FeatureContext
+from engine.scheduling.events import Why
+from engine.scheduling.feature import NewFeature, PlannerFeature, PlannerParts
+from engine.scheduling.rows import Sequence
+from engine.scheduling.step_builder import StepBuilder
+from engine.text.pictures import NAME, PlacedPicture, placed_pictures
+from engine.types.errors import RequestError
+
+Pictures = tuple[PlacedPicture, ...]
+
+
+class ImagesPlanner(PlannerFeature):
+    """The pictures of one planner's requests.  num_rows: places of pictures that each rank keeps."""
+
+    def __init__(self, parts: PlannerParts, num_rows: int) -> None:
+        self._parts = parts
+        self._cache = PictureCache(num_rows, parts.limits.num_ranks)
+        self._waiting: dict[int, Sequence] = {}  # by request
+        self._requests: list[FeatureRequest] = []
+        self._keys: dict[int, str] = {}  # of pictures that are being encoded, by number of the request to the ranks
+        self._num_requested = 0
+        self._new_rows: dict[int, Pictures] = {}
+        self._whole: dict[int, list[PlacedPicture]] = {}  # by row, those that must be computed at once
+        self._ends: dict[int, int] = {}  # by row, the tokens after which it needs no picture
+
+    def admit(self, sequence: Sequence, message: Admit) -> None:
+        if (part := message.parts.get(NAME)) is None:
+            return
+        if sequence.params.prompt_logprobs is not None or not sequence.params.generates:
+            raise RequestError(
+                "a prompt with pictures generates text, without prompt_logprobs; leave them out",
+                param="prompt_logprobs",
+            )
+        pictures = placed_pictures(part)
+        num_rows = sum(len(one.places_n) for one in {one.key: one for one in pictures}.values())
+        if num_rows > self._cache.most:
+            raise RequestError(
+                f"the pictures of this request have {num_rows} tokens, and images.cache_tokens={self._cache.most} is "
+                "the most; send fewer or smaller pictures",
+                code="too_many_pictures",
+                param="messages",
+            )
+        sequence.notes[NAME] = pictures
+
+    # ---- before a sequence has a row ---------------------------------------------------------
+
+    def hold(self, sequence: Sequence) -> Why | None:
+        """Request what the ranks lack, and hold the sequence until they have it."""
+        if NAME not in sequence.notes or self._is_ready(sequence):
+            return None
+        self._waiting[sequence.request_id] = sequence
+        return "encode"
+
+    def has_room(self, sequence: Sequence) -> bool:
+        """Return whether the ranks have the pictures that they need to compute the sequence."""
+        if NAME not in sequence.notes or self._is_ready(sequence):
+            return True
+        for user in list(self._cache.waiting):  # this one cannot give up its turn, so it goes before them
+            self._cache.leave(user)
+        return self._is_ready(sequence)
+
+    def _is_ready(self, sequence: Sequence) -> bool:
+        """Return whether the ranks keep what the sequence needs; request it otherwise, if the cache has room."""
+        pictures: Pictures = sequence.notes[NAME]
+        num_cached = self._parts.pages.num_cached_tokens(sequence)
+        needed = [one for one in pictures if one.end > num_cached]
+        if not self._cache.keeps_for(sequence.request_id, needed):
+            if (taken := self._cache.take(sequence.request_id, needed)) is None:
+                return False
+            new, forgotten = taken
+            for one in new:
+                self._request(PictureFile(one.key, one.data, len(one.places_n)), tuple(forgotten))
+                forgotten = []
+        return self._cache.are_encoded(needed)
+
+    def _request(self, picture: PictureFile | None, forgotten: tuple[str, ...]) -> None:
+        self._requests.append(EncodePicture(picture, forgotten).message(self._num_requested))
+        if picture is not None:
+            self._keys[self._num_requested] = picture.key
+        self._num_requested += 1
+
+    def outgoing(self) -> list[FeatureRequest]:
+        requests, self._requests = self._requests, []
+        return requests
+
+    def received(self, message: FeatureAnswer) -> None:
+        """Take one rank's answer.  The last one gives sequences back to the queue."""
+        if message.feature != NAME or (key := self._keys.get(message.number)) is None:
+            return  # another rank could not encode it, or the executors that got the request are gone
+        answer = PictureEncoded.of(message)
+        if answer.reason:
+            del self._keys[message.number]
+            error = RequestError(answer.reason, status=answer.status, code="bad_picture", param="messages")
+            for request_id in self._cache.lost(key):
+                self._fail(self._parts.requests.open[request_id], error)
+            self._request(None, (key,))  # others may have encoded it
+        elif self._cache.answered(key):
+            del self._keys[message.number]
+        self._give_back()
+
+    def _fail(self, sequence: Sequence, error: RequestError) -> None:
+        """End a request that has no row."""
+        self._parts.prefills.forget(sequence)
+        self._parts.requests.end(sequence, Finish.ERROR, len(sequence.tokens))
+        self._parts.requests.outbox.append(Failed.of(sequence.request_id, error))
+
+    def _give_back(self) -> None:
+        """Queue the sequences that the ranks can compute now."""
+        for sequence in list(self._waiting.values()):
+            if self._is_ready(sequence):
+                del self._waiting[sequence.request_id]
+                self._parts.prefills.wait(sequence)
+        self._parts.prefills.unblock()
+
+    def num_held(self) -> int:
+        """Return the number of sequences that wait for pictures."""
+        return len(self._waiting)
+
+    def forget(self, sequence: Sequence) -> bool:
+        return self._waiting.pop(sequence.request_id, None) is not None
+
+    def ended(self, sequence: Sequence) -> None:
+        """Keep the pictures of a request without a row no longer."""
+        if self._cache.leave(sequence.request_id):
+            self._give_back()
+
+    # ---- rows -------------------------------------------------------------------------------
+
+    def started(self, sequence: Sequence) -> None:
+        """Keep the pictures for the row, from now until its prompt is computed."""
+        if (pictures := sequence.notes.get(NAME)) is not None:
+            self._new_rows[sequence.row] = pictures
+            self._ends[sequence.row] = len(sequence.tokens)
+            if whole := [one for one in pictures if one.whole]:
+                self._whole[sequence.row] = whole
+            self._cache.rename(sequence.request_id, _user_of(sequence.row))
+
+    def attach(self, step: StepBuilder) -> None:
+        """Add the pictures of new rows to the step."""
+        if self._new_rows:
+            step.parts |= part_of(
+                {row: tuple(map(RowPicture.of, pictures)) for row, pictures in self._new_rows.items()}
+            )
+            self._new_rows.clear()
+
+    def chunk_tokens(self, row: int, most: int) -> int:
+        """Return the number of tokens that ends before a picture, or behind it, where it must be computed at once.
+
+        It is more than ``most`` where such a picture is next and is longer than a step."""
+        pictures = self._whole.get(row)
+        if pictures is None or not most:
+            return most
+        start = int(self._parts.table.num_computed[row])
+        for one in pictures:
+            if start <= one.start < start + most < one.end:
+                return one.start - start or one.end - start
+            if one.start < start < one.end:
+                return max(most, one.end - start)
+        return most
+
+    def published(self, row: int, num_tokens: int) -> None:
+        if num_tokens >= self._ends.get(row, num_tokens + 1):
+            self.released(row)
+
+    def released(self, row: int) -> None:
+        """Keep the pictures of the row no longer: no step in flight reads them."""
+        self._whole.pop(row, None)
+        if self._ends.pop(row, None) is not None and self._cache.leave(_user_of(row)):
+            self._give_back()
+
+    def reset(self) -> list[Sequence]:
+        """Forget every picture: new executors keep none."""
+        sequences = list(self._waiting.values())
+        self._waiting.clear()
+        self._requests.clear()
+        self._keys.clear()
+        self._new_rows.clear()
+        self._ends.clear()
+        self._whole.clear()
+        self._cache.clear()
+        return sequences
+
+    def gauges(self) -> dict[str, int]:
+        """Return how many pictures were encoded, and how many were found encoded; nothing before the first."""
+        if not self._cache.num_encoded:
+            return {}
+        return {"pictures_encoded": self._cache.num_encoded, "pictures_found": self._cache.num_found}
+
+
+def _user_of(row: int) -> int:
+    """Return the name under which a row needs pictures; those of requests are not negative."""
+    return -1 - row
+
+
+def planner_feature(context: FeatureContext) -> NewFeature | None:
+    """Return the builder of the feature; None for a model of text."""
+    if NAME not in context.found:
+        return None
+    return partial(ImagesPlanner, num_rows=ImageSettings.of(context.config).cache_tokens)

@@ -1,0 +1,79 @@
+"""The conformance kit for encoders of pictures: one call checks an encoder, and lists every case that fails.
+
+    from engine.plugins.encoder.kit import check_encoder
+    check_encoder(lambda: MyEncoder(directory, config))
+
+Owns: random pictures.  Does not know: families, what rows mean.
+"""
+
+from collections.abc import Callable, Sequence
+from io import BytesIO
+
+import numpy as np
+
+from engine.plugins.encoder.encoder import Encoder, Tower
+from engine.plugins.proof.findings import Findings
+
+SIZES = ((64, 64), (37, 91), (230, 40))
+
+
+def check_encoder(make: Callable[[], Encoder], dtype: str = "float32") -> None:
+    """Lay out and encode a few pictures on the CPU.  Raises ConformanceError with all that fails.
+
+    make: builds the encoder of a checkpoint, as the plugin's hook does.  dtype: of its rows."""
+    findings = Findings("encoder")
+    with findings.case("it is an encoder"):
+        assert isinstance(make(), Encoder), f"{make()!r} lacks a part of Encoder"
+    files = [_picture(*size) for size in SIZES]
+    with findings.case("a layout has its token at each place"):
+        _lays_out(make(), files)
+    with findings.case("two encoders of one checkpoint have the same settings"):
+        assert make().settings == make().settings, "they differ"
+    with findings.case("a file that is no picture"):
+        _refuses(make().size)
+    with findings.case("rows are those of the layout"):
+        _encodes(make(), make().tower("cpu", dtype), files, dtype)
+    findings.conclude()
+
+
+def _picture(width: int, height: int) -> bytes:
+    from PIL import Image  # an optional package
+
+    file = BytesIO()
+    colours = np.random.default_rng((width, height)).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    Image.fromarray(colours).save(file, "PNG")
+    return file.getvalue()
+
+
+def _refuses(read: Callable[[bytes], object]) -> None:
+    from engine.types.errors import RequestError
+
+    try:
+        read(b"no picture")
+    except RequestError:
+        return
+    raise AssertionError("it raises no RequestError")
+
+
+def _lays_out(encoder: Encoder, files: Sequence[bytes]) -> None:
+    for size, data in zip(SIZES, files, strict=True):
+        assert encoder.size(data) == size, f"a picture of {size} pixels has the size {encoder.size(data)}"
+        layout = encoder.layout(*size)
+        assert layout.num_rows > 0, f"a picture of {size} pixels has no place"
+        count = layout.text.count(encoder.token)
+        assert count == layout.num_rows, f"the text has the token {count} times, for {layout.num_rows} rows"
+        if encoder.axes is not None:
+            assert np.prod(layout.grid) == layout.num_rows, f"the grid {layout.grid} has not {layout.num_rows} places"
+
+
+def _encodes(encoder: Encoder, tower: Tower, files: Sequence[bytes], dtype: str) -> None:
+    assert tower.nbytes > 0, "it says that it takes no memory"
+    first = [tower.encode(data) for data in files]
+    again = [tower.encode(data) for data in reversed(files)][::-1]
+    for size, rows_LND, same_LND in zip(SIZES, first, again, strict=True):
+        expected = (1 + encoder.num_deep, encoder.layout(*size).num_rows)
+        assert tuple(rows_LND.shape[:2]) == expected, f"{size}: rows of shape {tuple(rows_LND.shape)}, not {expected}"
+        assert str(rows_LND.dtype) == f"torch.{dtype}", f"rows are {rows_LND.dtype}, not {dtype}"
+        assert bool((rows_LND == same_LND).all()), f"{size}: other bits after other pictures"
+    assert not bool((first[0][0, 0] == first[1][0, 0]).all()), "two pictures have the same first row"
+    _refuses(tower.encode)

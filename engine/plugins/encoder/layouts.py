@@ -1,0 +1,164 @@
+"""The places of pictures in prompts, by family: how many tokens a picture of some size has, and the text around them.
+
+Owns: the arithmetic of each family's processor, without decoding or computing anything.
+Does not know: torch, pixels, token ids.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from engine.text.pictures import PictureLayout
+from engine.types.errors import RequestError
+
+Layout = Callable[[int, int], PictureLayout]
+"""Returns the layout of a picture of a width and a height."""
+Table = Mapping[str, Any]
+MOST_RATIO = 200  # Qwen's processor refuses longer strips
+LARGEST_SIDE = 4096  # Idefics3's processor shrinks to this side
+
+
+class FamilyFiles(NamedTuple):
+    """The settings that a family reads: config.json, those of its processor, those of its image processor."""
+
+    config: Table
+    processor: Table
+    images: Table
+
+
+def llava(files: FamilyFiles) -> Layout:
+    """Return the layout of LLaVA 1.5: every picture has the same number of places."""
+    vision = files.config["vision_config"]
+    sides = vision["image_size"] // vision["patch_size"]
+    strategy = files.config.get("vision_feature_select_strategy", "default")
+    count = sides**2 + (strategy == "full")
+    return lambda width, height: PictureLayout("<image>" * count, count)
+
+
+def idefics3(files: FamilyFiles) -> Layout:
+    """Return the layout of Idefics3 and SmolVLM: tiles in lines and columns, and the whole picture."""
+    vision, images = files.config["vision_config"], files.images
+    sides = vision["image_size"] // vision["patch_size"] // files.config.get("scale_factor", 2)
+    count, longest = sides**2, images.get("size", {}).get("longest_edge", 4 * 364)
+    tile = images.get("max_image_size", {}).get("longest_edge", 364)
+    fake, whole, tokens = "<fake_token_around_image>", "<global-img>", "<image>" * count
+
+    def layout(width: int, height: int) -> PictureLayout:
+        lines, columns = _tiles(width, height, longest, tile) if images.get("do_image_splitting", True) else (0, 0)
+        text = "".join(
+            "".join(f"{fake}<row_{line}_col_{column}>{tokens}" for column in range(1, columns + 1)) + "\n"
+            for line in range(1, lines + 1)
+        )
+        between = "\n" if lines else ""
+        return PictureLayout(f"{text}{between}{fake}{whole}{tokens}{fake}", count * (lines * columns + 1))
+
+    return layout
+
+
+def _tiles(width: int, height: int, longest: int, tile: int) -> tuple[int, int]:
+    """Return lines and columns of tiles; zeros for a picture that fits one."""
+    ratio = width / height
+    if width >= height:
+        width, height = longest, int(longest / ratio)
+        height += height % 2
+    else:
+        height, width = longest, int(longest * ratio)
+        width += width % 2
+    width, height = max(width, 1), max(height, 1)
+    ratio = width / height
+    if width >= height and width > LARGEST_SIDE:
+        width, height = LARGEST_SIDE, int(LARGEST_SIDE / ratio)
+    elif height > width and height > LARGEST_SIDE:
+        height, width = LARGEST_SIDE, int(LARGEST_SIDE * ratio)
+    width, height = max(width, 1), max(height, 1)
+    ratio = width / height
+    if width >= height:
+        width = math.ceil(width / tile) * tile
+        height = math.ceil(int(width / ratio) / tile) * tile
+    else:
+        height = math.ceil(height / tile) * tile
+        width = math.ceil(int(height * ratio) / tile) * tile
+    if height <= tile and width <= tile:
+        return 0, 0
+    return math.ceil(height / tile), math.ceil(width / tile)
+
+
+def qwen_vl(files: FamilyFiles) -> Layout:
+    """Return the layout of Qwen's models: a place for each square of patches, which has frame, line and column."""
+    vision, images = files.config["vision_config"], files.images
+    patch = images.get("patch_size", vision.get("patch_size", 14))
+    merged = images.get("merge_size", 2)
+    size, factor = images.get("size") or {}, patch * merged
+    least = images.get("min_pixels") or size.get("shortest_edge") or size.get("min_pixels", 56 * 56)
+    most = images.get("max_pixels") or size.get("longest_edge") or size.get("max_pixels", 28 * 28 * 1280)
+
+    def layout(width: int, height: int) -> PictureLayout:
+        if max(width, height) > MOST_RATIO * min(width, height):
+            raise RequestError(
+                f"a picture of {width} x {height} pixels: the longer side must be at most {MOST_RATIO} times the other",
+                param="messages",
+            )
+        lines, columns = round(height / factor), round(width / factor)
+        if lines * columns * factor**2 > most:
+            by = math.sqrt((height * width) / most)
+            lines, columns = max(1, math.floor(height / by / factor)), max(1, math.floor(width / by / factor))
+        elif lines * columns * factor**2 < least:
+            by = math.sqrt(least / (height * width))
+            lines, columns = math.ceil(height * by / factor), math.ceil(width * by / factor)
+        return PictureLayout("<|image_pad|>" * (lines * columns), lines * columns, (1, lines, columns))
+
+    return layout
+
+
+def gemma3(files: FamilyFiles) -> Layout:
+    """Return the layout of Gemma 3: a fixed number of places between marks and blank lines."""
+    if files.images.get("do_pan_and_scan"):
+        raise ValueError("do_pan_and_scan, which cuts pictures into crops, is not served")
+    count = files.processor.get("image_seq_length") or files.config.get("mm_tokens_per_image", 256)
+    text = f"\n\n<start_of_image>{'<image_soft_token>' * count}<end_of_image>\n\n"
+    return lambda width, height: PictureLayout(text, count)
+
+
+def pixtral(files: FamilyFiles) -> Layout:
+    """Return the layout of Pixtral and Mistral 3: lines of places with a break after each."""
+    factor = side(files)
+    size = files.images.get("size", {})
+    longest = size.get("longest_edge", 1024)
+
+    def layout(width: int, height: int) -> PictureLayout:
+        if (ratio := max(width, height) / longest) > 1:
+            width, height = math.floor(width / ratio), math.floor(height / ratio)
+        lines, columns = (height - 1) // factor + 1, (width - 1) // factor + 1
+        text = "[IMG_BREAK]".join(["[IMG]" * columns] * lines)
+        return PictureLayout(f"{text}[IMG_END]", lines * columns)
+
+    return layout
+
+
+def side(files: FamilyFiles) -> int:
+    """Return the pixels of a side of one of Pixtral's places."""
+    patch: int = files.config["vision_config"].get("patch_size", 16)
+    merged: int = files.config.get("spatial_merge_size", 1)
+    return patch * merged
+
+
+def internvl(files: FamilyFiles) -> Layout:
+    """Return the layout of InternVL 3: tiles of a fixed number of places, and the whole picture where there are two."""
+    images, count = files.images, files.processor.get("image_seq_length") or files.config.get("image_seq_length", 256)
+    size = images.get("size", {})
+    tile_height, tile_width = size.get("height", 448), size.get("width", 448)
+    least, most = images.get("min_patches", 1), images.get("max_patches", 12)
+    shapes = [(columns, lines) for columns in range(1, most + 1) for lines in range(1, most + 1)]
+    shapes = sorted((one for one in shapes if least <= one[0] * one[1] <= most), key=math.prod)
+
+    def layout(width: int, height: int) -> PictureLayout:
+        best, apart = (1, 1), math.inf
+        for shape in shapes:
+            off = abs(width / height - shape[0] / shape[1])
+            if off < apart or (off == apart and width * height > 0.5 * tile_height * tile_width * math.prod(shape)):
+                best, apart = shape, off
+        tiles = math.prod(best)
+        num_rows = count * (tiles + (tiles > 1))
+        return PictureLayout(f"<img>{'<IMG_CONTEXT>' * num_rows}</img>", num_rows)
+
+    return layout

@@ -1,0 +1,136 @@
+"""Pictures through transformers: the vision tower, projector and image processor of the checkpoint's own model there.
+
+Owns: which architectures it knows, and what each needs besides its layout.  Does not know: torch (``towers.py``).
+"""
+
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from engine.checkpoints.fields import read_fields
+from engine.plugins.encoder.encoder import Axes, Encoder, Tower
+from engine.plugins.encoder.layouts import (
+    FamilyFiles,
+    Layout,
+    gemma3,
+    idefics3,
+    internvl,
+    llava,
+    pixtral,
+    qwen_vl,
+    side,
+)
+from engine.plugins.hookspecs import EncoderContext, hookimpl
+from engine.text.picture_files import shown_size
+from engine.text.pictures import PictureLayout
+from engine.types.errors import WeightsError
+
+CALLBOARD_PLUGIN = {
+    "api": 1,
+    "packages": ["transformers", "PIL"],
+    "architectures": {
+        "Gemma3ForConditionalGeneration": "",
+        "Idefics3ForConditionalGeneration": "",
+        "InternVLForConditionalGeneration": "",
+        "LlavaForConditionalGeneration": "",
+        "Mistral3ForConditionalGeneration": "",
+        "Qwen2VLForConditionalGeneration": "",
+        "Qwen2_5_VLForConditionalGeneration": "",
+        "Qwen3VLForConditionalGeneration": "",
+        "Qwen3VLMoeForConditionalGeneration": "",
+        "Qwen3_5ForConditionalGeneration": "",
+        "Qwen3_5MoeForConditionalGeneration": "",
+        "SmolVLMForConditionalGeneration": "",
+    },
+}
+
+
+class _Family(NamedTuple):
+    """A family.  placeholder, token, whole: as in ``PictureFormat``.
+
+    arguments: those that its processor gives the image processor, besides that one's own settings."""
+
+    layout: Callable[[FamilyFiles], Layout]
+    placeholder: str
+    token: str
+    whole: bool = False
+    arguments: Callable[[FamilyFiles], dict[str, Any]] = lambda files: {}
+
+
+_QWEN = _Family(qwen_vl, "<|image_pad|>", "<|image_pad|>")
+_IDEFICS = _Family(idefics3, "<image>", "<image>")
+_PIXTRAL = _Family(
+    pixtral, "[IMG]", "[IMG]", arguments=lambda files: {"patch_size": dict.fromkeys(("height", "width"), side(files))}
+)
+FAMILIES = {
+    "Gemma3ForConditionalGeneration": _Family(gemma3, "<start_of_image>", "<image_soft_token>", whole=True),
+    "Idefics3ForConditionalGeneration": _IDEFICS,
+    "InternVLForConditionalGeneration": _Family(
+        internvl, "<IMG_CONTEXT>", "<IMG_CONTEXT>", arguments=lambda files: {"crop_to_patches": True}
+    ),
+    "LlavaForConditionalGeneration": _Family(llava, "<image>", "<image>"),
+    "Mistral3ForConditionalGeneration": _PIXTRAL,
+    "Qwen2VLForConditionalGeneration": _QWEN,
+    "Qwen2_5_VLForConditionalGeneration": _QWEN,
+    "Qwen3VLForConditionalGeneration": _QWEN,
+    "Qwen3VLMoeForConditionalGeneration": _QWEN,
+    "Qwen3_5ForConditionalGeneration": _QWEN,
+    "Qwen3_5MoeForConditionalGeneration": _QWEN,
+    "SmolVLMForConditionalGeneration": _IDEFICS,
+}
+
+
+class TransformersEncoder(Encoder):
+    """The encoder of one checkpoint."""
+
+    def __init__(self, directory: Path, config: dict[str, Any]) -> None:
+        """Read the settings.  Raises WeightsError that names the file."""
+        self._directory = directory
+        self._architecture = config["architectures"][0]
+        family = FAMILIES[self._architecture]
+        if config["vision_config"].get("model_type") == "pixtral":
+            family = _PIXTRAL
+        processor = _table(directory / "processor_config.json")
+        images = processor.get("image_processor") or _table(directory / "preprocessor_config.json")
+        try:
+            files = FamilyFiles(config, processor, images)
+            self._layout, self._arguments = family.layout(files), family.arguments(files)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise WeightsError(f"{directory}: the settings of pictures cannot be read: {error!r}") from None
+        self.placeholder, self.token, self.whole = family.placeholder, family.token, family.whole
+        self.axes = _axes(config)
+        self.num_deep = len(config["vision_config"].get("deepstack_visual_indexes", ()))
+        written = msgspec.json.encode((config["vision_config"], processor, images), order="deterministic")
+        self.settings = hashlib.sha256(written).hexdigest()
+
+    def layout(self, width: int, height: int) -> PictureLayout:
+        return self._layout(width, height)
+
+    def size(self, data: bytes) -> tuple[int, int]:
+        return shown_size(data)
+
+    def tower(self, device: str, dtype: str) -> Tower:
+        from engine.plugins.encoder.towers import TransformersTower  # with torch
+
+        return TransformersTower(self._directory, self._architecture, device, dtype, self._arguments)
+
+
+def _table(path: Path) -> dict[str, Any]:
+    return read_fields(path).table if path.exists() else {}
+
+
+def _axes(config: dict[str, Any]) -> Axes | None:
+    """Return the axes of positions; None for a model that has one."""
+    text = config.get("text_config", config)
+    rotary = text.get("rope_parameters") or text.get("rope_scaling") or config.get("rope_scaling") or {}
+    sections = rotary.get("mrope_section")
+    return Axes(tuple(sections), bool(rotary.get("mrope_interleaved", False))) if sections else None
+
+
+@hookimpl
+def callboard_encoder(context: EncoderContext) -> Encoder:
+    """Return the encoder of a checkpoint."""
+    return TransformersEncoder(context.directory, context.config)

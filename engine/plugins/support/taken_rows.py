@@ -1,0 +1,31 @@
+"""Rows of weights that a linear kernel has taken as their file stores them, until it lays the weights out.
+
+Owns: the rows and their places.  Does not know: formats, kernels.
+"""
+
+from collections import defaultdict
+
+from torch import Tensor
+
+from engine.layers.packing import StoredRows
+
+
+class TakenRows:
+    """Rows that kernels of one model have taken, by the storage of their weight and their place in it."""
+
+    def __init__(self) -> None:
+        self._rows: defaultdict[int, dict[int, StoredRows]] = defaultdict(dict)
+
+    def add(self, target: Tensor, rows: StoredRows) -> None:
+        """Add the rows of a part of a weight."""
+        self._rows[target.untyped_storage().data_ptr()][int(target.storage_offset())] = rows
+
+    def all_of(self, weight_OI: Tensor) -> bool:
+        """Return whether no row of the weight is missing."""
+        rows = self._rows.get(weight_OI.untyped_storage().data_ptr(), {})
+        return sum(len(one.blocks) for one in rows.values()) == len(weight_OI)
+
+    def pop(self, weight_OI: Tensor) -> list[tuple[int, StoredRows]]:
+        """Return (first row, rows) of each part of the weight, in order, and forget them."""
+        parts = self._rows.pop(weight_OI.untyped_storage().data_ptr(), {})
+        return [(offset // weight_OI.shape[1], parts[offset]) for offset in sorted(parts)]

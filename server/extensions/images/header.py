@@ -1,0 +1,138 @@
+"""The headers of picture files: format and size, from the first bytes and without decoding.
+
+Owns: which formats are read, and the limits that a header shows.  Does not know: Pillow, requests.
+The size that a header states is checked again by the decoder, which may read another one.
+"""
+
+from typing import Final, NamedTuple
+
+from engine.types.errors import CallboardError
+
+MAX_PIXELS: Final = 40_000_000
+MIN_SIDE: Final = 4  # image processors take an array with three rows or one for channels
+MAX_RATIO: Final = 200  # of the sides: the most that image processors take
+MAX_SCANS: Final = 200  # of a JPEG: each costs a pass over all of its pixels
+MAX_SEGMENTS: Final = 4096
+PNG: Final = b"\x89PNG\r\n\x1a\n"
+PNG_END: Final = b"\0\0\0\0IEND\xaeB`\x82"
+JPEG: Final = b"\xff\xd8\xff"
+GIF: Final = (b"GIF87a", b"GIF89a")
+SIZES_OF_JPEG: Final = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
+ALONE: Final = frozenset((0x01, *range(0xD0, 0xD9)))  # markers without a length
+START_OF_SCAN, END_OF_JPEG = 0xDA, 0xD9
+FORMATS: Final = "PNG, JPEG, WebP and GIF"
+
+
+class PictureError(CallboardError):
+    """A picture cannot be read, or is beyond a limit.  The message follows the name of the field."""
+
+
+class PictureHeader(NamedTuple):
+    """The facts in a header.  format: as Pillow names it."""
+
+    format: str
+    width: int
+    height: int
+
+    def check(self) -> None:
+        """Raise PictureError for a size that is beyond a limit."""
+        size = f"{self.width} x {self.height} pixels"
+        if self.width * self.height > MAX_PIXELS:
+            raise PictureError(f"{size}; at most {MAX_PIXELS} pixels are allowed: scale it down")
+        short, long = sorted((self.width, self.height))
+        if short < MIN_SIDE:
+            raise PictureError(f"{size}; each side must have at least {MIN_SIDE}")
+        if long > MAX_RATIO * short:
+            raise PictureError(f"{size}; the longer side may have at most {MAX_RATIO} times the shorter one's pixels")
+
+
+def read_header(data: bytes) -> PictureHeader:
+    """Return a picture's header.  Raises PictureError for another format, for damage, and beyond limits."""
+    if data.startswith(PNG):
+        header = _png(data)
+    elif data.startswith(JPEG):
+        header = _jpeg(data)
+    elif data.startswith(GIF):
+        header = _gif(data)
+    elif data[:4] == b"RIFF" and data[8:12] == b"WEBP":
+        header = _webp(data)
+    else:
+        begins = f"it begins with {data[:8].hex(' ')}" if data else "it is empty"
+        raise PictureError(f"not a picture of a known format ({begins}); {FORMATS} are read")
+    header.check()
+    return header
+
+
+def _png(data: bytes) -> PictureHeader:
+    if len(data) < 33 or data[8:16] != b"\0\0\0\x0dIHDR":
+        raise _cut("PNG")
+    depth = data[24]
+    if depth == 16:
+        raise PictureError("a PNG of 16 bits a channel; at most 8 are allowed: convert it to 8")
+    if not data.endswith(PNG_END):
+        whole = data.rfind(PNG_END) < 0
+        raise _cut("PNG") if whole else PictureError("a PNG with other data behind its end; send the picture alone")
+    return PictureHeader("PNG", int.from_bytes(data[16:20], "big"), int.from_bytes(data[20:24], "big"))
+
+
+def _jpeg(data: bytes) -> PictureHeader:
+    at = 2
+    for _ in range(MAX_SEGMENTS):
+        if at + 4 > len(data):
+            raise _cut("JPEG")
+        if data[at] != 0xFF:
+            raise PictureError("a damaged JPEG: its segments do not follow each other")
+        marker = data[at + 1]
+        if marker == 0xFF or marker in ALONE:
+            at += 1 if marker == 0xFF else 2
+        elif marker in SIZES_OF_JPEG:
+            return _jpeg_frame(data, data[at + 4 : at + 10])
+        elif marker in (START_OF_SCAN, END_OF_JPEG):
+            raise PictureError("a damaged JPEG: its size is missing")
+        else:
+            at += 2 + max(int.from_bytes(data[at + 2 : at + 4], "big"), 2)
+    raise PictureError(f"a JPEG with more than {MAX_SEGMENTS} segments before its size")
+
+
+def _jpeg_frame(data: bytes, frame: bytes) -> PictureHeader:
+    if len(frame) < 6:
+        raise _cut("JPEG")
+    bits, num_channels = frame[0], frame[5]
+    if bits != 8:
+        raise PictureError(f"a JPEG of {bits} bits a channel; 8 are allowed: convert it")
+    if num_channels not in (1, 3):
+        raise PictureError(f"a JPEG of {num_channels} channels (4 are CMYK); 1 or 3 are allowed: convert it to RGB")
+    if (num_scans := data.count(b"\xff\xda")) > MAX_SCANS:
+        raise PictureError(f"a JPEG of {num_scans} scans; at most {MAX_SCANS} are allowed")
+    return PictureHeader("JPEG", int.from_bytes(frame[3:5], "big"), int.from_bytes(frame[1:3], "big"))
+
+
+def _gif(data: bytes) -> PictureHeader:
+    if len(data) < 14:
+        raise _cut("GIF")
+    if not data.endswith(b"\x3b"):
+        raise PictureError("a GIF that does not end as one: it is cut off, or other data follows")
+    return PictureHeader("GIF", int.from_bytes(data[6:8], "little"), int.from_bytes(data[8:10], "little"))
+
+
+def _webp(data: bytes) -> PictureHeader:
+    size = int.from_bytes(data[4:8], "little") + 8
+    if len(data) < max(size, 30):
+        raise _cut("WebP")
+    if len(data) > size + size % 2:
+        raise PictureError("a WebP with other data behind its end; send the picture alone")
+    kind, body = data[12:16], data[20:30]
+    if kind == b"VP8X":
+        width, height = (int.from_bytes(body[at : at + 3], "little") + 1 for at in (4, 7))
+    elif kind == b"VP8L" and body[0] == 0x2F:
+        bits = int.from_bytes(body[1:5], "little")
+        width, height = (bits & 0x3FFF) + 1, (bits >> 14 & 0x3FFF) + 1
+    elif kind == b"VP8 " and body[3:6] == b"\x9d\x01\x2a":
+        width, height = (int.from_bytes(body[at : at + 2], "little") & 0x3FFF for at in (6, 8))
+    else:
+        raise PictureError("a damaged WebP: it does not begin with a picture")
+    return PictureHeader("WEBP", width, height)
+
+
+def _cut(name: str) -> PictureError:
+    return PictureError(f"a {name} that is cut off")

@@ -1,0 +1,5 @@
+"""The fixtures that tests of pictures share with those of the server."""
+
+from tests.server.conftest import storage
+
+__all__ = ["storage"]
