@@ -9,7 +9,7 @@ sequence is one operation on one piece of memory.  Each state begins at a multip
 a sum by the address of its numbers.  The first slots are the running states of the rank's rows.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from math import prod
 from typing import NamedTuple
@@ -133,6 +133,10 @@ class StatesOfStep:
         """Replace the state of each row."""
         states_S.index_copy_(0, self.slots_B, states_B)
 
+    def mixed(self, mix: "Mix", inner_TI: Tensor, states: tuple[Tensor, ...], width: int) -> Tensor:
+        """Return what ``mix`` gives a recurrent part for the step, [T, ``width``]."""
+        return mix(inner_TI, states, self)
+
     def prompts(self, fewest: int, chunk: int) -> "PromptRows":
         """Return the rows with at least ``fewest`` tokens, and the chunks of these."""
         if (fewest, chunk) not in self._prompts:
@@ -172,6 +176,10 @@ class StatesOfStep:
         kept_B = places(np.arange(num_rows)[:, None], last_B1)
         at, kept = upload((at_KT.ravel(), kept_B.ravel()), self._device)
         return at.view(at_KT.shape), kept
+
+
+Mix = Callable[[Tensor, tuple[Tensor, ...], StatesOfStep], Tensor]
+"""A recurrent part between its two products: (inner_TI, its states, the step's rows) -> mixed_TM."""
 
 
 class StatesOfDecodes(StatesOfStep):
