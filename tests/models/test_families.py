@@ -186,7 +186,9 @@ def hook_of(architecture: str) -> Callable[..., DecoderShape]:
     return hook
 
 
-@pytest.mark.parametrize("variant", CHECKED)
+@pytest.mark.parametrize(
+    "variant", [*PLAIN_CHECKED, *(pytest.param(one, marks=pytest.mark.slow) for one in (*NOT_PLAIN, *LATER, *HYBRID))]
+)
 def test_the_reference_and_the_family_agree(variant: str, tmp_path: Path):
     reference, ranks = build(variant), 1 if variant in HYBRID else 2
     check_model(
