@@ -35,7 +35,7 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
         that leave them out.
     tool_parser, reasoning_parser: the names of what reads its function calls and its thoughts.
     template_variables: what clients may set in its chat template.  template_roles: the roles that it knows by name.
-    use: what requests may ask of the model.  sees: whether it reads pictures in conversations.
+    use: what requests may ask of the model.
     fingerprint: hash of the weights and of what they are computed with; empty if that is not known.
     about: what people should know of it beside its name; empty if there is nothing.
     parts: what extensions of the server know of it, by their names.
@@ -50,7 +50,6 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     reasoning_parser: str = "none"
     template_variables: tuple[str, ...] = ()
     use: ModelUse = GENERATING
-    sees: bool = False
     template_roles: tuple[str, ...] = ()
     fingerprint: str = ""
     about: str = ""
@@ -70,7 +69,6 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
             reasoning_parser=formats.reasoning_parser,
             template_variables=server.allowed_template_variables,
             use=engine.model.use,
-            sees=engine.codec.sees,
             template_roles=engine.codec.roles,
             fingerprint=_fingerprint(engine),
             about=about(engine.num_parameters),

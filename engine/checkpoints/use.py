@@ -42,6 +42,7 @@ class ModelUse(msgspec.Struct, frozen=True, kw_only=True):
     title: the kind in words, with an article.  tasks: each task that the model supports, with its calls.
     ways: the allowed values of ``SamplingParams.pooling``; '' generates text.
     max_len: longest prompt in tokens; 0 for the model's.  pad_token_id: not counted at the end of a prompt.
+    sees: it reads pictures in conversations.
     own: what features know of the model, by their names, as each encodes its own.
     """
 
@@ -51,6 +52,7 @@ class ModelUse(msgspec.Struct, frozen=True, kw_only=True):
     ways: dict[str, OutputWay] = msgspec.field(default_factory=lambda: {"": OutputWay()})
     max_len: int = 0
     pad_token_id: int | None = None
+    sees: bool = False
     own: dict[str, bytes] = {}
 
     def __str__(self) -> str:

@@ -290,11 +290,6 @@ class TextCodec:
         return self._template.roles if self._template else ()
 
     @property
-    def sees(self) -> bool:
-        """Whether conversations may have pictures."""
-        return self._pictures is not None
-
-    @property
     def template_source(self) -> str:
         """Text of the chat template; empty if there is none."""
         return self._template.source if self._template else ""

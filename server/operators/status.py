@@ -174,7 +174,7 @@ class StatusRoutes:
                 tokenizer_path=card.name,
                 is_generation="generate" in card.use.tasks,
                 preferred_sampling_params=defaults,
-                has_image_understanding=card.sees,
+                has_image_understanding=card.use.sees,
             )
         )
 

@@ -69,7 +69,6 @@ class EngineServer:
             template_variables=config.server.allowed_template_variables,
             use=system.spec.use,
             template_roles=system.codec.roles,
-            sees=system.codec.sees,
             parts=described(system),
         )
         await system.start()

@@ -20,7 +20,7 @@ class ImagesExtension(Extension):
     """Pictures in conversations, where the model sees."""
 
     def join(self, parts: ServerParts) -> None:
-        if not parts.translator.card.sees:
+        if not parts.translator.card.use.sees:
             return
         if find_spec("PIL") is None:
             log.warning("images: %s", MISSING)

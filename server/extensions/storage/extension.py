@@ -31,7 +31,7 @@ class StorageExtension(Extension):
             return
         store = parts.app[STORE] = Store(parts.storage)
         parts.app[PACE] = Pace(parts.backend, parts.clients)
-        purposes = VISION if parts.translator.card.sees else BATCH
+        purposes = VISION if parts.translator.card.use.sees else BATCH
         parts.routes.add(FileRoutes(store, parts.server, purposes))
 
         async def live(app: web.Application) -> AsyncIterator[None]:

@@ -7,12 +7,13 @@ from typing import Any
 import msgspec
 from PIL import Image
 
+from engine.checkpoints.use import ModelUse
 from engine.settings.sections import ServerSection, StorageSection
 from server.model_card import ModelCard
 from tests.server.fake_ingress import FakeIngress
 from tests.server.live_server import CARD, LiveServer
 
-SEEING: ModelCard = msgspec.structs.replace(CARD, sees=True)
+SEEING: ModelCard = msgspec.structs.replace(CARD, use=ModelUse(sees=True))
 
 
 def seeing(
