@@ -37,7 +37,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 def prompts() -> list[list[int]]:
-    """Of up to 60 tokens; two of three begin as others do."""
+    """Return prompts of up to 60 tokens; two of three begin as others do."""
     roots = [random_tokens(40, seed) for seed in range(6)]
     return [
         (roots[index % 6][: 5 + index % 36] if index % 3 else []) + random_tokens(1 + index % 20, index)
@@ -46,7 +46,7 @@ def prompts() -> list[list[int]]:
 
 
 def digests(directory: Path, tables: dict[str, Any]) -> list[str]:
-    """Those of all requests, and of the same again, with what is cached of them."""
+    """Return the digest of all requests, and of the same again, with what is cached of them."""
     with LLM(directory, progress=False, config=CONFIG | tables) as llm:
         found = [[(one.token_ids, one.logprobs) for one in llm.generate(prompts(), PARAMS)] for _ in range(2)]
     return [hashlib.sha256(repr(one).encode()).hexdigest() for one in found]
