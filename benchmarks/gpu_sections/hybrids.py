@@ -48,7 +48,7 @@ def tokens(
 ) -> Iterator[Row]:
     """Float32, greedy: the tokens of the CPU with graphs and without, in chunks, and again with cached states."""
     params = SamplingParams(temperature=0.0, max_tokens=num_out, ignore_eos=True)
-    modes = ("off", "decode") if captures(device) else ("off",)
+    modes = ("off", "decode", "breakable") if captures(device) else ("off",)
     for kind, config in configs.items():
         drawn = np.random.default_rng(3)
         prompts = [drawn.integers(0, config["vocab_size"], length).tolist() for length in lengths]

@@ -14,7 +14,7 @@ from engine.checkpoints.checkpoint import DEMO, DEMO_NAME, ModelSpec, resolve_ch
 from engine.checkpoints.gguf import SUFFIX, stored_tensors
 from engine.checkpoints.gguf_parts import model_name
 from engine.config import Config
-from engine.control.recurrent import check_recurrent
+from engine.control.recurrent import check_recurrent, with_rows_for_states
 from engine.host.device_defaults import runs_on_cpu, with_device_defaults
 from engine.host.stages import Stages
 from engine.plugins.blueprint import Blueprint, without_secrets
@@ -78,6 +78,7 @@ def engine_spec(
     several_machines: ranks run on more than one.
     present: of the running engine that is to change, whose text and name stay.  Raises CallboardError."""
     stages.begin("checkpoint")
+    rows_are_chosen = not config.scheduler.max_running
     config = with_device_defaults(config, several_machines=several_machines)
     directory = resolve_checkpoint(config.model.path, config.model.revision)
     model = read_model(directory, config.plugins, config.model)
@@ -94,6 +95,7 @@ def engine_spec(
     plugins = _checked_plugins(config, model)
     if model.state_bytes:
         check_recurrent(config, plugins.names)
+        config = with_rows_for_states(config, model.state_bytes) if rows_are_chosen else config
     fit = fitted(
         ModelFit(
             config=config,

@@ -1,15 +1,42 @@
-"""The settings that do not work with recurrent layers yet.
+"""The settings of a model with recurrent layers: those that do not work with it yet, and how many rows have room.
 
-Owns: their refusal, before weights are loaded.  Does not know: models without recurrent layers, what a state is.
+Owns: their refusal, before weights are loaded, and the default of ``scheduler.max_running``.
+Does not know: models without recurrent layers, what a state is.
 """
 
+import logging
+import os
 from collections.abc import Mapping
 
+import msgspec
+
 from engine.config import Config
+from engine.host.device_defaults import gpu_bytes, runs_on_cpu
+from engine.host.memory import available_bytes, resident_bytes
 from engine.plugins.kinds import PROPOSER
 from engine.types.errors import ConfigError
 
-SERVED_MODES = ("auto", "off", "decode")
+NOT_SERVED = "compiled"
+
+
+log = logging.getLogger(__name__)
+
+SHARE_OF_STATES = 4  # of memory one part; the others are for weights, keys and values, and what else is there
+
+
+def with_rows_for_states(config: Config, state_bytes: int) -> Config:
+    """Return a configuration of which the device has chosen the rows, with fewer if their states take too much memory.
+
+    state_bytes: of one row, which has its state, and one more for the prefix cache.  What this process has counts as
+    free, so that a change of settings under load finds the number of the start."""
+    rows = config.scheduler.max_running
+    memory = available_bytes() + resident_bytes(os.getpid()) if runs_on_cpu(config.device.kind) else gpu_bytes()
+    most = max(1, memory // (SHARE_OF_STATES * 2 * state_bytes))
+    if not memory or most >= rows:
+        return config
+    what = "auto: scheduler.max_running=%d, not %d (recurrent states take %.1f MB twice for each row, of %.1f GB)"
+    log.info(what, most, rows, state_bytes / 1e6, memory / 1e9)
+    return msgspec.structs.replace(config, scheduler=msgspec.structs.replace(config.scheduler, max_running=most))
 
 
 def check_recurrent(config: Config, names: Mapping[str, object]) -> None:
@@ -22,9 +49,7 @@ def check_recurrent(config: Config, names: Mapping[str, object]) -> None:
         f"device.tensor_parallel={ranks}: the states of recurrent layers are not divided among ranks; set it to 1": (
             ranks > 1
         ),
-        f"graphs.mode={mode}: no graph holds recurrent layers in steps with prompts; set it to 'auto'": (
-            mode not in SERVED_MODES
-        ),
+        f"graphs.mode={mode}: no compiler takes recurrent layers; set it to 'auto'": mode == NOT_SERVED,
         f"kv.num_host_pages={host_pages}: pages return without the states of recurrent layers; set it to 0": (
             host_pages > 0
         ),

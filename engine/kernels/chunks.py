@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from engine.kernels.dependent_launch import launch_options, let_next_begin, wait_for_previous
-from engine.kernels.products import multiply
+from engine.kernels.products import multiply_by
 from engine.kernels.recurrence import TokenTerms, sizes_of, softplus, unit
 from engine.layers.states import PromptRows, StatesOfStep
 
@@ -126,9 +126,9 @@ def prepare_chunk(
         tl.store(queries + to_C1 * KEY + k_1K, aged_CK.to(rounded), mask=live_CK)
         tl.store(keys + to_C1 * KEY + k_1K, kept_CK.to(rounded), mask=live_CK)
         key_KC = tl.trans(key_CK.to(rounded))
-        seen_CC = multiply(query_CK.to(rounded), key_KC, seen_CC, INTERPRETED, PRECISION)
+        seen_CC = multiply_by(query_CK.to(rounded), key_KC, seen_CC, INTERPRETED, PRECISION)
         if DELTA:
-            same_CC = multiply(key_CK.to(rounded), key_KC, same_CC, INTERPRETED, PRECISION)
+            same_CC = multiply_by(key_CK.to(rounded), key_KC, same_CC, INTERPRETED, PRECISION)
     difference_CC = tl.where(c_C[:, None] >= c_C[None, :], g_C[:, None] - g_C[None, :], float("-inf"))
     seen_CC *= tl.exp(difference_CC)
     tl.store(seen + to_C1 * CHUNK + c_C[None, :], seen_CC.to(rounded), mask=live_C[:, None])
@@ -141,14 +141,14 @@ def prepare_chunk(
             live_CK = live_C[:, None] & (k_1K < KEY)
             key_CK = tl.load(k + from_C1 + k_1K, mask=live_CK, other=0.0) * factor_C[:, None]
             found_CK = tl.zeros([CHUNK, BLOCK_K], tl.float32)
-            found_CK = multiply(inverse_CC, key_CK.to(rounded), found_CK, INTERPRETED, PRECISION)
+            found_CK = multiply_by(inverse_CC, key_CK.to(rounded), found_CK, INTERPRETED, PRECISION)
             tl.store(found + to_C1 * KEY + k_1K, found_CK.to(rounded), mask=live_CK)
         for start in range(0, VALUE, BLOCK_V):
             v_1V = start + from_1V
             live_CV = live_C[:, None] & (v_1V < VALUE)
             value_CV = tl.load(v + from_C1 + v_1V, mask=live_CV, other=0.0) * b_C[:, None]
             added_CV = tl.zeros([CHUNK, BLOCK_V], tl.float32)
-            added_CV = multiply(inverse_CC, value_CV.to(rounded), added_CV, INTERPRETED, PRECISION)
+            added_CV = multiply_by(inverse_CC, value_CV.to(rounded), added_CV, INTERPRETED, PRECISION)
             tl.store(added + to_C1 * VALUE + v_1V, added_CV, mask=live_CV)
     else:
         for start in range(0, VALUE, BLOCK_V):
@@ -215,18 +215,18 @@ def advance_chunks(
         before_KV = m_KV.to(rounded)
         if DELTA:
             found_CK = tl.load(found + to_CK, mask=live_CK, other=0.0)
-            added_CV = multiply(found_CK, before_KV, added_CV, INTERPRETED, PRECISION)
+            added_CV = multiply_by(found_CK, before_KV, added_CV, INTERPRETED, PRECISION)
         added_CV = added_CV.to(rounded)
         query_CK = tl.load(queries + to_CK, mask=live_CK, other=0.0)
-        o_CV = multiply(query_CK, before_KV, tl.zeros([CHUNK, BLOCK_V], tl.float32), INTERPRETED, PRECISION)
+        o_CV = multiply_by(query_CK, before_KV, tl.zeros([CHUNK, BLOCK_V], tl.float32), INTERPRETED, PRECISION)
         seen_CC = tl.load(seen + to_CC, mask=live_C1, other=0.0)
-        o_CV = multiply(seen_CC, added_CV, o_CV, INTERPRETED, PRECISION)
+        o_CV = multiply_by(seen_CC, added_CV, o_CV, INTERPRETED, PRECISION)
         if not DELTA:
             o_CV += skip_h * tl.load(v + at_CV, mask=live_CV, other=0.0)
         tl.store(out + to_CV, o_CV, mask=live_CV)
         m_KV *= tl.load(wholes)
         keys_KC = tl.trans(tl.load(keys + to_CK, mask=live_CK, other=0.0))
-        m_KV = multiply(keys_KC, added_CV, m_KV, INTERPRETED, PRECISION)
+        m_KV = multiply_by(keys_KC, added_CV, m_KV, INTERPRETED, PRECISION)
         queries += CHUNK * HEADS * KEY
         keys += CHUNK * HEADS * KEY
         found += CHUNK * HEADS * KEY

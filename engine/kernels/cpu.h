@@ -39,11 +39,11 @@ void attend(const Attention *is, const float *q_TQH, const float *keys_SGH, cons
             int64_t window);
 int64_t attention_plan(Attention *is, int64_t window, int64_t threads, int32_t *items_I2, int64_t room);
 
-/* recurrent.c.  The rows of a step: each has a slot, and tokens from one start to the next.  begins_B: whether a row has
+/* recurrent.c.  The rows of a step: each has a slot, and tokens from one start to the next.  fresh_B: whether a row has
    no tokens before these, so that the content of its slot counts as zeros. */
 typedef struct {
-    const int64_t *slots_B, *starts_B1;
-    const uint8_t *begins_B;
+    const int64_t *slots_B;
+    const int32_t *starts_B1, *fresh_B;
     int64_t B, threads;
 } Rows;
 

@@ -70,7 +70,7 @@ void convolve(const Rows *rows, const float *x_TC, int64_t x_step, const float *
         int64_t start = rows->starts_B1[b], tokens = rows->starts_B1[b + 1] - start, bytes = sizeof(float) * (last - first);
         float *window = windows_SKC + rows->slots_B[b] * slot_step;
         const float *x = x_TC + start * x_step;
-        for (int64_t k = 0; k < K - 1 && rows->begins_B[b]; k++) memset(window + k * C + first, 0, bytes);
+        for (int64_t k = 0; k < K - 1 && rows->fresh_B[b]; k++) memset(window + k * C + first, 0, bytes);
         for (int64_t t = 0; t < tokens; t++)
             for (int64_t c = first; c < last; c += W) {
                 V sum = {0};
@@ -163,7 +163,7 @@ INLINE void advance_all(const int rule, const Rows *rows, const Terms *is) {
         int64_t last = first + COLUMNS * W < U ? first + COLUMNS * W : U, start = rows->starts_B1[b];
         int64_t key = start * is->C + h / (H / is->G) * K;
         float *m_KU = is->matrices_SHKU + rows->slots_B[b] * is->slot_step + h * K * U;
-        for (int64_t i = 0; i < K && rows->begins_B[b]; i++)
+        for (int64_t i = 0; i < K && rows->fresh_B[b]; i++)
             memset(m_KU + i * U + first, 0, sizeof(float) * (last - first));
         int wide = last - first > (COLUMNS - 1) * W;
         for (int64_t u = first; u < last; u += wide ? COLUMNS * W : W) {

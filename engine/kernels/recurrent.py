@@ -20,7 +20,7 @@ class StateRows(ctypes.Structure):
     """The C struct ``Rows`` of ``cpu.h``.  Its maker keeps the arrays that it points to."""
 
     _fields_ = (
-        *((name, POINTER) for name in ("slots_B", "starts_B1", "begins_B")),
+        *((name, POINTER) for name in ("slots_B", "starts_B1", "fresh_B")),
         *((name, SIZE) for name in ("B", "threads")),
     )
 
@@ -125,10 +125,8 @@ class CompiledRecurrences:
 
 
 def _rows(step: StatesOfStep) -> StateRows:
-    slots_B, starts_B1, begins_B = step.on_host
-    return StateRows(
-        slots_B.ctypes.data, starts_B1.ctypes.data, begins_B.ctypes.data, len(slots_B), torch.get_num_threads()
-    )
+    pointers = (one.data_ptr() for one in (step.slots_B, step.starts_B1, step.fresh_B))
+    return StateRows(*pointers, step.num_rows, torch.get_num_threads())
 
 
 def _rows_of_floats(x_TI: Tensor) -> Tensor:

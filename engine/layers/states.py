@@ -9,9 +9,8 @@ sequence is one operation on one piece of memory.  Each state begins at a multip
 a sum by the address of its numbers.  The first slots are the running states of the rank's rows.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from copy import copy
-from functools import cached_property
 from math import prod
 from typing import NamedTuple
 
@@ -76,6 +75,7 @@ class StatesOfStep:
         """Take a step's rows.  slots_B: slot of each.  lengths_B: context length, new tokens included.
 
         A row begins in this step if it has no context but new tokens: the content of its slot counts as zeros."""
+        assert 0 <= slots_B.min() <= slots_B.max() < states.num_slots, f"slots {slots_B} of {states.num_slots}"
         self._states, self._slots, self._lengths = states, slots_B, lengths_B
         self.layers = states.layers
         self.query_lengths = query_lengths_B
@@ -103,14 +103,6 @@ class StatesOfStep:
         for row, (start, count) in enumerate(zip(self.query_starts, self.query_lengths, strict=True)):
             if count > 1:
                 self.segments.append((row, slice(int(start), int(start + count))))
-
-    @cached_property
-    def on_host(self) -> "tuple[Int64, Int64, npt.NDArray[np.bool_]]":
-        """The slot of each row, where its tokens begin and those of the last end, [B + 1], and whether it begins."""
-        assert len(self._slots) == 0 or 0 <= self._slots.min() <= self._slots.max() < self._states.num_slots
-        starts_B1 = np.zeros(len(self._slots) + 1, dtype=np.int64)
-        np.cumsum(self.query_lengths, out=starts_B1[1:])
-        return np.ascontiguousarray(self._slots, dtype=np.int64), starts_B1, self._lengths == self.query_lengths
 
     def rows(self) -> Iterator[tuple[int, bool, slice]]:
         """Yield the slot of each row, whether the row begins in this step, and its tokens."""
@@ -140,6 +132,10 @@ class StatesOfStep:
     def write(self, states_S: Tensor, states_B: Tensor) -> None:
         """Replace the state of each row."""
         states_S.index_copy_(0, self.slots_B, states_B)
+
+    def mixed(self, mix: "Mix", inner_TI: Tensor, states: tuple[Tensor, ...], width: int) -> Tensor:
+        """Return what ``mix`` gives a recurrent part for the step, [T, ``width``]."""
+        return mix(inner_TI, states, self)
 
     def prompts(self, fewest: int, chunk: int) -> "PromptRows":
         """Return the rows with at least ``fewest`` tokens, and the chunks of these."""
@@ -180,6 +176,10 @@ class StatesOfStep:
         kept_B = places(np.arange(num_rows)[:, None], last_B1)
         at, kept = upload((at_KT.ravel(), kept_B.ravel()), self._device)
         return at.view(at_KT.shape), kept
+
+
+Mix = Callable[[Tensor, tuple[Tensor, ...], StatesOfStep], Tensor]
+"""A recurrent part between its two products: (inner_TI, its states, the step's rows) -> mixed_TM."""
 
 
 class StatesOfDecodes(StatesOfStep):

@@ -7,13 +7,17 @@ import pytest
 
 from callboard import LLM
 from engine.config import Config, build_config
+from engine.control import recurrent
+from engine.control.engine_spec import engine_spec
+from engine.host.device_defaults import with_device_defaults
+from engine.host.stages import Stages
 from engine.types.errors import ConfigError, PluginError
 from server.extensions.doctor.doctor import examine
 from tests.models.checkpoints import build, save
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "ranks": ({"device": {"kind": "cpu", "tensor_parallel": 2}}, "device.tensor_parallel=2: the states"),
-    "graphs": ({"graphs": {"mode": "breakable"}}, "graphs.mode=breakable: no graph holds recurrent layers in steps"),
+    "graphs": ({"graphs": {"mode": "compiled"}}, "graphs.mode=compiled: no compiler takes recurrent"),
     "host pages": ({"kv": {"num_host_pages": 8}}, "kv.num_host_pages=8: pages return without the states"),
     "proposer": ({"plugins": {"proposer": "ngram"}}, "plugins.proposer=proposer.ngram: a rejected token"),
     "adapters": ({"lora": {"folder": "/tmp"}}, "lora.folder=/tmp: models with recurrent layers take no adapters"),
@@ -40,7 +44,28 @@ def test_the_doctor_says_what_states_take_and_what_a_start_refuses(checkpoint: P
     for changes, verdict in (({}, "good"), (REFUSED["proposer"][0], "bad")):
         found = {one.what: one for one in examine(build_config(Config(), {**sections, **changes}))}
         assert found["recurrent states"].verdict == verdict
+        assert "of 64 running requests and as much" in found["recurrent states"].found
         assert "GB; more snapshots come with the pages" in found["recurrent states"].found
+
+
+@pytest.mark.parametrize(("state_bytes", "rows"), [(1 << 20, 64), (1 << 26, 16), (1 << 40, 1)])
+def test_states_of_the_rows_that_a_device_chooses_take_a_quarter_of_memory(
+    state_bytes: int, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recurrent, "available_bytes", lambda: 7 << 30)
+    monkeypatch.setattr(recurrent, "resident_bytes", lambda process: 1 << 30)
+    config = with_device_defaults(build_config(Config(), {"device": {"kind": "cpu"}}))
+    fitted = recurrent.with_rows_for_states(config, state_bytes)
+    assert fitted.scheduler.max_running == rows
+
+
+def test_rows_that_a_user_chose_stay(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recurrent, "available_bytes", lambda: 0)
+    monkeypatch.setattr(recurrent, "resident_bytes", lambda process: 1)
+    for given, found in ((48, 48), (0, 1)):
+        sections = {"model": {"path": str(checkpoint), "tokenizer": "none"}, "scheduler": {"max_running": given}}
+        spec = engine_spec(build_config(Config(), sections), Stages())
+        assert spec.blueprint.limits.max_running == spec.config.scheduler.max_running == found
 
 
 def test_states_that_do_not_fit_are_refused_with_the_number_that_does(checkpoint: Path) -> None:

@@ -6,12 +6,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from callboard import LLM, SamplingParams
 from engine.config import Config, build_config
 from server.extensions.verify.verify import WAYS as VERIFIED
 from server.extensions.verify.verify import verify_numerics
+from tests.engine.test_changeover import running, some_steps
 from tests.models.checkpoints import VARIANTS, build, random_tokens, save
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo_model"
@@ -58,7 +60,7 @@ def served(directory: Path, **tables: Any) -> LLM:
     return LLM(directory, progress=False, config={"model": {"dtype": "float32", "tokenizer": "none"}} | tables)
 
 
-@pytest.mark.parametrize("chunk", [1, 7, 64])
+@pytest.mark.parametrize("chunk", [7, *(pytest.param(chunk, marks=pytest.mark.slow) for chunk in (1, 64))])
 def test_tokens_are_those_of_generate_in_chunks_of_any_size(
     chunk: int, checkpoint: tuple[Path, Any], expected: list[list[int]]
 ) -> None:
@@ -88,6 +90,23 @@ def test_several_outputs_of_one_prompt_have_states_of_their_own(
     with served(checkpoint[0], kv={"num_pages": 256}) as llm:
         several = llm.generate([prompts()[-1]] * 3, GREEDY)
         assert [one.token_ids for one in several] == [expected[-1]] * 3
+
+
+async def test_streams_go_on_with_their_states_through_sleep_and_a_change_of_settings(tmp_path: Path) -> None:
+    model = build("qwen3-5")
+    tables = {"model": {"path": str(save(model, tmp_path)), "tokenizer": "none"}, "device": {"kind": "cpu"}}
+    config = build_config(Config(), {**tables, "kv": {"num_pages": 64}})
+    async with running(config) as (system, changeover):
+        streams = [system.ingress.open(prompt, GREEDY) for prompt in prompts()[:4]]
+        for level in (1, 2):
+            await some_steps(system)
+            await changeover.sleep(level)
+            await changeover.wake()
+        await some_steps(system)
+        assert (await changeover.apply(build_config(config, {"kv": {"num_pages": 48, "page_size": 8}}))).applied
+        assert system.ingress.num_open, "all was over before the change"
+        found = [list(np.frombuffer((await one.collect()).token_ids, dtype=np.int32)) for one in streams]
+    assert found == [generated(model, prompt) for prompt in prompts()[:4]]
 
 
 WAYS: dict[str, dict[str, Any]] = {

@@ -1,5 +1,5 @@
-/* A program that calls products.c, blocks.c and attention.c with numbers by chance, next to their definitions in
-   double.  tests/kernels/test_driver.py compiles it for kinds of CPUs that this machine is not.
+/* A program that calls products.c, blocks.c, attention.c and recurrent.c with numbers by chance, next to their
+   definitions in double.  tests/kernels/test_driver.py compiles it for kinds of CPUs that this machine is not.
 
    It prints "rows", and a hash of the rows of all formats of blocks; or what is wrong.
 
@@ -166,6 +166,44 @@ static void check_attention(int64_t L, int64_t T, int64_t Q, int64_t G, int64_t 
     free(page_P), free(q), free(keys), free(values), free(out), free(is.scratch);
 }
 
+/* Compares a convolution of two taps, with silu, and behind it the gated delta rule or Mamba 2 of one head. */
+static void check_recurrence(int64_t rule, int64_t T, int64_t K, int64_t U) {
+    int64_t C = 2 * K + U, slot = 0;
+    int32_t starts[] = {0, T}, fresh = 1;
+    Rows rows = {&slot, starts, &fresh, 1, 1};
+    float *x = numbers(T * C), *taps = numbers(2 * C), *y = numbers(T * C), *a = numbers(T), *b = numbers(T);
+    float *window = numbers(C), *m = numbers(K * U), *gates = numbers(2 * T), *o = numbers(T * U);
+    float decay = -0.5f, bias = 0.3f, skip = 0.7f, least = 0.01f;
+    double *exact = calloc(K * U, sizeof *exact);
+    convolve(&rows, x, C, taps, NULL, window, 0, y, C, 2, 1);
+    for (int64_t t = 0; t < T; t++)
+        for (int64_t c = 0; c < C; c++) {
+            double sum = (t ? x[(t - 1) * C + c] * (double)taps[c] : 0) + x[t * C + c] * (double)taps[C + c];
+            sum /= 1 + exp(-sum);
+            if (!(fabs(y[t * C + c] - sum) < 1e-5)) fail("convolution", t, c, y[t * C + c], sum);
+        }
+    if (rule)
+        delta(&rows, y, a, 1, b, 1, &decay, &bias, gates, m, 0, o, 1, 1, K, U);
+    else
+        ssd(&rows, y, a, 1, &decay, &bias, &skip, least, gates, m, 0, o, 1, 1, K, U);
+    for (int64_t t = 0; t < T; t++) {
+        const float *q = y + t * C + (rule ? 0 : U + K), *k = y + t * C + (rule ? K : U), *v = y + t * C + (rule ? 2 * K : 0);
+        double size = log1p(exp(a[t] + bias)), faded = exp(decay * size);
+        double factor = rule ? 1 / (1 + exp(-b[t])) : size > least ? size : least;
+        for (int64_t u = 0; u < U; u++) {
+            double known = 0, found = rule ? 0 : skip * v[u];
+            for (int64_t i = 0; i < K && rule; i++) known += k[i] * faded * exact[i * U + u];
+            for (int64_t i = 0; i < K; i++) {
+                double *cell = exact + i * U + u;
+                *cell = *cell * faded + k[i] * factor * (v[u] - known);
+                found += q[i] * *cell;
+            }
+            if (!(fabs(o[t * U + u] - found) < 1e-4 * (1 + fabs(found)))) fail("recurrence", rule, U, o[t * U + u], found);
+        }
+    }
+    free(x), free(taps), free(y), free(a), free(b), free(window), free(m), free(gates), free(o), free(exact);
+}
+
 int main(void) {
     static const int64_t ROWS[] = {1, 2, 3, 5, 8, 13, 33, 0};
     uint64_t hash = 14695981039346656037u;
@@ -181,6 +219,8 @@ int main(void) {
         }
         check_attention(*T + dice(200), *T, 4, 2, 24);
         check_attention(*T + dice(200), *T, 3, 3, 64);
+        int64_t key = 1 + dice(40), value = 1 + dice(150);
+        check_recurrence(*T % 2, *T, key, value);
     }
     printf("rows %016llx\n", (unsigned long long)hash);
     return 0;

@@ -133,3 +133,21 @@ def test_a_row_that_is_not_finite_reaches_no_other(compiled: Recurrences) -> Non
 
     found = in_cuts(run, compiled, (1, 8, 8), inputs, 2)
     assert [bool(one.isfinite().all()) for one in found[:3]] == [True, False, True]
+
+
+def test_threads_change_no_bits(compiled: Recurrences, monkeypatch: pytest.MonkeyPatch) -> None:
+    heads, key, value, width = 4, 32, 64, 2 * 2 * 32 + 4 * 64
+    x_TI, decay_H, weight_KC = torch.randn(130, width + 2 * heads), -torch.rand(heads), torch.randn(4, width)
+    found = []
+    for threads in (1, 2):
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        states = RecurrentStates([[(3, width), (heads, key, value)]], 2, CPU)
+        counts = np.array([100, 30], dtype=np.int32)
+        step, (windows, matrices) = StatesOfStep(states, np.array([1, 0]), counts, counts), states.layers[0]
+        x_TC, a_TH, b_TH = x_TI.split((width, heads, heads), 1)
+        qkv_TC = compiled.convolve(x_TC, weight_KC, None, windows, step, True)
+        o_THV = compiled.delta(qkv_TC, a_TH, b_TH, decay_H, decay_H, matrices, step)
+        o_THV = o_THV + compiled.ssd(qkv_TC, a_TH, decay_H, decay_H, decay_H, 0.0, matrices, step)
+        gated_TI = compiled.gate(o_THV.flatten(1), qkv_TC[:, : heads * value], None, heads, EPS, False)
+        found.append((gated_TI, states.data.clone()))
+    assert all(map(torch.equal, *found))

@@ -299,13 +299,15 @@ def _attended(spec: AttentionSpec, q_NQH: Tensor, keys_LGH: Tensor, values_LGH: 
 def recurrences(dice: Random) -> None:
     """Rows of any lengths in slots by chance, some of which begin, through all that a recurrent layer computes."""
     groups, key, value, taps = dice.randint(1, 3), size(dice, 65), size(dice, 130), dice.randint(2, 5)
-    heads, num_rows = groups * dice.randint(1, 3), dice.randint(0, 4)
+    heads, num_rows = groups * dice.randint(1, 3), dice.randint(1, 4)
     counts = np.array([dice.choice((1, 1, dice.randint(2, 40))) for _ in range(num_rows)], dtype=np.int32)
     width = 2 * groups * key + heads * value
     states = RecurrentStates([[(taps - 1, width), (heads, key, value)]], num_rows + 2, CPU)
     states.data.fill_(torch.nan)
     slots = np.array(dice.sample(range(num_rows + 2), num_rows), dtype=np.int64)
-    step, (windows, matrices) = StatesOfStep(states, slots, counts, counts), states.layers[0]
+    before = np.array([dice.choice((0, 5)) for _ in range(num_rows)], dtype=np.int32)
+    states.data[slots[before > 0]] = 0.0
+    step, (windows, matrices) = StatesOfStep(states, slots, counts + before, counts), states.layers[0]
     x_TI, weight_KC, bias_C = torch.randn(counts.sum(), width + 2 * heads), torch.randn(taps, width), torch.randn(width)
     odd_T = spoiled(dice, x_TI)
     is_odd = [bool(part.any()) for part in odd_T.split(counts.tolist())]

@@ -26,16 +26,18 @@ MODELS_THAT_DRAFT: Final = (f"{PROPOSER}.draft_model", f"{PROPOSER}.eagle")
 
 
 def fit_model(fit: ModelFit) -> ModelFit:
-    """Return the fit of a model that sees, if it does, with the settings of its encoder."""
+    """Return the fit of a model that sees, if it does, with the settings of its encoder.
+
+    Where this configuration reads no pictures the settings stay: ranks then refuse those that come."""
     encoder = chosen_encoder(fit.config, fit.spec.directory)
     if encoder is None:
         return fit
+    fit = replace(fit, facts={**fit.facts, NAME: encoder.settings.encode()})
     if reason := refusal(fit.spec, encoder, fit.names):
         log.warning("pictures are refused: %s", reason)
         return fit
     use = msgspec.structs.replace(fit.spec.use, sees=True)
-    facts = {**fit.facts, NAME: encoder.settings.encode()}
-    return replace(fit, spec=msgspec.structs.replace(fit.spec, use=use), facts=facts)
+    return replace(fit, spec=msgspec.structs.replace(fit.spec, use=use))
 
 
 def refusal(spec: ModelSpec, encoder: Encoder, names: Mapping[str, str]) -> str:

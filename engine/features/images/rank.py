@@ -168,11 +168,11 @@ class PicturedDecodes:
         return not self._rows.in_step and self._captured.fits(num_rows)
 
 
-def rank_feature(context: RankContext) -> RankFeature | None:
-    """Return the pictures of a rank; None for a model of text.  Raises WeightsError if the encoder cannot be loaded."""
+def rank_feature(context: RankContext) -> RankFeature:
+    """Return the pictures of a rank.  Raises WeightsError if the encoder that is named cannot be loaded."""
     encoder = chosen_encoder(context.config, context.spec.directory)
-    if encoder is None:
-        return None
+    if encoder is None:  # another machine may have the packages that this one lacks
+        return RefusingRank(context.comm.rank, "this model takes no pictures here")
     if reason := refusal(context.spec, encoder, context.plugins.names):
         log.warning("rank %d: pictures are refused: %s", context.comm.rank, reason)
         return RefusingRank(context.comm.rank, reason)

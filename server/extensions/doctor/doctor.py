@@ -20,7 +20,8 @@ from rich.console import Console
 from engine.checkpoints.checkpoint import ModelSpec, is_hub_id, resolve_checkpoint
 from engine.checkpoints.gguf import stored_tensors
 from engine.config import Config
-from engine.control.recurrent import check_recurrent
+from engine.control.recurrent import check_recurrent, with_rows_for_states
+from engine.host.device_defaults import with_device_defaults
 from engine.host.memory import available_bytes
 from engine.plugins.families import read_model
 from engine.plugins.kinds import GRAMMAR, chosen_plugins, named
@@ -238,7 +239,10 @@ def _model(config: Config) -> Iterator[Finding]:
 
 
 def _states(spec: ModelSpec, config: Config) -> Finding:
-    most = config.scheduler.max_running
+    fitted = with_device_defaults(config)
+    if not config.scheduler.max_running:
+        fitted = with_rows_for_states(fitted, spec.state_bytes)
+    most = fitted.scheduler.max_running
     found = f"{spec.state_bytes / 1e6:.2f} MB for each of {most} running requests and as much for snapshots"
     found += f", {2 * most * spec.state_bytes / 1e9:.2f} GB; more snapshots come with the pages of the pool"
     try:

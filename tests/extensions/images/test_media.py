@@ -47,7 +47,7 @@ async def serving(handler: Callable[[web.Request], object]) -> AsyncIterator[int
         answer = handler(request)  # type: ignore[arg-type]
         return answer if isinstance(answer, web.StreamResponse) else await answer  # type: ignore[misc]
 
-    runner = web.ServerRunner(web.Server(handle))
+    runner = web.ServerRunner(web.Server(handle), shutdown_timeout=0.1)
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)
     await site.start()

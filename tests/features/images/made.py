@@ -13,6 +13,7 @@ import numpy as np
 import torch
 import transformers
 from PIL import Image
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -139,6 +140,19 @@ KINDS = {
         ("<image>",),
         "<image>\n",
     ),
+    "qwen3_vl_moe": Kind(
+        "Qwen3VLMoe",
+        {
+            "text_config": TEXT
+            | {"rope_parameters": MROPE | {"mrope_interleaved": True}}
+            | {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "decoder_sparse_step": 1},
+            "vision_config": BLOCKS | {"deepstack_visual_indexes": [0, 1], "num_position_embeddings": 64},
+        }
+        | QWEN_IDS,
+        ("Qwen2VLImageProcessorPil", QWEN_PIXELS),
+        QWEN_TOKENS,
+        QWEN_MARK,
+    ),
     "qwen3_5": Kind(
         "Qwen3_5",
         {
@@ -255,6 +269,11 @@ def make(kind_name: str, directory: Path) -> Path:
             if weight.dim() > 1:  # large embeddings would hide what attention adds to them
                 weight.normal_(0, 0.02 if "embed_tokens" in name else 0.3 if kind.name == "Gemma3" else 0.15)
     model.save_pretrained(directory)
+    if kind.name == "Qwen3VLMoe":  # transformers 5 reads the published order of a stack, and writes another
+        path = directory / "model.safetensors"
+        stored = load_file(path)
+        turned = {name: one.mT.contiguous() for name, one in stored.items() if ".experts." in name}
+        save_file(stored | turned, path, metadata={"format": "pt"})
     return directory
 
 

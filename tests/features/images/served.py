@@ -46,13 +46,15 @@ def chat(llm: LLM, messages: Sequence[dict[str, Any]], num_tokens: int = 16) -> 
 
 
 @cache
-def expected(name: str, folder: Path, sizes: tuple[tuple[int, int], ...], num_tokens: int) -> list[int]:
-    """The tokens of transformers."""
+def expected(
+    name: str, folder: Path, sizes: tuple[tuple[int, int], ...], num_tokens: int, other: Path | None = None
+) -> list[int]:
+    """The tokens of transformers.  other: a checkpoint of the same kind with other weights."""
     directory, given = checkpoint(name, folder), message(sizes)
     with_ids = plugin_codec(Config(), directory).encode_chat([read_turn(given)]).token_ids
     own = made.special_tokens(made.KINDS[name]).index(made.KINDS[name].tokens[0])
     ids = np.where(with_ids >= FIRST_ID, own, with_ids).tolist()
-    return made.reference(name, directory, ids, [made.picture(*one) for one in sizes], num_tokens)
+    return made.reference(name, other or directory, ids, [made.picture(*one) for one in sizes], num_tokens)
 
 
 def encoded(llm: LLM) -> int:

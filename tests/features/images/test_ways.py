@@ -1,15 +1,24 @@
 """Pictures in every way to serve: tokens stay those of transformers, and what is not served says so."""
 
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
+import transformers
+from safetensors.torch import load_file, save_file
 
+from engine.features.lora.files import NAME as LORA
+from engine.features.lora.files import AdapterRules, read_adapter
+from engine.messages import Delta, RequestOptions
+from engine.text.turns import read_turn
 from engine.types.errors import RequestError
 from tests.features.images import made
 from tests.features.images.served import ONE, THREE, chat, checkpoint, encoded, engine, expected, message, params
+from tests.features.lora.made import make_adapter
 from tests.workers.executors import send
 
 NAME = "qwen2_5_vl"
@@ -80,7 +89,11 @@ def test_what_is_not_served_says_so(folder: Path) -> None:
     with engine(checkpoint("llava", folder), images={"cache_tokens": 20}) as llm:
         for refused, options, reason in (
             ([message(THREE)], params(4), "the pictures of this request have 48 tokens, and images.cache_tokens=20"),
-            ([message(ONE)], params(4).replace(prompt_logprobs=1), "prompt_logprobs: not for a prompt with pictures"),
+            (
+                [message(ONE)],
+                params(4).replace(prompt_logprobs=1),
+                "a prompt with pictures generates text, without prompt_logprobs",
+            ),
             ([message(ONE, "an <image>")], params(4), "writes '<image>' 2 times for 1 pictures"),
             ([message(()) | {"content": [{"type": "image", "image": b"no"}]}], params(4), "cannot be read"),
         ):
@@ -94,6 +107,15 @@ def test_what_is_not_served_says_so(folder: Path) -> None:
         chat(llm, [message(ONE)])
 
 
+def test_a_configuration_that_drafts_by_a_model_takes_text_alone(folder: Path) -> None:
+    directory = checkpoint("llava", folder)
+    options = {"proposer.draft_model": {"path": str(directory)}}
+    with engine(directory, plugins={"proposer": "draft_model", "options": options}) as llm:
+        with pytest.raises(RequestError, match=r"plugins\.proposer='draft_model' drafts for texts alone"):
+            chat(llm, [message(ONE)])
+        assert chat(llm, [message(())])[0].token_ids
+
+
 def test_a_broken_picture_ends_its_own_request_alone(folder: Path) -> None:
     broken = message(ONE)
     broken["content"][1]["image"] = made.picture(*ONE[0])[:-400]
@@ -101,3 +123,37 @@ def test_a_broken_picture_ends_its_own_request_alone(folder: Path) -> None:
         with pytest.raises(RequestError, match="a picture cannot be read"):
             chat(llm, [broken])
         assert chat(llm, [message(ONE)])[0].token_ids == expected("llava", folder, ONE, 16)
+
+
+def with_adapter(directory: Path, adapter: Path, made_into: Path) -> Path:
+    """The checkpoint with an adapter's products in the weights of its language model."""
+    shutil.copytree(directory, made_into)
+    path, deltas = made_into / "model.safetensors", load_file(adapter / "adapter_model.safetensors")
+    weights = load_file(path)
+    for name in [name for name in deltas if ".lora_A." in name]:
+        module = name.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
+        weights[f"{module}.weight"] += 2.0 * deltas[name.replace("lora_A", "lora_B")] @ deltas[name]
+    save_file(weights, path, metadata={"format": "pt"})
+    return made_into
+
+
+@pytest.mark.slow
+def test_adapters_change_the_language_model_alone(folder: Path) -> None:
+    directory = checkpoint(NAME, folder)
+    text = transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**made.TEXT))
+    adapter = make_adapter(folder / "adapters" / "one", text, 1)
+    merged = with_adapter(directory, adapter, folder / "merged")
+    adapted = expected(NAME, folder, THREE, NUM, merged)
+    plain = expected(NAME, folder, THREE, NUM)
+    assert adapted != plain
+    with engine(directory, lora={"folder": str(folder / "adapters"), "max_rank": 8}) as llm:
+        parts = read_adapter(adapter, msgspec.msgpack.decode(llm._system.engine.facts[LORA], type=AdapterRules)).parts
+        turns = (read_turn(message(THREE)),)
+        options = [RequestOptions(parts=parts), RequestOptions(), RequestOptions(parts=parts)]
+
+        async def answers() -> list[Delta]:
+            streams = [llm._system.ingress.open(turns, params(NUM), one) for one in options]
+            return [await stream.collect() for stream in streams]
+
+        found = [np.frombuffer(one.token_ids, dtype=np.int32).tolist() for one in llm._await(answers())]
+    assert found == [adapted, plain, adapted]
