@@ -138,6 +138,7 @@ class LLM:
         """Answer one conversation (a list of messages like those of the OpenAI API) or several.
 
         A message has a role and content, and may have a name, reasoning, tool calls or the id of the call it answers.
+        A content with pictures is a list of parts, as ``read_turn`` reads it.
         """
         return self._run_batch(_as_conversations(conversations), params, progress)
 

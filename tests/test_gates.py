@@ -37,6 +37,7 @@ QUEUES = {"Queue", "PriorityQueue", "LifoQueue"}
 BOUNDED = {
     "engine/actors/executor.py: self._steps": "scheduler.overlap_depth steps in flight",
     "engine/actors/executor.py: self._waiting": "scheduler.overlap_depth steps in flight",
+    "engine/features/images/rank.py: self._work": "pictures that the cache of the planner has room for",
     "engine/features/kv_store/pages.py: self._to_read": "those that wait for it, which the scheduler limits",
     "engine/features/kv_store/pages.py: self._to_write": "kv.store_buffer_mb of pages",
 }

@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 SECTIONS = [
-    *("experts", "four_bits", "four_bit_linears", "kernels", "dependent_launch", "kernel_sampler"),
+    *("experts", "four_bits", "four_bit_linears", "kernels", "dependent_launch", "kernel_sampler", "recurrences"),
     *("attention_triton", "attention_triton_speed", "attention_triton_prompts"),
 ]
 

@@ -48,7 +48,7 @@ def tokens(
 ) -> Iterator[Row]:
     """Float32, greedy: the tokens of the CPU with graphs and without, in chunks, and again with cached states."""
     params = SamplingParams(temperature=0.0, max_tokens=num_out, ignore_eos=True)
-    modes = ("off", "decode") if captures(device) else ("off",)
+    modes = ("off", "decode", "breakable") if captures(device) else ("off",)
     for kind, config in configs.items():
         drawn = np.random.default_rng(3)
         prompts = [drawn.integers(0, config["vocab_size"], length).tolist() for length in lengths]
@@ -61,7 +61,7 @@ def tokens(
                     "kv": {"num_pages": 128},
                     "graphs": {"mode": mode},
                     "scheduler": {"max_running": len(prompts) - 1, "prefill_chunk": 48, "max_step_tokens": 96},
-                    "plugins": unmeasured(torch.device(where)) if mode != "off" or where != "cpu" else {"race_s": 0},
+                    "plugins": unmeasured(torch.device(where)),
                 }
                 with LLM(path, progress=False, config=tables) as llm:
                     found = [[one.token_ids for one in llm.generate(prompts, params)] for _ in range(2)]

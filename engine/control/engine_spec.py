@@ -112,7 +112,7 @@ def engine_spec(
     return EngineSpec(
         config=config,
         directory=directory,
-        model=model,
+        model=fit.spec,
         model_name=name,
         num_parameters=sum(math.prod(tensor.shape) for tensor in stored.values()),
         max_len=max_len,
@@ -173,6 +173,7 @@ def _blueprint(fit: ModelFit, plugins: Plugins) -> Blueprint:
         names=names,
         config=without_secrets(config, names),
         draft=draft,
+        found=tuple(fit.facts),
     )
 
 

@@ -16,7 +16,7 @@ from engine.host.memory import available_bytes, resident_bytes
 from engine.plugins.kinds import PROPOSER
 from engine.types.errors import ConfigError
 
-SERVED_MODES = ("auto", "off", "decode")
+NOT_SERVED = "compiled"
 
 
 log = logging.getLogger(__name__)
@@ -49,9 +49,7 @@ def check_recurrent(config: Config, names: Mapping[str, object]) -> None:
         f"device.tensor_parallel={ranks}: the states of recurrent layers are not divided among ranks; set it to 1": (
             ranks > 1
         ),
-        f"graphs.mode={mode}: no graph holds recurrent layers in steps with prompts; set it to 'auto'": (
-            mode not in SERVED_MODES
-        ),
+        f"graphs.mode={mode}: no compiler takes recurrent layers; set it to 'auto'": mode == NOT_SERVED,
         f"kv.num_host_pages={host_pages}: pages return without the states of recurrent layers; set it to 0": (
             host_pages > 0
         ),

@@ -2,8 +2,8 @@
 
     step of n tokens -> size T >= n -> copy into static buffers, pad -> replay -> rows that sample -> logits
 
-Between the captured parts, attention runs eagerly on the n real tokens; padding tokens store their keys and values in
-the pool's dump page.  The LM head and sampling come after, on the rows that need them.
+Between the captured parts, attention and recurrences run eagerly on the n real tokens; padding tokens store their keys
+and values in the pool's dump page.  The LM head and sampling come after, on the rows that need them.
 
 Legend: T tokens of a run, padding included · M most tokens of any run · N rows whose logits are wanted · D model dim
 Owns: the static inputs, the choice of size, the time and order of captures.
@@ -20,6 +20,7 @@ from engine.graphs.attention import ATTENTION, BreakingAttention
 from engine.graphs.breakable import GraphRecording, SegmentRecorder
 from engine.graphs.capturing import Capturing, frozen_garbage, round_up
 from engine.graphs.device import GraphDevice
+from engine.graphs.states import BreakingStates
 from engine.layers.attention import AttentionBatch
 from engine.layers.kv_pool import KVPool
 from engine.layers.step import StepTensors
@@ -48,6 +49,7 @@ class Piecewise:
         hidden: Callable[[StepTensors], Tensor],
         pool: KVPool,
         attention: BreakingAttention,
+        states: BreakingStates | None = None,
         device: GraphDevice,
         recorder: SegmentRecorder,
         capturing: Capturing,
@@ -60,6 +62,7 @@ class Piecewise:
         self._hidden = hidden
         self._pool = pool
         self._attention = attention
+        self._states = states
         self._device = device
         self._recorder = recorder
         self._capturing = capturing
@@ -90,8 +93,13 @@ class Piecewise:
         size = round_up(self.sizes, num_tokens)
         if size is None or not self._device.captures:
             return self._run_directly(step, wanted_N)
+        if self._states is not None:
+            assert step.states is not None, "a step of a model with recurrent layers has states"
+            self._states.step = step.states
         self._fill(size, (step.token_ids_T, step.positions_T, step.slots_T), num_tokens)
         recording = self._recordings.get(size)
+        if recording is None and self._states is not None:
+            return self._run_directly(step, wanted_N)  # a capture runs a step twice, and states advance once
         result_TD = self._capture_late(size) if recording is None else recording.replay()
         return result_TD.index_select(0, wanted_N)
 
@@ -144,7 +152,11 @@ class Piecewise:
     def _run(self, size: int) -> Tensor:
         """Run the model on the static inputs; a warm-up loads what cannot be loaded inside a capture."""
         token_ids_T, positions_T, slots_T = self.inputs_3M[:, :size]
-        return self._hidden(StepTensors(token_ids_T, positions_T, slots_T, self._rows_0, self._attention, self._pool))
+        return self._hidden(
+            StepTensors(
+                token_ids_T, positions_T, slots_T, self._rows_0, self._attention, self._pool, states=self._states
+            )
+        )
 
     def _run_directly(self, step: StepTensors, wanted_N: Tensor) -> Tensor:
         num_tokens = len(step.token_ids_T)
@@ -166,6 +178,8 @@ class Piecewise:
     def _plan_nothing(self) -> None:
         """Set all inputs to padding, and plan attention for one token in the dump page."""
         self._recorder.num_tokens = 1
+        if self._states is not None:
+            self._states.plan_nothing()
         self.inputs_3M.copy_(self._padding_31)
         one = torch.ones(1, dtype=torch.int32, device=self._pool.data.device)
         self._attention.plan_step(

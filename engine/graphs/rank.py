@@ -22,6 +22,7 @@ from engine.graphs.device import Pool, device_for_graphs
 from engine.graphs.passes import GraphPass
 from engine.graphs.piecewise import PREFILL, Piecewise
 from engine.graphs.settings import CaptureSettings
+from engine.graphs.states import BreakingStates
 from engine.layers.attention import AttentionBackend
 from engine.layers.comm import Comm
 from engine.layers.kv_pool import KVPool
@@ -139,8 +140,8 @@ class RankGraphs:
         return sum(graphs.measure() for graphs in trials if graphs is not None)
 
     def _new_piecewise(self, parts: StepParts, scheduler: SchedulerSection) -> Piecewise | None:
-        if self._recorder is None or self.mode == DECODE or parts.states is not None:
-            return None  # states of prompts advance by rows, which only the host knows
+        if self._recorder is None or self.mode == DECODE:
+            return None
         model, pool = parts.model, parts.pool
         sizes = piecewise_sizes(min(self._settings.max_tokens, scheduler.max_step_tokens))
         attention = BreakingAttention(
@@ -151,6 +152,7 @@ class RankGraphs:
             sizes[-1] if self.device.captures else 0,
             model.dtype,
         )
+        states = None if parts.states is None else BreakingStates(parts.states, self._recorder, self.device)
         hidden: Callable[[StepTensors], Tensor] = model.hidden
         if self.mode == COMPILED:
             # Imported here: a compiler takes seconds to import, and other modes do not need it.
@@ -172,6 +174,7 @@ class RankGraphs:
             hidden=hidden,
             pool=pool,
             attention=attention,
+            states=states,
             device=self.device,
             recorder=self._recorder,
             capturing=Capturing(self.device, self.comm, pool.data.device),

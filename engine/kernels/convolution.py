@@ -17,8 +17,8 @@ from torch import Tensor
 from engine.kernels.dependent_launch import launch_options, let_next_begin, wait_for_previous
 from engine.layers.states import StatesOfStep
 
-CHANNELS: Final = 256
-TOKENS: Final = 64  # of a tile in a step with prompts
+DECODED: Final = (1, 256)  # tokens and channels of a tile in a step of decodes
+TILE: Final = (64, 64)  # in a step with prompts
 
 
 def convolve(
@@ -30,16 +30,16 @@ def convolve(
     (num_tokens, width), (taps, _) = x_TC.shape, weight_KC.shape
     assert x_TC.stride(1) == 1, "channels of a token are contiguous"
     assert weight_KC.is_contiguous(), "weights of a tap are contiguous"
-    assert taps <= TOKENS + 1, "only the first tile of a row reads what the row had kept"
+    assert taps <= TILE[0] + 1, "only the first tile of a row reads what the row had kept"
     y_TC = x_TC.new_empty((num_tokens, width), dtype=torch.float32)
-    tokens = 1 if step.longest == 1 else TOKENS
-    tiles, blocks = triton.cdiv(step.longest, tokens), triton.cdiv(width, CHANNELS)
+    tokens, channels = DECODED if step.longest == 1 else TILE
+    tiles, blocks = triton.cdiv(step.longest, tokens), triton.cdiv(width, channels)
     if num_tokens:
         convolve_tile[(step.num_rows * tiles * blocks,)](
             x_TC, weight_KC, bias_C, windows_SNC, step.slots_B, step.fresh_B, step.starts_B1, y_TC, x_TC.stride(0),
             windows_SNC.stride(0), tiles,
             WIDTH=width, TAPS=taps, BIASED=bias_C is not None, SILU=silu, BLOCKS=blocks, BLOCK_T=tokens,
-            BLOCK_C=CHANNELS, num_warps=2 if tokens == 1 else 4, enable_fp_fusion=True, **launch_options(x_TC.device),
+            BLOCK_C=channels, num_warps=2 if tokens == 1 else 4, enable_fp_fusion=True, **launch_options(x_TC.device),
         )  # fmt: skip
     return y_TC
 

@@ -6,6 +6,7 @@ Owns: the list.  Does not know: when they are used; ``choice.py`` decides that.
 import torch
 
 from engine.kernels import activation, embedding, experts, heads, inputs, norm, page_lists, rotary, rounding, routing
+from engine.kernels.recurrences import TritonRecurrences
 from engine.layers.recurrences import Recurrences
 
 SILU_OF_ONE = 0.731059
@@ -27,7 +28,7 @@ class FusedKernels:
     round_rows = staticmethod(rounding.round_rows)
     add_norm_round = staticmethod(rounding.add_norm_round)
     widest_rounded = rounding.MAX_WIDTH
-    recurrences: Recurrences | None = None
+    recurrences: Recurrences | None = TritonRecurrences()
 
     def __init__(self, device_type: str) -> None:
         self._device_type = device_type

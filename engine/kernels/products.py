@@ -11,10 +11,17 @@ import triton.language as tl
 @triton.jit
 def multiply(a, b, sums, INTERPRETED: tl.constexpr):
     """Return sums + a @ b.  float32 operands are not rounded for tensor cores."""
+    return multiply_by(a, b, sums, INTERPRETED, "ieee")
+
+
+# No default for PRECISION: Triton 3.6 does not compile a call that leaves out a string.
+@triton.jit
+def multiply_by(a, b, sums, INTERPRETED: tl.constexpr, PRECISION: tl.constexpr):
+    """Return sums + a @ b.  PRECISION: of float32 operands on tensor cores, as ``tl.dot`` has it."""
     if INTERPRETED:
         a = a.to(tl.float32)
         b = b.to(tl.float32)
-    return tl.dot(a, b, sums, input_precision="ieee")
+    return tl.dot(a, b, sums, input_precision=PRECISION)
 
 
 @triton.jit

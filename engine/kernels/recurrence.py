@@ -50,9 +50,11 @@ class TokenTerms:
         """Raise AssertionError for tensors that kernels would read wrongly."""
         assert (self.b_TH is None) != (self.skip_H is None), "a recurrence has factors of the delta rule, or skips"
         for one in (self.q_TGK, self.k_TGK, self.v_THV):
-            assert one.stride() == (self.q_TGK.stride(0), one.shape[2], 1), f"numbers of a token have {one.stride()}"
-        for gates_TH in (self.a_TH, self.b_TH):
-            assert gates_TH is None or gates_TH.stride() == (self.a_TH.stride(0), 1), "gates of a token are contiguous"
+            assert one[0].is_contiguous(), "numbers of a token are contiguous"
+        if self.b_TH is not None:
+            assert self.a_TH.stride() == self.b_TH.stride(), "gates of a token are parts of one product"
+        if len(self.q_TGK) > 1:
+            assert self.q_TGK.stride(0) == self.k_TGK.stride(0) == self.v_THV.stride(0), "tokens lie side by side"
 
 
 def advance_rows(terms: TokenTerms, matrices_SHKV: Tensor, step: StatesOfStep, rows: Tensor | None) -> Tensor:
@@ -69,14 +71,14 @@ def advance_rows(terms: TokenTerms, matrices_SHKV: Tensor, step: StatesOfStep, r
             terms.q_TGK, terms.k_TGK, terms.v_THV, terms.a_TH, terms.b_TH, terms.decay_H, terms.bias_H, terms.skip_H,
             matrices_SHKV, rows, step.slots_B, step.fresh_B, step.starts_B1, o_THV, terms.least_step,
             terms.q_TGK.stride(0), terms.a_TH.stride(0), matrices_SHKV.stride(0),
-            LISTED=rows is not None, **sizes_of(terms, block), num_warps=4, enable_fp_fusion=True,
-            **launch_options(o_THV.device),
+            LISTED=rows is not None, **sizes_of(terms, triton.next_power_of_2(terms.k_TGK.shape[2]), block),
+            num_warps=4, enable_fp_fusion=True, **launch_options(o_THV.device),
         )  # fmt: skip
     return o_THV
 
 
-def sizes_of(terms: TokenTerms, block: int, least: int = 1) -> dict[str, int]:
-    """Return the constants of a kernel of these terms.  least: size of a block."""
+def sizes_of(terms: TokenTerms, key_block: int, value_block: int) -> dict[str, int]:
+    """Return the constants of a kernel of these terms, with so many numbers of a key and of a value at once."""
     (_, heads, value), (_, keys, key) = terms.v_THV.shape, terms.k_TGK.shape
     return {
         "HEADS": heads,
@@ -84,8 +86,8 @@ def sizes_of(terms: TokenTerms, block: int, least: int = 1) -> dict[str, int]:
         "KEY": key,
         "VALUE": value,
         "DELTA": terms.is_delta,
-        "BLOCK_K": max(least, triton.next_power_of_2(key)),
-        "BLOCK_V": max(least, block),
+        "BLOCK_K": key_block,
+        "BLOCK_V": value_block,
     }
 
 

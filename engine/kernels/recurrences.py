@@ -1,4 +1,4 @@
-"""What recurrent layers compute between their products, in Triton.
+"""The operations of recurrent layers between their products, in Triton.
 
 Legend: as in ``engine/layers/recurrences.py``
 Owns: which kernel takes which rows.  Does not know: the kernels' arithmetic.
@@ -18,11 +18,19 @@ FEWEST: Final = 16  # tokens of a row from which its chunks cost less than the t
 
 
 class TritonRecurrences:
-    """The ``Recurrences`` of a GPU.  A chunk of several tokens has other bits than these tokens one by one."""
+    """The ``Recurrences`` of a GPU.
 
-    rowwise = False
+    rowwise: whether prompts advance token after token.  A chunk of several has other bits than these one by one."""
+
     convolve = staticmethod(convolve)
     gate = staticmethod(gate)
+
+    def __init__(self, rowwise: bool = False) -> None:
+        self.rowwise = rowwise
+
+    def by_rows(self) -> "TritonRecurrences":
+        """Return those that advance token after token."""
+        return TritonRecurrences(rowwise=True)
 
     def delta(
         self,
@@ -39,7 +47,7 @@ class TritonRecurrences:
         keys = (qkv_TC.shape[1] - heads * value) // 2
         q_TGK, k_TGK = qkv_TC[:, : 2 * keys].unflatten(1, (2, -1, key)).unbind(1)
         v_THV = qkv_TC[:, 2 * keys :].unflatten(1, (heads, value))
-        return _advance(TokenTerms(q_TGK, k_TGK, v_THV, a_TH, decay_H, bias_H, b_TH), matrices_SHKV, step)
+        return self._advance(TokenTerms(q_TGK, k_TGK, v_THV, a_TH, decay_H, bias_H, b_TH), matrices_SHKV, step)
 
     def ssd(
         self,
@@ -57,13 +65,12 @@ class TritonRecurrences:
         x_THV = xkq_TC[:, : heads * value].unflatten(1, (heads, value))
         k_TGK, q_TGK = xkq_TC[:, heads * value :].unflatten(1, (2, -1, key)).unbind(1)
         terms = TokenTerms(q_TGK, k_TGK, x_THV, sizes_TH, decay_H, bias_H, skip_H=skip_H, least_step=least)
-        return _advance(terms, matrices_SHKV, step)
+        return self._advance(terms, matrices_SHKV, step)
 
-
-def _advance(terms: TokenTerms, matrices_SHKV: Tensor, step: StatesOfStep) -> Tensor:
-    if step.longest < FEWEST:
-        return advance_rows(terms, matrices_SHKV, step, None)
-    prompts = step.prompts(FEWEST, CHUNK)
-    o_THV = advance_rows(terms, matrices_SHKV, step, prompts.few_F)
-    advance_prompts(terms, matrices_SHKV, step, prompts, o_THV)
-    return o_THV
+    def _advance(self, terms: TokenTerms, matrices_SHKV: Tensor, step: StatesOfStep) -> Tensor:
+        if self.rowwise or step.longest < FEWEST:
+            return advance_rows(terms, matrices_SHKV, step, None)
+        prompts = step.prompts(FEWEST, CHUNK)
+        o_THV = advance_rows(terms, matrices_SHKV, step, prompts.few_F)
+        advance_prompts(terms, matrices_SHKV, step, prompts, o_THV)
+        return o_THV

@@ -16,7 +16,7 @@ from engine.layers.states import StatesOfStep
 POINTER, SIZE, FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 
 
-class Rows(ctypes.Structure):
+class StateRows(ctypes.Structure):
     """The C struct ``Rows`` of ``cpu.h``.  Its maker keeps the arrays that it points to."""
 
     _fields_ = (
@@ -41,6 +41,10 @@ class CompiledRecurrences:
         self._gate.argtypes = [POINTER, *tensor, *tensor, POINTER, *[SIZE] * 3, FLOAT, SIZE, SIZE]
         for function in (self._convolve, self._delta, self._ssd, self._gate):
             function.restype = None
+
+    def by_rows(self) -> "CompiledRecurrences":
+        """Return these."""
+        return self
 
     def convolve(
         self,
@@ -120,9 +124,9 @@ class CompiledRecurrences:
         return o_TI.to(z_TI.dtype)
 
 
-def _rows(step: StatesOfStep) -> Rows:
+def _rows(step: StatesOfStep) -> StateRows:
     pointers = (one.data_ptr() for one in (step.slots_B, step.starts_B1, step.fresh_B))
-    return Rows(*pointers, step.num_rows, torch.get_num_threads())
+    return StateRows(*pointers, step.num_rows, torch.get_num_threads())
 
 
 def _rows_of_floats(x_TI: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ class KVEvent:
 
     hashes: hashes of the pages, in order; with a lookahead, of their pairs of tokens.
     parent: the hash before the first.
-    tokens: the tokens of a stored event's pages, int32s; empty for the others."""
+    tokens: the tokens of the pages, int32s; empty for removed ones."""
 
     kind: Literal["stored", "removed", "restored"]
     tier: Tier
@@ -41,10 +41,7 @@ class EventLog:
 
     def stored(self, node: Node, tier: Tier, first_page: int = 0) -> None:
         """Note that a node's pages from ``first_page`` on are in ``tier`` now."""
-        tokens = bytes(node.key[first_page * self._page_bytes :])
-        if self._stride > 1:
-            tokens = np.frombuffer(tokens, dtype=np.int32)[:: self._stride].tobytes()
-        self._note("stored", tier, node, first_page, tokens)
+        self._note("stored", tier, node, first_page, self._tokens(node, first_page))
 
     def removed(self, node: Node, tier: Tier) -> None:
         """Note that a node loses its pages in ``tier``; the node must still have its parent."""
@@ -52,12 +49,16 @@ class EventLog:
 
     def restored(self, node: Node) -> None:
         """Note that a node's pages were copied from the host."""
-        self._note("restored", "device", node, 0, b"")
+        self._note("restored", "device", node, 0, self._tokens(node, 0))
 
     def drain(self) -> list[KVEvent]:
         """Return the events since the last call, oldest first."""
         events, self._events = self._events, []
         return events
+
+    def _tokens(self, node: Node, first_page: int) -> bytes:
+        tokens = bytes(node.key[first_page * self._page_bytes :])
+        return tokens if self._stride == 1 else np.frombuffer(tokens, dtype=np.int32)[:: self._stride].tobytes()
 
     def _note(
         self, kind: Literal["stored", "removed", "restored"], tier: Tier, node: Node, first_page: int, tokens: bytes

@@ -22,6 +22,10 @@ class Recurrences(Protocol):
 
     rowwise: bool
 
+    def by_rows(self) -> "Recurrences":
+        """Return the same that are ``rowwise``, if there are such; else these."""
+        ...
+
     def convolve(
         self,
         x_TC: Tensor,

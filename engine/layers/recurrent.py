@@ -39,9 +39,10 @@ class RecurrentPart:
         self, normed_TD: Tensor, states: tuple[Tensor, ...], step: StatesOfStep, kernels: LayerKernels | None
     ) -> Tensor:
         """Return what ``output`` takes, and advance the states (``Recurrent``)."""
-        inner_TI = self.inner(normed_TD)
-        if not self._one_by_one:
-            return self.mix(inner_TI, states, step)
+        mix = self._mix_alone if self._one_by_one else self.mix
+        return step.mixed(mix, self.inner(normed_TD), states, self.outer.inputs)
+
+    def _mix_alone(self, inner_TI: Tensor, states: tuple[Tensor, ...], step: StatesOfStep) -> Tensor:
         return torch.cat([self.mix(inner_TI[token], states, alone) for token, alone in step.one_by_one()])
 
     def output(self, mixed_TM: Tensor) -> Tensor:
@@ -50,6 +51,7 @@ class RecurrentPart:
 
     def by_rows(self) -> None:
         """Compute token after token, each alone (``RowwisePart``), where chunks or other rows would change a sum."""
+        self.recurrences = self.recurrences.by_rows()
         self._one_by_one = not self.recurrences.rowwise
 
     def pack(self, kernels: LayerKernels | None) -> None:

@@ -9,7 +9,7 @@ sequence is one operation on one piece of memory.  Each state begins at a multip
 a sum by the address of its numbers.  The first slots are the running states of the rank's rows.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from math import prod
 from typing import NamedTuple
@@ -50,7 +50,7 @@ class RecurrentStates:
         return len(self.data)
 
 
-class Prompts(NamedTuple):
+class PromptRows(NamedTuple):
     """The rows of a step with many tokens, and those with few, int32 on the device.
 
     firsts_N, ends_N: of the tokens of each chunk of the rows with many."""
@@ -92,7 +92,7 @@ class StatesOfStep:
         if not self.only_decodes:
             self._divide()
         self._taps: dict[int, tuple[Tensor, Tensor]] = {}
-        self._prompts: dict[tuple[int, int], Prompts] = {}
+        self._prompts: dict[tuple[int, int], PromptRows] = {}
 
     def _divide(self) -> None:
         """Divide the rows into those with one token and the others."""
@@ -133,7 +133,11 @@ class StatesOfStep:
         """Replace the state of each row."""
         states_S.index_copy_(0, self.slots_B, states_B)
 
-    def prompts(self, fewest: int, chunk: int) -> "Prompts":
+    def mixed(self, mix: "Mix", inner_TI: Tensor, states: tuple[Tensor, ...], width: int) -> Tensor:
+        """Return what ``mix`` gives a recurrent part for the step, [T, ``width``]."""
+        return mix(inner_TI, states, self)
+
+    def prompts(self, fewest: int, chunk: int) -> "PromptRows":
         """Return the rows with at least ``fewest`` tokens, and the chunks of these."""
         if (fewest, chunk) not in self._prompts:
             counts, starts = self.query_lengths, self.query_starts
@@ -144,7 +148,7 @@ class StatesOfStep:
             ]
             lists = (few, many, *(np.concatenate([[], *one]) for one in (firsts, ends)))
             on_device = upload([one.astype(np.int32) for one in lists], self._device)
-            self._prompts[fewest, chunk] = Prompts(*on_device)
+            self._prompts[fewest, chunk] = PromptRows(*on_device)
         return self._prompts[fewest, chunk]
 
     def taps(self, num_taps: int) -> tuple[Tensor, Tensor]:
@@ -172,6 +176,10 @@ class StatesOfStep:
         kept_B = places(np.arange(num_rows)[:, None], last_B1)
         at, kept = upload((at_KT.ravel(), kept_B.ravel()), self._device)
         return at.view(at_KT.shape), kept
+
+
+Mix = Callable[[Tensor, tuple[Tensor, ...], StatesOfStep], Tensor]
+"""A recurrent part between its two products: (inner_TI, its states, the step's rows) -> mixed_TM."""
 
 
 class StatesOfDecodes(StatesOfStep):

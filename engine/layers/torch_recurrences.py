@@ -21,6 +21,10 @@ class TorchRecurrences:
 
     rowwise = False
 
+    def by_rows(self) -> "TorchRecurrences":
+        """Return these."""
+        return self
+
     def convolve(
         self,
         x_TC: Tensor,

@@ -26,6 +26,7 @@ class Blueprint(msgspec.Struct, frozen=True):
     max_len: longest sequence, as proposers get it.
     names: kind -> full name of each chosen plugin of a kind that decides.
     draft: the model that proposes, if one does.
+    found: names of features that have facts of the model.
     config: without secrets, and with the options of those plugins only."""
 
     limits: PlannerLimits
@@ -35,6 +36,7 @@ class Blueprint(msgspec.Struct, frozen=True):
     names: dict[str, str]
     config: Config
     draft: DraftModel | None = None
+    found: tuple[str, ...] = ()
 
     def policy(self, plugins: Plugins) -> SchedulingPolicy:
         """Return a new policy.  It outlives planners.  Raises PluginError if it cannot be built."""
@@ -52,7 +54,8 @@ class Blueprint(msgspec.Struct, frozen=True):
 
         limits: those of the blueprint, for a pool."""
         proposer = self.draft or built_proposer(plugins, self.vocab_size, self.max_len)
-        features = planner_features(FeatureContext(self.config, proposer, self.vocab_size, limits.state_bytes))
+        given = FeatureContext(self.config, proposer, self.vocab_size, limits.state_bytes, self.found)
+        features = planner_features(given)
         strategy = plugin_strategy(plugins, self.config, limits.num_pages)
         return Planner(limits, strategy, policy, clock, features=features, watchers=watchers)
 

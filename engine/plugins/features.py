@@ -27,12 +27,13 @@ class FeatureContext(NamedTuple):
     """The arguments of a planner's features.
 
     proposer: built by the plugin of that kind; None without one.  vocab_size: of the model.
-    state_bytes: as in ``PlannerLimits``."""
+    state_bytes: as in ``PlannerLimits``.  found: names of features that have facts of the model."""
 
     config: Config
     proposer: "Proposer | DraftModel | None"
     vocab_size: int
     state_bytes: int = 0
+    found: tuple[str, ...] = ()
 
 
 Facts = Mapping[str, bytes]

@@ -47,7 +47,7 @@ _OWN = (
           "qwen3_moe qwen3_next seed_oss smollm3 "
           "transformers", "models",
           several=True, by_model=True),
-    _kind(OBSERVER, "observer", "log", "observers", several=True),
+    _kind(OBSERVER, "observer", "kv_events log", "observers", several=True),
     _kind("policy", "scheduling_policy", "fair fcfs lpm priority", decides=True,
           default="priority", because="first come, first served where no request sends a priority"),
     _kind(PROPOSER, "proposer", "draft_model eagle ngram suffix", decides=True),

@@ -71,6 +71,12 @@ class _TokenizerConfig(_NamedTokens):
     chat_template: str | list[_NamedTemplate] | None = None
 
 
+class _ProcessorTemplate(msgspec.Struct):
+    """The file chat_template.json, in which older models that see have the template of their processor."""
+
+    chat_template: str | None = None
+
+
 class TokenizerFiles:
     """The content of the files.  tokenizer: ready to encode.  decoder: its "decoder" object.  template: None for none.
 
@@ -100,7 +106,8 @@ class TokenizerFiles:
         named = {**_read_json(directory / "special_tokens_map.json", _NamedTokens).texts(), **config.texts()}
         self.named = named
         self._add_tokens(config_path, config.added_tokens_decoder or {}, named)
-        self.template = _template(directory / "chat_template.jinja", config_path, config.chat_template, named)
+        own = config.chat_template or _read_json(directory / "chat_template.json", _ProcessorTemplate).chat_template
+        self.template = _template(directory / "chat_template.jinja", config_path, own, named)
 
     def _add_tokens(self, path: Path, declared: dict[int, _Token], named: dict[str, str]) -> None:
         """Add the tokens that are only in the configuration, or only there special."""

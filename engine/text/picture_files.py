@@ -3,7 +3,6 @@
 Owns: turning a file as its camera was held, RGB.  Does not know: models, limits, which formats clients may send.
 """
 
-import warnings
 from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, cast
@@ -15,6 +14,7 @@ if TYPE_CHECKING:
 
 FORMATS: Final = ("PNG", "JPEG", "WEBP", "GIF")
 WRITTEN: Final = ("1", "L", "LA", "P", "RGB", "RGBA")  # modes that PNG files have
+MOST_PIXELS: Final = 1 << 26
 ORIENTATION: Final = 0x0112  # the tag of EXIF
 TURNED: Final = (5, 6, 7, 8)  # its values for a picture whose sides are exchanged
 
@@ -48,14 +48,16 @@ def read_picture(data: bytes) -> "Image":
 
     try:
         return ImageOps.exif_transpose(_opened(data)).convert("RGB")
-    except (OSError, SyntaxError, ValueError) as error:
+    except RequestError:
+        raise
+    except Exception as error:
         raise _unreadable(error) from None
 
 
 def _orientation(picture: "Image") -> int:
     try:
         return int(picture.getexif().get(ORIENTATION, 1))
-    except (OSError, SyntaxError, ValueError, TypeError) as error:
+    except Exception as error:
         raise _unreadable(error) from None
 
 
@@ -63,13 +65,15 @@ def _opened(data: bytes) -> "Image":
     from PIL import Image  # an optional package, which only pictures need
 
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error", Image.DecompressionBombWarning)
-            return Image.open(BytesIO(data), formats=FORMATS)
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
+        picture = Image.open(BytesIO(data), formats=FORMATS)
+    except Exception as error:
         raise _unreadable(error) from None
+    if picture.width * picture.height > MOST_PIXELS:
+        raise _unreadable(ValueError(f"{picture.width} x {picture.height} pixels are more than {MOST_PIXELS}"))
+    return picture
 
 
-def _unreadable(error: BaseException) -> RequestError:
+def _unreadable(error: Exception) -> RequestError:
+    """Return the error for a client.  error: Pillow raises errors of every kind for broken files."""
     formats = ", ".join(FORMATS)
     return RequestError(f"a picture cannot be read ({error}); it must be one of {formats}", param="messages")

@@ -42,11 +42,13 @@ class PictureFormat(Protocol):
     """The format in which a model takes pictures.
 
     placeholder: text that chat templates write for a picture.  token: text of the token at its places.
-    settings: digest of all but the picture that its rows depend on."""
+    settings: digest of all but the picture that its rows depend on.
+    whole: whether each token of a picture attends to all of the picture."""
 
     placeholder: str
     token: str
     settings: str
+    whole: bool
 
     def layout(self, width: int, height: int) -> PictureLayout:
         """Return the layout of a picture of so many pixels.  Raises RequestError if the model cannot take it."""
@@ -61,17 +63,23 @@ class PlacedPicture(msgspec.Struct, frozen=True, array_like=True):
     """A picture in a prompt.
 
     key: digest of its content and of its encoder's settings.  data: the file.  places: int32[n], positions in the
-    prompt.  grid: as in ``PictureLayout``."""
+    prompt.  grid: as in ``PictureLayout``.  whole: as in ``PictureFormat``."""
 
     key: str
     data: bytes
     places: bytes
     grid: tuple[int, int, int]
+    whole: bool
 
     @property
     def places_n(self) -> Int32:
         """The positions as an array, ascending."""
         return np.frombuffer(self.places, dtype=np.int32)
+
+    @property
+    def start(self) -> int:
+        """The first position."""
+        return int(self.places_n[0])
 
     @property
     def end(self) -> int:
@@ -131,7 +139,7 @@ class PictureText:
             first += layout.num_rows
             key = hashlib.sha256(f"{picture.digest} {self._form.settings}".encode()).hexdigest()
             token_ids[mine] = picture_ids(key, len(mine))
-            placed.append(PlacedPicture(key, picture.data, mine.tobytes(), layout.grid))
+            placed.append(PlacedPicture(key, picture.data, mine.tobytes(), layout.grid, self._form.whole))
         return token_ids, RequestPart("", msgspec.msgpack.encode(placed))
 
 

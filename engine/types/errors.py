@@ -17,6 +17,7 @@ CallboardError
 ├── StateError              a scheduler's state cannot be written to a recording
 ├── GrammarFailure          a grammar cannot continue; its request ends
 ├── WorkerLost              a worker has died or hangs; it is restarted
+├── PictureError        a picture cannot be read, or is beyond a limit; its request is refused
 ├── WrongMark               a replica marks its stream's progress wrongly; another replica continues the stream
 ├── LinkError, WireError    a socket between processes cannot be used, or received bytes that are not a message
 └── NcclError               NCCL has failed; the rank is lost

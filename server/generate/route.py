@@ -19,7 +19,7 @@ from engine.messages import Delta, Finish, RequestOptions
 from engine.settings.sections import ServerSection
 from engine.types.errors import FieldError, RequestError
 from engine.types.params import SamplingParams
-from engine.types.prompt import ChatTurn, Prompt
+from engine.types.prompt import ChatTurn, Prompt, RequestPart
 from server.backend import EngineStream
 from server.clients import CLIENT, ClientRequest
 from server.generate.endpoint import Endpoint, Writer
@@ -167,22 +167,31 @@ class GenerateTask(NamedTuple, Generic[B]):
 
 class GenerateRoute(Generic[B]):
     """Handles the requests of one endpoint.  keeper: of its streams; None where they end with their connection.
-    sight: of its conversations; None where the model reads text alone.  ping: of its streams."""
+    sight: of its conversations; None where the model reads text alone.  ping: of its streams.
+    session_parts: gives the parts of a request in a session that is named."""
 
     def __init__(self, endpoint: Endpoint[B], server: ServerSection) -> None:
         self.endpoint = endpoint
         self.ping = Ping(endpoint.ping, server.ping_after_s)
         self.keeper: Keeper | None = None
         self.sight: Sight | None = None
+        self.session_parts: Callable[[str], dict[str, RequestPart]] | None = None
         self._reader = BodyReader(endpoint.body_type, self._understand, server, elsewhere=endpoint.elsewhere)
 
     async def understand(self, body: bytes, exchange: Exchange) -> tuple[B, Generation]:
         """Returns a body as its type, and what it asks for.  exchange: of its request.  Raises RequestError."""
         understood, generation = await self._reader.understand(body)
-        return understood, await self.seen(generation, exchange)
+        return understood, await self.completed(generation, exchange)
 
-    async def seen(self, generation: Generation, exchange: Exchange) -> Generation:
-        """Returns what is asked for with its pictures read.  Raises RequestError."""
+    async def completed(self, generation: Generation, exchange: Exchange) -> Generation:
+        """Returns what is asked for with its pictures read, in the session that a header names if no field does.
+
+        Raises RequestError."""
+        name = exchange.offered_session
+        if name and not generation.session and self.session_parts is not None:
+            options = generation.options
+            options = msgspec.structs.replace(options, parts={**options.parts, **self.session_parts(name)})
+            generation = msgspec.structs.replace(generation, session=name, options=options)
         if self.sight is None:
             return generation
         prompts = [await _seen(prompt, self.sight, exchange) for prompt in generation.prompts]

@@ -41,6 +41,8 @@ REQUEST_ID_HEADER = "X-Request-Id"
 ANTHROPICS_ID_HEADER = "request-id"  # what its clients call the same
 USAGE_HEADER = "X-Callboard-Usage"  # prompt and completion tokens, for a router
 MAX_REQUEST_ID_CHARS = 128
+SESSION_HEADERS = ("session_id", "x-session-id")
+MAX_SESSION_CHARS = 1024
 # No space: what follows it would be a field of its own in a log.
 PRINTABLE = frozenset(string.ascii_letters + string.digits + string.punctuation)
 CLIENT_LEFT = 499  # what nginx logs for a client that left before the response
@@ -67,6 +69,7 @@ class Exchange:
     operation: what is declared of that route; None for a route that is not declared.
     names: what else the client may call it by.  parts: names of some of its choices -> which they are.
     session: the name of its session, '' for none.  cached_tokens: of its prompts, once they are counted.
+    offered_session: the session that a header names, '' for none.
     notes: sentences on what was changed in the request before the model got it.
     usage: prompt and completion tokens.  Handlers that generate set these three.  tells_usage: a router wants to know.
     replica: which one has answered.
@@ -92,6 +95,7 @@ class Exchange:
         self.parts: Mapping[str, range] = {}
         self.notes: tuple[str, ...] = ()
         self.session = ""
+        self.offered_session = ""
         self.cached_tokens = 0
         self.key: Key | None = None
         self._address = address
@@ -113,6 +117,8 @@ class Exchange:
         exchange = cls(_request_id(request.headers.get(REQUEST_ID_HEADER, "")), request.remote or "-")
         exchange.arrived_at = getattr(request.protocol, "arrived_at", exchange.received_at)
         exchange.was_received = exchange._has_connection = True
+        given = (request.headers.get(name, "")[:MAX_SESSION_CHARS] for name in SESSION_HEADERS)
+        exchange.offered_session = next(filter(PRINTABLE.issuperset, filter(None, given)), "")
         return exchange
 
     def answered(self) -> None:

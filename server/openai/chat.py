@@ -78,6 +78,7 @@ class Chat(Endpoint[ChatBody]):
             (read_turns(body.messages, card.template_roles, sees=self._translator.sees),),
             max_tokens=body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
             logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+            effort=body.reasoning_effort,
             tools=tools,
             chat=ChatOptions(
                 tools=tools.described,

@@ -6,7 +6,7 @@ Does not know: JSON, prompts' formats, responses, how a grammar is compiled.  A 
 bodies declare it by the name that it has there; a name that only one of the two has never does.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 import msgspec
 
@@ -51,6 +51,7 @@ class Translator:
     session_parts: gives the parts of a request by its session's name and the time that its prefix is to stay.
     limit_thoughts: gives the logits processors that end thoughts after so many tokens, and raises RequestError; None
     if nothing can end them.
+    effort_budgets: the most tokens of thoughts by reasoning effort; none where the chat template reads the effort.
     sight: reads the pictures of conversations; None where the model reads text alone."""
 
     def __init__(
@@ -65,6 +66,7 @@ class Translator:
         self._server = server
         self.session_parts: Callable[[str, float], dict[str, RequestPart]] = _no_parts
         self.limit_thoughts: Callable[[int], dict[str, str]] | None = None
+        self.effort_budgets: Mapping[str, int] = {}
         self.sight: Sight | None = None
         self.tool_format = tool_format or HERMES
 
@@ -90,6 +92,7 @@ class Translator:
         counted: str = "n",
         prompt_logprobs: int | None = None,
         prompt_only: bool = False,
+        effort: str | None = None,
         tools: ToolRequest = NO_TOOLS,
         chat: ChatOptions = DEFAULT_OPTIONS.chat,
     ) -> Generation:
@@ -101,7 +104,8 @@ class Translator:
         self.check_count(len(prompts), num_choices, counted)
         if body.stream_options is not None and not body.stream:
             raise FieldError("stream_options", "only allowed together with stream")
-        params = self._sampling_params(body, max_tokens=max_tokens, logprobs=logprobs)
+        budget = self.effort_budgets.get(effort or "")
+        params = self._sampling_params(body, max_tokens=max_tokens, logprobs=logprobs, budget=budget)
         grammar_field, grammar = _grammar(body, tools)
         params = params.replace(grammar=grammar, prompt_logprobs=prompt_logprobs)
         params.check(self.card.vocab_size)
@@ -174,11 +178,14 @@ class Translator:
             raise FieldError("truncate_prompt_tokens", f"{given}: must be from 1 to {most}, or -1 for that")
         return most if given == -1 else given
 
-    def _sampling_params(self, body: GenerationBody, *, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
+    def _sampling_params(
+        self, body: GenerationBody, *, max_tokens: int | None, logprobs: int | None, budget: int | None
+    ) -> SamplingParams:
+        """Returns the body's parameters.  budget: of thoughts, if the body has none."""
         given = {name: value for name in SAME_FIELDS if (value := getattr(body, name)) is not None}
         given.update(max_tokens=max_tokens, logprobs=logprobs, seed=own_seed(body.seed))
-        budget = body.max_thinking_tokens if body.thinking_token_budget is None else body.thinking_token_budget
-        if budget is not None:
+        budgets = body.thinking_token_budget, body.max_thinking_tokens, budget
+        if (budget := next((one for one in budgets if one is not None), None)) is not None:
             if self.limit_thoughts is None:
                 raise FieldError("thinking_token_budget", NO_BUDGET, code="unsupported_parameter")
             given["logits_processors"] = {**given.get("logits_processors", {}), **self.limit_thoughts(budget)}

@@ -197,6 +197,9 @@ class OwnCollector(EngineCollector):
             yield self._gauge("state_snapshots", "Snapshots of recurrent states of cached prefixes.", num_snapshots)
             num_tokens = gauges.of_features["tokens_without_state"]
             yield self._gauge("tokens_without_state", "Cached tokens computed again for want of a state.", num_tokens)
+        if (num_encoded := gauges.of_features.get("pictures_encoded")) is not None:
+            yield self._total("pictures_encoded", "Pictures encoded for prompts.", num_encoded)
+            yield self._total("pictures_found", "Pictures found encoded.", gauges.of_features["pictures_found"])
         yield self._gauge("kv_page_tokens", "Tokens per page.", gauges.page_size)
 
     def _of_mailboxes(self, gauges: Gauges) -> Iterator[Metric]:

@@ -17,7 +17,7 @@ from tests.models.checkpoints import build, save
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "ranks": ({"device": {"kind": "cpu", "tensor_parallel": 2}}, "device.tensor_parallel=2: the states"),
-    "graphs": ({"graphs": {"mode": "breakable"}}, "graphs.mode=breakable: no graph holds recurrent layers in steps"),
+    "graphs": ({"graphs": {"mode": "compiled"}}, "graphs.mode=compiled: no compiler takes recurrent"),
     "host pages": ({"kv": {"num_host_pages": 8}}, "kv.num_host_pages=8: pages return without the states"),
     "proposer": ({"plugins": {"proposer": "ngram"}}, "plugins.proposer=proposer.ngram: a rejected token"),
     "adapters": ({"lora": {"folder": "/tmp"}}, "lora.folder=/tmp: models with recurrent layers take no adapters"),

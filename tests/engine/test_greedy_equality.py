@@ -54,8 +54,10 @@ def prompts() -> list[list[int]]:
     return [random_tokens(length, seed) for seed, length in enumerate(PROMPT_LENGTHS)]
 
 
-@pytest.mark.parametrize("page_size", [1, 16])
-@pytest.mark.parametrize("prefill_chunk", [16, 512])
+@pytest.mark.parametrize(
+    ("page_size", "prefill_chunk"),
+    [(1, 16), (16, 512), *(pytest.param(*both, marks=pytest.mark.slow) for both in ((1, 512), (16, 16)))],
+)
 def test_greedy_tokens_equal_generate(
     variant: str, checkpoint: tuple[Path, PreTrainedModel], greedy: Greedy, page_size: int, prefill_chunk: int
 ) -> None:

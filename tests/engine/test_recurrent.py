@@ -60,7 +60,7 @@ def served(directory: Path, **tables: Any) -> LLM:
     return LLM(directory, progress=False, config={"model": {"dtype": "float32", "tokenizer": "none"}} | tables)
 
 
-@pytest.mark.parametrize("chunk", [1, 7, 64])
+@pytest.mark.parametrize("chunk", [7, *(pytest.param(chunk, marks=pytest.mark.slow) for chunk in (1, 64))])
 def test_tokens_are_those_of_generate_in_chunks_of_any_size(
     chunk: int, checkpoint: tuple[Path, Any], expected: list[list[int]]
 ) -> None:

@@ -13,19 +13,21 @@ import pytest
 pytestmark = pytest.mark.slow
 
 KERNELS = {
-    "add_norm_round_row", "add_norm_rows", "adjust_tokens", "down_pairs", "draw_candidate", "fill_row", "gate_columns",
-    "gate_pairs", "gather_rows", "list_candidates", "list_row", "measure_some_blocks", "multiply_rows",
-    "multiply_tiles", "narrow_row", "pick_row", "place_pairs", "rotate_heads", "round_row", "tabulate_angles",
-    "weigh_candidates", "write_places",
+    "add_norm_round_row", "add_norm_rows", "adjust_tokens", "advance_chunks", "advance_head", "convolve_tile",
+    "down_pairs", "draw_candidate", "fill_row", "gate_columns", "gate_groups", "gate_pairs", "gather_rows",
+    "list_candidates", "list_row", "measure_some_blocks", "multiply_rows", "multiply_tiles", "narrow_row", "pick_row",
+    "place_pairs", "prepare_chunk", "rotate_heads", "round_row", "tabulate_angles", "weigh_candidates", "write_places",
 }  # fmt: skip
 
 TILED = {"down_pairs", "gate_pairs", "multiply_tiles"}  # which read several tiles ahead
+OF_HOPPER = {"advance_chunks"}  # which reads a chunk ahead there, and none elsewhere
 
 # Launched while the kernel in front of them still runs: whether they read weights before they wait for it, and whether
 # they let the next one begin as early.  What makes lists of pages does not: libraries read those before they wait.
 WAITING = {
-    "add_norm_round_row": (True, True), "add_norm_rows": (True, True), "fill_row": (False, False),
-    "gate_columns": (False, True),
+    "add_norm_round_row": (True, True), "add_norm_rows": (True, True), "advance_chunks": (True, True),
+    "advance_head": (True, True), "convolve_tile": (False, True), "fill_row": (False, False),
+    "gate_columns": (False, True), "gate_groups": (False, True), "prepare_chunk": (True, True),
     "gather_rows": (False, True), "list_row": (False, False), "multiply_rows": (True, True),
     "rotate_heads": (True, True), "round_row": (False, True),
     "tabulate_angles": (False, True), "write_places": (False, False),
@@ -57,7 +59,8 @@ def test_every_kernel_compiles(compiled: list[dict[str, Any]]) -> None:
         # Sine and cosine of a large angle keep its digits in an array, which some versions put there.
         assert row.get("stack", 0) == 0 or row["kernel"] == "tabulate_angles", row
         # What a program gets on every GPU, and what Ampere and later ones give to a program that asks for more.
-        assert row["shared"] <= (96 if row["kernel"] in TILED else 48) << 10, row
+        most = 227 if row["kernel"] in OF_HOPPER else 96 if row["kernel"] in TILED else 48
+        assert row["shared"] <= most << 10, row
 
 
 def test_products_have_one_variant_for_every_number_of_rows(compiled: list[dict[str, Any]]) -> None:

@@ -170,6 +170,7 @@ def test_a_model_writes_the_same_with_and_without(monkeypatch, anew):
     assert not rows
 
 
+@pytest.mark.slow
 def test_the_second_start_compiles_nothing(monkeypatch, anew, kernels):
     def compiles(*arguments, **options):
         raise AssertionError("compiled again")

@@ -8,6 +8,8 @@ import pytest
 from engine.settings import own_kernels
 from engine.settings.own_kernels import missing_for_flashinfer, missing_for_triton
 
+ROOT = Path(__file__).parents[2]
+
 
 class Machine:
     """packages, programs: those that are there."""
@@ -50,3 +52,9 @@ def test_flashinfer_needs_kernels_that_are_built_or_what_builds_them(
 ) -> None:
     Machine(monkeypatch, tmp_path, packages, programs)
     assert ("flashinfer-jit-cache" in missing_for_flashinfer()) == lacks
+
+
+def test_no_kernel_has_a_default_that_is_text() -> None:
+    """Triton 3.6 compiles no call that leaves such a parameter out."""
+    sources = [path.read_text() for path in (ROOT / "engine").rglob("*.py")]
+    assert not [source for source in sources if re.search(r"tl\.constexpr = [\"']", source)]

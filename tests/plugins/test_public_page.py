@@ -34,6 +34,7 @@ ELSEWHERE = {
     "Iterator",
     "NDArray",
     "Path",
+    "Recurrences",
 }
 
 

@@ -28,7 +28,16 @@ from tests.server.test_keys import BOTH, Clock, bearer, keys_in
 
 CHANGING = ("/apply", "/sleep", "/wake_up", "/start_profile", "/stop_profile", "/debug/recording",
             "/v1/load_lora_adapter", "/v1/unload_lora_adapter")  # fmt: skip
-SHOWING = ("/metrics", "/stats", "/server_info", "/get_server_info", "/load", "/health_generate", "/is_sleeping")
+SHOWING = (
+    "/metrics",
+    "/stats",
+    "/server_info",
+    "/get_server_info",
+    "/load",
+    "/v1/loads",
+    "/health_generate",
+    "/is_sleeping",
+)
 OPEN = {"/", "/page/{name}", "/health", "/ping", "/ready", "/api/version"}
 
 

@@ -32,6 +32,17 @@ def test_a_request_names_its_session(live: LiveServer, path: str) -> None:
     assert named(live, path, session_id="s", prompt_cache_key="k", prompt_cache_ttl_s=90) == session_part("s", 90.0)
 
 
+def test_a_header_names_the_session_if_no_field_does(live: LiveServer) -> None:
+    def of(headers: dict[str, str], **fields: Any) -> RequestPart | None:
+        body = {"model": MODEL, "messages": MESSAGES, **fields}
+        assert ask(live.port, "POST", "/v1/chat/completions", body, headers).status == 200
+        return live.call(lambda: live.ingress.asked[-1][2].parts.get("sessions"))
+
+    assert of({"session_id": "s"}) == of({"x-session-id": "s"}) == session_part("s")
+    assert of({"session_id": "s"}, prompt_cache_key="k") == session_part("k")
+    assert of({"session_id": "two words"}) is None
+
+
 def test_anthropics_clients_name_it_as_user_and_ask_for_a_time_in_blocks(live: LiveServer) -> None:
     path, user = "/v1/messages", {"metadata": {"user_id": "user_1_session_2"}}
     block = {"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}}

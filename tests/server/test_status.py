@@ -121,3 +121,12 @@ def test_an_engine_that_does_not_answer_is_neither_ready_nor_healthy_nor_measure
             assert reply.headers["retry-after"] == "5"
         assert waited == [1.0, 10.0, 1.0, 1.0, 1.0, 1.0]
         assert ask(live.port, "POST", "/v1/completions", COMPLETION).status == 200
+
+
+def test_loads_as_routers_read_them(live: LiveServer) -> None:
+    told = ask(live.port, "GET", "/v1/loads").json
+    (load,) = told["loads"]
+    assert (load["num_running_reqs"], load["num_waiting_reqs"], load["dp_rank"]) == (3, 2, 0)
+    assert load["num_used_tokens"] * 5 == load["max_total_num_tokens"] > 0
+    assert load["token_usage"] == told["aggregate"]["avg_token_usage"] == 0.2
+    assert (told["aggregate"]["total_reqs"], told["dp_rank_count"]) == (5, 1)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from server.extensions.thinking_budget.extension import find_marks
 from tests.server.engine_server import EngineServer
 from tests.server.http_client import Reply, ask
 
@@ -86,6 +87,21 @@ def test_requests_of_one_step_have_budgets_of_their_own(served: EngineServer) ->
     bodies = [chat(served, n=3, thinking_token_budget=budget, seed=budget, temperature=1.0) for budget in (2, 9)]
     for body, budget in zip(bodies, (2, 9), strict=True):
         assert thoughts(body) <= 3 * (budget + 1)
+
+
+def test_an_effort_is_a_budget_where_the_template_does_not_read_it(
+    served: EngineServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert thoughts(chat(served, reasoning_effort="none")) == 1, "the token that closes them"
+    assert thoughts(chat(served, reasoning_effort="none", max_thinking_tokens=5)) == 6, "a budget goes before"
+    assert thoughts(chat(served, reasoning_effort="unheard")) == thoughts(chat(served, reasoning_effort="low")) == 40
+    body = {"model": "demo", "input": "What is it?", "max_output_tokens": 40, "temperature": 0, "ignore_eos": True}
+    reply = ask(served.port, "POST", "/v1/responses", {**body, "reasoning": {"effort": "none"}})
+    assert reply.json["usage"]["output_tokens_details"]["reasoning_tokens"] == 1
+    monkeypatch.setattr(type(served.system.codec), "template_source", TEMPLATE + "{{ reasoning_effort }}")
+    marks = find_marks(served.system.codec)
+    assert marks is not None
+    assert marks.reads_effort
 
 
 def test_anthropics_budget_is_followed(served: EngineServer) -> None:

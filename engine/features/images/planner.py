@@ -36,14 +36,17 @@ class ImagesPlanner(PlannerFeature):
         self._keys: dict[int, str] = {}  # of pictures that are being encoded, by number of the request to the ranks
         self._num_requested = 0
         self._new_rows: dict[int, Pictures] = {}
+        self._whole: dict[int, list[PlacedPicture]] = {}  # by row, those that must be computed at once
         self._ends: dict[int, int] = {}  # by row, the tokens after which it needs no picture
 
     def admit(self, sequence: Sequence, message: Admit) -> None:
         if (part := message.parts.get(NAME)) is None:
             return
         if sequence.params.prompt_logprobs is not None or not sequence.params.generates:
-            name = "pooling" if sequence.params.pooling else "prompt_logprobs"
-            raise RequestError(f"{name}: not for a prompt with pictures; leave it out", param=name)
+            raise RequestError(
+                "a prompt with pictures generates text, without prompt_logprobs; leave them out",
+                param="prompt_logprobs",
+            )
         pictures = placed_pictures(part)
         num_rows = sum(len(one.places_n) for one in {one.key: one for one in pictures}.values())
         if num_rows > self._cache.most:
@@ -144,6 +147,8 @@ class ImagesPlanner(PlannerFeature):
         if (pictures := sequence.notes.get(NAME)) is not None:
             self._new_rows[sequence.row] = pictures
             self._ends[sequence.row] = len(sequence.tokens)
+            if whole := [one for one in pictures if one.whole]:
+                self._whole[sequence.row] = whole
             self._cache.rename(sequence.request_id, _user_of(sequence.row))
 
     def attach(self, step: StepBuilder) -> None:
@@ -154,12 +159,28 @@ class ImagesPlanner(PlannerFeature):
             )
             self._new_rows.clear()
 
+    def chunk_tokens(self, row: int, most: int) -> int:
+        """Return the number of tokens that ends before a picture, or behind it, where it must be computed at once.
+
+        It is more than ``most`` where such a picture is next and is longer than a step."""
+        pictures = self._whole.get(row)
+        if pictures is None or not most:
+            return most
+        start = int(self._parts.table.num_computed[row])
+        for one in pictures:
+            if start <= one.start < start + most < one.end:
+                return one.start - start or one.end - start
+            if one.start < start < one.end:
+                return max(most, one.end - start)
+        return most
+
     def published(self, row: int, num_tokens: int) -> None:
         if num_tokens >= self._ends.get(row, num_tokens + 1):
             self.released(row)
 
     def released(self, row: int) -> None:
         """Keep the pictures of the row no longer: no step in flight reads them."""
+        self._whole.pop(row, None)
         if self._ends.pop(row, None) is not None and self._cache.leave(_user_of(row)):
             self._give_back()
 
@@ -171,11 +192,14 @@ class ImagesPlanner(PlannerFeature):
         self._keys.clear()
         self._new_rows.clear()
         self._ends.clear()
+        self._whole.clear()
         self._cache.clear()
         return sequences
 
     def gauges(self) -> dict[str, int]:
-        """Return how many pictures were encoded, and how many were found encoded."""
+        """Return how many pictures were encoded, and how many were found encoded; nothing before the first."""
+        if not self._cache.num_encoded:
+            return {}
         return {"pictures_encoded": self._cache.num_encoded, "pictures_found": self._cache.num_found}
 
 
@@ -184,6 +208,8 @@ def _user_of(row: int) -> int:
     return -1 - row
 
 
-def planner_feature(context: FeatureContext) -> NewFeature:
-    """Return the builder of the feature."""
+def planner_feature(context: FeatureContext) -> NewFeature | None:
+    """Return the builder of the feature; None for a model of text."""
+    if NAME not in context.found:
+        return None
     return partial(ImagesPlanner, num_rows=ImageSettings.of(context.config).cache_tokens)

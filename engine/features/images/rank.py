@@ -7,24 +7,30 @@ Owns: the encoder's thread, and which steps run without graphs.  Does not know: 
 import logging
 import queue
 import threading
+from dataclasses import replace
 from typing import Any, Final
 
+import torch
 from torch import Tensor
 
 from engine.actors.runner import Answer
 from engine.execution.captured_steps import CapturedDecodes, CapturedModel
 from engine.execution.features import RankContext, RankFeature
+from engine.execution.needs import Needs
 from engine.features.images.axes import turn_by_axes
+from engine.features.images.fit import refusal
 from engine.features.images.messages import EncodePicture, PictureEncoded, PictureFile
 from engine.features.images.rows import PictureRows
+from engine.features.images.settings import ImageSettings
 from engine.layers.step import StepTensors
 from engine.messages import FeatureRequest, Step
 from engine.models.decoder import Decoder
 from engine.models.model import Model
 from engine.plugins.encoder.choice import chosen_encoder
-from engine.plugins.encoder.encoder import Encoder, Tower
+from engine.plugins.encoder.encoder import Tower
+from engine.plugins.encoder.settings import EncoderChoice
 from engine.text.pictures import NAME
-from engine.types.errors import RequestError
+from engine.types.errors import RequestError, WeightsError
 
 log = logging.getLogger(__name__)
 
@@ -32,18 +38,23 @@ CLOSE_S: Final = 5.0
 
 
 class ImagesRank(RankFeature):
-    """The pictures of one rank."""
+    """The pictures of one rank.  most_bytes: memory of those that it keeps."""
 
     order = 90  # after features that change steps
 
-    def __init__(self, rank: int, tower: Tower, rows: PictureRows) -> None:
+    def __init__(self, rank: int, tower: Tower, rows: PictureRows, most_bytes: int) -> None:
         self._rank = rank
+        self._most_bytes = most_bytes
         self._tower = tower
         self._rows = rows
         self._eager: Model | None = None
         self._work: queue.SimpleQueue[tuple[int, EncodePicture, Answer] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._encode_all, name=f"pictures {rank}", daemon=True)
         self._thread.start()
+
+    def needs(self, needs: Needs) -> Needs:
+        """Return the needs with those of encoded pictures."""
+        return replace(needs, feature_bytes=(*needs.feature_bytes, ("encoded pictures", self._most_bytes)))
 
     # ---- steps ------------------------------------------------------------------------------
 
@@ -88,6 +99,8 @@ class ImagesRank(RankFeature):
         if rows_LND.shape[1] != picture.num_rows:
             log.error("a picture has %d places, and its encoder gave %d rows", picture.num_rows, rows_LND.shape[1])
             return PictureEncoded("a picture of this request was encoded wrong; the server log has the details", 500)
+        if rows_LND.is_cuda:
+            torch.cuda.current_stream(rows_LND.device).synchronize()  # a step may read it from another stream
         self._rows.encoded[picture.key] = rows_LND
         return PictureEncoded()
 
@@ -155,38 +168,28 @@ class PicturedDecodes:
         return not self._rows.in_step and self._captured.fits(num_rows)
 
 
-def rank_feature(context: RankContext) -> RankFeature | None:
-    """Return the pictures of a rank; None for a model of text.  Raises WeightsError if the encoder cannot be loaded."""
+def rank_feature(context: RankContext) -> RankFeature:
+    """Return the pictures of a rank.  Raises WeightsError if the encoder that is named cannot be loaded."""
     encoder = chosen_encoder(context.config, context.spec.directory)
-    if encoder is None:
-        return None
-    if reason := refusal(context, encoder):
+    if encoder is None:  # another machine may have the packages that this one lacks
+        return RefusingRank(context.comm.rank, "this model takes no pictures here")
+    if reason := refusal(context.spec, encoder, context.plugins.names):
         log.warning("rank %d: pictures are refused: %s", context.comm.rank, reason)
         return RefusingRank(context.comm.rank, reason)
     model = context.model
-    assert isinstance(model, Decoder)
-    if encoder.axes is not None:
-        turn_by_axes(model, encoder.axes)
-    tower = encoder.tower(str(context.device), str(context.dtype).removeprefix("torch."))
+    assert isinstance(model, Decoder), f"{type(model).__name__} reads no pictures"
+    try:
+        tower = encoder.tower(str(context.device), str(context.dtype).removeprefix("torch."))
+    except WeightsError as error:
+        if EncoderChoice.of(context.config).encoder != "auto":
+            raise
+        log.warning("rank %d: pictures are refused: %s", context.comm.rank, error)
+        return RefusingRank(context.comm.rank, "the encoder of this model's pictures cannot be loaded")
     config = context.spec.config
     token_id = config.get("image_token_id", config.get("image_token_index", 0))
-    rows = PictureRows(
-        token_id if token_id < context.spec.vocab_size else 0,
-        context.rows.computed,
-        context.device,
-        has_axes=encoder.axes is not None,
-    )
-    return ImagesRank(context.comm.rank, tower, rows)
-
-
-def refusal(context: RankContext, encoder: Encoder) -> str:
-    """Return why the model reads no pictures in this configuration; '' if it does."""
-    if not isinstance(context.model, Decoder):
-        return "this model is computed by transformers, and takes text alone here"
-    if encoder.whole:
-        return "this model's pictures see all of themselves, and it takes text alone here"
-    if context.states is not None:
-        return "this model has recurrent layers, and takes text alone here"
-    if encoder.num_deep >= len(context.model.layers):
-        return f"the encoder adds to {encoder.num_deep} layers, and the model has {len(context.model.layers)}"
-    return ""
+    if encoder.axes is not None:
+        turn_by_axes(model, encoder.axes)
+    token_id = token_id if token_id < context.spec.vocab_size else 0
+    rows = PictureRows(token_id, context.rows, model.attention_spec, encoder, context.device)
+    row_bytes = (1 + encoder.num_deep) * model.shape.hidden_size * context.dtype.itemsize
+    return ImagesRank(context.comm.rank, tower, rows, ImageSettings.of(context.config).cache_tokens * row_bytes)

@@ -15,11 +15,16 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from engine.execution.rows import DeviceRows
 from engine.features.images.messages import RowPicture, pictures_of
 from engine.features.images.positions import RowPositions
+from engine.features.images.whole import WholeAttention, WholePicture
+from engine.layers.attention import AttentionSpec
+from engine.layers.kv_pool import KVPool
 from engine.layers.step import StepTensors
 from engine.layers.upload import upload
 from engine.messages import Admission, Step
+from engine.plugins.encoder.encoder import Encoder
 from engine.text.pictures import FIRST_ID
 
 Int32 = npt.NDArray[np.int32]
@@ -53,15 +58,19 @@ class StepPictures:
 class PictureRows:
     """The pictures of one rank's rows.  token_id: the model's own token at their places.
 
-    computed: host, positions of each row that are computed.  has_axes: whether positions have three axes.
+    rows: of the device.  spec: the model's attention.  form: of the pictures.
     encoded: key -> rows_LND, on the device."""
 
-    def __init__(self, token_id: int, computed: Int32, device: torch.device, *, has_axes: bool) -> None:
+    def __init__(
+        self, token_id: int, rows: DeviceRows, spec: AttentionSpec, form: Encoder, device: torch.device
+    ) -> None:
         self.encoded: dict[str, Tensor] = {}
         self._token_id = token_id
-        self._computed = computed
+        self._rows = rows
+        self._spec = spec
+        self._has_axes = form.axes is not None
+        self._whole = form.whole
         self._device = device
-        self._has_axes = has_axes
         self._pictures: dict[int, tuple[RowPicture, ...]] = {}
         self._positions: dict[int, RowPositions] = {}
         self._segments: list[_Segment] = []
@@ -85,7 +94,7 @@ class PictureRows:
         if self._has_axes:
             for at, row in enumerate(decodes.tolist()):
                 if row in self._positions:
-                    yield _Segment(row, at, int(self._computed[row]), 1)
+                    yield _Segment(row, at, int(self._rows.computed[row]), 1)
         columns = (step.prefill_rows, step.prefill_starts, step.prefill_lengths)
         at = len(decodes)
         for row, start, length in zip(*(np.frombuffer(one, dtype=np.int32).tolist() for one in columns), strict=True):
@@ -123,8 +132,31 @@ class PictureRows:
                     rows.append(self.encoded[one.key][:, first:last])
         if not at:
             return step
+        if self._whole:
+            step = replace(step, attention=self._attending_to_all(step))
         (at_K,) = upload((np.concatenate(at),), self._device)
         return replace(step, inserts=StepPictures(at_K, torch.cat(rows, dim=1)))
+
+    def _attending_to_all(self, step: StepTensors) -> WholeAttention:
+        """Return the attention of a step with pictures that see all of themselves."""
+        found = []
+        for segment in self._segments:
+            for one in self._pictures[segment.row]:
+                start, end = max(segment.start, int(one.places_n[0])), int(one.places_n[-1]) + 1
+                if start >= min(end, segment.start + segment.length):
+                    continue
+                if end > segment.start + segment.length:
+                    raise RuntimeError("a step has a part of a picture that must be computed at once")
+                first = segment.at + start - segment.start
+                found.append(WholePicture(first, first + end - start, start, self._slots(segment.row, end, step.pool)))
+        return WholeAttention(step.attention, self._spec, step.pool, found)
+
+    def _slots(self, row: int, length: int, pool: KVPool) -> Tensor:
+        """Return the slots of a row's first tokens."""
+        num_pages = -(-length // pool.page_size)
+        pages_P1 = self._rows.pages_RP[row, :num_pages].to(torch.int64)[:, None]
+        offsets_S = torch.arange(pool.page_size, device=pages_P1.device)
+        return (pages_P1 * pool.page_stride + offsets_S).flatten()[:length]
 
     def _positions_3T(self, step: StepTensors) -> Tensor:
         """Return positions on all axes: of a text's tokens, the same on each."""

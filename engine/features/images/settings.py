@@ -12,7 +12,7 @@ class ImageSettings(Addition, frozen=True):
 
     cache_tokens: Annotated[int, key(
         "Tokens of pictures that each rank keeps encoded, for prompts that are computed in parts or again; those "
-        "of one request must be fewer", ge=1, changed="executors"
+        "of one request must be fewer", ge=1
     )] = 16384
 
     def recorded(self) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from engine.plugins.encoder.kind import ENCODER
 from engine.plugins.encoder.settings import EncoderChoice
 from engine.plugins.hookspecs import EncoderContext
 from engine.plugins.manager import PluginInfo, Plugins, checked, declared
+from engine.types.errors import WeightsError
 
 log = logging.getLogger(__name__)
 
@@ -23,7 +24,7 @@ EXTRA: Final = "pip install 'callboard[images]'"
 def chosen_encoder(config: Config, directory: Path) -> Encoder | None:
     """Return the encoder for a checkpoint; None if it takes text alone.  directory: the checkpoint's.
 
-    Raises PluginError, and WeightsError that names the file."""
+    Raises PluginError; and WeightsError that names the file, for an encoder that is chosen by name."""
     name = EncoderChoice.read(config.plugins).encoder
     path = directory / "config.json"
     table = read_fields(path).table if name != "none" and path.exists() else {}
@@ -45,4 +46,10 @@ def _built(
         log.warning("pictures are refused: %s needs %s (%s)", info.name, " and ".join(missing), EXTRA)
         return None
     plugins.load(info.name)
-    return plugins.build(info.name, EncoderContext(directory, table), Encoder)
+    try:
+        return plugins.build(info.name, EncoderContext(directory, table), Encoder)
+    except WeightsError as error:
+        if is_named:
+            raise
+        log.warning("pictures are refused: %s", error)
+        return None

@@ -27,11 +27,9 @@ class Encoder(PictureFormat, Protocol):
     """An encoder.  Everything but ``tower`` works without torch, in any thread.
 
     axes: of positions in pictures; None if a picture's tokens have positions like those of a text.
-    whole: whether each token of a picture attends to all of the picture.
     num_deep: number of first layers behind which rows of their own are added at a picture's places."""
 
     axes: Axes | None
-    whole: bool
     num_deep: int
 
     def tower(self, device: str, dtype: str) -> "Tower":

@@ -30,8 +30,9 @@ def llava(files: FamilyFiles) -> Layout:
     """Return the layout of LLaVA 1.5: every picture has the same number of places."""
     vision = files.config["vision_config"]
     sides = vision["image_size"] // vision["patch_size"]
-    strategy = files.config.get("vision_feature_select_strategy", "default")
-    count = sides**2 + (strategy == "full")
+    has_class = "clip" in vision.get("model_type", "clip_vision_model")  # a token before those of the patches
+    drops_first = files.config.get("vision_feature_select_strategy", "default") == "default"
+    count = sides**2 + has_class - drops_first
     return lambda width, height: PictureLayout("<image>" * count, count)
 
 
@@ -39,7 +40,8 @@ def idefics3(files: FamilyFiles) -> Layout:
     """Return the layout of Idefics3 and SmolVLM: tiles in lines and columns, and the whole picture."""
     vision, images = files.config["vision_config"], files.images
     sides = vision["image_size"] // vision["patch_size"] // files.config.get("scale_factor", 2)
-    count, longest = sides**2, images.get("size", {}).get("longest_edge", 4 * 364)
+    count = files.processor.get("image_seq_len") or sides**2
+    longest = images.get("size", {}).get("longest_edge", 4 * 364)
     tile = images.get("max_image_size", {}).get("longest_edge", 364)
     fake, whole, tokens = "<fake_token_around_image>", "<global-img>", "<image>" * count
 
@@ -121,8 +123,7 @@ def gemma3(files: FamilyFiles) -> Layout:
 
 def pixtral(files: FamilyFiles) -> Layout:
     """Return the layout of Pixtral and Mistral 3: lines of places with a break after each."""
-    vision = files.config["vision_config"]
-    factor = vision.get("patch_size", 16) * files.config.get("spatial_merge_size", 1)
+    factor = side(files)
     size = files.images.get("size", {})
     longest = size.get("longest_edge", 1024)
 
@@ -134,6 +135,13 @@ def pixtral(files: FamilyFiles) -> Layout:
         return PictureLayout(f"{text}[IMG_END]", lines * columns)
 
     return layout
+
+
+def side(files: FamilyFiles) -> int:
+    """Return the pixels of a side of one of Pixtral's places."""
+    patch: int = files.config["vision_config"].get("patch_size", 16)
+    merged: int = files.config.get("spatial_merge_size", 1)
+    return patch * merged
 
 
 def internvl(files: FamilyFiles) -> Layout:

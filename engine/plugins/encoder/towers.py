@@ -7,6 +7,8 @@ A picture is computed by itself, so that its rows have the same bits whatever el
 """
 
 import inspect
+import re
+from collections.abc import Mapping
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -19,16 +21,21 @@ from transformers.utils import logging as transformers_logging
 from engine.text.picture_files import read_picture
 from engine.types.errors import WeightsError
 
+LOCAL = {"local_files_only": True, "trust_remote_code": False}
+OF_TEXT = re.compile(r"language_model|text_model|lm_head")
 SMALL_VOCABULARY = 64  # of the language model that is built without layers, and dropped
 
 
 class TransformersTower:
     """The part of an encoder that computes."""
 
-    def __init__(self, directory: Path, architecture: str, device: str, dtype: str) -> None:
-        """Load the weights.  Raises WeightsError."""
+    def __init__(
+        self, directory: Path, architecture: str, device: str, dtype: str, arguments: Mapping[str, Any]
+    ) -> None:
+        """Load the weights.  arguments: of the image processor.  Raises WeightsError."""
+        self._arguments = arguments
         self._device = device
-        self._processor = transformers.AutoImageProcessor.from_pretrained(directory, backend="pil")
+        self._processor = transformers.AutoImageProcessor.from_pretrained(directory, backend="pil", **LOCAL)
         self._model = _load(directory, architecture, getattr(torch, dtype)).to(device)
         self._inputs = set(inspect.signature(self._model.get_image_features).parameters)
         self.nbytes = sum(one.nbytes for one in (*self._model.parameters(), *self._model.buffers()))
@@ -36,7 +43,7 @@ class TransformersTower:
     @torch.inference_mode()
     def encode(self, data: bytes) -> Tensor:
         """Return rows_LND of a picture."""
-        found = self._processor(images=[read_picture(data)], return_tensors="pt")
+        found = self._processor(images=[read_picture(data)], return_tensors="pt", **self._arguments)
         inputs = {name: one for name, one in found.items() if name in self._inputs}
         for name in ("pixel_values", "pixel_attention_mask"):
             if name in inputs:
@@ -54,27 +61,38 @@ def _joined(rows: Any) -> Tensor:
 
 def _load(directory: Path, architecture: str, dtype: torch.dtype) -> Any:
     """Return the model with a language model of no layers, and no weights of another one."""
-    config = transformers.AutoConfig.from_pretrained(directory)
+    config = transformers.AutoConfig.from_pretrained(directory, **LOCAL)
     text = config.get_text_config()
     text.num_hidden_layers, text.vocab_size = 0, SMALL_VOCABULARY
     for name in ("layer_types", "mlp_layer_types"):
         if getattr(text, name, None):
             setattr(text, name, [])
     text.pad_token_id = None
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config  # of the language model
     level = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()  # it would list every weight of the language model as unexpected
     transformers_logging.disable_progress_bar()
     try:
         whole, report = getattr(transformers, architecture).from_pretrained(
-            directory, config=deepcopy(config), dtype=dtype, ignore_mismatched_sizes=True, output_loading_info=True
+            directory,
+            config=deepcopy(config),
+            dtype=dtype,
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
+            local_files_only=True,
         )
     except (OSError, RuntimeError, ValueError) as error:
         raise WeightsError(f"{directory}: the encoder of pictures cannot be loaded: {error}") from None
     finally:
         transformers_logging.set_verbosity(level)
         transformers_logging.enable_progress_bar()
-    if lost := [name for name in report["missing_keys"] if "language_model" not in name and "lm_head" not in name]:
-        raise WeightsError(f"{directory}: the encoder of pictures lacks {len(lost)} tensors, the first {lost[0]}")
+    mismatched = [name if isinstance(name, str) else name[0] for name in report["mismatched_keys"]]
+    if lost := [name for name in (*report["missing_keys"], *mismatched) if not OF_TEXT.search(name)]:
+        raise WeightsError(
+            f"{directory}: the encoder of pictures lacks {len(lost)} tensors, or they have other shapes; the first is "
+            f"{lost[0]}"
+        )
     model = whole.model.eval().requires_grad_(False)
     for name in ("language_model", "text_model"):
         if hasattr(model, name):

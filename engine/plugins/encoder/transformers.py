@@ -21,6 +21,7 @@ from engine.plugins.encoder.layouts import (
     llava,
     pixtral,
     qwen_vl,
+    side,
 )
 from engine.plugins.hookspecs import EncoderContext, hookimpl
 from engine.text.picture_files import shown_size
@@ -31,37 +32,53 @@ CALLBOARD_PLUGIN = {
     "api": 1,
     "packages": ["transformers", "PIL"],
     "architectures": {
+        "Gemma3ForConditionalGeneration": "",
         "Idefics3ForConditionalGeneration": "",
+        "InternVLForConditionalGeneration": "",
         "LlavaForConditionalGeneration": "",
+        "Mistral3ForConditionalGeneration": "",
         "Qwen2VLForConditionalGeneration": "",
         "Qwen2_5_VLForConditionalGeneration": "",
         "Qwen3VLForConditionalGeneration": "",
+        "Qwen3VLMoeForConditionalGeneration": "",
+        "Qwen3_5ForConditionalGeneration": "",
+        "Qwen3_5MoeForConditionalGeneration": "",
         "SmolVLMForConditionalGeneration": "",
     },
 }
 
 
 class _Family(NamedTuple):
-    """A family.  placeholder, token: as in ``PictureFormat``.  whole: as in ``Encoder``."""
+    """A family.  placeholder, token, whole: as in ``PictureFormat``.
+
+    arguments: those that its processor gives the image processor, besides that one's own settings."""
 
     layout: Callable[[FamilyFiles], Layout]
     placeholder: str
     token: str
     whole: bool = False
+    arguments: Callable[[FamilyFiles], dict[str, Any]] = lambda files: {}
 
 
 _QWEN = _Family(qwen_vl, "<|image_pad|>", "<|image_pad|>")
 _IDEFICS = _Family(idefics3, "<image>", "<image>")
-_PIXTRAL = _Family(pixtral, "[IMG]", "[IMG]")
+_PIXTRAL = _Family(
+    pixtral, "[IMG]", "[IMG]", arguments=lambda files: {"patch_size": dict.fromkeys(("height", "width"), side(files))}
+)
 FAMILIES = {
     "Gemma3ForConditionalGeneration": _Family(gemma3, "<start_of_image>", "<image_soft_token>", whole=True),
     "Idefics3ForConditionalGeneration": _IDEFICS,
-    "InternVLForConditionalGeneration": _Family(internvl, "<IMG_CONTEXT>", "<IMG_CONTEXT>"),
+    "InternVLForConditionalGeneration": _Family(
+        internvl, "<IMG_CONTEXT>", "<IMG_CONTEXT>", arguments=lambda files: {"crop_to_patches": True}
+    ),
     "LlavaForConditionalGeneration": _Family(llava, "<image>", "<image>"),
     "Mistral3ForConditionalGeneration": _PIXTRAL,
     "Qwen2VLForConditionalGeneration": _QWEN,
     "Qwen2_5_VLForConditionalGeneration": _QWEN,
     "Qwen3VLForConditionalGeneration": _QWEN,
+    "Qwen3VLMoeForConditionalGeneration": _QWEN,
+    "Qwen3_5ForConditionalGeneration": _QWEN,
+    "Qwen3_5MoeForConditionalGeneration": _QWEN,
     "SmolVLMForConditionalGeneration": _IDEFICS,
 }
 
@@ -79,7 +96,8 @@ class TransformersEncoder(Encoder):
         processor = _table(directory / "processor_config.json")
         images = processor.get("image_processor") or _table(directory / "preprocessor_config.json")
         try:
-            self._layout = family.layout(FamilyFiles(config, processor, images))
+            files = FamilyFiles(config, processor, images)
+            self._layout, self._arguments = family.layout(files), family.arguments(files)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise WeightsError(f"{directory}: the settings of pictures cannot be read: {error!r}") from None
         self.placeholder, self.token, self.whole = family.placeholder, family.token, family.whole
@@ -97,7 +115,7 @@ class TransformersEncoder(Encoder):
     def tower(self, device: str, dtype: str) -> Tower:
         from engine.plugins.encoder.towers import TransformersTower  # with torch
 
-        return TransformersTower(self._directory, self._architecture, device, dtype)
+        return TransformersTower(self._directory, self._architecture, device, dtype, self._arguments)
 
 
 def _table(path: Path) -> dict[str, Any]:

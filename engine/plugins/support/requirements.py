@@ -15,6 +15,7 @@ from engine.layers.kv_pool import KVPool
 from engine.plugins.support.paging import batch_on
 from engine.types.errors import PluginError
 
+MOST_OF_AN_ERROR = 500
 MIN_CAPABILITY = (8, 0)  # Ampere, the first with bfloat16 and asynchronous copies
 ANYTHING_ELSE = "or set plugins.attention=torch, which runs everywhere"
 
@@ -71,5 +72,7 @@ def trial(plugin: str, device: torch.device) -> Iterator[None]:
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
     except Exception as error:  # for any error of a library the user needs one line and a way out
-        reason = " ".join(f"{type(error).__name__}: {error}".split())[:600]
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        if len(reason) > MOST_OF_AN_ERROR:  # a compiler shows code first, and says at the end what is wrong with it
+            reason = f"{reason[:100]} ... {reason[-MOST_OF_AN_ERROR:]}"
         raise PluginError(f"{plugin} fails on a trial run ({reason}); {ANYTHING_ELSE[3:]}") from error

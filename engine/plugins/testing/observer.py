@@ -129,7 +129,7 @@ def _event(number: int) -> KVEvent:
     """Return an event of one of all kinds, including one of a later version."""
     kind: Any = ("stored", "removed", "restored", "of a later version")[number % 4]
     names = tuple(bytes([number % 256, index]) * 16 for index in range(1 + number % 3))
-    tokens = bytes(64 * len(names)) if kind == "stored" else b""
+    tokens = b"" if kind == "removed" else bytes(64 * len(names))
     return KVEvent(kind, "host" if number % 3 else "device", Namespace("", ""), bytes(32), names, tokens)
 
 

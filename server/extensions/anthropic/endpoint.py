@@ -96,6 +96,7 @@ class Messages(Endpoint[MessagesBody]):
             # The field is needed, so agents send the largest number that any model takes.
             max_tokens=body.max_tokens if body.max_tokens < card.max_model_len else None,
             logprobs=None,
+            effort=None if body.output_config is None else body.output_config.effort,
             tools=tools,
             chat=_chat_options(body, tools, card),
         )

@@ -5,6 +5,7 @@ A picture that takes too long, or ends its process, costs that process alone.
 """
 
 import asyncio
+import os
 import sys
 from asyncio.subprocess import DEVNULL, PIPE, Process
 from contextlib import suppress
@@ -16,6 +17,8 @@ from server.extensions.images.decoding import LENGTH_BYTES, Verdict
 
 NUM_PROCESSES: Final = 2
 DECODE_TIMEOUT_S: Final = 10.0
+ENVIRONMENT: Final = ("PATH", "PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH")  # others may have secrets
+PIECE_BYTES: Final = 64 << 10
 COMMAND: Final = (sys.executable, "-m", "server.extensions.images.decoding")
 
 
@@ -56,15 +59,17 @@ class Decoders:
             process = self._idle.pop()
             if process.returncode is None:
                 return process
-        return await asyncio.create_subprocess_exec(*COMMAND, stdin=PIPE, stdout=PIPE, stderr=DEVNULL)
+        environment = {name: os.environ[name] for name in ENVIRONMENT if name in os.environ}
+        return await asyncio.create_subprocess_exec(*COMMAND, stdin=PIPE, stdout=PIPE, stderr=DEVNULL, env=environment)
 
 
 async def _ask(process: Process, data: bytes) -> Verdict:
     assert process.stdin is not None
     assert process.stdout is not None
     process.stdin.write(len(data).to_bytes(LENGTH_BYTES, "big"))
-    process.stdin.write(data)
-    await process.stdin.drain()
+    for at in range(0, len(data), PIECE_BYTES):
+        process.stdin.write(data[at : at + PIECE_BYTES])
+        await process.stdin.drain()
     line = await process.stdout.readline()
     if not line:
         raise EOFError

@@ -14,7 +14,7 @@ from typing import BinaryIO, Final
 
 import msgspec
 
-from server.extensions.images.header import MAX_PIXELS, PictureError, read_header
+from server.extensions.images.header import MAX_PIXELS, PictureError, check_exif, read_header
 
 LENGTH_BYTES: Final = 8
 MAX_MEMORY: Final = 1 << 30
@@ -54,9 +54,12 @@ def judged(data: bytes) -> Verdict:
             if found != header:
                 return Verdict(f"a damaged {header.format}: its header and its content are of different sizes")
             image.load()
+            check_exif(header.format, len(image.info.get("exif", b"")))
             upright = ImageOps.exif_transpose(image).convert("RGB")
     except (Image.DecompressionBombError, Image.DecompressionBombWarning):
         return Verdict(f"a {header.format} whose content has more than {MAX_PIXELS} pixels, unlike its header")
+    except PictureError as error:
+        return Verdict(str(error))
     except MemoryError:
         return Verdict(f"a {header.format} that needs more than {MAX_MEMORY >> 20} MiB to be decoded")
     except Exception as error:  # whatever a decoder raises is the file's fault

@@ -13,6 +13,9 @@ MIN_SIDE: Final = 4  # image processors take an array with three rows or one for
 MAX_RATIO: Final = 200  # of the sides: the most that image processors take
 MAX_SCANS: Final = 200  # of a JPEG: each costs a pass over all of its pixels
 MAX_SEGMENTS: Final = 4096
+MAX_EXIF_BYTES: Final = 128 << 10  # which are read entry by entry
+LEAST_CHUNK_BYTES: Final = 1024  # of a PNG, in the mean
+EXIF: Final = b"Exif\0\0"
 PNG: Final = b"\x89PNG\r\n\x1a\n"
 PNG_END: Final = b"\0\0\0\0IEND\xaeB`\x82"
 JPEG: Final = b"\xff\xd8\xff"
@@ -63,6 +66,12 @@ def read_header(data: bytes) -> PictureHeader:
     return header
 
 
+def check_exif(name: str, num_bytes: int) -> None:
+    """Raise PictureError for more EXIF than a picture may have.  name: of its format."""
+    if num_bytes > MAX_EXIF_BYTES:
+        raise PictureError(f"a {name} with {num_bytes} bytes of EXIF; at most {MAX_EXIF_BYTES} are allowed")
+
+
 def _png(data: bytes) -> PictureHeader:
     if len(data) < 33 or data[8:16] != b"\0\0\0\x0dIHDR":
         raise _cut("PNG")
@@ -72,26 +81,39 @@ def _png(data: bytes) -> PictureHeader:
     if not data.endswith(PNG_END):
         whole = data.rfind(PNG_END) < 0
         raise _cut("PNG") if whole else PictureError("a PNG with other data behind its end; send the picture alone")
+    at, most = len(PNG), MAX_SEGMENTS + len(data) // LEAST_CHUNK_BYTES
+    for _ in range(most):
+        if at >= len(data):
+            break
+        at += 12 + int.from_bytes(data[at : at + 4], "big")
+    else:
+        raise PictureError(f"a PNG of {len(data)} bytes with more than {most} chunks")
     return PictureHeader("PNG", int.from_bytes(data[16:20], "big"), int.from_bytes(data[20:24], "big"))
 
 
 def _jpeg(data: bytes) -> PictureHeader:
-    at = 2
+    at, exif_bytes = 2, 0
+    frame: bytes | None = None
     for _ in range(MAX_SEGMENTS):
         if at + 4 > len(data):
             raise _cut("JPEG")
         if data[at] != 0xFF:
             raise PictureError("a damaged JPEG: its segments do not follow each other")
-        marker = data[at + 1]
+        marker, length = data[at + 1], int.from_bytes(data[at + 2 : at + 4], "big")
         if marker == 0xFF or marker in ALONE:
             at += 1 if marker == 0xFF else 2
-        elif marker in SIZES_OF_JPEG:
-            return _jpeg_frame(data, data[at + 4 : at + 10])
-        elif marker in (START_OF_SCAN, END_OF_JPEG):
-            raise PictureError("a damaged JPEG: its size is missing")
-        else:
-            at += 2 + max(int.from_bytes(data[at + 2 : at + 4], "big"), 2)
-    raise PictureError(f"a JPEG with more than {MAX_SEGMENTS} segments before its size")
+            continue
+        if marker in (START_OF_SCAN, END_OF_JPEG):
+            if frame is None:
+                raise PictureError("a damaged JPEG: its size is missing")
+            return _jpeg_frame(data, frame)
+        if marker in SIZES_OF_JPEG and frame is None:
+            frame = data[at + 4 : at + 10]
+        elif data[at + 4 : at + 10] == EXIF:
+            exif_bytes += length
+            check_exif("JPEG", exif_bytes)
+        at += 2 + max(length, 2)
+    raise PictureError(f"a JPEG with more than {MAX_SEGMENTS} segments before its first scan")
 
 
 def _jpeg_frame(data: bytes, frame: bytes) -> PictureHeader:

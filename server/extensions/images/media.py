@@ -104,6 +104,9 @@ class Media:
                 f"the host {host[:100]} with port {port} is not among those that pictures may be fetched from "
                 "(server.media_hosts); send a data URI"
             )
+        # A resolver is not asked for what looks like an address, and the system takes more for one than Python does.
+        if address_of(host) is None and host.replace(".", "").isdigit():
+            raise PictureError(f"the host {host[:100]} is neither a name nor an address of four numbers")
         named = max(covering, key=lambda one: not one.name.startswith("*"))
         if (literal := address_of(host)) is not None and not named.may_be_at(literal):
             raise _private(url)

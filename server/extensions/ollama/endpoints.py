@@ -77,18 +77,18 @@ class _TextEndpoint(Endpoint[B]):
             max_tokens=1 if prompt is None else most,
             prompt_only=prompt is None,
             logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+            effort=_effort(body),
             tools=tools,
             chat=self._chat_options(body, tools) if chat else ChatOptions(),
         )
 
     def _chat_options(self, body: B, tools: ToolRequest) -> ChatOptions:
         allowed = self._translator.card.template_variables
-        effort = body.think if isinstance(body.think, str) else None
         switches = (
             {} if body.think is None else {name: bool(body.think) for name in THINKING_VARIABLES if name in allowed}
         )
         return ChatOptions(
-            tools=tools.described, variables=read_variables(switches, effort, allowed), split_reasoning=True
+            tools=tools.described, variables=read_variables(switches, _effort(body), allowed), split_reasoning=True
         )
 
 
@@ -165,6 +165,10 @@ class OllamaGenerate(_TextEndpoint[OllamaGenerateBody]):
 
     def writer(self, body: OllamaGenerateBody, generation: Generation, usage: UsageCounter) -> GenerateLines:
         return GenerateLines(body.model, generation, usage)
+
+
+def _effort(body: OllamaBody) -> str | None:
+    return body.think if isinstance(body.think, str) else None
 
 
 def _response_format(form: msgspec.Raw) -> ResponseFormat | None:

@@ -74,6 +74,7 @@ class Responses(Endpoint[ResponsesBody]):
             (read_input(body.input, body.instructions, sees=self._translator.sees),),
             max_tokens=_max_tokens(body),
             logprobs=(body.top_logprobs or 0) if wants_logprobs else None,
+            effort=effort,
             tools=tools,
             chat=ChatOptions(
                 tools=tools.described,

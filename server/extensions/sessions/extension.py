@@ -14,9 +14,11 @@ class SessionsExtension(Extension):
     def join(self, parts: ServerParts) -> None:
         parts.routes.add(SessionsRoute(parts.clients))
         parts.translator.session_parts = session_parts
+        for route in parts.served.values():
+            route.session_parts = session_parts
 
 
-def session_parts(name: str, ttl_s: float) -> dict[str, RequestPart]:
+def session_parts(name: str, ttl_s: float = 0.0) -> dict[str, RequestPart]:
     """Returns the parts of a request that belongs to a session."""
     return {NAME: session_part(name, ttl_s)}
 

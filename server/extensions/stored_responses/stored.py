@@ -180,7 +180,7 @@ class StoredResponses:
             before = await self._table.conversation(owner, body.previous_response_id)
             asked = structs.replace(asked, input=[*before, *_items(body)])
         translated: Generation = await asyncio.to_thread(self._route.translate, asked)
-        generation = await self._route.seen(translated, exchange)
+        generation = await self._route.completed(translated, exchange)
         return self._route.task(body, structs.replace(generation, origin=origin))
 
     def _begin(self, response_id: str, owner: str) -> None:

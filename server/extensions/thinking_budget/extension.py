@@ -16,13 +16,17 @@ if TYPE_CHECKING:
 
 PROCESSOR: Final = "thinking_budget"
 FIELD: Final = "thinking_token_budget"
+EFFORT: Final = "reasoning_effort"
+# The tokens that Gemini's API gives to each effort.
+EFFORT_BUDGETS: Final = {"none": 0, "minimal": 1024, "low": 1024, "medium": 8192, "high": 24576}
 
 
 class ThoughtMarks(msgspec.Struct, frozen=True):
-    """The tokens around a model's thoughts."""
+    """The tokens around a model's thoughts.  reads_effort: the chat template does something with the effort itself."""
 
     opens: int
     closes: int
+    reads_effort: bool
 
     def limit(self, budget: int) -> dict[str, str]:
         """Returns the logits processors of a request that may think for so many tokens.  Raises RequestError."""
@@ -43,7 +47,9 @@ def find_marks(codec: TextCodec) -> ThoughtMarks | None:
         )
     except RequestError:
         return None  # without a tokenizer
-    return ThoughtMarks(opens[0], closes[0]) if len(opens) == len(closes) == 1 else None
+    if len(opens) != 1 or len(closes) != 1:
+        return None
+    return ThoughtMarks(opens[0], closes[0], EFFORT in codec.template_source)
 
 
 class ThinkingBudgetExtension(Extension):
@@ -58,7 +64,10 @@ class ThinkingBudgetExtension(Extension):
 
     def join(self, parts: ServerParts) -> None:
         if (known := parts.translator.card.parts.get(PROCESSOR)) is not None:
-            parts.translator.limit_thoughts = msgspec.msgpack.decode(known, type=ThoughtMarks).limit
+            marks = msgspec.msgpack.decode(known, type=ThoughtMarks)
+            parts.translator.limit_thoughts = marks.limit
+            if not marks.reads_effort:
+                parts.translator.effort_budgets = EFFORT_BUDGETS
 
 
 EXTENSION = ThinkingBudgetExtension()

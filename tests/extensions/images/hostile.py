@@ -107,14 +107,29 @@ def _inflated(rng: random.Random) -> Hostile:
     return Hostile("inflated metadata", _png(8, 8, zlib.compress(bytes(200)), before=before))
 
 
-def _exif(rng: random.Random) -> Hostile:
-    """Directories that are endless, point to themselves, or claim more than there is."""
+def _directory(rng: random.Random) -> bytes:
+    """Entries that are endless, point to themselves, or claim more than there is."""
     num = rng.choice((1, 200, 65535))
     entry = struct.pack("<HHII", 0x8769, rng.choice((2, 3, 4, 7)), rng.choice((1, 0xFFFFFFFF)), 8)
-    body = b"Exif\0\0II*\0\x08\0\0\0" + struct.pack("<H", num) + (entry * min(num, 4000)) + struct.pack("<I", 8)
+    return b"II*\0\x08\0\0\0" + struct.pack("<H", num) + entry * min(num, 4000) + struct.pack("<I", 8)
+
+
+def _exif(rng: random.Random) -> Hostile:
+    body = b"Exif\0\0" + _directory(rng)
     segment = b"\xff\xe1" + struct.pack(">H", len(body) + 2) + body
     jpeg = picture("JPEG", (24, 24))
-    return Hostile("exif", jpeg[:2] + segment * rng.choice((1, 40)) + jpeg[2:], refused=None)
+    return Hostile("exif", jpeg[:2] + segment + jpeg[2:], refused=None)
+
+
+def _much_exif(rng: random.Random) -> Hostile:
+    """So much that to read it takes long."""
+    exif = (b"Exif\0\0" + _directory(rng)).ljust(60000, b"\0")
+    segments = (b"\xff\xe1" + struct.pack(">H", len(exif) + 2) + exif) * rng.randrange(3, 50)
+    jpeg = picture("JPEG", (24, 24))
+    at = rng.choice((2, jpeg.index(b"\xff\xda")))
+    png = _png(8, 8, zlib.compress(bytes(200)), before=_chunk(b"eXIf", exif[6:] * rng.randrange(3, 50)))
+    webp = picture("WEBP", exif=exif * rng.randrange(3, 50))
+    return Hostile("much exif", rng.choice((jpeg[:at] + segments + jpeg[at:], png, webp)))
 
 
 def _deep(rng: random.Random) -> Hostile:
@@ -140,15 +155,16 @@ def _flipped(rng: random.Random) -> Hostile:
 
 
 def _many_parts(rng: random.Random) -> Hostile:
-    """A JPEG of many scans, or of many segments before its size."""
+    """A JPEG of many scans, or of many segments before its size, or a PNG of many chunks."""
     jpeg = picture("JPEG", (64, 64), progressive=True)
     at = jpeg.rindex(b"\xff\xda")
     scans = jpeg[:at] + jpeg[at:-2] * rng.randrange(300, 900) + jpeg[-2:]
     comments = jpeg[:2] + b"\xff\xfe\0\2" * rng.randrange(5000, 50000) + jpeg[2:]
-    return Hostile("many parts", rng.choice((scans, comments)))
+    chunks = _png(8, 8, zlib.compress(bytes(200)), before=_chunk(b"prVt", b"") * rng.randrange(9000, 90000))
+    return Hostile("many parts", rng.choice((scans, comments, chunks)))
 
 
 KINDS = (
-    _cut, _bomb, _short, _larger_inside, _other, _polyglot, _contradicted, _inflated, _exif, _deep, _cmyk, _thin,
-    _flipped, _many_parts,
+    _cut, _bomb, _short, _larger_inside, _other, _polyglot, _contradicted, _inflated, _exif, _much_exif, _deep, _cmyk,
+    _thin, _flipped, _many_parts,
 )  # fmt: skip

@@ -2,6 +2,7 @@
 
 import base64
 import hashlib
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -204,6 +205,16 @@ def test_uploaded_files(storage: StorageSection) -> None:
         assert asked(live)[0].pictures == (msgspec.structs.replace(SEEN, detail="high"),)
         with connect(live, "another-key-of-some-length") as other, pytest.raises(openai.NotFoundError):
             other.responses.create(model=MODEL, input=[{"role": "user", "content": [part]}])
+
+
+def test_lines_of_batches(storage: StorageSection) -> None:
+    body = {"model": MODEL, "max_tokens": 2, "messages": [{"role": "user", "content": [image()]}]}
+    line = {"custom_id": "a", "method": "POST", "url": CHAT, "body": body}
+    with seeing(storage=storage) as live, connect(live) as client:
+        file = client.files.create(file=json.dumps(line).encode(), purpose="batch")
+        client.batches.create(input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h")
+        assert live.wait_until(lambda: bool(live.ingress.asked), 10)
+        assert asked(live)[0].pictures == (SEEN,)
 
 
 def test_a_stored_conversation_keeps_its_picture(storage: StorageSection) -> None:

@@ -47,7 +47,7 @@ async def serving(handler: Callable[[web.Request], object]) -> AsyncIterator[int
         answer = handler(request)  # type: ignore[arg-type]
         return answer if isinstance(answer, web.StreamResponse) else await answer  # type: ignore[misc]
 
-    runner = web.ServerRunner(web.Server(handle))
+    runner = web.ServerRunner(web.Server(handle), shutdown_timeout=0.1)
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)
     await site.start()
@@ -92,6 +92,25 @@ async def test_the_address_that_was_checked_is_the_one_that_is_connected() -> No
         for address in ("127.0.0.1", "10.0.0.1", "169.254.169.254", "0.0.0.0"):
             lured = Media([f"*.test:{port}"], lambda given=address: Names(given))  # type: ignore[misc]
             assert "not public" in await refused(lured, f"http://pictures.test:{port}/")
+
+
+async def test_no_spelling_of_an_address_is_taken_for_a_public_one() -> None:
+    spellings = (
+        "2130706433",
+        "0177.0.0.1",
+        "127.1",
+        "0x7f.0.0.1",
+        "127.0.0.1.",
+        "0",
+        "[::1]",
+        "[::ffff:127.0.0.1]",
+        "①②⑦.0.0.1",
+    )
+    async with serving(send) as port:
+        made = Media([f"*:{port}"])
+        for host in (*spellings, "localhost", "127。0。0。1"):
+            said = await refused(made, f"http://{host}:{port}/")
+            assert "not public" in said or "neither a name nor an address" in said, host
 
 
 async def test_redirects_stay_on_their_host() -> None:

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 import transformers
 from PIL import Image
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -44,13 +45,14 @@ class Kind(NamedTuple):
     """A kind of model.
 
     config: of the whole model.  processor: of pictures, by the name of its class.  tokens: of pictures.
-    mark: text that the template writes for a picture."""
+    mark: text that the template writes for a picture.  call: arguments that its processor gives that of pictures."""
 
     name: str
     config: dict[str, Any]
     processor: tuple[str, dict[str, Any]]
     tokens: tuple[str, ...]
     mark: str
+    call: dict[str, Any] = {}  # noqa: RUF012
 
 
 SQUARE = {"height": 56, "width": 56}
@@ -67,6 +69,7 @@ _TILES = (
     "<global-img>",
     *(f"<row_{i}_col_{j}>" for i in range(1, 5) for j in range(1, 5)),
 )
+_TYPES = {"Qwen": "mm_token_type_ids", "Gemm": "token_type_ids"}
 QWEN_IDS = {"video_token_id": 7, "vision_start_token_id": 8, "vision_end_token_id": 9}
 KINDS = {
     "idefics3": Kind(
@@ -137,6 +140,93 @@ KINDS = {
         ("<image>",),
         "<image>\n",
     ),
+    "qwen3_vl_moe": Kind(
+        "Qwen3VLMoe",
+        {
+            "text_config": TEXT
+            | {"rope_parameters": MROPE | {"mrope_interleaved": True}}
+            | {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "decoder_sparse_step": 1},
+            "vision_config": BLOCKS | {"deepstack_visual_indexes": [0, 1], "num_position_embeddings": 64},
+        }
+        | QWEN_IDS,
+        ("Qwen2VLImageProcessorPil", QWEN_PIXELS),
+        QWEN_TOKENS,
+        QWEN_MARK,
+    ),
+    "qwen3_5": Kind(
+        "Qwen3_5",
+        {
+            "text_config": TEXT
+            | {
+                "num_hidden_layers": 4,
+                "head_dim": 32,
+                "linear_num_key_heads": 2,
+                "linear_num_value_heads": 4,
+                "linear_key_head_dim": 16,
+                "linear_value_head_dim": 12,
+                "full_attention_interval": 4,
+                "rope_parameters": MROPE
+                | {"mrope_section": [2, 1, 1], "mrope_interleaved": True, "partial_rotary_factor": 0.25},
+            },
+            "vision_config": BLOCKS | {"num_position_embeddings": 64},
+        }
+        | QWEN_IDS,
+        ("Qwen2VLImageProcessorPil", QWEN_PIXELS),
+        QWEN_TOKENS,
+        QWEN_MARK,
+    ),
+    "mistral3": Kind(
+        "Mistral3",
+        {
+            "text_config": TEXT | {"model_type": "mistral", "sliding_window": None},
+            "vision_config": TOWER | {"model_type": "pixtral", "head_dim": 16},
+            "spatial_merge_size": 2,
+        },
+        ("PixtralImageProcessorPil", {"size": {"longest_edge": 112}, "patch_size": {"height": 14, "width": 14}}),
+        ("[IMG]", "[IMG_BREAK]", "[IMG_END]"),
+        "[IMG]",
+        {"patch_size": {"height": 28, "width": 28}},
+    ),
+    "pixtral": Kind(
+        "Llava",
+        {
+            "text_config": TEXT | {"model_type": "mistral", "sliding_window": None},
+            "vision_config": TOWER | {"model_type": "pixtral", "head_dim": 16},
+            "vision_feature_select_strategy": "full",
+            "vision_feature_layer": -1,
+        },
+        ("PixtralImageProcessorPil", {"size": {"longest_edge": 112}, "patch_size": {"height": 14, "width": 14}}),
+        ("[IMG]", "[IMG_BREAK]", "[IMG_END]"),
+        "[IMG]",
+    ),
+    "gemma3": Kind(
+        "Gemma3",
+        {
+            "text_config": TEXT
+            | {"num_attention_heads": 8, "num_key_value_heads": 4, "sliding_window": 11, "query_pre_attn_scalar": 16}
+            | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+            "vision_config": TOWER,
+            "mm_tokens_per_image": 16,
+            "boi_token_index": 7,
+            "eoi_token_index": 8,
+        },
+        ("Gemma3ImageProcessorPil", {"size": SQUARE}),
+        ("<image_soft_token>", "<start_of_image>", "<end_of_image>"),
+        "<start_of_image>",
+    ),
+    "internvl": Kind(
+        "InternVL",
+        {
+            "text_config": TEXT | {"model_type": "qwen3"},
+            "vision_config": TOWER | {"image_size": [56, 56], "patch_size": [14, 14]},
+            "image_seq_length": 4,
+            "downsample_ratio": 0.5,
+        },
+        ("GotOcr2ImageProcessorPil", {"size": SQUARE, "max_patches": 4}),
+        ("<IMG_CONTEXT>", "<img>", "</img>"),
+        "<IMG_CONTEXT>\n",
+        {"crop_to_patches": True},
+    ),
 }
 
 
@@ -163,9 +253,9 @@ def write_tokenizer(kind: Kind, directory: Path) -> None:
     fast.save_pretrained(directory)
 
 
-def make(name: str, directory: Path) -> Path:
+def make(kind_name: str, directory: Path) -> Path:
     """Write the checkpoint of a kind."""
-    kind = KINDS[name]
+    kind = KINDS[kind_name]
     write_tokenizer(kind, directory)
     processor_name, settings = kind.processor
     getattr(transformers, processor_name)(**settings).save_pretrained(directory)
@@ -175,10 +265,15 @@ def make(name: str, directory: Path) -> Path:
     torch.manual_seed(3)
     model = getattr(transformers, f"{kind.name}ForConditionalGeneration")(config)
     with torch.no_grad():
-        for weight in model.parameters():
-            if weight.dim() > 1:
-                weight.normal_(0, 0.15)
+        for name, weight in model.named_parameters():
+            if weight.dim() > 1:  # large embeddings would hide what attention adds to them
+                weight.normal_(0, 0.02 if "embed_tokens" in name else 0.3 if kind.name == "Gemma3" else 0.15)
     model.save_pretrained(directory)
+    if kind.name == "Qwen3VLMoe":  # transformers 5 reads the published order of a stack, and writes another
+        path = directory / "model.safetensors"
+        stored = load_file(path)
+        turned = {name: one.mT.contiguous() for name, one in stored.items() if ".experts." in name}
+        save_file(stored | turned, path, metadata={"format": "pt"})
     return directory
 
 
@@ -201,13 +296,15 @@ def reference(
     processor = getattr(transformers, kind.processor[0]).from_pretrained(directory)
     images = [Image.open(io.BytesIO(one)).convert("RGB") for one in files]
     ids = torch.tensor([list(token_ids)])
-    inputs = processor(images=images, return_tensors="pt") if images else {}
+    inputs = processor(images=images, return_tensors="pt", **kind.call) if images else {}
+    inputs.pop("num_patches", None)
+    inputs.pop("num_crops", None)
     own = special_tokens(kind).index(kind.tokens[0])
     output = model.generate(
         input_ids=ids,
         attention_mask=torch.ones_like(ids),
         **inputs,
-        **({"mm_token_type_ids": (ids == own).to(torch.int64)} if "Qwen" in kind.name else {}),
+        **({_TYPES[kind.name[:4]]: (ids == own).to(torch.int64)} if kind.name[:4] in _TYPES else {}),
         do_sample=False,
         max_new_tokens=num_tokens,
         eos_token_id=-1,

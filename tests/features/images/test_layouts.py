@@ -1,22 +1,106 @@
-"""Layouts, pixels and positions are those of transformers' processors, for pictures of many sizes."""
+"""Layouts and positions are those of transformers' processors and models, and encoders conform to the kit."""
 
 import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pytest
+import torch
 import transformers
+from PIL import Image
 
+from engine.features.images.messages import RowPicture
+from engine.features.images.positions import RowPositions
+from engine.plugins.encoder.kit import check_encoder
 from engine.plugins.encoder.transformers import TransformersEncoder
+from engine.types.errors import RequestError
 from tests.features.images import made
 
-SIZES = [(1, 1), (56, 56), (57, 55), (31, 300), (300, 31), (640, 480), (101, 99), (1000, 1001)]
+SIZES = [(1, 1), (56, 56), (57, 55), (31, 300), (300, 31), (320, 240), (101, 99), (700, 701)]
+# Kinds and their processors; that of Pixtral needs torchvision.
+PROCESSORS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llava": ("LlavaProcessor", {"patch_size": 14, "vision_feature_select_strategy": "default"}),
+    "idefics3": ("Idefics3Processor", {"image_seq_len": 4}),
+    "smolvlm": ("SmolVLMProcessor", {"image_seq_len": 4}),
+    "qwen2_vl": ("Qwen2VLProcessor", {}),
+    "qwen3_vl": ("Qwen3VLProcessor", {}),
+    "gemma3": ("Gemma3Processor", {"image_seq_length": 16}),
+    "internvl": ("InternVLProcessor", {"image_seq_length": 4}),
+}
 
 
 def encoder(directory: Path) -> TransformersEncoder:
     return TransformersEncoder(directory, json.loads((directory / "config.json").read_text()))
 
 
-def processor(name: str, directory: Path) -> Any:
-    """transformers' own processor of a kind."""
-    tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(directory)
-    return made.KINDS[name].processor_of(directory, tokenizer)
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("layouts")
+
+
+def text_of(name: str, directory: Path, size: tuple[int, int]) -> str:
+    """The text that transformers' processor puts in the place of a picture."""
+    kind = made.KINDS[name]
+    images = getattr(transformers, kind.processor[0]).from_pretrained(directory)
+    class_name, settings = PROCESSORS[name]
+    processor = object.__new__(getattr(transformers, class_name))
+    vars(processor).update(settings, image_processor=images, **vars_of(name))
+    rows = {"return_row_col_info": True} if "image_seq_len" in settings else {}
+    found = images(images=[Image.new("RGB", size)], **kind.call, **rows)
+    return processor.replace_image_token(found, 0)
+
+
+def vars_of(name: str) -> dict[str, Any]:
+    """What the constructor of a processor reads from its tokenizer."""
+    tokens = made.KINDS[name].tokens
+    named = {
+        "image_token": tokens[0],
+        "fake_image_token": tokens[1] if len(tokens) > 1 else "",
+        "num_additional_image_tokens": 1,
+    }
+    named |= {"global_image_token": "<global-img>", "global_image_tag": "<global-img>"}
+    if name == "gemma3":
+        named["full_image_sequence"] = f"\n\n{tokens[1]}{tokens[0] * 16}{tokens[2]}\n\n"
+    if name == "internvl":
+        named |= {"start_image_token": tokens[1], "end_image_token": tokens[2]}
+    return named
+
+
+@pytest.mark.parametrize("name", PROCESSORS)
+def test_layouts_are_those_of_the_processors(name: str, folder: Path) -> None:
+    directory = made.make(name, folder / name)
+    layouts = encoder(directory)
+    for size in SIZES:
+        layout = layouts.layout(*size)
+        assert layout.text == text_of(name, directory, size), size
+        assert layout.text.count(layouts.token) == layout.num_rows
+
+
+@pytest.mark.parametrize("name", ["llava", "qwen3_vl", "mistral3"])
+def test_an_encoder_conforms(name: str, folder: Path) -> None:
+    directory = made.make(name, folder / f"kit {name}")
+    check_encoder(lambda: encoder(directory))
+
+
+def test_positions_are_those_of_the_model(folder: Path) -> None:
+    directory = made.make("qwen2_5_vl", folder / "positions")
+    model = transformers.Qwen2_5_VLForConditionalGeneration.from_pretrained(directory).model
+    ids, grids, pictures = [3, 30, 31], [(1, 2, 3), (1, 4, 1), (1, 1, 1)], []
+    for grid in grids:
+        places = np.arange(len(ids) + 1, len(ids) + 1 + np.prod(grid), dtype=np.int32)
+        pictures.append(RowPicture("", places.tobytes(), grid))
+        ids += [8, *[6] * len(places), 9, 40, 41]
+    given = torch.tensor([ids])
+    thw = torch.tensor([(frames, 2 * lines, 2 * columns) for frames, lines, columns in grids])
+    expected, shift = model.get_rope_index(given, (given == 6).int(), image_grid_thw=thw)
+    positions = RowPositions(len(ids), pictures)
+    assert (positions.positions(0, len(ids)) == expected[:, 0].numpy()).all()
+    assert positions.shift == shift.item()
+    assert (positions.positions(len(ids) - 1, 3)[0] == np.arange(len(ids) - 1, len(ids) + 2) + positions.shift).all()
+
+
+def test_a_picture_that_the_model_cannot_take_is_refused_with_its_size(folder: Path) -> None:
+    layouts = encoder(made.make("qwen2_vl", folder / "strip"))
+    with pytest.raises(RequestError, match="5 x 1001 pixels: the longer side must be at most 200 times the other"):
+        layouts.layout(5, 1001)

@@ -22,6 +22,8 @@ def with_kernels(monkeypatch):
 PLAIN = ["llama-biases", "llama-gelu", "llama-gelu-tanh", "llama-head-dim", "qwen3-tied", "qwen3-yarn-bias"]
 # Norms of 1 + weight, of all heads at once, rotation of a part of a head and of none, and no RMS norm at all.
 VARIANTS = [*PLAIN, "gemma3", "olmo2", "glm4", "smollm3", "gpt2"]
+# One of each kind of recurrent layer; gates before norms and behind them, and without.
+VARIANTS += ["lfm2", "qwen3-5", "granite4-hybrid", "falcon-h1", "nemotron-h"]
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

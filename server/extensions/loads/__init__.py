@@ -1,0 +1,1 @@
+"""The load of the engine in the form that routers read."""

@@ -1,0 +1,111 @@
+"""Two hundred requests to a model with recurrent layers have one digest, however they are served."""
+
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from callboard import LLM, SamplingParams
+from engine.execution import runner
+from engine.features.states import rank
+from engine.features.states.messages import StateCopies
+from engine.features.states.rank import StatesRank
+from engine.layers.states import RecurrentStates, StatesOfStep
+from engine.messages import Step
+from tests.models.checkpoints import build, random_tokens, save
+
+pytestmark = pytest.mark.slow
+
+NUMBER = 200
+PARAMS = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, logprobs=1)
+CONFIG: dict[str, Any] = {
+    "model": {"dtype": "float32", "tokenizer": "none", "numerics": "invariant"},
+    "device": {"threads": 1},
+    "kv": {"num_pages": 512},
+}
+WAYS: dict[str, dict[str, Any]] = {
+    "together": {},
+    "alone": {"scheduler": {"max_running": 1}},
+    "in chunks of 1": {"scheduler": {"prefill_chunk": 1}},
+    "in chunks of 7": {"scheduler": {"prefill_chunk": 7, "max_step_tokens": 16}},
+    "in chunks of 64": {"scheduler": {"prefill_chunk": 64, "max_step_tokens": 64, "max_running": 5}},
+    "evicted and retracted": {"kv": {"num_pages": 12}},
+}
+
+
+def prompts() -> list[list[int]]:
+    """Return prompts of up to 60 tokens; two of three begin as others do."""
+    roots = [random_tokens(40, seed) for seed in range(6)]
+    return [
+        (roots[index % 6][: 5 + index % 36] if index % 3 else []) + random_tokens(1 + index % 20, index)
+        for index in range(NUMBER)
+    ]
+
+
+def digests(directory: Path, tables: dict[str, Any]) -> list[str]:
+    """Return the digest of all requests, and of the same again, with what is cached of them."""
+    with LLM(directory, progress=False, config=CONFIG | tables) as llm:
+        found = [[(one.token_ids, one.logprobs) for one in llm.generate(prompts(), PARAMS)] for _ in range(2)]
+    return [hashlib.sha256(repr(one).encode()).hexdigest() for one in found]
+
+
+@pytest.fixture(scope="module", params=["qwen3-5", "granite4-hybrid", "lfm2"])
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(build(request.param), tmp_path_factory.mktemp(request.param))
+
+
+@pytest.fixture(scope="module")
+def expected(checkpoint: Path) -> str:
+    first, again = digests(checkpoint, {})
+    assert first == again
+    return first
+
+
+@pytest.mark.parametrize("way", [way for way in WAYS if WAYS[way]])
+def test_all_ways_have_one_digest(checkpoint: Path, expected: str, way: str) -> None:
+    assert digests(checkpoint, WAYS[way]) == [expected] * 2
+
+
+def restored_from_another(patch: pytest.MonkeyPatch) -> None:
+    """Let a row start with the state of another snapshot."""
+    copies_of = rank.copies_of
+
+    def neighbours(step: Step) -> StateCopies:
+        copies = copies_of(step)
+        pairs = np.frombuffer(copies.before, dtype=np.int32).reshape(2, -1).copy()
+        pairs[0] ^= 1
+        return StateCopies(before=pairs.tobytes(), after=copies.after)
+
+    patch.setattr(rank, "copies_of", neighbours)
+
+
+def taken_late(patch: pytest.MonkeyPatch) -> None:
+    """Let a snapshot be taken behind the next step."""
+    launched, late = StatesRank.launched, []
+
+    def next_time(self: StatesRank, step: Step, result: Any) -> None:
+        for one in late:
+            launched(self, one, result)
+        late[:] = [step]
+
+    patch.setattr(StatesRank, "launched", next_time)
+
+
+def begun_with_what_was_there(patch: pytest.MonkeyPatch) -> None:
+    """Let a row begin with what its slot holds."""
+
+    def later(states: RecurrentStates, slots_B: Any, lengths_B: Any, query_lengths_B: Any) -> StatesOfStep:
+        return StatesOfStep(states, slots_B, lengths_B + np.int32(1), query_lengths_B)
+
+    patch.setattr(runner, "StatesOfStep", later)
+
+
+@pytest.mark.parametrize("mistake", [restored_from_another, taken_late, begun_with_what_was_there])
+def test_a_mistake_in_states_gives_another_digest(
+    checkpoint: Path, expected: str, mistake: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mistake(monkeypatch)
+    assert digests(checkpoint, {"scheduler": {"max_running": 6}}) != [expected] * 2

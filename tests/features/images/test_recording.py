@@ -1,0 +1,36 @@
+"""A recording has no file of a picture, hides what its ids tell, and plans as the engine did."""
+
+import msgspec
+import numpy as np
+
+from engine.features.images.messages import EncodePicture, PictureFile
+from engine.features.recording.privacy import Privacy
+from engine.features.recording.turns import plan_digest
+from engine.messages import Admit
+from engine.text.pictures import FIRST_ID, NAME, PlacedPicture, picture_ids, placed_pictures
+from engine.types.params import SamplingParams
+from engine.types.prompt import RequestPart
+
+
+def test_a_recording_has_no_pictures() -> None:
+    ids = np.concatenate(([5, 7], picture_ids("key", 6), [7])).astype(np.int32)
+    placed = PlacedPicture("key", b"file", np.arange(2, 8, dtype=np.int32).tobytes(), (1, 2, 3), False)
+    part = RequestPart("", msgspec.msgpack.encode((placed,)))
+    admit = Admit(request_id=1, token_ids=ids.tobytes(), params=SamplingParams(), parts={NAME: part})
+    privacy = Privacy(9, hashed=True)
+    first, second = privacy.message(admit), privacy.message(admit)
+    assert isinstance(first, Admit)
+    assert first == second, "what is equal stays equal"
+    found = np.frombuffer(first.token_ids, dtype=np.int32)
+    assert ((found >= FIRST_ID) == (ids >= FIRST_ID)).all()
+    assert not (found[2:8] == ids[2:8]).any()
+    assert found[1] == found[8] < 9
+    assert b"file" not in msgspec.msgpack.encode(first)
+    assert placed_pictures(first.parts[NAME])[0].places == placed.places
+
+
+def test_a_replay_without_files_has_the_same_plans() -> None:
+    plans = [EncodePicture(PictureFile("key", data, 6), ("old",)).message(3) for data in (b"", b"file")]
+    assert plan_digest(plans[0]) == plan_digest(plans[1])
+    other = EncodePicture(PictureFile("key", b"", 6)).message(3)
+    assert plan_digest(other) != plan_digest(plans[0])
