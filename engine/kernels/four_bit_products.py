@@ -114,7 +114,7 @@ def multiply_four_bits(x_TI: Tensor, weight: Codes, bias_O: Tensor | None) -> Te
     per_share = triton.cdiv(pieces, max(1, most_shares))
     shares = triton.cdiv(pieces, per_share)
     parts = torch.empty((shares, tiles, TILE_ROWS, columns) if shares > 1 else 1, device=x_TI.device)
-    multiply_tiles[(tiles, shares)](
+    multiply_coded_tiles[(tiles, shares)](
         x_TI, weight.codes_POB, weight.scales_GO, weight.zeros_GO, bias_O, y_TO, parts, weight.arrived, num_rows,
         INPUTS=inputs, WIDTH=outputs, GROUP=weight.group, PIECES=pieces, BYTES=piece_bytes, PER_SHARE=per_share,
         SHARES=shares, BIASED=bias_O is not None, BLOCK_R=TILE_ROWS, BLOCK_M=columns,
@@ -158,7 +158,7 @@ def scales_of(scales, zeros, group, r_R, live_R, WIDTH: tl.constexpr, GROUPS: tl
 
 # The number of rows must not make another variant beyond the sizes of tiles: compiling one takes a second.
 @triton.jit(do_not_specialize=["num_rows"])
-def multiply_tiles(
+def multiply_coded_tiles(
     x, codes, scales, zeros, bias, out, parts, arrived, num_rows,
     INPUTS: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr, PIECES: tl.constexpr, BYTES: tl.constexpr,
     PER_SHARE: tl.constexpr, SHARES: tl.constexpr, BIASED: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_M: tl.constexpr,

@@ -88,7 +88,7 @@ def test_any_number_of_plugins_may_observe() -> None:
 
 
 def test_observers_that_are_unknown_or_named_twice_are_refused() -> None:
-    with pytest.raises(PluginError, match="no observer plugin named 'auto'; available: log"):
+    with pytest.raises(PluginError, match="no observer plugin named 'auto'; available: kv_events, log"):
         Plugins({"observer": ["auto"]})
     with pytest.raises(PluginError, match="'log' more than once"):
         Plugins({"observer": ["log", "log"]})

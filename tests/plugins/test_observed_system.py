@@ -225,7 +225,7 @@ async def test_every_policy_serves(checkpoint: Path, name: str) -> None:
     ("plugins", "said"),
     [
         ({"policy": "nonsense"}, "available: fair, fcfs, lpm, priority"),
-        ({"observers": ["nonsense"]}, "available: log"),
+        ({"observers": ["nonsense"]}, "available: kv_events, log"),
         ({"observers": ["log"], "options": {"observer.log": {"sped": 1}}}, "sped"),
     ],
 )
