@@ -53,7 +53,7 @@ what a package of its own looks like. This page is written by `python -m tests.m
 - Recurrent layers keep a state of a fixed size for each running request, as
   [recurrent_layers.md](recurrent_layers.md) says: short convolutions (LFM2), the gated delta rule (Qwen3-Next,
   Qwen3.5), Mamba 2 (Granite 4, Nemotron-H, Falcon-H1, Bamba). The layers of Qwen3-Next, Qwen3.5 and Nemotron that
-  predict several tokens are not read.
+  predict several tokens are not read. [performance.md](performance.md#recurrent-layers) has the speed of these layers.
 - DeepSeek keeps one latent for each token and layer in the place of keys and values (V3: 576 numbers, not 40,960),
   whole on every rank. Prompts are computed on latents as well. The extra layers of V3 that predict several tokens are
   not read. In DeepSeek V3.2 and GLM-5 a query sees the `index_topk` tokens (2,048) that an indexer chooses: up to so
