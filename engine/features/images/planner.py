@@ -38,6 +38,7 @@ class ImagesPlanner(PlannerFeature):
         self._new_rows: dict[int, Pictures] = {}
         self._whole: dict[int, list[PlacedPicture]] = {}  # by row, those that must be computed at once
         self._ends: dict[int, int] = {}  # by row, the tokens after which it needs no picture
+        self._in_step: set[int] = set()  # rows that have a chunk in the step that is being planned
 
     def admit(self, sequence: Sequence, message: Admit) -> None:
         if (part := message.parts.get(NAME)) is None:
@@ -54,6 +55,14 @@ class ImagesPlanner(PlannerFeature):
                 f"the pictures of this request have {num_rows} tokens, and images.cache_tokens={self._cache.most} is "
                 "the most; send fewer or smaller pictures",
                 code="too_many_pictures",
+                param="messages",
+            )
+        longest = max((one.end - one.start for one in pictures if one.whole), default=0)
+        if longest > (most := self._parts.limits.max_step_tokens):
+            raise RequestError(
+                f"a picture of this request has {longest} tokens, which one step must compute at once, and "
+                f"scheduler.max_step_tokens={most} is the most of a step; send a smaller picture or raise the setting",
+                code="too_long_picture",
                 param="messages",
             )
         sequence.notes[NAME] = pictures
@@ -153,6 +162,7 @@ class ImagesPlanner(PlannerFeature):
 
     def attach(self, step: StepBuilder) -> None:
         """Add the pictures of new rows to the step."""
+        self._in_step.clear()
         if self._new_rows:
             step.parts |= part_of(
                 {row: tuple(map(RowPicture.of, pictures)) for row, pictures in self._new_rows.items()}
@@ -162,16 +172,18 @@ class ImagesPlanner(PlannerFeature):
     def chunk_tokens(self, row: int, most: int) -> int:
         """Return the number of tokens that ends before a picture, or behind it, where it must be computed at once.
 
-        It is more than ``most`` where such a picture is next and is longer than a step."""
+        It is more than ``most`` only where the row has no chunk in the step and such a picture is next."""
         pictures = self._whole.get(row)
-        if pictures is None or not most:
+        if pictures is None or most < 1:
             return most
-        start = int(self._parts.table.num_computed[row])
+        start, goes_on = int(self._parts.table.num_computed[row]), row in self._in_step
+        self._in_step.add(row)
         for one in pictures:
-            if start <= one.start < start + most < one.end:
-                return one.start - start or one.end - start
             if one.start < start < one.end:
                 return max(most, one.end - start)
+            if start <= one.start < start + most < one.end:
+                ahead = one.start - start
+                return ahead if ahead or goes_on else one.end - start
         return most
 
     def published(self, row: int, num_tokens: int) -> None:
@@ -193,6 +205,7 @@ class ImagesPlanner(PlannerFeature):
         self._new_rows.clear()
         self._ends.clear()
         self._whole.clear()
+        self._in_step.clear()
         self._cache.clear()
         return sequences
 
