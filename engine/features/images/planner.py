@@ -179,9 +179,9 @@ class ImagesPlanner(PlannerFeature):
         start, goes_on = int(self._parts.table.num_computed[row]), row in self._in_step
         self._in_step.add(row)
         for one in pictures:
-            if one.start < start < one.end:
-                return max(most, one.end - start)
-            if start <= one.start < start + most < one.end:
+            if one.start < start < one.end:  # pages of its beginning were cached
+                most = max(most, one.end - start)
+            elif start <= one.start < start + most < one.end:
                 ahead = one.start - start
                 return ahead if ahead or goes_on else one.end - start
         return most

@@ -30,9 +30,9 @@ class Pictured:
         self.bench = Bench(depth=1, num_pages=256, features=[partial(ImagesPlanner, num_rows=num_rows)], **limits)
         self.whole: dict[int, list[PlacedPicture]] = {}
 
-    def submit(self, request_id: int, length: int, *pictures: PlacedPicture) -> None:
-        """Submit a prompt of this length; texts of different requests differ."""
-        prompt = prompt_of(length, seed=request_id)
+    def submit(self, request_id: int, length: int, *pictures: PlacedPicture, seed: int = 0) -> None:
+        """Submit a prompt of this length."""
+        prompt = prompt_of(length, seed=seed)
         for one in pictures:
             prompt[one.places_n] = picture_ids(one.key, len(one.places_n))
         part = RequestPart("", msgspec.msgpack.encode(pictures))
@@ -74,7 +74,7 @@ def segments(step: Step) -> Iterator[tuple[int, int, int]]:
 def test_a_burst_of_pictures_leaves_each_whole_and_no_step_is_longer_by_more_than_one() -> None:
     pictured = Pictured(max_running=8, max_step_tokens=40, prefill_chunk=12)
     for request_id in range(8):
-        pictured.submit(request_id, 90, *(placed(f"{request_id} {at}", at) for at in (6, 24, 41, 60)))
+        pictured.submit(request_id, 90, *(placed(f"{request_id} {at}", at) for at in (6, 24, 41, 60)), seed=request_id)
     pictured.finish()
     sizes = [sum(end - start for _, start, end in segments(step)) for step in pictured.bench.steps]
     assert max(sizes) < 40 + 16
@@ -83,3 +83,12 @@ def test_a_burst_of_pictures_leaves_each_whole_and_no_step_is_longer_by_more_tha
 def test_a_picture_longer_than_a_step_is_refused_with_the_setting() -> None:
     with pytest.raises(RequestError, match=r"has 41 tokens.*scheduler.max_step_tokens=40"):
         Pictured(max_step_tokens=40).submit(0, 90, placed("long", 6, 41))
+
+
+def test_a_picture_behind_one_whose_beginning_is_cached_stays_whole() -> None:
+    pictured = Pictured(prefill_chunk=16, max_step_tokens=16, max_running=1)
+    pictured.submit(0, 22, placed("a", 6))
+    pictured.finish()
+    pictured.submit(1, 60, placed("a", 6), placed("b", 24))
+    pictured.finish()
+    assert 6 < pictured.bench.cached[1] < 22, "the cached pages end in the first picture"
