@@ -91,6 +91,7 @@ class ImagesPlanner(PlannerFeature):
         needed = [one for one in pictures if one.end > num_cached]
         if not self._cache.keeps_for(sequence.request_id, needed):
             if (taken := self._cache.take(sequence.request_id, needed)) is None:
+                self._cache.leave(sequence.request_id)  # what it had may be the room that another one waits for
                 return False
             new, forgotten = taken
             for one in new:

@@ -92,3 +92,17 @@ def test_a_picture_behind_one_whose_beginning_is_cached_stays_whole() -> None:
     pictured.submit(1, 60, placed("a", 6), placed("b", 24))
     pictured.finish()
     assert 6 < pictured.bench.cached[1] < 22, "the cached pages end in the first picture"
+
+
+def test_requests_that_need_more_pictures_than_they_keep_do_not_wait_for_each_other() -> None:
+    pictured = Pictured(num_rows=20, max_running=2)
+    planner = pictured.bench.planner
+    for request_id in range(2):
+        pictured.submit(request_id, 40, placed(f"{request_id} first", 2, 10), seed=request_id)
+    pictured.finish()
+    for request_id in range(2, 4):
+        mine = (placed(f"{request_id - 2} first", 2, 10), placed(f"{request_id} second", 20, 10))
+        pictured.submit(request_id, 50, *mine, seed=request_id - 2)
+    assert planner.next_step() is None, "both wait for their second picture"
+    planner.pages.allocator.evict(planner.pages.tree.evict(20))  # the first ones are needed, too
+    pictured.finish()
