@@ -105,7 +105,7 @@ class PictureCache:
         return not kept.num_unanswered
 
     def lost(self, key: str) -> set[int]:
-        """Forget a picture that a rank cannot encode.  Return the ids of the requests that need it."""
+        """Forget a picture that a rank cannot encode.  Return its users: requests, and rows that found it cached."""
         users = set(self._kept[key].users)
         for user in users:
             self._users[user].discard(key)

@@ -117,18 +117,20 @@ class ImagesPlanner(PlannerFeature):
         if answer.reason:
             del self._keys[message.number]
             error = RequestError(answer.reason, status=answer.status, code="bad_picture", param="messages")
-            for request_id in self._cache.lost(key):
-                self._fail(self._parts.requests.open[request_id], error)
-            self._request(None, (key,))  # others may have encoded it
+            users = self._cache.lost(key)
+            self._request(None, (key,))  # others may have encoded it; first, since a request may want it again
+            self._fail([self._parts.requests.open[user] for user in users if user >= 0], error)
         elif self._cache.answered(key):
             del self._keys[message.number]
         self._give_back()
 
-    def _fail(self, sequence: Sequence, error: RequestError) -> None:
-        """End a request that has no row."""
-        self._parts.prefills.forget(sequence)
-        self._parts.requests.end(sequence, Finish.ERROR, len(sequence.tokens))
-        self._parts.requests.outbox.append(Failed.of(sequence.request_id, error))
+    def _fail(self, sequences: list[Sequence], error: RequestError) -> None:
+        """End requests that have no row."""
+        for sequence in sequences:  # all, before the end of one gives others back to the queue
+            self._parts.prefills.forget(sequence)
+        for sequence in sequences:
+            self._parts.requests.end(sequence, Finish.ERROR, len(sequence.tokens))
+            self._parts.requests.outbox.append(Failed.of(sequence.request_id, error))
 
     def _give_back(self) -> None:
         """Queue the sequences that the ranks can compute now."""

@@ -10,7 +10,7 @@ import pytest
 
 from engine.features.images.messages import EncodePicture, PictureEncoded
 from engine.features.images.planner import ImagesPlanner
-from engine.messages import Step
+from engine.messages import Finish, Step
 from engine.text.pictures import NAME, PlacedPicture, picture_ids
 from engine.types.errors import RequestError
 from engine.types.prompt import RequestPart
@@ -106,3 +106,22 @@ def test_requests_that_need_more_pictures_than_they_keep_do_not_wait_for_each_ot
     assert planner.next_step() is None, "both wait for their second picture"
     planner.pages.allocator.evict(planner.pages.tree.evict(20))  # the first ones are needed, too
     pictured.finish()
+
+
+def test_a_picture_that_fails_is_forgotten_before_it_is_encoded_again() -> None:
+    pictured = Pictured()
+    bad, good = placed("bad", 2), placed("good", 20)
+    pictured.submit(0, 40, bad, good)
+    pictured.submit(1, 40, bad)
+    assert pictured.bench.planner.next_step() is None
+    (images,) = (one for one in pictured.bench.planner.features.all if isinstance(one, ImagesPlanner))
+    images._cache.take(-1, (bad,))  # a row that started from pages that were cached meanwhile
+    first, other = pictured.bench.planner.outgoing()
+    pictured.bench.planner.received(PictureEncoded("out of memory", 500).message(0, first.number))
+    pictured.bench.planner.received(PictureEncoded().message(0, other.number))
+    pictured.bench.read()
+    assert pictured.bench.ends == {0: [Finish.ERROR], 1: [Finish.ERROR]}
+    assert pictured.answer() == [EncodePicture(None, ("bad",))], "no request is left that needs it"
+    pictured.submit(2, 40, bad)
+    assert pictured.bench.planner.next_step() is None
+    assert [sent.picture.key for sent in pictured.answer() if sent.picture is not None] == ["bad"]
