@@ -39,6 +39,11 @@ class PictureCache:
         """The requests without a row that need pictures."""
         return [user for user in self._users if user >= 0]
 
+    @property
+    def keys(self) -> list[str]:
+        """The keys of all pictures that are kept."""
+        return list(self._kept)
+
     def clear(self) -> None:
         """Forget every picture and every user."""
         self._kept.clear()

@@ -35,6 +35,7 @@ class ImagesPlanner(PlannerFeature):
         self._requests: list[FeatureRequest] = []
         self._keys: dict[int, str] = {}  # of pictures that are being encoded, by number of the request to the ranks
         self._num_requested = 0
+        self._left: list[str] = []  # keys of pictures that ranks may keep from before a reset
         self._new_rows: dict[int, Pictures] = {}
         self._whole: dict[int, list[PlacedPicture]] = {}  # by row, those that must be computed at once
         self._ends: dict[int, int] = {}  # by row, the tokens after which it needs no picture
@@ -100,7 +101,8 @@ class ImagesPlanner(PlannerFeature):
         return self._cache.are_encoded(needed)
 
     def _request(self, picture: PictureFile | None, forgotten: tuple[str, ...]) -> None:
-        self._requests.append(EncodePicture(picture, forgotten).message(self._num_requested))
+        left, self._left = self._left, []
+        self._requests.append(EncodePicture(picture, (*left, *forgotten)).message(self._num_requested))
         if picture is not None:
             self._keys[self._num_requested] = picture.key
         self._num_requested += 1
@@ -200,8 +202,11 @@ class ImagesPlanner(PlannerFeature):
             self._give_back()
 
     def reset(self) -> list[Sequence]:
-        """Forget every picture: new executors keep none."""
+        """Forget every picture.  New executors keep none; those that have slept forget theirs with the next request."""
         sequences = list(self._waiting.values())
+        for unsent in self._requests:
+            self._left += EncodePicture.of(unsent).forget
+        self._left += self._cache.keys
         self._waiting.clear()
         self._requests.clear()
         self._keys.clear()

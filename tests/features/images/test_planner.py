@@ -14,7 +14,7 @@ from engine.messages import Finish, Step
 from engine.text.pictures import NAME, PlacedPicture, picture_ids
 from engine.types.errors import RequestError
 from engine.types.prompt import RequestPart
-from tests.scheduling.bench import Bench, prompt_of
+from tests.scheduling.bench import Bench, lose_the_device, prompt_of
 
 
 def placed(key: str, start: int, length: int = 16) -> PlacedPicture:
@@ -125,3 +125,14 @@ def test_a_picture_that_fails_is_forgotten_before_it_is_encoded_again() -> None:
     pictured.submit(2, 40, bad)
     assert pictured.bench.planner.next_step() is None
     assert [sent.picture.key for sent in pictured.answer() if sent.picture is not None] == ["bad"]
+
+
+def test_ranks_that_stay_loaded_forget_the_pictures_from_before() -> None:
+    pictured = Pictured()
+    pictured.submit(0, 40, placed("a", 2))
+    pictured.finish()
+    lose_the_device(pictured.bench)
+    pictured.submit(1, 60, placed("b", 2), placed("c", 22), seed=1)
+    assert pictured.bench.planner.next_step() is None
+    assert [sent.forget for sent in pictured.answer()] == [("a",), ()]
+    pictured.finish()
