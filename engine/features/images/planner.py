@@ -20,7 +20,9 @@ from engine.scheduling.feature import NewFeature, PlannerFeature, PlannerParts
 from engine.scheduling.rows import Sequence
 from engine.scheduling.step_builder import StepBuilder
 from engine.text.pictures import NAME, PlacedPicture, placed_pictures
+from engine.types import spans
 from engine.types.errors import RequestError
+from engine.types.spans import Span
 
 Pictures = tuple[PlacedPicture, ...]
 
@@ -166,8 +168,12 @@ class ImagesPlanner(PlannerFeature):
             self._cache.rename(sequence.request_id, _user_of(sequence.row))
 
     def attach(self, step: StepBuilder) -> None:
-        """Add the pictures of new rows to the step."""
+        """Add to the step the pictures of new rows, and those that no cut may divide."""
         self._in_step.clear()
+        if self._whole and step.prompts is not None:
+            step.parts |= spans.part_of(
+                Span(row, one.start, one.end) for row in step.prompts.rows.tolist() for one in self._whole.get(row, ())
+            )
         if self._new_rows:
             step.parts |= part_of(
                 {row: tuple(map(RowPicture.of, pictures)) for row, pictures in self._new_rows.items()}
