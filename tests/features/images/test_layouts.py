@@ -104,6 +104,10 @@ def test_a_picture_that_the_model_cannot_take_is_refused_with_its_size(folder: P
     layouts = encoder(made.make("qwen2_vl", folder / "strip"))
     with pytest.raises(RequestError, match="5 x 1001 pixels: the longer side must be at most 200 times the other"):
         layouts.layout(5, 1001)
+    layouts = encoder(made.make("mistral3", folder / "strip of Mistral"))
+    assert layouts.layout(300, 3).num_rows > 0
+    with pytest.raises(RequestError, match="1 x 300 pixels: the longer side must be at most 112 times the other"):
+        layouts.layout(1, 300)
 
 
 @pytest.mark.parametrize(
