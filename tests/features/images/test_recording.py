@@ -39,7 +39,26 @@ def test_a_recording_has_no_pictures() -> None:
     assert not (found[2:8] == ids[2:8]).any()
     assert found[1] == found[8] < 9
     assert b"file" not in msgspec.msgpack.encode(first)
-    assert placed_pictures(first.parts[NAME])[0].places_n.tolist() == [*range(2, 8)]
+    (placed,) = placed_pictures(first.parts[NAME])
+    assert placed.places_n.tolist() == [*range(2, 8)]
+    assert KEY.encode() not in msgspec.msgpack.encode(first)
+    assert len(placed.key) == len(KEY)
+    # A reader that has the picture cannot recognize it by how its ids differ from each other.
+    assert not (np.diff(found[2:8]) == np.diff(ids[2:8])).any()
+    assert len({first ^ second for first, second in zip(found[2:8], ids[2:8], strict=True)}) == 6
+    other = privacy.message(with_picture(key="ab" * 32))
+    assert isinstance(other, Admit)
+    assert placed_pictures(other.parts[NAME])[0].key != placed.key
+    assert not (np.frombuffer(other.token_ids, dtype=np.int32)[2:8] == found[2:8]).any()
+
+
+def test_a_whole_recording_has_the_ids_of_pictures_and_no_files() -> None:
+    admit = with_picture()
+    recorded = Privacy(9, hashed=False).message(admit)
+    assert isinstance(recorded, Admit)
+    assert recorded.token_ids == admit.token_ids
+    (placed,) = placed_pictures(recorded.parts[NAME])
+    assert (placed.key, placed.data) == (KEY, b"")
 
 
 def test_a_recording_that_begins_with_a_picture_in_flight_plans_the_same_again(tmp_path: Path) -> None:
