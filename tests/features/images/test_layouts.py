@@ -52,7 +52,7 @@ def text_of(name: str, directory: Path, size: tuple[int, int]) -> str:
 
 
 def vars_of(name: str) -> dict[str, Any]:
-    """What the constructor of a processor reads from its tokenizer."""
+    """The attributes of a processor that its constructor reads from its tokenizer."""
     tokens = made.KINDS[name].tokens
     named = {
         "image_token": tokens[0],

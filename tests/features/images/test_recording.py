@@ -1,4 +1,4 @@
-"""A recording has no file of a picture, hides what its ids tell, and plans as the engine did."""
+"""A recording has no file of a picture, hides what follows from its content, and plans as the engine did."""
 
 from pathlib import Path
 
