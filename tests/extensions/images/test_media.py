@@ -104,6 +104,12 @@ async def test_no_spelling_of_an_address_is_taken_for_a_public_one() -> None:
         "0",
         "[::1]",
         "[::ffff:127.0.0.1]",
+        "[::1%25]",
+        "[::ffff:127.0.0.1%25]",
+        "[::1%250]",
+        "[::00001]",
+        "[::ffff:127.0.0.01]",
+        "[::ffff:127.1]",
         "①②⑦.0.0.1",
     )
     async with serving(send) as port:
