@@ -10,6 +10,8 @@ executors, make it wait again.
 
 from functools import partial
 
+import numpy as np
+
 from engine.features.images.cache import PictureCache
 from engine.features.images.messages import EncodePicture, PictureEncoded, PictureFile, RowPicture, part_of
 from engine.features.images.settings import ImageSettings
@@ -19,7 +21,7 @@ from engine.scheduling.events import Why
 from engine.scheduling.feature import NewFeature, PlannerFeature, PlannerParts
 from engine.scheduling.rows import Sequence
 from engine.scheduling.step_builder import StepBuilder
-from engine.text.pictures import NAME, PlacedPicture, placed_pictures
+from engine.text.pictures import FIRST_ID, NAME, PlacedPicture, placed_pictures
 from engine.types import spans
 from engine.types.errors import RequestError
 from engine.types.spans import Span
@@ -52,6 +54,12 @@ class ImagesPlanner(PlannerFeature):
                 param="prompt_logprobs",
             )
         pictures = placed_pictures(part)
+        (places,) = np.nonzero(sequence.tokens >= FIRST_ID)
+        if places.astype(np.int32).tobytes() != b"".join(one.places for one in pictures):
+            raise RequestError(
+                "the prompt has other tokens at the places of its pictures; send the conversation whole",
+                param="messages",
+            )
         num_rows = sum(len(one.places_n) for one in {one.key: one for one in pictures}.values())
         if num_rows > self._cache.most:
             raise RequestError(
