@@ -129,6 +129,8 @@ def read_prompt(
         raise RequestError(
             f"the output to go on from has {num_resumed} tokens, the context is {max_model_len}", code="not_resumable"
         )
+    if options.truncate_to or options.keep_last:
+        _check_uncut(prompt)
     if options.truncate_to:
         prompt = _shortened(prompt, options.truncate_to, max_model_len)
     if isinstance(prompt, str):
@@ -175,6 +177,15 @@ def check_chars(count: int, max_model_len: int, param: str = "prompt") -> None:
             f"the prompt has {count} characters; at most {most} can fit the context of {max_model_len} tokens",
             code="context_length_exceeded",
             param=param,
+        )
+
+
+def _check_uncut(prompt: Prompt) -> None:
+    """Raise RequestError for a conversation with pictures, whose places would not be those of the whole prompt."""
+    if isinstance(prompt, tuple) and any(isinstance(turn, ChatTurn) and turn.pictures for turn in prompt):
+        raise RequestError(
+            "truncate_prompt_tokens: a conversation with pictures is not cut; leave it out",
+            param="truncate_prompt_tokens",
         )
 
 

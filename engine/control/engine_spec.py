@@ -95,7 +95,10 @@ def engine_spec(
     plugins = _checked_plugins(config, model)
     if model.state_bytes:
         check_recurrent(config, plugins.names)
-        config = with_rows_for_states(config, model.state_bytes) if rows_are_chosen else config
+        if rows_are_chosen:
+            before = present.config.scheduler.max_running if present is not None else 0
+            weight_bytes = sum(one.num_bytes for one in stored.values())
+            config = with_rows_for_states(config, model.state_bytes, weight_bytes, before)
     fit = fitted(
         ModelFit(
             config=config,

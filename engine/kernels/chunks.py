@@ -101,7 +101,7 @@ def prepare_chunk(
     gate_C = token * gate_stride + head + c_C * gate_stride
     step_C = softplus(tl.load(a + gate_C, mask=live_C, other=0.0).to(tl.float32) + bias_h)
     if not DELTA:
-        step_C = tl.maximum(step_C, least_step)
+        step_C = tl.maximum(step_C, least_step, propagate_nan=tl.PropagateNan.ALL)
     step_C = tl.where(live_C, step_C, 0.0)
     g_C, whole = decay_h * tl.cumsum(step_C, 0), decay_h * tl.sum(step_C, 0)
     tl.store(wholes + result, tl.exp(whole))

@@ -61,7 +61,8 @@ def arranged(rows: StoredRows, device: torch.device) -> tuple[Tensor, Tensor, Te
     dtype, width = FORMATS[rows.format]
     outputs, num_groups = len(rows.blocks), rows.inputs // width
     blocks_OGB = rows.blocks.to(device).view(outputs, num_groups, HEADER + width // 2)
-    scales_GO = blocks_OGB[:, :, :2].contiguous().view(dtype)[:, :, 0].t().contiguous()
+    scales_OG2 = blocks_OGB[:, :, :2].clone(memory_format=torch.contiguous_format)
+    scales_GO = scales_OG2.flatten(1).view(dtype).t().contiguous()
     if not scales_GO.isfinite().all():
         raise WeightsError(f"{rows.where} contains NaN or infinity; the file is damaged")
     codes_OGB = blocks_OGB[:, :, HEADER:]

@@ -127,7 +127,7 @@ def advance_head(
             known_V = tl.sum(m_KV * kk_K[:, None], 0)
             added_V = (x_V - known_V) * tl.sigmoid(tl.load(b + gate).to(tl.float32))
         else:
-            step = tl.maximum(step, least_step)
+            step = tl.maximum(step, least_step, propagate_nan=tl.PropagateNan.ALL)
             m_KV *= tl.exp(decay_h * step)
             added_V = x_V * step
         m_KV += kk_K[:, None] * added_V[None, :]

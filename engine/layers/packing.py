@@ -60,7 +60,12 @@ class StoredRows:
 
 @runtime_checkable
 class RowKeeper(Protocol):
-    """A linear kernel that multiplies by rows as they are stored, so that they are never floats in memory."""
+    """A linear kernel that multiplies by rows as they are stored, so that they are never floats in memory.
+
+    reads_rows: whether its weights are ``RowWeight``, so that it may keep an embedding too."""
+
+    @property
+    def reads_rows(self) -> bool: ...
 
     def keep(self, target: Tensor, rows: StoredRows) -> bool:
         """Take the rows for the weight that ``target`` is a part of, until ``pack`` is called for that weight; then

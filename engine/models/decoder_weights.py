@@ -127,9 +127,10 @@ class DecoderWeights:
         own_head = 0 if self.head is self.embedding else self.head.nbytes
         return own_head + sum(linear.nbytes for linear in linears)
 
-    def kept_weights(self) -> Iterator[Tensor]:
+    def kept_weights(self, *, with_embedding: bool) -> Iterator[Tensor]:
         """Yield the weights that ``load`` lays out, whose rows need not be filled if a kernel takes them as stored."""
-        yield self.embedding.weight
+        if with_embedding:
+            yield self.embedding.weight
         if isinstance(self.head, VocabLinear) and self.head is not self.embedding:
             yield self.head.weight
         for layer in self.layers:

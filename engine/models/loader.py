@@ -15,7 +15,6 @@ from typing import Literal
 
 import msgspec
 import torch
-from torch import Tensor
 from tqdm import tqdm
 
 from engine.checkpoints.checkpoint import ModelSpec
@@ -96,7 +95,7 @@ def load_model(
                 model.load(lambda slices: _draw(slices, seed), kernels, linears)
             else:
                 filling = Filling(list(model.slices()), reader, copies_to(device), progress, comm.rank, share)
-                filling.keep_rows(model.kept_weights(), linears.layers)
+                filling.keep_rows(model, linears.layers)
                 opened.callback(filling.close)
                 model.load(filling.fill, kernels, linears)
                 filling.log_progress()
@@ -240,10 +239,11 @@ class Filling:
         self._bar = tqdm(total=self._total, desc="loading weights", unit="B", unit_scale=True, disable=off)
         self.log_progress()
 
-    def keep_rows(self, weights: Iterable[Tensor], kernel: LinearKernel) -> None:
-        """Offer the rows of these weights to the kernel as they are stored."""
+    def keep_rows(self, model: Model, kernel: LinearKernel) -> None:
+        """Offer the rows of the model's weights to the kernel as they are stored."""
         if isinstance(kernel, RowKeeper):
             self._keeper = kernel
+            weights = model.kept_weights(with_embedding=kernel.reads_rows)
             self._kept = {weight.untyped_storage().data_ptr() for weight in weights}
 
     def fill(self, slices: Iterable[WeightSlice]) -> None:

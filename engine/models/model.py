@@ -72,7 +72,7 @@ class Model(Protocol):
         """Return (outputs, inputs) of all weights of the layers in order, and of the LM head; call before ``load``."""
         ...
 
-    def kept_weights(self) -> Iterator[Tensor]:
+    def kept_weights(self, *, with_embedding: bool) -> Iterator[Tensor]:
         """Yield the weights that ``load`` lays out, whose rows need not be filled if a kernel takes them as stored."""
         ...
 

@@ -35,7 +35,10 @@ def choose_linears(config: Config, spec: ModelSpec, plugins: Plugins, plan: Mode
     Raises PluginError."""
     context = rank_context(config, spec, device, plan.dtype)
     if spec.quantization is not None:
-        log.info("weights: %s", handling(spec.quantization, context.quantization, _keeps(spec, plugins, context)))
+        kept = _keeps(spec, plugins, context)
+        widened = kept and device.type == "cuda" and any(not one.four_bits for one in spec.shape.experts)
+        rest = "; experts are read as the floats that they stand for" if widened else ""
+        log.info("weights: %s%s", handling(spec.quantization, context.quantization, kept), rest)
         if widens(spec.quantization, context):
             log.warning(
                 "weights: %s is widened to %s, which takes twice the memory and up to twice the time of a decode step; "

@@ -75,3 +75,14 @@ def test_states_that_do_not_fit_are_refused_with_the_number_that_does(checkpoint
         patch.setattr("engine.startup.loading.check_weights", lambda *_: None)
         with pytest.raises(ConfigError, match=r"scheduler.max_running=4096: the states .* set it to \d+ or less"):
             LLM(checkpoint, progress=False, config={**config, "placement": {"executor": "inline"}})
+
+
+def test_a_change_of_settings_keeps_the_rows_where_memory_gives_about_as_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recurrent, "resident_bytes", lambda process: 0)
+    config = with_device_defaults(build_config(Config(), {"device": {"kind": "cpu"}}))
+    found = []
+    for memory, weights, present in ((8 << 30, 0, 0), (7 << 30, 0, 16), (4 << 30, 0, 16), (8 << 30, 6 << 30, 0)):
+        monkeypatch.setattr(recurrent, "available_bytes", lambda memory=memory: memory)
+        fitted = recurrent.with_rows_for_states(config, 1 << 26, weights, present)
+        found.append(fitted.scheduler.max_running)
+    assert found == [16, 16, 8, 4]

@@ -95,7 +95,8 @@ def test_several_outputs_of_one_prompt_have_states_of_their_own(
 async def test_streams_go_on_with_their_states_through_sleep_and_a_change_of_settings(tmp_path: Path) -> None:
     model = build("qwen3-5")
     tables = {"model": {"path": str(save(model, tmp_path)), "tokenizer": "none"}, "device": {"kind": "cpu"}}
-    config = build_config(Config(), {**tables, "kv": {"num_pages": 64}})
+    # One after another, so that they last: a busy machine sees few of their steps.
+    config = build_config(Config(), {**tables, "kv": {"num_pages": 64}, "scheduler": {"max_running": 1}})
     async with running(config) as (system, changeover):
         streams = [system.ingress.open(prompt, GREEDY) for prompt in prompts()[:4]]
         for level in (1, 2):

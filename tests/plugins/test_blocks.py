@@ -116,6 +116,18 @@ def test_a_weight_of_which_a_part_is_floats_becomes_floats(tmp_path: Path) -> No
     reader.close()
 
 
+@torch.inference_mode()
+def test_experts_in_four_bits_are_kept_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their weights are parts of one memory."""
+    monkeypatch.setattr(stored, "_groups", lambda inputs, size=32: torch.arange(inputs) // 32)
+    directory, reference = stored.write(tmp_path, stored.awq, stored.AWQ | {"group_size": 32}, variant="mixtral")
+    model = loaded(directory, kernel_for("int4"))
+    torch.testing.assert_close(
+        Driver(model).step({"a": PROMPT})["a"], reference_logits(reference, PROMPT), rtol=1e-4, atol=1e-4
+    )
+    assert all(isinstance(one.packed, StoredWeight) for layer in model.layers for one in layer.linears)
+
+
 def test_rows_are_read_in_parts_as_the_model_orders_them_and_not_within_a_row(tmp_path: Path) -> None:
     write(tmp_path / "tiny.gguf", build("llama"), "Q5_1")
     reader = open_reader(read_model(resolve_checkpoint(str(tmp_path / "tiny.gguf"), "")))

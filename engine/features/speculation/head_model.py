@@ -112,7 +112,7 @@ class EagleHead:
         shapes = [(linear.weight.shape[0], linear.weight.shape[1]) for linear in (*self.linears, self.head)]
         return shapes[:-1], shapes[-1]
 
-    def kept_weights(self) -> Iterator[Tensor]:
+    def kept_weights(self, *, with_embedding: bool) -> Iterator[Tensor]:
         """Yield none: heads are published in floats."""
         return iter(())
 

@@ -131,7 +131,7 @@ class TransformersDecoder:
 
         return [shape(one) for one in self._linears.values()], shape(self._head)
 
-    def kept_weights(self) -> Iterator[Tensor]:
+    def kept_weights(self, *, with_embedding: bool) -> Iterator[Tensor]:
         """Yield none: the formats of rounded rows are read for families of callboard's own."""
         return iter(())
 

@@ -40,6 +40,8 @@ BYTES = {
 class StoredBlocks:
     """A kernel that multiplies by rows as they are stored; a weight of floats is left to ``plain``."""
 
+    reads_rows = True
+
     def __init__(
         self, functions: BlockProducts, plain: LinearKernel, parts: Parts, element_bytes: float, taken: TakenRows
     ) -> None:

@@ -42,6 +42,7 @@ class KeptBlocks:
     """A kernel that keeps the rows of such files; weights of floats are left to torch."""
 
     element_bytes = ELEMENT_BYTES
+    reads_rows = False
 
     def __init__(self, formats: Collection[str], new: Callable[[list[StoredRows], torch.device], CodedWeight]) -> None:
         """Initialize the kernel.  formats: of rows.  new: lays out rows of one format."""

@@ -22,10 +22,17 @@ class TakenRows:
 
     def all_of(self, weight_OI: Tensor) -> bool:
         """Return whether no row of the weight is missing."""
-        rows = self._rows.get(weight_OI.untyped_storage().data_ptr(), {})
-        return sum(len(one.blocks) for one in rows.values()) == len(weight_OI)
+        return sum(len(rows.blocks) for rows in self._within(weight_OI).values()) == len(weight_OI)
 
     def pop(self, weight_OI: Tensor) -> list[tuple[int, StoredRows]]:
         """Return (first row, rows) of each part of the weight, in order, and forget them."""
-        parts = self._rows.pop(weight_OI.untyped_storage().data_ptr(), {})
-        return [(offset // weight_OI.shape[1], parts[offset]) for offset in sorted(parts)]
+        parts, begin = self._within(weight_OI), int(weight_OI.storage_offset())
+        for offset in parts:
+            del self._rows[weight_OI.untyped_storage().data_ptr()][offset]
+        return [((offset - begin) // weight_OI.shape[1], parts[offset]) for offset in sorted(parts)]
+
+    def _within(self, weight_OI: Tensor) -> dict[int, StoredRows]:
+        """Return the rows of the weight by their offset: weights of several experts share one storage."""
+        begin = int(weight_OI.storage_offset())
+        rows = self._rows.get(weight_OI.untyped_storage().data_ptr(), {})
+        return {offset: one for offset, one in rows.items() if begin <= offset < begin + weight_OI.numel()}

@@ -241,7 +241,8 @@ def _model(config: Config) -> Iterator[Finding]:
 def _states(spec: ModelSpec, config: Config) -> Finding:
     fitted = with_device_defaults(config)
     if not config.scheduler.max_running:
-        fitted = with_rows_for_states(fitted, spec.state_bytes)
+        weight_bytes = sum(one.num_bytes for one in stored_tensors(spec.directory).values())
+        fitted = with_rows_for_states(fitted, spec.state_bytes, weight_bytes)
     most = fitted.scheduler.max_running
     found = f"{spec.state_bytes / 1e6:.2f} MB for each of {most} running requests and as much for snapshots"
     found += f", {2 * most * spec.state_bytes / 1e9:.2f} GB; more snapshots come with the pages of the pool"

@@ -13,6 +13,15 @@ ENTRY = re.compile(
 )
 DEFAULT_PORTS = {"http": 80, "https": 443}
 NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
+# Addresses that Python counts as public or as merely private, though none leads to another public host: those that
+# stand for an IPv4 address behind a translator, those of protocols, and those where clouds keep machines' secrets.
+REFUSED = tuple(
+    ipaddress.ip_network(network)
+    for network in (
+        "192.0.0.0/24", "168.63.129.16/32", "100.100.100.200/32", "::/96", "::ffff:0:0:0/96", "64:ff9b:1::/48",
+        "3fff::/20", "5f00::/16", "fec0::/10", "fd00:ec2::254/128", "fd20:ce::254/128",
+    )
+)  # fmt: skip
 LOW_32 = (1 << 32) - 1
 
 
@@ -45,15 +54,15 @@ class AllowedHost(NamedTuple):
     def may_be_at(self, address: Address) -> bool:
         """Whether the host may have an address.
 
-        A host behind a '*' must have a public one.  One that is named may have a private one, but no link-local one,
-        where machines of a cloud find their secrets: that must be named itself."""
+        A host behind a '*' must have a public one.  One that is named may have a private one, but none where machines
+        of a cloud find their secrets, as link-local ones are: that must be named itself."""
         address = _behind(address)
-        if address.is_global and not address.is_multicast:
-            return True
         if (named := address_of(self.name)) is not None:
             return _behind(named) == address
-        special = address.is_link_local or address.is_multicast or address.is_unspecified or address.is_reserved
-        return not (self.name.startswith("*") or special)
+        if address.is_multicast or any(address in network for network in REFUSED):
+            return False
+        special = address.is_link_local or address.is_unspecified or address.is_reserved
+        return address.is_global or not (self.name.startswith("*") or special)
 
 
 def address_of(host: str) -> Address | None:

@@ -5,13 +5,13 @@ The address that was checked is the one that is connected, whatever a second loo
 """
 
 import asyncio
-import ipaddress
 import socket
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Final
 
 import aiohttp
-from aiohttp.abc import AbstractResolver, ResolveResult
+from aiohttp.abc import AbstractResolver
 from yarl import URL
 
 from server.extensions.images.header import PictureError
@@ -32,26 +32,6 @@ HEADERS: Final = {
 
 class _ForbiddenAddress(OSError):
     """A host has no address that it may have."""
-
-
-class CheckedResolver(AbstractResolver):
-    """A resolver that gives the addresses that a host may have, and no others.  look_up: the system's."""
-
-    def __init__(self, host: AllowedHost, look_up: AbstractResolver) -> None:
-        self._host = host
-        self._look_up = look_up
-
-    async def resolve(
-        self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_INET
-    ) -> list[ResolveResult]:
-        found = await self._look_up.resolve(host, port, family)
-        allowed = [one for one in found if self._host.may_be_at(ipaddress.ip_address(one["host"]))]
-        if not allowed:
-            raise _ForbiddenAddress
-        return allowed
-
-    async def close(self) -> None:
-        await self._look_up.close()
 
 
 class Media:
@@ -105,8 +85,8 @@ class Media:
                 "(server.media_hosts); send a data URI"
             )
         # A resolver is not asked for what looks like an address, and the system takes more for one than Python does.
-        if address_of(host) is None and host.replace(".", "").isdigit():
-            raise PictureError(f"the host {host[:100]} is neither a name nor an address of four numbers")
+        if address_of(host) is None and (host.replace(".", "").isdigit() or ":" in host or "%" in host):
+            raise PictureError(f"the host {host[:100]} is neither a name nor an address in its usual form")
         named = max(covering, key=lambda one: not one.name.startswith("*"))
         if (literal := address_of(host)) is not None and not named.may_be_at(literal):
             raise _private(url)
@@ -114,8 +94,9 @@ class Media:
 
     async def _get(self, url: URL, host: AllowedHost, count: Callable[[int], None]) -> tuple[bytes, str] | URL:
         """Return the answer, or where it is."""
-        resolver = CheckedResolver(host, self._resolver())
-        connector = aiohttp.TCPConnector(resolver=resolver, use_dns_cache=False, force_close=True)
+        connector = aiohttp.TCPConnector(
+            resolver=self._resolver(), use_dns_cache=False, force_close=True, socket_factory=partial(_checked, host)
+        )
         options: dict[str, Any] = {"cookie_jar": aiohttp.DummyCookieJar(), "auto_decompress": False, "headers": HEADERS}
         async with (
             aiohttp.ClientSession(connector=connector, **options) as session,
@@ -129,6 +110,14 @@ class Media:
                 raise PictureError(f"{url.host} sent it compressed, which was not asked for")
             count(0 if response.content_length is None else response.content_length)
             return await _received(response, count), response.content_type
+
+
+def _checked(host: AllowedHost, to: aiohttp.AddrInfoType) -> socket.socket:
+    """Return a socket for an address, which a look-up gave or the URL itself.  Raises _ForbiddenAddress."""
+    family, kind, protocol, _, (where, *_) = to
+    if (address := address_of(str(where))) is None or not host.may_be_at(address):
+        raise _ForbiddenAddress
+    return socket.socket(family, kind, protocol)
 
 
 async def _received(response: aiohttp.ClientResponse, count: Callable[[int], None]) -> bytes:

@@ -1,19 +1,27 @@
 """Products with weights in 4 bits beside the floats that they stand for, and their way from a file to a layer."""
 
+from dataclasses import replace
+from pathlib import Path
 from random import Random
 
 import pytest
 import torch
 
+from engine.checkpoints.checkpoint import resolve_checkpoint
 from engine.kernels import four_bit_products
 from engine.kernels.blocks import Format
 from engine.kernels.four_bit_products import MOST_ROWS, Codes, FourBitWeight, arranged, multiply_four_bits
-from engine.layers.packing import StoredRows
+from engine.layers.packing import Linears, StoredRows
+from engine.models.decoder import Decoder
+from engine.models.loader import load_model
+from engine.plugins.comm.local import LocalComm
 from engine.plugins.declaration import read_declaration
+from engine.plugins.families import read_model
 from engine.plugins.hookspecs import LinearContext
 from engine.plugins.linear.triton_blocks import KeptBlocks, callboard_linear
 from engine.plugins.testing.linear import check_linear
 from engine.types.errors import WeightsError
+from tests.formats import stored
 from tests.kernels.interpreted.test_layers import normal
 from tests.kernels.stored_blocks import INT4, int4_floats, random_rows
 
@@ -125,3 +133,28 @@ def test_a_scale_that_is_no_number_names_its_tensor() -> None:
     rows.blocks[1, :2] = 255
     with pytest.raises(WeightsError, match="random contains NaN"):
         FourBitWeight([rows], CPU)
+
+
+@pytest.mark.parametrize("variant", ["llama-tied", "llama"])
+@torch.inference_mode()
+def test_a_model_whose_embedding_is_in_four_bits_too(
+    variant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel reads no rows, so the embedding becomes floats."""
+    monkeypatch.setattr(stored, "_groups", lambda inputs, size=32: torch.arange(inputs) // 32)
+    monkeypatch.setattr(stored, "LINEARS", (*stored.LINEARS, "embed_tokens"))
+    config = stored.compressed("pack-quantized", **stored.INT4 | {"group_size": 32})
+    directory, reference = stored.write(tmp_path, stored.packed(), config, variant=variant)
+    kernel, spec = new_kernel(), read_model(resolve_checkpoint(str(directory), ""))
+    linears = Linears(kernel, kernel)
+    model = load_model(spec, LocalComm(), CPU, torch.bfloat16, "safetensors", 0, False, linears)
+    assert isinstance(model, Decoder)
+    assert all(isinstance(one.packed, FourBitWeight) for layer in model.layers for one in layer.linears)
+    wanted = reference.get_input_embeddings().weight[:5]
+    torch.testing.assert_close(model.embedding.embed(torch.arange(5)).float(), wanted.bfloat16().float())
+
+
+def test_one_output_of_one_group() -> None:
+    rows = rows_of(Format.HALF32, 1, 32)
+    twice = replace(rows, blocks=torch.cat([rows.blocks, rows.blocks]))
+    assert torch.equal(FourBitWeight([rows], CPU).floats(torch.float32), int4_floats(twice)[:1])
