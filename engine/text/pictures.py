@@ -25,6 +25,8 @@ Int32 = npt.NDArray[np.int32]
 NAME: Final = "images"
 FIRST_ID: Final = 1 << 30
 """The first id of pictures' tokens; no vocabulary is as large."""
+FEWEST_TOKENS: Final = 4
+"""The fewest tokens of a picture, and of a page.  An id has 30 bits, and a search finds a file for one chosen id."""
 
 
 class PictureLayout(NamedTuple):
@@ -127,9 +129,10 @@ class PictureText:
         """Return the layout of a file.  Raises RequestError if the model cannot take it."""
         width, height = self._form.size(data)
         layout = self._form.layout(width, height)
-        if not layout.num_rows:
+        if layout.num_rows < FEWEST_TOKENS:
             raise RequestError(
-                f"messages: a picture of {width} x {height} pixels has no token here; send one whose sides differ less",
+                f"messages: a picture of {width} x {height} pixels has {layout.num_rows} tokens here, and at least "
+                f"{FEWEST_TOKENS} are needed; send a larger one",
                 param="messages",
             )
         return layout

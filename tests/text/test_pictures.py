@@ -19,9 +19,10 @@ class Strips:
         return data[0], data[1]
 
 
-def test_a_picture_without_places_is_refused_with_its_size() -> None:
+@pytest.mark.parametrize("width", [9, 39])
+def test_a_picture_with_too_few_tokens_is_refused_with_its_size(width: int) -> None:
     pictures = PictureText(Strips(), 7)
     text, layouts = pictures.spread("a<p>b", [Picture(bytes([41, 9]), "", 41, 9)])
     assert (text, layouts[0].num_rows) == ("a<p><p><p><p>b", 4)
-    with pytest.raises(RequestError, match="a picture of 9 x 41 pixels has no token here"):
-        pictures.spread("a<p>b", [Picture(bytes([9, 41]), "", 9, 41)])
+    with pytest.raises(RequestError, match=f"{width} x 41 pixels has {width // 10} tokens here, and at least 4"):
+        pictures.spread("a<p>b", [Picture(bytes([width, 41]), "", width, 41)])

@@ -17,7 +17,7 @@ from engine.plugins.encoder.choice import chosen_encoder
 from engine.plugins.encoder.encoder import Encoder
 from engine.plugins.features import Facts, ModelFit
 from engine.plugins.kinds import PROPOSER
-from engine.text.pictures import NAME
+from engine.text.pictures import FEWEST_TOKENS, NAME
 from engine.types.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -33,20 +33,24 @@ def fit_model(fit: ModelFit) -> ModelFit:
     if encoder is None:
         return fit
     fit = replace(fit, facts={**fit.facts, NAME: encoder.settings.encode()})
-    if reason := refusal(fit.spec, encoder, fit.names):
+    if reason := refusal(fit.spec, encoder, fit.names, fit.config.kv.page_size):
         log.warning("pictures are refused: %s", reason)
         return fit
     use = msgspec.structs.replace(fit.spec.use, sees=True)
     return replace(fit, spec=msgspec.structs.replace(fit.spec, use=use))
 
 
-def refusal(spec: ModelSpec, encoder: Encoder, names: Mapping[str, str]) -> str:
-    """Return why a model reads text alone here, for clients; '' if it reads pictures.  names: as in ``ModelFit``."""
+def refusal(spec: ModelSpec, encoder: Encoder, names: Mapping[str, str], page_size: int) -> str:
+    """Return why a model reads text alone here, for clients; '' if it reads pictures.
+
+    names: as in ``ModelFit``.  page_size: tokens of a page."""
     shape, proposer = spec.shape, names.get(PROPOSER, "")
     if spec.use.kind != "generate":
         return f"this is {spec.use}, and takes text alone"
     if shape.built_by != DecoderShape.built_by:
         return "this model is computed by transformers, and takes text alone here"
+    if page_size < FEWEST_TOKENS:
+        return f"kv.page_size={page_size}, and pages with pictures have at least {FEWEST_TOKENS} tokens"
     if encoder.num_deep >= shape.num_layers:
         return f"the encoder adds to {encoder.num_deep} layers, and the model has {shape.num_layers}"
     if proposer in MODELS_THAT_DRAFT:

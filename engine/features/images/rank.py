@@ -173,7 +173,7 @@ def rank_feature(context: RankContext) -> RankFeature:
     encoder = chosen_encoder(context.config, context.spec.directory)
     if encoder is None:  # another machine may have the packages that this one lacks
         return RefusingRank(context.comm.rank, "this model takes no pictures here")
-    if reason := refusal(context.spec, encoder, context.plugins.names):
+    if reason := refusal(context.spec, encoder, context.plugins.names, context.config.kv.page_size):
         log.warning("rank %d: pictures are refused: %s", context.comm.rank, reason)
         return RefusingRank(context.comm.rank, reason)
     model = context.model

@@ -61,12 +61,11 @@ def test_pictures_are_encoded_again_after_a_crash(folder: Path) -> None:
     [
         {"device": {"tensor_parallel": 2, "threads": 1, "kind": "cpu"}},
         {"plugins": {"proposer": "ngram"}},
-        {"kv": {"page_size": 1, "num_pages": 1600}},
         {"kv": {"page_size": 4, "num_pages": 80, "num_host_pages": 200}},
         {"images": {"cache_tokens": 20}},
         {"plugins": {"policy": "lpm"}, "scheduler": {"max_running": 2, "prefill_chunk": 5}},
     ],
-    ids=["two ranks", "speculation", "pages of one token", "host tier", "a small cache", "lpm"],
+    ids=["two ranks", "speculation", "host tier", "a small cache", "lpm"],
 )
 def test_eight_conversations_at_once(tables: dict[str, Any], folder: Path) -> None:
     with engine(checkpoint(NAME, folder), **tables) as llm:
@@ -117,6 +116,13 @@ def test_a_configuration_that_drafts_by_a_model_takes_text_alone(folder: Path) -
         with pytest.raises(RequestError, match=r"plugins\.proposer='draft_model' drafts for texts alone"):
             chat(llm, [message(ONE)])
         assert chat(llm, [message(())])[0].token_ids
+
+
+def test_pages_of_one_token_take_text_alone(folder: Path) -> None:
+    with engine(checkpoint("llava", folder), kv={"page_size": 1, "num_pages": 400}) as llm:
+        with pytest.raises(RequestError, match=r"kv\.page_size=1, and pages with pictures have at least 4 tokens"):
+            chat(llm, [message(ONE)])
+        assert chat(llm, [message(())], 2)[0].token_ids
 
 
 def test_a_broken_picture_ends_its_own_request_alone(folder: Path) -> None:
