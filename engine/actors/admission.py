@@ -27,6 +27,8 @@ STATES: Final = {
     "asleep": "the engine sleeps until an operator wakes it up",
 }
 CHARS_PER_TOKEN = 4  # for the admission estimate only; English text and code have three to five
+PIXELS_PER_TOKEN = 28 * 28  # of a picture, as most models have it
+MAX_PICTURE_TOKENS = 4096  # models shrink larger pictures
 MAX_CHARS_PER_TOKEN = 8  # no prompt that fits the context is longer in practice; bounds the tokenizer's work
 
 
@@ -145,10 +147,15 @@ def read_prompt(
 
 
 def prompt_cost(text: str | None, token_ids: bytes | None, turns: Iterable[ChatTurn] | None, tools: str = "") -> int:
-    """Return the number of tokens of a prompt, estimated if it is text.  tools: as in ``ChatOptions``."""
+    """Return the number of tokens of a prompt, estimated if it is not token ids.  tools: as in ``ChatOptions``."""
     if token_ids is not None:
         return len(token_ids) // 4
-    return (len(text) if text is not None else num_chars(turns or ()) + len(tools)) // CHARS_PER_TOKEN + 1
+    if text is not None:
+        return len(text) // CHARS_PER_TOKEN + 1
+    turns = tuple(turns or ())
+    pictures = (picture for turn in turns for picture in turn.pictures)
+    num_of_pictures = sum(min(one.width * one.height // PIXELS_PER_TOKEN + 1, MAX_PICTURE_TOKENS) for one in pictures)
+    return num_of_pictures + (num_chars(turns) + len(tools)) // CHARS_PER_TOKEN + 1
 
 
 def num_chars(turns: Iterable[ChatTurn]) -> int:
