@@ -20,7 +20,9 @@ TURNED: Final = (5, 6, 7, 8)  # its values for a picture whose sides are exchang
 
 
 def shown_size(data: bytes) -> tuple[int, int]:
-    """Return width and height of a picture as it is shown, by its header.  Raises RequestError."""
+    """Return width and height of a picture as it is shown.  Raises RequestError.
+
+    A PNG without EXIF before its pixels is decoded, since it may have it behind them."""
     picture = _opened(data)
     width, height = picture.size
     return (height, width) if _orientation(picture) in TURNED else (width, height)

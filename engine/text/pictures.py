@@ -53,11 +53,9 @@ class PictureFormat(Protocol):
     whole: bool
 
     def layout(self, width: int, height: int) -> PictureLayout:
-        """Return the layout of a picture of so many pixels.  Raises RequestError if the model cannot take it."""
-        ...
+        """Return the layout of a picture of so many pixels, as it is shown.
 
-    def size(self, data: bytes) -> tuple[int, int]:
-        """Return width and height in which a file is shown.  Raises RequestError if it is no picture."""
+        Raises RequestError if the model cannot take it."""
         ...
 
 
@@ -113,7 +111,7 @@ class PictureText:
     def spread(self, text: str, pictures: Sequence[Picture]) -> tuple[str, list[PictureLayout]]:
         """Return the text of a conversation with each picture's own in place of the placeholder, and the layouts."""
         form = self._form
-        layouts = [self._layout(one.data) for one in pictures]
+        layouts = [self._layout(one.width, one.height) for one in pictures]
         pieces = text.split(form.placeholder)
         if len(pieces) != len(pictures) + 1:
             raise RequestError(
@@ -125,9 +123,8 @@ class PictureText:
         spread = "".join(f"{piece}{one.text}" for piece, one in zip(pieces, layouts, strict=False))
         return spread + pieces[-1], layouts
 
-    def _layout(self, data: bytes) -> PictureLayout:
-        """Return the layout of a file.  Raises RequestError if the model cannot take it."""
-        width, height = self._form.size(data)
+    def _layout(self, width: int, height: int) -> PictureLayout:
+        """Return the layout of a picture of so many pixels.  Raises RequestError if the model cannot take it."""
         layout = self._form.layout(width, height)
         if layout.num_rows < FEWEST_TOKENS:
             raise RequestError(

@@ -3,6 +3,7 @@
 import pytest
 
 from engine.text.chat import ChatTemplate
+from engine.text.pictures import PictureLayout, PictureText
 from engine.types.prompt import ChatTurn, Picture
 
 PICTURE = Picture(b"", "", 1, 1)
@@ -32,3 +33,19 @@ def test_turns_that_are_joined_keep_their_pictures() -> None:
     refuses = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no') }}{% endif %}"
     template = ChatTemplate(refuses + PARTS, origin="", variables={})
     assert template.render([turn("system", "be"), turn("user", "abcd", 1)]) == "user:be\n\na<i>bcd;"
+
+
+class Lines:
+    """A format that has a token for each line of a picture."""
+
+    placeholder = token = "<i>"
+    settings, whole = "", False
+
+    def layout(self, width: int, height: int) -> PictureLayout:
+        return PictureLayout(f"{width}:" + self.token * height, height)
+
+
+def test_a_picture_is_laid_out_by_its_size_and_its_file_is_not_read() -> None:
+    text, layouts = PictureText(Lines(), 5).spread("a<i>b", [Picture(b"no picture", "", 7, 2)])
+    assert text == "a7:<i><i>b"
+    assert [one.num_rows for one in layouts] == [2]

@@ -24,7 +24,6 @@ from engine.plugins.encoder.layouts import (
     side,
 )
 from engine.plugins.hookspecs import EncoderContext, hookimpl
-from engine.text.picture_files import shown_size
 from engine.text.pictures import PictureLayout
 from engine.types.errors import WeightsError
 
@@ -112,9 +111,6 @@ class TransformersEncoder(Encoder):
 
     def layout(self, width: int, height: int) -> PictureLayout:
         return self._layout(width, height)
-
-    def size(self, data: bytes) -> tuple[int, int]:
-        return shown_size(data)
 
     def tower(self, device: str, dtype: str) -> Tower:
         from engine.plugins.encoder.towers import TransformersTower  # with torch
