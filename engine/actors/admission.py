@@ -27,6 +27,8 @@ STATES: Final = {
     "asleep": "the engine sleeps until an operator wakes it up",
 }
 CHARS_PER_TOKEN = 4  # for the admission estimate only; English text and code have three to five
+PIXELS_PER_TOKEN = 28 * 28  # of a picture, as most models have it
+MAX_PICTURE_TOKENS = 4096  # models shrink larger pictures
 MAX_CHARS_PER_TOKEN = 8  # no prompt that fits the context is longer in practice; bounds the tokenizer's work
 
 
@@ -127,6 +129,8 @@ def read_prompt(
         raise RequestError(
             f"the output to go on from has {num_resumed} tokens, the context is {max_model_len}", code="not_resumable"
         )
+    if options.truncate_to or options.keep_last:
+        _check_uncut(prompt)
     if options.truncate_to:
         prompt = _shortened(prompt, options.truncate_to, max_model_len)
     if isinstance(prompt, str):
@@ -143,10 +147,15 @@ def read_prompt(
 
 
 def prompt_cost(text: str | None, token_ids: bytes | None, turns: Iterable[ChatTurn] | None, tools: str = "") -> int:
-    """Return the number of tokens of a prompt, estimated if it is text.  tools: as in ``ChatOptions``."""
+    """Return the number of tokens of a prompt, estimated if it is not token ids.  tools: as in ``ChatOptions``."""
     if token_ids is not None:
         return len(token_ids) // 4
-    return (len(text) if text is not None else num_chars(turns or ()) + len(tools)) // CHARS_PER_TOKEN + 1
+    if text is not None:
+        return len(text) // CHARS_PER_TOKEN + 1
+    turns = tuple(turns or ())
+    pictures = (picture for turn in turns for picture in turn.pictures)
+    num_of_pictures = sum(min(one.width * one.height // PIXELS_PER_TOKEN + 1, MAX_PICTURE_TOKENS) for one in pictures)
+    return num_of_pictures + (num_chars(turns) + len(tools)) // CHARS_PER_TOKEN + 1
 
 
 def num_chars(turns: Iterable[ChatTurn]) -> int:
@@ -168,6 +177,15 @@ def check_chars(count: int, max_model_len: int, param: str = "prompt") -> None:
             f"the prompt has {count} characters; at most {most} can fit the context of {max_model_len} tokens",
             code="context_length_exceeded",
             param=param,
+        )
+
+
+def _check_uncut(prompt: Prompt) -> None:
+    """Raise RequestError for a conversation with pictures, whose places would not be those of the whole prompt."""
+    if isinstance(prompt, tuple) and any(isinstance(turn, ChatTurn) and turn.pictures for turn in prompt):
+        raise RequestError(
+            "truncate_prompt_tokens: a conversation with pictures is not cut; leave it out",
+            param="truncate_prompt_tokens",
         )
 
 

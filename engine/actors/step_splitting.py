@@ -18,6 +18,7 @@ from engine.messages import FeatureRequest, Step, StepDone, StepExtras
 from engine.types.errors import StepTooLarge
 from engine.types.logprobs import PromptLogprobs
 from engine.types.notices import Profile
+from engine.types.spans import PART, spans_of
 
 log = logging.getLogger(__name__)
 
@@ -40,20 +41,21 @@ class StepSplitter:
     def launch(self, step: Step) -> PendingStep:
         """Launch a step in as many parts as needed.
 
-        Raises MemoryError if one token does not fit, StepTooLarge if a larger step fails and the rank is not alone."""
-        if not self._most_tokens or num_tokens(step) <= self._most_tokens:
+        Raises MemoryError if a part that cannot be cut does not fit, such as one token, and StepTooLarge if another
+        step fails and the rank is not alone."""
+        is_large = 0 < self._most_tokens < num_tokens(step)
+        parts = halves(step) if is_large else None
+        changes_made = parts is None
+        if parts is None:
             try:
                 return self._runner.launch(step)
             except MemoryError as error:
-                if num_tokens(step) < 2:
+                if (parts := halves(step)) is None:
                     raise
                 if not self._alone:
                     raise StepTooLarge(f"no room for a step of {num_tokens(step)} tokens", num_tokens(step)) from error
                 self._note(num_tokens(step), error)
-                changes_made = True
-        else:
-            changes_made = False
-        first, second = halves(step)
+        first, second = parts
         if not changes_made:
             first = msgspec.structs.replace(step, **batch_of(first))
         return _StepParts([self.launch(first), self.launch(second)])
@@ -95,11 +97,12 @@ def batch_of(step: Step) -> dict[str, bytes]:
     return {name: getattr(step, name) for name in names}
 
 
-def halves(step: Step) -> tuple[Step, Step]:
-    """Return two steps with the batch of one, in order, without its changes.  The step has at least two tokens.
+def halves(step: Step) -> tuple[Step, Step] | None:
+    """Return two steps with the batch of one, in order, without its changes; None if there is no place for a cut.
 
     A prefill segment may be cut: its second part samples, and the first one the rest of a longer sample."""
-    room = num_tokens(step) // 2
+    if not (room := _middle(step)):
+        return None
     num_decodes = min(room, len(step.decode_rows) // 4)
     room -= num_decodes
     columns = (step.prefill_rows, step.prefill_starts, step.prefill_lengths, step.prefill_samples)
@@ -121,6 +124,21 @@ def halves(step: Step) -> tuple[Step, Step]:
     return _step(step, step.decode_rows[:at], first), _step(step, step.decode_rows[at:], second)
 
 
+def _middle(step: Step) -> int:
+    """Return the number of tokens before a cut, about half of them, that divides no span; 0 if there is none."""
+    size = num_tokens(step)
+    columns = (step.prefill_rows, step.prefill_starts, step.prefill_lengths)
+    rows, starts, lengths = (np.frombuffer(column, dtype=np.int32) for column in columns)
+    shifts = len(step.decode_rows) // 4 + np.cumsum(lengths) - lengths - starts  # from a position to the step's token
+    for span in spans_of(step.parts):
+        for index in np.flatnonzero(rows == span.row).tolist():
+            first = max(span.start, int(starts[index])) + int(shifts[index])
+            last = min(span.end, int(starts[index] + lengths[index])) + int(shifts[index])
+            if first < size // 2 < last:
+                return first or last % size
+    return size // 2
+
+
 def _step(step: Step, decode_rows: bytes, columns: Sequence[Ints]) -> Step:
     rows, starts, lengths, samples = (column.astype(np.int32).tobytes() for column in columns)
     return Step(
@@ -130,6 +148,7 @@ def _step(step: Step, decode_rows: bytes, columns: Sequence[Ints]) -> Step:
         prefill_starts=starts,
         prefill_lengths=lengths,
         prefill_samples=samples,
+        parts={PART: step.parts[PART]} if PART in step.parts else {},
     )
 
 

@@ -12,6 +12,7 @@ from typing import Any, assert_never
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import structs
 
 from engine.actors.actor import Actor, Link
 from engine.actors.inboxes import TokenizerInbox
@@ -48,8 +49,8 @@ class _Encoded:
 
 @dataclass(slots=True)
 class _Text:
-    """One request's text state.  encoding: the task that encodes the prompt.  stream: None until that is done.
-    opening: the first delta's part about the prompt, until that delta is sent."""
+    """One request's text state.  request: without its prompt.  encoding: the task that has it, None once that is done.
+    stream: None until then.  opening: the first delta's part about the prompt, until that delta is sent."""
 
     request: Tokenize
     encoding: asyncio.Task[Any] | None = None
@@ -95,7 +96,8 @@ class Tokenizer(Actor[TokenizerInbox | _Encoded]):
             case Tokens():
                 self._take_tokens(message)
             case Tokenize():
-                self._texts[message.request_id] = _Text(message, self.spawn(self._encode(message)))
+                bare = structs.replace(message, text=None, token_ids=None, turns=None)
+                self._texts[message.request_id] = _Text(bare, self.spawn(self._encode(message)))
             case _Encoded():
                 self._admit(message)
             case Abort():
@@ -151,7 +153,7 @@ class Tokenizer(Actor[TokenizerInbox | _Encoded]):
             assert encoded.error is not None, "encoding gave neither tokens nor an error"
             self._fail(Failed.of(request.request_id, encoded.error))
             return
-        text.num_prompt = len(encoded.token_ids)
+        text.encoding, text.num_prompt = None, len(encoded.token_ids)
         params, chat, options = encoded.params, request.turns is not None, request.options
         num_resumed = len(options.resumed) // 4  # int32
         try:
@@ -188,8 +190,7 @@ class Tokenizer(Actor[TokenizerInbox | _Encoded]):
         )
 
     def _abort(self, message: Abort) -> None:
-        text = self._texts.pop(message.request_id, None)
-        if text is None:
+        if (text := self._texts.pop(message.request_id, None)) is None:
             return  # it has ended, and ingress knows
         if text.stream is not None:
             self._scheduler.put(message)
@@ -218,8 +219,7 @@ class Tokenizer(Actor[TokenizerInbox | _Encoded]):
             text.accepted_tokens += extras.num_accepted
             text.rejected_tokens += extras.num_rejected
         for request_id, token_id, finish in zip(request_ids, token_ids, message.finishes, strict=True):
-            text = self._texts.get(request_id)
-            if text is not None:  # else it has ended here already, by a stop string or a cancellation
+            if (text := self._texts.get(request_id)) is not None:  # else it has ended here already
                 extras = message.extras.get(request_id, NO_EXTRAS)
                 try:
                     self._take_token(text, token_id, Finish(finish), extras)

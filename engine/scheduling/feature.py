@@ -88,7 +88,7 @@ class PlannerFeature:
     def chunk_tokens(self, row: int, most: int) -> int:
         """Return the number of tokens, at most ``most``, by which a step goes on with a row's prompt.
 
-        It may be 0 only where a chunk of the prompt is in the step already."""
+        Only where a chunk of the prompt is in the step already it may be 0, and only where none is more than ``most``."""
         return most
 
     def awaits_tokens(self) -> bool:

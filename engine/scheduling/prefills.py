@@ -123,7 +123,7 @@ class Prefills:
         table = self._table
         for index, row in enumerate(segments.rows):
             sequence = table.sequences[row]
-            if segments.samples[index] or sequence is None or sequence.params.prompt_logprobs is not None:
+            if budget < 1 or segments.samples[index] or sequence is None or sequence.params.prompt_logprobs is not None:
                 continue
             budget -= self._lengthen(segments, index, min(int(table.num_known[row] - table.num_computed[row]), budget))
 

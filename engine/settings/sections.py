@@ -254,7 +254,7 @@ class LimitsSection(Section, frozen=True):
 
     max_requests: Annotated[int, key("Most requests open at once, running or waiting", ge=1, le=65536)] = 512
     max_queued_tokens: Annotated[int, key(
-        "Most prompt tokens of all open requests (estimated from text)", ge=1
+        "Most prompt tokens of all open requests (estimated from text and pixels)", ge=1
     )] = 4_000_000
     max_requests_per_client: Annotated[int, key(
         "Most open requests of one client, by API key, or by address without one; 0 for no such limit", ge=0

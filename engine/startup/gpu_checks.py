@@ -20,6 +20,7 @@ import msgspec
 import torch
 
 from engine.graphs.device import device_for_graphs
+from engine.host.interpreters import import_path, module_command
 from engine.kernels.choice import choose_kernels
 from engine.layers.attention import AttentionSpec
 from engine.layers.comm import Comm
@@ -31,6 +32,7 @@ from engine.plugins.proof.comm import check_rank
 from engine.startup.race import AttentionRace
 from engine.types.errors import PluginError
 
+MODULE = "engine.startup.gpu_checks"
 LIMIT_S = 120.0  # for all checks
 COMPILE_S, RACE_S = 60.0, 30.0  # for the check of attention
 TOLERANCE = 2e-2  # a few roundings of bfloat16
@@ -120,9 +122,12 @@ def check_collectives(place: CheckPlace) -> str:
     with tempfile.TemporaryDirectory() as directory:
         ranks = [
             subprocess.Popen(
-                [*_command("collectives", place.device.type), str(rank), str(size), f"file://{directory}/ranks"],
+                module_command(
+                    MODULE, "collectives", place.device.type, f"{rank}", f"{size}", f"file://{directory}/ranks"
+                ),
                 stdout=subprocess.PIPE,
                 text=True,
+                env={**os.environ, **import_path()},
             )
             for rank in range(size)
         ]
@@ -195,7 +200,13 @@ def self_test(device: str, limit_s: float = LIMIT_S) -> Iterator[CheckResult]:
     for name in CHECKS:
         left_s = max(1.0, ends_at - time.monotonic())
         # In a session of its own, so that ranks that it has started end with it.
-        process = subprocess.Popen(_command(name, device), stdout=subprocess.PIPE, text=True, start_new_session=True)
+        process = subprocess.Popen(
+            module_command(MODULE, name, device),
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, **import_path()},
+            start_new_session=True,
+        )
         try:
             said, _ = process.communicate(timeout=left_s)
         except subprocess.TimeoutExpired:
@@ -206,10 +217,6 @@ def self_test(device: str, limit_s: float = LIMIT_S) -> Iterator[CheckResult]:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.communicate()
-
-
-def _command(name: str, device: str) -> list[str]:
-    return [sys.executable, "-m", "engine.startup.gpu_checks", name, device]
 
 
 def _read(name: str, said: str, code: int) -> CheckResult:

@@ -22,6 +22,7 @@ import msgspec
 import torch
 from torch import Tensor
 
+from engine.host.interpreters import import_path, module_command
 from engine.startup.measurement import Measurement, RaceEntry
 
 
@@ -46,11 +47,11 @@ class RaceProcess:
         # A session of its own: compilers that it has started end with it.  Unbuffered, so that ``select`` sees every
         # answer that was not read.
         self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "engine.startup.race_process", str(time.monotonic())],
+            module_command("engine.startup.race_process", str(time.monotonic())),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             bufsize=0,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},
+            env={**os.environ, **import_path()},
             start_new_session=True,
         )
         assert self._process.stdin is not None

@@ -344,7 +344,7 @@ class TextCodec:
             raise RequestError(reason, code="no_chat_template", param="messages")
         text = self._template.render(turns, options)
         if any(turn.pictures for turn in turns):
-            token_ids, parts = self._with_pictures(text, turns, truncate_to)
+            token_ids, parts = self._with_pictures(text, turns)
         else:
             token_ids, parts = self._encode(text, add_special_tokens=False, param="messages"), {}
             if truncate_to or self._pad_token_id is not None:
@@ -354,19 +354,12 @@ class TextCodec:
         continued = turns[-1].content if options.continue_final else ""
         return EncodedChat(token_ids, reasoning.thinking_at_end(text, continued), parts)
 
-    def _with_pictures(
-        self, text: str, turns: Sequence[ChatTurn], truncate_to: int
-    ) -> tuple[Int32, dict[str, RequestPart]]:
+    def _with_pictures(self, text: str, turns: Sequence[ChatTurn]) -> tuple[Int32, dict[str, RequestPart]]:
         """Return the token ids of a conversation with pictures, and the part of the request that has these.
 
         text: as the template renders it."""
         if self._pictures is None:
             raise RequestError("this model takes no pictures; send text alone", code="no_pictures", param="messages")
-        if truncate_to:
-            raise RequestError(
-                f"truncate_prompt_tokens={truncate_to}: a conversation with pictures is not cut; leave it out",
-                param="truncate_prompt_tokens",
-            )
         pictures = [picture for turn in turns for picture in turn.pictures]
         text, layouts = self._pictures.spread(text, pictures)
         token_ids = self._encode(text, add_special_tokens=False, param="messages")

@@ -8,9 +8,9 @@ Owns: which files are sources, and running the conversion.  Does not know: their
 
 import hashlib
 import logging
+import os
 import shutil
 import subprocess
-import sys
 import tempfile
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,6 +19,7 @@ from engine.checkpoints.gguf import LINK
 from engine.checkpoints.gguf_header import GGUFHeader
 from engine.checkpoints.gguf_tokenizer import tokenizer_files
 from engine.host.cache_folder import cache_folder
+from engine.host.interpreters import import_path, module_command
 from engine.types.errors import WeightsError
 
 log = logging.getLogger(__name__)
@@ -73,9 +74,10 @@ def _digest(directory: Path) -> str:
 
 
 def _convert(source: Path, directory: Path, target: Path) -> None:
-    command = [sys.executable, "-m", CONVERTER, str(directory), str(target)]
+    command = module_command(CONVERTER, str(directory), str(target))
     try:
-        done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=TIMEOUT_S)
+        environment = {**os.environ, **import_path()}
+        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, env=environment)
     except subprocess.TimeoutExpired:
         raise WeightsError(f"{source}: transformers has not converted it within {TIMEOUT_S:.0f} s") from None
     if done.returncode or not (target / WRITTEN).is_file():

@@ -111,7 +111,7 @@ class PictureText:
     def spread(self, text: str, pictures: Sequence[Picture]) -> tuple[str, list[PictureLayout]]:
         """Return the text of a conversation with each picture's own in place of the placeholder, and the layouts."""
         form = self._form
-        layouts = [form.layout(*form.size(one.data)) for one in pictures]
+        layouts = [self._layout(one.data) for one in pictures]
         pieces = text.split(form.placeholder)
         if len(pieces) != len(pictures) + 1:
             raise RequestError(
@@ -122,6 +122,17 @@ class PictureText:
             )
         spread = "".join(f"{piece}{one.text}" for piece, one in zip(pieces, layouts, strict=False))
         return spread + pieces[-1], layouts
+
+    def _layout(self, data: bytes) -> PictureLayout:
+        """Return the layout of a file.  Raises RequestError if the model cannot take it."""
+        width, height = self._form.size(data)
+        layout = self._form.layout(width, height)
+        if not layout.num_rows:
+            raise RequestError(
+                f"messages: a picture of {width} x {height} pixels has no token here; send one whose sides differ less",
+                param="messages",
+            )
+        return layout
 
     def place(
         self, token_ids: Int32, pictures: Sequence[Picture], layouts: Sequence[PictureLayout]

@@ -25,6 +25,7 @@ import msgspec
 import uvloop
 
 from engine.config import ENVIRONMENT_PREFIX
+from engine.host.interpreters import import_path, module_command
 from engine.host.timeouts import is_set_within
 from engine.workers.keys import ClientKeys
 from engine.workers.messages import Place
@@ -68,12 +69,12 @@ class Child:
         before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", module],
+                module_command(module),
                 stdin=subprocess.PIPE,
                 pass_fds=keep,
                 env={
                     **{name: value for name, value in os.environ.items() if name not in SECRETS},
-                    "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
+                    **import_path(),
                 },
             )
         finally:

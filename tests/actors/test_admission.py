@@ -2,9 +2,10 @@
 
 import pytest
 
-from engine.actors.admission import Load
+from engine.actors.admission import MAX_PICTURE_TOKENS, Load, prompt_cost
 from engine.settings.sections import LimitsSection
 from engine.types.errors import RequestError
+from engine.types.prompt import ChatTurn, Picture
 
 LIMITS = LimitsSection(max_requests=4, max_queued_tokens=100, max_requests_per_client=2)
 
@@ -36,3 +37,14 @@ def test_a_limit_that_is_reached_refuses(load: Load, cost: int, limit: str) -> N
 
 def test_a_client_has_no_limit_of_its_own_by_default() -> None:
     Load(num_open=9, num_of_client=9).check(LimitsSection())
+
+
+def test_pictures_cost_tokens_by_their_pixels() -> None:
+    def cost(*sizes: tuple[int, int]) -> int:
+        pictures = tuple(Picture(b"", "", *size) for size in sizes)
+        return prompt_cost(None, None, [ChatTurn("user", "a", pictures=pictures, places=(0,) * len(sizes))])
+
+    alone = cost()
+    assert cost((1, 1)) == alone + 1
+    assert cost((280, 280), (28, 56)) == alone + 101 + 3
+    assert cost((8192, 8192)) == alone + MAX_PICTURE_TOKENS

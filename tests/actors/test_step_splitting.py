@@ -15,6 +15,7 @@ from engine.execution.launched_step import extras_by_row
 from engine.messages import Step, StepDone, StepExtras
 from engine.types.errors import StepTooLarge
 from engine.types.logprobs import Logprobs, PromptLogprobs
+from engine.types.spans import Span, part_of
 from tests.scheduling.bench import Bench, prompt_of
 from tests.scheduling.fake_device import FakeDevice
 
@@ -116,13 +117,59 @@ def test_halves_keep_the_order_and_cut_a_segment_where_the_middle_is() -> None:
         prefill_lengths=ints(2, 9),
         prefill_samples=ints(1, 1),
     )
-    first, second = halves(step)
+    parts = halves(step)
+    assert parts is not None
+    first, second = parts
     assert num_tokens(first) + num_tokens(second) == num_tokens(step) == 14
     assert first.prefill_starts == ints(10, 0)
     assert first.prefill_lengths == ints(2, 2)
     assert first.prefill_samples == ints(1, 0)
     assert (second.decode_rows, second.prefill_rows, second.prefill_starts) == (b"", ints(1), ints(2))
     assert (second.prefill_lengths, second.prefill_samples) == (ints(7), ints(1))
+
+
+@pytest.mark.parametrize(
+    ("spans", "lengths"),
+    [
+        ([], [7, 7]),
+        ([(1, 4, 9)], [5, 9]),
+        ([(1, 4, 9), (1, 0, 4)], [5, 9]),
+        ([(1, 4, 9), (1, 9, 14), (0, 0, 9)], [5, 9]),
+        ([(1, 6, 9), (1, 2, 6)], [7, 7]),
+        ([(1, 3, 5), (1, 5, 16)], [6, 8]),
+    ],
+)
+def test_no_cut_divides_a_span(spans: list[tuple[int, int, int]], lengths: list[int]) -> None:
+    step = Step(
+        step_id=7,
+        prefill_rows=ints(0, 1),
+        prefill_starts=ints(20, 3),
+        prefill_lengths=ints(4, 10),
+        prefill_samples=ints(1, 1),
+        parts=part_of(Span(*one) for one in spans),
+    )
+    parts = halves(step)
+    assert parts is not None
+    assert [num_tokens(part) for part in parts] == lengths
+
+
+def test_a_span_alone_is_cut_into_nothing_and_its_failure_is_a_fault() -> None:
+    step = Step(
+        step_id=7,
+        decode_rows=ints(2, 3),
+        prefill_rows=ints(1),
+        prefill_starts=ints(5),
+        prefill_lengths=ints(12),
+        prefill_samples=ints(0),
+        parts=part_of([Span(1, 0, 9), Span(1, 9, 16), Span(1, 16, 20)]),
+    )
+    parts = halves(step)
+    assert parts is not None
+    assert [num_tokens(part) for part in parts] == [6, 8]
+    further = halves(parts[1])
+    assert further is not None
+    assert [num_tokens(part) for part in further] == [7, 1]
+    assert halves(further[0]) is None
 
 
 def test_results_of_parts_are_joined_and_a_prompt_that_was_cut_has_both_its_parts() -> None:

@@ -1,8 +1,10 @@
 """The way in: what is cancelled is not encoded any more, and a token that the model does not have is refused."""
 
 import asyncio
+import gc
 import os
 import threading
+import weakref
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -102,6 +104,25 @@ async def test_a_token_that_the_model_does_not_have_is_its_requests_error(
         assert (failed.request_id, failed.status, failed.code, failed.param) == (1, 400, "unknown_token", param)
         assert f"(id {vocab_size})" in failed.message
         assert f"its token ids end at {vocab_size - 1}" in failed.message
+
+
+class Content(str):
+    """A text that a weak reference can point to."""
+
+
+async def test_the_prompt_of_an_open_request_is_not_kept(tmp_path: Path) -> None:
+    text_codec = codec(byte_level(), tmp_path)
+    text_codec.encode_chat = lambda turns, *options: EncodedChat(text_codec.encode("a"), "none")  # type: ignore[method-assign]
+
+    async with with_tokenizer(text_codec, text_codec.vocab_size) as (tokenizer, _ingress, scheduler):
+        content = Content("with pictures")
+        kept = weakref.ref(content)
+        tokenizer.inbox.put(Tokenize(request_id=1, params=PARAMS, turns=(ChatTurn("user", content),)))
+        del content
+        await until(lambda: bool(scheduler.messages))
+        gc.collect()
+        assert 1 in tokenizer._texts
+        assert kept() is None
 
 
 async def test_output_of_another_engine_is_told_first_and_goes_behind_the_prompt(tmp_path: Path) -> None:

@@ -1,8 +1,10 @@
 """Events of cached pages on ZeroMQ, read by a subscriber that knows vLLM's documentation alone."""
 
+import os
 import socket
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import zmq
 
 from engine.config import Config, build_config
 from engine.control.system import System
+from engine.host.memory import resident_bytes
 from engine.kv.events import KVEvent
 from engine.kv.node import SHARED, Namespace, namespace_seed
 from engine.plugins.hookspecs import ObserverContext
@@ -225,6 +228,26 @@ def test_a_foreign_request_is_left_alone(
     assert subscriber.next == 1
 
 
+def test_a_peer_that_does_not_read_costs_no_memory_and_no_other(
+    publish: Callable[..., KVEventPublisher], endpoints: dict[str, str], subscriber: Subscriber
+) -> None:
+    publisher = publish(buffer_steps=3000)
+    for number in range(3000):
+        publisher.callboard_kv_event([stored(number % 256)])
+    with zmq.Context() as context, context.socket(zmq.DEALER) as deaf:
+        deaf.set_hwm(1)
+        deaf.setsockopt(zmq.LINGER, 0)
+        deaf.connect(endpoints["replay_endpoint"])
+        before = resident_bytes(os.getpid())
+        for _ in range(300):
+            with suppress(zmq.Again):
+                deaf.send_multipart([b"", bytes(8)], zmq.NOBLOCK)
+            time.sleep(0.001)
+        subscriber.catch_up()
+        assert subscriber.next == 3000
+        assert resident_bytes(os.getpid()) - before < 30 << 20
+
+
 def test_an_address_in_use_is_an_error_and_ranks_have_ports_of_their_own(
     publish: Callable[..., KVEventPublisher],
 ) -> None:
@@ -234,6 +257,8 @@ def test_an_address_in_use_is_an_error_and_ranks_have_ports_of_their_own(
             publish(endpoint=f"tcp://127.0.0.1:{port - 1}", rank=1)
     with pytest.raises(PluginError, match="options: endpoint, replay_endpoint"):
         publish(port=1)
+    with pytest.raises(PluginError, match="buffer_steps"):
+        publish(buffer_steps=-1)
 
 
 def test_the_kit_finds_nothing(tmp_path: Path) -> None:

@@ -250,5 +250,7 @@ def test_vectors_as_coheres_and_teis_clients_ask_for_them(embedder: EngineServer
     long = "add two numbers " * 4000
     assert len(post(embedder, "/embed", inputs=long, truncate=True)[0]) == len(plain[0])
     assert refused(embedder, "/embed", inputs=long)["param"] == "inputs"
+    raw = post(embedder, "/v2/embed", texts=DOCUMENTS, normalize=False)["embeddings"]["float"]
+    assert not np.allclose(np.linalg.norm(raw, axis=1), 1.0)
     assert refused(embedder, "/v2/embed", texts=[long], truncate="NONE")["param"] == "texts"
     assert refused(embedder, "/v2/embed", texts=["a"], input_type="image")["param"] == "input_type"

@@ -68,7 +68,9 @@ def test_a_check_that_dies_hangs_or_fails_is_wrong_and_the_others_are_made(monke
         "hangs": "import time; time.sleep(600)",
     }
     monkeypatch.setattr(gpu_checks, "CHECKS", scripts)
-    monkeypatch.setattr(gpu_checks, "_command", lambda name, device: [sys.executable, "-S", "-c", scripts[name]])
+    monkeypatch.setattr(
+        gpu_checks, "module_command", lambda module, name, device: [sys.executable, "-S", "-c", scripts[name]]
+    )
     assert list(self_test("cpu", limit_s=4)) == [
         CheckResult("fails", False, "off by 3"),
         CheckResult("dies", False, "its process ended with exit code 7 and no result"),

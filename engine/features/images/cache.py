@@ -39,6 +39,11 @@ class PictureCache:
         """The requests without a row that need pictures."""
         return [user for user in self._users if user >= 0]
 
+    @property
+    def keys(self) -> list[str]:
+        """The keys of all pictures that are kept."""
+        return list(self._kept)
+
     def clear(self) -> None:
         """Forget every picture and every user."""
         self._kept.clear()
@@ -105,7 +110,7 @@ class PictureCache:
         return not kept.num_unanswered
 
     def lost(self, key: str) -> set[int]:
-        """Forget a picture that a rank cannot encode.  Return the ids of the requests that need it."""
+        """Forget a picture that a rank cannot encode.  Return its users: requests, and rows that found it cached."""
         users = set(self._kept[key].users)
         for user in users:
             self._users[user].discard(key)

@@ -3,14 +3,15 @@
 Owns: how they are encoded.  Does not know: when they are sent.
 """
 
+import hashlib
 from typing import Final
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from engine.messages import FeatureAnswer, FeatureRequest, Step
-from engine.text.pictures import NAME, PlacedPicture, placed_pictures
+from engine.messages import Admit, FeatureAnswer, FeatureRequest, Step
+from engine.text.pictures import NAME, PlacedPicture, picture_ids, placed_pictures
 from engine.types.prompt import RequestPart
 
 
@@ -107,6 +108,28 @@ def planned_with(part: RequestPart) -> RequestPart:
     """Return the part of a request without the files of pictures."""
     pictures = [msgspec.structs.replace(one, data=b"") for one in placed_pictures(part)]
     return RequestPart(part.digest, msgspec.msgpack.encode(pictures))
+
+
+def hidden(message: Admit, secret: bytes) -> Admit:
+    """Return a request whose pictures have other keys and ids, those of equal pictures equal.
+
+    secret: without it no reader can find out which picture a key is of."""
+    part = message.parts[NAME]
+    token_ids, pictures = np.frombuffer(message.token_ids, dtype=np.int32).copy(), []
+    for one in placed_pictures(part):
+        key = hashlib.blake2b(one.key.encode(), key=secret, digest_size=len(one.key) // 2).hexdigest()
+        token_ids[one.places_n] = picture_ids(key, len(one.places_n))
+        pictures.append(msgspec.structs.replace(one, key=key))
+    parts = message.parts | {NAME: RequestPart(part.digest, msgspec.msgpack.encode(pictures))}
+    return msgspec.structs.replace(message, token_ids=token_ids.tobytes(), parts=parts)
+
+
+def without_tokens(part: bytes) -> bytes:
+    """Return the part of a step without the keys of pictures, which follow from their content."""
+    pictures = {
+        row: tuple(msgspec.structs.replace(one, key="") for one in given) for row, given in _rows.decode(part).items()
+    }
+    return msgspec.msgpack.encode(pictures)
 
 
 def without_content(body: bytes) -> bytes:

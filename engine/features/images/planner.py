@@ -10,6 +10,8 @@ executors, make it wait again.
 
 from functools import partial
 
+import numpy as np
+
 from engine.features.images.cache import PictureCache
 from engine.features.images.messages import EncodePicture, PictureEncoded, PictureFile, RowPicture, part_of
 from engine.features.images.settings import ImageSettings
@@ -19,8 +21,10 @@ from engine.scheduling.events import Why
 from engine.scheduling.feature import NewFeature, PlannerFeature, PlannerParts
 from engine.scheduling.rows import Sequence
 from engine.scheduling.step_builder import StepBuilder
-from engine.text.pictures import NAME, PlacedPicture, placed_pictures
+from engine.text.pictures import FIRST_ID, NAME, PlacedPicture, placed_pictures
+from engine.types import spans
 from engine.types.errors import RequestError
+from engine.types.spans import Span
 
 Pictures = tuple[PlacedPicture, ...]
 
@@ -35,9 +39,11 @@ class ImagesPlanner(PlannerFeature):
         self._requests: list[FeatureRequest] = []
         self._keys: dict[int, str] = {}  # of pictures that are being encoded, by number of the request to the ranks
         self._num_requested = 0
+        self._left: list[str] = []  # keys of pictures that ranks may keep from before a reset
         self._new_rows: dict[int, Pictures] = {}
         self._whole: dict[int, list[PlacedPicture]] = {}  # by row, those that must be computed at once
         self._ends: dict[int, int] = {}  # by row, the tokens after which it needs no picture
+        self._in_step: set[int] = set()  # rows that have a chunk in the step that is being planned
 
     def admit(self, sequence: Sequence, message: Admit) -> None:
         if (part := message.parts.get(NAME)) is None:
@@ -48,12 +54,26 @@ class ImagesPlanner(PlannerFeature):
                 param="prompt_logprobs",
             )
         pictures = placed_pictures(part)
+        (places,) = np.nonzero(sequence.tokens >= FIRST_ID)
+        if places.astype(np.int32).tobytes() != b"".join(one.places for one in pictures):
+            raise RequestError(
+                "the prompt has other tokens at the places of its pictures; send the conversation whole",
+                param="messages",
+            )
         num_rows = sum(len(one.places_n) for one in {one.key: one for one in pictures}.values())
         if num_rows > self._cache.most:
             raise RequestError(
                 f"the pictures of this request have {num_rows} tokens, and images.cache_tokens={self._cache.most} is "
                 "the most; send fewer or smaller pictures",
                 code="too_many_pictures",
+                param="messages",
+            )
+        longest = max((one.end - one.start for one in pictures if one.whole), default=0)
+        if longest > (most := self._parts.limits.max_step_tokens):
+            raise RequestError(
+                f"a picture of this request has {longest} tokens, which one step must compute at once, and "
+                f"scheduler.max_step_tokens={most} is the most of a step; send a smaller picture or raise the setting",
+                code="too_long_picture",
                 param="messages",
             )
         sequence.notes[NAME] = pictures
@@ -82,6 +102,7 @@ class ImagesPlanner(PlannerFeature):
         needed = [one for one in pictures if one.end > num_cached]
         if not self._cache.keeps_for(sequence.request_id, needed):
             if (taken := self._cache.take(sequence.request_id, needed)) is None:
+                self._cache.leave(sequence.request_id)  # what it had may be the room that another one waits for
                 return False
             new, forgotten = taken
             for one in new:
@@ -90,7 +111,8 @@ class ImagesPlanner(PlannerFeature):
         return self._cache.are_encoded(needed)
 
     def _request(self, picture: PictureFile | None, forgotten: tuple[str, ...]) -> None:
-        self._requests.append(EncodePicture(picture, forgotten).message(self._num_requested))
+        left, self._left = self._left, []
+        self._requests.append(EncodePicture(picture, (*left, *forgotten)).message(self._num_requested))
         if picture is not None:
             self._keys[self._num_requested] = picture.key
         self._num_requested += 1
@@ -107,18 +129,20 @@ class ImagesPlanner(PlannerFeature):
         if answer.reason:
             del self._keys[message.number]
             error = RequestError(answer.reason, status=answer.status, code="bad_picture", param="messages")
-            for request_id in self._cache.lost(key):
-                self._fail(self._parts.requests.open[request_id], error)
-            self._request(None, (key,))  # others may have encoded it
+            users = self._cache.lost(key)
+            self._request(None, (key,))  # others may have encoded it; first, since a request may want it again
+            self._fail([self._parts.requests.open[user] for user in users if user >= 0], error)
         elif self._cache.answered(key):
             del self._keys[message.number]
         self._give_back()
 
-    def _fail(self, sequence: Sequence, error: RequestError) -> None:
-        """End a request that has no row."""
-        self._parts.prefills.forget(sequence)
-        self._parts.requests.end(sequence, Finish.ERROR, len(sequence.tokens))
-        self._parts.requests.outbox.append(Failed.of(sequence.request_id, error))
+    def _fail(self, sequences: list[Sequence], error: RequestError) -> None:
+        """End requests that have no row."""
+        for sequence in sequences:  # all, before the end of one gives others back to the queue
+            self._parts.prefills.forget(sequence)
+        for sequence in sequences:
+            self._parts.requests.end(sequence, Finish.ERROR, len(sequence.tokens))
+            self._parts.requests.outbox.append(Failed.of(sequence.request_id, error))
 
     def _give_back(self) -> None:
         """Queue the sequences that the ranks can compute now."""
@@ -152,7 +176,12 @@ class ImagesPlanner(PlannerFeature):
             self._cache.rename(sequence.request_id, _user_of(sequence.row))
 
     def attach(self, step: StepBuilder) -> None:
-        """Add the pictures of new rows to the step."""
+        """Add to the step the pictures of new rows, and those that no cut may divide."""
+        self._in_step.clear()
+        if self._whole and step.prompts is not None:
+            step.parts |= spans.part_of(
+                Span(row, one.start, one.end) for row in step.prompts.rows.tolist() for one in self._whole.get(row, ())
+            )
         if self._new_rows:
             step.parts |= part_of(
                 {row: tuple(map(RowPicture.of, pictures)) for row, pictures in self._new_rows.items()}
@@ -162,16 +191,18 @@ class ImagesPlanner(PlannerFeature):
     def chunk_tokens(self, row: int, most: int) -> int:
         """Return the number of tokens that ends before a picture, or behind it, where it must be computed at once.
 
-        It is more than ``most`` where such a picture is next and is longer than a step."""
+        It is more than ``most`` only where the row has no chunk in the step and such a picture is next."""
         pictures = self._whole.get(row)
-        if pictures is None or not most:
+        if pictures is None or most < 1:
             return most
-        start = int(self._parts.table.num_computed[row])
+        start, goes_on = int(self._parts.table.num_computed[row]), row in self._in_step
+        self._in_step.add(row)
         for one in pictures:
-            if start <= one.start < start + most < one.end:
-                return one.start - start or one.end - start
-            if one.start < start < one.end:
-                return max(most, one.end - start)
+            if one.start < start < one.end:  # pages of its beginning were cached
+                most = max(most, one.end - start)
+            elif start <= one.start < start + most < one.end:
+                ahead = one.start - start
+                return ahead if ahead or goes_on else one.end - start
         return most
 
     def published(self, row: int, num_tokens: int) -> None:
@@ -185,14 +216,18 @@ class ImagesPlanner(PlannerFeature):
             self._give_back()
 
     def reset(self) -> list[Sequence]:
-        """Forget every picture: new executors keep none."""
+        """Forget every picture.  New executors keep none; those that have slept forget theirs with the next request."""
         sequences = list(self._waiting.values())
+        for unsent in self._requests:
+            self._left += EncodePicture.of(unsent).forget
+        self._left += self._cache.keys
         self._waiting.clear()
         self._requests.clear()
         self._keys.clear()
         self._new_rows.clear()
         self._ends.clear()
         self._whole.clear()
+        self._in_step.clear()
         self._cache.clear()
         return sequences
 

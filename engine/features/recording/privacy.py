@@ -31,7 +31,6 @@ class Privacy:
 
     def __init__(self, vocab_size: int, *, hashed: bool) -> None:
         self._key = secrets.token_bytes(32)
-        self._mask = np.int32(secrets.randbelow(FIRST_ID))  # for ids of pictures' tokens, which follow from content
         self._others: np.ndarray | None = None
         if hashed:
             order = np.random.default_rng(secrets.randbits(128)).permutation(vocab_size)
@@ -66,13 +65,14 @@ class Privacy:
             salt = message.cache_salt
             if salt:
                 salt = hashlib.blake2b(salt.encode("utf-8", "surrogatepass"), key=self._key, digest_size=16).hexdigest()
-            return msgspec.structs.replace(
+            message = msgspec.structs.replace(
                 message,
                 token_ids=self.tokens(message.token_ids),
                 params=self._params(message.params),
                 cache_salt=salt,
                 parts={name: self._content_of(name, part) for name, part in message.parts.items()},
             )
+            return message if self._others is None else self._hidden(message)
         if isinstance(message, Reconfigure) and message.blueprint:
             blueprint = self.blueprint(msgspec.msgpack.decode(message.blueprint, type=Blueprint))
             return msgspec.structs.replace(message, blueprint=msgspec.msgpack.encode(blueprint))
@@ -83,8 +83,16 @@ class Privacy:
         if self._others is None or not token_ids:
             return token_ids
         ids = np.frombuffer(token_ids, dtype=np.int32)
-        is_picture = ids >= FIRST_ID
-        return np.where(is_picture, ids ^ self._mask, self._others[np.where(is_picture, 0, ids)]).tobytes()
+        is_picture = (
+            ids >= FIRST_ID
+        )  # such an id follows from a picture's content; the pictures' feature writes another
+        return np.where(is_picture, FIRST_ID, self._others[np.where(is_picture, 0, ids)]).tobytes()
+
+    def _hidden(self, message: Admit) -> Admit:
+        """Return a request without what lets a reader recognize the content of its parts."""
+        for hide in (hide for name, hide in of_messages("hidden").items() if name in message.parts):
+            message = hide(message, self._key)
+        return message
 
     @staticmethod
     def _content_of(name: str, part: RequestPart) -> RequestPart:

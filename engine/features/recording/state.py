@@ -25,8 +25,8 @@ PLAIN = (type(None), bool, int, float, str, bytes)
 DICTS: dict[str, type[dict[Any, Any]]] = {"dict": dict, "counter": Counter, "ordered": OrderedDict}
 NUMBERS = "biuf"  # kinds of arrays
 # Modules of a planner's rings and records, in addition to the modules of its plugins.
-MODULES = ("engine.scheduling", "engine.kv", "engine.features.recording", "engine.messages", "engine.types",
-           "engine.features", "engine.plugins.guards", "engine.actors.rank_results")  # fmt: skip
+MODULES = ("engine.scheduling", "engine.kv", "engine.features", "engine.messages", "engine.types",
+           "engine.plugins.guards", "engine.actors.rank_results", "engine.text.pictures")  # fmt: skip
 BUILTINS = ("time.perf_counter",)  # a guard's clock
 
 Entry = tuple[Any, ...]

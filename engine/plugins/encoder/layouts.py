@@ -95,11 +95,7 @@ def qwen_vl(files: FamilyFiles) -> Layout:
     most = images.get("max_pixels") or size.get("longest_edge") or size.get("max_pixels", 28 * 28 * 1280)
 
     def layout(width: int, height: int) -> PictureLayout:
-        if max(width, height) > MOST_RATIO * min(width, height):
-            raise RequestError(
-                f"a picture of {width} x {height} pixels: the longer side must be at most {MOST_RATIO} times the other",
-                param="messages",
-            )
+        _check_strip(width, height, MOST_RATIO)
         lines, columns = round(height / factor), round(width / factor)
         if lines * columns * factor**2 > most:
             by = math.sqrt((height * width) / most)
@@ -110,6 +106,15 @@ def qwen_vl(files: FamilyFiles) -> Layout:
         return PictureLayout("<|image_pad|>" * (lines * columns), lines * columns, (1, lines, columns))
 
     return layout
+
+
+def _check_strip(width: int, height: int, most: int) -> None:
+    """Raise RequestError if the longer side is more than ``most`` times the other."""
+    if max(width, height) > most * min(width, height):
+        raise RequestError(
+            f"a picture of {width} x {height} pixels: the longer side must be at most {most} times the other",
+            param="messages",
+        )
 
 
 def gemma3(files: FamilyFiles) -> Layout:
@@ -128,6 +133,7 @@ def pixtral(files: FamilyFiles) -> Layout:
     longest = size.get("longest_edge", 1024)
 
     def layout(width: int, height: int) -> PictureLayout:
+        _check_strip(width, height, longest)  # a longer strip has no line, or no column, once it is shrunk
         if (ratio := max(width, height) / longest) > 1:
             width, height = math.floor(width / ratio), math.floor(height / ratio)
         lines, columns = (height - 1) // factor + 1, (width - 1) // factor + 1

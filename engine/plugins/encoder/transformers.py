@@ -6,7 +6,7 @@ Owns: which architectures it knows, and what each needs besides its layout.  Doe
 import hashlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import msgspec
 
@@ -46,6 +46,9 @@ CALLBOARD_PLUGIN = {
         "SmolVLMForConditionalGeneration": "",
     },
 }
+
+NOT_OF_PICTURES: Final = ("text_config", "_name_or_path", "transformers_version")
+"""Fields of config.json that neither the layout nor the rows of a picture depend on."""
 
 
 class _Family(NamedTuple):
@@ -103,7 +106,8 @@ class TransformersEncoder(Encoder):
         self.placeholder, self.token, self.whole = family.placeholder, family.token, family.whole
         self.axes = _axes(config)
         self.num_deep = len(config["vision_config"].get("deepstack_visual_indexes", ()))
-        written = msgspec.json.encode((config["vision_config"], processor, images), order="deterministic")
+        own = {name: value for name, value in config.items() if name not in NOT_OF_PICTURES}
+        written = msgspec.json.encode(("transformers", own, processor, images), order="deterministic")
         self.settings = hashlib.sha256(written).hexdigest()
 
     def layout(self, width: int, height: int) -> PictureLayout:

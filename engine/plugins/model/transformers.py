@@ -9,6 +9,7 @@ Owns: the call of this analysis, and its cache.  Does not know: transformers, to
 
 import hashlib
 import logging
+import os
 import subprocess
 import sys
 from importlib import import_module
@@ -21,6 +22,7 @@ import msgspec
 from engine.checkpoints.shape import DecoderShape
 from engine.checkpoints.through_transformers import Facts, shape_of
 from engine.host.cache_folder import cache_folder, replace_file
+from engine.host.interpreters import import_path, module_command
 from engine.plugins.hookspecs import ModelContext, hookimpl
 from engine.types.errors import WeightsError
 
@@ -76,7 +78,10 @@ def _find(architecture: str, config: dict[str, Any], request: bytes) -> Facts:
         facts: Facts = import_module(FACTS).find_facts(architecture, config)
         return facts
     try:
-        done = subprocess.run([sys.executable, "-m", FACTS], input=request, capture_output=True, timeout=TIMEOUT_S)
+        environment = {**os.environ, **import_path()}
+        done = subprocess.run(
+            module_command(FACTS), input=request, capture_output=True, timeout=TIMEOUT_S, env=environment
+        )
     except subprocess.TimeoutExpired:
         raise WeightsError(f"{architecture}: transformers has not built it within {TIMEOUT_S:.0f} s") from None
     answer: dict[str, Any] = msgspec.json.decode(done.stdout) if done.returncode == 0 else {}

@@ -14,7 +14,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
-from typing import Any, Final, Literal
+from contextlib import suppress
+from typing import Annotated, Any, Final, Literal
 
 import msgspec
 import numpy as np
@@ -35,6 +36,10 @@ MEDIUM: Final = {"device": "GPU", "host": "CPU"}
 END: Final = (-1).to_bytes(8, "big", signed=True)
 FEED: Final = "inproc://batches"
 CLOSE_S: Final = 2.0
+MOST_WAITING: Final = 100_000  # batches that the thread has not sent yet
+MOST_REPLAYS: Final = 16  # peers that get old batches at once; of others the requests are dropped
+AT_ONCE: Final = 512  # old batches of one peer between looks at new ones
+LATER_MS: Final = 10  # until a peer that does not read is tried again
 
 
 class KVEventOptions(Options, frozen=True):
@@ -49,7 +54,7 @@ class KVEventOptions(Options, frozen=True):
     replay_endpoint: str | None = None
     topic: str | None = None
     rank: int = 0
-    buffer_steps: int = 10_000
+    buffer_steps: Annotated[int, msgspec.Meta(ge=0)] = 10_000
     layout: Literal["arrays", "maps"] = "arrays"
     hashes: Literal["int", "bytes"] = "int"
 
@@ -65,10 +70,12 @@ class KVEventPublisher:
         self._next = 0
         self._context = zmq.Context()
         self._feed = self._context.socket(zmq.PAIR)
+        self._feed.set_hwm(MOST_WAITING)
         self._feed.bind(FEED)
         self._sender = self._context.socket(zmq.PUB)
         self._replay = self._context.socket(zmq.ROUTER)
-        self._replay.setsockopt(zmq.SNDHWM, 0)  # a replay is bounded by the buffer, and must not lose a part of it
+        self._replay.setsockopt(zmq.ROUTER_MANDATORY, 1)  # to a peer that does not read nothing is lost
+        self._replay.setsockopt(zmq.MAXMSGSIZE, 64)
         self._listen(self._sender, options.endpoint)
         if options.replay_endpoint:
             self._listen(self._replay, options.replay_endpoint)
@@ -93,16 +100,19 @@ class KVEventPublisher:
         """Number the batch and pass it to the thread."""
         known = [one for event in events if (one := self._event(event)) is not None]
         if known:
-            payload = self._pack([time.time(), known, self._options.rank])
-            self._feed.send_multipart((self._next.to_bytes(8, "big"), payload), zmq.NOBLOCK)
-            self._next += 1
+            number, self._next = self._next.to_bytes(8, "big"), self._next + 1
+            with suppress(zmq.Again):  # subscribers see the number that is missing
+                self._feed.send_multipart((number, self._pack([time.time(), known, self._options.rank])), zmq.NOBLOCK)
 
     @hookimpl
     def callboard_engine_stopped(self) -> None:
         """End the thread, which sends what it has got, and free the addresses."""
-        self._feed.send_multipart((END, b""))
+        with suppress(zmq.Again):
+            self._feed.send_multipart((END, b""), zmq.NOBLOCK)
         self._thread.join(CLOSE_S)
-        self._context.destroy(linger=0)
+        self._feed.close(linger=0)
+        if not self._thread.is_alive():  # else it ends with the process
+            self._context.term()
 
     def _event(self, event: KVEvent) -> list[Any] | dict[str, Any] | None:
         """Return an event in vLLM's format; None for one of a kind that is not known there."""
@@ -134,32 +144,46 @@ class KVEventPublisher:
     def _send_all(self) -> None:
         """Send batches and answer requests for old ones, until the end."""
         batches = self._context.socket(zmq.PAIR)
+        batches.set_hwm(MOST_WAITING)
         batches.connect(FEED)
         most = self._options.buffer_steps if self._options.replay_endpoint else 0
         kept: deque[tuple[bytes, bytes]] = deque(maxlen=most)
+        replays: dict[bytes, bytes] = {}  # of a peer, the number that it gets next
         poller, topic = zmq.Poller(), (self._options.topic or "").encode()
         poller.register(batches, zmq.POLLIN)
         poller.register(self._replay, zmq.POLLIN)
-        while True:
-            ready = dict(poller.poll())
+        number = b""
+        while number != END:
+            ready = dict(poller.poll(LATER_MS if replays else None))
             if batches in ready:
                 number, payload = batches.recv_multipart()
-                if number == END:
-                    break
-                self._sender.send_multipart((topic, number, payload))
-                kept.append((number, payload))
-            if self._replay in ready:
-                self._answer(self._replay.recv_multipart(), kept)
-        batches.close()
+                if number != END:
+                    self._sender.send_multipart((topic, number, payload))
+                    kept.append((number, payload))
+            elif self._replay in ready:
+                match self._replay.recv_multipart():
+                    case [client, b"", first] if len(first) == 8 and len(replays) < MOST_REPLAYS:
+                        replays[client] = first
+            else:
+                for client in list(replays):
+                    self._go_on(client, replays, kept)
+        for one in (batches, self._sender, self._replay):
+            one.close(linger=0)
 
-    def _answer(self, request: list[bytes], kept: deque[tuple[bytes, bytes]]) -> None:
-        if len(request) != 3 or len(request[2]) != 8:
-            return  # no subscriber's: an answer would be read by none
-        client, empty, first = request
-        for number, payload in kept:
-            if number >= first:
-                self._replay.send_multipart((client, empty, number, payload))
-        self._replay.send_multipart((client, empty, END, b""))
+    def _go_on(self, client: bytes, replays: dict[bytes, bytes], kept: deque[tuple[bytes, bytes]]) -> None:
+        """Send some old batches to a peer, and the end after the last one."""
+        later = [one for one in kept if one[0] >= replays[client]]
+        try:
+            for number, payload in later[:AT_ONCE]:
+                self._replay.send_multipart((client, b"", number, payload), zmq.NOBLOCK)
+                replays[client] = (int.from_bytes(number, "big") + 1).to_bytes(8, "big")
+            if len(later) <= AT_ONCE:
+                self._replay.send_multipart((client, b"", END, b""), zmq.NOBLOCK)
+                del replays[client]
+        except zmq.Again:
+            pass  # it has not read what it got
+        except zmq.ZMQError:
+            del replays[client]  # it is gone
 
 
 @hookimpl

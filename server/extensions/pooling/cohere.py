@@ -103,7 +103,7 @@ class CohereEmbed(VectorEndpoint[CohereEmbedBody]):
 
     def answer(self, name: str, body: CohereEmbedBody, outputs: list[bytes], usage: PooledUsage) -> CohereEmbeddings:
         def vectors(form: Literal["float", "base64"]) -> list[list[float] | str]:
-            asked = EmbeddingBody(encoding_format=form, dimensions=body.output_dimension)
+            asked = EmbeddingBody(encoding_format=form, dimensions=body.output_dimension, use_activation=body.activated)
             return encoded(self.translator.requests, asked, outputs) if form in forms else []
 
         forms = body.embedding_types or ["float"]

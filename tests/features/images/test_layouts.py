@@ -52,7 +52,7 @@ def text_of(name: str, directory: Path, size: tuple[int, int]) -> str:
 
 
 def vars_of(name: str) -> dict[str, Any]:
-    """What the constructor of a processor reads from its tokenizer."""
+    """The attributes of a processor that its constructor reads from its tokenizer."""
     tokens = made.KINDS[name].tokens
     named = {
         "image_token": tokens[0],
@@ -104,3 +104,24 @@ def test_a_picture_that_the_model_cannot_take_is_refused_with_its_size(folder: P
     layouts = encoder(made.make("qwen2_vl", folder / "strip"))
     with pytest.raises(RequestError, match="5 x 1001 pixels: the longer side must be at most 200 times the other"):
         layouts.layout(5, 1001)
+    layouts = encoder(made.make("mistral3", folder / "strip of Mistral"))
+    assert layouts.layout(300, 3).num_rows > 0
+    with pytest.raises(RequestError, match="1 x 300 pixels: the longer side must be at most 112 times the other"):
+        layouts.layout(1, 300)
+
+
+@pytest.mark.parametrize(
+    ("name", "field", "value"),
+    [
+        ("llava", "vision_feature_select_strategy", "full"),
+        ("llava", "vision_feature_layer", -1),
+        ("gemma3", "mm_tokens_per_image", 4),
+        ("idefics3", "scale_factor", 1),
+    ],
+)
+def test_settings_differ_where_a_field_of_pictures_does(name: str, field: str, value: object, folder: Path) -> None:
+    directory = made.make(name, folder / f"settings {name} {field}")
+    config = json.loads((directory / "config.json").read_text())
+    settings = TransformersEncoder(directory, config).settings
+    assert TransformersEncoder(directory, config | {field: value}).settings != settings
+    assert TransformersEncoder(directory, config | {"_name_or_path": "another"}).settings == settings

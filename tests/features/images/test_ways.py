@@ -99,6 +99,9 @@ def test_what_is_not_served_says_so(folder: Path) -> None:
         ):
             with pytest.raises(RequestError, match=reason.replace("(", r"\(")):
                 llm.chat(refused, options)
+        for cut in (RequestOptions(keep_last=40), RequestOptions(truncate_to=40)):
+            with pytest.raises(RequestError, match="a conversation with pictures is not cut"):
+                llm._system.ingress.open((read_turn(message(ONE)),), params(4), cut)
         assert chat(llm, [message(())])[0].token_ids
     with (
         engine(checkpoint("llava", folder), plugins={"encoder": "none"}) as llm,

@@ -47,7 +47,9 @@ def periodic(context: np.ndarray) -> int:
 
 
 class Driver:
-    """A driver of a recorded scheduler.  names: kind -> plugin.  All else as ``Recorder`` has it."""
+    """A driver of a recorded scheduler.  names: kind -> plugin.  found: as in ``Blueprint``.
+
+    All else as ``Recorder`` has it."""
 
     def __init__(
         self,
@@ -58,6 +60,7 @@ class Driver:
         names: dict[str, str] | None = None,
         seed: int = 0,
         waited_s: float = 1e9,
+        found: tuple[str, ...] = (),
     ) -> None:
         names = names or {"eviction": "s3fifo", "policy": "fair", "proposer": "ngram"}
         self.now = 1000.0
@@ -75,7 +78,7 @@ class Driver:
                 "lora": {"folder": "/adapters", "max_adapters": 2},
             },
         )
-        self.blueprint = Blueprint(limits, 2, VOCAB, SIZES["max_len"], full, without_secrets(given, full))
+        self.blueprint = Blueprint(limits, 2, VOCAB, SIZES["max_len"], full, without_secrets(given, full), found=found)
         plugins = self.blueprint.plugins()
         self.recorder = Recorder(
             self.blueprint, plugins, folder=folder, limit_bytes=limit_bytes, prompts=prompts, waited_s=waited_s,
