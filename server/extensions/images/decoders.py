@@ -15,8 +15,10 @@ from typing import Final
 import msgspec
 
 from server.extensions.images.decoding import LENGTH_BYTES, Verdict
+from server.extensions.images.places import Places
 
-NUM_PROCESSES: Final = 2
+NUM_PROCESSES: Final = 3
+PROCESSES_OF_ONE: Final = 2  # of a client
 DECODE_TIMEOUT_S: Final = 10.0
 ENVIRONMENT: Final = ("PATH", "PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH")  # others may have secrets
 PIECE_BYTES: Final = 64 << 10
@@ -27,12 +29,12 @@ class Decoders:
     """Judges pictures, so many at once."""
 
     def __init__(self) -> None:
-        self._room = asyncio.Semaphore(NUM_PROCESSES)
+        self._places = Places(NUM_PROCESSES, PROCESSES_OF_ONE)
         self._idle: list[Process] = []
 
-    async def judge(self, data: bytes) -> Verdict:
-        """Return what a process finds of a picture."""
-        async with self._room:
+    async def judge(self, data: bytes, client: str) -> Verdict:
+        """Return what a process finds of a picture.  Raises RequestError where the client's turn does not come."""
+        async with self._places.of(client):
             process = await self._process()
             is_fit = False
             try:

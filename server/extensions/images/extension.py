@@ -34,6 +34,7 @@ class ImagesExtension(Extension):
         async def live(app: web.Application) -> AsyncIterator[None]:
             yield
             await decoders.close()
+            await media.close()
 
         parts.app.cleanup_ctx.append(live)
 

@@ -11,7 +11,8 @@ from engine.types.errors import CallboardError
 MAX_PIXELS: Final = 40_000_000
 MIN_SIDE: Final = 4  # image processors take an array with three rows or one for channels
 MAX_RATIO: Final = 200  # of the sides: the most that image processors take
-MAX_SCANS: Final = 200  # of a JPEG: each costs a pass over all of its pixels
+MAX_SCANS: Final = 200  # of a JPEG
+MAX_SCANNED_PIXELS: Final = 640_000_000  # of a JPEG: each scan costs a pass over all pixels; usual ones have up to 16
 MAX_SEGMENTS: Final = 4096
 MAX_EXIF_BYTES: Final = 128 << 10  # which are read entry by entry
 LEAST_CHUNK_BYTES: Final = 1024  # of a PNG, in the mean
@@ -126,7 +127,13 @@ def _jpeg_frame(data: bytes, frame: bytes) -> PictureHeader:
         raise PictureError(f"a JPEG of {num_channels} channels (4 are CMYK); 1 or 3 are allowed: convert it to RGB")
     if (num_scans := data.count(b"\xff\xda")) > MAX_SCANS:
         raise PictureError(f"a JPEG of {num_scans} scans; at most {MAX_SCANS} are allowed")
-    return PictureHeader("JPEG", int.from_bytes(frame[3:5], "big"), int.from_bytes(frame[1:3], "big"))
+    width, height = int.from_bytes(frame[3:5], "big"), int.from_bytes(frame[1:3], "big")
+    if num_scans * width * height > MAX_SCANNED_PIXELS:
+        raise PictureError(
+            f"a JPEG of {num_scans} scans over {width} x {height} pixels; scans times pixels may be "
+            f"{MAX_SCANNED_PIXELS} at most: save it without progressive steps"
+        )
+    return PictureHeader("JPEG", width, height)
 
 
 def _gif(data: bytes) -> PictureHeader:

@@ -16,9 +16,12 @@ from yarl import URL
 
 from server.extensions.images.header import PictureError
 from server.extensions.images.hosts import DEFAULT_PORTS, AllowedHost, address_of
+from server.extensions.images.lookups import LookUps
+from server.extensions.images.places import Places
 
 FETCH_TIMEOUT_S: Final = 10.0
 MAX_FETCHES: Final = 8  # at once, of all clients
+FETCHES_OF_ONE: Final = 4
 MAX_REDIRECTS: Final = 3
 MAX_URL_CHARS: Final = 8192
 CHUNK_BYTES: Final = 64 << 10
@@ -35,23 +38,21 @@ class _ForbiddenAddress(OSError):
 
 
 class Media:
-    """Fetches pictures.  hosts: entries of ``server.media_hosts``.  resolver: makes what looks names up."""
+    """Fetches pictures.  hosts: entries of ``server.media_hosts``.  resolver: looks names up."""
 
-    def __init__(
-        self, hosts: Sequence[str], resolver: Callable[[], AbstractResolver] = aiohttp.ThreadedResolver
-    ) -> None:
+    def __init__(self, hosts: Sequence[str], resolver: AbstractResolver | None = None) -> None:
         self._hosts = [one for given in hosts if (one := AllowedHost.read(given)) is not None]
-        self._resolver = resolver
-        self._room = asyncio.Semaphore(MAX_FETCHES)
+        self._resolver = resolver or LookUps()
+        self._places = Places(MAX_FETCHES, FETCHES_OF_ONE)
 
-    async def fetch(self, address: str, count: Callable[[int], None]) -> tuple[bytes, str]:
+    async def fetch(self, address: str, client: str, count: Callable[[int], None]) -> tuple[bytes, str]:
         """Return a file, and the type that its server says it has.
 
         count: called with the number of bytes to come, or that came, before they are kept; it raises for too many.
-        Raises PictureError for a file that cannot be had."""
+        Raises PictureError for a file that cannot be had, and RequestError where the client's turn does not come."""
         url = _parsed(address)
         first = url
-        async with self._room:
+        async with self._places.of(client):
             try:
                 async with asyncio.timeout(FETCH_TIMEOUT_S):
                     for _ in range(MAX_REDIRECTS + 1):
@@ -70,6 +71,10 @@ class Media:
             except (aiohttp.ClientError, ValueError):
                 raise PictureError(f"{url.host} did not send it as HTTP demands") from None
         raise PictureError(f"{url.host} redirects more than {MAX_REDIRECTS} times")
+
+    async def close(self) -> None:
+        """End the look-ups of names."""
+        await self._resolver.close()
 
     def _allowed(self, url: URL) -> AllowedHost:
         """Return the entry that allows an address.  Raises PictureError if none does."""
@@ -95,7 +100,7 @@ class Media:
     async def _get(self, url: URL, host: AllowedHost, count: Callable[[int], None]) -> tuple[bytes, str] | URL:
         """Return the answer, or where it is."""
         connector = aiohttp.TCPConnector(
-            resolver=self._resolver(), use_dns_cache=False, force_close=True, socket_factory=partial(_checked, host)
+            resolver=self._resolver, use_dns_cache=False, force_close=True, socket_factory=partial(_checked, host)
         )
         options: dict[str, Any] = {"cookie_jar": aiohttp.DummyCookieJar(), "auto_decompress": False, "headers": HEADERS}
         async with (

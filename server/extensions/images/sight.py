@@ -85,7 +85,7 @@ class PictureSight:
         self._good: OrderedDict[str, Verdict] = OrderedDict()
 
     async def read(self, turns: tuple[ChatTurn, ...], exchange: Exchange) -> tuple[ChatTurn, ...]:
-        """Return a conversation whose pictures are read.  Raises RequestError: 400, 404, 429 or 501."""
+        """Return a conversation whose pictures are read.  Raises RequestError: 400, 404, 429, 501 or 503."""
         given = [picture for turn in turns for picture in turn.pictures if isinstance(picture, GivenPicture)]
         if not given:
             return turns
@@ -95,11 +95,10 @@ class PictureSight:
                 f"the request has {len(given)} pictures; at most {MAX_PICTURES} are allowed",
                 code="too_many_images",
             )
-        owner = "" if exchange.key is None else exchange.key.owner
         with closing(_Budget(self._server.max_body_bytes, exchange, self._server)) as budget:
             try:
                 async with asyncio.TaskGroup() as group:
-                    tasks = [group.create_task(self._named(one, owner, budget), name=one.path) for one in given]
+                    tasks = [group.create_task(self._named(one, exchange, budget), name=one.path) for one in given]
             except BaseExceptionGroup as failed:
                 raise failed.exceptions[0] from None
         read = (task.result() for task in tasks)
@@ -108,24 +107,24 @@ class PictureSight:
             for turn in turns
         )
 
-    async def _named(self, given: GivenPicture, owner: str, budget: _Budget) -> Picture:
+    async def _named(self, given: GivenPicture, exchange: Exchange, budget: _Budget) -> Picture:
         try:
-            return await self._read(given, owner, budget)
+            return await self._read(given, exchange, budget)
         except PictureError as error:
             raise FieldError(given.path, str(error), code="invalid_image") from None
 
-    async def _read(self, given: GivenPicture, owner: str, budget: _Budget) -> Picture:
+    async def _read(self, given: GivenPicture, exchange: Exchange, budget: _Budget) -> Picture:
         count = partial(budget.count, given.path)
         declared = given.media_type
         match given.kind:
             case "base64":
                 data = await _elsewhere(len(given.given), partial(_decoded, given.given))
             case "address":
-                data, declared = await self._media.fetch(given.given, count)
+                data, declared = await self._media.fetch(given.given, exchange.client, count)
             case "file":
-                data = await self._stored(owner, given, count)
+                data = await self._stored("" if exchange.key is None else exchange.key.owner, given, count)
         digest = await _elsewhere(len(data), lambda: hashlib.sha256(data).hexdigest())
-        verdict = await self._judge(data, digest)
+        verdict = await self._judge(data, digest, exchange.client)
         if verdict.problem == NOT_INSTALLED:
             raise RequestError(MISSING, status=501, code="images_not_installed", param=given.path)
         if verdict.problem:
@@ -136,12 +135,12 @@ class PictureSight:
         budget.add_pixels(verdict)
         return Picture(data, digest, verdict.width, verdict.height, given.detail)
 
-    async def _judge(self, data: bytes, digest: str) -> Verdict:
+    async def _judge(self, data: bytes, digest: str, client: str) -> Verdict:
         """Return the finding on a picture, which conversations send again with every turn."""
         if (known := self._good.get(digest)) is not None:
             self._good.move_to_end(digest)
             return known
-        verdict = await self._decoders.judge(data)
+        verdict = await self._decoders.judge(data, client)
         if not verdict.problem:
             self._good[digest] = verdict
             if len(self._good) > MOST_REMEMBERED:

@@ -1,12 +1,14 @@
 """Hostile files: each is refused at once with what is wrong with it, and a stream of text beside it stays the same."""
 
+import struct
 import threading
 import time
 
 import pytest
 
+from server.extensions.images.header import PictureError, read_header
 from tests.extensions.images.hostile import Hostile, hostile
-from tests.extensions.images.pictures import data_uri, seeing
+from tests.extensions.images.pictures import data_uri, picture, seeing
 from tests.pace import far
 from tests.server.fake_ingress import FakeIngress
 from tests.server.http_client import Reply, ask
@@ -55,3 +57,15 @@ def test_hostile_files_are_refused_and_disturb_nothing(count: int, seed: int) ->
         assert beside == [streamed(live, num_tokens)]
     print(f"{count} files, the slowest took {slowest:.2f} s")
     assert slowest < far(1)
+
+
+def test_scans_times_pixels_are_bounded() -> None:
+    jpeg = bytearray(picture("JPEG", (64, 64), progressive=True))
+    num_scans = jpeg.count(b"\xff\xda")
+    at = jpeg.index(b"\xff\xc2") + 5
+    jpeg[at : at + 4] = struct.pack(">HH", 6300, 6300)
+    assert read_header(bytes(jpeg)).width == 6300
+    at = jpeg.rindex(b"\xff\xda")
+    more = bytes(jpeg[:at] + jpeg[at:-2] * (18 - num_scans) + jpeg[-2:])
+    with pytest.raises(PictureError, match="a JPEG of 17 scans over 6300 x 6300 pixels"):
+        read_header(more)

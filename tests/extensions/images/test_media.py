@@ -3,7 +3,9 @@
 import asyncio
 import ipaddress
 import socket
+import threading
 from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 
 import pytest
@@ -67,17 +69,17 @@ def free(num_bytes: int) -> None:
 
 async def refused(made: Media, address: str, count: Callable[[int], None] = free) -> str:
     with pytest.raises(PictureError) as error:
-        await made.fetch(address, count)
+        await made.fetch(address, "me", count)
     return str(error.value)
 
 
 async def test_a_picture_comes_from_a_host_that_is_named() -> None:
     async with serving(send) as port:
         names = Names("127.0.0.1")
-        made = Media([f"pictures.test:{port}"], lambda: names)
-        assert await made.fetch(f"http://pictures.test:{port}/a.png", free) == (PNG, "image/png")
+        made = Media([f"pictures.test:{port}"], names)
+        assert await made.fetch(f"http://pictures.test:{port}/a.png", "me", free) == (PNG, "image/png")
         literal = Media([f"127.0.0.1:{port}"])
-        assert await literal.fetch(f"http://127.0.0.1:{port}/a.png", free) == (PNG, "image/png")
+        assert await literal.fetch(f"http://127.0.0.1:{port}/a.png", "me", free) == (PNG, "image/png")
         for address in (f"http://other.test:{port}/", "http://pictures.test/", "https://pictures.test/"):
             assert "not among those that pictures may be fetched from" in await refused(made, address)
         assert names.asked == 1
@@ -86,11 +88,11 @@ async def test_a_picture_comes_from_a_host_that_is_named() -> None:
 async def test_the_address_that_was_checked_is_the_one_that_is_connected() -> None:
     async with serving(send) as port:
         names = Names("127.0.0.1", "93.184.216.34")  # a second look-up would lead elsewhere
-        made = Media([f"pictures.test:{port}"], lambda: names)
-        await made.fetch(f"http://pictures.test:{port}/", free)
+        made = Media([f"pictures.test:{port}"], names)
+        await made.fetch(f"http://pictures.test:{port}/", "me", free)
         assert names.asked == 1
         for address in ("127.0.0.1", "10.0.0.1", "169.254.169.254", "0.0.0.0"):
-            lured = Media([f"*.test:{port}"], lambda given=address: Names(given))  # type: ignore[misc]
+            lured = Media([f"*.test:{port}"], Names(address))
             assert "not public" in await refused(lured, f"http://pictures.test:{port}/")
 
 
@@ -127,8 +129,8 @@ async def test_redirects_stay_on_their_host() -> None:
         return web.Response(status=302, headers={"Location": where})
 
     async with serving(redirect) as port:
-        made = Media([f"a.test:{port}", "169.254.169.254"], lambda: Names("127.0.0.1"))
-        assert (await made.fetch(f"http://a.test:{port}/here", free))[0] == PNG
+        made = Media([f"a.test:{port}", "169.254.169.254"], Names("127.0.0.1"))
+        assert (await made.fetch(f"http://a.test:{port}/here", "me", free))[0] == PNG
         assert "redirects to another host" in await refused(made, f"http://a.test:{port}/away")
         assert "redirects more than 3 times" in await refused(made, f"http://a.test:{port}/round")
 
@@ -155,6 +157,26 @@ async def test_limits_of_bytes_and_time(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(media, "FETCH_TIMEOUT_S", 0.1)
     async with serving(hang) as port:
         assert "within 0.1 s" in await refused(Media([f"127.0.0.1:{port}"]), f"http://127.0.0.1:{port}/")
+
+
+def test_a_slow_name_server_keeps_no_other_work_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended = threading.Event()
+
+    def hang(*_: object, **__: object) -> None:
+        ended.wait(5)
+        raise socket.gaierror
+
+    async def work_beside() -> None:
+        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
+        fetching = asyncio.create_task(refused(Media(["*"]), "http://slow.test/"))
+        await asyncio.sleep(0.05)
+        async with asyncio.timeout(2):
+            await asyncio.to_thread(ended.set)
+            assert "cannot be reached" in await fetching
+
+    monkeypatch.setattr(socket, "getaddrinfo", hang)
+    with asyncio.Runner(loop_factory=asyncio.SelectorEventLoop) as runner:  # uvloop has a look-up of its own
+        runner.run(work_beside())
 
 
 async def test_what_servers_may_answer_with() -> None:
