@@ -20,8 +20,9 @@ from engine.messages import DEFAULT_OPTIONS, RequestOptions
 from engine.settings.sections import LimitsSection, ServerSection
 from engine.types.errors import RequestError
 from engine.types.params import SamplingParams
-from engine.types.prompt import Origin, Prompt
+from engine.types.prompt import ChatTurn, Origin, Prompt
 from server.backend import EngineIngress, EngineStream
+from server.http.bodies import Bodies, Share
 from server.http.exchange import EXCHANGE, Exchange
 from server.http.operation import Handler
 from server.keys import Key
@@ -31,6 +32,8 @@ MAX_IDLE_ALLOWANCES = 4096
 MOST_ENDED = 4096  # requests of all clients that are remembered after their end, 2 KB each
 LEAST_OUTPUT = 256  # tokens that a choice is expected to give, unless it may give fewer
 MOST_CHOICES = 32  # of them, the first and the last ones
+PICTURES_OF_ONE = 64  # bodies of the largest size: as much as them the pictures of a client's open choices may have
+PICTURES_OF_ALL = 256
 
 
 class CacheSalts:
@@ -179,6 +182,7 @@ class ClientRequest:
         self._charge: Charge | None = None
         self._estimates: list[int] = []  # tokens of each prompt
         self._num_used = 0
+        self._pictures: Share | None = None
         self._salt = salt
         self._origin = Origin(exchange.client, exchange.id)
 
@@ -206,6 +210,10 @@ class ClientRequest:
         if self.exchange.key is None and options.origin.tenant:
             origin = msgspec.structs.replace(origin, tenant=options.origin.tenant)
         options = msgspec.structs.replace(options, cache_salt=salt, origin=origin)
+        if num_bytes := _num_picture_bytes(prompt):
+            if self._pictures is None:
+                self._pictures = self._clients.pictures.share(self._client, self._clients.server)
+            self._pictures.hold((self.num_open + 1) * num_bytes)
         opened_at = time.monotonic()
         stream = self._clients.ingress.open(prompt, params, options)
         self._note_choice(stream.request_id, opened_at)
@@ -258,6 +266,8 @@ class ClientRequest:
             del num_open[self._client]
         if self._charge is not None:
             self._charge.pay(self._num_used)
+        if self._pictures is not None:
+            self._pictures.close()
         # What is remembered of it is small.
         self.streams.clear()
         self.prompts.clear()
@@ -283,13 +293,15 @@ CLIENT: web.RequestKey[ClientRequest] = web.RequestKey("client", ClientRequest)
 class Clients:
     """Limits and salts of every client that has something open.  ``middleware`` goes after the check of keys.
 
-    num_open: choices by client.  limits: of now."""
+    num_open: choices by client.  pictures: of open choices, each of which has its own.  limits: of now."""
 
     def __init__(
         self, ingress: EngineIngress, server: ServerSection, limits: LimitsSection, salts: CacheSalts | None = None
     ) -> None:
         self.ingress = ingress
+        self.server = server
         self.num_open: Counter[str] = Counter()
+        self.pictures = Bodies("pictures", PICTURES_OF_ONE, PICTURES_OF_ALL)
         self._salts = salts or CacheSalts(server)
         self._requests: dict[ClientRequest, None] = {}
         self._ended: dict[str, deque[ClientRequest]] = {}
@@ -354,3 +366,10 @@ class Clients:
 
         Nothing is taken from requests that run; what was cached makes room as what is not used does."""
         self._salts.renew(key)
+
+
+def _num_picture_bytes(prompt: Prompt) -> int:
+    """Returns how long the files of a conversation's pictures are; 0 for other prompts."""
+    if not (isinstance(prompt, tuple) and prompt and isinstance(prompt[0], ChatTurn)):
+        return 0
+    return sum(len(picture.data) for turn in prompt for picture in turn.pictures)
