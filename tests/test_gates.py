@@ -45,6 +45,7 @@ BOUNDED = {
 LOOP_MAKERS = {"run", "Runner", "new_event_loop"}
 # Files of tests that make an event loop themselves -> which one.
 OWN_LOOPS = {
+    "tests/extensions/images/test_media.py": "asyncio's, because uvloop looks names up by itself",
     "tests/fuzz/uploads.py": "a reader's, which a fuzzer calls",
     "tests/server/edges.py": "a program's",
     "tests/server/test_access_page.py": "a program's, which writes a page",

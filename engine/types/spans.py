@@ -11,7 +11,7 @@ import numpy as np
 PART: Final = "spans"
 
 
-class Span(NamedTuple):
+class WholeSpan(NamedTuple):
     """The positions ``start:end`` of a row."""
 
     row: int
@@ -19,13 +19,13 @@ class Span(NamedTuple):
     end: int
 
 
-def part_of(spans: Iterable[Span]) -> dict[str, bytes]:
+def part_of(spans: Iterable[WholeSpan]) -> dict[str, bytes]:
     """Return the parts of a step with these spans; none for no spans."""
     found = np.array([*spans], dtype=np.int32)
     return {PART: found.tobytes()} if len(found) else {}
 
 
-def spans_of(parts: Mapping[str, bytes]) -> list[Span]:
+def spans_of(parts: Mapping[str, bytes]) -> list[WholeSpan]:
     """Return the spans of a step with these parts."""
-    found = np.frombuffer(parts.get(PART, b""), dtype=np.int32).reshape(-1, len(Span._fields))
-    return [Span(*one) for one in found.tolist()]
+    found = np.frombuffer(parts.get(PART, b""), dtype=np.int32).reshape(-1, len(WholeSpan._fields))
+    return [WholeSpan(*one) for one in found.tolist()]

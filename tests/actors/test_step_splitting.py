@@ -15,7 +15,7 @@ from engine.execution.launched_step import extras_by_row
 from engine.messages import Step, StepDone, StepExtras
 from engine.types.errors import StepTooLarge
 from engine.types.logprobs import Logprobs, PromptLogprobs
-from engine.types.spans import Span, part_of
+from engine.types.spans import WholeSpan, part_of
 from tests.scheduling.bench import Bench, prompt_of
 from tests.scheduling.fake_device import FakeDevice
 
@@ -146,7 +146,7 @@ def test_no_cut_divides_a_span(spans: list[tuple[int, int, int]], lengths: list[
         prefill_starts=ints(20, 3),
         prefill_lengths=ints(4, 10),
         prefill_samples=ints(1, 1),
-        parts=part_of(Span(*one) for one in spans),
+        parts=part_of(WholeSpan(*one) for one in spans),
     )
     parts = halves(step)
     assert parts is not None
@@ -161,7 +161,7 @@ def test_a_span_alone_is_cut_into_nothing_and_its_failure_is_a_fault() -> None:
         prefill_starts=ints(5),
         prefill_lengths=ints(12),
         prefill_samples=ints(0),
-        parts=part_of([Span(1, 0, 9), Span(1, 9, 16), Span(1, 16, 20)]),
+        parts=part_of([WholeSpan(1, 0, 9), WholeSpan(1, 9, 16), WholeSpan(1, 16, 20)]),
     )
     parts = halves(step)
     assert parts is not None

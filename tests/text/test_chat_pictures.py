@@ -46,6 +46,6 @@ class Lines:
 
 
 def test_a_picture_is_laid_out_by_its_size_and_its_file_is_not_read() -> None:
-    text, layouts = PictureText(Lines(), 5).spread("a<i>b", [Picture(b"no picture", "", 7, 2)])
-    assert text == "a7:<i><i>b"
-    assert [one.num_rows for one in layouts] == [2]
+    text, layouts = PictureText(Lines(), 5).spread("a<i>b", [Picture(b"no picture", "", 7, 4)])
+    assert text == "a7:<i><i><i><i>b"
+    assert [one.num_rows for one in layouts] == [4]

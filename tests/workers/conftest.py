@@ -1,8 +1,9 @@
 """Two ends of a link, and the loops to run them on."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -71,8 +72,14 @@ def pytest_asyncio_loop_factories(item: pytest.Item) -> dict[str, Callable[[], a
 
 
 @pytest.fixture
-async def pair(tmp_path: Path) -> AsyncIterator[Pair]:
-    tmp_path.chmod(0o700)
-    pair = Pair(tmp_path)
+def folder() -> Iterator[Path]:
+    """A folder for sockets, whose paths must be shorter than pytest's may be."""
+    with TemporaryDirectory(prefix="sockets") as path:
+        yield Path(path)
+
+
+@pytest.fixture
+async def pair(folder: Path) -> AsyncIterator[Pair]:
+    pair = Pair(folder)
     yield pair
     pair.close()

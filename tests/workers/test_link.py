@@ -208,12 +208,12 @@ async def test_whatever_is_sent_the_next_message_arrives(
 
 @pytest.mark.reliability("P14", "another user's process")
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
-async def test_another_users_process_is_refused_by_the_kernels_word(pair: Pair, tmp_path: Path) -> None:
+async def test_another_users_process_is_refused_by_the_kernels_word(pair: Pair, folder: Path) -> None:
     path = Path(pair.endpoint.removeprefix("ipc://"))
     assert path.stat().st_mode & 0o777 == 0o600
     # As if every permission on the way had been lost.
-    opened = [tmp_path, pair.directory.path, path]
-    above = tmp_path
+    opened = [folder, pair.directory.path, path]
+    above = folder
     while (above := above.parent).stat().st_mode & 0o005 == 0:
         opened.append(above)
     modes = {one: one.stat().st_mode for one in opened}

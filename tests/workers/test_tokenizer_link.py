@@ -47,12 +47,11 @@ async def wait_for(condition: Callable[[], bool]) -> None:
     ids=["empty", "cut short", "too long by one", "tag", "type", "field", "executor's", "request", "stop"],
 )
 async def test_what_no_tokenizer_says_is_refused_by_name(
-    tmp_path: Path, frame: bytes, caplog: pytest.LogCaptureFixture
+    folder: Path, frame: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
-    tmp_path.chmod(0o700)
     arrived: list[Any] = []
     with caplog.at_level(logging.WARNING):
-        server = LinkServer("tokenizer0", f"unix:{tmp_path}", FromTokenizer | FromWorker, arrived.append, capacity=8)
+        server = LinkServer("tokenizer0", f"unix:{folder}", FromTokenizer | FromWorker, arrived.append, capacity=8)
         keys = server.client
         context = zmq.Context()
         bare = context.socket(zmq.PAIR)
@@ -66,14 +65,13 @@ async def test_what_no_tokenizer_says_is_refused_by_name(
         server.close()
     assert arrived == [WorkerAlive(waiting=1, peak=2)] * 2
     assert caplog.messages[0].startswith("link tokenizer0: refused: ")
-    assert list(tmp_path.iterdir()) == []
+    assert list(folder.iterdir()) == []
 
 
-async def test_a_stranger_gets_no_tokenizers_place(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    tmp_path.chmod(0o700)
+async def test_a_stranger_gets_no_tokenizers_place(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     arrived: list[Any] = []
     with caplog.at_level(logging.WARNING):
-        server = LinkServer("tokenizer0", f"unix:{tmp_path}", FromTokenizer | FromWorker, arrived.append, capacity=8)
+        server = LinkServer("tokenizer0", f"unix:{folder}", FromTokenizer | FromWorker, arrived.append, capacity=8)
         keys = server.client
         context = zmq.Context()
         stranger = KeyPair.draw()

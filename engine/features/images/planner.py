@@ -24,7 +24,7 @@ from engine.scheduling.step_builder import StepBuilder
 from engine.text.pictures import FIRST_ID, NAME, PlacedPicture, placed_pictures
 from engine.types import spans
 from engine.types.errors import RequestError
-from engine.types.spans import Span
+from engine.types.spans import WholeSpan
 
 Pictures = tuple[PlacedPicture, ...]
 
@@ -180,7 +180,9 @@ class ImagesPlanner(PlannerFeature):
         self._in_step.clear()
         if self._whole and step.prompts is not None:
             step.parts |= spans.part_of(
-                Span(row, one.start, one.end) for row in step.prompts.rows.tolist() for one in self._whole.get(row, ())
+                WholeSpan(row, one.start, one.end)
+                for row in step.prompts.rows.tolist()
+                for one in self._whole.get(row, ())
             )
         if self._new_rows:
             step.parts |= part_of(

@@ -14,7 +14,7 @@ from engine.messages import Finish, Step
 from engine.text.pictures import NAME, PlacedPicture, picture_ids
 from engine.types.errors import RequestError
 from engine.types.prompt import RequestPart
-from engine.types.spans import Span, spans_of
+from engine.types.spans import WholeSpan, spans_of
 from tests.scheduling.bench import Bench, lose_the_device, prompt_of
 
 
@@ -78,7 +78,7 @@ def test_a_burst_of_pictures_leaves_each_whole_and_no_step_is_longer_by_more_tha
         pictured.submit(request_id, 90, *(placed(f"{request_id} {at}", at) for at in (6, 24, 41, 60)), seed=request_id)
     pictured.finish()
     (step, *_), (one, *_) = pictured.bench.steps, pictured.whole[0]
-    assert Span(0, one.start, one.end) in spans_of(step.parts), "nothing else cuts it"
+    assert WholeSpan(0, one.start, one.end) in spans_of(step.parts), "nothing else cuts it"
     sizes = [sum(end - start for _, start, end in segments(step)) for step in pictured.bench.steps]
     assert max(sizes) < 40 + 16
 
