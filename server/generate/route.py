@@ -178,9 +178,13 @@ class GenerateRoute(Generic[B]):
         self.session_parts: Callable[[str], dict[str, RequestPart]] | None = None
         self._reader = BodyReader(endpoint.body_type, self._understand, server, elsewhere=endpoint.elsewhere)
 
+    async def read(self, body: bytes) -> tuple[B, Generation]:
+        """Returns a body as its type, and what it asks for, whose pictures are not read.  Raises RequestError."""
+        return await self._reader.understand(body)
+
     async def understand(self, body: bytes, exchange: Exchange) -> tuple[B, Generation]:
         """Returns a body as its type, and what it asks for.  exchange: of its request.  Raises RequestError."""
-        understood, generation = await self._reader.understand(body)
+        understood, generation = await self.read(body)
         return understood, await self.completed(generation, exchange)
 
     async def completed(self, generation: Generation, exchange: Exchange) -> Generation:

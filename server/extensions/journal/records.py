@@ -18,7 +18,7 @@ class Accepted(msgspec.Struct, frozen=True, array_like=True, tag=0):
 
     stream_id: what its client calls it.  owner: of the key, "" where there are none.  client: whose share
     it takes.  path: the route's.  body: JSON as sent.  seed: of the choices without one.  key, created: see ``Origin``.
-    model: the fingerprint of what has answered."""
+    model: the fingerprint of what has answered.  pictures: the digest of each."""
 
     number: int
     stream_id: str
@@ -30,6 +30,7 @@ class Accepted(msgspec.Struct, frozen=True, array_like=True, tag=0):
     key: uuid.UUID
     created: float
     model: str
+    pictures: tuple[str, ...] = ()
 
 
 class Delivered(msgspec.Struct, frozen=True, array_like=True, tag=1):

@@ -17,6 +17,7 @@ from engine.messages import Delta, Finish
 from engine.types.errors import CallboardError, RequestError
 from server.clients import ClientRequest
 from server.extensions.journal.journal import Entry, Journal
+from server.extensions.journal.pictures import digests_of, without_pictures
 from server.extensions.journal.records import Accepted, Delivered, Ended, Failure, decode
 from server.generate.endpoint import Endpoint
 from server.generate.generation import DeliveredChoice, Generation, ResumePoint
@@ -39,8 +40,11 @@ class Route(Protocol):
     endpoint: Endpoint[Any]
     ping: Ping
 
-    async def understand(self, body: bytes, exchange: Exchange) -> tuple[Any, Generation]:
-        """Returns the body as its type, and what it asks for.  exchange: of its request.  Raises RequestError."""
+    async def read(self, body: bytes) -> tuple[Any, Generation]:
+        """Returns the body as its type, and what it asks for, whose pictures are not read.  Raises RequestError."""
+
+    async def completed(self, generation: Generation, exchange: Exchange) -> Generation:
+        """Returns what is asked for with its pictures read.  exchange: of its request.  Raises RequestError."""
 
     def renamed(self, error: RequestError, body: Any, generation: Generation | None = None) -> RequestError:
         """Returns the error as the route's clients know it."""
@@ -49,7 +53,8 @@ class Route(Protocol):
 class Run:
     """Make a run.
 
-    accepted: the request.  body, generation: as its route understands it.  client: in whose name it runs.
+    accepted: the request.  body, generation: as its route understands it; pictures are read if it has no record yet.
+    client: in whose name it runs.
 
     num_written: pieces of output that readers may have.  failure: what it has ended with, unless it is complete.
     is_left: it has ended here only, which is not written down, and the next server goes on with it.
@@ -69,7 +74,11 @@ class Run:
         self.accepted = accepted
         self.route = route
         self.body = body
-        self.generation = msgspec.structs.replace(generation, origin=ResumePoint(accepted.key, accepted.created))
+        self.generation = msgspec.structs.replace(
+            generation,
+            prompts=tuple(map(without_pictures, generation.prompts)),
+            origin=ResumePoint(accepted.key, accepted.created),
+        )
         self.num_written = 0
         self.ended = False
         self.ended_at = 0.0
@@ -79,6 +88,8 @@ class Run:
         self.changed: Callable[[], None] = lambda: None
         self._journal = journal
         self._client = client
+        self._prompts = generation.prompts  # with pictures, until it has ended
+        self._is_seen = not entry.records
         self._usage = UsageCounter(self.generation)
         self._num_records = len(entry.records)  # written, or on their way
         self._num_gone = 0  # pieces of output that are not kept any more
@@ -91,6 +102,7 @@ class Run:
                 self._told.setdefault(record.index, _Choice()).add(record.delta)
             elif isinstance(record, Ended):
                 self.ended, self.ended_at, self.failure = True, record.when, record.failure
+                self._prompts = ()
 
     @property
     def is_refused(self) -> bool:
@@ -151,14 +163,30 @@ class Run:
         """Returns the choices, in the engine.  Raises RequestError; what an earlier server took waits for its turn."""
         told = {index: DeliveredChoice(bytes(one.tokens), ended=one.ended) for index, one in self._told.items()}
         origin = msgspec.structs.replace(self.generation.origin, seed=self.accepted.seed, told=told)
-        generation = msgspec.structs.replace(self.generation, origin=origin)
         while True:
             try:
+                await self._see()
+                generation = msgspec.structs.replace(self.generation, prompts=self._prompts, origin=origin)
                 return Choices(self._client, generation)
             except RequestError as error:
                 if not self.entry.records or error.status not in TRY_AGAIN or error.code in ENDS_HERE_ONLY:
                     raise
             await asyncio.sleep(TRY_AGAIN_EVERY_S)
+
+    async def _see(self) -> None:
+        """Read the pictures of a request that an earlier server took.  Raises RequestError, also if one has changed."""
+        if self._is_seen:
+            return
+        generation = msgspec.structs.replace(self.generation, prompts=self._prompts)
+        prompts = (await self.route.completed(generation, self._client.exchange)).prompts
+        if digests_of(prompts) != self.accepted.pictures:
+            raise RequestError(
+                "a picture of this request is another one now than when its stream began, so it does not go on; send "
+                "the request again",
+                status=409,
+                code="picture_changed",
+            )
+        self._prompts, self._is_seen = prompts, True
 
     def _take(self, index: int, delta: Delta) -> bool:
         told = self._told.get(index)
@@ -197,6 +225,7 @@ class Run:
 
     def _has_ended(self, when: float, failure: Failure | None) -> None:
         self.ended, self.ended_at, self.failure = True, when, failure
+        self._prompts = ()
         if self.reader is not None:
             self.reader.wake()
         self.changed()

@@ -26,6 +26,7 @@ from server.backend import EngineStream
 from server.clients import CLIENT, Clients
 from server.extensions.journal.events import NumberedEvents
 from server.extensions.journal.journal import Entry, Journal
+from server.extensions.journal.pictures import digests_of
 from server.extensions.journal.records import Accepted, decode
 from server.extensions.journal.run import TAKEN, Route, Run
 from server.extensions.journal.settings import JournalSettings
@@ -146,6 +147,7 @@ class Streams:
             key=origin.key,
             created=origin.created,
             model=self._model(),
+            pictures=digests_of(understood[1].prompts),
         )
         run = self._add(entry, accepted, exchange, understood, request[CLIENT].opened)
         run.start()
@@ -291,7 +293,7 @@ class Streams:
                     raise RequestError("another model, or another way to compute it, is served now")
                 if (route := self.routes.get(accepted.path)) is None:
                     raise RequestError(f"{accepted.path} is not served now")
-                self._add(entry, accepted, exchange, await route.understand(accepted.body, exchange))
+                self._add(entry, accepted, exchange, await route.read(accepted.body))
             except RequestError as error:
                 log.warning("request=%s is not gone on with: %s", accepted.stream_id, error)
                 self._journal.forget(entry)
