@@ -116,7 +116,8 @@ pictures. On a GPU none of this has been checked yet.
 - Every rank encodes on a thread next to its steps, one picture after the other. With tensor parallelism each rank has
   the whole tower.
 - Refused by name: `prompt_logprobs`, `truncate_prompt_tokens` and embeddings of prompts with pictures; pictures with
-  `plugins.proposer` `draft_model` or `eagle`; video; decoders through transformers (Gemma 3n, Gemma 4).
+  `plugins.proposer` `draft_model` or `eagle`, or with `kv.page_size = 1`; a picture of fewer than 4 tokens; video;
+  decoders through transformers (Gemma 3n, Gemma 4).
 - `detail` changes nothing: a picture has the tokens that its processor gives it.
 - `return_prompt_ids` shows ids past the vocabulary for a picture's tokens.
 

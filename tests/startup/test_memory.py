@@ -146,6 +146,8 @@ class Kernel:
 class Keeper(Kernel):
     """One that takes rows as they are stored."""
 
+    reads_rows = True
+
     def keep(self, target, rows):
         return True
 
