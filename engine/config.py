@@ -55,6 +55,8 @@ OLD_KEYS = {
     "server.vllm_metric_names": "",
     "limits.max_choices": "",
     "storage.max_file_mb": "",
+    "graphs.autotune": "",
+    "kv.store_buffer_mb": "",
 }
 # A bare or quoted key, or several with dots between them.
 KEY = r"""(?:[A-Za-z0-9_-]+|"[^"]*"|'[^']*')"""

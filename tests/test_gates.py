@@ -39,7 +39,7 @@ BOUNDED = {
     "engine/actors/executor.py: self._waiting": "scheduler.overlap_depth steps in flight",
     "engine/features/images/rank.py: self._work": "pictures that the cache of the planner has room for",
     "engine/features/kv_store/pages.py: self._to_read": "those that wait for it, which the scheduler limits",
-    "engine/features/kv_store/pages.py: self._to_write": "kv.store_buffer_mb of pages",
+    "engine/features/kv_store/pages.py: self._to_write": "BUFFER_BYTES of pages",
 }
 
 LOOP_MAKERS = {"run", "Runner", "new_event_loop"}

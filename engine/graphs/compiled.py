@@ -1,10 +1,9 @@
-"""The model as compiled pieces between its split operations, in three phases.
+"""The model as compiled pieces between its split operations, in two phases.
 
 1. The model is traced once, with a symbol for the number of tokens, and the trace is split at attention, at
    collectives and at the operations that plugins and the configuration name.
 2. Pieces with equal operations, as all layers but the first and the last have, go through the passes and share one
    compilation, for any number of tokens.
-3. Each number of tokens that is worth it gets its own compilation, with autotuning, when a piece first meets it.
 
 The result is an ordinary function of a step.  Run directly it is a model with fewer, larger operations.  When a
 SegmentRecorder records it, its split operations are breaks and everything between them is captured.
@@ -16,8 +15,7 @@ Owns: the trace and the compiled pieces.  Does not know: capturing, which sizes 
 import logging
 import os
 import threading
-import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from copy import deepcopy
 from types import FunctionType
@@ -46,7 +44,6 @@ from engine.types.errors import GraphError
 log = logging.getLogger(__name__)
 
 CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
-AUTOTUNING_S = 600.0  # for all sizes of a rank; on a GPU all sizes are compiled at start
 OUR_PASSES = (("of packed products", hide_packed_products), ("of norms in float8", round_behind_norms))
 TRACED_TOKENS = 7  # any number but 0 and 1, which tracing treats as constants
 Compiled = Callable[..., Any]
@@ -58,8 +55,6 @@ class CompiledModel:
     """``hidden`` of a model in compiled pieces.  Run it under ``torch.inference_mode``, like the model itself.
 
     compiler: a torch.compile backend: 'inductor', or 'eager' for the split alone.
-    autotuned: numbers of tokens with their own compilation; others share one that serves any number from two on.
-    autotuning_s: total time after which the remaining ones share it, too.  clock: returns seconds.
     passes: (name, pass), run on each piece before it is compiled.
     """
 
@@ -72,11 +67,8 @@ class CompiledModel:
         comm: Comm,
         recorder: SegmentRecorder,
         compiler: str,
-        autotuned: Collection[int] = (),
         passes: Sequence[tuple[str, GraphPass]] = (),
         named: Sequence[str] = (),
-        autotuning_s: float = AUTOTUNING_S,
-        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.num_compilations = 0
         self._model = model
@@ -85,9 +77,6 @@ class CompiledModel:
         self._comm = comm
         self._recorder = recorder
         self._compiler = compiler
-        self._autotuned = frozenset(autotuned)
-        self._autotuning_s, self._spent_s = autotuning_s, 0.0
-        self._clock = clock
         self._passes = PassManager([*(OUR_PASSES if compiler != "eager" else ()), *passes])
         self._named = tuple(named)
         self._compiled: dict[object, Compiled] = {}
@@ -97,13 +86,6 @@ class CompiledModel:
         self._inputs: tuple[int, int, int] = (0, 0, 0)
         self.num_tokens = 0
         keep_compilations()
-        if autotuned:
-            log.info(
-                "graphs: each of %d sizes is autotuned when it is first met, for at most %g s in all; later starts "
-                "find the compiled results of this one",
-                len(self._autotuned),
-                autotuning_s,
-            )
 
     def hidden(self, step: StepTensors) -> Tensor:
         """Return x_TD for a step whose attention and pool are those given at the start (``Model.hidden``)."""
@@ -124,33 +106,16 @@ class CompiledModel:
         """Pieces and split operations in order; empty before the first step."""
         return () if self._stitched is None else tuple(self._stitched.children())
 
-    def autotunes(self, num_tokens: int) -> bool:
-        """Whether this number of tokens has its own compilation, and there is time left to make it."""
-        return num_tokens in self._autotuned and self._spent_s < self._autotuning_s
-
-    def compiled(self, key: object, piece: GraphModule, arguments: Sequence[Any], autotune: bool = False) -> Compiled:
+    def compiled(self, key: object, piece: GraphModule, arguments: Sequence[Any]) -> Compiled:
         """Return the piece's function for real or traced ``arguments``; compile it if needed."""
         if key not in self._compiled:
             piece = deepcopy(piece)  # passes and compilers change their input
             self._passes.run(piece)
             self.num_compilations += 1
             # Packed weights have no strides to assert.
-            options = {"size_asserts": False, "max_autotune": autotune, "coordinate_descent_tuning": autotune}
-            with _compiling, torch._inductor.config.patch(options):
-                began = self._clock()
+            with _compiling, torch._inductor.config.patch({"size_asserts": False}):
                 self._compiled[key] = lookup_backend(self._compiler)(piece, list(arguments))
-                self._spend(self._clock() - began if autotune else 0.0)
         return self._compiled[key]
-
-    def _spend(self, seconds: float) -> None:
-        had_time = self._spent_s < self._autotuning_s
-        self._spent_s += seconds
-        if had_time and self._spent_s >= self._autotuning_s:
-            log.warning(
-                "graphs: autotuning has taken its %g s; the remaining sizes run the code for any size, and the next "
-                "start continues with them",
-                self._autotuning_s,
-            )
 
     def _trace(self) -> None:
         """Trace, split and compile (phases 1 and 2).  Raises GraphError if the trace is not one graph."""
@@ -226,21 +191,11 @@ class Piece(nn.Module):
         super().__init__()
         self._owner = owner
         self._module = module
-        self._key = fingerprint(module)
         examples = [node.meta["example_value"] for node in module.graph.nodes if node.op == "placeholder"]
-        self._traced = owner.compiled(self._key, module, examples)
-        self._autotuned: dict[int, Compiled] = {}
+        self._compiled = owner.compiled(fingerprint(module), module, examples)
 
     def forward(self, *arguments: Any) -> Any:
-        owner = self._owner
-        num_tokens = owner.num_tokens
-        function = self._autotuned.get(num_tokens)
-        if function is None:
-            if not owner.autotunes(num_tokens):
-                return self._traced(*arguments)
-            function = owner.compiled((self._key, num_tokens), self._module, arguments, autotune=True)
-            self._autotuned[num_tokens] = function
-        return function(*arguments)
+        return self._compiled(*arguments)
 
 
 class AttendPart(nn.Module):

@@ -167,7 +167,6 @@ class RankGraphs:
                 comm=self.comm,
                 recorder=self._recorder,
                 compiler="inductor",
-                autotuned=sizes if self._settings.autotune else (),
                 passes=self._passes,
                 named=self._recorder.named,
             ).hidden

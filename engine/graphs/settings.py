@@ -17,10 +17,6 @@ class CaptureSettings(Addition, frozen=True):
     split_ops: Annotated[list[str], key(
         "Operations that run uncaptured, between graphs and pieces, e.g. ['acme::route']"
     )] = []
-    autotune: Annotated[bool, key(
-        "With mode 'compiled': each size is also compiled separately with autotuning on first use, which takes "
-        "minutes, once"
-    )] = False
 
 
 class PassSettings(Addition, frozen=True):

@@ -11,7 +11,6 @@ from torch import Tensor
 from torch._inductor.runtime.cache_dir_utils import cache_dir, default_cache_dir
 from torch._inductor.utils import run_and_get_code
 
-from engine.graphs import compiled
 from engine.graphs.compiled import (
     CACHE_VARIABLE,
     AllReducePart,
@@ -91,34 +90,6 @@ def test_layers_share_a_compilation_and_no_step_compiles_again(direct):
     for count in (5, 2, 9, 16):
         driver.step({f"s{count}": random_tokens(count, 1)})
     assert driver.compiled.num_compilations == 3  # the first piece, the two in the middle, the last
-
-
-def test_a_size_that_is_autotuned_is_compiled_by_itself_when_it_is_first_met(direct, monkeypatch):
-    options, lookup = [], compiled.lookup_backend
-
-    def watched(name):
-        options.append(torch._inductor.config.max_autotune)
-        return lookup(name)
-
-    monkeypatch.setattr(compiled, "lookup_backend", watched)
-    driver = direct(autotuned=(5, 8))
-    for number, (count, known) in enumerate(((2, 3), (5, 6), (9, 6), (5, 6), (8, 9))):
-        driver.step({f"s{number}": random_tokens(count, 1)})
-        assert driver.compiled.num_compilations == known
-    compare(driver, [5, 8, 9], 0)
-    assert options == [False] * 3 + [True] * 6
-
-
-def test_sizes_that_are_met_when_autotuning_has_taken_its_time_share_what_serves_any(direct, caplog):
-    seconds = iter(range(1000))  # from one look at the clock to the next
-    driver = direct(autotuned=(5, 8, 9), autotuning_s=4.0, clock=lambda: float(next(seconds)))
-    with caplog.at_level("WARNING", "engine.graphs.compiled"):
-        for number, (count, known) in enumerate(((5, 6), (8, 7), (9, 7), (8, 7), (5, 7))):
-            driver.step({f"s{number}": random_tokens(count, 1)})
-            assert driver.compiled.num_compilations == known
-    (said,) = (record.message for record in caplog.records)
-    assert said.startswith("graphs: autotuning has taken its 4 s; the remaining sizes run the code")
-    compare(driver, [5, 8, 9], 0)
 
 
 def test_a_step_past_the_largest_size_runs_the_compiled_pieces(cases: Cases, monkeypatch):

@@ -6,6 +6,7 @@ Owns: when pages are copied, and the names of this rank's pages.  Does not know:
 import asyncio
 import hashlib
 from collections.abc import Sequence
+from typing import Final
 
 import torch
 
@@ -16,7 +17,6 @@ from engine.execution.needs import Needs
 from engine.features.kv_store.messages import NAME, FetchPages
 from engine.features.kv_store.pages import StoredPages
 from engine.features.kv_store.records import DIGEST_BYTES, PageRecords
-from engine.features.kv_store.settings import StoreSettings
 from engine.kernels.levels import levels_here
 from engine.layers.kv_pool import KVPool
 from engine.messages import FeatureRequest, Step
@@ -25,6 +25,8 @@ from engine.plugins.kinds import ATTENTION, LINEAR, named
 from engine.plugins.kv_store.kind import KV_STORE
 from engine.plugins.kv_store.store import KVStore
 from engine.settings.own_kernels import kernels_here
+
+BUFFER_BYTES: Final = 256 << 20  # of host memory for pages in transfer from the store, and as many for those to it
 
 
 class StoreRank(RankFeature):
@@ -47,8 +49,8 @@ class StoreRank(RankFeature):
             size=context.comm.size,
         )
         store = context.plugins.build(name, store_context, KVStore)
-        records, settings = PageRecords(store, namespace, page.nbytes), StoreSettings.of(context.config)
-        self.pages = StoredPages(records, pool, context.comm.rank, settings.store_buffer_mb << 20)
+        records = PageRecords(store, namespace, page.nbytes)
+        self.pages = StoredPages(records, pool, context.comm.rank, BUFFER_BYTES)
 
     def begin(self, step: Step) -> None:
         """Copy the pages that the step saves out of the pool, before anything else of the step changes them."""

@@ -13,6 +13,3 @@ class StoreSettings(Addition, frozen=True):
     store_timeout_s: Annotated[float, key(
         "Longest wait of a prompt for its pages from plugins.kv_store; then it is computed", gt=0
     )] = 0.5
-    store_buffer_mb: Annotated[int, key(
-        "Host memory of a rank for pages in transfer from plugins.kv_store, and the same amount for pages to it", ge=1
-    )] = 256
