@@ -8,6 +8,7 @@ A picture is computed by itself, so that its rows have the same bits whatever el
 
 import inspect
 import re
+import threading
 from collections.abc import Mapping
 from copy import deepcopy
 from pathlib import Path
@@ -24,6 +25,9 @@ from engine.types.errors import WeightsError
 LOCAL = {"local_files_only": True, "trust_remote_code": False}
 OF_TEXT = re.compile(r"language_model|text_model|lm_head")
 SMALL_VOCABULARY = 64  # of the language model that is built without layers, and dropped
+# from_pretrained replaces methods of transformers' classes for all threads while it loads, and puts back what it found.
+# Two loads at once, of ranks that are threads, would leave a replacement in place.
+LOADING = threading.Lock()
 
 
 class TransformersTower:
@@ -36,7 +40,8 @@ class TransformersTower:
         self._arguments = arguments
         self._device = device
         self._processor = transformers.AutoImageProcessor.from_pretrained(directory, backend="pil", **LOCAL)
-        self._model = _load(directory, architecture, getattr(torch, dtype)).to(device)
+        with LOADING:
+            self._model = _load(directory, architecture, getattr(torch, dtype)).to(device)
         self._inputs = set(inspect.signature(self._model.get_image_features).parameters)
         self.nbytes = sum(one.nbytes for one in (*self._model.parameters(), *self._model.buffers()))
 

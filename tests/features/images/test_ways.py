@@ -2,6 +2,7 @@
 
 import shutil
 import signal
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,13 @@ import numpy as np
 import pytest
 import transformers
 from safetensors.torch import load_file, save_file
+from transformers.modeling_utils import PreTrainedModel
 
+from engine.checkpoints.fields import read_fields
 from engine.features.lora.files import NAME as LORA
 from engine.features.lora.files import AdapterRules, read_adapter
 from engine.messages import Delta, RequestOptions
+from engine.plugins.encoder.transformers import TransformersEncoder
 from engine.text.turns import read_turn
 from engine.types.errors import RequestError
 from tests.features.images import made
@@ -71,6 +75,18 @@ def test_eight_conversations_at_once(tables: dict[str, Any], folder: Path) -> No
     with engine(checkpoint(NAME, folder), **tables) as llm:
         for _ in range(2):
             assert [one.token_ids for one in chat(llm, EIGHT, NUM)] == of_eight(folder)
+
+
+@pytest.mark.slow
+def test_encoders_that_load_at_once_leave_the_classes_of_transformers_as_they_were(folder: Path) -> None:
+    # A Python program shares transformers with its engine.
+    before = PreTrainedModel.tie_weights
+    directory = checkpoint("llava", folder)
+    encoder = TransformersEncoder(directory, read_fields(directory / "config.json").table)
+    with ThreadPoolExecutor(4) as pool:
+        for tower in [pool.submit(encoder.tower, "cpu", "float32") for _ in range(16)]:
+            assert tower.result().nbytes
+    assert PreTrainedModel.tie_weights is before
 
 
 @pytest.mark.slow
