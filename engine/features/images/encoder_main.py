@@ -1,7 +1,7 @@
 """The process of an encoder: ``python -m engine.features.images.encoder_main``, which only a rank starts.
 
 Owns: its life, from the ticket to its end, and what it reads and writes.  Does not know: requests, the rank's rows.
-It reads a length of four bytes and the file of a picture, and writes ``Encoded`` in the same way, with the bytes of
+It reads a length of four bytes and so many of ``ToEncode``, and writes ``Encoded`` in the same way, with the bytes of
 the rows behind it, until its input ends.
 """
 
@@ -38,6 +38,13 @@ class EncoderTicket(msgspec.Struct, frozen=True, array_like=True):
     num_threads: int
     logs: LogSettings
     parent: int
+
+
+class ToEncode(msgspec.Struct, frozen=True, array_like=True):
+    """A picture.  data: the file.  way: as in its layout."""
+
+    data: bytes
+    way: str
 
 
 class Encoded(msgspec.Struct, frozen=True, array_like=True):
@@ -87,9 +94,9 @@ def serve(ticket: EncoderTicket, stream: IO[bytes], answers: IO[bytes]) -> None:
         return
     send(answers, msgspec.msgpack.encode(Encoded()))
     while True:
-        data = receive(stream)
+        picture = msgspec.msgpack.decode(receive(stream), type=ToEncode)
         try:
-            rows_LND = tower.encode(data).cpu().contiguous()
+            rows_LND = tower.encode(picture.data, picture.way).cpu().contiguous()
             answer = Encoded(tuple(rows_LND.shape))
         except RequestError as error:
             rows_LND, answer = torch.empty(0), Encoded(reason=error.message, status=error.status)

@@ -18,11 +18,12 @@ NOT_ENCODED: Final = "a picture of this request cannot be encoded; the server lo
 
 
 class PictureFile(msgspec.Struct, frozen=True, array_like=True):
-    """A picture to encode.  key: as in ``PlacedPicture``.  num_rows: number of its places."""
+    """A picture to encode.  key, way: as in ``PlacedPicture``.  num_rows: number of its places."""
 
     key: str
     data: bytes
     num_rows: int
+    way: str = ""
 
 
 class EncodePicture(msgspec.Struct, frozen=True, array_like=True):

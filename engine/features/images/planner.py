@@ -106,7 +106,7 @@ class ImagesPlanner(PlannerFeature):
                 return False
             new, forgotten = taken
             for one in new:
-                self._request(PictureFile(one.key, one.data, len(one.places_n)), tuple(forgotten))
+                self._request(PictureFile(one.key, one.data, len(one.places_n), one.way), tuple(forgotten))
                 forgotten = []
         return self._cache.are_encoded(needed)
 

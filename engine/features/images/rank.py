@@ -95,7 +95,7 @@ class ImagesRank(RankFeature):
 
     def _encode(self, picture: PictureFile) -> PictureEncoded:
         try:
-            rows_LND = self._tower.encode(picture.data)
+            rows_LND = self._tower.encode(picture.data, picture.way)
         except RequestError as error:
             return PictureEncoded(error.message, error.status)
         except Exception:  # of a library, by a picture: only its requests fail

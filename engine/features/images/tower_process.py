@@ -20,7 +20,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from engine.features.images.encoder_main import Encoded, EncoderTicket, read_exactly, receive, send
+from engine.features.images.encoder_main import Encoded, EncoderTicket, ToEncode, read_exactly, receive, send
 from engine.host.interpreters import import_path, module_command
 from engine.types.errors import RequestError, WeightsError
 from engine.workers.child import SECRETS
@@ -95,12 +95,12 @@ class TowerProcess:
         except ProcessLost as lost:
             raise WeightsError(f"the process of the encoder {lost} while it loaded") from None
 
-    def encode(self, data: bytes) -> Tensor:
+    def encode(self, data: bytes, way: str) -> Tensor:
         """Return rows_LND of a picture.  Raises RequestError, and RuntimeError for a picture that ends processes."""
         for _ in range(MOST_TRIES):
             try:
                 self._process = self._process or self._started()
-                return self._ask(self._process, data)
+                return self._ask(self._process, ToEncode(data, way))
             except ProcessLost as lost:
                 self._process = None
                 if self._is_closed:
@@ -125,8 +125,8 @@ class TowerProcess:
             raise WeightsError(answer.reason)
         return process
 
-    def _ask(self, process: _Process, data: bytes) -> Tensor:
-        with process.answer(data, self._patience_s) as stream:
+    def _ask(self, process: _Process, picture: ToEncode) -> Tensor:
+        with process.answer(msgspec.msgpack.encode(picture), self._patience_s) as stream:
             answer = msgspec.msgpack.decode(receive(stream), type=Encoded)
             if answer.reason:
                 raise RequestError(answer.reason, status=answer.status)

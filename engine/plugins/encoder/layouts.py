@@ -18,12 +18,19 @@ MOST_RATIO = 200  # Qwen's processor refuses longer strips
 LARGEST_SIDE = 4096  # Idefics3's processor shrinks to this side
 
 
+LOW_SIDE = 512  # pixels to which a picture of low detail is shrunk
+
+
 class FamilyFiles(NamedTuple):
     """The settings that a family reads: config.json, those of its processor, those of its image processor."""
 
     config: Table
     processor: Table
     images: Table
+
+    def with_images(self, changed: Table) -> "FamilyFiles":
+        """Return these with other settings of the image processor."""
+        return self._replace(images={**self.images, **changed})
 
 
 def llava(files: FamilyFiles) -> Layout:
@@ -88,11 +95,8 @@ def _tiles(width: int, height: int, longest: int, tile: int) -> tuple[int, int]:
 def qwen_vl(files: FamilyFiles) -> Layout:
     """Return the layout of Qwen's models: a place for each square of patches, which has frame, line and column."""
     vision, images = files.config["vision_config"], files.images
-    patch = images.get("patch_size", vision.get("patch_size", 14))
-    merged = images.get("merge_size", 2)
-    size, factor = images.get("size") or {}, patch * merged
-    least = images.get("min_pixels") or size.get("shortest_edge") or size.get("min_pixels", 56 * 56)
-    most = images.get("max_pixels") or size.get("longest_edge") or size.get("max_pixels", 28 * 28 * 1280)
+    factor = images.get("patch_size", vision.get("patch_size", 14)) * images.get("merge_size", 2)
+    least, most = _pixels(images)
 
     def layout(width: int, height: int) -> PictureLayout:
         _check_strip(width, height, MOST_RATIO)
@@ -106,6 +110,36 @@ def qwen_vl(files: FamilyFiles) -> Layout:
         return PictureLayout("<|image_pad|>" * (lines * columns), lines * columns, (1, lines, columns))
 
     return layout
+
+
+def _pixels(images: Table) -> tuple[int, int]:
+    """Return the fewest and the most pixels of a picture, by the settings of Qwen's image processor."""
+    size = images.get("size") or {}
+    least = images.get("min_pixels") or size.get("shortest_edge") or size.get("min_pixels", 56 * 56)
+    most = images.get("max_pixels") or size.get("longest_edge") or size.get("max_pixels", 28 * 28 * 1280)
+    return least, most
+
+
+def low_qwen_vl(files: FamilyFiles) -> Table:
+    """Return the settings for low detail: fewer pixels."""
+    least, most = (min(one, LOW_SIDE**2) for one in _pixels(files.images))
+    return {"size": {"shortest_edge": least, "longest_edge": most}, "min_pixels": None, "max_pixels": None}
+
+
+def low_idefics3(files: FamilyFiles) -> Table:
+    """Return the settings for low detail: the whole picture without tiles."""
+    return {"do_image_splitting": False}
+
+
+def low_pixtral(files: FamilyFiles) -> Table:
+    """Return the settings for low detail: a shorter side."""
+    longest = files.images.get("size", {}).get("longest_edge", 1024)
+    return {"size": {"longest_edge": min(longest, LOW_SIDE)}}
+
+
+def low_internvl(files: FamilyFiles) -> Table:
+    """Return the settings for low detail: one tile."""
+    return {"min_patches": 1, "max_patches": 1}
 
 
 def _check_strip(width: int, height: int, most: int) -> None:

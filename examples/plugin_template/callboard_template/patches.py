@@ -45,8 +45,8 @@ class PatchTower:
         self._projection_DP = projection_DP
         self._options = options
 
-    def encode(self, data: bytes) -> "Tensor":
-        """Return rows [1, N, D] of a picture."""
+    def encode(self, data: bytes, way: str) -> "Tensor":
+        """Return rows [1, N, D] of a picture.  way: always '', the one of our layouts."""
         import torch  # installed where ranks run, and not needed where requests are read
 
         sides, pixels = self._options.sides, self._options.pixels
@@ -76,8 +76,8 @@ class Patches(Encoder):
             raise WeightsError(f"{file}: {error.strerror}; the matrix of patches is expected there") from None
         self.settings = f"patches {options.sides} {options.pixels} {digest}"
 
-    def layout(self, width: int, height: int) -> PictureLayout:
-        """Return as many tokens for a picture of any size."""
+    def layout(self, width: int, height: int, detail: str) -> PictureLayout:
+        """Return as many tokens for a picture of any size and detail."""
         count = self._options.sides**2
         return PictureLayout(self.token * count, count)
 

@@ -59,22 +59,22 @@ def test_a_process_gives_the_rows_that_a_thread_gives_and_is_replaced_when_it_is
     encoder = chosen_encoder(Config(), checkpoint(NAME, folder))
     assert encoder is not None
     data = made.picture(50, 31)
-    expected = encoder.tower("cpu", "float32").encode(data)
-    assert torch.equal(process.encode(data), expected)  # products of oneDNN, with the same shapes and threads
+    expected = encoder.tower("cpu", "float32").encode(data, "")
+    assert torch.equal(process.encode(data, ""), expected)  # products of oneDNN, with the same shapes and threads
     with pytest.raises(RequestError, match="a picture cannot be read"):
-        process.encode(b"no picture")
+        process.encode(b"no picture", "")
     (pid,) = encoders()
     os.kill(pid, signal.SIGSTOP)
-    assert torch.equal(process.encode(data), expected)
+    assert torch.equal(process.encode(data, ""), expected)
     assert not alive(pid)
     os.kill(*encoders(), signal.SIGKILL)
     monkeypatch.setattr(tower_process, "MODULE", "this")  # it writes no answer
     with pytest.raises(RuntimeError, match="3 processes of the encoder ended with this picture"):
-        process.encode(data)
+        process.encode(data, "")
     with pytest.raises(WeightsError, match="the process of the encoder"):
         TowerProcess(process._ticket, torch.device("cpu"), torch.float32, PATIENCE_S)
     monkeypatch.undo()
-    assert torch.equal(process.encode(data), expected)
+    assert torch.equal(process.encode(data, ""), expected)
 
 
 class Killer(threading.Thread):
