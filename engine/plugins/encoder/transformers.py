@@ -20,6 +20,7 @@ from engine.plugins.encoder.layouts import (
     idefics3,
     internvl,
     llava,
+    llava_any_resolution,
     low_idefics3,
     low_internvl,
     low_pixtral,
@@ -40,6 +41,8 @@ CALLBOARD_PLUGIN = {
         "Idefics3ForConditionalGeneration": "",
         "InternVLForConditionalGeneration": "",
         "LlavaForConditionalGeneration": "",
+        "LlavaNextForConditionalGeneration": "",
+        "LlavaOnevisionForConditionalGeneration": "",
         "Mistral3ForConditionalGeneration": "",
         "Qwen2VLForConditionalGeneration": "",
         "Qwen2_5_VLForConditionalGeneration": "",
@@ -71,6 +74,7 @@ class _Family(NamedTuple):
 
 _QWEN = _Family(qwen_vl, "<|image_pad|>", "<|image_pad|>", low=low_qwen_vl)
 _IDEFICS = _Family(idefics3, "<image>", "<image>", low=low_idefics3)
+_LLAVA_TILES = _Family(llava_any_resolution, "<image>", "<image>")
 _PIXTRAL = _Family(
     pixtral,
     "[IMG]",
@@ -89,6 +93,8 @@ FAMILIES = {
         low=low_internvl,
     ),
     "LlavaForConditionalGeneration": _Family(llava, "<image>", "<image>"),
+    "LlavaNextForConditionalGeneration": _LLAVA_TILES,
+    "LlavaOnevisionForConditionalGeneration": _LLAVA_TILES,
     "Mistral3ForConditionalGeneration": _PIXTRAL,
     "Qwen2VLForConditionalGeneration": _QWEN,
     "Qwen2_5_VLForConditionalGeneration": _QWEN,

@@ -21,6 +21,11 @@ SIZES = [(1, 1), (56, 56), (57, 55), (31, 300), (300, 31), (320, 240), (101, 99)
 # Kinds and their processors; that of Pixtral needs torchvision.
 PROCESSORS: dict[str, tuple[str, dict[str, Any]]] = {
     "llava": ("LlavaProcessor", {"patch_size": 14, "vision_feature_select_strategy": "default"}),
+    "llava_next": ("LlavaNextProcessor", {"patch_size": 14, "vision_feature_select_strategy": "default"}),
+    "llava_onevision": (
+        "LlavaOnevisionProcessor",
+        {"num_image_tokens": 16, "vision_feature_select_strategy": "full", "vision_aspect_ratio": "anyres_max_2"},
+    ),
     "idefics3": ("Idefics3Processor", {"image_seq_len": 4}),
     "smolvlm": ("SmolVLMProcessor", {"image_seq_len": 4}),
     "qwen2_vl": ("Qwen2VLProcessor", {}),
@@ -102,7 +107,7 @@ def test_low_detail_is_what_a_processor_can_do_for_fewer_tokens(
     assert fewer.num_rows < usual.num_rows or not low
 
 
-@pytest.mark.parametrize("name", ["llava", "qwen3_vl", "mistral3", "smolvlm", "internvl"])
+@pytest.mark.parametrize("name", ["llava", "llava_onevision", "qwen3_vl", "mistral3", "smolvlm", "internvl"])
 def test_an_encoder_conforms(name: str, folder: Path) -> None:
     directory = made.make(name, folder / f"kit {name}")
     check_encoder(lambda: encoder(directory))
