@@ -50,7 +50,7 @@ def _sides(files: FamilyFiles) -> int:
 def _places(files: FamilyFiles, sides: int) -> int:
     """Return the places of a tile in LLaVA's models, which may have one for its class before those of its patches."""
     has_class = "clip" in files.config["vision_config"].get("model_type", "clip_vision_model")
-    drops_first = files.config.get("vision_feature_select_strategy", "default") == "default"
+    drops_first: bool = files.config.get("vision_feature_select_strategy", "default") == "default"
     return sides**2 + has_class - drops_first
 
 
