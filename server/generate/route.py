@@ -188,7 +188,7 @@ class GenerateRoute(Generic[B]):
         return understood, await self.completed(generation, exchange)
 
     async def completed(self, generation: Generation, exchange: Exchange) -> Generation:
-        """Returns what is asked for with its pictures read, in the session that a header names if no field does.
+        """Returns what is asked for with its pictures read, in the offered session if no field names one.
 
         Raises RequestError."""
         name = exchange.offered_session

@@ -69,7 +69,7 @@ class Exchange:
     operation: what is declared of that route; None for a route that is not declared.
     names: what else the client may call it by.  parts: names of some of its choices -> which they are.
     session: the name of its session, '' for none.  cached_tokens: of its prompts, once they are counted.
-    offered_session: the session that a header names, '' for none.
+    offered_session: the session that a header or an earlier response names, '' for none.
     notes: sentences on what was changed in the request before the model got it.
     usage: prompt and completion tokens.  Handlers that generate set these three.  tells_usage: a router wants to know.
     replica: which one has answered.

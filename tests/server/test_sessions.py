@@ -72,6 +72,27 @@ def test_sessions_say_what_they_found() -> None:
         assert len(ask(served.port, "GET", "/sessions").json["sessions"]) == 2
 
 
+def test_usage_says_what_a_turn_has_found_in_the_cache_and_put_there() -> None:
+    page, said = 8, "what does this function do, and what would you call it?"
+    with EngineServer(model={"name": "demo"}, kv={"num_pages": 256, "page_size": page}) as served:
+        body = {"model": "demo", "max_tokens": 1, "messages": [{"role": "user", "content": said}]}
+        turns = [ask(served.port, "POST", "/v1/messages", body).json["usage"] for _ in range(2)]
+        brief = {**body, "stream": True, "system": "Be brief."}
+        streamed = ask(served.port, "POST", "/v1/messages", brief).body.decode()
+        counted = ask(served.port, "POST", "/v1/messages/count_tokens", {"model": "demo", "messages": body["messages"]})
+    (total,) = counted.json.values()
+    whole = total // page * page
+    first, second = turns
+    assert (first["input_tokens"], first["cache_creation_input_tokens"]) == (total - whole, whole)
+    assert first["cache_read_input_tokens"] == second["cache_creation_input_tokens"] == 0
+    assert (second["input_tokens"], second["cache_read_input_tokens"]) == (total - whole, whole)
+    events = [json.loads(line.removeprefix("data: ")) for line in streamed.splitlines() if line.startswith("data: {")]
+    started, ended = events[0]["message"]["usage"], events[-2]["usage"]
+    assert {**started, "output_tokens": 1} == {**ended, "output_tokens": 1}
+    assert started["cache_creation_input_tokens"] > 0
+    assert started["cache_creation_input_tokens"] % page == 0
+
+
 def test_a_client_sees_its_own_sessions_and_an_operator_all() -> None:
     operator = "operator-of-sixteen-characters"
     keys = {"one": "one-of-sixteen-characters", "two": "two-of-sixteen-characters"}
