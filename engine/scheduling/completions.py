@@ -193,7 +193,8 @@ class Completions:
         sequence = self._table.sequences[row]
         assert sequence is not None, f"row {row} ends and is free"
         self.leave(row, share=share)
-        self._requests.end(sequence, finish, int(self._table.num_known[row]))
+        sequence.tokens = self._table.tokens[row, : self._table.num_known[row]]  # until another sequence has the row
+        self._requests.end(sequence, finish, len(sequence.tokens))
 
     def leave(self, row: int, *, share: bool = True) -> None:
         """Take a row out of the batch; its pages follow when no step in flight uses them.

@@ -122,3 +122,27 @@ def test_without_keys_a_client_sees_those_of_its_address() -> None:
             asked(served.port, address, "POST", "/v1/completions", body)
             told = asked(served.port, address, "GET", "/sessions")["sessions"]
             assert [one["name"] for one in told] == [name]
+
+
+def test_the_first_token_that_breaks_a_sessions_prefix_is_explained() -> None:
+    user, tool = {"role": "user", "content": "def add(a, b):"}, {"type": "function", "function": {"name": "look"}}
+    with EngineServer(model={"name": "demo"}, kv={"num_pages": 256}) as served:
+
+        def turn(name: str, messages: list[Any], **fields: Any) -> tuple[str, Any]:
+            body = {"model": "demo", "messages": messages, "max_tokens": 12, "session_id": "s", **fields}
+            reply = ask(served.port, "POST", "/v1/chat/completions", body, {"X-Request-Id": name})
+            assert reply.status == 200, reply.body
+            difference = ask(served.port, "GET", f"/explain/{name}").json["difference"]
+            return reply.json["choices"][0]["message"]["content"], difference
+
+        system = {"role": "system", "content": "Be brief."}
+        answer, difference = turn("first", [system, user], ignore_eos=True)
+        assert difference is None
+        _, difference = turn("spaces", [system, user, {"role": "assistant", "content": f"  {answer}"}, user])
+        assert (difference["id"], difference["causes"]) == ("first", ["spaces"])
+        assert difference["shared"].endswith("assistant")
+        assert difference["was"].strip().startswith(answer[:5])
+        _, difference = turn("system", [{"role": "system", "content": "Be long."}, user])
+        assert (difference["causes"], difference["shared"][-2:]) == (["system"], "Be")
+        _, difference = turn("tools", [system, user], tools=[tool])
+        assert difference["causes"] == ["tools"]
