@@ -287,6 +287,7 @@ class GenerateRoute(Generic[B]):
                 finally:
                     total = usage.total()
                     exchange.cached_tokens = total.prompt_tokens_details.cached_tokens
+                    exchange.created_tokens = sum(usage.created_tokens)
                     client.used(usage.prompt_tokens, total.completion_tokens)
         except RequestError as error:
             raise self.renamed(error, body, generation) from None

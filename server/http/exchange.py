@@ -69,6 +69,7 @@ class Exchange:
     operation: what is declared of that route; None for a route that is not declared.
     names: what else the client may call it by.  parts: names of some of its choices -> which they are.
     session: the name of its session, '' for none.  cached_tokens: of its prompts, once they are counted.
+    created_tokens: of these, those that it has put into the cache.
     opening: checksums of the system prompt and the tools of a request in a session.
     offered_session: the session that a header or an earlier response names, '' for none.
     notes: sentences on what was changed in the request before the model got it.
@@ -98,6 +99,7 @@ class Exchange:
         self.session = ""
         self.offered_session = ""
         self.opening = 0, 0
+        self.created_tokens = 0
         self.cached_tokens = 0
         self.key: Key | None = None
         self._address = address
