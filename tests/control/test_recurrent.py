@@ -20,7 +20,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "graphs": ({"graphs": {"mode": "compiled"}}, "graphs.mode=compiled: no compiler takes recurrent"),
     "host pages": ({"kv": {"num_host_pages": 8}}, "kv.num_host_pages=8: pages return without the states"),
     "proposer": ({"plugins": {"proposer": "ngram"}}, "plugins.proposer=proposer.ngram: a rejected token"),
-    "adapters": ({"lora": {"folder": "/tmp"}}, "lora.folder=/tmp: models with recurrent layers take no adapters"),
     "store": ({"plugins": {"kv_store": "files"}}, "plugins.kv_store=files: pages return without the states"),
 }
 
