@@ -175,7 +175,7 @@ async def test_they_are_so_wherever_they_run(llama: Made, tables: dict[str, dict
 
 
 async def test_they_are_so_where_tokens_are_proposed(llama: Made, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the model without any; with retractions, both tiers and two ranks."""
+    """The model proposes without any adapter; with retractions, both tiers and two ranks."""
     monkeypatch.setattr(Payoff, "counts", Everything.counts)
     monkeypatch.setattr(Payoff, "knows", Everything.knows)
     take, most = RankAdapters.take, [0]
