@@ -30,14 +30,13 @@ class GatedDelta(RecurrentPart):
     ) -> None:
         self.shape = shape
         heads, values = shape.num_heads, shape.num_heads * shape.value_size
-        parts = [("in_proj_qkv", shape.channels), ("in_proj_z", values), ("in_proj_b", heads), ("in_proj_a", heads)]
-        self.inner = ColumnLinear(hidden_size, parts, False, None, device, dtype)
+        self.inner = ColumnLinear(hidden_size, shape.inner, False, None, device, dtype)
         self.convolution = CausalConvolution(shape.channels, shape.taps, False, device, dtype)
         self.decay_H = parameter(heads, device=device, dtype=torch.float32)
         self.bias_H = parameter(heads, device=device, dtype=torch.float32)
         self.norm_V = parameter(shape.value_size, device=device, dtype=torch.float32)
         self.outer = RowLinear(values, hidden_size, False, comm, device, dtype)
-        self._splits = [length for _, length in parts]
+        self._splits = shape.channels, values, heads, heads
 
     def mix(self, inner_TI: Tensor, states: tuple[Tensor, ...], step: StatesOfStep) -> Tensor:
         """Return the gated and normed result of the recurrence (``RecurrentPart``)."""
@@ -56,29 +55,9 @@ class GatedDelta(RecurrentPart):
     def slices(self, prefix: str) -> Iterator[WeightSlice]:
         """Yield the slices of the checkpoint that this part reads."""
         name = joined(prefix, self.shape.name)
-        inner = self.inner.slices(name)
-        yield from self._grouped(name) if self.shape.grouped else inner
+        yield from self.inner.slices(name)
         yield from self.convolution.slices(f"{name}.conv1d")
         yield whole(f"{name}.A_log", self.decay_H)
         yield whole(f"{name}.dt_bias", self.bias_H)
         yield whole(f"{name}.norm.weight", self.norm_V)
         yield from self.outer.slices(f"{name}.out_proj")
-
-    def _grouped(self, name: str) -> Iterator[WeightSlice]:
-        """Yield the slices of a checkpoint that has, for each head with a key, its rows one after the other."""
-        shape, shared = self.shape, self.shape.num_heads // self.shape.num_keys
-        values = shared * shape.value_size
-        qkv, z, b, a = self.inner.weight.split(self._splits)
-        keys = shape.num_keys * shape.key_size
-        q, k, v = qkv.tensor_split((keys, 2 * keys))
-        tensors = {
-            "in_proj_qkvz": [(q, shape.key_size), (k, shape.key_size), (v, values), (z, values)],
-            "in_proj_ba": [(b, shared), (a, shared)],
-        }
-        for tensor, sides in tensors.items():
-            rows, start = sum(len(side) for side, _ in sides), 0
-            for head in range(shape.num_keys):
-                for side, size in sides:
-                    target = side[head * size : (head + 1) * size]
-                    yield WeightSlice(f"{name}.{tensor}.weight", (rows, side.shape[1]), 0, start, size, target)
-                    start += size
