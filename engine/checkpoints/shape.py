@@ -84,6 +84,14 @@ class RMSNormShape(PartShape, frozen=True, kw_only=True):
     offset: float = 0.0
 
 
+class RenewingShape(PartShape, frozen=True, kw_only=True):
+    """A norm whose result, times ``factor``, takes the place of what the layer adds to."""
+
+    built_by: ClassVar[str] = "engine.layers.norm:renewing"
+    norm: RMSNormShape
+    factor: float
+
+
 class LayerNormShape(PartShape, frozen=True, kw_only=True):
     """The norm (x - mean) / sqrt(variance + eps) * (offset + weight) + bias, Ba et al. 2016."""
 
@@ -233,12 +241,17 @@ class ShortConvolutionShape(RecurrentShape, frozen=True, kw_only=True):
         return ((self.taps - 1, self.size),)
 
 
+Layout = Literal["joined", "grouped", "apart"]
+
+
 class GatedDeltaShape(RecurrentShape, frozen=True, kw_only=True):
     """The gated delta rule (Yang et al. 2024) behind a convolution over ``taps`` tokens.
 
     num_heads: heads with a value; num_keys: heads with a key and a query, each shared by as many heads.
     key_size, value_size: of a head.  eps: of the norm behind.
-    grouped: the tensors of queries, keys, values and gates are one, which has them by heads with a key.
+    most: a token's factor of the rule is between 0 and so much; above 1 a key's value may change its sign.
+    layout: how the tensors lie.  "joined": queries, keys and values are one; "grouped": gates too, by heads with a key;
+    "apart": each is one, with a convolution of its own.
     """
 
     built_by: ClassVar[str] = "engine.layers.gated_delta:GatedDelta"
@@ -248,7 +261,8 @@ class GatedDeltaShape(RecurrentShape, frozen=True, kw_only=True):
     value_size: int
     taps: int
     eps: float
-    grouped: bool = False
+    most: float = 1.0
+    layout: Layout = "joined"
     name: str = "linear_attn"
 
     @property
@@ -313,6 +327,33 @@ class Mamba2Shape(RecurrentShape, frozen=True, kw_only=True):
     @property
     def states(self) -> tuple[tuple[int, ...], ...]:
         return (self.taps - 1, self.channels), (self.num_heads, self.state_size, self.head_size)
+
+
+class LightningShape(RecurrentShape, frozen=True, kw_only=True):
+    """Lightning attention (Qin et al. 2024): linear attention with decay, then a norm over all heads, and a gate.
+
+    head_size: of a key and of a value.  rates: of the decay of each head.  eps: of the norm."""
+
+    built_by: ClassVar[str] = "engine.layers.lightning:Lightning"
+    num_heads: int
+    head_size: int
+    rates: tuple[float, ...]
+    eps: float
+    name: str = "self_attn"
+
+    @property
+    def inner_size(self) -> int:
+        """Size of all heads' values."""
+        return self.num_heads * self.head_size
+
+    @property
+    def width(self) -> int:
+        """The first product's size, and what is activated of it."""
+        return 7 * self.inner_size
+
+    @property
+    def states(self) -> tuple[tuple[int, ...], ...]:
+        return ((self.num_heads, self.head_size, self.head_size),)
 
 
 class MLPShape(PartShape, frozen=True, kw_only=True):

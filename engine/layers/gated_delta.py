@@ -1,4 +1,5 @@
-"""The gated delta net (Yang et al. 2024) as in Qwen3-Next and Qwen3.5: a recurrent part in place of attention.
+"""The gated delta net (Yang et al. 2024) as in Qwen3-Next, Qwen3.5 and OLMo hybrid: a recurrent part in place of
+attention.
 
 Legend: T new tokens of a step · C channels of the convolution · G heads with a key · H heads with a value
         K size of a key · V size of a value · I outputs of the first product
@@ -23,28 +24,37 @@ from engine.layers.weights import WeightSlice, joined, parameter, whole
 class GatedDelta(RecurrentPart):
     """The gated delta rule over convolved queries, keys and values, then a norm, and a gate.
 
-    inner: queries, keys and values, the gate z, and the numbers b and a of each head, in this order."""
+    inner: queries, keys and values, the gate z, and the numbers b and a of each head, in this order.
+    names: of the norm and of the second product."""
 
     def __init__(
         self, shape: GatedDeltaShape, hidden_size: int, comm: Comm, device: torch.device, dtype: torch.dtype
     ) -> None:
         self.shape = shape
         heads, values = shape.num_heads, shape.num_heads * shape.value_size
-        parts = [("in_proj_qkv", shape.channels), ("in_proj_z", values), ("in_proj_b", heads), ("in_proj_a", heads)]
+        keys = shape.num_keys * shape.key_size
+        self._sides = {"q": keys, "k": keys, "v": values}
+        qkv, gates = [("in_proj_qkv", shape.channels)], ("in_proj_z", "in_proj_b", "in_proj_a")
+        self.names = "norm", "out_proj"
+        if shape.layout == "apart":
+            qkv, gates = [(f"{side}_proj", size) for side, size in self._sides.items()], ("g_proj", "b_proj", "a_proj")
+            self.names = "o_norm", "o_proj"
+        parts = [*qkv, *zip(gates, (values, heads, heads), strict=True)]
         self.inner = ColumnLinear(hidden_size, parts, False, None, device, dtype)
         self.convolution = CausalConvolution(shape.channels, shape.taps, False, device, dtype)
         self.decay_H = parameter(heads, device=device, dtype=torch.float32)
         self.bias_H = parameter(heads, device=device, dtype=torch.float32)
         self.norm_V = parameter(shape.value_size, device=device, dtype=torch.float32)
         self.outer = RowLinear(values, hidden_size, False, comm, device, dtype)
-        self._splits = [length for _, length in parts]
+        self._splits = [shape.channels, values, heads, heads]
 
     def mix(self, inner_TI: Tensor, states: tuple[Tensor, ...], step: StatesOfStep) -> Tensor:
         """Return the gated and normed result of the recurrence (``RecurrentPart``)."""
         shape, (windows_SKC, matrices_SHKV) = self.shape, states
         qkv_TC, z_TI, b_TH, a_TH = inner_TI.split(self._splits, -1)
         qkv_TC = self.convolution(qkv_TC, windows_SKC, step, self.recurrences, silu=True)
-        o_THV = self.recurrences.delta(qkv_TC, a_TH, b_TH, self.decay_H, self.bias_H, matrices_SHKV, step)
+        of_heads = self.decay_H, self.bias_H
+        o_THV = self.recurrences.delta(qkv_TC, a_TH, b_TH, *of_heads, shape.most, matrices_SHKV, step)
         return self.recurrences.gate(o_THV.flatten(1), z_TI, self.norm_V, shape.num_heads, shape.eps, False)
 
     def pack(self, kernels: LayerKernels | None) -> None:
@@ -57,20 +67,23 @@ class GatedDelta(RecurrentPart):
         """Yield the slices of the checkpoint that this part reads."""
         name = joined(prefix, self.shape.name)
         inner = self.inner.slices(name)
-        yield from self._grouped(name) if self.shape.grouped else inner
-        yield from self.convolution.slices(f"{name}.conv1d")
+        yield from self._grouped(name) if self.shape.layout == "grouped" else inner
+        if self.shape.layout == "apart":
+            yield from self.convolution.apart(name, self._sides)
+        else:
+            yield from self.convolution.slices(f"{name}.conv1d")
         yield whole(f"{name}.A_log", self.decay_H)
         yield whole(f"{name}.dt_bias", self.bias_H)
-        yield whole(f"{name}.norm.weight", self.norm_V)
-        yield from self.outer.slices(f"{name}.out_proj")
+        norm, outer = self.names
+        yield whole(f"{name}.{norm}.weight", self.norm_V)
+        yield from self.outer.slices(f"{name}.{outer}")
 
     def _grouped(self, name: str) -> Iterator[WeightSlice]:
         """Yield the slices of a checkpoint that has, for each head with a key, its rows one after the other."""
         shape, shared = self.shape, self.shape.num_heads // self.shape.num_keys
         values = shared * shape.value_size
         qkv, z, b, a = self.inner.weight.split(self._splits)
-        keys = shape.num_keys * shape.key_size
-        q, k, v = qkv.tensor_split((keys, 2 * keys))
+        q, k, v = qkv.split([*self._sides.values()])
         tensors = {
             "in_proj_qkvz": [(q, shape.key_size), (k, shape.key_size), (v, values), (z, values)],
             "in_proj_ba": [(b, shared), (a, shared)],
