@@ -108,6 +108,14 @@ class RMSNormShape(PartShape, frozen=True, kw_only=True):
     offset: float = 0.0
 
 
+class RenewingShape(PartShape, frozen=True, kw_only=True):
+    """A norm whose result, times ``factor``, takes the place of what the layer adds to."""
+
+    built_by: ClassVar[str] = "engine.layers.norm:renewing"
+    norm: RMSNormShape
+    factor: float
+
+
 class LayerNormShape(PartShape, frozen=True, kw_only=True):
     """The norm (x - mean) / sqrt(variance + eps) * (offset + weight) + bias, Ba et al. 2016."""
 
@@ -299,12 +307,17 @@ class ShortConvolutionShape(RecurrentShape, frozen=True, kw_only=True):
         return ((self.taps - 1, self.size),)
 
 
+Layout = Literal["joined", "grouped", "apart"]
+
+
 class GatedDeltaShape(RecurrentShape, frozen=True, kw_only=True):
     """The gated delta rule (Yang et al. 2024) behind a convolution over ``taps`` tokens.
 
     num_heads: heads with a value; num_keys: heads with a key and a query, each shared by as many heads.
     key_size, value_size: of a head.  eps: of the norm behind.
-    grouped: the tensors of queries, keys, values and gates are one, which has them by heads with a key.
+    most: a token's factor of the rule is between 0 and so much; above 1 a key's value may change its sign.
+    layout: how the tensors lie.  "joined": queries, keys and values are one; "grouped": gates too, by heads with a key;
+    "apart": each is one, with a convolution of its own.
     """
 
     built_by: ClassVar[str] = "engine.layers.gated_delta:GatedDelta"
@@ -314,14 +327,18 @@ class GatedDeltaShape(RecurrentShape, frozen=True, kw_only=True):
     value_size: int
     taps: int
     eps: float
-    grouped: bool = False
+    most: float = 1.0
+    layout: Layout = "joined"
     name: str = "linear_attn"
 
     @property
     def inner(self) -> tuple[Rows, ...]:
         """Queries, keys and values, the gate z, and the numbers b and a of each head."""
         keys, heads, values = self.num_keys * self.key_size, self.num_heads, self.num_heads * self.value_size
-        if self.grouped:
+        if self.layout == "apart":
+            gates = Rows("g_proj", values), Rows("b_proj", heads), Rows("a_proj", heads)
+            return *(Rows(f"{side}_proj", size) for side, size in self.sides.items()), *gates
+        if self.layout == "grouped":
             wide = stacked("in_proj_qkvz", (keys, keys, values, values), self.num_keys)
             return *wide, *stacked("in_proj_ba", (heads, heads), self.num_keys)
         gates = Rows("in_proj_z", values), Rows("in_proj_b", heads), Rows("in_proj_a", heads)
@@ -329,7 +346,13 @@ class GatedDeltaShape(RecurrentShape, frozen=True, kw_only=True):
 
     @property
     def outer(self) -> tuple[str, int]:
-        return "out_proj", self.num_heads * self.value_size
+        return "o_proj" if self.layout == "apart" else "out_proj", self.num_heads * self.value_size
+
+    @property
+    def sides(self) -> dict[str, int]:
+        """The sizes of queries, keys and values."""
+        keys = self.num_keys * self.key_size
+        return {"q": keys, "k": keys, "v": self.num_heads * self.value_size}
 
     @property
     def channels(self) -> int:
@@ -403,6 +426,43 @@ class Mamba2Shape(RecurrentShape, frozen=True, kw_only=True):
     @property
     def states(self) -> tuple[tuple[int, ...], ...]:
         return (self.taps - 1, self.channels), (self.num_heads, self.state_size, self.head_size)
+
+
+class LightningShape(RecurrentShape, frozen=True, kw_only=True):
+    """Lightning attention (Qin et al. 2024): linear attention with decay, then a norm over all heads, and a gate.
+
+    head_size: of a key and of a value.  rates: of the decay of each head.  eps: of the norm."""
+
+    built_by: ClassVar[str] = "engine.layers.lightning:Lightning"
+    num_heads: int
+    head_size: int
+    rates: tuple[float, ...]
+    eps: float
+    name: str = "self_attn"
+
+    @property
+    def inner_size(self) -> int:
+        """Size of all heads' values."""
+        return self.num_heads * self.head_size
+
+    @property
+    def inner(self) -> tuple[Rows, ...]:
+        """Values, keys and queries, which a checkpoint has the other way round for each head, and the gate."""
+        sides = stacked("qkv_proj", (self.inner_size,) * 3, self.num_heads)
+        return *reversed(sides), Rows("output_gate", self.inner_size)
+
+    @property
+    def outer(self) -> tuple[str, int]:
+        return "out_proj", self.inner_size
+
+    @property
+    def width(self) -> int:
+        """The first product's size, and what is activated of it."""
+        return 7 * self.inner_size
+
+    @property
+    def states(self) -> tuple[tuple[int, ...], ...]:
+        return ((self.num_heads, self.head_size, self.head_size),)
 
 
 class MLPShape(PartShape, frozen=True, kw_only=True):

@@ -6,7 +6,7 @@ Owns: the weights of the sum over taps.  Does not know: slots, what the channels
 A sum adds the same products in the same order wherever a prompt is cut: its bits do not depend on chunks.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -46,6 +46,11 @@ class CausalConvolution:
         yield whole(f"{prefix}.weight", self.weight_CK.unsqueeze(1))
         if self.bias_C is not None:
             yield whole(f"{prefix}.bias", self.bias_C)
+
+    def apart(self, prefix: str, sides: Mapping[str, int]) -> Iterator[WeightSlice]:
+        """Yield the slices of a checkpoint that has the weights of q, k and v in three tensors.  sides: their sizes."""
+        for side, part_CK in zip(sides, self.weight_CK.split([*sides.values()]), strict=True):
+            yield whole(f"{prefix}.{side}_conv1d.weight", part_CK.unsqueeze(1))
 
 
 class ShortConvolution(RecurrentPart):

@@ -1,4 +1,5 @@
-"""The gated delta net (Yang et al. 2024) as in Qwen3-Next and Qwen3.5: a recurrent part in place of attention.
+"""The gated delta net (Yang et al. 2024) as in Qwen3-Next, Qwen3.5 and OLMo hybrid: a recurrent part in place of
+attention.
 
 Legend: T new tokens of a step · C channels of the convolution · G heads with a key · H heads with a value
         K size of a key · V size of a value · I outputs of the first product
@@ -43,7 +44,8 @@ class GatedDelta(RecurrentPart):
         shape, (windows_SKC, matrices_SHKV) = self.shape, states
         qkv_TC, z_TI, b_TH, a_TH = inner_TI.split(self._splits, -1)
         qkv_TC = self.convolution(qkv_TC, windows_SKC, step, self.recurrences, silu=True)
-        o_THV = self.recurrences.delta(qkv_TC, a_TH, b_TH, self.decay_H, self.bias_H, matrices_SHKV, step)
+        of_heads = self.decay_H, self.bias_H
+        o_THV = self.recurrences.delta(qkv_TC, a_TH, b_TH, *of_heads, shape.most, matrices_SHKV, step)
         return self.recurrences.gate(o_THV.flatten(1), z_TI, self.norm_V, shape.num_heads, shape.eps, False)
 
     def pack(self, kernels: LayerKernels | None) -> None:
@@ -55,9 +57,14 @@ class GatedDelta(RecurrentPart):
     def slices(self, prefix: str) -> Iterator[WeightSlice]:
         """Yield the slices of the checkpoint that this part reads."""
         name = joined(prefix, self.shape.name)
+        is_apart = self.shape.layout == "apart"
         yield from self.inner.slices(name)
-        yield from self.convolution.slices(f"{name}.conv1d")
+        if is_apart:
+            yield from self.convolution.apart(name, self.shape.sides)
+        else:
+            yield from self.convolution.slices(f"{name}.conv1d")
         yield whole(f"{name}.A_log", self.decay_H)
         yield whole(f"{name}.dt_bias", self.bias_H)
-        yield whole(f"{name}.norm.weight", self.norm_V)
-        yield from self.outer.slices(f"{name}.out_proj")
+        yield whole(f"{name}.{'o_norm' if is_apart else 'norm'}.weight", self.norm_V)
+        outer, _ = self.shape.outer
+        yield from self.outer.slices(f"{name}.{outer}")
