@@ -43,16 +43,12 @@ def with_rows_for_states(config: Config, state_bytes: int, weight_bytes: int = 0
 
 def check_recurrent(config: Config) -> None:
     """Raise ConfigError for a setting under which a model with recurrent layers would give wrong results or fail."""
-    kv, ranks, mode = config.kv, config.device.tensor_parallel, config.graphs.mode
-    host_pages = getattr(kv, "num_host_pages", 0)  # of an optional folder
+    ranks, mode = config.device.tensor_parallel, config.graphs.mode
     faults = {
         f"device.tensor_parallel={ranks}: the states of recurrent layers are not divided among ranks; set it to 1": (
             ranks > 1
         ),
         f"graphs.mode={mode}: no compiler takes recurrent layers; set it to 'auto'": mode == NOT_SERVED,
-        f"kv.num_host_pages={host_pages}: pages return without the states of recurrent layers; set it to 0": (
-            host_pages > 0
-        ),
     }
     for fault, found in faults.items():
         if found:

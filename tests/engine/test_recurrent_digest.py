@@ -115,7 +115,7 @@ def restored_from_another(patch: pytest.MonkeyPatch) -> None:
         copies = copies_of(step)
         pairs = np.frombuffer(copies.before, dtype=np.int32).reshape(2, -1).copy()
         pairs[0] ^= 1
-        return StateCopies(before=pairs.tobytes(), aside=copies.aside, after=copies.after)
+        return StateCopies(before=pairs.tobytes(), after=copies.after)
 
     patch.setattr(rank, "copies_of", neighbours)
 
