@@ -16,7 +16,6 @@ from server.extensions.doctor.doctor import examine
 from tests.models.checkpoints import build, save
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "ranks": ({"device": {"kind": "cpu", "tensor_parallel": 2}}, "device.tensor_parallel=2: the states"),
     "graphs": ({"graphs": {"mode": "compiled"}}, "graphs.mode=compiled: no compiler takes recurrent"),
     "store": ({"plugins": {"kv_store": "files"}}, "plugins.kv_store=files: pages return without the states"),
 }

@@ -223,16 +223,17 @@ HYBRIDS = {
 
 
 @pytest.mark.parametrize(
-    "variant", [one if one == "qwen3-5" else pytest.param(one, marks=pytest.mark.slow) for one in HYBRIDS]
+    ("variant", "num_ranks"),
+    [("qwen3-5", 1), *(pytest.param(one, 2, marks=pytest.mark.slow) for one in HYBRIDS)],
 )
 async def test_they_are_so_with_recurrent_layers_whose_states_no_two_adapters_share(
-    variant: str, tmp_path: Path
+    variant: str, num_ranks: int, tmp_path: Path
 ) -> None:
     made = Made(tmp_path, variant, HYBRIDS[variant])
     params = GREEDY.replace(prompt_logprobs=None)
     same = [(PROMPTS[1], name) for name in made.references if name != "few"]
     first = [*zip(PROMPTS, NAMES, strict=True)]
-    rounds = await run(made, made.config(), [first, same, same], params)
+    rounds = await run(made, made.config(device={"tensor_parallel": num_ranks}), [first, same, same], params)
     asked = [*first, *same, *same]
     expected = [greedy(made.references[name], prompt, NUM_NEW) for prompt, name in asked]
     assert [said[0] for found in rounds for said in found] == expected
