@@ -18,26 +18,28 @@ from engine.layers.kernels import LayerKernels
 from engine.layers.linear import ColumnLinear, RowLinear
 from engine.layers.recurrent import RecurrentPart
 from engine.layers.states import StatesOfStep
-from engine.layers.weights import WeightSlice, joined, parameter, whole
+from engine.layers.weights import WeightSlice, joined, own_part, parameter, whole
 
 
 class GatedDelta(RecurrentPart):
     """The gated delta rule over convolved queries, keys and values, then a norm, and a gate.
 
+    shape: of this rank's heads.  whole: of all.
     inner: queries, keys and values, the gate z, and the numbers b and a of each head, in this order."""
 
     def __init__(
         self, shape: GatedDeltaShape, hidden_size: int, comm: Comm, device: torch.device, dtype: torch.dtype
     ) -> None:
-        self.shape = shape
-        heads, values = shape.num_heads, shape.num_heads * shape.value_size
-        self.inner = ColumnLinear(hidden_size, shape.inner, False, None, device, dtype)
-        self.convolution = CausalConvolution(shape.channels, shape.taps, False, device, dtype)
+        self.whole, self.comm = shape, comm
+        self.shape = mine = shape.of_rank(comm.size)
+        heads, values = mine.num_heads, mine.num_heads * mine.value_size
+        self.inner = ColumnLinear(hidden_size, shape.inner, False, comm, device, dtype)
+        self.convolution = CausalConvolution(shape.convolved, shape.taps, False, comm, device, dtype)
         self.decay_H = parameter(heads, device=device, dtype=torch.float32)
         self.bias_H = parameter(heads, device=device, dtype=torch.float32)
         self.norm_V = parameter(shape.value_size, device=device, dtype=torch.float32)
-        self.outer = RowLinear(values, hidden_size, False, comm, device, dtype)
-        self._splits = shape.channels, values, heads, heads
+        self.outer = RowLinear(shape.num_heads * shape.value_size, hidden_size, False, comm, device, dtype)
+        self._splits = mine.channels, values, heads, heads
 
     def mix(self, inner_TI: Tensor, states: tuple[Tensor, ...], step: StatesOfStep) -> Tensor:
         """Return the gated and normed result of the recurrence (``RecurrentPart``)."""
@@ -57,14 +59,10 @@ class GatedDelta(RecurrentPart):
     def slices(self, prefix: str) -> Iterator[WeightSlice]:
         """Yield the slices of the checkpoint that this part reads."""
         name = joined(prefix, self.shape.name)
-        is_apart = self.shape.layout == "apart"
         yield from self.inner.slices(name)
-        if is_apart:
-            yield from self.convolution.apart(name, self.shape.sides)
-        else:
-            yield from self.convolution.slices(f"{name}.conv1d")
-        yield whole(f"{name}.A_log", self.decay_H)
-        yield whole(f"{name}.dt_bias", self.bias_H)
-        yield whole(f"{name}.{'o_norm' if is_apart else 'norm'}.weight", self.norm_V)
+        yield from self.convolution.slices(name)
+        yield own_part(f"{name}.A_log", self.whole.num_heads, self.comm, self.decay_H)
+        yield own_part(f"{name}.dt_bias", self.whole.num_heads, self.comm, self.bias_H)
+        yield whole(f"{name}.{self.shape.norm}.weight", self.norm_V)
         outer, _ = self.shape.outer
         yield from self.outer.slices(f"{name}.{outer}")

@@ -309,7 +309,7 @@ LATER: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
-# Families with recurrent layers, which one rank has whole.
+# Families with recurrent layers.
 HYBRID: dict[str, tuple[str, dict[str, Any]]] = {
     "lfm2": ("Lfm2", {"layer_types": CONVOLUTIONS, "block_multiple_of": 32, "intermediate_size": 120}),
     "lfm2-biases": (
