@@ -178,7 +178,8 @@ class LatentAttentionShape(PartShape, frozen=True, kw_only=True):
     """Multi-head latent attention (DeepSeek-AI 2024): a token is stored as one latent, from which all heads' keys and
     values are computed, and one rotated key that all heads share.
 
-    latent_size: of the latent.  rotary_size: of the rotated key, and of that part of a head's query.
+    latent_size: of the latent.  rotary_size: of the rotated key, and of that part of a head's query; with rotary None
+    neither rotates.
     plain_size: of the other part of a head's query.  value_size: of a head's value.
     query_rank: size of compressed queries; 0 for none.  scale: factor of the scores.
     bias: whether the products from the model's width and the output have biases.
@@ -191,7 +192,7 @@ class LatentAttentionShape(PartShape, frozen=True, kw_only=True):
     rotary_size: int
     plain_size: int
     value_size: int
-    rotary: RotaryShape
+    rotary: RotaryShape | None
     scale: float
     eps: float
     query_rank: int = 0
@@ -266,6 +267,11 @@ class GatedDeltaShape(RecurrentShape, frozen=True, kw_only=True):
     name: str = "linear_attn"
 
     @property
+    def decay_shape(self) -> tuple[int, ...]:
+        """Shape of the stored rates of heads' decays."""
+        return (self.num_heads,)
+
+    @property
     def channels(self) -> int:
         """Channels of the convolution: queries, keys and values."""
         return 2 * self.num_keys * self.key_size + self.num_heads * self.value_size
@@ -278,6 +284,25 @@ class GatedDeltaShape(RecurrentShape, frozen=True, kw_only=True):
     @property
     def states(self) -> tuple[tuple[int, ...], ...]:
         return (self.taps - 1, self.channels), (self.num_heads, self.key_size, self.value_size)
+
+
+class KimiDeltaShape(GatedDeltaShape, frozen=True, kw_only=True):
+    """Kimi delta attention (Moonshot AI 2025): the gated delta rule with a decay for each number of a key.
+
+    rank: size that gates and decays pass through between two products."""
+
+    built_by: ClassVar[str] = "engine.layers.kimi_delta:KimiDelta"
+    rank: int
+
+    @property
+    def decay_shape(self) -> tuple[int, ...]:
+        """Shape of the stored rates of heads' decays."""
+        return 1, 1, self.num_heads, 1
+
+    @property
+    def width(self) -> int:
+        """The first products' size, and twice the decays."""
+        return self.channels + self.num_heads * (self.value_size + 3 * self.key_size)
 
 
 class Mamba2Shape(RecurrentShape, frozen=True, kw_only=True):
