@@ -229,7 +229,8 @@ class LatentAttentionShape(PartShape, frozen=True, kw_only=True):
     """Multi-head latent attention (DeepSeek-AI 2024): a token is stored as one latent, from which all heads' keys and
     values are computed, and one rotated key that all heads share.
 
-    latent_size: of the latent.  rotary_size: of the rotated key, and of that part of a head's query.
+    latent_size: of the latent.  rotary_size: of the rotated key, and of that part of a head's query; with rotary None
+    neither rotates.
     plain_size: of the other part of a head's query.  value_size: of a head's value.
     query_rank: size of compressed queries; 0 for none.  scale: factor of the scores.
     bias: whether the products from the model's width and the output have biases.
@@ -242,7 +243,7 @@ class LatentAttentionShape(PartShape, frozen=True, kw_only=True):
     rotary_size: int
     plain_size: int
     value_size: int
-    rotary: RotaryShape
+    rotary: RotaryShape | None
     scale: float
     eps: float
     query_rank: int = 0
@@ -289,7 +290,12 @@ class RecurrentShape(PartShape, frozen=True, kw_only=True):
 
     @property
     def inner(self) -> tuple[Rows, ...]:
-        """The rows of its first product; none if it has more than two products."""
+        """The rows of its first product."""
+        return ()
+
+    @property
+    def between(self) -> tuple[tuple[int, Rows], ...]:
+        """Inputs and rows of the products between its first and its last one."""
         return ()
 
     @property
@@ -361,7 +367,8 @@ class GatedDeltaShape(RecurrentShape, frozen=True, kw_only=True):
         """Queries, keys and values, the gate z, and the numbers b and a of each head."""
         keys, heads, values = self.num_keys * self.key_size, self.num_heads, self.num_heads * self.value_size
         if self.layout == "apart":
-            gates = Rows("g_proj", values), Rows("b_proj", heads), Rows("a_proj", heads)
+            names = zip(self.gate_names, self.gates, strict=True)
+            gates = tuple(Rows(name, size) for name, size in names)
             return Rows("q_proj", keys), Rows("k_proj", keys), Rows("v_proj", values), *gates
         if self.layout == "grouped":
             wide = stacked("in_proj_qkvz", (keys, keys, values, values), self.num_keys)
@@ -372,6 +379,21 @@ class GatedDeltaShape(RecurrentShape, frozen=True, kw_only=True):
     @property
     def outer(self) -> tuple[str, int]:
         return "o_proj" if self.layout == "apart" else "out_proj", self.num_heads * self.value_size
+
+    @property
+    def gate_names(self) -> tuple[str, str, str]:
+        """Names of what gives the gate z, and the numbers b and a, where queries, keys and values are apart."""
+        return "g_proj", "b_proj", "a_proj"
+
+    @property
+    def gates(self) -> tuple[int, int, int]:
+        """The first product's outputs for the gate z, and for b and a."""
+        return self.num_heads * self.value_size, self.num_heads, self.num_heads
+
+    @property
+    def bias_shape(self) -> tuple[int, ...]:
+        """Shape of the bias of the decays."""
+        return (self.num_heads,)
 
     @property
     def norm(self) -> str:
@@ -387,6 +409,11 @@ class GatedDeltaShape(RecurrentShape, frozen=True, kw_only=True):
         return stacked("conv1d", (keys, keys, values))
 
     @property
+    def decay_shape(self) -> tuple[int, ...]:
+        """Shape of the stored rates of heads' decays."""
+        return (self.num_heads,)
+
+    @property
     def channels(self) -> int:
         """Channels of the convolution: queries, keys and values."""
         return 2 * self.num_keys * self.key_size + self.num_heads * self.value_size
@@ -399,6 +426,45 @@ class GatedDeltaShape(RecurrentShape, frozen=True, kw_only=True):
     @property
     def states(self) -> tuple[tuple[int, ...], ...]:
         return (self.taps - 1, self.channels), (self.num_heads, self.key_size, self.value_size)
+
+
+class KimiDeltaShape(GatedDeltaShape, frozen=True, kw_only=True):
+    """Kimi delta attention (Moonshot AI 2025): the gated delta rule with a decay for each number of a key.
+
+    rank: size that gates and decays pass through between two products."""
+
+    built_by: ClassVar[str] = "engine.layers.kimi_delta:KimiDelta"
+    rank: int
+
+    def of_rank(self, size: int) -> Self:
+        return RecurrentShape.of_rank(self, size)
+
+    @property
+    def gate_names(self) -> tuple[str, str, str]:
+        return "g_a_proj", "b_proj", "f_a_proj"
+
+    @property
+    def gates(self) -> tuple[int, int, int]:
+        return self.rank, self.num_heads, self.rank
+
+    @property
+    def between(self) -> tuple[tuple[int, Rows], ...]:
+        values, (decays,) = Rows("g_b_proj", self.num_heads * self.value_size), self.bias_shape
+        return (self.rank, values), (self.rank, Rows("f_b_proj", decays))
+
+    @property
+    def bias_shape(self) -> tuple[int, ...]:
+        return (self.num_heads * self.key_size,)
+
+    @property
+    def decay_shape(self) -> tuple[int, ...]:
+        """Shape of the stored rates of heads' decays."""
+        return 1, 1, self.num_heads, 1
+
+    @property
+    def width(self) -> int:
+        """The first products' size, and twice the decays."""
+        return self.channels + self.num_heads * (self.value_size + 3 * self.key_size)
 
 
 class Mamba2Shape(RecurrentShape, frozen=True, kw_only=True):
