@@ -131,4 +131,5 @@ class TowerProcess:
             if answer.reason:
                 raise RequestError(answer.reason, status=answer.status)
             rows = bytearray(read_exactly(stream, math.prod(answer.shape) * self._dtype.itemsize))
-        return torch.frombuffer(rows, dtype=self._dtype).view(answer.shape).to(self._device)
+        rows_LND = torch.frombuffer(rows, dtype=self._dtype)
+        return rows_LND.view(answer.shape).to(self._device)

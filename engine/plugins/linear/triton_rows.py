@@ -38,7 +38,7 @@ class RowsWeight:
         return torch.nn.functional.linear(x_TI, self._weight_OI, bias_O)
 
 
-class Rows:
+class FewRows:
     """A kernel that keeps every weight, except those of so many outputs that torch's product reads them fast."""
 
     def __init__(self, element_bytes: int, product: Product) -> None:
@@ -53,7 +53,7 @@ class Rows:
 
 
 @hookimpl
-def callboard_linear(context: LinearContext) -> Rows:
+def callboard_linear(context: LinearContext) -> FewRows:
     """Build the kernel; it takes no options.  Raises PluginError without triton."""
     decode_options(PLUGIN, context.options, Options)
     try:
@@ -62,4 +62,4 @@ def callboard_linear(context: LinearContext) -> Rows:
         raise PluginError(
             f"{PLUGIN} needs triton, which cannot be imported ({error}); set plugins.linear=torch"
         ) from error
-    return Rows(getattr(torch, context.dtype).itemsize, multiply_few)
+    return FewRows(getattr(torch, context.dtype).itemsize, multiply_few)

@@ -56,6 +56,6 @@ def test_int8_weights_times_their_scales(monkeypatch):
 
 def test_a_large_head_is_left_to_torch(monkeypatch):
     monkeypatch.setattr(triton_rows, "MOST_OUTPUTS", 8)
-    kernel = triton_rows.Rows(2, multiply_few)
+    kernel = triton_rows.FewRows(2, multiply_few)
     assert kernel.pack(torch.ones(9, 4)) is None
     assert kernel.pack(torch.ones(8, 4)) is not None
