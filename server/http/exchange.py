@@ -33,6 +33,7 @@ from server.http.bodies import Bodies
 from server.http.operation import Handler, Operation
 from server.http.replies import ErrorFormat, as_request_error, error_body, error_response
 from server.http.routes import Routes
+from server.http.turnstile import network_of
 from server.keys import Key
 
 log = logging.getLogger(__name__)
@@ -118,7 +119,7 @@ class Exchange:
     @classmethod
     def of(cls, request: web.BaseRequest) -> "Exchange":
         """Returns what is known of a request that has just come."""
-        exchange = cls(_request_id(request.headers.get(REQUEST_ID_HEADER, "")), request.remote or "-")
+        exchange = cls(_request_id(request.headers.get(REQUEST_ID_HEADER, "")), network_of(request.remote or "-"))
         exchange.arrived_at = getattr(request.protocol, "arrived_at", exchange.received_at)
         exchange.was_received = exchange._has_connection = True
         given = (request.headers.get(name, "")[:MAX_SESSION_CHARS] for name in SESSION_HEADERS)
@@ -147,7 +148,7 @@ class Exchange:
 
     @property
     def client(self) -> str:
-        """The name of its key, or else its address."""
+        """The name of its key, or else its address; of IPv6 its /64, whose addresses one client may change between."""
         return self._address if self.key is None else self.key.name
 
     def log(self, request: web.BaseRequest, status: int, duration_s: float, *, is_news: bool = True) -> None:

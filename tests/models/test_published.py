@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from engine.plugins.families import read_model
 from tests.models.checkpoints import LLAMA3, VARIANTS, build
 from tests.models.published import assert_same
 
@@ -30,6 +31,13 @@ DEEPSEEK = {
     "moe_layer_freq": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc", "ep_size": 1, "aux_loss_alpha": 0.001,
     "num_nextn_predict_layers": 1, "rope_theta": 10000,
     "rope_scaling": {**SHARP, "original_max_position_embeddings": 128},
+}  # fmt: skip
+KIMI = {
+    "linear_attn_config": {
+        "full_attn_layers": [2], "kda_layers": [1, 3], "head_dim": 16, "num_heads": 3, "short_conv_kernel_size": 4
+    },
+    "first_k_dense_replace": 1, "moe_layer_freq": 1, "moe_router_activation_func": "sigmoid", "use_grouped_topk": True,
+    "mla_use_nope": True, "rope_theta": 10000.0, "num_nextn_predict_layers": 0, "head_dim": 16,
 }  # fmt: skip
 GRANITE = {
     "layer_types": ["attention"] * 3, "normalization_function": "rmsnorm", "mamba_d_conv": 4, "mamba_d_state": 256,
@@ -71,6 +79,7 @@ KINDS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {"full_attn_idxs": [1], "block_ff_dim": 120, "rope_theta": 1e6, "tie_embedding": True, "use_pos_enc": True},
     ),
     "Llama 3.1": ("llama3-rope", {}, {"rope_theta": 5e5, "rope_scaling": LLAMA3_WORDS, "pretraining_tp": 1}),
+    "Kimi-Linear": ("kimi-linear", {}, KIMI),
     "MiniMax M2": ("minimax-m2", {}, MINIMAX),
     "Nemotron": (
         "nemotron",
@@ -116,6 +125,20 @@ KINDS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 }
 
 
+# MiniMax-Text-01 as its first files have it; transformers knows the same model under other words.
+TEXT_01 = {
+    "model_type": "minimax_text_01", "architectures": ["MiniMaxText01ForCausalLM"], "attn_type_list": [0, 1, 0],
+    "postnorm": True, "shared_intermediate_size": [0], "rotary_dim": 16, "rope_theta": 1e6,
+    "layernorm_full_attention_alpha": 3.5, "layernorm_full_attention_beta": 1.2,
+    "layernorm_linear_attention_alpha": 3.0, "layernorm_linear_attention_beta": 1.0,
+    "layernorm_mlp_alpha": 2.5, "layernorm_mlp_beta": 0.8,
+}  # fmt: skip
+
+
+# Fields whose place others take in a published file.
+REPLACED = {"Kimi-Linear": ("linear_head_dim", "linear_num_heads", "linear_conv_kernel_dim")}
+
+
 def publish(kind: str, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Write the checkpoint."""
     variant, changes, words = KINDS[kind]
@@ -123,7 +146,8 @@ def publish(kind: str, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setitem(VARIANTS, variant, (family, settings | changes))
     build(variant).save_pretrained(directory)
     path = directory / "config.json"
-    config = {name: value for name, value in json.loads(path.read_text()).items() if name not in LATER}
+    left_out = (*LATER, *REPLACED.get(kind, ()))
+    config = {name: value for name, value in json.loads(path.read_text()).items() if name not in left_out}
     path.write_text(json.dumps(config | {"torch_dtype": "bfloat16"} | words))
 
 
@@ -138,3 +162,15 @@ def test_a_published_config_means_what_it_means_to_transformers(
         behind = {f"model.layers.3.{name}.weight": torch.zeros(4) for name in ("enorm", "eh_proj", "shared_head.norm")}
         save_file(load_file(path) | behind, path)
     assert_same(tmp_path, reference.eval())
+
+
+def test_the_first_files_of_minimax_text_01(tmp_path: Path) -> None:
+    reference = build("minimax")
+    reference.save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    table = {name: one for name, one in json.loads(path.read_text()).items() if not name.endswith("_factor")}
+    words = {name: one for name, one in table.items() if name not in LATER} | TEXT_01
+    path.write_text(json.dumps(words))
+    assert_same(tmp_path, reference)
+    path.write_text(json.dumps(words | {"rotary_dim": 8}))
+    assert read_model(tmp_path).shape.attentions[0].rotary.size == 8
