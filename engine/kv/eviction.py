@@ -48,7 +48,7 @@ class EvictionStrategy(Protocol):
         """Return the rank of a candidate: the smallest goes first, and the earliest candidate among equals.
 
         Always return the same number of ints.  It is called whenever a node becomes a candidate; while the node is one,
-        only its num_pages changes.
+        only its num_pages changes.  With a host tier it also ranks the prefixes that are there alone.
         If it raises or returns anything else, that is logged with the plugin's name, and it is not called again.
         """
         ...

@@ -20,7 +20,7 @@ from msgspec import Meta
 from engine.messages import DEFAULT_OPTIONS, RequestOptions
 from engine.text.tool_calls import ToolCallParser
 from engine.types.params import MAX_SEED, SamplingParams
-from engine.types.prompt import ChatTurn, Prompt
+from engine.types.prompt import ChatTurn, Prompt, RequestPart
 
 MAX_CHOICES = 128  # in one request
 END_OF_TIME = 1 << 40  # seconds since 1970
@@ -78,6 +78,11 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
     notes: tuple[str, ...] = ()
     session: str = ""
     origin: ResumePoint = msgspec.field(default_factory=ResumePoint)
+
+    def with_parts(self, parts: dict[str, RequestPart]) -> "Generation":
+        """Returns the generation with further parts for features of the engine."""
+        options = msgspec.structs.replace(self.options, parts={**self.options.parts, **parts})
+        return msgspec.structs.replace(self, options=options)
 
 
 def opening_of(generation: Generation) -> tuple[int, int]:

@@ -168,7 +168,8 @@ class GenerateTask(NamedTuple, Generic[B]):
 class GenerateRoute(Generic[B]):
     """Handles the requests of one endpoint.  keeper: of its streams; None where they end with their connection.
     sight: of its conversations; None where the model reads text alone.  ping: of its streams.
-    session_parts: gives the parts of a request in a session that is named."""
+    session_parts: gives the parts of a request in a session that is named.
+    more_parts: gives further parts of a request, by its body; None where there are none."""
 
     def __init__(self, endpoint: Endpoint[B], server: ServerSection) -> None:
         self.endpoint = endpoint
@@ -176,6 +177,7 @@ class GenerateRoute(Generic[B]):
         self.keeper: Keeper | None = None
         self.sight: Sight | None = None
         self.session_parts: Callable[[str], dict[str, RequestPart]] | None = None
+        self.more_parts: Callable[[bytes, web.Request], dict[str, RequestPart]] | None = None
         self._reader = BodyReader(endpoint.body_type, self._understand, server, elsewhere=endpoint.elsewhere)
 
     async def read(self, body: bytes) -> tuple[B, Generation]:
@@ -193,9 +195,7 @@ class GenerateRoute(Generic[B]):
         Raises RequestError."""
         name = exchange.offered_session
         if name and not generation.session and self.session_parts is not None:
-            options = generation.options
-            options = msgspec.structs.replace(options, parts={**options.parts, **self.session_parts(name)})
-            generation = msgspec.structs.replace(generation, session=name, options=options)
+            generation = msgspec.structs.replace(generation, session=name).with_parts(self.session_parts(name))
         if self.sight is None:
             return generation
         prompts = [await _seen(prompt, self.sight, exchange) for prompt in generation.prompts]
@@ -216,6 +216,8 @@ class GenerateRoute(Generic[B]):
         request[CLIENT].check_admission()
         raw = await self._reader.receive(request)
         body, generation = await self.understand(raw, request[CLIENT].exchange)
+        if self.more_parts is not None:
+            generation = generation.with_parts(self.more_parts(raw, request))
         if ORIGIN in request:
             generation = self._with_origin(generation, request[ORIGIN])
             request[CLIENT].exchange.tells_usage = True

@@ -52,6 +52,11 @@ export async function getStats(model) {
   return (await call(path, { signal: AbortSignal.timeout(PATIENCE_MS) })).json();
 }
 
+export async function getSessions(model) {
+  const path = model ? `/sessions?model=${encodeURIComponent(model)}` : "/sessions";
+  return (await call(path, { signal: AbortSignal.timeout(PATIENCE_MS) })).json();
+}
+
 export async function getExplanation(id, model) {
   const path = `/explain/${encodeURIComponent(id)}`;
   return (await call(model ? `${path}?model=${encodeURIComponent(model)}` : path)).json();

@@ -5,6 +5,7 @@ import { Board } from "/page/board.js";
 import { historyChart, sparkline, stepChart } from "/page/charts.js";
 import { term } from "/page/help.js";
 import { Cells, Mosaic } from "/page/mosaic.js";
+import { Sessions } from "/page/sessions.js";
 import { milliseconds, whole } from "/page/svg.js";
 import { branchOf, prefixTree } from "/page/tree.js";
 import { Why } from "/page/why.js";
@@ -22,6 +23,7 @@ export class EngineView {
   // model: returns which of several is shown.
   constructor(model) {
     this.why = new Why(model);
+    this.sessions = new Sessions(model);
     const explain = (id) => this.why.open(id);
     this.board = new Board(byId("board"), byId("board-said"), (number) => this.#pointAtRequest(number), explain);
     this.mosaic = new Mosaic(byId("pool"), (cell) => this.#pointAtCell(cell));
@@ -36,6 +38,7 @@ export class EngineView {
     this.#rows = stats.board;
     this.why.remember(stats.board);
     this.why.refresh();
+    this.sessions.refresh();
     this.#figures(stats);
     this.#pool(stats);
     this.#tree(stats);

@@ -1,25 +1,58 @@
-"""The replica that has probably cached the beginning of a prompt: the one that was last sent it.
+"""The replica that has cached the beginning of a prompt: one that has reported it, or that was just sent it.
 
 The router sees text, the replicas' radix trees hold tokens; equal text of equal requests gives equal tokens, so chained
-hashes over blocks of a request's bytes stand for the path in the tree.  A wrong guess costs a prefill, nothing else.
+hashes over blocks of a request's bytes stand for the path in the tree.  A replica reports which blocks it holds, and
+which it has lost (``server/extensions/replicas/held.py``), so all routers of a replica know the same of it, also those
+that have just started.  A wrong guess costs a prefill, nothing else.
 
-Owns: the blocks, and the memory of which replica was sent which.  Does not know: HTTP, how busy a replica is.
+Owns: the blocks, what each replica holds, the memory of what was just sent.
+Does not know: HTTP, how busy a replica is.
 """
 
 import hashlib
 from collections import OrderedDict
-from collections.abc import Container
+from collections.abc import Iterable, Mapping
 
 import msgspec
 from msgspec import UNSET, Raw, UnsetType
 
-BLOCK_BYTES = 256  # about a page or two of tokens
-MAX_BLOCKS = 128  # of one prompt; prompts that agree on 32 KB go to the same replica anyway
+from server.http.exchange import SESSION_HEADERS
+
+BLOCK_BYTES = 256  # of the first blocks, about a page or two of tokens
+GROWTH = 16  # a block has at least a sixteenth of what is before it, so that long prompts have few
+MAX_BLOCKS = 160  # of one prompt, about 30 MB
 MAX_KNOWN = 200_000  # blocks remembered, about 40 MB; the ones longest unused are forgotten
 
 
+def _ends() -> list[int]:
+    ends = [BLOCK_BYTES]
+    while len(ends) < MAX_BLOCKS:
+        ends.append(ends[-1] + max(BLOCK_BYTES, ends[-1] // GROWTH))
+    return ends
+
+
+ENDS = _ends()  # of the blocks, in bytes
+
+
+class HeldBlocks(msgspec.Struct, frozen=True, array_like=True):
+    """A report of a replica.  epoch, version: to send back for what follows.
+
+    is_whole: ``gained`` is everything that it holds, else what it holds more since the last report.
+    lost: blocks that it holds no longer."""
+
+    epoch: str
+    version: int
+    is_whole: bool
+    gained: list[bytes]
+    lost: list[bytes]
+
+
+class _Sender(msgspec.Struct):
+    user_id: str | UnsetType = UNSET
+
+
 class _Prompt(msgspec.Struct):
-    """The fields that decide what can be shared; wrong ones are the replica's to refuse."""
+    """The fields that decide what can be shared or name a session; wrong ones are the replica's to refuse."""
 
     prompt: Raw | UnsetType = UNSET
     messages: Raw | UnsetType = UNSET
@@ -27,20 +60,26 @@ class _Prompt(msgspec.Struct):
     text: Raw | UnsetType = UNSET
     input_ids: Raw | UnsetType = UNSET
     cache_salt: Raw | UnsetType = UNSET
+    session_id: Raw | UnsetType = UNSET
+    prompt_cache_key: Raw | UnsetType = UNSET
+    metadata: Raw | UnsetType = UNSET
 
 
 class PrefixAffinity:
-    """Remembers, for each block of each prompt, the replica it was sent to last."""
+    """The blocks of prompts that each replica holds, or was just sent."""
 
     def __init__(self, max_known: int = MAX_KNOWN) -> None:
         self._max_known = max_known
         self._sent: OrderedDict[bytes, str] = OrderedDict()
+        self._held: dict[str, set[bytes]] = {}
         self._decoder = msgspec.json.Decoder(_Prompt)
 
-    def blocks(self, body: bytes, tenant: str = "") -> list[bytes]:
-        """A hash per block of the prompt in a request's JSON, each of everything up to its end.
+    def blocks(self, body: bytes, tenant: str = "", headers: Mapping[str, str] | None = None) -> list[bytes]:
+        """A hash of its session, if it names one, and one per block of the prompt in a request's JSON.
 
-        tenant: what requests must have in common to share a cache, e.g. the API key.  [] for what has no prompt."""
+        A block's hash is of everything up to its end.
+        tenant: what requests must have in common to share a cache, e.g. the API key.  headers: may name the session.
+        [] for what has no prompt."""
         try:
             asked = self._decoder.decode(body)
         except (msgspec.DecodeError, RecursionError):
@@ -55,22 +94,34 @@ class PrefixAffinity:
         text = b"\0".join(parts).rstrip(b'"]}')
         salt = b"" if asked.cache_salt is UNSET else bytes(asked.cache_salt)
         chain = hashlib.blake2b(tenant.encode() + b"\0" + salt, digest_size=16)
-        hashes = []
-        for start in range(0, min(len(text), BLOCK_BYTES * MAX_BLOCKS), BLOCK_BYTES):
-            chain.update(text[start : start + BLOCK_BYTES])
+        hashes, start = [], 0
+        if session := _session(asked, headers or {}):
+            of_session = chain.copy()
+            of_session.update(b"\0session\0" + session)
+            hashes.append(of_session.digest())
+        for end in ENDS:
+            if start >= len(text):
+                break
+            chain.update(text[start:end])
             hashes.append(chain.digest())
+            start = end
         return hashes
 
-    def find(self, blocks: list[bytes], candidates: Container[str]) -> tuple[str | None, int]:
-        """(the candidate that was sent the longest beginning, its blocks), or (None, 0)."""
-        for count in range(len(blocks), 0, -1):
-            name = self._sent.get(blocks[count - 1])
-            if name is not None and name in candidates:
-                return name, count
-        return None, 0
+    def find(self, blocks: list[bytes], candidates: Iterable[str]) -> list[str]:
+        """Returns the candidates with the longest beginning that any of them holds; of several, those of the session.
+
+        Where none holds a beginning, those of the session."""
+        for block in reversed(blocks):
+            if names := self._holders(block, candidates):
+                return self._holders(blocks[0], names) or names
+        return []
+
+    def _holders(self, block: bytes, names: Iterable[str]) -> list[str]:
+        sent = self._sent.get(block)
+        return [name for name in names if name == sent or block in self._held.get(name, ())]
 
     def note(self, blocks: list[bytes], name: str) -> None:
-        """Remember that the replica is sent this prompt."""
+        """Remember that the replica is sent this prompt, until it reports what it holds."""
         # Backwards, so that of one prompt the end is forgotten first.
         for block in reversed(blocks):
             self._sent[block] = name
@@ -78,6 +129,38 @@ class PrefixAffinity:
         while len(self._sent) > self._max_known:
             self._sent.popitem(last=False)
 
+    def learn(self, name: str, report: HeldBlocks) -> None:
+        """Take in what a replica reports."""
+        held = self._held.setdefault(name, set())
+        if report.is_whole:
+            held.clear()
+        held.update(report.gained)
+        held.difference_update(report.lost)
+        for block in (*report.gained, *report.lost):
+            if self._sent.get(block) == name:  # the report is what counts from now on
+                del self._sent[block]
+
     def forget(self, name: str) -> None:
-        """Forget what the replica was sent, since it has lost its cache."""
+        """Forget what the replica holds, since it has lost its cache."""
         self._sent = OrderedDict((block, owner) for block, owner in self._sent.items() if owner != name)
+        self._held.pop(name, None)
+
+
+def tenant_of(headers: Mapping[str, str], *, needs_key: bool) -> str:
+    """Returns what requests must have in common to share a cache: with keys, only those of one key do."""
+    return headers.get("Authorization", headers.get("X-Api-Key", "")) if needs_key else ""
+
+
+def _session(asked: _Prompt, headers: Mapping[str, str]) -> bytes:
+    """Returns the name of a request's session, '' for none: fields go before headers."""
+    for given in (asked.session_id, asked.prompt_cache_key):
+        if given is not UNSET and bytes(given) not in (b"null", b'""'):
+            return bytes(given)
+    if asked.metadata is not UNSET:
+        try:
+            sender = msgspec.json.decode(asked.metadata, type=_Sender)
+        except (msgspec.DecodeError, RecursionError):
+            sender = _Sender()
+        if sender.user_id is not UNSET:
+            return sender.user_id.encode()
+    return next((headers[name].encode() for name in SESSION_HEADERS if headers.get(name)), b"")

@@ -30,7 +30,7 @@ from server.http.body import JSON_TYPE, ROUTED_TYPE, collect, is_object, media_t
 from server.http.exchange import CLIENT_LEFT, EXCHANGE, REQUEST_ID_HEADER, USAGE_HEADER
 from server.http.replies import error_body
 from server.http.sse import DONE, EVENT_STREAM, LINES
-from server.proxy.affinity import PrefixAffinity
+from server.proxy.affinity import PrefixAffinity, tenant_of
 from server.proxy.passage import Passage, WholeLines, WrongMark
 from server.proxy.replica import Choice, Replica, unavailable
 
@@ -131,10 +131,8 @@ class Proxy:
                 status=415,
                 code="unsupported_media_type",
             )
-        # With keys, requests share cached prefixes only among those of one key.
-        headers = request.headers
-        tenant = headers.get("Authorization", headers.get("X-Api-Key", "")) if self._server.needs_key else ""
-        blocks = self._affinity.blocks(body, tenant) if body else []
+        tenant = tenant_of(request.headers, needs_key=self._server.needs_key)
+        blocks = self._affinity.blocks(body, tenant, request.headers) if body else []
         delivery = _Delivery(request, body, passage, self._session)
         tried: list[Replica] = []
         refusal: web.StreamResponse | None = None

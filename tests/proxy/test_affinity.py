@@ -1,10 +1,10 @@
-"""Which replica has a prompt's beginning: blocks, who was sent them, forgetting."""
+"""The choice of the replica that has a prompt's beginning: blocks, reports of replicas, forgetting."""
 
 import json
 
 import pytest
 
-from server.proxy.affinity import BLOCK_BYTES, MAX_BLOCKS, PrefixAffinity
+from server.proxy.affinity import BLOCK_BYTES, MAX_BLOCKS, HeldBlocks, PrefixAffinity
 
 LONG = "the quick brown fox jumps over the lazy dog. " * 40
 
@@ -53,24 +53,62 @@ def test_what_has_no_prompt_has_no_blocks(body: bytes) -> None:
 
 
 def test_a_huge_prompt_costs_a_bounded_number() -> None:
-    assert len(PrefixAffinity().blocks(prompt([7] * 500_000))) == MAX_BLOCKS
+    assert len(PrefixAffinity().blocks(prompt([7] * 500_000))) < MAX_BLOCKS
+    assert len(PrefixAffinity().blocks(prompt("x" * 40_000_000))) == MAX_BLOCKS
 
 
-def test_the_longest_beginning_wins_among_those_who_can() -> None:
+def test_the_longest_beginning_wins_among_those_that_can() -> None:
     affinity = PrefixAffinity()
     short, long = affinity.blocks(prompt(LONG[:600])), affinity.blocks(prompt(LONG))
     affinity.note(short, "a")
-    assert affinity.find(long, ["a", "b"]) == ("a", 2)
+    assert affinity.find(long, ["a", "b"]) == ["a"]
     affinity.note(long, "b")
-    assert affinity.find(long, ["a", "b"]) == ("b", len(long))
-    assert affinity.find(long, ["a"]) == ("a", len(short)) or affinity.find(long, ["a"]) == (None, 0)
-    assert affinity.find(affinity.blocks(prompt("new " + LONG)), ["a", "b"]) == (None, 0)
+    assert affinity.find(long, ["a", "b"]) == ["b"]
+    assert affinity.find(long, ["a"]) == [], "the last one that was sent a block counts"
+    assert affinity.find(affinity.blocks(prompt("new " + LONG)), ["a", "b"]) == []
     affinity.forget("b")
-    assert affinity.find(long, ["b"]) == (None, 0)
+    assert affinity.find(long, ["b"]) == []
+
+
+def test_reports_of_replicas_count() -> None:
+    affinity = PrefixAffinity()
+    long = affinity.blocks(prompt(LONG))
+    affinity.learn("a", HeldBlocks("", 0, True, long[:2], []))
+    affinity.learn("b", HeldBlocks("", 0, True, long[:4], []))
+    assert affinity.find(long, ["a", "b"]) == ["b"]
+    affinity.learn("b", HeldBlocks("", 1, False, [], long[2:4]))
+    assert affinity.find(long, ["a", "b"]) == ["a", "b"]
+    affinity.note(long, "a")
+    assert affinity.find(long, ["a", "b"]) == ["a"]
+    affinity.learn("a", HeldBlocks("", 2, False, long, []))
+    affinity.learn("a", HeldBlocks("", 3, False, [], long))
+    assert affinity.find(long, ["a", "b"]) == ["b"], "it has lost what it was sent"
+
+
+def test_a_session_decides_where_texts_do_not() -> None:
+    affinity = PrefixAffinity()
+    ways: list[tuple[dict[str, object], dict[str, str]]] = [
+        ({"session_id": "s"}, {}),
+        ({"prompt_cache_key": "s"}, {}),
+        ({}, {"session_id": "s"}),
+        ({"metadata": {"user_id": "s"}}, {}),
+    ]
+    plain = affinity.blocks(prompt(LONG))
+    for fields, headers in ways:
+        assert affinity.blocks(prompt(LONG, **fields), "", headers)[1:] == plain
+    assert affinity.blocks(prompt(LONG, metadata={"trace": 7}, session_id=None)) == plain
+    first = affinity.blocks(prompt(LONG, session_id="s"))
+    for name in ("a", "b"):
+        affinity.learn(name, HeldBlocks("", 0, True, first[1:], []))
+    affinity.learn("b", HeldBlocks("", 1, False, first[:1], []))
+    assert affinity.find(first, ["a", "b"]) == ["b"]
+    assert affinity.find(affinity.blocks(prompt("other " + LONG, session_id="s")), ["a", "b"]) == ["b"]
+    assert affinity.find(affinity.blocks(prompt(LONG)), ["a", "b"]) == ["a", "b"]
 
 
 def test_what_is_remembered_is_bounded_and_the_ends_go_first() -> None:
     affinity = PrefixAffinity(max_known=4)
     long = affinity.blocks(prompt(LONG))
     affinity.note(long, "a")
-    assert affinity.find(long, ["a"]) == ("a", 4)
+    assert affinity.find(long[:4], ["a"]) == ["a"]
+    assert affinity.find(long[4:], ["a"]) == []

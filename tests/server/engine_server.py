@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from aiohttp import web
+from aiohttp.typedefs import Middleware
 
 from engine.config import Config, build_config
 from engine.control.system import System
@@ -19,12 +20,13 @@ from tests.pace import far
 
 
 class EngineServer:
-    """A context manager: serves inside of it.  sections: configuration tables."""
+    """A context manager: serves inside of it.  sections: configuration tables.  guard: as in ``create_runner``."""
 
     def __init__(self, **sections: dict[str, Any]) -> None:
         self.config = build_config(Config(), {"device": {"kind": "cpu", "seed": 1}, **sections})
         self.system = System(self.config)
         self.model = self.system.model_name
+        self.guard: Middleware | None = None
         self._failure: Exception | None = None
         self._started = threading.Event()
         self._thread = threading.Thread(target=self._run, name="engine-server")
@@ -73,7 +75,7 @@ class EngineServer:
         )
         await system.start()
         backend = Backend(system.ingress, system.monitor, card, system.codec)
-        runner = create_runner(config.server, config.limits, backend)
+        runner = create_runner(config.server, config.limits, backend, guard=self.guard)
         await runner.setup()
         await web.SockSite(runner, self._listener, backlog=1024).start()
         self._started.set()

@@ -9,6 +9,7 @@ import pytest
 
 from engine.features.sessions.planner import session_part
 from engine.types.prompt import RequestPart
+from server.extensions.sessions.extension import EXTENSION
 from tests.server.engine_server import EngineServer
 from tests.server.http_client import ask
 from tests.server.live_server import MODEL, LiveServer
@@ -55,8 +56,9 @@ def test_anthropics_clients_name_it_as_user_and_ask_for_a_time_in_blocks(live: L
 
 
 def test_sessions_say_what_they_found() -> None:
-    plugins = {"eviction": "lease"}
-    with EngineServer(model={"name": "demo"}, plugins=plugins, kv={"num_pages": 256}) as served:
+    served = EngineServer(model={"name": "demo"}, plugins={"eviction": "lease"}, kv={"num_pages": 256})
+    EXTENSION.with_engine(served.system)
+    with served:
         text = "def add(a, b):\n    return a + b\n" * 4
         for name in ("s", "s", "t"):
             body = {"model": "demo", "prompt": text, "max_tokens": 4, "session_id": name}
@@ -66,6 +68,11 @@ def test_sessions_say_what_they_found() -> None:
         t, s = told
         assert (s["num_requests"], s["num_open"], t["num_requests"]) == (2, 0, 1)
         assert 0 < s["cached_tokens"] < s["prompt_tokens"]
+        page = served.config.kv.page_size
+        assert s["leased_pages"] == t["leased_pages"] == (t["prompt_tokens"] + 3) // page, (
+            "each has a lease on all of it"
+        )
+        assert 0 < s["lease_s"] <= 60.0
         assert (
             ask(served.port, "POST", "/v1/completions", {"model": "demo", "prompt": "x", "max_tokens": 1}).status == 200
         )

@@ -3,7 +3,8 @@
 Owns: the host's free pages, the order in which they are reclaimed, the list of transfers.
 Does not know: memory, devices; the executor performs the transfers, in order, before the step that they come with.
 A node is on the device, on the host, or on both.  Nodes on the device form a tree with the roots; host-only nodes hang
-below.  When room is needed, copies of nodes that are on the device too go first, then the least recently used leaves.
+below.  When room is needed, copies of nodes that are on the device too go first, then leaves in the order of the
+eviction strategy, so that a session's lease keeps its place there too.
 """
 
 from collections import OrderedDict
@@ -13,13 +14,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from engine.kv.events import EventLog
-from engine.kv.eviction import EvictionQueue
+from engine.kv.eviction import EvictionQueue, SortKey
 from engine.kv.node import Node, page_indices
 from engine.kv.pages import PageAllocator, Pages
-
-
-def _last_use(node: Node) -> tuple[int]:
-    return (node.last_used,)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -32,13 +29,21 @@ class Transfer:
 
 
 class HostTier:
-    """The host tier: ``num_pages`` pages of host memory.  ``detach`` takes a node without children out of the tree."""
+    """The host tier: ``num_pages`` pages of host memory.
 
-    def __init__(self, num_pages: int, detach: Callable[[Node], None], events: EventLog | None) -> None:
+    detach: takes a node without children out of the tree.  rank: of a leaf, as in ``EvictionStrategy``."""
+
+    def __init__(
+        self,
+        num_pages: int,
+        detach: Callable[[Node], None],
+        events: EventLog | None,
+        rank: Callable[[Node], SortKey],
+    ) -> None:
         self._detach = detach
         self._events = events
         self._allocator = PageAllocator(num_pages)
-        self._leaves = EvictionQueue(_last_use)
+        self._leaves = EvictionQueue(rank)
         self._copies: OrderedDict[Node, None] = OrderedDict()
         self._transfers: list[Transfer] = []
 

@@ -30,7 +30,7 @@ class TieredTree(RadixTree):
 
     def _clear(self) -> None:
         super()._clear()
-        self.host = HostTier(self._num_host_pages, self._detach, self._events)
+        self.host = HostTier(self._num_host_pages, self._detach, self._events, self._strategy.rank)
 
     def drain_transfers(self) -> list[Transfer]:
         """Return the copies between the tiers since the last call; they must happen in order, before the next step."""

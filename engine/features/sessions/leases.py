@@ -78,8 +78,8 @@ class Leases:
         """Number of pages under leases; those that sessions share count for each."""
         return self._held.total()
 
-    def begin(self, key: SessionKey, now: float) -> None:
-        """Note that a request of a session has come: its pause is over."""
+    def begin(self, key: SessionKey, now: float) -> Session:
+        """Note that a request of a session has come: its pause is over.  Return the session."""
         self.expire(now)
         session = self._sessions.setdefault(key, Session())
         self._sessions.move_to_end(key)
@@ -88,6 +88,7 @@ class Leases:
         session.num_open += 1
         if len(self._sessions) > MOST_SESSIONS:
             self._sessions.popitem(last=False)
+        return session
 
     def end(self, key: SessionKey, now: float) -> None:
         """Note that a request of a session has ended: a pause begins."""

@@ -10,7 +10,7 @@ from typing import Final
 
 import msgspec
 
-from engine.features.sessions.leases import Leases, SessionKey
+from engine.features.sessions.leases import Leases, Session, SessionKey
 from engine.kv.node import Handle
 from engine.kv.pages import Pages
 from engine.messages import Admit
@@ -46,6 +46,7 @@ class SessionNote:
     """A sequence's session.  lease_s: what it got when the sequence left its row last."""
 
     key: SessionKey
+    session: Session
     ttl_s: float
     lease_s: float = 0.0
     handle: Handle | None = None
@@ -64,9 +65,8 @@ class SessionsPlanner(PlannerFeature):
 
     def admit(self, sequence: Sequence, message: Admit) -> None:
         if (part := message.parts.get(NAME)) is not None:
-            note = sequence.notes[NAME] = SessionNote(SessionKey(sequence.origin.client, part.digest), ttl_of(part))
-            now = self._clock()
-            self._leases.begin(note.key, now)
+            now, key = self._clock(), SessionKey(sequence.origin.client, part.digest)
+            sequence.notes[NAME] = SessionNote(key, self._leases.begin(key, now), ttl_of(part))
             self._steps_per_second(now, self._pages.tree.now)  # so that an idle time before it is left out
 
     def adopt(self, sequence: Sequence, handle: Handle, key: bytes, pages: Pages) -> None:

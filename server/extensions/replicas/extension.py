@@ -1,14 +1,38 @@
 """Replicas as a part of the command: ``callboard serve --replicas N``."""
 
 import argparse
+from typing import TYPE_CHECKING
+
+from aiohttp import web
 
 from engine.config import Config, SeveralModels
 from engine.types.errors import ConfigError
-from server.run.extension import Extension, Serving
+from engine.types.prompt import RequestPart
+from server.extensions.replicas.held import HELD, blocks_part
+from server.proxy.affinity import PrefixAffinity, tenant_of
+from server.run.extension import Extension, ServerParts, Serving
+
+if TYPE_CHECKING:
+    from engine.control.system import System
 
 
 class ReplicasExtension(Extension):
-    """Several engines of one model behind one router."""
+    """Several engines of one model behind one router, or one of these engines."""
+
+    def describe(self, system: "System") -> dict[str, bytes]:
+        """Return whether the engine is a replica."""
+        return {HELD: b"1"} if HELD in system.watchers else {}
+
+    def join(self, parts: ServerParts) -> None:
+        if HELD not in parts.backend.card.parts:
+            return
+        affinity, needs_key = PrefixAffinity(), parts.server.needs_key
+
+        def parts_of(body: bytes, request: web.Request) -> dict[str, RequestPart]:
+            return blocks_part(affinity.blocks(body, tenant_of(request.headers, needs_key=needs_key), request.headers))
+
+        for route in parts.served.values():
+            route.more_parts = parts_of
 
     def serving(self, parsed: argparse.Namespace, config: Config | SeveralModels) -> Serving | None:
         if parsed.replicas is None and parsed.on is None:

@@ -17,6 +17,7 @@ from engine.config import Config, build_config
 from engine.settings.sections import ServerSection
 from engine.types.errors import ConfigError
 from server.backend import Backend
+from server.extensions.replicas.held import HELD, HeldPrompts, reporting
 from server.extensions.replicas.router import route
 from server.extensions.replicas.secret import FleetSecret, require_secret, with_hashed_keys
 from server.http.listener import bind, url_of
@@ -95,10 +96,12 @@ class EngineReplica:
         config = self._config
         host = host_of_replica(config.server, LOOPBACK if here else ray.util.get_node_ip_address())
         system = System(config)
+        held = system.watchers[HELD] = HeldPrompts()
         card = ModelCard.of(system, config.server, described(system))
         backend = Backend(system.ingress, system.monitor, card, system.codec)
+        guard = reporting(held, require_secret(self._digest))
         with bind(host, 0) as listener:
-            runner = create_runner(config.server, config.limits, backend, guard=require_secret(self._digest))
+            runner = create_runner(config.server, config.limits, backend, guard=guard)
             await runner.listen(listener)
             self._url = url_of(listener)
             self._listening.set()

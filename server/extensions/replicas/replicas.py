@@ -5,14 +5,17 @@ Owns: each one's state, the choice, the watch over them.  Does not know: how one
 
 import asyncio
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from typing import Protocol
 
 import aiohttp
+import msgspec
 
 from engine.host.timeouts import is_set_within
 from engine.types.errors import CallboardError
-from server.proxy.affinity import PrefixAffinity
+from server.extensions.replicas.held import PATH
+from server.proxy.affinity import HeldBlocks, PrefixAffinity
 from server.proxy.replica import CHECK_TIMEOUT_S, Replica, State, unavailable
 
 log = logging.getLogger(__name__)
@@ -47,8 +50,14 @@ class Fleet(Protocol):
         ...
 
 
+def _least_busy(replicas: Iterable[Replica]) -> Replica:
+    return min(replicas, key=lambda one: (one.num_open, one.num_sent))
+
+
 class Replicas:
-    """All replicas.  Run ``watch`` as a task for each.  drain_timeout_s: what a replica gets to finish its requests.
+    """All replicas.  Run ``watch`` and ``follow`` as tasks for each.
+
+    drain_timeout_s: what a replica gets to finish its requests.
 
     num_requests: that found a replica, a stream that goes on elsewhere once more; num_with_prefix: of these, those
     that went where their prompt's beginning had gone before.  num_resumed: streams that went on elsewhere.
@@ -76,14 +85,14 @@ class Replicas:
         ready = {one.name: one for one in self.all if one.state is State.READY and one not in besides}
         if not ready:
             raise unavailable("no replica can take this request now")
-        least = min(ready.values(), key=lambda one: (one.num_open, one.num_sent))
-        name, _ = self._affinity.find(blocks, ready)
-        chosen = ready[name] if name is not None else least
+        names = self._affinity.find(blocks, ready)
+        least = _least_busy(ready.values())
+        chosen = _least_busy(ready[name] for name in names) if names else least
         if chosen.num_open > max(least.num_open + SLACK_REQUESTS, least.num_open * SLACK_FACTOR):
             chosen = least
         if not besides:
             self.num_requests += 1
-            self.num_with_prefix += chosen.name == name
+            self.num_with_prefix += chosen.name in names
         self._affinity.note(blocks, chosen.name)
         return chosen
 
@@ -141,6 +150,24 @@ class Replicas:
                 await self._find(replica)
             if replica.state in (State.STARTING, State.READY):
                 await self._check(replica)
+            await asyncio.sleep(CHECK_EVERY_S)
+
+    async def follow(self, replica: Replica) -> None:
+        """Keep learning which prompts a replica holds."""
+        epoch, version = "", 0
+        while True:
+            if replica.state is State.READY:
+                timeout = aiohttp.ClientTimeout(total=CHECK_TIMEOUT_S)
+                url = f"{replica.url}{PATH}?epoch={epoch}&version={version}"
+                with suppress(aiohttp.ClientError, TimeoutError, msgspec.MsgspecError):  # ``watch`` finds out why
+                    async with self._session.get(url, timeout=timeout) as response:
+                        response.raise_for_status()
+                        report = msgspec.msgpack.decode(await response.read(), type=HeldBlocks)
+                    if replica.state is State.READY and url.startswith(replica.url):
+                        self._affinity.learn(replica.name, report)
+                        epoch, version = report.epoch, report.version
+                        continue
+            epoch, version = "", 0
             await asyncio.sleep(CHECK_EVERY_S)
 
     async def _find(self, replica: Replica) -> None:

@@ -186,6 +186,7 @@ async def routing(config: Config, fleet: Fleet, listener: socket.socket) -> Asyn
         await runner.listen(listener)
         for replica in replicas.all:
             stack.callback(asyncio.create_task(replicas.watch(replica)).cancel)
+            stack.callback(asyncio.create_task(replicas.follow(replica)).cancel)
         yield replicas
 
 

@@ -1,9 +1,15 @@
 """Sessions as a part of the server."""
 
+from typing import TYPE_CHECKING
+
+from engine.features.sessions.holdings import SessionHoldings
 from engine.features.sessions.planner import NAME, session_part
 from engine.types.prompt import RequestPart
 from server.extensions.sessions.route import SessionsRoute
 from server.run.extension import Extension, ServerParts
+
+if TYPE_CHECKING:
+    from engine.control.system import System
 
 
 class SessionsExtension(Extension):
@@ -11,8 +17,11 @@ class SessionsExtension(Extension):
 
     handlers = (SessionsRoute,)
 
+    def with_engine(self, system: "System") -> None:
+        system.watchers[NAME] = SessionHoldings()
+
     def join(self, parts: ServerParts) -> None:
-        parts.routes.add(SessionsRoute(parts.clients))
+        parts.routes.add(SessionsRoute(parts.backend.monitor, parts.clients))
         parts.translator.session_parts = session_parts
         for route in parts.served.values():
             route.session_parts = session_parts

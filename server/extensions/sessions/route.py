@@ -1,6 +1,6 @@
 """GET /sessions: the sessions of a client, and what each found in the cache.
 
-Owns: which requests make a session.  Does not know: leases, which are the engine's.
+Owns: which requests make a session.  Does not know: how the engine grants leases.
 The sum is over the requests that are remembered (``MOST_ENDED`` of all clients), and those that run.
 """
 
@@ -10,6 +10,9 @@ from collections.abc import Callable, Iterable
 import msgspec
 from aiohttp import web
 
+from engine.features.sessions.holdings import Holding, holdings_in
+from engine.features.sessions.planner import NAME, session_part
+from server.backend import EngineMonitor
 from server.clients import ClientRequest, Clients
 from server.http.exchange import EXCHANGE
 from server.http.operation import operation
@@ -19,7 +22,8 @@ from server.http.replies import json_reply
 class SessionBody(msgspec.Struct, kw_only=True):
     """One session.  client, name: whose it is.  num_open: requests that run.  idle_s: since the last one has ended.
 
-    prompt_tokens: of its requests that have ended.  cached_tokens: those of them that were found in the cache."""
+    prompt_tokens: of its requests that have ended.  cached_tokens: those of them that were found in the cache.
+    leased_pages, lease_s: pages of the cache that it has a lease on, and for how long."""
 
     client: str
     name: str
@@ -28,6 +32,8 @@ class SessionBody(msgspec.Struct, kw_only=True):
     prompt_tokens: int = 0
     cached_tokens: int = 0
     idle_s: float = 0.0
+    leased_pages: int = 0
+    lease_s: float = 0.0
 
 
 class SessionsBody(msgspec.Struct, frozen=True):
@@ -39,7 +45,8 @@ class SessionsBody(msgspec.Struct, frozen=True):
 class SessionsRoute:
     """Handles the route.  clock: monotonic seconds."""
 
-    def __init__(self, clients: Clients, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, monitor: EngineMonitor, clients: Clients, clock: Callable[[], float] = time.monotonic) -> None:
+        self._monitor = monitor
         self._clients = clients
         self._clock = clock
 
@@ -50,9 +57,17 @@ class SessionsRoute:
         known = self._clients.known_to(asking.key)
         if asking.key is None:  # clients without keys differ by their addresses
             known = [one for one in known if one.exchange.client == asking.client]
-        response = json_reply(SessionsBody(summed(known, self._clock())))
+        sessions = summed(known, self._clock())
+        held = {(one.client, one.digest): one for one in await self._held()} if sessions else {}
+        for one in sessions:
+            if (holding := held.get((one.client, session_part(one.name).digest))) is not None:
+                one.leased_pages, one.lease_s = holding.num_pages, round(holding.seconds, 3)
+        response = json_reply(SessionsBody(sessions))
         response.headers["Cache-Control"] = "no-store"
         return response
+
+    async def _held(self) -> list[Holding]:
+        return holdings_in((await self._monitor.look(views={NAME: b""})).views)
 
 
 def summed(requests: Iterable[ClientRequest], now: float) -> list[SessionBody]:

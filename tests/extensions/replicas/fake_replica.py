@@ -1,17 +1,21 @@
-"""A replica that answers as told, on a port of its own: the router's view of an engine without an engine."""
+"""A replica without an engine, on a port of its own, that answers as its test sets it: the router sees no other."""
 
 import asyncio
 from collections import Counter
 from typing import ClassVar
 
+import msgspec
 from aiohttp import web
 from multidict import CIMultiDictProxy
 
 from server.http.exchange import USAGE_HEADER
+from server.proxy.affinity import HeldBlocks
 
 
 class FakeReplica:
-    """behaviour: 'answer', 'stream', 'full' (429), 'die' (cut the connection), 'die late' (after a first event),
+    """A replica without an engine.
+
+    behaviour: 'answer', 'stream', 'full' (429), 'die' (cut the connection), 'die late' (after a first event),
     'lie late' (then with a mark that says nothing)."""
 
     def __init__(self, name: str) -> None:
@@ -23,13 +27,20 @@ class FakeReplica:
         self.num_left = 0  # requests whose client went away
         self.hold = asyncio.Event()
         self.hold.set()
+        self.held: list[bytes] = []
         self.seen: Counter[str] = Counter()
         self._runner: web.AppRunner | None = None
         self.url = ""
 
     async def start(self) -> None:
         app = web.Application(client_max_size=1 << 26)
-        app.add_routes([web.get("/ready", self._ready), web.route("*", "/{path:.*}", self._handle)])
+        app.add_routes(
+            [
+                web.get("/ready", self._ready),
+                web.get("/held_blocks", self._held),
+                web.route("*", "/{path:.*}", self._handle),
+            ]
+        )
         self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.01)
         await self._runner.setup()
         site = web.TCPSite(self._runner, "127.0.0.1", 0)
@@ -44,6 +55,12 @@ class FakeReplica:
     async def _ready(self, request: web.Request) -> web.Response:
         # A connection from before may outlast the listening socket for a moment.
         return web.Response(status=200 if self.ready and self._runner is not None else 503)
+
+    async def _held(self, request: web.Request) -> web.Response:
+        """Report all that it holds, each time."""
+        await asyncio.sleep(0.005)
+        report = HeldBlocks("", 0, True, self.held, [])
+        return web.Response(body=msgspec.msgpack.encode(report))
 
     async def _handle(self, request: web.Request) -> web.StreamResponse:
         self.bodies.append(await request.read())
@@ -78,7 +95,7 @@ class FakeReplica:
 
 
 class FakeFleet:
-    """See ``Fleet``."""
+    """A ``Fleet`` of such replicas."""
 
     headers: ClassVar[dict[str, str]] = {}
 
@@ -102,7 +119,7 @@ class FakeFleet:
         self.replicas[number].url = ""
 
     def close(self) -> None:
-        """Nothing to leave."""
+        """Do nothing: no cluster is left."""
 
     async def lose(self, number: int) -> None:
         """The replica dies; ``url`` starts it again, somewhere else."""

@@ -5,6 +5,7 @@ import numpy as np
 from engine.features.host_tier.tree import TieredTree
 from engine.kv.node import Handle
 from engine.kv.radix import RadixTree
+from engine.plugins.eviction.lease import leased
 from tests.kv.cache_model import strategy
 from tests.kv.inserting import insert
 
@@ -20,8 +21,8 @@ def pages_from(first: int, count: int) -> np.ndarray:
 class Cache:
     """A tree at page size 4 with a host tier, prompts of ten pages each, and the transfers so far."""
 
-    def __init__(self, num_host_pages: int, num_prompts: int = 1) -> None:
-        self.tree = TieredTree(4, strategy(), num_host_pages=num_host_pages)
+    def __init__(self, num_host_pages: int, num_prompts: int = 1, name: str = "lru") -> None:
+        self.tree = TieredTree(4, strategy(name), num_host_pages=num_host_pages)
         self.prompts = [ids(40, seed) for seed in range(num_prompts)]
         for number, prompt in enumerate(self.prompts):
             self.tree.now = number
@@ -51,6 +52,25 @@ def test_evicted_pages_are_found_on_the_host() -> None:
     assert transfer.device_pages.tolist() == [6, 7, 8, 9]
     assert len(set(transfer.host_pages.tolist())) == 4 == cache.tree.host.num_used
     assert cache.tree.drain_transfers() == []
+
+
+def test_a_lease_keeps_its_place_in_host_memory() -> None:
+    cache = Cache(num_host_pages=20, num_prompts=3, name="lease")
+    handle = cache.lock(0)
+    handle.priority = leased(cache.tree.now + 100)
+    cache.tree.unlock(handle)
+    cache.tree.now += 1
+    cache.tree.unlock(cache.lock(1))
+    cache.tree.evict(30)  # one of the three has no place on the host: the leased one went last, the last one first
+    cache.tree.check()
+    assert cache.counts(0) == (0, 10)
+    cache.tree.now += 1
+    cache.tree.unlock(cache.lock(1))  # on the host, and now the last one that was used
+    insert(cache.tree, cache.tree.key(ids(40, 9)), pages_from(10, 10))
+    cache.tree.evict(10)  # a later prompt, which has no lease, takes the place of another
+    cache.tree.check()
+    assert cache.counts(0) == (0, 10)
+    assert [sum(cache.counts(number)) for number in (1, 2)] == [0, 0]
 
 
 def test_pages_evicted_one_by_one_are_one_node_on_the_host() -> None:
@@ -140,7 +160,7 @@ def test_copies_of_what_the_device_holds_go_first() -> None:
     cache.tree.evict(10)
     handle = cache.lock(0)
     cache.restore(handle, 50, 10)
-    cache.tree.evict(10)  # prompt 1, the only one that nobody keeps
+    cache.tree.evict(10)  # prompt 1, the only one that no handle keeps
     cache.tree.check()
     assert [cache.counts(number) for number in range(2)] == [(10, 0), (0, 10)]
 
