@@ -65,8 +65,8 @@ class PartShape(msgspec.Struct, frozen=True, kw_only=True, tag=True):
         return ""
 
 
-class Rows(msgspec.Struct, frozen=True):
-    """Rows of a product, and their place in the matrix of a checkpoint that has them.
+class MatrixRows(msgspec.Struct, frozen=True):
+    """MatrixRows of a product, and their place in the matrix of a checkpoint that has them.
 
     name: of the matrix.  count: number of these rows.  total: rows of the matrix; 0 for no others.
     The matrix has ``groups`` equal parts, and each of them as many of these rows, from its row ``first`` on.
@@ -85,10 +85,12 @@ class Rows(msgspec.Struct, frozen=True):
         return self.total or self.count
 
 
-def stacked(name: str, counts: Sequence[int], groups: int = 1) -> tuple[Rows, ...]:
+def stacked(name: str, counts: Sequence[int], groups: int = 1) -> tuple[MatrixRows, ...]:
     """Return the rows that a matrix has one after the other, in each of its groups."""
     starts = (sum(counts[:index]) // groups for index in range(len(counts)))
-    return tuple(Rows(name, count, sum(counts), first, groups) for count, first in zip(counts, starts, strict=True))
+    return tuple(
+        MatrixRows(name, count, sum(counts), first, groups) for count, first in zip(counts, starts, strict=True)
+    )
 
 
 class Unchanged(PartShape, frozen=True):
@@ -111,6 +113,14 @@ class RMSNormShape(PartShape, frozen=True, kw_only=True):
     name: str
     eps: float
     offset: float = 0.0
+
+
+class RenewingShape(PartShape, frozen=True, kw_only=True):
+    """A norm whose result, times ``factor``, takes the place of what the layer adds to."""
+
+    built_by: ClassVar[str] = "engine.layers.norm:renewing"
+    norm: RMSNormShape
+    factor: float
 
 
 class LayerNormShape(PartShape, frozen=True, kw_only=True):
@@ -184,13 +194,13 @@ class AttentionShape(PartShape, frozen=True, kw_only=True):
     latent_size: ClassVar[int] = 0
 
     @property
-    def inner(self) -> tuple[Rows, Rows, Rows]:
+    def inner(self) -> tuple[MatrixRows, MatrixRows, MatrixRows]:
         """The rows of queries, keys and values."""
         queries, keys = self.num_heads * self.head_size, self.num_kv_heads * self.head_size
         if self.merged:
             query, key, value = stacked(self.merged, (queries, keys, keys))
             return query, key, value
-        return Rows("q_proj", queries), Rows("k_proj", keys), Rows("v_proj", keys)
+        return MatrixRows("q_proj", queries), MatrixRows("k_proj", keys), MatrixRows("v_proj", keys)
 
     @property
     def unlike_rounded(self) -> str:
@@ -205,13 +215,13 @@ class GatedAttentionShape(AttentionShape, frozen=True, kw_only=True):
     built_by: ClassVar[str] = "engine.layers.gated_attention:GatedAttention"
 
     @property
-    def inner(self) -> tuple[Rows, Rows, Rows]:
+    def inner(self) -> tuple[MatrixRows, MatrixRows, MatrixRows]:
         """The rows of queries, keys and values."""
         queries = self.num_heads * self.head_size
         return stacked("q_proj", (queries, queries), self.num_heads)[0], *super().inner[1:]
 
     @property
-    def gate(self) -> Rows:
+    def gate(self) -> MatrixRows:
         """The rows of the gate."""
         queries = self.num_heads * self.head_size
         return stacked("q_proj", (queries, queries), self.num_heads)[1]
@@ -280,7 +290,7 @@ class RecurrentShape(PartShape, frozen=True, kw_only=True):
         return self
 
     @property
-    def inner(self) -> tuple[Rows, ...]:
+    def inner(self) -> tuple[MatrixRows, ...]:
         """The rows of its first product; none if it has more than two products."""
         return ()
 
@@ -308,7 +318,7 @@ class ShortConvolutionShape(RecurrentShape, frozen=True, kw_only=True):
         return replace(self, size=share(self.size, size, "channels of its convolutions"))
 
     @property
-    def inner(self) -> tuple[Rows, ...]:
+    def inner(self) -> tuple[MatrixRows, ...]:
         return stacked("in_proj", (self.size,) * 3)
 
     @property
@@ -320,12 +330,17 @@ class ShortConvolutionShape(RecurrentShape, frozen=True, kw_only=True):
         return ((self.taps - 1, self.size),)
 
 
+Layout = Literal["joined", "grouped", "apart"]
+
+
 class GatedDeltaShape(RecurrentShape, frozen=True, kw_only=True):
     """The gated delta rule (Yang et al. 2024) behind a convolution over ``taps`` tokens.
 
     num_heads: heads with a value; num_keys: heads with a key and a query, each shared by as many heads.
     key_size, value_size: of a head.  eps: of the norm behind.
-    grouped: the tensors of queries, keys, values and gates are one, which has them by heads with a key.
+    most: a token's factor of the rule is between 0 and so much; above 1 a key's value may change its sign.
+    layout: how the tensors lie.  "joined": queries, keys and values are one; "grouped": gates too, by heads with a key;
+    "apart": each is one, with a convolution of its own.
     """
 
     built_by: ClassVar[str] = "engine.layers.gated_delta:GatedDelta"
@@ -335,7 +350,8 @@ class GatedDeltaShape(RecurrentShape, frozen=True, kw_only=True):
     value_size: int
     taps: int
     eps: float
-    grouped: bool = False
+    most: float = 1.0
+    layout: Layout = "joined"
     name: str = "linear_attn"
 
     def of_rank(self, size: int) -> Self:
@@ -343,18 +359,34 @@ class GatedDeltaShape(RecurrentShape, frozen=True, kw_only=True):
         return replace(self, num_keys=keys, num_heads=self.num_heads // self.num_keys * keys)
 
     @property
-    def inner(self) -> tuple[Rows, ...]:
+    def inner(self) -> tuple[MatrixRows, ...]:
         """Queries, keys and values, the gate z, and the numbers b and a of each head."""
         keys, heads, values = self.num_keys * self.key_size, self.num_heads, self.num_heads * self.value_size
-        if self.grouped:
+        if self.layout == "apart":
+            gates = MatrixRows("g_proj", values), MatrixRows("b_proj", heads), MatrixRows("a_proj", heads)
+            return *(MatrixRows(f"{side}_proj", size) for side, size in self.sides.items()), *gates
+        if self.layout == "grouped":
             wide = stacked("in_proj_qkvz", (keys, keys, values, values), self.num_keys)
             return *wide, *stacked("in_proj_ba", (heads, heads), self.num_keys)
-        gates = Rows("in_proj_z", values), Rows("in_proj_b", heads), Rows("in_proj_a", heads)
+        gates = MatrixRows("in_proj_z", values), MatrixRows("in_proj_b", heads), MatrixRows("in_proj_a", heads)
         return *stacked("in_proj_qkv", (keys, keys, values)), *gates
 
     @property
     def outer(self) -> tuple[str, int]:
-        return "out_proj", self.num_heads * self.value_size
+        return "o_proj" if self.layout == "apart" else "out_proj", self.num_heads * self.value_size
+
+    @property
+    def convolved(self) -> tuple[MatrixRows, ...]:
+        """The rows of the convolution's weights."""
+        if self.layout == "apart":
+            return tuple(MatrixRows(f"{side}_conv1d", size) for side, size in self.sides.items())
+        return stacked("conv1d", (*self.sides.values(),))
+
+    @property
+    def sides(self) -> dict[str, int]:
+        """The sizes of queries, keys and values."""
+        keys = self.num_keys * self.key_size
+        return {"q": keys, "k": keys, "v": self.num_heads * self.value_size}
 
     @property
     def channels(self) -> int:
@@ -409,13 +441,20 @@ class Mamba2Shape(RecurrentShape, frozen=True, kw_only=True):
         return replace(self, num_heads=heads, num_groups=1)
 
     @property
-    def inner(self) -> tuple[Rows, ...]:
+    def inner(self) -> tuple[MatrixRows, ...]:
         """The gate, values, keys, queries, and step sizes."""
         keys = self.num_groups * self.state_size
         gate, values, *shared, sizes = stacked(
             "in_proj", (self.inner_size, self.inner_size, keys, keys, self.num_heads)
         )
         return gate, values, *(replace(one, units=self.num_groups) for one in shared), sizes
+
+    @property
+    def convolved(self) -> tuple[MatrixRows, ...]:
+        """The rows of the convolution's weights."""
+        keys = self.num_groups * self.state_size
+        values, *shared = stacked("conv1d", (self.inner_size, keys, keys))
+        return values, *(replace(one, units=self.num_groups) for one in shared)
 
     @property
     def outer(self) -> tuple[str, int]:
@@ -439,6 +478,46 @@ class Mamba2Shape(RecurrentShape, frozen=True, kw_only=True):
     @property
     def states(self) -> tuple[tuple[int, ...], ...]:
         return (self.taps - 1, self.channels), (self.num_heads, self.state_size, self.head_size)
+
+
+class LightningShape(RecurrentShape, frozen=True, kw_only=True):
+    """Lightning attention (Qin et al. 2024): linear attention with decay, then a norm over all heads, and a gate.
+
+    head_size: of a key and of a value.  rates: of the decay of each head.  eps: of the norm."""
+
+    built_by: ClassVar[str] = "engine.layers.lightning:Lightning"
+    num_heads: int
+    head_size: int
+    rates: tuple[float, ...]
+    eps: float
+    name: str = "self_attn"
+
+    def of_rank(self, size: int) -> Self:
+        return replace(self, num_heads=share(self.num_heads, size, "num_attention_heads"))
+
+    @property
+    def inner_size(self) -> int:
+        """Size of all heads' values."""
+        return self.num_heads * self.head_size
+
+    @property
+    def inner(self) -> tuple[MatrixRows, ...]:
+        """Values, keys and queries, which a checkpoint has the other way round for each head, and the gate."""
+        sides = stacked("qkv_proj", (self.inner_size,) * 3, self.num_heads)
+        return *reversed(sides), MatrixRows("output_gate", self.inner_size)
+
+    @property
+    def outer(self) -> tuple[str, int]:
+        return "out_proj", self.inner_size
+
+    @property
+    def width(self) -> int:
+        """The first product's size, and what is activated of it."""
+        return 7 * self.inner_size
+
+    @property
+    def states(self) -> tuple[tuple[int, ...], ...]:
+        return ((self.num_heads, self.head_size, self.head_size),)
 
 
 class MLPShape(PartShape, frozen=True, kw_only=True):
@@ -482,10 +561,14 @@ class GatedShape(PartShape, frozen=True, kw_only=True):
     down: str = "down_proj"
 
     @property
-    def inner(self) -> tuple[Rows, ...]:
+    def inner(self) -> tuple[MatrixRows, ...]:
         """The rows of the gate and of what it multiplies."""
         size = self.intermediate_size
-        return stacked(self.merged, (size, size)) if self.merged else (Rows(self.gate, size), Rows(self.up, size))
+        return (
+            stacked(self.merged, (size, size))
+            if self.merged
+            else (MatrixRows(self.gate, size), MatrixRows(self.up, size))
+        )
 
     @property
     def width(self) -> int:

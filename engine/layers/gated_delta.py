@@ -1,4 +1,5 @@
-"""The gated delta net (Yang et al. 2024) as in Qwen3-Next and Qwen3.5: a recurrent part in place of attention.
+"""The gated delta net (Yang et al. 2024) as in Qwen3-Next, Qwen3.5 and OLMo hybrid: a recurrent part in place of
+attention.
 
 Legend: T new tokens of a step · C channels of the convolution · G heads with a key · H heads with a value
         K size of a key · V size of a value · I outputs of the first product
@@ -10,7 +11,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from engine.checkpoints.shape import GatedDeltaShape, stacked
+from engine.checkpoints.shape import GatedDeltaShape
 from engine.layers.comm import Comm
 from engine.layers.convolution import CausalConvolution
 from engine.layers.kernels import LayerKernels
@@ -33,9 +34,7 @@ class GatedDelta(RecurrentPart):
         self.shape = mine = shape.of_rank(comm.size)
         heads, values = mine.num_heads, mine.num_heads * mine.value_size
         self.inner = ColumnLinear(hidden_size, shape.inner, False, comm, device, dtype)
-        keys = shape.num_keys * shape.key_size
-        channels = stacked("", (keys, keys, shape.num_heads * shape.value_size))
-        self.convolution = CausalConvolution(channels, shape.taps, False, comm, device, dtype)
+        self.convolution = CausalConvolution(shape.convolved, shape.taps, False, comm, device, dtype)
         self.decay_H = parameter(heads, device=device, dtype=torch.float32)
         self.bias_H = parameter(heads, device=device, dtype=torch.float32)
         self.norm_V = parameter(shape.value_size, device=device, dtype=torch.float32)
@@ -47,7 +46,8 @@ class GatedDelta(RecurrentPart):
         shape, (windows_SKC, matrices_SHKV) = self.shape, states
         qkv_TC, z_TI, b_TH, a_TH = inner_TI.split(self._splits, -1)
         qkv_TC = self.convolution(qkv_TC, windows_SKC, step, self.recurrences, silu=True)
-        o_THV = self.recurrences.delta(qkv_TC, a_TH, b_TH, self.decay_H, self.bias_H, matrices_SHKV, step)
+        of_heads = self.decay_H, self.bias_H
+        o_THV = self.recurrences.delta(qkv_TC, a_TH, b_TH, *of_heads, shape.most, matrices_SHKV, step)
         return self.recurrences.gate(o_THV.flatten(1), z_TI, self.norm_V, shape.num_heads, shape.eps, False)
 
     def pack(self, kernels: LayerKernels | None) -> None:
@@ -59,9 +59,11 @@ class GatedDelta(RecurrentPart):
     def slices(self, prefix: str) -> Iterator[WeightSlice]:
         """Yield the slices of the checkpoint that this part reads."""
         name = joined(prefix, self.shape.name)
+        outer, _ = self.shape.outer
+        norm = "o_norm" if self.shape.layout == "apart" else "norm"
         yield from self.inner.slices(name)
-        yield from self.convolution.slices(f"{name}.conv1d")
+        yield from self.convolution.slices(name)
         yield own_part(f"{name}.A_log", self.whole.num_heads, self.comm, self.decay_H)
         yield own_part(f"{name}.dt_bias", self.whole.num_heads, self.comm, self.bias_H)
-        yield whole(f"{name}.norm.weight", self.norm_V)
-        yield from self.outer.slices(f"{name}.out_proj")
+        yield whole(f"{name}.{norm}.weight", self.norm_V)
+        yield from self.outer.slices(f"{name}.{outer}")

@@ -95,6 +95,7 @@ number of a picture's tokens is known from its size alone.
 | `Idefics3ForConditionalGeneration`, `SmolVLMForConditionalGeneration` | | tiles and the whole |
 | `InternVLForConditionalGeneration` | | up to 12 tiles and the whole |
 | `LlavaForConditionalGeneration` (1.5) | | 576 |
+| `LlavaNextForConditionalGeneration`, `LlavaOnevision...` | | tiles with breaks, and the whole |
 | `LlavaForConditionalGeneration` (Pixtral), `Mistral3ForConditionalGeneration` | | by size, with breaks |
 | `Qwen2VLForConditionalGeneration`, `Qwen2_5_VLForConditionalGeneration` | positions with three axes | by size |
 | `Qwen3VLForConditionalGeneration`, `Qwen3VLMoe...` | the same, and rows for the first layers | by size |
@@ -113,12 +114,18 @@ pictures. On a GPU none of this has been checked yet.
   may not have more.
 - Steps with tokens of pictures run without graphs, and so does every step in which a conversation with pictures
   decodes where positions have three axes. Steps of texts are not affected.
-- Every rank encodes on a thread next to its steps, one picture after the other. With tensor parallelism each rank has
-  the whole tower.
+- Every rank encodes next to its steps, one picture after the other, so that a picture's rows have the same bits
+  whatever else there is. With tensor parallelism each rank has the whole tower.
+- `placement.encoder = "process"` encodes [in a process](processes.md#the-encoder-of-pictures) beside each executor: a
+  picture that ends it costs no other request anything. With `inline`, the default, it is a thread of the executor.
 - Refused by name: `prompt_logprobs`, `truncate_prompt_tokens` and embeddings of prompts with pictures; pictures with
   `plugins.proposer` `draft_model` or `eagle`, or with `kv.page_size = 1`; a picture of fewer than 4 tokens; video;
   decoders through transformers (Gemma 3n, Gemma 4).
-- `detail` changes nothing: a picture has the tokens that its processor gives it.
+- A picture's `detail` is `auto`, `high` or `low`. `low` has fewer tokens where the processor has a way for it: no tiles
+  for Idefics3, SmolVLM and InternVL, at most 512 x 512 pixels for Qwen, sides of at most 512 for Pixtral and Mistral 3.
+  Elsewhere it changes nothing. `auto` and `high` are what the processor gives by itself.
+- LLaVA-OneVision's pictures are cut into tiles however many a conversation has, so that its tokens stay the same when
+  one more comes; the processor of transformers has no tiles where several are given at once.
 - `return_prompt_ids` shows ids past the vocabulary for a picture's tokens.
 
 ## The text part of models that read images or sound
@@ -126,8 +133,9 @@ pictures. On a GPU none of this has been checked yet.
 Of other models, and of those above without an encoder, the text decoder is served as that decoder would be alone, by
 its own family or through transformers, or it is refused; the log names the parts that are not read, and a request
 with an image, sound or video ends with 400. The decoders of Gemma 3, Gemma 3n, Gemma 4, InternVL, Llama 4, LLaVA,
-Mistral 3, Ministral 3, Mistral 4, Qwen2-VL, Qwen2.5-VL, Qwen3-VL (with and without experts) and Qwen3-Omni are
-checked on tiny checkpoints in the published layout, by `pytest tests/checkpoints/test_text_part.py`.
+LLaVA-NeXT, LLaVA-OneVision, Mistral 3, Ministral 3, Mistral 4, Qwen2-VL, Qwen2.5-VL, Qwen3-VL (with and without
+experts) and Qwen3-Omni are checked on tiny checkpoints in the published layout, by
+`pytest tests/checkpoints/test_text_part.py`.
 
 | architecture | its decoder |
 |---|---|"""
