@@ -231,7 +231,8 @@ class LatentAttentionShape(PartShape, frozen=True, kw_only=True):
     """Multi-head latent attention (DeepSeek-AI 2024): a token is stored as one latent, from which all heads' keys and
     values are computed, and one rotated key that all heads share.
 
-    latent_size: of the latent.  rotary_size: of the rotated key, and of that part of a head's query.
+    latent_size: of the latent.  rotary_size: of the rotated key, and of that part of a head's query; with rotary None
+    neither rotates.
     plain_size: of the other part of a head's query.  value_size: of a head's value.
     query_rank: size of compressed queries; 0 for none.  scale: factor of the scores.
     bias: whether the products from the model's width and the output have biases.
@@ -244,7 +245,7 @@ class LatentAttentionShape(PartShape, frozen=True, kw_only=True):
     rotary_size: int
     plain_size: int
     value_size: int
-    rotary: RotaryShape
+    rotary: RotaryShape | None
     scale: float
     eps: float
     query_rank: int = 0
@@ -291,7 +292,12 @@ class RecurrentShape(PartShape, frozen=True, kw_only=True):
 
     @property
     def inner(self) -> tuple[MatrixRows, ...]:
-        """The rows of its first product; none if it has more than two products."""
+        """The rows of its first product."""
+        return ()
+
+    @property
+    def between(self) -> tuple[tuple[int, MatrixRows], ...]:
+        """Inputs and rows of the products between its first and its last one."""
         return ()
 
     @property
@@ -363,8 +369,9 @@ class GatedDeltaShape(RecurrentShape, frozen=True, kw_only=True):
         """Queries, keys and values, the gate z, and the numbers b and a of each head."""
         keys, heads, values = self.num_keys * self.key_size, self.num_heads, self.num_heads * self.value_size
         if self.layout == "apart":
-            gates = MatrixRows("g_proj", values), MatrixRows("b_proj", heads), MatrixRows("a_proj", heads)
-            return *(MatrixRows(f"{side}_proj", size) for side, size in self.sides.items()), *gates
+            names = zip(self.gate_names, self.gates, strict=True)
+            gates = tuple(MatrixRows(name, size) for name, size in names)
+            return MatrixRows("q_proj", keys), MatrixRows("k_proj", keys), MatrixRows("v_proj", values), *gates
         if self.layout == "grouped":
             wide = stacked("in_proj_qkvz", (keys, keys, values, values), self.num_keys)
             return *wide, *stacked("in_proj_ba", (heads, heads), self.num_keys)
@@ -376,17 +383,39 @@ class GatedDeltaShape(RecurrentShape, frozen=True, kw_only=True):
         return "o_proj" if self.layout == "apart" else "out_proj", self.num_heads * self.value_size
 
     @property
-    def convolved(self) -> tuple[MatrixRows, ...]:
-        """The rows of the convolution's weights."""
-        if self.layout == "apart":
-            return tuple(MatrixRows(f"{side}_conv1d", size) for side, size in self.sides.items())
-        return stacked("conv1d", (*self.sides.values(),))
+    def gate_names(self) -> tuple[str, str, str]:
+        """Names of what gives the gate z, and the numbers b and a, where queries, keys and values are apart."""
+        return "g_proj", "b_proj", "a_proj"
 
     @property
-    def sides(self) -> dict[str, int]:
-        """The sizes of queries, keys and values."""
-        keys = self.num_keys * self.key_size
-        return {"q": keys, "k": keys, "v": self.num_heads * self.value_size}
+    def gates(self) -> tuple[int, int, int]:
+        """The first product's outputs for the gate z, and for b and a."""
+        return self.num_heads * self.value_size, self.num_heads, self.num_heads
+
+    @property
+    def bias_shape(self) -> tuple[int, ...]:
+        """Shape of the bias of the decays."""
+        return (self.num_heads,)
+
+    @property
+    def norm(self) -> str:
+        """Name of the norm behind the recurrence."""
+        return "o_norm" if self.layout == "apart" else "norm"
+
+    @property
+    def convolved(self) -> tuple[MatrixRows, ...]:
+        """The channels of the convolution: queries, keys and values."""
+        keys, values = self.num_keys * self.key_size, self.num_heads * self.value_size
+        if self.layout == "apart":
+            return tuple(
+                MatrixRows(f"{side}_conv1d", size) for side, size in zip("qkv", (keys, keys, values), strict=True)
+            )
+        return stacked("conv1d", (keys, keys, values))
+
+    @property
+    def decay_shape(self) -> tuple[int, ...]:
+        """Shape of the stored rates of heads' decays."""
+        return (self.num_heads,)
 
     @property
     def channels(self) -> int:
@@ -401,6 +430,45 @@ class GatedDeltaShape(RecurrentShape, frozen=True, kw_only=True):
     @property
     def states(self) -> tuple[tuple[int, ...], ...]:
         return (self.taps - 1, self.channels), (self.num_heads, self.key_size, self.value_size)
+
+
+class KimiDeltaShape(GatedDeltaShape, frozen=True, kw_only=True):
+    """Kimi delta attention (Moonshot AI 2025): the gated delta rule with a decay for each number of a key.
+
+    rank: size that gates and decays pass through between two products."""
+
+    built_by: ClassVar[str] = "engine.layers.kimi_delta:KimiDelta"
+    rank: int
+
+    def of_rank(self, size: int) -> Self:
+        return RecurrentShape.of_rank(self, size)
+
+    @property
+    def gate_names(self) -> tuple[str, str, str]:
+        return "g_a_proj", "b_proj", "f_a_proj"
+
+    @property
+    def gates(self) -> tuple[int, int, int]:
+        return self.rank, self.num_heads, self.rank
+
+    @property
+    def between(self) -> tuple[tuple[int, MatrixRows], ...]:
+        values, (decays,) = MatrixRows("g_b_proj", self.num_heads * self.value_size), self.bias_shape
+        return (self.rank, values), (self.rank, MatrixRows("f_b_proj", decays))
+
+    @property
+    def bias_shape(self) -> tuple[int, ...]:
+        return (self.num_heads * self.key_size,)
+
+    @property
+    def decay_shape(self) -> tuple[int, ...]:
+        """Shape of the stored rates of heads' decays."""
+        return 1, 1, self.num_heads, 1
+
+    @property
+    def width(self) -> int:
+        """The first products' size, and twice the decays."""
+        return self.channels + self.num_heads * (self.value_size + 3 * self.key_size)
 
 
 class Mamba2Shape(RecurrentShape, frozen=True, kw_only=True):

@@ -1,13 +1,16 @@
 """The recurrence of linear attention with decay, and of the delta rule, of prompts: chunks of tokens by products.
 
 Legend: T new tokens of a step · H heads · K size of a key · V size of a value · S slots · M rows with many tokens
-        N chunks · C tokens of a chunk
+        N chunks · C tokens of a chunk · X 1, or K
 Owns: the order of products in a chunk, and of chunks.  Does not know: layers, which rows have a prompt.
 
 A token's values are those that it adds to its head's matrix M whatever M is, less what it finds of the M before its
 chunk; with the delta rule both follow from a triangular system in the keys of the chunk (Yang et al. 2024).  All that
 does not depend on M is computed for all chunks at once.  Then a program walks through the chunks of a row with some
 values of a head, and has M in registers.  Tokens of padding are zeros: they add nothing and decay nothing.
+
+If each number of a key has a decay of its own, queries and keys are compared number by number, in chunks of 16: no two
+factors have that product, as a key's would have no bound.
 
 Factors of products are bfloat16 if the model is, else float32; sums and M are float32.
 """
@@ -25,6 +28,7 @@ from engine.kernels.recurrence import TokenTerms, sizes_of, softplus, unit
 from engine.layers.states import PromptRows, StatesOfStep
 
 CHUNK: Final = 64
+FINE_CHUNK: Final = 16
 SMALLEST: Final = 16  # sides of a product
 SIDE: Final = 64  # of what a program has of keys and values before it knows a matrix
 VALUES: Final = 32
@@ -35,36 +39,36 @@ def advance_prompts(
 ) -> None:
     """Write the results of the rows with many tokens to o_THV, and advance their matrices.
 
-    prompts: of the step, in chunks of CHUNK."""
+    prompts: of the step, in chunks of CHUNK, or of FINE_CHUNK if each number of a key has its decay."""
     terms.check()
     (num_tokens, heads, value), key, num_chunks = o_THV.shape, terms.k_TGK.shape[2], len(prompts.firsts_N)
     if not num_chunks:
         return
-    dtype = terms.a_TH.dtype
+    dtype, by_number = terms.a_TA.dtype, terms.by_number
+    chunk, side, numbers = (FINE_CHUNK, SMALLEST, key) if by_number else (CHUNK, SIDE, 1)
     rounded = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
     queries_THK, keys_THK, found_THK = o_THV.new_empty((3, num_tokens, heads, key), dtype=rounded)
-    seen_THC = o_THV.new_empty((num_tokens, heads, CHUNK), dtype=rounded)
-    added_THV, wholes_TH = torch.empty_like(o_THV), o_THV.new_empty((num_tokens, heads))
-    strides = terms.q_TGK.stride(0), terms.a_TH.stride(0)
+    seen_THC = o_THV.new_empty((num_tokens, heads, chunk), dtype=rounded)
+    added_THV, wholes_THX = torch.empty_like(o_THV), o_THV.new_empty((num_tokens, heads, numbers))
     key_block = max(SMALLEST, triton.next_power_of_2(key))
     value_block = max(SMALLEST, min(VALUES, triton.next_power_of_2(value)))
     options = {
-        "CHUNK": CHUNK,
+        "CHUNK": chunk,
         "PRECISION": "tf32x3" if dtype == torch.float32 else "tf32",
         "INTERPRETED": triton.knobs.runtime.interpret,
         "enable_fp_fusion": True,
         **launch_options(o_THV.device),
     }
     prepare_chunk[(num_chunks * heads,)](
-        terms.q_TGK, terms.k_TGK, terms.v_THV, terms.a_TH, terms.b_TH, terms.decay_H, terms.bias_H, prompts.firsts_N,
-        prompts.ends_N, queries_THK, keys_THK, found_THK, seen_THC, added_THV, wholes_TH, terms.least_step, terms.most,
-        *strides, **sizes_of(terms, SIDE, SIDE), LEVELS=CHUNK.bit_length() - 1,
+        terms.q_TGK, terms.k_TGK, terms.v_THV, terms.a_TA, terms.b_TH, terms.decay_H, terms.bias_A, prompts.firsts_N,
+        prompts.ends_N, queries_THK, keys_THK, found_THK, seen_THC, added_THV, wholes_THX, terms.least_step, terms.most,
+        *terms.strides, **sizes_of(terms, side, SIDE), LEVELS=chunk.bit_length() - 1,
         num_warps=4 if terms.is_delta else 8, num_stages=1, **options,
     )  # fmt: skip
     # A Hopper GPU has the shared memory for the next chunk's numbers, if these are of 16 bits.
     advance_chunks[(len(prompts.many_M) * heads * triton.cdiv(value, value_block),)](
-        queries_THK, keys_THK, found_THK, seen_THC, added_THV, wholes_TH, terms.v_THV, terms.skip_H, matrices_SHKV,
-        prompts.many_M, step.slots_B, step.fresh_B, step.starts_B1, o_THV, strides[0], matrices_SHKV.stride(0),
+        queries_THK, keys_THK, found_THK, seen_THC, added_THV, wholes_THX, terms.v_THV, terms.skip_H, matrices_SHKV,
+        prompts.many_M, step.slots_B, step.fresh_B, step.starts_B1, o_THV, terms.strides[0], matrices_SHKV.stride(0),
         **sizes_of(terms, key_block, value_block), num_warps=8,
         num_stages=2 if options["PDL"] and rounded.itemsize == 2 else 1, **options,
     )  # fmt: skip
@@ -73,14 +77,14 @@ def advance_prompts(
 @triton.jit(do_not_specialize_on_alignment=["firsts", "ends"])
 def prepare_chunk(
     q, k, v, a, b, decay, bias, firsts, ends, queries, keys, found, seen, added, wholes, least_step, most, token_stride,
-    gate_stride, HEADS: tl.constexpr, SHARED: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr,
-    DELTA: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, CHUNK: tl.constexpr, LEVELS: tl.constexpr,
-    PRECISION: tl.constexpr, INTERPRETED: tl.constexpr, PDL: tl.constexpr,
+    gate_stride, factor_stride, HEADS: tl.constexpr, SHARED: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr,
+    DELTA: tl.constexpr, BY_NUMBER: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, CHUNK: tl.constexpr,
+    LEVELS: tl.constexpr, PRECISION: tl.constexpr, INTERPRETED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Compute what does not depend on the matrix before a chunk, for one chunk and head per program."""
     program = tl.program_id(0)
     chunk, head = program // HEADS, program % HEADS
-    decay_h, bias_h = tl.load(decay + head), tl.load(bias + head)
+    decay_h = tl.load(decay + head)
     c_C, from_1K, from_1V = tl.arange(0, CHUNK), tl.arange(0, BLOCK_K)[None, :], tl.arange(0, BLOCK_V)[None, :]
     rounded = queries.dtype.element_ty
     wait_for_previous(PDL)
@@ -98,13 +102,14 @@ def prepare_chunk(
     seen += result * CHUNK
     added += result * VALUE
     from_C1, to_C1 = (c_C * token_stride)[:, None], (c_C * HEADS)[:, None]
-    gate_C = token * gate_stride + head + c_C * gate_stride
-    step_C = softplus(tl.load(a + gate_C, mask=live_C, other=0.0).to(tl.float32) + bias_h)
-    if not DELTA:
-        step_C = tl.maximum(step_C, least_step, propagate_nan=tl.PropagateNan.ALL)
-    step_C = tl.where(live_C, step_C, 0.0)
-    g_C, whole = decay_h * tl.cumsum(step_C, 0), decay_h * tl.sum(step_C, 0)
-    tl.store(wholes + result, tl.exp(whole))
+    gate_C = (token + c_C) * gate_stride + (head * KEY if BY_NUMBER else head)
+    if not BY_NUMBER:
+        step_C = softplus(tl.load(a + gate_C, mask=live_C, other=0.0).to(tl.float32) + tl.load(bias + head))
+        if not DELTA:
+            step_C = tl.maximum(step_C, least_step, propagate_nan=tl.PropagateNan.ALL)
+        step_C = tl.where(live_C, step_C, 0.0)
+        g_CK, whole_1K = (decay_h * tl.cumsum(step_C, 0))[:, None], decay_h * tl.sum(step_C, 0)
+        tl.store(wholes + result, tl.exp(whole_1K))
     length_C, key_length_C = tl.zeros([CHUNK], tl.float32), tl.zeros([CHUNK], tl.float32)
     if DELTA:
         for start in range(0, KEY, BLOCK_K):
@@ -122,24 +127,42 @@ def prepare_chunk(
         live_CK = live_C[:, None] & (k_1K < KEY)
         query_CK = tl.load(q + from_C1 + k_1K, mask=live_CK, other=0.0) * query_C[:, None]
         key_CK = tl.load(k + from_C1 + k_1K, mask=live_CK, other=0.0) * key_C[:, None]
-        aged_CK, kept_CK = query_CK * tl.exp(g_C)[:, None], key_CK * tl.exp(whole - g_C)[:, None]
+        if BY_NUMBER:
+            g_CK = decay_h * passed(a + gate_C[:, None] + k_1K, bias + head * KEY + k_1K, live_CK)
+            whole_1K = tl.min(g_CK, 0)[None, :]
+            tl.store(wholes + result * KEY + k_1K, tl.exp(whole_1K), mask=k_1K < KEY)
+        aged_CK, kept_CK = query_CK * tl.exp(g_CK), key_CK * tl.exp(whole_1K - g_CK)
         tl.store(queries + to_C1 * KEY + k_1K, aged_CK.to(rounded), mask=live_CK)
         tl.store(keys + to_C1 * KEY + k_1K, kept_CK.to(rounded), mask=live_CK)
-        key_KC = tl.trans(key_CK.to(rounded))
-        seen_CC = multiply_by(query_CK.to(rounded), key_KC, seen_CC, INTERPRETED, PRECISION)
-        if DELTA:
-            same_CC = multiply_by(key_CK.to(rounded), key_KC, same_CC, INTERPRETED, PRECISION)
-    difference_CC = tl.where(c_C[:, None] >= c_C[None, :], g_C[:, None] - g_C[None, :], float("-inf"))
-    seen_CC *= tl.exp(difference_CC)
+        if BY_NUMBER:
+            apart_CCK = tl.where(
+                c_C[:, None, None] >= c_C[None, :, None], g_CK[:, None, :] - g_CK[None, :, :], float("-inf")
+            )
+            aged_CCK = key_CK[None, :, :] * tl.exp(apart_CCK)
+            seen_CC += tl.sum(query_CK[:, None, :] * aged_CCK, 2)
+            same_CC += tl.sum(key_CK[:, None, :] * aged_CCK, 2)
+        else:
+            key_KC = tl.trans(key_CK.to(rounded))
+            seen_CC = multiply_by(query_CK.to(rounded), key_KC, seen_CC, INTERPRETED, PRECISION)
+            if DELTA:
+                same_CC = multiply_by(key_CK.to(rounded), key_KC, same_CC, INTERPRETED, PRECISION)
+    if not BY_NUMBER:
+        between_CC = tl.exp(tl.where(c_C[:, None] >= c_C[None, :], g_CK - tl.trans(g_CK), float("-inf")))
+        seen_CC *= between_CC
+        same_CC *= between_CC
     tl.store(seen + to_C1 * CHUNK + c_C[None, :], seen_CC.to(rounded), mask=live_C[:, None])
     if DELTA:
-        b_C = most * tl.sigmoid(tl.load(b + gate_C, mask=live_C, other=0.0).to(tl.float32))
-        factor_C = -key_C * b_C * tl.exp(g_C)
-        inverse_CC = inverse(same_CC * tl.exp(difference_CC) * b_C[:, None], CHUNK, LEVELS, PRECISION).to(rounded)
+        b_C = most * tl.sigmoid(
+            tl.load(b + (token + c_C) * factor_stride + head, mask=live_C, other=0.0).to(tl.float32)
+        )
+        factor_C = -key_C * b_C
+        inverse_CC = inverse(same_CC * b_C[:, None], CHUNK, LEVELS, PRECISION).to(rounded)
         for start in range(0, KEY, BLOCK_K):
             k_1K = start + from_1K
             live_CK = live_C[:, None] & (k_1K < KEY)
-            key_CK = tl.load(k + from_C1 + k_1K, mask=live_CK, other=0.0) * factor_C[:, None]
+            if BY_NUMBER:
+                g_CK = decay_h * passed(a + gate_C[:, None] + k_1K, bias + head * KEY + k_1K, live_CK)
+            key_CK = tl.load(k + from_C1 + k_1K, mask=live_CK, other=0.0) * (factor_C[:, None] * tl.exp(g_CK))
             found_CK = tl.zeros([CHUNK, BLOCK_K], tl.float32)
             found_CK = multiply_by(inverse_CC, key_CK.to(rounded), found_CK, INTERPRETED, PRECISION)
             tl.store(found + to_C1 * KEY + k_1K, found_CK.to(rounded), mask=live_CK)
@@ -156,6 +179,15 @@ def prepare_chunk(
             live_CV = live_C[:, None] & (v_1V < VALUE)
             value_CV = tl.load(v + from_C1 + v_1V, mask=live_CV, other=0.0)
             tl.store(added + to_C1 * VALUE + v_1V, value_CV * step_C[:, None], mask=live_CV)
+
+
+@triton.jit
+def passed(a_CK, bias_1K, live_CK):
+    """Return the sum of step sizes from a chunk's first token to each, for some numbers of a key.  a_CK: addresses."""
+    step_CK = softplus(
+        tl.load(a_CK, mask=live_CK, other=0.0).to(tl.float32) + tl.load(bias_1K, mask=live_CK, other=0.0)
+    )
+    return tl.cumsum(tl.where(live_CK, step_CK, 0.0), 0)
 
 
 @triton.jit
@@ -177,8 +209,8 @@ def inverse(system_CC, CHUNK: tl.constexpr, LEVELS: tl.constexpr, PRECISION: tl.
 def advance_chunks(
     queries, keys, found, seen, added, wholes, v, skip, matrices, rows, slots, fresh, starts, out, token_stride,
     slot_stride, HEADS: tl.constexpr, SHARED: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr,
-    DELTA: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr,
-    INTERPRETED: tl.constexpr, PDL: tl.constexpr,
+    DELTA: tl.constexpr, BY_NUMBER: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, CHUNK: tl.constexpr,
+    PRECISION: tl.constexpr, INTERPRETED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Advance some values of one head of one row per program."""
     program, blocks = tl.program_id(0), tl.cdiv(VALUE, BLOCK_V)
@@ -204,7 +236,7 @@ def advance_chunks(
     seen += result * CHUNK
     added += result * VALUE
     out += result * VALUE
-    wholes += result
+    wholes += result * (KEY if BY_NUMBER else 1)
     v += first.to(tl.int64) * token_stride + head * VALUE
     to_C1 = (c_C * HEADS)[:, None]
     to_CK, to_CV, to_CC = to_C1 * KEY + k_K[None, :], to_C1 * VALUE + v_V[None, :], to_C1 * CHUNK + c_C[None, :]
@@ -224,7 +256,7 @@ def advance_chunks(
         if not DELTA:
             o_CV += skip_h * tl.load(v + at_CV, mask=live_CV, other=0.0)
         tl.store(out + to_CV, o_CV, mask=live_CV)
-        m_KV *= tl.load(wholes)
+        m_KV *= tl.load(wholes + k_K, mask=live_K, other=0.0)[:, None] if BY_NUMBER else tl.load(wholes)
         keys_KC = tl.trans(tl.load(keys + to_CK, mask=live_CK, other=0.0))
         m_KV = multiply_by(keys_KC, added_CV, m_KV, INTERPRETED, PRECISION)
         queries += CHUNK * HEADS * KEY
@@ -233,7 +265,7 @@ def advance_chunks(
         seen += CHUNK * HEADS * CHUNK
         added += CHUNK * HEADS * VALUE
         out += CHUNK * HEADS * VALUE
-        wholes += CHUNK * HEADS
+        wholes += CHUNK * HEADS * (KEY if BY_NUMBER else 1)
         v += CHUNK * token_stride
     # Every thread has read its part of the matrix before one of them writes.
     tl.debug_barrier()

@@ -49,9 +49,9 @@ typedef struct {
 
 void convolve(const Rows *rows, const float *x_TC, int64_t x_step, const float *weight_KC, const float *bias_C,
               float *windows_SKC, int64_t slot_step, float *y_TC, int64_t C, int64_t K, int64_t with_silu);
-void delta(const Rows *rows, float *qkv_TC, const float *a_TH, int64_t a_step, const float *b_TH, int64_t b_step,
-           const float *decay_H, const float *bias_H, float most, float *gates_TH2, float *matrices_SHKU,
-           int64_t slot_step, float *o_THU, int64_t G, int64_t H, int64_t K, int64_t U);
+void delta(const Rows *rows, float *qkv_TC, const float *a_TA, int64_t a_step, const float *b_TH, int64_t b_step,
+           const float *decay_H, const float *bias_A, float most, float *gates_TH2, float *decays_THK,
+           float *matrices_SHKU, int64_t slot_step, float *o_THU, int64_t G, int64_t H, int64_t K, int64_t U);
 void ssd(const Rows *rows, const float *xkq_TC, const float *sizes_TH, int64_t sizes_step, const float *decay_H,
          const float *bias_H, const float *skip_H, float least, float *gates_TH2, float *matrices_SHKU,
          int64_t slot_step, float *o_THU, int64_t G, int64_t H, int64_t K, int64_t U);

@@ -10,6 +10,9 @@
 #include <immintrin.h>
 #define W 8
 #else
+#if defined(__ARM_NEON)
+#include <arm_neon.h>
+#endif
 #define W 4
 #endif
 
@@ -22,6 +25,17 @@ INLINE V load(const float *x) { return *(const Loose *)x; }
 INLINE void store(float *x, V v) { *(Loose *)x = v; }
 INLINE V all(float x) { return x - (V){0}; }
 INLINE int64_t whole(int64_t size) { return (size + W - 1) / W * W; }
+
+/* a b + c, rounded once where the CPU can.  Of a sum of two products, the compiler would choose the one to round. */
+#if defined(__AVX512F__)
+INLINE V fused(V a, V b, V c) { return _mm512_fmadd_ps(a, b, c); }
+#elif defined(__AVX2__)
+INLINE V fused(V a, V b, V c) { return _mm256_fmadd_ps(a, b, c); }
+#elif defined(__ARM_NEON)
+INLINE V fused(V a, V b, V c) { return (V)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b); }
+#else
+INLINE V fused(V a, V b, V c) { return a * b + c; }
+#endif
 
 /* e to the x, for x of at most 0; 0 if x is below -86.  NaN stays NaN. */
 INLINE V exponential(V x) {

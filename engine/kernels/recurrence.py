@@ -1,7 +1,7 @@
 """The recurrence of linear attention with decay, and of the delta rule, token after token.
 
 Legend: T new tokens of a step · G heads with a key · H heads with a value · K size of a key · V size of a value
-        S slots · B rows of the step
+        S slots · B rows of the step · A decays of all heads
 Owns: the recurrence of a few tokens, the terms that a token has in it.  Does not know: layers, long prompts.
 
 A program has some values of one head of one row.  It reads their part of the head's matrix once, advances it by the
@@ -27,16 +27,17 @@ class TokenTerms:
     """The numbers of each token from which a recurrence follows.
 
     q_TGK, k_TGK, v_THV: float32, with the same distance from token to token; a head's numbers are contiguous.
-    a_TH: before bias and softplus, which give the step size.  decay_H, bias_H: float32.
+    a_TA: before bias and softplus, which give the step size.  decay_H, bias_A: float32.  A is H, or H K: then each
+    number of a key has a decay of its own.
     b_TH: before the sigmoid, times ``most``; with it the delta rule is computed, of queries and keys of length 1.
     skip_H: otherwise, the share of a token's value in its own result, and ``least_step``, of the step size."""
 
     q_TGK: Tensor
     k_TGK: Tensor
     v_THV: Tensor
-    a_TH: Tensor
+    a_TA: Tensor
     decay_H: Tensor
-    bias_H: Tensor
+    bias_A: Tensor
     b_TH: Tensor | None = None
     most: float = 1.0
     skip_H: Tensor | None = None
@@ -47,13 +48,21 @@ class TokenTerms:
         """Whether these are terms of the delta rule."""
         return self.b_TH is not None
 
+    @property
+    def by_number(self) -> bool:
+        """Whether each number of a key has a decay of its own."""
+        return len(self.bias_A) > len(self.decay_H)
+
+    @property
+    def strides(self) -> tuple[int, int, int]:
+        """Distances from token to token: of keys, of decays, and of factors of the rule."""
+        return self.q_TGK.stride(0), self.a_TA.stride(0), 0 if self.b_TH is None else self.b_TH.stride(0)
+
     def check(self) -> None:
         """Raise AssertionError for tensors that kernels would read wrongly."""
         assert (self.b_TH is None) != (self.skip_H is None), "a recurrence has factors of the delta rule, or skips"
         for one in (self.q_TGK, self.k_TGK, self.v_THV):
             assert one[0].is_contiguous(), "numbers of a token are contiguous"
-        if self.b_TH is not None:
-            assert self.a_TH.stride() == self.b_TH.stride(), "gates of a token are parts of one product"
         if len(self.q_TGK) > 1:
             assert self.q_TGK.stride(0) == self.k_TGK.stride(0) == self.v_THV.stride(0), "tokens lie side by side"
 
@@ -69,9 +78,9 @@ def advance_rows(terms: TokenTerms, matrices_SHKV: Tensor, step: StatesOfStep, r
     block = min(VALUES, triton.next_power_of_2(value))
     if num_rows:
         advance_head[(num_rows * heads * triton.cdiv(value, block),)](
-            terms.q_TGK, terms.k_TGK, terms.v_THV, terms.a_TH, terms.b_TH, terms.decay_H, terms.bias_H, terms.skip_H,
+            terms.q_TGK, terms.k_TGK, terms.v_THV, terms.a_TA, terms.b_TH, terms.decay_H, terms.bias_A, terms.skip_H,
             matrices_SHKV, rows, step.slots_B, step.fresh_B, step.starts_B1, o_THV, terms.least_step, terms.most,
-            terms.q_TGK.stride(0), terms.a_TH.stride(0), matrices_SHKV.stride(0),
+            *terms.strides, matrices_SHKV.stride(0),
             LISTED=rows is not None, **sizes_of(terms, triton.next_power_of_2(terms.k_TGK.shape[2]), block),
             num_warps=4, enable_fp_fusion=True, **launch_options(o_THV.device),
         )  # fmt: skip
@@ -87,6 +96,7 @@ def sizes_of(terms: TokenTerms, key_block: int, value_block: int) -> dict[str, i
         "KEY": key,
         "VALUE": value,
         "DELTA": terms.is_delta,
+        "BY_NUMBER": terms.by_number,
         "BLOCK_K": key_block,
         "BLOCK_V": value_block,
     }
@@ -95,15 +105,17 @@ def sizes_of(terms: TokenTerms, key_block: int, value_block: int) -> dict[str, i
 @triton.jit(do_not_specialize_on_alignment=["rows", "slots", "fresh", "starts"])
 def advance_head(
     q, k, v, a, b, decay, bias, skip, matrices, rows, slots, fresh, starts, out, least_step, most, token_stride,
-    gate_stride, slot_stride, LISTED: tl.constexpr, HEADS: tl.constexpr, SHARED: tl.constexpr, KEY: tl.constexpr,
-    VALUE: tl.constexpr, DELTA: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, PDL: tl.constexpr,
+    gate_stride, factor_stride, slot_stride, LISTED: tl.constexpr, HEADS: tl.constexpr, SHARED: tl.constexpr,
+    KEY: tl.constexpr, VALUE: tl.constexpr, DELTA: tl.constexpr, BY_NUMBER: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Advance some values of one head of one row per program."""
     program, blocks = tl.program_id(0), tl.cdiv(VALUE, BLOCK_V)
     place, head = program // blocks // HEADS, program // blocks % HEADS
     k_K, v_V = tl.arange(0, BLOCK_K), (program % blocks) * BLOCK_V + tl.arange(0, BLOCK_V)
     live_K, live_V = k_K < KEY, v_V < VALUE
-    decay_h, bias_h = tl.load(decay + head), tl.load(bias + head)
+    decay_h = tl.load(decay + head)
+    bias_K = tl.load(bias + head * KEY + k_K, mask=live_K, other=0.0) if BY_NUMBER else tl.load(bias + head)
     skip_h = 0.0 if DELTA else tl.load(skip + head)
     wait_for_previous(PDL)
     let_next_begin(PDL)
@@ -116,17 +128,24 @@ def advance_head(
     m_KV = tl.load(at_KV, mask=live_KV & had, other=0.0)
     key_K = first.to(tl.int64) * token_stride + head // SHARED * KEY + k_K
     value_V = first.to(tl.int64) * token_stride + head * VALUE + v_V
-    gate, out_V = first.to(tl.int64) * gate_stride + head, (first.to(tl.int64) * HEADS + head) * VALUE + v_V
+    factor = first.to(tl.int64) * factor_stride + head
+    gate, out_V = (
+        first.to(tl.int64) * gate_stride + (head * KEY if BY_NUMBER else head),
+        (first.to(tl.int64) * HEADS + head) * VALUE + v_V,
+    )
     for _ in range(first, end):
         q_K, kk_K = tl.load(q + key_K, mask=live_K, other=0.0), tl.load(k + key_K, mask=live_K, other=0.0)
         x_V = tl.load(v + value_V, mask=live_V, other=0.0)
-        step = softplus(tl.load(a + gate).to(tl.float32) + bias_h)
+        if BY_NUMBER:
+            step = softplus(tl.load(a + gate + k_K, mask=live_K, other=0.0).to(tl.float32) + bias_K)
+        else:
+            step = softplus(tl.load(a + gate).to(tl.float32) + bias_K)
         if DELTA:
             q_K *= unit(tl.sum(q_K * q_K)) * KEY**-0.5
             kk_K *= unit(tl.sum(kk_K * kk_K))
-            m_KV *= tl.exp(decay_h * step)
+            m_KV *= tl.exp(decay_h * step)[:, None] if BY_NUMBER else tl.exp(decay_h * step)
             known_V = tl.sum(m_KV * kk_K[:, None], 0)
-            added_V = (x_V - known_V) * (most * tl.sigmoid(tl.load(b + gate).to(tl.float32)))
+            added_V = (x_V - known_V) * (most * tl.sigmoid(tl.load(b + factor).to(tl.float32)))
         else:
             step = tl.maximum(step, least_step, propagate_nan=tl.PropagateNan.ALL)
             m_KV *= tl.exp(decay_h * step)
@@ -139,6 +158,7 @@ def advance_head(
         key_K += token_stride
         value_V += token_stride
         gate += gate_stride
+        factor += factor_stride
         out_V += HEADS * VALUE
     # Every thread has read its part of the matrix before one of them writes.
     tl.debug_barrier()

@@ -8,7 +8,7 @@ from typing import Final
 
 from torch import Tensor
 
-from engine.kernels.chunks import CHUNK, advance_prompts
+from engine.kernels.chunks import CHUNK, FINE_CHUNK, advance_prompts
 from engine.kernels.convolution import convolve
 from engine.kernels.gated_norm import gate
 from engine.kernels.recurrence import TokenTerms, advance_rows
@@ -35,10 +35,10 @@ class TritonRecurrences:
     def delta(
         self,
         qkv_TC: Tensor,
-        a_TH: Tensor,
+        a_TA: Tensor,
         b_TH: Tensor,
         decay_H: Tensor,
-        bias_H: Tensor,
+        bias_A: Tensor,
         most: float,
         matrices_SHKV: Tensor,
         step: StatesOfStep,
@@ -48,7 +48,7 @@ class TritonRecurrences:
         keys = (qkv_TC.shape[1] - heads * value) // 2
         q_TGK, k_TGK = qkv_TC[:, : 2 * keys].unflatten(1, (2, -1, key)).unbind(1)
         v_THV = qkv_TC[:, 2 * keys :].unflatten(1, (heads, value))
-        return self._advance(TokenTerms(q_TGK, k_TGK, v_THV, a_TH, decay_H, bias_H, b_TH, most), matrices_SHKV, step)
+        return self._advance(TokenTerms(q_TGK, k_TGK, v_THV, a_TA, decay_H, bias_A, b_TH, most), matrices_SHKV, step)
 
     def ssd(
         self,
@@ -71,7 +71,7 @@ class TritonRecurrences:
     def _advance(self, terms: TokenTerms, matrices_SHKV: Tensor, step: StatesOfStep) -> Tensor:
         if self.rowwise or step.longest < FEWEST:
             return advance_rows(terms, matrices_SHKV, step, None)
-        prompts = step.prompts(FEWEST, CHUNK)
+        prompts = step.prompts(FEWEST, FINE_CHUNK if terms.by_number else CHUNK)
         o_THV = advance_rows(terms, matrices_SHKV, step, prompts.few_F)
         advance_prompts(terms, matrices_SHKV, step, prompts, o_THV)
         return o_THV

@@ -6,7 +6,7 @@
    columns of a head's matrix depend on no others; a prompt keeps as many of them as fit into the first cache.
 
    Legend: T tokens, B rows, S slots, C channels, K taps or size of a key, U size of a value, G heads with a key,
-   H heads with a value, N numbers of a group. */
+   H heads with a value, A decays of all heads, N numbers of a group. */
 
 #include <math.h>
 #include <string.h>
@@ -58,6 +58,13 @@ static float squares(const float *x, int64_t N) {
 
 static float softplus(float x) { return x > 20 ? x : log1pf(expf(x)); }
 
+/* The same of many: log(1 + y) is 2 atanh(z), as a series of z = y / (2 + y), which is at most 1 / 3. */
+INLINE V softplus_of(V x) {
+    V y = exponential((V)((Bits)x | 0x80000000u)), z = y / (2 + y), s = z * z, sum = all(1 / 17.0f);
+    for (int n = 15; n > 0; n -= 2) sum = sum * s + 1.0f / n;
+    return (V)((Bits)x & (Bits)(x > 0.0f)) + 2 * z * sum;
+}
+
 /* Where input ``at`` of a row is, the first of its window being 0. */
 INLINE const float *input(const float *window, const float *x_TC, int64_t x_step, int64_t C, int64_t K, int64_t at) {
     return at < K - 1 ? window + at * C : x_TC + (at - (K - 1)) * x_step;
@@ -88,46 +95,50 @@ void convolve(const Rows *rows, const float *x_TC, int64_t x_step, const float *
 }
 
 /* A recurrence of all rows.  gates_TH2: of each token and head its decay, and the factor of what its value adds.
+   decays_THK: of each number of a key, in place of a head's; NULL for none.
    skip_H: factor of a value that is added to the result; NULL for none. */
 typedef struct {
-    const float *q_TC, *k_TC, *v_TC, *gates_TH2, *skip_H;
+    const float *q_TC, *k_TC, *v_TC, *gates_TH2, *decays_THK, *skip_H;
     float *matrices_SHKU, *o_THU;
     int64_t C, slot_step, G, H, K, U;
 } Terms;
 
 /* Some columns of one head of one row.  m: K rows of them, m_step apart.  count: of the columns. */
 typedef struct {
-    const float *q, *k, *v, *gates;
+    const float *q, *k, *v, *gates, *decays;
     float *m, *o;
     int64_t m_step, tokens, count;
     float skip;
 } Head;
 
 /* Computes the tokens of a row for ``columns`` vectors of a head's columns.  rule: whether a value is added less what
-   the matrix gives for its key.  Each pass over the matrix changes it by a token, and reads it for the next one. */
+   the matrix gives for its key; if it is 2, each number of a key has a decay.  Each pass over the matrix changes it by a
+   token, and reads it for the next one. */
 INLINE void advance(const int columns, const int rule, const Terms *is, const Head *head) {
     V known[COLUMNS], found[COLUMNS], added[COLUMNS];
     int64_t K = is->K, step = head->m_step;
     for (int c = 0; c < columns; c++) known[c] = all(0);
     for (int64_t i = 0; i < K && rule; i++) {
-        V key = all(head->k[i]);
+        V key = all(rule == 2 ? head->k[i] * head->decays[i] : head->k[i]);
         for (int c = 0; c < columns; c++) known[c] += key * load(head->m + i * step + c * W);
     }
     for (int64_t t = 0; t < head->tokens; t++) {
         const float *q = head->q + t * is->C, *k = head->k + t * is->C, *v = head->v + t * is->C;
         const float *next = t + 1 < head->tokens ? k + is->C : k, *gates = head->gates + t * is->H * 2;
+        const float *decays = rule == 2 ? head->decays + t * is->H * K : NULL;
+        const float *coming = rule == 2 && t + 1 < head->tokens ? decays + is->H * K : decays;
         V decay = all(gates[0]), factor = all(gates[1]);
         for (int c = 0; c < columns; c++) {
             V value = some(v + c * W, head->count - c * W);
-            added[c] = (rule ? value - decay * known[c] : value) * factor;
+            added[c] = (rule == 2 ? value - known[c] : rule ? value - decay * known[c] : value) * factor;
             found[c] = known[c] = all(0);
         }
         for (int64_t i = 0; i < K; i++) {
-            V key = all(k[i]), query = all(q[i]), later = all(next[i]);
+            V key = all(k[i]), query = all(q[i]), later = all(rule == 2 ? next[i] * coming[i] : next[i]);
+            V kept = rule == 2 ? all(decays[i]) : decay;
             for (int c = 0; c < columns; c++) {
                 float *at = head->m + i * step + c * W;
-                V cell = load(at) * decay;
-                cell += key * added[c];
+                V cell = fused(key, added[c], load(at) * kept);
                 store(at, cell);
                 found[c] += query * cell;
                 if (rule) known[c] += later * cell;
@@ -171,8 +182,9 @@ INLINE void advance_all(const int rule, const Rows *rows, const Terms *is) {
         int wide = last - first > (COLUMNS - 1) * W;
         for (int64_t u = first; u < last; u += wide ? COLUMNS * W : W) {
             Head head = {is->q_TC + key, is->k_TC + key, is->v_TC + start * is->C + h * U + u,
-                         is->gates_TH2 + (start * H + h) * 2, m_KU + u, is->o_THU + (start * H + h) * U + u, U,
-                         rows->starts_B1[b + 1] - start, last - u, is->skip_H ? is->skip_H[h] : 0};
+                         is->gates_TH2 + (start * H + h) * 2, rule == 2 ? is->decays_THK + (start * H + h) * K : NULL,
+                         m_KU + u, is->o_THU + (start * H + h) * U + u, U, rows->starts_B1[b + 1] - start, last - u,
+                         is->skip_H ? is->skip_H[h] : 0};
             if (wide)
                 advance_near(COLUMNS, rule, is, head);
             else
@@ -181,10 +193,11 @@ INLINE void advance_all(const int rule, const Rows *rows, const Terms *is) {
     }
 }
 
-/* qkv_TC: queries and keys get their length here.  gates_TH2: room for what each token's a and b give. */
-void delta(const Rows *rows, float *qkv_TC, const float *a_TH, int64_t a_step, const float *b_TH, int64_t b_step,
-           const float *decay_H, const float *bias_H, float most, float *gates_TH2, float *matrices_SHKU,
-           int64_t slot_step, float *o_THU, int64_t G, int64_t H, int64_t K, int64_t U) {
+/* qkv_TC: queries and keys get their length here.  gates_TH2: room for what each token's a and b give.
+   decays_THK: room for decays of each number of a key; NULL if a head has one. */
+void delta(const Rows *rows, float *qkv_TC, const float *a_TA, int64_t a_step, const float *b_TH, int64_t b_step,
+           const float *decay_H, const float *bias_A, float most, float *gates_TH2, float *decays_THK,
+           float *matrices_SHKU, int64_t slot_step, float *o_THU, int64_t G, int64_t H, int64_t K, int64_t U) {
     int64_t T = rows->starts_B1[rows->B], C = 2 * G * K + H * U;
 #pragma omp parallel for PARALLEL(T * G * K)
     for (int64_t t = 0; t < T; t++) {
@@ -194,12 +207,20 @@ void delta(const Rows *rows, float *qkv_TC, const float *a_TH, int64_t a_step, c
         }
         for (int64_t h = 0; h < H; h++) {
             float *gates = gates_TH2 + (t * H + h) * 2;
-            gates[0] = expf(decay_H[h] * softplus(a_TH[t * a_step + h] + bias_H[h]));
             gates[1] = most / (1 + expf(-b_TH[t * b_step + h]));
+            if (!decays_THK) gates[0] = expf(decay_H[h] * softplus(a_TA[t * a_step + h] + bias_A[h]));
+            for (int64_t i = 0; i < K && decays_THK; i += W) {
+                V size = softplus_of(some(a_TA + t * a_step + h * K + i, K - i) + some(bias_A + h * K + i, K - i));
+                put(decays_THK + (t * H + h) * K + i, exponential(size * decay_H[h]), K - i);
+            }
         }
     }
-    Terms is = {qkv_TC, qkv_TC + G * K, qkv_TC + 2 * G * K, gates_TH2, NULL, matrices_SHKU, o_THU, C, slot_step, G, H, K, U};
-    advance_all(1, rows, &is);
+    Terms is = {qkv_TC, qkv_TC + G * K, qkv_TC + 2 * G * K, gates_TH2, decays_THK, NULL, matrices_SHKU, o_THU,
+                C, slot_step, G, H, K, U};
+    if (decays_THK)
+        advance_all(2, rows, &is);
+    else
+        advance_all(1, rows, &is);
 }
 
 /* xkq_TC: values, keys and queries.  gates_TH2: room for what each token's step size gives, which is at least least. */
@@ -215,7 +236,7 @@ void ssd(const Rows *rows, const float *xkq_TC, const float *sizes_TH, int64_t s
             gates_TH2[(t * H + h) * 2] = expf(decay_H[h] * size);
             gates_TH2[(t * H + h) * 2 + 1] = size;
         }
-    Terms is = {k_TC + G * K, k_TC, xkq_TC, gates_TH2, skip_H, matrices_SHKU, o_THU, C, slot_step, G, H, K, U};
+    Terms is = {k_TC + G * K, k_TC, xkq_TC, gates_TH2, NULL, skip_H, matrices_SHKU, o_THU, C, slot_step, G, H, K, U};
     advance_all(0, rows, &is);
 }
 

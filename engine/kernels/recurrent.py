@@ -1,7 +1,7 @@
 """Kernels of recurrent layers for a CPU with a C compiler.
 
 Legend: T new tokens of a step · B rows · C channels of a convolution · K taps, or size of a key · V size of a value
-        G heads with a key · H heads with a value · S slots · I numbers of all values
+        G heads with a key · H heads with a value · S slots · I numbers of all values · A decays: H, or H K
 Owns: calling ``recurrent.c``.  Does not know: the compiler, the model.
 """
 
@@ -36,7 +36,7 @@ class CompiledRecurrences:
         tensor: list[Any] = [POINTER, SIZE]  # and the distance of its rows or slots
         results: list[Any] = [POINTER, *tensor, POINTER, *[SIZE] * 4]
         self._convolve.argtypes = [POINTER, *tensor, POINTER, POINTER, *tensor, POINTER, *[SIZE] * 3]
-        self._delta.argtypes = [POINTER, POINTER, *tensor, *tensor, POINTER, POINTER, FLOAT, *results]
+        self._delta.argtypes = [POINTER, POINTER, *tensor, *tensor, POINTER, POINTER, FLOAT, POINTER, *results]
         self._ssd.argtypes = [POINTER, POINTER, *tensor, *[POINTER] * 3, FLOAT, *results]
         self._gate.argtypes = [POINTER, *tensor, *tensor, POINTER, *[SIZE] * 3, FLOAT, *[SIZE] * 3]
         for function in (self._convolve, self._delta, self._ssd, self._gate):
@@ -68,22 +68,24 @@ class CompiledRecurrences:
     def delta(
         self,
         qkv_TC: Tensor,
-        a_TH: Tensor,
+        a_TA: Tensor,
         b_TH: Tensor,
         decay_H: Tensor,
-        bias_H: Tensor,
+        bias_A: Tensor,
         most: float,
         matrices_SHKV: Tensor,
         step: StatesOfStep,
     ) -> Tensor:
         """Return o_THV of the gated delta rule.  Queries and keys of ``qkv_TC`` get their length in place."""
         sizes = _sizes(qkv_TC, matrices_SHKV)
-        a_TH, b_TH = _rows_of_floats(a_TH), _rows_of_floats(b_TH)
+        a_TA, b_TH = _rows_of_floats(a_TA), _rows_of_floats(b_TH)
         gates_TH2, o_THV = _results(qkv_TC, sizes)
+        decays_TA = a_TA.new_empty(a_TA.shape) if len(bias_A) > len(decay_H) else None
         self._delta(
-            ctypes.byref(_rows(step)), qkv_TC.data_ptr(), a_TH.data_ptr(), a_TH.stride(0), b_TH.data_ptr(),
-            b_TH.stride(0), decay_H.data_ptr(), bias_H.data_ptr(), most, gates_TH2.data_ptr(),
-            matrices_SHKV.data_ptr(), matrices_SHKV.stride(0), o_THV.data_ptr(), *sizes,
+            ctypes.byref(_rows(step)), qkv_TC.data_ptr(), a_TA.data_ptr(), a_TA.stride(0), b_TH.data_ptr(),
+            b_TH.stride(0), decay_H.data_ptr(), bias_A.data_ptr(), most, gates_TH2.data_ptr(),
+            None if decays_TA is None else decays_TA.data_ptr(), matrices_SHKV.data_ptr(), matrices_SHKV.stride(0),
+            o_THV.data_ptr(), *sizes,
         )  # fmt: skip
         return o_THV
 

@@ -65,17 +65,18 @@ class LatentAttention:
         kernels: LayerKernels | None,
     ) -> Tensor:
         """Return the queries in the space of latents and store the step's latents (``Attention.project``)."""
-        assert rotary is not None, "latents have no positions of their own"
         shape = self.shape
         inward_TI = self.inward(normed_TD)
         latent_TC, key_TR = inward_TI[:, shape.query_rank :].split((shape.latent_size, shape.rotary_size), -1)
-        kept = (self.latent_norm(latent_TC)[:, None], rotary.rotate(key_TR[:, None], angles))
+        key_T1R = key_TR[:, None] if rotary is None else rotary.rotate(key_TR[:, None], angles)
+        kept = (self.latent_norm(latent_TC)[:, None], key_T1R)
         step.pool.store_latents(index, torch.cat(kept, -1), step.slots_T)
         source_TI = self.query_norm(inward_TI[:, : shape.query_rank]) if self.query_norm else normed_TD
         heads_TQX = self.query(source_TI).view(-1, self.num_queries, shape.plain_size + shape.rotary_size)
-        plain_TQP, turned_TQR = heads_TQX.split((shape.plain_size, shape.rotary_size), -1)
+        plain_TQP, query_TQR = heads_TQX.split((shape.plain_size, shape.rotary_size), -1)
         latent_QTC = plain_TQP.transpose(0, 1) @ self.expand_QEC[:, : shape.plain_size]
-        return torch.cat((latent_QTC.transpose(0, 1), rotary.rotate(turned_TQR, angles)), -1)
+        query_TQR = query_TQR if rotary is None else rotary.rotate(query_TQR, angles)
+        return torch.cat((latent_QTC.transpose(0, 1), query_TQR), -1)
 
     def output(self, attended_TQH: Tensor) -> Tensor:
         """Map sums of latents to values and project them (``Attention.output``)."""

@@ -81,7 +81,7 @@ class Mamba2(RecurrentPart):
         yield from self.inner.slices(name)
         yield from self.convolution.slices(name)
         for kind, target in (("A_log", self.decay_H), ("dt_bias", self.bias_H), ("D", self.skip_H)):
-            yield own_part(f"{name}.{kind}", self.whole.num_heads, self.comm, target)
+            yield own_part(f"{name}.{kind}", (self.whole.num_heads,), self.comm, target)
         if self.norm_I is not None:
-            yield own_part(f"{name}.norm.weight", self.whole.inner_size, self.comm, self.norm_I)
+            yield own_part(f"{name}.norm.weight", (self.whole.inner_size,), self.comm, self.norm_I)
         yield from self.outer.slices(f"{name}.out_proj")

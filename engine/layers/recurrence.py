@@ -1,17 +1,19 @@
 """Linear attention with decay, and the delta rule: a row's keys and values are summed in one matrix for each head.
 
 Legend: T new tokens of a step · H heads · K size of a key · V size of a value · S slots · B rows of the step
-        C tokens of a chunk · N chunks
+        C tokens of a chunk · N chunks · X 1 or K
 Owns: the recurrence of one token, and the same for many tokens by products of matrices.
 Does not know: where queries, keys, values and decays come from, slots.
 
 A head's matrix M is multiplied by the token's decay, changed by its key and value, and read by its query:
 M <- exp(g) M + k (x) v, and o = q M (Dao and Gu 2024, where v has the step size in it).  The delta rule (Yang et al.
 2024) adds only what M does not already give for the key: k (x) b (v - k exp(g) M), where b is between 0 and 1 or 2.
+With Kimi delta attention (Moonshot AI 2025) each row of M, which is one number of a key, has a decay of its own.
 
 The two forms have different bits.  Tokens alone have the first one.  All numbers are float32.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,6 +22,7 @@ from torch import Tensor
 from engine.layers.states import StatesOfStep
 
 CHUNK = 64  # tokens that one product takes
+FINE_CHUNK = 16  # the same if each number of a key has its decay: keys are compared without a product
 LARGE = 1 << 15  # numbers of a row's matrices from which a CPU's time goes into moving them
 
 
@@ -27,19 +30,19 @@ LARGE = 1 << 15  # numbers of a row's matrices from which a CPU's time goes into
 class RecurrenceTerms:
     """The terms of a recurrence for some tokens, float32.
 
-    q_THK, k_THK, v_THV.  g_TH: logarithm of the decay, at most 0.
+    q_THK, k_THK, v_THV.  g_THX: logarithm of the decay, at most 0, of each of K numbers, or of all.
     b_TH: factor of the delta rule; None if keys and values are only added."""
 
     q_THK: Tensor
     k_THK: Tensor
     v_THV: Tensor
-    g_TH: Tensor
+    g_THX: Tensor
     b_TH: Tensor | None = None
 
     def at(self, tokens: slice | Tensor) -> "RecurrenceTerms":
         """Return the terms of some of the tokens."""
         b_TH = None if self.b_TH is None else self.b_TH[tokens]
-        return RecurrenceTerms(self.q_THK[tokens], self.k_THK[tokens], self.v_THV[tokens], self.g_TH[tokens], b_TH)
+        return RecurrenceTerms(self.q_THK[tokens], self.k_THK[tokens], self.v_THV[tokens], self.g_THX[tokens], b_TH)
 
 
 def advance(terms: RecurrenceTerms, states_SHKV: Tensor, step: StatesOfStep) -> Tensor:
@@ -82,12 +85,12 @@ def one_token(terms: RecurrenceTerms, m_BHKV: Tensor) -> Tensor:
     """Return o_BHV of one token of each row, and advance the matrices in place.
 
     Key and query read M together, before it changes; what the token adds for its query follows from both."""
-    decay_BH1, q_BHK, k_BHK, v_BHV = terms.g_TH.exp()[..., None], terms.q_THK, terms.k_THK, terms.v_THV
-    read_BH2V = torch.matmul(torch.stack((q_BHK, k_BHK), -2), m_BHKV) * decay_BH1[..., None]
+    decay_BHX, q_BHK, k_BHK, v_BHV = terms.g_THX.exp(), terms.q_THK, terms.k_THK, terms.v_THV
+    read_BH2V = torch.matmul(torch.stack((q_BHK, k_BHK), -2) * decay_BHX[..., None, :], m_BHKV)
     found_BHV, known_BHV = read_BH2V.unbind(-2)
     if terms.b_TH is not None:
         v_BHV = (v_BHV - known_BHV) * terms.b_TH[..., None]
-    m_BHKV.mul_(decay_BH1[..., None])
+    m_BHKV.mul_(decay_BHX[..., None])
     m_BHKV.flatten(0, 1).baddbmm_(k_BHK.flatten(0, 1)[..., None], v_BHV.flatten(0, 1)[:, None])
     return found_BHV + (q_BHK * k_BHK).sum(-1, keepdim=True) * v_BHV
 
@@ -98,32 +101,52 @@ def many_tokens(terms: RecurrenceTerms, m_HKV: Tensor) -> tuple[Tensor, Tensor]:
     In a chunk a token's values are those that it adds to M, whatever M is, less what it finds of the M before the
     chunk; both follow from a triangular system in the keys of the chunk."""
     num_tokens = len(terms.v_THV)
-    padding = -num_tokens % CHUNK
-    q, k, v = (_in_chunks(one, padding) for one in (terms.q_THK, terms.k_THK, terms.v_THV))
-    g_HNC = _in_chunks(terms.g_TH.unsqueeze(-1), padding).squeeze(-1).cumsum(-1)
-    from_start = g_HNC.exp().unsqueeze(-1)
-    to_end = (g_HNC[..., -1:] - g_HNC).exp().unsqueeze(-1)
-    later = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=q.device).triu(1)
-    between_HNCC = (g_HNC.unsqueeze(-1) - g_HNC.unsqueeze(-2)).masked_fill_(later, -torch.inf).exp_()
-    seen_HNCC = (q @ k.transpose(-1, -2)).mul_(between_HNCC)
+    columns = terms.q_THK, terms.k_THK, terms.v_THV, terms.g_THX
+    compare, chunk = (_compared, CHUNK) if terms.g_THX.shape[-1] == 1 else (_compared_by_number, FINE_CHUNK)
+    q, k, v, g = (_in_chunks(one, chunk) for one in columns)
+    g = g.cumsum(-2)
+    from_start, to_end = g.exp(), (g[..., -1:, :] - g).exp()
     found = None
-    if terms.b_TH is not None:
-        b = _in_chunks(terms.b_TH.unsqueeze(-1), padding)
-        system = (k * b @ k.transpose(-1, -2)).mul_(between_HNCC)  # its diagonal is not read
+    if terms.b_TH is None:
+        (seen_HNCC,) = compare((q,), k, g)
+    else:
+        b = _in_chunks(terms.b_TH.unsqueeze(-1), chunk)
+        seen_HNCC, system = compare((q, k * b), k, g)  # the system's diagonal is not read
         both = torch.cat((v * b, k * b * from_start), -1)
         v, found = torch.linalg.solve_triangular(system, both, upper=False, unitriangular=True).split(
             (v.shape[-1], k.shape[-1]), -1
         )
-    q, k, whole = q * from_start, (k * to_end).transpose(-1, -2), from_start[..., -1:, :]
+    q, k, whole = q * from_start, (k * to_end).transpose(-1, -2), from_start[..., -1, :, None]
     outs = []
-    for chunk in range(q.shape[1]):
-        v_HCV = v[:, chunk] if found is None else v[:, chunk] - found[:, chunk] @ m_HKV
-        outs.append(q[:, chunk] @ m_HKV + seen_HNCC[:, chunk] @ v_HCV)
-        m_HKV = m_HKV * whole[:, chunk] + k[:, chunk] @ v_HCV
+    for at in range(q.shape[1]):
+        v_HCV = v[:, at] if found is None else v[:, at] - found[:, at] @ m_HKV
+        outs.append(q[:, at] @ m_HKV + seen_HNCC[:, at] @ v_HCV)
+        m_HKV = m_HKV * whole[:, at] + k[:, at] @ v_HCV
     return torch.cat(outs, 1)[:, :num_tokens].transpose(0, 1), m_HKV
 
 
-def _in_chunks(x_THX: Tensor, padding: int) -> Tensor:
+def _compared(queries: Sequence[Tensor], k_HNCK: Tensor, g_HNC1: Tensor) -> list[Tensor]:
+    """Return the product of each query with the keys of tokens up to it, decayed in between, [H, N, C, C] each."""
+    size = k_HNCK.shape[-2]
+    later = torch.ones(size, size, dtype=torch.bool, device=k_HNCK.device).triu(1)
+    between_HNCC = (g_HNC1 - g_HNC1.transpose(-1, -2)).masked_fill_(later, -torch.inf).exp_()
+    return [(query_HNCK @ k_HNCK.transpose(-1, -2)).mul_(between_HNCC) for query_HNCK in queries]
+
+
+def _compared_by_number(queries: Sequence[Tensor], k_HNCK: Tensor, g_HNCK: Tensor) -> list[Tensor]:
+    """Return the same where each number of a key has a decay of its own, which no product of two factors can have:
+    the factor of a key, 1 / exp(g), has no bound."""
+    size = k_HNCK.shape[-2]
+    out = [query_HNCK.new_zeros((*query_HNCK.shape[:-1], size)) for query_HNCK in queries]
+    for token in range(size):
+        g_HN1K, k_HN1K = (one[..., token : token + 1, :] for one in (g_HNCK, k_HNCK))
+        aged_HNCK = k_HN1K * (g_HNCK[..., token:, :] - g_HN1K).exp_()
+        for one, query_HNCK in zip(out, queries, strict=True):
+            one[..., token:, token] = (query_HNCK[..., token:, :] * aged_HNCK).sum(-1)
+    return out
+
+
+def _in_chunks(x_THX: Tensor, chunk: int) -> Tensor:
     """Return [H, N, C, X].  Tokens of padding are zeros, and so add nothing and decay nothing."""
-    filled = torch.nn.functional.pad(x_THX, (0, 0, 0, 0, 0, padding))
-    return filled.transpose(0, 1).unflatten(1, (-1, CHUNK))
+    filled = torch.nn.functional.pad(x_THX, (0, 0, 0, 0, 0, -len(x_THX) % chunk))
+    return filled.transpose(0, 1).unflatten(1, (-1, chunk))

@@ -1,7 +1,7 @@
 """The protocol of what recurrent layers compute between their products, for tensors of one device.
 
 Legend: T new tokens of a step · C channels of a convolution · K taps, or size of a key · V size of a value
-        G heads with a key · H heads with a value · S slots · I numbers of all values
+        G heads with a key · H heads with a value · S slots · I numbers of all values · A decays: H, or H K
 Owns: its operations.  Does not know: what computes them: torch, C or Triton.
 
 Operands of a token may be columns of a wider tensor: their rows are any distance apart, their numbers lie together.
@@ -43,10 +43,10 @@ class Recurrences(Protocol):
     def delta(
         self,
         qkv_TC: Tensor,
-        a_TH: Tensor,
+        a_TA: Tensor,
         b_TH: Tensor,
         decay_H: Tensor,
-        bias_H: Tensor,
+        bias_A: Tensor,
         most: float,
         matrices_SHKV: Tensor,
         step: StatesOfStep,
@@ -54,7 +54,8 @@ class Recurrences(Protocol):
         """Return o_THV, float32, of the gated delta rule (``recurrence.py``).
 
         qkv_TC: queries and keys of G heads, not yet of length 1, then values of H, float32; H / G heads share a key.
-        The logarithm of a token's decay is decay * softplus(a + bias), its factor of the rule most * sigmoid(b)."""
+        The logarithm of a token's decay is decay * softplus(a + bias), one for a head or, if A is H K, for each
+        number of its key; its factor of the rule most * sigmoid(b)."""
         ...
 
     def ssd(

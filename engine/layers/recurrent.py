@@ -27,7 +27,7 @@ class RecurrentPart:
     _one_by_one = False
 
     @property
-    def linears(self) -> tuple[Linear, Linear]:
+    def linears(self) -> tuple[Linear, ...]:
         """Layers that the model's linear kernel computes (``Recurrent``)."""
         return self.inner, self.outer
 

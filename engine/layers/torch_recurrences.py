@@ -2,7 +2,7 @@
 
 Legend: T new tokens of a step · C channels of a convolution · K taps, or size of a key · V size of a value
         G heads with a key, or groups of a norm · H heads with a value · S slots · B rows of the step
-        I numbers of all values · N numbers of a group
+        I numbers of all values · N numbers of a group · A decays: H, or H K · X 1 or K
 Owns: what comes before and after a recurrence.  Does not know: the recurrence's form, slots.
 """
 
@@ -56,10 +56,10 @@ class TorchRecurrences:
     def delta(
         self,
         qkv_TC: Tensor,
-        a_TH: Tensor,
+        a_TA: Tensor,
         b_TH: Tensor,
         decay_H: Tensor,
-        bias_H: Tensor,
+        bias_A: Tensor,
         most: float,
         matrices_SHKV: Tensor,
         step: StatesOfStep,
@@ -73,7 +73,7 @@ class TorchRecurrences:
             q_THK=(_unit(q_TGK) * key**-0.5).repeat_interleave(shared, 1),
             k_THK=_unit(k_TGK).repeat_interleave(shared, 1),
             v_THV=qkv_TC[:, 2 * keys :].unflatten(1, (heads, value)),
-            g_TH=decay_H * F.softplus(a_TH.float() + bias_H),
+            g_THX=decay_H[:, None] * F.softplus(a_TA.float() + bias_A).unflatten(1, (heads, -1)),
             b_TH=most * b_TH.float().sigmoid(),
         )
         return advance(terms, matrices_SHKV, step)
@@ -99,7 +99,7 @@ class TorchRecurrences:
             q_THK=q_TGK.repeat_interleave(shared, 1),
             k_THK=k_TGK.repeat_interleave(shared, 1),
             v_THV=x_THV * sizes_TH[..., None],
-            g_TH=decay_H * sizes_TH,
+            g_THX=(decay_H * sizes_TH)[..., None],
         )
         return advance(terms, matrices_SHKV, step) + x_THV * skip_H[:, None]
 

@@ -74,9 +74,9 @@ def part_slices(
         at += length
 
 
-def own_part(source: str, total: int, comm: Comm, target: Tensor) -> WeightSlice:
-    """Return the slice of a tensor that ranks divide evenly, or of which each has all."""
-    return WeightSlice(source, (total,), 0, comm.rank * len(target) % total, len(target), target)
+def own_part(source: str, shape: tuple[int, ...], comm: Comm, target: Tensor) -> WeightSlice:
+    """Return the slice of a tensor that ranks divide evenly along its first axis, or of which each has all."""
+    return WeightSlice(source, shape, 0, comm.rank * len(target) % shape[0], len(target), target)
 
 
 def cut(rows: MatrixRows, comm: Comm | None) -> tuple[MatrixRows, int, int]:

@@ -132,10 +132,12 @@ def four_bits(dtype: torch.dtype) -> None:
 
 
 def recurrences(dtype: torch.dtype) -> None:
-    """A batch of decodes, and prompts beside decodes: Qwen3-Next, Granite 4 H tiny, and keys of 256, as Falcon-H1's."""
+    """A batch of decodes, and prompts beside decodes: Qwen3-Next, Kimi-Linear, with a decay for each number of a
+    key, Granite 4 H tiny, and keys of 256, as Falcon-H1's."""
     ours = TritonRecurrences()
     for heads, groups, key, value, delta in (
         (32, 16, 128, 128, True),
+        (32, 32, 128, 128, True),
         (48, 1, 128, 64, False),
         (24, 1, 256, 64, False),
     ):
@@ -146,13 +148,14 @@ def recurrences(dtype: torch.dtype) -> None:
         for counts in ([1, 1], [1, 70]):
             lengths = np.array(counts, dtype=np.int32)
             step = StatesOfStep(states, np.arange(2), lengths + 1, lengths)
-            product = torch.zeros((int(lengths.sum()), channels + inner + 2 * heads), dtype=dtype)
-            x_TC, z_TI, a_TH, b_TH = product.split([channels, inner, heads, heads], -1)
+            decays = heads * key if delta and heads == groups else heads
+            product = torch.zeros((int(lengths.sum()), channels + inner + decays + heads), dtype=dtype)
+            x_TC, z_TI, a_TA, b_TH = product.split([channels, inner, decays, heads], -1)
             y_TC = ours.convolve(x_TC, torch.zeros(4, channels), product[0, :channels], windows, step, True)
             if delta:
-                o_THV = ours.delta(y_TC, a_TH, b_TH, per_head, per_head, 1.0, matrices, step)
+                o_THV = ours.delta(y_TC, a_TA, b_TH, per_head, torch.zeros(decays), 1.0, matrices, step)
             else:
-                o_THV = ours.ssd(y_TC, a_TH, per_head, per_head, per_head, 0.0, matrices, step)
+                o_THV = ours.ssd(y_TC, a_TA, per_head, per_head, per_head, 0.0, matrices, step)
             norm, num_groups = (torch.ones(value), heads) if delta else (torch.ones(inner), groups)
             ours.gate(o_THV.flatten(1), z_TI, norm, num_groups, 1e-6, not delta)
 

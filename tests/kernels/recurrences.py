@@ -1,6 +1,7 @@
 """The recurrences of recurrent layers by their definitions, in float64, token after token of one row.
 
 Legend: T tokens · C channels · G heads with a key · H heads with a value · K size of a key · V size of a value
+        A decays: H, or H K for one of each number of a key
 """
 
 import torch
@@ -11,17 +12,18 @@ from engine.layers.torch_recurrences import UNIT_EPS
 
 
 def gated_delta(
-    qkv_TC: Tensor, a_TH: Tensor, b_TH: Tensor, decay_H: Tensor, bias_H: Tensor, most: float, groups: int, key: int
+    qkv_TC: Tensor, a_TA: Tensor, b_TH: Tensor, decay_H: Tensor, bias_A: Tensor, most: float, groups: int, key: int
 ) -> Tensor:
     """Return o_THV of the gated delta rule."""
     heads, keys = len(decay_H), 2 * groups * key
     q, k = (one.unflatten(1, (groups, key)) for one in qkv_TC[:, :keys].double().chunk(2, 1))
     q, k = (_for_heads(one / (one.square().sum(-1, keepdim=True) + UNIT_EPS).sqrt(), heads) for one in (q, k))
     v = qkv_TC[:, keys:].double().unflatten(1, (heads, -1))
-    decay, factor = (decay_H.double() * F.softplus(a_TH.double() + bias_H)).exp(), most * b_TH.double().sigmoid()
+    sizes = F.softplus(a_TA.double() + bias_A).unflatten(1, (heads, -1))
+    decay, factor = (decay_H.double()[:, None] * sizes).exp(), most * b_TH.double().sigmoid()
     o, m = torch.empty_like(v), torch.zeros(heads, key, v.shape[-1], dtype=torch.float64)
     for t in range(len(v)):
-        m = m * decay[t, :, None, None]
+        m = m * decay[t, :, :, None]
         known = torch.einsum("hk,hkv->hv", k[t], m)
         m = m + k[t][:, :, None] * (factor[t, :, None] * (v[t] - known))[:, None]
         o[t] = torch.einsum("hk,hkv->hv", q[t], m) * key**-0.5

@@ -59,19 +59,22 @@ def equal_in_any_cut(run: Run, compiled: Recurrences, sizes: tuple[int, ...], in
     return found
 
 
+@pytest.mark.parametrize("by_number", [False, True], ids=["a decay for each head", "KDA"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_the_gated_delta_rule(compiled: Recurrences, shape: tuple[int, int, int, int]) -> None:
+def test_the_gated_delta_rule(compiled: Recurrences, shape: tuple[int, int, int, int], by_number: bool) -> None:
     groups, heads, key, value = shape
-    inputs = [torch.randn(n, 2 * groups * key + heads * (value + 2)) for n in LENGTHS]
-    decay_H, bias_H = -torch.rand(heads) * 4, torch.randn(heads)
+    decays = heads * key if by_number else heads
+    splits = (2 * groups * key + heads * value, heads, decays)
+    inputs = [torch.randn(n, sum(splits)) for n in LENGTHS]
+    decay_H, bias_A = -torch.rand(heads) * 4, torch.randn(decays)
 
     def run(recurrences: Recurrences, x_TI: Tensor, matrices: Tensor, step: StatesOfStep) -> Tensor:
-        qkv_TC, b_TH, a_TH = x_TI.split((x_TI.shape[1] - 2 * heads, heads, heads), -1)
-        return recurrences.delta(qkv_TC.contiguous(), a_TH, b_TH, decay_H, bias_H, 2.0, matrices, step)
+        qkv_TC, b_TH, a_TA = x_TI.split(splits, -1)
+        return recurrences.delta(qkv_TC.contiguous(), a_TA, b_TH, decay_H, bias_A, 2.0, matrices, step)
 
     for o_THV, x_TI in zip(equal_in_any_cut(run, compiled, (heads, key, value), inputs), inputs, strict=False):
-        qkv_TC, b_TH, a_TH = x_TI.split((x_TI.shape[1] - 2 * heads, heads, heads), -1)
-        expected_THV = gated_delta(qkv_TC, a_TH, b_TH, decay_H, bias_H, 2.0, groups, key)
+        qkv_TC, b_TH, a_TA = x_TI.split(splits, -1)
+        expected_THV = gated_delta(qkv_TC, a_TA, b_TH, decay_H, bias_A, 2.0, groups, key)
         torch.testing.assert_close(o_THV.double(), expected_THV, atol=1e-5, rtol=1e-5)
 
 

@@ -468,6 +468,19 @@ MINIMAX_FACTORS = {"full_attn_alpha_factor": 3.5, "linear_attn_alpha_factor": 3.
 HYBRID |= {
     "minimax": ("MiniMax", {**MINIMAX_SIZES, **MINIMAX_FACTORS, "mlp_beta_factor": 0.8, "full_attn_beta_factor": 1.2}),
 }
+HYBRID["kimi-linear"] = (
+    "KimiLinear",
+    {
+        **LATENT_SIZES,
+        "num_local_experts": 6,
+        "n_shared_experts": 1,
+        "linear_head_dim": 16,
+        "linear_num_heads": 3,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "initializer_range": 0.1,
+    },
+)
+UNDIVIDED = ("kimi-linear",)  # ranks cannot divide its recurrent layers
 VARIANTS = {**PLAIN, **NOT_PLAIN, **LATER, **HYBRID}
 CLASSES = {
     "Llama4": ("Llama4TextConfig", "Llama4ForCausalLM"),

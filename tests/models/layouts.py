@@ -50,4 +50,12 @@ def with_convolutions(tensors: Tensors) -> Tensors:
     return tensors
 
 
-LAYOUTS: dict[str, Callable[[Tensors], Tensors]] = {"OlmoHybrid": olmo_hybrid}
+def kimi_linear(tensors: Tensors) -> Tensors:
+    """MLPs under their own name, not that of experts."""
+    return {
+        name if "expert" in name or ".gate." in name else name.replace(".block_sparse_moe.", ".mlp."): one
+        for name, one in tensors.items()
+    }
+
+
+LAYOUTS: dict[str, Callable[[Tensors], Tensors]] = {"OlmoHybrid": olmo_hybrid, "KimiLinear": kimi_linear}

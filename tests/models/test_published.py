@@ -32,6 +32,13 @@ DEEPSEEK = {
     "num_nextn_predict_layers": 1, "rope_theta": 10000,
     "rope_scaling": {**SHARP, "original_max_position_embeddings": 128},
 }  # fmt: skip
+KIMI = {
+    "linear_attn_config": {
+        "full_attn_layers": [2], "kda_layers": [1, 3], "head_dim": 16, "num_heads": 3, "short_conv_kernel_size": 4
+    },
+    "first_k_dense_replace": 1, "moe_layer_freq": 1, "moe_router_activation_func": "sigmoid", "use_grouped_topk": True,
+    "mla_use_nope": True, "rope_theta": 10000.0, "num_nextn_predict_layers": 0, "head_dim": 16,
+}  # fmt: skip
 GRANITE = {
     "layer_types": ["attention"] * 3, "normalization_function": "rmsnorm", "mamba_d_conv": 4, "mamba_d_state": 256,
     "num_experts_per_tok": 0, **PLAIN,
@@ -72,6 +79,7 @@ KINDS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {"full_attn_idxs": [1], "block_ff_dim": 120, "rope_theta": 1e6, "tie_embedding": True, "use_pos_enc": True},
     ),
     "Llama 3.1": ("llama3-rope", {}, {"rope_theta": 5e5, "rope_scaling": LLAMA3_WORDS, "pretraining_tp": 1}),
+    "Kimi-Linear": ("kimi-linear", {}, KIMI),
     "MiniMax M2": ("minimax-m2", {}, MINIMAX),
     "Nemotron": (
         "nemotron",
@@ -120,11 +128,15 @@ KINDS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 # MiniMax-Text-01 as its first files have it; transformers knows the same model under other words.
 TEXT_01 = {
     "model_type": "minimax_text_01", "architectures": ["MiniMaxText01ForCausalLM"], "attn_type_list": [0, 1, 0],
-    "postnorm": True, "shared_intermediate_size": 0, "rotary_dim": 16, "rope_theta": 1e6,
+    "postnorm": True, "shared_intermediate_size": [0], "rotary_dim": 16, "rope_theta": 1e6,
     "layernorm_full_attention_alpha": 3.5, "layernorm_full_attention_beta": 1.2,
     "layernorm_linear_attention_alpha": 3.0, "layernorm_linear_attention_beta": 1.0,
     "layernorm_mlp_alpha": 2.5, "layernorm_mlp_beta": 0.8,
 }  # fmt: skip
+
+
+# Fields whose place others take in a published file.
+REPLACED = {"Kimi-Linear": ("linear_head_dim", "linear_num_heads", "linear_conv_kernel_dim")}
 
 
 def publish(kind: str, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,7 +146,8 @@ def publish(kind: str, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setitem(VARIANTS, variant, (family, settings | changes))
     build(variant).save_pretrained(directory)
     path = directory / "config.json"
-    config = {name: value for name, value in json.loads(path.read_text()).items() if name not in LATER}
+    left_out = (*LATER, *REPLACED.get(kind, ()))
+    config = {name: value for name, value in json.loads(path.read_text()).items() if name not in left_out}
     path.write_text(json.dumps(config | {"torch_dtype": "bfloat16"} | words))
 
 

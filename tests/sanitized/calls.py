@@ -308,17 +308,19 @@ def recurrences(dice: Random) -> None:
     before = np.array([dice.choice((0, 5)) for _ in range(num_rows)], dtype=np.int32)
     states.data[slots[before > 0]] = 0.0
     step, (windows, matrices) = StatesOfStep(states, slots, counts + before, counts), states.layers[0]
-    x_TI, weight_KC, bias_C = torch.randn(counts.sum(), width + 2 * heads), torch.randn(taps, width), torch.randn(width)
+    decays = dice.choice((heads, heads * key))
+    weight_KC, bias_C = torch.randn(taps, width), torch.randn(width)
+    x_TI = torch.randn(counts.sum(), width + decays + heads)
     odd_T = spoiled(dice, x_TI)
     is_odd = [bool(part.any()) for part in odd_T.split(counts.tolist())]
-    x_TC, a_TH, b_TH = x_TI.split((width, heads, heads), 1)
-    of_heads = -torch.rand(heads), torch.randn(heads)
+    x_TC, a_TA, b_TH = x_TI.split((width, decays, heads), 1)
+    a_TH, of_heads, bias_A = a_TA[:, :heads], (-torch.rand(heads), torch.randn(heads)), torch.randn(decays)
     found = kernels().recurrences
     assert found is not None
     given, most = dice.choice((None, bias_C)), dice.choice((1.0, 2.0))
     y_TC = found.convolve(x_TC, weight_KC, given, windows, step, False)
     if is_delta := dice.random() < 0.5:
-        o_THV = found.delta(y_TC.clone(), a_TH, b_TH, *of_heads, most, matrices, step)
+        o_THV = found.delta(y_TC.clone(), a_TA, b_TH, of_heads[0], bias_A, most, matrices, step)
     else:
         o_THV = found.ssd(y_TC, a_TH, *of_heads, of_heads[1], 0.01, matrices, step)
     z_TI = torch.randn(len(o_THV), heads * value)
@@ -332,7 +334,7 @@ def recurrences(dice: Random) -> None:
         close(y_TC[tokens], convolution(x_TC[tokens], weight_KC, given), 1e-4)
         sizes = (groups, key)
         if is_delta:
-            expected_THV = gated_delta(y_TC[tokens], a_TH[tokens], b_TH[tokens], *of_heads, most, *sizes)
+            expected_THV = gated_delta(y_TC[tokens], a_TA[tokens], b_TH[tokens], of_heads[0], bias_A, most, *sizes)
         else:
             expected_THV = mamba_2(y_TC[tokens], a_TH[tokens], *of_heads, of_heads[1], 0.01, *sizes)
         close(o_THV[tokens], expected_THV, 1e-4 * (1 + float(expected_THV.abs().max())))

@@ -45,10 +45,8 @@ def callboard_model(context: ModelContext) -> DecoderShape:
     """Return the shape.  The first files have words of their own for kinds of layers and factors."""
     fields = context.fields.with_defaults(rms_norm_eps=1e-5)
     fields.demand("postnorm", True, "a layer adds to the norm of its input")
-    if fields.integer("shared_intermediate_size", 0, minimum=0):
-        raise fields.error(
-            "shared_intermediate_size", fields.integer("shared_intermediate_size"), "0: no shared expert"
-        )
+    if any(shared := fields.integers("shared_intermediate_size")):
+        raise fields.error("shared_intermediate_size", list(shared), "0: released models have no shared expert")
     sizes = read_sizes(fields, num_kv_heads=8)
     layers = [_layer(fields, sizes, kind, index) for index, kind in enumerate(_kinds(fields, sizes.num_layers))]
     return decoder(fields, sizes, layers, unread=(TABLES,))

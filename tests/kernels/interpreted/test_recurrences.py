@@ -67,7 +67,7 @@ def definition(q, k, v, g, b) -> Tensor:
     """One row's results, float64, token by token; b is None if keys and values are only added."""
     m, outs = torch.zeros(*k.shape[1:], v.shape[2], dtype=torch.float64), []
     for at in range(len(v)):
-        m = m * g[at].exp()[:, None, None]
+        m = m * g[at].exp().unflatten(0, (len(m), -1))[..., None]
         added = v[at] if b is None else (v[at] - torch.einsum("hk,hkv->hv", k[at], m)) * b[at][:, None]
         m = m + k[at][:, :, None] * added[:, None]
         outs.append(torch.einsum("hk,hkv->hv", q[at], m))
@@ -87,16 +87,18 @@ SIZES = pytest.mark.parametrize(
 
 @SIZES
 @pytest.mark.parametrize("fewest", [1, 16, 1000], ids=["chunks", "both", "token by token"])
-def test_delta_rule(monkeypatch, fewest, heads, groups, key, value, strong):
+@pytest.mark.parametrize("by_number", [False, True], ids=["a decay for each head", "KDA"])
+def test_delta_rule(monkeypatch, fewest, heads, groups, key, value, strong, by_number):
     monkeypatch.setattr(recurrences, "FEWEST", fewest)
     total = int(LENGTHS.sum())
     qkv = normal(total, 2 * groups * key + heads * value)
-    gates = normal(total, 2 * heads, seed=1) * (4.0 if strong else 1.0)
-    decay, bias = -normal(heads, seed=2).exp() * (10.0 if strong else 0.3), normal(heads, seed=3)
+    decays = heads * key if by_number else heads
+    gates = normal(total, decays + heads, seed=1) * (4.0 if strong else 1.0)
+    decay, bias = -normal(heads, seed=2).exp() * (10.0 if strong else 0.3), normal(decays, seed=3)
     states, most = RecurrentStates([[(heads, key, value)]], 2 * len(LENGTHS), CPU), 2.0 if groups == 1 else 1.0
 
     def compute(step, qkv, gates):
-        a, b = gates.chunk(2, -1)
+        a, b = gates.split((decays, heads), -1)
         return OURS.delta(qkv, a, b, decay, bias, most, states.layers[0][0], step)
 
     found = in_steps(states, compute, qkv, gates)
@@ -105,8 +107,9 @@ def test_delta_rule(monkeypatch, fewest, heads, groups, key, value, strong):
         (one / (one.square().sum(-1, keepdim=True) + 1e-6).sqrt()).repeat_interleave(heads // groups, 1)
         for one in (q.unflatten(1, (groups, key)), k.unflatten(1, (groups, key)))
     )
-    a, b = gates.double().chunk(2, -1)
-    columns = (q * key**-0.5, k, v.unflatten(1, (heads, value)), decay * F.softplus(a + bias), most * b.sigmoid())
+    a, b = gates.double().split((decays, heads), -1)
+    g = decay.repeat_interleave(decays // heads) * F.softplus(a + bias)
+    columns = (q * key**-0.5, k, v.unflatten(1, (heads, value)), g, most * b.sigmoid())
     within(found, torch.cat([definition(*row) for row in zip(*map(rows_of, columns), strict=True)]))
 
 

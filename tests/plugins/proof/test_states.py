@@ -3,7 +3,14 @@
 import pytest
 import torch
 
-from engine.checkpoints.shape import GatedDeltaShape, LightningShape, Mamba2Shape, RecurrentShape, ShortConvolutionShape
+from engine.checkpoints.shape import (
+    GatedDeltaShape,
+    KimiDeltaShape,
+    LightningShape,
+    Mamba2Shape,
+    RecurrentShape,
+    ShortConvolutionShape,
+)
 from engine.layers.part import Recurrent, RowwisePart, build
 from engine.plugins.comm.local import LocalComm
 from engine.plugins.proof.states import require_same_states
@@ -12,6 +19,9 @@ CPU, WIDTH = torch.device("cpu"), 48
 SHAPES: dict[str, RecurrentShape] = {
     "convolution": ShortConvolutionShape(size=WIDTH, taps=3),
     "delta rule": GatedDeltaShape(num_heads=4, num_keys=2, key_size=16, value_size=12, taps=4, eps=1e-6),
+    "KDA": KimiDeltaShape(
+        num_heads=3, num_keys=3, key_size=16, value_size=12, rank=8, taps=4, eps=1e-6, layout="apart"
+    ),
     "lightning": LightningShape(num_heads=4, head_size=12, rates=(0.5, 0.2, 0.1, 1e-5), eps=1e-6),
     "Mamba 2": Mamba2Shape(num_heads=4, num_groups=2, head_size=16, state_size=12, taps=4, eps=1e-6),
 }
@@ -47,7 +57,7 @@ def test_a_part_that_computes_tokens_alone_passes(kind: str) -> None:
     require_same_states(part, SHAPES[kind], WIDTH, CPU, torch.float32)
 
 
-@pytest.mark.parametrize("kind", ["delta rule", "Mamba 2"])
+@pytest.mark.parametrize("kind", ["delta rule", "KDA", "lightning", "Mamba 2"])
 def test_a_part_with_chunks_is_found(kind: str) -> None:
     part = new_part(SHAPES[kind])
     for linear in part.linears:
