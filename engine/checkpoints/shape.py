@@ -65,8 +65,8 @@ class PartShape(msgspec.Struct, frozen=True, kw_only=True, tag=True):
         return ""
 
 
-class Rows(msgspec.Struct, frozen=True):
-    """Rows of a product, and their place in the matrix of a checkpoint that has them.
+class MatrixRows(msgspec.Struct, frozen=True):
+    """MatrixRows of a product, and their place in the matrix of a checkpoint that has them.
 
     name: of the matrix.  count: number of these rows.  total: rows of the matrix; 0 for no others.
     The matrix has ``groups`` equal parts, and each of them as many of these rows, from its row ``first`` on.
@@ -85,10 +85,12 @@ class Rows(msgspec.Struct, frozen=True):
         return self.total or self.count
 
 
-def stacked(name: str, counts: Sequence[int], groups: int = 1) -> tuple[Rows, ...]:
+def stacked(name: str, counts: Sequence[int], groups: int = 1) -> tuple[MatrixRows, ...]:
     """Return the rows that a matrix has one after the other, in each of its groups."""
     starts = (sum(counts[:index]) // groups for index in range(len(counts)))
-    return tuple(Rows(name, count, sum(counts), first, groups) for count, first in zip(counts, starts, strict=True))
+    return tuple(
+        MatrixRows(name, count, sum(counts), first, groups) for count, first in zip(counts, starts, strict=True)
+    )
 
 
 class Unchanged(PartShape, frozen=True):
@@ -192,13 +194,13 @@ class AttentionShape(PartShape, frozen=True, kw_only=True):
     latent_size: ClassVar[int] = 0
 
     @property
-    def inner(self) -> tuple[Rows, Rows, Rows]:
+    def inner(self) -> tuple[MatrixRows, MatrixRows, MatrixRows]:
         """The rows of queries, keys and values."""
         queries, keys = self.num_heads * self.head_size, self.num_kv_heads * self.head_size
         if self.merged:
             query, key, value = stacked(self.merged, (queries, keys, keys))
             return query, key, value
-        return Rows("q_proj", queries), Rows("k_proj", keys), Rows("v_proj", keys)
+        return MatrixRows("q_proj", queries), MatrixRows("k_proj", keys), MatrixRows("v_proj", keys)
 
     @property
     def unlike_rounded(self) -> str:
@@ -213,13 +215,13 @@ class GatedAttentionShape(AttentionShape, frozen=True, kw_only=True):
     built_by: ClassVar[str] = "engine.layers.gated_attention:GatedAttention"
 
     @property
-    def inner(self) -> tuple[Rows, Rows, Rows]:
+    def inner(self) -> tuple[MatrixRows, MatrixRows, MatrixRows]:
         """The rows of queries, keys and values."""
         queries = self.num_heads * self.head_size
         return stacked("q_proj", (queries, queries), self.num_heads)[0], *super().inner[1:]
 
     @property
-    def gate(self) -> Rows:
+    def gate(self) -> MatrixRows:
         """The rows of the gate."""
         queries = self.num_heads * self.head_size
         return stacked("q_proj", (queries, queries), self.num_heads)[1]
@@ -289,12 +291,12 @@ class RecurrentShape(PartShape, frozen=True, kw_only=True):
         return self
 
     @property
-    def inner(self) -> tuple[Rows, ...]:
+    def inner(self) -> tuple[MatrixRows, ...]:
         """The rows of its first product."""
         return ()
 
     @property
-    def between(self) -> tuple[tuple[int, Rows], ...]:
+    def between(self) -> tuple[tuple[int, MatrixRows], ...]:
         """Inputs and rows of the products between its first and its last one."""
         return ()
 
@@ -322,7 +324,7 @@ class ShortConvolutionShape(RecurrentShape, frozen=True, kw_only=True):
         return replace(self, size=share(self.size, size, "channels of its convolutions"))
 
     @property
-    def inner(self) -> tuple[Rows, ...]:
+    def inner(self) -> tuple[MatrixRows, ...]:
         return stacked("in_proj", (self.size,) * 3)
 
     @property
@@ -363,17 +365,17 @@ class GatedDeltaShape(RecurrentShape, frozen=True, kw_only=True):
         return replace(self, num_keys=keys, num_heads=self.num_heads // self.num_keys * keys)
 
     @property
-    def inner(self) -> tuple[Rows, ...]:
+    def inner(self) -> tuple[MatrixRows, ...]:
         """Queries, keys and values, the gate z, and the numbers b and a of each head."""
         keys, heads, values = self.num_keys * self.key_size, self.num_heads, self.num_heads * self.value_size
         if self.layout == "apart":
             names = zip(self.gate_names, self.gates, strict=True)
-            gates = tuple(Rows(name, size) for name, size in names)
-            return Rows("q_proj", keys), Rows("k_proj", keys), Rows("v_proj", values), *gates
+            gates = tuple(MatrixRows(name, size) for name, size in names)
+            return MatrixRows("q_proj", keys), MatrixRows("k_proj", keys), MatrixRows("v_proj", values), *gates
         if self.layout == "grouped":
             wide = stacked("in_proj_qkvz", (keys, keys, values, values), self.num_keys)
             return *wide, *stacked("in_proj_ba", (heads, heads), self.num_keys)
-        gates = Rows("in_proj_z", values), Rows("in_proj_b", heads), Rows("in_proj_a", heads)
+        gates = MatrixRows("in_proj_z", values), MatrixRows("in_proj_b", heads), MatrixRows("in_proj_a", heads)
         return *stacked("in_proj_qkv", (keys, keys, values)), *gates
 
     @property
@@ -401,11 +403,13 @@ class GatedDeltaShape(RecurrentShape, frozen=True, kw_only=True):
         return "o_norm" if self.layout == "apart" else "norm"
 
     @property
-    def convolved(self) -> tuple[Rows, ...]:
+    def convolved(self) -> tuple[MatrixRows, ...]:
         """The channels of the convolution: queries, keys and values."""
         keys, values = self.num_keys * self.key_size, self.num_heads * self.value_size
         if self.layout == "apart":
-            return tuple(Rows(f"{side}_conv1d", size) for side, size in zip("qkv", (keys, keys, values), strict=True))
+            return tuple(
+                MatrixRows(f"{side}_conv1d", size) for side, size in zip("qkv", (keys, keys, values), strict=True)
+            )
         return stacked("conv1d", (keys, keys, values))
 
     @property
@@ -448,9 +452,9 @@ class KimiDeltaShape(GatedDeltaShape, frozen=True, kw_only=True):
         return self.rank, self.num_heads, self.rank
 
     @property
-    def between(self) -> tuple[tuple[int, Rows], ...]:
-        values, (decays,) = Rows("g_b_proj", self.num_heads * self.value_size), self.bias_shape
-        return (self.rank, values), (self.rank, Rows("f_b_proj", decays))
+    def between(self) -> tuple[tuple[int, MatrixRows], ...]:
+        values, (decays,) = MatrixRows("g_b_proj", self.num_heads * self.value_size), self.bias_shape
+        return (self.rank, values), (self.rank, MatrixRows("f_b_proj", decays))
 
     @property
     def bias_shape(self) -> tuple[int, ...]:
@@ -505,13 +509,20 @@ class Mamba2Shape(RecurrentShape, frozen=True, kw_only=True):
         return replace(self, num_heads=heads, num_groups=1)
 
     @property
-    def inner(self) -> tuple[Rows, ...]:
+    def inner(self) -> tuple[MatrixRows, ...]:
         """The gate, values, keys, queries, and step sizes."""
         keys = self.num_groups * self.state_size
         gate, values, *shared, sizes = stacked(
             "in_proj", (self.inner_size, self.inner_size, keys, keys, self.num_heads)
         )
         return gate, values, *(replace(one, units=self.num_groups) for one in shared), sizes
+
+    @property
+    def convolved(self) -> tuple[MatrixRows, ...]:
+        """The rows of the convolution's weights."""
+        keys = self.num_groups * self.state_size
+        values, *shared = stacked("conv1d", (self.inner_size, keys, keys))
+        return values, *(replace(one, units=self.num_groups) for one in shared)
 
     @property
     def outer(self) -> tuple[str, int]:
@@ -549,16 +560,19 @@ class LightningShape(RecurrentShape, frozen=True, kw_only=True):
     eps: float
     name: str = "self_attn"
 
+    def of_rank(self, size: int) -> Self:
+        return replace(self, num_heads=share(self.num_heads, size, "num_attention_heads"))
+
     @property
     def inner_size(self) -> int:
         """Size of all heads' values."""
         return self.num_heads * self.head_size
 
     @property
-    def inner(self) -> tuple[Rows, ...]:
+    def inner(self) -> tuple[MatrixRows, ...]:
         """Values, keys and queries, which a checkpoint has the other way round for each head, and the gate."""
         sides = stacked("qkv_proj", (self.inner_size,) * 3, self.num_heads)
-        return *reversed(sides), Rows("output_gate", self.inner_size)
+        return *reversed(sides), MatrixRows("output_gate", self.inner_size)
 
     @property
     def outer(self) -> tuple[str, int]:
@@ -615,10 +629,14 @@ class GatedShape(PartShape, frozen=True, kw_only=True):
     down: str = "down_proj"
 
     @property
-    def inner(self) -> tuple[Rows, ...]:
+    def inner(self) -> tuple[MatrixRows, ...]:
         """The rows of the gate and of what it multiplies."""
         size = self.intermediate_size
-        return stacked(self.merged, (size, size)) if self.merged else (Rows(self.gate, size), Rows(self.up, size))
+        return (
+            stacked(self.merged, (size, size))
+            if self.merged
+            else (MatrixRows(self.gate, size), MatrixRows(self.up, size))
+        )
 
     @property
     def width(self) -> int:

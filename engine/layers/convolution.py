@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from engine.checkpoints.shape import Rows, ShortConvolutionShape
+from engine.checkpoints.shape import MatrixRows, ShortConvolutionShape
 from engine.layers.comm import Comm
 from engine.layers.kernels import LayerKernels
 from engine.layers.linear import ColumnLinear, RowLinear
@@ -24,10 +24,10 @@ from engine.layers.weights import WeightSlice, cut, joined, parameter, part_slic
 class CausalConvolution:
     """The convolution y[t] = sum over k of w[k] x[t - K + 1 + k], with a bias or without, for each channel.
 
-    Its state is [K - 1, C], the last inputs of a row.  rows: the channels over all ranks, without a name."""
+    Its state is [K - 1, C], the last inputs of a row.  rows: the channels over all ranks."""
 
     def __init__(
-        self, rows: Sequence[Rows], taps: int, bias: bool, comm: Comm, device: torch.device, dtype: torch.dtype
+        self, rows: Sequence[MatrixRows], taps: int, bias: bool, comm: Comm, device: torch.device, dtype: torch.dtype
     ) -> None:
         self._parts = [cut(one, comm) for one in rows]
         channels = sum(length for *_, length in self._parts)
@@ -58,7 +58,7 @@ class ShortConvolution(RecurrentPart):
     ) -> None:
         self.shape = shape
         self.inner = ColumnLinear(hidden_size, shape.inner, shape.bias, comm, device, dtype)
-        rows = [Rows("", shape.size)]
+        rows = [MatrixRows("conv", shape.size)]
         self.convolution = CausalConvolution(rows, shape.taps, shape.bias, comm, device, dtype)
         self.outer = RowLinear(shape.size, hidden_size, shape.bias, comm, device, dtype)
 
@@ -81,5 +81,5 @@ class ShortConvolution(RecurrentPart):
         """Yield the slices of the checkpoint that this part reads."""
         name = joined(prefix, self.shape.name)
         yield from self.inner.slices(name)
-        yield from self.convolution.slices(f"{name}.conv")
+        yield from self.convolution.slices(name)
         yield from self.outer.slices(f"{name}.out_proj")

@@ -23,19 +23,20 @@ from engine.layers.weights import WeightSlice, joined, parameter, whole
 class Lightning(RecurrentPart):
     """Linear attention with decay over activated values, keys and queries, then a norm over all heads, and a gate.
 
-    inner: values, keys, queries, and the gate, in this order."""
+    shape: of this rank's heads.  inner: values, keys, queries, and the gate, in this order."""
 
     def __init__(
         self, shape: LightningShape, hidden_size: int, comm: Comm, device: torch.device, dtype: torch.dtype
     ) -> None:
-        self.shape = shape.of_rank(comm.size)
-        size = shape.inner_size
-        self.inner = ColumnLinear(hidden_size, shape.inner, False, None, device, dtype)
-        self.norm_I = parameter(size, device=device, dtype=torch.float32)
-        self.outer = RowLinear(size, hidden_size, False, comm, device, dtype)
-        self._decay_H = -torch.tensor(shape.rates, dtype=torch.float32, device=device)
+        self.comm = comm
+        self.shape = mine = shape.of_rank(comm.size)
+        self.inner = ColumnLinear(hidden_size, shape.inner, False, comm, device, dtype)
+        self.norm_I = parameter(shape.inner_size, device=device, dtype=torch.float32)
+        self.outer = RowLinear(shape.inner_size, hidden_size, False, comm, device, dtype)
+        rates = shape.rates[comm.rank * mine.num_heads : (comm.rank + 1) * mine.num_heads]
+        self._decay_H = -torch.tensor(rates, dtype=torch.float32, device=device)
         self._nothing_H = torch.zeros_like(self._decay_H)
-        self._sizes_1H = torch.zeros((1, shape.num_heads), dtype=dtype, device=device)
+        self._sizes_1H = torch.zeros((1, mine.num_heads), dtype=dtype, device=device)
         self._activate = activated
 
     def mix(self, inner_TI: Tensor, states: tuple[Tensor, ...], step: StatesOfStep) -> Tensor:
@@ -47,7 +48,11 @@ class Lightning(RecurrentPart):
         sizes_TH = self._sizes_1H.expand(len(inner_TI), -1)
         nothing_H = self._nothing_H
         o_THK = self.recurrences.ssd(vkq_TI, sizes_TH, self._decay_H, nothing_H, nothing_H, 1.0, matrices_SHKK, step)
-        return self.recurrences.gate(o_THK.flatten(1), z_TI, self.norm_I, 1, shape.eps, False, "sigmoid")
+        o_TI, several = o_THK.flatten(1), self.comm.size > 1
+        if several:  # the norm is over all heads
+            o_TI, z_TI = self.comm.all_gather(o_TI), self.comm.all_gather(z_TI.contiguous())
+        o_TI = self.recurrences.gate(o_TI, z_TI, self.norm_I, 1, shape.eps, False, "sigmoid")
+        return o_TI.tensor_split(self.comm.size, 1)[self.comm.rank] if several else o_TI
 
     def by_rows(self) -> None:
         """Compute the activation by rows as well (``RowwisePart``)."""

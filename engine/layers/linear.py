@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.checkpoints.shape import Rows, share
+from engine.checkpoints.shape import MatrixRows, share
 from engine.layers.comm import Comm
 from engine.layers.kernels import DeviceKernels, LayerKernels
 from engine.layers.ordered_comm import OrderedComm
@@ -81,13 +81,13 @@ class ColumnLinear(Linear):
     def __init__(
         self,
         inputs: int,
-        parts: Sequence[Rows | tuple[str, int]],
+        parts: Sequence[MatrixRows | tuple[str, int]],
         bias: bool,
         comm: Comm | None,
         device: torch.device,
         dtype: torch.dtype,
     ) -> None:
-        self.parts = [cut(one if isinstance(one, Rows) else Rows(*one), comm) for one in parts]
+        self.parts = [cut(one if isinstance(one, MatrixRows) else MatrixRows(*one), comm) for one in parts]
         super().__init__(inputs, sum(length for *_, length in self.parts), bias, device, dtype)
 
     def slices(self, prefix: str) -> Iterator[WeightSlice]:
@@ -104,7 +104,7 @@ class QKVLinear(Linear):
     def __init__(
         self,
         inputs: int,
-        rows: tuple[Rows, Rows, Rows],
+        rows: tuple[MatrixRows, MatrixRows, MatrixRows],
         num_heads: int,
         num_kv_heads: int,
         head_size: int,
@@ -175,7 +175,7 @@ class RowLinear(Linear):
 
 
 class VocabLinear(Linear):
-    """A table of one row per token id.  Rows are padded with zeros up to a multiple of the number of ranks.
+    """A table of one row per token id.  MatrixRows are padded with zeros up to a multiple of the number of ranks.
 
     The embedding and the LM head are such tables, and with tied weights the same object.
     """

@@ -8,10 +8,9 @@ Owns: what comes before and after the recurrence.  Does not know: the recurrence
 from collections.abc import Iterator
 
 import torch
-from msgspec.structs import replace
 from torch import Tensor
 
-from engine.checkpoints.shape import Mamba2Shape, stacked
+from engine.checkpoints.shape import Mamba2Shape
 from engine.layers.comm import Comm
 from engine.layers.convolution import CausalConvolution
 from engine.layers.kernels import LayerKernels
@@ -35,10 +34,7 @@ class Mamba2(RecurrentPart):
         self.shape = mine = shape.of_rank(comm.size)
         heads, sizes = mine.num_heads, [rows.count for rows in mine.inner]
         self.inner = ColumnLinear(hidden_size, shape.inner, shape.bias, comm, device, dtype)
-        keys = shape.num_groups * shape.state_size
-        values, *shared = stacked("", (shape.inner_size, keys, keys))
-        channels = (values, *(replace(one, units=shape.num_groups) for one in shared))
-        self.convolution = CausalConvolution(channels, shape.taps, shape.conv_bias, comm, device, dtype)
+        self.convolution = CausalConvolution(shape.convolved, shape.taps, shape.conv_bias, comm, device, dtype)
         self.decay_H, self.bias_H, self.skip_H = (
             parameter(heads, device=device, dtype=torch.float32) for _ in range(3)
         )
@@ -83,7 +79,7 @@ class Mamba2(RecurrentPart):
         """Yield the slices of the checkpoint that this part reads."""
         name = joined(prefix, self.shape.name)
         yield from self.inner.slices(name)
-        yield from self.convolution.slices(f"{name}.conv1d")
+        yield from self.convolution.slices(name)
         for kind, target in (("A_log", self.decay_H), ("dt_bias", self.bias_H), ("D", self.skip_H)):
             yield own_part(f"{name}.{kind}", (self.whole.num_heads,), self.comm, target)
         if self.norm_I is not None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from engine.checkpoints.shape import Rows, share
+from engine.checkpoints.shape import MatrixRows, share
 from engine.layers.comm import Comm
 
 
@@ -49,7 +49,7 @@ def whole(source: str, target: Tensor) -> WeightSlice:
     return WeightSlice(source, tuple(target.shape), 0, 0, rows.shape[0], rows)
 
 
-def row_slices(source: str, rows: Rows, start: int, target: Tensor) -> Iterator[WeightSlice]:
+def row_slices(source: str, rows: MatrixRows, start: int, target: Tensor) -> Iterator[WeightSlice]:
     """Yield the slices of a tensor for those of ``rows`` that a rank has, from the one with number ``start`` on."""
     shape, size = (rows.height, *target.shape[1:]), rows.count // rows.groups
     while len(target):
@@ -61,7 +61,7 @@ def row_slices(source: str, rows: Rows, start: int, target: Tensor) -> Iterator[
 
 
 def part_slices(
-    sides: Mapping[str, Tensor | None], prefix: str, parts: Iterable[tuple[Rows, int, int]]
+    sides: Mapping[str, Tensor | None], prefix: str, parts: Iterable[tuple[MatrixRows, int, int]]
 ) -> Iterator[WeightSlice]:
     """Yield the slices of rows that lie one after the other.
 
@@ -79,7 +79,7 @@ def own_part(source: str, shape: tuple[int, ...], comm: Comm, target: Tensor) ->
     return WeightSlice(source, shape, 0, comm.rank * len(target) % shape[0], len(target), target)
 
 
-def cut(rows: Rows, comm: Comm | None) -> tuple[Rows, int, int]:
+def cut(rows: MatrixRows, comm: Comm | None) -> tuple[MatrixRows, int, int]:
     """Return the rows, and the first one and the number of those of this rank.  comm: None for no cut.
 
     With more ranks than units, neighbours have copies of one."""

@@ -132,7 +132,7 @@ class Completions:
             if end == sequence.num_prompt == len(sequence.tokens):
                 # Pages that were evicted from a retracted prompt were put there twice.
                 num_rest = sequence.num_prompt - sequence.num_cached_at_start
-                num_created = min(sequence.num_created * table.page_size, num_rest)
+                num_created = min(sequence.num_created, num_rest // table.page_size) * table.page_size
                 first[sequence.request_id] = sequence.num_cached_at_start, num_created
                 sequence.first_token_at = now
                 for first_token in self._events.first_token:

@@ -18,12 +18,12 @@ from engine.kv.match import Match
 from engine.kv.node import Handle, Namespace
 from engine.kv.pages import PageAllocator, Pages
 from engine.kv.radix import RadixTree
-from engine.kv.stateless import StatelessTree
 from engine.scheduling.events import WatchedEvictions
 from engine.scheduling.feature import PlannerParts
 from engine.scheduling.invariants import check_owners
 from engine.scheduling.rows import Sequence
 from engine.scheduling.step_builder import Appends
+from engine.scheduling.trees import Trees
 
 
 class PageManager:
@@ -36,9 +36,8 @@ class PageManager:
         self._events = parts.events
         self.allocator = PageAllocator(limits.num_pages)
         self._evictions = WatchedEvictions(strategy, parts.events)
-        self._kinds: tuple[type[RadixTree], ...] = ()
-        self._arguments: dict[str, object] = {}
-        self.tree = self._new_tree()
+        self._trees = Trees(limits, self._evictions)
+        self.tree = self._trees.new()
         self._page_size = limits.page_size
         self._num_behind = limits.lookahead  # tokens after a page that belong to its key
         self._handles: dict[int, Handle] = {}
@@ -46,25 +45,8 @@ class PageManager:
         self._rewrites: list[Appends] = []
 
     def use(self, kind: type[RadixTree], **arguments: object) -> None:
-        """Use another tree, an empty one, that is of this kind and of those that features have named before.
-
-        arguments: what a tree of this kind is built with, beside what all are."""
-        self._kinds = (kind, *self._kinds)
-        self._arguments |= arguments
-        self.tree = self._new_tree()
-
-    def _new_tree(self) -> RadixTree:
-        limits, kinds = self._limits, self._kinds
-        if limits.state_bytes and not any(kind.keeps_states for kind in kinds):
-            kinds = (*kinds, StatelessTree)
-        tree: RadixTree = type("Tree", kinds or (RadixTree,), {})(
-            limits.page_size,
-            self._evictions,
-            lookahead=limits.lookahead,
-            record_events=limits.record_events,
-            **self._arguments,
-        )
-        return tree
+        """Use an empty tree of one more kind (``Trees.also``)."""
+        self.tree = self._trees.also(kind, **arguments)
 
     @property
     def num_available(self) -> int:
@@ -86,7 +68,6 @@ class PageManager:
         Returns the row, or None if there is no room now.
         """
         match = self.match(sequence)
-        key = match.key
         num_new = -(-len(sequence.tokens) // self._page_size) - match.num_pages
         has_room = all(has_room(sequence) for has_room in self._features.has_room)
         if num_new + reserve > self.num_available or not has_room:
@@ -97,14 +78,14 @@ class PageManager:
             return None
         shared = self.tree.pages(handle)
         new = self.allocate(num_new, sequence.request_id)
-        if not self.tree.still_has(match):
+        if self.match(sequence).num_cached < match.num_cached:  # evicted pages have taken the place of others
             self.allocator.free(new)
             self.tree.unlock(handle)
-            return self.start(sequence, reserve)  # less is cached now, and more pages are free
+            return self.start(sequence, reserve)  # more pages are free now
         for adopt in self._features.adopt:
-            adopt(sequence, handle, key, new[handle.num_pages - len(shared) :])
+            adopt(sequence, handle, match.key, new[handle.num_pages - len(shared) :])
         for matched in self._events.matched:
-            matched(sequence, handle, key, self.tree.page_bytes)
+            matched(sequence, handle, match.key, self.tree.page_bytes)
         row = self._table.take(sequence, np.concatenate((shared, new)), num_shared=handle.num_pages)
         self._handles[row] = handle
         for started in self._features.started:

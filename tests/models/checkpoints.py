@@ -480,7 +480,7 @@ HYBRID["kimi-linear"] = (
         "initializer_range": 0.1,
     },
 )
-UNDIVIDED = ("minimax", "kimi-linear")  # ranks cannot divide their recurrent layers
+UNDIVIDED = ("kimi-linear",)  # ranks cannot divide its recurrent layers
 VARIANTS = {**PLAIN, **NOT_PLAIN, **LATER, **HYBRID}
 CLASSES = {
     "Llama4": ("Llama4TextConfig", "Llama4ForCausalLM"),

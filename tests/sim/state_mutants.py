@@ -113,10 +113,6 @@ def a_state_on_the_host_is_joined_away(_: Callable[..., bool]) -> Callable[..., 
     return lambda self, node: True
 
 
-def a_state_is_lost_between_a_match_and_its_use(_: Callable[..., bool]) -> Callable[..., bool]:
-    return lambda self, match: True
-
-
 def an_evicted_state_is_still_matched(lose: Callable[..., None]) -> Callable[..., None]:
     def mutant(self: StateTree, node: Node) -> None:
         slot = self._snapshots.get(node)
@@ -228,7 +224,6 @@ MUTANTS: dict[Mutant, tuple[Any, str]] = {
     a_state_is_left_without_pages: (StateTree, "_detach"),
     pages_come_back_without_a_state: (StateTree, "restore"),
     a_state_on_the_host_is_joined_away: (StateTree, "_may_join"),
-    a_state_is_lost_between_a_match_and_its_use: (StateTree, "still_has"),
     an_evicted_state_is_still_matched: (StateTree, "_lose_snapshot"),
     a_slot_is_freed_while_a_copy_in_flight_reads_it: (StatesPlanner, "attach"),
     a_slot_has_two_owners: (StatesPlanner, "published"),

@@ -23,7 +23,7 @@ from safetensors.torch import load
 from torch import Tensor
 
 from engine.checkpoints.fields import Fields
-from engine.checkpoints.shape import Rows
+from engine.checkpoints.shape import MatrixRows
 from engine.execution.captured_steps import CapturedDecodes, CapturedModel
 from engine.features.lora.files import (
     NAME,
@@ -62,7 +62,7 @@ class _AdapterPlace:
 
     weight: AdaptedWeight
     matrix: int
-    rows: Rows
+    rows: MatrixRows
     inputs: slice
     outputs: slice
 

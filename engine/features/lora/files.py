@@ -21,10 +21,10 @@ from engine.checkpoints.shape import (
     DecoderShape,
     GatedAttentionShape,
     GatedShape,
+    MatrixRows,
     MLPShape,
     PartShape,
     RecurrentShape,
-    Rows,
     ScaledGatedShape,
 )
 from engine.checkpoints.shards import StoredTensor, read_header
@@ -82,7 +82,7 @@ class Product(NamedTuple):
     """One product of a layer.  rows: of modules with the same input, which have their whole names."""
 
     inputs: int
-    rows: tuple[Rows, ...]
+    rows: tuple[MatrixRows, ...]
 
 
 class AdapterRules(msgspec.Struct, frozen=True):
@@ -111,7 +111,7 @@ def _of_attention(one: PartShape | None, prefix: str, size: int) -> tuple[Produc
     if not isinstance(one, AttentionShape) or one.built_by not in kinds or one.transposed:
         return ()
     gate = (_product(prefix, one.name, size, one.gate),) if isinstance(one, GatedAttentionShape) else ()
-    output = _product(prefix, one.name, one.num_heads * one.head_size, Rows(one.output, size))
+    output = _product(prefix, one.name, one.num_heads * one.head_size, MatrixRows(one.output, size))
     return _product(prefix, one.name, one.input_size or size, *one.inner), *gate, output
 
 
@@ -120,7 +120,10 @@ def _of_recurrent(one: RecurrentShape | None, prefix: str, size: int) -> tuple[P
         return ()
     name, inputs = one.outer
     between = (_product(prefix, one.name, *way) for way in one.between)
-    first, last = _product(prefix, one.name, size, *one.inner), _product(prefix, one.name, inputs, Rows(name, size))
+    first, last = (
+        _product(prefix, one.name, size, *one.inner),
+        _product(prefix, one.name, inputs, MatrixRows(name, size)),
+    )
     return first, *between, last
 
 
@@ -128,13 +131,13 @@ def _of_mlp(one: PartShape | None, prefix: str, size: int) -> tuple[Product, ...
     if isinstance(one, GatedShape) and one.built_by in (GatedShape.built_by, ScaledGatedShape.built_by):
         first = _product(prefix, one.name, size, *one.inner)
     elif isinstance(one, MLPShape) and one.built_by == MLPShape.built_by and not one.transposed:
-        first = _product(prefix, one.name, size, Rows(one.up, one.intermediate_size))
+        first = _product(prefix, one.name, size, MatrixRows(one.up, one.intermediate_size))
     else:
         return ()
-    return first, _product(prefix, one.name, one.intermediate_size, Rows(one.down, size))
+    return first, _product(prefix, one.name, one.intermediate_size, MatrixRows(one.down, size))
 
 
-def _product(prefix: str, part: str, inputs: int, *rows: Rows) -> Product:
+def _product(prefix: str, part: str, inputs: int, *rows: MatrixRows) -> Product:
     names = (".".join(name for name in (prefix, part, one.name) if name) for one in rows)
     return Product(inputs, tuple(replace(one, name=name) for one, name in zip(rows, names, strict=True)))
 

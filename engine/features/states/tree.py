@@ -80,11 +80,6 @@ class StateTree(RadixTree):
             node = node.parent
         return num_bytes // self.page_bytes
 
-    def still_has(self, match: Match) -> bool:
-        """Return whether the snapshot at a match's end is there; evicted pages may have taken its place on the host."""
-        node = match.host_end or match.end
-        return node is None or node.parent is None or node in self._snapshots
-
     def restore(self, handle: Handle, key: bytes, pages: Pages) -> int:
         """Bring back pages of ``key`` from the host as far as they have a state; the rest is computed again."""
         node, end, most = handle.node, handle.num_pages * self.page_bytes, 0

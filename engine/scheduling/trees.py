@@ -1,0 +1,39 @@
+"""The tree of a planner: one radix tree of all kinds that features want.
+
+Owns: how the kinds become one.  Does not know: which kinds there are, pages.
+"""
+
+from engine.kv.eviction import EvictionStrategy
+from engine.kv.radix import RadixTree
+from engine.kv.stateless import StatelessTree
+from engine.scheduling.rows import PlannerLimits
+
+
+class Trees:
+    """The kinds of tree that features have named so far, the last one first, and what such a tree is built with."""
+
+    def __init__(self, limits: PlannerLimits, strategy: EvictionStrategy) -> None:
+        self._limits = limits
+        self._strategy = strategy
+        self._kinds: tuple[type[RadixTree], ...] = ()
+        self._arguments: dict[str, object] = {}
+
+    def new(self) -> RadixTree:
+        """Return an empty tree of all kinds.  If none of them keeps the states that a model needs, nothing is found."""
+        limits, kinds = self._limits, self._kinds
+        if limits.state_bytes and not any(getattr(kind, "keeps_states", False) for kind in kinds):
+            kinds = (*kinds, StatelessTree)
+        tree: RadixTree = type("Tree", kinds or (RadixTree,), {})(
+            limits.page_size,
+            self._strategy,
+            lookahead=limits.lookahead,
+            record_events=limits.record_events,
+            **self._arguments,
+        )
+        return tree
+
+    def also(self, kind: type[RadixTree], **arguments: object) -> RadixTree:
+        """Return an empty tree that is of one more kind.  arguments: what it is built with, beside what all are."""
+        self._kinds = (kind, *self._kinds)
+        self._arguments |= arguments
+        return self.new()
