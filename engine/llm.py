@@ -53,6 +53,8 @@ class Completion:
 
     finish_reason: 'stop', 'length' or 'abort'.  stop_reason: the stop string or token id that ended it, if any.
     logprobs: one entry per token if ``SamplingParams.logprobs`` is set.
+    prompt_logprobs: one entry per token of the prompt if ``SamplingParams.prompt_logprobs`` is set; the first one's
+    number means nothing.
     """
 
     prompt: Prompt
@@ -62,6 +64,7 @@ class Completion:
     stop_reason: str | int | None
     usage: Usage
     logprobs: tuple[TokenLogprobs, ...]
+    prompt_logprobs: tuple[TokenLogprobs, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -350,6 +353,7 @@ def _completion(prompt: Prompt, delta: Delta) -> Completion:
         stop_reason=delta.stop_reason,
         usage=delta.usage,
         logprobs=delta.logprobs,
+        prompt_logprobs=delta.prompt_logprobs,
     )
 
 

@@ -85,7 +85,7 @@ def check_access(keys: Keys, wrong_keys: WrongKeys | None = None) -> Middleware:
             return await handler(request)
         key = keys.find(_given(request))
         if key is None:
-            await asyncio.sleep(wrong_keys.delay_s(request.remote or "-"))
+            await asyncio.sleep(wrong_keys.delay_s(request[EXCHANGE].client))
             raise _no_key(kind, keys)
         exchange = request[EXCHANGE]
         exchange.key = key

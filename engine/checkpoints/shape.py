@@ -62,6 +62,30 @@ class PartShape(msgspec.Struct, frozen=True, kw_only=True, tag=True):
         return ""
 
 
+class Rows(msgspec.Struct, frozen=True):
+    """Rows of a product, and their place in the matrix of a checkpoint that has them.
+
+    name: of the matrix.  count: number of these rows.  total: rows of the matrix; 0 for no others.
+    The matrix has ``groups`` equal parts, and each of them as many of these rows, from its row ``first`` on."""
+
+    name: str
+    count: int
+    total: int = 0
+    first: int = 0
+    groups: int = 1
+
+    @property
+    def height(self) -> int:
+        """Number of rows of the matrix."""
+        return self.total or self.count
+
+
+def stacked(name: str, counts: Sequence[int], groups: int = 1) -> tuple[Rows, ...]:
+    """Return the rows that a matrix has one after the other, in each of its groups."""
+    starts = (sum(counts[:index]) // groups for index in range(len(counts)))
+    return tuple(Rows(name, count, sum(counts), first, groups) for count, first in zip(counts, starts, strict=True))
+
+
 class Unchanged(PartShape, frozen=True):
     """An absent norm."""
 
@@ -163,15 +187,37 @@ class AttentionShape(PartShape, frozen=True, kw_only=True):
     latent_size: ClassVar[int] = 0
 
     @property
+    def inner(self) -> tuple[Rows, Rows, Rows]:
+        """The rows of queries, keys and values."""
+        queries, keys = self.num_heads * self.head_size, self.num_kv_heads * self.head_size
+        if self.merged:
+            query, key, value = stacked(self.merged, (queries, keys, keys))
+            return query, key, value
+        return Rows("q_proj", queries), Rows("k_proj", keys), Rows("v_proj", keys)
+
+    @property
     def unlike_rounded(self) -> str:
         return "matrices as [inputs, outputs]" if self.transposed else ""
 
 
 class GatedAttentionShape(AttentionShape, frozen=True, kw_only=True):
-    """Attention whose result is multiplied by a gate, sigmoid(gate(x)); ``q_proj`` has the gate's rows of each head
-    behind its query's."""
+    """Attention whose result is multiplied by a gate, sigmoid(gate(x)).
+
+    ``q_proj`` has the gate's rows of each head behind its query's."""
 
     built_by: ClassVar[str] = "engine.layers.gated_attention:GatedAttention"
+
+    @property
+    def inner(self) -> tuple[Rows, Rows, Rows]:
+        """The rows of queries, keys and values."""
+        queries = self.num_heads * self.head_size
+        return stacked("q_proj", (queries, queries), self.num_heads)[0], *super().inner[1:]
+
+    @property
+    def gate(self) -> Rows:
+        """The rows of the gate."""
+        queries = self.num_heads * self.head_size
+        return stacked("q_proj", (queries, queries), self.num_heads)[1]
 
 
 class LatentAttentionShape(PartShape, frozen=True, kw_only=True):
@@ -222,6 +268,18 @@ def padded(sizes: Sequence[int]) -> int:
 class RecurrentShape(PartShape, frozen=True, kw_only=True):
     """A part that keeps a state of a row's tokens so far, of a size that does not grow with them."""
 
+    name: str
+
+    @property
+    def inner(self) -> tuple[Rows, ...]:
+        """The rows of its first product; none if it has more than two products."""
+        return ()
+
+    @property
+    def outer(self) -> tuple[str, int]:
+        """Name and inputs of its last product."""
+        raise NotImplementedError
+
     @property
     def states(self) -> tuple[tuple[int, ...], ...]:
         """The sizes of each tensor of a row's state, which is float32."""
@@ -236,6 +294,14 @@ class ShortConvolutionShape(RecurrentShape, frozen=True, kw_only=True):
     taps: int
     bias: bool = False
     name: str = "conv"
+
+    @property
+    def inner(self) -> tuple[Rows, ...]:
+        return stacked("in_proj", (self.size,) * 3)
+
+    @property
+    def outer(self) -> tuple[str, int]:
+        return "out_proj", self.size
 
     @property
     def states(self) -> tuple[tuple[int, ...], ...]:
@@ -272,6 +338,29 @@ class GatedDeltaShape(RecurrentShape, frozen=True, kw_only=True):
         return (self.num_heads,)
 
     @property
+    def inner(self) -> tuple[Rows, ...]:
+        """Queries, keys and values, the gate z, and the numbers b and a of each head."""
+        keys, heads, values = self.num_keys * self.key_size, self.num_heads, self.num_heads * self.value_size
+        if self.layout == "apart":
+            gates = Rows("g_proj", values), Rows("b_proj", heads), Rows("a_proj", heads)
+            return *(Rows(f"{side}_proj", size) for side, size in self.sides.items()), *gates
+        if self.layout == "grouped":
+            wide = stacked("in_proj_qkvz", (keys, keys, values, values), self.num_keys)
+            return *wide, *stacked("in_proj_ba", (heads, heads), self.num_keys)
+        gates = Rows("in_proj_z", values), Rows("in_proj_b", heads), Rows("in_proj_a", heads)
+        return *stacked("in_proj_qkv", (keys, keys, values)), *gates
+
+    @property
+    def outer(self) -> tuple[str, int]:
+        return "o_proj" if self.layout == "apart" else "out_proj", self.num_heads * self.value_size
+
+    @property
+    def sides(self) -> dict[str, int]:
+        """The sizes of queries, keys and values."""
+        keys = self.num_keys * self.key_size
+        return {"q": keys, "k": keys, "v": self.num_heads * self.value_size}
+
+    @property
     def channels(self) -> int:
         """Channels of the convolution: queries, keys and values."""
         return 2 * self.num_keys * self.key_size + self.num_heads * self.value_size
@@ -293,6 +382,10 @@ class KimiDeltaShape(GatedDeltaShape, frozen=True, kw_only=True):
 
     built_by: ClassVar[str] = "engine.layers.kimi_delta:KimiDelta"
     rank: int
+
+    @property
+    def inner(self) -> tuple[Rows, ...]:
+        return ()
 
     @property
     def decay_shape(self) -> tuple[int, ...]:
@@ -335,6 +428,16 @@ class Mamba2Shape(RecurrentShape, frozen=True, kw_only=True):
     name: str = "mamba"
 
     @property
+    def inner(self) -> tuple[Rows, ...]:
+        """The gate, values, keys, queries, and step sizes."""
+        keys = self.num_groups * self.state_size
+        return stacked("in_proj", (self.inner_size, self.inner_size, keys, keys, self.num_heads))
+
+    @property
+    def outer(self) -> tuple[str, int]:
+        return "out_proj", self.inner_size
+
+    @property
     def inner_size(self) -> int:
         """Size of all heads' values."""
         return self.num_heads * self.head_size
@@ -370,6 +473,16 @@ class LightningShape(RecurrentShape, frozen=True, kw_only=True):
     def inner_size(self) -> int:
         """Size of all heads' values."""
         return self.num_heads * self.head_size
+
+    @property
+    def inner(self) -> tuple[Rows, ...]:
+        """Values, keys and queries, which a checkpoint has the other way round for each head, and the gate."""
+        sides = stacked("qkv_proj", (self.inner_size,) * 3, self.num_heads)
+        return *reversed(sides), Rows("output_gate", self.inner_size)
+
+    @property
+    def outer(self) -> tuple[str, int]:
+        return "out_proj", self.inner_size
 
     @property
     def width(self) -> int:
@@ -420,6 +533,12 @@ class GatedShape(PartShape, frozen=True, kw_only=True):
     gate: str = "gate_proj"
     up: str = "up_proj"
     down: str = "down_proj"
+
+    @property
+    def inner(self) -> tuple[Rows, ...]:
+        """The rows of the gate and of what it multiplies."""
+        size = self.intermediate_size
+        return stacked(self.merged, (size, size)) if self.merged else (Rows(self.gate, size), Rows(self.up, size))
 
     @property
     def width(self) -> int:

@@ -6,14 +6,12 @@ Does not know: models without recurrent layers, what a state is.
 
 import logging
 import os
-from collections.abc import Mapping
 
 import msgspec
 
 from engine.config import Config
 from engine.host.device_defaults import gpu_bytes, runs_on_cpu
 from engine.host.memory import available_bytes, resident_bytes
-from engine.plugins.kinds import PROPOSER
 from engine.types.errors import ConfigError
 
 NOT_SERVED = "compiled"
@@ -43,10 +41,8 @@ def with_rows_for_states(config: Config, state_bytes: int, weight_bytes: int = 0
     return msgspec.structs.replace(config, scheduler=msgspec.structs.replace(config.scheduler, max_running=most))
 
 
-def check_recurrent(config: Config, names: Mapping[str, object]) -> None:
-    """Raise ConfigError for a setting under which a model with recurrent layers would give wrong results or fail.
-
-    names: kind of plugin -> the chosen one."""
+def check_recurrent(config: Config) -> None:
+    """Raise ConfigError for a setting under which a model with recurrent layers would give wrong results or fail."""
     kv, ranks, mode = config.kv, config.device.tensor_parallel, config.graphs.mode
     host_pages = getattr(kv, "num_host_pages", 0)  # of an optional folder
     faults = {
@@ -57,8 +53,6 @@ def check_recurrent(config: Config, names: Mapping[str, object]) -> None:
         f"kv.num_host_pages={host_pages}: pages return without the states of recurrent layers; set it to 0": (
             host_pages > 0
         ),
-        f"plugins.{PROPOSER}={names.get(PROPOSER)}: a rejected token would stay in the states of recurrent layers; set "
-        "it to 'none'": PROPOSER in names,
     }
     for fault, found in faults.items():
         if found:

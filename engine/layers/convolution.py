@@ -60,7 +60,7 @@ class ShortConvolution(RecurrentPart):
         self, shape: ShortConvolutionShape, hidden_size: int, comm: Comm, device: torch.device, dtype: torch.dtype
     ) -> None:
         self.shape = shape
-        self.inner = ColumnLinear(hidden_size, [("in_proj", 3 * hidden_size)], shape.bias, None, device, dtype)
+        self.inner = ColumnLinear(hidden_size, shape.inner, shape.bias, None, device, dtype)
         self.convolution = CausalConvolution(hidden_size, shape.taps, shape.bias, device, dtype)
         self.outer = RowLinear(hidden_size, hidden_size, shape.bias, comm, device, dtype)
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from engine.checkpoints.shape import GatedDeltaShape
+from engine.checkpoints.shape import GatedDeltaShape, Rows
 from engine.layers.comm import Comm
 from engine.layers.convolution import CausalConvolution
 from engine.layers.kernels import LayerKernels
@@ -25,7 +25,7 @@ class GatedDelta(RecurrentPart):
     """The gated delta rule over convolved queries, keys and values, then a norm, and a gate.
 
     inner: queries, keys and values, the gate z, and the numbers b and a of each head, in this order.
-    names: of the norm and of the second product.  activation: of the gate."""
+    activation: of the gate."""
 
     activation = "silu"
 
@@ -34,29 +34,18 @@ class GatedDelta(RecurrentPart):
     ) -> None:
         self.shape = shape
         heads, values = shape.num_heads, shape.num_heads * shape.value_size
-        keys = shape.num_keys * shape.key_size
-        self._sides = {"q": keys, "k": keys, "v": values}
-        qkv = [("in_proj_qkv", shape.channels)]
-        self.names = "norm", "out_proj"
-        if shape.layout == "apart":
-            qkv = [(f"{side}_proj", size) for side, size in self._sides.items()]
-            self.names = "o_norm", "o_proj"
-        gates = self._gates()
-        self.inner = ColumnLinear(hidden_size, [*qkv, *gates.items()], False, None, device, dtype)
+        rows = self._rows()
+        self.inner = ColumnLinear(hidden_size, rows, False, None, device, dtype)
         self.convolution = CausalConvolution(shape.channels, shape.taps, False, device, dtype)
         self.decay_H = parameter(heads, device=device, dtype=torch.float32)
         self.bias_A = parameter(heads, device=device, dtype=torch.float32)
         self.norm_V = parameter(shape.value_size, device=device, dtype=torch.float32)
         self.outer = RowLinear(values, hidden_size, False, comm, device, dtype)
-        self._splits = [shape.channels, *gates.values()]
+        self._splits = [shape.channels, *(one.count for one in rows[-3:])]
 
-    def _gates(self) -> dict[str, int]:
-        """Return the names and sizes of what the first product gives behind queries, keys and values: z, b and a."""
-        heads = self.shape.num_heads
-        names = (
-            ("g_proj", "b_proj", "a_proj") if self.shape.layout == "apart" else ("in_proj_z", "in_proj_b", "in_proj_a")
-        )
-        return dict(zip(names, (heads * self.shape.value_size, heads, heads), strict=True))
+    def _rows(self) -> tuple[Rows, ...]:
+        """Return the rows of the first product."""
+        return self.shape.inner
 
     def mix(self, inner_TI: Tensor, states: tuple[Tensor, ...], step: StatesOfStep) -> Tensor:
         """Return the gated and normed result of the recurrence (``RecurrentPart``)."""
@@ -83,32 +72,14 @@ class GatedDelta(RecurrentPart):
     def slices(self, prefix: str) -> Iterator[WeightSlice]:
         """Yield the slices of the checkpoint that this part reads."""
         name = joined(prefix, self.shape.name)
-        inner = self.inner.slices(name)
-        yield from self._grouped(name) if self.shape.layout == "grouped" else inner
-        if self.shape.layout == "apart":
-            yield from self.convolution.apart(name, self._sides)
+        is_apart = self.shape.layout == "apart"
+        yield from self.inner.slices(name)
+        if is_apart:
+            yield from self.convolution.apart(name, self.shape.sides)
         else:
             yield from self.convolution.slices(f"{name}.conv1d")
         yield whole(f"{name}.A_log", self.decay_H.view(self.shape.decay_shape))
         yield whole(f"{name}.dt_bias", self.bias_A)
-        norm, outer = self.names
-        yield whole(f"{name}.{norm}.weight", self.norm_V)
+        yield whole(f"{name}.{'o_norm' if is_apart else 'norm'}.weight", self.norm_V)
+        outer, _ = self.shape.outer
         yield from self.outer.slices(f"{name}.{outer}")
-
-    def _grouped(self, name: str) -> Iterator[WeightSlice]:
-        """Yield the slices of a checkpoint that has, for each head with a key, its rows one after the other."""
-        shape, shared = self.shape, self.shape.num_heads // self.shape.num_keys
-        values = shared * shape.value_size
-        qkv, z, b, a = self.inner.weight.split(self._splits)
-        q, k, v = qkv.split([*self._sides.values()])
-        tensors = {
-            "in_proj_qkvz": [(q, shape.key_size), (k, shape.key_size), (v, values), (z, values)],
-            "in_proj_ba": [(b, shared), (a, shared)],
-        }
-        for tensor, sides in tensors.items():
-            rows, start = sum(len(side) for side, _ in sides), 0
-            for head in range(shape.num_keys):
-                for side, size in sides:
-                    target = side[head * size : (head + 1) * size]
-                    yield WeightSlice(f"{name}.{tensor}.weight", (rows, side.shape[1]), 0, start, size, target)
-                    start += size

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from engine.checkpoints.shape import KimiDeltaShape
+from engine.checkpoints.shape import KimiDeltaShape, Rows
 from engine.layers.comm import Comm
 from engine.layers.gated_delta import GatedDelta
 from engine.layers.linear import ColumnLinear, Linear
@@ -27,8 +27,8 @@ class KimiDelta(GatedDelta):
     ) -> None:
         super().__init__(shape, hidden_size, comm, device, dtype)
         values, decays = shape.num_heads * shape.value_size, shape.num_heads * shape.key_size
-        self.gate = ColumnLinear(shape.rank, [("g_b_proj", values)], False, None, device, dtype)
-        self.decay = ColumnLinear(shape.rank, [("f_b_proj", decays)], False, None, device, dtype)
+        self.gate = ColumnLinear(shape.rank, [Rows("g_b_proj", values)], False, None, device, dtype)
+        self.decay = ColumnLinear(shape.rank, [Rows("f_b_proj", decays)], False, None, device, dtype)
         self.bias_A = parameter(decays, device=device, dtype=torch.float32)
 
     @property
@@ -36,8 +36,10 @@ class KimiDelta(GatedDelta):
         """Layers that the model's linear kernel computes (``Recurrent``)."""
         return *super().linears, self.gate, self.decay
 
-    def _gates(self) -> dict[str, int]:
-        return {"g_a_proj": self.shape.rank, "b_proj": self.shape.num_heads, "f_a_proj": self.shape.rank}
+    def _rows(self) -> tuple[Rows, ...]:
+        shape = self.shape
+        gates = Rows("g_a_proj", shape.rank), Rows("b_proj", shape.num_heads), Rows("f_a_proj", shape.rank)
+        return *(Rows(f"{side}_proj", size) for side, size in shape.sides.items()), *gates
 
     def _widened(self, z_TI: Tensor, a_TA: Tensor) -> tuple[Tensor, Tensor]:
         return self.gate(z_TI.contiguous()), self.decay(a_TA.contiguous())

@@ -30,9 +30,7 @@ class Lightning(RecurrentPart):
     ) -> None:
         self.shape = shape
         size = shape.inner_size
-        self.inner = ColumnLinear(
-            hidden_size, [("qkv_proj", 3 * size), ("output_gate", size)], False, None, device, dtype
-        )
+        self.inner = ColumnLinear(hidden_size, shape.inner, False, None, device, dtype)
         self.norm_I = parameter(size, device=device, dtype=torch.float32)
         self.outer = RowLinear(size, hidden_size, False, comm, device, dtype)
         self._decay_H = -torch.tensor(shape.rates, dtype=torch.float32, device=device)
@@ -57,14 +55,8 @@ class Lightning(RecurrentPart):
         self._activate = activated_by_rows
 
     def slices(self, prefix: str) -> Iterator[WeightSlice]:
-        """Yield the slices of the checkpoint that this part reads: it has a head's query, key and value together."""
-        name, (heads, size) = joined(prefix, self.shape.name), (self.shape.num_heads, self.shape.head_size)
-        sides_3HKD = self.inner.weight[: 3 * heads * size].unflatten(0, (3, heads, size))
-        shape = (3 * heads * size, self.inner.weight.shape[1])
-        for head in range(heads):
-            for place, side_HKD in enumerate(reversed(sides_3HKD.unbind(0))):
-                start = (3 * head + place) * size
-                yield WeightSlice(f"{name}.qkv_proj.weight", shape, 0, start, size, side_HKD[head])
-        yield whole(f"{name}.output_gate.weight", self.inner.weight[3 * heads * size :])
+        """Yield the slices of the checkpoint that this part reads."""
+        name = joined(prefix, self.shape.name)
+        yield from self.inner.slices(name)
         yield whole(f"{name}.norm.weight", self.norm_I)
         yield from self.outer.slices(f"{name}.out_proj")

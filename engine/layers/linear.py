@@ -13,11 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from engine.checkpoints.shape import Rows
 from engine.layers.comm import Comm
 from engine.layers.kernels import DeviceKernels, LayerKernels
 from engine.layers.ordered_comm import OrderedComm
 from engine.layers.packing import LinearKernel, PackedWeight, RowKeeper, RowWeight
-from engine.layers.weights import WeightSlice, parameter, share
+from engine.layers.weights import WeightSlice, parameter, row_slices, share
 
 
 class Linear:
@@ -73,19 +74,21 @@ class PlainWeight:
 class ColumnLinear(Linear):
     """Outputs cut over ranks; x is whole on every rank.  Merges several matrices with one input.
 
-    parts: (name, outputs over all ranks) of each matrix as the checkpoint has it.  comm: None for no cut.
+    parts: rows over all ranks of each matrix, as (name, outputs) if the checkpoint has them alone.
+    comm: None for no cut.
     """
 
     def __init__(
         self,
         inputs: int,
-        parts: Sequence[tuple[str, int]],
+        parts: Sequence[Rows | tuple[str, int]],
         bias: bool,
         comm: Comm | None,
         device: torch.device,
         dtype: torch.dtype,
     ) -> None:
-        self.parts = [(name, total, *_cut(name, total, comm)) for name, total in parts]
+        matrices = [one if isinstance(one, Rows) else Rows(*one) for one in parts]
+        self.parts = [(rows, *_cut(rows, comm)) for rows in matrices]
         super().__init__(inputs, sum(length for *_, length in self.parts), bias, device, dtype)
 
     def slices(self, prefix: str) -> Iterator[WeightSlice]:
@@ -94,7 +97,7 @@ class ColumnLinear(Linear):
 
 
 class QKVLinear(Linear):
-    """Queries, keys and values in one product: [N + 2G, H] per token, cut over ranks by heads.
+    """Queries, keys and values in one product: [N + 2G, H] per token, cut over ranks by heads.  rows: over all ranks.
 
     With more ranks than key/value heads, neighbouring ranks hold copies of one head.
     """
@@ -102,6 +105,7 @@ class QKVLinear(Linear):
     def __init__(
         self,
         inputs: int,
+        rows: tuple[Rows, Rows, Rows],
         num_heads: int,
         num_kv_heads: int,
         head_size: int,
@@ -118,11 +122,8 @@ class QKVLinear(Linear):
         queries = self.num_heads * head_size
         keys = self.num_kv_heads * head_size
         first_key = comm.rank // copies * keys
-        self.parts = [
-            ("q_proj", num_heads * head_size, comm.rank * queries, queries),
-            ("k_proj", num_kv_heads * head_size, first_key, keys),
-            ("v_proj", num_kv_heads * head_size, first_key, keys),
-        ]
+        of_queries, *others = rows
+        self.parts = [(of_queries, comm.rank * queries, queries), *((one, first_key, keys) for one in others)]
         super().__init__(inputs, queries + 2 * keys, bias, device, dtype)
 
     def slices(self, prefix: str) -> Iterator[WeightSlice]:
@@ -169,25 +170,23 @@ class RowLinear(Linear):
             yield WeightSlice(f"{prefix}.bias", (self.outputs,), 0, start, len(self.bias), self.bias)
 
 
-def _cut(name: str, total: int, comm: Comm | None) -> tuple[int, int]:
+def _cut(rows: Rows, comm: Comm | None) -> tuple[int, int]:
     """Return (first output, number of outputs) of this rank."""
     if comm is None:
-        return 0, total
-    mine = share(total, comm.size, f"outputs of {name}")
+        return 0, rows.count
+    mine = share(rows.count, comm.size, f"outputs of {rows.name}")
     return comm.rank * mine, mine
 
 
-def _row_slices(layer: Linear, prefix: str, parts: Sequence[tuple[str, int, int, int]]) -> Iterator[WeightSlice]:
+def _row_slices(layer: Linear, prefix: str, parts: Sequence[tuple[Rows, int, int]]) -> Iterator[WeightSlice]:
     """Yield the slices of a layer.
 
-    parts: (name, outputs over all ranks, first output, outputs of this rank), in the order of the merged rows.
+    parts: (rows over all ranks, first row, rows of this rank), in the order of the merged rows.
     """
-    row, inputs = 0, layer.weight.shape[1]
-    for name, total, start, length in parts:
-        source = f"{prefix}.{name}"
-        yield WeightSlice(f"{source}.weight", (total, inputs), 0, start, length, layer.weight[row : row + length])
-        if layer.bias is not None:
-            yield WeightSlice(f"{source}.bias", (total,), 0, start, length, layer.bias[row : row + length])
+    row, sides = 0, {"weight": layer.weight} if layer.bias is None else {"weight": layer.weight, "bias": layer.bias}
+    for rows, start, length in parts:
+        for kind, side in sides.items():
+            yield from row_slices(f"{prefix}.{rows.name}.{kind}", rows, start, side[row : row + length])
         row += length
 
 

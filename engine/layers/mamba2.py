@@ -30,9 +30,8 @@ class Mamba2(RecurrentPart):
         self, shape: Mamba2Shape, hidden_size: int, comm: Comm, device: torch.device, dtype: torch.dtype
     ) -> None:
         self.shape = shape
-        keys, heads = shape.num_groups * shape.state_size, shape.num_heads
-        sizes = (shape.inner_size, shape.inner_size, keys, keys, heads)
-        self.inner = ColumnLinear(hidden_size, [("in_proj", sum(sizes))], shape.bias, None, device, dtype)
+        heads, sizes = shape.num_heads, [rows.count for rows in shape.inner]
+        self.inner = ColumnLinear(hidden_size, shape.inner, shape.bias, None, device, dtype)
         self.convolution = CausalConvolution(shape.channels, shape.taps, shape.conv_bias, device, dtype)
         self.decay_H, self.bias_H, self.skip_H = (
             parameter(heads, device=device, dtype=torch.float32) for _ in range(3)

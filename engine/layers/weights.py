@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
+from engine.checkpoints.shape import Rows
 from engine.types.errors import ConfigError
 
 
@@ -46,6 +47,17 @@ def whole(source: str, target: Tensor) -> WeightSlice:
     """Return the slice of a tensor that every rank holds in full."""
     rows = target if target.dim() else target.view(1)
     return WeightSlice(source, tuple(target.shape), 0, 0, rows.shape[0], rows)
+
+
+def row_slices(source: str, rows: Rows, start: int, target: Tensor) -> Iterator[WeightSlice]:
+    """Yield the slices of a tensor for those of ``rows`` that a rank has, from the one with number ``start`` on."""
+    shape, size = (rows.height, *target.shape[1:]), rows.count // rows.groups
+    while len(target):
+        group, inside = divmod(start, size)
+        length = min(len(target), size - inside)
+        place = group * (rows.height // rows.groups) + rows.first + inside
+        yield WeightSlice(source, shape, 0, place, length, target[:length])
+        start, target = start + length, target[length:]
 
 
 def joined(prefix: str, name: str) -> str:

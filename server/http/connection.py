@@ -33,7 +33,7 @@ from server.http.listener import BACKLOG
 from server.http.replies import error_response, raw_response
 from server.http.tls import LOOK_EVERY_S as LOOK_AT_TLS_EVERY_S
 from server.http.tls import Tls
-from server.http.turnstile import Turnstile
+from server.http.turnstile import Turnstile, network_of
 
 log = logging.getLogger(__name__)
 
@@ -418,9 +418,9 @@ async def _look_again(tls: Tls) -> None:
 
 
 def _address(wire: asyncio.Transport) -> str:
-    """Returns where a connection is from."""
+    """Return what a connection counts for."""
     peer = wire.get_extra_info("peername")
-    return str(peer[0]) if isinstance(peer, tuple) else "-"
+    return network_of(str(peer[0])) if isinstance(peer, tuple) else "-"
 
 
 def _too_many() -> RequestError:

@@ -33,6 +33,7 @@ from server.http.bodies import Bodies
 from server.http.operation import Handler, Operation
 from server.http.replies import ErrorFormat, as_request_error, error_body, error_response
 from server.http.routes import Routes
+from server.http.turnstile import network_of
 from server.keys import Key
 
 log = logging.getLogger(__name__)
@@ -69,7 +70,9 @@ class Exchange:
     operation: what is declared of that route; None for a route that is not declared.
     names: what else the client may call it by.  parts: names of some of its choices -> which they are.
     session: the name of its session, '' for none.  cached_tokens: of its prompts, once they are counted.
-    offered_session: the session that a header names, '' for none.
+    created_tokens: of these, those that it has put into the cache.
+    opening: checksums of the system prompt and the tools of a request in a session.
+    offered_session: the session that a header or an earlier response names, '' for none.
     notes: sentences on what was changed in the request before the model got it.
     usage: prompt and completion tokens.  Handlers that generate set these three.  tells_usage: a router wants to know.
     replica: which one has answered.
@@ -96,6 +99,8 @@ class Exchange:
         self.notes: tuple[str, ...] = ()
         self.session = ""
         self.offered_session = ""
+        self.opening = 0, 0
+        self.created_tokens = 0
         self.cached_tokens = 0
         self.key: Key | None = None
         self._address = address
@@ -114,7 +119,7 @@ class Exchange:
     @classmethod
     def of(cls, request: web.BaseRequest) -> "Exchange":
         """Returns what is known of a request that has just come."""
-        exchange = cls(_request_id(request.headers.get(REQUEST_ID_HEADER, "")), request.remote or "-")
+        exchange = cls(_request_id(request.headers.get(REQUEST_ID_HEADER, "")), network_of(request.remote or "-"))
         exchange.arrived_at = getattr(request.protocol, "arrived_at", exchange.received_at)
         exchange.was_received = exchange._has_connection = True
         given = (request.headers.get(name, "")[:MAX_SESSION_CHARS] for name in SESSION_HEADERS)
@@ -143,7 +148,7 @@ class Exchange:
 
     @property
     def client(self) -> str:
-        """The name of its key, or else its address."""
+        """The name of its key, or else its address; of IPv6 its /64, whose addresses one client may change between."""
         return self._address if self.key is None else self.key.name
 
     def log(self, request: web.BaseRequest, status: int, duration_s: float, *, is_news: bool = True) -> None:

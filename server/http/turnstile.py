@@ -9,7 +9,7 @@ count as one, since a single client may use all of them.
 
 import asyncio
 from collections import deque
-from ipaddress import IPv6Address
+from ipaddress import IPv6Address, IPv6Network
 
 
 class Turnstile:
@@ -28,7 +28,7 @@ class Turnstile:
             loop.call_soon(self._turn)
             return
         turn = loop.create_future()
-        self._waiting.setdefault(_place(address), deque()).append(turn)
+        self._waiting.setdefault(network_of(address), deque()).append(turn)
         await turn
 
     def _turn(self) -> None:
@@ -46,9 +46,11 @@ class Turnstile:
         self._is_taken = False
 
 
-def _place(address: str) -> str:
-    """Returns what takes turns: an address of IPv4, also where it is written as one of IPv6, or the /64 of one."""
+def network_of(address: str) -> str:
+    """Return what counts as one client: an IPv4 address, also where it is written as one of IPv6, or the /64 of one."""
     if ":" not in address:
         return address
     parsed = IPv6Address(address)
-    return str(parsed.ipv4_mapped or int(parsed) >> 64)
+    if parsed.is_loopback:
+        return address
+    return str(parsed.ipv4_mapped or IPv6Network((int(parsed), 64), strict=False))

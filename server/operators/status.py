@@ -12,7 +12,6 @@ from typing import Literal
 
 import msgspec
 from aiohttp import web
-from msgspec import UNSET, UnsetType
 
 from engine.actors.admission import RETRY_LATER_S, check_admission, unavailable
 from engine.actors.snapshot import Gauges
@@ -39,22 +38,10 @@ FIRST = RequestOptions(
 )  # before whatever else waits: the question is whether tokens come, not how long the queue is
 
 
-class PagesBody(msgspec.Struct, frozen=True):
-    """KV pages; free + cached + used = total."""
-
-    free: int
-    cached: int
-    used: int
-    total: int
-
-
 class HealthBody(msgspec.Struct, frozen=True):
-    """The engine's state and gauges; no gauges before its first step."""
+    """The engine's state.  What it holds is an operator's to see."""
 
     status: Status
-    pages: PagesBody | UnsetType = UNSET
-    running: int | UnsetType = UNSET
-    waiting: int | UnsetType = UNSET
 
 
 class ServerInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -111,10 +98,10 @@ class StatusRoutes:
         if error is None or error.code in LIVE:
             await self._monitor.look(patience_s=HEALTH_PATIENCE_S)  # an engine that hangs is not healthy
         if error is None:
-            return json_reply(self._with_gauges("recovering" if self._ingress.recovering else "ok"))
+            return json_reply(HealthBody("recovering" if self._ingress.recovering else "ok"))
         if error.code not in LIVE:
             return error_response(error)
-        return json_reply(self._with_gauges(LIVE[error.code]))
+        return json_reply(HealthBody(LIVE[error.code]))
 
     @operation("GET", "/ready", "open", polled=True)
     async def ready(self, request: web.Request) -> web.Response:
@@ -182,14 +169,6 @@ class StatusRoutes:
     async def load(self, request: web.Request) -> web.Response:
         gauges = (await self._monitor.look()).gauges
         return json_reply(ServerLoad(self._ingress.num_open, gauges.num_running, gauges.num_waiting))
-
-    def _with_gauges(self, status: Status) -> HealthBody:
-        stats = self._ingress.stats
-        if stats is None:
-            return HealthBody(status)
-        total = stats.pages_free + stats.pages_cached + stats.pages_used
-        pages = PagesBody(stats.pages_free, stats.pages_cached, stats.pages_used, total)
-        return HealthBody(status, pages, stats.running, stats.waiting)
 
 
 def trouble(ingress: EngineIngress, gauges: Gauges) -> RequestError | None:

@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +11,17 @@ import pytest
 
 from callboard import LLM, SamplingParams
 from engine.execution import runner
+from engine.features.speculation.payoff import Payoff
 from engine.features.states import rank
 from engine.features.states.messages import StateCopies
+from engine.features.states.planner import StatesPlanner
 from engine.features.states.rank import StatesRank
 from engine.layers.states import RecurrentStates, StatesOfStep
 from engine.messages import Step
-from tests.models.checkpoints import build, random_tokens, save
+from engine.plugins.proposer.ngram import NgramProposer
+from engine.scheduling.step_builder import InFlight
+from tests.models.checkpoints import VOCAB, build, random_tokens, save
+from tests.scheduling.liars import Everything, Liar, from_sequences
 
 pytestmark = pytest.mark.slow
 
@@ -33,6 +39,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "in chunks of 7": {"scheduler": {"prefill_chunk": 7, "max_step_tokens": 16}},
     "in chunks of 64": {"scheduler": {"prefill_chunk": 64, "max_step_tokens": 64, "max_running": 5}},
     "evicted and retracted": {"kv": {"num_pages": 12}},
+    "with proposed tokens": {"plugins": {"proposer": "ngram"}},
 }
 
 
@@ -45,11 +52,29 @@ def prompts() -> list[list[int]]:
     ]
 
 
-def digests(directory: Path, tables: dict[str, Any]) -> list[str]:
-    """Return the digest of all requests, and of the same again, with what is cached of them."""
+@dataclass
+class Served:
+    """The results of all requests, and of the same again, with what is cached of them: digests, and whole sequences.
+
+    num_proposed, num_accepted: tokens that were verified, and those that were right."""
+
+    digests: list[str]
+    sequences: list[list[int]]
+    num_proposed: int
+    num_accepted: int
+
+
+def serve(directory: Path, tables: dict[str, Any]) -> Served:
     with LLM(directory, progress=False, config=CONFIG | tables) as llm:
-        found = [[(one.token_ids, one.logprobs) for one in llm.generate(prompts(), PARAMS)] for _ in range(2)]
-    return [hashlib.sha256(repr(one).encode()).hexdigest() for one in found]
+        twice = [llm.generate(prompts(), PARAMS) for _ in range(2)]
+        meter = llm._system.scheduler._planned.meter
+    found = [[(one.token_ids, one.logprobs) for one in completions] for completions in twice]
+    return Served(
+        digests=[hashlib.sha256(repr(one).encode()).hexdigest() for one in found],
+        sequences=[[*prompt, *one.token_ids] for prompt, one in zip(prompts(), twice[0], strict=True)],
+        num_proposed=sum(meter.proposed_at),
+        num_accepted=sum(meter.accepted_at),
+    )
 
 
 @pytest.fixture(scope="module", params=["qwen3-5", "granite4-hybrid", "lfm2"])
@@ -58,15 +83,28 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 
 
 @pytest.fixture(scope="module")
-def expected(checkpoint: Path) -> str:
-    first, again = digests(checkpoint, {})
-    assert first == again
-    return first
+def expected(checkpoint: Path) -> Served:
+    served = serve(checkpoint, {})
+    assert served.digests == served.digests[:1] * 2
+    return served
 
 
+@pytest.fixture
+def half_right(expected: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``ngram`` proposes the next tokens, and every other one may be wrong."""
+    liar = Liar("half", from_sequences(expected.sequences), VOCAB)
+    monkeypatch.setattr(NgramProposer, "open", lambda self: liar.open())
+    monkeypatch.setattr(Payoff, "counts", Everything.counts)
+    monkeypatch.setattr(Payoff, "knows", Everything.knows)
+
+
+@pytest.mark.usefixtures("half_right")
 @pytest.mark.parametrize("way", [way for way in WAYS if WAYS[way]])
-def test_all_ways_have_one_digest(checkpoint: Path, expected: str, way: str) -> None:
-    assert digests(checkpoint, WAYS[way]) == [expected] * 2
+def test_all_ways_have_one_digest(checkpoint: Path, expected: Served, way: str) -> None:
+    served = serve(checkpoint, WAYS[way])
+    assert served.digests == expected.digests
+    if "plugins" in WAYS[way]:
+        assert served.num_proposed > served.num_accepted > 0
 
 
 def restored_from_another(patch: pytest.MonkeyPatch) -> None:
@@ -77,7 +115,7 @@ def restored_from_another(patch: pytest.MonkeyPatch) -> None:
         copies = copies_of(step)
         pairs = np.frombuffer(copies.before, dtype=np.int32).reshape(2, -1).copy()
         pairs[0] ^= 1
-        return StateCopies(before=pairs.tobytes(), after=copies.after)
+        return StateCopies(before=pairs.tobytes(), aside=copies.aside, after=copies.after)
 
     patch.setattr(rank, "copies_of", neighbours)
 
@@ -105,7 +143,22 @@ def begun_with_what_was_there(patch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("mistake", [restored_from_another, taken_late, begun_with_what_was_there])
 def test_a_mistake_in_states_gives_another_digest(
-    checkpoint: Path, expected: str, mistake: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+    checkpoint: Path, expected: Served, mistake: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mistake(monkeypatch)
-    assert digests(checkpoint, {"scheduler": {"max_running": 6}}) != [expected] * 2
+    assert serve(checkpoint, {"scheduler": {"max_running": 6}}).digests != expected.digests
+
+
+@pytest.mark.usefixtures("half_right")
+def test_so_does_a_rejected_token_that_stays(
+    checkpoint: Path, expected: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    completed = StatesPlanner.completed
+
+    def right(self: StatesPlanner, record: InFlight, seconds: float) -> None:
+        for row, aside in self._aside.items():
+            self._aside[row] = aside._replace(end=self._completions.num_done(row))
+        completed(self, record, seconds)
+
+    monkeypatch.setattr(StatesPlanner, "completed", right)
+    assert serve(checkpoint, WAYS["with proposed tokens"]).digests != expected.digests

@@ -52,8 +52,12 @@ what a package of its own looks like. This page is written by `python -m tests.m
   experts to divide.
 - Recurrent layers keep a state of a fixed size for each running request, as
   [recurrent_layers.md](recurrent_layers.md) says: short convolutions (LFM2), the gated delta rule (Qwen3-Next,
-  Qwen3.5), Mamba 2 (Granite 4, Nemotron-H, Falcon-H1, Bamba). The layers of Qwen3-Next, Qwen3.5 and Nemotron that
-  predict several tokens are not read. [performance.md](performance.md#recurrent-layers) has the speed of these layers.
+  Qwen3.5, OLMo hybrid, Kimi-Linear), Mamba 2 (Granite 4, Nemotron-H, Falcon-H1, Bamba), lightning attention
+  (MiniMax-Text-01). The layers of Qwen3-Next, Qwen3.5 and Nemotron that predict several tokens are not read.
+  [performance.md](performance.md#recurrent-layers) has the speed of these layers.
+- Of OLMo hybrid and Kimi-Linear the published layout is read. transformers saves the convolutions of OLMo hybrid, and
+  the MLPs of Kimi-Linear, under other names or sizes: such a file is refused, with the first tensor that is missing.
+  Of MiniMax-Text-01 and M1 the first files are read, and those of `-hf`; `rotary_dim` is how much of a head rotates.
 - DeepSeek keeps one latent for each token and layer in the place of keys and values (V3: 576 numbers, not 40,960),
   whole on every rank. Prompts are computed on latents as well. The extra layers of V3 that predict several tokens are
   not read. In DeepSeek V3.2 and GLM-5 a query sees the `index_topk` tokens (2,048) that an indexer chooses: up to so
@@ -95,6 +99,7 @@ number of a picture's tokens is known from its size alone.
 | `Idefics3ForConditionalGeneration`, `SmolVLMForConditionalGeneration` | | tiles and the whole |
 | `InternVLForConditionalGeneration` | | up to 12 tiles and the whole |
 | `LlavaForConditionalGeneration` (1.5) | | 576 |
+| `LlavaNextForConditionalGeneration`, `LlavaOnevision...` | | tiles with breaks, and the whole |
 | `LlavaForConditionalGeneration` (Pixtral), `Mistral3ForConditionalGeneration` | | by size, with breaks |
 | `Qwen2VLForConditionalGeneration`, `Qwen2_5_VLForConditionalGeneration` | positions with three axes | by size |
 | `Qwen3VLForConditionalGeneration`, `Qwen3VLMoe...` | the same, and rows for the first layers | by size |
@@ -113,12 +118,18 @@ pictures. On a GPU none of this has been checked yet.
   may not have more.
 - Steps with tokens of pictures run without graphs, and so does every step in which a conversation with pictures
   decodes where positions have three axes. Steps of texts are not affected.
-- Every rank encodes on a thread next to its steps, one picture after the other. With tensor parallelism each rank has
-  the whole tower.
+- Every rank encodes next to its steps, one picture after the other, so that a picture's rows have the same bits
+  whatever else there is. With tensor parallelism each rank has the whole tower.
+- `placement.encoder = "process"` encodes [in a process](processes.md#the-encoder-of-pictures) beside each executor: a
+  picture that ends it costs no other request anything. With `inline`, the default, it is a thread of the executor.
 - Refused by name: `prompt_logprobs`, `truncate_prompt_tokens` and embeddings of prompts with pictures; pictures with
   `plugins.proposer` `draft_model` or `eagle`, or with `kv.page_size = 1`; a picture of fewer than 4 tokens; video;
   decoders through transformers (Gemma 3n, Gemma 4).
-- `detail` changes nothing: a picture has the tokens that its processor gives it.
+- A picture's `detail` is `auto`, `high` or `low`. `low` has fewer tokens where the processor has a way for it: no tiles
+  for Idefics3, SmolVLM and InternVL, at most 512 x 512 pixels for Qwen, sides of at most 512 for Pixtral and Mistral 3.
+  Elsewhere it changes nothing. `auto` and `high` are what the processor gives by itself.
+- LLaVA-OneVision's pictures are cut into tiles however many a conversation has, so that its tokens stay the same when
+  one more comes; the processor of transformers has no tiles where several are given at once.
 - `return_prompt_ids` shows ids past the vocabulary for a picture's tokens.
 
 ## The text part of models that read images or sound
@@ -126,8 +137,9 @@ pictures. On a GPU none of this has been checked yet.
 Of other models, and of those above without an encoder, the text decoder is served as that decoder would be alone, by
 its own family or through transformers, or it is refused; the log names the parts that are not read, and a request
 with an image, sound or video ends with 400. The decoders of Gemma 3, Gemma 3n, Gemma 4, InternVL, Llama 4, LLaVA,
-Mistral 3, Ministral 3, Mistral 4, Qwen2-VL, Qwen2.5-VL, Qwen3-VL (with and without experts) and Qwen3-Omni are
-checked on tiny checkpoints in the published layout, by `pytest tests/checkpoints/test_text_part.py`.
+LLaVA-NeXT, LLaVA-OneVision, Mistral 3, Ministral 3, Mistral 4, Qwen2-VL, Qwen2.5-VL, Qwen3-VL (with and without
+experts) and Qwen3-Omni are checked on tiny checkpoints in the published layout, by
+`pytest tests/checkpoints/test_text_part.py`.
 
 | architecture | its decoder |
 |---|---|"""

@@ -265,8 +265,8 @@ def test_an_engine_stops_what_is_aborted_and_keeps_nothing_of_it() -> None:
         whole = {"model": "demo", "prompt": "x", "max_tokens": 4, "temperature": 0}
         assert ask(served.port, "POST", "/v1/completions", whole).json["choices"][0]["finish_reason"] == "length"
         # The pages of the aborted ones came back before those of the request after them.
-        gauges = ask(served.port, "GET", "/health").json
-        assert (gauges["running"], gauges["waiting"], gauges["pages"]["used"]) == (0, 0, 0)
+        stats = ask(served.port, "GET", "/stats").json
+        assert (stats["requests"]["running"], stats["requests"]["waiting"], stats["pages"]["used"]) == (0, 0, 0)
 
 
 def _lines(events: str) -> list[str]:

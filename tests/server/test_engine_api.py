@@ -466,6 +466,5 @@ def test_wrong_tokens_and_inputs_are_refused(served: EngineServer, path: str, bo
 
 def test_nothing_is_left_behind(served: EngineServer, client: openai.OpenAI) -> None:
     complete(client)
-    health = ask(served.port, "GET", "/health").json
-    assert (health["running"], health["waiting"]) == (0, 0)
-    assert health["pages"]["used"] == 0
+    stats = ask(served.port, "GET", "/stats").json
+    assert (stats["requests"]["running"], stats["requests"]["waiting"], stats["pages"]["used"]) == (0, 0, 0)

@@ -5,7 +5,7 @@ import itertools
 
 import pytest
 
-from server.http.turnstile import Turnstile
+from server.http.turnstile import Turnstile, network_of
 from tests.server.http_client import ask
 from tests.server.live_server import LiveServer
 
@@ -68,6 +68,21 @@ async def test_the_addresses_of_one_client_of_ipv6_have_one_turn() -> None:
     others = ["2001:db8:0:1::1", "::ffff:192.0.2.1", "::ffff:192.0.2.2", "fe80::1%lo"]
     await asyncio.gather(*(request(address) for address in [*many, *others]))
     assert entered[:6] == [*many[:2], *others], "the first one had not to wait"
+
+
+@pytest.mark.parametrize(
+    "address, network",
+    [
+        ("192.0.2.1", "192.0.2.1"),
+        ("::ffff:192.0.2.1", "192.0.2.1"),
+        ("2001:db8:0:1::77", "2001:db8:0:1::/64"),
+        ("fe80::1%lo", "fe80::/64"),
+        ("::1", "::1"),
+        ("-", "-"),
+    ],
+)
+def test_what_counts_as_one_client(address: str, network: str) -> None:
+    assert network_of(address) == network
 
 
 def test_every_request_passes_it(monkeypatch: pytest.MonkeyPatch) -> None:

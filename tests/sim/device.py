@@ -170,7 +170,10 @@ class SimDevice:
                 self._slow_rows[row] = seed
             if admission.params.logprobs is not None:
                 self._logprob_rows.add(row)
-        self.states.begin(step)
+        for row in self.states.begin(step):
+            (at,) = np.flatnonzero(ints(step.prefill_rows) == row)
+            self._computed[row] = ints(step.prefill_starts)[at]
+            self._mark("state before a wrong token")
         self._place(step)
         if step.table_rows:
             self._tables[ints(step.table_rows), ints(step.table_indexes)] = ints(step.table_pages)

@@ -6,6 +6,10 @@ Owns: the bugs.  Does not know: how they are found.
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import msgspec
+import numpy as np
+
+from engine.features.states.messages import NAME, StateCopies
 from engine.features.states.planner import Copy, StatesPlanner
 from engine.features.states.slots import SnapshotSlots
 from engine.features.states.tree import StateTree
@@ -13,7 +17,7 @@ from engine.kv.match import Match
 from engine.kv.node import Handle, Node
 from engine.scheduling.completions import Completions
 from engine.scheduling.rows import Rows
-from engine.scheduling.step_builder import StepBuilder
+from engine.scheduling.step_builder import InFlight, StepBuilder
 from tests.sim.mutants import Mutant
 
 
@@ -148,6 +152,28 @@ def a_snapshot_is_off_by_a_page(keep: Callable[..., None]) -> Callable[..., None
     return mutant
 
 
+def a_rejected_token_stays_in_the_state(completed: Callable[..., None]) -> Callable[..., None]:
+    """Every step counts as one whose tokens were all right."""
+
+    def mutant(self: StatesPlanner, record: InFlight, seconds: float) -> None:
+        for row, aside in self._aside.items():
+            self._aside[row] = aside._replace(end=self._completions.num_done(row))
+        completed(self, record, seconds)
+
+    return mutant
+
+
+def a_state_is_set_aside_behind_its_step(attach: Callable[..., None]) -> Callable[..., None]:
+    def mutant(self: StatesPlanner, step: StepBuilder) -> None:
+        attach(self, step)
+        if NAME in step.parts:
+            copies = msgspec.msgpack.decode(step.parts[NAME], type=StateCopies)
+            columns = [np.frombuffer(one, np.int32).reshape(2, -1) for one in (copies.after, copies.aside)]
+            step.parts |= StateCopies(before=copies.before, after=np.concatenate(columns, 1).tobytes()).part()
+
+    return mutant
+
+
 def a_copy_is_dropped(copies_of: Callable[..., Iterable[Copy]]) -> Callable[..., Iterable[Copy]]:
     def mutant(self: StatesPlanner, row: int, num_tokens: int) -> Iterable[Copy]:
         copies = copies_of(self, row, num_tokens)
@@ -186,6 +212,8 @@ MUTANTS: dict[Mutant, tuple[Any, str]] = {
     a_slot_leaks_with_its_row: (StatesPlanner, "left"),
     a_snapshot_stays_on_a_node_that_grows: (StateTree, "_may_grow"),
     a_snapshot_is_off_by_a_page: (StateTree, "keep"),
+    a_rejected_token_stays_in_the_state: (StatesPlanner, "completed"),
+    a_state_is_set_aside_behind_its_step: (StatesPlanner, "attach"),
     a_copy_is_dropped: (StatesPlanner, "_copies_of"),
     snapshots_outlive_the_device: (StateTree, "_clear"),
     states_of_rows_outlive_the_device: (StatesPlanner, "reset"),

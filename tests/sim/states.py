@@ -31,10 +31,15 @@ class SimStates:
         """The scheduler has freed these when it planned the step, which is the last that may read them."""
         self._freed[step_id] = slots
 
-    def begin(self, step: Step) -> None:
-        """The copies before the batch."""
-        self._copy(step.step_id, copies_of(step).before)
+    def begin(self, step: Step) -> list[int]:
+        """Make the copies before the batch; returns the rows that go back to a state of theirs."""
+        copies = copies_of(step)
+        self._copy(step.step_id, copies.before)
         self._slots[self._freed.pop(step.step_id, [])] = LOST
+        self._copy(step.step_id, copies.aside)
+        targets: list[int] = np.frombuffer(copies.before, dtype=np.int32).reshape(2, -1)[1].tolist()
+        admitted = {one.row for one in step.admissions}
+        return [row for row in targets if row not in admitted]
 
     def check(self, step: Step, rows: np.ndarray, starts: np.ndarray, previous: U64) -> None:
         """Each row's state is that of the tokens before its start; a row that starts at 0 needs none.

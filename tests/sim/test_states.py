@@ -23,6 +23,7 @@ MARKS = (
     "snapshot evicted for another",
     "snapshot of an output",
     "snapshot twice",
+    "state before a wrong token",
     "state of a retracted row",
     "states for two rows",
 )

@@ -15,11 +15,12 @@ NAME: Final = "states"
 class StateCopies(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """Copies of whole slots.  Those of one list are independent of each other.
 
-    before: int32[2, B], sources and then targets, copied before the step's batch.
-    after: int32[2, A], copied after it."""
+    before: int32[2, B], sources and then targets, copied before the step's batch, from snapshots to rows.
+    aside: int32[2, C], copied next, from rows to snapshots.  after: int32[2, A], the same after the batch."""
 
     before: bytes = b""
     after: bytes = b""
+    aside: bytes = b""
 
     def part(self) -> dict[str, bytes]:
         """Return the parts of a step with these copies."""

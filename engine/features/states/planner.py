@@ -8,6 +8,10 @@ policy wants a snapshot, and its state is copied behind that chunk's step.  When
 decodes, its state is copied too, since the row may end before the next page is full: its end makes the last such copy a
 snapshot.  A copy becomes one when the pages before it are in the tree, and so when its step has completed.
 
+A step that verifies proposed tokens of a row leaves its state behind all of them.  So the state before the step is set
+aside, unless it is already, and if a token was wrong, the row's next step begins there: it computes the right tokens
+again.  No such step goes past the end of a page, where the state is copied if all tokens were right.
+
 Copies cost no wait: steps run in order, so a slot that is freed while a step in flight reads it is written later.
 """
 
@@ -15,6 +19,7 @@ from bisect import insort
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 
@@ -27,7 +32,7 @@ from engine.kv.pages import Pages
 from engine.plugins.features import FeatureContext
 from engine.scheduling.feature import NewFeature, PlannerFeature, PlannerParts
 from engine.scheduling.rows import Rows, Sequence
-from engine.scheduling.step_builder import InFlight, StepBuilder
+from engine.scheduling.step_builder import Columns, InFlight, StepBuilder
 
 POLICY: SnapshotPolicy = EndsAndBranches()
 
@@ -45,6 +50,14 @@ class RowState:
     copies: list[Copy]
 
 
+class SetAside(NamedTuple):
+    """The state of a row behind ``start`` tokens, before a step that goes on to ``end`` and may be wrong."""
+
+    start: int
+    end: int
+    slot: int
+
+
 class StatesPlanner(PlannerFeature):
     """The states of one planner's rows.  num_slots: of snapshots."""
 
@@ -59,6 +72,7 @@ class StatesPlanner(PlannerFeature):
         self._page_size = parts.limits.page_size
         self._policy = policy
         self._rows: dict[int, RowState] = {}
+        self._aside: dict[int, SetAside] = {}
         self._starting: tuple[Handle, Found] | None = None
         self._before: list[Copy] = []
         self._num_recomputed = 0
@@ -105,8 +119,25 @@ class StatesPlanner(PlannerFeature):
 
     # ---- steps ------------------------------------------------------------------------------
 
+    def verified_tokens(self, row: int, most: int) -> int:
+        """Let a row's tokens be verified up to the end of its page, if there are slots to set states aside."""
+        num_rows = len(self._rows) - len(self._aside)
+        if row not in self._aside and num_rows > self._slots.num_free + self._tree.num_snapshots:
+            return 0
+        return min(most, -int(self._table.num_known[row]) % self._page_size)
+
+    def recomputed_tokens(self, row: int) -> int:
+        """Return the number of tokens between the state that was set aside and the row's last token."""
+        aside = self._aside.get(row)
+        return 0 if aside is None else int(self._table.num_known[row]) - 1 - aside.start
+
+    def prefill_tokens(self, num_decodes: int, most: int) -> int:
+        """Leave room for tokens that are computed again."""
+        return most - sum(map(self.recomputed_tokens, self._aside))
+
     def attach(self, step: StepBuilder) -> None:
         """Add the copies before and after a step."""
+        aside = self._set_aside(step.inserted) if step.inserted is not None else []
         after: list[Copy] = []
         if step.prompts is not None:
             for row, end in zip(step.prompts.rows.tolist(), self._ends(step.prompts.rows), strict=True):
@@ -115,14 +146,34 @@ class StatesPlanner(PlannerFeature):
                     del borders[0]
                     after += self._copies_of(row, end)
         if self._policy.keeps_turns:
-            rows = self._rows_at_border(step.decode_rows)
+            decoding = [step.decode_rows] if step.inserted is None else [step.decode_rows, step.inserted.rows]
+            rows = self._rows_at_border(np.concatenate(decoding))
             for row, end in zip(rows.tolist(), self._ends(rows), strict=True):
                 after += self._copies_of(row, end)
             if len(rows):
                 step.notes[NAME] = rows
-        if self._before or after:
-            step.parts |= StateCopies(before=_column(self._before), after=_column(after)).part()
+        if self._before or aside or after:
+            copies = StateCopies(before=_column(self._before), aside=_column(aside), after=_column(after))
+            step.parts |= copies.part()
             self._before = []
+
+    def _set_aside(self, verified: Columns) -> list[Copy]:
+        """Return the copies of states before a step that verifies tokens, and give rows back those set aside before."""
+        copies: list[Copy] = []
+        for row, start, samples in np.stack([verified.rows, verified.starts, verified.samples], 1).tolist():
+            aside, end = self._aside.pop(row, None), int(self._table.num_computed[row])
+            slot = None if aside is None else aside.slot
+            if slot is not None:
+                self._before.append((slot, row))
+            elif samples > 1:
+                slot = self._tree.take_slot()
+                assert slot is not None, f"no slot for the state of row {row}, whose tokens are verified"
+                copies.append((row, slot))
+            if slot is not None and samples > 1:
+                self._aside[row] = SetAside(start, end, slot)
+            elif slot is not None:
+                self._slots.free(slot)
+        return copies
 
     def _ends(self, rows: Rows) -> list[int]:
         ends: list[int] = self._table.num_computed[rows].tolist()
@@ -148,7 +199,15 @@ class StatesPlanner(PlannerFeature):
             self._tree.keep(state.handle, *state.copies.pop(0))
 
     def completed(self, record: InFlight, seconds: float) -> None:
-        """Free copies of rows that decode and have filled another page."""
+        """Free copies of rows that decode and have filled another page, and states set aside if all tokens were right.
+
+        No other step was in flight with one that verified tokens."""
+        for row, aside in [*self._aside.items()]:
+            num_done = self._completions.num_done(row)
+            if num_done == aside.end:
+                self._slots.free(self._aside.pop(row).slot)
+            else:
+                self._free_behind(self._rows[row], num_done)
         for row in record.notes.get(NAME, ()):
             if (state := self._rows.get(row)) is not None:
                 self._free_before(state, self._completions.num_done(row) // self._page_size)
@@ -156,6 +215,8 @@ class StatesPlanner(PlannerFeature):
     def left(self, row: int) -> None:
         """Give the tree the state behind the last full page; the row's other copies are of no use."""
         state = self._rows.pop(row)
+        if row in self._aside:
+            self._slots.free(self._aside.pop(row).slot)
         self._free_before(state, state.handle.num_pages)
         if state.copies and state.copies[0][0] <= state.handle.num_pages:
             self._tree.keep(state.handle, *state.copies.pop(0))
@@ -167,11 +228,16 @@ class StatesPlanner(PlannerFeature):
         while len(state.copies) > 1 and state.copies[1][0] <= num_pages:
             self._slots.free(state.copies.pop(0)[1])
 
+    def _free_behind(self, state: RowState, num_done: int) -> None:
+        """Free the copy at the end of a page that has a wrong token, of which ``num_done`` are right."""
+        if state.copies and state.copies[-1][0] * self._page_size > num_done:
+            self._slots.free(state.copies.pop()[1])
+
     def reset(self) -> list[Sequence]:
-        for state in self._rows.values():
-            for _, slot in state.copies:
-                self._slots.free(slot)
+        for slot in self._slots_of_rows():
+            self._slots.free(slot)
         self._rows.clear()
+        self._aside.clear()
         self._before = []
         return []
 
@@ -183,8 +249,11 @@ class StatesPlanner(PlannerFeature):
 
     def check(self) -> None:
         """Raise AssertionError unless every slot is free, or one row's, or one node's."""
-        of_rows = [slot for state in self._rows.values() for _, slot in state.copies]
-        self._slots.check([*of_rows, *self._tree.slots_held()])
+        self._slots.check([*self._slots_of_rows(), *self._tree.slots_held()])
+
+    def _slots_of_rows(self) -> list[int]:
+        copies = [slot for state in self._rows.values() for _, slot in state.copies]
+        return copies + [aside.slot for aside in self._aside.values()]
 
 
 def planner_feature(context: FeatureContext) -> NewFeature | None:

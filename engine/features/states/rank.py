@@ -50,14 +50,19 @@ class StatesRank(RankFeature):
         log.info("rank %d snapshots of states: %d of %.2f MB", self._rank, count, self._state_bytes / 1e6)
 
     def apply(self, step: Step) -> Step:
-        """Give rows that start the states of snapshots."""
-        for source, target in _pairs(copies_of(step).before):
+        """Give rows the states of snapshots, and take snapshots of rows that may go back to them."""
+        copies = copies_of(step)
+        for source, target in _pairs(copies.before):
             self._running[target].copy_(self._snapshots[source - self._max_running])
+        self._take(copies.aside)
         return step
 
     def launched(self, step: Step, launched: LaunchedStep) -> None:
         """Take snapshots of rows, behind the step."""
-        for source, target in _pairs(copies_of(step).after):
+        self._take(copies_of(step).after)
+
+    def _take(self, copies: bytes) -> None:
+        for source, target in _pairs(copies):
             self._snapshots[target - self._max_running].copy_(self._running[source])
 
 

@@ -28,6 +28,11 @@ class SnapshotSlots:
         """Number of slots that are not free."""
         return len(self._all) - len(self._free)
 
+    @property
+    def num_free(self) -> int:
+        """Number of free slots."""
+        return len(self._free)
+
     def take(self) -> int | None:
         """Take a free slot; None if there is none."""
         return self._free.pop() if self._free else None

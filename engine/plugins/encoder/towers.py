@@ -8,6 +8,7 @@ A picture is computed by itself, so that its rows have the same bits whatever el
 
 import inspect
 import re
+import threading
 from collections.abc import Mapping
 from copy import deepcopy
 from pathlib import Path
@@ -24,26 +25,30 @@ from engine.types.errors import WeightsError
 LOCAL = {"local_files_only": True, "trust_remote_code": False}
 OF_TEXT = re.compile(r"language_model|text_model|lm_head")
 SMALL_VOCABULARY = 64  # of the language model that is built without layers, and dropped
+# from_pretrained replaces methods of transformers' classes for all threads while it loads, and puts back what it found.
+# Two loads at once, of ranks that are threads, would leave a replacement in place.
+LOADING = threading.Lock()
 
 
 class TransformersTower:
     """The part of an encoder that computes."""
 
     def __init__(
-        self, directory: Path, architecture: str, device: str, dtype: str, arguments: Mapping[str, Any]
+        self, directory: Path, architecture: str, device: str, dtype: str, arguments: Mapping[str, Mapping[str, Any]]
     ) -> None:
-        """Load the weights.  arguments: of the image processor.  Raises WeightsError."""
+        """Load the weights.  arguments: of the image processor, by way.  Raises WeightsError."""
         self._arguments = arguments
         self._device = device
         self._processor = transformers.AutoImageProcessor.from_pretrained(directory, backend="pil", **LOCAL)
-        self._model = _load(directory, architecture, getattr(torch, dtype)).to(device)
+        with LOADING:
+            self._model = _load(directory, architecture, getattr(torch, dtype)).to(device)
         self._inputs = set(inspect.signature(self._model.get_image_features).parameters)
         self.nbytes = sum(one.nbytes for one in (*self._model.parameters(), *self._model.buffers()))
 
     @torch.inference_mode()
-    def encode(self, data: bytes) -> Tensor:
+    def encode(self, data: bytes, way: str) -> Tensor:
         """Return rows_LND of a picture."""
-        found = self._processor(images=[read_picture(data)], return_tensors="pt", **self._arguments)
+        found = self._processor(images=[read_picture(data)], return_tensors="pt", **self._arguments[way])
         inputs = {name: one for name, one in found.items() if name in self._inputs}
         for name in ("pixel_values", "pixel_attention_mask"):
             if name in inputs:

@@ -2,6 +2,7 @@
 
 import shutil
 import signal
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,13 @@ import numpy as np
 import pytest
 import transformers
 from safetensors.torch import load_file, save_file
+from transformers.modeling_utils import PreTrainedModel
 
+from engine.checkpoints.fields import read_fields
 from engine.features.lora.files import NAME as LORA
 from engine.features.lora.files import AdapterRules, read_adapter
 from engine.messages import Delta, RequestOptions
+from engine.plugins.encoder.transformers import TransformersEncoder
 from engine.text.turns import read_turn
 from engine.types.errors import RequestError
 from tests.features.images import made
@@ -74,6 +78,18 @@ def test_eight_conversations_at_once(tables: dict[str, Any], folder: Path) -> No
 
 
 @pytest.mark.slow
+def test_encoders_that_load_at_once_leave_the_classes_of_transformers_as_they_were(folder: Path) -> None:
+    # A Python program shares transformers with its engine.
+    before = PreTrainedModel.tie_weights
+    directory = checkpoint("llava", folder)
+    encoder = TransformersEncoder(directory, read_fields(directory / "config.json").table)
+    with ThreadPoolExecutor(4) as pool:
+        for tower in [pool.submit(encoder.tower, "cpu", "float32") for _ in range(16)]:
+            assert tower.result().nbytes
+    assert PreTrainedModel.tie_weights is before
+
+
+@pytest.mark.slow
 def test_invariant_numerics_give_the_same_bits_in_every_way(folder: Path) -> None:
     found = set()
     for tables in ({}, {"scheduler": {"prefill_chunk": 5, "max_running": 2}}, {"images": {"cache_tokens": 20}}):
@@ -107,6 +123,18 @@ def test_what_is_not_served_says_so(folder: Path) -> None:
         pytest.raises(RequestError, match="this model takes no pictures"),
     ):
         chat(llm, [message(ONE)])
+
+
+def test_a_picture_of_low_detail_is_another_one_with_fewer_tokens(folder: Path) -> None:
+    plain, low = message(((120, 80),)), message(((120, 80),))
+    low["content"][1]["detail"] = "low"
+    with engine(checkpoint("smolvlm", folder)) as llm:
+        usual, fewer, again = chat(llm, [plain, low, low])
+        assert encoded(llm) == 2
+    assert fewer.usage.prompt_tokens < usual.usage.prompt_tokens
+    assert again.token_ids == fewer.token_ids != usual.token_ids
+    with pytest.raises(RequestError, match="the detail of a picture must be one of auto, low, high, not 'lowest'"):
+        read_turn({"role": "user", "content": [{"type": "image", "image": made.picture(9, 9), "detail": "lowest"}]})
 
 
 def test_a_configuration_that_drafts_by_a_model_takes_text_alone(folder: Path) -> None:

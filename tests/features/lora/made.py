@@ -13,6 +13,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+MERGED = ("qkv_proj", "gate_up_proj")
 CONFIG = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "use_rslora": False, "bias": "none", "task_type": "CAUSAL_LM"}
 
 

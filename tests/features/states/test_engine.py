@@ -9,13 +9,16 @@ from typing import Any
 import pytest
 
 from callboard import LLM, Completion, SamplingParams
+from engine.features.speculation.payoff import Payoff
 from engine.features.states import planner, rank, slots
 from engine.features.states.policy import EndsAndBranches
 from engine.features.states.rank import StatesRank
 from engine.messages import Step
+from engine.plugins.proposer.ngram import NgramProposer
 from engine.scheduling.completions import Completions
 from engine.scheduling.rows import Sequence
-from tests.models.checkpoints import build, random_tokens, save
+from tests.models.checkpoints import VOCAB, build, random_tokens, save
+from tests.scheduling.liars import Everything, Liar, from_sequences
 
 OUTPUT = 12
 GREEDY = SamplingParams(temperature=0.0, max_tokens=OUTPUT, ignore_eos=True)
@@ -51,6 +54,11 @@ def cached(completions: list[Completion]) -> list[int]:
     return [one.usage.cached_tokens for one in completions]
 
 
+def added(number: int) -> list[int]:
+    """The tokens between the turns of a conversation."""
+    return random_tokens(7, seed=50 + number)
+
+
 def turns(llm: LLM, params: SamplingParams = GREEDY) -> Iterator[list[Completion]]:
     """Two turns of each conversation, one after the other, and the second one twice."""
     histories = [list(prompt) for prompt in PROMPTS]
@@ -59,7 +67,7 @@ def turns(llm: LLM, params: SamplingParams = GREEDY) -> Iterator[list[Completion
         yield said
         if turn == 0:
             for number, one in enumerate(said):
-                histories[number] += [*one.token_ids, *random_tokens(7, seed=50 + number)]
+                histories[number] += [*one.token_ids, *added(number)]
     yield llm.generate(histories, params)
 
 
@@ -134,6 +142,42 @@ def test_copies_of_a_prompt_part_after_it(checkpoint: Path) -> None:
 
 
 @contextmanager
+def half_right(alone: list[list[list[int]]]) -> Iterator[None]:
+    """``ngram`` proposes the next tokens of these conversations, and every other one may be wrong."""
+    ends = zip(PROMPTS, alone[0], alone[1], strict=True)
+    known = [[*prompt, *first, *added(number), *second] for number, (prompt, first, second) in enumerate(ends)]
+    liar = Liar("half", from_sequences(known), VOCAB)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Payoff, "counts", Everything.counts)
+        patch.setattr(Payoff, "knows", Everything.knows)
+        patch.setattr(NgramProposer, "open", lambda self: liar.open())
+        yield
+
+
+def test_so_do_proposed_tokens_of_which_some_are_wrong(checkpoint: Path, alone: list[list[list[int]]]) -> None:
+    with engine(checkpoint) as llm:
+        cached_without = [cached(one) for one in turns(llm)]
+    with half_right(alone), engine(checkpoint, plugins={"proposer": "ngram"}) as llm:
+        found = [*turns(llm)]
+        meter = llm._system.scheduler._planned.meter
+    assert [tokens(one) for one in found] == alone
+    assert [cached(one) for one in found] == cached_without
+    assert sum(meter.proposed_at) > sum(meter.accepted_at) > 0
+
+
+@pytest.mark.slow
+def test_so_do_tokens_of_a_draft_model(
+    checkpoint: Path, alone: list[list[list[int]]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Payoff, "counts", Everything.counts)
+    monkeypatch.setattr(Payoff, "knows", Everything.knows)
+    options = {"proposer.draft_model": {"path": str(save(build("llama"), tmp_path))}}
+    with engine(checkpoint, plugins={"proposer": "draft_model", "options": options}) as llm:
+        assert [tokens(one) for one in turns(llm)] == alone
+        assert sum(llm._system.scheduler._planned.meter.proposed_at)
+
+
+@contextmanager
 def twice_lost() -> Iterator[None]:
     """Executors are lost in the 40th step and in the 90th."""
     apply, steps = StatesRank.apply, []
@@ -158,14 +202,14 @@ def test_so_do_executors_that_come_back(checkpoint: Path, alone: list[list[list[
 def test_with_invariant_numerics_all_ways_have_the_same_bits(checkpoint: Path) -> None:
     """Drawn tokens and their log probabilities: whatever is cached, cut, evicted, or lost."""
     drawn = SamplingParams(temperature=1.0, max_tokens=OUTPUT, ignore_eos=True, seed=3, logprobs=0)
-    model = {"numerics": "invariant"}
+    model, said = {"numerics": "invariant"}, list[list[list[int]]]()
 
     def digest(llm: LLM) -> str:
-        found = [
-            (one.token_ids, [entry.sampled.logprob for entry in one.logprobs])
-            for turn in turns(llm, drawn)
-            for one in turn
-        ]
+        said[:] = []
+        found = []
+        for turn in turns(llm, drawn):
+            said.append(tokens(turn))
+            found += [(one.token_ids, [entry.sampled.logprob for entry in one.logprobs]) for one in turn]
         return hashlib.sha256(repr(found).encode()).hexdigest()
 
     with without_snapshots(checkpoint, model=model) as llm:
@@ -175,5 +219,7 @@ def test_with_invariant_numerics_all_ways_have_the_same_bits(checkpoint: Path) -
         with engine(checkpoint, scheduler=limits, model=model, kv={"num_pages": num_pages}) as llm:
             digests.append(digest(llm))
     with twice_lost(), engine(checkpoint, model=model) as llm:
+        digests.append(digest(llm))
+    with half_right(said), twice_lost(), engine(checkpoint, model=model, plugins={"proposer": "ngram"}) as llm:
         digests.append(digest(llm))
     assert len({*digests}) == 1, digests
