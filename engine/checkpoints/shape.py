@@ -9,9 +9,12 @@ The file is long because the parts refer to each other, and a family's author fi
 
 from collections.abc import Sequence
 from math import prod
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, Self
 
 import msgspec
+from msgspec.structs import replace
+
+from engine.types.errors import ConfigError
 
 # Features that a family may need of an attention backend besides causal attention with one window (``Declaration``).
 SOFT_CAP, SINKS, LAYER_WINDOWS, LATENTS, CHUNKS = "soft_cap", "sinks", "layer_windows", "latents", "chunks"
@@ -66,13 +69,15 @@ class Rows(msgspec.Struct, frozen=True):
     """Rows of a product, and their place in the matrix of a checkpoint that has them.
 
     name: of the matrix.  count: number of these rows.  total: rows of the matrix; 0 for no others.
-    The matrix has ``groups`` equal parts, and each of them as many of these rows, from its row ``first`` on."""
+    The matrix has ``groups`` equal parts, and each of them as many of these rows, from its row ``first`` on.
+    units: parts of these rows that are not divided; 0 for as many as there are rows."""
 
     name: str
     count: int
     total: int = 0
     first: int = 0
     groups: int = 1
+    units: int = 0
 
     @property
     def height(self) -> int:
@@ -265,14 +270,32 @@ def padded(sizes: Sequence[int]) -> int:
     return -(-prod(sizes) // STATE_ALIGNMENT) * STATE_ALIGNMENT
 
 
+def share(total: int, size: int, what: str) -> int:
+    """Return one rank's part of ``total``.  Raises ConfigError if it cannot be divided evenly."""
+    if total % size:
+        raise ConfigError(f"the model has {what}={total}, which {size} ranks cannot share evenly")
+    return total // size
+
+
 class RecurrentShape(PartShape, frozen=True, kw_only=True):
     """A part that keeps a state of a row's tokens so far, of a size that does not grow with them."""
 
     name: str
 
+    def of_rank(self, size: int) -> Self:
+        """Return the shape of one rank's part, of ``size`` ranks.  Raises ConfigError if it is not to be divided."""
+        what = type(self).__name__.removesuffix("Shape")
+        share(1, size, f"recurrent layers that stay whole ({what})")
+        return self
+
     @property
     def inner(self) -> tuple[Rows, ...]:
-        """The rows of its first product; none if it has more than two products."""
+        """The rows of its first product."""
+        return ()
+
+    @property
+    def between(self) -> tuple[tuple[int, Rows], ...]:
+        """Inputs and rows of the products between its first and its last one."""
         return ()
 
     @property
@@ -294,6 +317,9 @@ class ShortConvolutionShape(RecurrentShape, frozen=True, kw_only=True):
     taps: int
     bias: bool = False
     name: str = "conv"
+
+    def of_rank(self, size: int) -> Self:
+        return replace(self, size=share(self.size, size, "channels of its convolutions"))
 
     @property
     def inner(self) -> tuple[Rows, ...]:
@@ -332,18 +358,18 @@ class GatedDeltaShape(RecurrentShape, frozen=True, kw_only=True):
     layout: Layout = "joined"
     name: str = "linear_attn"
 
-    @property
-    def decay_shape(self) -> tuple[int, ...]:
-        """Shape of the stored rates of heads' decays."""
-        return (self.num_heads,)
+    def of_rank(self, size: int) -> Self:
+        keys = share(self.num_keys, size, "linear_num_key_heads")
+        return replace(self, num_keys=keys, num_heads=self.num_heads // self.num_keys * keys)
 
     @property
     def inner(self) -> tuple[Rows, ...]:
         """Queries, keys and values, the gate z, and the numbers b and a of each head."""
         keys, heads, values = self.num_keys * self.key_size, self.num_heads, self.num_heads * self.value_size
         if self.layout == "apart":
-            gates = Rows("g_proj", values), Rows("b_proj", heads), Rows("a_proj", heads)
-            return *(Rows(f"{side}_proj", size) for side, size in self.sides.items()), *gates
+            names = zip(self.gate_names, self.gates, strict=True)
+            gates = tuple(Rows(name, size) for name, size in names)
+            return Rows("q_proj", keys), Rows("k_proj", keys), Rows("v_proj", values), *gates
         if self.layout == "grouped":
             wide = stacked("in_proj_qkvz", (keys, keys, values, values), self.num_keys)
             return *wide, *stacked("in_proj_ba", (heads, heads), self.num_keys)
@@ -355,10 +381,37 @@ class GatedDeltaShape(RecurrentShape, frozen=True, kw_only=True):
         return "o_proj" if self.layout == "apart" else "out_proj", self.num_heads * self.value_size
 
     @property
-    def sides(self) -> dict[str, int]:
-        """The sizes of queries, keys and values."""
-        keys = self.num_keys * self.key_size
-        return {"q": keys, "k": keys, "v": self.num_heads * self.value_size}
+    def gate_names(self) -> tuple[str, str, str]:
+        """Names of what gives the gate z, and the numbers b and a, where queries, keys and values are apart."""
+        return "g_proj", "b_proj", "a_proj"
+
+    @property
+    def gates(self) -> tuple[int, int, int]:
+        """The first product's outputs for the gate z, and for b and a."""
+        return self.num_heads * self.value_size, self.num_heads, self.num_heads
+
+    @property
+    def bias_shape(self) -> tuple[int, ...]:
+        """Shape of the bias of the decays."""
+        return (self.num_heads,)
+
+    @property
+    def norm(self) -> str:
+        """Name of the norm behind the recurrence."""
+        return "o_norm" if self.layout == "apart" else "norm"
+
+    @property
+    def convolved(self) -> tuple[Rows, ...]:
+        """The channels of the convolution: queries, keys and values."""
+        keys, values = self.num_keys * self.key_size, self.num_heads * self.value_size
+        if self.layout == "apart":
+            return tuple(Rows(f"{side}_conv1d", size) for side, size in zip("qkv", (keys, keys, values), strict=True))
+        return stacked("conv1d", (keys, keys, values))
+
+    @property
+    def decay_shape(self) -> tuple[int, ...]:
+        """Shape of the stored rates of heads' decays."""
+        return (self.num_heads,)
 
     @property
     def channels(self) -> int:
@@ -383,9 +436,25 @@ class KimiDeltaShape(GatedDeltaShape, frozen=True, kw_only=True):
     built_by: ClassVar[str] = "engine.layers.kimi_delta:KimiDelta"
     rank: int
 
+    def of_rank(self, size: int) -> Self:
+        return RecurrentShape.of_rank(self, size)
+
     @property
-    def inner(self) -> tuple[Rows, ...]:
-        return ()
+    def gate_names(self) -> tuple[str, str, str]:
+        return "g_a_proj", "b_proj", "f_a_proj"
+
+    @property
+    def gates(self) -> tuple[int, int, int]:
+        return self.rank, self.num_heads, self.rank
+
+    @property
+    def between(self) -> tuple[tuple[int, Rows], ...]:
+        values, (decays,) = Rows("g_b_proj", self.num_heads * self.value_size), self.bias_shape
+        return (self.rank, values), (self.rank, Rows("f_b_proj", decays))
+
+    @property
+    def bias_shape(self) -> tuple[int, ...]:
+        return (self.num_heads * self.key_size,)
 
     @property
     def decay_shape(self) -> tuple[int, ...]:
@@ -427,11 +496,22 @@ class Mamba2Shape(RecurrentShape, frozen=True, kw_only=True):
     output_scale: float = 1.0
     name: str = "mamba"
 
+    def of_rank(self, size: int) -> Self:
+        """Return the shape of one rank's part.  With fewer groups than ranks, neighbours have the same keys."""
+        heads = share(self.num_heads, size, "mamba heads")
+        if self.num_groups >= size:
+            return replace(self, num_heads=heads, num_groups=share(self.num_groups, size, "mamba groups"))
+        share(size, self.num_groups, "ranks over mamba groups")
+        return replace(self, num_heads=heads, num_groups=1)
+
     @property
     def inner(self) -> tuple[Rows, ...]:
         """The gate, values, keys, queries, and step sizes."""
         keys = self.num_groups * self.state_size
-        return stacked("in_proj", (self.inner_size, self.inner_size, keys, keys, self.num_heads))
+        gate, values, *shared, sizes = stacked(
+            "in_proj", (self.inner_size, self.inner_size, keys, keys, self.num_heads)
+        )
+        return gate, values, *(replace(one, units=self.num_groups) for one in shared), sizes
 
     @property
     def outer(self) -> tuple[str, int]:
@@ -752,7 +832,6 @@ class DecoderShape(msgspec.Struct, frozen=True, kw_only=True):
 
     def with_experts(self, **changes: bool) -> "DecoderShape":
         """Return the shape with other settings of its mixtures of experts."""
-        replace = msgspec.structs.replace
         layers = [
             replace(layer, mlp=replace(layer.mlp, **changes)) if isinstance(layer.mlp, ExpertsShape) else layer
             for layer in self.layers
@@ -773,6 +852,10 @@ class DecoderShape(msgspec.Struct, frozen=True, kw_only=True):
     def state_bytes(self) -> int:
         """Memory of one row's states, all float32; 0 without recurrent layers."""
         return 4 * sum(padded(sizes) for one in self.recurrents for sizes in one.states)
+
+    def states_of_rank(self, size: int) -> list[tuple[tuple[int, ...], ...]]:
+        """The sizes of a row's states on one of ``size`` ranks, by recurrent layer."""
+        return [one.of_rank(size).states for one in self.recurrents]
 
     @property
     def num_layers(self) -> int:

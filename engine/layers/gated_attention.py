@@ -18,7 +18,7 @@ from engine.layers.weights import WeightSlice, joined
 
 
 class GatedAttention(SelfAttention):
-    """An ``Attention`` whose result is multiplied by sigmoid(gate(x)).  Its model is not divided among ranks."""
+    """An ``Attention`` whose result is multiplied by sigmoid(gate(x))."""
 
     def __init__(
         self, shape: GatedAttentionShape, hidden_size: int, comm: Comm, device: torch.device, dtype: torch.dtype

@@ -11,41 +11,36 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from engine.checkpoints.shape import GatedDeltaShape, Rows
+from engine.checkpoints.shape import GatedDeltaShape
 from engine.layers.comm import Comm
 from engine.layers.convolution import CausalConvolution
 from engine.layers.kernels import LayerKernels
 from engine.layers.linear import ColumnLinear, RowLinear
 from engine.layers.recurrent import RecurrentPart
 from engine.layers.states import StatesOfStep
-from engine.layers.weights import WeightSlice, joined, parameter, whole
+from engine.layers.weights import WeightSlice, joined, own_part, parameter, whole
 
 
 class GatedDelta(RecurrentPart):
     """The gated delta rule over convolved queries, keys and values, then a norm, and a gate.
 
-    inner: queries, keys and values, the gate z, and the numbers b and a of each head, in this order.
-    activation: of the gate."""
+    shape: of this rank's heads.  whole: of all.  activation: of the gate.
+    inner: queries, keys and values, the gate z, and the numbers b and a of each head, in this order."""
 
     activation = "silu"
 
     def __init__(
         self, shape: GatedDeltaShape, hidden_size: int, comm: Comm, device: torch.device, dtype: torch.dtype
     ) -> None:
-        self.shape = shape
-        heads, values = shape.num_heads, shape.num_heads * shape.value_size
-        rows = self._rows()
-        self.inner = ColumnLinear(hidden_size, rows, False, None, device, dtype)
-        self.convolution = CausalConvolution(shape.channels, shape.taps, False, device, dtype)
-        self.decay_H = parameter(heads, device=device, dtype=torch.float32)
-        self.bias_A = parameter(heads, device=device, dtype=torch.float32)
+        self.whole, self.comm = shape, comm
+        self.shape = mine = shape.of_rank(comm.size)
+        self.inner = ColumnLinear(hidden_size, shape.inner, False, comm, device, dtype)
+        self.convolution = CausalConvolution(shape.convolved, shape.taps, False, comm, device, dtype)
+        self.decay_H = parameter(mine.num_heads, device=device, dtype=torch.float32)
+        self.bias_A = parameter(*mine.bias_shape, device=device, dtype=torch.float32)
         self.norm_V = parameter(shape.value_size, device=device, dtype=torch.float32)
-        self.outer = RowLinear(values, hidden_size, False, comm, device, dtype)
-        self._splits = [shape.channels, *(one.count for one in rows[-3:])]
-
-    def _rows(self) -> tuple[Rows, ...]:
-        """Return the rows of the first product."""
-        return self.shape.inner
+        self.outer = RowLinear(shape.num_heads * shape.value_size, hidden_size, False, comm, device, dtype)
+        self._splits = mine.channels, *mine.gates
 
     def mix(self, inner_TI: Tensor, states: tuple[Tensor, ...], step: StatesOfStep) -> Tensor:
         """Return the gated and normed result of the recurrence (``RecurrentPart``)."""
@@ -72,14 +67,11 @@ class GatedDelta(RecurrentPart):
     def slices(self, prefix: str) -> Iterator[WeightSlice]:
         """Yield the slices of the checkpoint that this part reads."""
         name = joined(prefix, self.shape.name)
-        is_apart = self.shape.layout == "apart"
         yield from self.inner.slices(name)
-        if is_apart:
-            yield from self.convolution.apart(name, self.shape.sides)
-        else:
-            yield from self.convolution.slices(f"{name}.conv1d")
-        yield whole(f"{name}.A_log", self.decay_H.view(self.shape.decay_shape))
-        yield whole(f"{name}.dt_bias", self.bias_A)
-        yield whole(f"{name}.{'o_norm' if is_apart else 'norm'}.weight", self.norm_V)
+        yield from self.convolution.slices(name)
+        rates = self.decay_H.view(self.shape.decay_shape)
+        yield own_part(f"{name}.A_log", self.whole.decay_shape, self.comm, rates)
+        yield own_part(f"{name}.dt_bias", self.whole.bias_shape, self.comm, self.bias_A)
+        yield whole(f"{name}.{self.shape.norm}.weight", self.norm_V)
         outer, _ = self.shape.outer
         yield from self.outer.slices(f"{name}.{outer}")

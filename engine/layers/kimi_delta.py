@@ -9,11 +9,11 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from engine.checkpoints.shape import KimiDeltaShape, Rows
+from engine.checkpoints.shape import KimiDeltaShape
 from engine.layers.comm import Comm
 from engine.layers.gated_delta import GatedDelta
 from engine.layers.linear import ColumnLinear, Linear
-from engine.layers.weights import WeightSlice, joined, parameter
+from engine.layers.weights import WeightSlice, joined
 
 
 class KimiDelta(GatedDelta):
@@ -26,20 +26,14 @@ class KimiDelta(GatedDelta):
         self, shape: KimiDeltaShape, hidden_size: int, comm: Comm, device: torch.device, dtype: torch.dtype
     ) -> None:
         super().__init__(shape, hidden_size, comm, device, dtype)
-        values, decays = shape.num_heads * shape.value_size, shape.num_heads * shape.key_size
-        self.gate = ColumnLinear(shape.rank, [Rows("g_b_proj", values)], False, None, device, dtype)
-        self.decay = ColumnLinear(shape.rank, [Rows("f_b_proj", decays)], False, None, device, dtype)
-        self.bias_A = parameter(decays, device=device, dtype=torch.float32)
+        self.gate, self.decay = (
+            ColumnLinear(inputs, [rows], False, None, device, dtype) for inputs, rows in shape.between
+        )
 
     @property
     def linears(self) -> tuple[Linear, ...]:
         """Layers that the model's linear kernel computes (``Recurrent``)."""
-        return *super().linears, self.gate, self.decay
-
-    def _rows(self) -> tuple[Rows, ...]:
-        shape = self.shape
-        gates = Rows("g_a_proj", shape.rank), Rows("b_proj", shape.num_heads), Rows("f_a_proj", shape.rank)
-        return *(Rows(f"{side}_proj", size) for side, size in shape.sides.items()), *gates
+        return self.inner, self.gate, self.decay, self.outer
 
     def _widened(self, z_TI: Tensor, a_TA: Tensor) -> tuple[Tensor, Tensor]:
         return self.gate(z_TI.contiguous()), self.decay(a_TA.contiguous())

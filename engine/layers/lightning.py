@@ -28,7 +28,7 @@ class Lightning(RecurrentPart):
     def __init__(
         self, shape: LightningShape, hidden_size: int, comm: Comm, device: torch.device, dtype: torch.dtype
     ) -> None:
-        self.shape = shape
+        self.shape = shape.of_rank(comm.size)
         size = shape.inner_size
         self.inner = ColumnLinear(hidden_size, shape.inner, False, None, device, dtype)
         self.norm_I = parameter(size, device=device, dtype=torch.float32)

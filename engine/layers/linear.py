@@ -13,12 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.checkpoints.shape import Rows
+from engine.checkpoints.shape import Rows, share
 from engine.layers.comm import Comm
 from engine.layers.kernels import DeviceKernels, LayerKernels
 from engine.layers.ordered_comm import OrderedComm
 from engine.layers.packing import LinearKernel, PackedWeight, RowKeeper, RowWeight
-from engine.layers.weights import WeightSlice, parameter, row_slices, share
+from engine.layers.weights import WeightSlice, cut, parameter, part_slices
 
 
 class Linear:
@@ -87,13 +87,12 @@ class ColumnLinear(Linear):
         device: torch.device,
         dtype: torch.dtype,
     ) -> None:
-        matrices = [one if isinstance(one, Rows) else Rows(*one) for one in parts]
-        self.parts = [(rows, *_cut(rows, comm)) for rows in matrices]
+        self.parts = [cut(one if isinstance(one, Rows) else Rows(*one), comm) for one in parts]
         super().__init__(inputs, sum(length for *_, length in self.parts), bias, device, dtype)
 
     def slices(self, prefix: str) -> Iterator[WeightSlice]:
         """Yield the slices of the checkpoint that this layer reads."""
-        yield from _row_slices(self, prefix, self.parts)
+        yield from part_slices({"weight": self.weight, "bias": self.bias}, prefix, self.parts)
 
 
 class QKVLinear(Linear):
@@ -128,7 +127,7 @@ class QKVLinear(Linear):
 
     def slices(self, prefix: str) -> Iterator[WeightSlice]:
         """Yield the slices of the checkpoint that this layer reads."""
-        yield from _row_slices(self, prefix, self.parts)
+        yield from part_slices({"weight": self.weight, "bias": self.bias}, prefix, self.parts)
 
 
 class RowLinear(Linear):
@@ -151,6 +150,11 @@ class RowLinear(Linear):
         else:
             super().__init__(mine, outputs, bias, device, dtype)
 
+    @property
+    def inputs_of_rank(self) -> int:
+        """Number of input features that this rank passes."""
+        return self.inputs // self.comm.size
+
     def __call__(self, x_TI: Tensor) -> Tensor:
         if self.comm.size == 1:
             return self._product(x_TI, self.bias)
@@ -168,26 +172,6 @@ class RowLinear(Linear):
         if self.bias is not None:
             start = first if self.cuts_outputs else 0
             yield WeightSlice(f"{prefix}.bias", (self.outputs,), 0, start, len(self.bias), self.bias)
-
-
-def _cut(rows: Rows, comm: Comm | None) -> tuple[int, int]:
-    """Return (first output, number of outputs) of this rank."""
-    if comm is None:
-        return 0, rows.count
-    mine = share(rows.count, comm.size, f"outputs of {rows.name}")
-    return comm.rank * mine, mine
-
-
-def _row_slices(layer: Linear, prefix: str, parts: Sequence[tuple[Rows, int, int]]) -> Iterator[WeightSlice]:
-    """Yield the slices of a layer.
-
-    parts: (rows over all ranks, first row, rows of this rank), in the order of the merged rows.
-    """
-    row, sides = 0, {"weight": layer.weight} if layer.bias is None else {"weight": layer.weight, "bias": layer.bias}
-    for rows, start, length in parts:
-        for kind, side in sides.items():
-            yield from row_slices(f"{prefix}.{rows.name}.{kind}", rows, start, side[row : row + length])
-        row += length
 
 
 class VocabLinear(Linear):

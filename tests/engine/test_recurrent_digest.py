@@ -1,6 +1,7 @@
 """Two hundred requests to a model with recurrent layers have one digest, however they are served."""
 
 import hashlib
+import signal
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,11 +18,13 @@ from engine.features.states.messages import StateCopies
 from engine.features.states.planner import StatesPlanner
 from engine.features.states.rank import StatesRank
 from engine.layers.states import RecurrentStates, StatesOfStep
-from engine.messages import Step
+from engine.messages import Step, StepDone
 from engine.plugins.proposer.ngram import NgramProposer
+from engine.scheduling.completions import Completions
 from engine.scheduling.step_builder import InFlight
 from tests.models.checkpoints import VOCAB, build, random_tokens, save
 from tests.scheduling.liars import Everything, Liar, from_sequences
+from tests.workers.executors import children, send
 
 pytestmark = pytest.mark.slow
 
@@ -32,6 +35,8 @@ CONFIG: dict[str, Any] = {
     "device": {"threads": 1},
     "kv": {"num_pages": 512},
 }
+PROPOSER = {"plugins": {"proposer": "ngram"}}
+HOST = {"scheduler": {"max_running": 4}, "kv": {"num_pages": 24, "num_host_pages": 512}}
 WAYS: dict[str, dict[str, Any]] = {
     "together": {},
     "alone": {"scheduler": {"max_running": 1}},
@@ -39,7 +44,10 @@ WAYS: dict[str, dict[str, Any]] = {
     "in chunks of 7": {"scheduler": {"prefill_chunk": 7, "max_step_tokens": 16}},
     "in chunks of 64": {"scheduler": {"prefill_chunk": 64, "max_step_tokens": 64, "max_running": 5}},
     "evicted and retracted": {"kv": {"num_pages": 12}},
-    "with proposed tokens": {"plugins": {"proposer": "ngram"}},
+    "with proposed tokens": PROPOSER,
+    "on two ranks": {"device": {"threads": 1, "tensor_parallel": 2}},
+    "from the host": HOST,
+    "killed twice, from the host, with proposed tokens": {**HOST, **PROPOSER, "placement": {"executor": "process"}},
 }
 
 
@@ -56,10 +64,13 @@ def prompts() -> list[list[int]]:
 class Served:
     """The results of all requests, and of the same again, with what is cached of them: digests, and whole sequences.
 
+    num_cached: tokens that were cached, the second time.  num_restarts: of executors.
     num_proposed, num_accepted: tokens that were verified, and those that were right."""
 
     digests: list[str]
     sequences: list[list[int]]
+    num_cached: int
+    num_restarts: int
     num_proposed: int
     num_accepted: int
 
@@ -67,11 +78,13 @@ class Served:
 def serve(directory: Path, tables: dict[str, Any]) -> Served:
     with LLM(directory, progress=False, config=CONFIG | tables) as llm:
         twice = [llm.generate(prompts(), PARAMS) for _ in range(2)]
-        meter = llm._system.scheduler._planned.meter
+        meter, num_restarts = llm._system.scheduler._planned.meter, llm._system.executors.num_restarts
     found = [[(one.token_ids, one.logprobs) for one in completions] for completions in twice]
     return Served(
         digests=[hashlib.sha256(repr(one).encode()).hexdigest() for one in found],
         sequences=[[*prompt, *one.token_ids] for prompt, one in zip(prompts(), twice[0], strict=True)],
+        num_cached=sum(one.usage.cached_tokens for one in twice[1]),
+        num_restarts=num_restarts,
         num_proposed=sum(meter.proposed_at),
         num_accepted=sum(meter.accepted_at),
     )
@@ -98,11 +111,27 @@ def half_right(expected: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Payoff, "knows", Everything.knows)
 
 
-@pytest.mark.usefixtures("half_right")
+@pytest.fixture
+def kills(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kill an executor in a process of its own when it has answered 100 steps of this test, and again after 400."""
+    complete, num_steps = Completions.complete, iter(range(1 << 30))
+
+    def killing(self: Completions, done: StepDone) -> None:
+        if next(num_steps) in (100, 400) and children():
+            send(signal.SIGKILL)
+        complete(self, done)
+
+    monkeypatch.setattr(Completions, "complete", killing)
+
+
+@pytest.mark.usefixtures("half_right", "kills")
 @pytest.mark.parametrize("way", [way for way in WAYS if WAYS[way]])
 def test_all_ways_have_one_digest(checkpoint: Path, expected: Served, way: str) -> None:
     served = serve(checkpoint, WAYS[way])
     assert served.digests == expected.digests
+    assert served.num_restarts == (2 if "placement" in WAYS[way] else 0)
+    if WAYS[way] is HOST:
+        assert served.num_cached > 100, "hardly more is cached than without a host tier, which gives 16"
     if "plugins" in WAYS[way]:
         assert served.num_proposed > served.num_accepted > 0
 
@@ -115,7 +144,7 @@ def restored_from_another(patch: pytest.MonkeyPatch) -> None:
         copies = copies_of(step)
         pairs = np.frombuffer(copies.before, dtype=np.int32).reshape(2, -1).copy()
         pairs[0] ^= 1
-        return StateCopies(before=pairs.tobytes(), aside=copies.aside, after=copies.after)
+        return StateCopies(before=pairs.tobytes(), after=copies.after)
 
     patch.setattr(rank, "copies_of", neighbours)
 

@@ -309,7 +309,7 @@ LATER: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
-# Families with recurrent layers, which one rank has whole.
+# Families with recurrent layers.
 HYBRID: dict[str, tuple[str, dict[str, Any]]] = {
     "lfm2": ("Lfm2", {"layer_types": CONVOLUTIONS, "block_multiple_of": 32, "intermediate_size": 120}),
     "lfm2-biases": (
@@ -480,6 +480,7 @@ HYBRID["kimi-linear"] = (
         "initializer_range": 0.1,
     },
 )
+UNDIVIDED = ("minimax", "kimi-linear")  # ranks cannot divide their recurrent layers
 VARIANTS = {**PLAIN, **NOT_PLAIN, **LATER, **HYBRID}
 CLASSES = {
     "Llama4": ("Llama4TextConfig", "Llama4ForCausalLM"),

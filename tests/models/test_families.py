@@ -23,7 +23,7 @@ from tests.checkpoints import test_text_part
 from tests.formats import test_quantized
 from tests.formats.stored import FORMATS
 from tests.models import test_published
-from tests.models.checkpoints import HYBRID, LATER, NOT_PLAIN, build
+from tests.models.checkpoints import HYBRID, LATER, NOT_PLAIN, UNDIVIDED, build
 from tests.models.hub import CHECKPOINTS, answers, proof_of
 from tests.models.through_transformers import KINDS, architecture_of, build_kind, has_experts, num_ranks
 
@@ -38,9 +38,9 @@ start, with a list of these.
 Each family is a file of `engine/plugins/model/` that says what the model is made of, and passes the conformance kit
 on tiny checkpoints that transformers writes, one for each variant below: in float32 its logits are within 1e-4 of
 transformers', and 64 greedy tokens are the same, in a ragged batch of eight that one sequence joins midway, with
-pages of 1 and of 16 tokens, with prompts whole and in chunks; two ranks give the same, but for models with recurrent
-layers, which one rank serves; a tensor that is missing is named. [plugins.md](plugins.md) says how to add a family, and
-what a package of its own looks like. This page is written by `python -m tests.models.test_families`.
+pages of 1 and of 16 tokens, with prompts whole and in chunks; two ranks give the same; a tensor that is missing is
+named. [plugins.md](plugins.md) says how to add a family, and what a package of its own looks like. This page is written
+by `python -m tests.models.test_families`.
 
 - Mixtures of experts run on CPUs and on NVIDIA GPUs. On a GPU one kernel takes all experts of a layer, and
   `model.quantization` leaves them as they are; `graphs.mode = "compiled"` is for models without experts. The
@@ -205,10 +205,9 @@ def hook_of(architecture: str) -> Callable[..., DecoderShape]:
     "variant", [*PLAIN_CHECKED, *(pytest.param(one, marks=pytest.mark.slow) for one in (*NOT_PLAIN, *LATER, *HYBRID))]
 )
 def test_the_reference_and_the_family_agree(variant: str, tmp_path: Path):
-    reference, ranks = build(variant), 1 if variant in HYBRID else 2
-    check_model(
-        hook_of(type(reference).__name__), reference, tmp_path, ranks=ranks, captured=not has_experts(reference)
-    )
+    reference, ranks = build(variant), 1 if variant in UNDIVIDED else 2
+    hook = hook_of(type(reference).__name__)
+    check_model(hook, reference, tmp_path, ranks=ranks, captured=not has_experts(reference))
 
 
 def test_every_family_is_among_them():
@@ -258,8 +257,7 @@ def main() -> None:
     passed = []
     for variant in CHECKED:
         reference = build(variant)
-        ranks = 1 if variant in HYBRID else 2
-        if passes(hook_of(type(reference).__name__), reference, not has_experts(reference), ranks):
+        if passes(hook_of(type(reference).__name__), reference, not has_experts(reference)):
             passed.append(variant)
     through = []
     for kind in KINDS:

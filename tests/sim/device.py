@@ -70,8 +70,9 @@ class SimDevice:
         draft: Callable[[list[int], int], list[int]],
         mark: Callable[[str], None],
         num_snapshots: int = 0,
+        num_on_host: int = 0,
     ) -> None:
-        self.states = SimStates(num_rows, num_snapshots)
+        self.states = SimStates(num_rows, num_snapshots, num_on_host, mark)
         # The last page is where page tables point that have nothing to point at.
         self._kv: U64 = np.full((num_pages + 1, page_size), POISON, dtype=np.uint64)
         self._slots = self._kv.reshape(-1)

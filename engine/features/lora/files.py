@@ -119,7 +119,9 @@ def _of_recurrent(one: RecurrentShape | None, prefix: str, size: int) -> tuple[P
     if one is None or not one.inner:
         return ()
     name, inputs = one.outer
-    return _product(prefix, one.name, size, *one.inner), _product(prefix, one.name, inputs, Rows(name, size))
+    between = (_product(prefix, one.name, *way) for way in one.between)
+    first, last = _product(prefix, one.name, size, *one.inner), _product(prefix, one.name, inputs, Rows(name, size))
+    return first, *between, last
 
 
 def _of_mlp(one: PartShape | None, prefix: str, size: int) -> tuple[Product, ...]:

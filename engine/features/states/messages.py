@@ -1,6 +1,6 @@
 """The part of a step about states: copies from slot to slot.
 
-Slot r is the running state of row r; the slots after those of all rows are snapshots.
+Slot r is the running state of row r; the slots after those of all rows are snapshots, those in host memory last.
 """
 
 from typing import Final
@@ -13,14 +13,13 @@ NAME: Final = "states"
 
 
 class StateCopies(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """Copies of whole slots.  Those of one list are independent of each other.
+    """Copies of whole slots.
 
-    before: int32[2, B], sources and then targets, copied before the step's batch, from snapshots to rows.
-    aside: int32[2, C], copied next, from rows to snapshots.  after: int32[2, A], the same after the batch."""
+    before: int32[2, B], sources and then targets, copied before the step's batch, one after the other.
+    after: int32[2, A], copied after it."""
 
     before: bytes = b""
     after: bytes = b""
-    aside: bytes = b""
 
     def part(self) -> dict[str, bytes]:
         """Return the parts of a step with these copies."""

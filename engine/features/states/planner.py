@@ -18,14 +18,13 @@ Copies cost no wait: steps run in order, so a slot that is freed while a step in
 from bisect import insort
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 
 from engine.features.states.messages import NAME, StateCopies
 from engine.features.states.policy import EndsAndBranches, Found, SnapshotPolicy
-from engine.features.states.slots import SnapshotSlots, num_snapshots
+from engine.features.states.slots import Copy, SnapshotSlots, num_on_host, num_snapshots
 from engine.features.states.tree import StateTree
 from engine.kv.node import Handle, Namespace
 from engine.kv.pages import Pages
@@ -35,9 +34,6 @@ from engine.scheduling.rows import Rows, Sequence
 from engine.scheduling.step_builder import Columns, InFlight, StepBuilder
 
 POLICY: SnapshotPolicy = EndsAndBranches()
-
-Copy = tuple[int, int]
-"""The slot that is copied, and the one that it is copied to."""
 
 
 @dataclass(slots=True, eq=False)
@@ -59,11 +55,13 @@ class SetAside(NamedTuple):
 
 
 class StatesPlanner(PlannerFeature):
-    """The states of one planner's rows.  num_slots: of snapshots."""
+    """The states of one planner's rows.  num_slots: of snapshots on the device.  num_host: of those on the host."""
 
-    def __init__(self, parts: PlannerParts, *, policy: SnapshotPolicy, num_slots: int) -> None:
-        self._slots = SnapshotSlots(parts.limits.max_running, num_slots)
-        parts.pages.use(partial(StateTree, slots=self._slots))
+    order = 1  # pages come back from the host before a row gets the state behind them
+
+    def __init__(self, parts: PlannerParts, *, policy: SnapshotPolicy, num_slots: int, num_host: int = 0) -> None:
+        self._slots = SnapshotSlots(parts.limits.max_running, num_slots, num_host)
+        parts.pages.use(StateTree, slots=self._slots)
         assert isinstance(parts.pages.tree, StateTree)
         self._tree = parts.pages.tree
         self._table = parts.table
@@ -74,7 +72,6 @@ class StatesPlanner(PlannerFeature):
         self._rows: dict[int, RowState] = {}
         self._aside: dict[int, SetAside] = {}
         self._starting: tuple[Handle, Found] | None = None
-        self._before: list[Copy] = []
         self._num_recomputed = 0
 
     # ---- rows that start --------------------------------------------------------------------
@@ -95,7 +92,7 @@ class StatesPlanner(PlannerFeature):
         assert self._starting is not None, f"row {sequence.row} starts, and its prefix is not known"
         (handle, found), self._starting = self._starting, None
         if handle.num_pages:
-            self._before.append((self._tree.slot_of(handle), sequence.row))
+            self._slots.copies.append((self._tree.slot_of(handle), sequence.row))
         if num_again := (found.num_cached - found.num_with_state) * self._page_size:
             self._num_recomputed += num_again
             for recomputes in self._events.recomputes:
@@ -122,7 +119,7 @@ class StatesPlanner(PlannerFeature):
     def verified_tokens(self, row: int, most: int) -> int:
         """Let a row's tokens be verified up to the end of its page, if there are slots to set states aside."""
         num_rows = len(self._rows) - len(self._aside)
-        if row not in self._aside and num_rows > self._slots.num_free + self._tree.num_snapshots:
+        if row not in self._aside and num_rows > self._slots.num_free + self._tree.num_on_device:
             return 0
         return min(most, -int(self._table.num_known[row]) % self._page_size)
 
@@ -137,7 +134,8 @@ class StatesPlanner(PlannerFeature):
 
     def attach(self, step: StepBuilder) -> None:
         """Add the copies before and after a step."""
-        aside = self._set_aside(step.inserted) if step.inserted is not None else []
+        if step.inserted is not None:
+            self._set_aside(step.inserted)
         after: list[Copy] = []
         if step.prompts is not None:
             for row, end in zip(step.prompts.rows.tolist(), self._ends(step.prompts.rows), strict=True):
@@ -152,28 +150,25 @@ class StatesPlanner(PlannerFeature):
                 after += self._copies_of(row, end)
             if len(rows):
                 step.notes[NAME] = rows
-        if self._before or aside or after:
-            copies = StateCopies(before=_column(self._before), aside=_column(aside), after=_column(after))
-            step.parts |= copies.part()
-            self._before = []
+        before, self._slots.copies = self._slots.copies, []
+        if before or after:
+            step.parts |= StateCopies(before=_column(before), after=_column(after)).part()
 
-    def _set_aside(self, verified: Columns) -> list[Copy]:
-        """Return the copies of states before a step that verifies tokens, and give rows back those set aside before."""
-        copies: list[Copy] = []
+    def _set_aside(self, verified: Columns) -> None:
+        """Set states aside before a step that verifies tokens, and give rows back those set aside before."""
         for row, start, samples in np.stack([verified.rows, verified.starts, verified.samples], 1).tolist():
             aside, end = self._aside.pop(row, None), int(self._table.num_computed[row])
             slot = None if aside is None else aside.slot
             if slot is not None:
-                self._before.append((slot, row))
+                self._slots.copies.append((slot, row))
             elif samples > 1:
                 slot = self._tree.take_slot()
                 assert slot is not None, f"no slot for the state of row {row}, whose tokens are verified"
-                copies.append((row, slot))
+                self._slots.copies.append((row, slot))
             if slot is not None and samples > 1:
                 self._aside[row] = SetAside(start, end, slot)
             elif slot is not None:
                 self._slots.free(slot)
-        return copies
 
     def _ends(self, rows: Rows) -> list[int]:
         ends: list[int] = self._table.num_computed[rows].tolist()
@@ -238,7 +233,7 @@ class StatesPlanner(PlannerFeature):
             self._slots.free(slot)
         self._rows.clear()
         self._aside.clear()
-        self._before = []
+        self._slots.copies.clear()
         return []
 
     # ---- views ------------------------------------------------------------------------------
@@ -262,8 +257,9 @@ def planner_feature(context: FeatureContext) -> NewFeature | None:
 
 
 def _new_feature(parts: PlannerParts) -> StatesPlanner:
-    num_slots = num_snapshots(parts.limits.num_pages, parts.limits.max_running)
-    return StatesPlanner(parts, policy=POLICY, num_slots=num_slots)
+    limits = parts.limits
+    num_slots, num_host = num_snapshots(limits.num_pages, limits.max_running), num_on_host(limits.num_host_pages)
+    return StatesPlanner(parts, policy=POLICY, num_slots=num_slots, num_host=num_host)
 
 
 def _column(copies: list[Copy]) -> bytes:

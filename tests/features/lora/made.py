@@ -28,7 +28,9 @@ def make_adapter(
     scale: float = 0.3,
     **config: Any,
 ) -> Path:
-    """ranks: of modules by the end of their names, where they have another.  config: what the file says beside."""
+    """Write an adapter of random numbers.
+
+    ranks: of modules by the end of their names, where they have another.  config: what the file says beside."""
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
     for name, module in reference.named_modules():
@@ -73,7 +75,7 @@ def merged(reference: PreTrainedModel, folder: Path) -> PreTrainedModel:
 
 
 def greedy(model: PreTrainedModel, prompt: list[int], count: int) -> list[int]:
-    """What the reference says to a prompt."""
+    """Return the tokens that the reference generates behind a prompt."""
     ids = torch.tensor([prompt])
     out = model.generate(
         ids,

@@ -223,16 +223,17 @@ HYBRIDS = {
 
 
 @pytest.mark.parametrize(
-    "variant", [one if one == "qwen3-5" else pytest.param(one, marks=pytest.mark.slow) for one in HYBRIDS]
+    ("variant", "num_ranks"),
+    [("qwen3-5", 1), *(pytest.param(one, 2, marks=pytest.mark.slow) for one in HYBRIDS)],
 )
 async def test_they_are_so_with_recurrent_layers_whose_states_no_two_adapters_share(
-    variant: str, tmp_path: Path
+    variant: str, num_ranks: int, tmp_path: Path
 ) -> None:
     made = Made(tmp_path, variant, HYBRIDS[variant])
     params = GREEDY.replace(prompt_logprobs=None)
     same = [(PROMPTS[1], name) for name in made.references if name != "few"]
     first = [*zip(PROMPTS, NAMES, strict=True)]
-    rounds = await run(made, made.config(), [first, same, same], params)
+    rounds = await run(made, made.config(device={"tensor_parallel": num_ranks}), [first, same, same], params)
     asked = [*first, *same, *same]
     expected = [greedy(made.references[name], prompt, NUM_NEW) for prompt, name in asked]
     assert [said[0] for found in rounds for said in found] == expected
@@ -258,7 +259,7 @@ async def test_the_same_prompt_under_two_adapters_and_none_shares_no_page(llama:
 
 @pytest.mark.skipif("avx2" not in instruction_sets(), reason="FBGEMM needs AVX2")
 async def test_rounded_weights_get_the_same_adapters(llama: Made) -> None:
-    """Of the weights themselves, rounding changes little here; a lost adapter changes everything."""
+    """Rounding of the weights themselves changes little here; a lost adapter changes everything."""
     asked = [*zip(PROMPTS, NAMES, strict=True)]
     (together,) = await run(llama, llama.config(model={"quantization": "float16"}), [asked])
     for (prompt, name), said in zip(asked, together, strict=True):
@@ -271,7 +272,7 @@ async def test_rounded_weights_get_the_same_adapters(llama: Made) -> None:
 
 @pytest.mark.slow
 async def test_they_outlive_the_executor_that_held_them(llama: Made) -> None:
-    """Its process is killed in the middle of the streams; another one reads the adapters anew."""
+    """The process is killed in the middle of the streams; another one reads the adapters anew."""
     params = SamplingParams(temperature=0.0, max_tokens=90, ignore_eos=True)
     system = System(llama.config(placement={"executor": "process"}, kv={"num_pages": 512}))
     await system.start()
@@ -295,7 +296,7 @@ async def test_they_outlive_the_executor_that_held_them(llama: Made) -> None:
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 async def test_an_adapter_that_is_gone_ends_its_request_alone(llama: Made, num_ranks: int) -> None:
-    """In the middle of a prompt: none of it is shared, and the ranks go on together."""
+    """The prompt is half computed: none of it is shared, and the ranks go on together."""
     system = System(llama.config(device={"tensor_parallel": num_ranks}))
     await system.start()
     try:

@@ -108,6 +108,23 @@ def test_so_do_evicted_ones(checkpoint: Path, alone: list[list[list[int]]], monk
     assert sum(map(sum, map(cached, found))) > 0
 
 
+def test_so_do_those_that_come_back_from_the_host(
+    checkpoint: Path, alone: list[list[list[int]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The pool has room for one conversation and a half, and as much is cached as if it held all four."""
+    monkeypatch.setattr(slots, "PAGES_PER_SLOT", 12)
+    monkeypatch.setattr(rank, "PAGES_PER_SLOT", 12)
+    small: dict[str, Any] = {"scheduler": {"max_running": 1}, "kv": {"num_pages": 30}}
+    found = []
+    for kv in ({"num_pages": 400}, {}, {"num_host_pages": 200}):
+        with engine(checkpoint, **{**small, "kv": small["kv"] | kv}) as llm:
+            found.append([*turns(llm)])
+    assert [[tokens(one) for one in way] for way in found] == [alone] * 3
+    roomy, without, with_host = ([cached(one) for one in way] for way in found)
+    assert with_host == roomy
+    assert sum(map(sum, without)) < sum(map(sum, roomy))
+
+
 def test_so_do_rows_that_are_retracted(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     retract, retracted = Completions.retract, []
 
@@ -214,9 +231,10 @@ def test_with_invariant_numerics_all_ways_have_the_same_bits(checkpoint: Path) -
 
     with without_snapshots(checkpoint, model=model) as llm:
         digests = [digest(llm)]
-    for chunk, num_pages in ((1, 400), (7, 400), (64, 400), (64, 60)):
+    for chunk, num_pages, num_host in ((1, 400, 0), (7, 400, 0), (64, 400, 0), (64, 60, 0), (64, 60, 400)):
         limits = {"prefill_chunk": chunk, "max_step_tokens": max(chunk, 8), "max_running": 4}
-        with engine(checkpoint, scheduler=limits, model=model, kv={"num_pages": num_pages}) as llm:
+        kv = {"num_pages": num_pages, "num_host_pages": num_host}
+        with engine(checkpoint, scheduler=limits, model=model, kv=kv) as llm:
             digests.append(digest(llm))
     with twice_lost(), engine(checkpoint, model=model) as llm:
         digests.append(digest(llm))
