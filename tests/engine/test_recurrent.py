@@ -18,12 +18,13 @@ from tests.models.checkpoints import VARIANTS, build, random_tokens, save
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo_model"
 KINDS = ("lfm2", "qwen3-5", "granite4-hybrid-experts", "falcon-h1", "nemotron-h")  # one of each kind of recurrent layer
+LATER = ("kimi-linear", "minimax", "olmo-hybrid")
 LENGTHS = (1, 2, 15, 16, 17, 40, 75, 90)
 OUTPUT_LEN = 64
 GREEDY = SamplingParams(temperature=0.0, max_tokens=OUTPUT_LEN, ignore_eos=True)
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(scope="module", params=[*KINDS, *(pytest.param(one, marks=pytest.mark.slow) for one in LATER)])
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     model = build(request.param)
     return save(model, tmp_path_factory.mktemp(request.param)), model
@@ -119,7 +120,7 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("variant", ["lfm2", "qwen3-5", "granite4-hybrid", "falcon-h1", "nemotron-h"])
+@pytest.mark.parametrize("variant", ["lfm2", "qwen3-5", "granite4-hybrid", "falcon-h1", "nemotron-h", "olmo-hybrid"])
 def test_with_invariant_numerics_outputs_have_the_same_bits_in_every_way(variant: str, tmp_path: Path) -> None:
     save(build(variant), tmp_path)
     params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, logprobs=2)

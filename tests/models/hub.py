@@ -58,7 +58,9 @@ CHECKPOINTS: dict[str, tuple[Kind, dict[str, Any]]] = {
     "deepseek-ai/DeepSeek-V4-Flash": (("DeepseekV4ForCausalLM", "deepseek_v4"), FP8),
     "moonshotai/Kimi-K2-Instruct-0905": (DEEPSEEK, {"model_type": "kimi_k2", **FP8}),
     "moonshotai/Kimi-K2-Thinking": (DEEPSEEK, {"model_type": "kimi_k2", **INT4}),
-    "moonshotai/Kimi-Linear-48B-A3B-Instruct": (("KimiLinearForCausalLM", "kimi_linear"), {}),
+    "moonshotai/Kimi-Linear-48B-A3B-Instruct": (
+        ("KimiLinearForCausalLM", "kimi_linear"), {"layer_types": ["linear_attention"] * 3 + ["full_attention"]}
+    ),
     "Qwen/Qwen2.5-0.5B-Instruct": (QWEN2, {"tie_word_embeddings": True}),
     "Qwen/Qwen2.5-7B-Instruct": (QWEN2, {}),
     "Qwen/Qwen2.5-7B-Instruct-AWQ": (QWEN2, AWQ),
@@ -130,7 +132,9 @@ CHECKPOINTS: dict[str, tuple[Kind, dict[str, Any]]] = {
     "zai-org/GLM-5": (("GlmMoeDsaForCausalLM", "glm_moe_dsa"), {}),
     "MiniMaxAI/MiniMax-M2": (("MiniMaxM2ForCausalLM", "minimax_m2"), FP8),
     "allenai/OLMo-2-1124-7B-Instruct": (("Olmo2ForCausalLM", "olmo2"), {}),
+    "MiniMaxAI/MiniMax-Text-01-hf": (("MiniMaxForCausalLM", "minimax"), {}),
     "allenai/Olmo-3-7B-Instruct": (("Olmo3ForCausalLM", "olmo3"), {}),
+    "allenai/Olmo-Hybrid-7B": (("OlmoHybridForCausalLM", "olmo_hybrid"), {}),
     "ibm-granite/granite-3.3-8b-instruct": (("GraniteForCausalLM", "granite"), {}),
     "ibm-granite/granite-4.0-micro": (
         ("GraniteMoeHybridForCausalLM", "granitemoehybrid"),
@@ -209,6 +213,9 @@ PROOFS = {
     "MiniMaxM2ForCausalLM fp8": "quantized[MiniMax M2]",
     "Olmo2ForCausalLM": "families[olmo2]",
     "Olmo3ForCausalLM": "published[OLMo 3]",
+    "OlmoHybridForCausalLM": "families[olmo-hybrid]",
+    "MiniMaxForCausalLM": "families[minimax]",
+    "KimiLinearForCausalLM": "published[Kimi-Linear]",
     "GraniteForCausalLM": "families[granite]",
     "GraniteMoeHybridForCausalLM": "published[Granite 4]",
     "ibm-granite/granite-4.0-h-tiny": "published[Granite 4 H]",

@@ -52,8 +52,12 @@ by `python -m tests.models.test_families`.
   experts to divide.
 - Recurrent layers keep a state of a fixed size for each running request, as
   [recurrent_layers.md](recurrent_layers.md) says: short convolutions (LFM2), the gated delta rule (Qwen3-Next,
-  Qwen3.5), Mamba 2 (Granite 4, Nemotron-H, Falcon-H1, Bamba). The layers of Qwen3-Next, Qwen3.5 and Nemotron that
-  predict several tokens are not read. [performance.md](performance.md#recurrent-layers) has the speed of these layers.
+  Qwen3.5, OLMo hybrid, Kimi-Linear), Mamba 2 (Granite 4, Nemotron-H, Falcon-H1, Bamba), lightning attention
+  (MiniMax-Text-01). The layers of Qwen3-Next, Qwen3.5 and Nemotron that predict several tokens are not read.
+  [performance.md](performance.md#recurrent-layers) has the speed of these layers.
+- Of OLMo hybrid and Kimi-Linear the published layout is read. transformers saves the convolutions of OLMo hybrid, and
+  the MLPs of Kimi-Linear, under other names or sizes: such a file is refused, with the first tensor that is missing.
+  Of MiniMax-Text-01 and M1 the first files are read, and those of `-hf`; `rotary_dim` is how much of a head rotates.
 - DeepSeek keeps one latent for each token and layer in the place of keys and values (V3: 576 numbers, not 40,960),
   whole on every rank. Prompts are computed on latents as well. The extra layers of V3 that predict several tokens are
   not read. In DeepSeek V3.2 and GLM-5 a query sees the `index_topk` tokens (2,048) that an indexer chooses: up to so
@@ -63,8 +67,8 @@ by `python -m tests.models.test_families`.
 - Quantized checkpoints (AWQ, GPTQ, compressed-tensors, fp8: [checkpoints.md](checkpoints.md#quantized-weights))
   are read for all families but GPT-2, whose matrices lie as [inputs, outputs], and those whose experts lie in one
   tensor (gpt-oss, Llama 4, Mistral 4): these are refused at start. MXFP4 is for gpt-oss. GGUF files are read for all
-  families but GPT-2, Mistral 4, DeepSeek V3.2, GLM-4.7-Flash and GLM-5, with experts in any type of blocks
-  (`pytest tests/formats/test_gguf_families.py`).
+  families but GPT-2, Mistral 4, DeepSeek V3.2, GLM-4.7-Flash, GLM-5 and those with recurrent layers, with experts in
+  any type of blocks (`pytest tests/formats/test_gguf_families.py`).
   `model.quantization` rounds the layers of every family at load, but not the routers of experts.
 - Soft-capped scores (Gemma 2), attention sinks (gpt-oss) and latents (DeepSeek) need `attention.triton` or
   `attention.torch`, which `auto` then takes; the other backends are refused by name.
