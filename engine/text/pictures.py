@@ -10,7 +10,7 @@ is the same, and only there.  A rank replaces the ids by the model's own token b
 
 import hashlib
 from collections.abc import Sequence
-from typing import Final, NamedTuple, Protocol
+from typing import Final, Literal, NamedTuple, Protocol
 
 import msgspec
 import numpy as np
@@ -47,12 +47,13 @@ class PictureFormat(Protocol):
 
     placeholder: text that chat templates write for a picture.  token: text of the token at its places.
     settings: digest of all but the picture that its rows depend on.
-    whole: whether each token of a picture attends to all of the picture."""
+    whole: layers in which each token of a picture attends to all of it: '' for none, 'all', or 'windows' for those that
+    have a sliding window."""
 
     placeholder: str
     token: str
     settings: str
-    whole: bool
+    whole: Literal["", "all", "windows"]
 
     def layout(self, width: int, height: int, detail: str) -> PictureLayout:
         """Return the layout of a picture of so many pixels, as it is shown.  detail: 'auto', 'low' or 'high'.
@@ -65,7 +66,8 @@ class PlacedPicture(msgspec.Struct, frozen=True, array_like=True):
     """A picture in a prompt.
 
     key: digest of its content and of its encoder's settings and way.  data: the file.  places: int32[n], positions in
-    the prompt.  grid, way: as in ``PictureLayout``.  whole: as in ``PictureFormat``."""
+    the prompt.  grid, way: as in ``PictureLayout``.
+    whole: whether a step must compute all of it."""
 
     key: str
     data: bytes
@@ -153,7 +155,9 @@ class PictureText:
             first += layout.num_rows
             key = hashlib.sha256(f"{picture.digest} {self._form.settings} {layout.way}".encode()).hexdigest()
             token_ids[mine] = picture_ids(key, len(mine))
-            placed.append(PlacedPicture(key, picture.data, mine.tobytes(), layout.grid, self._form.whole, layout.way))
+            placed.append(
+                PlacedPicture(key, picture.data, mine.tobytes(), layout.grid, bool(self._form.whole), layout.way)
+            )
         return token_ids, RequestPart("", msgspec.msgpack.encode(placed))
 
 

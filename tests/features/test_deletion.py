@@ -31,7 +31,7 @@ NAMED: dict[str, tuple[str, tuple[str, ...]]] = {
     "host_tier": (r"host_tier|HostTier|host tier", ()),
     "kv_store": (r"kv_store|KVStore", ("engine/plugins/kv_store",)),
     "lora": (r"\blora|LoRA", ()),
-    "pooling": (r"[Pp]ooling", ()),
+    "pooling": (r"[Pp]ooling(?!_kernel_size)", ()),  # that one is a setting of an encoder of pictures
     "quarantine": (r"[Qq]uarantine", ()),
     "recording": (r"flight recorder|recording_|Record(ing|er)[A-Z]|recordings/", ()),
     "speculation": (r"speculat", ("engine/plugins/proposer",)),

@@ -1,4 +1,4 @@
-"""What graphs.mode comes to on a device, and what plugins named in time keep out of graphs."""
+"""The mode of graphs that a device gets, and the operations that plugins named in time keep out of graphs."""
 
 import msgspec
 import pytest

@@ -89,13 +89,15 @@ TEXT_PART = """
 ## Models that read pictures
 
 With `pip install 'callboard[images]'`, which brings Pillow and transformers, these read pictures in conversations;
-without it, or with `plugins.encoder = "none"`, they read text alone. The decoder is callboard's own family. The
-vision tower, the projector and the preparation of pixels are transformers', loaded without its language model; the
-number of a picture's tokens is known from its size alone.
+without it, or with `plugins.encoder = "none"`, they read text alone. The decoder is callboard's own family; that of
+Gemma 4 is computed [through transformers](#through-transformers). The vision tower, the projector and the preparation
+of pixels are transformers', loaded without its language model; the number of a picture's tokens is known from its size
+alone.
 
 | architecture | also has | tokens of a picture |
 |---|---|---|
 | `Gemma3ForConditionalGeneration` | attention in both directions within a picture | 256; no pan and scan |
+| `Gemma4ForConditionalGeneration` | the same in layers with a window, where the model has it | by size, at most 280 |
 | `Idefics3ForConditionalGeneration`, `SmolVLMForConditionalGeneration` | | tiles and the whole |
 | `InternVLForConditionalGeneration` | | up to 12 tiles and the whole |
 | `LlavaForConditionalGeneration` (1.5) | | 576 |
@@ -124,10 +126,10 @@ pictures. On a GPU none of this has been checked yet.
   picture that ends it costs no other request anything. With `inline`, the default, it is a thread of the executor.
 - Refused by name: `prompt_logprobs`, `truncate_prompt_tokens` and embeddings of prompts with pictures; pictures with
   `plugins.proposer` `draft_model` or `eagle`, or with `kv.page_size = 1`; a picture of fewer than 4 tokens; video;
-  decoders through transformers (Gemma 3n, Gemma 4).
+  Gemma 3n.
 - A picture's `detail` is `auto`, `high` or `low`. `low` has fewer tokens where the processor has a way for it: no tiles
-  for Idefics3, SmolVLM and InternVL, at most 512 x 512 pixels for Qwen, sides of at most 512 for Pixtral and Mistral 3.
-  Elsewhere it changes nothing. `auto` and `high` are what the processor gives by itself.
+  for Idefics3, SmolVLM and InternVL, at most 512 x 512 pixels for Qwen, sides of at most 512 for Pixtral and Mistral 3,
+  70 tokens for Gemma 4. Elsewhere it changes nothing. `auto` and `high` are what the processor gives by itself.
 - LLaVA-OneVision's pictures are cut into tiles however many a conversation has, so that its tokens stay the same when
   one more comes; the processor of transformers has no tiles where several are given at once.
 - `return_prompt_ids` shows ids past the vocabulary for a picture's tokens.

@@ -39,7 +39,7 @@ class Lines:
     """A format that has a token for each line of a picture."""
 
     placeholder = token = "<i>"
-    settings, whole = "", False
+    settings, whole = "", ""
 
     def layout(self, width: int, height: int, detail: str) -> PictureLayout:
         return PictureLayout(f"{width}:" + self.token * height, height)

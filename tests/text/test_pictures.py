@@ -10,7 +10,7 @@ from engine.types.prompt import Picture
 class Strips:
     """A format whose layouts have as many places as a picture has columns of ten pixels."""
 
-    placeholder, token, settings, whole = "<p>", "<p>", "", False
+    placeholder, token, settings, whole = "<p>", "<p>", "", ""
 
     def layout(self, width: int, height: int, detail: str) -> PictureLayout:
         return PictureLayout("<p>" * (width // 10), width // 10)

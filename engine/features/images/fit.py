@@ -47,7 +47,7 @@ def refusal(spec: ModelSpec, encoder: Encoder, names: Mapping[str, str], page_si
     shape, proposer = spec.shape, names.get(PROPOSER, "")
     if spec.use.kind != "generate":
         return f"this is {spec.use}, and takes text alone"
-    if shape.built_by != DecoderShape.built_by:
+    if shape.built_by != DecoderShape.built_by and (encoder.axes or encoder.num_deep):
         return "this model is computed by transformers, and takes text alone here"
     if page_size < FEWEST_TOKENS:
         return f"kv.page_size={page_size}, and pages with pictures have at least {FEWEST_TOKENS} tokens"

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from engine.actors.runner import Answer
+from engine.checkpoints.checkpoint import ModelSpec
 from engine.config import without_cluster_key
 from engine.execution.captured_steps import CapturedDecodes, CapturedModel
 from engine.execution.features import RankContext, RankFeature
@@ -184,7 +185,6 @@ def rank_feature(context: RankContext) -> RankFeature:
         log.warning("rank %d: pictures are refused: %s", context.comm.rank, reason)
         return RefusingRank(context.comm.rank, reason)
     model = context.model
-    assert isinstance(model, Decoder), f"{type(model).__name__} reads no pictures"
     try:
         tower = _tower(context, encoder)
     except WeightsError as error:
@@ -192,14 +192,21 @@ def rank_feature(context: RankContext) -> RankFeature:
             raise
         log.warning("rank %d: pictures are refused: %s", context.comm.rank, error)
         return RefusingRank(context.comm.rank, "the encoder of this model's pictures cannot be loaded")
-    config = context.spec.config
-    token_id = config.get("image_token_id", config.get("image_token_index", 0))
     if encoder.axes is not None:
+        assert isinstance(model, Decoder), f"{type(model).__name__} has no positions with three axes"
         turn_by_axes(model, encoder.axes)
-    token_id = token_id if token_id < context.spec.vocab_size else 0
-    rows = PictureRows(token_id, context.rows, model.attention_spec, encoder, context.device)
-    row_bytes = (1 + encoder.num_deep) * model.shape.hidden_size * context.dtype.itemsize
+    rows = PictureRows(_token_id(context.spec), context.rows, model.attention_spec, encoder, context.device)
+    row_bytes = (1 + encoder.num_deep) * context.spec.shape.hidden_size * context.dtype.itemsize
     return ImagesRank(context.comm.rank, tower, rows, ImageSettings.of(context.config).cache_tokens * row_bytes)
+
+
+def _token_id(spec: ModelSpec) -> int:
+    """Return the model's own token at places of pictures."""
+    config, text = spec.config, spec.config.get("text_config", {})
+    if text.get("hidden_size_per_layer_input"):  # layers embed tokens, too, and padding in the place of a picture's
+        return int(text.get("pad_token_id") or 0)
+    token_id: int = config.get("image_token_id", config.get("image_token_index", 0))
+    return token_id if token_id < spec.vocab_size else 0
 
 
 def _tower(context: RankContext, encoder: Encoder) -> Tower | TowerProcess:

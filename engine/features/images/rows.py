@@ -149,7 +149,7 @@ class PictureRows:
                     raise RuntimeError("a step has a part of a picture that must be computed at once")
                 first = segment.at + start - segment.start
                 found.append(WholePicture(first, first + end - start, start, self._slots(segment.row, end, step.pool)))
-        return WholeAttention(step.attention, self._spec, step.pool, found)
+        return WholeAttention(step.attention, self._spec, step.pool, found, in_windows=self._whole == "windows")
 
     def _slots(self, row: int, length: int, pool: KVPool) -> Tensor:
         """Return the slots of a row's first tokens."""

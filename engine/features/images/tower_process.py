@@ -131,5 +131,5 @@ class TowerProcess:
             if answer.reason:
                 raise RequestError(answer.reason, status=answer.status)
             rows = bytearray(read_exactly(stream, math.prod(answer.shape) * self._dtype.itemsize))
-        rows_LND = torch.frombuffer(rows, dtype=self._dtype)
-        return rows_LND.view(answer.shape).to(self._device)
+        flat = torch.frombuffer(rows, dtype=self._dtype)
+        return flat.view(answer.shape).to(self._device)

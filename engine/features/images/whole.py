@@ -1,5 +1,7 @@
 """Attention of pictures that see all of themselves: each of a picture's tokens attends to those behind it, too.
 
+In some models only layers with a window do so.
+
 Legend: T new tokens in the step (ragged, packed) · n of them in one picture · L keys up to the picture's end
         N query heads · G KV heads · H head size
 Owns: the attention of these tokens, next to a backend that computes all others.  Does not know: where pictures are.
@@ -33,12 +35,20 @@ class WholeAttention:
     """A backend with other results for pictures.  Other attributes are those of the backend."""
 
     def __init__(
-        self, usual: AttentionBackend, spec: AttentionSpec, pool: KVPool, pictures: Sequence[WholePicture]
+        self,
+        usual: AttentionBackend,
+        spec: AttentionSpec,
+        pool: KVPool,
+        pictures: Sequence[WholePicture],
+        *,
+        in_windows: bool,
     ) -> None:
+        """Keep the pictures.  in_windows: only layers with a window see them whole."""
         self._usual = usual
         self._spec = spec
         self._pool = pool
         self._pictures = pictures
+        self._in_windows = in_windows
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._usual, name)
@@ -46,6 +56,8 @@ class WholeAttention:
     def attend(self, layer: int, q_TNH: Tensor) -> Tensor:
         """Return out_TNH."""
         out_TNH = self._usual.attend(layer, q_TNH)
+        if self._in_windows and not self._spec.window_of(layer):
+            return out_TNH
         for one in self._pictures:
             part = slice(one.first, one.last)
             out_TNH[part] = self._attend(layer, q_TNH[part], one)

@@ -65,6 +65,7 @@ class TransformersDecoder:
         sinks = [module.get_parameter(names[id(call.sinks)]) for call in calls if call.sinks is not None]
         self.attention_spec = _attention_spec(shape, calls, comm, sinks)
         self._step: StepTensors | None = None
+        self._tables.register_forward_hook(self._with_inserts)
         for layer, call in enumerate(calls):
             module.get_submodule(names[id(call.module)]).__dict__[ANSWERER] = _Layer(self, layer, call)
         module.config._attn_implementation = ATTENTION
@@ -107,6 +108,12 @@ class TransformersDecoder:
         self._step = None
         x_TD: Tensor = output.last_hidden_state[0]
         return x_TD if wanted_N is None else x_TD.index_select(0, wanted_N)
+
+    def _with_inserts(self, table: nn.Module, given: Any, embedded: Tensor) -> Tensor | None:
+        """Return the embeddings of a step with its inserts; None for a step that has none."""
+        if self._step is None or self._step.inserts is None:
+            return None
+        return self._step.inserts.embed(embedded[0])[None]
 
     def logits(self, x_ND: Tensor) -> Tensor:
         """Return logits_NV of rows from ``hidden``."""

@@ -206,6 +206,30 @@ def gemma3(files: FamilyFiles) -> Layout:
     return lambda width, height: PictureLayout(text, count)
 
 
+def gemma4(files: FamilyFiles) -> Layout:
+    """Return the layout of Gemma 4: a place for each square of patches of a picture that is scaled to have many."""
+    vision, images = files.config["vision_config"], files.images
+    pooled = images.get("pooling_kernel_size", vision.get("pooling_kernel_size", 3))
+    side, most = images.get("patch_size", vision.get("patch_size", 16)) * pooled, images.get("max_soft_tokens", 280)
+
+    def layout(width: int, height: int) -> PictureLayout:
+        factor = math.sqrt(most * side**2 / (width * height))
+        lines, columns = math.floor(factor * height / side), math.floor(factor * width / side)
+        if not lines:
+            lines, columns = 1, min(width // height, most)
+        elif not columns:
+            lines, columns = min(height // width, most), 1
+        count = lines * columns
+        return PictureLayout(f"<|image>{'<|image|>' * count}<image|>", count)
+
+    return layout
+
+
+def low_gemma4(files: FamilyFiles) -> Table:
+    """Return the settings for low detail: the fewest tokens that its processor takes."""
+    return {"max_soft_tokens": 70}
+
+
 def pixtral(files: FamilyFiles) -> Layout:
     """Return the layout of Pixtral and Mistral 3: lines of places with a break after each."""
     factor = side(files)

@@ -50,7 +50,7 @@ class TransformersTower:
         """Return rows_LND of a picture."""
         found = self._processor(images=[read_picture(data)], return_tensors="pt", **self._arguments[way])
         inputs = {name: one for name, one in found.items() if name in self._inputs}
-        for name in ("pixel_values", "pixel_attention_mask"):
+        for name in ("pixel_values", "pixel_attention_mask", "image_position_ids"):
             if name in inputs:
                 inputs[name] = inputs[name].to(self._device)
         inputs["pixel_values"] = inputs["pixel_values"].to(self._model.dtype)
@@ -72,6 +72,11 @@ def _load(directory: Path, architecture: str, dtype: torch.dtype) -> Any:
     for name in ("layer_types", "mlp_layer_types"):
         if getattr(text, name, None):
             setattr(text, name, [])
+    for name in ("num_kv_shared_layers", "hidden_size_per_layer_input"):
+        if getattr(text, name, 0):
+            setattr(text, name, 0)
+    if getattr(config, "audio_config", None):
+        config.audio_config = None
     text.pad_token_id = None
     if hasattr(config, "quantization_config"):
         del config.quantization_config  # of the language model

@@ -6,7 +6,7 @@ Owns: which architectures it knows, and what each needs besides its layout.  Doe
 import hashlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
 import msgspec
 
@@ -17,10 +17,12 @@ from engine.plugins.encoder.layouts import (
     Layout,
     Table,
     gemma3,
+    gemma4,
     idefics3,
     internvl,
     llava,
     llava_any_resolution,
+    low_gemma4,
     low_idefics3,
     low_internvl,
     low_pixtral,
@@ -38,6 +40,7 @@ CALLBOARD_PLUGIN = {
     "packages": ["transformers", "PIL"],
     "architectures": {
         "Gemma3ForConditionalGeneration": "",
+        "Gemma4ForConditionalGeneration": "",
         "Idefics3ForConditionalGeneration": "",
         "InternVLForConditionalGeneration": "",
         "LlavaForConditionalGeneration": "",
@@ -58,6 +61,9 @@ NOT_OF_PICTURES: Final = ("text_config", "_name_or_path", "transformers_version"
 """Fields of config.json that neither the layout nor the rows of a picture depend on."""
 
 
+Whole = Literal["", "all", "windows"]
+
+
 class _Family(NamedTuple):
     """A family.  placeholder, token, whole: as in ``PictureFormat``.
 
@@ -67,7 +73,7 @@ class _Family(NamedTuple):
     layout: Callable[[FamilyFiles], Layout]
     placeholder: str
     token: str
-    whole: bool = False
+    whole: Whole = ""
     arguments: Callable[[FamilyFiles], dict[str, Any]] = lambda files: {}
     low: Callable[[FamilyFiles], Table] = lambda files: {}
 
@@ -83,7 +89,8 @@ _PIXTRAL = _Family(
     low=low_pixtral,
 )
 FAMILIES = {
-    "Gemma3ForConditionalGeneration": _Family(gemma3, "<start_of_image>", "<image_soft_token>", whole=True),
+    "Gemma4ForConditionalGeneration": _Family(gemma4, "<|image|>", "<|image|>", whole="windows", low=low_gemma4),
+    "Gemma3ForConditionalGeneration": _Family(gemma3, "<start_of_image>", "<image_soft_token>", whole="all"),
     "Idefics3ForConditionalGeneration": _IDEFICS,
     "InternVLForConditionalGeneration": _Family(
         internvl,
@@ -128,7 +135,8 @@ class TransformersEncoder(Encoder):
                 self._arguments["low"] = arguments | {name: one for name, one in low.items() if one is not None}
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise WeightsError(f"{directory}: the settings of pictures cannot be read: {error!r}") from None
-        self.placeholder, self.token, self.whole = family.placeholder, family.token, family.whole
+        self.placeholder, self.token = family.placeholder, family.token
+        self.whole = family.whole if _sees_whole(config) else ""
         self.axes = _axes(config)
         self.num_deep = len(config["vision_config"].get("deepstack_visual_indexes", ()))
         own = {name: value for name, value in config.items() if name not in NOT_OF_PICTURES}
@@ -147,6 +155,12 @@ class TransformersEncoder(Encoder):
 
 def _table(path: Path) -> dict[str, Any]:
     return read_fields(path).table if path.exists() else {}
+
+
+def _sees_whole(config: dict[str, Any]) -> bool:
+    """Return whether a picture's tokens attend to all of it, in a family that may have that: Gemma 4 has it by size."""
+    text = config.get("text_config", {})
+    return config.get("model_type") != "gemma4" or text.get("use_bidirectional_attention") == "vision"
 
 
 def _axes(config: dict[str, Any]) -> Axes | None:

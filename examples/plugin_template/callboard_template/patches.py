@@ -64,7 +64,7 @@ class Patches(Encoder):
     """The encoder of one checkpoint.  Only ``tower`` imports torch."""
 
     placeholder = token = "<image>"  # noqa: S105
-    axes, whole, num_deep = None, False, 0
+    axes, whole, num_deep = None, "", 0
 
     def __init__(self, file: Path, options: PatchesOptions) -> None:
         """Read the settings.  Raises WeightsError that names the file."""

@@ -38,6 +38,17 @@ TOWER = {
     "image_size": 56,
     "patch_size": 14,
 }
+GEMMA4_TOWER = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "patch_size": 4,
+    "pooling_kernel_size": 2,
+    "position_embedding_size": 256,
+}
 SPECIAL = ["<pad>", "<s>", "</s>", "<|user|>", "<|assistant|>", "<|end|>"]
 
 
@@ -70,7 +81,7 @@ _TILES = (
     "<global-img>",
     *(f"<row_{i}_col_{j}>" for i in range(1, 5) for j in range(1, 5)),
 )
-_TYPES = {"Qwen": "mm_token_type_ids", "Gemm": "token_type_ids"}
+_TYPES = {"Qwen": "mm_token_type_ids", "Gemma3": "token_type_ids", "Gemma4": "mm_token_type_ids"}
 QWEN_IDS = {"video_token_id": 7, "vision_start_token_id": 8, "vision_end_token_id": 9}
 KINDS = {
     "idefics3": Kind(
@@ -241,6 +252,28 @@ KINDS = {
         ("<image_soft_token>", "<start_of_image>", "<end_of_image>"),
         "<start_of_image>",
     ),
+    "gemma4": Kind(
+        "Gemma4",
+        {
+            "text_config": TEXT
+            | {
+                "num_hidden_layers": 5,
+                "layer_types": [*["sliding_attention"] * 2, "full_attention", "sliding_attention", "full_attention"],
+                "sliding_window": 23,
+                "num_kv_shared_layers": 1,
+                "global_head_dim": 32,
+                "num_global_key_value_heads": 1,
+                "attention_k_eq_v": True,
+                "vocab_size_per_layer_input": 384,
+                "hidden_size_per_layer_input": 8,
+                "use_bidirectional_attention": "vision",
+            },
+            "vision_config": GEMMA4_TOWER,
+        },
+        ("Gemma4ImageProcessorPil", {"patch_size": 4, "pooling_kernel_size": 2, "max_soft_tokens": 70}),
+        ("<|image|>", "<|image>", "<image|>"),
+        "<|image|>",
+    ),
     "internvl": Kind(
         "InternVL",
         {
@@ -255,6 +288,12 @@ KINDS = {
         {"crop_to_patches": True},
     ),
 }
+
+
+_SMALL = {"use_bidirectional_attention": None}
+KINDS["gemma4_small"] = KINDS["gemma4"]._replace(
+    config=KINDS["gemma4"].config | {"text_config": KINDS["gemma4"].config["text_config"] | _SMALL}
+)
 
 
 def special_tokens(kind: Kind) -> list[str]:
@@ -294,7 +333,9 @@ def make(kind_name: str, directory: Path) -> Path:
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if weight.dim() > 1:  # large embeddings would hide what attention adds to them
-                weight.normal_(0, 0.02 if "embed_tokens" in name else 0.3 if kind.name == "Gemma3" else 0.15)
+                weight.normal_(0, 0.02 if "embed_tokens" in name else 0.3 if kind.name.startswith("Gemma") else 0.15)
+        # transformers takes such a token for the place of a picture even where the model has generated it
+        model.get_output_embeddings().weight[model.config.image_token_id] = 0.0
     model.save_pretrained(directory)
     if kind.name == "Qwen3VLMoe":  # transformers 5 reads the published order of a stack, and writes another
         path = directory / "model.safetensors"
@@ -326,12 +367,13 @@ def reference(
     inputs = processor(images=images, return_tensors="pt", **kind.call) if images else {}
     inputs.pop("num_patches", None)
     inputs.pop("num_crops", None)
+    inputs.pop("num_soft_tokens_per_image", None)
     own = special_tokens(kind).index(kind.tokens[0])
     output = model.generate(
         input_ids=ids,
         attention_mask=torch.ones_like(ids),
         **inputs,
-        **({_TYPES[kind.name[:4]]: (ids == own).to(torch.int64)} if kind.name[:4] in _TYPES else {}),
+        **{types: (ids == own).to(torch.int64) for name, types in _TYPES.items() if kind.name.startswith(name)},
         do_sample=False,
         max_new_tokens=num_tokens,
         eos_token_id=-1,

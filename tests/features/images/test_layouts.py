@@ -32,6 +32,7 @@ PROCESSORS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_vl": ("Qwen3VLProcessor", {}),
     "gemma3": ("Gemma3Processor", {"image_seq_length": 16}),
     "internvl": ("InternVLProcessor", {"image_seq_length": 4}),
+    "gemma4": ("Gemma4Processor", {}),
 }
 
 
@@ -67,6 +68,8 @@ def vars_of(name: str) -> dict[str, Any]:
     named |= {"global_image_token": "<global-img>", "global_image_tag": "<global-img>"}
     if name == "gemma3":
         named["full_image_sequence"] = f"\n\n{tokens[1]}{tokens[0] * 16}{tokens[2]}\n\n"
+    if name == "gemma4":
+        named |= {"boi_token": tokens[1], "eoi_token": tokens[2]}
     if name == "internvl":
         named |= {"start_image_token": tokens[1], "end_image_token": tokens[2]}
     return named

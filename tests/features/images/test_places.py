@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from engine.features.images.planner import ImagesPlanner
+from engine.features.images.planner import FILES, ImagesPlanner
 from engine.messages import Admit
 from engine.text.pictures import NAME, PlacedPicture, picture_ids
 from engine.types.errors import RequestError
@@ -24,8 +24,8 @@ def admit(tokens: np.ndarray) -> dict[str, Any]:
     sequence = SimpleNamespace(tokens=tokens, params=SamplingParams(), notes={})
     part = RequestPart("", msgspec.msgpack.encode([PICTURE]))
     message = Admit(request_id=1, token_ids=tokens.tobytes(), params=sequence.params, parts={NAME: part})
-    limits = Mock(num_ranks=1, max_step_tokens=64)
-    ImagesPlanner(Mock(limits=limits), num_rows=8).admit(sequence, message)  # type: ignore[arg-type]
+    parts = Mock(limits=Mock(num_ranks=1, max_step_tokens=64), requests=Mock(open={}))
+    ImagesPlanner(parts, num_rows=8).admit(sequence, message)  # type: ignore[arg-type]
     return sequence.notes
 
 
@@ -33,4 +33,4 @@ def admit(tokens: np.ndarray) -> dict[str, Any]:
 def test_a_prompt_whose_pictures_are_not_at_their_places_is_refused(tokens: np.ndarray) -> None:
     with pytest.raises(RequestError, match="other tokens at the places of its pictures"):
         admit(tokens)
-    assert admit(TOKENS) == {NAME: (PICTURE,)}
+    assert admit(TOKENS) == {NAME: (PICTURE,), FILES: {"key": b""}}
