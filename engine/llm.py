@@ -36,6 +36,7 @@ from engine.types.prompt import Prompt
 
 if TYPE_CHECKING:
     from engine.features.pooling.requests import PooledRequests
+    from engine.features.weight_updates.running import RunningWeights
 
 T = TypeVar("T")
 Message = Mapping[str, Any]
@@ -53,6 +54,7 @@ class Completion:
 
     finish_reason: 'stop', 'length' or 'abort'.  stop_reason: the stop string or token id that ended it, if any.
     logprobs: one entry per token if ``SamplingParams.logprobs`` is set.
+    added: what features add to the output, as in ``Delta.result``.
     """
 
     prompt: Prompt
@@ -62,6 +64,7 @@ class Completion:
     stop_reason: str | int | None
     usage: Usage
     logprobs: tuple[TokenLogprobs, ...]
+    added: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,6 +235,13 @@ class LLM:
         finally:
             self._loop.call_soon_threadsafe(stream.close)
 
+    @property
+    def weights(self) -> "RunningWeights":
+        """The weights: ``update``, ``pause``, ``resume`` and ``state``."""
+        from engine.features.weight_updates.running import RunningWeights  # a feature, whose folder may be absent
+
+        return RunningWeights(self._system.features, self._await)
+
     def close(self) -> None:
         """Cancel open requests and end the engine's threads; idempotent."""
         self._finalizer()
@@ -350,6 +360,7 @@ def _completion(prompt: Prompt, delta: Delta) -> Completion:
         stop_reason=delta.stop_reason,
         usage=delta.usage,
         logprobs=delta.logprobs,
+        added=delta.result,
     )
 
 

@@ -91,8 +91,8 @@ class PlannerFeature:
         It may be 0 only where a chunk of the prompt is in the step already, and exceed ``most`` only where none is."""
         return most
 
-    def awaits_tokens(self) -> bool:
-        """Return True to plan nothing before every step in flight has completed."""
+    def waits(self, num_in_flight: int) -> bool:
+        """Return True to plan nothing now.  num_in_flight: steps that have not completed."""
         return False
 
     def plan(self, step: StepBuilder) -> None:
@@ -147,6 +147,9 @@ class PlannerFeature:
         """Called when the executors are new and nothing is in flight.  Return the sequences that the feature held."""
         return []
 
+    def succeeds(self, other: "PlannerFeature") -> None:
+        """Called when the planner goes on with the requests of another one.  other: the feature of that one."""
+
     def retuned(self, limits: PlannerLimits) -> None:
         """Called when the limits have changed."""
 
@@ -183,7 +186,7 @@ class PlannerFeatures:
         self.started = self._hooks("started")
         self.prefill_tokens = self._hooks("prefill_tokens")
         self.chunk_tokens = self._hooks("chunk_tokens")
-        self.awaits_tokens = self._hooks("awaits_tokens")
+        self.waits = self._hooks("waits")
         self.plan = self._hooks("plan")
         self.attach = self._hooks("attach")
         self.waves = self._hooks("waves")
@@ -205,6 +208,13 @@ class PlannerFeatures:
         for one in self.all:
             one.retuned(limits)
         self.refresh()
+
+    def succeed(self, others: "PlannerFeatures") -> None:
+        """Pass each feature the one of its kind among those of another planner."""
+        by_kind = {type(one): one for one in others.all}
+        for one in self.all:
+            if (other := by_kind.get(type(one))) is not None:
+                one.succeeds(other)
 
     def lost(self, *, is_fault: bool) -> LossExplained | None:
         """Pass a loss to every feature.  Return the explanation, if there is one."""

@@ -105,7 +105,7 @@ class PageManager:
         handle = self._handles[row]
         table = self._table
         num_pages = min(num_tokens, int(table.num_known[row]) - self._num_behind) // self._page_size
-        if num_pages <= handle.num_pages:
+        if num_pages <= handle.num_pages or handle.is_sealed:
             return
         key = self.tree.key(table.tokens[row, : num_pages * self._page_size + self._num_behind])
         published = self.tree.publish(handle, key, table.page_table[row, :num_pages].copy())

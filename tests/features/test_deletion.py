@@ -23,7 +23,7 @@ EXTENSIONS = {
     "traffic": ("server/extensions/whatif",),
 }
 # The product's other files that import from a feature.
-IMPORTERS = {"pooling": {"engine/llm.py"}}
+IMPORTERS = {"pooling": {"engine/llm.py"}, "weight_updates": {"engine/llm.py"}}
 # What names a feature, and more folders that are its own.
 NAMED: dict[str, tuple[str, tuple[str, ...]]] = {
     "explain": (r"features\.explain|/explain\b", ()),

@@ -1,0 +1,166 @@
+"""Weight updates as a part of an engine: an operator's commands, and what they wait for.
+
+Owns: the numbers of commands, the check of a checkpoint before any rank reads it.
+Does not know: how ranks change their weights, HTTP, which directories a request may name.
+"""
+
+import asyncio
+import itertools
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from engine.actors.feature import EngineContext, EngineFeature, NewScheduler
+from engine.actors.scheduler import Scheduler
+from engine.checkpoints.fingerprint import fingerprint
+from engine.config import Config
+from engine.features.weight_updates.messages import (
+    Command,
+    Mode,
+    Pause,
+    Resume,
+    Update,
+    Weights,
+    command_message,
+)
+from engine.features.weight_updates.planner import WeightsPlanner
+from engine.plugins.families import read_model
+from engine.scheduling.rows import PlannerLimits
+from engine.types.errors import FieldError, RequestError
+
+LOOK_EVERY_S: Final = 0.005  # at whether a command has ended
+MAX_VERSION_CHARS: Final = 256
+
+
+class UpdateWeights(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Compute with the weights of another checkpoint of the same model.
+
+    directory: of the checkpoint.  version: its name in answers; '' for its number.
+    digest: expected fingerprint; '' for any.  mode: see ``Mode``; None for that of the pause, or 'retract'."""
+
+    directory: str
+    version: str = ""
+    digest: str = ""
+    mode: Mode | None = None
+
+
+class PauseRows(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Start no step until ``ResumeRows``.  mode: what happens to running rows."""
+
+    mode: Mode
+
+
+class ResumeRows(msgspec.Struct, frozen=True, tag=True):
+    """Go on after a pause."""
+
+
+class Describe(msgspec.Struct, frozen=True, tag=True):
+    """Return the present state."""
+
+
+Asked = UpdateWeights | PauseRows | ResumeRows | Describe
+
+
+class WeightsState(msgspec.Struct, frozen=True, kw_only=True):
+    """The state after a command.
+
+    version, digest: of the present weights.  number: of updates so far.  took_s: seconds, also for reading weights."""
+
+    version: str
+    number: int
+    digest: str
+    paused: bool
+    took_s: float = 0.0
+
+
+class WeightsFeature(EngineFeature):
+    """The weights of one engine."""
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._scheduler: Scheduler | None = None
+        self._numbers = itertools.count()
+        self._lock = asyncio.Lock()
+
+    def scheduler(self, build: NewScheduler) -> NewScheduler:
+        """Return a constructor that notes the scheduler, which gets the commands."""
+        return partial(self._noted, build)
+
+    def _noted(self, build: Callable[..., Scheduler], **arguments: object) -> Scheduler:
+        self._scheduler = build(**arguments)
+        return self._scheduler
+
+    def plans(self, limits: PlannerLimits, config: Config) -> None:
+        """Note the configuration."""
+        self._config = config
+
+    async def operate(self, text: str) -> bytes:
+        """Do what an operator asks for, and return the ``WeightsState`` as JSON.  Raises RequestError.
+
+        text: an ``Asked`` as JSON."""
+        asked: Asked = msgspec.json.decode(text, type=Asked)
+        began = time.monotonic()
+        match asked:
+            case UpdateWeights():
+                async with self._lock:
+                    weights = await asyncio.to_thread(self._checked, asked)
+                    await self._do(Update(weights, asked.mode))
+            case PauseRows(mode=mode):
+                await self._do(Pause(mode))
+            case ResumeRows():
+                await self._do(Resume())
+            case Describe():
+                pass
+        planner = self._planner
+        present = planner.present
+        return msgspec.json.encode(
+            WeightsState(
+                version=present.version,
+                number=present.number,
+                digest=present.digest,
+                paused=planner.pause is not None,
+                took_s=time.monotonic() - began,
+            )
+        )
+
+    def _checked(self, asked: UpdateWeights) -> Weights:
+        """Return the weights of a directory.  Raises WeightsError, and RequestError for another digest."""
+        if len(asked.version) > MAX_VERSION_CHARS or not asked.version.isprintable():
+            raise FieldError("version", f"expected up to {MAX_VERSION_CHARS} printable characters")
+        config = self._config
+        spec = read_model(Path(asked.directory).absolute(), config.plugins, config.model)
+        digest = fingerprint(spec, config.model.load_format)
+        if asked.digest and asked.digest != digest:
+            raise RequestError(
+                f"{asked.directory}: its digest is {digest}, not {asked.digest:.80}; the files have changed since, or "
+                "another one was meant",
+                param="digest",
+            )
+        return Weights(0, asked.version, str(spec.directory), digest)
+
+    async def _do(self, command: Command) -> None:
+        """Send a command, and wait until it has ended.  Raises RequestError."""
+        number = next(self._numbers)
+        planner = self._planner
+        assert self._scheduler is not None
+        self._scheduler.inbox.put(command_message(number, command))
+        while number not in (planner := self._planner).ends:  # noqa: ASYNC110  the planner awaits nothing
+            await asyncio.sleep(LOOK_EVERY_S)
+        if error := planner.ends[number]:
+            raise RequestError(f"{error}; nothing has changed", code="weights_refused")
+
+    @property
+    def _planner(self) -> WeightsPlanner:
+        planner = self._scheduler.planner if self._scheduler is not None else None
+        if planner is None:
+            raise RequestError("the engine is loading; try again later", status=503, code="not_ready")
+        return next(one for one in planner.features.all if isinstance(one, WeightsPlanner))
+
+
+def engine_feature(context: EngineContext) -> WeightsFeature:
+    """Return the feature."""
+    return WeightsFeature(context.config)
