@@ -141,7 +141,7 @@ class PlannerFeature:
         return []
 
     def received(self, message: FeatureAnswer) -> None:
-        """Called when an executor has answered a message of ``outgoing``."""
+        """Called when an executor has answered a message of ``outgoing``, even while the feature is off."""
 
     def reset(self) -> list[Sequence]:
         """Called when the executors are new and nothing is in flight.  Return the sequences that the feature held."""
@@ -198,7 +198,7 @@ class PlannerFeatures:
         self.num_held = self._hooks("num_held")
         self.forget = self._hooks("forget")
         self.outgoing = self._hooks("outgoing")
-        self.received = self._hooks("received")
+        self.received = callbacks(self.all, PlannerFeature, "received")
 
     def _hooks(self, name: str) -> Callbacks:
         return callbacks([one for one in self.all if one.is_on], PlannerFeature, name)

@@ -71,10 +71,8 @@ class PageManager:
         Returns the row, or None if there is no room now.
         """
         match = self.match(sequence)
-        key = match.key
         num_new = -(-len(sequence.tokens) // self._page_size) - match.num_pages
-        has_room = all(has_room(sequence) for has_room in self._features.has_room)
-        if num_new + reserve > self.num_available or not has_room:
+        if num_new + reserve > self.num_available or not all(fits(sequence) for fits in self._features.has_room):
             return None
         handle = self.tree.lock(match, sequence.priority)  # before the second count: locked pages cannot be evicted
         if num_new + reserve > self.num_available:
@@ -83,9 +81,9 @@ class PageManager:
         shared = self.tree.pages(handle)
         new = self.allocate(num_new, sequence.request_id)
         for adopt in self._features.adopt:
-            adopt(sequence, handle, key, new[handle.num_pages - len(shared) :])
+            adopt(sequence, handle, match.key, new[handle.num_pages - len(shared) :])
         for matched in self._events.matched:
-            matched(sequence, handle, key, self.tree.page_bytes)
+            matched(sequence, handle, match.key, self.tree.page_bytes)
         row = self._table.take(sequence, np.concatenate((shared, new)), num_shared=handle.num_pages)
         self._handles[row] = handle
         for started in self._features.started:
@@ -109,12 +107,15 @@ class PageManager:
             return
         key = self.tree.key(table.tokens[row, : num_pages * self._page_size + self._num_behind])
         published = self.tree.publish(handle, key, table.page_table[row, :num_pages].copy())
-        count = len(published.pages)
-        if count:
+        if count := len(published.pages):
             indexes = np.arange(published.first, published.first + count, dtype=np.int32)
             table.page_table[row, indexes] = published.pages
             self._rewrites.append(Appends(np.full(count, row, dtype=np.int32), indexes, published.pages))
             self._deferred.append((int(table.last_step[row]), published.duplicates))
+
+    def seal(self, row: int) -> None:
+        """Share no more pages of a row than the tree has."""
+        self._handles[row].is_sealed = True
 
     def release(self, row: int) -> None:
         """Free a row that no step in flight uses any more, and its private pages; the tree keeps the other pages."""

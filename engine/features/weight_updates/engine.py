@@ -16,6 +16,7 @@ import msgspec
 
 from engine.actors.feature import EngineContext, EngineFeature, NewScheduler
 from engine.actors.scheduler import Scheduler
+from engine.checkpoints.checkpoint import resolve_checkpoint
 from engine.checkpoints.fingerprint import fingerprint
 from engine.config import Config
 from engine.features.weight_updates.messages import (
@@ -33,6 +34,7 @@ from engine.scheduling.rows import PlannerLimits
 from engine.types.errors import FieldError, RequestError
 
 LOOK_EVERY_S: Final = 0.005  # at whether a command has ended
+FOLDER: Final = "weights"  # in storage.folder
 MAX_VERSION_CHARS: Final = 256
 
 
@@ -40,12 +42,14 @@ class UpdateWeights(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Compute with the weights of another checkpoint of the same model.
 
     directory: of the checkpoint.  version: its name in answers; '' for its number.
-    digest: expected fingerprint; '' for any.  mode: see ``Mode``; None for that of the pause, or 'retract'."""
+    digest: expected fingerprint; '' for any.  mode: see ``Mode``; None for that of the pause, or 'retract'.
+    is_sent: it came with a request, which may name no place but those that ``_place`` allows."""
 
     directory: str
     version: str = ""
     digest: str = ""
     mode: Mode | None = None
+    is_sent: bool = False
 
 
 class PauseRows(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -132,7 +136,8 @@ class WeightsFeature(EngineFeature):
         if len(asked.version) > MAX_VERSION_CHARS or not asked.version.isprintable():
             raise FieldError("version", f"expected up to {MAX_VERSION_CHARS} printable characters")
         config = self._config
-        spec = read_model(Path(asked.directory).absolute(), config.plugins, config.model)
+        directory = self._place(asked.directory) if asked.is_sent else Path(asked.directory).absolute()
+        spec = read_model(directory, config.plugins, config.model)
         digest = fingerprint(spec, config.model.load_format)
         if asked.digest and asked.digest != digest:
             raise RequestError(
@@ -141,6 +146,22 @@ class WeightsFeature(EngineFeature):
                 param="digest",
             )
         return Weights(0, asked.version, str(spec.directory), digest)
+
+    def _place(self, path: str) -> Path:
+        """Return the directory that a request names.  Raises FieldError for one that it may not name."""
+        config = self._config
+        if path == config.model.path:
+            return resolve_checkpoint(path, config.model.revision)
+        folder = Path(config.storage.folder, FOLDER).resolve()
+        try:
+            found = (folder / path).resolve()
+        except (OSError, RuntimeError, ValueError):  # a link to itself, a zero byte
+            found = Path("/")
+        if not config.storage.folder or not found.is_relative_to(folder):
+            raise FieldError(
+                "path", f"{path[:200]!r} is neither model.path nor below {FOLDER}/ in storage.folder; save it there"
+            )
+        return found
 
     async def _do(self, command: Command) -> None:
         """Send a command, and wait until it has ended.  Raises RequestError."""

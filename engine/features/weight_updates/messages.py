@@ -11,8 +11,8 @@ from engine.messages import FeatureAnswer, FeatureRequest
 
 NAME: Final = "weight_updates"
 COMMAND: Final = -1  # in place of a rank, in answers that are an operator's commands
-Mode = Literal["finish", "keep", "retract"]
-"""What happens to running rows: they finish first; they go on with their pages; all their tokens are computed again."""
+Mode = Literal["finish", "keep", "retract", "abort"]
+"""Running rows finish first, go on with their pages, have all their tokens computed again, or end."""
 
 
 class Weights(msgspec.Struct, frozen=True):
@@ -66,16 +66,8 @@ class Drop(msgspec.Struct, frozen=True, tag=True):
 Request = Load | Switch | Drop
 
 
-class StepWeights(msgspec.Struct, frozen=True, array_like=True):
-    """The part of a step: the weights that it is computed with, and rows whose first token of these it samples."""
-
-    number: int
-    rows: list[int]
-
-
 _commands = msgspec.msgpack.Decoder(Command)
 _requests = msgspec.msgpack.Decoder(Request)
-_steps = msgspec.msgpack.Decoder(StepWeights)
 
 
 def command_message(number: int, command: Command) -> FeatureAnswer:
@@ -103,11 +95,6 @@ def answer_to(message: FeatureRequest, rank: int, error: str = "") -> FeatureAns
 def error_of(message: FeatureAnswer) -> str:
     """Return why a rank could not do what it was asked for; '' if it could."""
     return msgspec.msgpack.decode(message.body, type=str)
-
-
-def step_weights(part: bytes) -> StepWeights:
-    """Return the part of a step."""
-    return _steps.decode(part)
 
 
 def sentence(message: FeatureRequest | FeatureAnswer) -> str:

@@ -24,25 +24,21 @@ from engine.features.weight_updates.messages import (
     Pause,
     Request,
     Resume,
-    StepWeights,
     Switch,
     Update,
     Weights,
     command_of,
     error_of,
-    step_weights,
 )
-from engine.kv.node import Handle
-from engine.kv.pages import Pages
-from engine.messages import Admit, FeatureAnswer, FeatureRequest, StepDone, StepExtras
+from engine.messages import Admit, FeatureAnswer, FeatureRequest, Finish, StepExtras
 from engine.plugins.features import FeatureContext
 from engine.scheduling.feature import NewFeature, PlannerFeature, PlannerParts
 from engine.scheduling.rows import Sequence
-from engine.scheduling.step_builder import StepBuilder
+from engine.scheduling.step_builder import InFlight, StepBuilder, Wave
+from engine.types.errors import EngineDied
 from engine.types.versions import mark
 
 KEPT_ENDS: Final = 64  # of commands
-HANDLE: Final = f"{NAME}.handle"
 NO_MARK: Final = StepExtras()
 
 
@@ -53,7 +49,7 @@ class WeightsPlanner(PlannerFeature):
     ends: command -> why it failed, '' if it did not; of the last commands that have ended."""
 
     order = 90  # a sequence has its adapter's name by then
-    part = NAME
+    is_on = False  # until the first command
 
     def __init__(self, parts: PlannerParts, path: str) -> None:
         self.path = path
@@ -67,11 +63,9 @@ class WeightsPlanner(PlannerFeature):
         self._phase: Literal["", "load", "drain", "switch"] = ""
         self._loading = self.present
         self._has_present = True
-        self._is_first = False
         self._errors: list[str] = []
         self._num_requests = self._num_unanswered = 0
         self._requested: list[FeatureRequest] = []
-        self._handles: dict[int, Handle] = {}
         self._unmarked: set[int] = set()
 
     # ---- commands and answers ---------------------------------------------------------------
@@ -81,12 +75,18 @@ class WeightsPlanner(PlannerFeature):
         if message.feature != NAME:
             return
         if message.rank == COMMAND:
+            self._turn_on()
             self._command(message)
         elif message.number == self._num_requests and self._num_unanswered:
             self._errors += filter(None, [error_of(message)])
             self._num_unanswered -= 1
             if not self._num_unanswered:
                 self._loaded() if self._phase == "load" else self._switched()
+
+    def _turn_on(self) -> None:
+        if not self.is_on:
+            self.is_on = True
+            self._parts.features.refresh()
 
     def _command(self, message: FeatureAnswer) -> None:
         number = message.number
@@ -142,7 +142,7 @@ class WeightsPlanner(PlannerFeature):
             self._leave_rows(mode)
             self._ask(Switch(self._loading.number), "switch")
         elif self._pausing >= 0:
-            if mode == "retract":
+            if mode in ("retract", "abort"):
                 self._leave_rows(mode)
             self._end(self._pausing)
         return True
@@ -165,18 +165,22 @@ class WeightsPlanner(PlannerFeature):
 
     def _loaded(self) -> None:
         """Go on when all ranks have read the weights, or end an update that one of them could not read."""
-        if self._update is not None and self._errors and self._loads_update:
+        if self._errors and not self._loads_update:
+            raise EngineDied(f"new executors cannot have the present weights {self.present.version}: {self._errors[0]}")
+        if self._update is not None and self._errors:
             self._end(self._update[0], self._errors[0])
             self._update, self._phase = None, ""
             self._send(Drop())
         elif self._has_present:
             self._phase = "drain"
-        else:  # new ranks; one that could not read the weights fails at the first step
+        else:
             self._ask(Switch(self._loading.number), "switch")
 
     def _switched(self) -> None:
         """Go on with the new weights."""
-        self._phase, self._has_present, self._is_first = "", True, True
+        if self._errors:
+            raise EngineDied(f"executors cannot change to weights {self._loading.version}: {self._errors[0]}")
+        self._phase, self._has_present = "", True
         if self._update is None or not self._loads_update:
             return
         (command, update), self._update = self._update, None
@@ -196,15 +200,29 @@ class WeightsPlanner(PlannerFeature):
         self._end(command)
 
     def _leave_rows(self, mode: Mode) -> None:
-        """Send running rows back to the queue; those that keep their pages stay, if they have all their prompt's."""
+        """Send running rows back to the queue, or end all requests.
+
+        Rows that keep their pages stay, if they have all their prompt's."""
         table = self._table
+        if mode == "abort":
+            self._end_requests()
         for row in np.flatnonzero(table.running).tolist():
             sequence = table.sequences[row]
             assert sequence is not None, f"row {row} runs and is free"
             if mode == "keep" and table.num_known[row] > len(sequence.tokens):
-                self._handles[row].is_sealed = True
+                self._parts.pages.seal(row)
             else:
                 self._parts.completions.retract(sequence)
+
+    def _end_requests(self) -> None:
+        requests = self._parts.requests
+        for sequence in [*requests.open.values()]:
+            if sequence.row >= 0:
+                self._parts.completions.end(sequence.row, Finish.ABORT)
+            else:
+                self._parts.prefills.forget(sequence)
+                requests.end(sequence, Finish.ABORT, len(sequence.tokens))
+            requests.send_end(sequence.request_id, Finish.ABORT)
 
     def _name_weights(self, sequence: Sequence) -> None:
         adapter, digest = sequence.weights.partition(":")[0], self.present.digest
@@ -215,13 +233,8 @@ class WeightsPlanner(PlannerFeature):
     def admit(self, sequence: Sequence, message: Admit) -> None:
         self._name_weights(sequence)
 
-    def adopt(self, sequence: Sequence, handle: Handle, key: bytes, pages: Pages) -> None:
-        """Note the handle of a sequence that starts next."""
-        sequence.notes[HANDLE] = handle
-
     def started(self, sequence: Sequence) -> None:
         """Note whether the row's tokens are of other weights than those before, or than the first ones."""
-        self._handles[sequence.row] = sequence.notes.pop(HANDLE)
         if sequence.notes.get(NAME, 0) != self.present.number and sequence.params.generates:
             self._unmarked.add(sequence.row)
 
@@ -230,41 +243,36 @@ class WeightsPlanner(PlannerFeature):
         if (sequence := self._table.sequences[row]) is not None:
             self._name_weights(sequence)
         self._unmarked.discard(row)
-        self._handles.pop(row, None)
 
     def attach(self, step: StepBuilder) -> None:
-        """Name the weights in the first step that is computed with them, and in each that is a row's first one."""
-        if not self._unmarked and not self._is_first:
+        """Note the rows whose first token of the present weights the step samples."""
+        if not self._unmarked:
             return
         sampled = set(step.decode_rows.tolist())
         for columns in (step.prompts, step.inserted):
             if columns is not None:
                 sampled |= set(columns.rows[columns.samples > 0].tolist())
-        rows = sorted(sampled & self._unmarked)
-        if rows or self._is_first:
-            step.parts[NAME] = msgspec.msgpack.encode(StepWeights(self.present.number, rows))
-        self._unmarked.difference_update(rows)
-        self._is_first = False
+        if rows := sampled & self._unmarked:
+            step.notes[NAME] = rows
+            self._unmarked -= rows
 
-    def take(self, part: bytes, done: StepDone) -> bool:
-        """Mark the rows' next tokens as those of the weights of the step."""
-        of_step = step_weights(part)
-        for row in of_step.rows:
+    def waves(self, record: InFlight, wave: Wave) -> list[Wave]:
+        """Mark the rows' next tokens as those of the present weights, which no step in flight outlasts."""
+        for row in record.notes.get(NAME, ()):
             sequence = self._table.sequences[row]
             if sequence is not None and self._table.running[row]:
                 num_tokens = int(self._table.num_known[row]) - sequence.num_prompt
-                told = mark(num_tokens, self.present.version)
-                done.extras[row] = msgspec.structs.replace(done.extras.get(row, NO_MARK), result=told)
-                sequence.notes[NAME] = of_step.number
-        return False
+                marked = mark(num_tokens, self.present.version)
+                wave.extras[row] = msgspec.structs.replace(wave.extras.get(row, NO_MARK), result=marked)
+                sequence.notes[NAME] = self.present.number
+        return [wave]
 
     # ---- other ranks, other planners --------------------------------------------------------
 
     def reset(self) -> list[Sequence]:
         """Let new ranks, which have the weights of ``model.path``, read the present ones before the first step."""
         self._phase, self._num_unanswered, self._requested = "", 0, []
-        self._has_present, self._is_first = not self.present.number, self.present.number > 0
-        self._handles.clear()
+        self._has_present = not self.present.number
         self._unmarked.clear()
         for sequence in self._parts.requests.open.values():
             self._name_weights(sequence)
@@ -273,6 +281,9 @@ class WeightsPlanner(PlannerFeature):
     def succeeds(self, other: PlannerFeature) -> None:
         """Go on with the weights of another planner, or with those of another ``model.path``, which are new ones."""
         assert isinstance(other, WeightsPlanner)
+        if not other.is_on:
+            return
+        self._turn_on()
         self.ends, self.pause, self._pausing, self._update = other.ends, other.pause, other._pausing, other._update
         self._num_requests = other._num_requests
         self.present = other.present

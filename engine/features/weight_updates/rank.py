@@ -1,6 +1,6 @@
 """Weight updates on a rank: weights that are read next to the present ones, and take their place between two steps.
 
-Owns: the second set of weights, and which weights a step must find.
+Owns: the second set of weights, and which ones the rank has.
 Does not know: when weights change, how a model is loaded.
 
 The new weights are loaded and laid out as at the start, so a step has the bits of an engine that was started with
@@ -18,7 +18,6 @@ from engine.execution.captured_steps import CapturedDecodes
 from engine.execution.compiled_decodes import CompiledDecodes
 from engine.execution.device import choose_dtype
 from engine.execution.features import RankContext, RankFeature
-from engine.execution.launched_step import LaunchedStep
 from engine.features.weight_updates.files import check_same_model
 from engine.features.weight_updates.messages import (
     NAME,
@@ -29,11 +28,10 @@ from engine.features.weight_updates.messages import (
     Weights,
     answer_to,
     request_of,
-    step_weights,
 )
 from engine.layers.linear import PlainWeight
 from engine.layers.packing import WrappedWeight
-from engine.messages import FeatureRequest, Step
+from engine.messages import FeatureRequest
 from engine.models.decoder import Decoder
 from engine.models.model import Model
 from engine.plugins.families import read_model
@@ -68,20 +66,6 @@ class WeightsRank(RankFeature):
         self._whole = whole
         return whole
 
-    # ---- steps ------------------------------------------------------------------------------
-
-    def apply(self, step: Step) -> Step:
-        """Check that the step is computed with the weights that it names.  Raises WeightsError."""
-        if (part := step.parts.get(NAME)) is not None and (number := step_weights(part).number) != self._number:
-            rank = self._context.comm.rank
-            raise WeightsError(f"rank {rank}: step {step.step_id} needs weights {number}, it has {self._number}")
-        return step
-
-    def launched(self, step: Step, launched: LaunchedStep) -> None:
-        """Return the step's part with its result."""
-        if (part := step.parts.get(NAME)) is not None:
-            launched.parts[NAME] = lambda: part
-
     # ---- next to the steps ------------------------------------------------------------------
 
     def receive(self, message: FeatureRequest, answer: Answer) -> bool:
@@ -108,11 +92,11 @@ class WeightsRank(RankFeature):
                 self._next = 0, None
                 self._next = weights.number, self._load(weights)
             case Switch(number):
-                if number == self._next[0]:
-                    if self._next[1] is not None:
-                        self._take_over(self._next[1])
-                    self._number = number
-                self._next = 0, None
+                if number != self._next[0]:
+                    raise WeightsError(f"weights {number} have not been read, but {self._next[0]}")
+                if self._next[1] is not None:
+                    self._take_over(self._next[1])
+                self._number, self._next = number, (0, None)
             case Drop():
                 self._next = 0, None
 

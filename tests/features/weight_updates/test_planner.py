@@ -1,15 +1,12 @@
 """Weights that change under a planner: no step, page or token sees two sets of them unless it is to."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 
-import msgspec
 import numpy as np
 import pytest
 
 from engine.features.weight_updates.messages import (
-    NAME,
     Command,
     Drop,
     Load,
@@ -22,13 +19,10 @@ from engine.features.weight_updates.messages import (
     answer_to,
     command_message,
     request_of,
-    step_weights,
 )
-from engine.features.weight_updates.planner import HANDLE, WeightsPlanner
-from engine.kv.node import Handle
-from engine.kv.pages import Pages
-from engine.messages import StepDone
-from engine.scheduling.rows import Sequence
+from engine.features.weight_updates.planner import WeightsPlanner
+from engine.messages import Finish
+from engine.scheduling.pages import PageManager
 from engine.types.versions import versions
 from tests.scheduling.bench import Bench, lose_the_device, prompt_of
 from tests.scheduling.fake_device import VOCAB, expected_output, next_token
@@ -42,7 +36,7 @@ class Rollouts(Bench):
     def __init__(self, num_ranks: int = 1, **more: object) -> None:
         super().__init__(features=[partial(WeightsPlanner, path="base")], num_ranks=num_ranks, **more)  # type: ignore[arg-type]
         self.num_ranks = num_ranks
-        self.loaded, self.number = Weights(), 0
+        self.loaded = Weights()
         self.tags = {"": 0}  # digest -> what the device mixes into everything that it stores
         self.refuses: dict[int, str] = {}  # rank -> why it cannot read weights
         self.switches = True
@@ -64,10 +58,6 @@ class Rollouts(Bench):
 
     def plan(self) -> bool:
         planned = super().plan()
-        if planned and (part := self.steps[-1].parts.get(NAME)) is not None:
-            assert step_weights(part).number == self.number, "a rank has other weights than its step"
-            done = self.device.done.pop()
-            self.device.done.append(msgspec.structs.replace(done, parts={**done.parts, NAME: part}))
         return self.answer() or planned
 
     def answer(self) -> bool:
@@ -83,7 +73,6 @@ class Rollouts(Bench):
                     assert not self.planner.num_in_flight, "weights change under a step"
                     assert number == self.loaded.number
                     if self.switches:
-                        self.number = number
                         self.device.weights = self.tag(self.loaded.digest)
             if not isinstance(request, Drop):
                 for rank in range(self.num_ranks):
@@ -102,7 +91,7 @@ class Rollouts(Bench):
 
     def lose(self) -> None:
         lose_the_device(self)
-        self.loaded, self.number = Weights(), 0
+        self.loaded = Weights()
 
     def run_until_end_of(self, request: int) -> None:
         while not self.ends[request]:
@@ -178,10 +167,7 @@ def no_version(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def no_seal(monkeypatch: pytest.MonkeyPatch) -> None:
-    def adopt(self: WeightsPlanner, sequence: Sequence, handle: Handle, key: bytes, pages: Pages) -> None:
-        sequence.notes[HANDLE] = replace(handle)
-
-    monkeypatch.setattr(WeightsPlanner, "adopt", adopt)
+    monkeypatch.setattr(PageManager, "seal", lambda self, row: None)
 
 
 def late_rank(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -266,9 +252,20 @@ def test_an_update_survives_the_loss_of_ranks_that_read_it() -> None:
     assert bench.streams[1] == output(prompt, (0, at), (1, 12 - at))
 
 
-def test_a_second_update_waits_for_the_first_and_a_result_without_rows_is_none() -> None:
+def test_a_second_update_is_refused_while_one_is_under_way() -> None:
     bench = Rollouts()
     bench.update("new")
     assert "under way" in bench.feature.ends[bench.update("other")]
-    done = StepDone(rank=0, step_id=0, token_ids=b"")
-    assert bench.feature.take(msgspec.msgpack.encode((1, [])), done) is False
+
+
+def test_requests_end_with_what_they_have() -> None:
+    bench = Rollouts(max_running=1)
+    for request in (1, 2):
+        bench.submit(request, prompt_of(9), max_tokens=8, ignore_eos=True)
+    bench.steps_of(3)
+    bench.command(Pause("abort"))
+    while bench.plan() or bench.deliver():
+        pass
+    bench.read()
+    assert bench.ends == {1: [Finish.ABORT], 2: [Finish.ABORT]}
+    assert bench.streams[1] == output(prompt_of(9), (0, 3))
