@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from engine.actors.runner import Answer
+from engine.checkpoints.fingerprint import fingerprint
 from engine.execution.captured_steps import CapturedDecodes
 from engine.execution.compiled_decodes import CompiledDecodes
 from engine.execution.device import choose_dtype
@@ -112,6 +113,10 @@ class WeightsRank(RankFeature):
             raise WeightsError("a model with an encoder of pictures keeps the weights that it was started with")
         spec = read_model(Path(weights.directory), config.plugins, config.model)
         check_same_model(context.spec, spec, config.model.load_format)
+        if fingerprint(spec, config.model.load_format) != weights.digest:
+            raise WeightsError(
+                f"{weights.directory}: its files have changed since version {weights.version} was checked"
+            )
         if (dtype := choose_dtype(config.model.dtype, context.device, spec.dtype)) != context.dtype:
             raise WeightsError(
                 f"{spec.directory}: a start computes it in {dtype}, not {context.dtype}; set model.dtype"
