@@ -6,6 +6,8 @@ Does not know: how ranks change their weights, HTTP, which directories a request
 
 import asyncio
 import itertools
+import shutil
+import tempfile
 import time
 from collections.abc import Callable
 from functools import partial
@@ -19,6 +21,7 @@ from engine.actors.scheduler import Scheduler
 from engine.checkpoints.checkpoint import resolve_checkpoint
 from engine.checkpoints.fingerprint import fingerprint
 from engine.config import Config
+from engine.features.weight_updates.files import overlay
 from engine.features.weight_updates.messages import (
     Command,
     Mode,
@@ -41,8 +44,9 @@ MAX_VERSION_CHARS: Final = 256
 class UpdateWeights(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Compute with the weights of another checkpoint of the same model.
 
-    directory: of the checkpoint.  version: its name in answers; '' for its number.
-    digest: expected fingerprint; '' for any.  mode: see ``Mode``; None for that of the pause, or 'retract'.
+    directory: of the checkpoint, or a safetensors file with the tensors that differ from the present ones.
+    version: its name in answers; '' for its number.  digest: expected fingerprint; '' for any.
+    mode: see ``Mode``; None for that of the pause, or 'retract'.
     is_sent: it came with a request, which may name no place but those that ``_place`` allows."""
 
     directory: str
@@ -89,6 +93,7 @@ class WeightsFeature(EngineFeature):
         self._scheduler: Scheduler | None = None
         self._numbers = itertools.count()
         self._lock = asyncio.Lock()
+        self._made: tempfile.TemporaryDirectory[str] | None = None
 
     def scheduler(self, build: NewScheduler) -> NewScheduler:
         """Return a constructor that notes the scheduler, which gets the commands."""
@@ -137,6 +142,8 @@ class WeightsFeature(EngineFeature):
             raise FieldError("version", f"expected up to {MAX_VERSION_CHARS} printable characters")
         config = self._config
         directory = self._place(asked.directory) if asked.is_sent else Path(asked.directory).absolute()
+        if directory.is_file():
+            directory = self._with_tensors(directory)
         spec = read_model(directory, config.plugins, config.model)
         digest = fingerprint(spec, config.model.load_format)
         if asked.digest and asked.digest != digest:
@@ -146,6 +153,24 @@ class WeightsFeature(EngineFeature):
                 param="digest",
             )
         return Weights(0, asked.version, str(spec.directory), digest)
+
+    def _with_tensors(self, path: Path) -> Path:
+        """Return a checkpoint that has the tensors of a file and for the rest those of the present weights."""
+        config, present = self._config, self._planner.present
+        self._made = self._made or tempfile.TemporaryDirectory(prefix="callboard-weights-")
+        made = Path(self._made.name)
+        base = Path(present.directory or resolve_checkpoint(config.model.path, config.model.revision))
+        for old in made.iterdir():
+            if old != base:
+                shutil.rmtree(old)
+        directory = made / str(next(self._numbers))
+        overlay(path, base, directory)
+        return directory
+
+    def close(self) -> None:
+        """Remove the checkpoints that were made here; they have links alone."""
+        if self._made is not None:
+            self._made.cleanup()
 
     def _place(self, path: str) -> Path:
         """Return the directory that a request names.  Raises FieldError for one that it may not name."""

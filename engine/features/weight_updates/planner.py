@@ -258,14 +258,15 @@ class WeightsPlanner(PlannerFeature):
 
     def waves(self, record: InFlight, wave: Wave) -> list[Wave]:
         """Mark the rows' next tokens as those of the present weights, which no step in flight outlasts."""
+        extras = dict(wave.extras)
         for row in record.notes.get(NAME, ()):
             sequence = self._table.sequences[row]
             if sequence is not None and self._table.running[row]:
                 num_tokens = int(self._table.num_known[row]) - sequence.num_prompt
                 marked = mark(num_tokens, self.present.version)
-                wave.extras[row] = msgspec.structs.replace(wave.extras.get(row, NO_MARK), result=marked)
+                extras[row] = msgspec.structs.replace(extras.get(row, NO_MARK), result=marked)
                 sequence.notes[NAME] = self.present.number
-        return [wave]
+        return [wave._replace(extras=extras)]
 
     # ---- other ranks, other planners --------------------------------------------------------
 

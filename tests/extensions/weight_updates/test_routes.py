@@ -79,6 +79,26 @@ def test_answers_name_the_version_that_a_trainer_has_given(live: LiveSystem) -> 
     assert (third["logprobs"], third["weight_versions"]) == (first["logprobs"], [[0, "two"]])
 
 
+def test_a_file_of_some_tensors_changes_these_alone(live: LiveSystem, storage: Path) -> None:
+    assert said(live, "POST", "/update_weights", {"path": "step-1", "version": "all"})[0] == 200
+    expected = choice(live)["logprobs"]
+    assert said(live, "POST", "/update_weights", {"path": str(DEMO)})[0] == 200
+    tensors = load_file(storage / "weights" / "step-1" / "model.safetensors")
+    halves = [dict(list(tensors.items())[::2]), dict(list(tensors.items())[1::2])]
+    for number, half in enumerate(halves):
+        save_file(half, storage / "weights" / f"{number}.safetensors")
+        assert said(live, "POST", "/update_weights", {"path": f"{number}.safetensors"})[0] == 200
+        assert (choice(live)["logprobs"] == expected) == bool(number)
+    save_file({"other": torch.zeros(1)}, storage / "weights" / "other.safetensors")
+    status, answer = said(live, "POST", "/update_weights", {"path": "other.safetensors"})
+    assert (status, "'other' is not among" in answer["error"]["message"]) == (400, True)
+    name = next(iter(tensors))
+    save_file({name: torch.zeros(1)}, storage / "weights" / "other.safetensors")
+    status, answer = said(live, "POST", "/update_weights", {"path": "other.safetensors"})
+    assert (status, "has shape" in answer["error"]["message"]) == (400, True)
+    assert choice(live)["logprobs"] == expected
+
+
 @pytest.mark.parametrize("path", ["/etc", "../../etc", "..", "step-2", "\0", "step-1/../.."])
 def test_a_request_names_no_place_but_the_folder_of_weights(live: LiveSystem, path: str) -> None:
     before = said(live, "GET", "/weight_version")[1]["number"]
