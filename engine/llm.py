@@ -54,6 +54,8 @@ class Completion:
 
     finish_reason: 'stop', 'length' or 'abort'.  stop_reason: the stop string or token id that ended it, if any.
     logprobs: one entry per token if ``SamplingParams.logprobs`` is set.
+    prompt_logprobs: one entry per token of the prompt if ``SamplingParams.prompt_logprobs`` is set; the first one's
+    number means nothing.
     added: what features add to the output, as in ``Delta.result``.
     """
 
@@ -64,6 +66,7 @@ class Completion:
     stop_reason: str | int | None
     usage: Usage
     logprobs: tuple[TokenLogprobs, ...]
+    prompt_logprobs: tuple[TokenLogprobs, ...]
     added: bytes = b""
 
 
@@ -360,6 +363,7 @@ def _completion(prompt: Prompt, delta: Delta) -> Completion:
         stop_reason=delta.stop_reason,
         usage=delta.usage,
         logprobs=delta.logprobs,
+        prompt_logprobs=delta.prompt_logprobs,
         added=delta.result,
     )
 

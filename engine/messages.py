@@ -207,13 +207,13 @@ class Tokens(Message, frozen=True, kw_only=True):
     """The tokens that one step produced, one line per token.
 
     request_ids: int64[N].  token_ids: int32[N], -1 for "no token, only an end".  finishes: uint8[N], Finish.
-    cached_tokens: request id -> prompt tokens that needed no computing, with a request's first token.
+    cached_tokens: request id -> prompt tokens found in the cache, and put there, with a request's first token.
     extras: request id -> what it has beside a token; it may have no line."""
 
     request_ids: bytes
     token_ids: bytes
     finishes: bytes
-    cached_tokens: dict[int, int] = field(default_factory=dict)
+    cached_tokens: dict[int, tuple[int, int]] = field(default_factory=dict)
     extras: dict[int, StepExtras] = field(default_factory=dict)
 
 
@@ -238,10 +238,9 @@ class Failed(Message, frozen=True, kw_only=True):
 
 
 class Usage(Message, frozen=True, kw_only=True):
-    """Token counts of a request, final in its last delta.
+    """Token counts of a request, final in its last delta.  cached_tokens, created_tokens: as in ``Tokens``.
 
-    reasoning_tokens: part of the completion, if thoughts are separated.
-    accepted_tokens, rejected_tokens: guessed tokens, right and wrong ones."""
+    reasoning_tokens: of thoughts, if separated.  accepted_tokens, rejected_tokens: right and wrong guesses."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -249,6 +248,7 @@ class Usage(Message, frozen=True, kw_only=True):
     reasoning_tokens: int = 0
     accepted_tokens: int = 0
     rejected_tokens: int = 0
+    created_tokens: int = 0
 
 
 class Delta(Message, frozen=True, kw_only=True):

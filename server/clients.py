@@ -32,7 +32,7 @@ MAX_IDLE_ALLOWANCES = 4096
 MOST_ENDED = 4096  # requests of all clients that are remembered after their end, 2 KB each
 LEAST_OUTPUT = 256  # tokens that a choice is expected to give, unless it may give fewer
 MOST_CHOICES = 32  # of them, the first and the last ones
-PICTURES_OF_ONE = 64  # bodies of the largest size: as much as them the pictures of a client's open choices may have
+PICTURES_OF_ONE = 64  # bodies of the largest size: as much as them the pictures of a client's open requests may have
 PICTURES_OF_ALL = 256
 
 
@@ -183,6 +183,7 @@ class ClientRequest:
         self._estimates: list[int] = []  # tokens of each prompt
         self._num_used = 0
         self._pictures: Share | None = None
+        self._files: dict[str, int] = {}  # bytes of each picture by its digest
         self._salt = salt
         self._origin = Origin(exchange.client, exchange.id)
 
@@ -210,10 +211,11 @@ class ClientRequest:
         if self.exchange.key is None and options.origin.tenant:
             origin = msgspec.structs.replace(origin, tenant=options.origin.tenant)
         options = msgspec.structs.replace(options, cache_salt=salt, origin=origin)
-        if num_bytes := _num_picture_bytes(prompt):
+        if files := _picture_files(prompt):
             if self._pictures is None:
                 self._pictures = self._clients.pictures.share(self._client, self._clients.server)
-            self._pictures.hold((self.num_open + 1) * num_bytes)
+            self._files |= files
+            self._pictures.hold(sum(self._files.values()))
         opened_at = time.monotonic()
         stream = self._clients.ingress.open(prompt, params, options)
         self._note_choice(stream.request_id, opened_at)
@@ -293,7 +295,7 @@ CLIENT: web.RequestKey[ClientRequest] = web.RequestKey("client", ClientRequest)
 class Clients:
     """Limits and salts of every client that has something open.  ``middleware`` goes after the check of keys.
 
-    num_open: choices by client.  pictures: of open choices, each of which has its own.  limits: of now."""
+    num_open: choices by client.  pictures: of open requests, whose choices share them.  limits: of now."""
 
     def __init__(
         self, ingress: EngineIngress, server: ServerSection, limits: LimitsSection, salts: CacheSalts | None = None
@@ -368,8 +370,8 @@ class Clients:
         self._salts.renew(key)
 
 
-def _num_picture_bytes(prompt: Prompt) -> int:
-    """Returns how long the files of a conversation's pictures are; 0 for other prompts."""
+def _picture_files(prompt: Prompt) -> dict[str, int]:
+    """Return the digest of each of a conversation's pictures -> bytes of its file; nothing for other prompts."""
     if not (isinstance(prompt, tuple) and prompt and isinstance(prompt[0], ChatTurn)):
-        return 0
-    return sum(len(picture.data) for turn in prompt for picture in turn.pictures)
+        return {}
+    return {picture.digest: len(picture.data) for turn in prompt for picture in turn.pictures}

@@ -131,7 +131,7 @@ def _operations(
         return way.convolve(x_TC, weight_KC, bias_C, states.layers[0][0], step, True)
 
     def delta(way: Recurrences, states: RecurrentStates, step: StatesOfStep) -> Tensor:
-        return way.delta(channels_TC, a_TH, b_TH, decay_H, bias_H, states.layers[0][1], step)
+        return way.delta(channels_TC, a_TH, b_TH, decay_H, bias_H, 1.0, states.layers[0][1], step)
 
     def ssd(way: Recurrences, states: RecurrentStates, step: StatesOfStep) -> Tensor:
         return way.ssd(channels_TC, a_TH, decay_H, bias_H, skip_H, 0.0, states.layers[0][1], step)

@@ -56,7 +56,7 @@ class _Text:
     encoding: asyncio.Task[Any] | None = None
     num_prompt: int = 0
     num_completion: int = 0
-    cached_tokens: int = 0
+    cached_tokens: tuple[int, int] = (0, 0)
     accepted_tokens: int = 0
     rejected_tokens: int = 0
     stream: TextStream | None = None
@@ -208,9 +208,8 @@ class Tokenizer(Actor[TokenizerInbox | _Encoded]):
     def _take_tokens(self, message: Tokens) -> None:
         request_ids = np.frombuffer(message.request_ids, dtype=np.int64).tolist()
         token_ids = np.frombuffer(message.token_ids, dtype=np.int32).tolist()
-        for request_id, cached_tokens in message.cached_tokens.items():
-            if (text := self._texts.get(request_id)) is not None:
-                text.cached_tokens = cached_tokens
+        for request_id in message.cached_tokens.keys() & self._texts.keys():
+            self._texts[request_id].cached_tokens = message.cached_tokens[request_id]
         for request_id, extras in message.extras.items():
             if (text := self._texts.get(request_id)) is None:
                 continue
@@ -273,7 +272,8 @@ class Tokenizer(Actor[TokenizerInbox | _Encoded]):
         return Usage(
             prompt_tokens=text.num_prompt,
             completion_tokens=text.num_completion,
-            cached_tokens=text.cached_tokens,
+            cached_tokens=text.cached_tokens[0],
+            created_tokens=text.cached_tokens[1],
             reasoning_tokens=text.stream.num_reasoning_tokens if text.stream is not None else 0,
             accepted_tokens=text.accepted_tokens,
             rejected_tokens=text.rejected_tokens,

@@ -9,9 +9,12 @@ The file is long because the parts refer to each other, and a family's author fi
 
 from collections.abc import Sequence
 from math import prod
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, Self
 
 import msgspec
+from msgspec.structs import replace
+
+from engine.types.errors import ConfigError
 
 # Features that a family may need of an attention backend besides causal attention with one window (``Declaration``).
 SOFT_CAP, SINKS, LAYER_WINDOWS, LATENTS, CHUNKS = "soft_cap", "sinks", "layer_windows", "latents", "chunks"
@@ -62,6 +65,32 @@ class PartShape(msgspec.Struct, frozen=True, kw_only=True, tag=True):
         return ""
 
 
+class Rows(msgspec.Struct, frozen=True):
+    """Rows of a product, and their place in the matrix of a checkpoint that has them.
+
+    name: of the matrix.  count: number of these rows.  total: rows of the matrix; 0 for no others.
+    The matrix has ``groups`` equal parts, and each of them as many of these rows, from its row ``first`` on.
+    units: parts of these rows that are not divided; 0 for as many as there are rows."""
+
+    name: str
+    count: int
+    total: int = 0
+    first: int = 0
+    groups: int = 1
+    units: int = 0
+
+    @property
+    def height(self) -> int:
+        """Number of rows of the matrix."""
+        return self.total or self.count
+
+
+def stacked(name: str, counts: Sequence[int], groups: int = 1) -> tuple[Rows, ...]:
+    """Return the rows that a matrix has one after the other, in each of its groups."""
+    starts = (sum(counts[:index]) // groups for index in range(len(counts)))
+    return tuple(Rows(name, count, sum(counts), first, groups) for count, first in zip(counts, starts, strict=True))
+
+
 class Unchanged(PartShape, frozen=True):
     """An absent norm."""
 
@@ -82,6 +111,14 @@ class RMSNormShape(PartShape, frozen=True, kw_only=True):
     name: str
     eps: float
     offset: float = 0.0
+
+
+class RenewingShape(PartShape, frozen=True, kw_only=True):
+    """A norm whose result, times ``factor``, takes the place of what the layer adds to."""
+
+    built_by: ClassVar[str] = "engine.layers.norm:renewing"
+    norm: RMSNormShape
+    factor: float
 
 
 class LayerNormShape(PartShape, frozen=True, kw_only=True):
@@ -155,15 +192,37 @@ class AttentionShape(PartShape, frozen=True, kw_only=True):
     latent_size: ClassVar[int] = 0
 
     @property
+    def inner(self) -> tuple[Rows, Rows, Rows]:
+        """The rows of queries, keys and values."""
+        queries, keys = self.num_heads * self.head_size, self.num_kv_heads * self.head_size
+        if self.merged:
+            query, key, value = stacked(self.merged, (queries, keys, keys))
+            return query, key, value
+        return Rows("q_proj", queries), Rows("k_proj", keys), Rows("v_proj", keys)
+
+    @property
     def unlike_rounded(self) -> str:
         return "matrices as [inputs, outputs]" if self.transposed else ""
 
 
 class GatedAttentionShape(AttentionShape, frozen=True, kw_only=True):
-    """Attention whose result is multiplied by a gate, sigmoid(gate(x)); ``q_proj`` has the gate's rows of each head
-    behind its query's."""
+    """Attention whose result is multiplied by a gate, sigmoid(gate(x)).
+
+    ``q_proj`` has the gate's rows of each head behind its query's."""
 
     built_by: ClassVar[str] = "engine.layers.gated_attention:GatedAttention"
+
+    @property
+    def inner(self) -> tuple[Rows, Rows, Rows]:
+        """The rows of queries, keys and values."""
+        queries = self.num_heads * self.head_size
+        return stacked("q_proj", (queries, queries), self.num_heads)[0], *super().inner[1:]
+
+    @property
+    def gate(self) -> Rows:
+        """The rows of the gate."""
+        queries = self.num_heads * self.head_size
+        return stacked("q_proj", (queries, queries), self.num_heads)[1]
 
 
 class LatentAttentionShape(PartShape, frozen=True, kw_only=True):
@@ -210,8 +269,33 @@ def padded(sizes: Sequence[int]) -> int:
     return -(-prod(sizes) // STATE_ALIGNMENT) * STATE_ALIGNMENT
 
 
+def share(total: int, size: int, what: str) -> int:
+    """Return one rank's part of ``total``.  Raises ConfigError if it cannot be divided evenly."""
+    if total % size:
+        raise ConfigError(f"the model has {what}={total}, which {size} ranks cannot share evenly")
+    return total // size
+
+
 class RecurrentShape(PartShape, frozen=True, kw_only=True):
     """A part that keeps a state of a row's tokens so far, of a size that does not grow with them."""
+
+    name: str
+
+    def of_rank(self, size: int) -> Self:
+        """Return the shape of one rank's part, of ``size`` ranks.  Raises ConfigError if it is not to be divided."""
+        what = type(self).__name__.removesuffix("Shape")
+        share(1, size, f"recurrent layers that stay whole ({what})")
+        return self
+
+    @property
+    def inner(self) -> tuple[Rows, ...]:
+        """The rows of its first product; none if it has more than two products."""
+        return ()
+
+    @property
+    def outer(self) -> tuple[str, int]:
+        """Name and inputs of its last product."""
+        raise NotImplementedError
 
     @property
     def states(self) -> tuple[tuple[int, ...], ...]:
@@ -228,9 +312,23 @@ class ShortConvolutionShape(RecurrentShape, frozen=True, kw_only=True):
     bias: bool = False
     name: str = "conv"
 
+    def of_rank(self, size: int) -> Self:
+        return replace(self, size=share(self.size, size, "channels of its convolutions"))
+
+    @property
+    def inner(self) -> tuple[Rows, ...]:
+        return stacked("in_proj", (self.size,) * 3)
+
+    @property
+    def outer(self) -> tuple[str, int]:
+        return "out_proj", self.size
+
     @property
     def states(self) -> tuple[tuple[int, ...], ...]:
         return ((self.taps - 1, self.size),)
+
+
+Layout = Literal["joined", "grouped", "apart"]
 
 
 class GatedDeltaShape(RecurrentShape, frozen=True, kw_only=True):
@@ -238,7 +336,9 @@ class GatedDeltaShape(RecurrentShape, frozen=True, kw_only=True):
 
     num_heads: heads with a value; num_keys: heads with a key and a query, each shared by as many heads.
     key_size, value_size: of a head.  eps: of the norm behind.
-    grouped: the tensors of queries, keys, values and gates are one, which has them by heads with a key.
+    most: a token's factor of the rule is between 0 and so much; above 1 a key's value may change its sign.
+    layout: how the tensors lie.  "joined": queries, keys and values are one; "grouped": gates too, by heads with a key;
+    "apart": each is one, with a convolution of its own.
     """
 
     built_by: ClassVar[str] = "engine.layers.gated_delta:GatedDelta"
@@ -248,8 +348,43 @@ class GatedDeltaShape(RecurrentShape, frozen=True, kw_only=True):
     value_size: int
     taps: int
     eps: float
-    grouped: bool = False
+    most: float = 1.0
+    layout: Layout = "joined"
     name: str = "linear_attn"
+
+    def of_rank(self, size: int) -> Self:
+        keys = share(self.num_keys, size, "linear_num_key_heads")
+        return replace(self, num_keys=keys, num_heads=self.num_heads // self.num_keys * keys)
+
+    @property
+    def inner(self) -> tuple[Rows, ...]:
+        """Queries, keys and values, the gate z, and the numbers b and a of each head."""
+        keys, heads, values = self.num_keys * self.key_size, self.num_heads, self.num_heads * self.value_size
+        if self.layout == "apart":
+            gates = Rows("g_proj", values), Rows("b_proj", heads), Rows("a_proj", heads)
+            return Rows("q_proj", keys), Rows("k_proj", keys), Rows("v_proj", values), *gates
+        if self.layout == "grouped":
+            wide = stacked("in_proj_qkvz", (keys, keys, values, values), self.num_keys)
+            return *wide, *stacked("in_proj_ba", (heads, heads), self.num_keys)
+        gates = Rows("in_proj_z", values), Rows("in_proj_b", heads), Rows("in_proj_a", heads)
+        return *stacked("in_proj_qkv", (keys, keys, values)), *gates
+
+    @property
+    def outer(self) -> tuple[str, int]:
+        return "o_proj" if self.layout == "apart" else "out_proj", self.num_heads * self.value_size
+
+    @property
+    def norm(self) -> str:
+        """Name of the norm behind the recurrence."""
+        return "o_norm" if self.layout == "apart" else "norm"
+
+    @property
+    def convolved(self) -> tuple[Rows, ...]:
+        """The channels of the convolution: queries, keys and values."""
+        keys, values = self.num_keys * self.key_size, self.num_heads * self.value_size
+        if self.layout == "apart":
+            return tuple(Rows(f"{side}_conv1d", size) for side, size in zip("qkv", (keys, keys, values), strict=True))
+        return stacked("conv1d", (keys, keys, values))
 
     @property
     def channels(self) -> int:
@@ -295,6 +430,27 @@ class Mamba2Shape(RecurrentShape, frozen=True, kw_only=True):
     output_scale: float = 1.0
     name: str = "mamba"
 
+    def of_rank(self, size: int) -> Self:
+        """Return the shape of one rank's part.  With fewer groups than ranks, neighbours have the same keys."""
+        heads = share(self.num_heads, size, "mamba heads")
+        if self.num_groups >= size:
+            return replace(self, num_heads=heads, num_groups=share(self.num_groups, size, "mamba groups"))
+        share(size, self.num_groups, "ranks over mamba groups")
+        return replace(self, num_heads=heads, num_groups=1)
+
+    @property
+    def inner(self) -> tuple[Rows, ...]:
+        """The gate, values, keys, queries, and step sizes."""
+        keys = self.num_groups * self.state_size
+        gate, values, *shared, sizes = stacked(
+            "in_proj", (self.inner_size, self.inner_size, keys, keys, self.num_heads)
+        )
+        return gate, values, *(replace(one, units=self.num_groups) for one in shared), sizes
+
+    @property
+    def outer(self) -> tuple[str, int]:
+        return "out_proj", self.inner_size
+
     @property
     def inner_size(self) -> int:
         """Size of all heads' values."""
@@ -313,6 +469,43 @@ class Mamba2Shape(RecurrentShape, frozen=True, kw_only=True):
     @property
     def states(self) -> tuple[tuple[int, ...], ...]:
         return (self.taps - 1, self.channels), (self.num_heads, self.state_size, self.head_size)
+
+
+class LightningShape(RecurrentShape, frozen=True, kw_only=True):
+    """Lightning attention (Qin et al. 2024): linear attention with decay, then a norm over all heads, and a gate.
+
+    head_size: of a key and of a value.  rates: of the decay of each head.  eps: of the norm."""
+
+    built_by: ClassVar[str] = "engine.layers.lightning:Lightning"
+    num_heads: int
+    head_size: int
+    rates: tuple[float, ...]
+    eps: float
+    name: str = "self_attn"
+
+    @property
+    def inner_size(self) -> int:
+        """Size of all heads' values."""
+        return self.num_heads * self.head_size
+
+    @property
+    def inner(self) -> tuple[Rows, ...]:
+        """Values, keys and queries, which a checkpoint has the other way round for each head, and the gate."""
+        sides = stacked("qkv_proj", (self.inner_size,) * 3, self.num_heads)
+        return *reversed(sides), Rows("output_gate", self.inner_size)
+
+    @property
+    def outer(self) -> tuple[str, int]:
+        return "out_proj", self.inner_size
+
+    @property
+    def width(self) -> int:
+        """The first product's size, and what is activated of it."""
+        return 7 * self.inner_size
+
+    @property
+    def states(self) -> tuple[tuple[int, ...], ...]:
+        return ((self.num_heads, self.head_size, self.head_size),)
 
 
 class MLPShape(PartShape, frozen=True, kw_only=True):
@@ -354,6 +547,12 @@ class GatedShape(PartShape, frozen=True, kw_only=True):
     gate: str = "gate_proj"
     up: str = "up_proj"
     down: str = "down_proj"
+
+    @property
+    def inner(self) -> tuple[Rows, ...]:
+        """The rows of the gate and of what it multiplies."""
+        size = self.intermediate_size
+        return stacked(self.merged, (size, size)) if self.merged else (Rows(self.gate, size), Rows(self.up, size))
 
     @property
     def width(self) -> int:
@@ -567,7 +766,6 @@ class DecoderShape(msgspec.Struct, frozen=True, kw_only=True):
 
     def with_experts(self, **changes: bool) -> "DecoderShape":
         """Return the shape with other settings of its mixtures of experts."""
-        replace = msgspec.structs.replace
         layers = [
             replace(layer, mlp=replace(layer.mlp, **changes)) if isinstance(layer.mlp, ExpertsShape) else layer
             for layer in self.layers
@@ -588,6 +786,10 @@ class DecoderShape(msgspec.Struct, frozen=True, kw_only=True):
     def state_bytes(self) -> int:
         """Memory of one row's states, all float32; 0 without recurrent layers."""
         return 4 * sum(padded(sizes) for one in self.recurrents for sizes in one.states)
+
+    def states_of_rank(self, size: int) -> list[tuple[tuple[int, ...], ...]]:
+        """The sizes of a row's states on one of ``size`` ranks, by recurrent layer."""
+        return [one.of_rank(size).states for one in self.recurrents]
 
     @property
     def num_layers(self) -> int:

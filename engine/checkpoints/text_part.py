@@ -28,6 +28,8 @@ TEXT_PARTS: Final[Mapping[str, Mapping[str, tuple[str, str]]]] = {
     "Idefics3ForConditionalGeneration": {"llama": LLAMA},
     "InternVLForConditionalGeneration": {"llama": LLAMA, "qwen2": QWEN2, "qwen3": QWEN3, "qwen3_moe": QWEN3_MOE},
     "LlavaForConditionalGeneration": {"llama": LLAMA, **MISTRAL, "qwen2": QWEN2},
+    "LlavaNextForConditionalGeneration": {"llama": LLAMA, **MISTRAL, "qwen2": QWEN2},
+    "LlavaOnevisionForConditionalGeneration": {"qwen2": QWEN2},
     "Mistral3ForConditionalGeneration": {**MISTRAL, "mistral4": MISTRAL4},
     "Qwen2VLForConditionalGeneration": {"qwen2_vl": QWEN2, "qwen2_vl_text": QWEN2},
     "Qwen2_5_VLForConditionalGeneration": {"qwen2_5_vl": QWEN2, "qwen2_5_vl_text": QWEN2},
@@ -46,7 +48,8 @@ RENAMED = (
 )
 LEFT_OUT = re.compile(
     r"^(?:model\.|thinker\.)?"
-    r"(visual|vision_\w+|audio_tower|multi_modal_projector|connector|embed_(?:vision|audio)|talker|code2wav)\."
+    r"(visual|vision_\w+|audio_tower|multi_modal_projector|connector|embed_(?:vision|audio)|talker|code2wav|"
+    r"image_newline)(?:\.|$)"
 )
 
 

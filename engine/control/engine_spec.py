@@ -94,7 +94,7 @@ def engine_spec(
     config, model = with_weight_type(config, model)
     plugins = _checked_plugins(config, model)
     if model.state_bytes:
-        check_recurrent(config, plugins.names)
+        check_recurrent(config)
         if rows_are_chosen:
             before = present.config.scheduler.max_running if present is not None else 0
             weight_bytes = sum(one.num_bytes for one in stored.values())

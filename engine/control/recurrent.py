@@ -6,14 +6,12 @@ Does not know: models without recurrent layers, what a state is.
 
 import logging
 import os
-from collections.abc import Mapping
 
 import msgspec
 
 from engine.config import Config
 from engine.host.device_defaults import gpu_bytes, runs_on_cpu
 from engine.host.memory import available_bytes, resident_bytes
-from engine.plugins.kinds import PROPOSER
 from engine.types.errors import ConfigError
 
 NOT_SERVED = "compiled"
@@ -32,7 +30,8 @@ def with_rows_for_states(config: Config, state_bytes: int, weight_bytes: int = 0
     free, so that a change of settings under load finds the number of the start.  weight_bytes: of the checkpoint.
     present: rows of the engine that is to change, which stay where memory gives about as many; 0 for none."""
     rows = config.scheduler.max_running
-    memory = available_bytes() + resident_bytes(os.getpid()) if runs_on_cpu(config.device.kind) else gpu_bytes()
+    ranks = config.device.tensor_parallel
+    memory = available_bytes() + resident_bytes(os.getpid()) if runs_on_cpu(config.device.kind) else gpu_bytes() * ranks
     most = max(1, max(0, memory - weight_bytes) // (SHARE_OF_STATES * 2 * state_bytes))
     if present <= rows and abs(most - present) <= present // LIKE_BEFORE:
         most = present
@@ -43,23 +42,7 @@ def with_rows_for_states(config: Config, state_bytes: int, weight_bytes: int = 0
     return msgspec.structs.replace(config, scheduler=msgspec.structs.replace(config.scheduler, max_running=most))
 
 
-def check_recurrent(config: Config, names: Mapping[str, object]) -> None:
-    """Raise ConfigError for a setting under which a model with recurrent layers would give wrong results or fail.
-
-    names: kind of plugin -> the chosen one."""
-    kv, ranks, mode = config.kv, config.device.tensor_parallel, config.graphs.mode
-    host_pages = getattr(kv, "num_host_pages", 0)  # of an optional folder
-    faults = {
-        f"device.tensor_parallel={ranks}: the states of recurrent layers are not divided among ranks; set it to 1": (
-            ranks > 1
-        ),
-        f"graphs.mode={mode}: no compiler takes recurrent layers; set it to 'auto'": mode == NOT_SERVED,
-        f"kv.num_host_pages={host_pages}: pages return without the states of recurrent layers; set it to 0": (
-            host_pages > 0
-        ),
-        f"plugins.{PROPOSER}={names.get(PROPOSER)}: a rejected token would stay in the states of recurrent layers; set "
-        "it to 'none'": PROPOSER in names,
-    }
-    for fault, found in faults.items():
-        if found:
-            raise ConfigError(fault)
+def check_recurrent(config: Config) -> None:
+    """Raise ConfigError for a setting under which a model with recurrent layers would give wrong results or fail."""
+    if (mode := config.graphs.mode) == NOT_SERVED:
+        raise ConfigError(f"graphs.mode={mode}: no compiler takes recurrent layers; set it to 'auto'")

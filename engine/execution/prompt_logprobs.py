@@ -15,6 +15,7 @@ from engine.execution.prompts import Columns, Int64, PromptSegment, Wanted
 from engine.messages import Admission
 from engine.models.model import Model
 from engine.sampling.logprobs import BatchLogprobs, batch_logprobs, joined_logprobs
+from engine.sampling.sampler import Sampler
 from engine.types.logprobs import PromptLogprobs
 
 SCORED_ROWS = 128  # rows of logits at a time: those of a whole step may take gigabytes
@@ -54,7 +55,9 @@ class ScoredPrompts:
 class PromptScores:
     """The rows whose prompts are scored; a ``PromptReader``."""
 
-    def __init__(self) -> None:
+    def __init__(self, sampler: Sampler) -> None:
+        """Make it.  sampler: it has the rows' temperatures and cuts."""
+        self._sampler = sampler
         self._rows: dict[int, Admission] = {}
 
     def admit(self, admission: Admission) -> bool:
@@ -69,6 +72,7 @@ class PromptScores:
         at: list[Int64] = []
         next_ids: list[Int64] = []
         num_top: list[Int64] = []
+        rows: list[Int64] = []
         for one in segments:
             if (admission := self._rows.get(one.row)) is None:
                 continue
@@ -79,25 +83,34 @@ class PromptScores:
                 at.append(np.arange(one.at, one.at + count))
                 next_ids.append(tokens[first : first + count].astype(np.int64))
                 num_top.append(np.full(count, admission.params.prompt_logprobs))
+                rows.append(np.full(count, one.row))
         if not scored:
             return None
-        read = partial(_scores, np.concatenate(next_ids), np.concatenate(num_top), tuple(scored))
+        asked = _WantedScores(np.concatenate(rows), np.concatenate(next_ids), np.concatenate(num_top))
+        read = partial(_scores, self._sampler, asked, tuple(scored))
         return Wanted(np.concatenate(at), read)
 
     def sums(self, row: int) -> bool:
         return False
 
 
-def _scores(
-    next_ids_E: Int64, num_top_E: Int64, scored: tuple[_Scored, ...], states_ED: Tensor, model: Model
-) -> ScoredPrompts:
-    """Return the scores.
+@dataclass(frozen=True, slots=True)
+class _WantedScores:
+    """The row of each position, the token after it, whose log probability is wanted, and the number of alternatives."""
 
-    next_ids_E: the token after each position, whose log probability is wanted.  num_top_E: number of alternatives."""
-    on_device_E = torch.from_numpy(next_ids_E).to(states_ED.device, non_blocking=True)
+    rows_E: Int64
+    next_ids_E: Int64
+    num_top_E: Int64
+
+
+def _scores(
+    sampler: Sampler, asked: _WantedScores, scored: tuple[_Scored, ...], states_ED: Tensor, model: Model
+) -> ScoredPrompts:
+    """Return the scores."""
+    on_device_E = torch.from_numpy(asked.next_ids_E).to(states_ED.device, non_blocking=True)
     parts = []
     for first in range(0, len(states_ED), SCORED_ROWS):
         part = slice(first, first + SCORED_ROWS)
-        logits_eV, num_top = model.logits(states_ED[part]), num_top_E[part]
+        logits_eV, num_top = sampler.scaled(model.logits(states_ED[part]), asked.rows_E[part]), asked.num_top_E[part]
         parts.append(batch_logprobs(logits_eV, on_device_E[part], np.arange(len(num_top)), num_top))
     return ScoredPrompts(joined_logprobs(parts), scored)

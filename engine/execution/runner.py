@@ -72,7 +72,7 @@ class ModelRunner:
         self._rows = rows
         self._states = states
         self._constraints = constraints
-        self._prompts = Prompts((PromptScores(), *(one.reader for one in features if one.reader is not None)))
+        self._prompts = Prompts((PromptScores(sampler), *(one.reader for one in features if one.reader is not None)))
         self._sampler = sampler
         self._eos_token_ids = eos_token_ids
         self._on_cuda = pool.data.device.type == "cuda"

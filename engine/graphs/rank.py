@@ -82,17 +82,9 @@ class RankGraphs:
                 self.comm = BreakingComm(comm, self._recorder)
 
     def break_at(self, operations: Sequence[str]) -> None:
-        """Keep operations that plugins name, and those of graphs.split_ops, out of graphs.  Call it after all plugins
-        are loaded and before any capture.  Raises ConfigError for an unknown operation in graphs.split_ops."""
-        for name in self._settings.split_ops:
-            library, _, operation = name.partition("::")
-            if not operation or not hasattr(getattr(torch.ops, library), operation):
-                raise ConfigError(
-                    f"graphs.split_ops: no operation {name!r} is registered with torch; expected 'library::operation', "
-                    "as in 'aten::index_copy_'"
-                )
+        """Keep operations out of graphs.  Call it when all plugins are loaded, and before any capture."""
         if self._recorder is not None:
-            self._recorder.break_at(list(dict.fromkeys([*operations, *self._settings.split_ops])))
+            self._recorder.break_at(operations)
 
     def piecewise(self, parts: StepParts, scheduler: SchedulerSection, progress: bool) -> Piecewise | None:
         """Return steps with prefill, captured or compiled up to the largest step; None if off, or failed under 'auto'.

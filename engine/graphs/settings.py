@@ -1,4 +1,4 @@
-"""The settings of captures besides their mode: sizes, uncaptured operations, tuning, passes of plugins."""
+"""The settings of captures besides their mode: sizes, passes of plugins."""
 
 from typing import Annotated, ClassVar
 
@@ -6,7 +6,7 @@ from engine.settings.section import Addition, key
 
 
 class CaptureSettings(Addition, frozen=True):
-    """The part of [graphs] about captured sizes, uncaptured operations and tuning."""
+    """The part of [graphs] about captured sizes."""
 
     table: ClassVar[str] = "graphs"
 
@@ -14,9 +14,6 @@ class CaptureSettings(Addition, frozen=True):
     max_tokens: Annotated[int, key(
         "Largest captured step with prefill, in tokens; larger ones run without graphs, or compiled for any size", ge=1
     )] = 4096
-    split_ops: Annotated[list[str], key(
-        "Operations that run uncaptured, between graphs and pieces, e.g. ['acme::route']"
-    )] = []
 
 
 class PassSettings(Addition, frozen=True):

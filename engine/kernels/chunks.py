@@ -57,8 +57,8 @@ def advance_prompts(
     }
     prepare_chunk[(num_chunks * heads,)](
         terms.q_TGK, terms.k_TGK, terms.v_THV, terms.a_TH, terms.b_TH, terms.decay_H, terms.bias_H, prompts.firsts_N,
-        prompts.ends_N, queries_THK, keys_THK, found_THK, seen_THC, added_THV, wholes_TH, terms.least_step, *strides,
-        **sizes_of(terms, SIDE, SIDE), LEVELS=CHUNK.bit_length() - 1,
+        prompts.ends_N, queries_THK, keys_THK, found_THK, seen_THC, added_THV, wholes_TH, terms.least_step, terms.most,
+        *strides, **sizes_of(terms, SIDE, SIDE), LEVELS=CHUNK.bit_length() - 1,
         num_warps=4 if terms.is_delta else 8, num_stages=1, **options,
     )  # fmt: skip
     # A Hopper GPU has the shared memory for the next chunk's numbers, if these are of 16 bits.
@@ -72,7 +72,7 @@ def advance_prompts(
 
 @triton.jit(do_not_specialize_on_alignment=["firsts", "ends"])
 def prepare_chunk(
-    q, k, v, a, b, decay, bias, firsts, ends, queries, keys, found, seen, added, wholes, least_step, token_stride,
+    q, k, v, a, b, decay, bias, firsts, ends, queries, keys, found, seen, added, wholes, least_step, most, token_stride,
     gate_stride, HEADS: tl.constexpr, SHARED: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr,
     DELTA: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, CHUNK: tl.constexpr, LEVELS: tl.constexpr,
     PRECISION: tl.constexpr, INTERPRETED: tl.constexpr, PDL: tl.constexpr,
@@ -133,7 +133,7 @@ def prepare_chunk(
     seen_CC *= tl.exp(difference_CC)
     tl.store(seen + to_C1 * CHUNK + c_C[None, :], seen_CC.to(rounded), mask=live_C[:, None])
     if DELTA:
-        b_C = tl.sigmoid(tl.load(b + gate_C, mask=live_C, other=0.0).to(tl.float32))
+        b_C = most * tl.sigmoid(tl.load(b + gate_C, mask=live_C, other=0.0).to(tl.float32))
         factor_C = -key_C * b_C * tl.exp(g_C)
         inverse_CC = inverse(same_CC * tl.exp(difference_CC) * b_C[:, None], CHUNK, LEVELS, PRECISION).to(rounded)
         for start in range(0, KEY, BLOCK_K):

@@ -50,13 +50,14 @@ typedef struct {
 void convolve(const Rows *rows, const float *x_TC, int64_t x_step, const float *weight_KC, const float *bias_C,
               float *windows_SKC, int64_t slot_step, float *y_TC, int64_t C, int64_t K, int64_t with_silu);
 void delta(const Rows *rows, float *qkv_TC, const float *a_TH, int64_t a_step, const float *b_TH, int64_t b_step,
-           const float *decay_H, const float *bias_H, float *gates_TH2, float *matrices_SHKU, int64_t slot_step,
-           float *o_THU, int64_t G, int64_t H, int64_t K, int64_t U);
+           const float *decay_H, const float *bias_H, float most, float *gates_TH2, float *matrices_SHKU,
+           int64_t slot_step, float *o_THU, int64_t G, int64_t H, int64_t K, int64_t U);
 void ssd(const Rows *rows, const float *xkq_TC, const float *sizes_TH, int64_t sizes_step, const float *decay_H,
          const float *bias_H, const float *skip_H, float least, float *gates_TH2, float *matrices_SHKU,
          int64_t slot_step, float *o_THU, int64_t G, int64_t H, int64_t K, int64_t U);
 void gate_norm(const float *o_TI, const float *z_TI, int64_t z_step, const float *weight, int64_t weight_step,
-               float *out_TI, int64_t T, int64_t I, int64_t N, float eps, int64_t gated_first, int64_t threads);
+               float *out_TI, int64_t T, int64_t I, int64_t N, float eps, int64_t gated_first,
+               int64_t is_sigmoid, int64_t threads);
 
 /* draw.c */
 void likeliest(const float *logits_nV, int64_t *token_ids_n, int64_t n, int64_t V);

@@ -16,8 +16,16 @@ from engine.kernels.dependent_launch import launch_options, let_next_begin, wait
 VALUES: Final = 1024  # of a program, if its groups are small
 
 
-def gate(o_TI: Tensor, z_TI: Tensor, weight: Tensor | None, num_groups: int, eps: float, gated_first: bool) -> Tensor:
-    """Return norm(o) * silu(z), or norm(o * silu(z)) if ``gated_first``, in z's dtype.
+def gate(
+    o_TI: Tensor,
+    z_TI: Tensor,
+    weight: Tensor | None,
+    num_groups: int,
+    eps: float,
+    gated_first: bool,
+    kind: str = "silu",
+) -> Tensor:
+    """Return norm(o) * gate(z), or norm(o * gate(z)) if ``gated_first``, in z's dtype.  kind: of gate, silu or sigmoid.
 
     o_TI: float32, contiguous.  weight: of the norm, float32, for each of I values, or for those of each group alike;
     None if there is no norm."""
@@ -32,7 +40,8 @@ def gate(o_TI: Tensor, z_TI: Tensor, weight: Tensor | None, num_groups: int, eps
         gate_groups[(triton.cdiv(num_tokens * num_groups, together),)](
             o_TI, z_TI, weight, y_TI, eps, z_TI.stride(0), num_tokens * num_groups,
             WIDTH=group, GROUPS=num_groups, NORMED=weight is not None,
-            ALIKE=weight is not None and len(weight) == group, GATED_FIRST=gated_first, BLOCK_R=together,
+            ALIKE=weight is not None and len(weight) == group, GATED_FIRST=gated_first, SIGMOID=kind == "sigmoid",
+            BLOCK_R=together,
             BLOCK_N=block, num_warps=min(16, max(1, together * block // 256)), enable_fp_fusion=True,
             **launch_options(o_TI.device),
         )  # fmt: skip
@@ -43,7 +52,7 @@ def gate(o_TI: Tensor, z_TI: Tensor, weight: Tensor | None, num_groups: int, eps
 def gate_groups(
     o, z, weight, out, eps, z_stride, num_groups,
     WIDTH: tl.constexpr, GROUPS: tl.constexpr, NORMED: tl.constexpr, ALIKE: tl.constexpr, GATED_FIRST: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
+    SIGMOID: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Compute some groups per program."""
     n_1N = tl.arange(0, BLOCK_N)[None, :]
@@ -55,7 +64,7 @@ def gate_groups(
     let_next_begin(PDL)
     o_RN = tl.load(o + at_RN, mask=live_RN, other=0.0)
     z_RN = tl.load(z + (r_R1 // GROUPS).to(tl.int64) * z_stride + i_RN, mask=live_RN, other=0.0).to(tl.float32)
-    gate_RN = z_RN * tl.sigmoid(z_RN)
+    gate_RN = tl.sigmoid(z_RN) if SIGMOID else z_RN * tl.sigmoid(z_RN)
     if GATED_FIRST:
         o_RN *= gate_RN
     if NORMED:

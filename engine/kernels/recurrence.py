@@ -28,7 +28,7 @@ class TokenTerms:
 
     q_TGK, k_TGK, v_THV: float32, with the same distance from token to token; a head's numbers are contiguous.
     a_TH: before bias and softplus, which give the step size.  decay_H, bias_H: float32.
-    b_TH: before the sigmoid; with it the delta rule is computed, of queries and keys of length 1.
+    b_TH: before the sigmoid, times ``most``; with it the delta rule is computed, of queries and keys of length 1.
     skip_H: otherwise, the share of a token's value in its own result, and ``least_step``, of the step size."""
 
     q_TGK: Tensor
@@ -38,6 +38,7 @@ class TokenTerms:
     decay_H: Tensor
     bias_H: Tensor
     b_TH: Tensor | None = None
+    most: float = 1.0
     skip_H: Tensor | None = None
     least_step: float = 0.0
 
@@ -69,7 +70,7 @@ def advance_rows(terms: TokenTerms, matrices_SHKV: Tensor, step: StatesOfStep, r
     if num_rows:
         advance_head[(num_rows * heads * triton.cdiv(value, block),)](
             terms.q_TGK, terms.k_TGK, terms.v_THV, terms.a_TH, terms.b_TH, terms.decay_H, terms.bias_H, terms.skip_H,
-            matrices_SHKV, rows, step.slots_B, step.fresh_B, step.starts_B1, o_THV, terms.least_step,
+            matrices_SHKV, rows, step.slots_B, step.fresh_B, step.starts_B1, o_THV, terms.least_step, terms.most,
             terms.q_TGK.stride(0), terms.a_TH.stride(0), matrices_SHKV.stride(0),
             LISTED=rows is not None, **sizes_of(terms, triton.next_power_of_2(terms.k_TGK.shape[2]), block),
             num_warps=4, enable_fp_fusion=True, **launch_options(o_THV.device),
@@ -93,8 +94,8 @@ def sizes_of(terms: TokenTerms, key_block: int, value_block: int) -> dict[str, i
 
 @triton.jit(do_not_specialize_on_alignment=["rows", "slots", "fresh", "starts"])
 def advance_head(
-    q, k, v, a, b, decay, bias, skip, matrices, rows, slots, fresh, starts, out, least_step, token_stride, gate_stride,
-    slot_stride, LISTED: tl.constexpr, HEADS: tl.constexpr, SHARED: tl.constexpr, KEY: tl.constexpr,
+    q, k, v, a, b, decay, bias, skip, matrices, rows, slots, fresh, starts, out, least_step, most, token_stride,
+    gate_stride, slot_stride, LISTED: tl.constexpr, HEADS: tl.constexpr, SHARED: tl.constexpr, KEY: tl.constexpr,
     VALUE: tl.constexpr, DELTA: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Advance some values of one head of one row per program."""
@@ -125,7 +126,7 @@ def advance_head(
             kk_K *= unit(tl.sum(kk_K * kk_K))
             m_KV *= tl.exp(decay_h * step)
             known_V = tl.sum(m_KV * kk_K[:, None], 0)
-            added_V = (x_V - known_V) * tl.sigmoid(tl.load(b + gate).to(tl.float32))
+            added_V = (x_V - known_V) * (most * tl.sigmoid(tl.load(b + gate).to(tl.float32)))
         else:
             step = tl.maximum(step, least_step, propagate_nan=tl.PropagateNan.ALL)
             m_KV *= tl.exp(decay_h * step)

@@ -39,6 +39,7 @@ class TritonRecurrences:
         b_TH: Tensor,
         decay_H: Tensor,
         bias_H: Tensor,
+        most: float,
         matrices_SHKV: Tensor,
         step: StatesOfStep,
     ) -> Tensor:
@@ -47,7 +48,7 @@ class TritonRecurrences:
         keys = (qkv_TC.shape[1] - heads * value) // 2
         q_TGK, k_TGK = qkv_TC[:, : 2 * keys].unflatten(1, (2, -1, key)).unbind(1)
         v_THV = qkv_TC[:, 2 * keys :].unflatten(1, (heads, value))
-        return self._advance(TokenTerms(q_TGK, k_TGK, v_THV, a_TH, decay_H, bias_H, b_TH), matrices_SHKV, step)
+        return self._advance(TokenTerms(q_TGK, k_TGK, v_THV, a_TH, decay_H, bias_H, b_TH, most), matrices_SHKV, step)
 
     def ssd(
         self,

@@ -35,12 +35,15 @@ INLINE void put(float *to, V v, int64_t count) {
         memcpy(to, &v, sizeof(float) * count);
 }
 
-INLINE V silu(V x) {
+/* x sigmoid(x), or sigmoid(x). */
+INLINE V gate_of(V x, int64_t is_sigmoid) {
     V power = exponential((V)((Bits)x | 0x80000000u));
     Bits is = (Bits)(x >= 0.0f);
     V top = (V)(((Bits)all(1) & is) | ((Bits)power & ~is));
-    return x * top / (1 + power);
+    return (is_sigmoid ? top : x * top) / (1 + power);
 }
+
+INLINE V silu(V x) { return gate_of(x, 0); }
 
 static float squares(const float *x, int64_t N) {
     V sums = {0};
@@ -180,8 +183,8 @@ INLINE void advance_all(const int rule, const Rows *rows, const Terms *is) {
 
 /* qkv_TC: queries and keys get their length here.  gates_TH2: room for what each token's a and b give. */
 void delta(const Rows *rows, float *qkv_TC, const float *a_TH, int64_t a_step, const float *b_TH, int64_t b_step,
-           const float *decay_H, const float *bias_H, float *gates_TH2, float *matrices_SHKU, int64_t slot_step,
-           float *o_THU, int64_t G, int64_t H, int64_t K, int64_t U) {
+           const float *decay_H, const float *bias_H, float most, float *gates_TH2, float *matrices_SHKU,
+           int64_t slot_step, float *o_THU, int64_t G, int64_t H, int64_t K, int64_t U) {
     int64_t T = rows->starts_B1[rows->B], C = 2 * G * K + H * U;
 #pragma omp parallel for PARALLEL(T * G * K)
     for (int64_t t = 0; t < T; t++) {
@@ -192,7 +195,7 @@ void delta(const Rows *rows, float *qkv_TC, const float *a_TH, int64_t a_step, c
         for (int64_t h = 0; h < H; h++) {
             float *gates = gates_TH2 + (t * H + h) * 2;
             gates[0] = expf(decay_H[h] * softplus(a_TH[t * a_step + h] + bias_H[h]));
-            gates[1] = 1 / (1 + expf(-b_TH[t * b_step + h]));
+            gates[1] = most / (1 + expf(-b_TH[t * b_step + h]));
         }
     }
     Terms is = {qkv_TC, qkv_TC + G * K, qkv_TC + 2 * G * K, gates_TH2, NULL, matrices_SHKU, o_THU, C, slot_step, G, H, K, U};
@@ -218,7 +221,8 @@ void ssd(const Rows *rows, const float *xkq_TC, const float *sizes_TH, int64_t s
 
 /* weight: of N numbers, or of all I, as weight_step says; NULL for no norm.  o_TI may be out_TI. */
 void gate_norm(const float *o_TI, const float *z_TI, int64_t z_step, const float *weight, int64_t weight_step,
-               float *out_TI, int64_t T, int64_t I, int64_t N, float eps, int64_t gated_first, int64_t threads) {
+               float *out_TI, int64_t T, int64_t I, int64_t N, float eps, int64_t gated_first,
+               int64_t is_sigmoid, int64_t threads) {
 #pragma omp parallel for num_threads(threads) if (threads > 1 && T * I > WORTH_THREADS)
     for (int64_t t = 0; t < T; t++)
         for (int64_t i = 0; i < I; i += N) {
@@ -226,13 +230,13 @@ void gate_norm(const float *o_TI, const float *z_TI, int64_t z_step, const float
             float *out = out_TI + t * I + i;
             for (int64_t n = 0; n < N; n += W) {
                 V x = some(o + n, N - n);
-                put(out + n, gated_first ? x * silu(some(z + n, N - n)) : x, N - n);
+                put(out + n, gated_first ? x * gate_of(some(z + n, N - n), is_sigmoid) : x, N - n);
             }
             V scale = all(weight ? 1 / sqrtf(squares(out, N) / N + eps) : 1);
             for (int64_t n = 0; n < N; n += W) {
                 V x = some(out + n, N - n) * scale;
                 if (weight) x *= some(factors + n, N - n);
-                put(out + n, gated_first ? x : x * silu(some(z + n, N - n)), N - n);
+                put(out + n, gated_first ? x : x * gate_of(some(z + n, N - n), is_sigmoid), N - n);
             }
         }
 }

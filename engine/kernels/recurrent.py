@@ -36,9 +36,9 @@ class CompiledRecurrences:
         tensor: list[Any] = [POINTER, SIZE]  # and the distance of its rows or slots
         results: list[Any] = [POINTER, *tensor, POINTER, *[SIZE] * 4]
         self._convolve.argtypes = [POINTER, *tensor, POINTER, POINTER, *tensor, POINTER, *[SIZE] * 3]
-        self._delta.argtypes = [POINTER, POINTER, *tensor, *tensor, POINTER, POINTER, *results]
+        self._delta.argtypes = [POINTER, POINTER, *tensor, *tensor, POINTER, POINTER, FLOAT, *results]
         self._ssd.argtypes = [POINTER, POINTER, *tensor, *[POINTER] * 3, FLOAT, *results]
-        self._gate.argtypes = [POINTER, *tensor, *tensor, POINTER, *[SIZE] * 3, FLOAT, SIZE, SIZE]
+        self._gate.argtypes = [POINTER, *tensor, *tensor, POINTER, *[SIZE] * 3, FLOAT, *[SIZE] * 3]
         for function in (self._convolve, self._delta, self._ssd, self._gate):
             function.restype = None
 
@@ -72,6 +72,7 @@ class CompiledRecurrences:
         b_TH: Tensor,
         decay_H: Tensor,
         bias_H: Tensor,
+        most: float,
         matrices_SHKV: Tensor,
         step: StatesOfStep,
     ) -> Tensor:
@@ -81,8 +82,8 @@ class CompiledRecurrences:
         gates_TH2, o_THV = _results(qkv_TC, sizes)
         self._delta(
             ctypes.byref(_rows(step)), qkv_TC.data_ptr(), a_TH.data_ptr(), a_TH.stride(0), b_TH.data_ptr(),
-            b_TH.stride(0), decay_H.data_ptr(), bias_H.data_ptr(), gates_TH2.data_ptr(), matrices_SHKV.data_ptr(),
-            matrices_SHKV.stride(0), o_THV.data_ptr(), *sizes,
+            b_TH.stride(0), decay_H.data_ptr(), bias_H.data_ptr(), most, gates_TH2.data_ptr(),
+            matrices_SHKV.data_ptr(), matrices_SHKV.stride(0), o_THV.data_ptr(), *sizes,
         )  # fmt: skip
         return o_THV
 
@@ -109,7 +110,14 @@ class CompiledRecurrences:
         return o_THV
 
     def gate(
-        self, o_TI: Tensor, z_TI: Tensor, weight: Tensor | None, num_groups: int, eps: float, gated_first: bool
+        self,
+        o_TI: Tensor,
+        z_TI: Tensor,
+        weight: Tensor | None,
+        num_groups: int,
+        eps: float,
+        gated_first: bool,
+        kind: str = "silu",
     ) -> Tensor:
         """Return the result behind gate and norm, written over ``o_TI``."""
         _check_floats(o_TI)
@@ -119,7 +127,7 @@ class CompiledRecurrences:
         self._gate(
             o_TI.data_ptr(), gates_TI.data_ptr(), gates_TI.stride(0), None if weight is None else weight.data_ptr(),
             of_group if weight is not None and len(weight) == width else 0, o_TI.data_ptr(), num_tokens, width,
-            of_group, eps, gated_first and weight is not None, torch.get_num_threads(),
+            of_group, eps, gated_first and weight is not None, kind == "sigmoid", torch.get_num_threads(),
         )  # fmt: skip
         return o_TI.to(z_TI.dtype)
 

@@ -33,7 +33,10 @@ class RadixTree:
     record_events: collect the events that ``drain_events`` returns, which must be called then.
     num_handles: number of handles that are locked.
     new_pages: called with the pages that a request gives the tree: their node, index of the first in it, the pages.
-    A feature may use a subclass, which keeps pages that are evicted."""
+    A feature may use a subclass, which keeps pages that are evicted, or states behind them; one tree may be several.
+    keeps_states: whether a match has a state behind it, if the model needs one."""
+
+    keeps_states = False
 
     def __init__(
         self, page_size: int, strategy: EvictionStrategy, *, lookahead: int = 0, record_events: bool = False
@@ -113,6 +116,10 @@ class RadixTree:
         handle = Handle(node, match.num_pages, priority)
         self._stamp(handle, node)
         return handle
+
+    def still_has(self, match: Match) -> bool:
+        """Return whether what a match cannot do without is there, though pages were evicted since it was locked."""
+        return True
 
     def publish(self, handle: Handle, key: bytes, pages: Pages) -> Published:
         """Give the tree the pages of ``key`` that it does not have, and move the lock to the key's end.

@@ -6,27 +6,31 @@ Owns: the weights of the sum over taps.  Does not know: slots, what the channels
 A sum adds the same products in the same order wherever a prompt is cut: its bits do not depend on chunks.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-from engine.checkpoints.shape import ShortConvolutionShape
+from engine.checkpoints.shape import Rows, ShortConvolutionShape
 from engine.layers.comm import Comm
 from engine.layers.kernels import LayerKernels
 from engine.layers.linear import ColumnLinear, RowLinear
 from engine.layers.recurrences import Recurrences
 from engine.layers.recurrent import RecurrentPart
 from engine.layers.states import StatesOfStep
-from engine.layers.weights import WeightSlice, joined, parameter, whole
+from engine.layers.weights import WeightSlice, cut, joined, parameter, part_slices
 
 
 class CausalConvolution:
     """The convolution y[t] = sum over k of w[k] x[t - K + 1 + k], with a bias or without, for each channel.
 
-    Its state is [K - 1, C], the last inputs of a row."""
+    Its state is [K - 1, C], the last inputs of a row.  rows: the channels over all ranks, without a name."""
 
-    def __init__(self, channels: int, taps: int, bias: bool, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self, rows: Sequence[Rows], taps: int, bias: bool, comm: Comm, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        self._parts = [cut(one, comm) for one in rows]
+        channels = sum(length for *_, length in self._parts)
         self.weight_CK = parameter(channels, taps, device=device, dtype=dtype)
         self.bias_C = parameter(channels, device=device, dtype=dtype) if bias else None
         self._weight_KC: Tensor = self.weight_CK.t()
@@ -43,9 +47,7 @@ class CausalConvolution:
 
     def slices(self, prefix: str) -> Iterator[WeightSlice]:
         """Yield the slices of the checkpoint, which has the weight as [C, 1, K]."""
-        yield whole(f"{prefix}.weight", self.weight_CK.unsqueeze(1))
-        if self.bias_C is not None:
-            yield whole(f"{prefix}.bias", self.bias_C)
+        yield from part_slices({"weight": self.weight_CK.unsqueeze(1), "bias": self.bias_C}, prefix, self._parts)
 
 
 class ShortConvolution(RecurrentPart):
@@ -55,9 +57,10 @@ class ShortConvolution(RecurrentPart):
         self, shape: ShortConvolutionShape, hidden_size: int, comm: Comm, device: torch.device, dtype: torch.dtype
     ) -> None:
         self.shape = shape
-        self.inner = ColumnLinear(hidden_size, [("in_proj", 3 * hidden_size)], shape.bias, None, device, dtype)
-        self.convolution = CausalConvolution(hidden_size, shape.taps, shape.bias, device, dtype)
-        self.outer = RowLinear(hidden_size, hidden_size, shape.bias, comm, device, dtype)
+        self.inner = ColumnLinear(hidden_size, shape.inner, shape.bias, comm, device, dtype)
+        rows = [Rows("", shape.size)]
+        self.convolution = CausalConvolution(rows, shape.taps, shape.bias, comm, device, dtype)
+        self.outer = RowLinear(shape.size, hidden_size, shape.bias, comm, device, dtype)
 
     def mix(self, inner_TI: Tensor, states: tuple[Tensor, ...], step: StatesOfStep) -> Tensor:
         """Return the gated convolution (``RecurrentPart``)."""

@@ -18,14 +18,13 @@ from engine.layers.weights import WeightSlice, joined
 
 
 class GatedAttention(SelfAttention):
-    """An ``Attention`` whose result is multiplied by sigmoid(gate(x)).  Its model is not divided among ranks."""
+    """An ``Attention`` whose result is multiplied by sigmoid(gate(x))."""
 
     def __init__(
         self, shape: GatedAttentionShape, hidden_size: int, comm: Comm, device: torch.device, dtype: torch.dtype
     ) -> None:
         super().__init__(shape, hidden_size, comm, device, dtype)
-        rows = [("q_proj", shape.num_heads * shape.head_size)]
-        self.gate = ColumnLinear(hidden_size, rows, shape.qkv_bias, comm, device, dtype)
+        self.gate = ColumnLinear(hidden_size, [shape.gate], shape.qkv_bias, comm, device, dtype)
         self._activate = activated
 
     @property
@@ -43,18 +42,5 @@ class GatedAttention(SelfAttention):
 
     def slices(self, prefix: str) -> Iterator[WeightSlice]:
         """Yield the slices of the checkpoint that this part reads."""
-        queries = f"{joined(prefix, self.shape.name)}.q_proj."
-        for one in super().slices(prefix):
-            if one.source.startswith(queries):
-                yield from self._heads(one, 0)
-            else:
-                yield one
-        for one in self.gate.slices(joined(prefix, self.shape.name)):
-            yield from self._heads(one, 1)
-
-    def _heads(self, one: WeightSlice, side: int) -> Iterator[WeightSlice]:
-        """Yield the slices of each head, where a tensor has the rows of two sides of each head in turns."""
-        size = self.shape.head_size
-        for head, target in enumerate(one.target.split(size)):
-            shape = (2 * one.shape[0], *one.shape[1:])
-            yield WeightSlice(one.source, shape, 0, (2 * head + side) * size, size, target)
+        yield from super().slices(prefix)
+        yield from self.gate.slices(joined(prefix, self.shape.name))

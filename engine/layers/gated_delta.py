@@ -1,4 +1,5 @@
-"""The gated delta net (Yang et al. 2024) as in Qwen3-Next and Qwen3.5: a recurrent part in place of attention.
+"""The gated delta net (Yang et al. 2024) as in Qwen3-Next, Qwen3.5 and OLMo hybrid: a recurrent part in place of
+attention.
 
 Legend: T new tokens of a step · C channels of the convolution · G heads with a key · H heads with a value
         K size of a key · V size of a value · I outputs of the first product
@@ -17,34 +18,36 @@ from engine.layers.kernels import LayerKernels
 from engine.layers.linear import ColumnLinear, RowLinear
 from engine.layers.recurrent import RecurrentPart
 from engine.layers.states import StatesOfStep
-from engine.layers.weights import WeightSlice, joined, parameter, whole
+from engine.layers.weights import WeightSlice, joined, own_part, parameter, whole
 
 
 class GatedDelta(RecurrentPart):
     """The gated delta rule over convolved queries, keys and values, then a norm, and a gate.
 
+    shape: of this rank's heads.  whole: of all.
     inner: queries, keys and values, the gate z, and the numbers b and a of each head, in this order."""
 
     def __init__(
         self, shape: GatedDeltaShape, hidden_size: int, comm: Comm, device: torch.device, dtype: torch.dtype
     ) -> None:
-        self.shape = shape
-        heads, values = shape.num_heads, shape.num_heads * shape.value_size
-        parts = [("in_proj_qkv", shape.channels), ("in_proj_z", values), ("in_proj_b", heads), ("in_proj_a", heads)]
-        self.inner = ColumnLinear(hidden_size, parts, False, None, device, dtype)
-        self.convolution = CausalConvolution(shape.channels, shape.taps, False, device, dtype)
+        self.whole, self.comm = shape, comm
+        self.shape = mine = shape.of_rank(comm.size)
+        heads, values = mine.num_heads, mine.num_heads * mine.value_size
+        self.inner = ColumnLinear(hidden_size, shape.inner, False, comm, device, dtype)
+        self.convolution = CausalConvolution(shape.convolved, shape.taps, False, comm, device, dtype)
         self.decay_H = parameter(heads, device=device, dtype=torch.float32)
         self.bias_H = parameter(heads, device=device, dtype=torch.float32)
         self.norm_V = parameter(shape.value_size, device=device, dtype=torch.float32)
-        self.outer = RowLinear(values, hidden_size, False, comm, device, dtype)
-        self._splits = [length for _, length in parts]
+        self.outer = RowLinear(shape.num_heads * shape.value_size, hidden_size, False, comm, device, dtype)
+        self._splits = mine.channels, values, heads, heads
 
     def mix(self, inner_TI: Tensor, states: tuple[Tensor, ...], step: StatesOfStep) -> Tensor:
         """Return the gated and normed result of the recurrence (``RecurrentPart``)."""
         shape, (windows_SKC, matrices_SHKV) = self.shape, states
         qkv_TC, z_TI, b_TH, a_TH = inner_TI.split(self._splits, -1)
         qkv_TC = self.convolution(qkv_TC, windows_SKC, step, self.recurrences, silu=True)
-        o_THV = self.recurrences.delta(qkv_TC, a_TH, b_TH, self.decay_H, self.bias_H, matrices_SHKV, step)
+        of_heads = self.decay_H, self.bias_H
+        o_THV = self.recurrences.delta(qkv_TC, a_TH, b_TH, *of_heads, shape.most, matrices_SHKV, step)
         return self.recurrences.gate(o_THV.flatten(1), z_TI, self.norm_V, shape.num_heads, shape.eps, False)
 
     def pack(self, kernels: LayerKernels | None) -> None:
@@ -56,29 +59,10 @@ class GatedDelta(RecurrentPart):
     def slices(self, prefix: str) -> Iterator[WeightSlice]:
         """Yield the slices of the checkpoint that this part reads."""
         name = joined(prefix, self.shape.name)
-        inner = self.inner.slices(name)
-        yield from self._grouped(name) if self.shape.grouped else inner
-        yield from self.convolution.slices(f"{name}.conv1d")
-        yield whole(f"{name}.A_log", self.decay_H)
-        yield whole(f"{name}.dt_bias", self.bias_H)
-        yield whole(f"{name}.norm.weight", self.norm_V)
-        yield from self.outer.slices(f"{name}.out_proj")
-
-    def _grouped(self, name: str) -> Iterator[WeightSlice]:
-        """Yield the slices of a checkpoint that has, for each head with a key, its rows one after the other."""
-        shape, shared = self.shape, self.shape.num_heads // self.shape.num_keys
-        values = shared * shape.value_size
-        qkv, z, b, a = self.inner.weight.split(self._splits)
-        keys = shape.num_keys * shape.key_size
-        q, k, v = qkv.tensor_split((keys, 2 * keys))
-        tensors = {
-            "in_proj_qkvz": [(q, shape.key_size), (k, shape.key_size), (v, values), (z, values)],
-            "in_proj_ba": [(b, shared), (a, shared)],
-        }
-        for tensor, sides in tensors.items():
-            rows, start = sum(len(side) for side, _ in sides), 0
-            for head in range(shape.num_keys):
-                for side, size in sides:
-                    target = side[head * size : (head + 1) * size]
-                    yield WeightSlice(f"{name}.{tensor}.weight", (rows, side.shape[1]), 0, start, size, target)
-                    start += size
+        yield from self.inner.slices(name)
+        yield from self.convolution.slices(name)
+        yield own_part(f"{name}.A_log", self.whole.num_heads, self.comm, self.decay_H)
+        yield own_part(f"{name}.dt_bias", self.whole.num_heads, self.comm, self.bias_H)
+        yield whole(f"{name}.{self.shape.norm}.weight", self.norm_V)
+        outer, _ = self.shape.outer
+        yield from self.outer.slices(f"{name}.{outer}")

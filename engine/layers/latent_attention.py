@@ -15,14 +15,14 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from engine.checkpoints.shape import LatentAttentionShape
+from engine.checkpoints.shape import LatentAttentionShape, share
 from engine.layers.comm import Comm
 from engine.layers.kernels import LayerKernels
 from engine.layers.linear import ColumnLinear, RowLinear
 from engine.layers.norm import RMSNorm
 from engine.layers.rotary import Rotary
 from engine.layers.step import StepTensors
-from engine.layers.weights import WeightSlice, joined, not_here, parameter, share, whole
+from engine.layers.weights import WeightSlice, joined, not_here, parameter, whole
 
 LATENT = "kv_a_proj_with_mqa"
 

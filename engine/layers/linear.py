@@ -13,11 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from engine.checkpoints.shape import Rows, share
 from engine.layers.comm import Comm
 from engine.layers.kernels import DeviceKernels, LayerKernels
 from engine.layers.ordered_comm import OrderedComm
 from engine.layers.packing import LinearKernel, PackedWeight, RowKeeper, RowWeight
-from engine.layers.weights import WeightSlice, parameter, share
+from engine.layers.weights import WeightSlice, cut, parameter, part_slices
 
 
 class Linear:
@@ -73,28 +74,29 @@ class PlainWeight:
 class ColumnLinear(Linear):
     """Outputs cut over ranks; x is whole on every rank.  Merges several matrices with one input.
 
-    parts: (name, outputs over all ranks) of each matrix as the checkpoint has it.  comm: None for no cut.
+    parts: rows over all ranks of each matrix, as (name, outputs) if the checkpoint has them alone.
+    comm: None for no cut.
     """
 
     def __init__(
         self,
         inputs: int,
-        parts: Sequence[tuple[str, int]],
+        parts: Sequence[Rows | tuple[str, int]],
         bias: bool,
         comm: Comm | None,
         device: torch.device,
         dtype: torch.dtype,
     ) -> None:
-        self.parts = [(name, total, *_cut(name, total, comm)) for name, total in parts]
+        self.parts = [cut(one if isinstance(one, Rows) else Rows(*one), comm) for one in parts]
         super().__init__(inputs, sum(length for *_, length in self.parts), bias, device, dtype)
 
     def slices(self, prefix: str) -> Iterator[WeightSlice]:
         """Yield the slices of the checkpoint that this layer reads."""
-        yield from _row_slices(self, prefix, self.parts)
+        yield from part_slices({"weight": self.weight, "bias": self.bias}, prefix, self.parts)
 
 
 class QKVLinear(Linear):
-    """Queries, keys and values in one product: [N + 2G, H] per token, cut over ranks by heads.
+    """Queries, keys and values in one product: [N + 2G, H] per token, cut over ranks by heads.  rows: over all ranks.
 
     With more ranks than key/value heads, neighbouring ranks hold copies of one head.
     """
@@ -102,6 +104,7 @@ class QKVLinear(Linear):
     def __init__(
         self,
         inputs: int,
+        rows: tuple[Rows, Rows, Rows],
         num_heads: int,
         num_kv_heads: int,
         head_size: int,
@@ -118,16 +121,13 @@ class QKVLinear(Linear):
         queries = self.num_heads * head_size
         keys = self.num_kv_heads * head_size
         first_key = comm.rank // copies * keys
-        self.parts = [
-            ("q_proj", num_heads * head_size, comm.rank * queries, queries),
-            ("k_proj", num_kv_heads * head_size, first_key, keys),
-            ("v_proj", num_kv_heads * head_size, first_key, keys),
-        ]
+        of_queries, *others = rows
+        self.parts = [(of_queries, comm.rank * queries, queries), *((one, first_key, keys) for one in others)]
         super().__init__(inputs, queries + 2 * keys, bias, device, dtype)
 
     def slices(self, prefix: str) -> Iterator[WeightSlice]:
         """Yield the slices of the checkpoint that this layer reads."""
-        yield from _row_slices(self, prefix, self.parts)
+        yield from part_slices({"weight": self.weight, "bias": self.bias}, prefix, self.parts)
 
 
 class RowLinear(Linear):
@@ -150,6 +150,11 @@ class RowLinear(Linear):
         else:
             super().__init__(mine, outputs, bias, device, dtype)
 
+    @property
+    def inputs_of_rank(self) -> int:
+        """Number of input features that this rank passes."""
+        return self.inputs // self.comm.size
+
     def __call__(self, x_TI: Tensor) -> Tensor:
         if self.comm.size == 1:
             return self._product(x_TI, self.bias)
@@ -167,28 +172,6 @@ class RowLinear(Linear):
         if self.bias is not None:
             start = first if self.cuts_outputs else 0
             yield WeightSlice(f"{prefix}.bias", (self.outputs,), 0, start, len(self.bias), self.bias)
-
-
-def _cut(name: str, total: int, comm: Comm | None) -> tuple[int, int]:
-    """Return (first output, number of outputs) of this rank."""
-    if comm is None:
-        return 0, total
-    mine = share(total, comm.size, f"outputs of {name}")
-    return comm.rank * mine, mine
-
-
-def _row_slices(layer: Linear, prefix: str, parts: Sequence[tuple[str, int, int, int]]) -> Iterator[WeightSlice]:
-    """Yield the slices of a layer.
-
-    parts: (name, outputs over all ranks, first output, outputs of this rank), in the order of the merged rows.
-    """
-    row, inputs = 0, layer.weight.shape[1]
-    for name, total, start, length in parts:
-        source = f"{prefix}.{name}"
-        yield WeightSlice(f"{source}.weight", (total, inputs), 0, start, length, layer.weight[row : row + length])
-        if layer.bias is not None:
-            yield WeightSlice(f"{source}.bias", (total,), 0, start, length, layer.bias[row : row + length])
-        row += length
 
 
 class VocabLinear(Linear):

@@ -14,7 +14,7 @@ from engine.checkpoints.shape import GatedShape, MLPShape, ScaledGatedShape
 from engine.layers.comm import Comm
 from engine.layers.kernels import LayerKernels
 from engine.layers.linear import ColumnLinear, RowLinear
-from engine.layers.weights import WeightSlice, joined, merged, transposed
+from engine.layers.weights import WeightSlice, joined, transposed
 
 # torch divides an operation on at least so many elements among threads, at places that depend on their number.  It
 # computes the remainder at the end of a thread's part, or of a row with a gap after it, by other instructions, and so
@@ -76,8 +76,7 @@ class GatedMLP:
         self, shape: GatedShape, hidden_size: int, comm: Comm, device: torch.device, dtype: torch.dtype
     ) -> None:
         self.shape = shape
-        parts = [(shape.gate, shape.intermediate_size), (shape.up, shape.intermediate_size)]
-        self.gate_up = ColumnLinear(hidden_size, parts, shape.bias, comm, device, dtype)
+        self.gate_up = ColumnLinear(hidden_size, shape.inner, shape.bias, comm, device, dtype)
         self.down = RowLinear(shape.intermediate_size, hidden_size, shape.bias, comm, device, dtype)
         self.linears = (self.gate_up, self.down)
         self._activate = activated
@@ -95,8 +94,7 @@ class GatedMLP:
     def slices(self, prefix: str) -> Iterator[WeightSlice]:
         """Yield the slices of the checkpoint that this part reads."""
         name = joined(prefix, self.shape.name)
-        gate_up = self.gate_up.slices(name)
-        yield from merged(gate_up, f"{name}.{self.shape.merged}") if self.shape.merged else gate_up
+        yield from self.gate_up.slices(name)
         yield from self.down.slices(f"{name}.{self.shape.down}")
 
 

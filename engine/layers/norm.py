@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.checkpoints.shape import LayerNormShape, PartShape, RMSNormShape, Scaling
+from engine.checkpoints.shape import LayerNormShape, PartShape, RenewingShape, RMSNormShape, Scaling
 from engine.layers.comm import Comm
 from engine.layers.kernels import DeviceKernels, LayerKernels
 from engine.layers.weights import WeightSlice, joined, parameter, whole
@@ -108,6 +108,31 @@ class RMSNorm:
     def _divide_by_length(self, x: Tensor, floor: Tensor, weight: Tensor) -> Tensor:
         length = torch.hypot(torch.linalg.vector_norm(x, dim=-1, keepdim=True), floor)
         return torch.div(x, length).mul_(weight)
+
+
+class RenewingNorm:
+    """A norm whose result, times a factor, takes the place of x."""
+
+    def __init__(self, norm: RMSNorm, factor: float) -> None:
+        self._norm = norm
+        self._factor = factor
+
+    def __call__(self, x_TD: Tensor) -> Tensor:
+        return self._norm(x_TD)
+
+    def added(self, x_TD: Tensor, update_TD: Tensor | None, kernels: LayerKernels | None) -> Tensor:
+        """Return the norm of the sum of x and ``update``, and write it, times the factor, over x."""
+        normed_TD = self._norm.added(x_TD, update_TD, kernels)
+        torch.mul(normed_TD, self._factor, out=x_TD)
+        return normed_TD
+
+    def pack(self, kernels: LayerKernels | None = None) -> None:
+        """Prepare for the device; called once, after loading."""
+        self._norm.pack(kernels)
+
+    def slices(self, prefix: str) -> Iterator[WeightSlice]:
+        """Yield the slices of the checkpoint that this layer reads."""
+        return self._norm.slices(prefix)
 
 
 class LayerNorm:
@@ -261,6 +286,13 @@ def unchanged(shape: PartShape, *_: object) -> UnchangedNorm:
 def scaled(shape: Scaling, *_: object) -> Scaled:
     """Build the layer of a ``Scaling``."""
     return Scaled(shape.factor)
+
+
+def renewing(
+    shape: RenewingShape, hidden_size: int, comm: Comm, device: torch.device, dtype: torch.dtype
+) -> RenewingNorm:
+    """Build the layer of a ``RenewingShape``."""
+    return RenewingNorm(rms_norm(shape.norm, hidden_size, comm, device, dtype), shape.factor)
 
 
 def rms_norm(shape: RMSNormShape, hidden_size: int, comm: Comm, device: torch.device, dtype: torch.dtype) -> RMSNorm:

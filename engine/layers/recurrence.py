@@ -7,7 +7,7 @@ Does not know: where queries, keys, values and decays come from, slots.
 
 A head's matrix M is multiplied by the token's decay, changed by its key and value, and read by its query:
 M <- exp(g) M + k (x) v, and o = q M (Dao and Gu 2024, where v has the step size in it).  The delta rule (Yang et al.
-2024) adds only what M does not already give for the key: k (x) b (v - k exp(g) M), where b is between 0 and 1.
+2024) adds only what M does not already give for the key: k (x) b (v - k exp(g) M), where b is between 0 and 1 or 2.
 
 The two forms have different bits.  Tokens alone have the first one.  All numbers are float32.
 """

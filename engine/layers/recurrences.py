@@ -47,13 +47,14 @@ class Recurrences(Protocol):
         b_TH: Tensor,
         decay_H: Tensor,
         bias_H: Tensor,
+        most: float,
         matrices_SHKV: Tensor,
         step: StatesOfStep,
     ) -> Tensor:
         """Return o_THV, float32, of the gated delta rule (``recurrence.py``).
 
         qkv_TC: queries and keys of G heads, not yet of length 1, then values of H, float32; H / G heads share a key.
-        The logarithm of a token's decay is decay * softplus(a + bias), its factor of the rule sigmoid(b)."""
+        The logarithm of a token's decay is decay * softplus(a + bias), its factor of the rule most * sigmoid(b)."""
         ...
 
     def ssd(
@@ -74,9 +75,17 @@ class Recurrences(Protocol):
         ...
 
     def gate(
-        self, o_TI: Tensor, z_TI: Tensor, weight: Tensor | None, num_groups: int, eps: float, gated_first: bool
+        self,
+        o_TI: Tensor,
+        z_TI: Tensor,
+        weight: Tensor | None,
+        num_groups: int,
+        eps: float,
+        gated_first: bool,
+        kind: str = "silu",
     ) -> Tensor:
-        """Return norm(o) * silu(z), or norm(o * silu(z)) if ``gated_first``, in the dtype of z.
+        """Return norm(o) * gate(z), or norm(o * gate(z)) if ``gated_first``, in the dtype of z.
 
+        kind: the gate is silu or sigmoid.
         Each of the groups of a row has its own norm.  weight: of a row, or of each group alike; None for no norm."""
         ...

@@ -40,7 +40,7 @@ class RecurrentPart:
     ) -> Tensor:
         """Return what ``output`` takes, and advance the states (``Recurrent``)."""
         mix = self._mix_alone if self._one_by_one else self.mix
-        return step.mixed(mix, self.inner(normed_TD), states, self.outer.inputs)
+        return step.mixed(mix, self.inner(normed_TD), states, self.outer.inputs_of_rank)
 
     def _mix_alone(self, inner_TI: Tensor, states: tuple[Tensor, ...], step: StatesOfStep) -> Tensor:
         return torch.cat([self.mix(inner_TI[token], states, alone) for token, alone in step.one_by_one()])

@@ -24,7 +24,7 @@ from engine.layers.linear import Linear, QKVLinear, RowLinear
 from engine.layers.norm import HeadLayerNorm, HeadLength, HeadNorm, WideHeadNorm
 from engine.layers.rotary import Rotary
 from engine.layers.step import StepTensors
-from engine.layers.weights import WeightSlice, joined, merged, parameter, transposed
+from engine.layers.weights import WeightSlice, joined, parameter, transposed
 
 
 class SelfAttention:
@@ -35,7 +35,7 @@ class SelfAttention:
     ) -> None:
         self.shape = shape
         inputs, heads = shape.input_size or hidden_size, (shape.num_heads, shape.num_kv_heads, shape.head_size)
-        self.qkv = QKVLinear(inputs, *heads, shape.qkv_bias, comm, device, dtype)
+        self.qkv = QKVLinear(inputs, shape.inner, *heads, shape.qkv_bias, comm, device, dtype)
         self.num_queries, self.num_keys = self.qkv.num_heads, self.qkv.num_kv_heads
         self.num_rotated = self.num_queries + self.num_keys
         self.head_shape = (self.num_rotated + self.num_keys, shape.head_size)
@@ -112,8 +112,6 @@ class SelfAttention:
         """Yield the slices of the checkpoint that this part reads."""
         shape, name = self.shape, joined(prefix, self.shape.name)
         qkv = self.qkv.slices(name)
-        if shape.merged:
-            qkv = merged(qkv, f"{name}.{shape.merged}")
         output = self.output_linear.slices(f"{name}.{shape.output}")
         yield from transposed(qkv) if shape.transposed else qkv
         if self.head_norm is not None:

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from engine.layers.mlp import activated
 from engine.layers.recurrence import RecurrenceTerms, advance
 from engine.layers.states import StatesOfStep
 
@@ -59,6 +60,7 @@ class TorchRecurrences:
         b_TH: Tensor,
         decay_H: Tensor,
         bias_H: Tensor,
+        most: float,
         matrices_SHKV: Tensor,
         step: StatesOfStep,
     ) -> Tensor:
@@ -72,7 +74,7 @@ class TorchRecurrences:
             k_THK=_unit(k_TGK).repeat_interleave(shared, 1),
             v_THV=qkv_TC[:, 2 * keys :].unflatten(1, (heads, value)),
             g_TH=decay_H * F.softplus(a_TH.float() + bias_H),
-            b_TH=b_TH.float().sigmoid(),
+            b_TH=most * b_TH.float().sigmoid(),
         )
         return advance(terms, matrices_SHKV, step)
 
@@ -102,10 +104,17 @@ class TorchRecurrences:
         return advance(terms, matrices_SHKV, step) + x_THV * skip_H[:, None]
 
     def gate(
-        self, o_TI: Tensor, z_TI: Tensor, weight: Tensor | None, num_groups: int, eps: float, gated_first: bool
+        self,
+        o_TI: Tensor,
+        z_TI: Tensor,
+        weight: Tensor | None,
+        num_groups: int,
+        eps: float,
+        gated_first: bool,
+        kind: str = "silu",
     ) -> Tensor:
         """Return the result behind gate and norm."""
-        gates_TI = F.silu(z_TI.float())
+        gates_TI = activated(z_TI.float(), kind)
         if weight is None:
             return (o_TI * gates_TI).to(z_TI.dtype)
         o_TGN = (o_TI * gates_TI if gated_first else o_TI).unflatten(1, (num_groups, -1))

@@ -4,13 +4,14 @@ Owns: the description.  Does not know: files, which layer a slice is for.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
-from engine.types.errors import ConfigError
+from engine.checkpoints.shape import Rows, share
+from engine.layers.comm import Comm
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +47,50 @@ def whole(source: str, target: Tensor) -> WeightSlice:
     """Return the slice of a tensor that every rank holds in full."""
     rows = target if target.dim() else target.view(1)
     return WeightSlice(source, tuple(target.shape), 0, 0, rows.shape[0], rows)
+
+
+def row_slices(source: str, rows: Rows, start: int, target: Tensor) -> Iterator[WeightSlice]:
+    """Yield the slices of a tensor for those of ``rows`` that a rank has, from the one with number ``start`` on."""
+    shape, size = (rows.height, *target.shape[1:]), rows.count // rows.groups
+    while len(target):
+        group, inside = divmod(start, size)
+        length = min(len(target), size - inside)
+        place = group * (rows.height // rows.groups) + rows.first + inside
+        yield WeightSlice(source, shape, 0, place, length, target[:length])
+        start, target = start + length, target[length:]
+
+
+def part_slices(
+    sides: Mapping[str, Tensor | None], prefix: str, parts: Iterable[tuple[Rows, int, int]]
+) -> Iterator[WeightSlice]:
+    """Yield the slices of rows that lie one after the other.
+
+    sides: kind of tensor -> memory, None for none.  parts: (rows over all ranks, first row, rows of this rank)."""
+    at = 0
+    for rows, start, length in parts:
+        for kind, side in sides.items():
+            if side is not None:
+                yield from row_slices(joined(joined(prefix, rows.name), kind), rows, start, side[at : at + length])
+        at += length
+
+
+def own_part(source: str, total: int, comm: Comm, target: Tensor) -> WeightSlice:
+    """Return the slice of a tensor that ranks divide evenly, or of which each has all."""
+    return WeightSlice(source, (total,), 0, comm.rank * len(target) % total, len(target), target)
+
+
+def cut(rows: Rows, comm: Comm | None) -> tuple[Rows, int, int]:
+    """Return the rows, and the first one and the number of those of this rank.  comm: None for no cut.
+
+    With more ranks than units, neighbours have copies of one."""
+    if comm is None:
+        return rows, 0, rows.count
+    if 0 < rows.units < comm.size:
+        share(comm.size, rows.units, f"ranks over {rows.name}")
+        mine = rows.count // rows.units
+        return rows, comm.rank * rows.units // comm.size * mine, mine
+    mine = share(rows.count, comm.size, f"outputs of {rows.name}")
+    return rows, comm.rank * mine, mine
 
 
 def joined(prefix: str, name: str) -> str:
@@ -84,10 +129,3 @@ def not_here(slices: Iterable[WeightSlice]) -> Iterator[WeightSlice]:
 def parameter(*shape: int, device: torch.device, dtype: torch.dtype) -> nn.Parameter:
     """Return uninitialised memory for a weight; the loader fills every element."""
     return nn.Parameter(torch.empty(shape, device=device, dtype=dtype), requires_grad=False)
-
-
-def share(total: int, size: int, what: str) -> int:
-    """Return one rank's part of ``total``.  Raises ConfigError if it cannot be divided evenly."""
-    if total % size:
-        raise ConfigError(f"the model has {what}={total}, which {size} ranks cannot share evenly")
-    return total // size

@@ -108,11 +108,11 @@ def batch_logprobs(
 ) -> BatchLogprobs:
     """Compute the log probabilities of rows ``at``.  The numbers of a failed row (token -1) have no meaning."""
     at_L = torch.from_numpy(at).to(logits_NV.device, non_blocking=True)
-    asked_LV, vocab_size = logits_NV.index_select(0, at_L), logits_NV.shape[1]
+    asked_LV, vocab_size = logits_NV.index_select(0, at_L).to(torch.float32), logits_NV.shape[1]
     if odd := -vocab_size % ALIGNED:
         # A GPU's order of additions depends on a row's alignment in memory, so rows are padded to be aligned.
         asked_LV = F.pad(asked_LV, (0, odd), value=-torch.inf)
-    logprobs_LV = torch.log_softmax(asked_LV, dim=-1, dtype=torch.float32)[:, :vocab_size]
+    logprobs_LV = torch.log_softmax(asked_LV, dim=-1)[:, :vocab_size]
     chosen_L1 = logprobs_LV.gather(1, token_ids_N.index_select(0, at_L).clamp(min=0)[:, None])
     # A constant number, so that the choice among equal tokens does not depend on other rows.
     top_LK, top_ids_LK = logprobs_LV.topk(min(MAX_LOGPROBS, vocab_size), dim=-1)

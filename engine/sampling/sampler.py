@@ -37,7 +37,16 @@ from engine.sampling.constraints import Masks
 from engine.sampling.cuts import lowest_kept
 from engine.sampling.draw import block_sums, draw, padded_scores, uniforms, weights
 from engine.sampling.logprobs import BatchLogprobs, batch_logprobs, pinned_copy
-from engine.sampling.state import Adjustments, Draws, Newcomer, SampleBatch, SampledRows, SamplingState, build_batch
+from engine.sampling.state import (
+    Adjustments,
+    Draws,
+    Newcomer,
+    SampleBatch,
+    SampledRows,
+    SamplingState,
+    build_batch,
+    scaled_rows,
+)
 
 if TYPE_CHECKING:
     from engine.kernels.cpu import CPUKernels
@@ -107,17 +116,26 @@ class Sampler:
         else:
             raw_RV = masks.apply(chosen_NV)
             token_ids_N = self._pick_all(batch, chosen_NV, positions)
+        scaled = [(part.at, self._scores(part, chosen_NV)) for part in batch.scaled]
         if chosen_NV is not logits_NV:
             token_ids_N = torch.where(chosen_NV.amax(dim=-1) == -torch.inf, RULED_OUT, token_ids_N)
         elif masks is not None:
             masks.restore(chosen_NV, raw_RV)
         logprobs = None
         if len(batch.logprobs_at):
-            logprobs = batch_logprobs(logits_NV, token_ids_N, batch.logprobs_at, batch.num_logprobs, batch.named)
+            logprobs = batch_logprobs(
+                _replaced(logits_NV, scaled), token_ids_N, batch.logprobs_at, batch.num_logprobs, batch.named
+            )
         # Last, so that a step that runs out of memory has counted nothing and can be retried.
         if batch.counted_at is not None and batch.counted_lines is not None:
             self._state.counts.add(batch.counted_lines, token_ids_N.index_select(0, batch.counted_at))
         return SampledTokens(token_ids_N, logprobs)
+
+    def scaled(self, logits_EV: Tensor, rows_E: Int64) -> Tensor:
+        """Return the logits of tokens that are given, not drawn; of rows that ask for it those after temperature and
+        cuts, float32."""
+        parts = scaled_rows(self._state, rows_E, np.zeros(len(rows_E), dtype=np.bool_))
+        return _replaced(logits_EV, [(part.at, self._scores(part, logits_EV)) for part in parts])
 
     def takes_likeliest(self, rows_N: Int64, positions_N: Int64) -> bool:
         """Return whether these rows need only their likeliest tokens, the first ones among equals."""
@@ -137,6 +155,15 @@ class Sampler:
             else:
                 token_ids_N.index_copy_(0, at, self._pick(part, logits_NV.index_select(0, at), positions_N))
         return token_ids_N
+
+    def _scores(self, part: SampledRows, logits_NV: Tensor) -> Tensor:
+        """Return scores_nV, float32, whose softmax a part's tokens are drawn by; -inf in what is cut."""
+        logits_nV = logits_NV[part.at]
+        if part.adjustments is not None:
+            logits_nV = self._adjusted(part.adjustments, logits_nV)
+        if part.draws is None:
+            return logits_nV.to(torch.float32, copy=True)
+        return candidate_scores(part.draws, logits_nV, logits_nV.amax(dim=-1))[:, : logits_nV.shape[1]]
 
     def _batch_for(self, rows_N: Int64, positions_N: Int64) -> SampleBatch:
         """Return the batch, built anew only if it has changed since the last step: a steady decode step builds none."""
@@ -188,6 +215,24 @@ class Sampler:
             held = torch.where(held.isfinite(), torch.finfo(torch.float32).min, held)
             logits.index_copy_(0, adjustments.hold_at, held)
         return logits_nV
+
+
+def _replaced(logits_NV: Tensor, scaled: Sequence[tuple[slice | Tensor, Tensor]]) -> Tensor:
+    """Return the logits with those of some rows replaced, float32; the same tensor if there are none."""
+    if not scaled:
+        return logits_NV
+    replaced_NV = logits_NV.to(torch.float32, copy=True)
+    for at, scores_nV in scaled:
+        replaced_NV[at] = scores_nV
+    return replaced_NV
+
+
+def candidate_scores(draws: Draws, logits_nV: Tensor, top_n: Tensor) -> Tensor:
+    """Return scores_nW, the logarithms of candidate weights up to a number per row; -inf in what is cut."""
+    scores_nW = padded_scores(logits_nV, top_n, draws.inverse_temperature_n)
+    if draws.cuts is not None:
+        scores_nW.masked_fill_(scores_nW < lowest_kept(scores_nW, weights(scores_nW), draws.cuts), -torch.inf)
+    return scores_nW
 
 
 def candidate_weights(draws: Draws, logits_nV: Tensor, top_n: Tensor) -> Tensor:

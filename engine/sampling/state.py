@@ -68,6 +68,7 @@ class SamplingState:
         self.penalties = np.tile(np.array(_NO_PENALTIES, dtype=np.float32), (max_rows, 1))  # in NO_PENALTIES' order
         self.seed = np.zeros(max_rows, dtype=np.int64)
         self.logprobs = np.full(max_rows, NO_LOGPROBS, dtype=np.int64)
+        self.scaled = np.zeros(max_rows, dtype=np.bool_)  # whether log probabilities are those that tokens are drawn by
         # Tokens whose log probabilities are returned in place of the most likely ones'.
         self.named: list[Int64] = [_NO_BIAS[0]] * max_rows
         self.processed = np.zeros(max_rows, dtype=np.bool_)  # whether a logits processor changes its logits
@@ -86,6 +87,7 @@ class SamplingState:
             self.seed[row] = params.seed or 0
             self.processed[row] = bool(params.logits_processors)
             self.logprobs[row] = NO_LOGPROBS if params.logprobs is None else params.logprobs
+            self.scaled[row] = params.processed_logprobs
             self.named[row] = np.array(list(dict.fromkeys(params.logprob_token_ids)), dtype=np.int64)
             self._admit_bias(row, params)
             self._admit_stops(row, params, one.num_prompt_tokens, eos_token_ids)
@@ -167,7 +169,8 @@ class SampleBatch:
     parts: ``SampledRows``, or those of ``engine/sampling/triton/sampler.py``.
     counted_at, counted_lines: int64, rows whose sampled token must be counted, and their lines of counts.
     logprobs_at: int64, rows with log probabilities.  num_logprobs: number of alternatives for each.
-    named: the tokens that rows name in place of the most likely ones."""
+    named: the tokens that rows name in place of the most likely ones.
+    scaled: the rows whose log probabilities are those that their tokens are drawn by."""
 
     parts: tuple[Any, ...]
     draws_any: bool
@@ -176,6 +179,7 @@ class SampleBatch:
     logprobs_at: Int64
     num_logprobs: Int64
     named: Named | None
+    scaled: tuple[SampledRows, ...] = ()
 
     @property
     def is_plain(self) -> bool:
@@ -202,16 +206,27 @@ def build_batch(
         named=named_tokens([state.named[row] for row in rows_N[logprobs_at]], state.device)
         if len(logprobs_at)
         else None,
+        scaled=scaled_rows(state, rows_N, holding_N) if len(logprobs_at) else (),
     )
 
 
-def _split(state: SamplingState, rows_N: Int64, holding_N: npt.NDArray[np.bool_]) -> tuple[SampledRows, ...]:
+def scaled_rows(state: SamplingState, rows_N: Int64, holding_N: npt.NDArray[np.bool_]) -> tuple[SampledRows, ...]:
+    """Return the rows whose log probabilities are those that their tokens are drawn by, in parts."""
+    scaled_N = state.scaled[rows_N]
+    return _split(state, rows_N, holding_N, scaled_N) if scaled_N.any() else ()
+
+
+def _split(
+    state: SamplingState, rows_N: Int64, holding_N: npt.NDArray[np.bool_], among_N: npt.NDArray[np.bool_] | None = None
+) -> tuple[SampledRows, ...]:
+    """Return the rows in parts.  among_N: the rows that are wanted; None for all."""
     adjusted_N = state.adjusted(rows_N, holding_N)
     random_N = ~state.greedy[rows_N]
     rows_per_part = max(1, (PART_SCORES_CPU if state.device.type == "cpu" else PART_SCORES_GPU) // state.vocab_size)
     parts: list[SampledRows] = []
     for adjusted, random in ((False, False), (False, True), (True, False), (True, True)):
-        at = np.flatnonzero((adjusted_N == adjusted) & (random_N == random))
+        wanted_N = (adjusted_N == adjusted) & (random_N == random)
+        at = np.flatnonzero(wanted_N if among_N is None else wanted_N & among_N)
         size = rows_per_part if adjusted or random else max(1, len(at))
         for start in range(0, len(at), size):
             part_at = at[start : start + size]

@@ -106,10 +106,11 @@ class Completions:
             rows, tokens = rows[~failed], tokens[~failed]
         return rows, tokens, {int(ids[row]): one for row, one in by_row.items() if running[row]}
 
-    def _confirm_prefills(self, record: InFlight) -> dict[int, int]:
+    def _confirm_prefills(self, record: InFlight) -> dict[int, tuple[int, int]]:
         """Share the pages that the step's prefills have computed.
 
-        Return request id -> cached tokens, of requests whose first token this step has sampled."""
+        Return request id -> prompt tokens found in the cache, and put there, of requests whose first token this step
+        has sampled."""
         table, first = self._table, {}
         now = self._clock()
         for row, end in zip(record.prefill_rows, record.prefill_ends, strict=True):
@@ -119,7 +120,9 @@ class Completions:
             for computed in self._events.computed:
                 computed(sequence, self.last_completed, int(end - table.num_confirmed[row]))
             table.num_confirmed[row] = end
+            num_before = self._page_manager.tree.num_cached
             self._page_manager.publish(row, end)
+            sequence.num_created += self._page_manager.tree.num_cached - num_before
             for published in self._features.published:
                 published(row, end)
             self._prefills.unblock()
@@ -127,13 +130,18 @@ class Completions:
                 for decodes in self._events.decodes:
                     decodes(sequence)
             if end == sequence.num_prompt == len(sequence.tokens):
-                first[sequence.request_id] = sequence.num_cached_at_start
+                # Pages that were evicted from a retracted prompt were put there twice.
+                num_rest = sequence.num_prompt - sequence.num_cached_at_start
+                num_created = min(sequence.num_created * table.page_size, num_rest)
+                first[sequence.request_id] = sequence.num_cached_at_start, num_created
                 sequence.first_token_at = now
                 for first_token in self._events.first_token:
                     first_token(sequence, now)
         return first
 
-    def _commit(self, rows: Rows, tokens: Rows, cached_tokens: dict[int, int], extras: dict[int, StepExtras]) -> None:
+    def _commit(
+        self, rows: Rows, tokens: Rows, cached_tokens: dict[int, tuple[int, int]], extras: dict[int, StepExtras]
+    ) -> None:
         table = self._table
         known = table.num_known[rows]
         table.tokens[rows, known] = tokens
@@ -185,7 +193,8 @@ class Completions:
         sequence = self._table.sequences[row]
         assert sequence is not None, f"row {row} ends and is free"
         self.leave(row, share=share)
-        self._requests.end(sequence, finish, int(self._table.num_known[row]))
+        sequence.tokens = self._table.tokens[row, : self._table.num_known[row]]  # until another sequence has the row
+        self._requests.end(sequence, finish, len(sequence.tokens))
 
     def leave(self, row: int, *, share: bool = True) -> None:
         """Take a row out of the batch; its pages follow when no step in flight uses them.

@@ -91,6 +91,16 @@ class PlannerFeature:
         It may be 0 only where a chunk of the prompt is in the step already, and exceed ``most`` only where none is."""
         return most
 
+    def verified_tokens(self, row: int, most: int) -> int:
+        """Return the number of tokens, at most ``most``, that a step may verify behind the known ones of a row."""
+        return most
+
+    def recomputed_tokens(self, row: int) -> int:
+        """Return the number of known tokens before a row's last one that its next step computes again.
+
+        More than 0 is possible only for a row of which a step has verified tokens, if some were wrong."""
+        return 0
+
     def waits(self, num_in_flight: int) -> bool:
         """Return True to plan nothing now.  num_in_flight: steps that have not completed."""
         return False
@@ -186,6 +196,8 @@ class PlannerFeatures:
         self.started = self._hooks("started")
         self.prefill_tokens = self._hooks("prefill_tokens")
         self.chunk_tokens = self._hooks("chunk_tokens")
+        self.verified_tokens = self._hooks("verified_tokens")
+        self.recomputed_tokens = self._hooks("recomputed_tokens")
         self.waits = self._hooks("waits")
         self.plan = self._hooks("plan")
         self.attach = self._hooks("attach")

@@ -10,7 +10,6 @@ and its own duplicates are freed when the last step that may read them has compl
 """
 
 from collections import deque
-from collections.abc import Callable
 
 import numpy as np
 
@@ -37,19 +36,35 @@ class PageManager:
         self._events = parts.events
         self.allocator = PageAllocator(limits.num_pages)
         self._evictions = WatchedEvictions(strategy, parts.events)
-        self.use(StatelessTree if limits.state_bytes else RadixTree)
+        self._kinds: tuple[type[RadixTree], ...] = ()
+        self._arguments: dict[str, object] = {}
+        self.tree = self._new_tree()
         self._page_size = limits.page_size
         self._num_behind = limits.lookahead  # tokens after a page that belong to its key
         self._handles: dict[int, Handle] = {}
         self._deferred: deque[tuple[int, Pages]] = deque()
         self._rewrites: list[Appends] = []
 
-    def use(self, tree: Callable[..., RadixTree]) -> None:
-        """Use an empty tree of another kind."""
-        limits = self._limits
-        self.tree = tree(
-            limits.page_size, self._evictions, lookahead=limits.lookahead, record_events=limits.record_events
+    def use(self, kind: type[RadixTree], **arguments: object) -> None:
+        """Use another tree, an empty one, that is of this kind and of those that features have named before.
+
+        arguments: what a tree of this kind is built with, beside what all are."""
+        self._kinds = (kind, *self._kinds)
+        self._arguments |= arguments
+        self.tree = self._new_tree()
+
+    def _new_tree(self) -> RadixTree:
+        limits, kinds = self._limits, self._kinds
+        if limits.state_bytes and not any(kind.keeps_states for kind in kinds):
+            kinds = (*kinds, StatelessTree)
+        tree: RadixTree = type("Tree", kinds or (RadixTree,), {})(
+            limits.page_size,
+            self._evictions,
+            lookahead=limits.lookahead,
+            record_events=limits.record_events,
+            **self._arguments,
         )
+        return tree
 
     @property
     def num_available(self) -> int:
@@ -80,6 +95,10 @@ class PageManager:
             return None
         shared = self.tree.pages(handle)
         new = self.allocate(num_new, sequence.request_id)
+        if not self.tree.still_has(match):
+            self.allocator.free(new)
+            self.tree.unlock(handle)
+            return self.start(sequence, reserve)  # less is cached now, and more pages are free
         for adopt in self._features.adopt:
             adopt(sequence, handle, match.key, new[handle.num_pages - len(shared) :])
         for matched in self._events.matched:

@@ -41,6 +41,7 @@ class Sequence:
     cache_salt, weights: only sequences with equal values share pages.  weights: name of the weights that compute keys
     and values in addition to the model, or behind a colon in its place; '' for none.  notes: data of features by name.
     num_cached_at_start: prompt tokens that needed no computing when it first ran, -1 until then.
+    num_created: pages that its prefills have added to the cache.
     arrived_at, started_at, first_token_at: times of the scheduler's clock; None until then.
     """
 
@@ -56,6 +57,7 @@ class Sequence:
     row: int = -1
     cache_salt: str = ""
     num_cached_at_start: int = -1
+    num_created: int = 0
     num_retractions: int = 0
     started_at: float | None = None
     first_token_at: float | None = None

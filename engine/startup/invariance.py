@@ -89,7 +89,7 @@ def prove_invariance(
     pool = new_pool(few_layers, num_pages, page_size, model.dtype, device, layout, kv_dtype)
     backend = attention.build(pool)
     differing = [_attention_difference(backend, spec, pool)]
-    differing += _recurrence_differences(model)
+    differing += _recurrence_differences(model, comm.size)
     for name, num_rows, part in _parts(model, backend, pool, sampler, max_tokens, min(max_rows, max_tokens)):
         differing.append(_difference(name, num_rows, part))
     found = [one for one in differing if one]
@@ -172,14 +172,15 @@ def _attention_difference(backend: AttentionBackend, spec: AttentionSpec, pool: 
     return ""
 
 
-def _recurrence_differences(model: Decoder) -> list[str]:
+def _recurrence_differences(model: Decoder, num_ranks: int) -> list[str]:
     """Return what each kind of recurrent layer gives other bits in shared steps than alone and at once."""
     found, seen = [], []
     for index, layer in enumerate(model.layers):
-        shape = model.shape.layers[index].recurrent
-        if shape is None or shape in seen or not isinstance(layer, HybridLayer) or layer.recurrent is None:
+        whole = model.shape.layers[index].recurrent
+        if whole is None or whole in seen or not isinstance(layer, HybridLayer) or layer.recurrent is None:
             continue
-        seen.append(shape)
+        seen.append(whole)
+        shape = whole.of_rank(num_ranks)
         try:
             require_same_states(layer.recurrent, shape, model.shape.hidden_size, model.device, model.dtype)
         except AssertionError as error:
@@ -222,7 +223,7 @@ def _layer_parts(
             yield "attention's gate", lambda first, last: attention.gated(attended_TQH[first:last], x_TD[first:last])
     if isinstance(layer, HybridLayer) and isinstance(recurrent := layer.recurrent, RecurrentPart):
         yield "recurrent part's input", lambda first, last: recurrent.inner(x_TD[first:last])
-        mixed_TM = _random(pool, len(x_TD), recurrent.outer.inputs, dtype=model.dtype)
+        mixed_TM = _random(pool, len(x_TD), recurrent.outer.inputs_of_rank, dtype=model.dtype)
         yield "recurrent part's output", lambda first, last: recurrent.output(mixed_TM[first:last])
     if (mlp := layer.mlp) is not None:
         yield "MLP", lambda first, last: mlp(x_TD[first:last].clone(), model.kernels)

@@ -249,11 +249,13 @@ def _new_states(start: Start) -> RecurrentStates | None:
     if not shape.recurrents:
         return None
     room = fair_share(free_bytes(start.device), start.place, start.comm, start.device)
-    check_states(num_slots, shape.state_bytes, room)
+    layers = shape.states_of_rank(start.comm.size)
+    row_bytes = RecurrentStates(layers, 1, torch.device("meta")).data.nbytes
+    check_states(num_slots, row_bytes, room)
     padding = int(start.graphs.device.captures)
-    states = RecurrentStates([one.states for one in shape.recurrents], num_slots + padding, start.device)
+    states = RecurrentStates(layers, num_slots + padding, start.device)
     what = "recurrent states: %.2f MB for each of %d rows, in %d of %d layers"
-    log.info(what, shape.state_bytes / 1e6, num_slots, len(shape.recurrents), shape.num_layers)
+    log.info(what, row_bytes / 1e6, num_slots, len(layers), shape.num_layers)
     return states
 
 

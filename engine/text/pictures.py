@@ -33,11 +33,13 @@ class PictureLayout(NamedTuple):
     """The place that a picture takes in a prompt, known before it is computed.
 
     text: stands for the picture, with the model's token at each of its places.  num_rows: number of these.
-    grid: frames, lines and columns of the places, for a model whose positions have three axes; else zeros."""
+    grid: frames, lines and columns of the places, for a model whose positions have three axes; else zeros.
+    way: a name for its encoder, of the way to encode it; '' for the usual one."""
 
     text: str
     num_rows: int
     grid: tuple[int, int, int] = (0, 0, 0)
+    way: str = ""
 
 
 class PictureFormat(Protocol):
@@ -52,8 +54,8 @@ class PictureFormat(Protocol):
     settings: str
     whole: bool
 
-    def layout(self, width: int, height: int) -> PictureLayout:
-        """Return the layout of a picture of so many pixels, as it is shown.
+    def layout(self, width: int, height: int, detail: str) -> PictureLayout:
+        """Return the layout of a picture of so many pixels, as it is shown.  detail: 'auto', 'low' or 'high'.
 
         Raises RequestError if the model cannot take it."""
         ...
@@ -62,14 +64,15 @@ class PictureFormat(Protocol):
 class PlacedPicture(msgspec.Struct, frozen=True, array_like=True):
     """A picture in a prompt.
 
-    key: digest of its content and of its encoder's settings.  data: the file.  places: int32[n], positions in the
-    prompt.  grid: as in ``PictureLayout``.  whole: as in ``PictureFormat``."""
+    key: digest of its content and of its encoder's settings and way.  data: the file.  places: int32[n], positions in
+    the prompt.  grid, way: as in ``PictureLayout``.  whole: as in ``PictureFormat``."""
 
     key: str
     data: bytes
     places: bytes
     grid: tuple[int, int, int]
     whole: bool
+    way: str = ""
 
     @property
     def places_n(self) -> Int32:
@@ -111,7 +114,7 @@ class PictureText:
     def spread(self, text: str, pictures: Sequence[Picture]) -> tuple[str, list[PictureLayout]]:
         """Return the text of a conversation with each picture's own in place of the placeholder, and the layouts."""
         form = self._form
-        layouts = [self._layout(one.width, one.height) for one in pictures]
+        layouts = [self._layout(one) for one in pictures]
         pieces = text.split(form.placeholder)
         if len(pieces) != len(pictures) + 1:
             raise RequestError(
@@ -123,13 +126,13 @@ class PictureText:
         spread = "".join(f"{piece}{one.text}" for piece, one in zip(pieces, layouts, strict=False))
         return spread + pieces[-1], layouts
 
-    def _layout(self, width: int, height: int) -> PictureLayout:
-        """Return the layout of a picture of so many pixels.  Raises RequestError if the model cannot take it."""
-        layout = self._form.layout(width, height)
+    def _layout(self, picture: Picture) -> PictureLayout:
+        """Return the layout of a picture.  Raises RequestError if the model cannot take it."""
+        layout = self._form.layout(picture.width, picture.height, picture.detail)
         if layout.num_rows < FEWEST_TOKENS:
             raise RequestError(
-                f"messages: a picture of {width} x {height} pixels has {layout.num_rows} tokens here, and at least "
-                f"{FEWEST_TOKENS} are needed; send a larger one",
+                f"messages: a picture of {picture.width} x {picture.height} pixels has {layout.num_rows} tokens here, "
+                f"and at least {FEWEST_TOKENS} are needed; send a larger one",
                 param="messages",
             )
         return layout
@@ -148,9 +151,9 @@ class PictureText:
         for picture, layout in zip(pictures, layouts, strict=True):
             mine = places[first : first + layout.num_rows].astype(np.int32)
             first += layout.num_rows
-            key = hashlib.sha256(f"{picture.digest} {self._form.settings}".encode()).hexdigest()
+            key = hashlib.sha256(f"{picture.digest} {self._form.settings} {layout.way}".encode()).hexdigest()
             token_ids[mine] = picture_ids(key, len(mine))
-            placed.append(PlacedPicture(key, picture.data, mine.tobytes(), layout.grid, self._form.whole))
+            placed.append(PlacedPicture(key, picture.data, mine.tobytes(), layout.grid, self._form.whole, layout.way))
         return token_ids, RequestPart("", msgspec.msgpack.encode(placed))
 
 

@@ -11,7 +11,7 @@ import msgspec
 
 from engine.text.picture_files import read_file, shown_size
 from engine.types.errors import RequestError
-from engine.types.prompt import ChatTurn, Picture, ToolCall
+from engine.types.prompt import DETAILS, ChatTurn, Picture, ToolCall
 
 
 class _Function(msgspec.Struct):
@@ -38,7 +38,8 @@ def read_turn(message: object) -> ChatTurn:
     """Turn a message into a ``ChatTurn``.  Raises RequestError if it is no message.
 
     The content may be a list of parts: {'type': 'text', 'text': text} and {'type': 'image', 'image': picture}, a
-    picture being a path, the bytes of a file, or a PIL image."""
+    picture being a path, the bytes of a file, or a PIL image; with 'detail': 'low' it has fewer tokens, if the model
+    has a way for that."""
     if isinstance(message, Mapping) and isinstance(message.get("content"), list | tuple):
         return _read_parts(message, message["content"])
     try:
@@ -66,7 +67,7 @@ def _read_parts(message: Mapping[str, Any], parts: Sequence[Any]) -> ChatTurn:
             case {"type": "text", "text": str(more)}:
                 text += more
             case {"type": "image", "image": image}:
-                pictures.append(_read_picture(image))
+                pictures.append(_read_picture(image, part.get("detail", "auto")))
                 places.append(len(text))
             case _:
                 known = "{'type': 'text', 'text': text} or {'type': 'image', 'image': path, bytes or PIL image}"
@@ -75,10 +76,12 @@ def _read_parts(message: Mapping[str, Any], parts: Sequence[Any]) -> ChatTurn:
     return msgspec.structs.replace(turn, pictures=tuple(pictures), places=tuple(places))
 
 
-def _read_picture(image: object) -> Picture:
+def _read_picture(image: object, detail: object) -> Picture:
+    if detail not in DETAILS:
+        raise RequestError(f"messages: the detail of a picture must be one of {', '.join(DETAILS)}, not {detail!r:.40}")
     data = read_file(image)
     width, height = shown_size(data)
-    return Picture(data, hashlib.sha256(data).hexdigest(), width, height)
+    return Picture(data, hashlib.sha256(data).hexdigest(), width, height, str(detail))
 
 
 def _as_plain_text(value: object) -> str:

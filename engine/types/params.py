@@ -55,13 +55,15 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     rounding of the border between two tokens.
     logprobs: None is off, n returns the sampled token's log probability and the n most likely.
     logprob_token_ids: tokens whose log probabilities are returned in place of the most likely ones.
+    processed_logprobs: log probabilities are those of the distribution that tokens are drawn from, after bias,
+    penalties, constraints, temperature and cuts (greedy rows have temperature 1), and not the model's own.
     max_tokens: None means up to the end of the context.  min_tokens: generation does not stop before this many tokens.
     stop: strings that end the text.  stop_token_ids: ids that end it, besides the model's own EOS ids.
     grammar: the form that the output must have; tokens that break it are never picked.
     allowed_token_ids: the only tokens that may be picked, EOS only if listed; empty allows all.
     bad_words: texts whose tokens are not picked in a row, spelt both with and without a leading space.
     bad_token_ids: the token ids of these spellings; the tokenizer fills them in.
-    prompt_logprobs: like logprobs, for the tokens of the prompt.
+    prompt_logprobs: like logprobs, for the tokens of the prompt; processed ones know temperature and cuts alone.
     logits_processors: name of a plugin -> its parameters, a mapping, which is stored as JSON.
     pooling: the numbers that are wanted in place of text: 'last' or 'mean' for the last layer's normed output of the
     prompt's last token or the mean over all tokens, 'classify' for the logits of the labels; '' for text.
@@ -81,6 +83,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     seed: int | None = None
     logprobs: int | None = None
     logprob_token_ids: tuple[int, ...] = ()
+    processed_logprobs: bool = False
     ignore_eos: bool = False
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
@@ -154,6 +157,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             _within("logprobs", self.logprobs, 0, MAX_LOGPROBS)
         if self.prompt_logprobs is not None:
             _within("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS)
+        if self.processed_logprobs and self.prompt_logprobs is not None and (field := self._depends_on_history()):
+            reason = f"{field}: not possible together with processed log probabilities of the prompt; leave one out"
+            raise RequestError(reason, param=field)
         if self.grammar is not None and len(self.grammar.source) > MAX_GRAMMAR_CHARS:
             raise _refused("grammar", f"{len(self.grammar.source)} characters", f"at most {MAX_GRAMMAR_CHARS}")
         if self.grammar is not None:
@@ -161,6 +167,14 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         self._check_stops(vocab_size)
         self._check_bias(vocab_size)
         self._check_limits(vocab_size)
+
+    def _depends_on_history(self) -> str:
+        """Return the first field that is set and changes logits by the tokens before, or by rules of outputs; or ''."""
+        fields = (
+            *("repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "min_tokens", "grammar"),
+            *("allowed_token_ids", "bad_words", "logits_processors"),
+        )
+        return next((one for one in fields if getattr(self, one) != getattr(NEUTRAL, one)), "")
 
     def _check_limits(self, vocab_size: int) -> None:
         for field in ("allowed_token_ids", "logprob_token_ids"):
@@ -318,7 +332,7 @@ _FIELDS: tuple[tuple[str, tuple[type, ...], Callable[[str, Any], Any]], ...] = (
     *((field, (float,), _number) for field in ("temperature", "top_p", "min_p", "repetition_penalty")),
     *((field, (float,), _number) for field in ("presence_penalty", "frequency_penalty")),
     *((field, (bool,), _flag) for field in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens")),
-    ("whole_prompt", (bool,), _flag),
+    *((field, (bool,), _flag) for field in ("whole_prompt", "processed_logprobs")),
     ("stop", (), _strings),
     ("stop_token_ids", (), _ids),
     ("allowed_token_ids", (), _ids),
@@ -361,3 +375,6 @@ def _shown(value: object) -> str:
 
 def _refused(field: str, observed: object, allowed: str) -> RequestError:
     return RequestError(f"{field}={observed}: must be {allowed}", param=field)
+
+
+NEUTRAL = SamplingParams()

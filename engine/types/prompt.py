@@ -21,11 +21,14 @@ class ToolCall(_Content, frozen=True):
     arguments: str
 
 
+DETAILS: Final = ("auto", "low", "high")
+
+
 class Picture(_Content, frozen=True):
     """A picture in a conversation: an encoded file, whose limits were checked.
 
     data: PNG, JPEG, WebP or GIF.  digest: SHA-256 of data, in hex.  width, height: pixels, as it is
-    shown.  detail: 'auto', 'low' or 'high', as the client asks."""
+    shown.  detail: one of ``DETAILS``, as the client asks."""
 
     data: bytes
     digest: str

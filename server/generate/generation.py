@@ -9,7 +9,9 @@ import hashlib
 import secrets
 import time
 import uuid
+import zlib
 from collections.abc import Callable
+from itertools import takewhile
 from typing import Annotated
 
 import msgspec
@@ -18,7 +20,7 @@ from msgspec import Meta
 from engine.messages import DEFAULT_OPTIONS, RequestOptions
 from engine.text.tool_calls import ToolCallParser
 from engine.types.params import MAX_SEED, SamplingParams
-from engine.types.prompt import Prompt
+from engine.types.prompt import ChatTurn, Prompt
 
 MAX_CHOICES = 256  # in one request
 END_OF_TIME = 1 << 40  # seconds since 1970
@@ -76,6 +78,16 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
     notes: tuple[str, ...] = ()
     session: str = ""
     origin: ResumePoint = msgspec.field(default_factory=ResumePoint)
+
+
+def opening_of(generation: Generation) -> tuple[int, int]:
+    """Returns checksums of the first conversation's system prompt and tools, by which later ones are compared."""
+    turns = generation.prompts[0]
+    if not (isinstance(turns, tuple) and turns and isinstance(turns[0], ChatTurn)):
+        return 0, 0
+    system = "".join(turn.content for turn in takewhile(lambda turn: turn.role == "system", turns))
+    tools = generation.options.chat.tools
+    return zlib.crc32(system.encode("utf-8", "surrogatepass")), zlib.crc32(tools.encode("utf-8", "surrogatepass"))
 
 
 def new_seed() -> int:

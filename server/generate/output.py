@@ -149,6 +149,7 @@ class UsageCounter:
     A prompt counts once however many choices it has, and so do its cached tokens: they are those of its first
     choice, since the others find in the cache what the first one put there.
     prompt_tokens: of each prompt, None until the engine has counted them.
+    created_tokens: of each prompt, those that its first choice has put into the cache.
     """
 
     def __init__(self, generation: Generation) -> None:
@@ -156,6 +157,7 @@ class UsageCounter:
         self._num_choices = generation.num_choices
         self.prompt_tokens: list[int | None] = [None] * num_prompts
         self._cached_tokens = [0] * num_prompts
+        self.created_tokens = [0] * num_prompts
         self._details = [NO_DETAILS] * (num_prompts * generation.num_choices)
         self._completion_tokens = [0] * (num_prompts * generation.num_choices)
 
@@ -168,6 +170,7 @@ class UsageCounter:
         self.prompt_tokens[prompt] = delta.usage.prompt_tokens
         if k == 0:
             self._cached_tokens[prompt] = delta.usage.cached_tokens
+            self.created_tokens[prompt] = delta.usage.created_tokens
         # What was aborted has no last word from the engine, only what was counted on the way.
         if delta.finish not in (Finish.RUNNING, Finish.ABORT):
             self._completion_tokens[index] = delta.usage.completion_tokens

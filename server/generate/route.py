@@ -23,7 +23,7 @@ from engine.types.prompt import ChatTurn, Prompt, RequestPart
 from server.backend import EngineStream
 from server.clients import CLIENT, ClientRequest
 from server.generate.endpoint import Endpoint, Writer
-from server.generate.generation import MAX_CHOICES, Generation, ResumePoint, choice_seed
+from server.generate.generation import MAX_CHOICES, Generation, ResumePoint, choice_seed, opening_of
 from server.generate.output import TOKEN_ID_BYTES, Output, PlainText, UsageCounter, by_id, is_plain
 from server.generate.sight import Sight
 from server.http.body import ORIGIN, BodyReader
@@ -188,7 +188,7 @@ class GenerateRoute(Generic[B]):
         return understood, await self.completed(generation, exchange)
 
     async def completed(self, generation: Generation, exchange: Exchange) -> Generation:
-        """Returns what is asked for with its pictures read, in the session that a header names if no field does.
+        """Returns what is asked for with its pictures read, in the offered session if no field names one.
 
         Raises RequestError."""
         name = exchange.offered_session
@@ -278,6 +278,8 @@ class GenerateRoute(Generic[B]):
         exchange.names |= {writer.id, generation.request_id} - {""}
         exchange.parts = writer.parts
         exchange.notes, exchange.session = generation.notes, generation.session
+        if generation.session:
+            exchange.opening = opening_of(generation)
         try:
             async with Choices(client, generation) as choices:
                 try:
@@ -285,6 +287,7 @@ class GenerateRoute(Generic[B]):
                 finally:
                     total = usage.total()
                     exchange.cached_tokens = total.prompt_tokens_details.cached_tokens
+                    exchange.created_tokens = sum(usage.created_tokens)
                     client.used(usage.prompt_tokens, total.completion_tokens)
         except RequestError as error:
             raise self.renamed(error, body, generation) from None

@@ -70,7 +70,9 @@ class Exchange:
     operation: what is declared of that route; None for a route that is not declared.
     names: what else the client may call it by.  parts: names of some of its choices -> which they are.
     session: the name of its session, '' for none.  cached_tokens: of its prompts, once they are counted.
-    offered_session: the session that a header names, '' for none.
+    created_tokens: of these, those that it has put into the cache.
+    opening: checksums of the system prompt and the tools of a request in a session.
+    offered_session: the session that a header or an earlier response names, '' for none.
     notes: sentences on what was changed in the request before the model got it.
     usage: prompt and completion tokens.  Handlers that generate set these three.  tells_usage: a router wants to know.
     replica: which one has answered.
@@ -97,6 +99,8 @@ class Exchange:
         self.notes: tuple[str, ...] = ()
         self.session = ""
         self.offered_session = ""
+        self.opening = 0, 0
+        self.created_tokens = 0
         self.cached_tokens = 0
         self.key: Key | None = None
         self._address = address

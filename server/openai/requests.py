@@ -149,6 +149,7 @@ class GenerationBody(SamplingFields, frozen=True, kw_only=True):
     allowed_token_ids: list[Int] | None = None
     bad_words: list[str] | None = None
     logprob_token_ids: list[Int] | None = None
+    processed_logprobs: bool | None = None
     truncate_prompt_tokens: Int | None = None
     thinking_token_budget: Int | None = None
     max_thinking_tokens: Int | None = None

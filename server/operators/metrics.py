@@ -119,7 +119,7 @@ class EngineCollector(Collector):
 
 
 class VllmCollector(EngineCollector):
-    """The common samples under vLLM's names, and one that the Gateway API's endpoint picker asks of model servers.
+    """The common samples under vLLM's names, and those that endpoint pickers of the Gateway API and llm-d read beside.
 
     collectors: of samples of other parts of the server."""
 
@@ -132,6 +132,8 @@ class VllmCollector(EngineCollector):
         gauges = self._seen.gauges
         num_pages = gauges.pages_free + gauges.pages_cached + gauges.pages_used
         pool = {"block_size": str(gauges.page_size), "num_gpu_blocks": str(num_pages)}
+        # Pickers from before vLLM 0.10.2 read it by this name.
+        yield self._gauge("gpu_cache_usage_perc", "As kv_cache_usage_perc.", usage(gauges))
         yield self._info("cache_config_info", "The KV pool: tokens per page, and pages.", pool, 1)
         for collect in self._collectors:
             yield from collect(self._seen)

@@ -64,7 +64,7 @@ export class Why {
     this.#ended = told.ended;
     const [choice] = told.choices.filter((one) => one.number === told.number);
     const tokens = choice ? `, ${choice.prompt_tokens} prompt tokens${choice.output_tokens === null ? "" : ` and ${choice.output_tokens} of output`}` : "";
-    byId("why-said").textContent = `${told.id}: ${milliseconds(told.seconds)} ${told.ended ? "in all" : "until now"}${tokens}`;
+    byId("why-said").textContent = `${told.id}: ${milliseconds(told.seconds)} ${told.ended ? "in all" : "until now"}${tokens}${told.difference ? `. ${told.difference.text}` : ""}`;
     byId("why-bar").replaceChildren(bar(told));
     byId("why-parts").replaceChildren(...told.parts.map((part) => line(part, told.seconds)));
   }

@@ -54,6 +54,8 @@ KINDS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     ),
     "Mistral3": (MISTRAL, TOWER | {"model_type": "pixtral", "head_dim": 16}, {"rope_theta": 1e6}),
     "Llava": (MISTRAL, TOWER | {"model_type": "pixtral", "head_dim": 16}, {"rope_theta": 1e6}),
+    "LlavaNext": (MISTRAL, TOWER | {"model_type": "clip_vision_model"}, {"rope_theta": 1e6}),
+    "LlavaOnevision": (TEXT | {"model_type": "qwen2"}, TOWER | {"model_type": "siglip_vision_model"}, {}),
     "InternVL": (
         TEXT | {"model_type": "qwen3"},
         TOWER | {"image_size": [28, 28], "patch_size": [14, 14]},

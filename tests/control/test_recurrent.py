@@ -16,11 +16,7 @@ from server.extensions.doctor.doctor import examine
 from tests.models.checkpoints import build, save
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "ranks": ({"device": {"kind": "cpu", "tensor_parallel": 2}}, "device.tensor_parallel=2: the states"),
     "graphs": ({"graphs": {"mode": "compiled"}}, "graphs.mode=compiled: no compiler takes recurrent"),
-    "host pages": ({"kv": {"num_host_pages": 8}}, "kv.num_host_pages=8: pages return without the states"),
-    "proposer": ({"plugins": {"proposer": "ngram"}}, "plugins.proposer=proposer.ngram: a rejected token"),
-    "adapters": ({"lora": {"folder": "/tmp"}}, "lora.folder=/tmp: models with recurrent layers take no adapters"),
     "store": ({"plugins": {"kv_store": "files"}}, "plugins.kv_store=files: pages return without the states"),
 }
 
@@ -41,7 +37,7 @@ def test_a_setting_that_does_not_work_with_states_is_refused(what: str, checkpoi
 
 def test_the_doctor_says_what_states_take_and_what_a_start_refuses(checkpoint: Path) -> None:
     sections: dict[str, Any] = {"model": {"path": str(checkpoint), "tokenizer": "none"}, "server": {"port": 0}}
-    for changes, verdict in (({}, "good"), (REFUSED["proposer"][0], "bad")):
+    for changes, verdict in (({}, "good"), (REFUSED["graphs"][0], "bad")):
         found = {one.what: one for one in examine(build_config(Config(), {**sections, **changes}))}
         assert found["recurrent states"].verdict == verdict
         assert "of 64 running requests and as much" in found["recurrent states"].found

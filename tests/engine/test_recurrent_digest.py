@@ -1,7 +1,9 @@
 """Two hundred requests to a model with recurrent layers have one digest, however they are served."""
 
 import hashlib
+import signal
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +12,19 @@ import pytest
 
 from callboard import LLM, SamplingParams
 from engine.execution import runner
+from engine.features.speculation.payoff import Payoff
 from engine.features.states import rank
 from engine.features.states.messages import StateCopies
+from engine.features.states.planner import StatesPlanner
 from engine.features.states.rank import StatesRank
 from engine.layers.states import RecurrentStates, StatesOfStep
-from engine.messages import Step
-from tests.models.checkpoints import build, random_tokens, save
+from engine.messages import Step, StepDone
+from engine.plugins.proposer.ngram import NgramProposer
+from engine.scheduling.completions import Completions
+from engine.scheduling.step_builder import InFlight
+from tests.models.checkpoints import VOCAB, build, random_tokens, save
+from tests.scheduling.liars import Everything, Liar, from_sequences
+from tests.workers.executors import children, send
 
 pytestmark = pytest.mark.slow
 
@@ -26,6 +35,8 @@ CONFIG: dict[str, Any] = {
     "device": {"threads": 1},
     "kv": {"num_pages": 512},
 }
+PROPOSER = {"plugins": {"proposer": "ngram"}}
+HOST = {"scheduler": {"max_running": 4}, "kv": {"num_pages": 24, "num_host_pages": 512}}
 WAYS: dict[str, dict[str, Any]] = {
     "together": {},
     "alone": {"scheduler": {"max_running": 1}},
@@ -33,6 +44,10 @@ WAYS: dict[str, dict[str, Any]] = {
     "in chunks of 7": {"scheduler": {"prefill_chunk": 7, "max_step_tokens": 16}},
     "in chunks of 64": {"scheduler": {"prefill_chunk": 64, "max_step_tokens": 64, "max_running": 5}},
     "evicted and retracted": {"kv": {"num_pages": 12}},
+    "with proposed tokens": PROPOSER,
+    "on two ranks": {"device": {"threads": 1, "tensor_parallel": 2}},
+    "from the host": HOST,
+    "killed twice, from the host, with proposed tokens": {**HOST, **PROPOSER, "placement": {"executor": "process"}},
 }
 
 
@@ -45,11 +60,34 @@ def prompts() -> list[list[int]]:
     ]
 
 
-def digests(directory: Path, tables: dict[str, Any]) -> list[str]:
-    """Return the digest of all requests, and of the same again, with what is cached of them."""
+@dataclass
+class Served:
+    """The results of all requests, and of the same again, with what is cached of them: digests, and whole sequences.
+
+    num_cached: tokens that were cached, the second time.  num_restarts: of executors.
+    num_proposed, num_accepted: tokens that were verified, and those that were right."""
+
+    digests: list[str]
+    sequences: list[list[int]]
+    num_cached: int
+    num_restarts: int
+    num_proposed: int
+    num_accepted: int
+
+
+def serve(directory: Path, tables: dict[str, Any]) -> Served:
     with LLM(directory, progress=False, config=CONFIG | tables) as llm:
-        found = [[(one.token_ids, one.logprobs) for one in llm.generate(prompts(), PARAMS)] for _ in range(2)]
-    return [hashlib.sha256(repr(one).encode()).hexdigest() for one in found]
+        twice = [llm.generate(prompts(), PARAMS) for _ in range(2)]
+        meter, num_restarts = llm._system.scheduler._planned.meter, llm._system.executors.num_restarts
+    found = [[(one.token_ids, one.logprobs) for one in completions] for completions in twice]
+    return Served(
+        digests=[hashlib.sha256(repr(one).encode()).hexdigest() for one in found],
+        sequences=[[*prompt, *one.token_ids] for prompt, one in zip(prompts(), twice[0], strict=True)],
+        num_cached=sum(one.usage.cached_tokens for one in twice[1]),
+        num_restarts=num_restarts,
+        num_proposed=sum(meter.proposed_at),
+        num_accepted=sum(meter.accepted_at),
+    )
 
 
 @pytest.fixture(scope="module", params=["qwen3-5", "granite4-hybrid", "lfm2"])
@@ -58,15 +96,44 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 
 
 @pytest.fixture(scope="module")
-def expected(checkpoint: Path) -> str:
-    first, again = digests(checkpoint, {})
-    assert first == again
-    return first
+def expected(checkpoint: Path) -> Served:
+    served = serve(checkpoint, {})
+    assert served.digests == served.digests[:1] * 2
+    return served
 
 
+@pytest.fixture
+def half_right(expected: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``ngram`` proposes the next tokens, and every other one may be wrong."""
+    liar = Liar("half", from_sequences(expected.sequences), VOCAB)
+    monkeypatch.setattr(NgramProposer, "open", lambda self: liar.open())
+    monkeypatch.setattr(Payoff, "counts", Everything.counts)
+    monkeypatch.setattr(Payoff, "knows", Everything.knows)
+
+
+@pytest.fixture
+def kills(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kill an executor in a process of its own when it has answered 100 steps of this test, and again after 400."""
+    complete, num_steps = Completions.complete, iter(range(1 << 30))
+
+    def killing(self: Completions, done: StepDone) -> None:
+        if next(num_steps) in (100, 400) and children():
+            send(signal.SIGKILL)
+        complete(self, done)
+
+    monkeypatch.setattr(Completions, "complete", killing)
+
+
+@pytest.mark.usefixtures("half_right", "kills")
 @pytest.mark.parametrize("way", [way for way in WAYS if WAYS[way]])
-def test_all_ways_have_one_digest(checkpoint: Path, expected: str, way: str) -> None:
-    assert digests(checkpoint, WAYS[way]) == [expected] * 2
+def test_all_ways_have_one_digest(checkpoint: Path, expected: Served, way: str) -> None:
+    served = serve(checkpoint, WAYS[way])
+    assert served.digests == expected.digests
+    assert served.num_restarts == (2 if "placement" in WAYS[way] else 0)
+    if WAYS[way] is HOST:
+        assert served.num_cached > 100, "hardly more is cached than without a host tier, which gives 16"
+    if "plugins" in WAYS[way]:
+        assert served.num_proposed > served.num_accepted > 0
 
 
 def restored_from_another(patch: pytest.MonkeyPatch) -> None:
@@ -105,7 +172,22 @@ def begun_with_what_was_there(patch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("mistake", [restored_from_another, taken_late, begun_with_what_was_there])
 def test_a_mistake_in_states_gives_another_digest(
-    checkpoint: Path, expected: str, mistake: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+    checkpoint: Path, expected: Served, mistake: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mistake(monkeypatch)
-    assert digests(checkpoint, {"scheduler": {"max_running": 6}}) != [expected] * 2
+    assert serve(checkpoint, {"scheduler": {"max_running": 6}}).digests != expected.digests
+
+
+@pytest.mark.usefixtures("half_right")
+def test_so_does_a_rejected_token_that_stays(
+    checkpoint: Path, expected: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    completed = StatesPlanner.completed
+
+    def right(self: StatesPlanner, record: InFlight, seconds: float) -> None:
+        for row, aside in self._aside.items():
+            self._aside[row] = aside._replace(end=self._completions.num_done(row))
+        completed(self, record, seconds)
+
+    monkeypatch.setattr(StatesPlanner, "completed", right)
+    assert serve(checkpoint, WAYS["with proposed tokens"]).digests != expected.digests

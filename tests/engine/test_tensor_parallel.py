@@ -72,6 +72,22 @@ def test_every_family_says_what_the_reference_says(checkpoint: Checkpoint, famil
         assert generated(llm, GREEDY) == expected, "again, with prefixes from the cache"
 
 
+HYBRIDS = {"qwen3-next": 2, "lfm2": 4, "granite4-hybrid": 4, "falcon-h1": 4, "nemotron-h": 2}
+
+
+@pytest.mark.parametrize(
+    ("family", "num_ranks"),
+    [("qwen3-5", 2), *(pytest.param(*pair, marks=pytest.mark.slow) for pair in HYBRIDS.items())],
+)
+def test_recurrent_layers_are_divided_by_their_heads(checkpoint: Checkpoint, family: str, num_ranks: int) -> None:
+    test_every_family_says_what_the_reference_says(checkpoint, family, num_ranks)
+
+
+def test_heads_that_four_ranks_cannot_divide_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="linear_num_key_heads=2, which 4 ranks cannot share evenly"):
+        engine(save(build("qwen3-5"), tmp_path), 4, "inline")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("family", "num_ranks"), list(zip(FAMILIES, (2, 4, 2, 4), strict=True)))
 def test_and_in_processes_of_their_own(checkpoint: Checkpoint, family: str, num_ranks: int) -> None:

@@ -21,6 +21,7 @@ EXTENSIONS = {
     "recording": ("server/extensions/recording",),
     "sessions": ("server/extensions/sessions",),
     "traffic": ("server/extensions/whatif",),
+    "weight_updates": ("server/extensions/weight_updates",),
 }
 # The product's other files that import from a feature.
 IMPORTERS = {"pooling": {"engine/llm.py"}, "weight_updates": {"engine/llm.py"}}

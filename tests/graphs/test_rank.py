@@ -66,18 +66,23 @@ def test_each_mode_captures_its_steps(checkpoint, monkeypatch, mode, pieces, who
     assert devices[0].replays == [1]
 
 
-def test_operations_of_a_backend_that_auto_chooses_are_known_before_captures(checkpoint, monkeypatch):
-    install(monkeypatch)
-    named, checked = [], manager.checked
+def declare(monkeypatch, operation):
+    """Let the backend that is served declare an operation as one that graphs leave out."""
+    checked = manager.checked
 
     def declaring(info, declaration):
         found = checked(info, declaration)
         if info.name == "attention.torch":
-            found = msgspec.structs.replace(found, graph_breaks=("acme::route",))
+            found = msgspec.structs.replace(found, graph_breaks=(operation,))
         return found
 
     monkeypatch.setattr(manager, "checked", declaring)
-    used, record = [], SegmentRecorder.record
+
+
+def test_operations_of_a_backend_that_auto_chooses_are_known_before_captures(checkpoint, monkeypatch):
+    install(monkeypatch)
+    declare(monkeypatch, "acme::route")
+    named, used, record = [], [], SegmentRecorder.record
     monkeypatch.setattr(
         SegmentRecorder, "record", lambda self, size, run: (used.append(self), record(self, size, run))[1]
     )
@@ -90,23 +95,9 @@ def test_operations_of_a_backend_that_auto_chooses_are_known_before_captures(che
     assert {recorder.named for recorder in used} == {("acme::route",)}
 
 
-def test_operations_of_the_configuration_are_split_at_too_if_there_are_any(monkeypatch):
+def test_an_engine_is_split_at_what_its_plugins_name(checkpoint, monkeypatch):
     install(monkeypatch)
-    section = GraphsSection(mode="breakable", split_ops=["aten::index_copy_", "acme::route"])
-    graphs = RankGraphs(section, torch.device("cpu"), LocalComm())
-    with pytest.raises(ConfigError, match=r"graphs.split_ops: no operation 'acme::route' is registered with torch"):
-        graphs.break_at(["aten::mm"])
-    graphs = RankGraphs(
-        msgspec.structs.replace(section, split_ops=["aten::index_copy_"]), torch.device("cpu"), LocalComm()
-    )
-    told = []
-    monkeypatch.setattr(SegmentRecorder, "break_at", lambda self, names: told.append(tuple(names)))
-    graphs.break_at(["aten::mm", "aten::index_copy_"])
-    assert told == [("aten::mm", "aten::index_copy_")]
-
-
-def test_an_engine_is_split_at_what_its_configuration_names(checkpoint, monkeypatch):
-    install(monkeypatch)
+    declare(monkeypatch, "aten::index_copy_")
     breaks, record = [], SegmentRecorder.record
 
     def watched(self, size, run):
@@ -115,7 +106,7 @@ def test_an_engine_is_split_at_what_its_configuration_names(checkpoint, monkeypa
         return recording
 
     monkeypatch.setattr(SegmentRecorder, "record", watched)
-    load(checkpoint, "breakable", max_running=1, split_ops=["aten::index_copy_"])
+    load(checkpoint, "breakable", max_running=1)
     assert all(one["aten::index_copy_"] for one in breaks)
 
 

@@ -150,7 +150,7 @@ def recurrences(dtype: torch.dtype) -> None:
             x_TC, z_TI, a_TH, b_TH = product.split([channels, inner, heads, heads], -1)
             y_TC = ours.convolve(x_TC, torch.zeros(4, channels), product[0, :channels], windows, step, True)
             if delta:
-                o_THV = ours.delta(y_TC, a_TH, b_TH, per_head, per_head, matrices, step)
+                o_THV = ours.delta(y_TC, a_TH, b_TH, per_head, per_head, 1.0, matrices, step)
             else:
                 o_THV = ours.ssd(y_TC, a_TH, per_head, per_head, per_head, 0.0, matrices, step)
             norm, num_groups = (torch.ones(value), heads) if delta else (torch.ones(inner), groups)

@@ -11,14 +11,14 @@ from engine.layers.torch_recurrences import UNIT_EPS
 
 
 def gated_delta(
-    qkv_TC: Tensor, a_TH: Tensor, b_TH: Tensor, decay_H: Tensor, bias_H: Tensor, groups: int, key: int
+    qkv_TC: Tensor, a_TH: Tensor, b_TH: Tensor, decay_H: Tensor, bias_H: Tensor, most: float, groups: int, key: int
 ) -> Tensor:
     """Return o_THV of the gated delta rule."""
     heads, keys = len(decay_H), 2 * groups * key
     q, k = (one.unflatten(1, (groups, key)) for one in qkv_TC[:, :keys].double().chunk(2, 1))
     q, k = (_for_heads(one / (one.square().sum(-1, keepdim=True) + UNIT_EPS).sqrt(), heads) for one in (q, k))
     v = qkv_TC[:, keys:].double().unflatten(1, (heads, -1))
-    decay, factor = (decay_H.double() * F.softplus(a_TH.double() + bias_H)).exp(), b_TH.double().sigmoid()
+    decay, factor = (decay_H.double() * F.softplus(a_TH.double() + bias_H)).exp(), most * b_TH.double().sigmoid()
     o, m = torch.empty_like(v), torch.zeros(heads, key, v.shape[-1], dtype=torch.float64)
     for t in range(len(v)):
         m = m * decay[t, :, None, None]

@@ -67,11 +67,11 @@ def test_the_gated_delta_rule(compiled: Recurrences, shape: tuple[int, int, int,
 
     def run(recurrences: Recurrences, x_TI: Tensor, matrices: Tensor, step: StatesOfStep) -> Tensor:
         qkv_TC, b_TH, a_TH = x_TI.split((x_TI.shape[1] - 2 * heads, heads, heads), -1)
-        return recurrences.delta(qkv_TC.contiguous(), a_TH, b_TH, decay_H, bias_H, matrices, step)
+        return recurrences.delta(qkv_TC.contiguous(), a_TH, b_TH, decay_H, bias_H, 2.0, matrices, step)
 
     for o_THV, x_TI in zip(equal_in_any_cut(run, compiled, (heads, key, value), inputs), inputs, strict=False):
         qkv_TC, b_TH, a_TH = x_TI.split((x_TI.shape[1] - 2 * heads, heads, heads), -1)
-        expected_THV = gated_delta(qkv_TC, a_TH, b_TH, decay_H, bias_H, groups, key)
+        expected_THV = gated_delta(qkv_TC, a_TH, b_TH, decay_H, bias_H, 2.0, groups, key)
         torch.testing.assert_close(o_THV.double(), expected_THV, atol=1e-5, rtol=1e-5)
 
 
@@ -112,7 +112,8 @@ def test_gate_and_norm(compiled: Recurrences, groups: int, norm: str) -> None:
     width = groups * 37
     o_TI, z_TI = torch.randn(5, width), torch.randn(5, width + 1)[:, :-1] * 30
     weight = {"none": None, "of each group": torch.randn(37)}.get(norm, torch.randn(width))
-    arguments = (z_TI, weight, groups, EPS, norm == "first")
+    kind = "sigmoid" if norm == "of each group" else "silu"
+    arguments = (z_TI, weight, groups, EPS, norm == "first", kind)
     expected = TorchRecurrences().gate(o_TI, *arguments)
     torch.testing.assert_close(compiled.gate(o_TI.clone(), *arguments), expected, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(
@@ -129,7 +130,7 @@ def test_a_row_that_is_not_finite_reaches_no_other(compiled: Recurrences) -> Non
 
     def run(recurrences: Recurrences, x_TI: Tensor, matrices: Tensor, step: StatesOfStep) -> Tensor:
         qkv_TC, a_TH, b_TH = x_TI.split((24, 1, 1), 1)
-        return recurrences.delta(qkv_TC.contiguous(), a_TH, b_TH, -torch.ones(1), torch.ones(1), matrices, step)
+        return recurrences.delta(qkv_TC.contiguous(), a_TH, b_TH, -torch.ones(1), torch.ones(1), 1.0, matrices, step)
 
     found = in_cuts(run, compiled, (1, 8, 8), inputs, 2)
     assert [bool(one.isfinite().all()) for one in found[:3]] == [True, False, True]
@@ -146,7 +147,7 @@ def test_threads_change_no_bits(compiled: Recurrences, monkeypatch: pytest.Monke
         step, (windows, matrices) = StatesOfStep(states, np.array([1, 0]), counts, counts), states.layers[0]
         x_TC, a_TH, b_TH = x_TI.split((width, heads, heads), 1)
         qkv_TC = compiled.convolve(x_TC, weight_KC, None, windows, step, True)
-        o_THV = compiled.delta(qkv_TC, a_TH, b_TH, decay_H, decay_H, matrices, step)
+        o_THV = compiled.delta(qkv_TC, a_TH, b_TH, decay_H, decay_H, 1.0, matrices, step)
         o_THV = o_THV + compiled.ssd(qkv_TC, a_TH, decay_H, decay_H, decay_H, 0.0, matrices, step)
         gated_TI = compiled.gate(o_THV.flatten(1), qkv_TC[:, : heads * value], None, heads, EPS, False)
         found.append((gated_TI, states.data.clone()))

@@ -5,6 +5,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from engine.checkpoints.shape import Rows
+from engine.layers.comm import Unconnected
 from engine.layers.convolution import CausalConvolution
 from engine.layers.states import RecurrentStates, StatesOfStep
 from engine.layers.torch_recurrences import TorchRecurrences
@@ -14,7 +16,7 @@ CPU, CHANNELS, LENGTH = torch.device("cpu"), 5, 41
 
 def new_convolution(taps: int, bias: bool) -> CausalConvolution:
     torch.manual_seed(taps)
-    convolution = CausalConvolution(CHANNELS, taps, bias, CPU, torch.float32)
+    convolution = CausalConvolution([Rows("", CHANNELS)], taps, bias, Unconnected(0, 1), CPU, torch.float32)
     for one in convolution.slices(""):
         one.target.normal_()
     convolution.pack()

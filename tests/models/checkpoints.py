@@ -12,6 +12,8 @@ import transformers
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
+from tests.models.layouts import publish_as
+
 VOCAB = 259  # Prime: no number of ranks divides it.
 SIZES = {
     "vocab_size": VOCAB,
@@ -307,7 +309,7 @@ LATER: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
-# Families with recurrent layers, which one rank has whole.
+# Families with recurrent layers.
 HYBRID: dict[str, tuple[str, dict[str, Any]]] = {
     "lfm2": ("Lfm2", {"layer_types": CONVOLUTIONS, "block_multiple_of": 32, "intermediate_size": 120}),
     "lfm2-biases": (
@@ -444,6 +446,28 @@ HYBRID |= {
         },
     ),
 }
+OLMO_SIZES = {
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 12,
+    "initializer_range": 0.05,
+}
+HYBRID |= {
+    "olmo-hybrid": ("OlmoHybrid", {**OLMO_SIZES, "rope_parameters": {"rope_theta": None, "rope_type": "default"}}),
+    "olmo-hybrid-rope": ("OlmoHybrid", {**OLMO_SIZES, "linear_allow_neg_eigval": False}),
+}
+MINIMAX_SIZES = {
+    "head_dim": 16,
+    "num_local_experts": 5,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "initializer_range": 0.1,
+}
+MINIMAX_FACTORS = {"full_attn_alpha_factor": 3.5, "linear_attn_alpha_factor": 3.0, "mlp_alpha_factor": 2.5}
+HYBRID |= {
+    "minimax": ("MiniMax", {**MINIMAX_SIZES, **MINIMAX_FACTORS, "mlp_beta_factor": 0.8, "full_attn_beta_factor": 1.2}),
+}
 VARIANTS = {**PLAIN, **NOT_PLAIN, **LATER, **HYBRID}
 CLASSES = {
     "Llama4": ("Llama4TextConfig", "Llama4ForCausalLM"),
@@ -488,6 +512,7 @@ def build(variant: str) -> PreTrainedModel:
         for name, buffer in model.named_buffers():
             if name.endswith(("e_score_correction_bias", "expert_bias")):
                 buffer.normal_(0, 0.2)
+    publish_as(family, model)
     return model
 
 

@@ -38,9 +38,9 @@ start, with a list of these.
 Each family is a file of `engine/plugins/model/` that says what the model is made of, and passes the conformance kit
 on tiny checkpoints that transformers writes, one for each variant below: in float32 its logits are within 1e-4 of
 transformers', and 64 greedy tokens are the same, in a ragged batch of eight that one sequence joins midway, with
-pages of 1 and of 16 tokens, with prompts whole and in chunks; two ranks give the same, but for models with recurrent
-layers, which one rank serves; a tensor that is missing is named. [plugins.md](plugins.md) says how to add a family, and
-what a package of its own looks like. This page is written by `python -m tests.models.test_families`.
+pages of 1 and of 16 tokens, with prompts whole and in chunks; two ranks give the same; a tensor that is missing is
+named. [plugins.md](plugins.md) says how to add a family, and what a package of its own looks like. This page is written
+by `python -m tests.models.test_families`.
 
 - Mixtures of experts run on CPUs and on NVIDIA GPUs. On a GPU one kernel takes all experts of a layer, and
   `model.quantization` leaves them as they are; `graphs.mode = "compiled"` is for models without experts. The
@@ -95,6 +95,7 @@ number of a picture's tokens is known from its size alone.
 | `Idefics3ForConditionalGeneration`, `SmolVLMForConditionalGeneration` | | tiles and the whole |
 | `InternVLForConditionalGeneration` | | up to 12 tiles and the whole |
 | `LlavaForConditionalGeneration` (1.5) | | 576 |
+| `LlavaNextForConditionalGeneration`, `LlavaOnevision...` | | tiles with breaks, and the whole |
 | `LlavaForConditionalGeneration` (Pixtral), `Mistral3ForConditionalGeneration` | | by size, with breaks |
 | `Qwen2VLForConditionalGeneration`, `Qwen2_5_VLForConditionalGeneration` | positions with three axes | by size |
 | `Qwen3VLForConditionalGeneration`, `Qwen3VLMoe...` | the same, and rows for the first layers | by size |
@@ -113,12 +114,18 @@ pictures. On a GPU none of this has been checked yet.
   may not have more.
 - Steps with tokens of pictures run without graphs, and so does every step in which a conversation with pictures
   decodes where positions have three axes. Steps of texts are not affected.
-- Every rank encodes on a thread next to its steps, one picture after the other. With tensor parallelism each rank has
-  the whole tower.
+- Every rank encodes next to its steps, one picture after the other, so that a picture's rows have the same bits
+  whatever else there is. With tensor parallelism each rank has the whole tower.
+- `placement.encoder = "process"` encodes [in a process](processes.md#the-encoder-of-pictures) beside each executor: a
+  picture that ends it costs no other request anything. With `inline`, the default, it is a thread of the executor.
 - Refused by name: `prompt_logprobs`, `truncate_prompt_tokens` and embeddings of prompts with pictures; pictures with
   `plugins.proposer` `draft_model` or `eagle`, or with `kv.page_size = 1`; a picture of fewer than 4 tokens; video;
   decoders through transformers (Gemma 3n, Gemma 4).
-- `detail` changes nothing: a picture has the tokens that its processor gives it.
+- A picture's `detail` is `auto`, `high` or `low`. `low` has fewer tokens where the processor has a way for it: no tiles
+  for Idefics3, SmolVLM and InternVL, at most 512 x 512 pixels for Qwen, sides of at most 512 for Pixtral and Mistral 3.
+  Elsewhere it changes nothing. `auto` and `high` are what the processor gives by itself.
+- LLaVA-OneVision's pictures are cut into tiles however many a conversation has, so that its tokens stay the same when
+  one more comes; the processor of transformers has no tiles where several are given at once.
 - `return_prompt_ids` shows ids past the vocabulary for a picture's tokens.
 
 ## The text part of models that read images or sound
@@ -126,8 +133,9 @@ pictures. On a GPU none of this has been checked yet.
 Of other models, and of those above without an encoder, the text decoder is served as that decoder would be alone, by
 its own family or through transformers, or it is refused; the log names the parts that are not read, and a request
 with an image, sound or video ends with 400. The decoders of Gemma 3, Gemma 3n, Gemma 4, InternVL, Llama 4, LLaVA,
-Mistral 3, Ministral 3, Mistral 4, Qwen2-VL, Qwen2.5-VL, Qwen3-VL (with and without experts) and Qwen3-Omni are
-checked on tiny checkpoints in the published layout, by `pytest tests/checkpoints/test_text_part.py`.
+LLaVA-NeXT, LLaVA-OneVision, Mistral 3, Ministral 3, Mistral 4, Qwen2-VL, Qwen2.5-VL, Qwen3-VL (with and without
+experts) and Qwen3-Omni are checked on tiny checkpoints in the published layout, by
+`pytest tests/checkpoints/test_text_part.py`.
 
 | architecture | its decoder |
 |---|---|"""
@@ -192,10 +200,8 @@ def hook_of(architecture: str) -> Callable[..., DecoderShape]:
     "variant", [*PLAIN_CHECKED, *(pytest.param(one, marks=pytest.mark.slow) for one in (*NOT_PLAIN, *LATER, *HYBRID))]
 )
 def test_the_reference_and_the_family_agree(variant: str, tmp_path: Path):
-    reference, ranks = build(variant), 1 if variant in HYBRID else 2
-    check_model(
-        hook_of(type(reference).__name__), reference, tmp_path, ranks=ranks, captured=not has_experts(reference)
-    )
+    reference = build(variant)
+    check_model(hook_of(type(reference).__name__), reference, tmp_path, captured=not has_experts(reference))
 
 
 def test_every_family_is_among_them():
@@ -245,8 +251,7 @@ def main() -> None:
     passed = []
     for variant in CHECKED:
         reference = build(variant)
-        ranks = 1 if variant in HYBRID else 2
-        if passes(hook_of(type(reference).__name__), reference, not has_experts(reference), ranks):
+        if passes(hook_of(type(reference).__name__), reference, not has_experts(reference)):
             passed.append(variant)
     through = []
     for kind in KINDS:

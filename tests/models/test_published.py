@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from engine.plugins.families import read_model
 from tests.models.checkpoints import LLAMA3, VARIANTS, build
 from tests.models.published import assert_same
 
@@ -116,6 +117,16 @@ KINDS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 }
 
 
+# MiniMax-Text-01 as its first files have it; transformers knows the same model under other words.
+TEXT_01 = {
+    "model_type": "minimax_text_01", "architectures": ["MiniMaxText01ForCausalLM"], "attn_type_list": [0, 1, 0],
+    "postnorm": True, "shared_intermediate_size": 0, "rotary_dim": 16, "rope_theta": 1e6,
+    "layernorm_full_attention_alpha": 3.5, "layernorm_full_attention_beta": 1.2,
+    "layernorm_linear_attention_alpha": 3.0, "layernorm_linear_attention_beta": 1.0,
+    "layernorm_mlp_alpha": 2.5, "layernorm_mlp_beta": 0.8,
+}  # fmt: skip
+
+
 def publish(kind: str, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Write the checkpoint."""
     variant, changes, words = KINDS[kind]
@@ -138,3 +149,15 @@ def test_a_published_config_means_what_it_means_to_transformers(
         behind = {f"model.layers.3.{name}.weight": torch.zeros(4) for name in ("enorm", "eh_proj", "shared_head.norm")}
         save_file(load_file(path) | behind, path)
     assert_same(tmp_path, reference.eval())
+
+
+def test_the_first_files_of_minimax_text_01(tmp_path: Path) -> None:
+    reference = build("minimax")
+    reference.save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    table = {name: one for name, one in json.loads(path.read_text()).items() if not name.endswith("_factor")}
+    words = {name: one for name, one in table.items() if name not in LATER} | TEXT_01
+    path.write_text(json.dumps(words))
+    assert_same(tmp_path, reference)
+    path.write_text(json.dumps(words | {"rotary_dim": 8}))
+    assert read_model(tmp_path).shape.attentions[0].rotary.size == 8

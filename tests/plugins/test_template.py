@@ -14,8 +14,10 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from transformers import ArceeConfig, ArceeForCausalLM
 
+from tests.features.images import made
 from tests.pace import far
 
 pytestmark = pytest.mark.slow
@@ -24,6 +26,17 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 TEMPLATE = EXAMPLES / "plugin_template"
 FAMILY = EXAMPLES / "model_template"
 TIMEOUT_S = 120
+ASKED = """
+import json, sys
+from callboard import LLM, SamplingParams
+
+content = [{"type": "image", "image": "picture.png"}, {"type": "text", "text": "Say it."}]
+config = {"plugins": json.loads(sys.argv[1]), "kv": {"num_pages": 64}, "device": {"kind": "cpu"}}
+with LLM("checkpoint", config=config, progress=False) as llm:
+    messages = [[{"role": "user", "content": content}]]
+    (answer,) = llm.chat(messages, SamplingParams(temperature=0, max_tokens=8, ignore_eos=True))
+    print(answer.usage.prompt_tokens, len(answer.token_ids))
+"""
 
 
 def run(python: Path, *arguments: str, cwd: Path) -> str:
@@ -63,7 +76,7 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_it_is_installed_tested_listed_and_served_through(environment: Path, tmp_path: Path) -> None:
     shutil.copytree(TEMPLATE / "tests", tmp_path / "tests")
-    assert "9 passed" in run(environment, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests", cwd=tmp_path)
+    assert "10 passed" in run(environment, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests", cwd=tmp_path)
     listed = run(environment, "-m", "callboard", "plugins", "--set", "plugins.attention=watched", cwd=tmp_path)
     (line,) = [line for line in listed.splitlines() if "attention.watched" in line]
     assert "callboard-template 0.1.0" in line
@@ -79,6 +92,16 @@ def test_it_is_installed_tested_listed_and_served_through(environment: Path, tmp
     assert "plugin attention.watched (callboard-template 0.1.0): right on a trial" in said
     assert "callboard_template.watched: call 10, layer" in said
     assert "def add(a, b):\n" in said
+
+
+def test_pictures_are_read_by_a_packages_encoder(environment: Path, tmp_path: Path) -> None:
+    directory = made.make("llava", tmp_path / "checkpoint")
+    save_file({"projection": torch.randn(made.TEXT["hidden_size"], 12)}, directory / "patches.safetensors")
+    (tmp_path / "picture.png").write_bytes(made.picture(50, 31))
+    options = {"encoder.patches": {"sides": 5, "pixels": 2}}
+    said = run(environment, "-c", ASKED, json.dumps({"encoder": "patches", "options": options}), cwd=tmp_path)
+    words = len(["<s>", "<user>", "<end>", "<assistant>", "newline"]) + len("Say it.")
+    assert said.splitlines()[-1] == f"{words + 5 * 5} 8"
 
 
 SIZES: dict[str, Any] = {"vocab_size": 259, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}

@@ -200,6 +200,42 @@ def test_logprobs_are_those_of_the_raw_logits():
         np.testing.assert_allclose(values, best.values.numpy(), atol=1e-6)
 
 
+def test_processed_logprobs_are_those_that_tokens_are_drawn_by():
+    logits_NV = torch.randn(6, V, generator=torch.Generator().manual_seed(1))
+    sampler = new_sampler(6, V)
+    cut = {"seed": 1, "temperature": 2.0, "top_k": 5, "top_p": 0.8, "logit_bias": {2: 3.0}, "logprobs": 20}
+    admit(sampler, 0, SamplingParams(**cut, processed_logprobs=True))
+    admit(sampler, 1, SamplingParams(**cut))
+    admit(sampler, 2, SamplingParams(temperature=0.0, logprobs=20, processed_logprobs=True, logit_bias={2: 3.0}))
+    admit(sampler, 3, SamplingParams(temperature=0.5, logprobs=20, processed_logprobs=True, seed=2))
+    admit(sampler, 4, SamplingParams(temperature=0.5, seed=2, processed_logprobs=True))
+    admit(sampler, 5, SamplingParams(temperature=0.5, logprobs=20, seed=2))
+    sampled = sampler.sample(logits_NV, np.arange(6), np.ones(6, dtype=np.int64))
+    assert sampled.logprobs is not None
+    found = sampled.logprobs.messages()
+    biased_NV = logits_NV.clone()
+    biased_NV[:, 2] += 3.0
+    best = (biased_NV[0] / 2.0).topk(5)
+    inside = best.values.softmax(dim=-1).cumsum(dim=-1)
+    kept = int((inside < 0.8).sum()) + 1
+    values = np.frombuffer(found[0].top_logprobs, dtype=np.float32)
+    assert np.frombuffer(found[0].top_ids, dtype=np.int32)[:kept].tolist() == best.indices[:kept].tolist()
+    np.testing.assert_allclose(values[:kept], best.values[:kept].log_softmax(dim=-1).numpy(), atol=1e-6)
+    assert (values[kept:] == -np.inf).all()
+    for row, expected_V in (
+        (1, logits_NV[1].log_softmax(dim=-1)),
+        (2, biased_NV[2].log_softmax(dim=-1)),
+        (3, (logits_NV[3] * 2.0).log_softmax(dim=-1)),
+        (5, logits_NV[5].log_softmax(dim=-1)),
+    ):
+        assert found[row].logprob == pytest.approx(float(expected_V[sampled.token_ids_N[row]]), abs=1e-6)
+    assert 4 not in found
+    # A row has the same bits alone.
+    alone = sampler.sample(logits_NV[3:4], np.array([3]), np.array([1])).logprobs
+    assert alone is not None
+    assert alone.messages()[0] == found[3]
+
+
 def test_logprobs_of_named_tokens_stand_where_the_most_likely_would():
     logits_NV = torch.randn(4, V, generator=torch.Generator().manual_seed(1))
     sampler = new_sampler(4, V)

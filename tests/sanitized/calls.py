@@ -315,22 +315,24 @@ def recurrences(dice: Random) -> None:
     of_heads = -torch.rand(heads), torch.randn(heads)
     found = kernels().recurrences
     assert found is not None
-    given = dice.choice((None, bias_C))
+    given, most = dice.choice((None, bias_C)), dice.choice((1.0, 2.0))
     y_TC = found.convolve(x_TC, weight_KC, given, windows, step, False)
     if is_delta := dice.random() < 0.5:
-        o_THV = found.delta(y_TC.clone(), a_TH, b_TH, *of_heads, matrices, step)
+        o_THV = found.delta(y_TC.clone(), a_TH, b_TH, *of_heads, most, matrices, step)
     else:
         o_THV = found.ssd(y_TC, a_TH, *of_heads, of_heads[1], 0.01, matrices, step)
     z_TI = torch.randn(len(o_THV), heads * value)
     weight = dice.choice((None, torch.ones(value), torch.ones(heads * value)))
-    gated_TI = found.gate(o_THV.flatten(1).clone(), z_TI, weight, heads, 1e-6, dice.random() < 0.5)
+    gated_TI = found.gate(
+        o_THV.flatten(1).clone(), z_TI, weight, heads, 1e-6, dice.random() < 0.5, dice.choice(("silu", "sigmoid"))
+    )
     for row, tokens in enumerate(torch.arange(len(x_TI)).split(counts.tolist())):
         if is_odd[row]:
             continue
         close(y_TC[tokens], convolution(x_TC[tokens], weight_KC, given), 1e-4)
         sizes = (groups, key)
         if is_delta:
-            expected_THV = gated_delta(y_TC[tokens], a_TH[tokens], b_TH[tokens], *of_heads, *sizes)
+            expected_THV = gated_delta(y_TC[tokens], a_TH[tokens], b_TH[tokens], *of_heads, most, *sizes)
         else:
             expected_THV = mamba_2(y_TC[tokens], a_TH[tokens], *of_heads, of_heads[1], 0.01, *sizes)
         close(o_THV[tokens], expected_THV, 1e-4 * (1 + float(expected_THV.abs().max())))

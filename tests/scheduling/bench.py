@@ -58,6 +58,7 @@ class Bench:
         self.ends: dict[int, list[Finish]] = {}
         self.expected: dict[int, list[int]] = {}
         self.cached: dict[int, int] = {}
+        self.created: dict[int, int] = {}
         self.accepted: Counter[int] = Counter()
         self.metrics: dict[int, RequestMetrics] = {}
         self.steps: list[Step] = []
@@ -131,7 +132,8 @@ class Bench:
             if isinstance(message, Failed):
                 self.ends[message.request_id].append(Finish.ERROR)
                 continue
-            self.cached.update(message.cached_tokens)
+            self.cached |= {one: counts[0] for one, counts in message.cached_tokens.items()}
+            self.created |= {one: counts[1] for one, counts in message.cached_tokens.items()}
             ids = np.frombuffer(message.request_ids, dtype=np.int64)
             tokens = np.frombuffer(message.token_ids, dtype=np.int32)
             for request_id, token, finish in zip(ids.tolist(), tokens.tolist(), message.finishes, strict=True):

@@ -1,4 +1,4 @@
-"""Proposers for tests: they know what a model will say, and tell it rightly, wrongly, or by halves."""
+"""Proposers for tests: they know what a model will say, and propose it rightly, wrongly, or by halves."""
 
 import random
 from collections.abc import Callable, Sequence
@@ -16,7 +16,7 @@ class Liar:
         return LiarSession(self)
 
     def draft(self, tokens: Sequence[int], most: int) -> list[int]:
-        """As a draft model: so many, all of them tokens, or none."""
+        """Return what a draft model does: so many, all of them tokens, or none."""
         session = self.open()
         session.extend(tokens)
         proposed = list(session.propose(most))[:most]
@@ -24,7 +24,9 @@ class Liar:
 
 
 class LiarSession:
-    """right: all is true.  half: every other token may be.  wrong: none is.  random: any tokens.
+    """The session of one sequence, by its kind.
+
+    right: all is true.  half: every other token may be.  wrong: none is.  random: any tokens.
     many: more than was asked for.  strange: one is no token of the model's.  moody: sometimes nothing."""
 
     def __init__(self, liar: Liar) -> None:
@@ -50,6 +52,12 @@ class LiarSession:
         if liar.kind == "strange":
             tokens[len(self._tokens) + rng.randrange(count)] = rng.choice((-1, -7, liar.vocab_size, 1 << 40))
         return tokens[len(self._tokens) :]
+
+
+def from_sequences(sequences: Sequence[Sequence[int]]) -> Callable[[Sequence[int]], int]:
+    """Return a ``Liar.next_token`` that knows these sequences whole."""
+    following = {hash(tuple(one[:end])): one[end] for one in sequences for end in range(len(one))}
+    return lambda tokens: following.get(hash(tuple(tokens)), 0)
 
 
 KINDS = ("right", "half", "wrong", "random", "many", "strange", "moody")

@@ -43,6 +43,23 @@ def test_cached_tokens_and_retractions_are_counted() -> None:
     assert (bench.metrics[1].cached_tokens, bench.metrics[3].cached_tokens) in {(0, 4), (0, 0)}
 
 
+def test_tokens_that_a_prompt_puts_into_the_cache_are_those_of_its_new_pages() -> None:
+    bench = Bench(depth=1, max_running=2, page_size=4, prefill_chunk=8, max_step_tokens=16)
+    bench.submit(1, prompt_of(18), max_tokens=1)
+    run(bench)
+    assert (bench.cached[1], bench.created[1]) == (0, 16), "two of its tokens fill no page"
+    bench.submit(2, prompt_of(18), max_tokens=1)
+    run(bench)
+    assert (bench.cached[2], bench.created[2]) == (16, 0)
+    before = bench.planner.pages.tree.num_cached
+    for request_id in (3, 4):  # both find nothing, and compute the same page in one step
+        bench.submit(request_id, prompt_of(6, seed=2), max_tokens=1)
+    run(bench)
+    assert bench.cached[3] == bench.cached[4] == 0
+    assert bench.created[3] + bench.created[4] == 4
+    assert bench.planner.pages.tree.num_cached == before + 1
+
+
 def test_a_request_that_never_ran_has_no_times_but_its_whole() -> None:
     bench = Bench(depth=1, max_running=1)
     bench.submit(1, prompt_of(4), max_tokens=9, ignore_eos=True)

@@ -1,4 +1,4 @@
-"""GET /explain/{id}: parts that add up to what a client has measured, and who may ask."""
+"""GET /explain/{id}: parts that add up to what a client has measured, and what each client may see."""
 
 import json
 import statistics
@@ -13,8 +13,10 @@ import pytest
 
 from engine.config import Config, build_config
 from engine.features.explain.explanation import Explained, TimeShare
+from engine.features.explain.session_turns import TurnDifference
 from engine.messages import Finish
 from server import clients
+from server.extensions.explain.difference import causes_of
 from tests.pace import at_some_pace, far
 from tests.server.http_client import RawClient, Reply, ask, http_bytes
 from tests.server.live_server import MODEL, LiveServer
@@ -27,7 +29,7 @@ SETTINGS = {
     "scheduler": {"max_running": 4},
 }
 OFF_S = 0.25  # beside 2 %: here the clients are threads of the server's process, which wait for its interpreter lock
-CLOCKS_S = 0.01  # what is told is rounded
+CLOCKS_S = 0.01  # the numbers are rounded
 
 
 @pytest.fixture(scope="module")
@@ -104,6 +106,21 @@ def post(name: str, key: str = "", **fields: Any) -> bytes:
     headers = {"X-Request-Id": name} | ({"Authorization": f"Bearer {key.ljust(16, '-')}"} if key else {})
     body = {"model": MODEL, "prompt": "p", **fields}
     return http_bytes("POST", "/v1/completions", json.dumps(body).encode(), headers)
+
+
+@pytest.mark.parametrize(
+    "shared, was, now, causes",
+    [
+        ("assistant\n", "<think>so be it</think>yes", "yes<|im_end|>", ["thoughts"]),
+        ("assistant\n<think>\n", "so be it</think>yes", "\n</think>yes", ["thoughts"]),
+        ("</think>\n", "yes, I do", "no, I do not", ["answer"]),
+        ("", " yes,\n  I do", "yes, I do not", ["spaces"]),
+        ("", "yes, I do", "yes, I do not", ["tokens"]),
+    ],
+)
+def test_texts_around_a_difference_show_its_cause(shared: str, was: str, now: str, causes: list[str]) -> None:
+    found = TurnDifference(1, 5, 9, True, b"", b"", b"")
+    assert causes_of(found, shared, was, now, ("<think>", "</think>")) == causes
 
 
 def test_a_request_that_runs_is_explained_until_now(live: LiveServer) -> None:

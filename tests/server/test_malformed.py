@@ -74,6 +74,7 @@ ANY_FIELDS: dict[str, list[str]] = {
     "structural_tag": ["1", '"{"', '"{}"', "{}"],
     "use_beam_search": ["true"],
     "stop_regex": ['"a"'],
+    "processed_logprobs": ["1", "\"true\""],
     "logprob_token_ids": ["[1]", "1", '["1"]', "[-1]", "[1000]"],
     "prompt_logprobs": ["1"],
     "chat_template": ['"{{ 1 }}"'],

@@ -1,4 +1,4 @@
-"""What /metrics says, read back by Prometheus' own parser, and that it agrees with what happened."""
+"""The samples of /metrics, read back by Prometheus' own parser, and that it agrees with what happened."""
 
 from collections.abc import Iterator
 
@@ -19,6 +19,7 @@ DASHBOARD = [
     "vllm:num_requests_running",
     "vllm:num_requests_waiting",
     "vllm:kv_cache_usage_perc",
+    "vllm:gpu_cache_usage_perc",
     "vllm:prompt_tokens_total",
     "vllm:generation_tokens_total",
     "vllm:prefix_cache_queries_total",

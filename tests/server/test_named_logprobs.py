@@ -54,6 +54,21 @@ def test_every_endpoint_gives_those_of_the_same_tokens(served: EngineServer) -> 
         assert [one["token"] for one in entry["top_logprobs"]] == [f"token_id:{one}" for one in NAMED]
 
 
+def test_processed_ones_are_those_that_tokens_are_drawn_by(served: EngineServer) -> None:
+    asked = {"prompt": PROMPT, "logprobs": 3, "logit_bias": {"300": 100}}
+    drawn = post(served, "/v1/completions", processed_logprobs=True, **asked).json["choices"][0]["logprobs"]
+    assert drawn["token_logprobs"] == pytest.approx([0.0] * 4, abs=1e-6)
+    own = post(served, "/v1/completions", **asked).json["choices"][0]["logprobs"]
+    assert own["token_logprobs"][0] < -5.0
+
+    cut = {"prompt": PROMPT, "logprobs": 3, "processed_logprobs": True, "temperature": 1, "top_k": 1, "seed": 1}
+    listed = post(served, "/v1/completions", **cut).json["choices"][0]["logprobs"]["top_logprobs"]
+    assert [sorted(one.values()) for one in listed] == [[-9999.0, -9999.0, 0.0]] * 4
+
+    refused = post(served, "/v1/completions", echo=True, processed_logprobs=True, **asked)
+    assert (refused.status, refused.error["param"]) == (400, "logit_bias")
+
+
 @pytest.mark.parametrize(
     ("path", "fields", "param"),
     [

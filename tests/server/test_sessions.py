@@ -72,6 +72,27 @@ def test_sessions_say_what_they_found() -> None:
         assert len(ask(served.port, "GET", "/sessions").json["sessions"]) == 2
 
 
+def test_usage_says_what_a_turn_has_found_in_the_cache_and_put_there() -> None:
+    page, said = 8, "what does this function do, and what would you call it?"
+    with EngineServer(model={"name": "demo"}, kv={"num_pages": 256, "page_size": page}) as served:
+        body = {"model": "demo", "max_tokens": 1, "messages": [{"role": "user", "content": said}]}
+        turns = [ask(served.port, "POST", "/v1/messages", body).json["usage"] for _ in range(2)]
+        brief = {**body, "stream": True, "system": "Be brief."}
+        streamed = ask(served.port, "POST", "/v1/messages", brief).body.decode()
+        counted = ask(served.port, "POST", "/v1/messages/count_tokens", {"model": "demo", "messages": body["messages"]})
+    (total,) = counted.json.values()
+    whole = total // page * page
+    first, second = turns
+    assert (first["input_tokens"], first["cache_creation_input_tokens"]) == (total - whole, whole)
+    assert first["cache_read_input_tokens"] == second["cache_creation_input_tokens"] == 0
+    assert (second["input_tokens"], second["cache_read_input_tokens"]) == (total - whole, whole)
+    events = [json.loads(line.removeprefix("data: ")) for line in streamed.splitlines() if line.startswith("data: {")]
+    started, ended = events[0]["message"]["usage"], events[-2]["usage"]
+    assert {**started, "output_tokens": 1} == {**ended, "output_tokens": 1}
+    assert started["cache_creation_input_tokens"] > 0
+    assert started["cache_creation_input_tokens"] % page == 0
+
+
 def test_a_client_sees_its_own_sessions_and_an_operator_all() -> None:
     operator = "operator-of-sixteen-characters"
     keys = {"one": "one-of-sixteen-characters", "two": "two-of-sixteen-characters"}
@@ -101,3 +122,27 @@ def test_without_keys_a_client_sees_those_of_its_address() -> None:
             asked(served.port, address, "POST", "/v1/completions", body)
             told = asked(served.port, address, "GET", "/sessions")["sessions"]
             assert [one["name"] for one in told] == [name]
+
+
+def test_the_first_token_that_breaks_a_sessions_prefix_is_explained() -> None:
+    user, tool = {"role": "user", "content": "def add(a, b):"}, {"type": "function", "function": {"name": "look"}}
+    with EngineServer(model={"name": "demo"}, kv={"num_pages": 256}) as served:
+
+        def turn(name: str, messages: list[Any], **fields: Any) -> tuple[str, Any]:
+            body = {"model": "demo", "messages": messages, "max_tokens": 12, "session_id": "s", **fields}
+            reply = ask(served.port, "POST", "/v1/chat/completions", body, {"X-Request-Id": name})
+            assert reply.status == 200, reply.body
+            difference = ask(served.port, "GET", f"/explain/{name}").json["difference"]
+            return reply.json["choices"][0]["message"]["content"], difference
+
+        system = {"role": "system", "content": "Be brief."}
+        answer, difference = turn("first", [system, user], ignore_eos=True)
+        assert difference is None
+        _, difference = turn("spaces", [system, user, {"role": "assistant", "content": f"  {answer}"}, user])
+        assert (difference["id"], difference["causes"]) == ("first", ["spaces"])
+        assert difference["shared"].endswith("assistant")
+        assert difference["was"].strip().startswith(answer[:5])
+        _, difference = turn("system", [{"role": "system", "content": "Be long."}, user])
+        assert (difference["causes"], difference["shared"][-2:]) == (["system"], "Be")
+        _, difference = turn("tools", [system, user], tools=[tool])
+        assert difference["causes"] == ["tools"]

@@ -6,6 +6,7 @@ from typing import Any
 import openai
 import pytest
 
+from engine.features.sessions.planner import session_part
 from engine.settings.sections import LimitsSection, ServerSection, StorageSection
 from engine.types.errors import RequestError
 from server.extensions.storage import unattended
@@ -64,6 +65,10 @@ def test_a_conversation_goes_on_from_a_response(client: openai.OpenAI, server: L
     third = ask_for(client, "three", previous_response_id=first.id)
     ask_for(client, "four", previous_response_id=third.id, instructions="Be long.")
     assert second.previous_response_id == first.id
+    sessions = [options.parts.get("sessions") for _, _, options in server.ingress.asked]
+    assert sessions == [None, *[session_part(first.id)] * 3], "forks are one session"
+    ask_for(client, previous_response_id=first.id, prompt_cache_key="k")
+    assert server.ingress.asked[-1][2].parts["sessions"] == session_part("k")
     prompts = [as_text(prompt) for prompt, _, _ in server.ingress.asked]
     said = [f"assistant: {one.output_text}" for one in (first, third)]
     assert prompts[1] == "\n".join(["user: one", said[0], "user: two"])

@@ -52,7 +52,9 @@ def test_a_request_is_a_span_in_the_callers_trace(
     traced: LiveServer, exporter: InMemorySpanExporter, stream: bool
 ) -> None:
     headers = {"traceparent": f"00-{TRACE}-{PARENT}-01", "X-Request-Id": "mine"}
-    assert ask(traced.port, "POST", "/v1/completions", {**COMPLETION, "stream": stream}, headers).status == 200
+    body = {**COMPLETION, "stream": stream, "session_id": "s"}
+    reply = ask(traced.port, "POST", "/v1/completions", body, headers)
+    assert reply.status == 200
     span = spans(exporter)["POST /v1/completions"]
     assert span.context is not None
     assert span.parent is not None
@@ -66,6 +68,10 @@ def test_a_request_is_a_span_in_the_callers_trace(
     assert found == ["text_completion", "callboard", MODEL, MODEL]
     assert (span.attributes["url.path"], span.attributes["url.scheme"]) == ("/v1/completions", "http")
     assert "error.type" not in span.attributes
+    assert span.attributes["gen_ai.conversation.id"] == "s"
+    assert f'"{span.attributes["gen_ai.response.id"]}"' in reply.body.decode()
+    assert span.attributes["gen_ai.usage.cache_read.input_tokens"] == 2
+    assert span.attributes["gen_ai.usage.cache_creation.input_tokens"] == 0
     assert "secret" not in span.to_json()
 
 

@@ -78,6 +78,7 @@ def assemble(
         draft=liar_of(setup).draft,
         mark=mark,
         num_snapshots=setup.num_snapshots,
+        num_on_host=setup.num_on_host,
     )
     tokenizer = Tokenizer(capacity=capacity, codec=SimCodec(setup.eos_token_ids), vocab_size=VOCAB)
     ingress = Ingress(

@@ -1,4 +1,4 @@
-"""What must hold in every run, at every step and at its end.
+"""The rules that hold in every run, at every step and at its end.
 
 Owns: what was promised, and whether it was kept.  Does not know: how a run is driven.
 Raises SimIncorrect; a message names the operation, so that the replayed run can be searched for it.
@@ -25,7 +25,7 @@ from tests.sim.shares import OUTPUT_COST, Shares
 
 
 class Expected(NamedTuple):
-    """What a request that nothing disturbs gets."""
+    """The answer to a request that nothing disturbs."""
 
     tokens: list[int]
     text: str
@@ -125,7 +125,7 @@ class Checks:
     # ---- at every plan ----------------------------------------------------------------------
 
     def planned(self, step: Step, probe: Probe) -> None:
-        """Nobody starts before those whose turn comes first, unless suspects run alone, which wait for no turn."""
+        """No request starts before those whose turn comes first, unless suspects run alone, which wait for no turn."""
         if probe.is_in_quarantine:
             self._shares.waits.clear()
             return
@@ -175,22 +175,22 @@ class Checks:
                 )
 
     def finished(self, requests: Sequence[RequestMetrics]) -> None:
-        """Observers are told once of each request."""
+        """Observers are called once for each request."""
         for metrics in requests:
             if metrics.request_id in self._metrics:
-                raise SimIncorrect(f"observers are told twice that request {metrics.request_id} has ended")
+                raise SimIncorrect(f"observers were called twice for the end of request {metrics.request_id}")
             self._metrics[metrics.request_id] = metrics
 
     # ---- at the end -------------------------------------------------------------------------
 
     def check_metrics(self) -> None:
-        """What observers were told is what the tokenizer was told, and no cancellation was lost on its way."""
+        """Observers and the tokenizer got the same ends, and no cancellation was lost on its way."""
         for request_id in self._admitted - self._aborted - self._ended["tokenizer>ingress"]:
-            raise SimIncorrect(f"request {request_id} was cancelled, and the scheduler never heard of it")
+            raise SimIncorrect(f"request {request_id} was cancelled, and the scheduler never got that")
         for request_id, finish in self._ends.items():
             metrics = self._metrics.get(request_id)
             if metrics is None or metrics.finish != finish:
-                raise SimIncorrect(f"request {request_id} ended as {finish.name}, observers heard {metrics}")
+                raise SimIncorrect(f"request {request_id} ended as {finish.name}, observers got {metrics}")
             if metrics.num_output_tokens != self._num_tokens[request_id]:
                 raise SimIncorrect(f"request {request_id}: {self._num_tokens[request_id]} tokens sent, {metrics}")
 
@@ -318,9 +318,12 @@ class Checks:
             raise SimIncorrect(f"{where}: {usage}, expected {counts}")
         if client.first_usage is None or client.first_usage.cached_tokens != usage.cached_tokens:
             raise SimIncorrect(f"{where}: cached tokens changed, {client.first_usage} and {usage}")
+        num_rest = usage.prompt_tokens - usage.cached_tokens - usage.created_tokens
+        if usage.created_tokens % self._setup.page_size or num_rest < 0:
+            raise SimIncorrect(f"{where}: {usage.created_tokens} tokens were put into the cache, {usage}")
 
     def check_sharing(self, clients: Sequence[Client]) -> None:
-        """Nobody has found more in the cache than somebody of the same salt and adapter could have left there."""
+        """No client has found more in the cache than one of the same salt and adapter could have left there."""
         page = self._setup.page_size
         texts: dict[int, np.ndarray] = {}
 
@@ -346,6 +349,6 @@ class Checks:
             others = (one for one in clients if one is not client and (one.op.salt, one.op.adapter) == mine)
             if not any(np.array_equal(whole(other)[:cached], prompt[:cached]) for other in others):
                 raise SimIncorrect(
-                    f"operation {client.number}: {cached} tokens cached that nobody with salt and adapter {mine} "
+                    f"operation {client.number}: {cached} tokens cached that no client with salt and adapter {mine} "
                     "ever sent"
                 )

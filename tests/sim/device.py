@@ -70,8 +70,9 @@ class SimDevice:
         draft: Callable[[list[int], int], list[int]],
         mark: Callable[[str], None],
         num_snapshots: int = 0,
+        num_on_host: int = 0,
     ) -> None:
-        self.states = SimStates(num_rows, num_snapshots)
+        self.states = SimStates(num_rows, num_snapshots, num_on_host, mark)
         # The last page is where page tables point that have nothing to point at.
         self._kv: U64 = np.full((num_pages + 1, page_size), POISON, dtype=np.uint64)
         self._slots = self._kv.reshape(-1)
@@ -170,7 +171,10 @@ class SimDevice:
                 self._slow_rows[row] = seed
             if admission.params.logprobs is not None:
                 self._logprob_rows.add(row)
-        self.states.begin(step)
+        for row in self.states.begin(step):
+            (at,) = np.flatnonzero(ints(step.prefill_rows) == row)
+            self._computed[row] = ints(step.prefill_starts)[at]
+            self._mark("state before a wrong token")
         self._place(step)
         if step.table_rows:
             self._tables[ints(step.table_rows), ints(step.table_indexes)] = ints(step.table_pages)

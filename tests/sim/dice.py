@@ -45,18 +45,17 @@ def draw(seed: int, order: int = 0) -> Scenario:
 
 
 def _with_states(setup: Setup, rng: random.Random) -> Setup:
-    """An engine whose model has states: no pages of it leave, and no guesses are verified."""
+    """Return the setup of an engine whose model has states: no store has pages of it."""
     usual = setup.max_running + setup.num_pages // rng.choice((2, 8))
     return replace(
         setup,
-        num_host_pages=0,
         store_timeout_s=0.0,
-        proposer="",
         num_snapshots=rng.choice((1, 2, 4, setup.max_running, usual, usual, usual)),
         keeps=rng.choice(
             ((True, True, True, 0),) * 4
             + ((False, True, False, 0), (True, False, False, 0), (False, False, True, 0), (False, False, False, 2))
         ),
+        num_on_host=rng.choice((1, 2, 8, 8)) if setup.num_host_pages else 0,
     )
 
 

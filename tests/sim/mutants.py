@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 import msgspec
+import pytest
 
 import engine.scheduling.pages as holdings_module
 from engine.actors.ingress import Ingress, _Open
@@ -48,12 +49,9 @@ def planted(mutant: Mutant, mutants: "dict[Mutant, tuple[Any, str]] | None" = No
     """The bug is there within this context.  mutants: where it is found, these by default."""
     owner, name = (MUTANTS if mutants is None else mutants)[mutant]
     assert hasattr(owner, name), f"{owner} has no {name} any more: plant {mutant.__name__} elsewhere"
-    original = getattr(owner, name)
-    setattr(owner, name, mutant(original))
-    try:
+    with pytest.MonkeyPatch.context() as patch:  # which leaves an inherited method inherited
+        patch.setattr(owner, name, mutant(getattr(owner, name)))
         yield
-    finally:
-        setattr(owner, name, original)
 
 
 # ---- pages --------------------------------------------------------------------------------------

@@ -82,7 +82,8 @@ def build_planner(setup: Setup, num_pages: int, clock: Callable[[], float], befo
     drafted = DraftModel(path="", num_tokens=liar.num_tokens, max_len=setup.max_len)
     features = features_of(None, setup.num_slots, setup.store_timeout_s, has_host=bool(setup.num_host_pages))
     if setup.num_snapshots:
-        features.append(partial(StatesPlanner, policy=EndsAndBranches(*setup.keeps), num_slots=setup.num_snapshots))
+        slots = {"num_slots": setup.num_snapshots, "num_host": setup.num_on_host}
+        features.append(partial(StatesPlanner, policy=EndsAndBranches(*setup.keeps), **slots))
     if setup.proposer:
         features.append(partial(_speculation, proposer=drafted if setup.drafted else liar))
     policy = POLICIES[setup.policy](setup.max_overtaken) if before is None else before._policy
@@ -218,10 +219,11 @@ class Probe:
         self._lose(step.step_id, freed)
 
     def _watch_starts(self, states: StatesPlanner) -> None:
-        slots = [slot for slot, _ in states._before]
+        before = [(slot, row) for slot, row in states._slots.copies if row < self.planner.requests.limits.max_running]
+        slots = [slot for slot, _ in before]
         if len({*slots}) < len(slots):
             self._mark("states for two rows")
-        for _, row in states._before:
+        for _, row in before:
             sequence = self._rows.sequences[row]
             if sequence is not None and sequence.num_retractions:
                 self._mark("state of a retracted row")

@@ -1,4 +1,4 @@
-"""What happens in a run: the sizes of an engine, the weather on its links, and a list of operations.
+"""The plan of a run: the sizes of an engine, the weather on its links, and a list of operations.
 
 Owns: what may happen.  Does not know: how often (``dice.py``), how it is made to happen (``world.py``).
 The list is explicit, so that parts of it can be left out.
@@ -59,6 +59,7 @@ class Setup:
     check_every: int
     weather: LinkWeather
     num_snapshots: int = 0
+    num_on_host: int = 0
     keeps: tuple[bool, bool, bool, int] = (True, True, True, 0)
 
     @property
@@ -116,7 +117,7 @@ class Break:
 
 @dataclass(frozen=True, slots=True)
 class Pause:
-    """Nothing gets through a link for a while."""
+    """A link passes nothing on for a while."""
 
     at: float
     link: str
@@ -171,7 +172,7 @@ Op = Submit | Cancel | NaN | Break | Pause | Hang | Lose | Crash | Jump | Drain
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """ops: each under the number it has in the full list, in order of time."""
+    """All that happens in a run.  ops: each under the number it has in the full list, in order of time."""
 
     seed: int
     setup: Setup

@@ -6,14 +6,19 @@ Owns: the bugs.  Does not know: how they are found.
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import msgspec
+import numpy as np
+
+from engine.features.states.messages import NAME, StateCopies
 from engine.features.states.planner import Copy, StatesPlanner
 from engine.features.states.slots import SnapshotSlots
 from engine.features.states.tree import StateTree
 from engine.kv.match import Match
 from engine.kv.node import Handle, Node
+from engine.kv.pages import Pages
 from engine.scheduling.completions import Completions
 from engine.scheduling.rows import Rows
-from engine.scheduling.step_builder import StepBuilder
+from engine.scheduling.step_builder import InFlight, StepBuilder
 from tests.sim.mutants import Mutant
 
 
@@ -61,8 +66,9 @@ def a_fork_aliases(started: Callable[..., None]) -> Callable[..., None]:
 
     def mutant(self: StatesPlanner, sequence: Any) -> None:
         started(self, sequence)
-        if len(self._before) > 1 and self._before[-1][0] in {slot for slot, _ in self._before[:-1]}:
-            self._before.pop()
+        copies = self._slots.copies
+        if len(copies) > 1 and copies[-1][0] in {slot for slot, _ in copies[:-1]}:
+            copies.pop()
 
     return mutant
 
@@ -82,7 +88,7 @@ def pages_are_left_without_a_state(split: Callable[..., Node]) -> Callable[..., 
 def pages_without_a_state_are_matched(_: Callable[..., None]) -> Callable[..., None]:
     """The deepest snapshot counts for all pages behind it."""
 
-    def mutant(self: StateTree, match: Match, node: Node) -> None:
+    def mutant(self: StateTree, match: Match) -> None:
         pass
 
     return mutant
@@ -90,9 +96,25 @@ def pages_without_a_state_are_matched(_: Callable[..., None]) -> Callable[..., N
 
 def a_state_is_left_without_pages(_: Callable[..., None]) -> Callable[..., None]:
     def mutant(self: StateTree, node: Node) -> None:
-        super(StateTree, self)._drop(node)
+        super(StateTree, self)._detach(node)
 
     return mutant
+
+
+def pages_come_back_without_a_state(_: Callable[..., int]) -> Callable[..., int]:
+    def mutant(self: StateTree, handle: Handle, key: bytes, pages: Pages) -> int:
+        restored: int = super(StateTree, self).restore(handle, key, pages)  # type: ignore[misc]
+        return restored
+
+    return mutant
+
+
+def a_state_on_the_host_is_joined_away(_: Callable[..., bool]) -> Callable[..., bool]:
+    return lambda self, node: True
+
+
+def a_state_is_lost_between_a_match_and_its_use(_: Callable[..., bool]) -> Callable[..., bool]:
+    return lambda self, match: True
 
 
 def an_evicted_state_is_still_matched(lose: Callable[..., None]) -> Callable[..., None]:
@@ -109,7 +131,7 @@ def a_slot_is_freed_while_a_copy_in_flight_reads_it(attach: Callable[..., None])
     """The copies before a step are made a step later, when the slot may have another state."""
 
     def mutant(self: StatesPlanner, step: StepBuilder) -> None:
-        late, self._before = self._before, getattr(self, "late", [])
+        late, self._slots.copies = self._slots.copies, getattr(self, "late", [])
         attach(self, step)
         self.late = late  # type: ignore[attr-defined]
 
@@ -148,6 +170,30 @@ def a_snapshot_is_off_by_a_page(keep: Callable[..., None]) -> Callable[..., None
     return mutant
 
 
+def a_rejected_token_stays_in_the_state(completed: Callable[..., None]) -> Callable[..., None]:
+    """Every step counts as one whose tokens were all right."""
+
+    def mutant(self: StatesPlanner, record: InFlight, seconds: float) -> None:
+        for row, aside in self._aside.items():
+            self._aside[row] = aside._replace(end=self._completions.num_done(row))
+        completed(self, record, seconds)
+
+    return mutant
+
+
+def a_state_is_set_aside_behind_its_step(attach: Callable[..., None]) -> Callable[..., None]:
+    def mutant(self: StatesPlanner, step: StepBuilder) -> None:
+        attach(self, step)
+        if NAME in step.parts:
+            copies = msgspec.msgpack.decode(step.parts[NAME], type=StateCopies)
+            before, after = (np.frombuffer(one, np.int32).reshape(2, -1) for one in (copies.before, copies.after))
+            of_rows = before[0] < self._table.running.shape[0]
+            moved = np.concatenate((after, before[:, of_rows]), 1)
+            step.parts |= StateCopies(before=before[:, ~of_rows].tobytes(), after=moved.tobytes()).part()
+
+    return mutant
+
+
 def a_copy_is_dropped(copies_of: Callable[..., Iterable[Copy]]) -> Callable[..., Iterable[Copy]]:
     def mutant(self: StatesPlanner, row: int, num_tokens: int) -> Iterable[Copy]:
         copies = copies_of(self, row, num_tokens)
@@ -179,13 +225,18 @@ MUTANTS: dict[Mutant, tuple[Any, str]] = {
     a_fork_aliases: (StatesPlanner, "started"),
     pages_are_left_without_a_state: (StateTree, "_split"),
     pages_without_a_state_are_matched: (StateTree, "_go_back"),
-    a_state_is_left_without_pages: (StateTree, "_drop"),
+    a_state_is_left_without_pages: (StateTree, "_detach"),
+    pages_come_back_without_a_state: (StateTree, "restore"),
+    a_state_on_the_host_is_joined_away: (StateTree, "_may_join"),
+    a_state_is_lost_between_a_match_and_its_use: (StateTree, "still_has"),
     an_evicted_state_is_still_matched: (StateTree, "_lose_snapshot"),
     a_slot_is_freed_while_a_copy_in_flight_reads_it: (StatesPlanner, "attach"),
     a_slot_has_two_owners: (StatesPlanner, "published"),
     a_slot_leaks_with_its_row: (StatesPlanner, "left"),
     a_snapshot_stays_on_a_node_that_grows: (StateTree, "_may_grow"),
     a_snapshot_is_off_by_a_page: (StateTree, "keep"),
+    a_rejected_token_stays_in_the_state: (StatesPlanner, "completed"),
+    a_state_is_set_aside_behind_its_step: (StatesPlanner, "attach"),
     a_copy_is_dropped: (StatesPlanner, "_copies_of"),
     snapshots_outlive_the_device: (StateTree, "_clear"),
     states_of_rows_outlive_the_device: (StatesPlanner, "reset"),

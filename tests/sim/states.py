@@ -4,6 +4,8 @@ Owns: the slots.  Does not know: tokens, pages, why a slot is copied.
 A state is the value that lies where the row's last token has its K/V: the same sum over the same tokens.
 """
 
+from collections.abc import Callable
+
 import numpy as np
 
 from engine.features.states.messages import copies_of
@@ -15,11 +17,12 @@ LOST = np.uint64(0x105705710571057)
 
 
 class SimStates:
-    """The slots of ``num_rows`` rows, and those of snapshots after them."""
+    """The slots of ``num_rows`` rows, those of snapshots after them, and those in host memory."""
 
-    def __init__(self, num_rows: int, num_snapshots: int) -> None:
+    def __init__(self, num_rows: int, num_snapshots: int, num_on_host: int, mark: Callable[[str], None]) -> None:
         self.is_on = num_snapshots > 0
-        self._slots = np.full(num_rows + num_snapshots, LOST, dtype=np.uint64)
+        self._num_rows, self._first_on_host, self._mark = num_rows, num_rows + num_snapshots, mark
+        self._slots = np.full(num_rows + num_snapshots + num_on_host, LOST, dtype=np.uint64)
         self._freed: dict[int, list[int]] = {}
 
     def forget(self) -> None:
@@ -31,10 +34,14 @@ class SimStates:
         """The scheduler has freed these when it planned the step, which is the last that may read them."""
         self._freed[step_id] = slots
 
-    def begin(self, step: Step) -> None:
-        """The copies before the batch."""
-        self._copy(step.step_id, copies_of(step).before)
-        self._slots[self._freed.pop(step.step_id, [])] = LOST
+    def begin(self, step: Step) -> list[int]:
+        """Make the copies before the batch; returns the rows that go back to a state of theirs."""
+        copies = _pairs(copies_of(step).before)
+        self._copy(step.step_id, copies)
+        targets = {target for _, target in copies}
+        self._slots[[slot for slot in self._freed.pop(step.step_id, []) if slot not in targets]] = LOST
+        admitted = {one.row for one in step.admissions}
+        return [target for _, target in copies if target < self._num_rows and target not in admitted]
 
     def check(self, step: Step, rows: np.ndarray, starts: np.ndarray, previous: U64) -> None:
         """Each row's state is that of the tokens before its start; a row that starts at 0 needs none.
@@ -51,12 +58,22 @@ class SimStates:
 
     def end(self, step: Step) -> None:
         """The copies after the batch."""
-        self._copy(step.step_id, copies_of(step).after)
+        copies = _pairs(copies_of(step).after)
+        sources, targets = [source for source, _ in copies], [target for _, target in copies]
+        if len({*targets}) < len(targets) or {*sources} & {*targets}:
+            raise SimIncorrect(f"step {step.step_id} copies states {sources} to {targets}")
+        self._copy(step.step_id, copies)
 
-    def _copy(self, step_id: int, copies: bytes) -> None:
-        sources, targets = np.frombuffer(copies, dtype=np.int32).reshape(2, -1)
-        if len({*targets.tolist()}) < len(targets) or np.isin(sources, targets).any():
-            raise SimIncorrect(f"step {step_id} copies states {sources.tolist()} to {targets.tolist()}")
-        if (self._slots[sources] == LOST).any():
-            raise SimIncorrect(f"step {step_id} copies states {sources.tolist()}, of which some are lost")
-        self._slots[targets] = self._slots[sources]
+    def _copy(self, step_id: int, copies: list[list[int]]) -> None:
+        """Copy one after the other."""
+        for source, target in copies:
+            if self._slots[source] == LOST:
+                raise SimIncorrect(f"step {step_id} copies state {source} to {target}, and it is lost")
+            if max(source, target) >= self._first_on_host:
+                self._mark("state to host" if target > source else "state from host")
+            self._slots[target] = self._slots[source]
+
+
+def _pairs(copies: bytes) -> list[list[int]]:
+    pairs: list[list[int]] = np.frombuffer(copies, dtype=np.int32).reshape(2, -1).T.tolist()
+    return pairs

@@ -23,7 +23,11 @@ MARKS = (
     "snapshot evicted for another",
     "snapshot of an output",
     "snapshot twice",
+    "pages back from host",
+    "state before a wrong token",
+    "state from host",
     "state of a retracted row",
+    "state to host",
     "states for two rows",
 )
 

@@ -41,7 +41,7 @@ class Lines:
     placeholder = token = "<i>"
     settings, whole = "", False
 
-    def layout(self, width: int, height: int) -> PictureLayout:
+    def layout(self, width: int, height: int, detail: str) -> PictureLayout:
         return PictureLayout(f"{width}:" + self.token * height, height)
 
 

@@ -12,7 +12,7 @@ class Strips:
 
     placeholder, token, settings, whole = "<p>", "<p>", "", False
 
-    def layout(self, width: int, height: int) -> PictureLayout:
+    def layout(self, width: int, height: int, detail: str) -> PictureLayout:
         return PictureLayout("<p>" * (width // 10), width // 10)
 
     def size(self, data: bytes) -> tuple[int, int]:

@@ -35,14 +35,14 @@ def test_every_line_goes_to_its_home_once_and_in_order(num_homes: int) -> None:
     for _ in range(20):
         ids = rng.permutation(40)[: rng.integers(0, 30)].tolist()
         extras = {one: StepExtras(logprobs=Logprobs(logprob=float(one))) for one in ids if one % 5 == 0}
-        cached = {one: one + 1 for one in ids if one % 3 == 0}
+        cached = {one: (one, 1) for one in ids if one % 3 == 0}
         message = tokens(ids, cached_tokens=cached, extras=extras)
         parts = dict(shards.split(message))
         for home in range(num_homes):
             theirs = [one for one in ids if moved.get(one, one % num_homes) == home]
             part = parts.get(home, tokens([]))
             assert read(part) == [(one, 10 * one, one & 1) for one in theirs]
-            assert part.cached_tokens == {one: one + 1 for one in theirs if one % 3 == 0}
+            assert part.cached_tokens == {one: (one, 1) for one in theirs if one % 3 == 0}
             assert part.extras == {one: extras[one] for one in theirs if one % 5 == 0}
 
 

@@ -18,6 +18,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from engine.features.explain.session_turns import TurnDifference
 from engine.features.explain.timelines import Mark, State, Timelines
 from engine.messages import Finish
 from engine.scheduling.requests import Requests
@@ -55,7 +56,8 @@ class Explained(msgspec.Struct, frozen=True):
     missed: request -> cached pages that its start evicted and this one computed again.
     finish: 0 while it runs.
     num_output_tokens: None while it runs.
-    num_recomputed: cached tokens that it computed again for want of a state behind them."""
+    num_recomputed: cached tokens that it computed again for want of a state behind them.
+    difference: the place in which its prompt differs from a turn of its session."""
 
     request_id: int
     arrived_at: float
@@ -69,6 +71,7 @@ class Explained(msgspec.Struct, frozen=True):
     missed: dict[int, int]
     parts: tuple[TimeShare, ...]
     num_recomputed: int = 0
+    difference: TurnDifference | None = None
 
 
 class StateSpan(NamedTuple):
@@ -95,14 +98,14 @@ def explain(requests: Requests, timelines: Timelines, request_id: int, now: floa
     timeline, sequence = timelines.ended.get(request_id), requests.open.get(request_id)
     if timeline is not None:
         one, missed, grammar_s = timeline.metrics, timeline.missed, timeline.grammar_s
-        num_recomputed = timeline.num_recomputed
+        num_recomputed, difference = timeline.num_recomputed, timeline.difference
         num_output, cached, num_retractions = one.num_output_tokens, one.cached_tokens, one.num_retractions
         num_prompt = one.num_prompt_tokens
     elif sequence is not None:
         line = timelines.open[request_id]
         missed, grammar_s, num_retractions = dict(line.missed), line.grammar_s, sequence.num_retractions
         num_prompt, cached = sequence.num_prompt, max(0, sequence.num_cached_at_start)
-        num_recomputed = line.num_recomputed
+        num_recomputed, difference = line.num_recomputed, line.difference
     else:
         return None
     known = dict(_all_known(requests, timelines, now))
@@ -121,6 +124,7 @@ def explain(requests: Requests, timelines: Timelines, request_id: int, now: floa
         missed=missed,
         parts=tuple(account.parts()),
         num_recomputed=num_recomputed,
+        difference=difference,
     )
 
 

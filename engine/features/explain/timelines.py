@@ -17,6 +17,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from engine.features.explain.session_turns import SessionTurn, SessionTurns, TurnDifference
 from engine.kv.eviction import Candidate
 from engine.kv.node import Handle, chained
 from engine.messages import Admit
@@ -29,6 +30,7 @@ MOST_MARKS = 256  # of one request; one that is retracted more often loses marks
 MOST_LOSSES = 256
 MOST_EVICTED = 1 << 14  # pages, about 200 bytes each
 MOST_EVICTORS = 8  # named for one request
+SESSION = "sessions"  # the part of requests in a session
 NUM_STEPS = 1 << 16  # 3 MB; eleven minutes of steps of 10 ms
 NUM_CHUNKS = 1 << 15
 MOST_NOTES = 64  # different ones
@@ -56,13 +58,15 @@ class Timeline(NamedTuple):
 
     missed: request -> cached pages that its start evicted and this one computed again.
     grammar_s: seconds in which its grammar was compiled, before it was queued.
-    num_recomputed: cached tokens that it computed again for want of a state behind them."""
+    num_recomputed: cached tokens that it computed again for want of a state behind them.
+    difference: from a turn of its session."""
 
     metrics: RequestMetrics
     marks: tuple[Mark, ...]
     missed: dict[int, int]
     grammar_s: float
     num_recomputed: int = 0
+    difference: TurnDifference | None = None
 
 
 class Ring:
@@ -116,18 +120,21 @@ class StepLog:
 
 @dataclass(slots=True)
 class OpenTimeline:
-    """A request that has not ended.  The fields are those of ``Timeline``."""
+    """A request that has not ended.  session: its client and name.  Other fields are those of ``Timeline``."""
 
     grammar_s: float = 0.0
     num_recomputed: int = 0
     marks: list[Mark] = field(default_factory=list)
     missed: dict[int, int] = field(default_factory=dict)
+    session: tuple[str, str] | None = None
+    difference: TurnDifference | None = None
 
 
 class Timelines(PlannerWatcher):
     """The timelines of all requests of an engine, also over several planners.
 
     open: by request.  ended: by request, oldest first.
+    turns: the last ones of sessions.
     losses: start and end of each time without executors; the last end may be infinity.
     clock: seconds; a different one from the planner's, whose readings are recorded."""
 
@@ -136,12 +143,17 @@ class Timelines(PlannerWatcher):
         self.ended: OrderedDict[int, Timeline] = OrderedDict()
         self.losses: list[tuple[float, float]] = []
         self.steps = StepLog()
+        self.turns = SessionTurns()
         self._clock = clock
         self._evictors: OrderedDict[bytes, int] = OrderedDict()
 
     def arrived(self, sequence: Sequence, message: Admit) -> None:
-        """Note the time before the arrival."""
-        self.open[sequence.request_id].grammar_s = message.check_s
+        """Note the time before the arrival, and compare the prompt with the last turns of its session."""
+        line = self.open[sequence.request_id]
+        line.grammar_s = message.check_s
+        if (part := message.parts.get(SESSION)) is not None:
+            line.session = sequence.origin.client, part.digest
+            line.difference = self.turns.difference(line.session, sequence.tokens)
 
     def completed(self, step: StepRecord) -> None:
         """Pass a step on to the log of steps."""
@@ -186,8 +198,16 @@ class Timelines(PlannerWatcher):
         """Keep the timeline of a request that has ended, and forget the oldest one."""
         line = self.open.pop(metrics.request_id)
         self.ended[metrics.request_id] = Timeline(
-            metrics, tuple(line.marks), line.missed, line.grammar_s, line.num_recomputed
+            metrics,
+            tuple(line.marks),
+            line.missed,
+            line.grammar_s,
+            line.num_recomputed,
+            line.difference,
         )
+        if line.session is not None and metrics.ttft_s is not None:
+            turn = SessionTurn(metrics.request_id, sequence.num_prompt, sequence.tokens[:-1].copy())
+            self.turns.keep(line.session, turn)
         if len(self.ended) > MOST_KEPT:
             self.ended.popitem(last=False)
 

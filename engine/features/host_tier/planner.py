@@ -3,8 +3,6 @@
 Owns: the columns of a step that hold them.  Does not know: which pages are copied (``HostTier`` decides).
 """
 
-from functools import partial
-
 import numpy as np
 
 from engine.features.host_tier.messages import Transfers
@@ -22,9 +20,14 @@ class HostTierPlanner(PlannerFeature):
     """The host tier in one planner."""
 
     def __init__(self, parts: PlannerParts) -> None:
-        parts.pages.use(partial(TieredTree, num_host_pages=parts.limits.num_host_pages))
-        assert isinstance(parts.pages.tree, TieredTree)
-        self._tree = parts.pages.tree
+        self._pages = parts.pages
+        self._pages.use(TieredTree, num_host_pages=parts.limits.num_host_pages)
+
+    @property
+    def _tree(self) -> TieredTree:
+        tree = self._pages.tree
+        assert isinstance(tree, TieredTree)
+        return tree
 
     def adopt(self, sequence: Sequence, handle: Handle, key: bytes, pages: Pages) -> None:
         """Let the copies of pages on the host fill the first of the new pages, which the tree owns from then on."""

@@ -4,6 +4,8 @@ Owns: the pages that leave the device and come back.  Does not know: which host 
 Nodes on the device form a tree with the roots; host-only nodes hang below them.
 """
 
+from typing import Any
+
 from engine.features.host_tier.tier import HostTier, Transfer
 from engine.kv.eviction import EvictionStrategy
 from engine.kv.match import Match, common_bytes
@@ -21,11 +23,10 @@ class TieredTree(RadixTree):
         strategy: EvictionStrategy,
         *,
         num_host_pages: int,
-        lookahead: int = 0,
-        record_events: bool = False,
+        **others: Any,
     ) -> None:
         self._num_host_pages = num_host_pages
-        super().__init__(page_size, strategy, lookahead=lookahead, record_events=record_events)
+        super().__init__(page_size, strategy, **others)
 
     def _clear(self) -> None:
         super()._clear()
@@ -119,10 +120,14 @@ class TieredTree(RadixTree):
         """Remove a node from the device; it stays in the tree if the host keeps a copy."""
         kept = self.host.keep(node)
         node.pages = bytearray()
-        if kept:
-            self.host.join_only_child(node)
-        else:
+        if not kept:
             self._detach(node)
+        elif self._may_join(node):
+            self.host.join_only_child(node)
+
+    def _may_join(self, node: Node) -> bool:
+        """Return whether a node that is only on the host may become a part of its only child."""
+        return True
 
     def _check_contents(self, nodes: list[Node]) -> None:
         self.host.check(nodes)

@@ -14,13 +14,16 @@ from engine.messages import Admit, FeatureAnswer, FeatureRequest, Step
 from engine.text.pictures import NAME, PlacedPicture, picture_ids, placed_pictures
 from engine.types.prompt import RequestPart
 
+NOT_ENCODED: Final = "a picture of this request cannot be encoded; the server log has the details"
+
 
 class PictureFile(msgspec.Struct, frozen=True, array_like=True):
-    """A picture to encode.  key: as in ``PlacedPicture``.  num_rows: number of its places."""
+    """A picture to encode.  key, way: as in ``PlacedPicture``.  num_rows: number of its places."""
 
     key: str
     data: bytes
     num_rows: int
+    way: str = ""
 
 
 class EncodePicture(msgspec.Struct, frozen=True, array_like=True):

@@ -9,7 +9,9 @@ executors, make it wait again.
 """
 
 from functools import partial
+from typing import Final
 
+import msgspec
 import numpy as np
 
 from engine.features.images.cache import PictureCache
@@ -26,6 +28,8 @@ from engine.types import spans
 from engine.types.errors import RequestError
 from engine.types.spans import WholeSpan
 
+FILES: Final = f"{NAME}.files"
+"""The name of the note with the files of a request, by the keys of its pictures, which have none."""
 Pictures = tuple[PlacedPicture, ...]
 
 
@@ -76,7 +80,16 @@ class ImagesPlanner(PlannerFeature):
                 code="too_long_picture",
                 param="messages",
             )
-        sequence.notes[NAME] = pictures
+        sequence.notes[FILES] = self._shared_files(pictures)
+        sequence.notes[NAME] = tuple(msgspec.structs.replace(one, data=b"") for one in pictures)
+
+    def _shared_files(self, pictures: Pictures) -> dict[str, bytes]:
+        """Return the file of each picture by its key: that of another open request which has the picture."""
+        files = {one.key: one.data for one in pictures}
+        for sequence in self._parts.requests.open.values():
+            others: dict[str, bytes] = sequence.notes.get(FILES, {})
+            files.update((key, others[key]) for key in files.keys() & others.keys())
+        return files
 
     # ---- before a sequence has a row ---------------------------------------------------------
 
@@ -105,8 +118,10 @@ class ImagesPlanner(PlannerFeature):
                 self._cache.leave(sequence.request_id)  # what it had may be the room that another one waits for
                 return False
             new, forgotten = taken
+            files: dict[str, bytes] = sequence.notes[FILES]
             for one in new:
-                self._request(PictureFile(one.key, one.data, len(one.places_n)), tuple(forgotten))
+                picture = PictureFile(one.key, files[one.key], len(one.places_n), one.way)
+                self._request(picture, tuple(forgotten))
                 forgotten = []
         return self._cache.are_encoded(needed)
 

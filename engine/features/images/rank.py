@@ -5,6 +5,7 @@ Owns: the encoder's thread, and which steps run without graphs.  Does not know: 
 """
 
 import logging
+import os
 import queue
 import threading
 from dataclasses import replace
@@ -14,20 +15,24 @@ import torch
 from torch import Tensor
 
 from engine.actors.runner import Answer
+from engine.config import without_cluster_key
 from engine.execution.captured_steps import CapturedDecodes, CapturedModel
 from engine.execution.features import RankContext, RankFeature
 from engine.execution.needs import Needs
 from engine.features.images.axes import turn_by_axes
+from engine.features.images.encoder_main import EncoderTicket
 from engine.features.images.fit import refusal
-from engine.features.images.messages import EncodePicture, PictureEncoded, PictureFile
+from engine.features.images.messages import NOT_ENCODED, EncodePicture, PictureEncoded, PictureFile
 from engine.features.images.rows import PictureRows
-from engine.features.images.settings import ImageSettings
+from engine.features.images.settings import EncoderPlacement, ImageSettings
+from engine.features.images.tower_process import TowerProcess
+from engine.host.logs import LogSettings
 from engine.layers.step import StepTensors
 from engine.messages import FeatureRequest, Step
 from engine.models.decoder import Decoder
 from engine.models.model import Model
 from engine.plugins.encoder.choice import chosen_encoder
-from engine.plugins.encoder.encoder import Tower
+from engine.plugins.encoder.encoder import Encoder, Tower
 from engine.plugins.encoder.settings import EncoderChoice
 from engine.text.pictures import NAME
 from engine.types.errors import RequestError, WeightsError
@@ -42,7 +47,7 @@ class ImagesRank(RankFeature):
 
     order = 90  # after features that change steps
 
-    def __init__(self, rank: int, tower: Tower, rows: PictureRows, most_bytes: int) -> None:
+    def __init__(self, rank: int, tower: Tower | TowerProcess, rows: PictureRows, most_bytes: int) -> None:
         self._rank = rank
         self._most_bytes = most_bytes
         self._tower = tower
@@ -90,12 +95,12 @@ class ImagesRank(RankFeature):
 
     def _encode(self, picture: PictureFile) -> PictureEncoded:
         try:
-            rows_LND = self._tower.encode(picture.data)
+            rows_LND = self._tower.encode(picture.data, picture.way)
         except RequestError as error:
             return PictureEncoded(error.message, error.status)
         except Exception:  # of a library, by a picture: only its requests fail
             log.exception("a picture cannot be encoded")
-            return PictureEncoded("a picture of this request cannot be encoded; the server log has the details", 500)
+            return PictureEncoded(NOT_ENCODED, 500)
         if rows_LND.shape[1] != picture.num_rows:
             log.error("a picture has %d places, and its encoder gave %d rows", picture.num_rows, rows_LND.shape[1])
             return PictureEncoded("a picture of this request was encoded wrong; the server log has the details", 500)
@@ -105,13 +110,15 @@ class ImagesRank(RankFeature):
         return PictureEncoded()
 
     def close(self) -> None:
-        """End the thread."""
-        self._work.put(None)
+        """End the thread, and the encoder's process if it has one."""
+        self.leave()
         self._thread.join(CLOSE_S)
 
     def leave(self) -> None:
-        """End the thread without a wait."""
+        """End both without a wait."""
         self._work.put(None)
+        if isinstance(self._tower, TowerProcess):
+            self._tower.close()
 
 
 class RefusingRank(RankFeature):
@@ -179,7 +186,7 @@ def rank_feature(context: RankContext) -> RankFeature:
     model = context.model
     assert isinstance(model, Decoder), f"{type(model).__name__} reads no pictures"
     try:
-        tower = encoder.tower(str(context.device), str(context.dtype).removeprefix("torch."))
+        tower = _tower(context, encoder)
     except WeightsError as error:
         if EncoderChoice.of(context.config).encoder != "auto":
             raise
@@ -193,3 +200,20 @@ def rank_feature(context: RankContext) -> RankFeature:
     rows = PictureRows(token_id, context.rows, model.attention_spec, encoder, context.device)
     row_bytes = (1 + encoder.num_deep) * model.shape.hidden_size * context.dtype.itemsize
     return ImagesRank(context.comm.rank, tower, rows, ImageSettings.of(context.config).cache_tokens * row_bytes)
+
+
+def _tower(context: RankContext, encoder: Encoder) -> Tower | TowerProcess:
+    """Return the part of an encoder that computes, here or in a process.  Raises WeightsError."""
+    device, dtype = str(context.device), str(context.dtype).removeprefix("torch.")
+    if EncoderPlacement.of(context.config).encoder == "inline":
+        return encoder.tower(device, dtype)
+    ticket = EncoderTicket(
+        without_cluster_key(context.config),
+        str(context.spec.directory),
+        device,
+        dtype,
+        torch.get_num_threads(),
+        LogSettings.here(),
+        os.getpid(),
+    )
+    return TowerProcess(ticket, context.device, context.dtype, context.config.placement.step_timeout_s)

@@ -1,6 +1,6 @@
-"""The section [images]."""
+"""The section [images], and the part of [placement] about encoders of pictures."""
 
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 from engine.settings.section import Addition, key
 
@@ -18,3 +18,14 @@ class ImageSettings(Addition, frozen=True):
     def recorded(self) -> dict[str, Any]:
         """Return the limit."""
         return {"cache_tokens": self.cache_tokens}
+
+
+class EncoderPlacement(Addition, frozen=True):
+    """The part of [placement] about encoders of pictures."""
+
+    table: ClassVar[str] = "placement"
+
+    encoder: Annotated[Literal["inline", "process"], key(
+        "'inline': the encoder of pictures is a thread of each executor; 'process': a process beside it, restarted if "
+        "it dies or hangs", changed="executors"
+    )] = "inline"

@@ -10,6 +10,7 @@ products there get other rows.  Ranks agree on whether all could read an adapter
 
 import json
 import logging
+from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from safetensors.torch import load
 from torch import Tensor
 
 from engine.checkpoints.fields import Fields
+from engine.checkpoints.shape import Rows
 from engine.execution.captured_steps import CapturedDecodes, CapturedModel
 from engine.features.lora.files import (
     NAME,
@@ -42,6 +44,7 @@ from engine.layers.step import StepTensors
 from engine.layers.upload import upload
 from engine.messages import Step
 from engine.models.decoder import Decoder
+from engine.models.hybrid_layer import HybridLayer
 from engine.models.model import Model
 from engine.types.errors import WeightsError
 
@@ -54,12 +57,20 @@ PLACEMENTS = msgspec.msgpack.Decoder(list[Placement])
 class _AdapterPlace:
     """A module's part of a product.
 
-    matrix: index among the merged matrices.  inputs, outputs: this rank's part of the module."""
+    matrix: index among the merged matrices.  rows: of the module.
+    inputs: this rank's part of the module's.  outputs: this rank's part of ``rows``."""
 
     weight: AdaptedWeight
     matrix: int
+    rows: Rows
     inputs: slice
     outputs: slice
+
+    def put(self, slot: int, a_RI: Tensor, b_OR: Tensor) -> None:
+        """Fill a slot with this part of the module's matrices."""
+        rows, groups = self.rows, b_OR.unflatten(0, (self.rows.groups, -1))
+        b_CR = groups[:, rows.first : rows.first + rows.count // rows.groups].flatten(0, 1)
+        self.weight.put(slot, self.matrix, a_RI[:, self.inputs], b_CR[self.outputs])
 
 
 class RankAdapters:
@@ -76,28 +87,28 @@ class RankAdapters:
         self._slots_T: npt.NDArray[np.int64] | None = None
         self._rows, self._last_rows = AdaptedRows(), AdaptedRows()
         self._weights: list[AdaptedWeight] = []
-        self._places: dict[str, _AdapterPlace] = {}
+        self._places: defaultdict[str, list[_AdapterPlace]] = defaultdict(list)
         last = len(decoder.layers) - 1
         for index, layer in enumerate(decoder.layers):
-            of_attention, of_mlp = layer_products(decoder.shape, index)
-            pairs: list[tuple[Linear, Product]] = []
-            for part, products in ((layer.attention, of_attention), (layer.mlp, of_mlp)):
-                if part is not None:
-                    pairs += zip(part.linears, products, strict=bool(products))
-            for linear, product in pairs:
-                # After attention the last layer computes wanted rows only.
-                rows = self._last_rows if index == last and not isinstance(linear, QKVLinear) else self._rows
-                self._adapt(linear, product, rows, num_slots, max_rank)
+            recurrent = layer.recurrent if isinstance(layer, HybridLayer) else None
+            parts = (layer.attention, recurrent, layer.mlp)
+            for part, products in zip(parts, layer_products(decoder.shape, index), strict=True):
+                if part is None:
+                    continue
+                for linear, product in zip(part.linears, products, strict=bool(products)):
+                    # Behind the first half the last layer computes wanted rows only.
+                    is_last = index == last and (part is layer.mlp or linear is part.linears[-1])
+                    self._adapt(linear, product, self._last_rows if is_last else self._rows, num_slots, max_rank)
 
     def _adapt(self, linear: Linear, product: Product, rows: AdaptedRows, num_slots: int, max_rank: int) -> None:
         whole = slice(0, product.inputs)
         if isinstance(linear, RowLinear):
             mine = product.inputs // self._comm.size
             whole = slice(self._comm.rank * mine, (self._comm.rank + 1) * mine)
-            outputs = [slice(0, size) for _, size in product.modules]
+            outputs = [slice(0, rows.count) for rows in product.rows]
         else:
             assert isinstance(linear, ColumnLinear | QKVLinear), f"{type(linear).__name__} takes no adapter"
-            outputs = [slice(start, start + length) for _, _, start, length in linear.parts]
+            outputs = [slice(start, start + length) for _, start, length in linear.parts]
         built: list[AdaptedWeight] = []
 
         def around(plain: PackedWeight) -> PackedWeight:
@@ -108,8 +119,8 @@ class RankAdapters:
 
         linear.adapt(around)
         self._weights += built
-        for matrix, ((name, _), part) in enumerate(zip(product.modules, outputs, strict=True)):
-            self._places[name] = _AdapterPlace(built[0], matrix, whole, part)
+        for matrix, (one, part) in enumerate(zip(product.rows, outputs, strict=True)):
+            self._places[one.name].append(_AdapterPlace(built[0], matrix, one, whole, part))
 
     # ---- steps ------------------------------------------------------------------------------
 
@@ -186,7 +197,7 @@ class RankAdapters:
         if digest_of(config, stored) != adapter.digest:
             raise WeightsError(f"{adapter.path}: its files have changed; load it again")
         fields, tensors = Fields(json.loads(config), adapter.path), load(stored)
-        for name, place in self._places.items():
+        for name, places in self._places.items():
             if (a_RI := tensors.get(tensor_name(name, "A"))) is None:
                 continue
             b_OR = tensors[tensor_name(name, "B")].float() * module_scale(fields, name, len(a_RI))
@@ -194,7 +205,8 @@ class RankAdapters:
             # The mask multiplies other rows' results by zero, which makes NaN of numbers that are not finite.
             if not (a_RI.isfinite().all() and b_OR.isfinite().all()):
                 raise WeightsError(f"{adapter.path}: {name} has numbers that are not finite in {self._dtype}")
-            place.weight.put(slot, place.matrix, a_RI[:, place.inputs], b_OR[place.outputs])
+            for place in places:
+                place.put(slot, a_RI, b_OR)
 
 
 class AdaptedModel:

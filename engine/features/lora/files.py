@@ -10,11 +10,23 @@ import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
+from msgspec.structs import replace
 
 from engine.checkpoints.fields import LARGEST, Fields, read_fields
-from engine.checkpoints.shape import AttentionShape, DecoderShape, GatedShape, LayerShape, MLPShape
+from engine.checkpoints.shape import (
+    AttentionShape,
+    DecoderShape,
+    GatedAttentionShape,
+    GatedShape,
+    MLPShape,
+    PartShape,
+    RecurrentShape,
+    Rows,
+    ScaledGatedShape,
+)
 from engine.checkpoints.shards import StoredTensor, read_header
 from engine.types.errors import ConfigError, WeightsError
 from engine.types.prompt import RequestPart
@@ -66,11 +78,11 @@ class Placement(msgspec.Struct, frozen=True, array_like=True):
     adapter: Adapter | None = None
 
 
-class Product(msgspec.Struct, frozen=True, array_like=True):
-    """One product of a layer: modules with the same input.  modules: (name, outputs over all ranks) of each."""
+class Product(NamedTuple):
+    """One product of a layer.  rows: of modules with the same input, which have their whole names."""
 
     inputs: int
-    modules: tuple[tuple[str, int], ...]
+    rows: tuple[Rows, ...]
 
 
 class AdapterRules(msgspec.Struct, frozen=True):
@@ -83,43 +95,56 @@ class AdapterRules(msgspec.Struct, frozen=True):
     modules: dict[str, tuple[int, int]]
 
 
-def layer_products(shape: DecoderShape, index: int) -> tuple[tuple[Product, ...], tuple[Product, ...]]:
-    """Return the products that adapters may change in a layer's attention and MLP, in the order of linear layers."""
-    layer, prefix = shape.layers[index], f"{shape.names.layers}.{index}"
-    return _of_attention(layer, prefix, shape.hidden_size), _of_mlp(layer, prefix, shape.hidden_size)
+def layer_products(shape: DecoderShape, index: int) -> tuple[tuple[Product, ...], ...]:
+    """Return the products that adapters may change in a layer's attention, recurrent part and MLP, in the order of
+    linear layers."""
+    layer, prefix, size = shape.layers[index], f"{shape.names.layers}.{index}", shape.hidden_size
+    return (
+        _of_attention(layer.attention, prefix, size),
+        _of_recurrent(layer.recurrent, prefix, size),
+        _of_mlp(layer.mlp, prefix, size),
+    )
 
 
-def _of_attention(layer: LayerShape, prefix: str, hidden_size: int) -> tuple[Product, ...]:
-    one = layer.attention
-    if not isinstance(one, AttentionShape) or one.built_by != AttentionShape.built_by or one.merged or one.transposed:
+def _of_attention(one: PartShape | None, prefix: str, size: int) -> tuple[Product, ...]:
+    kinds = (AttentionShape.built_by, GatedAttentionShape.built_by)
+    if not isinstance(one, AttentionShape) or one.built_by not in kinds or one.transposed:
         return ()
-    name, queries, keys = f"{prefix}.{one.name}", one.num_heads * one.head_size, one.num_kv_heads * one.head_size
-    heads = ((f"{name}.q_proj", queries), (f"{name}.k_proj", keys), (f"{name}.v_proj", keys))
-    return Product(hidden_size, heads), Product(queries, ((f"{name}.{one.output}", hidden_size),))
+    gate = (_product(prefix, one.name, size, one.gate),) if isinstance(one, GatedAttentionShape) else ()
+    output = _product(prefix, one.name, one.num_heads * one.head_size, Rows(one.output, size))
+    return _product(prefix, one.name, one.input_size or size, *one.inner), *gate, output
 
 
-def _of_mlp(layer: LayerShape, prefix: str, hidden_size: int) -> tuple[Product, ...]:
-    one = layer.mlp
-    if isinstance(one, GatedShape) and one.built_by == GatedShape.built_by and not one.merged:
-        ups: tuple[str, ...] = (one.gate, one.up)
-        down = one.down
+def _of_recurrent(one: RecurrentShape | None, prefix: str, size: int) -> tuple[Product, ...]:
+    if one is None or not one.inner:
+        return ()
+    name, inputs = one.outer
+    return _product(prefix, one.name, size, *one.inner), _product(prefix, one.name, inputs, Rows(name, size))
+
+
+def _of_mlp(one: PartShape | None, prefix: str, size: int) -> tuple[Product, ...]:
+    if isinstance(one, GatedShape) and one.built_by in (GatedShape.built_by, ScaledGatedShape.built_by):
+        first = _product(prefix, one.name, size, *one.inner)
     elif isinstance(one, MLPShape) and one.built_by == MLPShape.built_by and not one.transposed:
-        ups, down = (one.up,), one.down
+        first = _product(prefix, one.name, size, Rows(one.up, one.intermediate_size))
     else:
         return ()
-    name = ".".join(part for part in (prefix, one.name) if part)
-    first = tuple((f"{name}.{up}", one.intermediate_size) for up in ups)
-    return Product(hidden_size, first), Product(one.intermediate_size, ((f"{name}.{down}", hidden_size),))
+    return first, _product(prefix, one.name, one.intermediate_size, Rows(one.down, size))
+
+
+def _product(prefix: str, part: str, inputs: int, *rows: Rows) -> Product:
+    names = (".".join(name for name in (prefix, part, one.name) if name) for one in rows)
+    return Product(inputs, tuple(replace(one, name=name) for one, name in zip(rows, names, strict=True)))
 
 
 def adaptable_modules(shape: DecoderShape) -> dict[str, tuple[int, int]]:
     """Return name -> (outputs, inputs) of every module that adapters may change."""
     return {
-        name: (outputs, product.inputs)
+        rows.name: (rows.height, product.inputs)
         for index in range(shape.num_layers)
         for part in layer_products(shape, index)
         for product in part
-        for name, outputs in product.modules
+        for rows in product.rows
     }
 
 
@@ -128,12 +153,10 @@ def adapter_rules(shape: DecoderShape, folder: str, max_rank: int, numerics: str
     fault = ""
     if shape.built_by != DecoderShape.built_by:
         fault = "models that transformers computes take no adapters; leave it empty"
-    elif shape.recurrents:
-        fault = "models with recurrent layers take no adapters yet; leave it empty"
     elif numerics == "invariant":
         fault = "adapters do not work with model.numerics=invariant: their sums depend on the batch; set it to fast"
     elif not (modules := adaptable_modules(shape)):
-        fault = "no layer of this model takes adapters: its matrices are merged, transposed, latents or experts"
+        fault = "no layer of this model takes adapters: its matrices are transposed, latents or experts"
     elif not Path(folder).is_dir():
         fault = "no such directory; expected the parent of the adapters"
     if fault:

@@ -67,6 +67,8 @@ def fitting_head(draft: DraftModel, plugin: str, spec: ModelSpec, max_len: int) 
     layers = own.state_layers_of(model.num_layers)
     if model.built_by != DecoderShape.built_by or spec.use.kind != "generate":
         reason = f"{spec.architecture} is not one of callboard's own families, or generates no text"
+    elif model.recurrents:
+        reason = f"{spec.architecture} has recurrent layers; name a draft model, or a proposer without a model"
     elif own.vocab_size != model.vocab_size:
         reason = f"vocab_size is {own.vocab_size}, expected the model's {model.vocab_size}"
     elif own.hidden_size != model.hidden_size:

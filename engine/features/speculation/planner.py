@@ -9,6 +9,9 @@ stay, and the rest is dropped.  Their keys and values lie after the row's end, w
 overwritten.
 
 A row whose tokens are waited for has no step in flight, so steps do not overlap while a row speculates.
+
+A row that cannot go on behind a wrong token, as recurrent states cannot, computes known tokens again in its next step
+(``PlannerFeature.recomputed_tokens``).
 """
 
 from collections.abc import Iterable
@@ -41,6 +44,7 @@ class SpeculationPlanner(PlannerFeature):
         self._awaits_tokens = False
         self._max_step_tokens = parts.limits.max_step_tokens
         self._table = table = parts.table
+        self._features = parts.features
         self._page_manager = parts.pages
         self._decodes = parts.decodes
         self._requests = parts.requests
@@ -65,7 +69,8 @@ class SpeculationPlanner(PlannerFeature):
         if step.overlaps:
             return
         decode_rows = step.decode_rows
-        room = self._max_step_tokens - len(decode_rows) - step.num_prompt_tokens
+        again = {row: self._recomputed(row) for row in decode_rows.tolist() if row in self._overrun}
+        room = self._max_step_tokens - len(decode_rows) - step.num_prompt_tokens - sum(again.values())
         drafts = self._draft(decode_rows.tolist(), room)
         self._awaits_tokens = any(drafts.values())
         self._overrun.difference_update(drafts)
@@ -74,7 +79,8 @@ class SpeculationPlanner(PlannerFeature):
         rows = np.array(list(drafts), dtype=np.int32)
         counts = np.array([len(proposed) for proposed in drafts.values()], dtype=np.int32)
         table = self._table
-        starts = table.num_known[rows] - 1
+        before = np.array([again.get(row, 0) for row in drafts], dtype=np.int32)
+        known = table.num_known[rows]
         table.num_computed[rows] += counts
         table.num_planned[rows] += counts
         step.appends.append(self._grow(rows))
@@ -83,14 +89,17 @@ class SpeculationPlanner(PlannerFeature):
         # Position of each proposed token: after its row's last known one.
         nth = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
         step.decode_rows = decode_rows[~np.isin(decode_rows, rows)]
-        step.inserted = Columns(rows, starts, counts + 1, counts + 1)
+        step.inserted = Columns(rows, known - 1 - before, before + counts + 1, counts + 1)
         step.notes[NAME] = drafts
         if self._awaits_tokens:
             step.parts |= Proposals(
                 rows=np.repeat(rows, counts).tobytes(),
-                positions=(np.repeat(starts, counts) + 1 + nth).astype(np.int32).tobytes(),
+                positions=(np.repeat(known, counts) + nth).astype(np.int32).tobytes(),
                 tokens=np.array([one for proposed in drafts.values() for one in proposed], np.int32).tobytes(),
             ).part()
+
+    def _recomputed(self, row: int) -> int:
+        return sum(again(row) for again in self._features.recomputed_tokens)
 
     def _draft(self, decode_rows: list[int], most: int) -> Drafts:
         counts = self._counts(self._chances(decode_rows, in_flight=False), len(decode_rows), most)
@@ -129,6 +138,8 @@ class SpeculationPlanner(PlannerFeature):
         num = min(num, int(table.max_total[row]) - known - 1)
         if self._page_manager.num_available <= len(self._decodes) * (2 + self._guesses.num_tokens):
             num = min(num, int(table.num_pages[row]) * table.page_size - known)
+        for verified in self._features.verified_tokens:
+            num = verified(row, num)
         return max(0, num)
 
     def _grow(self, rows: Rows) -> Appends:
@@ -206,7 +217,7 @@ class SpeculationPlanner(PlannerFeature):
         if num_proposed and self._reads_first:
             pass
         elif num_proposed and not record.prefill_rows:
-            self._payoff.note_verification(num_rows + num_proposed, num_rows, seconds)
+            self._payoff.note_verification(record.num_decodes + record.num_extra_tokens, num_rows, seconds)
         # Only a step that overlaps with the one before it shows the cost of such steps.
         elif self._is_steady and not drafts and not record.prefill_rows:
             self._payoff.note_decode(num_rows, seconds)

@@ -1,6 +1,6 @@
 """The part of a step about states: copies from slot to slot.
 
-Slot r is the running state of row r; the slots after those of all rows are snapshots.
+Slot r is the running state of row r; the slots after those of all rows are snapshots, those in host memory last.
 """
 
 from typing import Final
@@ -13,9 +13,9 @@ NAME: Final = "states"
 
 
 class StateCopies(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """Copies of whole slots.  Those of one list are independent of each other.
+    """Copies of whole slots.
 
-    before: int32[2, B], sources and then targets, copied before the step's batch.
+    before: int32[2, B], sources and then targets, copied before the step's batch, one after the other.
     after: int32[2, A], copied after it."""
 
     before: bytes = b""

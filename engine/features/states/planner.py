@@ -8,31 +8,32 @@ policy wants a snapshot, and its state is copied behind that chunk's step.  When
 decodes, its state is copied too, since the row may end before the next page is full: its end makes the last such copy a
 snapshot.  A copy becomes one when the pages before it are in the tree, and so when its step has completed.
 
+A step that verifies proposed tokens of a row leaves its state behind all of them.  So the state before the step is set
+aside, unless it is already, and if a token was wrong, the row's next step begins there: it computes the right tokens
+again.  No such step goes past the end of a page, where the state is copied if all tokens were right.
+
 Copies cost no wait: steps run in order, so a slot that is freed while a step in flight reads it is written later.
 """
 
 from bisect import insort
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 
 from engine.features.states.messages import NAME, StateCopies
 from engine.features.states.policy import EndsAndBranches, Found, SnapshotPolicy
-from engine.features.states.slots import SnapshotSlots, num_snapshots
+from engine.features.states.slots import Copy, SnapshotSlots, num_on_host, num_snapshots
 from engine.features.states.tree import StateTree
 from engine.kv.node import Handle, Namespace
 from engine.kv.pages import Pages
 from engine.plugins.features import FeatureContext
 from engine.scheduling.feature import NewFeature, PlannerFeature, PlannerParts
 from engine.scheduling.rows import Rows, Sequence
-from engine.scheduling.step_builder import InFlight, StepBuilder
+from engine.scheduling.step_builder import Columns, InFlight, StepBuilder
 
 POLICY: SnapshotPolicy = EndsAndBranches()
-
-Copy = tuple[int, int]
-"""The slot that is copied, and the one that it is copied to."""
 
 
 @dataclass(slots=True, eq=False)
@@ -45,12 +46,22 @@ class RowState:
     copies: list[Copy]
 
 
-class StatesPlanner(PlannerFeature):
-    """The states of one planner's rows.  num_slots: of snapshots."""
+class SetAside(NamedTuple):
+    """The state of a row behind ``start`` tokens, before a step that goes on to ``end`` and may be wrong."""
 
-    def __init__(self, parts: PlannerParts, *, policy: SnapshotPolicy, num_slots: int) -> None:
-        self._slots = SnapshotSlots(parts.limits.max_running, num_slots)
-        parts.pages.use(partial(StateTree, slots=self._slots))
+    start: int
+    end: int
+    slot: int
+
+
+class StatesPlanner(PlannerFeature):
+    """The states of one planner's rows.  num_slots: of snapshots on the device.  num_host: of those on the host."""
+
+    order = 1  # pages come back from the host before a row gets the state behind them
+
+    def __init__(self, parts: PlannerParts, *, policy: SnapshotPolicy, num_slots: int, num_host: int = 0) -> None:
+        self._slots = SnapshotSlots(parts.limits.max_running, num_slots, num_host)
+        parts.pages.use(StateTree, slots=self._slots)
         assert isinstance(parts.pages.tree, StateTree)
         self._tree = parts.pages.tree
         self._table = parts.table
@@ -59,8 +70,8 @@ class StatesPlanner(PlannerFeature):
         self._page_size = parts.limits.page_size
         self._policy = policy
         self._rows: dict[int, RowState] = {}
+        self._aside: dict[int, SetAside] = {}
         self._starting: tuple[Handle, Found] | None = None
-        self._before: list[Copy] = []
         self._num_recomputed = 0
 
     # ---- rows that start --------------------------------------------------------------------
@@ -81,7 +92,7 @@ class StatesPlanner(PlannerFeature):
         assert self._starting is not None, f"row {sequence.row} starts, and its prefix is not known"
         (handle, found), self._starting = self._starting, None
         if handle.num_pages:
-            self._before.append((self._tree.slot_of(handle), sequence.row))
+            self._slots.copies.append((self._tree.slot_of(handle), sequence.row))
         if num_again := (found.num_cached - found.num_with_state) * self._page_size:
             self._num_recomputed += num_again
             for recomputes in self._events.recomputes:
@@ -105,8 +116,26 @@ class StatesPlanner(PlannerFeature):
 
     # ---- steps ------------------------------------------------------------------------------
 
+    def verified_tokens(self, row: int, most: int) -> int:
+        """Let a row's tokens be verified up to the end of its page, if there are slots to set states aside."""
+        num_rows = len(self._rows) - len(self._aside)
+        if row not in self._aside and num_rows > self._slots.num_free + self._tree.num_on_device:
+            return 0
+        return min(most, -int(self._table.num_known[row]) % self._page_size)
+
+    def recomputed_tokens(self, row: int) -> int:
+        """Return the number of tokens between the state that was set aside and the row's last token."""
+        aside = self._aside.get(row)
+        return 0 if aside is None else int(self._table.num_known[row]) - 1 - aside.start
+
+    def prefill_tokens(self, num_decodes: int, most: int) -> int:
+        """Leave room for tokens that are computed again."""
+        return most - sum(map(self.recomputed_tokens, self._aside))
+
     def attach(self, step: StepBuilder) -> None:
         """Add the copies before and after a step."""
+        if step.inserted is not None:
+            self._set_aside(step.inserted)
         after: list[Copy] = []
         if step.prompts is not None:
             for row, end in zip(step.prompts.rows.tolist(), self._ends(step.prompts.rows), strict=True):
@@ -115,14 +144,31 @@ class StatesPlanner(PlannerFeature):
                     del borders[0]
                     after += self._copies_of(row, end)
         if self._policy.keeps_turns:
-            rows = self._rows_at_border(step.decode_rows)
+            decoding = [step.decode_rows] if step.inserted is None else [step.decode_rows, step.inserted.rows]
+            rows = self._rows_at_border(np.concatenate(decoding))
             for row, end in zip(rows.tolist(), self._ends(rows), strict=True):
                 after += self._copies_of(row, end)
             if len(rows):
                 step.notes[NAME] = rows
-        if self._before or after:
-            step.parts |= StateCopies(before=_column(self._before), after=_column(after)).part()
-            self._before = []
+        before, self._slots.copies = self._slots.copies, []
+        if before or after:
+            step.parts |= StateCopies(before=_column(before), after=_column(after)).part()
+
+    def _set_aside(self, verified: Columns) -> None:
+        """Set states aside before a step that verifies tokens, and give rows back those set aside before."""
+        for row, start, samples in np.stack([verified.rows, verified.starts, verified.samples], 1).tolist():
+            aside, end = self._aside.pop(row, None), int(self._table.num_computed[row])
+            slot = None if aside is None else aside.slot
+            if slot is not None:
+                self._slots.copies.append((slot, row))
+            elif samples > 1:
+                slot = self._tree.take_slot()
+                assert slot is not None, f"no slot for the state of row {row}, whose tokens are verified"
+                self._slots.copies.append((row, slot))
+            if slot is not None and samples > 1:
+                self._aside[row] = SetAside(start, end, slot)
+            elif slot is not None:
+                self._slots.free(slot)
 
     def _ends(self, rows: Rows) -> list[int]:
         ends: list[int] = self._table.num_computed[rows].tolist()
@@ -148,7 +194,15 @@ class StatesPlanner(PlannerFeature):
             self._tree.keep(state.handle, *state.copies.pop(0))
 
     def completed(self, record: InFlight, seconds: float) -> None:
-        """Free copies of rows that decode and have filled another page."""
+        """Free copies of rows that decode and have filled another page, and states set aside if all tokens were right.
+
+        No other step was in flight with one that verified tokens."""
+        for row, aside in [*self._aside.items()]:
+            num_done = self._completions.num_done(row)
+            if num_done == aside.end:
+                self._slots.free(self._aside.pop(row).slot)
+            else:
+                self._free_behind(self._rows[row], num_done)
         for row in record.notes.get(NAME, ()):
             if (state := self._rows.get(row)) is not None:
                 self._free_before(state, self._completions.num_done(row) // self._page_size)
@@ -156,6 +210,8 @@ class StatesPlanner(PlannerFeature):
     def left(self, row: int) -> None:
         """Give the tree the state behind the last full page; the row's other copies are of no use."""
         state = self._rows.pop(row)
+        if row in self._aside:
+            self._slots.free(self._aside.pop(row).slot)
         self._free_before(state, state.handle.num_pages)
         if state.copies and state.copies[0][0] <= state.handle.num_pages:
             self._tree.keep(state.handle, *state.copies.pop(0))
@@ -167,12 +223,17 @@ class StatesPlanner(PlannerFeature):
         while len(state.copies) > 1 and state.copies[1][0] <= num_pages:
             self._slots.free(state.copies.pop(0)[1])
 
+    def _free_behind(self, state: RowState, num_done: int) -> None:
+        """Free the copy at the end of a page that has a wrong token, of which ``num_done`` are right."""
+        if state.copies and state.copies[-1][0] * self._page_size > num_done:
+            self._slots.free(state.copies.pop()[1])
+
     def reset(self) -> list[Sequence]:
-        for state in self._rows.values():
-            for _, slot in state.copies:
-                self._slots.free(slot)
+        for slot in self._slots_of_rows():
+            self._slots.free(slot)
         self._rows.clear()
-        self._before = []
+        self._aside.clear()
+        self._slots.copies.clear()
         return []
 
     # ---- views ------------------------------------------------------------------------------
@@ -183,8 +244,11 @@ class StatesPlanner(PlannerFeature):
 
     def check(self) -> None:
         """Raise AssertionError unless every slot is free, or one row's, or one node's."""
-        of_rows = [slot for state in self._rows.values() for _, slot in state.copies]
-        self._slots.check([*of_rows, *self._tree.slots_held()])
+        self._slots.check([*self._slots_of_rows(), *self._tree.slots_held()])
+
+    def _slots_of_rows(self) -> list[int]:
+        copies = [slot for state in self._rows.values() for _, slot in state.copies]
+        return copies + [aside.slot for aside in self._aside.values()]
 
 
 def planner_feature(context: FeatureContext) -> NewFeature | None:
@@ -193,8 +257,9 @@ def planner_feature(context: FeatureContext) -> NewFeature | None:
 
 
 def _new_feature(parts: PlannerParts) -> StatesPlanner:
-    num_slots = num_snapshots(parts.limits.num_pages, parts.limits.max_running)
-    return StatesPlanner(parts, policy=POLICY, num_slots=num_slots)
+    limits = parts.limits
+    num_slots, num_host = num_snapshots(limits.num_pages, limits.max_running), num_on_host(limits.num_host_pages)
+    return StatesPlanner(parts, policy=POLICY, num_slots=num_slots, num_host=num_host)
 
 
 def _column(copies: list[Copy]) -> bytes:

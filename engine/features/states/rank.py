@@ -1,21 +1,29 @@
-"""States on a rank: the memory of snapshots, and the copies between it and the running states of rows.
+"""States on a rank: the memory of snapshots, here and on the host, and the copies between it and the states of rows.
 
 Owns: that memory.  Does not know: what a state is, which sequence a slot belongs to.
 Copies are queued in the order of the steps, like everything that a step does on the device.
 """
 
 import logging
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
+import torch
+from torch import Tensor
 
+from engine.execution.device import fair_share, host_place
 from engine.execution.features import RankContext, RankFeature
 from engine.execution.launched_step import LaunchedStep
 from engine.execution.needs import Needs
 from engine.features.states.messages import copies_of
-from engine.features.states.slots import PAGES_PER_SLOT, num_snapshots
+from engine.features.states.slots import PAGES_PER_SLOT, num_on_host, num_snapshots
+from engine.host.memory import available_bytes
+from engine.layers.kv_pool import KVPool
 from engine.layers.states import RecurrentStates
 from engine.messages import Step
+from engine.startup.memory import MAX_HOST_SHARE, require_room
+from engine.types.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
@@ -26,18 +34,21 @@ class StatesRank(RankFeature):
     def __init__(self, context: RankContext, states: RecurrentStates) -> None:
         self._running = states.data
         self._max_running = context.config.scheduler.max_running
-        self._rank = context.comm.rank
+        self._comm = context.comm
+        self._num_host_pages: int = getattr(context.config.kv, "num_host_pages", 0)  # of an optional folder
+        self._num_on_host = num_on_host(self._num_host_pages)
         self._state_bytes = states.data[0].nbytes
         self.page_bytes = -(-self._state_bytes // PAGES_PER_SLOT)
-        self._snapshots = states.data[:0]
+        self._snapshots = self._on_host = states.data[:0]
 
     def needs(self, needs: Needs) -> Needs:
-        """Return the needs with a snapshot for each running row; the others come with the pool's pages.
+        """Return the needs with a snapshot for each running row, and those beside host pages; the others come with the
+        pool's pages.
 
-        On a GPU those are in what the engine measures after ``prepare``."""
+        On a GPU the first are in what the engine measures after ``prepare``, and the second elsewhere."""
         if self._running.device.type != "cpu":
             return needs
-        own = ("snapshots of states", self._max_running * self._state_bytes)
+        own = ("snapshots of states", (self._max_running + self._num_on_host) * self._state_bytes)
         return replace(needs, feature_bytes=(*needs.feature_bytes, own))
 
     def prepare(self, num_pages: int) -> None:
@@ -47,18 +58,44 @@ class StatesRank(RankFeature):
             return
         count = num_snapshots(num_pages, self._max_running)
         self._snapshots = self._running.new_empty((count, *self._running.shape[1:]))
-        log.info("rank %d snapshots of states: %d of %.2f MB", self._rank, count, self._state_bytes / 1e6)
+        log.info("rank %d snapshots of states: %d of %.2f MB", self._comm.rank, count, self._state_bytes / 1e6)
+
+    def build(self, pool: KVPool, pools: Sequence[KVPool], needs: Needs) -> None:
+        """Allocate the snapshots in host memory.  Raises ConfigError if there is none."""
+        size, on_cpu = self._num_on_host * self._state_bytes, self._running.device.type == "cpu"
+        if not size:
+            return
+        asked = f"kv.num_host_pages={self._num_host_pages}: {size / 1e9:.1f} GB of host memory for recurrent states"
+        if not on_cpu:  # there the pool has left room for them
+            available = fair_share(available_bytes(), host_place(), self._comm, self._running.device)
+            require_room(asked, self._num_on_host, self._state_bytes, available, MAX_HOST_SHARE, Needs())
+        try:
+            shape = (self._num_on_host, *self._running.shape[1:])
+            self._on_host = torch.empty(shape, dtype=self._running.dtype, pin_memory=not on_cpu)
+        except (MemoryError, RuntimeError) as error:  # torch raises these when it cannot allocate
+            raise ConfigError(f"{asked} cannot be allocated ({error}); lower it") from None
+        log.info("rank %d snapshots of states on the host: %d, %.1f MB", self._comm.rank, self._num_on_host, size / 1e6)
 
     def apply(self, step: Step) -> Step:
-        """Give rows that start the states of snapshots."""
-        for source, target in _pairs(copies_of(step).before):
-            self._running[target].copy_(self._snapshots[source - self._max_running])
+        """Make the copies before the step."""
+        self._copy(copies_of(step).before)
         return step
 
     def launched(self, step: Step, launched: LaunchedStep) -> None:
         """Take snapshots of rows, behind the step."""
-        for source, target in _pairs(copies_of(step).after):
-            self._snapshots[target - self._max_running].copy_(self._running[source])
+        self._copy(copies_of(step).after)
+
+    def _copy(self, copies: bytes) -> None:
+        """Copy slots in the order of the device's work, also to and from host memory, which the host never touches."""
+        for source, target in _pairs(copies):
+            self._slot(target).copy_(self._slot(source), non_blocking=True)
+
+    def _slot(self, slot: int) -> Tensor:
+        for memory in (self._running[: self._max_running], self._snapshots, self._on_host):
+            if slot < len(memory):
+                return memory[slot]
+            slot -= len(memory)
+        raise AssertionError(f"no slot is {slot} after the last one")
 
 
 def _pairs(copies: bytes) -> list[tuple[int, int]]:

@@ -1,12 +1,15 @@
-"""The slots of snapshots, of which each is free, or some row's, or a node's.
+"""The slots of snapshots, of which each is free, or some row's, or a node's; and the copies between slots.
 
-Owns: their number, the free ones.  Does not know: which row or node has a slot.
+Owns: their number, the free ones, the copies before the next step.  Does not know: which row or node has a slot.
 """
 
 from collections.abc import Iterable
 from typing import Final
 
 PAGES_PER_SLOT: Final = 64
+
+Copy = tuple[int, int]
+"""The slot that is copied, and the one that it is copied to."""
 
 
 def num_snapshots(num_pages: int, max_running: int) -> int:
@@ -16,29 +19,51 @@ def num_snapshots(num_pages: int, max_running: int) -> int:
     return max_running + num_pages // PAGES_PER_SLOT
 
 
-class SnapshotSlots:
-    """The slots from ``first`` on, ``num_slots`` of them."""
+def num_on_host(num_host_pages: int) -> int:
+    """Return the number of slots in host memory next to so many host pages."""
+    return -(-num_host_pages // PAGES_PER_SLOT)
 
-    def __init__(self, first: int, num_slots: int) -> None:
-        self._all = range(first, first + num_slots)
-        self._free = [*reversed(self._all)]
+
+class SnapshotSlots:
+    """The slots from ``first`` on: ``num_slots`` on the device, and then ``num_host`` in host memory.
+
+    copies: those before the next step, one after the other.  A slot that is freed may be a later one's target."""
+
+    def __init__(self, first: int, num_slots: int, num_host: int = 0) -> None:
+        self.num_host = num_host
+        self.copies: list[Copy] = []
+        self._all = range(first, first + num_slots + num_host)
+        self._first_on_host = first + num_slots
+        self._free = [*range(first, self._first_on_host)][::-1]
+        self._free_on_host = [*range(self._first_on_host, self._all.stop)][::-1]
 
     @property
     def num_held(self) -> int:
         """Number of slots that are not free."""
-        return len(self._all) - len(self._free)
+        return len(self._all) - len(self._free) - len(self._free_on_host)
 
-    def take(self) -> int | None:
+    @property
+    def num_free(self) -> int:
+        """Number of free slots on the device."""
+        return len(self._free)
+
+    def is_on_host(self, slot: int) -> bool:
+        """Return whether a slot is in host memory."""
+        return slot >= self._first_on_host
+
+    def take(self, *, on_host: bool = False) -> int | None:
         """Take a free slot; None if there is none."""
-        return self._free.pop() if self._free else None
+        free = self._free_on_host if on_host else self._free
+        return free.pop() if free else None
 
     def free(self, slot: int) -> None:
         """Give a slot back.  Steps run in order, so a step in flight may still read or write it."""
+        free = self._free_on_host if self.is_on_host(slot) else self._free
         assert slot in self._all, f"slot {slot} is no snapshot's"
-        assert slot not in self._free, f"slot {slot} is freed twice"
-        self._free.append(slot)
+        assert slot not in free, f"slot {slot} is freed twice"
+        free.append(slot)
 
     def check(self, held: Iterable[int]) -> None:
         """Raise AssertionError unless every slot is free or held once."""
-        slots = sorted([*held, *self._free])
+        slots = sorted([*held, *self._free, *self._free_on_host])
         assert slots == [*self._all], f"slots {slots} are free or held, and there are {self._all}"

@@ -4,17 +4,25 @@ Owns: the snapshots of states, each at the end of a node.  Does not know: how a 
 A state cannot be cut at a token as keys and values can.  So a match goes back to the deepest node with a snapshot, and
 a row computes what follows again, even if there are pages of it.  A snapshot leaves with its node, or before that if
 its slot is needed.  A node that gets one ends where the snapshot was taken: an edge is split there, and grows no more.
+
+Where evicted pages have copies in host memory (another kind of tree, which this one may be as well), a snapshot that
+leaves the device gets a slot there, in place of the worst one.
 """
+
+from typing import Any
 
 from engine.features.states.slots import SnapshotSlots
 from engine.kv.eviction import EvictionStrategy
 from engine.kv.match import Match
 from engine.kv.node import INDEX_BYTES, SHARED, Handle, Namespace, Node
+from engine.kv.pages import Pages
 from engine.kv.radix import RadixTree
 
 
 class StateTree(RadixTree):
     """A radix tree with snapshots of states.  slots: those of snapshots, of which rows hold some."""
+
+    keeps_states = True
 
     def __init__(
         self,
@@ -22,40 +30,73 @@ class StateTree(RadixTree):
         strategy: EvictionStrategy,
         *,
         slots: SnapshotSlots,
-        lookahead: int = 0,
-        record_events: bool = False,
+        **others: Any,
     ) -> None:
         self._slots = slots
         self._snapshots: dict[Node, int] = {}
-        super().__init__(page_size, strategy, lookahead=lookahead, record_events=record_events)
+        super().__init__(page_size, strategy, **others)
 
     @property
     def num_snapshots(self) -> int:
         """Number of nodes with a snapshot."""
         return len(self._snapshots)
 
+    @property
+    def num_on_device(self) -> int:
+        """Number of nodes with a snapshot on the device."""
+        return len(self._nodes(on_host=False))
+
     def match(self, key: bytes, namespace: Namespace = SHARED) -> Match:
         """Find the longest prefix that is cached with its state.  Changes nothing."""
         match = super().match(key, namespace)
         if match.end is not None:
-            self._go_back(match, match.end)
+            self._go_back(match)
         return match
 
     def num_pages_of(self, key: bytes, namespace: Namespace) -> int:
         """Return the number of cached pages of a key, with a state behind them or without."""
-        return super().match(key, namespace).num_pages
+        return super().match(key, namespace).num_cached
 
-    def _go_back(self, match: Match, node: Node) -> None:
-        """Cut a match that ends in a node after the deepest snapshot of its path."""
-        num_pages = match.num_pages
-        if match.num_end_pages < node.num_pages and node.parent is not None:
-            num_pages -= match.num_end_pages
+    def _go_back(self, match: Match) -> None:
+        """Cut a match after the deepest snapshot of its path."""
+        node = match.host_end or match.end
+        assert node is not None
+        end = self._depth(node)
+        while node.parent is not None and (end > match.num_cached or node not in self._snapshots):
+            end -= len(node.key) // self.page_bytes
             node = node.parent
-        while node not in self._snapshots and node.parent is not None:
-            num_pages -= node.num_pages
+        if node.parent is not None and not node.pages:
+            match.host_end, match.num_host_pages = node, end - match.num_pages
+            return
+        match.host_end, match.num_host_pages = None, 0
+        match.raw_pages = match.raw_pages[: end * INDEX_BYTES]
+        match.num_pages, match.end, match.num_end_pages = end, node, node.num_pages
+
+    def _depth(self, node: Node) -> int:
+        """Return the number of pages from the root to a node's end."""
+        num_bytes = 0
+        while node.parent is not None:
+            num_bytes += len(node.key)
             node = node.parent
-        match.raw_pages = match.raw_pages[: num_pages * INDEX_BYTES]
-        match.num_pages, match.end, match.num_end_pages = num_pages, node, node.num_pages
+        return num_bytes // self.page_bytes
+
+    def still_has(self, match: Match) -> bool:
+        """Return whether the snapshot at a match's end is there; evicted pages may have taken its place on the host."""
+        node = match.host_end or match.end
+        return node is None or node.parent is None or node in self._snapshots
+
+    def restore(self, handle: Handle, key: bytes, pages: Pages) -> int:
+        """Bring back pages of ``key`` from the host as far as they have a state; the rest is computed again."""
+        node, end, most = handle.node, handle.num_pages * self.page_bytes, 0
+        assert node is not None, "a handle was used after its unlock"
+        while (child := node.children.get(key[end : end + self.page_bytes])) is not None:
+            if child.pages or not key.startswith(child.key, end):
+                break
+            node, end = child, end + len(child.key)
+            if node in self._snapshots:
+                most = end // self.page_bytes - handle.num_pages
+        restored: int = super().restore(handle, key, pages[:most])  # type: ignore[misc]
+        return restored
 
     # ---- snapshots --------------------------------------------------------------------------
 
@@ -67,22 +108,39 @@ class StateTree(RadixTree):
     def take_slot(self) -> int | None:
         """Return a slot for a new snapshot, in place of the worst one if none is free; None if rows hold all."""
         slot = self._slots.take()
-        if slot is None and self._snapshots:
-            self._lose_snapshot(self._worst())
+        if slot is None and (nodes := self._nodes(on_host=False)):
+            self._leave_device(self._worst(nodes))
             slot = self._slots.take()
         return slot
 
-    def _worst(self) -> Node:
+    def _nodes(self, *, on_host: bool) -> list[Node]:
+        return [node for node, slot in self._snapshots.items() if self._slots.is_on_host(slot) == on_host]
+
+    def _worst(self, nodes: list[Node]) -> Node:
         """Return the node whose snapshot goes next, by the rank of its pages.
 
         Snapshots that several requests have started from stay, unless they are more than half: at the end of a prompt
         or a turn one request goes on, and after a system prompt or a document many do."""
-        is_shared = [node.hits > 1 for node in self._snapshots]
+        is_shared = [node.hits > 1 for node in nodes]
         goes = 2 * sum(is_shared) > len(is_shared)
         return min(
-            (node for node, shared in zip(self._snapshots, is_shared, strict=True) if shared == goes),
+            (node for node, shared in zip(nodes, is_shared, strict=True) if shared == goes),
             key=self._strategy.rank,
         )
+
+    def _leave_device(self, node: Node) -> None:
+        """Move a node's snapshot to host memory, in place of the worst one there; it is lost if there are no slots."""
+        slot = self._snapshots[node]
+        if self._slots.num_host:
+            if (on_host := self._slots.take(on_host=True)) is None:
+                self._lose_snapshot(self._worst(self._nodes(on_host=True)))
+                on_host = self._slots.take(on_host=True)
+            assert on_host is not None, "a slot on the host is free, and not to be had"
+            self._slots.copies.append((slot, on_host))
+            self._snapshots[node] = on_host
+            self._slots.free(slot)
+        else:
+            self._lose_snapshot(node)
 
     def keep(self, handle: Handle, num_pages: int, slot: int) -> None:
         """Give a slot to the end of the first ``num_pages`` pages of a handle; free it if there is a snapshot."""
@@ -115,9 +173,18 @@ class StateTree(RadixTree):
     def _may_grow(self, node: Node, handle: Handle) -> bool:
         return node not in self._snapshots and super()._may_grow(node, handle)
 
+    def _may_join(self, node: Node) -> bool:
+        return node not in self._snapshots
+
     def _drop(self, node: Node) -> None:
-        self._lose_snapshot(node)
+        slot = self._snapshots.get(node)
+        if slot is not None and not self._slots.is_on_host(slot):
+            self._leave_device(node)
         super()._drop(node)
+
+    def _detach(self, node: Node) -> None:
+        self._lose_snapshot(node)
+        super()._detach(node)
 
     def _check_contents(self, nodes: list[Node]) -> None:
         super()._check_contents(nodes)

@@ -44,8 +44,8 @@ class Tower(Protocol):
 
     nbytes: int
 
-    def encode(self, data: bytes) -> "Tensor":
+    def encode(self, data: bytes, way: str) -> "Tensor":
         """Return rows_LND of a picture, in the model's dtype, on the device; the same bits whatever came before.
 
-        data: the file.  Raises RequestError if it cannot be read."""
+        data: the file.  way: as in its layout.  Raises RequestError if it cannot be read."""
         ...

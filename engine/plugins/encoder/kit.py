@@ -8,6 +8,7 @@ Owns: random pictures.  Does not know: families, what rows mean.
 
 from collections.abc import Callable, Sequence
 from io import BytesIO
+from itertools import product
 
 import numpy as np
 
@@ -15,6 +16,7 @@ from engine.plugins.encoder.encoder import Encoder, Tower
 from engine.plugins.proof.findings import Findings
 
 SIZES = ((64, 64), (37, 91), (230, 40))
+DETAILS = ("auto", "low", "high")
 
 
 def check_encoder(make: Callable[[], Encoder], dtype: str = "float32") -> None:
@@ -53,8 +55,8 @@ def _refuses(read: Callable[[bytes], object]) -> None:
 
 
 def _lays_out(encoder: Encoder) -> None:
-    for size in SIZES:
-        layout = encoder.layout(*size)
+    for size, detail in product(SIZES, DETAILS):
+        layout = encoder.layout(*size, detail)
         assert layout.num_rows > 0, f"a picture of {size} pixels has no place"
         count = layout.text.count(encoder.token)
         assert count == layout.num_rows, f"the text has the token {count} times, for {layout.num_rows} rows"
@@ -64,12 +66,14 @@ def _lays_out(encoder: Encoder) -> None:
 
 def _encodes(encoder: Encoder, tower: Tower, files: Sequence[bytes], dtype: str) -> None:
     assert tower.nbytes > 0, "it says that it takes no memory"
-    first = [tower.encode(data) for data in files]
-    again = [tower.encode(data) for data in reversed(files)][::-1]
-    for size, rows_LND, same_LND in zip(SIZES, first, again, strict=True):
-        expected = (1 + encoder.num_deep, encoder.layout(*size).num_rows)
-        assert tuple(rows_LND.shape[:2]) == expected, f"{size}: rows of shape {tuple(rows_LND.shape)}, not {expected}"
+    layouts = [encoder.layout(*size, detail) for size, detail in product(SIZES, DETAILS)]
+    given = [(data, one.way) for data, one in zip((data for data in files for _ in DETAILS), layouts, strict=True)]
+    first = [tower.encode(*one) for one in given]
+    again = [tower.encode(*one) for one in reversed(given)][::-1]
+    for layout, rows_LND, same_LND in zip(layouts, first, again, strict=True):
+        expected = (1 + encoder.num_deep, layout.num_rows)
+        assert tuple(rows_LND.shape[:2]) == expected, f"rows of shape {tuple(rows_LND.shape)}, not {expected}"
         assert str(rows_LND.dtype) == f"torch.{dtype}", f"rows are {rows_LND.dtype}, not {dtype}"
-        assert bool((rows_LND == same_LND).all()), f"{size}: other bits after other pictures"
-    assert not bool((first[0][0, 0] == first[1][0, 0]).all()), "two pictures have the same first row"
-    _refuses(tower.encode)
+        assert bool((rows_LND == same_LND).all()), "other bits after other pictures"
+    assert not bool((first[0][0, 0] == first[-1][0, 0]).all()), "two pictures have the same first row"
+    _refuses(lambda data: tower.encode(data, ""))

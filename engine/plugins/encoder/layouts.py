@@ -5,7 +5,7 @@ Does not know: torch, pixels, token ids.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from engine.text.pictures import PictureLayout
@@ -15,7 +15,11 @@ Layout = Callable[[int, int], PictureLayout]
 """Returns the layout of a picture of a width and a height."""
 Table = Mapping[str, Any]
 MOST_RATIO = 200  # Qwen's processor refuses longer strips
+LEAST_SHRINKING = 1.1  # OneVision shrinks no grid of fewer places
 LARGEST_SIDE = 4096  # Idefics3's processor shrinks to this side
+
+
+LOW_SIDE = 512  # pixels to which a picture of low detail is shrunk
 
 
 class FamilyFiles(NamedTuple):
@@ -25,15 +29,64 @@ class FamilyFiles(NamedTuple):
     processor: Table
     images: Table
 
+    def with_images(self, changed: Table) -> "FamilyFiles":
+        """Return these with other settings of the image processor."""
+        return self._replace(images={**self.images, **changed})
+
 
 def llava(files: FamilyFiles) -> Layout:
     """Return the layout of LLaVA 1.5: every picture has the same number of places."""
-    vision = files.config["vision_config"]
-    sides = vision["image_size"] // vision["patch_size"]
-    has_class = "clip" in vision.get("model_type", "clip_vision_model")  # a token before those of the patches
-    drops_first = files.config.get("vision_feature_select_strategy", "default") == "default"
-    count = sides**2 + has_class - drops_first
+    count = _places(files, _sides(files))
     return lambda width, height: PictureLayout("<image>" * count, count)
+
+
+def _sides(files: FamilyFiles) -> int:
+    """Return the patches in a line of a tile."""
+    vision = files.config["vision_config"]
+    sides: int = vision["image_size"] // vision["patch_size"]
+    return sides
+
+
+def _places(files: FamilyFiles, sides: int) -> int:
+    """Return the places of a tile in LLaVA's models, which may have one for its class before those of its patches."""
+    has_class = "clip" in files.config["vision_config"].get("model_type", "clip_vision_model")
+    drops_first: bool = files.config.get("vision_feature_select_strategy", "default") == "default"
+    return sides**2 + has_class - drops_first
+
+
+def llava_any_resolution(files: FamilyFiles) -> Layout:
+    """Return the layout of LLaVA-NeXT and LLaVA-OneVision: the whole picture, and tiles in the best of some grids.
+
+    The tiles' places are those of one large picture, without the border that fills the grid, and each line of them has
+    one more at its end."""
+    tile, sides = files.config["vision_config"]["image_size"], _sides(files)
+    whole, grids = _places(files, sides), [tuple(one) for one in files.config["image_grid_pinpoints"]]
+    most_tiles = float(files.config.get("vision_aspect_ratio", "anyres_max_inf").removeprefix("anyres_max_"))
+
+    def layout(width: int, height: int) -> PictureLayout:
+        grid_height, grid_width = _best_grid(width, height, grids)
+        lines, columns = grid_height // tile * sides, grid_width // tile * sides
+        if width / height > columns / lines:
+            lines -= (lines - int(round(height * (columns / width), 7))) // 2 * 2
+        else:
+            columns -= (columns - int(round(width * (lines / height), 7))) // 2 * 2
+        if (ratio := math.sqrt(lines * columns / (most_tiles * sides**2))) > LEAST_SHRINKING:
+            lines, columns = int(lines // ratio), int(columns // ratio)
+        count = whole + lines * (columns + 1)
+        return PictureLayout("<image>" * count, count)
+
+    return layout
+
+
+def _best_grid(width: int, height: int, grids: Sequence[tuple[int, int]]) -> tuple[int, int]:
+    """Return height and width of the grid that shows the most pixels of a picture, and of these the smallest."""
+
+    def fit(grid: tuple[int, int]) -> tuple[int, int]:
+        scale = min(grid[1] / width, grid[0] / height)
+        shown = min(int(width * scale) * int(height * scale), width * height)
+        return shown, shown - math.prod(grid)
+
+    return max(grids, key=fit)
 
 
 def idefics3(files: FamilyFiles) -> Layout:
@@ -88,11 +141,8 @@ def _tiles(width: int, height: int, longest: int, tile: int) -> tuple[int, int]:
 def qwen_vl(files: FamilyFiles) -> Layout:
     """Return the layout of Qwen's models: a place for each square of patches, which has frame, line and column."""
     vision, images = files.config["vision_config"], files.images
-    patch = images.get("patch_size", vision.get("patch_size", 14))
-    merged = images.get("merge_size", 2)
-    size, factor = images.get("size") or {}, patch * merged
-    least = images.get("min_pixels") or size.get("shortest_edge") or size.get("min_pixels", 56 * 56)
-    most = images.get("max_pixels") or size.get("longest_edge") or size.get("max_pixels", 28 * 28 * 1280)
+    factor = images.get("patch_size", vision.get("patch_size", 14)) * images.get("merge_size", 2)
+    least, most = _pixels(images)
 
     def layout(width: int, height: int) -> PictureLayout:
         _check_strip(width, height, MOST_RATIO)
@@ -106,6 +156,36 @@ def qwen_vl(files: FamilyFiles) -> Layout:
         return PictureLayout("<|image_pad|>" * (lines * columns), lines * columns, (1, lines, columns))
 
     return layout
+
+
+def _pixels(images: Table) -> tuple[int, int]:
+    """Return the fewest and the most pixels of a picture, by the settings of Qwen's image processor."""
+    size = images.get("size") or {}
+    least = images.get("min_pixels") or size.get("shortest_edge") or size.get("min_pixels", 56 * 56)
+    most = images.get("max_pixels") or size.get("longest_edge") or size.get("max_pixels", 28 * 28 * 1280)
+    return least, most
+
+
+def low_qwen_vl(files: FamilyFiles) -> Table:
+    """Return the settings for low detail: fewer pixels."""
+    least, most = (min(one, LOW_SIDE**2) for one in _pixels(files.images))
+    return {"size": {"shortest_edge": least, "longest_edge": most}, "min_pixels": None, "max_pixels": None}
+
+
+def low_idefics3(files: FamilyFiles) -> Table:
+    """Return the settings for low detail: the whole picture without tiles."""
+    return {"do_image_splitting": False}
+
+
+def low_pixtral(files: FamilyFiles) -> Table:
+    """Return the settings for low detail: a shorter side."""
+    longest = files.images.get("size", {}).get("longest_edge", 1024)
+    return {"size": {"longest_edge": min(longest, LOW_SIDE)}}
+
+
+def low_internvl(files: FamilyFiles) -> Table:
+    """Return the settings for low detail: one tile."""
+    return {"min_patches": 1, "max_patches": 1}
 
 
 def _check_strip(width: int, height: int, most: int) -> None:

@@ -34,9 +34,9 @@ class TransformersTower:
     """The part of an encoder that computes."""
 
     def __init__(
-        self, directory: Path, architecture: str, device: str, dtype: str, arguments: Mapping[str, Any]
+        self, directory: Path, architecture: str, device: str, dtype: str, arguments: Mapping[str, Mapping[str, Any]]
     ) -> None:
-        """Load the weights.  arguments: of the image processor.  Raises WeightsError."""
+        """Load the weights.  arguments: of the image processor, by way.  Raises WeightsError."""
         self._arguments = arguments
         self._device = device
         self._processor = transformers.AutoImageProcessor.from_pretrained(directory, backend="pil", **LOCAL)
@@ -46,9 +46,9 @@ class TransformersTower:
         self.nbytes = sum(one.nbytes for one in (*self._model.parameters(), *self._model.buffers()))
 
     @torch.inference_mode()
-    def encode(self, data: bytes) -> Tensor:
+    def encode(self, data: bytes, way: str) -> Tensor:
         """Return rows_LND of a picture."""
-        found = self._processor(images=[read_picture(data)], return_tensors="pt", **self._arguments)
+        found = self._processor(images=[read_picture(data)], return_tensors="pt", **self._arguments[way])
         inputs = {name: one for name, one in found.items() if name in self._inputs}
         for name in ("pixel_values", "pixel_attention_mask"):
             if name in inputs:

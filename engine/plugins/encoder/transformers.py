@@ -15,10 +15,16 @@ from engine.plugins.encoder.encoder import Axes, Encoder, Tower
 from engine.plugins.encoder.layouts import (
     FamilyFiles,
     Layout,
+    Table,
     gemma3,
     idefics3,
     internvl,
     llava,
+    llava_any_resolution,
+    low_idefics3,
+    low_internvl,
+    low_pixtral,
+    low_qwen_vl,
     pixtral,
     qwen_vl,
     side,
@@ -35,6 +41,8 @@ CALLBOARD_PLUGIN = {
         "Idefics3ForConditionalGeneration": "",
         "InternVLForConditionalGeneration": "",
         "LlavaForConditionalGeneration": "",
+        "LlavaNextForConditionalGeneration": "",
+        "LlavaOnevisionForConditionalGeneration": "",
         "Mistral3ForConditionalGeneration": "",
         "Qwen2VLForConditionalGeneration": "",
         "Qwen2_5_VLForConditionalGeneration": "",
@@ -53,27 +61,40 @@ NOT_OF_PICTURES: Final = ("text_config", "_name_or_path", "transformers_version"
 class _Family(NamedTuple):
     """A family.  placeholder, token, whole: as in ``PictureFormat``.
 
-    arguments: those that its processor gives the image processor, besides that one's own settings."""
+    arguments: those that its processor gives the image processor, besides that one's own settings.
+    low: settings of the image processor that change for low detail."""
 
     layout: Callable[[FamilyFiles], Layout]
     placeholder: str
     token: str
     whole: bool = False
     arguments: Callable[[FamilyFiles], dict[str, Any]] = lambda files: {}
+    low: Callable[[FamilyFiles], Table] = lambda files: {}
 
 
-_QWEN = _Family(qwen_vl, "<|image_pad|>", "<|image_pad|>")
-_IDEFICS = _Family(idefics3, "<image>", "<image>")
+_QWEN = _Family(qwen_vl, "<|image_pad|>", "<|image_pad|>", low=low_qwen_vl)
+_IDEFICS = _Family(idefics3, "<image>", "<image>", low=low_idefics3)
+_LLAVA_TILES = _Family(llava_any_resolution, "<image>", "<image>")
 _PIXTRAL = _Family(
-    pixtral, "[IMG]", "[IMG]", arguments=lambda files: {"patch_size": dict.fromkeys(("height", "width"), side(files))}
+    pixtral,
+    "[IMG]",
+    "[IMG]",
+    arguments=lambda files: {"patch_size": dict.fromkeys(("height", "width"), side(files))},
+    low=low_pixtral,
 )
 FAMILIES = {
     "Gemma3ForConditionalGeneration": _Family(gemma3, "<start_of_image>", "<image_soft_token>", whole=True),
     "Idefics3ForConditionalGeneration": _IDEFICS,
     "InternVLForConditionalGeneration": _Family(
-        internvl, "<IMG_CONTEXT>", "<IMG_CONTEXT>", arguments=lambda files: {"crop_to_patches": True}
+        internvl,
+        "<IMG_CONTEXT>",
+        "<IMG_CONTEXT>",
+        arguments=lambda files: {"crop_to_patches": True},
+        low=low_internvl,
     ),
     "LlavaForConditionalGeneration": _Family(llava, "<image>", "<image>"),
+    "LlavaNextForConditionalGeneration": _LLAVA_TILES,
+    "LlavaOnevisionForConditionalGeneration": _LLAVA_TILES,
     "Mistral3ForConditionalGeneration": _PIXTRAL,
     "Qwen2VLForConditionalGeneration": _QWEN,
     "Qwen2_5_VLForConditionalGeneration": _QWEN,
@@ -99,7 +120,12 @@ class TransformersEncoder(Encoder):
         images = processor.get("image_processor") or _table(directory / "preprocessor_config.json")
         try:
             files = FamilyFiles(config, processor, images)
-            self._layout, self._arguments = family.layout(files), family.arguments(files)
+            low, arguments = family.low(files), family.arguments(files)
+            self._layouts = {"": family.layout(files)}
+            self._arguments = {"": arguments}
+            if low:
+                self._layouts["low"] = family.layout(files.with_images(low))
+                self._arguments["low"] = arguments | {name: one for name, one in low.items() if one is not None}
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise WeightsError(f"{directory}: the settings of pictures cannot be read: {error!r}") from None
         self.placeholder, self.token, self.whole = family.placeholder, family.token, family.whole
@@ -109,8 +135,9 @@ class TransformersEncoder(Encoder):
         written = msgspec.json.encode(("transformers", own, processor, images), order="deterministic")
         self.settings = hashlib.sha256(written).hexdigest()
 
-    def layout(self, width: int, height: int) -> PictureLayout:
-        return self._layout(width, height)
+    def layout(self, width: int, height: int, detail: str) -> PictureLayout:
+        way = detail if detail in self._layouts else ""
+        return self._layouts[way](width, height)._replace(way=way)
 
     def tower(self, device: str, dtype: str) -> Tower:
         from engine.plugins.encoder.towers import TransformersTower  # with torch

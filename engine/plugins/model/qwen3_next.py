@@ -22,6 +22,7 @@ from engine.checkpoints.shape import (
     GatedDeltaShape,
     HeadNormShape,
     LayerShape,
+    Layout,
     PartShape,
     RouterShape,
 )
@@ -56,7 +57,7 @@ def callboard_model(context: ModelContext) -> DecoderShape:
         qkv_bias=bias,
         output_bias=bias,
     )
-    delta = _delta(fields, eps, kind)
+    delta = read_delta(fields, eps, "grouped" if kind == "qwen3_next" else "joined")
     layers = [
         LayerShape(
             attention=attention if layer == ATTENTION else None,
@@ -77,7 +78,8 @@ def _kinds(fields: Fields, num_layers: int) -> list[str]:
     return [DELTA if (index + 1) % interval else ATTENTION for index in range(num_layers)]
 
 
-def _delta(fields: Fields, eps: float, kind: str) -> GatedDeltaShape:
+def read_delta(fields: Fields, eps: float, layout: Layout, most: float = 1.0) -> GatedDeltaShape:
+    """Return the gated delta rule of the fields that begin with linear_.  The others are as in ``GatedDeltaShape``."""
     read_activation(fields)
     num_keys = fields.integer("linear_num_key_heads", 16, maximum=MAX_HEADS)
     num_heads = fields.integer("linear_num_value_heads", 32, maximum=MAX_HEADS)
@@ -90,7 +92,8 @@ def _delta(fields: Fields, eps: float, kind: str) -> GatedDeltaShape:
         value_size=fields.integer("linear_value_head_dim", 128, maximum=MAX_WIDTH),
         taps=fields.integer("linear_conv_kernel_dim", 4, minimum=2, maximum=MAX_TAPS),
         eps=eps,
-        grouped=kind == "qwen3_next",
+        most=most,
+        layout=layout,
     )
 
 

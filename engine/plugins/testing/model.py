@@ -241,9 +241,10 @@ def _check_broken_weights(findings: Findings, load: _Loading, directory: Path) -
     path = directory / SINGLE_FILE
     whole = path.read_bytes()
     tensors = load_file(path)
-    name = max(tensors, key=lambda one: tensors[one].numel())
     unread = re.compile("|".join(load.spec.shape.unread) or r"(?!)")
-    for missing in (one for one in tensors if not unread.search(one)):
+    read = [one for one in tensors if not unread.search(one)]
+    name = max(read, key=lambda one: tensors[one].numel())
+    for missing in read:
         with findings.case(f"without {missing}"), _refused(missing):
             save_file({one: tensor for one, tensor in tensors.items() if one != missing}, path)
             load()

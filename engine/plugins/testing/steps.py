@@ -41,8 +41,8 @@ class Driver:
         self.pool = new_pool(spec, num_pages, page_size, model.dtype, device)
         self.pool.data.fill_(torch.nan)  # A read of an unwritten slot shows up.
         self.states: RecurrentStates | None = None
-        if isinstance(model, Decoder) and (recurrents := model.shape.recurrents):
-            self.states = RecurrentStates([one.states for one in recurrents], MAX_SEQUENCES, device)
+        if isinstance(model, Decoder) and (layers := model.shape.states_of_rank(model.embedding.comm.size)):
+            self.states = RecurrentStates(layers, MAX_SEQUENCES, device)
             self.states.data.fill_(torch.nan)
         self.attention: AttentionBackend = TorchAttention(spec, self.pool)
         order = np.random.default_rng(0).permutation(num_pages) if shuffled else np.arange(num_pages)[::-1]

@@ -1,4 +1,4 @@
-"""Evicts what was hit least, but lets old fame fade: a prefix that nobody asks for any more goes in the end.
+"""Evicts what was hit least, but lets old fame fade: a prefix that no request uses any more goes in the end.
 
 Every hit counts as if the pages had been used so many steps later, so rank and age are on one scale."""
 
@@ -12,13 +12,13 @@ CALLBOARD_PLUGIN = {"api": 1}
 
 
 class AgedLFUOptions(Options, frozen=True):
-    """steps_per_hit: how much a hit is worth, in steps; 0 is LRU."""
+    """The options.  steps_per_hit: how much a hit is worth, in steps; 0 is LRU."""
 
     steps_per_hit: Annotated[int, Meta(ge=0)] = 1000
 
 
 class AgedLFU:
-    """By the step of the last use, plus a bonus for every hit."""
+    """A strategy that ranks by the step of the last use, plus a bonus for every hit."""
 
     def __init__(self, steps_per_hit: int) -> None:
         self._steps_per_hit = steps_per_hit

@@ -35,14 +35,14 @@ log = logging.getLogger(__name__)
 
 
 class WatchedOptions(Options, frozen=True):
-    """backend: the one that does the work.  every: compare one call in so many."""
+    """The options.  backend: the one that does the work.  every: compare one call in so many."""
 
     backend: str = "torch"
     every: Annotated[int, Meta(ge=1)] = 256
 
 
 class WatchedAttention:
-    """See ``AttentionBackend``.  num_calls, num_compared: so far."""
+    """An ``AttentionBackend``.  num_calls, num_compared: so far."""
 
     def __init__(self, backend: AttentionBackend, spec: AttentionSpec, pool: KVPool, every: int) -> None:
         self.num_calls = 0
@@ -59,7 +59,7 @@ class WatchedAttention:
         self._backend.plan_step(batch)
 
     def attend(self, layer: int, q_TNH: Tensor) -> Tensor:
-        """What the other backend says."""
+        """Return the result of the other backend."""
         out_TNH = self._backend.attend(layer, q_TNH)
         if self.num_calls % self._every == 0:
             self._compare(layer, q_TNH, out_TNH)

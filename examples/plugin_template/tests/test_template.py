@@ -1,17 +1,31 @@
-"""Both plugins by callboard's conformance kit, and what they add."""
+"""The plugins by callboard's conformance kit, and what they add."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+import torch
 from callboard_template.aged_lfu import AgedLFU
+from callboard_template.patches import callboard_encoder
 from callboard_template.watched import WatchedAttention, callboard_attention_backend
+from safetensors.torch import save_file
 
-from callboard.plugins import AttentionBackend, AttentionContext, AttentionSpec, KVPool, PluginError, attention_factory
+from callboard.plugins import (
+    AttentionBackend,
+    AttentionContext,
+    AttentionSpec,
+    EncoderContext,
+    KVPool,
+    PluginError,
+    WeightsError,
+    attention_factory,
+)
 from callboard.plugins.testing import (
     ConformanceError,
     Declaration,
     attention_cases,
     check_attention_backend,
+    check_encoder,
     check_eviction_strategy,
     through_hook,
 )
@@ -59,3 +73,14 @@ def test_a_wrong_backend_is_noticed(factor: float) -> None:
 def test_it_needs_to_know_whom_to_watch(backend: str) -> None:
     with pytest.raises(PluginError, match=backend):
         callboard_attention_backend(replace(CONTEXT, options={"backend": backend}))
+
+
+def test_patches_are_an_encoder(tmp_path: Path) -> None:
+    context = EncoderContext(tmp_path, {}, {"sides": 3, "pixels": 2})
+    with pytest.raises(WeightsError, match=r"patches\.safetensors"):
+        callboard_encoder(context)
+    save_file({"projection": torch.randn(32, 12)}, tmp_path / "patches.safetensors")
+    for dtype in ("float32", "bfloat16"):
+        check_encoder(lambda: callboard_encoder(context), dtype)
+    with pytest.raises(WeightsError, match=r"has the shape \(32, 12\)"):
+        callboard_encoder(replace(context, options={"pixels": 3})).tower("cpu", "float32")

@@ -58,10 +58,12 @@ Block = TextBlock | ThinkingBlock | ToolUseBlock
 
 
 class MessageUsage(msgspec.Struct, frozen=True, kw_only=True):
-    """Token counts.  input_tokens: without those from the prefix cache, which are cache_read_input_tokens."""
+    """Token counts; the prompt's are the sum of three.  cache_read_input_tokens: those found in the prefix cache.
+
+    cache_creation_input_tokens: those that this request has put there.  input_tokens: the rest, of no whole page."""
 
     input_tokens: int
-    cache_creation_input_tokens: int = 0
+    cache_creation_input_tokens: int
     cache_read_input_tokens: int
     output_tokens: int
 

@@ -90,9 +90,10 @@ class MessagesWriter(Writer):
 
     def _counts(self) -> MessageUsage:
         counts = self._usage.total()
-        cached = counts.prompt_tokens_details.cached_tokens
+        cached, created = counts.prompt_tokens_details.cached_tokens, sum(self._usage.created_tokens)
         return MessageUsage(
-            input_tokens=counts.prompt_tokens - cached,
+            input_tokens=counts.prompt_tokens - cached - created,
+            cache_creation_input_tokens=created,
             cache_read_input_tokens=cached,
             output_tokens=counts.completion_tokens,
         )

@@ -24,7 +24,7 @@ from engine.control.recurrent import check_recurrent, with_rows_for_states
 from engine.host.device_defaults import with_device_defaults
 from engine.host.memory import available_bytes
 from engine.plugins.families import read_model
-from engine.plugins.kinds import GRAMMAR, chosen_plugins, named
+from engine.plugins.kinds import GRAMMAR, named
 from engine.settings.own_kernels import missing_for_flashinfer, missing_for_triton
 from engine.text.codec import Formats, load_codec
 from engine.types.errors import CallboardError, ConfigError
@@ -247,7 +247,7 @@ def _states(spec: ModelSpec, config: Config) -> Finding:
     found = f"{spec.state_bytes / 1e6:.2f} MB for each of {most} running requests and as much for snapshots"
     found += f", {2 * most * spec.state_bytes / 1e9:.2f} GB; more snapshots come with the pages of the pool"
     try:
-        check_recurrent(config, chosen_plugins(config))
+        check_recurrent(config)
     except CallboardError as error:
         return Finding("recurrent states", "bad", found, str(error))
     return Finding("recurrent states", "good", found)

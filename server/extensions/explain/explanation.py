@@ -20,6 +20,7 @@ from engine.messages import Finish
 from engine.types.errors import RequestError
 from server.backend import Backend
 from server.clients import MOST_ENDED, ClientRequest, Clients
+from server.extensions.explain.difference import DifferenceBody, difference_body
 from server.http.exchange import EXCHANGE
 from server.http.operation import operation
 from server.http.replies import json_reply
@@ -82,7 +83,8 @@ class ExplanationBody(msgspec.Struct, frozen=True, kw_only=True):
     seconds: from its first byte to the last byte of its answer, or until now; the sum of all parts.
     number: of the choice that the parts are of, which is the one that ended last; None if the engine knows none.
     notes: what was changed in it before the model got it.
-    missed: see ``MissedBody``.  choices: of those that were opened first and last; num_choices: of all."""
+    missed: see ``MissedBody``.  difference: from a turn of its session.
+    choices: of those that were opened first and last; num_choices: of all."""
 
     id: str
     names: list[str]
@@ -93,6 +95,7 @@ class ExplanationBody(msgspec.Struct, frozen=True, kw_only=True):
     number: int | None
     parts: list[PartBody]
     missed: list[MissedBody]
+    difference: DifferenceBody | None = None
     choices: list[ChoiceBody]
     num_choices: int
 
@@ -102,6 +105,7 @@ class ExplainRoute:
 
     def __init__(self, backend: Backend, clients: Clients, clock: Callable[[], float] = time.monotonic) -> None:
         self._monitor = backend.monitor
+        self._codec = backend.codec
         self._clients = clients
         self._clock = clock
 
@@ -123,7 +127,15 @@ class ExplainRoute:
             )
         seen = await self._monitor.look(views=asked_for([number for number, _ in one.choices]))
         names = {number: other.exchange.id for other in mine for number, _ in other.choices}
-        response = json_reply(explained(one, explained_in(seen.views), names, self._clock(), seen.gauges.max_running))
+        told = explained_in(seen.views)
+        body = explained(one, told, names, self._clock(), seen.gauges.max_running)
+        found = next((choice.difference for choice in told if choice.difference is not None), None)
+        if found is not None:
+            turn = next((a for a in mine for number, _ in a.choices if number == found.request_id), None)
+            shows = request[EXCHANGE].client == one.exchange.client
+            difference = difference_body(found, one, turn, self._codec, shows=shows)
+            body = msgspec.structs.replace(body, difference=difference)
+        response = json_reply(body)
         response.headers["Cache-Control"] = "no-store"
         return response
 

@@ -177,8 +177,9 @@ class StoredResponses:
         # What the endpoint itself would have to refuse is done here.
         asked = structs.replace(body, previous_response_id=None, background=None)
         if body.previous_response_id is not None:
-            before = await self._table.conversation(owner, body.previous_response_id)
+            first, before = await self._table.conversation(owner, body.previous_response_id)
             asked = structs.replace(asked, input=[*before, *_items(body)])
+            exchange.offered_session = exchange.offered_session or first
         translated: Generation = await asyncio.to_thread(self._route.translate, asked)
         generation = await self._route.completed(translated, exchange)
         return self._route.task(body, structs.replace(generation, origin=origin))

@@ -97,12 +97,12 @@ class ResponseTable:
 
         return await self._store.run(work)
 
-    async def conversation(self, owner: str, response_id: str) -> list[InputItem]:
-        """All that was said up to a response, and the response itself.
+    async def conversation(self, owner: str, response_id: str) -> tuple[str, list[InputItem]]:
+        """Return the name of a conversation's first response, and all that was said up to and with this one.
 
         Raises RequestError: 404 for one that is not there or goes on from such a one, 400 for one that is not whole."""
 
-        def work(connection: Connection) -> list[InputItem]:
+        def work(connection: Connection) -> tuple[str, list[InputItem]]:
             turns = connection.execute(CHAIN, {"id": response_id, "owner": owner, "most": MOST_TURNS}).fetchall()
             missing = response_id if not turns else turns[0][1]
             if missing is not None:
@@ -117,7 +117,7 @@ class ResponseTable:
                     )
                 items += msgspec.json.decode(given, type=list[InputItem])
                 items += msgspec.json.decode(body, type=StoredTurn).output
-            return items
+            return turns[0][0], items
 
         return await self._store.run(work)
 

@@ -21,7 +21,7 @@ from engine.scheduling.meter import RequestMetrics
 from engine.types.errors import ConfigError
 from server.backend import EngineStream
 from server.clients import CLIENT
-from server.http.exchange import EXCHANGE
+from server.http.exchange import EXCHANGE, Exchange
 from server.http.operation import Handler
 
 if TYPE_CHECKING:
@@ -108,9 +108,7 @@ class Traces:
                 )
                 raise
             finally:
-                if exchange.usage is not None:
-                    for kind, count in zip(("input", "output"), exchange.usage, strict=True):
-                        span.set_attribute(f"gen_ai.usage.{kind}_tokens", count)
+                span.set_attributes(_of_answer(exchange))
             span.set_attribute("http.response.status_code", response.status)
             return response
 
@@ -156,3 +154,17 @@ class Traces:
     async def close(self, app: web.Application) -> None:
         """Send what is left, from a thread: the collector may not answer."""
         await asyncio.to_thread(self._provider.shutdown)
+
+
+def _of_answer(exchange: Exchange) -> dict[str, str | int]:
+    """Returns what a span says of the answer and its session, by the names of the conventions."""
+    told: dict[str, str | int] = {}
+    if exchange.session:
+        told["gen_ai.conversation.id"] = exchange.session
+    if len(exchange.names) == 1:
+        (told["gen_ai.response.id"],) = exchange.names
+    if exchange.usage is not None:
+        told["gen_ai.usage.input_tokens"], told["gen_ai.usage.output_tokens"] = exchange.usage
+        told["gen_ai.usage.cache_read.input_tokens"] = exchange.cached_tokens
+        told["gen_ai.usage.cache_creation.input_tokens"] = exchange.created_tokens
+    return told

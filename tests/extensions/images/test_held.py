@@ -10,22 +10,28 @@ from server.clients import Clients
 from server.http.exchange import Exchange
 from tests.server.fake_ingress import FakeIngress
 
-LARGE = (ChatTurn("user", "", pictures=(Picture(bytes(8 << 20), "0", 8, 8),) * 2, places=(0, 0)),)
+
+def large(number: int) -> tuple[ChatTurn, ...]:
+    """A conversation with two pictures of 8 MiB that no other one has."""
+    pictures = tuple(Picture(bytes(8 << 20), f"{number} {one}", 8, 8) for one in range(2))
+    return (ChatTurn("user", "", pictures=pictures, places=(0, 0)),)
 
 
 async def test_a_client_holds_so_many_bytes_of_pictures_until_its_requests_end() -> None:
     clients = Clients(FakeIngress(), ServerSection(max_body_bytes=1 << 20), LimitsSection())
-    first, second, other = (clients.request(Exchange("name", address)) for address in ("me", "me", "you"))
-    for _ in range(4):
-        first.open(LARGE, SamplingParams())
-    for one in (first, second):
+    mine = [clients.request(Exchange("name", "me")) for _ in range(5)]
+    other = clients.request(Exchange("name", "you"))
+    for number, one in enumerate(mine[:4]):
+        for _ in range(3):  # choices share the pictures of their request
+            one.open(large(number), SamplingParams())
+    for one in (mine[0], mine[4]):
         with pytest.raises(RequestError, match="pictures of 63 MiB are under way, of 64 MiB at most") as refused:
-            one.open(LARGE, SamplingParams())
+            one.open(large(4), SamplingParams())
         assert (refused.value.status, refused.value.code) == (429, "pictures_full")
-    first.open("text", SamplingParams())
-    other.open(LARGE, SamplingParams())
-    first.close()
-    second.open(LARGE, SamplingParams())
-    second.close()
-    other.close()
+    mine[0].open("text", SamplingParams())
+    other.open(large(4), SamplingParams())
+    mine[0].close()
+    mine[4].open(large(4), SamplingParams())
+    for one in (*mine[1:], other):
+        one.close()
     assert not clients.pictures.num_bytes

@@ -56,6 +56,7 @@ class Kind(NamedTuple):
 
 
 SQUARE = {"height": 56, "width": 56}
+GRIDS = [[56, 112], [112, 56], [112, 112], [168, 56], [56, 168]]
 BLOCKS = {
     "depth": 2, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "out_hidden_size": 64, "patch_size": 14,
     "spatial_merge_size": 2, "temporal_patch_size": 2,
@@ -137,6 +138,32 @@ KINDS = {
             "image_seq_length": 16,
         },
         ("CLIPImageProcessorPil", {"size": {"shortest_edge": 56}, "crop_size": SQUARE}),
+        ("<image>",),
+        "<image>\n",
+    ),
+    "llava_next": Kind(
+        "LlavaNext",
+        {
+            "text_config": TEXT | {"model_type": "mistral", "sliding_window": None},
+            "vision_config": TOWER | {"model_type": "clip_vision_model", "projection_dim": 32},
+            "image_grid_pinpoints": GRIDS,
+        },
+        (
+            "LlavaNextImageProcessorPil",
+            {"size": {"shortest_edge": 56}, "crop_size": SQUARE, "image_grid_pinpoints": GRIDS},
+        ),
+        ("<image>",),
+        "<image>\n",
+    ),
+    "llava_onevision": Kind(
+        "LlavaOnevision",
+        {
+            "text_config": TEXT | {"model_type": "qwen2"},
+            "vision_config": TOWER | {"model_type": "siglip_vision_model", "vision_use_head": False},
+            "image_grid_pinpoints": GRIDS,
+            "vision_aspect_ratio": "anyres_max_2",
+        },
+        ("LlavaOnevisionImageProcessorPil", {"size": SQUARE, "image_grid_pinpoints": GRIDS}),
         ("<image>",),
         "<image>\n",
     ),

@@ -21,6 +21,11 @@ SIZES = [(1, 1), (56, 56), (57, 55), (31, 300), (300, 31), (320, 240), (101, 99)
 # Kinds and their processors; that of Pixtral needs torchvision.
 PROCESSORS: dict[str, tuple[str, dict[str, Any]]] = {
     "llava": ("LlavaProcessor", {"patch_size": 14, "vision_feature_select_strategy": "default"}),
+    "llava_next": ("LlavaNextProcessor", {"patch_size": 14, "vision_feature_select_strategy": "default"}),
+    "llava_onevision": (
+        "LlavaOnevisionProcessor",
+        {"num_image_tokens": 16, "vision_feature_select_strategy": "full", "vision_aspect_ratio": "anyres_max_2"},
+    ),
     "idefics3": ("Idefics3Processor", {"image_seq_len": 4}),
     "smolvlm": ("SmolVLMProcessor", {"image_seq_len": 4}),
     "qwen2_vl": ("Qwen2VLProcessor", {}),
@@ -39,15 +44,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("layouts")
 
 
-def text_of(name: str, directory: Path, size: tuple[int, int]) -> str:
-    """The text that transformers' processor puts in the place of a picture."""
+def text_of(name: str, directory: Path, size: tuple[int, int], /, **more: Any) -> str:
+    """The text that transformers' processor puts in the place of a picture.  more: settings of that of pictures."""
     kind = made.KINDS[name]
     images = getattr(transformers, kind.processor[0]).from_pretrained(directory)
     class_name, settings = PROCESSORS[name]
     processor = object.__new__(getattr(transformers, class_name))
     vars(processor).update(settings, image_processor=images, **vars_of(name))
     rows = {"return_row_col_info": True} if "image_seq_len" in settings else {}
-    found = images(images=[Image.new("RGB", size)], **kind.call, **rows)
+    found = images(images=[Image.new("RGB", size)], **kind.call, **rows, **more)
     return processor.replace_image_token(found, 0)
 
 
@@ -72,12 +77,37 @@ def test_layouts_are_those_of_the_processors(name: str, folder: Path) -> None:
     directory = made.make(name, folder / name)
     layouts = encoder(directory)
     for size in SIZES:
-        layout = layouts.layout(*size)
+        layout = layouts.layout(*size, "high")
         assert layout.text == text_of(name, directory, size), size
         assert layout.text.count(layouts.token) == layout.num_rows
 
 
-@pytest.mark.parametrize("name", ["llava", "qwen3_vl", "mistral3"])
+@pytest.mark.parametrize(
+    ("name", "settings", "low"),
+    [
+        ("smolvlm", {}, {"do_image_splitting": False}),
+        ("internvl", {}, {"max_patches": 1}),
+        ("qwen2_vl", {"size": {"shortest_edge": 3136, "longest_edge": 10**6}}, {"size": {"longest_edge": 512**2}}),
+        ("gemma3", {}, {}),
+    ],
+)
+def test_low_detail_is_what_a_processor_can_do_for_fewer_tokens(
+    name: str, settings: dict[str, Any], low: dict[str, Any], folder: Path
+) -> None:
+    directory = made.make(name, folder / f"low {name}")
+    path = directory / "preprocessor_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | settings))
+    layouts, size = encoder(directory), (900, 700)
+    usual, fewer = (layouts.layout(*size, detail) for detail in ("auto", "low"))
+    if "size" in low:
+        low = {"size": settings["size"] | low["size"]}
+    assert usual.text == text_of(name, directory, size)
+    assert fewer.text == text_of(name, directory, size, **low)
+    assert (usual.way, fewer.way) == ("", "low" if low else "")
+    assert fewer.num_rows < usual.num_rows or not low
+
+
+@pytest.mark.parametrize("name", ["llava", "llava_onevision", "qwen3_vl", "mistral3", "smolvlm", "internvl"])
 def test_an_encoder_conforms(name: str, folder: Path) -> None:
     directory = made.make(name, folder / f"kit {name}")
     check_encoder(lambda: encoder(directory))
@@ -103,11 +133,11 @@ def test_positions_are_those_of_the_model(folder: Path) -> None:
 def test_a_picture_that_the_model_cannot_take_is_refused_with_its_size(folder: Path) -> None:
     layouts = encoder(made.make("qwen2_vl", folder / "strip"))
     with pytest.raises(RequestError, match="5 x 1001 pixels: the longer side must be at most 200 times the other"):
-        layouts.layout(5, 1001)
+        layouts.layout(5, 1001, "auto")
     layouts = encoder(made.make("mistral3", folder / "strip of Mistral"))
-    assert layouts.layout(300, 3).num_rows > 0
+    assert layouts.layout(300, 3, "auto").num_rows > 0
     with pytest.raises(RequestError, match="1 x 300 pixels: the longer side must be at most 112 times the other"):
-        layouts.layout(1, 300)
+        layouts.layout(1, 300, "auto")
 
 
 @pytest.mark.parametrize(

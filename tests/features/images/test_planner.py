@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from engine.features.images.messages import EncodePicture, PictureEncoded
-from engine.features.images.planner import ImagesPlanner
+from engine.features.images.planner import FILES, ImagesPlanner
 from engine.messages import Finish, Step
 from engine.text.pictures import NAME, PlacedPicture, picture_ids
 from engine.types.errors import RequestError
@@ -128,6 +128,18 @@ def test_a_picture_that_fails_is_forgotten_before_it_is_encoded_again() -> None:
     pictured.submit(2, 40, bad)
     assert pictured.bench.planner.next_step() is None
     assert [sent.picture.key for sent in pictured.answer() if sent.picture is not None] == ["bad"]
+
+
+def test_requests_with_a_picture_keep_one_file_of_it() -> None:
+    pictured = Pictured(max_running=2)
+    for request_id in range(3):
+        pictured.submit(request_id, 40 + request_id, placed("a", 2), placed(f"{request_id}", 22), seed=request_id)
+    notes = [one.notes for one in pictured.bench.planner.requests.open.values()]
+    assert [sorted(one[FILES]) for one in notes] == [["0", "a"], ["1", "a"], ["2", "a"]]
+    assert len({id(one[FILES]["a"]) for one in notes}) == 1
+    assert len({id(one[FILES][str(number)]) for number, one in enumerate(notes)}) == 3
+    assert not any(one.data for note in notes for one in note[NAME])
+    pictured.finish()
 
 
 def test_ranks_that_stay_loaded_forget_the_pictures_from_before() -> None:

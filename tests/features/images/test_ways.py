@@ -125,6 +125,18 @@ def test_what_is_not_served_says_so(folder: Path) -> None:
         chat(llm, [message(ONE)])
 
 
+def test_a_picture_of_low_detail_is_another_one_with_fewer_tokens(folder: Path) -> None:
+    plain, low = message(((120, 80),)), message(((120, 80),))
+    low["content"][1]["detail"] = "low"
+    with engine(checkpoint("smolvlm", folder)) as llm:
+        usual, fewer, again = chat(llm, [plain, low, low])
+        assert encoded(llm) == 2
+    assert fewer.usage.prompt_tokens < usual.usage.prompt_tokens
+    assert again.token_ids == fewer.token_ids != usual.token_ids
+    with pytest.raises(RequestError, match="the detail of a picture must be one of auto, low, high, not 'lowest'"):
+        read_turn({"role": "user", "content": [{"type": "image", "image": made.picture(9, 9), "detail": "lowest"}]})
+
+
 def test_a_configuration_that_drafts_by_a_model_takes_text_alone(folder: Path) -> None:
     directory = checkpoint("llava", folder)
     options = {"proposer.draft_model": {"path": str(directory)}}

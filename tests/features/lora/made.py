@@ -13,6 +13,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+MERGED = ("qkv_proj", "gate_up_proj")
 CONFIG = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "use_rslora": False, "bias": "none", "task_type": "CAUSAL_LM"}
 
 
@@ -27,7 +28,9 @@ def make_adapter(
     scale: float = 0.3,
     **config: Any,
 ) -> Path:
-    """ranks: of modules by the end of their names, where they have another.  config: what the file says beside."""
+    """Write an adapter of random numbers.
+
+    ranks: of modules by the end of their names, where they have another.  config: what the file says beside."""
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
     for name, module in reference.named_modules():
@@ -72,7 +75,7 @@ def merged(reference: PreTrainedModel, folder: Path) -> PreTrainedModel:
 
 
 def greedy(model: PreTrainedModel, prompt: list[int], count: int) -> list[int]:
-    """What the reference says to a prompt."""
+    """Return the tokens that the reference generates behind a prompt."""
     ids = torch.tensor([prompt])
     out = model.generate(
         ids,

@@ -28,7 +28,7 @@ from engine.sampling.captured import SamplingVariant
 from engine.types.errors import RequestError
 from engine.types.params import SamplingParams
 from engine.types.prompt import RequestPart
-from tests.features.lora.made import greedy, make_adapter, merged
+from tests.features.lora.made import ALL, MERGED, greedy, make_adapter, merged
 from tests.models.checkpoints import build, random_tokens, save
 from tests.scheduling.liars import Everything
 from tests.workers.executors import send
@@ -44,18 +44,22 @@ Said = tuple[list[int], list[float], int]
 class Made:
     """A checkpoint, adapters below ``folder``, and the reference by the name of each; '' is the model itself."""
 
-    def __init__(self, root: Path, variant: str) -> None:
+    def __init__(self, root: Path, variant: str, targets: Sequence[str] = ALL) -> None:
         self.reference = build(variant)
         self.directory = save(self.reference, root / "model", sharded=False)
         self.folder = root / "adapters"
+        few = [one for one in ("q_proj", "down_proj", "in_proj", "in_proj_ba") if one in targets]
         made = {
-            "plain": make_adapter(self.folder / "plain", self.reference, 1),
-            "rooted": make_adapter(self.folder / "rooted", self.reference, 2, rank=8, use_rslora=True, lora_alpha=4),
-            "few": make_adapter(self.folder / "few", self.reference, 3, rank=2, targets=("q_proj", "down_proj")),
+            "plain": make_adapter(self.folder / "plain", self.reference, 1, targets=targets),
+            "rooted": make_adapter(
+                self.folder / "rooted", self.reference, 2, rank=8, use_rslora=True, lora_alpha=4, targets=targets
+            ),
+            "few": make_adapter(self.folder / "few", self.reference, 3, rank=2, targets=few),
             "mixed": make_adapter(
                 self.folder / "mixed",
                 self.reference,
                 4,
+                targets=targets,
                 ranks={"v_proj": 7},
                 alpha_pattern={"v_proj": 3, "up_proj": 16},
             ),
@@ -171,7 +175,7 @@ async def test_they_are_so_wherever_they_run(llama: Made, tables: dict[str, dict
 
 
 async def test_they_are_so_where_tokens_are_proposed(llama: Made, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the model without any; with retractions, both tiers and two ranks."""
+    """The model proposes without any adapter; with retractions, both tiers and two ranks."""
     monkeypatch.setattr(Payoff, "counts", Everything.counts)
     monkeypatch.setattr(Payoff, "knows", Everything.knows)
     take, most = RankAdapters.take, [0]
@@ -198,13 +202,47 @@ async def test_they_are_so_where_tokens_are_proposed(llama: Made, monkeypatch: p
     assert max(most) > 2
 
 
-@pytest.mark.parametrize("variant", ["qwen3-yarn-bias", "gemma2", "cohere", "olmo2"])
+@pytest.mark.parametrize("variant", ["qwen3-yarn-bias", "gemma2", "cohere", "olmo2", "phi3"])
 async def test_they_are_so_in_other_families(variant: str, tmp_path: Path) -> None:
-    made = Made(tmp_path, variant)
+    made = Made(tmp_path, variant, (*ALL, *MERGED))
     asked = [*zip(PROMPTS, NAMES, strict=True)]
     (together,) = await run(made, made.config(), [asked])
     for one, said in zip(asked, together, strict=True):
         check(made, one, said)
+
+
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+MIXER = (*ATTENTION, "in_proj", "out_proj")
+HYBRIDS = {
+    "qwen3-5": (*ALL, "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"),
+    "qwen3-next": (*ATTENTION, "in_proj_qkvz", "in_proj_ba", "out_proj"),
+    "lfm2": (*MIXER, "w1", "w2", "w3"),
+    "granite4-hybrid": (*MIXER, "input_linear", "output_linear"),
+    "falcon-h1": (*MIXER, *ALL),
+}
+
+
+@pytest.mark.parametrize(
+    ("variant", "num_ranks"),
+    [("qwen3-5", 1), *(pytest.param(one, 2, marks=pytest.mark.slow) for one in HYBRIDS)],
+)
+async def test_they_are_so_with_recurrent_layers_whose_states_no_two_adapters_share(
+    variant: str, num_ranks: int, tmp_path: Path
+) -> None:
+    made = Made(tmp_path, variant, HYBRIDS[variant])
+    params = GREEDY.replace(prompt_logprobs=None)
+    same = [(PROMPTS[1], name) for name in made.references if name != "few"]
+    first = [*zip(PROMPTS, NAMES, strict=True)]
+    rounds = await run(made, made.config(device={"tensor_parallel": num_ranks}), [first, same, same], params)
+    asked = [*first, *same, *same]
+    expected = [greedy(made.references[name], prompt, NUM_NEW) for prompt, name in asked]
+    assert [said[0] for found in rounds for said in found] == expected
+    assert len({*map(tuple, expected[-len(same) :])}) == len(same)
+    # The first round has the prompt under one name.
+    assert [[said[2] for said in found] for found in rounds[1:]] == [
+        [36 if name == NAMES[1] else 0 for _, name in same],
+        [36] * len(same),
+    ]
 
 
 async def test_the_same_prompt_under_two_adapters_and_none_shares_no_page(llama: Made) -> None:
@@ -221,7 +259,7 @@ async def test_the_same_prompt_under_two_adapters_and_none_shares_no_page(llama:
 
 @pytest.mark.skipif("avx2" not in instruction_sets(), reason="FBGEMM needs AVX2")
 async def test_rounded_weights_get_the_same_adapters(llama: Made) -> None:
-    """Of the weights themselves, rounding changes little here; a lost adapter changes everything."""
+    """Rounding of the weights themselves changes little here; a lost adapter changes everything."""
     asked = [*zip(PROMPTS, NAMES, strict=True)]
     (together,) = await run(llama, llama.config(model={"quantization": "float16"}), [asked])
     for (prompt, name), said in zip(asked, together, strict=True):
@@ -234,7 +272,7 @@ async def test_rounded_weights_get_the_same_adapters(llama: Made) -> None:
 
 @pytest.mark.slow
 async def test_they_outlive_the_executor_that_held_them(llama: Made) -> None:
-    """Its process is killed in the middle of the streams; another one reads the adapters anew."""
+    """The process is killed in the middle of the streams; another one reads the adapters anew."""
     params = SamplingParams(temperature=0.0, max_tokens=90, ignore_eos=True)
     system = System(llama.config(placement={"executor": "process"}, kv={"num_pages": 512}))
     await system.start()
@@ -258,7 +296,7 @@ async def test_they_outlive_the_executor_that_held_them(llama: Made) -> None:
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 async def test_an_adapter_that_is_gone_ends_its_request_alone(llama: Made, num_ranks: int) -> None:
-    """In the middle of a prompt: none of it is shared, and the ranks go on together."""
+    """The prompt is half computed: none of it is shared, and the ranks go on together."""
     system = System(llama.config(device={"tensor_parallel": num_ranks}))
     await system.start()
     try:

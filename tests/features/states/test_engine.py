@@ -9,13 +9,16 @@ from typing import Any
 import pytest
 
 from callboard import LLM, Completion, SamplingParams
+from engine.features.speculation.payoff import Payoff
 from engine.features.states import planner, rank, slots
 from engine.features.states.policy import EndsAndBranches
 from engine.features.states.rank import StatesRank
 from engine.messages import Step
+from engine.plugins.proposer.ngram import NgramProposer
 from engine.scheduling.completions import Completions
 from engine.scheduling.rows import Sequence
-from tests.models.checkpoints import build, random_tokens, save
+from tests.models.checkpoints import VOCAB, build, random_tokens, save
+from tests.scheduling.liars import Everything, Liar, from_sequences
 
 OUTPUT = 12
 GREEDY = SamplingParams(temperature=0.0, max_tokens=OUTPUT, ignore_eos=True)
@@ -51,6 +54,11 @@ def cached(completions: list[Completion]) -> list[int]:
     return [one.usage.cached_tokens for one in completions]
 
 
+def added(number: int) -> list[int]:
+    """The tokens between the turns of a conversation."""
+    return random_tokens(7, seed=50 + number)
+
+
 def turns(llm: LLM, params: SamplingParams = GREEDY) -> Iterator[list[Completion]]:
     """Two turns of each conversation, one after the other, and the second one twice."""
     histories = [list(prompt) for prompt in PROMPTS]
@@ -59,7 +67,7 @@ def turns(llm: LLM, params: SamplingParams = GREEDY) -> Iterator[list[Completion
         yield said
         if turn == 0:
             for number, one in enumerate(said):
-                histories[number] += [*one.token_ids, *random_tokens(7, seed=50 + number)]
+                histories[number] += [*one.token_ids, *added(number)]
     yield llm.generate(histories, params)
 
 
@@ -100,6 +108,23 @@ def test_so_do_evicted_ones(checkpoint: Path, alone: list[list[list[int]]], monk
     assert sum(map(sum, map(cached, found))) > 0
 
 
+def test_so_do_those_that_come_back_from_the_host(
+    checkpoint: Path, alone: list[list[list[int]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The pool has room for one conversation and a half, and as much is cached as if it held all four."""
+    monkeypatch.setattr(slots, "PAGES_PER_SLOT", 12)
+    monkeypatch.setattr(rank, "PAGES_PER_SLOT", 12)
+    small: dict[str, Any] = {"scheduler": {"max_running": 1}, "kv": {"num_pages": 30}}
+    found = []
+    for kv in ({"num_pages": 400}, {}, {"num_host_pages": 200}):
+        with engine(checkpoint, **{**small, "kv": small["kv"] | kv}) as llm:
+            found.append([*turns(llm)])
+    assert [[tokens(one) for one in way] for way in found] == [alone] * 3
+    roomy, without, with_host = ([cached(one) for one in way] for way in found)
+    assert with_host == roomy
+    assert sum(map(sum, without)) < sum(map(sum, roomy))
+
+
 def test_so_do_rows_that_are_retracted(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     retract, retracted = Completions.retract, []
 
@@ -134,6 +159,42 @@ def test_copies_of_a_prompt_part_after_it(checkpoint: Path) -> None:
 
 
 @contextmanager
+def half_right(alone: list[list[list[int]]]) -> Iterator[None]:
+    """``ngram`` proposes the next tokens of these conversations, and every other one may be wrong."""
+    ends = zip(PROMPTS, alone[0], alone[1], strict=True)
+    known = [[*prompt, *first, *added(number), *second] for number, (prompt, first, second) in enumerate(ends)]
+    liar = Liar("half", from_sequences(known), VOCAB)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Payoff, "counts", Everything.counts)
+        patch.setattr(Payoff, "knows", Everything.knows)
+        patch.setattr(NgramProposer, "open", lambda self: liar.open())
+        yield
+
+
+def test_so_do_proposed_tokens_of_which_some_are_wrong(checkpoint: Path, alone: list[list[list[int]]]) -> None:
+    with engine(checkpoint) as llm:
+        cached_without = [cached(one) for one in turns(llm)]
+    with half_right(alone), engine(checkpoint, plugins={"proposer": "ngram"}) as llm:
+        found = [*turns(llm)]
+        meter = llm._system.scheduler._planned.meter
+    assert [tokens(one) for one in found] == alone
+    assert [cached(one) for one in found] == cached_without
+    assert sum(meter.proposed_at) > sum(meter.accepted_at) > 0
+
+
+@pytest.mark.slow
+def test_so_do_tokens_of_a_draft_model(
+    checkpoint: Path, alone: list[list[list[int]]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Payoff, "counts", Everything.counts)
+    monkeypatch.setattr(Payoff, "knows", Everything.knows)
+    options = {"proposer.draft_model": {"path": str(save(build("llama"), tmp_path))}}
+    with engine(checkpoint, plugins={"proposer": "draft_model", "options": options}) as llm:
+        assert [tokens(one) for one in turns(llm)] == alone
+        assert sum(llm._system.scheduler._planned.meter.proposed_at)
+
+
+@contextmanager
 def twice_lost() -> Iterator[None]:
     """Executors are lost in the 40th step and in the 90th."""
     apply, steps = StatesRank.apply, []
@@ -158,22 +219,25 @@ def test_so_do_executors_that_come_back(checkpoint: Path, alone: list[list[list[
 def test_with_invariant_numerics_all_ways_have_the_same_bits(checkpoint: Path) -> None:
     """Drawn tokens and their log probabilities: whatever is cached, cut, evicted, or lost."""
     drawn = SamplingParams(temperature=1.0, max_tokens=OUTPUT, ignore_eos=True, seed=3, logprobs=0)
-    model = {"numerics": "invariant"}
+    model, said = {"numerics": "invariant"}, list[list[list[int]]]()
 
     def digest(llm: LLM) -> str:
-        found = [
-            (one.token_ids, [entry.sampled.logprob for entry in one.logprobs])
-            for turn in turns(llm, drawn)
-            for one in turn
-        ]
+        said[:] = []
+        found = []
+        for turn in turns(llm, drawn):
+            said.append(tokens(turn))
+            found += [(one.token_ids, [entry.sampled.logprob for entry in one.logprobs]) for one in turn]
         return hashlib.sha256(repr(found).encode()).hexdigest()
 
     with without_snapshots(checkpoint, model=model) as llm:
         digests = [digest(llm)]
-    for chunk, num_pages in ((1, 400), (7, 400), (64, 400), (64, 60)):
+    for chunk, num_pages, num_host in ((1, 400, 0), (7, 400, 0), (64, 400, 0), (64, 60, 0), (64, 60, 400)):
         limits = {"prefill_chunk": chunk, "max_step_tokens": max(chunk, 8), "max_running": 4}
-        with engine(checkpoint, scheduler=limits, model=model, kv={"num_pages": num_pages}) as llm:
+        kv = {"num_pages": num_pages, "num_host_pages": num_host}
+        with engine(checkpoint, scheduler=limits, model=model, kv=kv) as llm:
             digests.append(digest(llm))
     with twice_lost(), engine(checkpoint, model=model) as llm:
+        digests.append(digest(llm))
+    with half_right(said), twice_lost(), engine(checkpoint, model=model, plugins={"proposer": "ngram"}) as llm:
         digests.append(digest(llm))
     assert len({*digests}) == 1, digests

@@ -6,12 +6,15 @@ import numpy as np
 import pytest
 
 from engine.features.explain.explanation import explain
+from engine.features.speculation.messages import NAME as SPECULATION
+from engine.features.speculation.payoff import Payoff
 from engine.features.states.messages import copies_of
 from engine.features.states.planner import StatesPlanner
 from engine.features.states.policy import EndsAndBranches
 from engine.messages import Step
 from tests.scheduling.bench import EOS, Bench, lose_the_device, prompt_of, segments
-from tests.scheduling.fake_device import expected_output
+from tests.scheduling.fake_device import VOCAB, expected_output, next_token
+from tests.scheduling.liars import Everything, Liar
 
 PAGE = 4
 NOTHING = EndsAndBranches(keeps_prompts=False, keeps_turns=False, keeps_branches=False)
@@ -41,8 +44,11 @@ class StateBench(Bench):
 def copies(step: Step) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
     """The copies before and after a step: (source, target)."""
     both = copies_of(step)
-    before, after = (np.frombuffer(one, dtype=np.int32).reshape(2, -1).T.tolist() for one in (both.before, both.after))
-    return [tuple(one) for one in before], [tuple(one) for one in after]
+    return pairs(both.before), pairs(both.after)
+
+
+def pairs(column: bytes) -> list[tuple[int, ...]]:
+    return [tuple(one) for one in np.frombuffer(column, dtype=np.int32).reshape(2, -1).T.tolist()]
 
 
 def test_a_chunk_ends_at_the_last_full_page_of_a_prompt_and_its_state_is_copied_after_it() -> None:
@@ -107,6 +113,45 @@ def test_prompts_that_come_together_share_what_the_first_one_computes() -> None:
         bench.submit(number, np.concatenate((stem, prompt_of(9, seed=number))), max_tokens=4, ignore_eos=True)
     bench.finish()
     assert [bench.cached[number] for number in (1, 2, 3)] == [0, 48, 48]
+
+
+@pytest.fixture
+def always(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever it costs, everything proposed is verified."""
+    monkeypatch.setattr(Payoff, "counts", Everything.counts)
+    monkeypatch.setattr(Payoff, "knows", Everything.knows)
+
+
+def proposing(kind: str, num_slots: int = 8) -> StateBench:
+    liar = Liar(kind, lambda tokens: next_token(np.array(tokens)), VOCAB, 3)
+    return StateBench(num_slots=num_slots, proposer=liar)
+
+
+@pytest.mark.usefixtures("always")
+def test_behind_a_wrong_token_a_row_goes_back_to_the_state_before_its_step() -> None:
+    bench = proposing("wrong")
+    bench.serve(1, prompt_of(9), 8)
+    assert [segments(step) for step in bench.steps[3:]] == [{0: 2}, {0: 2}, {}, {0: 3}, {0: 3}, {0: 3}]
+    found = []
+    for step in bench.steps[3:]:
+        found.append(copies(step))
+    # Steps with proposed tokens end where pages do, whose states are copied.
+    assert found[:2] == [([(0, 5)], [(0, 6)]), ([(5, 0)], [(0, 5)])]
+    # Of the next page's three tokens one is right in each step.
+    assert found[3:] == [([(0, 6)], [(0, 7)]), ([(6, 0)], [(0, 7)]), ([(6, 0)], [(0, 6)])]
+    assert bench.serve(2, bench.conversation(1, prompt_of(9))) == 16
+
+
+@pytest.mark.usefixtures("always")
+def test_rows_without_a_slot_for_their_state_are_decoded() -> None:
+    bench = proposing("right", num_slots=2)
+    for number in (1, 2, 3):
+        bench.submit(number, prompt_of(9, seed=number), max_tokens=20 * number, ignore_eos=True)
+    while bench.planner.num_open == 3 and bench.plan() | bench.deliver():
+        assert SPECULATION not in bench.steps[-1].parts
+    bench.finish()
+    assert any(SPECULATION in step.parts for step in bench.steps), "a row has two slots alone"
+    assert all(bench.streams[number] == bench.expected[number] for number in (1, 2, 3))
 
 
 def test_a_prompt_waits_for_a_state_that_is_being_copied() -> None:

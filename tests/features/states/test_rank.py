@@ -17,10 +17,10 @@ from engine.messages import Step
 ROWS = 3
 
 
-def new_rank(device: str = "cpu") -> tuple[StatesRank, RecurrentStates]:
+def new_rank(device: str = "cpu", num_host_pages: int = 0) -> tuple[StatesRank, RecurrentStates]:
     states = RecurrentStates([[(2, 3), (4,)], [(5,)]], ROWS, torch.device(device))
     states.data.copy_(torch.arange(states.data.numel()).view_as(states.data))
-    config = build_config(Config(), {"scheduler": {"max_running": ROWS}})
+    config = build_config(Config(), {"scheduler": {"max_running": ROWS}, "kv": {"num_host_pages": num_host_pages}})
     context: Any = SimpleNamespace(config=config, comm=SimpleNamespace(rank=0))
     return StatesRank(context, states), states
 
@@ -65,3 +65,17 @@ def test_the_pool_leaves_room_for_snapshots() -> None:
     assert rank._snapshots.nbytes == (ROWS + 2) * row
     rank.prepare(0)
     assert rank._snapshots.nbytes == 0
+
+
+def test_copies_before_a_step_are_made_in_their_order_also_on_the_host() -> None:
+    rank, states = new_rank(num_host_pages=PAGES_PER_SLOT + 1)
+    row = states.data[0].nbytes
+    assert rank.needs(Needs()).total == (ROWS + 2) * row
+    rank.prepare(PAGES_PER_SLOT)
+    rank.build(None, (), Needs())  # type: ignore[arg-type]
+    first, second = states.data[0].clone(), states.data[1].clone()
+    on_device, on_host = ROWS, ROWS + ROWS + 1
+    rank.apply(step([(0, on_device), (on_device, on_host + 1), (1, on_device)], []))
+    states.data.zero_()
+    rank.apply(step([(on_host + 1, 0), (on_device, 2)], []))
+    assert torch.equal(states.data, torch.stack((first, torch.zeros_like(first), second)))

@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from engine.features.host_tier.tree import TieredTree
 from engine.features.states.slots import SnapshotSlots
 from engine.features.states.tree import StateTree
 from engine.kv.node import SHARED, Handle
@@ -157,3 +158,54 @@ def test_requests_of_another_namespace_find_nothing() -> None:
     cache, prompt = Cache(), ids(40)
     cache.insert(prompt, 3)
     assert cache.tree.match(cache.tree.key(prompt), SHARED._replace(cache_salt="other")).num_pages == 0
+
+
+class TieredStateTree(StateTree, TieredTree):
+    """A tree as a planner has it with a host tier."""
+
+
+class Tiered(Cache):
+    """The same with ``num_host_pages`` pages and two slots in host memory."""
+
+    def __init__(self, num_host_pages: int) -> None:
+        super().__init__()
+        self.slots = SnapshotSlots(100, 4, 2)
+        self.tree = TieredStateTree(PAGE, strategy(), slots=self.slots, num_host_pages=num_host_pages)
+
+    def restored(self, tokens: np.ndarray) -> tuple[int, int]:
+        """The pages of a prompt that come back from the host, and the slot of the state behind them."""
+        assert isinstance(self.tree, TieredStateTree)
+        key = self.tree.key(tokens)
+        match = self.tree.match(key)
+        handle = self.tree.lock(match)
+        self.num_pages += match.num_host_pages
+        pages = np.arange(self.num_pages - match.num_host_pages, self.num_pages, dtype=np.int32)
+        count = self.tree.restore(handle, key, np.append(pages, [1 << 20, 1 << 21]).astype(np.int32))
+        assert (count, handle.num_pages) == (match.num_host_pages, match.num_cached)
+        found = count, self.tree.slot_of(handle) if handle.num_pages else 0
+        self.tree.unlock(handle)
+        self.check()
+        return found
+
+
+def test_evicted_pages_come_back_from_the_host_as_far_as_their_last_state() -> None:
+    cache, tokens = Tiered(num_host_pages=16), ids(24)
+    cache.insert(tokens, 2, 4)
+    cache.tree.evict(6)
+    cache.check()
+    assert cache.slots.copies == [(101, 104), (100, 105)]
+    assert cache.tree.match(cache.tree.key(tokens)).num_cached == 4
+    assert cache.restored(tokens) == (4, 104)
+
+
+def test_the_host_s_worst_state_makes_room_and_the_last_one_goes_with_its_pages() -> None:
+    cache, others = Tiered(num_host_pages=6), [ids(8, seed) for seed in range(4)]
+    for tokens in others[:3]:
+        cache.insert(tokens, 2)
+    cache.tree.evict(6)
+    assert [cache.tree.match(cache.tree.key(tokens)).num_cached for tokens in others[:3]] == [0, 2, 2]
+    cache.insert(others[3], 2)
+    match = cache.tree.match(cache.tree.key(others[1]))
+    cache.tree.evict(2)
+    assert not cache.tree.still_has(match)
+    assert [cache.restored(tokens)[0] for tokens in others] == [0, 0, 2, 2]

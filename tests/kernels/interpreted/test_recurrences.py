@@ -8,6 +8,7 @@ from torch import Tensor
 
 from engine.kernels import recurrences
 from engine.kernels.recurrences import TritonRecurrences
+from engine.layers.mlp import activated
 from engine.layers.states import RecurrentStates, StatesOfStep
 from engine.plugins.families import read_model
 from engine.plugins.proof import states
@@ -92,11 +93,11 @@ def test_delta_rule(monkeypatch, fewest, heads, groups, key, value, strong):
     qkv = normal(total, 2 * groups * key + heads * value)
     gates = normal(total, 2 * heads, seed=1) * (4.0 if strong else 1.0)
     decay, bias = -normal(heads, seed=2).exp() * (10.0 if strong else 0.3), normal(heads, seed=3)
-    states = RecurrentStates([[(heads, key, value)]], 2 * len(LENGTHS), CPU)
+    states, most = RecurrentStates([[(heads, key, value)]], 2 * len(LENGTHS), CPU), 2.0 if groups == 1 else 1.0
 
     def compute(step, qkv, gates):
         a, b = gates.chunk(2, -1)
-        return OURS.delta(qkv, a, b, decay, bias, states.layers[0][0], step)
+        return OURS.delta(qkv, a, b, decay, bias, most, states.layers[0][0], step)
 
     found = in_steps(states, compute, qkv, gates)
     q, k, v = qkv.double().split([groups * key, groups * key, heads * value], -1)
@@ -105,7 +106,7 @@ def test_delta_rule(monkeypatch, fewest, heads, groups, key, value, strong):
         for one in (q.unflatten(1, (groups, key)), k.unflatten(1, (groups, key)))
     )
     a, b = gates.double().chunk(2, -1)
-    columns = (q * key**-0.5, k, v.unflatten(1, (heads, value)), decay * F.softplus(a + bias), b.sigmoid())
+    columns = (q * key**-0.5, k, v.unflatten(1, (heads, value)), decay * F.softplus(a + bias), most * b.sigmoid())
     within(found, torch.cat([definition(*row) for row in zip(*map(rows_of, columns), strict=True)]))
 
 
@@ -140,12 +141,13 @@ def test_gate_and_norm(dtype, num_groups, group, weights, gated_first):
     width = num_groups * group
     o, z = normal(5, width), normal(5, 2 * width, seed=1, dtype=dtype)[:, :width]
     weight = {"none": None, "of a group": normal(group, seed=2), "of a row": normal(width, seed=2)}[weights]
-    gates = F.silu(z.double())
+    kind = "sigmoid" if weights == "of a row" else "silu"
+    gates = activated(z.double(), kind)
     y = o.double() * (gates if gated_first else 1.0)
     if weight is not None:
         y = F.rms_norm(y.unflatten(1, (num_groups, group)), (group,), None, 1e-5).flatten(1)
         y *= weight.double() if len(weight) == width else weight.double().repeat(num_groups)
-    close(OURS.gate(o, z, weight, num_groups, 1e-5, gated_first), y * (1.0 if gated_first else gates))
+    close(OURS.gate(o, z, weight, num_groups, 1e-5, gated_first, kind), y * (1.0 if gated_first else gates))
 
 
 @pytest.mark.parametrize("kind", ["qwen3-5", "falcon-h1"])

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from engine.checkpoints.shape import GatedDeltaShape, Mamba2Shape, RecurrentShape, ShortConvolutionShape
+from engine.checkpoints.shape import GatedDeltaShape, LightningShape, Mamba2Shape, RecurrentShape, ShortConvolutionShape
 from engine.layers.part import Recurrent, RowwisePart, build
 from engine.plugins.comm.local import LocalComm
 from engine.plugins.proof.states import require_same_states
@@ -12,6 +12,7 @@ CPU, WIDTH = torch.device("cpu"), 48
 SHAPES: dict[str, RecurrentShape] = {
     "convolution": ShortConvolutionShape(size=WIDTH, taps=3),
     "delta rule": GatedDeltaShape(num_heads=4, num_keys=2, key_size=16, value_size=12, taps=4, eps=1e-6),
+    "lightning": LightningShape(num_heads=4, head_size=12, rates=(0.5, 0.2, 0.1, 1e-5), eps=1e-6),
     "Mamba 2": Mamba2Shape(num_heads=4, num_groups=2, head_size=16, state_size=12, taps=4, eps=1e-6),
 }
 

@@ -1,0 +1,162 @@
+"""The numbers that the sampler reports and that the trainer computes are the same: their difference is 0, not small."""
+
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from callboard import LLM, SamplingParams, WeightsError
+from callboard.training import TrainedModel, log_probs, reference_log_probs
+from tests.models.checkpoints import build, save
+
+FLOAT = {"dtype": "float32"}
+CUT = SamplingParams(
+    temperature=0.7, top_p=0.9, top_k=30, logprobs=0, processed_logprobs=True, max_tokens=24, ignore_eos=True, seed=3
+)
+RAW = SamplingParams(temperature=1.3, logprobs=0, max_tokens=24, ignore_eos=True, seed=4)
+PROMPTS = [[5, 9, 23], list(range(20, 61)), [7] * 9, [3, 4] * 6]
+
+
+def tables(**more: dict[str, Any]) -> dict[str, Any]:
+    model = {**FLOAT, "numerics": "invariant", "tokenizer": "none", **more.pop("model", {})}
+    return {"kv": {"num_pages": 300, "page_size": 4}, "model": model, "device": {"threads": 1}, **more}
+
+
+def sampled(directory: Path, params: SamplingParams, **more: dict[str, Any]) -> list[tuple[list[int], torch.Tensor]]:
+    """Each prompt with its output, and what the sampler reports for the output's tokens."""
+    with LLM(directory, config=tables(**more), progress=False) as llm:
+        outputs = llm.generate(PROMPTS, params)
+    reported = [torch.tensor([one.sampled.logprob for one in output.logprobs]) for output in outputs]
+    return [(prompt + output.token_ids, one) for prompt, output, one in zip(PROMPTS, outputs, reported, strict=True)]
+
+
+def apart(model: TrainedModel, drawn: list[tuple[list[int], torch.Tensor]], params: SamplingParams) -> float:
+    """The largest difference between sampler and trainer."""
+    found = log_probs(model, [sequence for sequence, _ in drawn], params)
+    return max(
+        float((one.detach()[-len(reported) :] - reported).abs().max())
+        for one, (_, reported) in zip(found, drawn, strict=True)
+    )
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(build("llama"), tmp_path_factory.mktemp("training"))
+
+
+@pytest.fixture
+def trained() -> Iterator[TrainedModel]:
+    model = TrainedModel(build("llama"), tables())
+    yield model
+    model.close()
+
+
+@pytest.mark.parametrize("params", [CUT, RAW], ids=["processed", "raw"])
+def test_the_difference_is_zero_before_and_after_a_step_of_the_optimizer(
+    params: SamplingParams, llama: Path, trained: TrainedModel, tmp_path: Path
+) -> None:
+    drawn = sampled(llama, params)
+    assert apart(trained, drawn, params) == 0.0
+    optimizer = torch.optim.SGD(trained.module.parameters(), lr=0.5)
+    loss = torch.cat(log_probs(trained, [sequence for sequence, _ in drawn], RAW)).mean()
+    loss.backward()
+    optimizer.step()
+    assert apart(trained, drawn, params) > 0.0, "the weights are others"
+    drawn = sampled(save(trained.module, tmp_path), params)
+    assert apart(trained, drawn, params) == 0.0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"scheduler": {"prefill_chunk": 5, "max_running": 2}},
+        {"plugins": {"proposer": "ngram"}},
+        {"kv": {"num_pages": 30, "page_size": 4}},
+    ],
+    ids=["chunks", "speculation", "retractions"],
+)
+def test_the_difference_is_zero_however_tokens_were_drawn(
+    more: dict[str, Any], llama: Path, trained: TrainedModel
+) -> None:
+    assert apart(trained, sampled(llama, CUT, **more), CUT) == 0.0
+
+
+@pytest.mark.slow
+def test_the_difference_is_zero_in_bfloat16(tmp_path: Path) -> None:
+    given = {"model": {"dtype": "bfloat16"}}
+    module = build("qwen3").to(torch.bfloat16)
+    model = TrainedModel(module, tables(**given))
+    try:
+        assert apart(model, sampled(save(module, tmp_path), CUT, **given), CUT) == 0.0
+    finally:
+        model.close()
+
+
+def test_other_kernels_in_the_sampler_are_noticed(llama: Path, trained: TrainedModel) -> None:
+    drawn = sampled(llama, RAW, model={"numerics": "fast", "quantization": "int8"})
+    assert 0.0 < apart(trained, drawn, RAW) < 1.0
+
+
+def test_weights_that_changed_unnoticed_are_refused_until_they_are_read_again(trained: TrainedModel) -> None:
+    sequences = [PROMPTS[1]]
+    (before,) = log_probs(trained, sequences)
+    for one in trained.module.parameters():
+        one.data.mul_(1.5)
+    with pytest.raises(WeightsError, match="refresh"):
+        log_probs(trained, sequences)
+    trained.refresh()
+    (after,) = log_probs(trained, sequences)
+    assert not torch.equal(before, after)
+
+
+def test_the_gradient_is_that_of_the_values_that_the_engine_computes(trained: TrainedModel) -> None:
+    sequence = PROMPTS[1][:12]
+    (values,) = log_probs(trained, [sequence])
+    values.sum().backward()
+    generator = torch.Generator().manual_seed(1)
+    for name in ("model.layers.0.mlp.up_proj.weight", "model.layers.1.self_attn.q_proj.weight", "model.norm.weight"):
+        weight = trained.module.get_parameter(name)
+        assert weight.grad is not None
+        direction = torch.randn(weight.shape, generator=generator)
+        direction /= direction.norm()
+        sums = []
+        for step in (-0.02, 0.02):
+            with torch.no_grad():
+                weight.add_(direction, alpha=step)
+                sums.append(float(trained.exact([sequence], RAW)[0].double().sum()))
+                weight.sub_(direction, alpha=step)
+        expected = float((weight.grad * direction).sum())
+        assert (sums[1] - sums[0]) / 0.04 == pytest.approx(expected, rel=0.02, abs=0.02), name
+
+
+def test_the_gradient_in_float64_is_that_of_finite_differences() -> None:
+    module, sequence = build("gpt2").double(), PROMPTS[0]  # its class rounds nothing to float32
+    name = "transformer.h.0.mlp.c_proj.weight"
+    weight = module.get_parameter(name)
+
+    def found(row: torch.Tensor) -> torch.Tensor:
+        changed = torch.cat((row[None], weight.detach()[1:]))
+        return torch.func.functional_call(_Scored(module), {f"module.{name}": changed}, (sequence, CUT))
+
+    assert torch.autograd.gradcheck(found, (weight.detach()[0, :].clone().requires_grad_(),))
+
+
+class _Scored(torch.nn.Module):
+    """A module whose output is the reference's log probabilities."""
+
+    def __init__(self, module: Any) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, sequence: list[int], params: SamplingParams) -> torch.Tensor:
+        return reference_log_probs(self.module, sequence, params)
+
+
+def test_a_token_that_the_cuts_leave_out_has_no_probability(trained: TrainedModel) -> None:
+    sequence = list(itertools.islice(itertools.cycle(range(2, 90)), 60))
+    (found,) = log_probs(trained, [sequence], CUT.replace(top_k=1))
+    assert set(found.detach().tolist()) <= {0.0, -torch.inf}
