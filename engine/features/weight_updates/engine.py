@@ -47,12 +47,14 @@ class UpdateWeights(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     directory: of the checkpoint, or a safetensors file with the tensors that differ from the present ones.
     version: its name in answers; '' for its number.  digest: expected fingerprint; '' for any.
     mode: see ``Mode``; None for that of the pause, or 'retract'.
+    max_versions: requests end that would have tokens of more versions; 0 for no limit.
     is_sent: it came with a request, which may name no place but those that ``_place`` allows."""
 
     directory: str
     version: str = ""
     digest: str = ""
     mode: Mode | None = None
+    max_versions: int = 0
     is_sent: bool = False
 
 
@@ -117,7 +119,7 @@ class WeightsFeature(EngineFeature):
             case UpdateWeights():
                 async with self._lock:
                     weights = await asyncio.to_thread(self._checked, asked)
-                    await self._do(Update(weights, asked.mode))
+                    await self._do(Update(weights, asked.mode, asked.max_versions))
             case PauseRows(mode=mode):
                 await self._do(Pause(mode))
             case ResumeRows():

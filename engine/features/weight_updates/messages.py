@@ -28,10 +28,13 @@ class Weights(msgspec.Struct, frozen=True):
 
 
 class Update(msgspec.Struct, frozen=True, tag=True):
-    """Change the weights.  mode: None for that of the pause, and 'retract' without one."""
+    """Change the weights.  mode: None for that of the pause, and 'retract' without one.
+
+    most: requests end that would have tokens of more versions; 0 for no limit."""
 
     weights: Weights
     mode: Mode | None = None
+    most: int = 0
 
 
 class Pause(msgspec.Struct, frozen=True, tag=True):

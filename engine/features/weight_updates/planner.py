@@ -39,6 +39,7 @@ from engine.types.errors import EngineDied
 from engine.types.versions import mark
 
 KEPT_ENDS: Final = 64  # of commands
+NO_VERSION: Final = -1  # less than any sequence has
 NO_MARK: Final = StepExtras()
 
 
@@ -139,6 +140,7 @@ class WeightsPlanner(PlannerFeature):
         if num_in_flight or (mode == "finish" and self._table.running.any()):
             return mode != "finish"
         if self._phase == "drain":
+            self._end_requests(0 if self._update is None else self._update[1].most)
             self._leave_rows(mode)
             self._ask(Switch(self._loading.number), "switch")
         elif self._pausing >= 0:
@@ -205,7 +207,7 @@ class WeightsPlanner(PlannerFeature):
         Rows that keep their pages stay, if they have all their prompt's."""
         table = self._table
         if mode == "abort":
-            self._end_requests()
+            self._end_requests(NO_VERSION)
         for row in np.flatnonzero(table.running).tolist():
             sequence = table.sequences[row]
             assert sequence is not None, f"row {row} runs and is free"
@@ -214,15 +216,23 @@ class WeightsPlanner(PlannerFeature):
             else:
                 self._parts.completions.retract(sequence)
 
-    def _end_requests(self) -> None:
+    def _end_requests(self, most: int) -> None:
+        """End the requests whose tokens are of at least ``most`` versions; 0 for none."""
         requests = self._parts.requests
-        for sequence in [*requests.open.values()]:
+        for sequence in [*requests.open.values()] if most else ():
+            if self._num_versions(sequence) < most:
+                continue
             if sequence.row >= 0:
                 self._parts.completions.end(sequence.row, Finish.ABORT)
             else:
                 self._parts.prefills.forget(sequence)
                 requests.end(sequence, Finish.ABORT, len(sequence.tokens))
             requests.send_end(sequence.request_id, Finish.ABORT)
+
+    def _num_versions(self, sequence: Sequence) -> int:
+        known = len(sequence.tokens) if sequence.row < 0 else int(self._table.num_known[sequence.row])
+        _, num_versions = sequence.notes.get(NAME, (0, 0))
+        return num_versions or int(known > sequence.num_prompt)
 
     def _name_weights(self, sequence: Sequence) -> None:
         adapter, digest = sequence.weights.partition(":")[0], self.present.digest
@@ -235,7 +245,7 @@ class WeightsPlanner(PlannerFeature):
 
     def started(self, sequence: Sequence) -> None:
         """Note whether the row's tokens are of other weights than those before, or than the first ones."""
-        if sequence.notes.get(NAME, 0) != self.present.number and sequence.params.generates:
+        if sequence.notes.get(NAME, (0, 0))[0] != self.present.number and sequence.params.generates:
             self._unmarked.add(sequence.row)
 
     def left(self, row: int) -> None:
@@ -265,7 +275,8 @@ class WeightsPlanner(PlannerFeature):
                 num_tokens = int(self._table.num_known[row]) - sequence.num_prompt
                 marked = mark(num_tokens, self.present.version)
                 extras[row] = msgspec.structs.replace(extras.get(row, NO_MARK), result=marked)
-                sequence.notes[NAME] = self.present.number
+                if sequence.notes.get(NAME, (0, 0))[0] != self.present.number:
+                    sequence.notes[NAME] = self.present.number, self._num_versions(sequence) + 1
         return [wave._replace(extras=extras)]
 
     # ---- other ranks, other planners --------------------------------------------------------

@@ -33,13 +33,24 @@ class RunningWeights:
         self._wait = wait
 
     def update(
-        self, directory: str | Path, *, version: str = "", digest: str = "", mode: Mode | None = None
+        self,
+        directory: str | Path,
+        *,
+        version: str = "",
+        digest: str = "",
+        mode: Mode | None = None,
+        max_versions: int = 0,
     ) -> WeightsState:
         """Compute with the weights of another checkpoint of the same model, from one step on.
 
         version: its name in answers; '' for the number of the update.  digest: the fingerprint that it must have.
-        mode: what happens to running rows ('finish', 'keep', 'retract'); None for that of the pause, or 'retract'."""
-        return self._do(UpdateWeights(directory=str(directory), version=version, digest=digest, mode=mode))
+        mode: what happens to running rows ('finish', 'keep', 'retract', 'abort'); None for that of the pause, or
+        'retract'.  max_versions: requests end that would have tokens of more versions; 0 for no limit."""
+        return self._do(
+            UpdateWeights(
+                directory=str(directory), version=version, digest=digest, mode=mode, max_versions=max_versions
+            )
+        )
 
     def pause(self, mode: Mode = "keep") -> WeightsState:
         """Start no step until ``resume``; return when running rows have finished, stand still, or are retracted."""

@@ -3,10 +3,11 @@
 Owns: their bodies and answers.  Does not know: what weights are, when they change.
 """
 
-from typing import Final
+from typing import Annotated, Final
 
 import msgspec
 from aiohttp import web
+from msgspec import Meta
 
 from engine.actors.operations import Operate
 from engine.features.weight_updates.engine import (
@@ -37,12 +38,14 @@ class UpdateBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """The weights to change to.
 
     path: directory of a checkpoint, in ``weights/`` of storage.folder, or model.path.  version: its name in answers.
-    digest: the fingerprint that it must have.  mode: what happens to running requests."""
+    digest: the fingerprint that it must have.  mode: what happens to running requests.
+    max_versions: requests end that would have tokens of more versions; 0 for no limit."""
 
     path: Short
     version: Short = ""
     digest: Short = ""
     mode: Short | None = None
+    max_versions: Annotated[int, Meta(ge=0)] = 0
 
 
 class DiskBody(msgspec.Struct, frozen=True, kw_only=True):
@@ -195,7 +198,14 @@ class WeightRoutes:
 
 def _update(body: UpdateBody) -> UpdateWeights:
     mode = None if body.mode is None else _mode(body.mode)
-    return UpdateWeights(directory=body.path, version=body.version, digest=body.digest, mode=mode, is_sent=True)
+    return UpdateWeights(
+        directory=body.path,
+        version=body.version,
+        digest=body.digest,
+        mode=mode,
+        max_versions=body.max_versions,
+        is_sent=True,
+    )
 
 
 def _update_from_disk(body: DiskBody) -> UpdateWeights:

@@ -269,3 +269,21 @@ def test_requests_end_with_what_they_have() -> None:
     bench.read()
     assert bench.ends == {1: [Finish.ABORT], 2: [Finish.ABORT]}
     assert bench.streams[1] == output(prompt_of(9), (0, 3))
+
+
+def test_requests_end_that_would_have_tokens_of_too_many_versions() -> None:
+    bench = Rollouts()
+    bench.submit(1, prompt_of(9), max_tokens=30, ignore_eos=True)
+    bench.steps_of(3)
+    for digest in ("second", "third"):
+        command = bench.command(Update(Weights(0, "", f"/{digest}", digest), None, 2))
+        while command not in bench.feature.ends:
+            assert bench.plan() or bench.deliver()
+        bench.submit(2 if digest == "second" else 3, prompt_of(5), max_tokens=20, ignore_eos=True)
+        for _ in range(8):
+            assert bench.plan() or bench.deliver()
+    bench.finish()
+    assert bench.ends == {1: [Finish.ABORT], 2: [Finish.LENGTH], 3: [Finish.LENGTH]}
+    assert len(versions(bench.marks[1])) == 1
+    assert versions(bench.marks[2])[0][0] == 0
+    assert len(versions(bench.marks[2])) == 2
