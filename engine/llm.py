@@ -33,6 +33,7 @@ from engine.types.errors import RequestError
 from engine.types.logprobs import TokenLogprobs
 from engine.types.params import SamplingParams
 from engine.types.prompt import Prompt
+from engine.types.versions import versions
 
 if TYPE_CHECKING:
     from engine.features.pooling.requests import PooledRequests
@@ -56,7 +57,8 @@ class Completion:
     logprobs: one entry per token if ``SamplingParams.logprobs`` is set.
     prompt_logprobs: one entry per token of the prompt if ``SamplingParams.prompt_logprobs`` is set; the first one's
     number means nothing.
-    added: what features add to the output, as in ``Delta.result``.
+    weight_versions: (n, version): the tokens from the n-th on are of this version of the weights; no entry for those
+    of the weights that the engine started with.
     """
 
     prompt: Prompt
@@ -67,7 +69,7 @@ class Completion:
     usage: Usage
     logprobs: tuple[TokenLogprobs, ...]
     prompt_logprobs: tuple[TokenLogprobs, ...]
-    added: bytes = b""
+    weight_versions: tuple[tuple[int, str], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -364,7 +366,7 @@ def _completion(prompt: Prompt, delta: Delta) -> Completion:
         usage=delta.usage,
         logprobs=delta.logprobs,
         prompt_logprobs=delta.prompt_logprobs,
-        added=delta.result,
+        weight_versions=tuple(versions(delta.result)),
     )
 
 

@@ -13,7 +13,6 @@ import torch
 from callboard import LLM, SamplingParams
 from engine.llm import Completion
 from engine.types.errors import RequestError, WeightsError
-from engine.types.versions import versions
 from tests.models.checkpoints import build, random_tokens, save
 from tests.workers.executors import send
 
@@ -63,7 +62,7 @@ def check(folder: Path, variant: str, more: Sections, after: Callable[[LLM], Non
         if after is not None:
             after(llm)
         completions = llm.generate(PROMPTS, GREEDY)
-        assert [versions(one.added) for one in completions] == [[(0, "step-2")]] * len(PROMPTS)
+        assert [one.weight_versions for one in completions] == [((0, "step-2"),)] * len(PROMPTS)
         assert [one.usage.cached_tokens for one in completions] == [0] * len(PROMPTS)
         changed = said(completions)
         assert changed != before
@@ -127,7 +126,7 @@ def test_an_output_has_a_mark_where_its_weights_change_and_a_bad_directory_chang
         llm.weights.update(second)
         thread.join()
         (completion,) = found
-        marks = versions(completion.added)
+        marks = completion.weight_versions
         tail = PROMPTS[0] + completion.token_ids[: marks[0][0]]
         rest = GREEDY.replace(max_tokens=400 - marks[0][0], logprobs=None)
         assert llm.generate([tail], rest)[0].token_ids == completion.token_ids[marks[0][0] :]
