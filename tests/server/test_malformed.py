@@ -82,7 +82,7 @@ ANY_FIELDS: dict[str, list[str]] = {
 }  # fmt: skip
 COMPLETION_FIELDS: dict[str, list[str]] = {
     "prompt": ["null", "1", "{}", "[]", "[[]]", "[1, [2]]", '["a", 1]', "[true]", "[1.5]", "[-1]", "[1000]", "[null]",
-               f"[{HUGE}]", json.dumps(["a"] * 129), '"\\ud800"', json.dumps("x" * 9000), "[[[1]]]"],
+               f"[{HUGE}]", json.dumps(["a"] * 257), '"\\ud800"', json.dumps("x" * 9000), "[[[1]]]"],
     "logprobs": [*INTEGERS, "-1", "21"],
     "echo": FLAGS,
     "suffix": ['"end"', "1"],
